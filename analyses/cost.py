@@ -1,0 +1,78 @@
+"""What tracing itself cost in this run.
+
+`tracing_cost`, a row per process that wrote counters, in ns of processor time of the traced program:
+
+    calls           calls recorded or counted
+    mean_ns, p99_ns cost of recording one, by samples of this run
+    calls_ns        mean_ns times calls
+    drain_ns        processor time of writing to disk, in a thread of its own
+    span_ns         from the process's first line in the log to the last thing known of it
+    share           (calls_ns + drain_ns) / span_ns
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import pandas as pd
+
+from commtrace.log import Process, whole
+from commtrace.run import Run
+
+from .fold import Analysis, Block, Tables_, merge_by
+
+COLUMNS: Final = ("rank", "pid", "calls", "mean_ns", "p99_ns", "calls_ns", "drain_ns", "span_ns", "share")
+
+
+def _partial(block: Block) -> pd.DataFrame:
+    records = block.records
+    times = [records[name] for name in ("t_begin", "t_return", "t_wait", "t_end")]
+    known = np.concatenate([time[time > 0] for time in times])
+    some = known[:1]
+    row = {"process": np.full(len(some), block.names.number), "first_ns": some, "last_ns": some}
+    if len(some):
+        row |= {"first_ns": [known.min()], "last_ns": [known.max()]}
+    return pd.DataFrame(row)
+
+
+def _merge(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    return merge_by(("process",), {"first_ns": "min", "last_ns": "max"}, tables)
+
+
+def _finish(table: pd.DataFrame, run: Run) -> Tables_:
+    spans = {number: (first, last) for number, first, last in table.itertuples(index=False)}
+    rows = [_row(process, spans.get(number, ())) for number, process in enumerate(run.processes) if process.tables.stats]
+    result = pd.DataFrame(rows, columns=[*COLUMNS])
+    for column in COLUMNS[2:-1]:
+        result[column] = result[column].astype("Int64")
+    return {"tracing_cost": result.astype({"rank": np.int64, "pid": np.int64, "share": float})}
+
+
+def _row(process: Process, seen: Sequence[int]) -> dict[str, object]:
+    stats = process.tables.stats or {}
+    calls, samples, total = (whole(stats.get(name)) for name in ("calls", "cost_samples", "cost_ns"))
+    mean = total / samples if samples and total is not None else None
+    calls_ns = round(mean * calls) if mean is not None and calls is not None else None
+    drain, span = whole(stats.get("drain_cpu_ns")), _span(process, seen)
+    return {
+        "rank": process.rank,
+        "pid": process.pid,
+        "calls": calls,
+        "mean_ns": None if mean is None else round(mean),
+        "p99_ns": whole(stats.get("cost_p99_ns")) if samples else None,
+        "calls_ns": calls_ns,
+        "drain_ns": drain,
+        "span_ns": span,
+        "share": None if calls_ns is None or drain is None or not span else (calls_ns + drain) / span,
+    }
+
+
+def _span(process: Process, seen: Sequence[int]) -> int | None:
+    rows = (process.tables.process, process.tables.stats or {}, process.tables.end or {})
+    times = [int(time) for time in seen] + [time for row in rows if (time := whole(row.get("mono_ns")))]
+    return max(times) - min(times) if times else None
+
+
+ANALYSIS: Final = Analysis("cost", _partial, _merge, _finish)

@@ -1,0 +1,128 @@
+"""What the log covers, and what it cannot tell. A report begins with it.
+
+`coverage`, one row:
+
+    run, ranks_seen, world_size, ranks_missing (text), hosts, processes
+    without_end              processes that are alive or ended early
+    records                  events in the log
+    calls                    calls that the hooks counted, missing unless every process wrote counters
+    dropped, removed, lost   calls whose records were given up: ring full, log over its bound, could not be written
+    not_found                records that should be in the log and are not, beyond those; processes that ended in order
+    simulated                processes of a dry run: nothing was sent
+    hook_errors, first_error calls that a hook failed on, and the first message
+    files_cut, files_foreign, files_unreadable, files_missing
+
+`states`: `state`, `calls`, `share`. `complete`: the end is known; `unobservable`: the recorder cannot see it; `returned`:
+it was not seen in time; `begun`: in flight, or the process died in it; `failed`: raised an exception.
+`processes`: per process rank, host, pid, recorder, records, counters, reason of its end (missing: alive or ended early).
+`blind_spots`: what the hooks cannot see, and in how many processes. `notes`: what is damaged, and what follows from it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+import numpy as np
+import pandas as pd
+
+from commtrace.log import Process, whole
+from commtrace.run import Run, compact
+
+from .fold import Analysis, Block, Tables_, merge_sums, table_by
+
+COUNTERS: Final = ("calls", "dropped", "removed", "lost", "hook_errors")
+
+
+def _partial(block: Block) -> pd.DataFrame:
+    table = table_by(block, ("state",), {})
+    return table.assign(process=np.full(len(table), block.names.number, np.int64))
+
+
+def _finish(table: pd.DataFrame, run: Run) -> Tables_:
+    processes = _processes(table, run)
+    return {
+        "coverage": pd.DataFrame([_coverage(processes, run)]),
+        "states": _states(table),
+        "processes": processes,
+        "blind_spots": _blind_spots(run),
+        "notes": pd.DataFrame(
+            [(note.kind, str(note.path), note.what, note.consequence) for note in run.notes],
+            columns=["kind", "path", "what", "consequence"],
+        ),
+    }
+
+
+def _states(table: pd.DataFrame) -> pd.DataFrame:
+    states = table.groupby("state", as_index=False)["calls"].sum()
+    states = states.assign(share=states["calls"] / states["calls"].sum())
+    return states.sort_values("calls", ascending=False, kind="stable", ignore_index=True)
+
+
+def _processes(table: pd.DataFrame, run: Run) -> pd.DataFrame:
+    records = table.groupby("process")["calls"].sum().to_dict()
+    rows = [_process(process, int(records.get(number, 0))) for number, process in enumerate(run.processes)]
+    columns = ["rank", "host", "pid", "recorder", "simulated", "started_unix_ns", "records", *COUNTERS, "first_error", "end", "not_found"]
+    result = pd.DataFrame(rows, columns=columns)
+    return result.astype({name: "Int64" for name in (*COUNTERS, "not_found", "started_unix_ns")})
+
+
+def _process(process: Process, records: int) -> dict[str, object]:
+    facts, stats, end = process.tables.process, process.tables.stats or {}, process.tables.end
+    counters = {name: whole(stats.get(name)) for name in COUNTERS}
+    error = stats.get("first_error")
+    return {
+        "rank": process.rank,
+        "host": process.host,
+        "pid": process.pid,
+        "recorder": str(facts["recorder"]) if "recorder" in facts else None,
+        "simulated": bool(facts.get("simulated")),
+        "started_unix_ns": whole(facts.get("unix_ns")),
+        "records": records,
+        **counters,
+        "first_error": str(error) if error else None,
+        "end": str(end.get("reason")) if end is not None else None,
+        "not_found": _not_found(counters, records) if end is not None else None,
+    }
+
+
+def _not_found(counters: dict[str, int | None], records: int) -> int | None:
+    """Calls that left neither a record nor a trace in the other counters, of a process whose counters are final."""
+    calls, *gone = (counters[name] for name in ("calls", "dropped", "removed", "lost"))
+    return None if calls is None or None in gone else max(0, calls - sum(one or 0 for one in gone) - records)
+
+
+def _coverage(processes: pd.DataFrame, run: Run) -> dict[str, object]:
+    missing = sorted(set(range(run.world_size or 0)) - set(run.ranks))
+    files = Counter(note.kind for note in run.notes)
+    errors = processes["first_error"].dropna()
+    return {
+        "run": run.id,
+        "ranks_seen": len(run.ranks),
+        "world_size": run.world_size,
+        "ranks_missing": compact(missing) if run.world_size else None,
+        "hosts": processes["host"].nunique(),
+        "processes": len(processes),
+        "without_end": int(processes["end"].isna().sum()),
+        "records": int(processes["records"].sum()),
+        **{name: _sum(processes[name]) for name in (*COUNTERS, "not_found")},
+        "simulated": int(processes["simulated"].sum()),
+        "first_error": errors.iloc[0] if len(errors) else None,
+        **{f"files_{kind}": files[kind] for kind in ("cut", "foreign", "unreadable", "missing", "garbled")},
+    }
+
+
+def _sum(column: pd.Series[int]) -> int | None:
+    """The sum, None where a part of it is not known."""
+    return None if column.isna().any() else int(column.sum())
+
+
+def _blind_spots(run: Run) -> pd.DataFrame:
+    spots: Counter[str] = Counter()
+    for process in run.processes:
+        told = process.tables.process.get("blind_spots")
+        spots.update(str(spot) for spot in (told if isinstance(told, list) else []))
+    return pd.DataFrame(spots.most_common(), columns=["blind_spot", "processes"])
+
+
+ANALYSIS: Final = Analysis("coverage", _partial, merge_sums("process", "state"), _finish)

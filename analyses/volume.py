@@ -1,0 +1,45 @@
+"""How much is communicated: by operation, parallel dimension, phase, and line of code.
+
+Tables `volume_by_operation`, `volume_by_role`, `volume_by_role_and_operation`, `volume_by_phase`, `volume_by_site`:
+their keys, then
+
+    calls            recorded calls, summed over the ranks
+    payload_bytes    nccl-tests' size, summed over the calls of all ranks
+    wire_bytes       what the ranks must at least send, summed
+    payload_share    of the payload of all calls, 0 to 1
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Final
+
+import pandas as pd
+
+from commtrace.run import Run
+
+from .fold import Analysis, Block, Tables_, known_wire, merge_sums, table_by, volumes
+
+KEYS: Final[dict[str, tuple[str, ...]]] = {
+    "volume_by_operation": ("op",),
+    "volume_by_role": ("role",),
+    "volume_by_role_and_operation": ("role", "op"),
+    "volume_by_phase": ("phase",),
+    "volume_by_site": ("site", "op"),
+}
+
+
+def _partial(keys: tuple[str, ...], block: Block) -> pd.DataFrame:
+    return table_by(block, keys, volumes(block))
+
+
+def _finish(name: str, table: pd.DataFrame, run: Run) -> Tables_:
+    total = table["payload_bytes"].sum()
+    shares = table["payload_bytes"] / total if total else float("nan")
+    result = known_wire(table).assign(payload_share=shares)
+    return {name: result.sort_values(["payload_bytes", "calls"], ascending=False, kind="stable", ignore_index=True)}
+
+
+ANALYSES: Final = tuple(
+    Analysis(name, partial(_partial, keys), merge_sums(*keys), partial(_finish, name)) for name, keys in KEYS.items()
+)

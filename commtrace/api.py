@@ -1,0 +1,53 @@
+"""The functions of `import commtrace`. Nothing heavy is imported before it is needed: training processes import this."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import os
+
+    from commtrace.run import Run
+
+
+def start(directory: str | os.PathLike[str] = "commtrace-logs") -> None:
+    """Record from here on into `directory`, as `COMMTRACE=directory` in the environment does from the beginning.
+
+    For notebooks and tests. Raises CommtraceError where tracing is on already, or where a COMMTRACE_* setting makes
+    no sense.
+    """
+    from commtrace import startup
+
+    startup.start(directory)
+
+
+def stop() -> None:
+    """Write out what is recorded, close the log, and take every hook out. Does nothing where tracing is off."""
+    from commtrace import startup
+
+    startup.stop()
+
+
+def step() -> None:
+    """A training step begins here. From the first call on, steps are counted by these calls alone."""
+    from commtrace.progress import progress
+
+    progress.step_begins()
+
+
+def phase(name: str) -> AbstractContextManager[None]:
+    """Calls within belong to this part of the step: "init", "forward", "backward", "optimizer" or "other".
+
+    Raises CommtraceError for any other name.
+    """
+    from commtrace.progress import progress
+
+    return progress.marked(name)
+
+
+def open(directory: str | os.PathLike[str]) -> Run:
+    """The log in `directory`, for asking. Raises CommtraceError where there is none that can be read."""
+    from commtrace.run import open_run
+
+    return open_run(directory)

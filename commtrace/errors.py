@@ -1,0 +1,31 @@
+"""Errors that commtrace raises. Each message names the file or setting, the value, and what to do about it."""
+
+from __future__ import annotations
+
+
+class CommtraceError(Exception):
+    """Something that the user can mend. The command line prints it in a line and returns 1."""
+
+
+class SettingsError(CommtraceError):
+    """A COMMTRACE* variable has a value that makes no sense."""
+
+
+class LogError(CommtraceError):
+    """There is no log here that can be read. A log that is only damaged raises nothing: it carries notes."""
+
+
+class NewerLogError(LogError):
+    """The log was written by a later version of commtrace, in a format that this one does not know."""
+
+
+class NoSuchTableError(CommtraceError):
+    """A table was asked for by a name that no analysis has."""
+
+
+class OutputError(CommtraceError):
+    """A result could not be written."""
+
+
+class MissingLibraryError(CommtraceError):
+    """An optional library is needed for this."""

@@ -1,0 +1,120 @@
+"""Who is recording: host, process, launcher, and the name that all processes of a run agree on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+# Variables that may be copied into a log. An allow-list: the rest of an environment may hold secrets.
+ENVIRONMENT = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID",
+    "SLURM_NTASKS", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE",
+    "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMP_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_ALGO", "NCCL_PROTO", "NCCL_IB_DISABLE",
+    "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TORCH_NCCL_BLOCKING_WAIT", "DS_ACCELERATOR",
+)  # fmt: skip
+
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+_WORLDS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+
+
+@dataclass(frozen=True)
+class Member:
+    """This process among those of its run, as the library that communicates knows it."""
+
+    rank: int
+    world_size: int | None
+    agree: Callable[[str], str] | None = None
+    """Given a proposal, the one value that all processes get: the first one proposed."""
+
+
+def member_from_environment(environ: Mapping[str, str] = os.environ) -> Member:
+    """What the launcher says, for programs without a process group of the whole world; else a world of one."""
+    rank, world = _first(environ, _RANKS), _first(environ, _WORLDS)
+    return Member(rank if rank is not None else 0, world)
+
+
+def local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Rank within the host, where the launcher says it."""
+    return _first(environ, _LOCAL_RANKS)
+
+
+def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+    return next((int(environ[name]) for name in names if environ.get(name, "").isdigit()), None)
+
+
+def launcher(environ: Mapping[str, str] = os.environ) -> str:
+    """What the launcher calls this run, "" where it does not say. All processes of a run get the same."""
+    elastic = environ.get("TORCHELASTIC_RUN_ID", "")
+    if elastic:
+        # torchrun's default is the word "none"; with --standalone it makes up a UUID, whose first digits will do.
+        name = "" if elastic == "none" else "-" + re.sub(r"^([0-9a-f]{8})-[0-9a-f-]{27}$", r"\1", elastic)
+        return f"torchelastic{name}-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if "SLURM_JOB_ID" in environ and "SLURM_PROCID" in environ:
+        return f"slurm-{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '0')}"
+    if "PMIX_NAMESPACE" in environ:
+        return f"pmix-{environ['PMIX_NAMESPACE']}"
+    return ""
+
+
+def agree_on_run(member: Member) -> str:
+    """The identity of the run, the same in all its processes: one round trip to their store, no collective."""
+    proposal = time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + os.urandom(3).hex()
+    if member.agree is not None:
+        proposal = member.agree(proposal)
+    elif launcher().startswith(("slurm-", "pmix-")):
+        return _file_name(launcher())  # nothing to agree through, but these names are used once only
+    return _file_name("-".join(part for part in (launcher(), proposal) if part))
+
+
+def host() -> str:
+    """This host's name, fit for a folder."""
+    return _file_name(socket.gethostname()) or "host"
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "_", text).lstrip(".")[:200]
+
+
+def boot_id() -> str:
+    """Changes when the host restarts; "" where the system has none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def versions() -> dict[str, str]:
+    """Of Python, commtrace, and those of our libraries that this process has imported."""
+    import commtrace
+
+    found = {"python": platform.python_version(), "commtrace": commtrace.__version__}
+    for name in ("torch", "deepspeed", "mpi4py", "transformers", "megatron"):
+        version = getattr(sys.modules.get(name), "__version__", None)
+        if version is not None:
+            found[name] = str(version)
+    return found
+
+
+def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The allowed part of the environment."""
+    return {name: environ[name] for name in ENVIRONMENT if name in environ}
+
+
+def moment() -> dict[str, int]:
+    """Now, on the clock of the records and on the wall clock, for comparing hosts.
+
+    The wall clock is read between two readings of the other, whose mean goes with it: good to a microsecond or so.
+    """
+    before = time.monotonic_ns()
+    unix = time.time_ns()
+    return {"mono_ns": (before + time.monotonic_ns()) // 2, "unix_ns": unix}

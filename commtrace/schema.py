@@ -1,0 +1,154 @@
+"""What one recorded call looks like, in memory, in the ring and on disk.
+
+`RECORD` is the only definition of the binary format: both recorders write it, the reader reads it, and
+`docs/log-format.md` shows how to read it with numpy alone. A sample record, as `numpy` prints it:
+
+    t_begin=8120531  t_return=8129742  t_wait=8130011  t_start=0  t_end=9411873  payload=1048576  local=0
+    seq=17  group=1  site=3  step=2  micro_batch=0  peer=-1  tag=-1  batch=0  kind=1  thread=1
+    phase=BACKWARD  clock=WAIT  flags=ASYNC  state=COMPLETE
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, IntFlag
+from typing import Final
+
+import numpy as np
+
+FORMAT: Final = "commtrace"
+
+# History of the format. A reader refuses a log of a newer version; it reads every older one.
+#   1  2026-11  first: 96-byte records, one JSON-lines table file per process
+VERSION: Final = 1
+
+# Times are nanoseconds of CLOCK_MONOTONIC on the host that recorded them; 0 means "not known", never "zero".
+# `state` is the last byte: a writer fills it last, so a record whose state is not FREE is whole, even where the
+# process was killed in the middle of a call.
+RECORD: Final = np.dtype(
+    [
+        ("t_begin", "<i8"),  # the call was entered
+        ("t_return", "<i8"),  # the call gave control back to its caller
+        ("t_wait", "<i8"),  # the caller began to wait for the result
+        ("t_start", "<i8"),  # the transfer began on the device, where the backend tells
+        ("t_end", "<i8"),  # the operation was complete; `clock` says who saw it
+        ("payload", "<i8"),  # bytes, by the nccl-tests convention (commtrace.volume)
+        ("local", "<i8"),  # bytes of the payload that never leave this rank (its own share or split)
+        ("seq", "<u4"),  # n-th collective of the group; point-to-point: n-th of (group, source, destination, tag)
+        ("group", "<u4"),  # row of the groups table
+        ("site", "<u4"),  # row of the sites table, 0: not recorded
+        ("step", "<i4"),  # training step, -1: before the first one
+        ("micro_batch", "<i4"),  # micro-batch within the step, -1: not known
+        ("peer", "<i4"),  # global rank of root, source or destination, -1: none
+        ("tag", "<i4"),  # message tag, -1: none
+        ("batch", "<u4"),  # calls of one coalesced batch share a number, 0: none
+        ("kind", "<u2"),  # row of the kinds table
+        ("thread", "<u2"),  # number of the calling thread within the process, from 1
+        ("phase", "u1"),  # Phase
+        ("clock", "u1"),  # Clock: where t_end came from
+        ("flags", "u1"),  # Flag bits
+        ("state", "u1"),  # State; written last
+    ]
+)
+assert RECORD.itemsize == 96
+
+# The same layout for `struct.pack_into`, whose one call fills a slot with the state last. A test compares the two.
+RECORD_STRUCT: Final = "<7q3I4iI2H4B"
+
+
+class State(IntEnum):
+    """How far a call is known to have come."""
+
+    FREE = 0  # a slot of the ring that holds no record
+    BEGUN = 1  # entered, and not seen to return: in flight, or the process died in it
+    RETURNED = 2  # returned; its end may still be seen
+    COMPLETE = 3  # `t_end` is known
+    UNOBSERVABLE = 4  # returned, and nothing on this recorder can see its end
+    FAILED = 5  # the call raised an exception
+
+
+class Phase(IntEnum):
+    """The part of a training step that a call belongs to."""
+
+    OTHER = 0
+    INIT = 1
+    FORWARD = 2
+    BACKWARD = 3
+    OPTIMIZER = 4
+
+
+class Clock(IntEnum):
+    """Who saw the end of a call."""
+
+    NONE = 0
+    RETURN = 1  # the call itself blocks until the operation is complete
+    WAIT = 2  # a wait of the program came back
+    FUTURE = 3  # a completion callback
+    DEVICE = 4  # the device's own measurement
+    TEST = 5  # a poll (is_completed, Test) said so: the end is at or before this time
+
+
+class Flag(IntFlag):
+    """Properties of a call."""
+
+    ASYNC = 1  # the caller asked for a handle
+    COALESCED = 2  # one of a batch that the backend may merge, or several tensors in one call
+    CAPTURED = 4  # recorded into a device graph: the times are those of the capture
+    OBJECT = 8  # carries pickled Python objects
+    SPARSE = 16  # the payload is the indices and values of sparse tensors
+    SIMULATED = 32  # a dry run: nothing was sent
+    UNEVEN = 64  # ranks have shares of different sizes
+
+
+# Canonical operations, of torch and MPI alike. `send` and `recv` are point-to-point, the rest collective.
+OPERATIONS: Final = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+    "barrier",
+    "scan",
+    "exscan",
+    "sendrecv",
+    "put",
+    "get",
+    "accumulate",
+)
+
+# Columns of the normal form (`Run.events()`, `commtrace export`): public, in this order, under NORMAL_FORM_VERSION.
+NORMAL_FORM_VERSION: Final = 1
+NORMAL_FORM: Final = (
+    "rank",
+    "op",
+    "variant",
+    "api",
+    "group",
+    "group_ranks",
+    "group_size",
+    "role",
+    "dtype",
+    "payload_bytes",
+    "wire_bytes",
+    "peer",
+    "tag",
+    "seq",
+    "t_begin_ns",
+    "t_return_ns",
+    "t_wait_ns",
+    "t_start_ns",
+    "t_end_ns",
+    "step",
+    "micro_batch",
+    "phase",
+    "site",
+    "state",
+    "flags",
+)
+
+# The parallel dimension that a group serves.
+ROLES: Final = ("data", "tensor", "pipeline", "sequence", "context", "expert", "world", "self", "unknown")

@@ -1,0 +1,147 @@
+"""Switches tracing on at interpreter start, before the program runs, and never gets in its way.
+
+`commtrace.pth` imports this module in every interpreter whose environment has COMMTRACE set; `commtrace run` gets here
+through a `sitecustomize`. The standard library only, and little of it: this runs in every helper process too. What is
+traced is imported by the program itself; hooks are put in when that import has finished.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import os
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+# Library -> the module with its hook, a reversible pair `install()` and `uninstall()`.
+HOOKS = {
+    "torch": "commtrace.hooks.torch",
+    "deepspeed": "commtrace.hooks.deepspeed",
+}
+
+_installed: list[str] = []
+
+
+def activate() -> None:
+    """As the environment says. Catches everything: tracing is never the reason why a program fails."""
+    try:
+        if os.environ.get("COMMTRACE", "0") in ("", "0"):
+            return
+        from commtrace import settings
+        from commtrace.errors import SettingsError
+
+        try:
+            _switch_on(settings.from_environment(os.environ))
+        except SettingsError as error:
+            print(f"commtrace: {error}. The program goes on untraced.", file=sys.stderr, flush=True)
+    except Exception as error:
+        _say_once(f"cannot start: {type(error).__name__}: {error}. The program goes on untraced.")
+
+
+def start(directory: str | os.PathLike[str]) -> None:
+    """For programs: see `commtrace.start`."""
+    from commtrace import settings
+    from commtrace.errors import CommtraceError
+    from commtrace.session import session
+
+    if session.settings is not None:
+        raise CommtraceError(f"tracing is on already, into {session.settings.directory}; call commtrace.stop() first")
+    _switch_on(settings.for_directory(directory, os.environ))
+
+
+def stop() -> None:
+    """For programs: see `commtrace.stop`."""
+    from commtrace.session import session
+
+    session.end("stop")
+    _follower.wanted.clear()
+    while _installed:
+        importlib.import_module(_installed.pop()).uninstall()
+
+
+def _switch_on(settings: Any) -> None:
+    from commtrace.session import session
+
+    if settings is None or session.settings is not None:
+        return  # off; or on already: a .pth line may run twice in one interpreter
+    session.settings = settings
+    _once()
+    _follower.wanted.update(HOOKS)
+    if _follower not in sys.meta_path:
+        sys.meta_path.insert(0, _follower)
+    for library in HOOKS:
+        if library in sys.modules:
+            _follower.imported(library)
+
+
+@functools.cache
+def _once() -> None:
+    from commtrace.session import session
+
+    # Registered before any library registers its own, so it runs after theirs: what they send at exit is recorded.
+    atexit.register(session.end, "exit")
+    os.register_at_fork(after_in_child=session.forked)
+
+
+class _Follower:
+    """A meta-path finder that finds nothing itself: it has a hook put in when a wanted library has been imported."""
+
+    def __init__(self) -> None:
+        self.wanted: dict[str, str] = {}
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in self.wanted:
+            return None
+        for finder in sys.meta_path:
+            if finder is not self and hasattr(finder, "find_spec"):
+                spec = finder.find_spec(name, path, target)
+                if spec is not None:
+                    self._follow(name, spec)
+                    return spec
+        return None
+
+    def _follow(self, name: str, spec: ModuleSpec) -> None:
+        # On this loader object only: it keeps its class, so that everything else that asks it still gets answers.
+        loader: Any = spec.loader
+        original = getattr(loader, "exec_module", None)
+        if original is None:
+            return
+
+        def exec_module(module: ModuleType) -> None:
+            original(module)
+            self.imported(name)
+
+        try:
+            loader.exec_module = exec_module
+        except AttributeError:
+            _say_once(f"cannot follow the import of {name}; its calls are not traced.")
+
+    def imported(self, name: str) -> None:
+        """A wanted library is complete: put its hook in."""
+        hook = self.wanted.pop(name, None)
+        if hook is None:
+            return
+        try:
+            importlib.import_module(hook).install()
+            _installed.append(hook)
+        except Exception as error:
+            _say_once(f"cannot hook {name}: {type(error).__name__}: {error}. Its calls are not traced.")
+
+
+_follower = _Follower()
+_said: set[str] = set()
+
+
+def _say_once(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        try:
+            print(f"commtrace: {message}", file=sys.stderr, flush=True)
+        except Exception:
+            pass  # stderr is closed; there is nobody to tell
+
+
+activate()

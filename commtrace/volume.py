@@ -1,0 +1,69 @@
+"""Payload, wire bytes and bus bandwidth: the one place that knows the conventions.
+
+* **Payload** S is nccl-tests' size (its doc/PERFORMANCE.md). all_reduce, broadcast, reduce, scan: the buffer;
+  all_gather: the full output; reduce_scatter: the full input; all_to_all: the send buffer; gather, scatter: the
+  shares of all ranks; send, recv: the message; barrier: 0. Hooks hold the buffers, so they measure it, and with it
+  `local`, the part of S that is this rank's own share and never leaves it.
+* **Wire bytes** are what this rank must at least send, whatever the algorithm. They follow from the payload and are
+  never a measurement.
+* **busbw** is algbw (S / t, 1 GB = 1e9 bytes) times a factor that makes operations comparable with each other.
+
+Every function takes numbers or numpy arrays alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+Number = Any  # a Python number or a numpy array; numpy's own types have no common name for both
+
+# What is sent of S, in n-ths of S. broadcast and reduce: (n-1)S over the group, so (n-1)/n on average; who sends
+# depends on the algorithm. all_reduce: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002.
+_NTHS: Final[dict[str, Callable[[Number], Number]]] = {
+    "all_reduce": lambda n: 2 * (n - 1),
+    "broadcast": lambda n: n - 1,
+    "reduce": lambda n: n - 1,
+    "scan": lambda n: n - 1,
+    "exscan": lambda n: n - 1,
+    "send": lambda n: n,
+    "sendrecv": lambda n: n,
+    "put": lambda n: n,
+    "accumulate": lambda n: n,
+    "recv": lambda n: 0 * n,
+    "get": lambda n: 0 * n,
+    "barrier": lambda n: 0 * n,
+}
+
+_BUSBW: Final[dict[str, Callable[[Number], Number]]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"), lambda n: (n - 1) / n),
+    **dict.fromkeys(("broadcast", "reduce", "send", "recv", "sendrecv"), lambda n: n / n),
+}
+
+
+def wire_bytes(op: str, payload: Number, local: Number, group_size: Number, *, is_root: Number = 0, to_self: Number = 0) -> Number:
+    """Bytes that this rank must at least send.
+
+    `payload` and `local` are bytes, `group_size` is the size of the call's own group, `is_root` (0 or 1) says whether
+    this rank is the root of a gather or scatter, `to_self` whether a message goes to its sender. Where ranks have
+    uneven shares, the result uses the real ones, through `local`. Raises ValueError for an unknown operation.
+    """
+    if op in ("all_gather", "reduce_scatter", "all_to_all"):
+        sent = payload - local
+    elif op == "gather":
+        sent = local * (1 - is_root)
+    elif op == "scatter":
+        sent = (payload - local) * is_root
+    elif op in _NTHS:
+        # One division, last: exact wherever the result is a whole number of bytes.
+        sent = payload * _NTHS[op](group_size) / group_size
+    else:
+        raise ValueError(f"no wire rule for the operation {op!r}; known are {', '.join(sorted(_NTHS))}")
+    return sent * (1.0 - to_self)
+
+
+def busbw_factor(op: str, group_size: Number) -> Number | None:
+    """algbw times this is busbw (nccl-tests doc/PERFORMANCE.md); None for an operation that has none, as barrier."""
+    rule = _BUSBW.get(op)
+    return None if rule is None else rule(group_size)

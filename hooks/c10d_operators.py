@@ -1,0 +1,245 @@
+"""What the arguments of each `c10d::` operator mean: payload, own share, peer, tag.
+
+Arguments are found by their names in the operator's schema, so that torch versions may add some; trailing arguments that
+equal their defaults do not arrive at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+
+Tensor = torch.Tensor
+
+
+class Measure(NamedTuple):
+    """The size of one call, in bytes, and a tensor that shows its element type and device (None: no tensor)."""
+
+    payload: int
+    local: int
+    tensor: Tensor | None
+    uneven: bool = False
+
+
+# (arguments, group size, rank in the group) -> Measure
+Rule = Callable[[Sequence[Any], int, int], Measure]
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements; of a sparse one, of its indices and values, which are what travels."""
+    if tensor.layout is torch.strided:
+        return tensor.nbytes
+    if tensor.layout is torch.sparse_coo:
+        return int(tensor._indices().nbytes + tensor._values().nbytes)
+    return tensor.numel() * tensor.element_size()
+
+
+def _total(tensors: Sequence[Tensor]) -> int:
+    return nbytes(tensors[0]) if len(tensors) == 1 else sum(map(nbytes, tensors))
+
+
+def _nested(lists: Sequence[Sequence[Tensor]]) -> int:
+    return sum(map(_total, lists))
+
+
+def _is_uneven(lists: Sequence[Sequence[Tensor]]) -> bool:
+    return any(len({part.numel() for part in parts}) > 1 for parts in lists)
+
+
+def _first(tensors: Sequence[Tensor]) -> Tensor | None:
+    return tensors[0] if tensors else None
+
+
+def _buffers(name: str) -> Callable[[dict[str, int]], Rule]:
+    """The payload is this list of tensors; nothing of it stays here."""
+
+    def rule(at: dict[str, int]) -> Rule:
+        i = at[name]
+        return lambda args, n, rank: Measure(_total(args[i]), 0, _first(args[i]))
+
+    return rule
+
+
+def _pair(whole: str, share: str) -> Callable[[dict[str, int]], Rule]:
+    """One tensor is the whole, one is this rank's share of it."""
+
+    def rule(at: dict[str, int]) -> Rule:
+        i, j = at[whole], at[share]
+        return lambda args, n, rank: Measure(nbytes(args[i]), nbytes(args[j]), args[i])
+
+    return rule
+
+
+def _pairs(whole: str, share: str) -> Callable[[dict[str, int]], Rule]:
+    """As `_pair`, for a list of each."""
+
+    def rule(at: dict[str, int]) -> Rule:
+        i, j = at[whole], at[share]
+        return lambda args, n, rank: Measure(_total(args[i]), _total(args[j]), _first(args[i]))
+
+    return rule
+
+
+def _lists(whole: str, share: str) -> Callable[[dict[str, int]], Rule]:
+    """A list of tensors per share is the whole."""
+
+    def rule(at: dict[str, int]) -> Rule:
+        i, j = at[whole], at[share]
+        return lambda args, n, rank: Measure(_nested(args[i]), _total(args[j]), _first(args[j]), _is_uneven(args[i]))
+
+    return rule
+
+
+def _rooted(share: str) -> Callable[[dict[str, int]], Rule]:
+    """gather, scatter: every rank knows its own share; torch wants equal ones, so the whole is n of it."""
+
+    def rule(at: dict[str, int]) -> Rule:
+        i = at[share]
+
+        def measure(args: Sequence[Any], n: int, rank: int) -> Measure:
+            own = _total(args[i])
+            return Measure(n * own, own, _first(args[i]))
+
+        return measure
+
+    return rule
+
+
+def _all_to_all_single(at: dict[str, int]) -> Rule:
+    i, splits = at["input"], at["input_split_sizes"]
+
+    def measure(args: Sequence[Any], n: int, rank: int) -> Measure:
+        tensor, sizes = args[i], args[splits]
+        payload = nbytes(tensor)
+        if not sizes:
+            return Measure(payload, payload // n, tensor)
+        rows = tensor.shape[0]  # splits count rows, whatever their length
+        return Measure(payload, payload // rows * sizes[rank] if rows else 0, tensor, len(set(sizes)) > 1)
+
+    return measure
+
+
+def _all_to_all(at: dict[str, int]) -> Rule:
+    i = at["input_tensors"]
+
+    def measure(args: Sequence[Any], n: int, rank: int) -> Measure:
+        tensors = args[i]
+        own = nbytes(tensors[rank]) if rank < len(tensors) else 0
+        return Measure(_total(tensors), own, _first(tensors), _is_uneven([tensors]))
+
+    return measure
+
+
+def _nothing(at: dict[str, int]) -> Rule:
+    i = at["tensor"]  # tells the device only, its bytes do not travel
+
+    def measure(args: Sequence[Any], n: int, rank: int) -> Measure:
+        return Measure(0, 0, args[i])
+
+    return measure
+
+
+_RULES: Final[dict[str, tuple[str, Callable[[dict[str, int]], Rule]]]] = {
+    "allreduce_": ("all_reduce", _buffers("tensors")),
+    "allreduce_coalesced_": ("all_reduce", _buffers("tensors")),
+    "broadcast_": ("broadcast", _buffers("tensors")),
+    "reduce_": ("reduce", _buffers("tensors")),
+    "allgather_": ("all_gather", _lists("output_tensors", "input_tensors")),
+    "_allgather_base_": ("all_gather", _pair("output_tensor", "input_tensor")),
+    "allgather_coalesced_": ("all_gather", _lists("output_lists", "input_list")),
+    "allgather_into_tensor_coalesced_": ("all_gather", _pairs("outputs", "inputs")),
+    "reduce_scatter_": ("reduce_scatter", _lists("input_tensors", "output_tensors")),
+    "_reduce_scatter_base_": ("reduce_scatter", _pair("input_tensor", "output_tensor")),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", _pairs("inputs", "outputs")),
+    "alltoall_": ("all_to_all", _all_to_all),
+    "alltoall_base_": ("all_to_all", _all_to_all_single),
+    "gather_": ("gather", _rooted("input_tensors")),
+    "scatter_": ("scatter", _rooted("output_tensors")),
+    "send": ("send", _buffers("tensors")),
+    "recv_": ("recv", _buffers("tensors")),
+    "recv_any_source_": ("recv", _buffers("tensors")),
+    "barrier": ("barrier", _nothing),
+    "monitored_barrier_": ("barrier", _nothing),
+}
+
+# Not communication.
+IGNORED: Final = frozenset({"check_for_nan"})
+
+# Where the results are, for matching a wait on a tensor with the call that fills it.
+_OUTPUTS: Final = ("output_tensors", "output_tensor", "outputs", "output_lists", "output", "tensors")
+_COALESCED: Final = frozenset({"allreduce_coalesced_", "allgather_coalesced_"})
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator, as this torch has it."""
+
+    variant: str
+    op: str
+    overload: Any
+    measure: Rule
+    group_at: int
+    async_at: int | None
+    reduce_op_at: int | None
+    peer_at: int | None
+    tag_at: int | None
+    output_at: int
+    coalesced: bool
+    """Several tensors in one call, which the backend may merge."""
+
+    @property
+    def point_to_point(self) -> bool:
+        """A message between two ranks."""
+        return self.op in ("send", "recv")
+
+    def outputs(self, args: Sequence[Any]) -> list[Tensor]:
+        """The tensors that a call fills."""
+        return list(_flat(args[self.output_at]))
+
+
+def _flat(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        yield value
+    else:
+        for item in value:
+            yield from _flat(item)
+
+
+def known_operators() -> tuple[list[Operator], list[str]]:
+    """(the operators to hook, the names of those that this version of commtrace does not know)."""
+    names = {name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")}
+    found, unknown = [], []
+    for name in sorted(names - IGNORED):
+        operator = _describe(name) if name in _RULES else None
+        if operator is None:
+            unknown.append(f"c10d::{name}")
+        else:
+            found.append(operator)
+    return found, unknown
+
+
+def _describe(name: str) -> Operator | None:
+    op, make_rule = _RULES[name]
+    overload = getattr(torch.ops.c10d, name).default
+    at = {argument.name: i for i, argument in enumerate(overload._schema.arguments)}
+    try:
+        rule = make_rule(at)
+        group_at = at["process_group"]
+    except KeyError:
+        return None  # this torch names its arguments otherwise
+    return Operator(
+        variant=name,
+        op=op,
+        overload=overload,
+        measure=rule,
+        group_at=group_at,
+        async_at=at.get("async_op"),
+        reduce_op_at=at.get("reduce_op"),
+        peer_at=next((at[n] for n in ("root_rank", "src", "dst") if n in at), None),
+        tag_at=at.get("tag"),
+        output_at=next((at[n] for n in _OUTPUTS if n in at), 0),
+        coalesced=name in _COALESCED or name.endswith("coalesced_"),
+    )

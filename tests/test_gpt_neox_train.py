@@ -1,0 +1,166 @@
+"""Whole trainings: real processes, real collectives, real falling losses."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("yaml")
+
+from commtrace.workloads.gpt_neox import LaunchError
+from commtrace.workloads.gpt_neox.launch import find_process
+
+MODULE = "commtrace.workloads.gpt_neox.train"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", MODULE)
+LIMIT_S = 90
+
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """This process's environment without a launcher's variables, one thread per process."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("OMPI_", "PMI", "SLURM_"))}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "COMMTRACE"):
+        kept.pop(name, None)
+    # The CPU also on machines with a GPU: two processes on one GPU are refused by NCCL.
+    return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **changes}
+
+
+class Command:
+    """A child process in a group of its own, so that a stuck launcher goes with all its ranks."""
+
+    def __init__(self, arguments: tuple[str, ...], env: dict[str, str]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, *arguments],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def finish(self) -> tuple[int, str]:
+        """Exit status and output, within the time limit."""
+        try:
+            output, _ = self.process.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            output, _ = self.process.communicate()
+            pytest.fail(f"no end after {LIMIT_S} s:\n{output}")
+        return self.process.returncode, output
+
+
+def train(*arguments: str, env: dict[str, str] | None = None) -> list[float]:
+    """Two ranks of the tiny model under torchrun: rank 0's losses."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "losses.json"
+        command = (*TORCHRUN, "tiny", *arguments, "--losses-out", str(path))
+        status, output = Command(command, environment() if env is None else env).finish()
+        assert status == 0, output
+        return read_losses(path)
+
+
+def read_losses(path: Path) -> list[float]:
+    return [float.fromhex(loss) for loss in json.loads(path.read_text())["losses"]]
+
+
+@functools.cache
+def plain_ddp() -> list[float]:
+    return train("--engine", "ddp")
+
+
+def test_ddp_loss_falls() -> None:
+    losses = plain_ddp()
+    assert len(losses) == 8
+    assert losses[-1] < losses[0] - 1
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
+def test_zero_trains_as_ddp_does(stage: str) -> None:
+    assert train("--zero-stage", stage) == pytest.approx(plain_ddp(), rel=1e-4)
+
+
+def test_accumulation_and_recomputation_change_the_batch_only() -> None:
+    """Half the micro-batch twice is the same batch, so the same training, checkpointed or not."""
+    divided = ("--micro-batch", "2", "--gradient-accumulation", "2", "--checkpoint", "reentrant")
+    whole = train("--engine", "ddp", "--micro-batch", "4")
+    halves = train("--engine", "ddp", *divided)
+    # Rank 0's own rows differ between the two, so only what all ranks did together can be compared: it learns as much.
+    assert halves[0] == pytest.approx(whole[0], abs=0.2)
+    assert halves[-1] < halves[0] - 1
+
+
+@needs_deepspeed
+def test_no_compiler_is_needed_and_the_same_command_gives_the_same_bits(tmp_path: Path) -> None:
+    """With an empty PATH nothing can be compiled; the cache folder shows that nothing was tried, either."""
+    extensions = tmp_path / "extensions"
+    arguments = ("--zero-stage", "2", "--gradient-accumulation", "2", "--checkpoint", "non-reentrant")
+    bare = environment(PATH=str(tmp_path), TORCH_EXTENSIONS_DIR=str(extensions))
+    assert train(*arguments, env=bare) == train(*arguments)
+    assert not extensions.exists()
+
+
+@needs_deepspeed
+def test_fp16_files_train_in_bf16_without_a_gpu() -> None:
+    options = ("--train-iters", "2", "--micro-batch", "1", "--seq-length", "16", "--precision", "fp16")
+    status, output = Command((*TORCHRUN, "tiny", *options), environment()).finish()
+    assert status == 0, output
+    assert output.count("fp16 needs a GPU; training in bf16") == 1
+
+
+def test_mpirun_s_variables_are_enough(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    path = tmp_path / "losses.json"
+    ranks = []
+    for rank in ("0", "1"):
+        names = {"RANK": rank, "LOCAL_RANK": rank, "SIZE": "2", "LOCAL_SIZE": "2"}
+        env = environment(**{f"OMPI_COMM_WORLD_{name}": value for name, value in names.items()}, MASTER_PORT=port)
+        ranks.append(Command(("-m", MODULE, "tiny", "--engine", "ddp", "--losses-out", str(path)), env))
+    for command in ranks:
+        status, output = command.finish()
+        assert status == 0, output
+    assert read_losses(path) == plain_ddp()
+
+
+def test_a_process_that_nobody_launched_is_the_only_one(tmp_path: Path) -> None:
+    path = tmp_path / "losses.json"
+    status, output = Command(
+        ("-m", MODULE, "tiny", "--engine", "ddp", "--train-iters", "3", "--losses-out", str(path)), environment()
+    ).finish()
+    assert status == 0, output
+    assert len(read_losses(path)) == 3
+
+
+def test_what_is_impossible_is_said_before_anything_starts() -> None:
+    status, output = Command(("-m", MODULE, "nowhere.yml"), environment()).finish()
+    assert status == 2
+    assert output.startswith("gpt_neox: error: nowhere.yml: no such file")
+    assert "Traceback" not in output
+
+
+def test_launchers_are_translated() -> None:
+    slurm = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77"}
+    environ = {**slurm, "MASTER_ADDR": "node1"}
+    process = find_process(environ)
+    assert (process.rank, process.world_size, process.local_rank) == (3, 4, 1)
+    assert 20000 <= int(environ["MASTER_PORT"]) < 30000
+    with pytest.raises(LaunchError, match="MASTER_ADDR"):
+        find_process(dict(slurm))
+
+
+def test_a_batch_script_outside_srun_is_one_process() -> None:
+    assert find_process({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}).world_size == 1

@@ -1,0 +1,137 @@
+"""One training as GPT-NeoX's files describe it: typed, checked and complete before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import parse
+from .errors import ConfigError
+from .settings import COMMAND_LINE, Reader, Setting, find_file, merge, read_file
+
+GPT2_VOCAB = 50257
+BYTE_VOCAB = 256
+
+
+@dataclass(frozen=True)
+class NeoxConfig:
+    """A checked training description. Names are GPT-NeoX's where GPT-NeoX has one; defaults are GPT-NeoX's.
+
+    ``origins`` says for each key that was set where it was set, for messages.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    seq_length: int
+    rotary_pct: float
+    rotary_emb_base: float
+    layernorm_epsilon: float
+    hidden_dropout: float
+    attention_dropout: float
+    gpt_j_residual: bool
+    no_weight_tying: bool
+    init_method: str
+    output_layer_init_method: str
+    init_method_std: float
+    checkpoint_activations: bool
+    checkpoint_num_layers: int
+    checkpoint_reentrant: bool
+    vocab: str
+    make_vocab_size_divisible_by: int
+    model_parallel_size: int
+    train_share: float
+    seed: int
+    precision: str
+    precision_block: Mapping[str, Any]
+    zero_optimization: Mapping[str, Any]
+    lr: float
+    min_lr: float
+    betas: tuple[float, ...]
+    eps: float
+    weight_decay: float
+    gradient_clipping: float
+    lr_decay_style: str
+    lr_decay_iters: int
+    warmup: float
+    micro_batch: int | None
+    gradient_accumulation: int | None
+    train_batch_size: int | None
+    train_iters: int
+    deepspeed_keys: Mapping[str, Any]
+    unknown_keys: tuple[str, ...]
+    origins: Mapping[str, str]
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that the tokenizer can produce, before padding."""
+        return BYTE_VOCAB if self.vocab == "bytes" else GPT2_VOCAB
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding: padded as GPT-NeoX does it, so that tensor-parallel ranks would get equal shares."""
+        multiple = self.make_vocab_size_divisible_by * self.model_parallel_size
+        return -(-self.vocab_size // multiple) * multiple
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_dims(self) -> int:
+        """How many of a head's dimensions are rotated."""
+        return int(self.head_size * self.rotary_pct)
+
+    @property
+    def zero_stage(self) -> int:
+        """ZeRO's stage, 0 to 3."""
+        return int(self.zero_optimization.get("stage", 0))
+
+    def batch_shape(self, data_parallel: int) -> tuple[int, int]:
+        """(micro-batch, gradient accumulation steps) for that many data-parallel ranks.
+
+        As in DeepSpeed any two of total batch, micro-batch and accumulation give the third.
+        """
+        micro, steps, total = self.micro_batch, self.gradient_accumulation, self.train_batch_size
+        if total is None:
+            return micro or 1, steps or 1
+        if micro is None:
+            micro = total // (data_parallel * (steps or 1))
+        if steps is None:
+            steps = total // (data_parallel * max(micro, 1))
+        if micro * steps * data_parallel != total or total == 0:
+            raise ConfigError(
+                f"{self.origins['train_batch_size']}: train_batch_size: {total} is not train_micro_batch_size_per_gpu ({micro}) * "
+                f"gradient_accumulation_steps ({steps}) * data-parallel ranks ({data_parallel}); change one of them, "
+                "or leave train_batch_size out"
+            )
+        return micro, steps
+
+
+def load_config(files: Sequence[str], overrides: Mapping[str, Any] | None = None) -> NeoxConfig:
+    """Read GPT-NeoX files (later ones win, and ``overrides`` win over all) and check them.
+
+    ``overrides`` has GPT-NeoX's keys with underscores; values of None are left out. Raises :class:`ConfigError`.
+    """
+    layers = [read_file(find_file(name)) for name in files]
+    given = {key: value for key, value in (overrides or {}).items() if value is not None}
+    layers.append({key: Setting(value, COMMAND_LINE) for key, value in given.items()})
+    return config_from(Reader(merge(layers)))
+
+
+def config_from(reader: Reader) -> NeoxConfig:
+    """The checked configuration of merged settings."""
+    parse.refuse_what_is_not_built(reader)
+    fields = {
+        **parse.model_fields(reader),
+        **parse.data_fields(reader),
+        **parse.precision_fields(reader),
+        **parse.optimizer_fields(reader),
+        **parse.batch_fields(reader),
+        "zero_optimization": parse.zero_block(reader),
+        "deepspeed_keys": parse.deepspeed_keys(reader),
+    }
+    # Last, because only now every key that means something has been asked for.
+    return NeoxConfig(**fields, unknown_keys=tuple(reader.unknown()), origins=reader.origins())

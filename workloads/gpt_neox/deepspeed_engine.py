@@ -1,0 +1,116 @@
+"""Training with DeepSpeed's engine: ZeRO 0 to 3, configured from GPT-NeoX's keys as GPT-NeoX does it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .config import NeoxConfig
+from .errors import ConfigError
+from .model import GPTNeoX, language_model_loss, weight_decay_groups
+from .schedule import make_scheduler
+
+
+def deepspeed_config(config: NeoxConfig, micro_batch: int, accumulation: int, verbose: bool) -> dict[str, Any]:
+    """The dictionary that ``deepspeed.initialize`` gets."""
+    found: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": config.gradient_clipping,
+        "zero_optimization": dict(config.zero_optimization),
+        # The optimizer is PyTorch's, which DeepSpeed then need not (and for offloading would not) replace by one that
+        # it compiles on first use.
+        "zero_force_ds_cpu_optimizer": False,
+        **config.deepspeed_keys,
+    }
+    if config.precision != "fp32":
+        found[config.precision] = {**config.precision_block, "enabled": True}
+    if not verbose:
+        # GPT-NeoX's files switch these on. They print every few steps, and the timers wait for the device at each call.
+        found.update(steps_per_print=10**9, wall_clock_breakdown=False)
+    return found
+
+
+def forbid_compiling() -> None:
+    """Keep DeepSpeed from compiling its shared-memory operator on CPU machines.
+
+    ``init_distributed`` builds it just in time wherever the table of compatible operators has it, and the table has
+    it on every Linux, with or without a compiler. Training never uses it (``inference_all_reduce`` alone does), so
+    nothing is lost. There is no switch; DeepSpeed computes the table once and says that edits to it persist.
+    """
+    import deepspeed  # type: ignore[import-untyped, unused-ignore]
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def prepare_import(device: torch.device, verbose: bool) -> None:
+    """What has to be said before DeepSpeed is imported for the first time."""
+    if device.type == "cpu":
+        # Or DeepSpeed looks for devices and warns on every rank that it found none.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if not verbose:
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        # DeepSpeed calls functions that newer versions of PyTorch rename, several times a step.
+        warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)
+
+
+class DeepSpeedEngine:
+    """The model under DeepSpeed's engine."""
+
+    def __init__(
+        self, config: NeoxConfig, device: torch.device, micro_batch: int, accumulation: int, verbose: bool
+    ) -> None:
+        import deepspeed
+
+        settings = deepspeed_config(config, micro_batch, accumulation, verbose)
+        # ZeRO-3 takes the model apart while it is being built, so that no rank ever holds all of it.
+        with deepspeed.zero.Init(config_dict_or_path=settings, enabled=config.zero_stage == 3), device:
+            model = GPTNeoX(config)
+        groups = weight_decay_groups(model, config.weight_decay)
+        optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(config.betas[0], config.betas[1]), eps=config.eps)
+        # The schedule sets the first step's rate now: in 16 bits without ZeRO DeepSpeed takes a step on zero gradients
+        # right away, to allocate Adam's state, and weight decay would act with whatever rate it finds.
+        scheduler = make_scheduler(config, optimizer)
+        self._engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, lr_scheduler=scheduler, config=settings
+        )
+
+    @staticmethod
+    def initialise(backend: str, verbose: bool) -> None:
+        """Create the process group, from the environment."""
+        import deepspeed
+
+        forbid_compiling()
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=verbose)
+
+    def train_step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One optimizer step; the mean loss of this rank's micro-batches (a scalar, without gradient)."""
+        losses = []
+        for batch in micro_batches:
+            loss = language_model_loss(self._engine(batch[:, :-1]), batch[:, 1:])
+            self._engine.backward(loss)
+            self._engine.step()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
+
+    def close(self) -> None:
+        """Take DeepSpeed's hooks off and leave the process group."""
+        self._engine.destroy()
+        dist.destroy_process_group()
+
+
+def check_zero_block(config: NeoxConfig) -> None:
+    """Raise :class:`ConfigError` for a ``zero_optimization`` block that DeepSpeed would refuse."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # type: ignore[import-untyped, unused-ignore]
+
+    try:
+        DeepSpeedZeroConfig(**config.zero_optimization)
+    except (TypeError, ValueError) as error:
+        origin = config.origins.get("zero_optimization", "no file")
+        raise ConfigError(f"{origin}: zero_optimization: DeepSpeed does not accept this block: {error}") from error

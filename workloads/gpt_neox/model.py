@@ -1,0 +1,97 @@
+"""The GPT-NeoX model: a row of layers, built in one place, and the loss on its logits.
+
+``layer_specs`` says which layers there are, in order, and whatever runs them builds them from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from .config import NeoxConfig
+from .layers import Block, Embedding, Head
+
+Build = Callable[[nn.Parameter | None], nn.Module]
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """A layer that can be built: ``build`` gets the embedding's matrix, for a head that shares it."""
+
+    name: str
+    build: Build
+
+
+def layer_specs(config: NeoxConfig) -> list[LayerSpec]:
+    """The layers of the model, in the order in which activations pass them."""
+    blocks = [LayerSpec(f"block_{index}", lambda _: Block(config)) for index in range(config.num_layers)]
+    return [
+        LayerSpec("embedding", lambda _: Embedding(config)),
+        *blocks,
+        LayerSpec("final_norm", lambda _: nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)),
+        LayerSpec("head", lambda shared: Head(config, None if config.no_weight_tying else shared)),
+    ]
+
+
+class GPTNeoX(nn.Module):
+    """A GPT-NeoX decoder: token ids (b, s) to logits (b, s, V).
+
+    It has exactly GPT-NeoX's number of parameters: 2Vh + L(12h^2 + 13h) + 2h, less Vh with tied embeddings.
+    """
+
+    def __init__(self, config: NeoxConfig) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict()
+        shared: nn.Parameter | None = None
+        for spec in layer_specs(config):
+            layer = spec.build(shared)
+            if isinstance(layer, Embedding):
+                shared = layer.weight
+            self.layers[spec.name] = layer
+        self.checkpoint_every = config.checkpoint_num_layers if config.checkpoint_activations else 0
+        self.reentrant = config.checkpoint_reentrant
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(b, s) integers to (b, s, V)."""
+        x = tokens
+        for stretch, recompute in self._stretches():
+            if recompute and self.training:
+                x = checkpoint(stretch, x, use_reentrant=self.reentrant)
+            else:
+                x = stretch(x)
+        return x
+
+    def _stretches(self) -> Iterator[tuple[nn.Sequential, bool]]:
+        """The layers in groups: ``checkpoint_num_layers`` blocks at a time are recomputed, the other layers never."""
+        layers = list(self.layers.values())
+        start = 0
+        while start < len(layers):
+            recompute = self.checkpoint_every > 0 and isinstance(layers[start], Block)
+            end = start + 1
+            while recompute and end - start < self.checkpoint_every and isinstance(layers[end], Block):
+                end += 1
+            yield nn.Sequential(*layers[start:end]), recompute
+            start = end
+
+
+def language_model_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy in fp32 of logits (b, s, V) against the next tokens (b, s)."""
+    return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Two parameter groups, as GPT-NeoX makes them: matrices decay, biases and layer norms do not.
+
+    Two groups also mean two flat buffers in ZeRO-1 and 2, and so two gathers of parameters a step.
+    """
+    norms = {id(p) for module in model.modules() if isinstance(module, nn.LayerNorm) for p in module.parameters()}
+    decaying: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        (plain if id(parameter) in norms or name.endswith("bias") else decaying).append(parameter)
+    return [{"params": decaying, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]

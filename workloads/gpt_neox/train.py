@@ -1,0 +1,158 @@
+"""Train a GPT-NeoX-style model: ``python -m commtrace.workloads.gpt_neox.train CONFIG.yml [CONFIG.yml ...]``.
+
+Runs alone, or under torchrun, the deepspeed launcher, mpirun or srun::
+
+    torchrun --standalone --nproc_per_node 2 -m commtrace.workloads.gpt_neox.train demo.yml --zero-stage 3
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from .config import NeoxConfig, load_config
+from .data import RankData, load_samples
+from .ddp_engine import DdpEngine
+from .deepspeed_engine import DeepSpeedEngine, check_zero_block, prepare_import
+from .errors import ConfigError, WorkloadError
+from .launch import Process, find_process
+from .options import arguments, overrides
+
+
+class Engine(Protocol):
+    """What runs the model: one optimizer step at a time, and an end."""
+
+    def train_step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One optimizer step; the mean loss of this rank's micro-batches."""
+
+    def close(self) -> None:
+        """Leave the process group."""
+
+
+def say(process: Process, *lines: str) -> None:
+    """Print on rank 0, where the progress bar also is."""
+    if process.rank == 0:
+        for line in lines:
+            print(f"gpt_neox: {line}", file=sys.stderr, flush=True)
+
+
+def choose_device(process: Process) -> torch.device:
+    """This process's GPU, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", process.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def settle_precision(config: NeoxConfig, engine: str, device: torch.device) -> tuple[NeoxConfig, list[str]]:
+    """The configuration with a precision that can be trained here, and what to tell the user about it."""
+    if config.precision != "fp16":
+        return config, []
+    if device.type == "cpu":
+        notice = "fp16 needs a GPU; training in bf16, which has the same size (--precision fp32 for full precision)"
+        return dataclasses.replace(config, precision="bf16", precision_block={}), [notice]
+    if engine == "ddp":
+        raise ConfigError("fp16 needs DeepSpeed's loss scaling; give --precision bf16 or fp32 with --engine ddp")
+    return config, []
+
+
+def notices(config: NeoxConfig, engine: str) -> list[str]:
+    """What the user should know of the configuration before the first step."""
+    found = []
+    if config.unknown_keys:
+        found.append(f"keys without a meaning here, ignored: {', '.join(config.unknown_keys)}")
+    if engine == "ddp" and config.deepspeed_keys:
+        found.append(f"DeepSpeed's keys, ignored with --engine ddp: {', '.join(sorted(config.deepspeed_keys))}")
+    return found
+
+
+def seed_everything(seed: int) -> None:
+    """The same random numbers on all ranks: they build the same model, whatever the engine then broadcasts."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def make_engine(options: Namespace, config: NeoxConfig, device: torch.device, batch_shape: tuple[int, int]) -> Engine:
+    """The process group and the engine in it, on all ranks at once."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if options.engine == "ddp":
+        DdpEngine.initialise(backend)
+        seed_everything(config.seed)
+        return DdpEngine(config, device)
+    DeepSpeedEngine.initialise(backend, options.verbose)
+    seed_everything(config.seed)
+    return DeepSpeedEngine(config, device, *batch_shape, options.verbose)
+
+
+def train(config: NeoxConfig, engine: Engine, data: RankData, device: torch.device, process: Process) -> list[float]:
+    """All steps; the losses of this rank's own data, one a step."""
+    losses = []
+    bar = tqdm(total=config.train_iters, desc="training", unit="step", disable=process.rank != 0, dynamic_ncols=True)
+    for step in range(config.train_iters):
+        begin = time.perf_counter()
+        batches = [batch.to(device) for batch in data.step(step)]
+        losses.append(engine.train_step(batches).item())
+        tokens = process.world_size * sum(batch[:, 1:].numel() for batch in batches)
+        # The loss is not averaged over ranks: that would add a communication call that nobody asked for.
+        bar.set_postfix_str(f"loss {losses[-1]:.4f} (rank 0's), {tokens / (time.perf_counter() - begin):,.0f} tokens/s")
+        bar.update()
+    bar.close()
+    return losses
+
+
+def write_losses(path: str, losses: Sequence[float], process: Process) -> None:
+    """Losses as hexadecimal floats, which say every bit, for comparisons of whole runs."""
+    content = {"world_size": process.world_size, "rank": process.rank, "losses": [loss.hex() for loss in losses]}
+    Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def run(options: Namespace, process: Process) -> None:
+    """One training, from the files to the last step. Everything that can be wrong is looked at first."""
+    config = load_config(options.configs, overrides(options))
+    device = choose_device(process)
+    config, changes = settle_precision(config, options.engine, device)
+    if options.engine == "deepspeed":
+        prepare_import(device, options.verbose)
+        check_zero_block(config)
+    elif options.zero_stage:
+        raise ConfigError(f"--zero-stage {options.zero_stage} is DeepSpeed's; leave it out with --engine ddp")
+    batch_shape = config.batch_shape(process.world_size)
+    data = RankData(load_samples(config, options.data), process.rank, process.world_size, *batch_shape)
+    say(process, *notices(config, options.engine), *changes)
+
+    engine = make_engine(options, config, device, batch_shape)
+    losses = train(config, engine, data, device, process)
+    # Only after a good end: after an exception other ranks may sit in a collective, and leaving must not wait for them.
+    engine.close()
+    if process.rank == 0 and options.losses_out:
+        write_losses(options.losses_out, losses, process)
+    say(process, f"{len(losses)} steps done; rank 0's own loss went from {losses[0]:.4f} to {losses[-1]:.4f}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command: 0 when the training ran to its end, 2 when it was asked for something impossible."""
+    options = arguments().parse_args(argv)
+    try:
+        run(options, find_process(os.environ))
+    except WorkloadError as error:
+        print(f"gpt_neox: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
