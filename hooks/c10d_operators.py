@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 Tensor = torch.Tensor
 
@@ -170,7 +171,6 @@ IGNORED: Final = frozenset({"check_for_nan"})
 
 # Where the results are, for matching a wait on a tensor with the call that fills it.
 _OUTPUTS: Final = ("output_tensors", "output_tensor", "outputs", "output_lists", "output", "tensors")
-_COALESCED: Final = frozenset({"allreduce_coalesced_", "allgather_coalesced_"})
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class Operator:
     op: str
     overload: Any
     measure: Rule
-    group_at: int
+    group_at: int | None
     async_at: int | None
     reduce_op_at: int | None
     peer_at: int | None
@@ -189,6 +189,12 @@ class Operator:
     output_at: int
     coalesced: bool
     """Several tensors in one call, which the backend may merge."""
+    blocking: bool = False
+    """Returns when the operation is complete, and gives no Work."""
+
+    def group(self, args: Sequence[Any]) -> Any:
+        """The ProcessGroup of a call; that of the whole world for an operator that takes none."""
+        return dist.group.WORLD if self.group_at is None else dist.ProcessGroup.unbox(args[self.group_at])  # type: ignore[attr-defined]
 
     @property
     def point_to_point(self) -> bool:
@@ -221,6 +227,27 @@ def known_operators() -> tuple[list[Operator], list[str]]:
     return found, unknown
 
 
+def shared_memory_all_reduce() -> Operator | None:
+    """DeepSpeed's all_reduce through shared memory (`deepspeed::inference_all_reduce_`), where it is loaded."""
+    overload = getattr(getattr(torch.ops.deepspeed, "inference_all_reduce_", None), "default", None)
+    if overload is None:
+        return None
+    return Operator(
+        variant="inference_all_reduce_",
+        op="all_reduce",
+        overload=overload,
+        measure=lambda args, n, rank: Measure(nbytes(args[0]), 0, args[0]),
+        group_at=None,
+        async_at=None,
+        reduce_op_at=None,
+        peer_at=None,
+        tag_at=None,
+        output_at=0,
+        coalesced=False,
+        blocking=True,
+    )
+
+
 def _describe(name: str) -> Operator | None:
     op, make_rule = _RULES[name]
     overload = getattr(torch.ops.c10d, name).default
@@ -241,5 +268,6 @@ def _describe(name: str) -> Operator | None:
         peer_at=next((at[n] for n in ("root_rank", "src", "dst") if n in at), None),
         tag_at=at.get("tag"),
         output_at=next((at[n] for n in _OUTPUTS if n in at), 0),
-        coalesced=name in _COALESCED or name.endswith("coalesced_"),
+        coalesced=name.endswith("_coalesced_"),
+        blocking=name == "monitored_barrier_",
     )

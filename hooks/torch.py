@@ -17,7 +17,7 @@ import torch.distributed as dist
 from commtrace.hooks import torch_training
 from commtrace.hooks.c10d_operators import Operator, known_operators
 from commtrace.hooks.patching import Patches
-from commtrace.hooks.torch_tracer import SAMPLE_MASK, Entry, TorchTracer, current, member, now, start
+from commtrace.hooks.torch_tracer import SAMPLE_MASK, Entry, TorchTracer, current, is_fake, member, now, start
 from commtrace.session import session
 
 BLIND_SPOTS = (
@@ -40,7 +40,7 @@ def install() -> None:
     _blind_spots[:] = [*BLIND_SPOTS, *(f"the operator {name} is not known to this version of commtrace" for name in unknown)]
     c10d = torch.library.Library("c10d", "IMPL")
     for operator in operators:
-        c10d.impl(operator.variant, _kernel(operator), "BackendSelect", with_keyset=True)
+        c10d.impl(operator.variant, kernel_for(operator), "BackendSelect", with_keyset=True)
     functional = torch.library.Library("_c10d_functional", "IMPL")
     for name in _functional_operators():
         functional.impl(name, _functional_kernel(name), "BackendSelect", with_keyset=True)
@@ -66,19 +66,17 @@ def _begin(args: Sequence[Any], operator: Operator) -> TorchTracer | None:
     if recorder is None:
         if session.settings is None or not _is_communication(args, operator):
             return None
-        pg = dist.ProcessGroup.unbox(args[operator.group_at])  # type: ignore[attr-defined]
-        recorder = session.begin(lambda: member(pg), blind_spots=_blind_spots, calibrate=_calibrate)
+        recorder = session.begin(member, blind_spots=_blind_spots, calibrate=_calibrate)
     return None if recorder is None else start(recorder)
 
 
 def _is_communication(args: Sequence[Any], operator: Operator) -> bool:
-    from commtrace.hooks.torch_tracer import is_fake
-
     tensors = operator.outputs(args)
     return not (tensors and is_fake(tensors[0]))
 
 
-def _kernel(operator: Operator) -> Callable[..., Any]:
+def kernel_for(operator: Operator) -> Callable[..., Any]:
+    """The kernel that records an operator's calls and hands them on."""
     redispatch = operator.overload.redispatch
     below = _below
 

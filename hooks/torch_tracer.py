@@ -34,7 +34,7 @@ _ASYNC, _COALESCED, _OBJECT, _SPARSE, _UNEVEN = (
 )
 
 
-def member(pg: Any) -> Member:
+def member() -> Member:
     """This process among all, from the default process group; without one, from the launcher."""
     if not dist.is_initialized():
         return member_from_environment()
@@ -120,12 +120,12 @@ class Entry:
                 self.batch.calls.append(call)
                 self.batch.on_host |= self.on_host
             return
-        boxed = result[-1] if isinstance(result, tuple) else result
-        if operator.variant == "monitored_barrier_":
-            call = recorder.returned(self.slot, t_return, observable=True)  # blocks, and has no Work
+        if operator.blocking:
+            call = recorder.returned(self.slot, t_return, observable=True)
             if call is not None:
                 recorder.ended(call, 0, t_return, Clock.RETURN)
             return
+        boxed = result[-1] if isinstance(result, tuple) else result
         work = None if boxed is None else dist.Work.unbox(boxed)  # type: ignore[attr-defined]
         call = recorder.returned(self.slot, t_return, observable=work is not None)
         if call is None:
@@ -166,14 +166,14 @@ class TorchTracer:
     def before(self, operator: Operator, args: Sequence[Any]) -> Entry | None:
         """Record that a call begins; None for a call that is not communication, or that found the ring full."""
         recorder = self.recorder
-        group = self.groups.of(dist.ProcessGroup.unbox(args[operator.group_at]))  # type: ignore[attr-defined]
+        group = self.groups.of(operator.group(args))
         size = operator.measure(args, group.size, group.rank)
         tensor = size.tensor
         if tensor is not None and is_fake(tensor):
             return None
         flags = _UNEVEN if size.uneven else 0
-        if operator.async_at is not None and (args[operator.async_at] if operator.async_at < len(args) else True):
-            flags |= _ASYNC
+        if operator.async_at is not None and (operator.async_at >= len(args) or args[operator.async_at]):
+            flags |= _ASYNC  # the schema's default, which does not arrive
         if tensor is not None and tensor.layout is not torch.strided:
             flags |= _SPARSE
         batch = self._batches.get(group.number) if self._batches else None

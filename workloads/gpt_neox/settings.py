@@ -6,6 +6,7 @@ described by several files, and numbers are written as ``1e-8``, which YAML 1.1 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -115,26 +116,33 @@ class Reader:
         setting = self._settings.get(key)
         return default if setting is None or setting.value is None else setting.value
 
-    def number(self, key: str, default: float | None = None, low: float = 0.0, high: float = float("inf")) -> float:
+    def number(self, key: str, default: float | None = None, low: float = 0.0, high: float = math.inf) -> float:
         """A number in ``low`` to ``high``; required when there is no default."""
-        value = self.raw(key, default)
-        mend = f"give a number from {low:g} to {high:g}" if high < float("inf") else f"give a number, {low:g} or more"
-        if value is None or isinstance(value, (bool, dict, list)):
-            raise self.error(key, mend)
-        try:
-            found = float(value)
-        except ValueError as error:
-            raise self.error(key, mend) from error
-        if not low <= found <= high or found in (float("inf"), float("-inf")):
+        mend = f"give a number from {low:g} to {high:g}" if high < math.inf else f"give a number, {low:g} or more"
+        found = self._float(key, default, mend)
+        if not low <= found <= high:
             raise self.error(key, mend)
         return found
 
     def integer(self, key: str, default: int | None = None, low: int = 1) -> int:
         """A whole number, ``low`` or more (``5e8`` counts as one); required when there is no default."""
-        found = self.number(key, default, low=float("-inf"))
+        mend = f"give a whole number, {low} or more"
+        found = self._float(key, default, mend)
         if found != int(found) or found < low:
-            raise self.error(key, f"give a whole number, {low} or more")
+            raise self.error(key, mend)
         return int(found)
+
+    def _float(self, key: str, default: float | None, mend: str) -> float:
+        value = self.raw(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+            raise self.error(key, mend)
+        try:
+            found = float(value)
+        except ValueError as error:
+            raise self.error(key, mend) from error
+        if not math.isfinite(found):
+            raise self.error(key, mend)
+        return found
 
     def flag(self, key: str, default: bool) -> bool:
         """``true`` or ``false``."""

@@ -1,0 +1,1 @@
+"""The report of one run: `document` makes JSON of its tables, `terminal` makes text; `command` prints either."""

@@ -1,0 +1,154 @@
+"""The beginning of a report: which run, what the log covers, what tracing cost, and what the hooks cannot see."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
+from typing import Any, Final
+
+import pandas as pd
+from rich.console import RenderableType
+from rich.text import Text
+
+from commtrace.log import Note, Row
+from commtrace.run import Run
+
+from .layout import paragraph
+from .units import count, known, plural, share, small_share, time
+
+NOTES: Final = 12
+"""Notes that are shown; the rest are counted."""
+
+_LABEL: Final = 14
+_WARNING: Final = "yellow"
+
+
+def render(run: Run, tables: Mapping[str, pd.DataFrame], width: int) -> Iterator[RenderableType]:
+    """The preface, top to bottom."""
+    coverage = tables["coverage"].iloc[0]
+    yield Text(f"Run {run.id}", style="bold")
+    for note in (note for note in run.notes if note.kind == "runs"):
+        yield paragraph(f"{note.path} {note.what}; {note.consequence}", width, first="! ", style="bold yellow")
+    lines = [
+        ("log", str(run.log.path)),
+        ("began", _began(tables["processes"])),
+        ("job", job_line(run)),
+        ("ranks", _ranks(coverage)),
+        ("processes", _processes(coverage)),
+        ("calls", _calls(coverage)),
+        ("ends", _states(tables["states"])),
+        ("dry run", _simulated(coverage)),
+        ("hook errors", _hook_errors(coverage)),
+        ("damage", _damage(run)),
+        ("tracing cost", _cost(tables["tracing_cost"])),
+    ]
+    for label, text in lines:
+        if text:
+            yield paragraph(text, width, first=label.ljust(_LABEL))
+    yield from _list("Hooks cannot see:", [str(spot) for spot in tables["blind_spots"]["blind_spot"]], width)
+    notes = [_note(note, run) for note in run.notes if note.kind != "runs"]
+    yield from _list("Notes on this log:", notes, width)
+
+
+def _list(title: str, texts: list[str], width: int) -> Iterator[RenderableType]:
+    if texts:
+        yield Text()
+        yield Text(title, style=f"bold {_WARNING}")
+    for text in texts[:NOTES]:
+        yield paragraph(text, width, first="- ")
+    if len(texts) > NOTES:
+        yield paragraph(f"and {len(texts) - NOTES:,} more, all in --json", width, first="- ")
+
+
+def _note(note: Note, run: Run) -> str:
+    path = note.path.relative_to(run.log.path) if note.path.is_relative_to(run.log.path) else note.path
+    return f"{path}: {note.what}; {note.consequence}"
+
+
+def _began(processes: pd.DataFrame) -> str:
+    first = processes["started_unix_ns"].min()
+    if not known(first):
+        return ""
+    return datetime.fromtimestamp(int(first) // 10**9, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def job_line(run: Run) -> str:
+    """What is trained, in a line; "" where nothing was captured."""
+    job = run.job
+    if job is None:
+        return ""
+    parts = [str(job[key]) for key in ("source", "engine") if job.get(key)]
+    parts += [f"ZeRO stage {job['zero_stage']}"] if job.get("zero_stage") is not None else []
+    counts = {number for process in run.processes if (number := parameters(process.tables.job)) is not None}
+    if len(counts) == 1:
+        parts.append(f"{counts.pop():,} parameters")
+    elif counts:
+        parts.append(f"{min(counts):,} to {max(counts):,} parameters per rank")
+    return ", ".join(parts)
+
+
+def parameters(job: Row | None) -> int | None:
+    """Elements of all parameters of a job row, None where it does not say."""
+    rows = (job or {}).get("parameters")
+    try:
+        return sum(math.prod(int(length) for length in row["shape"]) for row in rows) if rows else None
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _ranks(coverage: pd.Series[Any]) -> str:
+    hosts = f"on {plural(int(coverage['hosts']), 'host')}"
+    seen = int(coverage["ranks_seen"])
+    if not known(coverage["world_size"]):
+        return f"{plural(seen, 'rank')} seen, {hosts}; how many there are is not known"
+    text = f"{seen:,} of {int(coverage['world_size']):,} seen, {hosts}"
+    return text + (f"; missing: {coverage['ranks_missing']}" if coverage["ranks_missing"] else "")
+
+
+def _processes(coverage: pd.Series[Any]) -> str:
+    total, without = int(coverage["processes"]), int(coverage["without_end"])
+    return f"{total:,}, all ended in order" if not without else f"{total:,}, of which {without:,} are alive or ended early"
+
+
+def _calls(coverage: pd.Series[Any]) -> str:
+    text = f"{coverage['records']:,} recorded"
+    if known(coverage["calls"]):
+        gone = [f"{int(coverage[name]):,} {name}" for name in ("dropped", "removed", "lost") if coverage[name]]
+        gone += [f"{int(coverage['not_found']):,} not found"] if known(coverage["not_found"]) and coverage["not_found"] else []
+        return f"{text} of {int(coverage['calls']):,} counted" + (f": {', '.join(gone)}" if gone else "")
+    return f"{text}; not every process wrote how many it counted"
+
+
+def _states(states: pd.DataFrame) -> str:
+    if not len(states):
+        return "no call"
+    return ", ".join(f"{row.state} {share(row.share)} ({count(row.calls)})" for row in states.itertuples(index=False))
+
+
+def _simulated(coverage: pd.Series[Any]) -> str:
+    return f"{plural(int(coverage['simulated']), 'process', 'processes')} sent nothing" if coverage["simulated"] else ""
+
+
+def _hook_errors(coverage: pd.Series[Any]) -> str:
+    errors = coverage["hook_errors"]
+    if not known(errors) or (not errors and not known(coverage["first_error"])):
+        return ""
+    return f"{int(errors):,}" + (f"; the first: {coverage['first_error']}" if known(coverage["first_error"]) else "")
+
+
+def _damage(run: Run) -> str:
+    words = {"cut": "cut", "foreign": "foreign", "unreadable": "not readable", "missing": "missing", "garbled": "garbled"}
+    found = [(sum(note.kind == kind for note in run.notes), text) for kind, text in words.items()]
+    return "; ".join(f"{plural(number, 'file')} {text}" for number, text in found if number)
+
+
+def _cost(cost: pd.DataFrame) -> str:
+    known_cost = cost.dropna(subset=["share"])
+    if not len(known_cost):
+        return "not known"
+    worst = known_cost.loc[known_cost["share"].idxmax()]
+    mean = known_cost["calls_ns"].sum() / known_cost["calls"].sum() if known_cost["calls"].sum() else None
+    each = f"{time(mean)} a call (p99 {time(known_cost['p99_ns'].max())} on the slowest rank)"
+    part = f"{small_share(known_cost['share'].mean())} of the run on the mean rank, {small_share(worst['share'])} on rank {worst['rank']}, the most"
+    return f"{each}; with writing to disk {part}"

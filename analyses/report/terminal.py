@@ -1,0 +1,221 @@
+"""The report as text. Renders tables that exist, computes nothing, and prints nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+from rich.console import RenderableType
+from rich.text import Text
+
+from commtrace.run import Run
+
+from . import preface
+from .layout import Column, fit, paragraph, word
+from .units import count, plural, rate, share, size, time
+
+FEW_RANKS = 16
+FEW_SIZES = 10
+
+Cells = Callable[[Any], str]
+
+
+def render(run: Run, tables: Mapping[str, pd.DataFrame], width: int, *, sites: int = 10, letters: bool = True) -> Iterator[RenderableType]:
+    """The parts of the report, top to bottom, no line longer than `width`.
+
+    `sites`: lines of code to show, 0: all. `letters`: more than ASCII may be used.
+    """
+    page = Page(tables, width, sites, "…" if letters else "...", "█" if letters else "#")
+    yield from preface.render(run, tables, width)
+    for section in (_operations, _roles, _phases, _steps, _sites, _sizes, _times, _bandwidth, _ranks):
+        yield Text()
+        yield from section(page)
+
+
+@dataclass(frozen=True)
+class Page:
+    """What is rendered, and how."""
+
+    tables: Mapping[str, pd.DataFrame]
+    width: int
+    sites: int
+    dots: str
+    bar: str
+
+    def table(self, columns: Mapping[str, tuple[Column, Cells]], frame: pd.DataFrame) -> RenderableType:
+        """A frame's columns, each with its head and how its values are written."""
+        rows = [
+            [cells(value) for value, (_, cells) in zip(row, columns.values(), strict=True)]
+            for row in frame[[*columns]].itertuples(index=False, name=None)
+        ]
+        return fit([column for column, _ in columns.values()], rows, self.width, self.dots)
+
+
+def heading(text: str) -> Text:
+    """A section's title."""
+    return Text(text, style="bold cyan")
+
+
+_VOLUME: dict[str, tuple[Column, Cells]] = {
+    "calls": (Column("calls"), count),
+    "payload_bytes": (Column("payload"), size),
+    "wire_bytes": (Column("wire, at least"), size),
+    "payload_share": (Column("payload share"), share),
+}
+
+
+def _operations(page: Page) -> Iterator[RenderableType]:
+    yield heading("By operation, sums over the ranks seen")
+    yield page.table({"op": (word("operation"), str), **_VOLUME}, page.tables["volume_by_operation"])
+
+
+def _roles(page: Page) -> Iterator[RenderableType]:
+    yield heading("By parallel dimension")
+    frame = page.tables["volume_by_role_and_operation"]
+    yield page.table({"role": (word("dimension"), str), "op": (word("operation"), str), **_VOLUME}, frame)
+
+
+def _phases(page: Page) -> Iterator[RenderableType]:
+    yield heading("By phase of the step")
+    yield page.table({"phase": (word("phase"), str), **_VOLUME}, page.tables["volume_by_phase"])
+
+
+def _steps(page: Page) -> Iterator[RenderableType]:
+    steps, steady = page.tables["volume_by_step"], page.tables["steady_step"]
+    start = steps.loc[steps["step"] < 0]
+    if not len(steady):
+        yield heading("By step")
+        yield paragraph("No training step was seen: everything counts as start-up.", page.width)
+        return
+    yield heading(f"A training step, per rank seen: {_alike(steady)}")
+    columns = {
+        "op": (word("operation"), str),
+        "calls_per_rank": (Column("calls"), count),
+        "payload_bytes_per_rank": (Column("payload"), size),
+        "wire_bytes_per_rank": (Column("wire, at least"), size),
+        "differing_steps": (Column("differing steps", optional=True), count),
+    }
+    yield page.table(columns, steady)
+    calls, payload = start["calls"].sum(), start["payload_bytes"].sum()
+    yield paragraph(f"Start-up, before the first step: {plural(calls, 'call')}, payload {size(payload)}, over all ranks.", page.width)
+
+
+def _alike(steady: pd.DataFrame) -> str:
+    steps, differing = int(steady["steps"].iloc[0]), int(steady["differing_steps"].max())
+    if steps == 1:
+        return "there is one"
+    return f"all {steps:,} are equal" if not differing else f"median of {steps:,}, {differing:,} differ"
+
+
+def _sites(page: Page) -> Iterator[RenderableType]:
+    frame = page.tables["volume_by_site"]
+    some = frame.head(page.sites) if page.sites else frame
+    more = f", the first {len(some)} of {len(frame):,}" if len(some) < len(frame) else ""
+    yield heading(f"By line of code{more}")
+    columns = {"site": (word("line", gives=True), lambda site: site or "not recorded"), "op": (word("operation"), str), **_VOLUME}
+    columns["payload_share"] = (Column("share"), share)
+    columns["wire_bytes"] = (Column("wire, at least", optional=True), size)
+    yield page.table(columns, some)
+
+
+def _sizes(page: Page) -> Iterator[RenderableType]:
+    bins = page.tables["message_size_bins"]
+    most = bins["calls"].max() if len(bins) else 1
+    yield heading("Message sizes")
+    bars = [page.bar * max(1, round(16 * calls / most)) for calls in bins["calls"]]
+    spans = [_span(low, below) for low, below in zip(bins["from_bytes"], bins["below_bytes"], strict=True)]
+    frame = bins.assign(span=spans, bar=bars)
+    columns = {"op": (word("operation"), str), "span": (word("payload of a call"), str), "calls": (Column("calls"), count)}
+    yield page.table({**columns, "sum_bytes": (Column("sum"), size), "bar": (word("calls"), str)}, frame)
+    sizes = page.tables["message_sizes"].sort_values("sum_bytes", ascending=False, kind="stable")
+    yield Text()
+    yield heading("Exact sizes" + (f", the first {FEW_SIZES} of {len(sizes):,} by sum" if len(sizes) > FEW_SIZES else ""))
+    exact = {"op": (word("operation"), str), "payload_bytes": (Column("bytes of a call"), count), "calls": (Column("calls"), count)}
+    yield page.table({**exact, "sum_bytes": (Column("sum"), size)}, sizes.head(FEW_SIZES))
+
+
+def _span(low: int, below: int) -> str:
+    return "0 B" if below == 1 else "1 B" if below == 2 else f"{_power(low)} to <{_power(below)}"
+
+
+def _power(value: int) -> str:
+    """A power of two, without digits behind the point."""
+    exponent = int(value).bit_length() - 1
+    return f"{1 << exponent % 10} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB', 'EiB')[exponent // 10]}"
+
+
+_MEASURES = {
+    "in_call": "Time inside the call, as the host saw it",
+    "waiting": "Time waiting for the end, where the program's own wait saw it",
+    "to_completion": "Time from the call to its end, where the end was seen",
+}
+
+
+def _times(page: Page) -> Iterator[RenderableType]:
+    frame = page.tables["host_time"]
+    for number, (measure, title) in enumerate(_MEASURES.items()):
+        if number:
+            yield Text()
+        yield heading(title)
+        part = frame.loc[(frame["measure"] == measure)]
+        if not part["calls_known"].sum():
+            yield paragraph("Known for no call.", page.width)
+            continue
+        columns = {
+            "op": (word("operation"), str),
+            "calls_known": (Column("known"), count),
+            "calls_unknown": (Column("not known"), count),
+            **{f"{name}_ns": (Column(name), time) for name in ("p50", "p99", "max", "sum")},
+        }
+        yield page.table(columns, part)
+
+
+def _bandwidth(page: Page) -> Iterator[RenderableType]:
+    frame = page.tables["bandwidth"]
+    yield heading("Bandwidth, GB/s (1e9 bytes), over calls whose end was seen")
+    if not len(frame):
+        yield paragraph("Known for no call.", page.width)
+        return
+    columns = {
+        "op": (word("operation"), str),
+        "end_seen_by": (word("end seen by"), str),
+        "calls": (Column("calls"), count),
+        "payload_bytes": (Column("payload"), size),
+        "time_ns": (Column("time"), time),
+        "algbw_gb_per_s": (Column("algbw"), rate),
+        "busbw_gb_per_s": (Column("busbw"), rate),
+    }
+    yield page.table(columns, frame)
+    if frame["end_seen_by"].isin(["wait", "poll"]).any():
+        yield paragraph("A wait or a poll sees an end late: those bandwidths are lower bounds.", page.width)
+
+
+def _ranks(page: Page) -> Iterator[RenderableType]:
+    frame = page.tables["ranks"]
+    yield heading("Balance of the ranks")
+    if len(frame) > 1 and all(frame[column].nunique() == 1 for column in ("calls", "payload_bytes")):
+        one = frame.iloc[0]
+        text = f"All {len(frame):,} ranks seen have the same: {plural(one['calls'], 'call')}, payload {size(one['payload_bytes'])}."
+        yield paragraph(text, page.width)
+        return
+    columns = {
+        "rank": (Column("rank"), lambda rank: str(rank) if rank >= 0 else "-"),
+        "calls": (Column("calls"), count),
+        "payload_bytes": (Column("payload"), size),
+        "wire_bytes": (Column("wire, at least"), size),
+        "training_payload_bytes": (Column("in training steps"), size),
+        "payload_of_median": (Column("x median"), lambda value: "-" if pd.isna(value) else f"{value:.2f}"),
+    }
+    yield page.table(columns, _extremes(frame))
+    if len(frame) > FEW_RANKS:
+        text = f"The {FEW_RANKS // 2} ranks with the least and the {FEW_RANKS // 2} with the most payload, of {len(frame):,}."
+        yield paragraph(text, page.width)
+
+
+def _extremes(frame: pd.DataFrame) -> pd.DataFrame:
+    if len(frame) <= FEW_RANKS:
+        return frame
+    ordered = frame.sort_values("payload_bytes", kind="stable")
+    return pd.concat([ordered.head(FEW_RANKS // 2), ordered.tail(FEW_RANKS // 2)])

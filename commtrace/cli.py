@@ -1,0 +1,104 @@
+"""The command line: `commtrace COMMAND ...`. Knows the commands by name and imports the one that is asked for.
+
+A command is one class `Command` in one file: its docstring is its help, `prepare` adds its arguments, `run` does the work
+and returns the exit status. Errors are printed here and nowhere else: 0 fine (also for a partial log), 1 an error that
+the user can mend, 2 wrong arguments, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import inspect
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from io import TextIOWrapper
+from typing import Final, Protocol
+
+from commtrace.errors import CommtraceError
+
+# Name: (module that has the class Command, the first line of its docstring). Names, so that nothing is imported.
+COMMANDS: Final[dict[str, tuple[str, str]]] = {
+    "report": ("commtrace.analyses.report.command", "Show what a run communicated."),
+    "export": ("commtrace.commands.export", "Write every event of a run to a CSV or Parquet file."),
+}
+
+
+class Command(Protocol):
+    """What a command module provides under the name `Command`."""
+
+    def prepare(self, parser: argparse.ArgumentParser) -> None:
+        """Add the arguments."""
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Do the work; returns the exit status. Raises CommtraceError."""
+
+
+_EPILOG: Final = """\
+record and ask:
+  COMMTRACE=logs/run1 torchrun --nproc-per-node 2 train.py
+  commtrace report logs/run1
+
+"commtrace COMMAND --help" explains a command.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that `argv` (unsaid: the process's own arguments) names; returns the exit status."""
+    arguments = sys.argv[1:] if argv is None else [*argv]
+    if isinstance(sys.stdout, TextIOWrapper):  # a site's name must not fail a report on a terminal of few letters
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        status = _run(arguments)
+        sys.stdout.flush()
+        return status
+    except CommtraceError as error:
+        print(f"commtrace: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        _let_go_of_stdout()
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(arguments: list[str]) -> int:
+    chosen = next((argument for argument in arguments if not argument.startswith("-")), "")
+    parser = argparse.ArgumentParser(
+        prog="commtrace",
+        description="Records the communication of a distributed training program, and explains it.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"commtrace {_version()}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, (module, summary) in COMMANDS.items():
+        sub = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if name == chosen:
+            command: Command = import_module(module).Command()
+            sub.description = inspect.getdoc(command)
+            command.prepare(sub)
+            sub.set_defaults(run=command.run)
+    parsed = parser.parse_args(arguments)
+    status: int = parsed.run(parsed)
+    return status
+
+
+def _version() -> str:
+    try:
+        return version("commtrace")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _let_go_of_stdout() -> None:
+    # Python flushes stdout once more at exit, and would print a traceback about it.
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""`commtrace export`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+class Command:
+    """Write every event of a run to a CSV or Parquet file.
+
+    One row per call, in normal form: rank, operation, group, role, bytes, times, step, phase, site and so on. Times are
+    nanoseconds of the host's monotonic clock, 0 where not known; other unknowns are empty. Memory use does not grow with
+    the log.
+    """
+
+    def prepare(self, parser: argparse.ArgumentParser) -> None:
+        """Add the arguments."""
+        parser.add_argument("directory", metavar="DIR", type=Path, help="what COMMTRACE named, or the folder of one run in it")
+        parser.add_argument("--format", choices=("csv", "parquet"), help="unsaid: by the ending of FILE")
+        parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="the file to write")
+        parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Write the file; what is damaged in the log goes to stderr."""
+        from commtrace.errors import OutputError
+        from commtrace.export import WRITERS, export
+        from commtrace.run import open_run
+
+        out: Path = arguments.out
+        form = arguments.format or out.suffix.lstrip(".").lower()
+        if form not in WRITERS:
+            raise OutputError(f"{out}: its ending does not tell the format; add --format csv or --format parquet")
+        run = open_run(arguments.directory)
+        rows = export(run, out, form, force=arguments.force)
+        for note in run.notes:
+            print(f"commtrace: {note}", file=sys.stderr)
+        print(f"{out}: {rows:,} events of run {run.id}")
+        return 0
