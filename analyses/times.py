@@ -37,8 +37,8 @@ MEASURES: Final = ("in_call", "waiting", "to_completion")
 
 END_SEEN_BY: Final = {Clock.RETURN: "return", Clock.WAIT: "wait", Clock.FUTURE: "callback", Clock.DEVICE: "device", Clock.TEST: "poll"}
 
-# Bin b holds durations d with GROWTH**(b - 1) < d <= GROWTH**b ns, told as a value that is at most 1 % off.
-_GROWTH: Final = 1.02
+# Bin b holds durations d with _GROWTH**(b - 1) < d <= _GROWTH**b ns, so their mean is at most 1 % off for any of them.
+_GROWTH: Final = 1.01
 _UNKNOWN, _ZERO = -2, -1
 
 
@@ -103,9 +103,7 @@ def _quantile(bins: pd.DataFrame, q: float) -> int:
     """Smallest duration that a share q of the calls does not exceed, within 1 %."""
     counts = bins["calls"].to_numpy()
     position = int(np.searchsorted(np.cumsum(counts), np.ceil(q * counts.sum())))
-    number, longest = int(bins["bin"].iloc[position]), int(bins["max_ns"].iloc[position])
-    # The middle of the bin; the longest of its calls is in the bin too, and the truth where there is but one.
-    return 0 if number == _ZERO else min(round(2 * _GROWTH**number / (_GROWTH + 1)), longest)
+    return round(bins["sum_ns"].iloc[position] / counts[position])
 
 
 def _merge(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:

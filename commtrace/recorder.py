@@ -32,7 +32,9 @@ now: Final = time.monotonic_ns
 _pack: Final = Struct(RECORD_STRUCT).pack_into
 _pack_time: Final = Struct("<q").pack_into
 _SIZE: Final = RECORD.itemsize
-_T_RETURN, _T_WAIT, _T_END, _CLOCK, _STATE = (RECORD.fields[f][1] for f in ("t_return", "t_wait", "t_end", "clock", "state"))  # type: ignore[index]
+_T_RETURN, _T_WAIT, _T_END, _CLOCK, _STATE = (
+    RECORD.fields[f][1] for f in ("t_return", "t_wait", "t_end", "clock", "state")
+)  # type: ignore[index]
 _BEGUN, _RETURNED, _COMPLETE, _UNOBSERVABLE, _FAILED = (int(s) for s in list(State)[1:])
 
 COST_SAMPLES: Final = 4096
@@ -51,7 +53,14 @@ class Call:
 class Recorder:
     """One process's recording, from its first communication call on."""
 
-    def __init__(self, settings: Settings, member: identity.Member, *, blind_spots: list[str], calibrate: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        member: identity.Member,
+        *,
+        blind_spots: list[str],
+        calibrate: Callable[[], int] | None = None,
+    ) -> None:
         """`calibrate` measures, in ns, what a call costs before and after the hook can look at a clock."""
         self.pid = os.getpid()
         run, host = identity.agree_on_run(member), identity.host()
@@ -172,7 +181,9 @@ class Recorder:
         if threading.current_thread() is not self._drainer:
             self._drainer.join(self._settings.exit_seconds)
         if self._drainer.is_alive():
-            say(f"the log could not be finished within {self._settings.exit_seconds:g} s; what is missing lies in {self.ring.path}")
+            say(
+                f"the log could not be finished within {self._settings.exit_seconds:g} s; what is missing lies in {self.ring.path}"
+            )
 
     def stats(self) -> dict[str, Any]:
         """The counters of docs/log-format.md, as of now."""
@@ -257,12 +268,16 @@ class Recorder:
         self._writer.close()
         left = int(np.count_nonzero(self.ring.records["state"]))
         if left or self._writer.unwritten(self.tables.lines):
-            say(f"{left} calls could not be written: {self._writer.last_error}. They stay in {self.ring.path or 'memory, and are lost'}.")
+            say(
+                f"{left} calls could not be written: {self._writer.last_error}. They stay in {self.ring.path or 'memory, and are lost'}."
+            )
         else:
             self.ring.remove()
 
 
-def _process_row(run: str, host: str, member: identity.Member, settings: Settings, blind_spots: list[str]) -> dict[str, Any]:
+def _process_row(
+    run: str, host: str, member: identity.Member, settings: Settings, blind_spots: list[str]
+) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "version": VERSION,

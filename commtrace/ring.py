@@ -100,7 +100,9 @@ def _create(path: Path, size: int) -> tuple[int, mmap.mmap, int]:
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.posix_fallocate(fd, 0, size)
-        tables_fd = os.open(path.with_suffix(".jsonl"), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        tables_fd = os.open(
+            path.with_suffix(".jsonl"), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600
+        )
         return fd, mmap.mmap(fd, size), tables_fd
     except BaseException:
         for opened in (fd, tables_fd):

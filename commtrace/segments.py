@@ -24,7 +24,12 @@ def header(records: int) -> bytes:
     """An `.npy` header (format 1.0) of fixed length, for that many records."""
     descr = np.lib.format.dtype_to_descr(RECORD)
     text = str({"descr": descr, "fortran_order": False, "shape": (records,)})
-    return np.lib.format.magic(1, 0) + (HEADER_BYTES - 10).to_bytes(2, "little") + text.ljust(HEADER_BYTES - 11).encode() + b"\n"
+    return (
+        np.lib.format.magic(1, 0)
+        + (HEADER_BYTES - 10).to_bytes(2, "little")
+        + text.ljust(HEADER_BYTES - 11).encode()
+        + b"\n"
+    )
 
 
 class Segment:

@@ -26,7 +26,9 @@ class Session:
         self.recorder: Recorder | None = None
         self._lock = threading.Lock()
 
-    def begin(self, member: Callable[[], Member], *, blind_spots: Sequence[str], calibrate: Callable[[], int] | None = None) -> Recorder | None:
+    def begin(
+        self, member: Callable[[], Member], *, blind_spots: Sequence[str], calibrate: Callable[[], int] | None = None
+    ) -> Recorder | None:
         """The first call of this process: begin to record. None where tracing is off or cannot work (said once)."""
         if self.settings is None:
             return None
@@ -37,7 +39,9 @@ class Session:
                 try:
                     from commtrace.recorder import Recorder
 
-                    self.recorder = Recorder(self.settings, member(), blind_spots=list(blind_spots), calibrate=calibrate)
+                    self.recorder = Recorder(
+                        self.settings, member(), blind_spots=list(blind_spots), calibrate=calibrate
+                    )
                 except Exception as error:
                     self.settings = None
                     say(f"cannot record: {type(error).__name__}: {error}. The program goes on untraced.")

@@ -42,7 +42,9 @@ _BUSBW: Final[dict[str, Callable[[Number], Number]]] = {
 }
 
 
-def wire_bytes(op: str, payload: Number, local: Number, group_size: Number, *, is_root: Number = 0, to_self: Number = 0) -> Number:
+def wire_bytes(
+    op: str, payload: Number, local: Number, group_size: Number, *, is_root: Number = 0, to_self: Number = 0
+) -> Number:
     """Bytes that this rank must at least send.
 
     `payload` and `local` are bytes, `group_size` is the size of the call's own group, `is_root` (0 or 1) says whether

@@ -216,7 +216,9 @@ def _flat(value: Any) -> Any:
 
 def known_operators() -> tuple[list[Operator], list[str]]:
     """(the operators to hook, the names of those that this version of commtrace does not know)."""
-    names = {name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")}
+    names = {
+        name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")
+    }
     found, unknown = [], []
     for name in sorted(names - IGNORED):
         operator = _describe(name) if name in _RULES else None

@@ -101,9 +101,15 @@ class CallSites:
         if number is None:
             code, line = frame.f_code, frame.f_lineno
             self._kind(code)  # keeps the code object, and so its id
-            row = {"file": code.co_filename, "line": line, "function": code.co_qualname if sys.version_info >= (3, 11) else code.co_name}
+            row = {
+                "file": code.co_filename,
+                "line": line,
+                "function": code.co_qualname if sys.version_info >= (3, 11) else code.co_name,
+            }
             # Several instructions of one line are one site.
-            number = self._sites[key] = self._tables.number("sites", (code.co_filename, line, code.co_name), lambda: row)
+            number = self._sites[key] = self._tables.number(
+                "sites", (code.co_filename, line, code.co_name), lambda: row
+            )
         return number
 
 

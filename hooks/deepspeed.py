@@ -92,7 +92,9 @@ def _tell(tracer: torch_tracer.TorchTracer) -> None:
     """What is known of engines and groups goes into the tables; rows that are there already are not repeated."""
     try:
         for engine in list(_engines):
-            tracer.recorder.tables.number("job", (id(engine), type(engine).__name__), lambda engine=engine: describe(engine))
+            tracer.recorder.tables.number(
+                "job", (id(engine), type(engine).__name__), lambda engine=engine: describe(engine)
+            )
             for group, role, source in _roles(engine):
                 if isinstance(group, torch.distributed.ProcessGroup):
                     tracer.groups.set_role(group, role, source)
@@ -110,7 +112,11 @@ def _roles(engine: Any) -> Iterator[tuple[Any, str, str]]:
     yield getattr(engine, "data_parallel_group", None), "data", "DeepSpeedEngine.data_parallel_group"
     yield groups._DATA_PARALLEL_GROUP, "data", registry
     yield groups._ZERO_PARAM_INTRA_PARALLEL_GROUP, "data", registry
-    for name, role in (("_ALL_TO_ALL_GROUP", "data"), ("_EXPERT_DATA_PARALLEL_GROUP", "data"), ("_EXPERT_PARALLEL_GROUP", "expert")):
+    for name, role in (
+        ("_ALL_TO_ALL_GROUP", "data"),
+        ("_EXPERT_DATA_PARALLEL_GROUP", "data"),
+        ("_EXPERT_PARALLEL_GROUP", "expert"),
+    ):
         for group in getattr(groups, name).values():
             yield group, role, registry
     yield parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP, "data", parallel_state_sp.__name__

@@ -60,7 +60,9 @@ class Groups:
 
     def set_role(self, pg: Any, role: str, source: str) -> None:
         """Somebody who knows says which parallel dimension this group serves."""
-        self._tables.number("roles", (self.of(pg).number, role), lambda: {"group": self.of(pg).number, "role": role, "source": source})
+        self._tables.number(
+            "roles", (self.of(pg).number, role), lambda: {"group": self.of(pg).number, "role": role, "source": source}
+        )
 
 
 def global_ranks(pg: Any) -> list[int]:

@@ -37,7 +37,10 @@ def install() -> None:
     if _libraries or not dist.is_available():
         return
     operators, unknown = known_operators()
-    _blind_spots[:] = [*BLIND_SPOTS, *(f"the operator {name} is not known to this version of commtrace" for name in unknown)]
+    _blind_spots[:] = [
+        *BLIND_SPOTS,
+        *(f"the operator {name} is not known to this version of commtrace" for name in unknown),
+    ]
     c10d = torch.library.Library("c10d", "IMPL")
     for operator in operators:
         c10d.impl(operator.variant, kernel_for(operator), "BackendSelect", with_keyset=True)
@@ -233,7 +236,9 @@ def _calibrate() -> int:
         probe = torch.ops.commtrace_calibration.probe.default
         args = ([torch.zeros(1)], None, None, True, 1)
         bare = _least_ns(lambda: probe(*args))
-        library.impl("probe", lambda keyset, *args: probe.redispatch(keyset & _below, *args), "BackendSelect", with_keyset=True)
+        library.impl(
+            "probe", lambda keyset, *args: probe.redispatch(keyset & _below, *args), "BackendSelect", with_keyset=True
+        )
         return max(0, _least_ns(lambda: probe(*args)) - bare)
     finally:
         library._destroy()  # type: ignore[no-untyped-call]

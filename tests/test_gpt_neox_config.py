@@ -61,8 +61,8 @@ def test_later_files_win_and_blocks_are_merged(tmp_path: Path) -> None:
 
 
 def test_options_are_settings() -> None:
-    line = "tiny --zero-stage 2 --train-iters 3 --seq-length 16 --checkpoint non-reentrant --vocab words --precision bf16"
-    options = arguments().parse_args(line.split())
+    line = "--zero-stage 2 --train-iters 3 --seq-length 16 --checkpoint non-reentrant --vocab words --precision bf16"
+    options = arguments().parse_args(["tiny", *line.split()])
     config = load_config(options.configs, overrides(options))
     assert (config.zero_stage, config.train_iters, config.lr_decay_iters, config.seq_length) == (2, 3, 3, 16)
     assert (config.checkpoint_activations, config.checkpoint_reentrant) == (True, False)

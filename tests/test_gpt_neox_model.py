@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("yaml")
+
+import torch
 
 from commtrace.workloads.gpt_neox import GPTNeoX, NeoxConfig, load_config
 from commtrace.workloads.gpt_neox.layers import Block, rotate

@@ -166,6 +166,16 @@ def test_what_is_impossible_is_said_before_anything_starts() -> None:
     assert "Traceback" not in output
 
 
+@needs_deepspeed
+def test_deepspeed_s_own_complaints_name_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "given.yml"
+    path.write_text("zero_optimization: {buckets: 3}", encoding="utf-8")
+    status, output = Command(("-m", MODULE, "tiny", str(path)), environment()).finish()
+    assert status == 2
+    assert "given.yml: zero_optimization: DeepSpeed does not accept" in output
+    assert "buckets" in output
+
+
 def test_launchers_are_translated() -> None:
     slurm = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77"}
     environ = {**slurm, "MASTER_ADDR": "node1"}

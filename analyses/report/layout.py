@@ -12,8 +12,8 @@ from rich.text import Text
 
 GAP: Final = 2
 
-SHORTEST: Final = 16
-"""Letters that a word column keeps at least."""
+SHORTEST: Final = 36
+"""Letters that a column which gives way keeps, as long as another column can be left out."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,17 @@ def _least(columns: Sequence[Column], rows: Sequence[Sequence[str]], keep: Seque
 
 
 def shorten(text: str, width: int, dots: str) -> str:
-    """Cut from the left: what tells lines of code apart stands at their right end. A long function gives way first."""
+    """Cut folders from the left: what tells lines of code apart is the file. A function too long for the rest is cut."""
     if len(text) <= width:
         return text
     place, blank, function = text.partition(" ")
-    if blank and len(function) > width // 2:
-        function = function[: max(width // 2 - len(dots), 0)] + dots
-    room = width - len(blank + function)
-    if len(place) > room:
-        place = dots + place[len(place) - max(room - len(dots), 0) :]
-    return (place + blank + function)[:width]
+    folders = [at for at, letter in enumerate(place) if letter == "/"]
+    for at in folders:
+        if len(dots + place[at:] + blank + function) <= width:
+            return dots + place[at:] + blank + function
+    file = dots + place[folders[-1] :] if folders else place
+    room = width - len(file + blank) - len(dots)
+    return file + blank + function[:room] + dots if room > 0 else dots + file[len(file) - max(width - len(dots), 0) :]
 
 
 def paragraph(text: str, width: int, *, first: str = "", style: str = "") -> Text:

@@ -147,8 +147,8 @@ def _cost(cost: pd.DataFrame) -> str:
     known_cost = cost.dropna(subset=["share"])
     if not len(known_cost):
         return "not known"
-    worst = known_cost.loc[known_cost["share"].idxmax()]
+    worst = known_cost["share"].idxmax()
     mean = known_cost["calls_ns"].sum() / known_cost["calls"].sum() if known_cost["calls"].sum() else None
-    each = f"{time(mean)} a call (p99 {time(known_cost['p99_ns'].max())} on the slowest rank)"
-    part = f"{small_share(known_cost['share'].mean())} of the run on the mean rank, {small_share(worst['share'])} on rank {worst['rank']}, the most"
-    return f"{each}; with writing to disk {part}"
+    each = f"{time(mean)} a call, p99 {time(known_cost['p99_ns'].max())}"
+    most = f", at most {small_share(known_cost['share'][worst])} (rank {known_cost['rank'][worst]})" if len(known_cost) > 1 else ""
+    return f"{each}; with writing to disk {small_share(known_cost['share'].mean())} of the run's time{most}"

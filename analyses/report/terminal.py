@@ -89,7 +89,7 @@ def _steps(page: Page) -> Iterator[RenderableType]:
         yield heading("By step")
         yield paragraph("No training step was seen: everything counts as start-up.", page.width)
         return
-    yield heading(f"A training step, per rank seen: {_alike(steady)}")
+    yield heading(f"A training step, mean per rank seen: {_alike(steady)}")
     columns = {
         "op": (word("operation"), str),
         "calls_per_rank": (Column("calls"), count),
@@ -99,7 +99,7 @@ def _steps(page: Page) -> Iterator[RenderableType]:
     }
     yield page.table(columns, steady)
     calls, payload = start["calls"].sum(), start["payload_bytes"].sum()
-    yield paragraph(f"Start-up, before the first step: {plural(calls, 'call')}, payload {size(payload)}, over all ranks.", page.width)
+    yield paragraph(f"Start-up, before the first step: {plural(int(calls), 'call')}, payload {size(payload)}, over all ranks.", page.width)
 
 
 def _alike(steady: pd.DataFrame) -> str:
@@ -128,7 +128,7 @@ def _sizes(page: Page) -> Iterator[RenderableType]:
     spans = [_span(low, below) for low, below in zip(bins["from_bytes"], bins["below_bytes"], strict=True)]
     frame = bins.assign(span=spans, bar=bars)
     columns = {"op": (word("operation"), str), "span": (word("payload of a call"), str), "calls": (Column("calls"), count)}
-    yield page.table({**columns, "sum_bytes": (Column("sum"), size), "bar": (word("calls"), str)}, frame)
+    yield page.table({**columns, "sum_bytes": (Column("sum"), size), "bar": (word(""), str)}, frame)
     sizes = page.tables["message_sizes"].sort_values("sum_bytes", ascending=False, kind="stable")
     yield Text()
     yield heading("Exact sizes" + (f", the first {FEW_SIZES} of {len(sizes):,} by sum" if len(sizes) > FEW_SIZES else ""))
@@ -196,9 +196,8 @@ def _ranks(page: Page) -> Iterator[RenderableType]:
     frame = page.tables["ranks"]
     yield heading("Balance of the ranks")
     if len(frame) > 1 and all(frame[column].nunique() == 1 for column in ("calls", "payload_bytes")):
-        one = frame.iloc[0]
-        text = f"All {len(frame):,} ranks seen have the same: {plural(one['calls'], 'call')}, payload {size(one['payload_bytes'])}."
-        yield paragraph(text, page.width)
+        calls, payload = plural(int(frame["calls"].iloc[0]), "call"), size(frame["payload_bytes"].iloc[0])
+        yield paragraph(f"The {len(frame):,} ranks seen are alike: {calls} and a payload of {payload} each.", page.width)
         return
     columns = {
         "rank": (Column("rank"), lambda rank: str(rank) if rank >= 0 else "-"),

@@ -17,7 +17,9 @@ class Command:
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the arguments."""
-        parser.add_argument("directory", metavar="DIR", type=Path, help="what COMMTRACE named, or the folder of one run in it")
+        parser.add_argument(
+            "directory", metavar="DIR", type=Path, help="what COMMTRACE named, or the folder of one run in it"
+        )
         parser.add_argument("--format", choices=("csv", "parquet"), help="unsaid: by the ending of FILE")
         parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="the file to write")
         parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
