@@ -6,8 +6,8 @@ the last into tables to show. So a log larger than memory works, and processes o
 Definitions that hold in every table:
 
 * Counts and bytes are sums over the ranks that left a log, unless the column says "per rank".
-* `payload_bytes` and `wire_bytes` follow `commtrace.volume`; wire bytes are what the algorithm must at least send, never
-  measured, and missing where they do not follow for every call of the row.
+* `payload_bytes` and `wire_bytes` follow `commtrace.volume`; wire bytes are what the algorithm must at least send,
+  never measured, and missing where they do not follow for every call of the row.
 * Every recorded call counts, failed and unfinished ones too; the table `states` says how many those are.
 * `step` -1 is start-up, everything before the first training step.
 * Missing values mean "not known", never zero.

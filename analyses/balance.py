@@ -1,8 +1,8 @@
 """Whether the ranks communicate alike.
 
 `ranks`, a row per rank that left a log: `rank`, `calls`, `payload_bytes`, `wire_bytes`, then the same for the training
-steps alone (`training_calls`, `training_payload_bytes`), without start-up, and `payload_of_median`, this rank's training
-payload as a multiple of the median rank's.
+steps alone, without start-up (`training_calls`, `training_payload_bytes`), and `payload_of_median`, this rank's
+training payload as a multiple of the median rank's.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import pandas as pd
 
 from commtrace.run import Run
 
-from .fold import Analysis, Block, Tables_, known_wire, merge_sums, summed, volumes
+from .fold import Analysis, Block, NamedTables, known_wire, merge_sums, summed
 
 
 def _partial(block: Block) -> pd.DataFrame:
-    training = (block.records["step"] >= 0).astype(np.int64)
-    values = {"calls": np.ones_like(training), **volumes(block)}
-    values |= {"training_calls": training, "training_payload_bytes": training * block.records["payload"]}
+    training = (block["step"] >= 0).astype(np.int64)
+    values = {"calls": np.ones_like(training), **block.volumes}
+    values |= {"training_calls": training, "training_payload_bytes": training * block["payload"]}
     everything = np.zeros(len(training), np.int64)
     size = min(len(training), 1)
     sums = {name: summed(value, everything, size) for name, value in values.items()}
     return pd.DataFrame({"rank": np.full(size, block.names.rank, np.int64), **sums})
 
 
-def _finish(table: pd.DataFrame, run: Run) -> Tables_:
+def _finish(table: pd.DataFrame, run: Run) -> NamedTables:
     ranks = pd.DataFrame({"rank": sorted({process.rank for process in run.processes})}, dtype=np.int64)
     # A rank without records is known to have none in the log: 0 is true.
     both = known_wire(ranks.merge(table, on="rank", how="left").fillna(0).astype(table.dtypes.to_dict()))

@@ -21,29 +21,27 @@ import pandas as pd
 from commtrace.log import Process, whole
 from commtrace.run import Run
 
-from .fold import Analysis, Block, Tables_, merge_by
+from .fold import Analysis, Block, NamedTables, merge_by
 
 COLUMNS: Final = ("rank", "pid", "calls", "mean_ns", "p99_ns", "calls_ns", "drain_ns", "span_ns", "share")
 
 
 def _partial(block: Block) -> pd.DataFrame:
-    records = block.records
-    times = [records[name] for name in ("t_begin", "t_return", "t_wait", "t_end")]
+    times = [block[name] for name in ("t_begin", "t_return", "t_wait", "t_end")]
     known = np.concatenate([time[time > 0] for time in times])
-    some = known[:1]
-    row = {"process": np.full(len(some), block.names.number), "first_ns": some, "last_ns": some}
-    if len(some):
-        row |= {"first_ns": [known.min()], "last_ns": [known.max()]}
-    return pd.DataFrame(row)
+    spans = [(block.names.number, known.min(), known.max())] if len(known) else []
+    return pd.DataFrame(spans, columns=["process", "first_ns", "last_ns"], dtype=np.int64)
 
 
 def _merge(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     return merge_by(("process",), {"first_ns": "min", "last_ns": "max"}, tables)
 
 
-def _finish(table: pd.DataFrame, run: Run) -> Tables_:
+def _finish(table: pd.DataFrame, run: Run) -> NamedTables:
     spans = {number: (first, last) for number, first, last in table.itertuples(index=False)}
-    rows = [_row(process, spans.get(number, ())) for number, process in enumerate(run.processes) if process.tables.stats]
+    rows = [
+        _row(process, spans.get(number, ())) for number, process in enumerate(run.processes) if process.tables.stats
+    ]
     result = pd.DataFrame(rows, columns=[*COLUMNS])
     for column in COLUMNS[2:-1]:
         result[column] = result[column].astype("Int64")

@@ -10,11 +10,11 @@
     not_found                records that should be in the log and are not, beyond those; processes that ended in order
     simulated                processes of a dry run: nothing was sent
     hook_errors, first_error calls that a hook failed on, and the first message
-    files_cut, files_foreign, files_unreadable, files_missing
+    files_cut, files_foreign, files_unreadable, files_missing, files_garbled
 
-`states`: `state`, `calls`, `share`. `complete`: the end is known; `unobservable`: the recorder cannot see it; `returned`:
-it was not seen in time; `begun`: in flight, or the process died in it; `failed`: raised an exception.
-`processes`: per process rank, host, pid, recorder, records, counters, reason of its end (missing: alive or ended early).
+`states`: `state`, `calls`, `share`. `complete`: the end is known; `unobservable`: the recorder cannot see it;
+`returned`: it was not seen in time; `begun`: in flight, or the process died in it; `failed`: raised an exception.
+`processes`: per process rank, host, pid, recorder, records, counters, how it ended (missing: alive or ended early).
 `blind_spots`: what the hooks cannot see, and in how many processes. `notes`: what is damaged, and what follows from it.
 """
 
@@ -29,17 +29,18 @@ import pandas as pd
 from commtrace.log import Process, whole
 from commtrace.run import Run, compact
 
-from .fold import Analysis, Block, Tables_, merge_sums, table_by
+from .fold import Analysis, Block, NamedTables, merge_sums, table_by
 
 COUNTERS: Final = ("calls", "dropped", "removed", "lost", "hook_errors")
 
 
 def _partial(block: Block) -> pd.DataFrame:
     table = table_by(block, ("state",), {})
-    return table.assign(process=np.full(len(table), block.names.number, np.int64))
+    table["process"] = np.full(len(table), block.names.number, np.int64)
+    return table
 
 
-def _finish(table: pd.DataFrame, run: Run) -> Tables_:
+def _finish(table: pd.DataFrame, run: Run) -> NamedTables:
     processes = _processes(table, run)
     return {
         "coverage": pd.DataFrame([_coverage(processes, run)]),
@@ -54,17 +55,29 @@ def _finish(table: pd.DataFrame, run: Run) -> Tables_:
 
 
 def _states(table: pd.DataFrame) -> pd.DataFrame:
-    states = table.groupby("state", as_index=False)["calls"].sum()
-    states = states.assign(share=states["calls"] / states["calls"].sum())
+    states = table.groupby(["state"], as_index=False)[["calls"]].sum()
+    states["share"] = states["calls"] / states["calls"].sum()
     return states.sort_values("calls", ascending=False, kind="stable", ignore_index=True)
 
 
 def _processes(table: pd.DataFrame, run: Run) -> pd.DataFrame:
     records = table.groupby("process")["calls"].sum().to_dict()
     rows = [_process(process, int(records.get(number, 0))) for number, process in enumerate(run.processes)]
-    columns = ["rank", "host", "pid", "recorder", "simulated", "started_unix_ns", "records", *COUNTERS, "first_error", "end", "not_found"]
+    columns = [
+        "rank",
+        "host",
+        "pid",
+        "recorder",
+        "simulated",
+        "started_unix_ns",
+        "records",
+        *COUNTERS,
+        "first_error",
+        "end",
+        "not_found",
+    ]
     result = pd.DataFrame(rows, columns=columns)
-    return result.astype({name: "Int64" for name in (*COUNTERS, "not_found", "started_unix_ns")})
+    return result.astype(dict.fromkeys((*COUNTERS, "not_found", "started_unix_ns"), "Int64"))
 
 
 def _process(process: Process, records: int) -> dict[str, object]:

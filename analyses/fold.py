@@ -1,8 +1,8 @@
 """The engine: runs analyses over all segments of a run, and the few array operations that their partials are made of.
 
-    partial(block) -> table      one block of one process; groups by the numbers in the records, then names the result
-    merge(tables) -> table       the same table for all of them; merge([merge([a, b]), c]) == merge([a, b, c])
-    finish(table, run) -> {name: table}
+partial(block) -> table      one block of one process; groups by the numbers in the records, then names the result
+merge(tables) -> table       the same table for all of them; merge([merge([a, b]), c]) == merge([a, b, c])
+finish(table, run) -> {name: table}
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from commtrace.run import WORDS, Names, Run
 from commtrace.schema import RECORD
 
 Array: TypeAlias = npt.NDArray[Any]
-Tables_: TypeAlias = dict[str, pd.DataFrame]
+NamedTables: TypeAlias = dict[str, pd.DataFrame]
 Work: TypeAlias = list[tuple[Names, Segment]]
 
 TASK: Final = 1 << 20
@@ -39,11 +39,21 @@ class Block:
 
     records: Records
     names: Names
+    _columns: dict[str, Array] = field(default_factory=dict, repr=False, compare=False)
+
+    def __getitem__(self, name: str) -> Array:
+        """A field of the records, one value after the other: a record takes more than a cache line."""
+        if name not in self._columns:
+            self._columns[name] = np.ascontiguousarray(self.records[name])
+        return self._columns[name]
 
     @cached_property
-    def wire_bytes(self) -> Array:
-        """See `Names.wire_bytes`; computed once for all analyses."""
-        return self.names.wire_bytes(self.records)
+    def volumes(self) -> dict[str, Array]:
+        """Payload and wire bytes of each record; wire bytes not known count 0 there, and 1 in `wire_unknown`."""
+        wire = self.names.wire_bytes(self.records)
+        unknown = np.isnan(wire)
+        known = np.where(unknown, 0.0, wire)
+        return {"payload_bytes": self["payload"], "wire_bytes": known, "wire_unknown": unknown.astype(np.int64)}
 
 
 @dataclass(frozen=True)
@@ -53,10 +63,10 @@ class Analysis:
     name: str
     partial: Callable[[Block], pd.DataFrame]
     merge: Callable[[Sequence[pd.DataFrame]], pd.DataFrame]
-    finish: Callable[[pd.DataFrame, Run], Tables_]
+    finish: Callable[[pd.DataFrame, Run], NamedTables]
 
 
-def fold(run: Run, analyses: Sequence[Analysis], executor: Executor | None = None) -> Tables_:
+def fold(run: Run, analyses: Sequence[Analysis], executor: Executor | None = None) -> NamedTables:
     """All tables of these analyses, in one pass over the records of the run."""
     gather = {analysis.name: _Gather(analysis) for analysis in analyses}
     tasks = _tasks(run)
@@ -64,7 +74,11 @@ def fold(run: Run, analyses: Sequence[Analysis], executor: Executor | None = Non
     for tables in map(work, tasks) if executor is None else executor.map(work, [*tasks]):
         for name, table in tables.items():
             gather[name].add(table)
-    return {name: table for analysis in analyses for name, table in analysis.finish(gather[analysis.name].table(), run).items()}
+    return {
+        name: table
+        for analysis in analyses
+        for name, table in analysis.finish(gather[analysis.name].table(), run).items()
+    }
 
 
 def partials_of(analysis: Analysis, blocks: Iterable[Block]) -> pd.DataFrame:
@@ -86,7 +100,7 @@ def _tasks(run: Run) -> Iterator[Work]:
     yield task
 
 
-def _partials(analyses: Sequence[Analysis], work: Work) -> Tables_:
+def _partials(analyses: Sequence[Analysis], work: Work) -> NamedTables:
     gather = {analysis.name: _Gather(analysis) for analysis in analyses}
     for names, segment in work:
         for records in segment.blocks():
@@ -170,18 +184,11 @@ def table_by(block: Block, keys: Sequence[str], values: Mapping[str, Array]) -> 
     A combination may take several rows (two kinds that are the same operation), which `merge_sums` brings together.
     """
     fields = {key: WORDS.get(key) or _FIELDS[key] for key in keys}
-    first, groups = grouped([block.records[name] for name in fields.values()])
-    some = block.records[first]
-    columns = {key: block.names.name(key, some) if key in WORDS else some[name] for key, name in fields.items()}
+    first, groups = grouped([block[name] for name in fields.values()])
+    some = {key: block[name][first] for key, name in fields.items()}
+    columns = {key: block.names.name(key, numbers) if key in WORDS else numbers for key, numbers in some.items()}
     sums = {name: summed(value, groups, len(first)) for name, value in values.items()}
     return pd.DataFrame({**columns, "calls": np.bincount(groups, minlength=len(first)), **sums})
-
-
-def volumes(block: Block) -> dict[str, Array]:
-    """Payload and wire bytes of each record; wire bytes that are not known count 0 there, and 1 in `wire_unknown`."""
-    unknown = np.isnan(block.wire_bytes)
-    known = np.where(unknown, 0.0, block.wire_bytes)
-    return {"payload_bytes": block.records["payload"], "wire_bytes": known, "wire_unknown": unknown.astype(np.int64)}
 
 
 def known_wire(table: pd.DataFrame) -> pd.DataFrame:
@@ -190,7 +197,7 @@ def known_wire(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def merge_by(keys: Sequence[str], how: Mapping[str, str], tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """Tables with the same columns as one, a row per combination of keys, other columns by `how`, a sum where unsaid."""
+    """Tables with the same columns as one, a row per combination of keys; other columns by `how`, else summed."""
     filled = [table for table in tables if len(table)] or [tables[0]]
     both = pd.concat(filled, ignore_index=True)
     rules = {column: how.get(column, "sum") for column in both.columns if column not in keys}

@@ -14,14 +14,14 @@ import pandas as pd
 
 from commtrace.run import Run
 
-from .fold import Analysis, Block, Tables_, merge_sums, table_by
+from .fold import Analysis, Block, NamedTables, merge_sums, table_by
 
 
 def _partial(block: Block) -> pd.DataFrame:
     return table_by(block, ("op", "payload_bytes"), {})
 
 
-def _finish(table: pd.DataFrame, run: Run) -> Tables_:
+def _finish(table: pd.DataFrame, run: Run) -> NamedTables:
     sizes = table.assign(sum_bytes=table["payload_bytes"] * table["calls"])
     # size = m * 2**e with 0.5 <= m < 1, so the power of two at or below it is 2**(e - 1).
     exponents = np.frexp(sizes["payload_bytes"].clip(lower=0).to_numpy(float))[1].astype(np.int64)

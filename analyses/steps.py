@@ -7,7 +7,7 @@
     calls_per_rank, payload_bytes_per_rank, wire_bytes_per_rank    median of the steps' sums, divided by the ranks seen
     payload_bytes_min, payload_bytes_max                           smallest and largest step, summed over the ranks
     steps                                                          training steps in the log
-    differing_steps                                                those whose calls or payload differ from the median step's
+    differing_steps                                                those whose calls or payload are not the median ones
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pandas as pd
 
 from commtrace.run import Run
 
-from .fold import Analysis, Block, Tables_, known_wire, merge_sums, table_by, volumes
+from .fold import Analysis, Block, NamedTables, known_wire, merge_sums, table_by
 
 ALL: Final = "all"
 
@@ -27,13 +27,14 @@ _SUMS: Final = ["calls", "payload_bytes", "wire_bytes", "wire_unknown"]
 
 
 def _partial(block: Block) -> pd.DataFrame:
-    return table_by(block, ("step", "op"), volumes(block))
+    return table_by(block, ("step", "op"), block.volumes)
 
 
-def _finish(table: pd.DataFrame, run: Run) -> Tables_:
+def _finish(table: pd.DataFrame, run: Run) -> NamedTables:
     steps = table.groupby("step", as_index=False)[_SUMS].sum()
     training = steps.loc[steps["step"] >= 0].assign(op=ALL)
-    parts = pd.concat([table.loc[table["step"] >= 0], training]) if len(training) else training
+    # The sum first, so that the stable sort below keeps it before an operation that is all there is.
+    parts = pd.concat([training, table.loc[table["step"] >= 0]]) if len(training) else training
     ranks = len({process.rank for process in run.processes})
     rows = [_steady(str(op), part, training["step"], ranks) for op, part in parts.groupby("op", sort=False)]
     steady = pd.DataFrame(rows, columns=[*STEADY])

@@ -18,7 +18,7 @@ import pandas as pd
 
 from commtrace.run import Run
 
-from .fold import Analysis, Block, Tables_, known_wire, merge_sums, table_by, volumes
+from .fold import Analysis, Block, NamedTables, known_wire, merge_sums, table_by
 
 KEYS: Final[dict[str, tuple[str, ...]]] = {
     "volume_by_operation": ("op",),
@@ -30,10 +30,10 @@ KEYS: Final[dict[str, tuple[str, ...]]] = {
 
 
 def _partial(keys: tuple[str, ...], block: Block) -> pd.DataFrame:
-    return table_by(block, keys, volumes(block))
+    return table_by(block, keys, block.volumes)
 
 
-def _finish(name: str, table: pd.DataFrame, run: Run) -> Tables_:
+def _finish(name: str, table: pd.DataFrame, run: Run) -> NamedTables:
     total = table["payload_bytes"].sum()
     shares = table["payload_bytes"] / total if total else float("nan")
     result = known_wire(table).assign(payload_share=shares)

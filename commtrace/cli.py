@@ -1,8 +1,8 @@
 """The command line: `commtrace COMMAND ...`. Knows the commands by name and imports the one that is asked for.
 
-A command is one class `Command` in one file: its docstring is its help, `prepare` adds its arguments, `run` does the work
-and returns the exit status. Errors are printed here and nowhere else: 0 fine (also for a partial log), 1 an error that
-the user can mend, 2 wrong arguments, 130 interrupted.
+A command is one class `Command` in one file: its docstring is its help, `prepare` adds its arguments, `run` does the
+work and returns the exit status. Errors are printed here and nowhere else: 0 fine (also for a partial log), 1 an error
+that the user can mend, 2 wrong arguments, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from commtrace.errors import CommtraceError
 # Name: (module that has the class Command, the first line of its docstring). Names, so that nothing is imported.
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "report": ("commtrace.analyses.report.command", "Show what a run communicated."),
+    "run": ("commtrace.commands.run", "Run a program with tracing on."),
+    "salvage": ("commtrace.commands.salvage", "Bring home what killed processes left in this host's memory."),
     "export": ("commtrace.commands.export", "Write every event of a run to a CSV or Parquet file."),
 }
 
@@ -61,6 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         _let_go_of_stdout()
         return 0
+    except OSError as error:  # stdout on a full disk, say
+        print(f"commtrace: {error}", file=sys.stderr)
+        _let_go_of_stdout()
+        return 1
     except KeyboardInterrupt:
         return 130
 

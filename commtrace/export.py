@@ -55,7 +55,9 @@ def _write_parquet(run: Run, path: Path) -> int:
     pyarrow, parquet = _pyarrow()
     blocks = run.blocks()
     schema = pyarrow.Schema.from_pandas(next(blocks), preserve_index=False)
-    schema = schema.with_metadata({**schema.metadata, "commtrace.normal_form_version": str(NORMAL_FORM_VERSION), "commtrace.run": run.id})
+    schema = schema.with_metadata(
+        {**schema.metadata, "commtrace.normal_form_version": str(NORMAL_FORM_VERSION), "commtrace.run": run.id}
+    )
     rows = 0
     with open(path, "xb") as file, parquet.ParquetWriter(file, schema) as writer:
         for block in blocks:
@@ -68,7 +70,9 @@ def _pyarrow() -> tuple[Any, Any]:
     try:
         return import_module("pyarrow"), import_module("pyarrow.parquet")
     except ImportError:
-        raise MissingLibraryError("--format parquet: needs pyarrow; pip install 'commtrace[parquet]', or use --format csv") from None
+        raise MissingLibraryError(
+            "--format parquet: needs pyarrow; pip install 'commtrace[parquet]', or use --format csv"
+        ) from None
 
 
 def _reason(error: OSError) -> str:

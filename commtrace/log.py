@@ -6,7 +6,7 @@
             for records in segment.blocks():     # arrays of schema.RECORD; logs may be larger than memory
                 ...
 
-Whatever is damaged is left out and named in `log.notes`, and everything else is read. `docs/log-format.md` is the format.
+What is damaged is left out and named in `log.notes`; everything else is read. `docs/log-format.md` is the format.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal, NamedTuple, TypeAlias
@@ -27,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from commtrace.errors import LogError, NewerLogError
+from commtrace.salvage import salvage
 from commtrace.schema import FORMAT, RECORD, VERSION, State
 
 Records: TypeAlias = npt.NDArray[np.void]
@@ -48,7 +48,7 @@ class Note:
     consequence: str
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.what}; {self.consequence}"
+        return f"{self.path}: {self.what}" + (f"; {self.consequence}" if self.consequence else "")
 
 
 # --- segments -----------------------------------------------------------------------------------------------------
@@ -152,7 +152,8 @@ class Kind(NamedTuple):
     reduce_op: str
 
 
-class Group(NamedTuple):
+@dataclass(frozen=True)
+class Group:
     """A group, known in the whole run by these three: its ranks in ascending order, its name, and its index."""
 
     ranks: tuple[int, ...]
@@ -177,19 +178,21 @@ class Tables:
     groups: dict[int, Group] = field(default_factory=dict)
     roles: dict[int, str] = field(default_factory=dict)
     sites: dict[int, Site] = field(default_factory=dict)
-    job: Row | None = None
+    jobs: dict[int, Row] = field(default_factory=dict)
     clock: list[Row] = field(default_factory=list)
     stats: Row | None = None
     end: Row | None = None
     salvage: list[Row] = field(default_factory=list)
 
     def add(self, row: Row) -> None:
-        """Take a row in. Raises KeyError, TypeError or ValueError where it lacks what it needs; ignores other tables."""
+        """Take a row in. Raises KeyError, TypeError or ValueError where it lacks what it needs."""
         name = row.pop("table")
         if name in ("clock", "salvage"):
             getattr(self, name).append(row)
-        elif name in ("process", "job", "stats", "end"):
+        elif name in ("process", "stats", "end"):
             setattr(self, name, row)
+        elif name == "job":
+            self.jobs[_natural(row.get("id", 0))] = row
         elif name in _ROWS:
             key, read = _ROWS[name]
             getattr(self, name)[_natural(row[key])] = read(row)
@@ -202,7 +205,9 @@ def _natural(value: object) -> int:
 
 
 def _group(row: Row) -> Group:
-    return Group(tuple(sorted(_natural(rank) for rank in row["ranks"])), str(row.get("name") or ""), int(row.get("index") or 0))
+    return Group(
+        tuple(sorted(_natural(rank) for rank in row["ranks"])), str(row.get("name") or ""), int(row.get("index") or 0)
+    )
 
 
 # Tables of numbered rows: the key that holds the number, and how a row is read.
@@ -222,14 +227,22 @@ def _read_tables(path: Path) -> tuple[Tables, list[Note]]:
     except FileNotFoundError:
         return tables, [Note("missing", path, "missing", "operations, groups and sites of its records are unknown")]
     except OSError as error:
-        return tables, [Note("unreadable", path, _reason(error), "operations, groups and sites of its records are unknown")]
+        return tables, [
+            Note("unreadable", path, _reason(error), "operations, groups and sites of its records are unknown")
+        ]
     broken = [number for number, line in enumerate(lines, 1) if line.strip() and not _read_line(tables, line, path)]
     if not broken:
         return tables, []
     if broken == [len(lines)]:
         return tables, [Note("cut", path, "its last line is cut", "that line is left out")]
-    what = f"{len(broken)} lines cannot be read, the first is line {broken[0]}" if broken[1:] else f"line {broken[0]} cannot be read"
-    return tables, [Note("garbled", path, what, "what they described is unknown" if broken[1:] else "what it described is unknown")]
+    what = (
+        f"{len(broken)} lines cannot be read, the first is line {broken[0]}"
+        if broken[1:]
+        else f"line {broken[0]} cannot be read"
+    )
+    return tables, [
+        Note("garbled", path, what, "what they described is unknown" if broken[1:] else "what it described is unknown")
+    ]
 
 
 def _read_line(tables: Tables, line: bytes, path: Path) -> bool:
@@ -248,7 +261,7 @@ def _check_process(row: Row, path: Path) -> None:
         raise ValueError(row["format"])
     if _natural(row["version"]) > VERSION:
         raise NewerLogError(
-            f"{path}: log format version {row['version']}, and this commtrace reads up to version {VERSION}; upgrade commtrace"
+            f"{path}: its format is version {row['version']}, this commtrace reads up to {VERSION}; upgrade commtrace"
         )
 
 
@@ -312,10 +325,8 @@ def open_log(path: Path) -> Log:
     """
     path = Path(os.path.abspath(path.expanduser()))
     notes: list[Note] = []
+    salvaged = salvage(path)
     runs = _find_runs(path, notes)
-    salvaged = _salvage(_directory(path, runs))
-    if salvaged:
-        runs = _find_runs(path, notes := [])
     if not runs:
         raise LogError(_nothing_in(path, notes))
     folder = max(runs, key=lambda folder: (_started(folder, runs[folder]), folder.name))
@@ -323,9 +334,11 @@ def open_log(path: Path) -> Log:
     for host in runs[folder]:
         processes += _read_host(host, notes)
     newest = _run_of(folder, processes)
-    others = sorted({process.run for process in processes} - {newest} | {other.name for other in runs if other != folder})
+    others = sorted(
+        {process.run for process in processes} - {newest} | {other.name for other in runs if other != folder}
+    )
     processes = sorted((p for p in processes if p.run == newest), key=lambda p: (p.rank, p.host, p.pid))
-    notes = _run_notes(path, newest, others) + [Note("salvage", path, what, "included") for what in salvaged] + notes
+    notes = _run_notes(path, newest, others) + [Note("salvage", path, what, "") for what in salvaged] + notes
     return Log(path, newest, tuple(processes), (*notes, *_process_notes(processes)), tuple(others))
 
 
@@ -342,7 +355,11 @@ def _find_runs(path: Path, notes: list[Note]) -> dict[Path, list[Path]]:
         if names and any(map(_is_log_file, names)):
             runs.setdefault(path, []).append(child)
         elif names:
-            hosts = [host for host in sorted(child / name for name in names) if any(map(_is_log_file, _list(host, notes) or ()))]
+            hosts = [
+                host
+                for host in sorted(child / name for name in names)
+                if any(map(_is_log_file, _list(host, notes) or ()))
+            ]
             runs.update({child: hosts} if hosts else {})
     return runs
 
@@ -372,29 +389,16 @@ def _unusable(path: Path) -> str:
 
 def _nothing_in(path: Path, notes: list[Note]) -> str:
     if notes:
-        return f"{path}: no log that may be read in it ({notes[0].path}: {notes[0].what}); ask its owner for read permission"
-    deeper = next((file.parent.parent.parent for file in sorted(path.glob("*/*/*/rank*")) if _is_log_file(file.name)), None)
+        why = f"{notes[0].path}: {notes[0].what}"
+        return f"{path}: no log that may be read in it ({why}); ask its owner for read permission"
+    deeper = next(
+        (file.parent.parent.parent for file in sorted(path.glob("*/*/*/rank*")) if _is_log_file(file.name)), None
+    )
     if deeper is not None:
         return f"{path}: no log in it, but in {deeper}; give that directory"
-    return f"{path}: no log in it; run the program with COMMTRACE={path}, a log begins with its first communication call"
-
-
-def _directory(path: Path, runs: dict[Path, list[Path]]) -> Path:
-    """What COMMTRACE named, as far as the layout tells."""
-    hosts = runs.get(path.parent) == [path]
-    return path.parent.parent if hosts else path.parent if path in runs else path
-
-
-def _salvage(directory: Path) -> list[str]:
-    """Take over what killed processes left in memory; says what was found."""
-    try:
-        return list(import_module("commtrace.salvage").salvage(directory))
-    except ModuleNotFoundError as error:
-        if error.name != "commtrace.salvage":
-            raise
-        return []
-    except OSError as error:  # a directory that may be read and not written, say
-        return [f"records of killed processes could not be taken over ({_reason(error)})"]
+    return (
+        f"{path}: no log in it; run the program with COMMTRACE={path}, a log begins with its first communication call"
+    )
 
 
 def _started(folder: Path, hosts: list[Path]) -> int:
@@ -416,7 +420,7 @@ def _first_moment(tables: Path) -> int | None:
 
 
 def _run_of(folder: Path, processes: list[Process]) -> str:
-    """The run that a folder holds. Where it holds more, files were moved into it: the one it is named after, or the newest."""
+    """The run that a folder holds. Where files of others were moved into it: its namesake, or the newest."""
     runs = {process.run: process.started_ns for process in sorted(processes, key=lambda process: process.started_ns)}
     return folder.name if folder.name in runs else max(runs, key=lambda run: (runs[run], run))
 
@@ -459,19 +463,23 @@ def _first_natural(value: object, text: str | None) -> int:
 def _missing_segments(path: Path, tables: Tables, numbers: list[int]) -> Iterator[Note]:
     stats = tables.stats or {}
     if not numbers and stats.get("calls"):
-        yield Note("missing", path, f"no segments, though {stats['calls']} calls were counted", "nothing is known of its calls")
+        yield Note(
+            "missing", path, f"no segments, though {stats['calls']} calls were counted", "nothing is known of its calls"
+        )
     if numbers and numbers[0] > 0 and not stats.get("removed"):
         yield Note("missing", path, f"segments 0 to {numbers[0] - 1} are missing", "their records are missing")
     for before, after in pairwise(numbers):
         if after > before + 1:
-            yield Note("missing", path, f"segments {before + 1} to {after - 1} are missing", "their records are missing")
+            yield Note(
+                "missing", path, f"segments {before + 1} to {after - 1} are missing", "their records are missing"
+            )
 
 
 def _run_notes(path: Path, run: str, others: list[str]) -> list[Note]:
     if not others:
         return []
     names = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if others[3:] else "")
-    what = f"holds {len(others) + 1} runs; this is the newest, {run}, and the others are {names}"
+    what = f"holds {len(others) + 1} runs; this is the newest, {run}; not in it: {names}"
     return [Note("runs", path, what, f"to see another: commtrace report {path / others[-1]}")]
 
 

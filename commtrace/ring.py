@@ -5,12 +5,15 @@ is killed its ring still lies there for the next commtrace on that host (`commtr
 storage: a page that cannot be backed kills the process with SIGBUS. Space is reserved when the ring is made, which
 tmpfs honours; where there is no room, private memory serves, and only the salvage is lost.
 
-    offset 0        identity: JSON, padded with blanks (pid, log directory, stem of the log's files ...)
-    offset 8192     the last counters: JSON, padded with blanks
+    offset 0        identity, twice: checksum and JSON (pid, log directory, stem of the log's files ...)
+    offset 8192     the last counters, twice
+    offset 16376    calls that found the ring full, up to this moment
     offset 16384    the records, 96 bytes each; a record whose state byte is not 0 is whole and not on disk yet
 
-Beside it, under the same name in `.jsonl`, lie the process's tables. A lock on the ring (POSIX, so neither inherited by
-forked children nor tied to process numbers, which containers reuse) says that its process lives.
+What is there twice is written in turn, because a kill may hit in the middle of a store. Beside the ring, under the same
+name in `.jsonl`, lie the process's tables. A lock on the ring (POSIX, so neither inherited by forked children nor tied
+to process numbers, which containers reuse) says that its process lives. Such a lock does not keep its own process out,
+and is gone as soon as that closes any descriptor of the file: nothing in a process may ever open its own ring again.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ import fcntl
 import json
 import mmap
 import os
+import zlib
 from pathlib import Path
+from struct import Struct
 from typing import Any, Final
 
 import numpy as np
@@ -29,113 +34,152 @@ from commtrace.schema import RECORD
 
 IDENTITY_AT: Final = 0
 COUNTERS_AT: Final = 8192
+DROPPED_AT: Final = 16376
 RECORDS_AT: Final = 16384
+COPY_BYTES: Final = 4080
+"""Room for one of the two copies of identity or counters."""
 RING_FORMAT: Final = "commtrace-ring"
 
 Records = npt.NDArray[np.void]
+
+_NUMBER: Final = Struct("<Q")
+_mine: Final[set[Path]] = set()
 
 
 class Ring:
     """A fixed number of record slots; `buffer` is their memory, `records` the same as a numpy array."""
 
-    def __init__(self, capacity: int, path: Path | None) -> None:
+    def __init__(self, capacity: int, path: Path | None, identity: dict[str, Any]) -> None:
+        """Raises OSError or ValueError where `path` cannot be had; with None, the memory is private."""
         self.capacity = capacity
         self.path: Path | None = path
         self.tables_path: Path | None = None if path is None else path.with_suffix(".jsonl")
-        self._tables_fd = -1
+        self._fd = self._tables_fd = -1
+        self._turns = {IDENTITY_AT: 0, COUNTERS_AT: 0}
         size = RECORDS_AT + capacity * RECORD.itemsize
         if path is None:
-            self._fd = -1
             self.buffer = mmap.mmap(-1, size)
         else:
-            self._fd, self.buffer, self._tables_fd = _create(path, size)
+            self._create(path, size, identity)
         self.records: Records = np.frombuffer(self.buffer, RECORD, capacity, RECORDS_AT)
+
+    def _create(self, path: Path, size: int, identity: dict[str, Any]) -> None:
+        # Under another name until it is locked and says whose it is, so that nobody takes it for a dead process's.
+        unfinished = path.with_suffix(".new")
+        try:
+            self._fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.posix_fallocate(self._fd, 0, size)
+            self.buffer = mmap.mmap(self._fd, size)
+            self.describe(identity)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+            self._tables_fd = os.open(path.with_suffix(".jsonl"), flags, 0o600)
+            _mine.add(path)
+            os.rename(unfinished, path)
+        except BaseException:
+            self.remove()
+            unfinished.unlink(missing_ok=True)
+            raise
 
     def describe(self, identity: dict[str, Any]) -> None:
         """Say whose ring this is. Raises ValueError where the description is too long for its place."""
-        self._put(IDENTITY_AT, COUNTERS_AT, {"format": RING_FORMAT, "capacity": self.capacity, **identity})
+        if not self._put(IDENTITY_AT, {"format": RING_FORMAT, "capacity": self.capacity, **identity}):
+            raise ValueError(f"the description of a ring does not fit into {COPY_BYTES} bytes")
 
     def count(self, counters: dict[str, Any]) -> None:
         """Leave the counters where a salvage finds them."""
-        self._put(COUNTERS_AT, RECORDS_AT, counters)
+        if not self._put(COUNTERS_AT, counters):  # long messages; the numbers always fit
+            self._put(COUNTERS_AT, {name: value for name, value in counters.items() if isinstance(value, int)})
 
-    def _put(self, start: int, end: int, value: dict[str, Any]) -> None:
-        text = json.dumps(value).encode()
-        if len(text) > end - start:
-            raise ValueError(f"a description of {len(text)} bytes does not fit into {end - start}")
-        self.buffer[start:end] = text.ljust(end - start)
+    def count_dropped(self, dropped: int) -> None:
+        """Leave this counter, which says what is missing among the records, at once."""
+        _NUMBER.pack_into(self.buffer, DROPPED_AT, dropped)
+
+    def _put(self, start: int, value: dict[str, Any]) -> bool:
+        turn = self._turns[start] + 1
+        text = json.dumps({"turn": turn, **value}).encode()
+        data = b"%08x %s" % (zlib.crc32(text), text)
+        if len(data) > COPY_BYTES:
+            return False
+        at = start + turn % 2 * COPY_BYTES
+        self.buffer[at : at + COPY_BYTES] = data.ljust(COPY_BYTES)
+        self._turns[start] = turn
+        return True
 
     def keep_table_line(self, line: bytes) -> None:
         """A copy of a table line for the salvage; the log gets it by another way."""
         if self._tables_fd >= 0:
             try:
-                os.write(self._tables_fd, line)
+                whole = os.write(self._tables_fd, line) == len(line)
             except OSError:
-                os.close(self._tables_fd)  # no room: a salvage then finds tables as far as they go
+                whole = False
+            if not whole:  # no room: a salvage then finds tables as far as they go
+                os.close(self._tables_fd)
                 self._tables_fd = -1
+
+    def forked(self) -> None:
+        """In a child: leave the parent's files alone. Nothing is closed; a number may be another file's by now."""
+        self._fd = self._tables_fd = -1
+        self.path = self.tables_path = None
 
     def remove(self) -> None:
         """The ring has served: everything in it is on disk."""
-        for path in (self.path, self.tables_path):
-            if path is not None:
-                path.unlink(missing_ok=True)
-        self.path = self.tables_path = None
+        path, tables_path, self.path, self.tables_path = self.path, self.tables_path, None, None
+        for file in (path, tables_path):
+            if file is not None:
+                file.unlink(missing_ok=True)
         for fd in (self._fd, self._tables_fd):
             if fd >= 0:
                 os.close(fd)
         self._fd = self._tables_fd = -1
+        if path is not None:
+            _mine.discard(path)
 
 
-def make(capacity: int, folder: str, name: str) -> Ring:
+def make(capacity: int, folder: str, name: str, identity: dict[str, Any]) -> Ring:
     """A ring in `folder` (memory-backed), or in private memory where that has no room for it."""
     try:
-        return Ring(capacity, Path(folder) / f"commtrace-{name}.ring")
+        return Ring(capacity, Path(folder) / f"commtrace-{name}.ring", identity)
     except (OSError, ValueError):
-        return Ring(capacity, None)
+        return Ring(capacity, None, identity)
 
 
-def _create(path: Path, size: int) -> tuple[int, mmap.mmap, int]:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    tables_fd = -1
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.posix_fallocate(fd, 0, size)
-        tables_fd = os.open(
-            path.with_suffix(".jsonl"), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600
-        )
-        return fd, mmap.mmap(fd, size), tables_fd
-    except BaseException:
-        for opened in (fd, tables_fd):
-            if opened >= 0:
-                os.close(opened)
-        path.unlink(missing_ok=True)
-        path.with_suffix(".jsonl").unlink(missing_ok=True)
-        raise
+def others(folder: str) -> list[Path]:
+    """Rings in `folder` that are not this process's."""
+    return sorted(path for path in Path(folder).glob("commtrace-*.ring") if path not in _mine)
 
 
 class LeftRing:
     """A ring found in `/dev/shm`, opened for reading; a context manager."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError or ValueError for a file that cannot be read or is no ring."""
+        """Raises OSError or ValueError for a file that cannot be read or is no ring.
+
+        What it holds is read only if it is `dead`.
+        """
         self.path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            # The lock is tried before anything is read: nobody writes any more once it is ours.
-            self.owner_lives = not _lock(self._fd)
-            data = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
-            self.identity: dict[str, Any] = json.loads(data[IDENTITY_AT:COUNTERS_AT].rstrip(b"\0 ") or b"{}")
-            self.counters: dict[str, Any] = json.loads(data[COUNTERS_AT:RECORDS_AT].rstrip(b"\0 ") or b"{}")
-            if self.identity.get("format") != RING_FORMAT:
-                raise ValueError(f"{path}: not a ring of commtrace")
-            records = np.frombuffer(data, RECORD, (len(data) - RECORDS_AT) // RECORD.itemsize, RECORDS_AT)
-            self.records: Records = records[records["state"] != 0]
+            # The lock is tried before anything is read: nobody writes any more once it is ours. A file without a name
+            # is one that its process, or another salvage, has finished with since it was found.
+            self.dead = _lock(self._fd) and os.fstat(self._fd).st_nlink > 0
+            if self.dead:
+                self._read(os.pread(self._fd, os.fstat(self._fd).st_size, 0))
         except BaseException:
             os.close(self._fd)
             raise
 
+    def _read(self, data: bytes) -> None:
+        self.identity = _latest(data, IDENTITY_AT)
+        self.counters = _latest(data, COUNTERS_AT)
+        if self.identity.get("format") != RING_FORMAT:
+            raise ValueError("not a ring of commtrace")
+        (self.dropped,) = _NUMBER.unpack_from(data, DROPPED_AT)
+        records = np.frombuffer(data, RECORD, int(self.identity["capacity"]), RECORDS_AT)
+        self.records: Records = records[records["state"] != 0]
+
     def tables(self) -> bytes:
-        """The process's tables, as JSON lines."""
+        """The process's tables, as JSON lines; the last one may be cut."""
         try:
             return self.path.with_suffix(".jsonl").read_bytes()
         except OSError:
@@ -151,6 +195,20 @@ class LeftRing:
 
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
+
+
+def _latest(data: bytes, start: int) -> dict[str, Any]:
+    """The later of the two copies that is whole."""
+    copies = (_whole(data[at : at + COPY_BYTES]) for at in (start, start + COPY_BYTES))
+    return max(copies, key=lambda copy: int(copy.pop("turn", 0)))
+
+
+def _whole(copy: bytes) -> dict[str, Any]:
+    checksum, _, text = copy.rstrip(b"\0 ").partition(b" ")
+    if checksum != b"%08x" % zlib.crc32(text):
+        return {}
+    value: dict[str, Any] = json.loads(text)
+    return value
 
 
 def _lock(fd: int) -> bool:

@@ -54,6 +54,8 @@ _NUMBERS: Final = {
     **{name: name for name in ("peer", "tag", "seq", "step", "micro_batch")},
 }
 
+_FLAGS: Final = ["|".join(str(flag.name).lower() for flag in Flag if bits & flag.value) for bits in range(256)]
+
 
 class Names:
     """What the numbers in the records of one process mean. Small, and picklable for worker processes.
@@ -68,18 +70,24 @@ class Names:
         self._ids: dict[str, Array] = {}
         self._values: dict[str, Array] = {}
         kinds, groups, sites = tables.kinds, tables.groups, {0: None, **tables.sites}
-        self._add("kind", kinds, {name: [getattr(kind, name) for kind in kinds.values()] for name in ("op", "variant", "api", "dtype")})
+        self._add(
+            "kind",
+            kinds,
+            {name: [getattr(kind, name) for kind in kinds.values()] for name in ("op", "variant", "api", "dtype")},
+        )
         self._add("group", groups, {
             "group": [group_label(group) for group in groups.values()],
             "group_ranks": [compact(group.ranks) for group in groups.values()],
             "role": [roles.get(group, UNKNOWN) for group in groups.values()],
         })  # fmt: skip
-        self._add("site", sites, {"site": ["" if site is None else _site_label(site, files) for site in sites.values()]})
+        self._add(
+            "site", sites, {"site": ["" if site is None else _site_label(site, files) for site in sites.values()]}
+        )
         self._add("phase", Phase, {"phase": [phase.name.lower() for phase in Phase]})
         self._add("state", State, {"state": [state.name.lower() for state in State]})
-        self._add("flags", range(256), {"flags": [_flags_label(bits) for bits in range(256)]})
-        sizes = [len(group.ranks) for group in groups.values()]
-        self._sizes = np.array([*sizes, 0])[[*np.argsort([*groups]), -1]] if groups else np.zeros(1, np.int64)
+        self._add("flags", range(256), {"flags": _FLAGS})
+        self._sizes = np.array([len(groups[number].ranks) for number in sorted(groups)] + [0])
+        self._operations, self._operation = np.unique(self._values["op"].astype(str), return_inverse=True)
 
     def _add(self, field: str, ids: Iterable[int], columns: dict[str, list[str]]) -> None:
         numbers = np.array([*ids], np.int64)
@@ -103,32 +111,34 @@ class Names:
         """All words of a column; the last is for numbers without a row."""
         return self._values[column]
 
-    def name(self, column: str, records: Records) -> Array:
-        """The words of a column of WORDS for these records."""
-        return self._values[column][self.index(WORDS[column], records[WORDS[column]])]
+    def name(self, column: str, numbers: Array) -> Array:
+        """The words of a column of WORDS for these numbers."""
+        words: Array = self._values[column][self.index(WORDS[column], numbers)]
+        return words
 
-    def group_sizes(self, records: Records) -> Array:
-        """Members of the group of each record, 0 where it is not known."""
-        return self._sizes[self.index("group", records["group"])]
+    def group_sizes(self, groups: Array) -> Array:
+        """Members of each of these groups, 0 where they are not known."""
+        sizes: Array = self._sizes[self.index("group", groups)]
+        return sizes
 
-    def by_operation(self, records: Records) -> Iterator[tuple[str, Array]]:
-        """Each operation among the records, with the positions of its records."""
-        words, codes = np.unique(self._values["op"].astype(str), return_inverse=True)
-        found = codes[self.index("kind", records["kind"])]
-        for code in np.flatnonzero(np.bincount(found, minlength=len(words))):
-            yield str(words[code]), np.flatnonzero(found == code)
+    def by_operation(self, kinds: Array) -> Iterator[tuple[str, Array]]:
+        """Each operation among these kinds, with the positions of its kinds."""
+        found = self._operation[self.index("kind", kinds)]
+        for code in np.flatnonzero(np.bincount(found, minlength=len(self._operations))):
+            yield str(self._operations[code]), np.flatnonzero(found == code)
 
     def wire_bytes(self, records: Records) -> Array:
         """Bytes that this rank must at least send for each record (float), nan where the log does not tell."""
         result = np.full(len(records), np.nan)
-        sizes = self.group_sizes(records).astype(float)
+        # Columns first: a record takes more than a cache line, so picking records would move all of it.
+        payload, local = np.ascontiguousarray(records["payload"]), np.ascontiguousarray(records["local"])
+        sizes = self.group_sizes(records["group"]).astype(float)
         sizes[sizes == 0] = np.nan
         mine = (records["peer"] == self.rank) & (self.rank >= 0)
-        for op, where in self.by_operation(records):
-            some = records[where]
-            to_self = mine[where] if op in ("send", "sendrecv", "put", "accumulate") else 0
+        for op, at in self.by_operation(records["kind"]):
+            to_self = mine[at] if op in ("send", "sendrecv", "put", "accumulate") else 0
             try:
-                result[where] = wire_bytes(op, some["payload"], some["local"], sizes[where], is_root=mine[where], to_self=to_self)
+                result[at] = wire_bytes(op, payload[at], local[at], sizes[at], is_root=mine[at], to_self=to_self)
             except ValueError:  # an operation without a wire rule
                 continue
         return result
@@ -152,10 +162,6 @@ def group_label(group: Group) -> str:
 
 def _site_label(site: Site, files: Mapping[str, str]) -> str:
     return f"{files.get(site.file, site.file)}:{site.line} {site.function}".rstrip()
-
-
-def _flags_label(bits: int) -> str:
-    return "|".join(flag.name.lower() for flag in Flag if bits & flag and flag.name)
 
 
 def short_paths(files: Iterable[str]) -> dict[str, str]:
@@ -194,19 +200,23 @@ class NormalForm:
     """Turns records into rows of the normal form. Words are categoricals, with the same categories in the whole run."""
 
     def __init__(self, everyone: Sequence[Names]) -> None:
-        words = {column: {UNKNOWN, "", *chain.from_iterable(names.words(column) for names in everyone)} for column in WORDS}
-        self._categories = {column: pd.Index(sorted(words[column]), dtype=object) for column in WORDS}
+        words = {
+            column: {UNKNOWN, "", *chain.from_iterable(names.words(column) for names in everyone)} for column in WORDS
+        }
+        self._categories = {column: pd.Index(sorted(words[column])) for column in WORDS}
 
     def frame(self, records: Records, names: Names) -> pd.DataFrame:
         """One row per record, in the order of the records."""
-        sizes = names.group_sizes(records)
+        sizes = names.group_sizes(records["group"])
         columns: dict[str, Any] = {name: records[field] for name, field in _NUMBERS.items()}
         columns["rank"] = np.full(len(records), names.rank, np.int32)
         columns["group_size"] = pd.Series(sizes, dtype="Int32").mask(sizes == 0)
         columns["wire_bytes"] = names.wire_bytes(records)
         for column, field in WORDS.items():
-            codes = self._categories[column].get_indexer(pd.Index(names.words(column), dtype=object))
-            columns[column] = pd.Categorical.from_codes(codes[names.index(field, records[field])], self._categories[column])
+            codes = self._categories[column].get_indexer(pd.Index(names.words(column).tolist()))
+            columns[column] = pd.Categorical.from_codes(
+                codes[names.index(field, records[field])], self._categories[column]
+            )
         return pd.DataFrame({name: columns[name] for name in NORMAL_FORM})
 
     def empty(self) -> pd.DataFrame:
@@ -252,8 +262,11 @@ class Run:
 
     @property
     def job(self) -> Row | None:
-        """What is trained, as captured on the lowest rank that did; None where nothing was captured."""
-        return next((process.tables.job for process in self.log.processes if process.tables.job), None)
+        """What is trained, as captured on the lowest rank that did; None where nothing was captured.
+
+        A process may train several models (`process.tables.jobs`); this is its first.
+        """
+        return next((job for process in self.log.processes for job in process.tables.jobs.values()), None)
 
     @cached_property
     def names(self) -> tuple[Names, ...]:
@@ -309,5 +322,5 @@ class Run:
 
 
 def open_run(directory: str | os.PathLike[str]) -> Run:
-    """The newest run in a directory: what COMMTRACE named, or a run's folder in it. Raises LogError where there is none."""
+    """The newest run in a directory: what COMMTRACE named, or a run's folder in it. Raises LogError for no run."""
     return Run(open_log(Path(directory)))

@@ -7,6 +7,7 @@ page would kill the process.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
 from pathlib import Path
@@ -18,6 +19,7 @@ from commtrace.ring import Records
 from commtrace.schema import RECORD
 
 HEADER_BYTES: Final = 1024
+EMPTY: Final[Records] = np.zeros(0, RECORD)
 
 
 def header(records: int) -> bytes:
@@ -36,15 +38,16 @@ class Segment:
     """One file being filled. Raises OSError where the store does, and then holds whole records only."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        """`path` is what the file is called once it is closed."""
+        self.path = path.with_name(path.name + ".open")
         self.records = 0
-        self._opened = path.with_name(path.name + ".open")
-        self._fd = os.open(self._opened, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._closed_path = path
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             write_all(self._fd, header(0))
         except OSError:
-            self.abandon()
-            self._opened.unlink(missing_ok=True)
+            self._close_fd()
+            self.path.unlink(missing_ok=True)
             raise
 
     @property
@@ -54,44 +57,55 @@ class Segment:
 
     def append(self, records: Records) -> None:
         """Add records; after an error the file ends where it ended before."""
+        cut(self._fd, self.size)  # what an earlier attempt could not take back
         try:
             write_all(self._fd, records.tobytes())
         except OSError:
-            os.ftruncate(self._fd, self.size)
-            os.lseek(self._fd, 0, os.SEEK_END)
+            with contextlib.suppress(OSError):
+                cut(self._fd, self.size)
             raise
         self.records += len(records)
 
     def vanished(self) -> bool:
         """Somebody removed the file: what is written to it is lost."""
-        return os.fstat(self._fd).st_nlink == 0
+        return unlinked(self._fd)
 
     def close(self) -> None:
         """Make it an ordinary `.npy` file; an empty one is removed."""
-        if self.records:
+        if not self.records:
+            self._close_fd()
+            self.path.unlink(missing_ok=True)
+            return
+        try:
+            cut(self._fd, self.size)
             os.pwrite(self._fd, header(self.records), 0)
-            os.close(self._fd)
-            os.rename(self._opened, self.path)
-        else:
-            self.abandon()
-            self._opened.unlink(missing_ok=True)
+        finally:
+            self._close_fd()
+        os.rename(self.path, self._closed_path)
+        self.path = self._closed_path
 
     def abandon(self) -> None:
         """Leave the file as it is; readers know how to read an open segment."""
-        os.close(self._fd)
+        with contextlib.suppress(OSError):
+            self._close_fd()
+
+    def _close_fd(self) -> None:
+        fd, self._fd = self._fd, -1
+        os.close(fd)
 
 
 class SegmentSeries:
     """The segments of one process: numbered, growing, the oldest removed beyond `max_bytes`."""
 
     def __init__(self, folder: Path, stem: str, *, smallest: int, largest: int, max_bytes: int) -> None:
-        self._folder, self._stem = folder, stem
+        self.stem = stem
+        self._folder = folder
         # A fraction of the bound at most, so that removing the oldest never leaves next to nothing.
         self._length, self._largest = min(smallest, max_bytes // 4), min(largest, max_bytes // 4)
         self._max_bytes = max_bytes
         self._number = 0
         self._open: Segment | None = None
-        self._closed: deque[Segment] = deque()
+        self._full: deque[Segment] = deque()
         self.removed = 0
         """Records in segments that were removed to stay below the bound."""
         self.written = 0
@@ -101,12 +115,13 @@ class SegmentSeries:
         """Add records. Raises OSError; `written` then tells how many of them are on disk."""
         while len(records):
             segment = self._segment()
-            room = max(1, (self._length - segment.size) // RECORD.itemsize)
-            segment.append(records[:room])
-            self.written += len(records[:room])
-            records = records[room:]
+            part = records[: max(1, (self._length - segment.size) // RECORD.itemsize)]
+            segment.append(part)
+            self.written += len(part)
+            records = records[len(part) :]
             if segment.size + RECORD.itemsize > self._length:
-                self._finish()
+                self.close()
+                self._length = min(2 * self._length, self._largest)
 
     def vanished(self) -> bool:
         """The open segment was removed under our hands."""
@@ -114,42 +129,58 @@ class SegmentSeries:
 
     def forget_missing(self) -> int:
         """Somebody removed files: drop them from the books, begin a new segment. Returns how many records were in them."""
-        missing = [segment for segment in self._closed if not segment.path.exists()]
-        self._closed = deque(segment for segment in self._closed if segment not in missing)
         if self._open is not None:
-            if self._open.vanished():
-                missing.append(self._open)
-            self._open.abandon()
-            self._open = None
+            segment, self._open = self._open, None
+            gone = segment.vanished()
+            segment.abandon()
+            if gone:
+                segment.path = Path(os.devnull) / "gone"
+            self._full.append(segment)
+        missing = [segment for segment in self._full if not os.path.exists(segment.path)]
+        self._full = deque(segment for segment in self._full if segment not in missing)
         return sum(segment.records for segment in missing)
 
     def close(self) -> None:
-        """Finish the open segment."""
+        """Finish the open segment. Raises OSError; its records then stay in a file that is called open."""
         if self._open is not None:
-            self._finish()
+            segment, self._open = self._open, None
+            if segment.records:
+                self._full.append(segment)
+            segment.close()
 
     def _segment(self) -> Segment:
         if self._open is None:
-            path = self._folder / f"{self._stem}.{self._number:05d}.npy"
-            self._number += 1
-            self._open = Segment(path)
             self._make_room()
+            try:
+                self._open = Segment(self._folder / f"{self.stem}.{self._number:05d}.npy")
+            except FileExistsError:  # left from an attempt that failed
+                self._number += 1
+                raise
+            self._number += 1
         return self._open
-
-    def _finish(self) -> None:
-        assert self._open is not None
-        segment, self._open = self._open, None
-        segment.close()
-        if segment.records:
-            self._closed.append(segment)
-        self._length = min(2 * self._length, self._largest)
 
     def _make_room(self) -> None:
         # The new segment counts at its full length, so that the bound holds until it is closed.
-        while self._closed and sum(segment.size for segment in self._closed) + self._length > self._max_bytes:
-            oldest = self._closed.popleft()
+        while self._full and sum(segment.size for segment in self._full) + self._length > self._max_bytes:
+            oldest = self._full[0]
             oldest.path.unlink(missing_ok=True)
+            self._full.popleft()
             self.removed += oldest.records
+
+
+def unlinked(fd: int) -> bool:
+    """The file has no name any more, or is no file any more on its server."""
+    try:
+        return os.fstat(fd).st_nlink == 0
+    except OSError:
+        return True
+
+
+def cut(fd: int, size: int) -> None:
+    """What lies beyond `size` is not wanted; the next write goes there. Raises OSError."""
+    if os.fstat(fd).st_size != size:
+        os.ftruncate(fd, size)
+    os.lseek(fd, size, os.SEEK_SET)
 
 
 def write_all(fd: int, data: bytes) -> None:

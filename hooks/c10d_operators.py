@@ -6,9 +6,9 @@ equal their defaults do not arrive at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -16,17 +16,15 @@ import torch.distributed as dist
 Tensor = torch.Tensor
 
 
-class Measure(NamedTuple):
-    """The size of one call, in bytes, and a tensor that shows its element type and device (None: no tensor)."""
+# (payload in bytes, bytes of it that are this rank's own share, whether shares have different sizes); a plain tuple,
+# because this is made on every call.
+Size = tuple[int, int, bool]
 
-    payload: int
-    local: int
-    tensor: Tensor | None
-    uneven: bool = False
+# (arguments, group size, rank in the group) -> Size
+Rule = Callable[[Sequence[Any], int, int], Size]
 
-
-# (arguments, group size, rank in the group) -> Measure
-Rule = Callable[[Sequence[Any], int, int], Measure]
+# Positions of the arguments by name -> Rule
+MakeRule = Callable[[Mapping[str, int]], Rule]
 
 
 def nbytes(tensor: Tensor) -> int:
@@ -50,100 +48,92 @@ def _is_uneven(lists: Sequence[Sequence[Tensor]]) -> bool:
     return any(len({part.numel() for part in parts}) > 1 for parts in lists)
 
 
-def _first(tensors: Sequence[Tensor]) -> Tensor | None:
-    return tensors[0] if tensors else None
-
-
-def _buffers(name: str) -> Callable[[dict[str, int]], Rule]:
+def _buffers(name: str) -> MakeRule:
     """The payload is this list of tensors; nothing of it stays here."""
 
-    def rule(at: dict[str, int]) -> Rule:
+    def rule(at: Mapping[str, int]) -> Rule:
         i = at[name]
-        return lambda args, n, rank: Measure(_total(args[i]), 0, _first(args[i]))
+        return lambda args, n, rank: (_total(args[i]), 0, False)
 
     return rule
 
 
-def _pair(whole: str, share: str) -> Callable[[dict[str, int]], Rule]:
+def _pair(whole: str, share: str) -> MakeRule:
     """One tensor is the whole, one is this rank's share of it."""
 
-    def rule(at: dict[str, int]) -> Rule:
+    def rule(at: Mapping[str, int]) -> Rule:
         i, j = at[whole], at[share]
-        return lambda args, n, rank: Measure(nbytes(args[i]), nbytes(args[j]), args[i])
+        return lambda args, n, rank: (nbytes(args[i]), nbytes(args[j]), False)
 
     return rule
 
 
-def _pairs(whole: str, share: str) -> Callable[[dict[str, int]], Rule]:
+def _pairs(whole: str, share: str) -> MakeRule:
     """As `_pair`, for a list of each."""
 
-    def rule(at: dict[str, int]) -> Rule:
+    def rule(at: Mapping[str, int]) -> Rule:
         i, j = at[whole], at[share]
-        return lambda args, n, rank: Measure(_total(args[i]), _total(args[j]), _first(args[i]))
+        return lambda args, n, rank: (_total(args[i]), _total(args[j]), False)
 
     return rule
 
 
-def _lists(whole: str, share: str) -> Callable[[dict[str, int]], Rule]:
+def _lists(whole: str, share: str) -> MakeRule:
     """A list of tensors per share is the whole."""
 
-    def rule(at: dict[str, int]) -> Rule:
+    def rule(at: Mapping[str, int]) -> Rule:
         i, j = at[whole], at[share]
-        return lambda args, n, rank: Measure(_nested(args[i]), _total(args[j]), _first(args[j]), _is_uneven(args[i]))
+        return lambda args, n, rank: (_nested(args[i]), _total(args[j]), _is_uneven(args[i]))
 
     return rule
 
 
-def _rooted(share: str) -> Callable[[dict[str, int]], Rule]:
+def _rooted(share: str) -> MakeRule:
     """gather, scatter: every rank knows its own share; torch wants equal ones, so the whole is n of it."""
 
-    def rule(at: dict[str, int]) -> Rule:
+    def rule(at: Mapping[str, int]) -> Rule:
         i = at[share]
 
-        def measure(args: Sequence[Any], n: int, rank: int) -> Measure:
+        def measure(args: Sequence[Any], n: int, rank: int) -> Size:
             own = _total(args[i])
-            return Measure(n * own, own, _first(args[i]))
+            return n * own, own, False
 
         return measure
 
     return rule
 
 
-def _all_to_all_single(at: dict[str, int]) -> Rule:
-    i, splits = at["input"], at["input_split_sizes"]
+def _all_to_all_single(at: Mapping[str, int]) -> Rule:
+    i, inputs, outputs = at["input"], at["input_split_sizes"], at["output_split_sizes"]
 
-    def measure(args: Sequence[Any], n: int, rank: int) -> Measure:
-        tensor, sizes = args[i], args[splits]
+    def measure(args: Sequence[Any], n: int, rank: int) -> Size:
+        tensor, sent, received = args[i], args[inputs], args[outputs]
         payload = nbytes(tensor)
-        if not sizes:
-            return Measure(payload, payload // n, tensor)
+        uneven = len(set(sent)) > 1 or len(set(received)) > 1
+        if not sent:
+            return payload, payload // n, uneven
         rows = tensor.shape[0]  # splits count rows, whatever their length
-        return Measure(payload, payload // rows * sizes[rank] if rows else 0, tensor, len(set(sizes)) > 1)
+        return payload, payload // rows * sent[rank] if rows else 0, uneven
 
     return measure
 
 
-def _all_to_all(at: dict[str, int]) -> Rule:
-    i = at["input_tensors"]
+def _all_to_all(at: Mapping[str, int]) -> Rule:
+    i, j = at["input_tensors"], at["output_tensors"]
 
-    def measure(args: Sequence[Any], n: int, rank: int) -> Measure:
+    def measure(args: Sequence[Any], n: int, rank: int) -> Size:
         tensors = args[i]
         own = nbytes(tensors[rank]) if rank < len(tensors) else 0
-        return Measure(_total(tensors), own, _first(tensors), _is_uneven([tensors]))
+        return _total(tensors), own, _is_uneven((tensors, args[j]))
 
     return measure
 
 
-def _nothing(at: dict[str, int]) -> Rule:
-    i = at["tensor"]  # tells the device only, its bytes do not travel
-
-    def measure(args: Sequence[Any], n: int, rank: int) -> Measure:
-        return Measure(0, 0, args[i])
-
-    return measure
+def _nothing(at: Mapping[str, int]) -> Rule:
+    return lambda args, n, rank: (0, 0, False)
 
 
-_RULES: Final[dict[str, tuple[str, Callable[[dict[str, int]], Rule]]]] = {
+_RULES: Final[dict[str, tuple[str, MakeRule]]] = {
     "allreduce_": ("all_reduce", _buffers("tensors")),
     "allreduce_coalesced_": ("all_reduce", _buffers("tensors")),
     "broadcast_": ("broadcast", _buffers("tensors")),
@@ -172,10 +162,14 @@ IGNORED: Final = frozenset({"check_for_nan"})
 # Where the results are, for matching a wait on a tensor with the call that fills it.
 _OUTPUTS: Final = ("output_tensors", "output_tensor", "outputs", "output_lists", "output", "tensors")
 
+# A tensor, or a list of them, that every rank has: it shows element type and device. A barrier's carries no data.
+_SAMPLES: Final = ("input_tensors", "input_tensor", "inputs", "input_list", "input", "tensors", "tensor")
+_SAMPLE_OF: Final = {"reduce_scatter_": "output_tensors", "scatter_": "output_tensors"}  # whose inputs are nested
+
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator, as this torch has it."""
+    """One operator, as this torch has it. What ends in `_at` is the position of an argument, None where there is none."""
 
     variant: str
     op: str
@@ -187,7 +181,10 @@ class Operator:
     peer_at: int | None
     tag_at: int | None
     output_at: int
-    coalesced: bool
+    sample_at: int
+    reduce_op: str | None = None
+    """The reduction of an operator that has only one."""
+    coalesced: bool = False
     """Several tensors in one call, which the backend may merge."""
     blocking: bool = False
     """Returns when the operation is complete, and gives no Work."""
@@ -195,6 +192,13 @@ class Operator:
     def group(self, args: Sequence[Any]) -> Any:
         """The ProcessGroup of a call; that of the whole world for an operator that takes none."""
         return dist.group.WORLD if self.group_at is None else dist.ProcessGroup.unbox(args[self.group_at])  # type: ignore[attr-defined]
+
+    def sample(self, args: Sequence[Any]) -> Tensor | None:
+        """A tensor that shows the call's element type and device; None for a call with an empty list."""
+        value = args[self.sample_at]
+        if type(value) is list:
+            return value[0] if value else None
+        return value  # type: ignore[no-any-return]
 
     @property
     def point_to_point(self) -> bool:
@@ -206,7 +210,7 @@ class Operator:
         return list(_flat(args[self.output_at]))
 
 
-def _flat(value: Any) -> Any:
+def _flat(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     else:
@@ -238,14 +242,15 @@ def shared_memory_all_reduce() -> Operator | None:
         variant="inference_all_reduce_",
         op="all_reduce",
         overload=overload,
-        measure=lambda args, n, rank: Measure(nbytes(args[0]), 0, args[0]),
+        measure=lambda args, n, rank: (nbytes(args[0]), 0, False),
         group_at=None,
         async_at=None,
         reduce_op_at=None,
         peer_at=None,
         tag_at=None,
         output_at=0,
-        coalesced=False,
+        sample_at=0,
+        reduce_op="SUM",
         blocking=True,
     )
 
@@ -255,9 +260,9 @@ def _describe(name: str) -> Operator | None:
     overload = getattr(torch.ops.c10d, name).default
     at = {argument.name: i for i, argument in enumerate(overload._schema.arguments)}
     try:
-        rule = make_rule(at)
-        group_at = at["process_group"]
-    except KeyError:
+        rule, group_at = make_rule(at), at["process_group"]
+        sample_at = at[_SAMPLE_OF[name]] if name in _SAMPLE_OF else next(at[n] for n in _SAMPLES if n in at)
+    except (KeyError, StopIteration):
         return None  # this torch names its arguments otherwise
     return Operator(
         variant=name,
@@ -270,6 +275,7 @@ def _describe(name: str) -> Operator | None:
         peer_at=next((at[n] for n in ("root_rank", "src", "dst") if n in at), None),
         tag_at=at.get("tag"),
         output_at=next((at[n] for n in _OUTPUTS if n in at), 0),
+        sample_at=sample_at,
         coalesced=name.endswith("_coalesced_"),
         blocking=name == "monitored_barrier_",
     )

@@ -1,4 +1,4 @@
-"""Which line of the program made a call, and whether it stands within a module's forward.
+"""Which line of the program made a call, and what the frames above it tell about the call.
 
 The line is the innermost one that is not a mere wrapper: DeepSpeed's reducer rather than `deepspeed.comm.all_reduce`, the
 user's `loss.backward()` rather than autograd's. Frames are classified once by code object, so a walk costs little.
@@ -6,26 +6,38 @@ user's `loss.backward()` rather than autograd's. Frames are classified once by c
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from types import CodeType, FrameType
 from typing import Final
 
 from commtrace.tables import Tables
 
-_WRAPPER, _OBJECT, _MODULE_CALL = 1, 2, 4
+# What a frame tells, as bits.
+WRAPPER: Final = 1  # only passes a call on
+OBJECT: Final = 2  # sends pickled objects as tensors
+FORWARD: Final = 4  # calls a module
+OPTIMIZER: Final = 8  # steps an optimizer
+HANDLE: Final = 16  # a message whose caller gets a handle ...
+BLOCKING: Final = 32  # ... but for a caller that waits for it at once
+BACKWARD: Final = 64  # runs autograd
 
 # Wrappers, by path below the packages' root. What starts with one of these only passes a call on.
 _WRAPPERS: Final = (
-    "commtrace/",
+    "<eval_with_key>",
+    "commtrace/hooks/",
     "contextlib.py",
-    "functools.py",
     "deepspeed/comm/",
     "deepspeed/runtime/compiler.py",
     "deepspeed/utils/comms_logging.py",
     "deepspeed/utils/nvtx.py",
+    "functools.py",
     "torch/_compile.py",
     "torch/_dynamo/",
+    "torch/_functorch/",
     "torch/_higher_order_ops/",
+    "torch/_inductor/",
     "torch/_library/",
     "torch/_ops.py",
     "torch/_tensor.py",
@@ -33,25 +45,38 @@ _WRAPPERS: Final = (
     "torch/distributed/_functional_collectives.py",
     "torch/distributed/c10d_logger.py",
     "torch/distributed/distributed_c10d.py",
+    "torch/distributed/nn/",
+    "torch/distributed/tensor/",
+    "torch/fx/",
     "torch/library.py",
     "torch/nn/modules/module.py",
+    "torch/optim/optimizer.py",
     "torch/overrides.py",
     "torch/utils/_contextlib.py",
     "torch/utils/_python_dispatch.py",
     "typing_extensions.py",
 )
 
-# Functions of torch.distributed that send pickled objects as tensors.
-_OBJECT_FUNCTIONS: Final = frozenset(
-    {
-        "all_gather_object",
-        "broadcast_object_list",
-        "gather_object",
-        "recv_object_list",
-        "scatter_object_list",
-        "send_object_list",
-    }
-)
+# Functions among the wrappers that tell something: (file, function) -> bits.
+_C10D: Final = "torch/distributed/distributed_c10d.py"
+_TELLING: Final = {
+    (_C10D, "all_gather_object"): OBJECT,
+    (_C10D, "broadcast_object_list"): OBJECT,
+    (_C10D, "gather_object"): OBJECT,
+    (_C10D, "recv_object_list"): OBJECT,
+    (_C10D, "scatter_object_list"): OBJECT,
+    (_C10D, "send_object_list"): OBJECT,
+    (_C10D, "isend"): HANDLE,
+    (_C10D, "irecv"): HANDLE,
+    (_C10D, "send"): BLOCKING,
+    (_C10D, "recv"): BLOCKING,
+    ("torch/nn/modules/module.py", "_call_impl"): FORWARD,
+    ("torch/optim/optimizer.py", "wrapper"): OPTIMIZER,
+    ("torch/autograd/graph.py", "_engine_run_backward"): BACKWARD,
+}
+
+# A program that makes code as it runs (exec, torch.fx) must not make these tables grow for ever.
+_MOST_CODES: Final = 50_000
 
 
 class CallSites:
@@ -63,81 +88,104 @@ class CallSites:
         self._kinds: dict[int, tuple[CodeType, int]] = {}
         self._sites: dict[tuple[int, int], int] = {}
 
-    def find(self, depth: int, *, in_forward: bool) -> tuple[int, bool, bool]:
-        """(site, carries objects, within a module's forward) of the call `depth` frames up.
+    def find(self, depth: int, *, deep: bool) -> tuple[int, int]:
+        """(site, what the frames tell) of the call `depth` frames up. Site 0: no Python frame at all.
 
-        The last is looked for only if `in_forward` asks for it, because that walks the whole stack. Site 0: no Python
-        frame at all.
+        With `deep` the walk goes on above the site's frame, to the first one that calls a module or steps an optimizer.
         """
         try:
             innermost: FrameType | None = sys._getframe(depth + 1)
         except ValueError:
-            return 0, False, False
+            return 0, 0
+        kinds = self._kinds
         frame, seen = innermost, 0
+        while frame is not None:
+            code = frame.f_code
+            known = kinds.get(id(code))
+            kind = known[1] if known is not None else self._kind(code)
+            seen |= kind
+            if not kind & WRAPPER:
+                break
+            frame = frame.f_back
+        named = frame or innermost
+        while deep and frame is not None and not seen & (FORWARD | OPTIMIZER):
+            code = frame.f_code
+            known = kinds.get(id(code))
+            seen |= known[1] if known is not None else self._kind(code)
+            frame = frame.f_back
+        return self._number(named), seen
+
+    def of_backward(self) -> int:
+        """Site of a call on a thread of autograd's own, without a Python frame: where some thread waits for autograd."""
+        own = threading.get_ident()
+        for thread, frame in sys._current_frames().items():
+            site, seen = (0, 0) if thread == own else self._above(frame)
+            if seen & BACKWARD:
+                return site
+        return 0
+
+    def _above(self, frame: FrameType | None) -> tuple[int, int]:
+        seen = 0
         while frame is not None:
             kind = self._kind(frame.f_code)
             seen |= kind
-            if not kind & _WRAPPER:
+            if not kind & WRAPPER:
                 break
             frame = frame.f_back
-        named = frame
-        while in_forward and frame is not None and not seen & _MODULE_CALL:
-            seen |= self._kind(frame.f_code)
-            frame = frame.f_back
-        site = self._number(named or innermost)
-        return site, bool(seen & _OBJECT), bool(seen & _MODULE_CALL)
+        return self._number(frame) if seen & BACKWARD else 0, seen
 
     def _kind(self, code: CodeType) -> int:
         known = self._kinds.get(id(code))
         if known is None:
+            if len(self._kinds) >= _MOST_CODES:
+                self._sites.clear()  # first: its keys are only good while `_kinds` keeps the code objects
+                self._kinds.clear()
             known = self._kinds[id(code)] = code, _classify(code)
         return known[1]
 
     def _number(self, frame: FrameType | None) -> int:
         if frame is None:
             return 0
-        key = id(frame.f_code), frame.f_lasti
+        code = frame.f_code
+        key = id(code), frame.f_lasti
         number = self._sites.get(key)
         if number is None:
-            code, line = frame.f_code, frame.f_lineno
             self._kind(code)  # keeps the code object, and so its id
-            row = {
-                "file": code.co_filename,
-                "line": line,
-                "function": code.co_qualname if sys.version_info >= (3, 11) else code.co_name,
-            }
+            function = code.co_qualname if sys.version_info >= (3, 11) else code.co_name
+            row = {"file": code.co_filename, "line": frame.f_lineno, "function": function}
             # Several instructions of one line are one site.
-            number = self._sites[key] = self._tables.number(
-                "sites", (code.co_filename, line, code.co_name), lambda: row
-            )
+            number = self._sites[key] = self._tables.number("sites", tuple(row.values()), lambda: row)
         return number
 
 
 def _classify(code: CodeType) -> int:
-    path = code.co_filename.replace("\\", "/")
-    kind = _WRAPPER if _below_packages(path).startswith(_WRAPPERS) else 0
-    if kind and code.co_name in _OBJECT_FUNCTIONS:
-        kind |= _OBJECT
-    if kind and code.co_name == "_call_impl" and path.endswith("torch/nn/modules/module.py"):
-        kind |= _MODULE_CALL
-    return kind
+    path = _below_packages(code.co_filename.replace("\\", "/"))
+    if not path.startswith(_WRAPPERS):
+        return 0
+    return WRAPPER | _TELLING.get((path, code.co_name), 0)
 
 
 _ROOTS: Final = ("/site-packages/", "/dist-packages/")
+_STANDARD: Final = os.path.dirname(os.__file__).replace("\\", "/") + "/"
+_OWN: Final = os.path.dirname(__file__).replace("\\", "/") + "/"
 
 
 def _below_packages(path: str) -> str:
-    """The part of a path below the packages' root, or below the folder of the library that it belongs to."""
+    """The part of a path below the packages' root, or below the folder of the library that it belongs to.
+
+    "" for everybody else's code, whatever it is called.
+    """
+    if path.startswith("<eval_with_key>"):
+        return path  # what torch.fx has written
+    if "/torchinductor_" in path:
+        return "torch/_inductor/"  # and torch.compile, in a folder of its own
+    if path.startswith(_OWN):
+        return "commtrace/hooks/" + path[len(_OWN) :]
+    for name in ("torch", "deepspeed"):  # installed or run from its sources
+        package = os.path.dirname(getattr(sys.modules.get(name), "__file__", None) or "")
+        if package and path.startswith(package + "/"):
+            return f"{name}/" + path[len(package) + 1 :]
     for root in _ROOTS:
         if root in path:
             return path.rpartition(root)[2]
-    for name in ("torch", "deepspeed"):
-        package = getattr(sys.modules.get(name), "__file__", None)
-        if package and path.startswith(package.removesuffix("__init__.py")):
-            return f"{name}/" + path[len(package.removesuffix("__init__.py")) :]
-    if path.startswith(_OWN):
-        return "commtrace/hooks/"
-    return path.rpartition("/")[2] if "/lib/python" in path else ""
-
-
-_OWN: Final = __file__.rpartition("/")[0] + "/"
+    return path[len(_STANDARD) :] if path.startswith(_STANDARD) else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -43,20 +44,32 @@ class Groups:
         self._tables = tables
         self._known: dict[int, Group] = {}
         self._created: Counter[tuple[tuple[int, ...], str]] = Counter()
+        self._lock = threading.RLock()  # between threads that use a new group at the same time
 
     def of(self, pg: Any) -> Group:
         """The group of a process group, entered into the table when it is new."""
         group = self._known.get(id(pg))
-        if group is None or group.ref() is not pg:
-            group = self._known[id(pg)] = self._enter(pg)
-        return group
+        return group if group is not None and group.ref() is pg else self._enter(pg)
 
     def _enter(self, pg: Any) -> Group:
+        with self._lock:
+            group = self._known.get(id(pg))
+            if group is None or group.ref() is not pg:
+                group = self._known[id(pg)] = Group(pg, *self._row(pg))
+        return group
+
+    def _row(self, pg: Any) -> tuple[int, list[int]]:
         ranks, name = global_ranks(pg), str(pg.group_name)
-        index = self._created[tuple(sorted(ranks)), name]
-        self._created[tuple(sorted(ranks)), name] += 1
-        row = {"ranks": ranks, "name": name, "desc": str(pg.group_desc), "index": index, "backend": _backend(pg)}
-        return Group(pg, self._tables.new("groups", row), ranks)
+        key = tuple(sorted(ranks)), name
+        row = {
+            "ranks": ranks,
+            "name": name,
+            "desc": str(pg.group_desc),
+            "index": self._created[key],
+            "backend": _backend(pg),
+        }
+        self._created[key] += 1
+        return self._tables.new("groups", row), ranks
 
     def set_role(self, pg: Any, role: str, source: str) -> None:
         """Somebody who knows says which parallel dimension this group serves."""

@@ -15,12 +15,18 @@ class Patches:
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any, Any]] = []
 
+    def __bool__(self) -> bool:
+        """Something is replaced."""
+        return bool(self._replaced)
+
     def wrap(self, owner: Any, name: str, wrapper: Wrapper) -> bool:
         """Replace `owner.name`, defined on `owner` itself, by `wrapper(original)`. False where there is none."""
         original = vars(owner).get(name)
         if original is None:
             return False
         replacement = functools.wraps(original)(wrapper(original))
+        # torch.compile must call it as it is, and not compile what a hook does; as with the method that it replaces.
+        replacement._torchdynamo_disable = True  # type: ignore[attr-defined]
         setattr(owner, name, replacement)
         self._replaced.append((owner, name, original, replacement))
         return True

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -15,20 +12,27 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 
+from commtrace.hooks import call_site
 from commtrace.hooks.c10d_operators import Operator
 from commtrace.hooks.call_site import CallSites
+from commtrace.hooks.ends import Batch, Batches, Pending, TensorWaits, Works
 from commtrace.hooks.groups import Group, Groups
 from commtrace.identity import Member, member_from_environment
 from commtrace.progress import progress
-from commtrace.recorder import Call, Recorder
+from commtrace.recorder import Recorder
 from commtrace.schema import Clock, Flag, Phase
+from commtrace.session import session
 
 now: Final = time.monotonic_ns
 SAMPLE_MASK: Final = 15  # the cost of one call in sixteen is measured
 
 _graph_task: Final = torch._C._current_graph_task_id
+_is_grad_enabled: Final = torch.is_grad_enabled
+_unbox_work: Final = dist.Work.unbox  # type: ignore[attr-defined]
 _REDUCE_OPS: Final = {int(value): name for name, value in dist.ReduceOp.RedOpType.__members__.items()}  # type: ignore[attr-defined]
-_FORWARD, _BACKWARD, _INIT = int(Phase.FORWARD), int(Phase.BACKWARD), int(Phase.INIT)
+_FORWARD, _BACKWARD, _INIT, _OPTIMIZER = (
+    int(phase) for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.INIT, Phase.OPTIMIZER)
+)
 _ASYNC, _COALESCED, _OBJECT, _SPARSE, _UNEVEN = (
     int(flag) for flag in (Flag.ASYNC, Flag.COALESCED, Flag.OBJECT, Flag.SPARSE, Flag.UNEVEN)
 )
@@ -55,53 +59,50 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 _current: TorchTracer | None = None
-
-
-def current() -> TorchTracer | None:
-    """The tracer of this process's recorder, once there is one."""
-    return _current
-
-
-def start(recorder: Recorder) -> TorchTracer:
-    """The tracer for a recorder that has just begun."""
-    global _current
-    tracer = _current
-    if tracer is None or tracer.recorder is not recorder:
-        tracer = _current = TorchTracer(recorder)
-        recorder.each_drain.append(tracer.release)
-        for listener in started:
-            listener(tracer)
-    return tracer
-
+_starting: Final = threading.RLock()
+_thread: Final = threading.local()
 
 started: list[Callable[[TorchTracer], None]] = []
 """Called with each new tracer: by hooks that know roles and jobs before the first call is made."""
 
 
-class Pending(weakref.ref[Any]):
-    """Calls whose end shows in a Work. Weakly: a Work that is kept alive pins its tensors."""
-
-    __slots__ = ("calls", "cost", "key", "on_host")
-
-    key: int
-    calls: list[Call]
-    on_host: bool
-    cost: int
+def current() -> TorchTracer | None:
+    """The tracer of this process's recorder; None before there is one, when it is closed, and in a forked child."""
+    tracer = _current
+    return tracer if tracer is not None and tracer.recorder is session.recorder else None
 
 
-class Batch:
-    """Calls between _start_coalescing and _end_coalescing."""
+def start(recorder: Recorder) -> TorchTracer:
+    """The tracer of a recorder, made when it is first asked for."""
+    global _current
+    with _starting:
+        tracer = _current
+        if tracer is None or tracer.recorder is not recorder:
+            tracer = _current = TorchTracer(recorder)
+            recorder.each_drain.append(tracer.release)
+            for listener in started:
+                listener(tracer)
+    return tracer
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.calls: list[Call] = []
-        self.on_host = False
+
+class functional:  # noqa: N801  (used as a function)
+    """Calls of this thread within are waited for by tensor, and not by Work."""
+
+    def __enter__(self) -> None:
+        _thread.functional = getattr(_thread, "functional", 0) + 1
+
+    def __exit__(self, *_: object) -> None:
+        _thread.functional -= 1
+
+
+def _in_functional() -> bool:
+    return getattr(_thread, "functional", 0) > 0
 
 
 class Entry:
     """A call between its beginning and its return."""
 
-    __slots__ = ("batch", "measured", "on_host", "pending", "slot", "tracer")
+    __slots__ = ("batch", "on_host", "pending", "slot", "tracer")
 
     def __init__(self, tracer: TorchTracer, slot: int, on_host: bool, batch: Batch | None) -> None:
         self.tracer, self.slot, self.on_host, self.batch = tracer, slot, on_host, batch
@@ -114,26 +115,26 @@ class Entry:
     def after(self, operator: Operator, args: Sequence[Any], result: Any, t_return: int) -> None:
         """The operator returned `result`: its outputs and a Work, or a Work alone, or neither."""
         tracer, recorder = self.tracer, self.tracer.recorder
-        if self.batch is not None:
-            call = recorder.returned(self.slot, t_return, observable=True)
-            if call is not None:
-                self.batch.calls.append(call)
-                self.batch.on_host |= self.on_host
-            return
-        if operator.blocking:
-            call = recorder.returned(self.slot, t_return, observable=True)
-            if call is not None:
-                recorder.ended(call, 0, t_return, Clock.RETURN)
-            return
-        boxed = result[-1] if isinstance(result, tuple) else result
-        work = None if boxed is None else dist.Work.unbox(boxed)  # type: ignore[attr-defined]
-        call = recorder.returned(self.slot, t_return, observable=work is not None)
+        boxed = result[-1] if type(result) is tuple else result
+        # A backend may give no Work: NCCL does for a synchronous call, which only orders streams.
+        work = None if boxed is None or operator.blocking else _unbox_work(boxed)
+        observable = work is not None or operator.blocking or self.batch is not None
+        call = recorder.returned(self.slot, t_return, observable=observable)
         if call is None:
             return
-        if tracer.in_functional():
-            tracer.await_tensors(operator.outputs(args), call, self.on_host)
+        if self.batch is not None:
+            self.batch.calls.append(call)
+            self.batch.on_host |= self.on_host
+        elif operator.blocking:
+            recorder.ended(call, 0, t_return, Clock.RETURN)
+        elif _in_functional():
+            tracer.tensors.add(operator.outputs(args), call, self.on_host)
         else:
-            self.pending = tracer.await_work(work, [call], self.on_host)
+            self.pending = tracer.works.add(work, [call], self.on_host)
+
+    def lost(self, t_return: int) -> None:
+        """The hook failed, so nothing will see the end of this call."""
+        self.tracer.recorder.returned(self.slot, t_return, observable=False)
 
     def cost(self, ns: int) -> None:
         """What this call cost so far; the wait adds its part, if there is one to come."""
@@ -149,42 +150,36 @@ class TorchTracer:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.groups = Groups(recorder.tables)
-        self._sites = CallSites(recorder.tables) if recorder.sites else None
-        self._walker = self._sites or CallSites(recorder.tables)
+        self.works = Works(recorder)
+        self.tensors = TensorWaits(recorder)
+        self.batches = Batches(recorder, self.works)
+        self._sites = CallSites(recorder.tables)
         self._kinds: dict[tuple[str, torch.dtype | None, int], int] = {}
-        self._pending: dict[int, Pending] = {}
-        self._tensors: dict[int, tuple[Call, bool]] = {}
-        self._batches: dict[int, Batch] = {}
-        self._batch_numbers = itertools.count(1)
-        self._functional = threading.local()
-        # Works that their callers may not have yet; each is dropped after two drains at the latest.
-        self._fresh: dict[int, Any] = {}
-        self._old: dict[int, Any] = {}
+        self._backward = -1, 0  # the last backward pass seen on a thread without Python frames, and its site
 
-    # ---- before the call ------------------------------------------------------------------------------------------
+    def release(self) -> None:
+        """By the drain thread: let go of what is kept for a moment only."""
+        self.works.release()
+        self.tensors.release()
 
     def before(self, operator: Operator, args: Sequence[Any]) -> Entry | None:
         """Record that a call begins; None for a call that is not communication, or that found the ring full."""
         recorder = self.recorder
-        group = self.groups.of(operator.group(args))
-        size = operator.measure(args, group.size, group.rank)
-        tensor = size.tensor
-        if tensor is not None and is_fake(tensor):
+        tensor = operator.sample(args)
+        if tensor is not None and is_fake(tensor):  # before anything asks for its size, which may be symbolic
             return None
-        flags = _UNEVEN if size.uneven else 0
-        if operator.async_at is not None and (operator.async_at >= len(args) or args[operator.async_at]):
-            flags |= _ASYNC  # the schema's default, which does not arrive
-        if tensor is not None and tensor.layout is not torch.strided:
-            flags |= _SPARSE
-        batch = self._batches.get(group.number) if self._batches else None
+        group = self.groups.of(operator.group(args))
+        payload, local, uneven = operator.measure(args, group.size, group.rank)
+        peer, tag, seq = self._addressing(operator, args, group)
+        site, phase, seen = self._whereabouts()
+        batch = self.batches.of(group.number)
+        flags = _flags(operator, args, seen) | (_UNEVEN if uneven else 0)
         if batch is not None or operator.coalesced:
             flags |= _COALESCED
-        peer, tag, seq = self._addressing(operator, args, group)
-        site, phase, is_object = self._whereabouts()
-        if is_object:
-            flags |= _OBJECT
+        if tensor is not None and tensor.layout is not torch.strided:
+            flags |= _SPARSE
         slot = recorder.begin(
-            self._kind(operator, args, tensor), group.number, seq, size.payload, size.local, peer, tag,
+            self._kind(operator, args, tensor), group.number, seq, payload, local, peer, tag,
             site, progress.step, progress.micro_batch, batch.number if batch is not None else 0, phase, flags,
         )  # fmt: skip
         if slot < 0:
@@ -192,7 +187,8 @@ class TorchTracer:
         return Entry(self, slot, tensor is None or tensor.is_cpu, batch)
 
     def _kind(self, operator: Operator, args: Sequence[Any], tensor: torch.Tensor | None) -> int:
-        reduce_op = -1 if operator.reduce_op_at is None else args[operator.reduce_op_at].op()
+        # By method object: the attribute would be looked up in Python, at twice the time.
+        reduce_op = -1 if operator.reduce_op_at is None else args[operator.reduce_op_at]._get_method("op")()
         dtype = None if tensor is None or operator.op == "barrier" else tensor.dtype
         key = operator.variant, dtype, reduce_op
         kind = self._kinds.get(key)
@@ -202,7 +198,7 @@ class TorchTracer:
                 "variant": operator.variant,
                 "api": "torch",
                 "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
-                "reduce_op": None if reduce_op < 0 else _REDUCE_OPS.get(reduce_op, str(reduce_op)),
+                "reduce_op": operator.reduce_op if reduce_op < 0 else _REDUCE_OPS.get(reduce_op, str(reduce_op)),
             }
             kind = self._kinds[key] = self.recorder.tables.number("kinds", key, lambda: row)
         return kind
@@ -217,124 +213,45 @@ class TorchTracer:
         source, destination = (own, peer) if operator.op == "send" else (peer, own)
         return peer, tag, group.message(source, destination, tag)
 
-    def _whereabouts(self) -> tuple[int, int, bool]:
-        """(site, phase, carries objects)."""
+    def _whereabouts(self) -> tuple[int, int, int]:
+        """(site, phase, what the frames tell)."""
         marks = progress.marks
-        if _graph_task() != -1:
+        task = _graph_task()
+        if task != -1:
             phase = _BACKWARD if not marks or marks[-1] != _INIT else _INIT
         else:
             phase = int(marks[-1]) if marks else -1
-        if self._sites is None and phase >= 0:
-            site, is_object, forward = 0, False, False
-        else:
-            site, is_object, forward = self._walker.find(3, in_forward=phase < 0)
+        site = seen = 0
+        if phase < 0 or self.recorder.sites:
+            site, seen = self._sites.find(3, deep=phase < 0)
         if phase < 0:
-            phase = _FORWARD if forward else int(progress.unmarked())
-        if phase == _BACKWARD or (phase == _FORWARD and torch.is_grad_enabled()):
+            phase = _phase(seen)
+        if phase == _BACKWARD or (phase == _FORWARD and _is_grad_enabled()):
             progress.activity()
-        return site if self._sites is not None else 0, phase, is_object
+        if not self.recorder.sites:
+            site = 0
+        elif not site and task != -1:
+            site = self._site_of_backward(task)
+        return site, phase, seen
 
-    # ---- the end of a call ----------------------------------------------------------------------------------------
+    def _site_of_backward(self, task: int) -> int:
+        if self._backward[0] != task:
+            self._backward = task, self._sites.of_backward()
+        return self._backward[1]
 
-    def await_work(self, work: Any, calls: list[Call], on_host: bool) -> Pending:
-        """These calls end when `work` does."""
-        pending = Pending(work, self._died)
-        pending.key, pending.calls, pending.on_host, pending.cost = id(work), calls, on_host, 0
-        self._pending[pending.key] = pending
-        self._fresh[threading.get_ident()] = work
-        return pending
 
-    def pending(self, work: Any) -> Pending | None:
-        """The calls that end with this Work, if any are known."""
-        pending = self._pending.get(id(work))
-        return pending if pending is not None and pending() is work else None
+def _phase(seen: int) -> int:
+    if seen & call_site.FORWARD:
+        return _FORWARD
+    return _OPTIMIZER if seen & call_site.OPTIMIZER else int(progress.unmarked())
 
-    def waited(self, work: Any, t_wait: int, t_end: int) -> None:
-        """A wait for this Work came back. On a device it only orders streams, and is no end."""
-        pending = self._pending.pop(id(work), None)
-        if pending is None:
-            return
-        for call in pending.calls:
-            if pending.on_host:
-                self.recorder.ended(call, t_wait, t_end, Clock.WAIT)
-            else:
-                self.recorder.unobservable(call, t_wait)
-        self._fresh.pop(threading.get_ident(), None)
-        if pending.cost:
-            self.recorder.cost_samples.append(pending.cost + now() - t_end)
 
-    def polled(self, work: Any, t_end: int) -> None:
-        """A poll of this Work said that it is complete."""
-        pending = self.pending(work)
-        if pending is not None and pending.on_host:
-            del self._pending[id(work)]
-            for call in pending.calls:
-                self.recorder.ended(call, 0, t_end, Clock.TEST)
-
-    def wait_failed(self, work: Any) -> None:
-        """A wait for this Work raised."""
-        pending = self._pending.pop(id(work), None)
-        for call in pending.calls if pending is not None else ():
-            self.recorder.failed(call)
-
-    def _died(self, pending: weakref.ref[Any]) -> None:
-        """Nobody in Python holds this Work any more: who waits for it, if anyone, is C++."""
-        assert isinstance(pending, Pending)
-        if self._pending.get(pending.key) is pending:
-            del self._pending[pending.key]
-            for call in pending.calls:
-                self.recorder.unobservable(call)
-            if pending.cost:
-                self.recorder.cost_samples.append(pending.cost)
-
-    def release(self) -> None:
-        """By the drain thread: callers have had time to take their Works."""
-        self._old, self._fresh = self._fresh, {}
-
-    # ---- functional collectives, whose waits name a tensor ---------------------------------------------------------
-
-    @contextmanager
-    def functional(self) -> Iterator[None]:
-        """Calls of this thread within are waited for by tensor."""
-        self._functional.on = True
-        try:
-            yield
-        finally:
-            self._functional.on = False
-
-    def in_functional(self) -> bool:
-        """This thread is within a functional collective."""
-        return getattr(self._functional, "on", False)
-
-    def await_tensors(self, tensors: list[torch.Tensor], call: Call, on_host: bool) -> None:
-        """The call ends when a wait for one of these tensors does."""
-        for tensor in tensors:
-            if tensor.numel():
-                self._tensors[tensor.data_ptr()] = call, on_host
-
-    def tensor_waited(self, tensor: torch.Tensor, t_wait: int, t_end: int) -> None:
-        """A wait for this tensor came back."""
-        if is_fake(tensor):
-            return
-        call, on_host = self._tensors.pop(tensor.data_ptr(), (None, False))
-        if call is not None and on_host:
-            self.recorder.ended(call, t_wait, t_end, Clock.WAIT)
-        elif call is not None:
-            self.recorder.unobservable(call, t_wait)
-
-    # ---- coalescing ------------------------------------------------------------------------------------------------
-
-    def batch_begins(self, pg: Any) -> None:
-        """Calls on this group belong together until `batch_ends`."""
-        self._batches[self.groups.of(pg).number] = Batch(next(self._batch_numbers))
-
-    def batch_ends(self, pg: Any, work: Any) -> None:
-        """The batch is issued; its one Work (None: the backend has waited itself, or on a stream) ends its calls."""
-        batch = self._batches.pop(self.groups.of(pg).number, None)
-        if batch is None or not batch.calls:
-            return
-        if work is not None:
-            self.await_work(work, batch.calls, batch.on_host)
-        else:
-            for call in batch.calls:
-                self.recorder.unobservable(call)
+def _flags(operator: Operator, args: Sequence[Any], seen: int) -> int:
+    flags = _OBJECT if seen & call_site.OBJECT else 0
+    if operator.point_to_point:
+        # The operator is the same for both; who called it tells whether the caller waits.
+        asynchronous = _in_functional() or (seen & call_site.HANDLE and not seen & call_site.BLOCKING)
+    else:
+        # An argument that equals the schema's default, which is true, does not arrive.
+        asynchronous = operator.async_at is not None and (operator.async_at >= len(args) or args[operator.async_at])
+    return flags | _ASYNC if asynchronous else flags

@@ -1,7 +1,7 @@
 """Logs on disk, built from what a test says, by docs/log-format.md and not by the recorder.
 
-    log = LogFactory(tmp_path)
-    log.process(rank=0).write([record(payload=1024, step=0)])
+log = LogFactory(tmp_path)
+log.process(rank=0).write([record(payload=1024, step=0)])
 """
 
 from __future__ import annotations
@@ -30,14 +30,26 @@ KINDS: Sequence[dict[str, Any]] = (
     {"id": 3, "op": "send", "variant": "send", "api": "torch", "dtype": "float16", "reduce_op": None},
     {"id": 4, "op": "recv", "variant": "recv_", "api": "torch", "dtype": "float16", "reduce_op": None},
     {"id": 5, "op": "barrier", "variant": "barrier", "api": "torch", "dtype": "uint8", "reduce_op": None},
-    {"id": 6, "op": "reduce_scatter", "variant": "_reduce_scatter_base_", "api": "torch", "dtype": "float16", "reduce_op": "sum"},
+    {
+        "id": 6,
+        "op": "reduce_scatter",
+        "variant": "_reduce_scatter_base_",
+        "api": "torch",
+        "dtype": "float16",
+        "reduce_op": "sum",
+    },
 )
 SITES: Sequence[dict[str, Any]] = (
-    {"id": 1, "file": "/opt/venv/lib/python3.11/site-packages/deepspeed/runtime/engine.py", "line": 2711, "function": "allreduce_bucket"},
+    {
+        "id": 1,
+        "file": "/opt/venv/lib/python3.11/site-packages/deepspeed/runtime/engine.py",
+        "line": 2711,
+        "function": "allreduce_bucket",
+    },
     {"id": 2, "file": "/home/user/project/train.py", "line": 40, "function": "main"},
     {
         "id": 3,
-        "file": "/opt/venv/lib/python3.11/site-packages/deepspeed/runtime/zero/partition_parameters_with_a_long_name.py",
+        "file": "/opt/lib/site-packages/deepspeed/runtime/zero/partition_parameters_with_a_long_name.py",
         "line": 1300,
         "function": "_all_gather_params_of_one_coordinator",
     },
@@ -47,7 +59,15 @@ SITES: Sequence[dict[str, Any]] = (
 def record(**fields: int) -> Records:
     """One record, shape (1,). Unsaid: a float32 all_reduce of 1 KiB over the world, in backward, complete by a wait."""
     one = np.zeros(1, RECORD)
-    known = {"t_begin": 1_000, "t_return": 3_000, "t_wait": 4_000, "t_end": 9_000, "payload": 1024, "group": WORLD, "site": 1}
+    known = {
+        "t_begin": 1_000,
+        "t_return": 3_000,
+        "t_wait": 4_000,
+        "t_end": 9_000,
+        "payload": 1024,
+        "group": WORLD,
+        "site": 1,
+    }
     codes = {"kind": ALL_REDUCE, "thread": 1, "phase": Phase.BACKWARD, "clock": Clock.WAIT, "state": State.COMPLETE}
     none = {"step": 0, "micro_batch": 0, "peer": -1, "tag": -1}
     for name, value in {**known, **codes, **none, **fields}.items():
@@ -75,7 +95,15 @@ class ProcessFactory:
         self.tables = folder / f"{self.stem}.jsonl"
         self.segments: list[Path] = []
         self.calls = 0
-        facts = {"format": FORMAT, "version": VERSION, "run": RUN, "rank": rank, "world_size": 2, "host": folder.name, "pid": pid}
+        facts = {
+            "format": FORMAT,
+            "version": VERSION,
+            "run": RUN,
+            "rank": rank,
+            "world_size": 2,
+            "host": folder.name,
+            "pid": pid,
+        }
         moments = {"mono_ns": 1_000, "unix_ns": UNIX_NS}
         blind = ["collectives that C++ code starts on a backend of its own are not seen"]
         self.add("process", **{**facts, **moments, "recorder": "python", "blind_spots": blind, **process})
@@ -86,7 +114,9 @@ class ProcessFactory:
             file.write(json.dumps({"table": table, **row}) + "\n")
         return self
 
-    def known(self, groups: dict[int, Sequence[int]] | None = None, roles: dict[int, str] | None = None) -> ProcessFactory:
+    def known(
+        self, groups: dict[int, Sequence[int]] | None = None, roles: dict[int, str] | None = None
+    ) -> ProcessFactory:
         """Add KINDS, SITES, groups by number (unsaid: WORLD of 0 and 1, ALONE), and roles by group number."""
         for table, rows in (("kinds", KINDS), ("sites", SITES)):
             for row in rows:
@@ -97,7 +127,9 @@ class ProcessFactory:
             self.add("roles", group=number, role=role, source="test")
         return self
 
-    def write(self, rows: Iterable[Records] | Records, *, open_: bool = False, number: int | str | None = None) -> ProcessFactory:
+    def write(
+        self, rows: Iterable[Records] | Records, *, open_: bool = False, number: int | str | None = None
+    ) -> ProcessFactory:
         """Append a segment."""
         data = rows if isinstance(rows, np.ndarray) else records(rows)
         part = f"{len(self.segments):05d}" if number is None else number if isinstance(number, str) else f"{number:05d}"
@@ -112,8 +144,22 @@ class ProcessFactory:
 
     def stats(self, **row: Any) -> ProcessFactory:
         """Add counters, those of what was written where unsaid."""
-        counts = {"calls": self.calls, "dropped": 0, "removed": 0, "lost": 0, "hook_errors": 0, "first_error": None, "write_errors": 0}
-        cost = {"cost_samples": 100, "cost_ns": 800_000, "cost_p99_ns": 21_000, "drain_cpu_ns": 5_000_000, "mono_ns": 10_000_001_000}
+        counts = {
+            "calls": self.calls,
+            "dropped": 0,
+            "removed": 0,
+            "lost": 0,
+            "hook_errors": 0,
+            "first_error": None,
+            "write_errors": 0,
+        }
+        cost = {
+            "cost_samples": 100,
+            "cost_ns": 800_000,
+            "cost_p99_ns": 21_000,
+            "drain_cpu_ns": 5_000_000,
+            "mono_ns": 10_000_001_000,
+        }
         return self.add("stats", **{**counts, **cost, **row})
 
     def end(self, reason: str = "exit") -> ProcessFactory:
@@ -144,6 +190,17 @@ def training(directory: Path, *, ranks: int = 2, steps: int = 3, run: str = RUN,
             at = (step + 1) * 1_000_000
             times = {"t_begin": at, "t_return": at + 2_000, "t_wait": at + 5_000, "t_end": at + 50_000}
             rows.append(record(payload=4096, seq=step, step=step, **times))
-            rows.append(record(kind=ALL_GATHER, payload=2048, local=2048 // ranks, seq=step, step=step, phase=Phase.OPTIMIZER, site=3, **times))
+            rows.append(
+                record(
+                    kind=ALL_GATHER,
+                    payload=2048,
+                    local=2048 // ranks,
+                    seq=step,
+                    step=step,
+                    phase=Phase.OPTIMIZER,
+                    site=3,
+                    **times,
+                )
+            )
         one.write(rows).end()
     return log

@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,6 +22,7 @@ pytest.importorskip("yaml")
 
 from commtrace.workloads.gpt_neox import LaunchError
 from commtrace.workloads.gpt_neox.launch import find_process
+from commtrace.workloads.gpt_neox.leave import let_threads_finish
 
 MODULE = "commtrace.workloads.gpt_neox.train"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", MODULE)
@@ -174,6 +177,24 @@ def test_deepspeed_s_own_complaints_name_the_file(tmp_path: Path) -> None:
     assert status == 2
     assert "given.yml: zero_optimization: DeepSpeed does not accept" in output
     assert "buckets" in output
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's /proc")
+def test_the_end_waits_for_busy_threads_but_not_for_ever() -> None:
+    stop = threading.Event()
+
+    def spin() -> None:
+        while not stop.is_set():
+            pass
+
+    thread = threading.Thread(target=spin)
+    thread.start()
+    threading.Timer(0.3, stop.set).start()
+    begin = time.monotonic()
+    let_threads_finish()
+    assert stop.is_set()
+    assert time.monotonic() - begin < 5
+    thread.join()
 
 
 def test_launchers_are_translated() -> None:

@@ -10,8 +10,11 @@ import shutil
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+from commtrace.errors import CommtraceError
 
 if TYPE_CHECKING:
     from commtrace.run import Run
@@ -25,16 +28,20 @@ NARROWEST: Final = 72
 class Command:
     """Show what a run communicated.
 
-    Begins with what the log covers, what tracing cost, and what the hooks cannot see; then volumes by operation, parallel
-    dimension, phase, step and line of code, message sizes, times and the balance of the ranks. DIR may hold several
-    runs: the newest is shown. A damaged log is reported as far as it goes.
+    Begins with what the log covers, what tracing cost, and what the hooks cannot see; then volumes by operation,
+    parallel dimension, phase, step and line of code, message sizes, times and the balance of the ranks. DIR may hold
+    several runs: the newest is shown. A damaged log is reported as far as it goes.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the arguments."""
-        parser.add_argument("directory", metavar="DIR", type=Path, help="what COMMTRACE named, or the folder of one run in it")
+        parser.add_argument(
+            "directory", metavar="DIR", type=Path, help="what COMMTRACE named, or the folder of one run in it"
+        )
         parser.add_argument("--json", action="store_true", help="all tables, with exact numbers, as one JSON document")
-        parser.add_argument("--sites", metavar="N", type=_natural, default=10, help="lines of code to show (10; 0: all)")
+        parser.add_argument(
+            "--sites", metavar="N", type=_natural, default=10, help="lines of code to show (10; 0: all)"
+        )
         parser.add_argument("--width", metavar="N", type=_width, default=None, help="columns of text, or auto (auto)")
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -79,14 +86,21 @@ def _letters() -> bool:
     return (sys.stdout.encoding or "ascii").lower().replace("-", "").startswith("utf")
 
 
+def workers() -> int:
+    """Processes that may run at once."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @contextlib.contextmanager
 def _executor(run: Run) -> Iterator[Executor | None]:
     """Worker processes where there is much to read, else None."""
     records = sum(segment.count for process in run.processes for segment in process.segments)
-    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if records < PARALLEL_FROM or workers < 2:
+    if records < PARALLEL_FROM or workers() < 2:
         yield None
         return
-    # spawn: a fork would copy the locks of pyarrow's threads.
-    with ProcessPoolExecutor(min(workers, 16), mp_context=multiprocessing.get_context("spawn")) as executor:
-        yield executor
+    try:
+        # spawn: a fork would copy the locks of pyarrow's threads.
+        with ProcessPoolExecutor(min(workers(), 16), multiprocessing.get_context("spawn")) as executor:
+            yield executor
+    except BrokenProcessPool:
+        raise CommtraceError(f"{run.log.path}: a worker process was killed, probably for want of memory") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from rich.table import Table
 from rich.text import Text
@@ -37,14 +37,18 @@ def fit(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int, do
     while _least(columns, rows, keep) > width and any(columns[at].optional for at in keep):
         keep.remove(max(at for at in keep if columns[at].optional))
     gap = GAP if _least(columns, rows, keep) <= width else 1
-    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, collapse_padding=False, show_edge=False, header_style="bold")
+    table = Table(
+        box=None, padding=(0, gap, 0, 0), pad_edge=False, collapse_padding=False, show_edge=False, header_style="bold"
+    )
     widths = {at: _widest(columns, rows, at) for at in keep}
     spare = width - sum(widths[at] for at in keep if not columns[at].gives) - gap * (len(keep) - 1)
     for at in keep:
         if columns[at].gives:
             widths[at] = min(widths[at], max(spare, 1))
-        justify = "right" if columns[at].number else "left"
-        table.add_column(Text(columns[at].title), justify=justify, no_wrap=True, min_width=widths[at], max_width=widths[at])
+        justify: Literal["left", "right"] = "right" if columns[at].number else "left"
+        table.add_column(
+            Text(columns[at].title), justify=justify, no_wrap=True, min_width=widths[at], max_width=widths[at]
+        )
     for row in rows:
         table.add_row(*(Text(shorten(row[at], widths[at], dots)) for at in keep))
     return table
@@ -56,14 +60,17 @@ def _widest(columns: Sequence[Column], rows: Sequence[Sequence[str]], at: int) -
 
 def _least(columns: Sequence[Column], rows: Sequence[Sequence[str]], keep: Sequence[int]) -> int:
     widths = [_widest(columns, rows, at) for at in keep]
-    return sum(min(width, SHORTEST) if columns[at].gives else width for at, width in zip(keep, widths, strict=True)) + GAP * (len(keep) - 1)
+    return sum(
+        min(width, SHORTEST) if columns[at].gives else width for at, width in zip(keep, widths, strict=True)
+    ) + GAP * (len(keep) - 1)
 
 
 def shorten(text: str, width: int, dots: str) -> str:
-    """Cut folders from the left: what tells lines of code apart is the file. A function too long for the rest is cut."""
+    """Cut folders from the left: the file tells lines of code apart. A function too long for the rest is cut."""
     if len(text) <= width:
         return text
     place, blank, function = text.partition(" ")
+    function = function.rpartition(".")[2]  # the class goes first
     folders = [at for at, letter in enumerate(place) if letter == "/"]
     for at in folders:
         if len(dots + place[at:] + blank + function) <= width:

@@ -41,7 +41,7 @@ def render(run: Run, tables: Mapping[str, pd.DataFrame], width: int) -> Iterator
         ("dry run", _simulated(coverage)),
         ("hook errors", _hook_errors(coverage)),
         ("damage", _damage(run)),
-        ("tracing cost", _cost(tables["tracing_cost"])),
+        ("tracing cost", _cost(tables["tracing_cost"], int(coverage["processes"]))),
     ]
     for label, text in lines:
         if text:
@@ -62,6 +62,8 @@ def _list(title: str, texts: list[str], width: int) -> Iterator[RenderableType]:
 
 
 def _note(note: Note, run: Run) -> str:
+    if note.kind == "salvage":
+        return note.what
     path = note.path.relative_to(run.log.path) if note.path.is_relative_to(run.log.path) else note.path
     return f"{path}: {note.what}; {note.consequence}"
 
@@ -78,14 +80,16 @@ def job_line(run: Run) -> str:
     job = run.job
     if job is None:
         return ""
-    parts = [str(job[key]) for key in ("source", "engine") if job.get(key)]
+    parts = [str(job[key]) for key in ("engine", "source") if job.get(key)][:1]
     parts += [f"ZeRO stage {job['zero_stage']}"] if job.get("zero_stage") is not None else []
-    counts = {number for process in run.processes if (number := parameters(process.tables.job)) is not None}
-    if len(counts) == 1:
-        parts.append(f"{counts.pop():,} parameters")
-    elif counts:
-        parts.append(f"{min(counts):,} to {max(counts):,} parameters per rank")
-    return ", ".join(parts)
+    parts += [str(job["precision"])] if job.get("precision") else []
+    firsts = [next(iter(process.tables.jobs.values()), None) for process in run.processes]
+    counts = {number for first in firsts if (number := parameters(first)) is not None}
+    if counts:
+        several = f"{min(counts):,} to " if len(counts) > 1 else ""
+        parts.append(f"{several}{max(counts):,} parameters" + (" per rank" if several else ""))
+    most = max(len(process.tables.jobs) for process in run.processes)
+    return ", ".join(parts) + (f" (the first of {most} models)" if most > 1 else "")
 
 
 def parameters(job: Row | None) -> int | None:
@@ -108,14 +112,18 @@ def _ranks(coverage: pd.Series[Any]) -> str:
 
 def _processes(coverage: pd.Series[Any]) -> str:
     total, without = int(coverage["processes"]), int(coverage["without_end"])
-    return f"{total:,}, all ended in order" if not without else f"{total:,}, of which {without:,} are alive or ended early"
+    return f"{total:,}, all ended in order" if not without else f"{total:,}; alive or ended early: {without:,}"
 
 
 def _calls(coverage: pd.Series[Any]) -> str:
     text = f"{coverage['records']:,} recorded"
     if known(coverage["calls"]):
         gone = [f"{int(coverage[name]):,} {name}" for name in ("dropped", "removed", "lost") if coverage[name]]
-        gone += [f"{int(coverage['not_found']):,} not found"] if known(coverage["not_found"]) and coverage["not_found"] else []
+        gone += (
+            [f"{int(coverage['not_found']):,} not found"]
+            if known(coverage["not_found"]) and coverage["not_found"]
+            else []
+        )
         return f"{text} of {int(coverage['calls']):,} counted" + (f": {', '.join(gone)}" if gone else "")
     return f"{text}; not every process wrote how many it counted"
 
@@ -138,17 +146,26 @@ def _hook_errors(coverage: pd.Series[Any]) -> str:
 
 
 def _damage(run: Run) -> str:
-    words = {"cut": "cut", "foreign": "foreign", "unreadable": "not readable", "missing": "missing", "garbled": "garbled"}
+    words = {
+        "cut": "cut",
+        "foreign": "foreign",
+        "unreadable": "not readable",
+        "missing": "missing",
+        "garbled": "garbled",
+    }
     found = [(sum(note.kind == kind for note in run.notes), text) for kind, text in words.items()]
     return "; ".join(f"{plural(number, 'file')} {text}" for number, text in found if number)
 
 
-def _cost(cost: pd.DataFrame) -> str:
+def _cost(cost: pd.DataFrame, processes: int) -> str:
     known_cost = cost.dropna(subset=["share"])
     if not len(known_cost):
         return "not known"
-    worst = known_cost["share"].idxmax()
+    worst = known_cost.iloc[[int(known_cost["share"].to_numpy().argmax())]]
     mean = known_cost["calls_ns"].sum() / known_cost["calls"].sum() if known_cost["calls"].sum() else None
     each = f"{time(mean)} a call, p99 {time(known_cost['p99_ns'].max())}"
-    most = f", at most {small_share(known_cost['share'][worst])} (rank {known_cost['rank'][worst]})" if len(known_cost) > 1 else ""
-    return f"{each}; with writing to disk {small_share(known_cost['share'].mean())} of the run's time{most}"
+    most = (
+        f", at most {small_share(worst['share'].iloc[0])} (rank {worst['rank'].iloc[0]})" if len(known_cost) > 1 else ""
+    )
+    told = f"on {len(known_cost):,} of {processes:,} processes: " if len(known_cost) < processes else ""
+    return f"{told}{each}; with writing to disk {small_share(known_cost['share'].mean())} of the run's time{most}"

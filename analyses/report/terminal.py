@@ -20,15 +20,20 @@ FEW_RANKS = 16
 FEW_SIZES = 10
 
 Cells = Callable[[Any], str]
+Columns = dict[str, tuple[Column, Cells]]
 
 
-def render(run: Run, tables: Mapping[str, pd.DataFrame], width: int, *, sites: int = 10, letters: bool = True) -> Iterator[RenderableType]:
+def render(
+    run: Run, tables: Mapping[str, pd.DataFrame], width: int, *, sites: int = 10, letters: bool = True
+) -> Iterator[RenderableType]:
     """The parts of the report, top to bottom, no line longer than `width`.
 
     `sites`: lines of code to show, 0: all. `letters`: more than ASCII may be used.
     """
     page = Page(tables, width, sites, "…" if letters else "...", "█" if letters else "#")
     yield from preface.render(run, tables, width)
+    if not len(tables["volume_by_operation"]):
+        return
     for section in (_operations, _roles, _phases, _steps, _sites, _sizes, _times, _bandwidth, _ranks):
         yield Text()
         yield from section(page)
@@ -44,7 +49,7 @@ class Page:
     dots: str
     bar: str
 
-    def table(self, columns: Mapping[str, tuple[Column, Cells]], frame: pd.DataFrame) -> RenderableType:
+    def table(self, columns: Columns, frame: pd.DataFrame) -> RenderableType:
         """A frame's columns, each with its head and how its values are written."""
         rows = [
             [cells(value) for value, (_, cells) in zip(row, columns.values(), strict=True)]
@@ -58,7 +63,7 @@ def heading(text: str) -> Text:
     return Text(text, style="bold cyan")
 
 
-_VOLUME: dict[str, tuple[Column, Cells]] = {
+_VOLUME: Columns = {
     "calls": (Column("calls"), count),
     "payload_bytes": (Column("payload"), size),
     "wire_bytes": (Column("wire, at least"), size),
@@ -90,7 +95,7 @@ def _steps(page: Page) -> Iterator[RenderableType]:
         yield paragraph("No training step was seen: everything counts as start-up.", page.width)
         return
     yield heading(f"A training step, mean per rank seen: {_alike(steady)}")
-    columns = {
+    columns: Columns = {
         "op": (word("operation"), str),
         "calls_per_rank": (Column("calls"), count),
         "payload_bytes_per_rank": (Column("payload"), size),
@@ -99,7 +104,10 @@ def _steps(page: Page) -> Iterator[RenderableType]:
     }
     yield page.table(columns, steady)
     calls, payload = start["calls"].sum(), start["payload_bytes"].sum()
-    yield paragraph(f"Start-up, before the first step: {plural(int(calls), 'call')}, payload {size(payload)}, over all ranks.", page.width)
+    yield paragraph(
+        f"Start-up, before the first step: {plural(int(calls), 'call')}, payload {size(payload)}, over all ranks.",
+        page.width,
+    )
 
 
 def _alike(steady: pd.DataFrame) -> str:
@@ -114,7 +122,11 @@ def _sites(page: Page) -> Iterator[RenderableType]:
     some = frame.head(page.sites) if page.sites else frame
     more = f", the first {len(some)} of {len(frame):,}" if len(some) < len(frame) else ""
     yield heading(f"By line of code{more}")
-    columns = {"site": (word("line", gives=True), lambda site: site or "not recorded"), "op": (word("operation"), str), **_VOLUME}
+    columns: Columns = {
+        "site": (word("line", gives=True), lambda site: site or "not recorded"),
+        "op": (word("operation"), str),
+        **_VOLUME,
+    }
     columns["payload_share"] = (Column("share"), share)
     columns["wire_bytes"] = (Column("wire, at least", optional=True), size)
     yield page.table(columns, some)
@@ -127,12 +139,22 @@ def _sizes(page: Page) -> Iterator[RenderableType]:
     bars = [page.bar * max(1, round(16 * calls / most)) for calls in bins["calls"]]
     spans = [_span(low, below) for low, below in zip(bins["from_bytes"], bins["below_bytes"], strict=True)]
     frame = bins.assign(span=spans, bar=bars)
-    columns = {"op": (word("operation"), str), "span": (word("payload of a call"), str), "calls": (Column("calls"), count)}
+    columns: Columns = {
+        "op": (word("operation"), str),
+        "span": (word("payload of a call"), str),
+        "calls": (Column("calls"), count),
+    }
     yield page.table({**columns, "sum_bytes": (Column("sum"), size), "bar": (word(""), str)}, frame)
     sizes = page.tables["message_sizes"].sort_values("sum_bytes", ascending=False, kind="stable")
     yield Text()
-    yield heading("Exact sizes" + (f", the first {FEW_SIZES} of {len(sizes):,} by sum" if len(sizes) > FEW_SIZES else ""))
-    exact = {"op": (word("operation"), str), "payload_bytes": (Column("bytes of a call"), count), "calls": (Column("calls"), count)}
+    yield heading(
+        "Exact sizes" + (f", the first {FEW_SIZES} of {len(sizes):,} by sum" if len(sizes) > FEW_SIZES else "")
+    )
+    exact: Columns = {
+        "op": (word("operation"), str),
+        "payload_bytes": (Column("bytes of a call"), count),
+        "calls": (Column("calls"), count),
+    }
     yield page.table({**exact, "sum_bytes": (Column("sum"), size)}, sizes.head(FEW_SIZES))
 
 
@@ -163,7 +185,7 @@ def _times(page: Page) -> Iterator[RenderableType]:
         if not part["calls_known"].sum():
             yield paragraph("Known for no call.", page.width)
             continue
-        columns = {
+        columns: Columns = {
             "op": (word("operation"), str),
             "calls_known": (Column("known"), count),
             "calls_unknown": (Column("not known"), count),
@@ -178,7 +200,7 @@ def _bandwidth(page: Page) -> Iterator[RenderableType]:
     if not len(frame):
         yield paragraph("Known for no call.", page.width)
         return
-    columns = {
+    columns: Columns = {
         "op": (word("operation"), str),
         "end_seen_by": (word("end seen by"), str),
         "calls": (Column("calls"), count),
@@ -197,9 +219,11 @@ def _ranks(page: Page) -> Iterator[RenderableType]:
     yield heading("Balance of the ranks")
     if len(frame) > 1 and all(frame[column].nunique() == 1 for column in ("calls", "payload_bytes")):
         calls, payload = plural(int(frame["calls"].iloc[0]), "call"), size(frame["payload_bytes"].iloc[0])
-        yield paragraph(f"The {len(frame):,} ranks seen are alike: {calls} and a payload of {payload} each.", page.width)
+        yield paragraph(
+            f"The {len(frame):,} ranks seen are alike: {calls} and a payload of {payload} each.", page.width
+        )
         return
-    columns = {
+    columns: Columns = {
         "rank": (Column("rank"), lambda rank: str(rank) if rank >= 0 else "-"),
         "calls": (Column("calls"), count),
         "payload_bytes": (Column("payload"), size),
@@ -209,8 +233,10 @@ def _ranks(page: Page) -> Iterator[RenderableType]:
     }
     yield page.table(columns, _extremes(frame))
     if len(frame) > FEW_RANKS:
-        text = f"The {FEW_RANKS // 2} ranks with the least and the {FEW_RANKS // 2} with the most payload, of {len(frame):,}."
-        yield paragraph(text, page.width)
+        half = FEW_RANKS // 2
+        yield paragraph(
+            f"The {half} ranks with the least payload and the {half} with the most, of {len(frame):,}.", page.width
+        )
 
 
 def _extremes(frame: pd.DataFrame) -> pd.DataFrame:

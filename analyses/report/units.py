@@ -9,7 +9,12 @@ import pandas as pd
 NOT_KNOWN: Final = "-"
 
 _BYTES: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
-_TIMES: Final = ((1_000, 1, "ns"), (1_000_000, 1_000, "us"), (1_000_000_000, 1_000_000, "ms"), (float("inf"), 1_000_000_000, "s"))
+_TIMES: Final = (
+    (1_000, 1, "ns"),
+    (1_000_000, 1_000, "us"),
+    (1_000_000_000, 1_000_000, "ms"),
+    (float("inf"), 1_000_000_000, "s"),
+)
 
 
 def known(value: Any) -> bool:

@@ -11,8 +11,8 @@ class Command:
     """Write every event of a run to a CSV or Parquet file.
 
     One row per call, in normal form: rank, operation, group, role, bytes, times, step, phase, site and so on. Times are
-    nanoseconds of the host's monotonic clock, 0 where not known; other unknowns are empty. Memory use does not grow with
-    the log.
+    nanoseconds of the host's monotonic clock, 0 where not known; other unknowns are empty. Memory use does not grow
+    with the log.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:

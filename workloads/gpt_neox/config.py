@@ -104,8 +104,8 @@ class NeoxConfig:
         if micro * steps * data_parallel != total or total == 0:
             raise ConfigError(
                 f"{self.origins['train_batch_size']}: train_batch_size: {total} is not train_micro_batch_size_per_gpu "
-                f"({micro}) * gradient_accumulation_steps ({steps}) * data-parallel ranks ({data_parallel}); change one "
-                "of them, or leave train_batch_size out"
+                f"({micro}) * gradient_accumulation_steps ({steps}) * data-parallel ranks ({data_parallel}); change "
+                "one of them, or leave train_batch_size out"
             )
         return micro, steps
 

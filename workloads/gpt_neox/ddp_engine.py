@@ -30,8 +30,8 @@ class DdpEngine:
         self._copies = _fp32_copies(self._model)
         groups = weight_decay_groups(self._model, config.weight_decay)
         for group in groups:
-            group["params"] = [self._copies.get(p, p) for p in group["params"]]  # type: ignore[attr-defined]
-        self._trained = [p for group in groups for p in group["params"]]  # type: ignore[attr-defined]
+            group["params"] = [self._copies.get(p, p) for p in group["params"]]
+        self._trained = [p for group in groups for p in group["params"]]
         self._optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(config.betas[0], config.betas[1]), eps=config.eps)
         self._scheduler = make_scheduler(config, self._optimizer)
         self._clipping = config.gradient_clipping
@@ -47,7 +47,7 @@ class DdpEngine:
         for index, batch in enumerate(micro_batches):
             with self._synchronise(index == len(micro_batches) - 1):
                 loss = language_model_loss(self._ddp(batch[:, :-1]), batch[:, 1:])
-                (loss / len(micro_batches)).backward()  # type: ignore[no-untyped-call]
+                torch.autograd.backward(loss / len(micro_batches))
             losses.append(loss.detach())
         self._update()
         return torch.stack(losses).mean()

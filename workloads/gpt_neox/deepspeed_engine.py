@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from .config import NeoxConfig
 from .errors import ConfigError
@@ -101,8 +100,10 @@ class DeepSpeedEngine:
 
     def close(self) -> None:
         """Take DeepSpeed's hooks off and leave the process group."""
+        import deepspeed
+
         self._engine.destroy()
-        dist.destroy_process_group()
+        deepspeed.comm.destroy_process_group()  # and with it what DeepSpeed remembers of its groups
 
 
 def check_zero_block(config: NeoxConfig) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,10 +61,8 @@ class GPTNeoX(nn.Module):
         """(b, s) integers to (b, s, V)."""
         x = tokens
         for stretch, recompute in self._stretches():
-            if recompute and self.training:
-                x = checkpoint(stretch, x, use_reentrant=self.reentrant)
-            else:
-                x = stretch(x)
+            again = recompute and self.training
+            x = checkpoint(stretch, x, use_reentrant=self.reentrant) if again else stretch(x)
         return x
 
     def _stretches(self) -> Iterator[tuple[nn.Sequential, bool]]:
@@ -84,7 +83,7 @@ def language_model_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Ten
     return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
-def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two parameter groups, as GPT-NeoX makes them: matrices decay, biases and layer norms do not.
 
     Two groups also mean two flat buffers in ZeRO-1 and 2, and so two gathers of parameters a step.

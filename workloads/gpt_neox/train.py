@@ -28,6 +28,7 @@ from .ddp_engine import DdpEngine
 from .deepspeed_engine import DeepSpeedEngine, check_zero_block, prepare_import
 from .errors import ConfigError, WorkloadError
 from .launch import Process, find_process
+from .leave import let_threads_finish
 from .options import arguments, overrides
 
 
@@ -138,6 +139,7 @@ def run(options: Namespace, process: Process) -> None:
     losses = train(config, engine, data, device, process)
     # Only after a good end: after an exception other ranks may sit in a collective, and leaving must not wait for them.
     engine.close()
+    let_threads_finish()
     if process.rank == 0 and options.losses_out:
         write_losses(options.losses_out, losses, process)
     say(process, f"{len(losses)} steps done; rank 0's own loss went from {losses[0]:.4f} to {losses[-1]:.4f}")

@@ -1,0 +1,157 @@
+"""The kernels that stand before torch's own: they record a call and hand it on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from commtrace.hooks.c10d_operators import Operator
+from commtrace.hooks.torch_tracer import (
+    SAMPLE_MASK,
+    Entry,
+    TorchTracer,
+    current,
+    functional,
+    is_fake,
+    member,
+    now,
+    start,
+)
+from commtrace.session import session
+
+blind_spots: list[str] = []
+"""What the hooks that are in place cannot see."""
+
+_below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+
+def fault() -> None:
+    """A hook failed (call this in its `except`)."""
+    recorder = session.recorder
+    if recorder is not None:
+        recorder.fault()
+
+
+def begin() -> TorchTracer | None:
+    """The tracer of this process, made with the first call; None where tracing is off."""
+    recorder = session.recorder
+    if recorder is None:
+        recorder = session.begin(member, blind_spots=blind_spots, calibrate=calibrate)
+    return None if recorder is None else start(recorder)
+
+
+def _first(operator: Operator, args: Sequence[Any]) -> TorchTracer | None:
+    if session.settings is None and session.recorder is None:
+        return None
+    tensor = operator.sample(args)
+    return None if tensor is not None and is_fake(tensor) else begin()
+
+
+def kernel_for(operator: Operator) -> Callable[..., Any]:
+    """The kernel that records an operator's calls and hands them on."""
+    redispatch = operator.overload.redispatch
+    below = _below
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        entered = now()
+        entry: Entry | None = None
+        try:
+            tracer = current()
+            if tracer is None:
+                tracer = _first(operator, args)
+                entered = now()  # beginning happens once and is not what a call costs
+            if tracer is not None:
+                entry = tracer.before(operator, args)
+        except Exception:
+            fault()
+        if entry is None:
+            return redispatch(keyset & below, *args)
+        begun = now()
+        try:
+            result = redispatch(keyset & below, *args)
+        except BaseException:
+            entry.failed(now())
+            raise
+        _return(entry, operator, args, result, begun - entered)
+        return result
+
+    return kernel
+
+
+def _return(entry: Entry, operator: Operator, args: Sequence[Any], result: Any, cost: int) -> None:
+    t_return = now()
+    try:
+        entry.after(operator, args, result, t_return)
+        if entry.slot & SAMPLE_MASK == 0:
+            entry.cost(cost + now() - t_return)
+    except Exception:
+        entry.lost(t_return)
+        fault()
+
+
+def functional_kernel(overload: Any) -> Callable[..., Any]:
+    """The kernel of an operator of `_c10d_functional`, whose calls arrive at `c10d` operators."""
+    redispatch = overload.redispatch
+    below = _below
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if session.settings is None:
+            return redispatch(keyset & below, *args, **kwargs)
+        with functional():
+            return redispatch(keyset & below, *args, **kwargs)
+
+    return kernel
+
+
+def wait_kernel(overload: Any) -> Callable[..., Any]:
+    """The kernel of `_c10d_functional::wait_tensor`."""
+    redispatch = overload.redispatch
+    below = _below
+
+    def kernel(keyset: Any, tensor: torch.Tensor) -> Any:
+        t_wait = now()
+        result = redispatch(keyset & below, tensor)
+        t_end = now()
+        tracer = current()
+        if tracer is not None:
+            try:
+                if not is_fake(tensor):
+                    tracer.tensors.waited(tensor, t_wait, t_end)
+            except Exception:
+                fault()
+        return result
+
+    return kernel
+
+
+def calibrate() -> int:
+    """ns that a call spends on its way into and out of a kernel in Python, which the kernel itself cannot see.
+
+    Measured on an operator of our own with all_reduce's kind of arguments, with and without such a kernel; the least of
+    several tries, as other threads of the program run at the same time.
+    """
+    library = torch.library.Library("commtrace_calibration", "DEF")
+    try:
+        library.define("probe(Tensor[] tensors, Any group, Tensor? none, bool flag, int number) -> Tensor[]")
+        library.impl("probe", lambda tensors, *_: tensors, "CPU")
+        probe = torch.ops.commtrace_calibration.probe.default
+        args = ([torch.zeros(1)], None, None, True, 1)
+        bare = _least_ns(lambda: probe(*args))
+        library.impl(
+            "probe", lambda keyset, *args: probe.redispatch(keyset & _below, *args), "BackendSelect", with_keyset=True
+        )
+        return max(0, _least_ns(lambda: probe(*args)) - bare)
+    finally:
+        library._destroy()  # type: ignore[no-untyped-call]
+
+
+def _least_ns(call: Callable[[], Any]) -> int:
+    def once() -> int:
+        begin = now()
+        for _ in range(20):
+            call()
+        return (now() - begin) // 20
+
+    return min(once() for _ in range(10))

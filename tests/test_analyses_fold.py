@@ -1,0 +1,95 @@
+"""Every analysis is a fold: it does not matter how the records are cut into blocks."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from factory import ALONE, PAIR, WORLD, LogFactory, Records, record, training
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pandas.testing import assert_frame_equal
+
+from commtrace.analyses.catalog import ANALYSES
+from commtrace.analyses.fold import NOTHING, Analysis, Block, grouped, partials_of, summed
+from commtrace.run import Names, open_run
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory: pytest.TempPathFactory) -> Names:
+    """Names of a process of a run of four."""
+    folder = tmp_path_factory.mktemp("log")
+    LogFactory(folder).process(1, world_size=4).known(
+        {WORLD: [0, 1, 2, 3], PAIR: [1, 2], ALONE: [1]}, {PAIR: "pipeline"}
+    )
+    return open_run(folder).names[0]
+
+
+def random(seed: int, count: int) -> Records:
+    """Records with all sorts of values, unknown ids among them."""
+    draw = np.random.default_rng(seed)
+    rows = np.repeat(record(), count)
+    for name, highest in (
+        ("kind", 9),
+        ("group", 5),
+        ("site", 6),
+        ("phase", 6),
+        ("clock", 7),
+        ("state", 6),
+        ("flags", 128),
+        ("payload", 1 << 41),
+    ):
+        rows[name] = draw.integers(0, highest, count)
+    rows["step"] = draw.integers(-1, 4, count)
+    rows["peer"] = draw.integers(-1, 3, count)
+    rows["local"] = rows["payload"] // 4
+    for name in ("t_begin", "t_return", "t_wait", "t_start", "t_end"):
+        rows[name] = draw.integers(0, 10**9, count) * draw.integers(0, 2, count)
+    return rows
+
+
+@pytest.mark.parametrize("analysis", ANALYSES, ids=lambda analysis: analysis.name)
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 1 << 30), count=st.integers(0, 200), data=st.data())
+def test_parts_merge_to_the_whole(analysis: Analysis, names: Names, seed: int, count: int, data: st.DataObject) -> None:
+    rows = random(seed, count)
+    cut = data.draw(st.integers(0, count))
+    whole = partials_of(analysis, [Block(rows, names)])
+    parts = partials_of(analysis, [Block(rows[:cut], names), Block(rows[cut:], names)])
+    nested = analysis.merge(
+        [analysis.merge([analysis.partial(Block(rows[:cut], names))]), analysis.partial(Block(rows[cut:], names))]
+    )
+    assert_frame_equal(whole, parts, rtol=1e-12)
+    assert_frame_equal(whole, nested, rtol=1e-12)
+
+
+@pytest.mark.parametrize("analysis", ANALYSES, ids=lambda analysis: analysis.name)
+def test_nothing_gives_the_columns(analysis: Analysis, names: Names) -> None:
+    some = partials_of(analysis, [Block(random(1, 50), names)])
+    assert list(partials_of(analysis, []).columns) == list(some.columns)
+    assert len(analysis.partial(NOTHING)) == 0
+
+
+def test_an_executor_gives_the_same_tables(tmp_path: Path) -> None:
+    training(tmp_path, ranks=4)
+    run = open_run(tmp_path)
+    with ThreadPoolExecutor(2) as executor:
+        tables = run.tables(executor)
+    for name, table in run.tables().items():
+        assert_frame_equal(tables[name], table)
+
+
+@given(
+    st.lists(st.tuples(st.integers(-3, 3), st.sampled_from([0, 7, 1 << 40]), st.integers(0, 1 << 62)), max_size=50),
+)
+def test_grouping_is_exact(rows: list[tuple[int, int, int]]) -> None:
+    first_column, second, values = (np.array([row[at] for row in rows], np.int64) for at in range(3))
+    first, groups = grouped([first_column, second])
+    assert len({(row[0], row[1]) for row in rows}) == len(first)
+    for row, group in zip(rows, groups, strict=True):
+        assert rows[first[group]][:2] == row[:2]
+    sums = summed(values >> 6, groups, len(first))
+    for group, at in enumerate(first):
+        assert sums[group] == sum(row[2] >> 6 for row in rows if row[:2] == rows[at][:2])

@@ -1,0 +1,285 @@
+"""The report as text and as JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from factory import ALL_REDUCE, WORLD, LogFactory, record, records, training
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from commtrace.analyses.report import units
+from commtrace.analyses.report.document import plain, to_json
+from commtrace.analyses.report.layout import Column, fit, shorten, word
+from commtrace.analyses.report.terminal import render
+from commtrace.cli import main
+from commtrace.run import open_run
+from commtrace.schema import State
+
+
+def report(directory: Path, width: int = 80, **options: Any) -> str:
+    """The report as text."""
+    run = open_run(directory)
+    console = Console(width=width, file=io.StringIO(), highlight=False, markup=False, emoji=False)
+    for part in render(run, run.tables(), width, **options):
+        console.print(part)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
+def big(directory: Path) -> None:
+    """A run with large numbers everywhere, long paths, damage, and a rank that differs."""
+    log = LogFactory(directory, run="torchelastic-" + "x" * 40 + "-0-20261121-045421-3f9a1c")
+    for rank in range(20):
+        process = log.process(rank, pid=1_000_000 + rank, host="node-with-a-long-name", world_size=4096)
+        process.known({WORLD: list(range(4096))}, {WORLD: "data"})
+        rows = np.repeat(record(payload=(1 << 45) + 12345 * rank + 1, t_end=10**13), 1000)
+        rows["step"] = np.arange(1000) % 7
+        rows["site"] = np.arange(1000) % 4
+        rows["kind"] = 1 + np.arange(1000) % 7
+        process.write(rows)
+        process.stats(calls=123_456_789, dropped=12_345_678, hook_errors=7, first_error="ValueError: " + "long " * 60)
+    (process.folder / "a-file-of-somebody-else-with-a-name-that-is-long-enough-to-be-wrapped.npy").write_bytes(b"x")
+
+
+@pytest.mark.parametrize("width", [72, 80, 100, 160])
+@pytest.mark.parametrize("make", [training, big])
+def test_no_line_is_longer_than_the_width(tmp_path: Path, make: Any, width: int) -> None:
+    make(tmp_path)
+    assert max(map(len, report(tmp_path, width).splitlines())) <= width
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_numbers_are_whole_at_any_width(tmp_path: Path, width: int) -> None:
+    big(tmp_path)
+    text = report(tmp_path, width)
+    for number in (
+        "20 of 4,096",
+        "20,000 recorded of 2,469,135,780 counted",
+        "246,913,560 dropped",
+        "missing: 20-4095",
+    ):
+        assert number in " ".join(text.split())
+    table = open_run(tmp_path).table("volume_by_operation")
+    for row in table.itertuples():
+        assert f"{row.calls:,}" in text
+        assert units.size(row.payload_bytes) in text
+
+
+def test_a_report_begins_with_coverage_cost_and_blind_spots(tmp_path: Path) -> None:
+    training(tmp_path).process(0, pid=1).add(
+        "job", source="deepspeed", engine="DeepSpeedEngine", zero_stage=2, parameters=[{"shape": [3, 4]}]
+    )
+    text = report(tmp_path)
+    at = [
+        text.index(words)
+        for words in (
+            "Run 2026",
+            "DeepSpeedEngine, ZeRO stage 2, 12 parameters",
+            "2 of 2 seen",
+            "8.00 us a call",
+            "Hooks cannot",
+            "By operation",
+        )
+    ]
+    assert at == sorted(at)
+
+
+def test_what_is_not_known_is_a_dash(tmp_path: Path) -> None:
+    process = LogFactory(tmp_path).process(world_size=None).known()
+    process.write(record(kind=99, t_end=0, t_wait=0, t_return=0, clock=0, state=State.BEGUN, step=-1))
+    text = report(tmp_path)
+    assert "1 rank seen, on 1 host; how many there are is not known" in text
+    assert "tracing cost  not known" in text
+    assert "not every process wrote how many it counted" in " ".join(text.split())
+    assert "No training step was seen" in text
+    assert "Known for no call." in text
+    line = next(line for line in text.splitlines() if line.startswith("unknown  ") and "100.0 %" in line)
+    assert line.split() == ["unknown", "1", "1.00", "KiB", "-", "100.0", "%"]
+
+
+def test_a_log_without_events(tmp_path: Path) -> None:
+    LogFactory(tmp_path).process()
+    assert "0 recorded" in report(tmp_path)
+
+
+def test_start_up_is_kept_apart_and_equal_steps_are_called_equal(tmp_path: Path) -> None:
+    training(tmp_path, steps=4)
+    text = report(tmp_path)
+    assert "A training step, mean per rank seen: all 4 are equal" in text
+    assert "Start-up, before the first step: 2 calls, payload 0 B, over all ranks." in text
+
+
+def test_steps_that_differ_are_counted(tmp_path: Path) -> None:
+    LogFactory(tmp_path).process().known().write([record(step=step, payload=8 + (step == 2)) for step in range(5)])
+    assert "median of 5, 1 differ" in report(tmp_path)
+
+
+def test_other_runs_stand_at_the_top(tmp_path: Path) -> None:
+    training(tmp_path, run="first", unix_ns=1)
+    training(tmp_path, run="second", unix_ns=2)
+    head = " ".join(report(tmp_path).split())[:400]
+    assert "! " in head
+    assert "first" in head
+    assert "commtrace report" in head
+
+
+def test_ranks_that_differ_stand_out(tmp_path: Path) -> None:
+    log = LogFactory(tmp_path)
+    for rank in range(40):
+        log.process(rank, world_size=40).known({WORLD: list(range(40))}).write(
+            record(payload=1024 * (1 + 9 * (rank == 33)))
+        )
+    text = report(tmp_path)
+    assert "10.00" in text
+    assert "The 8 ranks with the least payload and the 8 with the most, of 40." in text
+
+
+def test_sites_are_limited(tmp_path: Path) -> None:
+    training(tmp_path)
+    assert "By line of code, the first 1 of 3" in report(tmp_path, sites=1)
+    assert "train.py:40 main" in report(tmp_path, sites=0)
+
+
+def test_json_is_strict_and_complete(tmp_path: Path) -> None:
+    big(tmp_path)
+    run = open_run(tmp_path)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    document = json.loads(to_json(run, run.tables()), parse_constant=refuse)
+    assert list(document) == ["format", "version", "run", "path", "job", "other_runs", "tables"]
+    assert list(document["tables"]) == list(run.tables())
+    for name, rows in document["tables"].items():
+        assert len(rows) == len(run.table(name))
+        assert all(list(row) == list(run.table(name).columns) for row in rows)
+    total = sum(row["payload_bytes"] for row in document["tables"]["volume_by_operation"])
+    assert total == sum(1000 * ((1 << 45) + 12345 * rank + 1) for rank in range(20))
+
+
+def test_json_on_stdout_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    training(tmp_path)
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tables"]["volume_by_operation"][0] == {
+        "op": "all_reduce",
+        "calls": 6,
+        "payload_bytes": 24576,
+        "wire_bytes": 24576,
+        "payload_share": 24576 / 36864,
+    }
+
+
+def test_a_pipe_gets_no_colours_and_the_width_of_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["report", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    assert "_all_gather_params_of_one_coordinator" in text
+    monkeypatch.delenv("COLUMNS")
+    assert main(["report", str(tmp_path)]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_worker_processes_give_the_same_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training(tmp_path, ranks=3)
+    assert main(["report", str(tmp_path)]) == 0
+    alone = capsys.readouterr().out
+    monkeypatch.setattr("commtrace.analyses.report.command.PARALLEL_FROM", 1)
+    monkeypatch.setattr("commtrace.analyses.report.command.workers", lambda: 2)
+    monkeypatch.setattr("commtrace.analyses.fold.TASK", 1)
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == alone
+
+
+def test_numbers_that_json_lacks_are_null() -> None:
+    values = [math.nan, math.inf, -math.inf, pd.NA, None, np.float64("nan"), np.int64(3), 2.0, 2.5, True, "x"]
+    assert plain(values) == [None, None, None, None, None, None, 3, 2, 2.5, True, "x"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "0.98 KiB"),
+        (1024, "1.00 KiB"),
+        (1536, "1.50 KiB"),
+        (10 << 20, "10.0 MiB"),
+        (1023 << 20, "1.00 GiB"),
+        (1 << 62, "4.00 EiB"),
+        (None, "-"),
+        (1.5, "1.50 B"),
+    ],
+)
+def test_sizes(value: Any, text: str) -> None:
+    assert units.size(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 ns"),
+        (850, "850 ns"),
+        (1_500, "1.50 us"),
+        (999_999, "1.00 ms"),
+        (12_345_678_901, "12.3 s"),
+        (5 * 10**12, "5,000 s"),
+        (pd.NA, "-"),
+    ],
+)
+def test_times(value: Any, text: str) -> None:
+    assert units.time(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0.0 %"), (0.0001, "<0.1 %"), (0.1234, "12.3 %"), (1, "100.0 %"), (math.nan, "-")]
+)
+def test_shares(value: Any, text: str) -> None:
+    assert units.share(value) == text
+
+
+@given(st.text(min_size=1, max_size=60), st.integers(1, 200))
+def test_shortened_text_fits(text: str, width: int) -> None:
+    assert len(shorten(text, width, "…")) <= width
+
+
+def test_long_paths_are_shortened_from_the_left() -> None:
+    assert shorten("deepspeed/runtime/engine.py:2711 allreduce_bucket", 40, "…") == "…/engine.py:2711 allreduce_bucket"
+    assert shorten("deepspeed/engine.py:27 a_very_long_name_of_a_function", 30, "…") == "…/engine.py:27 a_very_long_na…"
+
+
+def test_columns_that_may_go_go_before_words_become_unreadable() -> None:
+    columns = [word("line", gives=True), Column("calls"), Column("extra", optional=True)]
+    rows = [["x/" * 40 + "file.py:1 f", "1,234,567", "1.00 KiB"]]
+    wide = Console(width=200, file=io.StringIO())
+    for width, extra in ((120, True), (50, False)):
+        wide.file = io.StringIO()
+        wide.print(fit(columns, rows, width, "…"))
+        text = wide.file.getvalue()
+        assert ("1.00 KiB" in text) is extra
+        assert "1,234,567" in text
+        assert max(map(len, text.splitlines())) <= width
+
+
+def test_the_report_of_a_bounded_log_says_what_was_removed(tmp_path: Path) -> None:
+    process = LogFactory(tmp_path).process(0, world_size=1).known()
+    process.write(records([record(kind=ALL_REDUCE)] * 3), number=4).stats(calls=103, removed=100).add(
+        "end", reason="exit"
+    )
+    assert "3 recorded of 103 counted: 100 removed" in report(tmp_path)
+    assert os.listdir(tmp_path)

@@ -1,0 +1,168 @@
+"""Events in normal form, and what numbers in records are called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from factory import ALL_GATHER, ALL_REDUCE, ALONE, PAIR, SEND, WORLD, LogFactory, record, training
+
+from commtrace.errors import NoSuchTableError
+from commtrace.log import Group
+from commtrace.run import compact, group_label, open_run, short_paths
+from commtrace.schema import NORMAL_FORM, Flag, Phase, State
+
+
+def one(tmp_path: Path, rank: int = 0, **fields: int) -> pd.Series:
+    """The only event of a run."""
+    process = LogFactory(tmp_path).process(rank, world_size=4)
+    process.known({WORLD: [0, 1, 2, 3], PAIR: [2, 0], ALONE: [rank]}, {PAIR: "tensor"}).write(record(**fields))
+    return open_run(tmp_path).events().iloc[0]
+
+
+def test_columns_are_the_normal_form(tmp_path: Path) -> None:
+    training(tmp_path)
+    events = open_run(tmp_path).events()
+    assert tuple(events.columns) == NORMAL_FORM
+    assert len(events) == 2 * 7
+    assert events["payload_bytes"].dtype == np.int64
+
+
+def test_columns_are_there_without_events(tmp_path: Path) -> None:
+    LogFactory(tmp_path).process()
+    events = open_run(tmp_path).events()
+    assert tuple(events.columns) == NORMAL_FORM
+    assert len(events) == 0
+
+
+def test_an_event(tmp_path: Path) -> None:
+    event = one(tmp_path, peer=3, tag=7, seq=5, micro_batch=2, flags=Flag.ASYNC | Flag.COALESCED)
+    assert event.to_dict() == {
+        "rank": 0,
+        "op": "all_reduce",
+        "variant": "allreduce_",
+        "api": "torch",
+        "group": "0-3/1",
+        "group_ranks": "0-3",
+        "group_size": 4,
+        "role": "world",
+        "dtype": "float32",
+        "payload_bytes": 1024,
+        "wire_bytes": 1536.0,
+        "peer": 3,
+        "tag": 7,
+        "seq": 5,
+        "t_begin_ns": 1_000,
+        "t_return_ns": 3_000,
+        "t_wait_ns": 4_000,
+        "t_start_ns": 0,
+        "t_end_ns": 9_000,
+        "step": 0,
+        "micro_batch": 2,
+        "phase": "backward",
+        "site": "deepspeed/runtime/engine.py:2711 allreduce_bucket",
+        "state": "complete",
+        "flags": "async|coalesced",
+    }
+
+
+def test_what_is_not_known_is_called_unknown_or_missing(tmp_path: Path) -> None:
+    event = one(tmp_path, kind=77, group=88, site=99, phase=200, state=200, flags=0)
+    assert [event[name] for name in ("op", "group", "role", "site", "phase", "state")] == ["unknown"] * 6
+    assert event["flags"] == ""
+    assert pd.isna(event["group_size"])
+    assert pd.isna(event["wire_bytes"])
+
+
+def test_a_site_that_was_not_recorded_is_empty(tmp_path: Path) -> None:
+    assert one(tmp_path, site=0)["site"] == ""
+
+
+@pytest.mark.parametrize(("group", "role"), [(WORLD, "world"), (PAIR, "tensor"), (ALONE, "self")])
+def test_roles(tmp_path: Path, group: int, role: str) -> None:
+    assert one(tmp_path, group=group)["role"] == role
+
+
+def test_a_role_that_one_rank_was_told_holds_on_all(tmp_path: Path) -> None:
+    log = LogFactory(tmp_path)
+    log.process(0, world_size=4).known({PAIR: [0, 1]}).write(record(group=PAIR))
+    log.process(1, world_size=4).known({9: [1, 0]}).add("groups", id=9, ranks=[1, 0], name=str(PAIR), index=0)
+    log.process(1, pid=2, world_size=4).known({PAIR: [0, 1]}, {PAIR: "pipeline"}).write(record(group=PAIR))
+    assert open_run(tmp_path).events()["role"].tolist() == ["pipeline", "pipeline"]
+
+
+def test_a_group_has_the_same_label_on_all_ranks(tmp_path: Path) -> None:
+    log = LogFactory(tmp_path)
+    log.process(0).known({WORLD: [0, 1]}).write(record(group=WORLD))
+    log.process(1).known({5: [1, 0]}).add("groups", id=5, ranks=[1, 0], name=str(WORLD), index=0).write(record(group=5))
+    assert open_run(tmp_path).events()["group"].nunique() == 1
+
+
+def test_a_group_name_that_is_used_again_is_another_group() -> None:
+    assert group_label(Group((0, 2), "pg", 0)) == "0,2/pg"
+    assert group_label(Group((0, 2), "pg", 1)) == "0,2/pg#1"
+    assert group_label(Group((0,), "", 0)) == "0"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ((0, 1, 2, 3), "0-3"),
+        ((0, 2, 4), "0,2,4"),
+        ((0, 1), "0-1"),
+        ((5,), "5"),
+        ((0, 1, 4, 5, 9), "0-1,4-5,9"),
+        ((), ""),
+    ],
+)
+def test_compact_ranks(ranks: tuple[int, ...], text: str) -> None:
+    assert compact(ranks) == text
+
+
+def test_wire_bytes_of_a_message_to_oneself(tmp_path: Path) -> None:
+    assert one(tmp_path, rank=2, kind=SEND, peer=2)["wire_bytes"] == 0
+
+
+def test_paths_lose_what_leads_to_the_package() -> None:
+    files = ["/a/lib/site-packages/deepspeed/engine.py", "/home/me/proj/train.py", "main.py"]
+    assert list(short_paths(files).values()) == ["deepspeed/engine.py", "proj/train.py", "main.py"]
+
+
+def test_paths_that_would_become_one_stay_whole() -> None:
+    files = ["/a/site-packages/torch/x.py", "/b/site-packages/torch/x.py", "/c/site-packages/torch/y.py"]
+    assert list(short_paths(files).values()) == [*files[:2], "torch/y.py"]
+
+
+def test_events_are_sorted_by_rank_and_time(tmp_path: Path) -> None:
+    log = LogFactory(tmp_path)
+    log.process(1).known().write([record(t_begin=5), record(t_begin=3)])
+    log.process(0).known().write([record(t_begin=9)]).write([record(t_begin=4)])
+    events = open_run(tmp_path).events()
+    assert list(zip(events["rank"], events["t_begin_ns"], strict=True)) == [(0, 4), (0, 9), (1, 3), (1, 5)]
+
+
+def test_facts_of_a_run(tmp_path: Path) -> None:
+    training(tmp_path, ranks=2).process(0, pid=9).add("job", source="deepspeed", zero_stage=1)
+    run = open_run(tmp_path)
+    assert (run.ranks, run.world_size) == ([0, 1], 2)
+    assert (run.job or {})["zero_stage"] == 1
+    assert "2 of 2 ranks, 3 processes, 1 notes" in repr(run)
+
+
+def test_tables_by_name(tmp_path: Path) -> None:
+    training(tmp_path)
+    run = open_run(tmp_path)
+    assert set(run.table("volume_by_operation")["op"]) == {"all_reduce", "all_gather", "barrier"}
+    assert run.tables()["states"].equals(run.table("states"))
+    with pytest.raises(NoSuchTableError, match="'nonsense'; there are coverage, "):
+        run.table("nonsense")
+
+
+def test_categories_cover_all_ranks_and_only_what_is_there(tmp_path: Path) -> None:
+    log = LogFactory(tmp_path)
+    log.process(0).known().write(record(kind=ALL_REDUCE))
+    log.process(1).known().write(record(kind=ALL_GATHER, phase=Phase.INIT, state=State.BEGUN))
+    events = open_run(tmp_path).events()
+    assert list(events["op"].cat.categories) == ["all_gather", "all_reduce"]
