@@ -6,18 +6,25 @@ READY := $(VENV)/.ready
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint types bench clean
 
 demo: $(READY)  ## train a small GPT-NeoX under DDP and ZeRO 0 to 3, and show what each communicated
+	rm -rf demo-logs
 	$(BIN)/python -m commtrace.workloads.demo demo-logs
 
 test: lint  ## everything that must hold
 	$(BIN)/pytest
 
-lint: $(READY)
+lint: $(READY) types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --package commtrace
+	$(BIN)/mypy tests benchmarks docs
+
+# mypy knows packages by their folders: show it the folders where the installed package has them.
+types:
+	rm -rf build/types && mkdir -p build/types/commtrace
+	ln -s $(CURDIR)/commtrace/* $(CURDIR)/hooks $(CURDIR)/analyses $(CURDIR)/workloads build/types/commtrace/
 
 $(READY): setup.cfg setup.py constraints.txt requirements-dev.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -25,6 +32,10 @@ $(READY): setup.cfg setup.py constraints.txt requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --requirement requirements-dev.txt
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --constraint constraints.txt --editable '.[parquet,workloads]'
 	touch $(READY)
+
+bench: $(READY)  ## what tracing costs: both sides in one run, beside a control
+	$(BIN)/python benchmarks/call_cost.py
+	$(BIN)/python benchmarks/startup.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo-logs

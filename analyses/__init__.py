@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pandas as pd
 
-    from commtrace.run import Run
+    from commtrace.reading.run import Run
 
 
 def analyse(run: Run, executor: Executor | None = None) -> dict[str, pd.DataFrame]:

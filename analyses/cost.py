@@ -18,8 +18,9 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from commtrace.log import Process, whole
-from commtrace.run import Run
+from commtrace.reading.log import Process
+from commtrace.reading.run import Run
+from commtrace.reading.tables import whole
 
 from .fold import Analysis, Block, NamedTables, merge_by
 

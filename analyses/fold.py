@@ -18,9 +18,12 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from commtrace.log import Process, Records, Segment, Tables
-from commtrace.run import WORDS, Names, Run
-from commtrace.schema import RECORD
+from commtrace.reading.log import Process
+from commtrace.reading.names import WORDS, Names
+from commtrace.reading.run import Run
+from commtrace.reading.segments import Segment
+from commtrace.reading.tables import Tables
+from commtrace.schema import RECORD, Records
 
 Array: TypeAlias = npt.NDArray[Any]
 NamedTables: TypeAlias = dict[str, pd.DataFrame]

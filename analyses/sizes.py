@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from commtrace.run import Run
+from commtrace.reading.run import Run
 
 from .fold import Analysis, Block, NamedTables, merge_sums, table_by
 

@@ -26,7 +26,8 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from commtrace.run import Names, Run
+from commtrace.reading.names import Names
+from commtrace.reading.run import Run
 from commtrace.schema import Clock, Flag
 from commtrace.volume import busbw_factor
 

@@ -1,14 +1,13 @@
-"""The functions of `import commtrace`. Nothing heavy is imported before it is needed: training processes import this."""
+"""The functions of `import commtrace`. Nothing heavy is imported early: training processes import this."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False  # typing's own costs every process that never communicates a millisecond or two
 if TYPE_CHECKING:
     import os
+    from contextlib import AbstractContextManager
 
-    from commtrace.run import Run
+    from commtrace.reading.run import Run
 
 
 def start(directory: str | os.PathLike[str] = "commtrace-logs") -> None:
@@ -48,6 +47,6 @@ def phase(name: str) -> AbstractContextManager[None]:
 
 def open(directory: str | os.PathLike[str]) -> Run:
     """The log in `directory`, for asking. Raises CommtraceError where there is none that can be read."""
-    from commtrace.run import open_run
+    from commtrace.reading.run import open_run
 
     return open_run(directory)

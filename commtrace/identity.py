@@ -60,20 +60,38 @@ def launcher(environ: Mapping[str, str] = os.environ) -> str:
         name = "" if elastic == "none" else "-" + re.sub(r"^([0-9a-f]{8})-[0-9a-f-]{27}$", r"\1", elastic)
         return f"torchelastic{name}-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if "SLURM_JOB_ID" in environ and "SLURM_PROCID" in environ:
-        return f"slurm-{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '0')}"
+        restart = environ.get("SLURM_RESTART_COUNT", "0")  # a job that is put back into the queue keeps its number
+        again = "" if restart == "0" else f"-restart{restart}"
+        return f"slurm-{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '0')}{again}"
     if "PMIX_NAMESPACE" in environ:
         return f"pmix-{environ['PMIX_NAMESPACE']}"
     return ""
 
 
+_recordings = 0
+
+
 def agree_on_run(member: Member) -> str:
     """The identity of the run, the same in all its processes: one round trip to their store, no collective."""
+    global _recordings
+    _recordings += 1
+    again = "" if _recordings == 1 else str(_recordings)
+    return _file_name("-".join(part for part in (_agreed(member), again) if part))
+
+
+def _agreed(member: Member) -> str:
     proposal = time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + os.urandom(3).hex()
     if member.agree is not None:
-        proposal = member.agree(proposal)
-    elif launcher().startswith(("slurm-", "pmix-")):
-        return _file_name(launcher())  # nothing to agree through, but these names are used once only
-    return _file_name("-".join(part for part in (launcher(), proposal) if part))
+        return "-".join(part for part in (launcher(), member.agree(proposal)) if part)
+    if launcher().startswith(("slurm-", "pmix-")):
+        return launcher()  # nothing to agree through, but these names are used once only
+    return "-".join(part for part in (launcher(), proposal) if part)
+
+
+def forked() -> None:
+    """In a child, which counts its own recordings: a store may answer a second one of a process as it did the first."""
+    global _recordings
+    _recordings = 0
 
 
 def host() -> str:

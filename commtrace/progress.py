@@ -59,6 +59,11 @@ class Progress:
         try:
             yield
         finally:
+            self.unmark()
+
+    def unmark(self) -> None:
+        """The innermost mark ends. There may be none: tracing may have been stopped within it."""
+        if self.marks:
             self.marks.pop()
 
     def marked(self, name: str) -> _Mark:
@@ -82,7 +87,7 @@ class _Mark:
         self._progress.marks.append(self._phase)
 
     def __exit__(self, *_: object) -> None:
-        self._progress.marks.pop()
+        self._progress.unmark()
 
 
 progress = Progress()

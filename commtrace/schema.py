@@ -11,9 +11,10 @@
 from __future__ import annotations
 
 from enum import IntEnum, IntFlag
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 FORMAT: Final = "commtrace"
 
@@ -50,6 +51,7 @@ RECORD: Final = np.dtype(
     ]
 )
 assert RECORD.itemsize == 96
+Records: TypeAlias = npt.NDArray[np.void]
 
 # The same layout for `struct.pack_into`, whose one call fills a slot with the state last. A test compares the two.
 RECORD_STRUCT: Final = "<7q3I4iI2H4B"

@@ -128,16 +128,14 @@ class SegmentSeries:
         return self._open is not None and self._open.vanished()
 
     def forget_missing(self) -> int:
-        """Somebody removed files: drop them from the books, begin a new segment. Returns how many records were in them."""
-        if self._open is not None:
-            segment, self._open = self._open, None
-            gone = segment.vanished()
-            segment.abandon()
-            if gone:
-                segment.path = Path(os.devnull) / "gone"
-            self._full.append(segment)
+        """Somebody removed files: drop them from the books, begin a new segment. Returns how many records they had."""
         missing = [segment for segment in self._full if not os.path.exists(segment.path)]
         self._full = deque(segment for segment in self._full if segment not in missing)
+        if self._open is not None:
+            segment, self._open = self._open, None
+            gone = segment.vanished() or not os.path.exists(segment.path)
+            (missing if gone else self._full).append(segment)
+            segment.abandon()
         return sum(segment.records for segment in missing)
 
     def close(self) -> None:

@@ -1,34 +1,38 @@
-"""Every setting, with its meaning and its default. All come from the environment, so that every launcher passes them on."""
+"""Every setting, its meaning, its default. All come from the environment, so that every launcher passes them on."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 
 from commtrace.errors import SettingsError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 DEFAULT_DIRECTORY = "commtrace-logs"
 
 
-@dataclass(frozen=True)
 class Settings:
-    """How to record. A field `name` is set by the variable COMMTRACE_NAME; the directory by COMMTRACE itself."""
+    """How to record. A field `name` is set by the variable COMMTRACE_NAME; the directory by COMMTRACE itself.
+
+    Frozen. Not a dataclass, which would cost every process that never communicates five milliseconds of imports.
+    """
 
     directory: str
-    """Where the log goes, absolute (programs change directory). COMMTRACE=1: `commtrace-logs` in the working directory."""
+    """Where the log goes, absolute (programs change directory). COMMTRACE=1: `commtrace-logs` in the current one."""
 
     sites: bool = True
     """Record the line of code of every call (COMMTRACE_SITES=0: do not; saves about a microsecond a call)."""
 
     ring_records: int = 16384
-    """Records that a process holds before they are written (96 bytes each). When it is full, new calls are counted only."""
+    """Records that a process holds before they are written (96 bytes each). When it is full, calls are only counted."""
 
     drain_ms: int = 100
     """Milliseconds between writes to the log."""
 
     max_bytes: int = 1 << 30
-    """Bytes of records that one process keeps on disk; the oldest are removed first, and counted. 1 GiB: 11 million calls."""
+    """Bytes of records that one process keeps on disk; the oldest go first, and are counted. 1 GiB: 11 million calls."""
 
     segment_min_bytes: int = 1 << 20
     """Size of a process's first segment; each one is twice as long as the one before ..."""
@@ -37,15 +41,39 @@ class Settings:
     """... up to this."""
 
     shm: str = "/dev/shm"
-    """Memory-backed folder for the ring, which survives a killed process. Where it has no room, private memory is used."""
+    """Memory-backed folder for the ring, which survives a killed process. Without room there, private memory is used."""
 
     exit_seconds: float = 10.0
     """How long a process may wait, when it ends, for its last records to be written."""
 
+    def __init__(self, directory: str, **values: object) -> None:
+        """Raises TypeError for a name that is no setting."""
+        for name in values:
+            if name not in FIELDS:
+                raise TypeError(f"{name}: no such setting")
+        self.__dict__.update(values, directory=directory)
 
-# What a value of each type looks like, for messages, and how it is read.
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name}: settings stay as they are while tracing is on")
+
+    def as_dict(self) -> dict[str, object]:
+        """All settings by name, for the log."""
+        return {name: getattr(self, name) for name in FIELDS}
+
+
+FIELDS: dict[str, str] = dict(Settings.__annotations__)
+"""Name -> type, as it is written above."""
+
 _UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-_LEAST = {"ring_records": 16, "drain_ms": 1, "segment_min_bytes": 4096, "segment_max_bytes": 4096, "max_bytes": 8192}
+# Least and most that make sense; the ring has to fit into memory.
+_LIMITS = {
+    "ring_records": (16, 1 << 24),
+    "drain_ms": (1, 60_000),
+    "segment_min_bytes": (4096, 1 << 40),
+    "segment_max_bytes": (4096, 1 << 40),
+    "max_bytes": (8192, 1 << 60),
+    "exit_seconds": (0, 86_400),
+}
 
 
 def from_environment(environ: Mapping[str, str]) -> Settings | None:
@@ -61,30 +89,50 @@ def from_environment(environ: Mapping[str, str]) -> Settings | None:
 
 def for_directory(directory: str | os.PathLike[str], environ: Mapping[str, str]) -> Settings:
     """As `from_environment`, with the directory given by the program."""
-    known = {f"COMMTRACE_{name.upper()}": name for name in Settings.__dataclass_fields__ if name != "directory"}
+    known = {f"COMMTRACE_{name.upper()}": name for name in FIELDS if name != "directory"}
     values: dict[str, object] = {}
     for variable, text in environ.items():
         if variable.startswith("COMMTRACE_") and text != "":
             if variable not in known:
                 raise SettingsError(f"{variable}={text}: no such setting; there are {', '.join(sorted(known))}")
             values[known[variable]] = _value(variable, known[variable], text)
-    settings = Settings(os.path.abspath(os.path.expanduser(directory)), **values)  # type: ignore[arg-type]
-    if os.path.exists(settings.directory) and not os.path.isdir(settings.directory):
-        raise SettingsError(f"COMMTRACE={settings.directory}: that is a file; name a directory")
+    settings = Settings(_absolute(directory), **values)
+    _check_directory(settings.directory)
     return settings
 
 
+def _absolute(directory: str | os.PathLike[str]) -> str:
+    try:
+        return os.path.abspath(os.path.expanduser(directory))
+    except FileNotFoundError:
+        message = f"COMMTRACE={os.fspath(directory)}: the working directory is gone; give an absolute path"
+        raise SettingsError(message) from None
+
+
+def _check_directory(directory: str) -> None:
+    """What is there already, of the directory or above it, must be a directory that may be written to."""
+    here = directory
+    while not os.path.lexists(here) and here != os.path.dirname(here):
+        here = os.path.dirname(here)
+    if not os.path.isdir(here):
+        raise SettingsError(f"COMMTRACE={directory}: {here} is not a directory; name a directory")
+    if not os.access(here, os.W_OK | os.X_OK):
+        raise SettingsError(f"COMMTRACE={directory}: {here} may not be written to; name a directory that may")
+
+
 def _value(variable: str, name: str, text: str) -> object:
-    kind = Settings.__dataclass_fields__[name].type
+    kind = FIELDS[name]
     if kind == "str":
         return text
     if kind == "bool":
         return _boolean(variable, text)
     if kind == "float":
-        return _number(variable, text, float, "a number of seconds, such as 10")
-    number = _number(variable, text, _size, "a whole number, such as 4096, 64k, 16m or 1g")
-    if number < _LEAST.get(name, 1):
-        raise SettingsError(f"{variable}={text}: too small; the least is {_LEAST.get(name, 1)}")
+        number: float = _number(variable, text, float, "a number of seconds, such as 10")
+    else:
+        number = _number(variable, text, _size, "a whole number, such as 4096, 64k, 16m or 1g")
+    least, most = _LIMITS[name]
+    if not least <= number <= most:
+        raise SettingsError(f"{variable}={text}: out of range; give a number from {least} to {most}")
     return number
 
 
@@ -93,7 +141,7 @@ def _boolean(variable: str, text: str) -> bool:
         return True
     if text.lower() in ("0", "false", "no", "off"):
         return False
-    raise SettingsError(f"{variable}={text}: say 1 or 0")
+    raise SettingsError(f"{variable}={text}: not understood; give 1 or 0")
 
 
 def _size(text: str) -> int:
@@ -102,11 +150,8 @@ def _size(text: str) -> int:
     return int(stem[:-1] if unit > 1 else stem) * unit
 
 
-def _number(variable: str, text: str, read: type[float] | object, like: str) -> float | int:
+def _number(variable: str, text: str, read: Callable[[str], float], like: str) -> float:
     try:
-        number: float | int = read(text)  # type: ignore[operator]
+        return read(text)
     except ValueError:
         raise SettingsError(f"{variable}={text}: not understood; give {like}") from None
-    if not 0 <= number < 1 << 62:
-        raise SettingsError(f"{variable}={text}: out of range; give {like}")
-    return number

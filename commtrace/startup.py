@@ -8,17 +8,22 @@ traced is imported by the program itself; hooks are put in when that import has 
 from __future__ import annotations
 
 import atexit
-import functools
-import importlib
 import os
 import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any
+from importlib import import_module
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+    from commtrace.settings import Settings
 
 # Library -> the module with its hook, a reversible pair `install()` and `uninstall()`.
 HOOKS = {
     "torch": "commtrace.hooks.torch",
+    "torch.distributed.fsdp": "commtrace.hooks.fsdp",
     "deepspeed": "commtrace.hooks.deepspeed",
 }
 
@@ -36,7 +41,7 @@ def activate() -> None:
         try:
             _switch_on(settings.from_environment(os.environ))
         except SettingsError as error:
-            print(f"commtrace: {error}. The program goes on untraced.", file=sys.stderr, flush=True)
+            _say_once(f"{error}. The program goes on untraced.")
     except Exception as error:
         _say_once(f"cannot start: {type(error).__name__}: {error}. The program goes on untraced.")
 
@@ -58,11 +63,13 @@ def stop() -> None:
 
     session.end("stop")
     _follower.wanted.clear()
+    if _follower in sys.meta_path:
+        sys.meta_path.remove(_follower)
     while _installed:
-        importlib.import_module(_installed.pop()).uninstall()
+        import_module(_installed.pop()).uninstall()
 
 
-def _switch_on(settings: Any) -> None:
+def _switch_on(settings: Settings | None) -> None:
     from commtrace.session import session
 
     if settings is None or session.settings is not None:
@@ -77,13 +84,17 @@ def _switch_on(settings: Any) -> None:
             _follower.imported(library)
 
 
-@functools.cache
+_done: list[bool] = []
+
+
 def _once() -> None:
     from commtrace.session import session
 
-    # Registered before any library registers its own, so it runs after theirs: what they send at exit is recorded.
-    atexit.register(session.end, "exit")
-    os.register_at_fork(after_in_child=session.forked)
+    if not _done:
+        _done.append(True)
+        # Registered before any library registers its own, so it runs after theirs: what they send at exit is recorded.
+        atexit.register(session.end, "exit")
+        os.register_at_fork(after_in_child=session.forked)
 
 
 class _Follower:
@@ -107,7 +118,7 @@ class _Follower:
         # On this loader object only: it keeps its class, so that everything else that asks it still gets answers.
         loader: Any = spec.loader
         original = getattr(loader, "exec_module", None)
-        if original is None:
+        if original is None or isinstance(loader, type):
             return
 
         def exec_module(module: ModuleType) -> None:
@@ -125,7 +136,7 @@ class _Follower:
         if hook is None:
             return
         try:
-            importlib.import_module(hook).install()
+            import_module(hook).install()
             _installed.append(hook)
         except Exception as error:
             _say_once(f"cannot hook {name}: {type(error).__name__}: {error}. Its calls are not traced.")

@@ -53,3 +53,7 @@ class Tables:
             number = self._last[table] = self._last.get(table, 0) + 1
             self.add(table, id=number, **row)
             return number
+
+    def forked(self) -> None:
+        """In a child: another thread may have held the lock."""
+        self._lock = threading.RLock()

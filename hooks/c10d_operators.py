@@ -1,7 +1,7 @@
 """What the arguments of each `c10d::` operator mean: payload, own share, peer, tag.
 
-Arguments are found by their names in the operator's schema, so that torch versions may add some; trailing arguments that
-equal their defaults do not arrive at all.
+Arguments are found by their names in the operator's schema, so that torch versions may add some; trailing arguments
+that equal their defaults do not arrive at all.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ _SAMPLE_OF: Final = {"reduce_scatter_": "output_tensors", "scatter_": "output_te
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator, as this torch has it. What ends in `_at` is the position of an argument, None where there is none."""
+    """One operator, as this torch has it. `_at` is the position of an argument, None where there is none."""
 
     variant: str
     op: str
@@ -191,7 +191,7 @@ class Operator:
 
     def group(self, args: Sequence[Any]) -> Any:
         """The ProcessGroup of a call; that of the whole world for an operator that takes none."""
-        return dist.group.WORLD if self.group_at is None else dist.ProcessGroup.unbox(args[self.group_at])  # type: ignore[attr-defined]
+        return dist.group.WORLD if self.group_at is None else dist.ProcessGroup.unbox(args[self.group_at])
 
     def sample(self, args: Sequence[Any]) -> Tensor | None:
         """A tensor that shows the call's element type and device; None for a call with an empty list."""

@@ -1,7 +1,7 @@
 """Which line of the program made a call, and what the frames above it tell about the call.
 
-The line is the innermost one that is not a mere wrapper: DeepSpeed's reducer rather than `deepspeed.comm.all_reduce`, the
-user's `loss.backward()` rather than autograd's. Frames are classified once by code object, so a walk costs little.
+The line is the innermost one that is not a mere wrapper: DeepSpeed's reducer rather than `deepspeed.comm.all_reduce`,
+the user's `loss.backward()` rather than autograd's. Frames are classified once by code object, so a walk costs little.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class CallSites:
         return self._number(named), seen
 
     def of_backward(self) -> int:
-        """Site of a call on a thread of autograd's own, without a Python frame: where some thread waits for autograd."""
+        """Site of a call on a thread of autograd's own, without a Python frame: where a thread waits for autograd."""
         own = threading.get_ident()
         for thread, frame in sys._current_frames().items():
             site, seen = (0, 0) if thread == own else self._above(frame)
@@ -151,7 +151,7 @@ class CallSites:
         number = self._sites.get(key)
         if number is None:
             self._kind(code)  # keeps the code object, and so its id
-            function = code.co_qualname if sys.version_info >= (3, 11) else code.co_name
+            function = getattr(code, "co_qualname", code.co_name)  # since Python 3.11
             row = {"file": code.co_filename, "line": frame.f_lineno, "function": function}
             # Several instructions of one line are one site.
             number = self._sites[key] = self._tables.number("sites", tuple(row.values()), lambda: row)

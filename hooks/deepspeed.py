@@ -6,28 +6,31 @@ Its communication itself passes torch's operators and is recorded there, but for
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from commtrace.hooks import torch_tracer, torch_training
-from commtrace.hooks.c10d_operators import shared_memory_all_reduce
-from commtrace.hooks.deepspeed_job import describe
-from commtrace.hooks.patching import Patches
-from commtrace.hooks.torch import kernel_for
 from commtrace.progress import progress
 from commtrace.schema import Phase
-from commtrace.session import session
+
+from . import torch_training
+from .c10d_operators import shared_memory_all_reduce
+from .deepspeed_job import describe
+from .deepspeed_roles import roles
+from .jobs import Jobs
+from .kernels import Kernels
+from .patching import Patches
+from .torch_kernels import kernel_for
 
 _patches = Patches()
-_libraries: list[torch.library.Library] = []
-_engines: weakref.WeakSet[Any] = weakref.WeakSet()
+_kernels = Kernels()
+_engines = Jobs(describe, roles)
 _instructions: dict[type, Callable[..., Any]] = {}
+_buffers: weakref.WeakKeyDictionary[Any, _Buffers] = weakref.WeakKeyDictionary()
 
 _PHASES = {
     "LoadMicroBatch": Phase.FORWARD,
@@ -45,12 +48,20 @@ _PHASES = {
 
 def install() -> None:
     """Hook DeepSpeed's engines. Does nothing if they are hooked already."""
-    if _instructions:
+    if _patches:
         return
-    _patches.wrap(DeepSpeedEngine, "__init__", _building)
-    _patches.wrap(PipelineEngine, "__init__", _building)
+    try:
+        _install()
+    except BaseException:
+        uninstall()  # another version of DeepSpeed, say: half a hook would tell half the truth
+        raise
+
+
+def _install() -> None:
+    for engine in (DeepSpeedEngine, PipelineEngine):
+        _patches.wrap(engine, "__init__", _building)
     _patches.wrap(DeepSpeedEngine, "forward", _forward)
-    _patches.wrap(DeepSpeedEngine, "backward", _backward)
+    _patches.wrap(DeepSpeedEngine, "backward", _within(Phase.BACKWARD))
     _patches.wrap(DeepSpeedEngine, "step", _step)
     _patches.wrap(DeepSpeedEngine, "_take_model_step", _model_step)
     _patches.wrap(PipelineEngine, "train_batch", _train_batch)
@@ -59,91 +70,44 @@ def install() -> None:
     _instructions.update(PipelineEngine._INSTRUCTION_MAP)
     for instruction, execute in _instructions.items():
         PipelineEngine._INSTRUCTION_MAP[instruction] = _instruction(instruction, execute)
-    torch_tracer.started.append(_tell)
+    _engines.install()
 
 
 def uninstall() -> None:
     """Take everything out again."""
+    _engines.uninstall()
     _patches.undo()
     PipelineEngine._INSTRUCTION_MAP.update(_instructions)
     _instructions.clear()
-    while _libraries:
-        _libraries.pop()._destroy()  # type: ignore[no-untyped-call]
+    _buffers.clear()
+    _kernels.remove()
     torch_training.steps.engine_decides = False
-
-
-# ---- building: the job and the roles ---------------------------------------------------------------------------------
 
 
 def _building(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         with progress.within(Phase.INIT):
             original(self, *args, **kwargs)
-        torch_training.steps.engine_decides = True
-        _engines.add(self)
-        tracer = torch_tracer.current()
-        if tracer is not None and session.recorder is tracer.recorder:
-            _tell(tracer)
+        # Of a pipeline's engine, DeepSpeedEngine.__init__ is the first part: its stages are not known yet.
+        if "PipelineEngine" in original.__qualname__ or not isinstance(self, PipelineEngine):
+            torch_training.steps.engine_decides = True
+            _engines.add(self)
 
     return __init__
 
 
-def _tell(tracer: torch_tracer.TorchTracer) -> None:
-    """What is known of engines and groups goes into the tables; rows that are there already are not repeated."""
-    try:
-        for engine in list(_engines):
-            tracer.recorder.tables.number(
-                "job", (id(engine), type(engine).__name__), lambda engine=engine: describe(engine)
-            )
-            for group, role, source in _roles(engine):
-                if isinstance(group, torch.distributed.ProcessGroup):
-                    tracer.groups.set_role(group, role, source)
-    except Exception:
-        tracer.recorder.fault()
-
-
-def _roles(engine: Any) -> Iterator[tuple[Any, str, str]]:
-    """(group, role, who says so), from DeepSpeed's registries, the most telling last."""
-    from deepspeed.runtime.sequence_parallel import parallel_state_sp
-    from deepspeed.utils import groups
-
-    registry = "deepspeed.utils.groups"
-    yield getattr(engine, "seq_data_parallel_group", None), "data", "DeepSpeedEngine.seq_data_parallel_group"
-    yield getattr(engine, "data_parallel_group", None), "data", "DeepSpeedEngine.data_parallel_group"
-    yield groups._DATA_PARALLEL_GROUP, "data", registry
-    yield groups._ZERO_PARAM_INTRA_PARALLEL_GROUP, "data", registry
-    for name, role in (
-        ("_ALL_TO_ALL_GROUP", "data"),
-        ("_EXPERT_DATA_PARALLEL_GROUP", "data"),
-        ("_EXPERT_PARALLEL_GROUP", "expert"),
-    ):
-        for group in getattr(groups, name).values():
-            yield group, role, registry
-    yield parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP, "data", parallel_state_sp.__name__
-    yield parallel_state_sp._SEQUENCE_PARALLEL_GROUP, "sequence", parallel_state_sp.__name__
-    yield groups._TENSOR_MODEL_PARALLEL_GROUP, "tensor", registry
-    yield from _mpu_roles(getattr(engine, "mpu", None))
-
-
-def _mpu_roles(mpu: Any) -> Iterator[tuple[Any, str, str]]:
-    """From a Megatron-style unit; a pipeline's grid is one, too."""
-    ways = (
-        ("get_data_parallel_group", "data"),
-        ("get_pipe_parallel_group", "pipeline"),
-        ("get_pipeline_model_parallel_group", "pipeline"),
-        ("get_slice_parallel_group", "tensor"),
-        ("get_tensor_model_parallel_group", "tensor"),
-    )
-    for name, role in ways:
-        getter = getattr(mpu, name, None)
-        if getter is not None:
-            try:
-                yield getter(), role, f"{type(mpu).__name__}.{name}"
-            except (AssertionError, AttributeError, TypeError):
-                continue  # not set up
-
-
 # ---- training: steps, micro-batches, phases --------------------------------------------------------------------------
+
+
+def _within(phase: Phase) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with progress.within(phase):
+                return original(self, *args, **kwargs)
+
+        return method
+
+    return wrapper
 
 
 def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,14 +120,6 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
 
     return forward
-
-
-def _backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    def backward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with progress.within(Phase.BACKWARD):
-            return original(self, *args, **kwargs)
-
-    return backward
 
 
 def _step(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,10 +139,8 @@ def _model_step(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         finally:
             progress.step_finished()
-            if progress.step == 0:  # groups that the first step has made, MoE's for instance
-                tracer = torch_tracer.current()
-                if tracer is not None and session.recorder is tracer.recorder:
-                    _tell(tracer)
+            if progress.step == 0:
+                _engines.tell_now()  # groups that the first step has made, MoE's for instance
 
     return _take_model_step
 
@@ -194,8 +148,11 @@ def _model_step(original: Callable[..., Any]) -> Callable[..., Any]:
 def _train_batch(original: Callable[..., Any]) -> Callable[..., Any]:
     def train_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         progress.activity()
-        self._commtrace_buffers = _Buffers()
-        return original(self, *args, **kwargs)
+        _buffers[self] = _Buffers()
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _buffers.pop(self, None)
 
     return train_batch
 
@@ -225,18 +182,13 @@ def _instruction(instruction: type, execute: Callable[..., Any]) -> Callable[...
     phase = _PHASES.get(name, Phase.OTHER)
 
     def traced(self: Any, *args: Any, **kwargs: Any) -> Any:
-        buffers = getattr(self, "_commtrace_buffers", None)
-        if buffers is not None and "buffer_id" in kwargs and torch.is_grad_enabled():
-            progress.micro_batch = buffers.micro_batch(name, kwargs["buffer_id"])
-        elif "buffer_id" not in kwargs:
-            progress.micro_batch = -1
+        buffers = _buffers.get(self)  # none in an evaluation
+        buffer = kwargs.get("buffer_id")
+        progress.micro_batch = -1 if buffers is None or buffer is None else buffers.micro_batch(name, buffer)
         with progress.within(phase):
             return execute(self, *args, **kwargs)
 
     return traced
-
-
-assert {name for name in _PHASES if not hasattr(schedule, name)} == set()
 
 
 # ---- the all_reduce through shared memory ----------------------------------------------------------------------------
@@ -246,9 +198,7 @@ def _backend(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         operator = shared_memory_all_reduce()
-        if operator is not None and not _libraries:
-            library = torch.library.Library("deepspeed", "IMPL")
-            library.impl(operator.variant, kernel_for(operator), "BackendSelect", with_keyset=True)
-            _libraries.append(library)
+        if operator is not None and not _kernels:
+            _kernels.add("deepspeed", operator.variant, kernel_for(operator))
 
     return __init__

@@ -5,8 +5,9 @@ Read from the engine once, when it is built; a theory can then say what is to be
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
+
+from .model_facts import buffers, dtype_name, known, parameters
 
 
 def describe(engine: Any) -> dict[str, Any]:
@@ -14,7 +15,7 @@ def describe(engine: Any) -> dict[str, Any]:
     return {
         "source": "deepspeed",
         "engine": type(engine).__name__,
-        **_known(
+        **known(
             {
                 "zero_stage": lambda: int(engine.zero_optimization_stage()),
                 "zero": lambda: _plain(engine._config.zero_config),
@@ -27,7 +28,7 @@ def describe(engine: Any) -> dict[str, Any]:
                 "gradient_accumulation_steps": lambda: engine.gradient_accumulation_steps(),
                 "train_batch_size": lambda: engine.train_batch_size(),
                 "precision": lambda: _precision(engine),
-                "communication_data_type": lambda: _name(engine.communication_data_type),
+                "communication_data_type": lambda: dtype_name(engine.communication_data_type),
                 "gradient_clipping": lambda: engine.gradient_clipping(),
                 "prescale_gradients": lambda: engine.prescale_gradients(),
                 "gradient_predivide_factor": lambda: engine.gradient_predivide_factor(),
@@ -35,24 +36,18 @@ def describe(engine: Any) -> dict[str, Any]:
                 "optimizer": lambda: type(engine.optimizer).__name__,
                 "basic_optimizer": lambda: type(engine.basic_optimizer).__name__,
                 "moe": lambda: engine.has_moe_layers,
+                "expert_parallel_sizes": lambda: _expert_parallel_sizes(),
             }
         ),
         "parameters": parameters(engine.module),
-        "buffers": [_tensor(name, buffer) for name, buffer in engine.module.named_buffers()],
+        "buffers": buffers(engine.module),
     }
 
 
-def parameters(module: Any) -> list[dict[str, Any]]:
-    """Name, shape, element type of each parameter of the whole model; shared ones once, partitioned ones whole."""
-    return [
-        {**_tensor(name, parameter), "trainable": bool(parameter.requires_grad)}
-        for name, parameter in module.named_parameters()
-    ]
+def _expert_parallel_sizes() -> list[int]:
+    from deepspeed.utils import groups
 
-
-def _tensor(name: str, tensor: Any) -> dict[str, Any]:
-    shape = getattr(tensor, "ds_shape", tensor.shape)  # ZeRO-3 leaves an empty tensor in place of a partitioned one
-    return {"name": name, "shape": [int(size) for size in shape], "dtype": _name(tensor.dtype)}
+    return sorted({group.size() for group in groups._EXPERT_PARALLEL_GROUP.values()})
 
 
 def _precision(engine: Any) -> str:
@@ -61,20 +56,6 @@ def _precision(engine: Any) -> str:
     return "bf16" if engine.bfloat16_enabled() else "fp32"
 
 
-def _known(readers: dict[str, Callable[[], Any]]) -> dict[str, Any]:
-    values = {}
-    for name, read in readers.items():
-        try:
-            values[name] = read()
-        except (AttributeError, AssertionError, KeyError, TypeError):
-            continue
-    return values
-
-
 def _plain(config: Any) -> dict[str, Any]:
     """A pydantic model as what JSON can hold."""
     return {name: value for name, value in config.model_dump(mode="json").items() if value is not None}
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")

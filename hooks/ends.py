@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.multiprocessing import reductions
 
 from commtrace.recorder import Call, Recorder, now
 from commtrace.schema import Clock
 from commtrace.session import session
+
+_WeakStorage: Any = reductions.StorageWeakRef  # torch does not annotate it
 
 
 class Pending(weakref.ref[Any]):
@@ -91,7 +93,7 @@ class Works:
         """Nobody in Python holds this Work any more: who waits for it, if anyone, is C++."""
         if self._session.recorder is not self._recorder or self._pending.get(pending.key) is not pending:
             return  # the log is closed, or belongs to the process that this one was forked from
-        del self._pending[pending.key]
+        self._pending.pop(pending.key)
         for call in pending.calls:
             self._recorder.unobservable(call)
         if pending.cost:
@@ -108,13 +110,13 @@ class TensorWaits:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         # A weak reference keeps the address of a storage from being used again, but not its memory.
-        self._calls: dict[int, tuple[StorageWeakRef, Call, bool]] = {}
+        self._calls: dict[int, tuple[Any, Call, bool]] = {}
 
     def add(self, tensors: Iterable[torch.Tensor], call: Call, on_host: bool) -> None:
         """The call ends when a wait for one of these tensors does."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            self._calls[storage._cdata] = StorageWeakRef(storage), call, on_host
+            self._calls[storage._cdata] = _WeakStorage(storage), call, on_host
 
     def waited(self, tensor: torch.Tensor, t_wait: int, t_end: int) -> None:
         """A wait for this tensor came back."""

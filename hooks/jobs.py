@@ -9,8 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commtrace.hooks import torch_tracer
-from commtrace.hooks.torch_tracer import TorchTracer
+from . import torch_tracer
+from .torch_tracer import TorchTracer
 
 Describe = Callable[[Any], dict[str, Any]]
 Roles = Callable[[Any], Iterator[tuple[Any, str, str]]]
@@ -52,7 +52,7 @@ class Jobs:
         """What is known goes into the tables; rows that are there already are not repeated. Never raises."""
         try:
             for engine, number in list(self._known.items()):
-                tracer.recorder.tables.number("job", number, lambda engine=engine: self._describe(engine))  # type: ignore[misc]
+                tracer.recorder.tables.number("job", number, lambda engine=engine: self._describe(engine))
                 for group, role, source in self._roles(engine):
                     if isinstance(group, dist.ProcessGroup):
                         tracer.groups.set_role(group, role, source)

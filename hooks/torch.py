@@ -8,15 +8,15 @@ call; the coalescing methods of ProcessGroup; and `_c10d_functional`'s waits, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from commtrace.hooks import torch_training, torch_works
-from commtrace.hooks.c10d_operators import known_operators
-from commtrace.hooks.torch_kernels import blind_spots, functional_kernel, kernel_for, wait_kernel
+from . import torch_training, torch_works
+from .c10d_operators import known_operators
+from .kernels import Kernels
+from .torch_kernels import blind_spots, functional_kernel, kernel_for, wait_kernel
 
 BLIND_SPOTS = (
     "direct calls on a backend object, ProcessGroup subclasses written in Python, symmetric memory (symm_mem::), "
@@ -26,12 +26,12 @@ BLIND_SPOTS = (
     "a message received from any source has no peer and does not match its sender's record",
 )
 
-_libraries: list[torch.library.Library] = []
+_kernels = Kernels()
 
 
 def install() -> None:
     """Hook torch.distributed. Does nothing if it is hooked already, or if this torch has no torch.distributed."""
-    if _libraries or not dist.is_available():
+    if _kernels or not dist.is_available():
         return
     try:
         _install()
@@ -44,12 +44,11 @@ def _install() -> None:
     operators, unknown = known_operators()
     blind_spots[:] = BLIND_SPOTS
     blind_spots.extend(f"the operator {name} is not known to this version of commtrace" for name in unknown)
-    c10d = _library("c10d")
     for operator in operators:
-        c10d.impl(operator.variant, kernel_for(operator), "BackendSelect", with_keyset=True)
-    functional = _library("_c10d_functional")
+        _kernels.add("c10d", operator.variant, kernel_for(operator))
     for name, overload in _functional_operators():
-        functional.impl(name, _functional(name)(overload), "BackendSelect", with_keyset=True)
+        kernel = wait_kernel(overload) if name == "wait_tensor" else functional_kernel(overload)
+        _kernels.add("_c10d_functional", name, kernel)
     torch_works.install()
     torch_training.install()
 
@@ -58,18 +57,7 @@ def uninstall() -> None:
     """Take everything out again."""
     torch_training.uninstall()
     torch_works.uninstall()
-    while _libraries:
-        _libraries.pop()._destroy()  # type: ignore[no-untyped-call]
-
-
-def _library(namespace: str) -> torch.library.Library:
-    library = torch.library.Library(namespace, "IMPL")
-    _libraries.append(library)
-    return library
-
-
-def _functional(name: str) -> Callable[[Any], Callable[..., Any]]:
-    return wait_kernel if name == "wait_tensor" else functional_kernel
+    _kernels.remove()
 
 
 def _functional_operators() -> list[tuple[str, Any]]:

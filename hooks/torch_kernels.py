@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
-from commtrace.hooks.c10d_operators import Operator
-from commtrace.hooks.torch_tracer import (
+from commtrace.session import session
+
+from .c10d_operators import Operator
+from .kernels import BELOW, Library
+from .torch_tracer import (
     SAMPLE_MASK,
     Entry,
     TorchTracer,
@@ -19,12 +22,9 @@ from commtrace.hooks.torch_tracer import (
     now,
     start,
 )
-from commtrace.session import session
 
 blind_spots: list[str] = []
 """What the hooks that are in place cannot see."""
-
-_below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 
 def fault() -> None:
@@ -52,7 +52,7 @@ def _first(operator: Operator, args: Sequence[Any]) -> TorchTracer | None:
 def kernel_for(operator: Operator) -> Callable[..., Any]:
     """The kernel that records an operator's calls and hands them on."""
     redispatch = operator.overload.redispatch
-    below = _below
+    below = BELOW
 
     def kernel(keyset: Any, *args: Any) -> Any:
         entered = now()
@@ -94,7 +94,7 @@ def _return(entry: Entry, operator: Operator, args: Sequence[Any], result: Any, 
 def functional_kernel(overload: Any) -> Callable[..., Any]:
     """The kernel of an operator of `_c10d_functional`, whose calls arrive at `c10d` operators."""
     redispatch = overload.redispatch
-    below = _below
+    below = BELOW
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if session.settings is None:
@@ -108,7 +108,7 @@ def functional_kernel(overload: Any) -> Callable[..., Any]:
 def wait_kernel(overload: Any) -> Callable[..., Any]:
     """The kernel of `_c10d_functional::wait_tensor`."""
     redispatch = overload.redispatch
-    below = _below
+    below = BELOW
 
     def kernel(keyset: Any, tensor: torch.Tensor) -> Any:
         t_wait = now()
@@ -132,7 +132,7 @@ def calibrate() -> int:
     Measured on an operator of our own with all_reduce's kind of arguments, with and without such a kernel; the least of
     several tries, as other threads of the program run at the same time.
     """
-    library = torch.library.Library("commtrace_calibration", "DEF")
+    library = Library("commtrace_calibration", "DEF")
     try:
         library.define("probe(Tensor[] tensors, Any group, Tensor? none, bool flag, int number) -> Tensor[]")
         library.impl("probe", lambda tensors, *_: tensors, "CPU")
@@ -140,18 +140,18 @@ def calibrate() -> int:
         args = ([torch.zeros(1)], None, None, True, 1)
         bare = _least_ns(lambda: probe(*args))
         library.impl(
-            "probe", lambda keyset, *args: probe.redispatch(keyset & _below, *args), "BackendSelect", with_keyset=True
+            "probe", lambda keyset, *args: probe.redispatch(keyset & BELOW, *args), "BackendSelect", with_keyset=True
         )
         return max(0, _least_ns(lambda: probe(*args)) - bare)
     finally:
-        library._destroy()  # type: ignore[no-untyped-call]
+        library._destroy()
 
 
 def _least_ns(call: Callable[[], Any]) -> int:
     def once() -> int:
-        begin = now()
+        begun = now()
         for _ in range(20):
             call()
-        return (now() - begin) // 20
+        return (now() - begun) // 20
 
     return min(once() for _ in range(10))

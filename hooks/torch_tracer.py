@@ -12,24 +12,26 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 
-from commtrace.hooks import call_site
-from commtrace.hooks.c10d_operators import Operator
-from commtrace.hooks.call_site import CallSites
-from commtrace.hooks.ends import Batch, Batches, Pending, TensorWaits, Works
-from commtrace.hooks.groups import Group, Groups
 from commtrace.identity import Member, member_from_environment
 from commtrace.progress import progress
 from commtrace.recorder import Recorder
 from commtrace.schema import Clock, Flag, Phase
 from commtrace.session import session
 
+from . import call_site
+from .c10d_operators import Operator
+from .call_site import CallSites
+from .ends import Batch, Batches, Pending, TensorWaits, Works
+from .groups import Group, Groups
+
 now: Final = time.monotonic_ns
 SAMPLE_MASK: Final = 15  # the cost of one call in sixteen is measured
 
 _graph_task: Final = torch._C._current_graph_task_id
 _is_grad_enabled: Final = torch.is_grad_enabled
-_unbox_work: Final = dist.Work.unbox  # type: ignore[attr-defined]
-_REDUCE_OPS: Final = {int(value): name for name, value in dist.ReduceOp.RedOpType.__members__.items()}  # type: ignore[attr-defined]
+_unbox_work: Final = dist.Work.unbox
+_RedOpType: Any = dist.ReduceOp.RedOpType
+_REDUCE_OPS: Final[dict[int, str]] = {int(value): name for name, value in _RedOpType.__members__.items()}
 _FORWARD, _BACKWARD, _INIT, _OPTIMIZER = (
     int(phase) for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.INIT, Phase.OPTIMIZER)
 )

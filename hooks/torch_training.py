@@ -1,12 +1,12 @@
 """Steps, phases and roles of plain PyTorch: torch.optim's global step hooks, and DDP.
 
-Backward needs no hook (autograd tells, see `torch_tracer`), and neither does forward (a call made within a module is).
+Phases need no hook: autograd tells of backward, and the frames above a call of forward and optimizer (`torch_tracer`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,10 +17,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from commtrace.hooks import torch_tracer
-from commtrace.hooks.patching import Patches
 from commtrace.progress import progress
 from commtrace.schema import Phase
+
+from .ddp_job import describe
+from .jobs import Jobs
+from .patching import Patches
 
 _handles: list[Any] = []
 _patches = Patches()
@@ -30,22 +32,22 @@ class _Steps:
     """An optimizer that steps ends a training step: the first one seen, where there are several (a GAN's, say)."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """No optimizer seen yet."""
         self.engine_decides = False  # DeepSpeed's engine knows better than the torch optimizer inside it
         self._first: weakref.ref[Optimizer] | None = None
 
     def begin(self, optimizer: Optimizer, *_: Any) -> None:
         """Before `optimizer.step()`."""
-        if torch.compiler.is_compiling() or self.engine_decides:
-            return
-        progress.activity()
-        progress.marks.append(Phase.OPTIMIZER)
+        if not torch.compiler.is_compiling() and not self.engine_decides:
+            progress.activity()
 
     def end(self, optimizer: Optimizer, *_: Any) -> None:
         """After `optimizer.step()`."""
         if torch.compiler.is_compiling() or self.engine_decides:
             return
-        if progress.marks and progress.marks[-1] == Phase.OPTIMIZER:
-            progress.marks.pop()
         if self._first is None or self._first() is None:
             self._first = weakref.ref(optimizer)
         if self._first() is optimizer:
@@ -62,19 +64,17 @@ def install() -> None:
     _handles.append(register_optimizer_step_pre_hook(steps.begin))
     _handles.append(register_optimizer_step_post_hook(steps.end))
     _patches.wrap(DistributedDataParallel, "__init__", _setting_up)
-    torch_tracer.started.append(_tell_roles)
+    _replicas.install()
 
 
 def uninstall() -> None:
     """Take everything out again."""
-    torch_tracer.started.clear()
+    _replicas.uninstall()
     _patches.undo()
     while _handles:
         _handles.pop().remove()
+    steps.reset()
     progress.reset()
-
-
-_replicas: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _setting_up(original: Callable[..., None]) -> Callable[..., None]:
@@ -82,13 +82,12 @@ def _setting_up(original: Callable[..., None]) -> Callable[..., None]:
         with progress.within(Phase.INIT):
             original(self, *args, **kwargs)
         _replicas.add(self)
-        tracer = torch_tracer.current()
-        if tracer is not None:
-            _tell_roles(tracer)
 
     return __init__
 
 
-def _tell_roles(tracer: torch_tracer.TorchTracer) -> None:
-    for replica in list(_replicas):
-        tracer.groups.set_role(replica.process_group, "data", "torch.nn.parallel.DistributedDataParallel")
+def _roles(replica: Any) -> Iterator[tuple[Any, str, str]]:
+    yield replica.process_group, "data", "torch.nn.parallel.DistributedDataParallel"
+
+
+_replicas = Jobs(describe, _roles)

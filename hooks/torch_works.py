@@ -7,16 +7,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commtrace.hooks.patching import Patches
-from commtrace.hooks.torch_kernels import begin, fault
-from commtrace.hooks.torch_tracer import current, now
 from commtrace.session import session
+
+from .patching import Patches
+from .torch_kernels import begin, fault
+from .torch_tracer import current, now
 
 _patches = Patches()
 
 
 def install() -> None:
-    """Wrap the methods. Subclasses that define their own are wrapped as well; of two nested waits the inner one counts."""
+    """Wrap the methods, of subclasses too where they have their own; of two nested waits the inner one counts."""
     work: Any = dist.Work
     for cls in (work, *work.__subclasses__()):
         for name in ("wait", "synchronize"):

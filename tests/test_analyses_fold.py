@@ -14,7 +14,8 @@ from pandas.testing import assert_frame_equal
 
 from commtrace.analyses.catalog import ANALYSES
 from commtrace.analyses.fold import NOTHING, Analysis, Block, grouped, partials_of, summed
-from commtrace.run import Names, open_run
+from commtrace.reading.names import Names
+from commtrace.reading.run import open_run
 
 
 @pytest.fixture(scope="module")

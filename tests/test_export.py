@@ -11,10 +11,10 @@ import pytest
 from factory import LogFactory, record, training
 from pandas.testing import assert_frame_equal
 
-import commtrace.export
+import commtrace.reading.export
 from commtrace.errors import MissingLibraryError, OutputError
-from commtrace.export import export
-from commtrace.run import Run, open_run
+from commtrace.reading.export import export
+from commtrace.reading.run import Run, open_run
 from commtrace.schema import NORMAL_FORM, NORMAL_FORM_VERSION
 
 
@@ -77,7 +77,7 @@ def test_half_a_file_is_removed_and_the_old_one_is_kept(
         path.write_text("half")
         raise OSError(number, "No way")
 
-    monkeypatch.setitem(commtrace.export.WRITERS, "csv", fail)
+    monkeypatch.setitem(commtrace.reading.export.WRITERS, "csv", fail)
     with pytest.raises(OutputError, match=f"cannot be written \\(no way\\); .*{mend}"):
         export(run, out, "csv", force=True)
     assert out.read_text() == "precious"

@@ -16,8 +16,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from commtrace.errors import LogError, NewerLogError
-from commtrace.log import Log, Records, open_log
-from commtrace.schema import RECORD, State
+from commtrace.reading.log import Log, open_log
+from commtrace.schema import RECORD, Records, State
 
 
 def read(log: Log) -> Records:

@@ -22,7 +22,7 @@ from commtrace.analyses.report.document import plain, to_json
 from commtrace.analyses.report.layout import Column, fit, shorten, word
 from commtrace.analyses.report.terminal import render
 from commtrace.cli import main
-from commtrace.run import open_run
+from commtrace.reading.run import open_run
 from commtrace.schema import State
 
 

@@ -10,8 +10,9 @@ import pytest
 from factory import ALL_GATHER, ALL_REDUCE, ALONE, PAIR, SEND, WORLD, LogFactory, record, training
 
 from commtrace.errors import NoSuchTableError
-from commtrace.log import Group
-from commtrace.run import compact, group_label, open_run, short_paths
+from commtrace.reading.names import compact, group_label, short_paths
+from commtrace.reading.run import open_run
+from commtrace.reading.tables import Group
 from commtrace.schema import NORMAL_FORM, Flag, Phase, State
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 from commtrace.errors import CommtraceError
 
 if TYPE_CHECKING:
-    from commtrace.run import Run
+    from commtrace.reading.run import Run
 
 PARALLEL_FROM: Final = 8_000_000
 """Records above which worker processes are worth their start."""
@@ -46,7 +46,7 @@ class Command:
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Print the report."""
-        from commtrace.run import open_run
+        from commtrace.reading.run import open_run
 
         run = open_run(arguments.directory)
         with _executor(run) as executor:

@@ -26,7 +26,7 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from commtrace.run import Run
+from commtrace.reading.run import Run
 
 VERSION: Final = 1
 

@@ -11,8 +11,9 @@ import pandas as pd
 from rich.console import RenderableType
 from rich.text import Text
 
-from commtrace.log import Note, Row
-from commtrace.run import Run
+from commtrace.reading.notes import Note
+from commtrace.reading.run import Run
+from commtrace.reading.tables import Row
 
 from .layout import paragraph
 from .units import count, known, plural, share, small_share, time

@@ -10,7 +10,7 @@ import pandas as pd
 from rich.console import RenderableType
 from rich.text import Text
 
-from commtrace.run import Run
+from commtrace.reading.run import Run
 
 from . import preface
 from .layout import Column, fit, paragraph, word

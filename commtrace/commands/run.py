@@ -51,16 +51,16 @@ def traced(environ: Mapping[str, str], directory: str | None) -> dict[str, str]:
     if directory is not None or environment.get("COMMTRACE", "0") in ("", "0"):
         environment["COMMTRACE"] = os.path.abspath(directory or settings.DEFAULT_DIRECTORY)
     settings.from_environment(environment)
-    if not (_PACKAGE.parent / "commtrace.pth").exists() and not _is_editable():
+    if not _starts_by_itself():
         environment["PYTHONPATH"] = _prepended(str(_PACKAGE / "bootstrap"), environment.get("PYTHONPATH", ""))
     return environment
 
 
-def _is_editable() -> bool:
-    """The start-up files lie in site-packages, the package elsewhere."""
+def _starts_by_itself() -> bool:
+    """Python reads start-up files from its site folders only: one that lies on PYTHONPATH it does not."""
     import site
 
-    folders = [*site.getsitepackages(), site.getusersitepackages()]
+    folders = site.getsitepackages() + ([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])
     return any((Path(folder) / "commtrace.pth").exists() for folder in folders)
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 class Command:
     """Bring home what killed processes left in this host's memory.
 
-    A process that is killed leaves its last records in /dev/shm. `commtrace report` brings them to the log by itself, on
-    the host where it runs; on the other hosts of a cluster this command does, before they are restarted or cleaned:
+    A process that is killed leaves its last records in /dev/shm. `commtrace report` brings them to the log by itself,
+    on the host where it runs, and so does any other process of the run as it ends in order; on the other hosts of a
+    cluster this command does, before they are restarted or cleaned:
     `srun --ntasks-per-node=1 commtrace salvage logs/run1`.
     """
 

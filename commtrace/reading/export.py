@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from commtrace.errors import MissingLibraryError, OutputError
-from commtrace.run import Run
+from commtrace.reading.run import Run
 from commtrace.schema import NORMAL_FORM_VERSION
 
 

@@ -11,261 +11,21 @@ What is damaged is left out and named in `log.notes`; everything else is read. `
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Literal, NamedTuple, TypeAlias
+from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
-from commtrace.errors import LogError, NewerLogError
+from commtrace.errors import LogError
 from commtrace.salvage import salvage
-from commtrace.schema import FORMAT, RECORD, VERSION, State
 
-Records: TypeAlias = npt.NDArray[np.void]
-Row: TypeAlias = dict[str, Any]
-
-BLOCK: Final = 1 << 18
-"""Records read at once: 24 MiB."""
-
-NoteKind = Literal["runs", "version", "cut", "foreign", "unreadable", "garbled", "missing", "process", "salvage"]
-
-
-@dataclass(frozen=True)
-class Note:
-    """Something about the log that the user should know: what was found at `path`, and what follows from it."""
-
-    kind: NoteKind
-    path: Path
-    what: str
-    consequence: str
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.what}" + (f"; {self.consequence}" if self.consequence else "")
-
-
-# --- segments -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Segment:
-    """One file of records, as it was when the log was opened. A live process may add to it; that is not read."""
-
-    path: Path
-    offset: int
-    """Bytes of the header."""
-    count: int
-    """Whole records in the file, empty ones included."""
-
-    def blocks(self, size: int = BLOCK) -> Iterator[Records]:
-        """The records, at most `size` at a time. Slots that were never filled are left out.
-
-        Files are read and not mapped: a mapped page of a vanished file would kill this process. What cannot be read
-        any more (a live process removes its oldest segment) is missing from the sum, where coverage finds it.
-        """
-        try:
-            with self._open() as file:
-                file.seek(self.offset)
-                for begin in range(0, self.count, size):
-                    data = file.read(min(size, self.count - begin) * RECORD.itemsize)
-                    records = np.frombuffer(data, RECORD, len(data) // RECORD.itemsize)
-                    yield records[records["state"] != State.FREE]
-        except OSError:
-            return
-
-    def _open(self) -> BinaryIO:
-        try:
-            return open(self.path, "rb")
-        except FileNotFoundError:  # closed, and thereby renamed, since the log was opened; the header keeps its size
-            return open(self.path.with_suffix(""), "rb")
-
-
-class _CutError(ValueError):
-    """The header of a segment does not end."""
-
-
-def _inspect_segment(path: Path) -> tuple[Segment | None, list[Note]]:
-    """Where the records of a file lie. Reads the header only."""
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            promised = _read_header(file)
-            offset = file.tell()
-    except OSError as error:
-        return None, [Note("unreadable", path, _reason(error), "its records are left out")]
-    except _CutError:
-        return None, [Note("cut", path, f"cut after {size:,} bytes, within the header", "it holds no record")]
-    except ValueError as error:
-        return None, [Note("foreign", path, str(error), "it is left out")]
-    count, rest = divmod(size - offset, RECORD.itemsize)
-    segment = Segment(path, offset, count)
-    return segment, _length_notes(segment, None if path.suffix == ".open" else promised, rest)
-
-
-def _read_header(file: BinaryIO) -> int:
-    """Number of records that an `.npy` header promises; the file then stands at the first of them."""
-    head = file.read(10)
-    if b"\x93NUMPY\x01\x00".startswith(head[:8]) and len(head) < 10:
-        raise _CutError
-    if head[:8] != b"\x93NUMPY\x01\x00":
-        raise ValueError("not an .npy file of format 1.0")
-    text = file.read(int.from_bytes(head[8:], "little"))
-    if len(text) < int.from_bytes(head[8:], "little"):
-        raise _CutError
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            shape, _, dtype = np.lib.format.read_array_header_1_0(io.BytesIO(head[8:] + text))
-    except Exception:  # numpy parses the header as Python, so garbage raises nearly anything
-        raise ValueError("its .npy header cannot be read") from None
-    if dtype != RECORD or len(shape) != 1:
-        raise ValueError("an .npy file of something other than records")
-    return int(shape[0])
-
-
-def _length_notes(segment: Segment, promised: int | None, rest: int) -> list[Note]:
-    path, count = segment.path, segment.count
-    if promised is not None and count < promised:
-        return [Note("cut", path, f"cut after {count:,} of {promised:,} records", f"{promised - count:,} are missing")]
-    if promised is not None and count > promised:
-        return [Note("cut", path, f"the header promises {promised:,} records, {count:,} are there", "all were read")]
-    return [Note("cut", path, "cut within its last record", "that record is missing")] if rest else []
-
-
-# --- tables -------------------------------------------------------------------------------------------------------
-
-
-class Kind(NamedTuple):
-    """A row of the kinds table: what a call is."""
-
-    op: str
-    variant: str
-    api: str
-    dtype: str
-    reduce_op: str
-
-
-@dataclass(frozen=True)
-class Group:
-    """A group, known in the whole run by these three: its ranks in ascending order, its name, and its index."""
-
-    ranks: tuple[int, ...]
-    name: str
-    index: int
-
-
-class Site(NamedTuple):
-    """A line of code."""
-
-    file: str
-    line: int
-    function: str
-
-
-@dataclass
-class Tables:
-    """The tables of one process; the last row of an id counts."""
-
-    process: Row = field(default_factory=dict)
-    kinds: dict[int, Kind] = field(default_factory=dict)
-    groups: dict[int, Group] = field(default_factory=dict)
-    roles: dict[int, str] = field(default_factory=dict)
-    sites: dict[int, Site] = field(default_factory=dict)
-    jobs: dict[int, Row] = field(default_factory=dict)
-    clock: list[Row] = field(default_factory=list)
-    stats: Row | None = None
-    end: Row | None = None
-    salvage: list[Row] = field(default_factory=list)
-
-    def add(self, row: Row) -> None:
-        """Take a row in. Raises KeyError, TypeError or ValueError where it lacks what it needs."""
-        name = row.pop("table")
-        if name in ("clock", "salvage"):
-            getattr(self, name).append(row)
-        elif name in ("process", "stats", "end"):
-            setattr(self, name, row)
-        elif name == "job":
-            self.jobs[_natural(row.get("id", 0))] = row
-        elif name in _ROWS:
-            key, read = _ROWS[name]
-            getattr(self, name)[_natural(row[key])] = read(row)
-
-
-def _natural(value: object) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 32:
-        raise ValueError(value)
-    return value
-
-
-def _group(row: Row) -> Group:
-    return Group(
-        tuple(sorted(_natural(rank) for rank in row["ranks"])), str(row.get("name") or ""), int(row.get("index") or 0)
-    )
-
-
-# Tables of numbered rows: the key that holds the number, and how a row is read.
-_ROWS: Final[dict[str, tuple[str, Callable[[Row], object]]]] = {
-    "kinds": ("id", lambda row: Kind(str(row["op"]), *(str(row.get(name) or "") for name in Kind._fields[1:]))),
-    "groups": ("id", _group),
-    "roles": ("group", lambda row: str(row["role"])),
-    "sites": ("id", lambda row: Site(str(row["file"]), int(row.get("line") or 0), str(row.get("function") or ""))),
-}
-
-
-def _read_tables(path: Path) -> tuple[Tables, list[Note]]:
-    """Tables of one process. Lines that cannot be read are counted and left out."""
-    tables = Tables()
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return tables, [Note("missing", path, "missing", "operations, groups and sites of its records are unknown")]
-    except OSError as error:
-        return tables, [
-            Note("unreadable", path, _reason(error), "operations, groups and sites of its records are unknown")
-        ]
-    broken = [number for number, line in enumerate(lines, 1) if line.strip() and not _read_line(tables, line, path)]
-    if not broken:
-        return tables, []
-    if broken == [len(lines)]:
-        return tables, [Note("cut", path, "its last line is cut", "that line is left out")]
-    what = (
-        f"{len(broken)} lines cannot be read, the first is line {broken[0]}"
-        if broken[1:]
-        else f"line {broken[0]} cannot be read"
-    )
-    return tables, [
-        Note("garbled", path, what, "what they described is unknown" if broken[1:] else "what it described is unknown")
-    ]
-
-
-def _read_line(tables: Tables, line: bytes, path: Path) -> bool:
-    try:
-        row = json.loads(line)
-        if row["table"] == "process":
-            _check_process(row, path)
-        tables.add(row)
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError):
-        return False
-    return True
-
-
-def _check_process(row: Row, path: Path) -> None:
-    if row["format"] != FORMAT:
-        raise ValueError(row["format"])
-    if _natural(row["version"]) > VERSION:
-        raise NewerLogError(
-            f"{path}: its format is version {row['version']}, this commtrace reads up to {VERSION}; upgrade commtrace"
-        )
-
-
-# --- processes and runs ---------------------------------------------------------------------------------------------
+from .notes import Note, reason
+from .segments import Segment, inspect_segment
+from .tables import Tables, read_tables, whole
 
 
 @dataclass(frozen=True)
@@ -306,11 +66,6 @@ class Log:
         """Ranks of the run, None where no process says."""
         sizes = [whole(process.tables.process.get("world_size")) for process in self.processes]
         return max((size for size in sizes if size), default=None)
-
-
-def whole(value: object) -> int | None:
-    """The value if it is a whole number, else None: a garbled table may hold anything."""
-    return value if type(value) is int else None
 
 
 _STEM = r"(?P<stem>rank[^.]*-\d+)"
@@ -371,7 +126,7 @@ def _list(folder: Path, notes: list[Note]) -> list[str] | None:
     except (NotADirectoryError, FileNotFoundError):
         return None
     except OSError as error:
-        notes.append(Note("unreadable", folder, _reason(error), "what it holds is left out"))
+        notes.append(Note("unreadable", folder, reason(error), "what it holds is left out"))
         return None
 
 
@@ -442,11 +197,11 @@ def _read_host(folder: Path, notes: list[Note]) -> Iterator[Process]:
 
 def _read_process(folder: Path, stem: str, files: dict[int, Path], notes: list[Note]) -> Process:
     path = folder / f"{stem}.jsonl"
-    tables, found = _read_tables(path)
+    tables, found = read_tables(path)
     notes += found
     segments = []
     for _, file in sorted(files.items()):
-        segment, found = _inspect_segment(file)
+        segment, found = inspect_segment(file)
         notes += found
         segments += [segment] if segment else []
     notes += _missing_segments(path, tables, sorted(number for number in files if number >= 0))
@@ -492,7 +247,3 @@ def _process_notes(processes: list[Process]) -> Iterator[Note]:
     if len(sizes) > 1:
         what = f"its processes disagree on the number of ranks: {', '.join(map(str, sorted(sizes)))}"
         yield Note("process", processes[0].path.parent.parent, what, "the largest is taken")
-
-
-def _reason(error: OSError) -> str:
-    return (error.strerror or str(error) or type(error).__name__).lower()

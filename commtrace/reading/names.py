@@ -1,32 +1,19 @@
-"""A run, for asking: its events as a pandas DataFrame, and the tables of every analysis.
-
-    run = open_run("logs/run1")
-    run.events()                       # normal form, one row per call
-    run.table("volume_by_operation")
-
-`Names` turns the numbers in records into words that mean the same on every rank; analyses group by the numbers and
-name the small result.
-"""
+"""What the numbers in records mean, in words that are the same on every rank."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
-from functools import cached_property
-from importlib import import_module
-from itertools import chain
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from commtrace.errors import NoSuchTableError
-from commtrace.log import Group, Log, Note, Process, Records, Row, Site, Tables, open_log
-from commtrace.schema import NORMAL_FORM, RECORD, ROLES, Flag, Phase, State
+from commtrace.schema import ROLES, Flag, Phase, Records, State
 from commtrace.volume import wire_bytes
+
+from .log import Log, Process
+from .tables import Group, Site
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -47,13 +34,6 @@ WORDS: Final = {
     "state": "state",
     "flags": "flags",
 }
-# The other columns, as they are in a record. rank, group_size and wire_bytes are computed.
-_NUMBERS: Final = {
-    "payload_bytes": "payload",
-    **{f"{name}_ns": name for name in ("t_begin", "t_return", "t_wait", "t_start", "t_end")},
-    **{name: name for name in ("peer", "tag", "seq", "step", "micro_batch")},
-}
-
 _FLAGS: Final = ["|".join(str(flag.name).lower() for flag in Flag if bits & flag.value) for bits in range(256)]
 
 
@@ -194,133 +174,3 @@ def roles_of(log: Log) -> dict[Group, str]:
         for group in process.tables.groups.values():
             roles.setdefault(group, "world" if group.ranks == everyone else UNKNOWN)
     return roles
-
-
-class NormalForm:
-    """Turns records into rows of the normal form. Words are categoricals, with the same categories in the whole run."""
-
-    def __init__(self, everyone: Sequence[Names]) -> None:
-        words = {
-            column: {UNKNOWN, "", *chain.from_iterable(names.words(column) for names in everyone)} for column in WORDS
-        }
-        self._categories = {column: pd.Index(sorted(words[column])) for column in WORDS}
-
-    def frame(self, records: Records, names: Names) -> pd.DataFrame:
-        """One row per record, in the order of the records."""
-        sizes = names.group_sizes(records["group"])
-        columns: dict[str, Any] = {name: records[field] for name, field in _NUMBERS.items()}
-        columns["rank"] = np.full(len(records), names.rank, np.int32)
-        columns["group_size"] = pd.Series(sizes, dtype="Int32").mask(sizes == 0)
-        columns["wire_bytes"] = names.wire_bytes(records)
-        for column, field in WORDS.items():
-            codes = self._categories[column].get_indexer(pd.Index(names.words(column).tolist()))
-            columns[column] = pd.Categorical.from_codes(
-                codes[names.index(field, records[field])], self._categories[column]
-            )
-        return pd.DataFrame({name: columns[name] for name in NORMAL_FORM})
-
-    def empty(self) -> pd.DataFrame:
-        """No rows, and the columns with their types."""
-        nobody = Process(Path(), -1, -1, "", Tables(), ())
-        return self.frame(np.zeros(0, RECORD), Names(-1, nobody, {}, {}))
-
-
-class Run:
-    """One run of a program: all that its ranks recorded. Nothing but small tables is read before it is asked for."""
-
-    def __init__(self, log: Log) -> None:
-        self.log = log
-
-    def __repr__(self) -> str:
-        ranks = f"{len(self.ranks)} of {self.world_size or 'unknown'} ranks"
-        return f"<Run {self.id}: {ranks}, {len(self.log.processes)} processes, {len(self.notes)} notes>"
-
-    @property
-    def id(self) -> str:
-        """Identity of the run."""
-        return self.log.run
-
-    @property
-    def notes(self) -> tuple[Note, ...]:
-        """What is damaged or missing in the log, and what follows from it."""
-        return self.log.notes
-
-    @property
-    def processes(self) -> tuple[Process, ...]:
-        """The processes by rank; `tables.process` of each holds its facts (host, versions, launcher, settings ...)."""
-        return self.log.processes
-
-    @property
-    def ranks(self) -> list[int]:
-        """Ranks that left a log, ascending."""
-        return sorted({process.rank for process in self.log.processes if process.rank >= 0})
-
-    @property
-    def world_size(self) -> int | None:
-        """Ranks of the run, None where no process says."""
-        return self.log.world_size
-
-    @property
-    def job(self) -> Row | None:
-        """What is trained, as captured on the lowest rank that did; None where nothing was captured.
-
-        A process may train several models (`process.tables.jobs`); this is its first.
-        """
-        return next((job for process in self.log.processes for job in process.tables.jobs.values()), None)
-
-    @cached_property
-    def names(self) -> tuple[Names, ...]:
-        """For each process, what the numbers in its records mean."""
-        roles = roles_of(self.log)
-        files = short_paths({site.file for process in self.log.processes for site in process.tables.sites.values()})
-        return tuple(Names(number, process, roles, files) for number, process in enumerate(self.log.processes))
-
-    def blocks(self) -> Iterator[pd.DataFrame]:
-        """The events in normal form, a bounded number at a time, process by process; first a frame without rows."""
-        form = NormalForm(self.names)
-        yield form.empty()
-        for names, process in zip(self.names, self.log.processes, strict=True):
-            for segment in process.segments:
-                for records in segment.blocks():
-                    yield form.frame(records, names)
-
-    def events(self) -> pd.DataFrame:
-        """All events in normal form: one row per call, the columns of schema.NORMAL_FORM, by rank and t_begin_ns.
-
-        Sizes are bytes, times ns of the host's monotonic clock with 0 for not known. `wire_bytes` and `group_size` are
-        missing where the log does not tell. Needs memory for the whole run; `blocks` does not.
-        """
-        events = pd.concat(self.blocks(), ignore_index=True)
-        for column in WORDS:
-            events[column] = events[column].cat.remove_unused_categories()
-        return events.sort_values(["rank", "t_begin_ns"], kind="stable", ignore_index=True)
-
-    def tables(self, executor: Executor | None = None) -> dict[str, pd.DataFrame]:
-        """The tables of every analysis by name, the same as `commtrace report --json` gives.
-
-        The executor runs over the segments; None: in this process. The result for None is kept.
-        """
-        if executor is None:
-            return self._tables
-        return self._analyse(executor)
-
-    def table(self, name: str) -> pd.DataFrame:
-        """One table of the report. Raises NoSuchTableError for a name that no analysis has."""
-        tables = self.tables()
-        if name not in tables:
-            raise NoSuchTableError(f"no table is called {name!r}; there are {', '.join(tables)}")
-        return tables[name]
-
-    @cached_property
-    def _tables(self) -> dict[str, pd.DataFrame]:
-        return self._analyse(None)
-
-    def _analyse(self, executor: Executor | None) -> dict[str, pd.DataFrame]:
-        # By name: the core knows that there are analyses, and not which.
-        analyse: Callable[[Run, Executor | None], dict[str, pd.DataFrame]] = import_module("commtrace.analyses").analyse
-        return analyse(self, executor)
-
-
-def open_run(directory: str | os.PathLike[str]) -> Run:
-    """The newest run in a directory: what COMMTRACE named, or a run's folder in it. Raises LogError for no run."""
-    return Run(open_log(Path(directory)))

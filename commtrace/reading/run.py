@@ -1,0 +1,129 @@
+"""A run, for asking: its events as a pandas DataFrame, and the tables of every analysis.
+
+    run = open_run("logs/run1")
+    run.events()                       # normal form, one row per call
+    run.table("volume_by_operation")
+
+`Names` turns the numbers in records into words that mean the same on every rank; analyses group by the numbers and
+name the small result.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+
+import pandas as pd
+
+from commtrace.errors import NoSuchTableError
+
+from .log import Log, Process, open_log
+from .names import WORDS, Names, roles_of, short_paths
+from .normal_form import NormalForm
+from .notes import Note
+from .tables import Row
+
+
+class Run:
+    """One run of a program: all that its ranks recorded. Nothing but small tables is read before it is asked for."""
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+
+    def __repr__(self) -> str:
+        ranks = f"{len(self.ranks)} of {self.world_size or 'unknown'} ranks"
+        return f"<Run {self.id}: {ranks}, {len(self.log.processes)} processes, {len(self.notes)} notes>"
+
+    @property
+    def id(self) -> str:
+        """Identity of the run."""
+        return self.log.run
+
+    @property
+    def notes(self) -> tuple[Note, ...]:
+        """What is damaged or missing in the log, and what follows from it."""
+        return self.log.notes
+
+    @property
+    def processes(self) -> tuple[Process, ...]:
+        """The processes by rank; `tables.process` of each holds its facts (host, versions, launcher, settings ...)."""
+        return self.log.processes
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks that left a log, ascending."""
+        return sorted({process.rank for process in self.log.processes if process.rank >= 0})
+
+    @property
+    def world_size(self) -> int | None:
+        """Ranks of the run, None where no process says."""
+        return self.log.world_size
+
+    @property
+    def job(self) -> Row | None:
+        """What is trained, as captured on the lowest rank that did; None where nothing was captured.
+
+        A process may train several models (`process.tables.jobs`); this is its first.
+        """
+        return next((job for process in self.log.processes for job in process.tables.jobs.values()), None)
+
+    @cached_property
+    def names(self) -> tuple[Names, ...]:
+        """For each process, what the numbers in its records mean."""
+        roles = roles_of(self.log)
+        files = short_paths({site.file for process in self.log.processes for site in process.tables.sites.values()})
+        return tuple(Names(number, process, roles, files) for number, process in enumerate(self.log.processes))
+
+    def blocks(self) -> Iterator[pd.DataFrame]:
+        """The events in normal form, a bounded number at a time, process by process; first a frame without rows."""
+        form = NormalForm(self.names)
+        yield form.empty()
+        for names, process in zip(self.names, self.log.processes, strict=True):
+            for segment in process.segments:
+                for records in segment.blocks():
+                    yield form.frame(records, names)
+
+    def events(self) -> pd.DataFrame:
+        """All events in normal form: one row per call, the columns of schema.NORMAL_FORM, by rank and t_begin_ns.
+
+        Sizes are bytes, times ns of the host's monotonic clock with 0 for not known. `wire_bytes` and `group_size` are
+        missing where the log does not tell. Needs memory for the whole run; `blocks` does not.
+        """
+        events = pd.concat(self.blocks(), ignore_index=True)
+        for column in WORDS:
+            events[column] = events[column].cat.remove_unused_categories()
+        return events.sort_values(["rank", "t_begin_ns"], kind="stable", ignore_index=True)
+
+    def tables(self, executor: Executor | None = None) -> dict[str, pd.DataFrame]:
+        """The tables of every analysis by name, the same as `commtrace report --json` gives.
+
+        The executor runs over the segments; None: in this process. The result for None is kept.
+        """
+        if executor is None:
+            return self._tables
+        return self._analyse(executor)
+
+    def table(self, name: str) -> pd.DataFrame:
+        """One table of the report. Raises NoSuchTableError for a name that no analysis has."""
+        tables = self.tables()
+        if name not in tables:
+            raise NoSuchTableError(f"no table is called {name!r}; there are {', '.join(tables)}")
+        return tables[name]
+
+    @cached_property
+    def _tables(self) -> dict[str, pd.DataFrame]:
+        return self._analyse(None)
+
+    def _analyse(self, executor: Executor | None) -> dict[str, pd.DataFrame]:
+        # By name: the core knows that there are analyses, and not which.
+        analyse: Callable[[Run, Executor | None], dict[str, pd.DataFrame]] = import_module("commtrace.analyses").analyse
+        return analyse(self, executor)
+
+
+def open_run(directory: str | os.PathLike[str]) -> Run:
+    """The newest run in a directory: what COMMTRACE named, or a run's folder in it. Raises LogError for no run."""
+    return Run(open_log(Path(directory)))

@@ -1,0 +1,43 @@
+"""The job that DistributedDataParallel was given: what decides its all_reduces and broadcasts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .model_facts import buffers, known, parameters
+
+_SETTINGS = (
+    "broadcast_buffers",
+    "broadcast_bucket_size",
+    "bucket_bytes_cap",
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "skip_all_reduce_unused_params",
+    "static_graph",
+)
+
+
+def describe(replica: Any) -> dict[str, Any]:
+    """One row of the `job` table. A setting that this torch does not have is left out."""
+    return {
+        "source": "ddp",
+        "engine": type(replica).__name__,
+        **known({name: lambda name=name: getattr(replica, name) for name in _SETTINGS}),
+        **known(
+            {
+                "data_parallel_size": lambda: replica.process_group.size(),
+                "first_bucket_bytes_cap": lambda: replica.bucket_bytes_cap_default,
+                "bucket_bytes_caps": lambda: replica.bucket_bytes_cap_list,
+                # Of the first step; DDP then makes them anew, in the order in which gradients became ready.
+                "first_buckets_bytes": lambda: _sizes(replica._get_ddp_logging_data()["bucket_sizes"]),
+                "ignored": lambda: sorted(replica.parameters_to_ignore),
+                "mixed_precision": lambda: None if replica.mixed_precision is None else str(replica.mixed_precision),
+            }
+        ),
+        "parameters": parameters(replica.module),
+        "buffers": buffers(replica.module),
+    }
+
+
+def _sizes(text: str) -> list[int]:
+    return [int(size) for size in text.replace(",", " ").split()]

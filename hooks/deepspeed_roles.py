@@ -1,0 +1,64 @@
+"""Which parallel dimension each group of a DeepSpeed program serves, as DeepSpeed's own registries say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, Final
+
+Role = tuple[Any, str, str]
+"""(group, role, who says so); a group may be None."""
+
+# A name of `deepspeed.utils.groups` -> role; a registry that this DeepSpeed does not have is left out.
+_GROUPS: Final = (
+    ("_DATA_PARALLEL_GROUP", "data"),
+    ("_ZERO_PARAM_INTRA_PARALLEL_GROUP", "data"),
+    ("_ALL_TO_ALL_GROUP", "data"),
+    ("_EXPERT_DATA_PARALLEL_GROUP", "data"),
+    ("_EXPERT_PARALLEL_GROUP", "expert"),
+    ("_TENSOR_MODEL_PARALLEL_GROUP", "tensor"),
+)
+_SEQUENCE: Final = (("_SEQUENCE_DATA_PARALLEL_GROUP", "data"), ("_SEQUENCE_PARALLEL_GROUP", "sequence"))
+_ENGINE: Final = ("seq_data_parallel_group", "data_parallel_group")
+# A Megatron-style unit; a pipeline's grid is one, too.
+_UNIT: Final = (
+    ("get_data_parallel_group", "data"),
+    ("get_pipe_parallel_group", "pipeline"),
+    ("get_pipeline_model_parallel_group", "pipeline"),
+    ("get_slice_parallel_group", "tensor"),
+    ("get_tensor_model_parallel_group", "tensor"),
+    ("get_sequence_parallel_group", "sequence"),
+)
+
+
+def roles(engine: Any) -> Iterator[Role]:
+    """The most telling last."""
+    from deepspeed.utils import groups
+
+    for name in _ENGINE:
+        yield getattr(engine, name, None), "data", f"DeepSpeedEngine.{name}"
+    yield from _registered(groups, _GROUPS)
+    try:
+        from deepspeed.runtime.sequence_parallel import parallel_state_sp
+    except ImportError:
+        pass  # a DeepSpeed without sequence parallelism
+    else:
+        yield from _registered(parallel_state_sp, _SEQUENCE)
+    yield from _unit(getattr(engine, "mpu", None))
+
+
+def _registered(registry: ModuleType, names: tuple[tuple[str, str], ...]) -> Iterator[Role]:
+    for name, role in names:
+        found = getattr(registry, name, None)
+        for group in found.values() if isinstance(found, dict) else (found,):
+            yield group, role, registry.__name__
+
+
+def _unit(mpu: Any) -> Iterator[Role]:
+    for name, role in _UNIT:
+        getter = getattr(mpu, name, None)
+        if getter is not None:
+            try:
+                yield getter(), role, f"{type(mpu).__name__}.{name}"
+            except Exception:
+                continue  # not set up

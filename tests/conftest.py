@@ -1,0 +1,30 @@
+"""What all tests share: nothing of the surroundings reaches a test or the processes that it starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import processes
+import pytest
+
+LONG = os.environ.pop("COMMTRACE_LONG", "0") == "1"  # not a setting of commtrace: what tests start must not see it
+
+for _name in [name for name in os.environ if name.startswith("COMMTRACE")]:
+    del os.environ[_name]
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out what takes minutes, unless asked for."""
+    for item in items:
+        if item.get_closest_marker("long") is not None and not LONG:
+            item.add_marker(pytest.mark.skip(reason="takes minutes; runs with COMMTRACE_LONG=1"))
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[processes.Nursery]:
+    """A process that has imported torch once, and forks ranks of small programs."""
+    pytest.importorskip("torch")
+    with processes.Nursery() as parent:
+        yield parent

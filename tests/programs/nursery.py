@@ -1,0 +1,76 @@
+"""Imports torch once, then forks the ranks of programs as it is told: a line of JSON in, a line of JSON out.
+
+A rank is a process like any other: its program runs as `__main__`, and it ends as a Python process ends. Its recorder is
+its own, because a process records from its first communication call on, which comes after the fork.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+from typing import Any
+
+import torch.distributed  # noqa: F401
+
+from commtrace import settings
+from commtrace.session import session
+
+
+def fork_ranks(order: dict[str, Any]) -> list[int] | None:
+    """Pids of the ranks; None in each of them."""
+    pids: list[int] = []
+    for rank in range(order["ranks"]):
+        pid = os.fork()
+        if pid == 0:
+            become_rank(order, rank)
+            return None
+        pids.append(pid)
+    return pids
+
+
+def become_rank(order: dict[str, Any], rank: int) -> None:
+    """Everything that is a rank's own: environment, output, settings of the tracer."""
+    os.dup2(os.open(os.path.join(order["output"], f"output{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+    os.dup2(1, 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    world = {"RANK": rank, "WORLD_SIZE": order["ranks"], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": order["port"]}
+    os.environ.update({name: str(value) for name, value in world.items()})
+    os.environ.update(order["settings"])
+    session.settings = settings.for_directory(order["directory"], os.environ) if order["directory"] else None
+    sys.argv = [order["program"], *order["arguments"]]
+
+
+def wait(pids: list[int], limit: float) -> list[int | None]:
+    """Statuses of these ranks; whoever is not done in time is killed and has none."""
+    statuses: dict[int, int] = {}
+    deadline = time.monotonic() + limit
+    while len(statuses) < len(pids) and time.monotonic() < deadline:
+        for pid in set(pids) - set(statuses):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                statuses[pid] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    for pid in set(pids) - set(statuses):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return [statuses.get(pid) for pid in pids]
+
+
+def serve() -> bool:
+    """Until there are no more orders (False), or until this is a rank (True)."""
+    for line in iter(sys.stdin.readline, ""):
+        order = json.loads(line)
+        answer = wait(order["wait"], order["limit"]) if "wait" in order else fork_ranks(order)
+        if answer is None:
+            return True
+        print(json.dumps(answer), flush=True)
+    return False
+
+
+if serve():
+    runpy.run_path(sys.argv[0], run_name="__main__")

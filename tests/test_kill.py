@@ -1,0 +1,172 @@
+"""Killed at any moment: what a program has finished is in the log, once, and the log says that the process ended early."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import processes
+from commtrace import log_writer, ring, segments, slots
+from commtrace.schema import State
+from processes import Left, Nursery
+
+KILLS = 50
+
+
+def counters(path: Path) -> list[int]:
+    return [int(number) for number in np.fromfile(path, "<i8")]
+
+
+def assert_counted(left: Left, finished: int) -> None:
+    """All that was finished, nothing twice, and at most the call in which the process died beside it."""
+    calls = left.records
+    assert len(np.unique(calls["t_begin"])) == len(calls)
+    assert sorted(calls["seq"].tolist()) == list(range(len(calls)))
+    assert finished <= len(calls) <= finished + 1
+    assert left.stats["calls"] == len(calls)
+    assert left.stats["dropped"] == left.stats["removed"] == left.stats["lost"] == 0
+
+
+@pytest.mark.parametrize("seed", range(KILLS))
+def test_killed_at_a_random_moment(seed: int, nursery: Nursery, tmp_path: Path) -> None:
+    choose = random.Random(seed)
+    finished = tmp_path / "finished"
+    finished.write_bytes(bytes(16))
+    log = tmp_path / "log"
+    victims = choose.choice([(0, 1), (0,), (1,)])
+    ranks = nursery.start(
+        "counting", log, finished, drain_ms=choose.choice([1, 7, 100]), segment_min_bytes=choose.choice([4096, 1 << 20])
+    )
+    if seed % 5:  # else the kill may come before the first call, or in the middle of beginning to record
+        processes.wait_for(lambda: all(counters(finished)))
+    time.sleep(choose.uniform(0, 0.3))
+    ranks.kill(*victims)
+    statuses = ranks.wait()
+
+    found = {left.tables["process"][0]["rank"]: left for left in processes.salvaged(log)}
+    for rank in (0, 1):
+        assert (statuses[rank] == -signal.SIGKILL) == (rank in victims), ranks.output(rank)
+        if rank in found:
+            assert_counted(found[rank], counters(finished)[rank])
+            assert found[rank].ended == (rank not in victims)
+        else:
+            assert counters(finished)[rank] == 0
+    assert not processes.rings(log)
+
+
+def test_survivor_brings_home_what_the_dead_left(nursery: Nursery, tmp_path: Path) -> None:
+    finished, log = tmp_path / "finished", tmp_path / "log"
+    finished.write_bytes(bytes(16))
+    ranks = nursery.start("counting", log, finished, drain_ms=60_000)  # so that all is in memory
+    processes.wait_for(lambda: min(counters(finished)) > 20)
+    ranks.kill(1)
+    assert ranks.wait() == [1, -signal.SIGKILL]
+
+    survivor, dead = processes.read_all(log)  # nobody has asked for a salvage
+    assert_counted(survivor, counters(finished)[0])
+    assert_counted(dead, counters(finished)[1])
+    assert survivor.tables["end"][0]["reason"] == "exit"
+    assert survivor.records["state"][np.argsort(survivor.records["t_begin"])[-1]] == State.FAILED
+    assert not dead.ended
+    assert dead.tables["salvage"][0]["records"] == len(dead.records)
+
+
+# ---- killed between any two steps of the way to the disk ----------------------------------------------------------------
+
+
+def die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def half_a_write(fd: int, data: bytes) -> None:
+    os.write(fd, data[: len(data) // 2])
+    die()
+
+
+def torn_put(self: ring.Ring, start: int, value: dict[str, object]) -> bool:
+    for at in range(start, start + ring.COPY_BYTES):
+        self.buffer[at + (self._turns[start] + 1) % 2 * ring.COPY_BYTES] = ord("x")
+        if at == start + 100:
+            die()
+    return True
+
+
+def written_then_die(self: segments.SegmentSeries, records: segments.Records) -> None:
+    original_append(self, records)
+    if len(records):
+        die()
+
+
+original_append = segments.SegmentSeries.append
+
+STEPS: dict[str, tuple[object, str, Callable[..., object]]] = {
+    "before the tables are made": (log_writer.LogWriter, "_open_tables", die),
+    "before table lines": (log_writer.LogWriter, "_write_lines", die),
+    "within table lines": (log_writer, "write_all", half_a_write),
+    "before records": (segments.SegmentSeries, "append", die),
+    "within records": (segments, "write_all", half_a_write),
+    "after records": (segments.SegmentSeries, "append", written_then_die),
+    "before slots are freed": (slots.Slots, "release", die),
+    "within the counters": (ring.Ring, "_put", torn_put),
+    "before a segment is closed": (segments.Segment, "close", die),
+    "before a closed segment is renamed": (segments.os, "rename", die),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("segment_bytes", [4096, 1 << 20])
+def test_killed_at_each_step_of_writing(step: str, segment_bytes: int, tmp_path: Path) -> None:
+    owner, name, replacement = STEPS[step]
+
+    def record() -> None:
+        recorder = processes.recorder(tmp_path / "log", drain_ms=5, segment_min_bytes=segment_bytes)
+        for number in range(60):
+            recorder.returned(processes.call(recorder, number), 1, observable=False)
+        processes.wait_for(lambda: recorder.stats()["calls"] and not recorder._slots.taken)
+        setattr(owner, name, replacement)  # only this child lives to see it
+        for number in range(60, 200):
+            recorder.returned(processes.call(recorder, number), 1, observable=False)
+        recorder.close("exit")
+
+    assert processes.in_child(record) == -signal.SIGKILL or step == "before the tables are made"
+    (left,) = processes.salvaged(tmp_path / "log")
+    assert sorted(left.records["seq"].tolist()) == list(range(200))
+    processes.assert_whole(left.records)
+    assert left.stats["calls"] == 200
+    assert not processes.rings(tmp_path / "log")
+
+
+def test_killed_while_the_ring_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shm = tmp_path / "shm"
+    shm.mkdir()
+
+    def record() -> None:
+        ring.os.rename = die  # type: ignore[assignment]
+        processes.recorder(tmp_path / "log", shm=str(shm))
+
+    assert processes.in_child(record) == -signal.SIGKILL
+    assert [path.suffix for path in sorted(shm.iterdir())] == [".jsonl", ".new"]
+    monkeypatch.setattr("commtrace.salvage.STALE_SECONDS", -1)
+    monkeypatch.setenv("COMMTRACE_SHM", str(shm))
+    assert processes.salvaged(tmp_path / "log") == []
+    assert [path.suffix for path in shm.iterdir()] == []
+
+
+def test_killed_within_a_call(tmp_path: Path) -> None:
+    def record() -> None:
+        recorder = processes.recorder(tmp_path / "log", drain_ms=60_000)
+        recorder.returned(processes.call(recorder, 0), 5, observable=True)
+        processes.call(recorder, 1)
+        die()
+
+    assert processes.in_child(record) == -signal.SIGKILL
+    (left,) = processes.salvaged(tmp_path / "log")
+    assert left.records["state"].tolist() == [State.RETURNED, State.BEGUN]
+    assert not left.ended

@@ -1,0 +1,253 @@
+"""Bringing home what killed processes left: exactly, once, and only what is dead and ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import commtrace
+import processes
+from commtrace import ring, salvage, segments
+from commtrace.ring import LeftRing
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Path]:
+    """A log directory, with what its processes leave in memory removed afterwards."""
+    yield tmp_path / "log"
+    processes.clean_shm(tmp_path / "log")
+
+
+def die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave(log: Path, calls: int = 100, rank: int = 0, **settings: object) -> None:
+    """A process that is killed with these calls in its ring."""
+
+    def record() -> None:
+        recorder = processes.recorder(log, rank, drain_ms=60_000, **settings)
+        for number in range(calls):
+            recorder.returned(processes.call(recorder, number), 1, observable=False)
+        die()
+
+    assert processes.in_child(record) == -signal.SIGKILL
+
+
+def assert_all(log: Path, calls: int = 100) -> None:
+    left = processes.read_one(log)
+    assert sorted(left.records["seq"].tolist()) == list(range(calls))
+    processes.assert_whole(left.records)
+    assert [row["records"] for row in left.tables["salvage"]] == [calls]
+    assert left.stats["calls"] == calls
+    assert not processes.rings(log)
+
+
+def test_records_tables_and_counters_come_home(log: Path) -> None:
+    leave(log)
+    (note,) = salvage.salvage(log)
+    assert "100 records of a process that ended early were recovered" in note
+    assert_all(log)
+    assert salvage.salvage(log) == []
+
+
+def test_dropped_calls_are_counted_to_the_moment_of_the_kill(log: Path) -> None:
+    leave(log, 100, ring_records=16)
+    salvage.salvage(log)
+    left = processes.read_one(log)
+    assert len(left.records) == 16
+    assert left.stats["dropped"] == 84
+    assert left.stats["calls"] == 100
+
+
+SALVAGE_STEPS: dict[str, tuple[object, str]] = {
+    "before the segment": (segments.Segment, "__init__"),
+    "before its records": (segments.Segment, "append"),
+    "before it is closed": (segments.Segment, "close"),
+    "before the tables": (salvage, "_complete_tables"),
+    "before the tables are in place": (salvage.os, "replace"),
+    "before the ring is removed": (LeftRing, "remove"),
+}
+
+
+@pytest.mark.parametrize("step", SALVAGE_STEPS)
+def test_a_salvage_that_is_killed_is_repeated(step: str, log: Path) -> None:
+    leave(log)
+    owner, name = SALVAGE_STEPS[step]
+
+    def interrupted() -> None:
+        setattr(owner, name, die)
+        salvage.salvage(log)
+
+    assert processes.in_child(interrupted) == -signal.SIGKILL
+    salvage.salvage(log)
+    assert_all(log)
+
+
+def test_a_full_disk_leaves_everything_where_it_is(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave(log)
+
+    def no_room(fd: int, data: bytes) -> None:
+        os.write(fd, data[:1500])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(segments, "write_all", no_room)
+        (note,) = salvage.salvage(log)
+    assert "No space left on device" in note
+    assert len(processes.rings(log)) == 1
+    salvage.salvage(log)
+    assert_all(log)
+
+
+def test_the_ring_of_a_living_process_is_left_alone(log: Path) -> None:
+    ready, go_on = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        recorder = processes.recorder(log, drain_ms=60_000)
+        processes.call(recorder)
+        os.write(ready[1], b"x")
+        os.read(go_on[0], 1)
+        recorder.close("exit")
+        os._exit(0)
+    os.read(ready[0], 1)
+    assert salvage.salvage(log) == []
+    assert len(processes.rings(log)) == 1
+    os.write(go_on[1], b"x")
+    assert processes.wait_pid(pid) == 0
+    assert len(processes.read_one(log).records) == 1
+
+
+def test_a_process_may_salvage_while_it_records(log: Path) -> None:
+    """A lock does not keep its own process out, and closing any descriptor of the file would give it up."""
+    recorder = processes.recorder(log, drain_ms=60_000)
+    processes.call(recorder, 0)
+    assert salvage.salvage(log) == []
+    assert processes.in_child(lambda: os._exit(len(salvage.salvage(log)))) == 0, "the lock was given up"
+    assert len(processes.rings(log)) == 1
+    recorder.close("stop")
+    left = processes.read_one(log)
+    assert len(left.records) == 1
+    assert "salvage" not in left.tables
+
+
+def test_only_the_directory_that_was_asked_for(log: Path, tmp_path: Path) -> None:
+    leave(log)
+    (tmp_path / "log2").mkdir()
+    assert salvage.salvage(tmp_path / "log2") == []
+    assert salvage.salvage(tmp_path) == []
+    identity = _identity(log)
+    assert len(salvage.salvage(log / identity["run"] / identity["host"])) == 1
+    assert_all(log)
+
+
+def test_a_run_in_a_directory(log: Path) -> None:
+    leave(log)
+    assert len(salvage.salvage(log / _identity(log)["run"])) == 1
+    assert_all(log)
+
+
+def _identity(log: Path) -> dict[str, str]:
+    (path,) = processes.rings(log)
+    with LeftRing(path) as left:
+        return left.identity
+
+
+@pytest.mark.parametrize("name", ["run", "host", "stem"])
+@pytest.mark.parametrize("value", ["../elsewhere", "..", "", "a/b"])
+def test_names_that_lead_elsewhere_are_refused(name: str, value: str, log: Path, tmp_path: Path) -> None:
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    identity = {"directory": str(log), "run": "run", "host": "host", "stem": "rank0-1", "pid": 1, name: value}
+    made = ring.make(16, str(shm), "x-1-00000000", identity)
+    assert made.path is not None
+    ring._mine.clear()
+    os.close(made._fd)
+    assert salvage.salvage(log, shm=str(shm)) == []
+    assert not log.exists()
+
+
+def test_what_is_no_ring_is_left_alone(log: Path, tmp_path: Path) -> None:
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    for number, content in enumerate((b"", b"hello", bytes(20000), b"00000000 {}".ljust(20000), b"x" * 20000)):
+        (shm / f"commtrace-{number}.ring").write_bytes(content)
+    (shm / "commtrace-link.ring").symlink_to(shm / "commtrace-1.ring")
+    os.mkfifo(shm / "commtrace-pipe.ring")
+    log.mkdir()
+    assert salvage.salvage(log, shm=str(shm)) == []
+    assert salvage.salvage(log, shm=str(tmp_path / "nowhere")) == []
+    assert len(list(shm.iterdir())) == 7
+
+
+def test_a_name_that_is_another_processs_by_now(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was killed before it came to make its files; meanwhile another one of that name has."""
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    leave(log, 30)
+    other = processes.recorder(log)
+    for number in range(5):
+        processes.call(other, number)
+    other.close("exit")  # which also brings the dead one home
+
+    found = processes.read_all(log)
+    assert sorted(len(left.records) for left in found) == [5, 30]
+    assert sorted("salvage" in left.tables for left in found) == [False, True]
+    assert all(left.tables["process"][0]["run"] == "slurm-77.0" for left in found)
+
+
+def test_the_tables_in_memory_were_cut(log: Path) -> None:
+    leave(log)
+    (path,) = processes.rings(log)
+    tables = path.with_suffix(".jsonl")
+    tables.write_bytes(tables.read_bytes() + b'{"table": "sites", "id": 1, "fi')
+    salvage.salvage(log)
+    assert_all(log)
+    assert "sites" not in processes.read_one(log).tables
+
+
+def test_the_reader_salvages(log: Path) -> None:
+    leave(log)
+    run = commtrace.open(log)
+    assert len(run.events()) == 100
+    assert any("100 records" in str(note) for note in run.notes)
+
+
+def test_the_command(log: Path) -> None:
+    leave(log, 7)
+    first = processes.run([*COMMAND, "salvage", log])
+    assert first.status == 0
+    assert "7 records" in first.out
+    assert "nothing of" in processes.run([*COMMAND, "salvage", log]).out
+    assert_all(log, 7)
+
+
+COMMAND = [processes.sys.executable, "-c", "import sys; from commtrace.cli import main; sys.exit(main())"]
+
+
+def test_what_was_written_already_is_known_by_its_call(log: Path) -> None:
+    """A record may have changed in memory since it was written: a call that was in flight then has come back."""
+    written: list[np.void] = []
+
+    def record() -> None:
+        recorder = processes.recorder(log, drain_ms=60_000)
+        slots = [processes.call(recorder, number) for number in range(3)]
+        recorder._slots.release = lambda _: [recorder.returned(slot, 9, observable=True) for slot in slots] and die()  # type: ignore[assignment,method-assign]
+        recorder.close("exit")
+
+    assert processes.in_child(record) == -signal.SIGKILL
+    salvage.salvage(log)
+    left = processes.read_one(log)
+    assert sorted(left.records["seq"].tolist()) == [0, 1, 2]
+    assert json.loads(json.dumps(left.tables["salvage"][0]))["records"] == 0
+    assert written == []
+
+
+ANY: Callable[..., object] = die
