@@ -183,5 +183,6 @@ def _remove_unfinished(folder: str) -> None:
         try:
             if time.time() - path.stat().st_mtime > STALE_SECONDS:
                 path.unlink()
+                path.with_suffix(".jsonl").unlink(missing_ok=True)
         except OSError:
             continue

@@ -82,7 +82,7 @@ def test_survivor_brings_home_what_the_dead_left(nursery: Nursery, tmp_path: Pat
 
 
 def die(*_: object, **__: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+    signal.raise_signal(signal.SIGKILL)
 
 
 def half_a_write(fd: int, data: bytes) -> None:

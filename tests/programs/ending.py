@@ -1,0 +1,45 @@
+"""Makes five calls and ends: ending.py HOW."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+how = sys.argv[1]
+dist.init_process_group("gloo")
+for _ in range(5):
+    dist.all_reduce(torch.ones(4))
+if how == "exit":
+    sys.exit(3)
+elif how == "raise":
+    raise KeyError("of the program")
+elif how == "os._exit":
+    os._exit(4)
+elif how == "SIGTERM":
+    signal.raise_signal(signal.SIGTERM)
+elif how == "SIGINT":
+    signal.raise_signal(signal.SIGINT)
+elif how == "abort":
+    os.abort()
+elif how == "handled SIGTERM":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+    signal.raise_signal(signal.SIGTERM)
+elif how == "exec":
+    os.execv("/bin/sh", ["sh", "-c", "exit 6"])
+elif how == "thread":
+    # Ends after the main thread, before exit handlers: its call is recorded.
+    threading.Thread(target=lambda: (time.sleep(0.2), dist.all_reduce(torch.ones(4)))).start()
+elif how == "busy daemon":
+
+    def busy() -> None:
+        while True:
+            dist.all_reduce(torch.ones(4))
+
+    threading.Thread(target=busy, daemon=True).start()
+    time.sleep(0.2)

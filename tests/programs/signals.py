@@ -1,0 +1,48 @@
+"""Calls that signals interrupt, with handlers that communicate, or that raise: signals.py KIND."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+
+class Alarm(Exception):
+    """What the handler raises."""
+
+
+handled = 0
+
+
+def communicate(number: int, frame: FrameType | None) -> None:
+    """As a program that tells the others that it was told to stop."""
+    global handled
+    dist.all_reduce(torch.ones(2))
+    handled += 1
+
+
+def complain(number: int, frame: FrameType | None) -> None:
+    """As a program with a time limit."""
+    global handled
+    handled += 1
+    raise Alarm
+
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(4))
+signal.signal(signal.SIGALRM, communicate if sys.argv[1] == "communicate" else complain)
+signal.setitimer(signal.ITIMER_REAL, 0.001, 0.0013)
+calls = caught = 0
+deadline = time.monotonic() + 2
+while time.monotonic() < deadline:
+    try:
+        dist.all_reduce(torch.ones(4))
+        calls += 1
+    except Alarm:
+        caught += 1
+signal.setitimer(signal.ITIMER_REAL, 0)
+print(calls, handled, caught, flush=True)

@@ -1,0 +1,318 @@
+"""Whatever goes wrong with the log, training goes on with the same results, and what is lost is counted."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import processes
+from commtrace import log_writer, segments
+from commtrace.schema import Clock, State
+from processes import Left, Nursery
+
+CALLS = 2 * 20 + 1  # of training.py with 20 steps
+
+
+@pytest.fixture(scope="module")
+def losses(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What the training prints when it is not traced."""
+    statuses, outputs = nursery.run("training", tmp_path_factory.mktemp("untraced") / "log", 20, traced=False)
+    assert statuses == [0, 0]
+    assert outputs[0].count("loss") == 20
+    return outputs
+
+
+def train(nursery: Nursery, losses: list[str], log: Path, *arguments: object, **settings: object) -> list[Left]:
+    """What a training left that was traced, after it has been compared with the one that was not."""
+    statuses, outputs = nursery.run("training", log, 20, *arguments, **settings)
+    assert statuses == [0, 0], outputs
+    printed = ["".join(line for line in output.splitlines(True) if line.startswith("loss")) for output in outputs]
+    assert printed == losses
+    assert not processes.rings(log)
+    return processes.read_all(log)
+
+
+def assert_accounted(left: Left) -> None:
+    """Every call is in the log or in one of the counters."""
+    stats = left.stats
+    assert stats["calls"] == len(left.records) + stats["dropped"] + stats["removed"] + stats["lost"]
+
+
+def test_nothing_is_lost_when_nothing_goes_wrong(nursery: Nursery, losses: list[str], tmp_path: Path) -> None:
+    for left in train(nursery, losses, tmp_path / "log"):
+        assert len(left.records) == left.stats["calls"] == CALLS
+        assert set(left.records["state"]) == {State.COMPLETE}
+        assert [left.stats[name] for name in ("dropped", "removed", "lost", "hook_errors", "write_errors")] == [0] * 5
+        assert left.tables["end"][0]["reason"] == "exit"
+
+
+@pytest.mark.parametrize(
+    ("fault", "records", "errors"),
+    [("site", 0, CALLS), ("begin", 0, CALLS), ("returned", CALLS, CALLS), ("ended", CALLS, CALLS), ("drain", CALLS, 1)],
+)
+def test_an_error_in_a_hook_is_counted(
+    fault: str, records: int, errors: int, nursery: Nursery, losses: list[str], tmp_path: Path
+) -> None:
+    for left in train(nursery, losses, tmp_path / "log", fault):
+        assert len(left.records) == records
+        assert left.stats["hook_errors"] >= errors if fault == "drain" else left.stats["hook_errors"] == errors
+        assert "ValueError: injected" in left.stats["first_error"]
+        assert left.ended
+
+
+def test_a_full_ring_drops_the_newest_and_counts(nursery: Nursery, losses: list[str], tmp_path: Path) -> None:
+    for left in train(nursery, losses, tmp_path / "log", ring_records=16, drain_ms=60_000):
+        assert left.stats["dropped"] == CALLS - 16
+        assert left.stats["calls"] == CALLS
+        assert sorted(left.records["seq"].tolist()) == list(range(16))
+
+
+def test_the_directory_is_removed_while_it_is_written(nursery: Nursery, losses: list[str], tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    for left in train(nursery, losses, log, "removed", log, drain_ms=10):
+        assert_accounted(left)
+        assert left.stats["calls"] == CALLS + 1
+        assert left.stats["lost"] >= 10
+        assert left.stats["write_errors"] >= 1
+        # The tables are whole again: what records refer to is there.
+        assert set(left.records["kind"]) <= {row["id"] for row in left.tables["kinds"]}
+        assert "process" in left.tables
+        assert left.ended
+
+
+def test_no_shared_memory(nursery: Nursery, losses: list[str], tmp_path: Path) -> None:
+    for left in train(nursery, losses, tmp_path / "log", shm="/nonexistent"):
+        assert len(left.records) == CALLS
+        assert left.ended
+
+
+def test_shared_memory_is_full(small_disk: Path, tmp_path: Path) -> None:
+    recorder = processes.recorder(tmp_path / "log", shm=str(small_disk))
+    for number in range(50):
+        processes.call(recorder, number)
+    recorder.close("stop")
+    assert len(processes.read_one(tmp_path / "log").records) == 50
+    assert list(small_disk.iterdir()) == []
+
+
+def test_shared_memory_fills_up_later(small_disk: Path, tmp_path: Path) -> None:
+    recorder = processes.recorder(tmp_path / "log", shm=str(small_disk), ring_records=512)
+    assert recorder.ring.path is not None
+    for number in range(2000):  # 100 kB of table lines, and a disk of 128 kB
+        recorder.tables.number("sites", number, lambda: {"file": "x" * 20, "line": 1, "function": "f"})
+    processes.call(recorder, 5)
+    recorder.close("stop")
+    left = processes.read_one(tmp_path / "log")
+    assert len(left.tables["sites"]) == 2000
+    assert len(left.records) == 1
+
+
+# ---- a full disk -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 128 KiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"commtrace", str(path).encode(), b"tmpfs", 0, b"size=128k"):
+        pytest.skip(f"may not mount a disk: {os.strerror(ctypes.get_errno())}")
+    yield path
+    assert libc.umount2(str(path).encode(), 2) == 0
+
+
+@pytest.fixture
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that tries again at once."""
+    monkeypatch.setattr(log_writer, "RETRY_SECONDS", 0.02)
+
+
+@pytest.mark.usefixtures("hurry")
+def test_a_full_disk_and_then_room_again(small_disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(60_000))
+    recorder = processes.recorder(small_disk / "log", drain_ms=2, segment_min_bytes=16384)
+    for number in range(3000):
+        recorder.returned(processes.call(recorder, number), 1, observable=False)
+    processes.wait_for(lambda: recorder.stats()["write_errors"] > 3)
+    assert 0 < len(processes.read_one(small_disk / "log").records) < 3000
+    assert recorder.stats()["calls"] == 3000
+
+    os.unlink(ballast)
+    os.truncate(small_disk, 0) if False else None
+    processes.wait_for(lambda: len(processes.read_one(small_disk / "log").records) > 700)
+    for path in (small_disk / "log").glob("*/*/*.npy"):
+        path.unlink()  # what does not fit must go, and is then counted
+    recorder.close("stop")
+    said = capfd.readouterr().err
+    assert said.count("cannot write the log: No space left on device") == 1
+    processes.clean_shm(small_disk / "log")
+
+
+class ShortDisk:
+    """A disk that takes so many bytes; the write that meets its end is cut, as real ones are."""
+
+    def __init__(self, room: int, error: int = errno.ENOSPC) -> None:
+        self.room, self.error = room, error
+
+    def write(self, fd: int, data: bytes) -> None:
+        taken = min(len(data), self.room)
+        self.room -= taken
+        os.write(fd, data[:taken])
+        if taken < len(data):
+            raise OSError(self.error, os.strerror(self.error))
+
+
+@pytest.mark.usefixtures("hurry")
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("room", [0, 500, 2000, 5000, 30_000])
+def test_errors_of_the_disk_lose_nothing_that_fits_later(
+    room: int, error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = ShortDisk(room, error)
+    for module in (log_writer, segments):
+        monkeypatch.setattr(module, "write_all", disk.write)
+    recorder = processes.recorder(tmp_path / "log", drain_ms=2, segment_min_bytes=8192)
+    for number in range(1000):
+        recorder.returned(processes.call(recorder, number), 1, observable=False)
+    processes.wait_for(lambda: recorder.stats()["write_errors"])
+    disk.room = 1 << 30
+    recorder.close("stop")
+    left = processes.read_one(tmp_path / "log")
+    assert sorted(left.records["seq"].tolist()) == list(range(1000))
+    processes.assert_whole(left.records)
+    assert left.stats["calls"] == 1000
+    assert left.stats["write_errors"] > 0
+    assert os.strerror(error) in left.stats["last_write_error"]
+    assert left.ended
+    assert not processes.rings(tmp_path / "log")
+
+
+@pytest.mark.usefixtures("hurry")
+def test_a_disk_that_stays_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    disk = ShortDisk(20_000)
+    with monkeypatch.context() as patched:
+        for module in (log_writer, segments):
+            patched.setattr(module, "write_all", disk.write)
+        recorder = processes.recorder(tmp_path / "log", drain_ms=2, ring_records=256)
+        for number in range(1000):
+            processes.call(recorder, number)
+        recorder.close("stop")
+    said = capfd.readouterr().err
+    assert "cannot write the log" in said
+    assert "calls could not be written" in said
+    assert "commtrace salvage" in said
+
+    ring = processes.rings(tmp_path / "log")
+    assert len(ring) == 1
+    # The process lives on, and its ring with it; another process takes it over when it has ended.
+    os.close(recorder.ring._fd)
+    from commtrace import ring as rings
+
+    rings._mine.clear()
+    (left,) = processes.salvaged(tmp_path / "log")
+    assert_accounted(left)
+    assert left.stats["calls"] == 1000
+    assert left.stats["dropped"] == 1000 - 256
+    assert len(left.records) == 256
+
+
+def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
+    def record() -> None:
+        recorder = processes.recorder(tmp_path / "log", drain_ms=2, shm="/nonexistent", segment_min_bytes=1 << 20)
+        log_writer.RETRY_SECONDS = 0.01  # type: ignore[misc]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        for number in range(1000):
+            recorder.returned(processes.call(recorder, number), 1, observable=False)
+        processes.wait_for(lambda: recorder.stats()["write_errors"])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        recorder.close("stop")
+
+    assert processes.in_child(record) == 0
+    left = processes.read_one(tmp_path / "log")
+    assert sorted(left.records["seq"].tolist()) == list(range(1000))
+    assert "File too large" in left.stats["last_write_error"]
+
+
+# ---- removed and moved -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def watchful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that looks after its files all the time."""
+    monkeypatch.setattr(log_writer, "LOOK_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("watchful")
+@pytest.mark.parametrize("what", ["everything", "tables", "open segment", "closed segments", "moved"])
+def test_files_that_disappear(what: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    recorder = processes.recorder(log, drain_ms=2, segment_min_bytes=4096)
+    _record(recorder, range(200))
+    _make_disappear(what, log)
+    _record(recorder, range(200, 400))
+    recorder.close("stop")
+
+    left = processes.read_one(log)
+    processes.assert_whole(left.records)
+    assert left.tables["process"][0]["rank"] == 0
+    assert left.stats["calls"] == 400
+    assert left.ended
+    if what != "closed segments":  # which are not looked at while the others are there
+        assert_accounted(left)
+    if what == "tables":
+        assert left.stats["lost"] == 0
+    assert set(range(200, 400)) <= set(left.records["seq"].tolist())
+
+
+def _record(recorder: processes.Recorder, numbers: range) -> None:
+    for number in numbers:
+        recorder.returned(processes.call(recorder, number), 1, observable=False)
+    processes.wait_for(lambda: not recorder._slots.taken)
+
+
+def _make_disappear(what: str, log: Path) -> None:
+    (folder,) = log.glob("*/*")
+    if what == "moved":
+        log.rename(log.with_name("elsewhere"))
+        return
+    patterns = {"everything": "*", "tables": "*.jsonl", "open segment": "*.open", "closed segments": "*.npy"}
+    for path in folder.glob(patterns[what]):
+        path.unlink()
+    if what == "everything":
+        for empty in (folder, folder.parent, log):
+            empty.rmdir()
+
+
+# ---- calls that never end, or end late ---------------------------------------------------------------------------------
+
+
+def test_calls_that_nobody_waits_for_make_room_for_others(tmp_path: Path) -> None:
+    recorder = processes.recorder(tmp_path / "log", ring_records=64, drain_ms=1)
+    handles = []
+    for number in range(500):
+        processes.wait_for(lambda: recorder._free)
+        handles.append(recorder.returned(processes.call(recorder, number), 1, observable=True))
+    for handle in handles:  # most of them too late: their records have left, and others are in their places
+        assert handle is not None
+        recorder.ended(handle, 7, 9, Clock.WAIT)
+    recorder.close("stop")
+    left = processes.read_one(tmp_path / "log")
+    assert left.stats["dropped"] == 0
+    assert sorted(left.records["seq"].tolist()) == list(range(500))
+    processes.assert_whole(left.records)
+    complete = left.records["state"] == State.COMPLETE
+    assert set(left.records["state"][~complete]) == {State.RETURNED}
+    assert (left.records["t_end"] == np.where(complete, 9, 0)).all()
+    assert 0 < np.count_nonzero(complete) <= 64
+    assert left.records["seq"][complete].min() > left.records["seq"][~complete].max() - 64
