@@ -32,6 +32,11 @@ class Progress:
         self._finished = True
         self._by_program = False
 
+    @property
+    def between_steps(self) -> bool:
+        """The next activity begins a step."""
+        return self._finished and not self._by_program
+
     def activity(self) -> None:
         """Something that only happens in a training step happens now."""
         if self._finished and not self._by_program:

@@ -258,6 +258,10 @@ class Ranks:
         assert None not in statuses, f"no end after {limit} s\n{self.output(0)}\n{self.output(1)}"
         return [status for status in statuses if status is not None]
 
+    def ended(self) -> bool:
+        """None of them runs any more."""
+        return all(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z" for pid in self.pids)
+
     def output(self, rank: int) -> str:
         """What a rank wrote, to both of its streams."""
         path = self._output / f"output{rank}"

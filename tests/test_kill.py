@@ -78,6 +78,32 @@ def test_survivor_brings_home_what_the_dead_left(nursery: Nursery, tmp_path: Pat
     assert dead.tables["salvage"][0]["records"] == len(dead.records)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_training_killed_at_a_random_moment(seed: int, nursery: Nursery, tmp_path: Path) -> None:
+    """All ranks of a transformer's training; every collective of a group is in both logs, but for the last few."""
+    pytest.importorskip("yaml")
+    log = tmp_path / "log"
+    ranks = nursery.start("gpt_neox", log, "tiny", "--engine", "ddp", "--train-iters", 100_000)
+    processes.wait_for(lambda: len(list(log.glob("*/*/*.jsonl"))) == 2 or ranks.ended(), 60)
+    time.sleep(random.Random(seed).uniform(0, 1))
+    ranks.kill(0, 1)
+    assert ranks.wait() == [-signal.SIGKILL] * 2, ranks.output(0)
+
+    found = processes.salvaged(log)
+    assert [left.ended for left in found] == [False, False]
+    for left in found:
+        calls = left.records
+        assert len(calls) == left.stats["calls"] == len(np.unique(calls["t_begin"])) > 0
+        assert left.stats["hook_errors"] == 0
+        for group in np.unique(calls["group"]):
+            numbers = np.sort(calls["seq"][calls["group"] == group])
+            assert (np.diff(numbers) == 1).all(), "a call is missing"
+        assert set(calls["kind"]) <= {row["id"] for row in left.tables["kinds"]}
+        assert set(calls["site"]) <= {row["id"] for row in left.tables["sites"]}
+    assert abs(len(found[0].records) - len(found[1].records)) < 50
+    assert not processes.rings(log)
+
+
 # ---- killed between any two steps of the way to the disk ----------------------------------------------------------------
 
 

@@ -30,8 +30,6 @@ def inject(name: str, argument: str) -> Callable[[int], None]:
         CallSites.find = fail  # type: ignore[method-assign]
     elif name == "begin":
         Recorder.begin = fail  # type: ignore[method-assign]
-    elif name == "returned":
-        Recorder.returned = fail  # type: ignore[method-assign]
     elif name == "ended":
         Recorder.ended = fail  # type: ignore[method-assign]
     elif name == "drain":
