@@ -30,7 +30,7 @@ def _code(handler: Any) -> CodeType | None:
         handler = handler.func
     function = getattr(handler, "__func__", handler)
     if not hasattr(function, "__code__"):
-        function = getattr(type(handler), "__call__", None)
+        function = vars(type(handler)).get("__call__")
     code = getattr(function, "__code__", None)
     return code if isinstance(code, CodeType) else None
 

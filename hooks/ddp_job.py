@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-import torch.distributed as dist
+import torch.distributed
 
 from .model_facts import buffers, known, parameters
 
@@ -24,7 +25,7 @@ def describe(replica: Any) -> dict[str, Any]:
     return {
         "source": "ddp",
         "engine": type(replica).__name__,
-        **known({name: lambda name=name: getattr(replica, name) for name in _SETTINGS}),
+        **known({name: functools.partial(getattr, replica, name) for name in _SETTINGS}),
         **known(
             {
                 "data_parallel_size": lambda: replica.process_group.size(),
@@ -43,8 +44,8 @@ def describe(replica: Any) -> dict[str, Any]:
 
 def _first_bucket(replica: Any) -> int:
     """Smaller than the others only where the program leaves their size to DDP."""
-    size = dist._DEFAULT_FIRST_BUCKET_BYTES if replica.bucket_bytes_cap_default else replica.bucket_bytes_cap
-    return int(size)
+    dist: Any = torch.distributed
+    return int(dist._DEFAULT_FIRST_BUCKET_BYTES if replica.bucket_bytes_cap_default else replica.bucket_bytes_cap)
 
 
 def _sizes(text: str) -> list[int]:

@@ -45,7 +45,7 @@ class Arguments(NamedTuple):
 
     def size(self, position: int) -> int:
         """Bytes of an argument that is a tensor."""
-        return math.prod(self.dims[position]) * ITEM_SIZES[self.types[position]]
+        return int(math.prod(self.dims[position])) * ITEM_SIZES[self.types[position]]
 
     def list_size(self, position: int) -> int:
         """Bytes of one that is a list of tensors."""
@@ -54,7 +54,7 @@ class Arguments(NamedTuple):
 
     def nested_size(self, position: int) -> int:
         """Bytes of one that is a list of lists, of which the Chrome trace says nothing."""
-        return sum(count * item_size for parts in self.tensors[position] for *_, count, item_size, _ in parts)
+        return sum(int(count * item_size) for parts in self.tensors[position] for *_, count, item_size, _ in parts)
 
 
 Sizes = tuple[int, int]

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import pytest
-
 import processes
+import pytest
+from processes import Left
+from ranks import Nursery
+
 from commtrace import log_writer, segments
 from commtrace.schema import Clock, State
-from processes import Left, Nursery
 
 CALLS = 2 * 20 + 1  # of training.py with 20 steps
 
@@ -114,7 +115,7 @@ def test_shared_memory_fills_up_later(small_disk: Path, tmp_path: Path) -> None:
     assert len(left.records) == 1
 
 
-# ---- a full disk -------------------------------------------------------------------------------------------------------
+# ---- a full disk -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -240,7 +241,7 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
     assert "File too large" in left.stats["last_write_error"]
 
 
-# ---- removed and moved -------------------------------------------------------------------------------------------------
+# ---- removed and moved -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -291,7 +292,7 @@ def _make_disappear(what: str, log: Path) -> None:
             empty.rmdir()
 
 
-# ---- calls that never end, or end late ---------------------------------------------------------------------------------
+# ---- calls that never end, or end late -------------------------------------------------------------------------------
 
 
 def test_calls_that_nobody_waits_for_make_room_for_others(tmp_path: Path) -> None:

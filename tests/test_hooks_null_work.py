@@ -40,7 +40,7 @@ def ran() -> dict[str, tuple[list[Call], object]]:
     """Name of the case -> (its calls, what it told)."""
     _folders.append(tempfile.TemporaryDirectory())
     folder = Path(_folders[-1].name)
-    command = [sys.executable, FOLDER / "null_work.py", folder, build_folder()]
+    command: list[str | Path] = [sys.executable, FOLDER / "null_work.py", folder, build_folder()]
     result = processes.run(command, limit=240, COMMTRACE=folder / "log")
     assert result.status == 0, result.err[-8000:]
     (log,) = logs(folder / "log")

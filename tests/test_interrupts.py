@@ -13,7 +13,7 @@ import pytest
 from commtrace.interrupts import let_through
 
 
-class Alarm(Exception):
+class AlarmError(Exception):
     """What handlers raise."""
 
 
@@ -21,18 +21,18 @@ class Handlers:
     """Handlers of the kinds that programs have."""
 
     def method(self, *_: object) -> None:
-        raise Alarm
+        raise AlarmError
 
     @staticmethod
     def static(*_: object) -> None:
-        raise Alarm
+        raise AlarmError
 
     def __call__(self, *_: object) -> None:
         self.method()
 
 
 def function(*_: object) -> None:
-    raise Alarm
+    raise AlarmError
 
 
 KINDS: dict[str, Callable[..., Any]] = {
@@ -62,13 +62,13 @@ def guarded(work: Callable[[], object]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_handlers_exception_goes_on(kind: str) -> None:
     signal.signal(signal.SIGUSR1, KINDS[kind])
-    with pytest.raises(Alarm):
+    with pytest.raises(AlarmError):
         guarded(lambda: signal.raise_signal(signal.SIGUSR1))
 
 
 def test_a_fault_of_ours_does_not() -> None:
     signal.signal(signal.SIGUSR1, KINDS["method"])
-    guarded(lambda: {}["missing"])
+    guarded(lambda: int("x"))
     let_through()
 
 
@@ -79,7 +79,7 @@ def test_in_another_thread_there_are_no_handlers() -> None:
     def work() -> None:
         try:
             guarded(function)
-        except Alarm as error:
+        except AlarmError as error:
             raised.append(error)
 
     thread = threading.Thread(target=work)

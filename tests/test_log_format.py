@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ranks import Nursery
 
 from commtrace import schema
 from commtrace.schema import RECORD
-from processes import Nursery
 
 PAGE = (Path(__file__).parents[1] / "docs" / "log-format.md").read_text()
 
@@ -113,7 +113,7 @@ def test_the_names_of_files(log: Path) -> None:
 
 
 def test_the_tables_and_their_keys(page: dict[str, Any], log: Path) -> None:
-    """Each table that a program wrote is on the page with exactly the keys that its rows have, and the other way round."""
+    """Each table that a program wrote is on the page, with exactly the keys that its rows have."""
     described = {name.strip("`"): keys for name, keys in table("`table`")}
     tables = functools.reduce(operator.or_, (page["read_process"](path)[0] for path in log.glob("*/*/*.jsonl")))
     assert set(tables) == {"process", "kinds", "groups", "sites", "stats", "clock", "end"} | set(tables) & {"roles"}

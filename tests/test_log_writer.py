@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from commtrace import log_writer, segments
+from commtrace import log_writer
 from commtrace.log_writer import LogWriter
+from commtrace.ring import Records
 from commtrace.schema import RECORD
-from commtrace.segments import EMPTY
+from commtrace.segments import EMPTY, unlinked
 from commtrace.settings import Settings
 
 LINES = [b'{"table": "process"}\n', b'{"table": "kinds", "id": 1}\n']
@@ -22,7 +25,7 @@ def writer(tmp_path: Path) -> LogWriter:
     return LogWriter(tmp_path / "run" / "host", "rank00000-7", Settings(str(tmp_path)))
 
 
-def some(count: int) -> segments.Records:
+def some(count: int) -> Records:
     return np.ones(count, RECORD)
 
 
@@ -72,7 +75,7 @@ def test_after_an_error_the_store_is_left_in_peace_for_a_while(
 def test_files_are_looked_after_from_time_to_time_only(writer: LogWriter, monkeypatch: pytest.MonkeyPatch) -> None:
     """On shared storage each look is a request to a server."""
     looks: list[int] = []
-    original = log_writer.unlinked
+    original = unlinked
     monkeypatch.setattr(log_writer, "unlinked", lambda fd: looks.append(fd) or original(fd))  # type: ignore[func-returns-value]
     for count in range(1, 50):
         assert writer.write(LINES * count, some(1)) == 1
@@ -85,7 +88,7 @@ def test_a_handle_that_its_server_has_forgotten(writer: LogWriter, monkeypatch: 
     for path in writer.folder.iterdir():
         path.unlink()
     with monkeypatch.context() as patched:
-        patched.setattr(segments.os, "fstat", _stale)
+        patched.setattr(os, "fstat", stale_once())
         assert writer.write(LINES, EMPTY) == 0
     writer.retry()
     assert writer.write(LINES, some(2)) == 2
@@ -94,8 +97,17 @@ def test_a_handle_that_its_server_has_forgotten(writer: LogWriter, monkeypatch: 
     assert (writer.folder / "rank00000-7.jsonl").read_bytes() == b"".join(LINES)
 
 
-def _stale(fd: int) -> os.stat_result:
-    raise OSError(116, "Stale file handle")
+def stale_once() -> Callable[[int], os.stat_result]:
+    calls: list[int] = []
+    original = os.fstat
+
+    def fstat(fd: int) -> os.stat_result:
+        calls.append(fd)
+        if len(calls) == 1:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return original(fd)
+
+    return fstat
 
 
 def test_a_name_that_is_taken(tmp_path: Path) -> None:

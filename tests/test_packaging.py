@@ -11,10 +11,10 @@ import zipfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-
-import pytest
+from typing import Any
 
 import processes
+import pytest
 from processes import Result
 
 ROOT = Path(__file__).parents[1]
@@ -81,7 +81,7 @@ class Environment:
     def install(self, wheel: Path) -> None:
         self.pip("install", "--no-deps", "--no-index", "--no-compile", wheel)
 
-    def run(self, code: str = STATE, cwd: Path | None = None, **variables: object) -> Result:
+    def run(self, code: str = STATE, cwd: Path | None = None, **variables: Any) -> Result:
         return processes.run([self.python, "-c", code], cwd=cwd, **variables)
 
 

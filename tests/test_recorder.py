@@ -12,10 +12,11 @@ import time
 from pathlib import Path
 
 import numpy as np
+import processes
 import pytest
 
-import processes
-from commtrace import drain
+from commtrace.log_writer import LogWriter
+from commtrace.recorder import Call
 from commtrace.schema import Clock, State
 
 
@@ -83,7 +84,7 @@ def test_threads_under_a_fast_drain(tmp_path: Path) -> None:
     """Eight threads begin, return and end calls, each the calls of another one, while the ring is emptied."""
     recorder = processes.recorder(tmp_path, ring_records=4096, drain_ms=1, segment_min_bytes=4096)
     threads, each = 8, 4000
-    handed_on: list[list[object]] = [[] for _ in range(threads)]
+    handed_on: list[list[tuple[Call, int]]] = [[] for _ in range(threads)]
     numbers = itertools.count()
 
     def hammer(index: int) -> None:
@@ -95,7 +96,7 @@ def test_threads_under_a_fast_drain(tmp_path: Path) -> None:
             if call is not None:
                 handed_on[(index + 1) % threads].append((call, number))
             if handed_on[index]:
-                other, other_number = handed_on[index].pop(0)  # type: ignore[misc]
+                other, other_number = handed_on[index].pop(0)
                 recorder.ended(other, other_number + 2, other_number + 3, Clock.FUTURE)
 
     running = [threading.Thread(target=hammer, args=(index,)) for index in range(threads)]
@@ -165,11 +166,11 @@ def test_calls_of_other_threads_while_it_ends(tmp_path: Path) -> None:
 def test_hook_errors_are_counted_and_the_first_is_kept(tmp_path: Path) -> None:
     recorder = processes.recorder(tmp_path)
 
-    class Unprintable(Exception):
+    class UnprintableError(Exception):
         def __str__(self) -> str:
             raise RuntimeError
 
-    for error in (KeyError("first"), ValueError("second"), Unprintable()):
+    for error in (KeyError("first"), ValueError("second"), UnprintableError()):
         try:
             raise error
         except Exception:
@@ -211,7 +212,7 @@ def test_a_store_that_hangs_does_not_keep_the_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     go_on = threading.Event()
-    monkeypatch.setattr(drain.LogWriter, "write", lambda *_: go_on.wait() and 0)
+    monkeypatch.setattr(LogWriter, "write", lambda *_: go_on.wait() and 0)
     recorder = processes.recorder(tmp_path, exit_seconds=0.05, drain_ms=1)
     processes.call(recorder, 0)
     begin = time.monotonic()
@@ -244,7 +245,7 @@ def test_a_recorder_that_cannot_begin_leaves_nothing(tmp_path: Path, monkeypatch
         raise RuntimeError("can't start new thread")
 
     before = descriptors()
-    monkeypatch.setattr(drain.threading.Thread, "start", fail)
+    monkeypatch.setattr(threading.Thread, "start", fail)
     with pytest.raises(RuntimeError):
         processes.recorder(tmp_path)
     assert not processes.rings(tmp_path)

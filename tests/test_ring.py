@@ -7,9 +7,9 @@ import signal
 import time
 from pathlib import Path
 
+import processes
 import pytest
 
-import processes
 from commtrace import ring
 from commtrace.ring import LeftRing, Ring
 
@@ -101,7 +101,7 @@ def test_no_room_for_the_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         raise OSError(28, "No space left on device")
 
     before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(ring.os, "posix_fallocate", no_room)
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
     made = ring.make(16, str(tmp_path), "1-2-3", IDENTITY)
     assert made.path is None
     assert list(tmp_path.iterdir()) == []
@@ -164,7 +164,7 @@ def test_a_short_write_of_a_table_line_ends_the_copy(tmp_path: Path, monkeypatch
     made.keep_table_line(b"one\n")
     with monkeypatch.context() as patched:
         original = os.write
-        patched.setattr(ring.os, "write", lambda fd, data: original(fd, data[:2]))
+        patched.setattr(os, "write", lambda fd, data: original(fd, data[:2]))
         made.keep_table_line(b"two\n")
     made.keep_table_line(b"three\n")
     with LeftRing(dead(made)) as left:

@@ -8,12 +8,13 @@ import signal
 import sys
 import venv
 from pathlib import Path
-
-import pytest
+from typing import Any
 
 import processes
-from commtrace.commands import run
+import pytest
 from processes import Result
+
+from commtrace.commands import run
 
 ROOT = Path(__file__).parents[1]
 MAIN = "import sys; from commtrace.cli import main; sys.exit(main())"
@@ -23,7 +24,7 @@ STATE = (
 )
 
 
-def commtrace_run(*arguments: object, cwd: Path, **variables: object) -> Result:
+def commtrace_run(*arguments: object, cwd: Path, **variables: Any) -> Result:
     """With the commtrace that the tests run with."""
     return processes.run([sys.executable, "-c", MAIN, "run", *map(str, arguments)], cwd=cwd, **variables)
 
@@ -54,7 +55,7 @@ def test_status_signals_and_arguments_are_the_programs(tmp_path: Path) -> None:
         (["true"], {"COMMTRACE_DRAIN_MS": "x"}, "COMMTRACE_DRAIN_MS=x"),
     ],
 )
-def test_mistakes_are_one_line(arguments: list[str], variables: dict[str, str], words: str, tmp_path: Path) -> None:
+def test_mistakes_are_one_line(arguments: list[str], variables: dict[str, Any], words: str, tmp_path: Path) -> None:
     result = commtrace_run(*arguments, cwd=tmp_path, **variables)
     assert result.status != 0
     assert words in result.err
@@ -62,7 +63,7 @@ def test_mistakes_are_one_line(arguments: list[str], variables: dict[str, str], 
     assert "Traceback" not in result.err
 
 
-# ---- a module tree that is only on PYTHONPATH --------------------------------------------------------------------------
+# ---- a module tree that is only on PYTHONPATH ------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -87,13 +88,13 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin" / "python"
 
 
-def run_in_tree(python: Path, tree: Path, code: str, *path: Path, cwd: Path, **variables: object) -> Result:
-    command = [python, "-c", MAIN, "run", "--dir", "log", python, "-c", code]
+def run_in_tree(python: Path, tree: Path, code: str, *path: Path, cwd: Path, **variables: Any) -> Result:
+    command: list[str | Path] = [python, "-c", MAIN, "run", "--dir", "log", python, "-c", code]
     return processes.run(command, cwd=cwd, PYTHONPATH=os.pathsep.join(map(str, (tree, *path))), **variables)
 
 
 def test_a_module_tree_is_traced(python: Path, tree: Path, tmp_path: Path) -> None:
-    plain = processes.run([python, "-c", STATE], cwd=tmp_path, PYTHONPATH=tree, COMMTRACE="log")
+    plain = processes.run([str(python), "-c", STATE], cwd=tmp_path, PYTHONPATH=tree, COMMTRACE="log")
     assert plain.out == "False\n", "the variable alone would do, and this test says nothing"
     assert run_in_tree(python, tree, STATE, cwd=tmp_path) == (0, f"{tmp_path / 'log'}\n", "")
     find = "import commtrace.hooks, commtrace.analyses; print(commtrace.hooks.__file__)"
@@ -135,7 +136,7 @@ def test_a_tree_that_is_broken_stops_no_program(python: Path, tree: Path, tmp_pa
     shutil.copytree(tree, broken)
     (broken / "commtrace" / "startup.py").write_text("this is not Python")
     path = os.pathsep.join(map(str, (broken / "commtrace" / "bootstrap", broken)))
-    program = [python, "-c", "print('out'); raise SystemExit(3)"]
+    program: list[str | Path] = [python, "-c", "print('out'); raise SystemExit(3)"]
     result = processes.run(program, cwd=tmp_path, PYTHONPATH=path, COMMTRACE="log")
     assert (result.status, result.out) == (3, "out\n")
     assert result.err.startswith("commtrace: cannot start: ")

@@ -8,15 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import processes
 import pytest
 
-import processes
 from commtrace import segments
+from commtrace.ring import Records
 from commtrace.schema import RECORD
 from commtrace.segments import HEADER_BYTES, Segment, SegmentSeries, read_records
 
 
-def some(count: int, first: int = 0) -> segments.Records:
+def some(count: int, first: int = 0) -> Records:
     """Records that tell their number."""
     records = np.zeros(count, RECORD)
     records["seq"] = np.arange(first, first + count)
@@ -131,6 +132,7 @@ def test_after_an_error_the_rest_is_written_where_it_belongs(
     with pytest.raises(OSError, match="No space"):
         many.append(some(400))
     assert many.written < 400
+    assert all((path.stat().st_size - HEADER_BYTES) % RECORD.itemsize == 0 for path in tmp_path.iterdir())
     many.append(some(400)[many.written :])
     many.close()
     loaded = np.concatenate([np.load(tmp_path / name) for name in names(tmp_path)])
@@ -143,7 +145,7 @@ def test_what_cannot_be_taken_back_is_cut_later(tmp_path: Path, monkeypatch: pyt
     segment.append(some(2))
     with monkeypatch.context() as patched:
         patched.setattr(segments, "write_all", failing(1))
-        patched.setattr(segments.os, "ftruncate", _fail)
+        patched.setattr(os, "ftruncate", _fail)
         with pytest.raises(OSError, match="No space"):
             segment.append(some(5, 2))
     assert (tmp_path / "a.npy.open").stat().st_size > HEADER_BYTES + 2 * 96
@@ -167,7 +169,7 @@ def test_no_descriptor_stays_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             many.append(some(1))
     many.append(some(1))
     with monkeypatch.context() as patched:
-        patched.setattr(segments.os, "pwrite", _fail)
+        patched.setattr(os, "pwrite", _fail)
         with pytest.raises(OSError, match="Input/output"):
             many.close()
     assert len(os.listdir("/proc/self/fd")) == before

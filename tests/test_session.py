@@ -7,15 +7,15 @@ import threading
 from pathlib import Path
 
 import numpy as np
-import pytest
-
 import processes
+import pytest
+from ranks import Nursery
+
 from commtrace import recorder as recorder_module
 from commtrace.identity import Member
 from commtrace.schema import State
 from commtrace.session import Session
 from commtrace.settings import Settings
-from processes import Nursery
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_failures_reach_the_program_unchanged(nursery: Nursery, tmp_path: Path) 
         assert left.ended
 
 
-# ---- beginning ---------------------------------------------------------------------------------------------------------
+# ---- beginning -------------------------------------------------------------------------------------------------------
 
 
 def test_all_threads_get_one_recorder(tmp_path: Path) -> None:

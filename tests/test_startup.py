@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
+from processes import python
+from ranks import Nursery
 
 import commtrace
-import processes
 from commtrace import startup
 from commtrace.session import session
-from processes import Nursery, python
 
 # Standard modules that cost milliseconds, and others' libraries.
 HEAVY = ("numpy", "torch", "pandas", "rich", "dataclasses", "inspect", "json", "mmap", "socket", "logging", "asyncio")
@@ -24,14 +25,15 @@ SHOW = (
 
 @pytest.mark.parametrize("value", [None, "", "0"])
 def test_off_nothing_of_it_is_imported(value: str | None, tmp_path: Path) -> None:
-    result = python(SHOW, cwd=tmp_path, **({} if value is None else {"COMMTRACE": value}))
+    variables: dict[str, Any] = {} if value is None else {"COMMTRACE": value}
+    result = python(SHOW, cwd=tmp_path, **variables)
     assert result == (0, "[]\nFalse\n", "")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_on_little_is_imported_and_nothing_written(tmp_path: Path) -> None:
     # Not the interpreter that has the tests' libraries in its start-up files, which import this and that themselves.
-    code = "import sys; sys.path[:0] = [%r]; import commtrace.startup; " % str(Path(commtrace.__file__).parents[1])
+    code = f"import sys; sys.path[:0] = [{str(Path(commtrace.__file__).parents[1])!r}]; import commtrace.startup; "
     result = processes.run([sys.executable, "-S", "-c", code + SHOW], COMMTRACE=tmp_path / "log", cwd=tmp_path)
     assert result == (0, "[]\nTrue\n", "")
     assert list(tmp_path.iterdir()) == []
@@ -62,8 +64,11 @@ def test_processes_that_never_communicate_leave_nothing(tmp_path: Path) -> None:
         ({"COMMTRACE": "/dev/null/below"}, ["COMMTRACE=/dev/null/below", "not a directory"]),
     ],
 )
-def test_wrong_settings_are_one_line(variables: dict[str, str], words: list[str], tmp_path: Path) -> None:
-    code = "import commtrace, sys; print('out'); from commtrace.session import session; sys.exit(7 if session.settings is None else 8)"
+def test_wrong_settings_are_one_line(variables: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+    code = (
+        "import sys; from commtrace.session import session\n"
+        "print('out'); sys.exit(7 if session.settings is None else 8)"
+    )
     result = python(code, cwd=tmp_path, **variables)
     assert result.status == 7
     assert result.out == "out\n"
@@ -116,7 +121,7 @@ def test_a_recorder_that_cannot_begin(tmp_path: Path) -> None:
     assert result.err == "commtrace: cannot record: RuntimeError: no store. The program goes on untraced.\n"
 
 
-# ---- following imports -------------------------------------------------------------------------------------------------
+# ---- following imports -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -162,8 +167,9 @@ def test_a_hook_is_put_in_when_its_library_is_complete(libraries: Path) -> None:
 def test_a_library_keeps_its_loader(libraries: Path) -> None:
     commtrace.start(libraries / "log")
     module = __import__("lib_a")
-    assert type(module.__spec__.loader).__name__ == "SourceFileLoader"
-    assert module.__spec__.loader.get_source("lib_a") == "VALUE = 1\n"
+    loader: Any = module.__loader__
+    assert type(loader).__name__ == "SourceFileLoader"
+    assert loader.get_source("lib_a") == "VALUE = 1\n"
 
 
 def test_an_import_that_fails_first(libraries: Path) -> None:

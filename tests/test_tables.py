@@ -56,7 +56,7 @@ def test_a_copy_lies_beside_the_ring(memory: Ring) -> None:
 
 def test_what_json_does_not_know_is_written_as_text(memory: Ring) -> None:
     tables = Tables(memory)
-    tables.add("job", path=Path("/a"), kinds={1, 1})
+    tables.add("job", path=Path("/a"), kinds={1})
     assert rows(tables) == [{"table": "job", "path": "/a", "kinds": "{1}"}]
 
 
@@ -67,7 +67,7 @@ def test_threads_get_one_number_for_one_key(memory: Ring) -> None:
 
     def add(own: list[int]) -> None:
         start.wait()
-        own.extend(tables.number("sites", key, lambda: {}) for key in range(300))
+        own.extend(tables.number("sites", key, dict) for key in range(300))
 
     threads = [threading.Thread(target=add, args=(own,)) for own in numbers]
     for thread in threads:

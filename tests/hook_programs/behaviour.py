@@ -14,10 +14,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 
 import commtrace
 from commtrace.session import session
+
+StorageWeakRef: Any = torch.multiprocessing.reductions.StorageWeakRef
+dist: Any = torch.distributed  # its stubs leave out half of it
 
 warnings.simplefilter("error")
 LOG = sys.argv[1]
@@ -88,7 +91,7 @@ def check_works() -> None:
 def check_nothing_is_kept_after_a_wait() -> None:
     tensor = torch.ones(1000)
     died = weakref.ref(tensor)
-    storage = torch.multiprocessing.reductions.StorageWeakRef(tensor.untyped_storage())
+    storage = StorageWeakRef(tensor.untyped_storage())
     dist.all_reduce(tensor, async_op=True).wait()
     del tensor
     soon(lambda: died() is None and storage.expired())  # gloo's thread lets go a moment later
@@ -96,7 +99,7 @@ def check_nothing_is_kept_after_a_wait() -> None:
 
 def check_nothing_is_kept_after_a_work_was_dropped() -> None:
     tensor = torch.ones(1000)
-    storage = torch.multiprocessing.reductions.StorageWeakRef(tensor.untyped_storage())
+    storage = StorageWeakRef(tensor.untyped_storage())
     dist.all_reduce(tensor, async_op=True)
     del tensor
     soon(storage.expired)
@@ -115,13 +118,14 @@ def check_groups_end() -> None:
 def errors() -> list[tuple[type, str]]:
     """Of calls that torch refuses."""
     found: list[tuple[type, str]] = []
-    for call in (
+    calls: list[Callable[[], Any]] = [
         lambda: dist.all_reduce("text"),
         lambda: dist.broadcast(torch.ones(1), src=3),
         lambda: dist.all_gather([torch.zeros(3)], torch.zeros(2)),
         lambda: dist.all_reduce(torch.ones(1), op=dist.ReduceOp.BAND),
         lambda: dist.send(torch.ones(1), 0),
-    ):
+    ]
+    for call in calls:
         try:
             call()
         except Exception as error:
@@ -164,7 +168,9 @@ def check_a_forked_child_leaves_its_parent_s_log_alone() -> None:
 
 
 def check_exec_does_not_fill_memory() -> None:
-    from commtrace.hooks import call_site
+    from commtrace.hooks import call_site as module
+
+    call_site: Any = module
 
     most, call_site._MOST_CODES = call_site._MOST_CODES, 64
     for number in range(200):

@@ -41,6 +41,9 @@ class Reduce(torch.autograd.Function):
         return gradient
 
 
+apply: Any = Reduce.apply
+
+
 class Parallel(torch.nn.Module):
     """A tensor-parallel layer, nearly."""
 
@@ -50,12 +53,14 @@ class Parallel(torch.nn.Module):
         self.recompute = recompute
 
     def block(self, x: torch.Tensor) -> torch.Tensor:
-        return Reduce.apply(self.inner(x))
+        reduced: torch.Tensor = apply(self.inner(x))
+        return reduced
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.recompute is None:
             return self.block(x)
-        return checkpoint(self.block, x, use_reentrant=self.recompute)
+        recomputed: torch.Tensor = checkpoint(self.block, x, use_reentrant=self.recompute)
+        return recomputed
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

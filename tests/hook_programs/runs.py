@@ -23,8 +23,15 @@ def launch(
     """Run a program to its good end, traced into `log` if that is given. What its ranks wrote to stderr."""
     settings = {} if log is None else {"COMMTRACE": log}
     needs = {"LAUNCH_DEEPSPEED": 1, "DS_ACCELERATOR": "cpu"} if deepspeed else {}
-    command = [sys.executable, FOLDER / "launch.py", str(ranks), FOLDER / f"{program}.py", *map(str, arguments)]
-    result = processes.run(command, limit=150, PYTHONFAULTHANDLER=1, **{**settings, **needs, **variables})
+    command: list[str | Path] = [
+        sys.executable,
+        FOLDER / "launch.py",
+        str(ranks),
+        FOLDER / f"{program}.py",
+        *map(str, arguments),
+    ]
+    everything: dict[str, Any] = {"PYTHONFAULTHANDLER": 1, **settings, **needs, **variables}
+    result = processes.run(command, limit=150, **everything)
     assert result.status == 0, f"status {result.status}\n{result.out[-4000:]}\n{result.err[-8000:]}"
     return result.err
 
@@ -81,9 +88,10 @@ class Log:
         kind, site = self._row("kinds", record["kind"]), self._row("sites", record["site"])
         same = ("payload", "local", "seq", "peer", "tag", "batch", "step", "micro_batch", "thread")
         times = ("t_begin", "t_return", "t_wait", "t_end")
+        fields: dict[str, Any] = {name: int(record[name]) for name in (*same, *times)}
         return Call(
+            **fields,
             **{name: kind[name] for name in ("op", "variant", "dtype", "reduce_op")},
-            **{name: int(record[name]) for name in (*same, *times)},
             group=self._row("groups", record["group"]),
             flags=Flag(int(record["flags"])),
             state=State(record["state"]),

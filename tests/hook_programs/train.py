@@ -50,7 +50,7 @@ def train_ddp() -> list[float]:
 def train_zero(stage: int) -> list[float]:
     import deepspeed
 
-    torch_deepspeed = sys.modules["deepspeed.comm.torch"]
+    torch_deepspeed: Any = sys.modules["deepspeed.comm.torch"]
     torch_deepspeed.build_shm_op = lambda: None  # would compile for a minute
     config = {
         "train_micro_batch_size_per_gpu": 3,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 
-class Alarm(Exception):
+class AlarmError(Exception):
     """What the handler raises."""
 
 
@@ -32,7 +32,7 @@ def complain(number: int, frame: FrameType | None) -> None:
     if armed:
         armed = False
         handled += 1
-        raise Alarm
+        raise AlarmError
 
 
 dist.init_process_group("gloo")
@@ -47,7 +47,7 @@ while time.monotonic() < deadline:
         dist.all_reduce(torch.ones(4))
         armed = False
         calls += 1
-    except Alarm:
+    except AlarmError:
         caught += 1
 signal.setitimer(signal.ITIMER_REAL, 0)
 print(calls, handled, caught, flush=True)
