@@ -16,7 +16,7 @@ import torch.distributed as dist
 from . import torch_training, torch_works
 from .c10d_operators import known_operators
 from .kernels import Kernels
-from .torch_kernels import blind_spots, functional_kernel, kernel_for, wait_kernel
+from .torch_kernels import blind_spots, crossing, functional_kernel, kernel_for, wait_kernel
 
 BLIND_SPOTS = (
     "direct calls on a backend object, ProcessGroup subclasses written in Python, symmetric memory (symm_mem::), "
@@ -51,6 +51,7 @@ def _install() -> None:
         _kernels.add("_c10d_functional", name, kernel)
     torch_works.install()
     torch_training.install()
+    crossing.measure()
 
 
 def uninstall() -> None:

@@ -38,7 +38,7 @@ def begin() -> TorchTracer | None:
     """The tracer of this process, made with the first call; None where tracing is off."""
     recorder = session.recorder
     if recorder is None:
-        recorder = session.begin(member, blind_spots=blind_spots, calibrate=calibrate)
+        recorder = session.begin(member, blind_spots=blind_spots, calibrate=crossing.measured)
     return None if recorder is None else start(recorder)
 
 
@@ -126,25 +126,41 @@ def wait_kernel(overload: Any) -> Callable[..., Any]:
     return kernel
 
 
-def calibrate() -> int:
-    """ns that a call spends on its way into and out of a kernel in Python, which the kernel itself cannot see.
+class Crossing:
+    """ns that a call spends on its way into and out of a kernel in Python, which the kernel itself cannot see."""
 
-    Measured on an operator of our own with all_reduce's kind of arguments, with and without such a kernel; the least of
-    several tries, as other threads of the program run at the same time.
-    """
-    library = Library("commtrace_calibration", "DEF")
-    try:
-        library.define("probe(Tensor[] tensors, Any group, Tensor? none, bool flag, int number) -> Tensor[]")
-        library.impl("probe", lambda tensors, *_: tensors, "CPU")
-        probe = torch.ops.commtrace_calibration.probe.default
-        args = ([torch.zeros(1)], None, None, True, 1)
-        bare = _least_ns(lambda: probe(*args))
-        library.impl(
-            "probe", lambda keyset, *args: probe.redispatch(keyset & BELOW, *args), "BackendSelect", with_keyset=True
-        )
-        return max(0, _least_ns(lambda: probe(*args)) - bare)
-    finally:
-        library._destroy()
+    def __init__(self) -> None:
+        self._ns = 0
+
+    def measured(self) -> int:
+        """What `measure` found."""
+        return self._ns
+
+    def measure(self) -> None:
+        """Call an operator of our own with all_reduce's kind of arguments, with and without such a kernel.
+
+        When the hook is installed and not later: the program has no modes yet that would see the operator, and a thread
+        that used it when the interpreter ends would find it removed under its hands (torch destroys libraries first).
+        """
+        library = Library("commtrace_calibration", "DEF")
+        try:
+            library.define("probe(Tensor[] tensors, Any group, Tensor? none, bool flag, int number) -> Tensor[]")
+            library.impl("probe", lambda tensors, *_: tensors, "CPU")
+            probe = torch.ops.commtrace_calibration.probe.default
+            args = ([torch.zeros(1)], None, None, True, 1)
+            bare = _least_ns(lambda: probe(*args))
+            library.impl(
+                "probe",
+                lambda keyset, *args: probe.redispatch(keyset & BELOW, *args),
+                "BackendSelect",
+                with_keyset=True,
+            )
+            self._ns = max(0, _least_ns(lambda: probe(*args)) - bare)
+        finally:
+            library._destroy()
+
+
+crossing = Crossing()
 
 
 def _least_ns(call: Callable[[], Any]) -> int:
