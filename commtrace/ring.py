@@ -22,9 +22,10 @@ import fcntl
 import json
 import mmap
 import os
+import struct
+import time
 import zlib
 from pathlib import Path
-from struct import Struct
 from typing import Any, Final
 
 import numpy as np
@@ -39,10 +40,12 @@ RECORDS_AT: Final = 16384
 COPY_BYTES: Final = 4080
 """Room for one of the two copies of identity or counters."""
 RING_FORMAT: Final = "commtrace-ring"
+SALVAGE_SECONDS: Final = 5.0
+"""How long another salvage of the same ring is waited for."""
 
 Records = npt.NDArray[np.void]
 
-_NUMBER: Final = Struct("<Q")
+_NUMBER: Final = struct.Struct("<Q")
 _mine: Final[set[Path]] = set()
 
 
@@ -162,7 +165,7 @@ class LeftRing:
         try:
             # The lock is tried before anything is read: nobody writes any more once it is ours. A file without a name
             # is one that its process, or another salvage, has finished with since it was found.
-            self.dead = _lock(self._fd) and os.fstat(self._fd).st_nlink > 0
+            self.dead = _lock_of_dead(self._fd) and os.fstat(self._fd).st_nlink > 0
             if self.dead:
                 self._read(os.pread(self._fd, os.fstat(self._fd).st_size, 0))
         except BaseException:
@@ -209,6 +212,43 @@ def _whole(copy: bytes) -> dict[str, Any]:
         return {}
     value: dict[str, Any] = json.loads(text)
     return value
+
+
+def identity_of(path: Path) -> dict[str, Any]:
+    """Whose ring this is, without disturbing whoever looks at it or uses it. {}: it cannot be read, or is no ring."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe must not be waited for
+        try:
+            identity = _latest(os.pread(fd, COUNTERS_AT, 0), IDENTITY_AT)
+        finally:
+            os.close(fd)
+    except (OSError, ValueError):
+        return {}
+    return identity if identity.get("format") == RING_FORMAT else {}
+
+
+def _lock_of_dead(fd: int) -> bool:
+    """Get the lock unless the ring's own process has it; another salvage, which has it for a moment, is waited for."""
+    deadline = time.monotonic() + SALVAGE_SECONDS
+    while not _lock(fd):
+        holder = _holder(fd)
+        owner = _latest(os.pread(fd, COUNTERS_AT, 0), IDENTITY_AT).get("pid")
+        if holder in (owner, None) or time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _holder(fd: int) -> int | None:
+    """Process that has the lock; 0: none any more, None: one that cannot be named from here."""
+    asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, asked))
+    if kind == fcntl.F_UNLCK:
+        return 0
+    return int(pid) or None
+
+
+_FLOCK: Final = "hhqqi4x"  # struct flock of Linux on 64 bits: type, whence, start, length, process
 
 
 def _lock(fd: int) -> bool:

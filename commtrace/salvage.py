@@ -49,12 +49,15 @@ def salvage(log_directory: Path, *, shm: str | None = None) -> list[str]:
 
 
 def _look_at(path: Path, target: str) -> str:
+    # Only rings of this log are locked, however briefly: another log's salvage would take them for a living process's.
+    if not _within(ring.identity_of(path), target):
+        return ""
     try:
         left = LeftRing(path)
     except (OSError, ValueError, KeyError, TypeError):
         return ""  # somebody else's, or not what it is called
     with left:
-        if not left.dead or not _within(left, target):
+        if not left.dead:
             return ""
         try:
             return _bring(left)
@@ -62,11 +65,11 @@ def _look_at(path: Path, target: str) -> str:
             return f"{path}: records of a process that ended early could not be moved to the log: {error}"
 
 
-def _within(left: LeftRing, target: str) -> bool:
-    names = [str(left.identity.get(name, "")) for name in ("run", "host", "stem")]
+def _within(whose: dict[str, Any], target: str) -> bool:
+    names = [str(whose.get(name, "")) for name in ("run", "host", "stem")]
     if not all(name == os.path.basename(name) and name.strip(".") for name in names):
         return False  # whoever wrote that wants to write elsewhere
-    directory = os.path.realpath(str(left.identity.get("directory", "")))
+    directory = os.path.realpath(str(whose.get("directory", "")))
     # Asked for a whole log directory, for one run of it, or for one host's folder.
     return target in (directory, os.path.join(directory, names[0]), os.path.join(directory, *names[:2]))
 

@@ -35,6 +35,7 @@ def roles(engine: Any) -> Iterator[Role]:
     """The most telling last."""
     from deepspeed.utils import groups
 
+    yield from _partitioned(engine)
     for name in _ENGINE:
         yield getattr(engine, name, None), "data", f"DeepSpeedEngine.{name}"
     yield from _registered(groups, _GROUPS)
@@ -45,6 +46,14 @@ def roles(engine: Any) -> Iterator[Role]:
     else:
         yield from _registered(parallel_state_sp, _SEQUENCE)
     yield from _unit(getattr(engine, "mpu", None))
+
+
+def _partitioned(engine: Any) -> Iterator[Role]:
+    """ZeRO-3's groups, which may be torch's default group itself and then stand in no registry."""
+    yield getattr(engine.optimizer, "dp_process_group", None), "data", "ZeROOptimizer.dp_process_group"
+    groups = (getattr(parameter, "ds_process_group", None) for parameter in engine.module.parameters())
+    for group in {id(group): group for group in groups}.values():
+        yield group, "data", "Parameter.ds_process_group"
 
 
 def _registered(registry: ModuleType, names: tuple[tuple[str, str], ...]) -> Iterator[Role]:

@@ -27,7 +27,7 @@ def first_recording(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, 0, None, None),
         ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, 3, 8, 1),
         ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, 2, 4, 0),
-        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_LOCALID": "2"}, 5, 6, 2),
+        ({"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "6", "SLURM_LOCALID": "2"}, 5, 6, 2),
         ({"RANK": "", "PMI_RANK": "7", "PMI_SIZE": "9"}, 7, 9, None),
         ({"RANK": "x"}, 0, None, None),
     ],

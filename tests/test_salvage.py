@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,6 +157,36 @@ def _identity(log: Path) -> dict[str, str]:
     (path,) = processes.rings(log)
     with LeftRing(path) as left:
         return left.identity
+
+
+def test_another_salvage_is_waited_for(log: Path) -> None:
+    leave(log)
+    (path,) = processes.rings(log)
+    other = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE)
+    assert other.stdout is not None
+    assert other.stdout.readline() == b"held\n"
+    assert len(salvage.salvage(log)) == 1
+    assert other.wait(timeout=20) == 0
+    assert_all(log)
+
+
+HOLD = """
+import fcntl, sys, time
+with open(sys.argv[1], "r+b") as ring:
+    fcntl.lockf(ring, fcntl.LOCK_EX)
+    print("held", flush=True)
+    time.sleep(0.5)
+"""
+
+
+def test_rings_of_other_logs_are_not_locked(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave(log)
+    locked: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(ring, "_lock", locked.append)
+        assert salvage.salvage(tmp_path / "other") == []
+    assert locked == []
+    assert len(salvage.salvage(log)) == 1
 
 
 @pytest.mark.parametrize("name", ["run", "host", "stem"])
