@@ -35,7 +35,9 @@ $(READY): setup.cfg setup.py constraints.txt requirements-dev.txt
 
 bench: $(READY)  ## what tracing costs: both sides in one run, beside a control
 	$(BIN)/python benchmarks/call_cost.py
-	$(BIN)/python benchmarks/startup.py
+	test -x build/plain/bin/python || $(PYTHON) -m venv build/plain
+	build/plain/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall .
+	$(BIN)/python benchmarks/startup.py 40 build/plain/bin/python
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo-logs

@@ -23,7 +23,7 @@ class Settings:
     """Where the log goes, absolute (programs change directory). COMMTRACE=1: `commtrace-logs` in the current one."""
 
     sites: bool = True
-    """Record the line of code of every call (COMMTRACE_SITES=0: do not; saves about a microsecond a call)."""
+    """Record the line of code of every call (COMMTRACE_SITES=0: do not)."""
 
     ring_records: int = 16384
     """Records that a process holds before they are written (96 bytes each). When it is full, calls are only counted."""

@@ -54,8 +54,17 @@ _WRAPPERS: Final = (
     "torch/optim/optimizer.py",
     "torch/overrides.py",
     "torch/utils/_contextlib.py",
+    "torch/utils/_device.py",
     "torch/utils/_python_dispatch.py",
     "typing_extensions.py",
+)
+
+# Functions that only pass a call on, in files that do more than that.
+_PASSING_ON: Final = frozenset(
+    {
+        ("deepspeed/runtime/comm/coalesced_collectives.py", "_torch_reduce_scatter_fn"),
+        ("deepspeed/runtime/zero/partition_parameters.py", "_dist_allgather_fn"),
+    }
 )
 
 # Functions among the wrappers that tell something: (file, function) -> bits.
@@ -176,7 +185,7 @@ class CallSites:
 
 def _classify(code: CodeType) -> int:
     path = _below_packages(code.co_filename.replace("\\", "/"))
-    if not path.startswith(_WRAPPERS):
+    if not path.startswith(_WRAPPERS) and (path, code.co_name) not in _PASSING_ON:
         return 0
     return WRAPPER | _TELLING.get((path, code.co_name), 0)
 

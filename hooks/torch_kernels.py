@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -87,7 +88,8 @@ def _return(entry: Entry, operator: Operator, args: Sequence[Any], result: Any, 
         if entry.slot & SAMPLE_MASK == 0:
             entry.cost(cost + now() - t_return)
     except Exception:
-        entry.lost(t_return)
+        with suppress(Exception):
+            entry.lost(t_return)
         fault()
 
 
