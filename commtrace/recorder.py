@@ -52,8 +52,12 @@ class Recorder:
         *,
         blind_spots: list[str],
         calibrate: Callable[[], int] | None = None,
+        make_slots: Callable[[ring.Ring], Slots] = Slots,
     ) -> None:
-        """`calibrate` measures, in ns, what a call costs before and after the hook can look at a clock."""
+        """`calibrate` measures, in ns, what a call costs before and after the hook can look at a clock.
+
+        `make_slots` gives the ring's slots: those of the native recorder are taken by C++, too.
+        """
         self.pid = os.getpid()
         run, host = identity.agree_on_run(member), identity.host()
         whose = {"directory": settings.directory, "run": run, "host": host, "pid": self.pid}
@@ -72,17 +76,17 @@ class Recorder:
         self.ring = ring.make(settings.ring_records, settings.shm, name, {**whose, "stem": stem})
         try:
             self._buffer: Any = self.ring.buffer
-            self._slots = Slots(self.ring)
-            self._free, self._pending = self._slots.free, self._slots.pending
+            self.slots = make_slots(self.ring)
+            self._free, self._pending = self.slots.free, self.slots.pending
             self.tables = Tables(self.ring)
-            self.tables.add("process", **_process_row(run, host, member, settings, blind_spots))
+            self.tables.add("process", **_process_row(run, host, member, settings, blind_spots, self.slots.recorder))
             writer = LogWriter(
                 Path(settings.directory) / run / host,
                 stem,
                 settings,
                 renamed=lambda stem: self.ring.describe({**whose, "stem": stem}),
             )
-            self._drain = Drain(self, self._slots, writer, settings, calibrate)
+            self._drain = Drain(self, self.slots, writer, settings, calibrate)
         except BaseException:
             self.ring.remove()
             raise
@@ -122,7 +126,7 @@ class Recorder:
 
     def drop(self, calls: int = 1) -> None:
         """There was no place for these calls."""
-        with self._slots.lock:
+        with self.slots.lock:
             self.dropped += calls
             self.ring.count_dropped(self.dropped)
 
@@ -157,7 +161,7 @@ class Recorder:
             self._buffer[at + _STATE] = _FAILED
 
     def _finish(self, call: Call, t_wait: int, t_end: int, clock: Clock, state: int) -> None:
-        with self._slots.lock:
+        with self.slots.lock:
             slot, call.slot = call.slot, -1
             if slot < 0:
                 return
@@ -170,7 +174,7 @@ class Recorder:
 
     def fault(self) -> None:
         """A hook failed (call this in its `except`): counted, the first one kept for the report, never raised."""
-        with self._slots.lock:
+        with self.slots.lock:
             self.hook_errors += 1
             first = self.hook_errors == 1
         if first:
@@ -193,13 +197,13 @@ class Recorder:
         An operation that was in flight may still be waited for, or forgotten, in the child.
         """
         self._buffer = bytearray(len(self._buffer))
-        self._slots.forked()
+        self.slots.forked()
         self.tables.forked()
         self.ring.forked()
 
 
 def _process_row(
-    run: str, host: str, member: identity.Member, settings: Settings, blind_spots: list[str]
+    run: str, host: str, member: identity.Member, settings: Settings, blind_spots: list[str], recorder: str
 ) -> dict[str, Any]:
     return {
         "format": FORMAT,
@@ -211,7 +215,7 @@ def _process_row(
         "host": host,
         "pid": os.getpid(),
         "boot_id": identity.boot_id(),
-        "recorder": "python",
+        "recorder": recorder,
         "versions": identity.versions(),
         "environment": identity.environment(),
         "launcher": identity.launcher(),

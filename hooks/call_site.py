@@ -102,7 +102,7 @@ class CallSites:
         while frame is not None:
             code = frame.f_code
             known = kinds.get(id(code))
-            kind = known[1] if known is not None else self._kind(code)
+            kind = known[1] if known is not None else self.classify(code)
             seen |= kind
             if not kind & WRAPPER:
                 break
@@ -111,9 +111,9 @@ class CallSites:
         while deep and frame is not None and not seen & (FORWARD | OPTIMIZER):
             code = frame.f_code
             known = kinds.get(id(code))
-            seen |= known[1] if known is not None else self._kind(code)
+            seen |= known[1] if known is not None else self.classify(code)
             frame = frame.f_back
-        return self._number(named), seen
+        return self.number(named), seen
 
     def of_backward(self) -> int:
         """Site of a call on a thread of autograd's own, without a Python frame: where a thread waits for autograd."""
@@ -127,14 +127,15 @@ class CallSites:
     def _above(self, frame: FrameType | None) -> tuple[int, int]:
         seen = 0
         while frame is not None:
-            kind = self._kind(frame.f_code)
+            kind = self.classify(frame.f_code)
             seen |= kind
             if not kind & WRAPPER:
                 break
             frame = frame.f_back
-        return self._number(frame) if seen & BACKWARD else 0, seen
+        return self.number(frame) if seen & BACKWARD else 0, seen
 
-    def _kind(self, code: CodeType) -> int:
+    def classify(self, code: CodeType) -> int:
+        """What a frame of this code tells, as bits."""
         known = self._kinds.get(id(code))
         if known is None:
             if len(self._kinds) >= _MOST_CODES:
@@ -143,14 +144,15 @@ class CallSites:
             known = self._kinds[id(code)] = code, _classify(code)
         return known[1]
 
-    def _number(self, frame: FrameType | None) -> int:
+    def number(self, frame: FrameType | None) -> int:
+        """The row of the line that a frame executes; 0 for no frame."""
         if frame is None:
             return 0
         code = frame.f_code
         key = id(code), frame.f_lasti
         number = self._sites.get(key)
         if number is None:
-            self._kind(code)  # keeps the code object, and so its id
+            self.classify(code)  # keeps the code object, and so its id
             function = getattr(code, "co_qualname", code.co_name)  # since Python 3.11
             row = {"file": code.co_filename, "line": frame.f_lineno, "function": function}
             # Several instructions of one line are one site.

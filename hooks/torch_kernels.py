@@ -34,11 +34,20 @@ def fault() -> None:
         recorder.fault()
 
 
+_calibrate: Callable[[], int] | None = None
+
+
+def calibrate_with(measure: Callable[[], int] | None) -> None:
+    """Another recorder's kernels are in place of these."""
+    global _calibrate
+    _calibrate = measure
+
+
 def begin() -> TorchTracer | None:
     """The tracer of this process, made with the first call; None where tracing is off."""
     recorder = session.recorder
     if recorder is None:
-        recorder = session.begin(member, blind_spots=blind_spots, calibrate=calibrate)
+        recorder = session.begin(member, blind_spots=blind_spots, calibrate=_calibrate or calibrate)
     return None if recorder is None else start(recorder)
 
 
@@ -138,16 +147,18 @@ def calibrate() -> int:
         library.impl("probe", lambda tensors, *_: tensors, "CPU")
         probe = torch.ops.commtrace_calibration.probe.default
         args = ([torch.zeros(1)], None, None, True, 1)
-        bare = _least_ns(lambda: probe(*args))
+        bare = least_ns(lambda: probe(*args))
         library.impl(
             "probe", lambda keyset, *args: probe.redispatch(keyset & BELOW, *args), "BackendSelect", with_keyset=True
         )
-        return max(0, _least_ns(lambda: probe(*args)) - bare)
+        return max(0, least_ns(lambda: probe(*args)) - bare)
     finally:
         library._destroy()
 
 
-def _least_ns(call: Callable[[], Any]) -> int:
+def least_ns(call: Callable[[], Any]) -> int:
+    """The least mean of several short loops."""
+
     def once() -> int:
         begun = now()
         for _ in range(20):

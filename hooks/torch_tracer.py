@@ -155,7 +155,7 @@ class TorchTracer:
         self.works = Works(recorder)
         self.tensors = TensorWaits(recorder)
         self.batches = Batches(recorder, self.works)
-        self._sites = CallSites(recorder.tables)
+        self.sites = CallSites(recorder.tables)
         self._kinds: dict[tuple[str, torch.dtype | None, int], int] = {}
         self._backward = -1, 0  # the last backward pass seen on a thread without Python frames, and its site
 
@@ -192,6 +192,10 @@ class TorchTracer:
         # By method object: the attribute would be looked up in Python, at twice the time.
         reduce_op = -1 if operator.reduce_op_at is None else args[operator.reduce_op_at]._get_method("op")()
         dtype = None if tensor is None or operator.op == "barrier" else tensor.dtype
+        return self.kind(operator, dtype, reduce_op)
+
+    def kind(self, operator: Operator, dtype: torch.dtype | None, reduce_op: int) -> int:
+        """Number of the row of an operator, element type and reduction (-1: the operator takes none)."""
         key = operator.variant, dtype, reduce_op
         kind = self._kinds.get(key)
         if kind is None:
@@ -225,7 +229,7 @@ class TorchTracer:
             phase = int(marks[-1]) if marks else -1
         site = seen = 0
         if phase < 0 or self.recorder.sites:
-            site, seen = self._sites.find(3, deep=phase < 0)
+            site, seen = self.sites.find(3, deep=phase < 0)
         if phase < 0:
             phase = _phase(seen)
         if phase == _BACKWARD or (phase == _FORWARD and _is_grad_enabled()):
@@ -238,7 +242,7 @@ class TorchTracer:
 
     def _site_of_backward(self, task: int) -> int:
         if self._backward[0] != task:
-            self._backward = task, self._sites.of_backward()
+            self._backward = task, self.sites.of_backward()
         return self._backward[1]
 
 
