@@ -31,12 +31,18 @@ class SeenFrames {
   static constexpr uint32_t kUnasked = 0xffffffff;
 
   // Forgets everything when `epoch` is another one: other numbers, or code that is kept alive no more.
-  Entry& at(uint64_t where, uint64_t epoch) {
-    if (epoch != epoch_) {
-      entries_.fill({});
-      epoch_ = epoch;
-    }
-    return entries_[where * 0x9E3779B97F4A7C15ULL >> 54];
+  void renew(uint64_t epoch) {
+    if (epoch == epoch_) return;
+    entries_.fill({});
+    epoch_ = epoch;
+  }
+
+  Entry& at(uint64_t where) { return entries_[where * 0x9E3779B97F4A7C15ULL >> 54]; }
+
+  static SeenFrames& mine() {
+    static thread_local std::unique_ptr<SeenFrames> frames;
+    if (!frames) frames = std::make_unique<SeenFrames>();
+    return *frames;
   }
 
  private:
@@ -76,12 +82,14 @@ class CallSites {
   static constexpr size_t kMost = 50000;
 
   CallSite walk(Frame& frame, bool deep, bool numbered, const pybind11::object& rows) {
+    SeenFrames& known = SeenFrames::mine();
+    known.renew(epoch_.load(std::memory_order_acquire));
     CallSite found;
     int depth = 0, named = 0;
     uint64_t named_where = frame.where;
     bool more = true, within = true;  // within: all frames so far only pass the call on
     for (; more; more = outer(frame), depth++) {
-      const uint8_t kind = kind_of(frame, depth, rows);
+      const uint8_t kind = kind_of(known, frame, depth, rows);
       found.seen |= kind;
       if (within && !(kind & kWrapper)) {
         within = false;
@@ -91,41 +99,34 @@ class CallSites {
       }
       if (!within && found.seen & (kForward | kOptimizer)) break;
     }
-    if (numbered) found.site = site_of(named_where, named, rows);
+    if (numbered) found.site = site_of(known, named_where, named, rows);
     return found;
   }
 
-  uint8_t kind_of(const Frame& frame, int depth, const pybind11::object& rows) {
-    SeenFrames::Entry& known = remembered(frame.where);
-    if (known.where == frame.where) return known.kind;
+  uint8_t kind_of(SeenFrames& known, const Frame& frame, int depth, const pybind11::object& rows) {
+    const SeenFrames::Entry& entry = known.at(frame.where);
+    if (entry.where == frame.where) return entry.kind;
     pybind11::gil_scoped_acquire gil;
     const auto object = pybind11::reinterpret_steal<pybind11::object>(frame_object(depth));
     const pybind11::object asked = rows;  // the log may be closed meanwhile
     if (!object || !asked) return 0;
     keep(pybind11::reinterpret_borrow<pybind11::object>(object.attr("f_code")).release().ptr());
     const auto kind = asked.attr("classify")(object).cast<uint8_t>();
-    // Python has run: whatever was remembered may have moved.
-    remembered(frame.where) = {frame.where, kind, SeenFrames::kUnasked};
+    known.renew(epoch_.load(std::memory_order_acquire));
+    known.at(frame.where) = {frame.where, kind, SeenFrames::kUnasked};
     return kind;
   }
 
-  uint32_t site_of(uint64_t where, int depth, const pybind11::object& rows) {
-    SeenFrames::Entry& known = remembered(where);
-    if (known.where == where && known.site != SeenFrames::kUnasked) return known.site;
+  uint32_t site_of(SeenFrames& known, uint64_t where, int depth, const pybind11::object& rows) {
+    SeenFrames::Entry& entry = known.at(where);
+    if (entry.where == where && entry.site != SeenFrames::kUnasked) return entry.site;
     pybind11::gil_scoped_acquire gil;
     const auto object = pybind11::reinterpret_steal<pybind11::object>(frame_object(depth));
     const pybind11::object asked = rows;
     if (!object || !asked) return 0;
     const auto site = asked.attr("site")(object).cast<uint32_t>();
-    SeenFrames::Entry& entry = remembered(where);
     if (entry.where == where) entry.site = site;
     return site;
-  }
-
-  SeenFrames::Entry& remembered(uint64_t where) {
-    thread_local std::unique_ptr<SeenFrames> mine;
-    if (!mine) mine = std::make_unique<SeenFrames>();
-    return mine->at(where, epoch_.load(std::memory_order_acquire));
   }
 
   static uint64_t next_epoch() {

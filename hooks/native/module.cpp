@@ -249,13 +249,15 @@ void after_or_fault(Entry& entry, Stack* stack) {
       return record.state < kComplete ? kUnobservable : record.state;
     });
   }
-  if (entry.sampled)
+  if (entry.sampled) {
+    entry.recording->sample_wait.store(true, std::memory_order_relaxed);
     entry.recording->tally.sample(entry.begun - entry.entered + now() - t_return + entry.recording->wait_cost.load());
+  }
 }
 
 // ---- kernels -----------------------------------------------------------------------------------------------------------
 
-constexpr uint32_t kSampleMask = 63;  // the cost of one call in 64 is measured
+constexpr uint32_t kSampleMask = 63, kSampled = 15;  // the cost of one call in 64 is measured, the 16th of each
 
 class CallKernel : public c10::OperatorKernel {
  public:
@@ -264,13 +266,13 @@ class CallKernel : public c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     Recording* recording = current.load(std::memory_order_acquire);
     if (recording == nullptr && !armed.load(std::memory_order_relaxed)) return hand_on(op, keys, stack);
-    const Arguments args = torch::jit::last(*stack, op.schema().arguments().size());
+    const Arguments args = torch::jit::last(*stack, plan_.arguments);
     const at::Tensor* sample = first_of(args[plan_.sample_at]);
     if (recording == nullptr) recording = begin_if_armed(sample);
     if (recording == nullptr) return hand_on(op, keys, stack);
     Thread& thread = Thread::of(*recording);
     Entry entry{recording, plan_, {}};
-    entry.sampled = (thread.calls++ & kSampleMask) == kSampleMask;
+    entry.sampled = (thread.calls++ & kSampleMask) == kSampled;
     if (entry.sampled) entry.entered = now();
     if (!before(entry, thread, args, sample)) return hand_on(op, keys, stack);
     try {
@@ -328,13 +330,17 @@ class PassKernel : public c10::OperatorKernel {
 
 // ---- waits made in Python ----------------------------------------------------------------------------------------------
 
-c10d::Work* work_of(PyObject* self) {
-  py::detail::make_caster<c10d::Work> caster;
-  return caster.load(self, false) ? static_cast<c10d::Work*>(caster) : nullptr;
+PyTypeObject* work_type = nullptr;
+
+// As pybind11's casters, which look the type up by its name each time. It is compared only, never followed.
+const void* work_of(PyObject* self) {
+  if (!PyObject_TypeCheck(self, work_type)) return nullptr;
+  const auto* instance = reinterpret_cast<py::detail::instance*>(self);
+  return instance->simple_layout ? instance->simple_value_holder[0] : nullptr;
 }
 
 PyObject* wait_traced(Recording& recording, PyObject* wait, PyObject* const* args, Py_ssize_t count, PyObject* names) {
-  const c10d::Work* work = work_of(args[0]);
+  const void* work = work_of(args[0]);
   const int64_t t_wait = now();
   const auto found = work == nullptr ? Waits::AllFound{} : recording.waits.begins(work);
   bool by_wait = false;
@@ -342,8 +348,10 @@ PyObject* wait_traced(Recording& recording, PyObject* wait, PyObject* const* arg
     by_wait |= call.by_wait;
     recording.wait_begins(call.handle, t_wait);
   }
-  Thread& thread = Thread::of(recording);
-  if ((thread.calls & kSampleMask) == kSampleMask) recording.wait_cost.store(now() - t_wait);
+  if (recording.sample_wait.load(std::memory_order_relaxed)) {
+    recording.sample_wait.store(false, std::memory_order_relaxed);
+    recording.wait_cost.store(now() - t_wait);
+  }
   PyObject* result = PyObject_Vectorcall(wait, args, count, names);
   if (by_wait) {
     const int64_t t_end = now();
@@ -364,6 +372,7 @@ PyMethodDef waiting_def = {"wait", reinterpret_cast<PyCFunction>(reinterpret_cas
                            METH_FASTCALL | METH_KEYWORDS, "As torch's; commtrace notes when it began and ended."};
 
 py::object waiting_for(const py::object& wait) {
+  if (work_type == nullptr) work_type = reinterpret_cast<PyTypeObject*>(py::type::of<c10d::Work>().release().ptr());
   const auto function = py::reinterpret_steal<py::object>(PyCFunction_New(&waiting_def, wait.ptr()));
   return py::reinterpret_steal<py::object>(PyInstanceMethod_New(function.ptr()));
 }
@@ -372,7 +381,7 @@ py::object waiting_for(const py::object& wait) {
 void polled(const py::object& work) {
   const int64_t t_end = now();
   Recording* recording = current.load(std::memory_order_acquire);
-  const c10d::Work* pointer = recording == nullptr ? nullptr : work_of(work.ptr());
+  const void* pointer = recording == nullptr ? nullptr : work_of(work.ptr());
   if (pointer == nullptr) return;
   for (const auto& call : recording->waits.ends(pointer))
     if (call.by_wait) recording->ended(call.handle, t_end, kTest);
@@ -422,7 +431,9 @@ void batch_ends(Recording& recording, const c10::intrusive_ptr<c10d::ProcessGrou
 
 // ---- in and out --------------------------------------------------------------------------------------------------------
 
-std::vector<std::unique_ptr<torch::Library>>* libraries = nullptr;  // never destroyed: the dispatcher may go first
+// Kernels stay until the process ends, and only hand on while nothing records: to take one out while another thread is on
+// its way through it crashes (seen), and at exit the dispatcher may go first.
+std::vector<std::unique_ptr<torch::Library>>* libraries = nullptr;
 
 template <typename Kernel, typename... Arguments_>
 void put_in(const std::string& space, const std::string& name, Arguments_... arguments) {
@@ -432,8 +443,7 @@ void put_in(const std::string& space, const std::string& name, Arguments_... arg
   libraries->push_back(std::move(library));
 }
 
-void install(const std::vector<Plan>& plans, const std::vector<std::string>& functional, const py::object& begin) {
-  // Plans stay for good: a call may be on its way through a kernel while that is taken out.
+void install(const std::vector<Plan>& plans, const std::vector<std::string>& functional) {
   for (const Plan& plan : plans) put_in<CallKernel>(plan.space, plan.name, new Plan(plan));
   for (const std::string& name : functional) {
     if (name == "wait_tensor")
@@ -441,15 +451,15 @@ void install(const std::vector<Plan>& plans, const std::vector<std::string>& fun
     else
       put_in<FunctionalKernel>("_c10d_functional", name);
   }
+}
+
+// From here on the next call has `begin()` called; what this gives says whether to ask again where nothing records yet.
+void arm(const py::object& begin) {
   begin_recording = begin.inc_ref().ptr();
   armed.store(true);
 }
 
-void uninstall() {
-  armed.store(false);
-  py::gil_scoped_release unlocked;
-  libraries->clear();
-}
+void disarm() { armed.store(false); }
 
 void before_fork_in_child() {
   Recording* parents = current.exchange(nullptr);
@@ -540,15 +550,16 @@ py::dict layout() {
   return offsets;
 }
 
-Plan make_plan(const std::string& space, const std::string& name, int number, const std::string& form,
+Plan make_plan(const std::string& space, const std::string& name, int number, int arguments, const std::string& form,
                const std::vector<int>& about, const py::dict& at, const py::dict& is) {
   static const std::map<std::string, Form> forms = {
       {"nothing", Form::kNothing},     {"buffers", Form::kBuffers},       {"pair", Form::kPair},
       {"lists", Form::kLists},         {"rooted", Form::kRooted},         {"all_to_all", Form::kAllToAll},
       {"all_to_all_single", Form::kAllToAllSingle},
   };
+  if (number >= kMostPlans) throw py::value_error("too many operators");
   Plan plan;
-  plan.space = space, plan.name = name, plan.number = number, plan.form = forms.at(form);
+  plan.space = space, plan.name = name, plan.number = number, plan.arguments = arguments, plan.form = forms.at(form);
   int* places[] = {&plan.first, &plan.second, &plan.third};
   for (size_t i = 0; i < about.size(); i++) *places[i] = about[i];
   plan.group_at = at["group"].cast<int>(), plan.async_at = at["async"].cast<int>();
@@ -583,7 +594,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("batch_begins", &batch_begins)
       .def("batch_ends", &batch_ends);
   m.def("install", &install);
-  m.def("uninstall", &uninstall);
+  m.def("arm", &arm);
+  m.def("disarm", &disarm);
   m.def("waiting", &waiting_for);
   m.def("polled", &polled);
   m.def("layout", &layout);

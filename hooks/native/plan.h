@@ -12,10 +12,12 @@ namespace commtrace {
 // The forms of hooks/c10d_operators.py, which explains them.
 enum class Form { kNothing, kBuffers, kPair, kLists, kRooted, kAllToAll, kAllToAllSingle };
 
+constexpr int kMostPlans = 64;
+
 // Positions of arguments; -1: there is none.
 struct Plan {
   std::string space, name;
-  int number = 0;
+  int number = 0, arguments = 0;
   Form form = Form::kNothing;
   int first = -1, second = -1, third = -1;  // the arguments that the form is about
   int group_at = -1, async_at = -1, reduce_op_at = -1, peer_at = -1, tag_at = -1, output_at = 0, sample_at = 0;

@@ -45,20 +45,22 @@ def usable() -> bool:
 
 
 def install(operators: Sequence[Operator], functional: Sequence[str]) -> None:
-    """Put kernels before these operators of c10d and of _c10d_functional, and follow the waits."""
-    _operators[:] = operators
+    """Put kernels before these operators of c10d and of _c10d_functional, once, and follow the waits."""
     session.make_slots = _make_slots
     torch_kernels.calibrate_with(_calibrate)
     torch_tracer.started.insert(0, _go)
-    _library.install([_plan(number, operator) for number, operator in enumerate(operators)], list(functional), _begin)
     works.install(_library)
+    if not _operators:
+        _operators[:] = operators
+        _library.install([_plan(number, operator) for number, operator in enumerate(operators)], list(functional))
+    _library.arm(_begin)
 
 
 def uninstall() -> None:
-    """Take everything out again."""
+    """Take everything out again, but the kernels, which only hand on from here on."""
     if session.make_slots is _make_slots:
         works.uninstall()
-        _library.uninstall()
+        _library.disarm()
         torch_tracer.started.remove(_go)
         torch_kernels.calibrate_with(None)
         session.make_slots = None
@@ -87,7 +89,9 @@ def _plan(number: int, operator: Operator) -> Any:
         "barrier": operator.op == "barrier",
     }
     places = {name: -1 if place is None else place for name, place in at.items()}
-    return _library.Plan("c10d", operator.variant, number, operator.form, list(operator.about), places, properties)
+    arguments = len(operator.overload._schema.arguments)
+    about = list(operator.about)
+    return _library.Plan("c10d", operator.variant, number, arguments, operator.form, about, places, properties)
 
 
 def _begin() -> bool:

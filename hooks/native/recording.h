@@ -104,19 +104,15 @@ class Recording {
   }
 
   uint16_t kind(const Plan& plan, int dtype, int reduce_op) {
-    const uint64_t key = static_cast<uint64_t>(plan.number) << 32 | (dtype + 1) << 16 | (reduce_op + 1);
-    {
-      std::shared_lock<std::shared_mutex> held(kinds_mutex_);
-      const auto known = kinds_.find(key);
-      if (known != kinds_.end()) return known->second;
-    }
+    std::atomic<uint16_t>& known = kinds_[(plan.number * kTypes + dtype + 1) * kReduceOps + reduce_op + 1];
+    if (const uint16_t number = known.load(std::memory_order_relaxed)) return number;
     py::gil_scoped_acquire gil;
     const py::object asked = rows;
     if (!asked) return 0;
     const py::object type = dtype < 0 ? py::object(py::none()) : py::cast(static_cast<c10::ScalarType>(dtype));
     const auto number = asked.attr("kind")(plan.number, type, reduce_op).cast<uint16_t>();
-    std::unique_lock<std::shared_mutex> held(kinds_mutex_);
-    return kinds_[key] = number;
+    known.store(number, std::memory_order_relaxed);
+    return number;
   }
 
   uint32_t site_of_backward(int task) {
@@ -152,7 +148,7 @@ class Recording {
 
   void wait_begins(Handle handle, int64_t t_wait) {
     slots.update(handle, [=](Record& record) {
-      record.t_wait = t_wait;
+      __atomic_store_n(&record.t_wait, t_wait, __ATOMIC_RELAXED);  // the drain thread may be reading it
       return record.state;
     });
   }
@@ -205,6 +201,7 @@ class Recording {
   std::atomic<uint32_t> threads{0};
   std::atomic<uint32_t> batches{0};
   std::atomic<int64_t> wait_cost{0};
+  std::atomic<bool> sample_wait{false};
 
  private:
   static uint64_t next_id() {
@@ -229,9 +226,11 @@ class Recording {
     return entry;
   }
 
-  std::shared_mutex groups_mutex_, kinds_mutex_;
+  static constexpr int kTypes = static_cast<int>(c10::ScalarType::NumOptions) + 1, kReduceOps = 16;
+
+  std::shared_mutex groups_mutex_;
   std::unordered_map<c10d::ProcessGroup*, Group*> groups_;
-  std::unordered_map<uint64_t, uint16_t> kinds_;
+  std::array<std::atomic<uint16_t>, kMostPlans * kTypes * kReduceOps> kinds_{};
   std::atomic<uint64_t> backward_{~0ULL};
 };
 
