@@ -76,20 +76,25 @@ class Recorder:
         self.ring = ring.make(settings.ring_records, settings.shm, name, {**whose, "stem": stem})
         try:
             self._buffer: Any = self.ring.buffer
-            self.slots = make_slots(self.ring)
-            self._free, self._pending = self.slots.free, self.slots.pending
+            self._slots = make_slots(self.ring)
+            self._free, self._pending = self._slots.free, self._slots.pending
             self.tables = Tables(self.ring)
-            self.tables.add("process", **_process_row(run, host, member, settings, blind_spots, self.slots.recorder))
+            self.tables.add("process", **_process_row(run, host, member, settings, blind_spots, self._slots.recorder))
             writer = LogWriter(
                 Path(settings.directory) / run / host,
                 stem,
                 settings,
                 renamed=lambda stem: self.ring.describe({**whose, "stem": stem}),
             )
-            self._drain = Drain(self, self.slots, writer, settings, calibrate)
+            self._drain = Drain(self, self._slots, writer, settings, calibrate)
         except BaseException:
             self.ring.remove()
             raise
+
+    @property
+    def slots(self) -> Slots:
+        """Of its ring."""
+        return self._slots
 
     def thread(self) -> int:
         """Number of the calling thread."""
@@ -126,7 +131,7 @@ class Recorder:
 
     def drop(self, calls: int = 1) -> None:
         """There was no place for these calls."""
-        with self.slots.lock:
+        with self._slots.lock:
             self.dropped += calls
             self.ring.count_dropped(self.dropped)
 
@@ -161,7 +166,7 @@ class Recorder:
             self._buffer[at + _STATE] = _FAILED
 
     def _finish(self, call: Call, t_wait: int, t_end: int, clock: Clock, state: int) -> None:
-        with self.slots.lock:
+        with self._slots.lock:
             slot, call.slot = call.slot, -1
             if slot < 0:
                 return
@@ -174,7 +179,7 @@ class Recorder:
 
     def fault(self) -> None:
         """A hook failed (call this in its `except`): counted, the first one kept for the report, never raised."""
-        with self.slots.lock:
+        with self._slots.lock:
             self.hook_errors += 1
             first = self.hook_errors == 1
         if first:
@@ -197,7 +202,7 @@ class Recorder:
         An operation that was in flight may still be waited for, or forgotten, in the child.
         """
         self._buffer = bytearray(len(self._buffer))
-        self.slots.forked()
+        self._slots.forked()
         self.tables.forked()
         self.ring.forked()
 

@@ -147,18 +147,16 @@ def calibrate() -> int:
         library.impl("probe", lambda tensors, *_: tensors, "CPU")
         probe = torch.ops.commtrace_calibration.probe.default
         args = ([torch.zeros(1)], None, None, True, 1)
-        bare = least_ns(lambda: probe(*args))
+        bare = _least_ns(lambda: probe(*args))
         library.impl(
             "probe", lambda keyset, *args: probe.redispatch(keyset & BELOW, *args), "BackendSelect", with_keyset=True
         )
-        return max(0, least_ns(lambda: probe(*args)) - bare)
+        return max(0, _least_ns(lambda: probe(*args)) - bare)
     finally:
         library._destroy()
 
 
-def least_ns(call: Callable[[], Any]) -> int:
-    """The least mean of several short loops."""
-
+def _least_ns(call: Callable[[], Any]) -> int:
     def once() -> int:
         begun = now()
         for _ in range(20):

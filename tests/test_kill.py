@@ -129,7 +129,7 @@ def test_killed_at_each_step_of_writing(step: str, segment_bytes: int, tmp_path:
         recorder = processes.recorder(tmp_path / "log", drain_ms=5, segment_min_bytes=segment_bytes)
         for number in range(60):
             recorder.returned(processes.call(recorder, number), 1, observable=False)
-        processes.wait_for(lambda: recorder.stats()["calls"] and not recorder.slots.taken)
+        processes.wait_for(lambda: recorder.stats()["calls"] and not recorder._slots.taken)
         setattr(owner, name, replacement)  # only this child lives to see it
         for number in range(60, 200):
             recorder.returned(processes.call(recorder, number), 1, observable=False)

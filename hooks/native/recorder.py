@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from commtrace.errors import CommtraceError
 from commtrace.log_writer import say
 from commtrace.recorder import Recorder
@@ -15,8 +13,7 @@ from commtrace.session import session
 
 from .. import torch_kernels, torch_tracer
 from ..c10d_operators import Operator
-from ..kernels import Library
-from ..torch_kernels import fault, least_ns
+from ..torch_kernels import fault
 from ..torch_tracer import TorchTracer
 from . import library, works
 from .rows import Rows
@@ -47,7 +44,7 @@ def usable() -> bool:
 def install(operators: Sequence[Operator], functional: Sequence[str]) -> None:
     """Put kernels before these operators of c10d and of _c10d_functional, once, and follow the waits."""
     session.make_slots = _make_slots
-    torch_kernels.calibrate_with(_calibrate)
+    torch_kernels.calibrate_with(_library.crossing)
     torch_tracer.started.insert(0, _go)
     works.install(_library)
     if not _operators:
@@ -121,18 +118,3 @@ def _collect(recorder: Recorder, recording: Any) -> Callable[[], None]:
         recorder.cost_samples.extend(costs)
 
     return collect
-
-
-def _calibrate() -> int:
-    """ns of the way into and out of a kernel in C++, measured as `torch_kernels.calibrate` does."""
-    own = Library("commtrace_calibration", "DEF")
-    try:
-        own.define("through(Tensor[] tensors, Any group, Tensor? none, bool flag, int number) -> Tensor[]")
-        own.impl("through", lambda tensors, *_: tensors, "CPU")
-        probe = torch.ops.commtrace_calibration.through.default
-        args = ([torch.zeros(1)], None, None, True, 1)
-        bare = least_ns(lambda: probe(*args))
-        _library.put_pass_kernel("commtrace_calibration", "through")
-        return max(0, least_ns(lambda: probe(*args)) - bare)
-    finally:
-        own._destroy()

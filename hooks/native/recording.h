@@ -2,6 +2,7 @@
 // costs memory is let go of when it closes, but for twelve bytes per slot.
 #pragma once
 
+#include <c10/core/GradMode.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/utils/pybind.h>
 
@@ -31,9 +32,11 @@ struct Progress {
 
   int32_t get(const int32_t& cell) const { return __atomic_load_n(&cell, __ATOMIC_RELAXED); }
 
+  bool between_steps() const { return get(finished) && !get(by_program); }
+
   // As Progress.activity of the twin.
   void activity() {
-    if (get(finished) && !get(by_program) && __atomic_exchange_n(&finished, 0, __ATOMIC_RELAXED))
+    if (between_steps() && __atomic_exchange_n(&finished, 0, __ATOMIC_RELAXED))
       __atomic_fetch_add(&step, 1, __ATOMIC_RELAXED);
   }
 };
@@ -124,6 +127,14 @@ class Recording {
     const auto site = asked.attr("site_of_backward")().cast<uint32_t>();
     backward_.store(static_cast<uint64_t>(task) << 32 | site, std::memory_order_relaxed);
     return site;
+  }
+
+  // Whether a forward that communicates is one of training.
+  bool trains() {
+    if (c10::GradMode::is_enabled()) return true;
+    py::gil_scoped_acquire gil;
+    const py::object asked = rows;
+    return asked && asked.attr("in_training")().cast<bool>();
   }
 
   // ---- records -------------------------------------------------------------------------------------------------------

@@ -86,6 +86,11 @@ class Rows:
         """The row of a frame's line."""
         return self.tracer.sites.number(frame)
 
+    @_never_raising(False)
+    def in_training(self) -> bool:
+        """Whether the forward that is under way, without gradients, is one of training."""
+        return self.tracer.sites.in_training()
+
     @_never_raising(0)
     def site_of_backward(self) -> int:
         """Site of a call on a thread of autograd's own."""
