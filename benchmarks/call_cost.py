@@ -2,8 +2,8 @@
 
     python benchmarks/call_cost.py
 
-No network and no second process, so what is left is the way into `torch.distributed` and the recording. Both sides run in
-one process, in pairs whose order alternates; the control pairs untraced with untraced and shows the noise.
+No network and no second process, so what is left is the way into `torch.distributed` and the recording. Both sides run
+in one process, in pairs whose order alternates; the control pairs untraced with untraced and shows the noise.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
         begin = time.perf_counter()
         for _ in range(options.calls):
             dist.all_reduce(tensor)
-        return (time.perf_counter() - begin) / options.calls * 1e6
+        return (time.perf_counter() - begin) / int(options.calls) * 1e6
 
     calls()
     print("| all_reduce on a fake process group | bare | measured | added | ratio |")

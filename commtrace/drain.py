@@ -15,7 +15,7 @@ from commtrace import identity
 from commtrace.log_writer import LogWriter, say
 from commtrace.salvage import salvage
 from commtrace.settings import Settings
-from commtrace.slots import Numbers, Slots
+from commtrace.slots import NONE, Numbers, Slots
 
 if TYPE_CHECKING:
     from commtrace.recorder import Recorder
@@ -105,17 +105,16 @@ class Drain:
     def _turn(self) -> None:
         for callback in self._recorder.each_drain:
             self._guarded(callback)
-        if self._writer.ready:
-            self._move(self._slots.finished())
+        slots = self._slots.finished() if self._writer.ready else NONE
+        if len(slots) or self._writer.unwritten(self._recorder.tables.lines):
+            self._move(slots)
         self._cpu_ns = time.thread_time_ns()
         self._count()
 
     def _move(self, slots: Numbers) -> None:
-        lines = self._recorder.tables.lines
-        if len(slots) or self._writer.unwritten(lines):
-            written = slots[: self._writer.write(lines, self._recorder.ring.records[slots])]
-            self._written += len(written)
-            self._slots.release(written)
+        written = slots[: self._writer.write(self._recorder.tables.lines, self._recorder.ring.records[slots])]
+        self._written += len(written)
+        self._slots.release(written)
 
     def _count(self) -> None:
         due = time.monotonic() >= self._stats_at
@@ -141,7 +140,7 @@ class Drain:
         if unwritten:
             recorder.drop(unwritten)
         writer.retry()
-        self._move(slots)
+        self._move(slots)  # even where there are none: what has disappeared must be known before it is counted
         self._cpu_ns = time.thread_time_ns()
         stats = self.stats()
         recorder.ring.count(stats)

@@ -52,6 +52,11 @@ class Progress:
     def micro_batch(self, number: int) -> None:
         self.cells[_MICRO_BATCH] = number
 
+    @property
+    def between_steps(self) -> bool:
+        """The next activity begins a step."""
+        return self._finished and not self._by_program
+
     def activity(self) -> None:
         """Something that only happens in a training step happens now."""
         if self.cells[_FINISHED] and not self.cells[_BY_PROGRAM]:

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from commtrace import identity, ring
 from commtrace.drain import Drain
+from commtrace.interrupts import let_through
 from commtrace.log_writer import LogWriter
 from commtrace.schema import FORMAT, RECORD, RECORD_STRUCT, VERSION, Clock, State
 from commtrace.settings import Settings
@@ -178,7 +179,11 @@ class Recorder:
             self._buffer[at + _STATE] = state
 
     def fault(self) -> None:
-        """A hook failed (call this in its `except`): counted, the first one kept for the report, never raised."""
+        """A hook failed (call this in its `except`): counted, the first one kept for the report, never raised.
+
+        What does go on is an exception of the program itself, from a signal handler that struck in the hook.
+        """
+        let_through()
         with self._slots.lock:
             self.hook_errors += 1
             first = self.hook_errors == 1

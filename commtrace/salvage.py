@@ -1,8 +1,8 @@
 """What killed processes left in memory, brought to the log they belong to.
 
 A ring whose lock can be had belongs to no living process. Its records that are not yet on disk become a segment of
-their own, its tables are completed, then it is removed. Every step may be repeated: a salvage that is itself killed loses
-nothing, and what it wrote already is not counted twice.
+their own, its tables are completed, then it is removed. Every step may be repeated: a salvage that is itself killed
+loses nothing, and what it wrote already is not counted twice.
 """
 
 from __future__ import annotations

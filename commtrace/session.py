@@ -56,6 +56,7 @@ class Session:
         blind_spots: list[str],
         calibrate: Callable[[], int] | None,
     ) -> None:
+        from commtrace.interrupts import let_through
         from commtrace.log_writer import say
 
         try:
@@ -66,6 +67,7 @@ class Session:
             if self._is_fork:
                 self._end_with_multiprocessing()
         except Exception as error:
+            let_through()
             self.settings = None
             say(f"cannot record: {type(error).__name__}: {error}. The program goes on untraced.")
 

@@ -35,7 +35,7 @@ class Settings:
     """Milliseconds between writes to the log."""
 
     max_bytes: int = 1 << 30
-    """Bytes of records that one process keeps on disk; the oldest go first, and are counted. 1 GiB: 11 million calls."""
+    """Bytes of records that one process keeps on disk; the oldest go first, and are counted. 1 GiB is 11 million."""
 
     segment_min_bytes: int = 1 << 20
     """Size of a process's first segment; each one is twice as long as the one before ..."""
@@ -44,7 +44,7 @@ class Settings:
     """... up to this."""
 
     shm: str = "/dev/shm"
-    """Memory-backed folder for the ring, which survives a killed process. Without room there, private memory is used."""
+    """Memory-backed folder for the ring, which survives a killed process. Without room there, private memory serves."""
 
     exit_seconds: float = 10.0
     """How long a process may wait, when it ends, for its last records to be written."""

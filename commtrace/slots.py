@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from commtrace.ring import Ring
 from commtrace.schema import State
 
 Numbers = npt.NDArray[np.intp]
+NONE: Final[Numbers] = np.zeros(0, np.intp)
 
 
 class Call:

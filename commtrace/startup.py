@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 # Library -> the module with its hook, a reversible pair `install()` and `uninstall()`.
 HOOKS = {
     "torch": "commtrace.hooks.torch",
-    "torch.distributed.fsdp": "commtrace.hooks.fsdp",
     "deepspeed": "commtrace.hooks.deepspeed",
 }
 

@@ -30,6 +30,7 @@ _WRAPPERS: Final = (
     "contextlib.py",
     "deepspeed/comm/",
     "deepspeed/runtime/compiler.py",
+    "deepspeed/runtime/pipe/p2p.py",
     "deepspeed/utils/comms_logging.py",
     "deepspeed/utils/nvtx.py",
     "functools.py",
@@ -114,6 +115,21 @@ class CallSites:
             seen |= known[1] if known is not None else self.classify(code)
             frame = frame.f_back
         return self.number(named), seen
+
+    def in_training(self) -> bool:
+        """Whether the outermost module that is being called is in training mode.
+
+        Of a call under `no_grad`: such are those within an autograd function's forward or FSDP's, and evaluation.
+        """
+        frame: FrameType | None = sys._getframe()
+        module = None
+        while frame is not None:
+            if self._kind(frame.f_code) & FORWARD:
+                called = frame.f_locals.get("self")
+                # A piece of a compiled program is a module, too, and always in training mode.
+                module = module if type(called).__module__.startswith("torch.fx") else called
+            frame = frame.f_back
+        return getattr(module, "training", False) is True
 
     def of_backward(self) -> int:
         """Site of a call on a thread of autograd's own, without a Python frame: where a thread waits for autograd."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
+
+import torch.distributed
 
 from .model_facts import buffers, known, parameters
 
@@ -22,11 +25,11 @@ def describe(replica: Any) -> dict[str, Any]:
     return {
         "source": "ddp",
         "engine": type(replica).__name__,
-        **known({name: lambda name=name: getattr(replica, name) for name in _SETTINGS}),
+        **known({name: functools.partial(getattr, replica, name) for name in _SETTINGS}),
         **known(
             {
                 "data_parallel_size": lambda: replica.process_group.size(),
-                "first_bucket_bytes_cap": lambda: replica.bucket_bytes_cap_default,
+                "first_bucket_bytes_cap": lambda: _first_bucket(replica),
                 "bucket_bytes_caps": lambda: replica.bucket_bytes_cap_list,
                 # Of the first step; DDP then makes them anew, in the order in which gradients became ready.
                 "first_buckets_bytes": lambda: _sizes(replica._get_ddp_logging_data()["bucket_sizes"]),
@@ -37,6 +40,12 @@ def describe(replica: Any) -> dict[str, Any]:
         "parameters": parameters(replica.module),
         "buffers": buffers(replica.module),
     }
+
+
+def _first_bucket(replica: Any) -> int:
+    """Smaller than the others only where the program leaves their size to DDP."""
+    dist: Any = torch.distributed
+    return int(dist._DEFAULT_FIRST_BUCKET_BYTES if replica.bucket_bytes_cap_default else replica.bucket_bytes_cap)
 
 
 def _sizes(text: str) -> list[int]:

@@ -85,15 +85,15 @@ class Works:
         del self._pending[pending.key]
         work, thread = pending(), pending.thread
         for kept in (self._fresh, self._old):
-            if kept.get(thread) is work:
+            if work is not None and kept.get(thread) is work:
                 kept.pop(thread, None)
         return True
 
-    def _died(self, pending: Any) -> None:
+    def _died(self, reference: Any) -> None:
         """Nobody in Python holds this Work any more: who waits for it, if anyone, is C++."""
-        if self._session.recorder is not self._recorder or self._pending.get(pending.key) is not pending:
+        pending: Pending = reference
+        if self._session.recorder is not self._recorder or not self._take(pending):
             return  # the log is closed, or belongs to the process that this one was forked from
-        self._pending.pop(pending.key)
         for call in pending.calls:
             self._recorder.unobservable(call)
         if pending.cost:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -52,7 +53,7 @@ class Jobs:
         """What is known goes into the tables; rows that are there already are not repeated. Never raises."""
         try:
             for engine, number in list(self._known.items()):
-                tracer.recorder.tables.number("job", number, lambda engine=engine: self._describe(engine))
+                tracer.recorder.tables.number("job", number, functools.partial(self._describe, engine))
                 for group, role, source in self._roles(engine):
                     if isinstance(group, dist.ProcessGroup):
                         tracer.groups.set_role(group, role, source)

@@ -232,13 +232,16 @@ class TorchTracer:
             site, seen = self.sites.find(3, deep=phase < 0)
         if phase < 0:
             phase = _phase(seen)
-        if phase == _BACKWARD or (phase == _FORWARD and _is_grad_enabled()):
+        if progress.between_steps and (phase == _BACKWARD or (phase == _FORWARD and self._trains())):
             progress.activity()
         if not self.recorder.sites:
             site = 0
         elif not site and task != -1:
             site = self._site_of_backward(task)
         return site, phase, seen
+
+    def _trains(self) -> bool:
+        return _is_grad_enabled() or self._sites.in_training()
 
     def _site_of_backward(self, task: int) -> int:
         if self._backward[0] != task:

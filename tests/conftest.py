@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import processes
 import pytest
+import ranks
 
 LONG = os.environ.pop("COMMTRACE_LONG", "0") == "1"  # not a setting of commtrace: what tests start must not see it
 # Faults are put into parts in Python, and the two recorders differ in the ends that they can see: the portable one is
@@ -27,10 +28,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="takes minutes; runs with COMMTRACE_LONG=1"))
 
 
+@pytest.fixture(autouse=True)
+def no_rings_stay(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a test that failed has left in shared memory is removed."""
+    folder = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
+    yield
+    if folder is not None:
+        processes.clean_shm(folder)
+
+
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[processes.Nursery]:
+def nursery() -> Iterator[ranks.Nursery]:
     """A process that has imported torch once, and forks ranks of small programs."""
     if find_spec("torch") is None:
         pytest.skip("torch is not installed")
-    with processes.Nursery() as parent:
+    with ranks.Nursery() as parent:
         yield parent

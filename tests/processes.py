@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
+import re
 import signal
 import socket
 import subprocess
@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from commtrace.identity import Member
-from commtrace.recorder import Recorder
+from commtrace.identity import Member as Member
+from commtrace.recorder import Recorder as Recorder
 from commtrace.salvage import salvage
 from commtrace.schema import RECORD
-from commtrace.settings import Settings
+from commtrace.settings import Settings as Settings
 
 LIMIT_SECONDS = 60
 PROGRAMS = Path(__file__).with_name("programs")
@@ -62,7 +62,7 @@ class Result(NamedTuple):
 
 
 def run(
-    arguments: Sequence[str | Path], *, limit: float = LIMIT_SECONDS, cwd: Path | None = None, **variables: object
+    arguments: Sequence[str | Path], *, limit: float = LIMIT_SECONDS, cwd: Path | None = None, **variables: Any
 ) -> Result:
     """A program and everything that it starts, to its end. Fails the test after `limit` seconds."""
     with subprocess.Popen(
@@ -86,7 +86,7 @@ def run(
     return Result(process.returncode, out, err)
 
 
-def python(code: str, *, limit: float = LIMIT_SECONDS, cwd: Path | None = None, **variables: object) -> Result:
+def python(code: str, *, limit: float = LIMIT_SECONDS, cwd: Path | None = None, **variables: Any) -> Result:
     """Run a piece of Python."""
     return run([sys.executable, "-c", code], limit=limit, cwd=cwd, **variables)
 
@@ -105,7 +105,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 20) -> None:
         time.sleep(0.005)
 
 
-# ---- recording without a library --------------------------------------------------------------------------------------
+# ---- recording without a library -------------------------------------------------------------------------------------
 
 
 def recorder(directory: Path, rank: int = 0, **settings: object) -> Recorder:
@@ -219,8 +219,9 @@ def salvaged(directory: Path) -> list[Left]:
 
 
 def rings(directory: Path) -> list[Path]:
-    """Rings in shared memory that belong to this log directory."""
-    return [path for path in SHM.glob("commtrace-*.ring") if json.dumps(str(directory)).encode() in _head(path)]
+    """Rings in shared memory that belong to this log directory, or to one below it."""
+    whose = json.dumps(str(directory)).encode()[:-1]
+    return [path for path in SHM.glob("commtrace-*.ring") if re.search(re.escape(whose) + b'["/]', _head(path))]
 
 
 def _head(path: Path) -> bytes:
@@ -236,81 +237,3 @@ def clean_shm(directory: Path) -> None:
     for path in rings(directory):
         path.unlink(missing_ok=True)
         path.with_suffix(".jsonl").unlink(missing_ok=True)
-
-
-# ---- ranks of small programs, forked from a process that has imported torch -------------------------------------------
-
-
-class Ranks:
-    """The processes of one program, by rank."""
-
-    def __init__(self, nursery: Nursery, pids: list[int], output: Path) -> None:
-        self._nursery, self.pids, self._output = nursery, pids, output
-
-    def kill(self, *ranks: int, signal_: int = signal.SIGKILL) -> None:
-        """Send a signal to these ranks."""
-        for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pids[rank], signal_)
-
-    def wait(self, limit: float = LIMIT_SECONDS) -> list[int]:
-        """The statuses with which they ended. Fails the test after `limit` seconds."""
-        statuses: list[int | None] = self._nursery.ask({"wait": self.pids, "limit": limit})
-        assert None not in statuses, f"no end after {limit} s\n{self.output(0)}\n{self.output(1)}"
-        return [status for status in statuses if status is not None]
-
-    def output(self, rank: int) -> str:
-        """What a rank wrote, to both of its streams."""
-        path = self._output / f"output{rank}"
-        return path.read_text() if path.exists() else ""
-
-
-class Nursery:
-    """A process that has imported torch with tracing on, and forks the ranks of programs: an import costs seconds."""
-
-    def __enter__(self) -> Nursery:
-        self._process = subprocess.Popen(
-            [sys.executable, str(PROGRAMS / "nursery.py")],
-            # No process of it ever records here: each program is given a directory of its own.
-            env=environment(COMMTRACE=Path(tempfile.gettempdir()) / "commtrace-nursery"),
-            cwd=tempfile.gettempdir(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        kill_group(self._process.pid)
-        self._process.communicate()
-
-    def start(
-        self, program: str, directory: Path, *arguments: object, ranks: int = 2, traced: bool = True, **settings: object
-    ) -> Ranks:
-        """Start a program of `tests/programs` that logs into `directory`; settings are COMMTRACE_ variables."""
-        output = Path(tempfile.mkdtemp(prefix="output", dir=directory.parent))
-        order = {
-            "program": str(PROGRAMS / f"{program}.py"),
-            "arguments": [str(argument) for argument in arguments],
-            "directory": str(directory) if traced else "",
-            "output": str(output),
-            "settings": {f"COMMTRACE_{name.upper()}": str(value) for name, value in settings.items()},
-            "ranks": ranks,
-            "port": free_port(),
-        }
-        return Ranks(self, self.ask(order), output)
-
-    def run(self, program: str, directory: Path, *arguments: object, **options: Any) -> tuple[list[int], list[str]]:
-        """Statuses and outputs of a program that ends by itself."""
-        started = self.start(program, directory, *arguments, **options)
-        statuses = started.wait()
-        return statuses, [started.output(rank) for rank in range(len(statuses))]
-
-    def ask(self, order: dict[str, Any]) -> Any:
-        """One order, one answer, both a line of JSON."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order).encode() + b"\n")
-        self._process.stdin.flush()
-        ready, _, _ = select.select([self._process.stdout], [], [], LIMIT_SECONDS + 30)
-        assert ready, "the nursery does not answer"
-        return json.loads(self._process.stdout.readline())

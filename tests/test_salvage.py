@@ -8,10 +8,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import processes
 import pytest
 
 import commtrace
-import processes
 from commtrace import identity, ring, salvage, segments
 from commtrace.ring import LeftRing
 
@@ -70,7 +70,7 @@ SALVAGE_STEPS: dict[str, tuple[object, str]] = {
     "before its records": (segments.Segment, "append"),
     "before it is closed": (segments.Segment, "close"),
     "before the tables": (salvage, "_complete_tables"),
-    "before the tables are in place": (salvage.os, "replace"),
+    "before the tables are in place": (os, "replace"),
     "before the ring is removed": (LeftRing, "remove"),
 }
 
@@ -244,7 +244,7 @@ def test_what_was_written_already_is_known_by_its_call(log: Path) -> None:
                 recorder.returned(slot, 9, observable=True)
             die()
 
-        recorder._slots.release = come_back_and_die  # type: ignore[method-assign]
+        recorder._slots.release = come_back_and_die  # type: ignore[assignment,method-assign]
         recorder.close("exit")
 
     assert processes.in_child(record) == -signal.SIGKILL

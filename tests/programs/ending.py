@@ -34,7 +34,7 @@ elif how == "exec":
     os.execv("/bin/sh", ["sh", "-c", "exit 6"])
 elif how == "thread":
     # Ends after the main thread, before exit handlers: its call is recorded.
-    threading.Thread(target=lambda: (time.sleep(0.2), dist.all_reduce(torch.ones(4)))).start()
+    threading.Timer(0.2, lambda: dist.all_reduce(torch.ones(4))).start()
 elif how == "busy daemon":
 
     def busy() -> None:

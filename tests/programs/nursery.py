@@ -1,7 +1,7 @@
 """Imports torch once, then forks the ranks of programs as it is told: a line of JSON in, a line of JSON out.
 
-A rank is a process like any other: its program runs as `__main__`, and it ends as a Python process ends. Its recorder is
-its own, because a process records from its first communication call on, which comes after the fork.
+A rank is a process like any other: its program runs as `__main__`, and it ends as a Python process ends. Its recorder
+is its own, because a process records from its first communication call on, which comes after the fork.
 """
 
 from __future__ import annotations

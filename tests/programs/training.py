@@ -30,8 +30,6 @@ def inject(name: str, argument: str) -> Callable[[int], None]:
         CallSites.find = fail  # type: ignore[method-assign]
     elif name == "begin":
         Recorder.begin = fail  # type: ignore[method-assign]
-    elif name == "returned":
-        Recorder.returned = fail  # type: ignore[method-assign]
     elif name == "ended":
         Recorder.ended = fail  # type: ignore[method-assign]
     elif name == "drain":
@@ -59,7 +57,7 @@ def main() -> None:
     for step in range(steps):
         on_step(step)
         loss = ((torch.randn(16, 8) @ weights - 1) ** 2).mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         assert weights.grad is not None
         works = [dist.all_reduce(weights.grad, async_op=True), dist.all_reduce(loss.detach_(), async_op=True)]
         for work in works:

@@ -1,0 +1,1 @@
+"""Small programs that the tests of the hooks run, and what starts and reads them."""

@@ -1,0 +1,59 @@
+"""python launch.py RANKS PROGRAM [ARGUMENT ...]: the ranks of a program, forked after the imports that cost seconds.
+
+With COMMTRACE in the environment this process has the hooks in place as any other would, and each rank, being the one
+that communicates, records for itself.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import socket
+import sys
+from typing import Any
+
+import torch.distributed  # noqa: F401
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def become(rank: int, world: dict[str, Any]) -> None:
+    os.environ.update({name: str(value) for name, value in {**world, "RANK": rank, "LOCAL_RANK": rank}.items()})
+    sys.argv = sys.argv[2:]
+
+
+def wait(pids: list[int]) -> int:
+    """Status of the first one that fails, after which the others would wait for ever; 0 for none."""
+    left = set(pids)
+    while left:
+        pid, status = os.wait()
+        left.discard(pid)
+        if status:
+            for other in left:
+                os.kill(other, signal.SIGKILL)
+            return abs(os.waitstatus_to_exitcode(status))
+    return 0
+
+
+def main() -> bool:
+    """True in a rank."""
+    if os.environ.get("LAUNCH_DEEPSPEED") == "1":
+        import deepspeed  # noqa: F401
+    ranks, pids = int(sys.argv[1]), []
+    world = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "SECOND_PORT": free_port()}
+    for rank in range(ranks):
+        pid = os.fork()
+        if pid == 0:
+            become(rank, world)
+            return True
+        pids.append(pid)
+    os._exit(wait(pids))
+
+
+if __name__ == "__main__" and main():
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,106 @@
+"""python train.py FOLDER PROFILE ENGINE ...: trains a small model under each engine ("ddp", or a stage of ZeRO).
+
+Writes losses and the times of each training into FOLDER/rank0.json; with PROFILE=1 also what torch.profiler says of the
+run, as FOLDER/ENGINE-rank0.json and, for the element sizes in lists, FOLDER/ENGINE-rank0.et.json.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+STEPS, ACCUMULATION, WIDTH = 3, 2, 24
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(7)
+    layers = [torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, 5)]
+    return torch.nn.Sequential(*layers)
+
+
+def batch(step: int, part: int) -> torch.Tensor:
+    torch.manual_seed(1000 * dist.get_rank() + 10 * step + part)
+    return torch.randn(3, WIDTH)
+
+
+def train_ddp() -> list[float]:
+    replica = torch.nn.parallel.DistributedDataParallel(model())
+    optimizer = torch.optim.AdamW(replica.parameters(), lr=0.01)
+    losses = []
+    for step in range(STEPS):
+        for part in range(ACCUMULATION):
+            with replica.no_sync() if part < ACCUMULATION - 1 else contextlib.nullcontext():
+                loss = replica(batch(step, part)).square().mean()
+                (loss / ACCUMULATION).backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def train_zero(stage: int) -> list[float]:
+    import deepspeed
+
+    torch_deepspeed: Any = sys.modules["deepspeed.comm.torch"]
+    torch_deepspeed.build_shm_op = lambda: None  # would compile for a minute
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+        "steps_per_print": 1000,
+    }
+    net = model()
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
+    losses = []
+    for step in range(STEPS):
+        for part in range(ACCUMULATION):
+            loss = engine(batch(step, part)).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    engine.destroy()
+    return losses
+
+
+@contextlib.contextmanager
+def profiled(stem: Path, wanted: bool) -> Iterator[None]:
+    if not wanted:
+        yield
+        return
+    observer = torch.profiler.ExecutionTraceObserver().register_callback(f"{stem}.et.json")
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(
+        activities=activities, record_shapes=True, execution_trace_observer=observer
+    ) as profiler:
+        yield
+    profiler.export_chrome_trace(f"{stem}.json")
+
+
+def main(folder: Path, wanted: bool, engines: list[str]) -> None:
+    rank, told = int(os.environ["RANK"]), {}
+    for engine in engines:
+        with profiled(folder / f"{engine}-rank{rank}", wanted):
+            begin = time.monotonic_ns()
+            if not dist.is_initialized():
+                dist.init_process_group("gloo")
+            losses = train_ddp() if engine == "ddp" else train_zero(int(engine))
+            dist.barrier()
+            end = time.monotonic_ns()
+        entry: dict[str, Any] = {"begin": begin, "end": end, "losses": [loss.hex() for loss in losses]}
+        told[engine] = entry
+    (folder / f"rank{rank}.json").write_text(json.dumps(told))
+    dist.destroy_process_group()
+
+
+main(Path(sys.argv[1]), sys.argv[2] == "1", sys.argv[3:])

@@ -1,0 +1,40 @@
+"""Records parts of itself: starting.py LOG."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+
+import commtrace
+
+
+def hooked() -> list[str]:
+    """Operators of torch.distributed that have a kernel where ours go, and methods that are not torch's own."""
+    names = [str(name) for name in torch._C._dispatch_get_all_op_names() if str(name).startswith("c10d::")]
+    kernels = [name for name in names if torch._C._dispatch_has_kernel_for_dispatch_key(name, "BackendSelect")]
+    wrapped = [name for name, value in vars(dist.Work).items() if hasattr(value, "__wrapped__")]
+    return kernels + wrapped
+
+
+def communicate(calls: int) -> None:
+    """Some calls, and one of each kind of end."""
+    for number in range(calls):
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        work.wait() if number else work.is_completed()
+
+
+commtrace.stop()  # of the process that this was forked from
+own = hooked()
+assert not [name for name in own if name == "wait" or "::" in name], own
+dist.init_process_group("gloo")
+communicate(5)
+for calls in (2, 3, 4):
+    commtrace.start(sys.argv[1])
+    assert len(hooked()) > len(own) + 20
+    communicate(calls)
+    with commtrace.phase("forward"):
+        commtrace.stop()
+    assert hooked() == own, hooked()
+    communicate(5)

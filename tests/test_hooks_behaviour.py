@@ -1,0 +1,49 @@
+"""Hooks neither break nor change the program."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import processes
+import pytest
+from hook_programs.runs import FOLDER, launch, logs
+
+from commtrace.schema import State
+
+pytest.importorskip("torch")
+
+
+def test_a_program_sees_no_difference(tmp_path: Path) -> None:
+    """The program asserts; what it leaves is looked at here."""
+    result = processes.run([sys.executable, FOLDER / "behaviour.py", tmp_path], limit=100)
+    assert result.status == 0, result.err[-6000:]
+    assert "commtrace" not in result.err + result.out
+    assert "Exception ignored" not in result.err
+    for number in range(2):
+        (log,) = logs(tmp_path / str(number))
+        payloads = [call.payload for call in log.calls]
+        assert 4 * 13 not in payloads  # when tracing was off again
+        sent_by_threads = [call for call in log.calls if call.payload == 8]
+        assert len(sent_by_threads) == 4 * 200
+        assert len({call.group["id"] for call in sent_by_threads}) == 4
+        assert len({call.thread for call in sent_by_threads}) == 4
+        for group in {call.group["id"] for call in sent_by_threads}:
+            assert [call.seq for call in sent_by_threads if call.group["id"] == group] == list(range(200))
+        (inherited,) = (call for call in log.calls if call.payload == 24)  # waited for by the parent, not by its child
+        assert inherited.state == State.COMPLETE
+        (kept,) = (call for call in log.calls if call.payload == 48)
+        assert kept.state == State.RETURNED
+    (log,) = logs(tmp_path / "end")
+    assert [(call.payload, call.state) for call in log.calls] == [(56, State.RETURNED)]
+
+
+def test_off_is_off(tmp_path: Path) -> None:
+    launch("null_log", tmp_path, log=None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_process_that_never_communicates_leaves_nothing(tmp_path: Path) -> None:
+    code = "import torch.distributed; torch.nn.Linear(2, 2)(torch.ones(2)).sum().backward()"
+    assert processes.python(code, COMMTRACE=tmp_path / "log").status == 0
+    assert not (tmp_path / "log").exists()

@@ -1,0 +1,100 @@
+"""Plain PyTorch: steps and phases, whoever communicates in them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from hook_programs.runs import FOLDER, Call, launch, logs
+
+from commtrace.schema import Phase, State
+
+FORWARD, BACKWARD, OPTIMIZER, INIT, OTHER = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.INIT, Phase.OTHER
+
+_folders: list[tempfile.TemporaryDirectory[str]] = []
+
+
+@functools.cache
+def ran() -> list[dict[str, list[Call]]]:
+    """By rank: section -> its calls."""
+    _folders.append(tempfile.TemporaryDirectory())
+    folder = Path(_folders[-1].name)
+    launch("plain", folder, log=folder / "log")
+    told = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return [
+        {name: log.between(*times) for name, times in each.items()}
+        for each, log in zip(told, logs(folder / "log"), strict=True)
+    ]
+
+
+# Section -> (step, phase, operation) of its calls; steps go on from section to section, as the first optimizer counts.
+REDUCE = "all_reduce"
+EXPECTED: dict[str, list[tuple[int, Phase, str]]] = {
+    "tensor_parallel": [
+        # The last of each three is an evaluation after the step: it begins no new one. The next training's forward
+        # does, although autograd functions communicate under no_grad as evaluations do.
+        (0, FORWARD, REDUCE), (0, BACKWARD, REDUCE), (0, FORWARD, REDUCE),
+        (1, FORWARD, REDUCE), (1, BACKWARD, REDUCE), (1, FORWARD, REDUCE),
+    ],
+    "another_optimizer": [(2, FORWARD, REDUCE), (2, BACKWARD, REDUCE)] * 2,
+    "recomputed_reentrantly": [(3, FORWARD, REDUCE), (3, BACKWARD, REDUCE), (3, BACKWARD, REDUCE)],
+    # Without reentrance torch stops recomputing as soon as it has what it needs.
+    "recomputed": [(4, FORWARD, REDUCE), (4, BACKWARD, REDUCE)],
+    "failing_optimizer": [(6, OPTIMIZER, REDUCE), (6, OTHER, REDUCE)],
+    "sharded": [
+        (10, FORWARD, "all_gather"), (10, FORWARD, "all_gather"),
+        (10, BACKWARD, "all_gather"), (10, BACKWARD, "all_gather"),
+        (10, BACKWARD, "reduce_scatter"), (10, BACKWARD, "reduce_scatter"),
+        (11, FORWARD, "all_gather"), (11, FORWARD, "all_gather"),
+        (11, BACKWARD, "all_gather"), (11, BACKWARD, "all_gather"),
+        (11, BACKWARD, "reduce_scatter"), (11, BACKWARD, "reduce_scatter"),
+        (11, FORWARD, "all_gather"), (11, FORWARD, "all_gather"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("section", EXPECTED)
+def test_steps_and_phases(section: str, rank: int) -> None:
+    found = [(call.step, call.phase, call.op) for call in ran()[rank][section]]
+    assert found == EXPECTED[section]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ddp_reduces_once_a_step_whatever_is_accumulated(rank: int) -> None:
+    calls = ran()[rank]["accumulated"]
+    reduced = [call for call in calls if call.op == REDUCE]
+    assert [(call.step, call.phase, call.payload) for call in reduced] == [
+        (step, BACKWARD, 4 * (8 * 3 + 3)) for step in (7, 8)
+    ]
+    setting_up = [call for call in calls if call.step == 6]
+    assert [call.op for call in setting_up] == ["all_gather", "broadcast", "broadcast"]
+    assert {call.phase for call in setting_up} == {INIT}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("section", ["accumulated", "compiled"])
+def test_what_ddp_sends_is_placed_on_the_line_that_calls_backward(section: str, rank: int) -> None:
+    for call in ran()[rank][section]:
+        if call.phase == BACKWARD:
+            assert (call.file, call.function) == (str(FOLDER / "plain.py"), section)
+            assert "backward()" in Path(call.file).read_text().splitlines()[call.line - 1]
+            assert call.state == State.UNOBSERVABLE  # C++ waits
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_compiled_replica_is_recorded_as_any(rank: int) -> None:
+    reduced = [call for call in ran()[rank]["compiled"] if call.op == REDUCE]
+    assert [(call.step, call.phase, call.payload) for call in reduced] == [(9, BACKWARD, 4 * (8 * 3 + 3))]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_fsdp_gathers_whole_layers(rank: int) -> None:
+    layer = 4 * (8 * 8 + 8)
+    assert {(call.payload, call.local) for call in ran()[rank]["sharded"]} == {(layer, layer // 2)}

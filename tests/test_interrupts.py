@@ -1,0 +1,88 @@
+"""Telling exceptions of the program's signal handlers from faults of ours."""
+
+from __future__ import annotations
+
+import functools
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from commtrace.interrupts import let_through
+
+
+class AlarmError(Exception):
+    """What handlers raise."""
+
+
+class Handlers:
+    """Handlers of the kinds that programs have."""
+
+    def method(self, *_: object) -> None:
+        raise AlarmError
+
+    @staticmethod
+    def static(*_: object) -> None:
+        raise AlarmError
+
+    def __call__(self, *_: object) -> None:
+        self.method()
+
+
+def function(*_: object) -> None:
+    raise AlarmError
+
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "function": function,
+    "method": Handlers().method,
+    "static method": Handlers.static,
+    "object": Handlers(),
+    "partial": functools.partial(functools.partial(function, 1), 2),
+    "lambda": lambda *_: function(),
+}
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGUSR1)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+def guarded(work: Callable[[], object]) -> None:
+    try:
+        work()
+    except Exception:
+        let_through()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_handlers_exception_goes_on(kind: str) -> None:
+    signal.signal(signal.SIGUSR1, KINDS[kind])
+    with pytest.raises(AlarmError):
+        guarded(lambda: signal.raise_signal(signal.SIGUSR1))
+
+
+def test_a_fault_of_ours_does_not() -> None:
+    signal.signal(signal.SIGUSR1, KINDS["method"])
+    guarded(lambda: int("x"))
+    let_through()
+
+
+def test_in_another_thread_there_are_no_handlers() -> None:
+    signal.signal(signal.SIGUSR1, function)
+    raised: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            guarded(function)
+        except AlarmError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert raised == []

@@ -1,0 +1,74 @@
+"""Steps, micro-batches and phases of a program."""
+
+from __future__ import annotations
+
+import pytest
+
+import commtrace
+from commtrace.progress import Progress
+from commtrace.schema import Phase
+
+
+def test_a_step_begins_with_the_first_activity_after_the_last_ones_end() -> None:
+    progress = Progress()
+    assert (progress.step, progress.unmarked()) == (-1, Phase.INIT)
+    for step in range(3):
+        assert progress.between_steps
+        for _ in range(4):
+            progress.activity()
+            assert progress.step == step
+            assert not progress.between_steps
+        progress.step_finished()
+        assert progress.step == step, "what comes between two steps belongs to the earlier one"
+    assert progress.unmarked() == Phase.OTHER
+
+
+def test_where_the_program_says_so_only_it_counts() -> None:
+    progress = Progress()
+    progress.activity()
+    progress.step_finished()
+    progress.micro_batch = 3
+    progress.step_begins()
+    assert (progress.step, progress.micro_batch) == (1, -1)
+    for _ in range(5):
+        progress.activity()
+        progress.step_finished()
+    assert progress.step == 1
+    progress.step_begins()
+    assert progress.step == 2
+    progress.reset()
+    progress.activity()
+    assert progress.step == 0
+
+
+def test_phases_nest_and_end_with_an_exception() -> None:
+    progress = Progress()
+    with progress.marked("forward"):
+        with progress.within(Phase.INIT):
+            assert progress.marks == [Phase.FORWARD, Phase.INIT]
+        with pytest.raises(KeyError), progress.marked("optimizer"):
+            raise KeyError
+        assert progress.marks == [Phase.FORWARD]
+    assert progress.marks == []
+
+
+@pytest.mark.parametrize(
+    ("name", "step"), [("forward", 0), ("backward", 0), ("optimizer", 0), ("init", -1), ("other", -1)]
+)
+def test_a_phase_of_training_begins_a_step(name: str, step: int) -> None:
+    progress = Progress()
+    with progress.marked(name):
+        assert progress.step == step
+
+
+def test_stopped_within_a_phase() -> None:
+    progress = Progress()
+    with progress.marked("forward"), progress.within(Phase.INIT):
+        progress.reset()
+    assert progress.marks == []
+
+
+@pytest.mark.parametrize("name", ["forwards", "", 5])
+def test_a_name_that_is_no_phase(name: str) -> None:
+    with pytest.raises(commtrace.CommtraceError, match="there are 'other', 'init', 'forward', 'backward', 'optimizer'"):
+        commtrace.phase(name)

@@ -1,0 +1,285 @@
+"""The recorder: what a record says of each way a call can go, under threads, and at its end."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import signal
+import struct
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import processes
+import pytest
+
+from commtrace.log_writer import LogWriter
+from commtrace.recorder import Call
+from commtrace.schema import Clock, State
+
+
+def descriptors() -> int:
+    gc.collect()  # a mapping has a descriptor of its own
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_the_ways_of_a_call(tmp_path: Path) -> None:
+    recorder = processes.recorder(tmp_path)
+    slots = [processes.call(recorder, number, flags=1, tag=number) for number in range(6)]
+    waited = recorder.returned(slots[0], 101, observable=True)
+    assert recorder.returned(slots[1], 102, observable=False) is None
+    recorder.failed(slots[2], 103)
+    failed_later = recorder.returned(slots[3], 104, observable=True)
+    forgotten = recorder.returned(slots[4], 105, observable=True)
+    assert waited is not None
+    assert failed_later is not None
+    assert forgotten is not None
+    recorder.ended(waited, 201, 301, Clock.WAIT)
+    recorder.ended(waited, 999, 999, Clock.DEVICE)  # only the first end counts
+    recorder.failed(failed_later)
+    recorder.unobservable(forgotten, 205)
+    recorder.close("stop")
+
+    left = processes.read_one(tmp_path)
+    found = left.records[np.argsort(left.records["seq"])]
+    assert found["state"].tolist() == [
+        State.COMPLETE, State.UNOBSERVABLE, State.FAILED, State.FAILED, State.UNOBSERVABLE, State.BEGUN,
+    ]  # fmt: skip
+    assert found["t_return"].tolist() == [101, 102, 103, 104, 105, 0]
+    assert found["t_wait"].tolist() == [201, 0, 0, 0, 205, 0]
+    assert found["t_end"].tolist() == [301, 0, 0, 0, 0, 0]
+    assert found["clock"].tolist() == [Clock.WAIT, 0, 0, 0, 0, 0]
+    assert found["tag"].tolist() == list(range(6))
+    assert set(found["thread"]) == {1}
+    assert left.tables["end"][0]["reason"] == "stop"
+    processes.assert_whole(found)
+
+
+def test_a_number_that_does_not_fit_costs_nothing_but_its_record(tmp_path: Path) -> None:
+    recorder = processes.recorder(tmp_path, ring_records=16)
+    for _ in range(100):
+        with pytest.raises(struct.error):
+            processes.call(recorder, tag=1 << 40)
+    processes.call(recorder, 1 << 33, payload=0, local=0)  # torch counts beyond 32 bits; a record does not
+    recorder.close("stop")
+    assert processes.read_one(tmp_path).records["seq"].tolist() == [0]
+    assert processes.read_one(tmp_path).stats["dropped"] == 0
+
+
+def test_a_full_ring_counts(tmp_path: Path) -> None:
+    recorder = processes.recorder(tmp_path, ring_records=16, drain_ms=60_000)
+    slots = [processes.call(recorder, number) for number in range(100)]
+    assert slots[16:] == [-1] * 84
+    assert recorder.returned(-1, 5, observable=True) is None
+    recorder.failed(-1)
+    recorder.close("stop")
+    left = processes.read_one(tmp_path)
+    assert len(left.records) == 16
+    assert (left.stats["calls"], left.stats["dropped"]) == (100, 84)
+
+
+def test_threads_under_a_fast_drain(tmp_path: Path) -> None:
+    """Eight threads begin, return and end calls, each the calls of another one, while the ring is emptied."""
+    recorder = processes.recorder(tmp_path, ring_records=4096, drain_ms=1, segment_min_bytes=4096)
+    threads, each = 8, 4000
+    handed_on: list[list[tuple[Call, int]]] = [[] for _ in range(threads)]
+    numbers = itertools.count()
+
+    def hammer(index: int) -> None:
+        for turn in range(each):
+            while len(recorder._free) < 64:
+                time.sleep(0.001)
+            number = next(numbers)
+            call = recorder.returned(processes.call(recorder, number), number + 1, observable=turn % 3 != 0)
+            if call is not None:
+                handed_on[(index + 1) % threads].append((call, number))
+            if handed_on[index]:
+                other, other_number = handed_on[index].pop(0)
+                recorder.ended(other, other_number + 2, other_number + 3, Clock.FUTURE)
+
+    running = [threading.Thread(target=hammer, args=(index,)) for index in range(threads)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    recorder.close("stop")
+
+    left = processes.read_one(tmp_path)
+    found = left.records
+    processes.assert_whole(found)
+    assert len(np.unique(found["seq"])) == len(found)
+    assert len(found) == left.stats["calls"] == threads * each
+    assert left.stats["dropped"] == 0
+    assert (found["t_return"] == found["seq"].astype(np.int64) + 1).all()
+    complete = found[found["state"] == State.COMPLETE]
+    assert len(complete) > 100
+    assert (complete["t_end"] == complete["seq"].astype(np.int64) + 3).all()
+    others = found[found["state"] != State.COMPLETE]
+    assert set(others["state"]) <= {State.RETURNED, State.UNOBSERVABLE}
+    assert (others["t_end"] == 0).all()
+    assert set(found["thread"]) <= set(range(1, threads + 1))
+    assert left.stats["hook_errors"] == 0
+
+
+def test_calls_that_come_back_after_the_end(tmp_path: Path) -> None:
+    recorder = processes.recorder(tmp_path)
+    slot = processes.call(recorder, 0)
+    call = recorder.returned(processes.call(recorder, 1), 1, observable=True)
+    recorder.close("stop")
+    assert call is not None
+    recorder.returned(slot, 5, observable=True)
+    recorder.ended(call, 5, 6, Clock.WAIT)
+    assert processes.call(recorder, 2) == -1
+    left = processes.salvaged(tmp_path)[0]
+    assert sorted(left.records["state"].tolist()) == [State.BEGUN, State.RETURNED]
+    assert "salvage" not in left.tables
+    assert not processes.rings(tmp_path)
+
+
+def test_calls_of_other_threads_while_it_ends(tmp_path: Path) -> None:
+    recorder = processes.recorder(tmp_path, drain_ms=1)
+    made = itertools.count()
+    stop = threading.Event()
+
+    def busy() -> None:
+        while not stop.is_set():
+            recorder.returned(processes.call(recorder, next(made)), 1, observable=False)
+
+    threads = [threading.Thread(target=busy) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    recorder.close("stop")
+    stop.set()
+    for thread in threads:
+        thread.join()
+    left = processes.read_one(tmp_path)
+    processes.assert_whole(left.records)
+    assert len(np.unique(left.records["seq"])) == len(left.records)
+    assert left.stats["calls"] == len(left.records) + left.stats["dropped"]
+    assert left.ended
+    assert not processes.rings(tmp_path)
+
+
+def test_hook_errors_are_counted_and_the_first_is_kept(tmp_path: Path) -> None:
+    recorder = processes.recorder(tmp_path)
+
+    class UnprintableError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    for error in (KeyError("first"), ValueError("second"), UnprintableError()):
+        try:
+            raise error
+        except Exception:
+            recorder.fault()
+    recorder.close("stop")
+    stats = processes.read_one(tmp_path).stats
+    assert stats["hook_errors"] == 3
+    assert "KeyError: 'first'" in stats["first_error"]
+
+
+def test_errors_of_callbacks_do_not_keep_records_from_the_disk(tmp_path: Path) -> None:
+    def fail() -> int:
+        raise ValueError("a callback's")
+
+    recorder = processes.Recorder(
+        processes.Settings(str(tmp_path)), processes.Member(0, 1), blind_spots=[], calibrate=fail
+    )
+    recorder.each_drain.append(fail)  # type: ignore[arg-type]
+    processes.call(recorder, 1)
+    recorder.close("stop")
+    left = processes.read_one(tmp_path)
+    assert len(left.records) == 1
+    assert left.stats["hook_errors"] >= 2
+
+
+def test_what_calls_cost(tmp_path: Path) -> None:
+    recorder = processes.Recorder(
+        processes.Settings(str(tmp_path)), processes.Member(0, 1), blind_spots=[], calibrate=lambda: 1000
+    )
+    recorder.cost_samples.extend(range(1, 101))
+    recorder.close("stop")
+    stats = processes.read_one(tmp_path).stats
+    assert stats["cost_samples"] == 100
+    assert stats["cost_ns"] == 5050 + 100 * 1000
+    assert stats["cost_p99_ns"] == 1100
+
+
+def test_a_store_that_hangs_does_not_keep_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(LogWriter, "write", lambda *_: go_on.wait() and 0)
+    recorder = processes.recorder(tmp_path, exit_seconds=0.05, drain_ms=1)
+    processes.call(recorder, 0)
+    begin = time.monotonic()
+    recorder.close("exit")
+    assert time.monotonic() - begin < 5
+    assert "could not be finished within 0.05 s" in capfd.readouterr().err
+    go_on.set()
+    recorder._drain._thread.join()
+    recorder.ring.remove()
+
+
+def test_the_drain_thread_takes_no_signals(tmp_path: Path) -> None:
+    """A program that blocks a signal, to wait for it, would else be killed by it in a thread that it does not know."""
+    recorder = processes.recorder(tmp_path)
+    thread = recorder._drain._thread.native_id
+
+    def blocked() -> int:
+        status = Path(f"/proc/self/task/{thread}/status").read_text()
+        return int(next(line for line in status.splitlines() if line.startswith("SigBlk")).split()[1], 16)
+
+    processes.wait_for(blocked)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGALRM):
+        assert blocked() >> (number - 1) & 1
+    assert not blocked() >> (signal.SIGSEGV - 1) & 1
+    recorder.close("stop")
+
+
+def test_a_recorder_that_cannot_begin_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = descriptors()
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with pytest.raises(RuntimeError):
+        processes.recorder(tmp_path)
+    assert not processes.rings(tmp_path)
+    assert descriptors() == before
+
+
+def test_no_descriptor_stays_open(tmp_path: Path) -> None:
+    before = descriptors()
+    for _ in range(5):
+        recorder = processes.recorder(tmp_path, segment_min_bytes=4096)
+        for number in range(100):
+            processes.call(recorder, number)
+        recorder.close("stop")
+    del recorder
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize("shm", ["/dev/shm", "/nonexistent"])
+def test_two_processes_of_the_same_name(shm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two containers, with the same rank, process number, host name and run."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    monkeypatch.setattr("commtrace.identity._agreed", lambda member: "run")
+    monkeypatch.setattr("commtrace.identity._recordings", -5)
+    monkeypatch.setattr("commtrace.identity._file_name", lambda text: text.partition("--")[0])
+    recorders = [processes.recorder(tmp_path, shm=shm, segment_min_bytes=4096, drain_ms=2) for _ in range(3)]
+    for number in range(300):
+        recorder = recorders[number % 3]
+        recorder.returned(processes.call(recorder, number), 1, observable=False)
+    for recorder in recorders:
+        recorder.close("stop")
+    found = processes.read_all(tmp_path)
+    assert [left.stem for left in found] == ["rank00000-1", "rank00000-2-1", "rank00000-3-1"]
+    for left in found:
+        assert len(left.records) == left.stats["calls"] == 100
+        assert len(set(left.records["seq"] % 3)) == 1
+        assert left.ended
+    assert len({path.parent for path in tmp_path.glob("*/*/*.jsonl")}) == 1

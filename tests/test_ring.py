@@ -1,0 +1,171 @@
+"""The ring: a file in memory that says whose it is, and tells the living from the dead."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import processes
+import pytest
+
+from commtrace import ring
+from commtrace.ring import LeftRing, Ring
+
+IDENTITY = {"directory": "/log", "run": "run", "host": "host", "stem": "rank00000-1"}
+
+
+def dead(made: Ring) -> Path:
+    """As if the process of this ring had died."""
+    assert made.path is not None
+    os.close(made._fd)
+    made._fd = -1
+    return made.path
+
+
+def test_what_is_left_can_be_read(tmp_path: Path) -> None:
+    made = ring.make(16, str(tmp_path), "1-2-3", IDENTITY)
+    made.count({"calls": 5})
+    made.count_dropped(3)
+    made.keep_table_line(b"one\n")
+    made.records[7]["t_begin"], made.records[7]["state"] = 11, 3
+    with LeftRing(dead(made)) as left:
+        assert left.dead
+        assert left.identity == {"format": "commtrace-ring", "capacity": 16, **IDENTITY}
+        assert left.counters == {"calls": 5}
+        assert left.dropped == 3
+        assert left.tables() == b"one\n"
+        assert left.records["t_begin"].tolist() == [11]
+        left.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_its_user_may_read_it(tmp_path: Path) -> None:
+    ring.make(16, str(tmp_path), "1-2-3", IDENTITY)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_later_copy_counts_and_a_torn_one_does_not(tmp_path: Path) -> None:
+    made = ring.make(16, str(tmp_path), "1-2-3", IDENTITY)
+    for calls in range(1, 6):
+        made.count({"calls": calls})
+        made.describe({**IDENTITY, "stem": str(calls)})
+    for start in (ring.COUNTERS_AT, ring.IDENTITY_AT):
+        newest = start + made._turns[start] % 2 * ring.COPY_BYTES
+        made.buffer[newest + 30] = ord("x")
+    with LeftRing(dead(made)) as left:
+        assert left.counters == {"calls": 4}
+        assert left.identity["stem"] == "4"
+
+
+def test_counters_that_are_too_long_keep_their_numbers(tmp_path: Path) -> None:
+    made = ring.make(16, str(tmp_path), "1-2-3", IDENTITY)
+    made.count({"calls": 5, "first_error": "ü" * 4000})
+    with LeftRing(dead(made)) as left:
+        assert left.counters == {"calls": 5}
+
+
+@pytest.mark.parametrize("folder", ["/nonexistent", "/proc"])
+def test_private_memory_where_the_folder_is_none(folder: str) -> None:
+    made = ring.make(16, folder, "1-2-3", IDENTITY)
+    assert made.path is None
+    made.records[0]["state"] = 1
+    made.count({"calls": 1})
+    made.keep_table_line(b"line\n")
+    made.remove()
+
+
+def test_private_memory_where_the_description_is_too_long(tmp_path: Path) -> None:
+    made = ring.make(16, str(tmp_path), "1-2-3", {**IDENTITY, "directory": "/" + "x" * 5000})
+    assert made.path is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_ring_that_is_not_finished_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    original = ring.Ring.describe
+
+    def describe(self: Ring, identity: dict[str, object]) -> None:
+        seen.append([path.suffix for path in tmp_path.iterdir()])
+        original(self, identity)
+
+    monkeypatch.setattr(Ring, "describe", describe)
+    ring.make(16, str(tmp_path), "1-2-3", IDENTITY)
+    assert seen == [[".new"]]
+
+
+def test_no_room_for_the_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    made = ring.make(16, str(tmp_path), "1-2-3", IDENTITY)
+    assert made.path is None
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_space_is_reserved(tmp_path: Path) -> None:
+    made = ring.make(1024, str(processes.SHM), f"test-{os.getpid()}", IDENTITY)
+    assert made.path is not None
+    try:
+        assert made.path.stat().st_blocks * 512 >= ring.RECORDS_AT + 1024 * 96
+    finally:
+        made.remove()
+    assert not list(processes.SHM.glob(f"commtrace-test-{os.getpid()}*"))
+
+
+def test_a_living_process_keeps_its_ring(tmp_path: Path) -> None:
+    told, tell = os.pipe()
+    owner = os.fork()
+    if owner == 0:
+        made = ring.make(16, str(tmp_path), "1-2-3", IDENTITY)
+        child = os.fork()  # which has a copy of all that its parent has, and outlives it
+        if child == 0:
+            time.sleep(10)
+            os._exit(0)
+        os.write(tell, str(child).encode())
+        time.sleep(10)
+        made.remove()
+        os._exit(0)
+    child = int(os.read(told, 20))
+    try:
+        (path,) = tmp_path.glob("*.ring")
+        with LeftRing(path) as left:
+            assert not left.dead
+    finally:
+        os.kill(owner, signal.SIGKILL)
+        os.waitpid(owner, 0)
+    try:
+        with LeftRing(path) as left:
+            assert left.dead
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_ring_that_somebody_else_finished_with_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = dead(ring.make(16, str(tmp_path), "1-2-3", IDENTITY))
+    original = ring._lock
+
+    def lock(fd: int) -> bool:
+        path.unlink()
+        return original(fd)
+
+    monkeypatch.setattr(ring, "_lock", lock)
+    with LeftRing(path) as left:
+        assert not left.dead
+
+
+def test_a_short_write_of_a_table_line_ends_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = ring.make(16, str(tmp_path), "1-2-3", IDENTITY)
+    made.keep_table_line(b"one\n")
+    with monkeypatch.context() as patched:
+        original = os.write
+        patched.setattr(os, "write", lambda fd, data: original(fd, data[:2]))
+        made.keep_table_line(b"two\n")
+    made.keep_table_line(b"three\n")
+    with LeftRing(dead(made)) as left:
+        assert left.tables() == b"one\ntw"

@@ -1,0 +1,146 @@
+"""How processes end, fail and are interrupted: what is in the log each time, and what the program sees."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import processes
+import pytest
+from ranks import Nursery
+
+from commtrace import recorder as recorder_module
+from commtrace.identity import Member
+from commtrace.schema import State
+from commtrace.session import Session
+from commtrace.settings import Settings
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "reason"),
+    [
+        ("return", 0, "exit"),
+        ("exit", 3, "exit"),
+        ("raise", 1, "exit"),
+        ("thread", 0, "exit"),
+        ("busy daemon", -signal.SIGABRT, "exit"),  # torch's own doing, after our end
+        ("handled SIGTERM", 5, "exit"),
+        ("SIGINT", -signal.SIGINT, "exit"),
+        ("SIGTERM", -signal.SIGTERM, None),
+        ("abort", -signal.SIGABRT, None),
+        ("os._exit", 4, None),
+        ("exec", 6, None),
+    ],
+)
+def test_endings(how: str, status: int, reason: str | None, nursery: Nursery, tmp_path: Path) -> None:
+    statuses, outputs = nursery.run("ending", tmp_path / "log", how, ranks=1)
+    assert statuses == [status], outputs
+    (left,) = processes.read_all(tmp_path / "log") if reason else processes.salvaged(tmp_path / "log")
+    expected = {"thread": 6}.get(how, 5)
+    assert left.stats["calls"] == len(left.records) + left.stats["dropped"]
+    assert len(left.records) >= expected if how == "busy daemon" else len(left.records) == expected
+    assert [row["reason"] for row in left.tables.get("end", [])] == ([reason] if reason else [])
+    assert ("salvage" in left.tables) == (reason is None)
+    assert not processes.rings(tmp_path / "log")
+
+
+def test_handlers_that_communicate(nursery: Nursery, tmp_path: Path) -> None:
+    statuses, outputs = nursery.run("signals", tmp_path / "log", "communicate", ranks=1)
+    assert statuses == [0], outputs
+    calls, handled, _ = map(int, outputs[0].split())
+    left = processes.read_one(tmp_path / "log")
+    assert handled > 100
+    assert len(left.records) == 1 + calls + handled
+    assert len(np.unique(left.records["seq"])) == len(left.records)
+    assert left.stats["hook_errors"] == 0
+
+
+def test_handlers_that_raise(nursery: Nursery, tmp_path: Path) -> None:
+    """What a handler raises reaches the program, wherever it strikes."""
+    statuses, outputs = nursery.run("signals", tmp_path / "log", "raise", ranks=1)
+    assert statuses == [0], outputs
+    calls, handled, caught = map(int, outputs[0].split())
+    left = processes.read_one(tmp_path / "log")
+    assert handled > 100
+    assert caught == handled, "commtrace has kept an exception from the program"
+    assert calls <= left.stats["calls"] <= 1 + calls + handled
+    assert len(left.records) + left.stats["dropped"] == left.stats["calls"]
+
+
+def test_failures_reach_the_program_unchanged(nursery: Nursery, tmp_path: Path) -> None:
+    statuses, traced = nursery.run("failing", tmp_path / "log")
+    assert statuses == [0, 0], traced
+    _, untraced = nursery.run("failing", tmp_path / "untraced", traced=False)
+    assert traced == untraced
+    assert "returned" not in traced[0]
+    for left in processes.read_all(tmp_path / "log"):
+        found = left.records[np.argsort(left.records["t_begin"])]
+        rank = left.tables["process"][0]["rank"]
+        assert found["state"][0] == State.COMPLETE
+        assert set(found["state"][1:]) == {State.FAILED}
+        assert len(found) == (3 if rank == 0 else 2)
+        assert left.stats["hook_errors"] == 0
+        assert left.ended
+
+
+# ---- beginning -------------------------------------------------------------------------------------------------------
+
+
+def test_all_threads_get_one_recorder(tmp_path: Path) -> None:
+    session = Session()
+    session.settings = Settings(str(tmp_path / "log"))
+    asked: list[int] = []
+    start = threading.Barrier(8)
+    got: list[object] = []
+
+    def member() -> Member:
+        asked.append(1)
+        return Member(0, 1)
+
+    def begin() -> None:
+        start.wait()
+        got.append(session.begin(member, blind_spots=[]))
+
+    threads = [threading.Thread(target=begin) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(asked) == 1
+    assert set(got) == {session.recorder}
+    session.end("stop")
+    assert session.begin(member, blind_spots=[]) is None
+    assert len(asked) == 1
+
+
+def test_a_call_made_while_recording_begins_is_not_traced(tmp_path: Path) -> None:
+    """By a signal handler, in the thread that is just beginning: it must not wait for itself."""
+    session = Session()
+    session.settings = Settings(str(tmp_path / "log"))
+    nested: list[object] = []
+
+    def member() -> Member:
+        nested.append(session.begin(member, blind_spots=[]))
+        return Member(0, 1)
+
+    assert session.begin(member, blind_spots=[]) is session.recorder is not None
+    assert nested == [None]
+    session.end("stop")
+
+
+def test_a_beginning_that_is_interrupted_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session()
+    session.settings = Settings(str(tmp_path / "log"))
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(recorder_module, "Drain", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.begin(lambda: Member(0, 1), blind_spots=[])
+    assert not processes.rings(tmp_path / "log")
+    assert session.begin(lambda: Member(0, 1), blind_spots=[]) is not None
+    session.end("stop")

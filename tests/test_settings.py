@@ -1,0 +1,119 @@
+"""Settings: what the environment may say, and one clear line for what makes no sense."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from commtrace import settings
+from commtrace.errors import SettingsError
+from commtrace.settings import Settings
+
+
+@pytest.mark.parametrize("environ", [{}, {"COMMTRACE": ""}, {"COMMTRACE": "0"}, {"COMMTRACE_SITES": "nonsense"}])
+def test_off(environ: dict[str, str]) -> None:
+    assert settings.from_environment(environ) is None
+
+
+def test_one_means_the_default_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = settings.from_environment({"COMMTRACE": "1"})
+    assert found is not None
+    assert found.directory == str(tmp_path / "commtrace-logs")
+
+
+def test_a_directory_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for given, meant in (("a/../b", "b"), ("~/c", "home/c"), (str(tmp_path / "d"), "d")):
+        assert settings.for_directory(given, {}).directory == str(tmp_path / meant)
+    assert settings.for_directory(tmp_path, {}).directory == str(tmp_path)
+
+
+def test_every_setting_has_a_variable(tmp_path: Path) -> None:
+    given = {
+        "COMMTRACE": str(tmp_path),
+        "COMMTRACE_SITES": "no",
+        "COMMTRACE_RING_RECORDS": "64k",
+        "COMMTRACE_DRAIN_MS": "5",
+        "COMMTRACE_MAX_BYTES": "2GiB",
+        "COMMTRACE_SEGMENT_MIN_BYTES": "8KB",
+        "COMMTRACE_SEGMENT_MAX_BYTES": "1m",
+        "COMMTRACE_SHM": "/tmp",
+        "COMMTRACE_EXIT_SECONDS": "2.5",
+    }
+    found = settings.from_environment({**given, "HOME": "/", "OTHER": "x"})
+    assert found is not None
+    assert found.as_dict() == {
+        "directory": str(tmp_path),
+        "sites": False,
+        "ring_records": 65536,
+        "drain_ms": 5,
+        "max_bytes": 2 << 30,
+        "segment_min_bytes": 8192,
+        "segment_max_bytes": 1 << 20,
+        "shm": "/tmp",
+        "exit_seconds": 2.5,
+    }
+    assert len(given) == len(settings.FIELDS)
+
+
+def test_an_empty_variable_is_not_said(tmp_path: Path) -> None:
+    assert settings.for_directory(tmp_path, {"COMMTRACE_DRAIN_MS": ""}).drain_ms == 100
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "mend"),
+    [
+        ("COMMTRACE_RING_RECORDS", "many", "give a whole number"),
+        ("COMMTRACE_RING_RECORDS", "1.5", "give a whole number"),
+        ("COMMTRACE_RING_RECORDS", "k", "give a whole number"),
+        ("COMMTRACE_RING_RECORDS", "8", "from 16 to"),
+        ("COMMTRACE_RING_RECORDS", "-1", "from 16 to"),
+        ("COMMTRACE_RING_RECORDS", "1t", "from 16 to"),
+        ("COMMTRACE_MAX_BYTES", "4096", "from 8192 to"),
+        ("COMMTRACE_DRAIN_MS", "0", "from 1 to"),
+        ("COMMTRACE_EXIT_SECONDS", "soon", "a number of seconds"),
+        ("COMMTRACE_EXIT_SECONDS", "-1", "from 0 to"),
+        ("COMMTRACE_EXIT_SECONDS", "nan", "from 0 to"),
+        ("COMMTRACE_SITES", "maybe", "give 1 or 0"),
+        ("COMMTRACE_SIDES", "1", "there are COMMTRACE_DRAIN_MS"),
+    ],
+)
+def test_a_wrong_value(variable: str, value: str, mend: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError) as raised:
+        settings.for_directory(tmp_path, {variable: value})
+    message = str(raised.value)
+    assert message.startswith(f"{variable}={value}: ")
+    assert mend in message
+    assert "\n" not in message
+
+
+def test_directories_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("file", "file/below/it", "link"):
+        with pytest.raises(SettingsError, match="is not a directory; name a directory"):
+            settings.for_directory(tmp_path / name, {})
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # for root, everything may be written to
+    with pytest.raises(SettingsError, match=f"COMMTRACE={tmp_path}/a/b: {tmp_path} may not be written to"):
+        settings.for_directory(tmp_path / "a/b", {})
+
+
+def test_the_working_directory_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(SettingsError, match="COMMTRACE=logs: the working directory is gone; give an absolute path"):
+        settings.for_directory("logs", {})
+    assert settings.for_directory(tmp_path, {}).directory == str(tmp_path)
+
+
+def test_settings_stay_as_they_are(tmp_path: Path) -> None:
+    made = Settings(str(tmp_path))
+    with pytest.raises(AttributeError):
+        made.sites = False
+    with pytest.raises(TypeError, match="sides"):
+        Settings(str(tmp_path), sides=1)
