@@ -55,11 +55,11 @@ class Progress:
     @property
     def between_steps(self) -> bool:
         """The next activity begins a step."""
-        return self._finished and not self._by_program
+        return bool(self.cells[_FINISHED] and not self.cells[_BY_PROGRAM])
 
     def activity(self) -> None:
         """Something that only happens in a training step happens now."""
-        if self.cells[_FINISHED] and not self.cells[_BY_PROGRAM]:
+        if self.between_steps:
             self.cells[_FINISHED] = 0
             self.cells[_STEP] += 1
 

@@ -124,7 +124,7 @@ class CallSites:
         frame: FrameType | None = sys._getframe()
         module = None
         while frame is not None:
-            if self._kind(frame.f_code) & FORWARD:
+            if self.classify(frame.f_code) & FORWARD:
                 called = frame.f_locals.get("self")
                 # A piece of a compiled program is a module, too, and always in training mode.
                 module = module if type(called).__module__.startswith("torch.fx") else called

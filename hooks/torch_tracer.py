@@ -155,9 +155,14 @@ class TorchTracer:
         self.works = Works(recorder)
         self.tensors = TensorWaits(recorder)
         self.batches = Batches(recorder, self.works)
-        self.sites = CallSites(recorder.tables)
+        self._sites = CallSites(recorder.tables)
         self._kinds: dict[tuple[str, torch.dtype | None, int], int] = {}
         self._backward = -1, 0  # the last backward pass seen on a thread without Python frames, and its site
+
+    @property
+    def sites(self) -> CallSites:
+        """The line of code that makes a call."""
+        return self._sites
 
     def release(self) -> None:
         """By the drain thread: let go of what is kept for a moment only."""
@@ -229,7 +234,7 @@ class TorchTracer:
             phase = int(marks[-1]) if marks else -1
         site = seen = 0
         if phase < 0 or self.recorder.sites:
-            site, seen = self.sites.find(3, deep=phase < 0)
+            site, seen = self._sites.find(3, deep=phase < 0)
         if phase < 0:
             phase = _phase(seen)
         if progress.between_steps and (phase == _BACKWARD or (phase == _FORWARD and self._trains())):
@@ -245,7 +250,7 @@ class TorchTracer:
 
     def _site_of_backward(self, task: int) -> int:
         if self._backward[0] != task:
-            self._backward = task, self.sites.of_backward()
+            self._backward = task, self._sites.of_backward()
         return self._backward[1]
 
 
