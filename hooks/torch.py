@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from . import torch_training, torch_works
-from .native import recorder as native
 from .c10d_operators import Operator, known_operators
 from .kernels import Kernels
+from .native import recorder as native
 from .torch_kernels import blind_spots, functional_kernel, kernel_for, wait_kernel
 
 _ALWAYS = (

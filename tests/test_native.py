@@ -35,7 +35,7 @@ def built() -> Path:
         pytest.skip(str(error))
 
 
-def ranks(program: str, *arguments: str, recorder: str, directory: Path, **variables: object) -> list[processes.Left]:
+def ranks(program: str, *arguments: str, recorder: str, directory: Path, **variables: Any) -> list[processes.Left]:
     """The logs of two ranks of a program."""
     built()
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
@@ -147,11 +147,12 @@ import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 dist.all_reduce(torch.ones(3))
+import time; time.sleep(0.5)
 """
     for recorder, said in (("native", "commtrace build"), ("auto", "")):
         log = tmp_path / recorder
-        variables = {"COMMTRACE": log, "COMMTRACE_RECORDER": recorder, "XDG_CACHE_HOME": tmp_path / "empty"}
-        result = processes.python(code, **variables)
+        empty = tmp_path / "empty"
+        result = processes.python(code, COMMTRACE=log, COMMTRACE_RECORDER=recorder, XDG_CACHE_HOME=empty)
         assert result.status == 0
         assert said in result.err
         assert processes.read_one(log).tables["process"][0]["recorder"] == "python"

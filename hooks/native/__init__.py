@@ -1,7 +1,7 @@
 """The native recorder: the kernels of hooks/torch_kernels.py once more, in C++, for a tenth of their cost.
 
 Everything above the kernels is shared with the portable recorder: settings, session, ring, tables, drain, log. Python
-still numbers rows of tables (`rows`), and keeps progress, jobs and roles; C++ asks it once per group, kind and call site.
+still numbers rows of tables (`rows`), and keeps progress, jobs and roles; C++ asks it once per row.
 
     module.cpp     kernels, waits, and what Python calls
     recording.h    one recording: groups, kinds, counters

@@ -10,10 +10,9 @@ from commtrace.errors import CommtraceError
 class Command:
     """Build the native recorder for this environment.
 
-    Recording a call then costs a few tenths of a microsecond, and the ends of calls are seen where nothing in Python
-    waits for them. It takes half a minute and a C++ compiler, once per environment (Python, torch, commtrace); the result
-    lies in the user's cache (XDG_CACHE_HOME), and every training finds it there. Without it, the Python recorder does
-    the same work more slowly.
+    Recording a call then costs less than a microsecond, and ends are seen even where nothing in Python waits for them.
+    It takes half a minute and a C++ compiler, once per environment (Python, torch, commtrace); the result lies in the
+    user's cache (XDG_CACHE_HOME), where every training finds it. Without it, the Python recorder does the same work.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
@@ -24,6 +23,8 @@ class Command:
         try:
             from .library import build
         except ImportError as error:
-            raise CommtraceError(f"the native recorder is for PyTorch, which is not installed here ({error})") from error
+            raise CommtraceError(
+                f"the native recorder is for PyTorch, which is not installed here ({error})"
+            ) from error
         print(build())
         return 0

@@ -91,7 +91,9 @@ def build() -> Path:
             if not path().exists():
                 _build(target)
     except OSError as error:
-        raise CommtraceError(f"{error.filename or target}: {error.strerror}; set XDG_CACHE_HOME to a folder to write to") from error
+        raise CommtraceError(
+            f"{error.filename or target}: {error.strerror}; set XDG_CACHE_HOME to a folder to write to"
+        ) from error
     return path()
 
 
@@ -111,7 +113,9 @@ def _build(target: Path) -> None:
                 NAME, [str(_FOLDER / source) for source in _SOURCES], extra_cflags=list(_FLAGS), build_directory=folder
             )
         except (RuntimeError, ImportError) as error:
-            raise CommtraceError(f"the native recorder could not be compiled; the Python one goes on.\n{error}") from error
+            raise CommtraceError(
+                f"the native recorder could not be compiled; the Python one goes on.\n{error}"
+            ) from error
         finished = Path(folder) / "finished"
         finished.mkdir()
         shutil.copy(Path(folder) / f"{NAME}.so", finished / f"{NAME}.so")

@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from commtrace.errors import CommtraceError
+from commtrace.hooks import torch_kernels, torch_tracer
+from commtrace.hooks.c10d_operators import Operator
+from commtrace.hooks.torch_kernels import fault
+from commtrace.hooks.torch_tracer import TorchTracer
 from commtrace.log_writer import say
 from commtrace.recorder import Recorder
 from commtrace.ring import Ring
 from commtrace.session import session
 
-from .. import torch_kernels, torch_tracer
-from ..c10d_operators import Operator
-from ..torch_kernels import fault
-from ..torch_tracer import TorchTracer
 from . import library, works
 from .rows import Rows
 from .slots import NativeSlots
@@ -61,6 +61,13 @@ def uninstall() -> None:
         torch_tracer.started.remove(_go)
         torch_kernels.calibrate_with(None)
         session.make_slots = None
+
+
+def take_out() -> None:
+    """Take the kernels out, too, between recordings. Only where no other thread communicates: a benchmark."""
+    if _library is not None:
+        _library.take_out()
+        _operators.clear()
 
 
 def _make_slots(ring: Ring) -> NativeSlots:

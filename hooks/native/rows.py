@@ -6,12 +6,12 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
-from ..c10d_operators import Operator
-from ..torch_tracer import TorchTracer
+from commtrace.hooks.c10d_operators import Operator
+from commtrace.hooks.torch_tracer import TorchTracer
 
 _Answer = TypeVar("_Answer")
 
@@ -55,6 +55,9 @@ class _Collectives:
         return int(self._recording.next_seq(self._pg()))
 
 
+_NO_GROUP: Final[GroupRow | None] = None
+
+
 class Rows:
     """Answers of one recording."""
 
@@ -63,7 +66,7 @@ class Rows:
         self._recording = recording
         self._operators = operators
 
-    @_never_raising(None)
+    @_never_raising(_NO_GROUP)
     def group(self, pg: Any) -> GroupRow | None:
         """The row of a process group."""
         group = self.tracer.groups.of(pg)

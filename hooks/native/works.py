@@ -7,11 +7,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from commtrace.hooks.patching import Patches
+from commtrace.hooks.torch_kernels import begin, fault
+from commtrace.hooks.torch_tracer import TorchTracer, current
 from commtrace.session import session
 
-from ..patching import Patches
-from ..torch_kernels import begin, fault
-from ..torch_tracer import TorchTracer, current
 from .slots import NativeSlots
 
 _patches = Patches()

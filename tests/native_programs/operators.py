@@ -1,4 +1,4 @@
-"""Every operator that a record may be about, on two ranks, and what else decides a record: groups, sites, phases, steps."""
+"""Every operator that a record may be about, on two ranks, and what else decides one: groups, sites, phases."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def groups(rank: int) -> None:
 
 
 def functional_and_compiled() -> None:
-    world = dist.group.WORLD
+    world = dist.distributed_c10d._get_default_group()
     _ = functional.all_reduce(ones(10), "sum", world) + 1
     _ = functional.all_gather_tensor(ones(10), 0, world) + 1
     _ = [part + 1 for part in functional.all_reduce_coalesced([ones(10), ones(10)], "sum", world)]
