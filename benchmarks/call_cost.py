@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import commtrace
+from commtrace.hooks.native import library
 from commtrace.hooks.native import recorder as native
 
 
@@ -56,7 +57,7 @@ def main() -> None:
 
 def recorders() -> list[str]:
     """The recorders that there are."""
-    if native.library.path().exists():
+    if library.path().exists():
         return ["python", "native"]
     print("The native recorder is not built; `commtrace build` builds it.\n")
     return ["python"]

@@ -16,6 +16,11 @@ def ones(*shape: int) -> torch.Tensor:
     return torch.ones(*shape)
 
 
+def finish(work: dist.Work | None) -> None:
+    assert work is not None
+    work.wait()
+
+
 def collectives() -> None:
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
         dist.all_reduce(ones(10), op=op)
@@ -30,7 +35,7 @@ def collectives() -> None:
     dist.reduce_scatter(ones(4), [ones(4), ones(4)])
     dist.barrier()
     dist.monitored_barrier()
-    dist.all_reduce(torch.sparse_coo_tensor([[0, 1]], [1.0, 2.0], (4,)))
+    dist.all_reduce(torch.sparse_coo_tensor(torch.tensor([[0, 1]]), ones(2), (4,)))
     with contextlib.suppress(RuntimeError):
         dist.all_gather([ones(4)], ones(4))  # a list too short
 
@@ -38,7 +43,7 @@ def collectives() -> None:
 def all_to_all_and_rooted(rank: int) -> None:
     sizes = [([1, 2], [1, 3]), ([3, 1], [2, 1])][rank]
     dist.all_to_all_single(ones(8), ones(8))
-    dist.all_to_all_single(ones(sum(sizes[0]), 2), ones(sum(sizes[1]), 2), *map(list, sizes))
+    dist.all_to_all_single(ones(sum(sizes[0]), 2), ones(sum(sizes[1]), 2), sizes[0], sizes[1])
     whole = [ones(4), ones(4)] if rank == 0 else None
     dist.gather(ones(4), whole, dst=0)
     dist.scatter(ones(4), whole, src=0)
@@ -49,12 +54,12 @@ def messages(rank: int) -> None:
     if rank == 0:
         dist.send(ones(10), 1)
         dist.recv(ones(10), 1, tag=3)
-        dist.isend(ones(10), 1).wait()
+        finish(dist.isend(ones(10), 1))
         dist.send(ones(10), 1)
     else:
         dist.recv(ones(10), 0)
         dist.send(ones(10), 0, tag=3)
-        dist.irecv(ones(10), 0).wait()
+        finish(dist.irecv(ones(10), 0))
         dist.recv(ones(10))
     both = [dist.P2POp(dist.isend, ones(10), other), dist.P2POp(dist.irecv, ones(10), other)]
     for work in dist.batch_isend_irecv(both):
