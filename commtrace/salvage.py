@@ -77,6 +77,9 @@ def _within(whose: dict[str, Any], target: str) -> bool:
 def _bring(left: LeftRing) -> str:
     host = str(left.identity["host"])
     folder = Path(left.identity["directory"]) / left.identity["run"] / host
+    if _made_no_call(left, folder):
+        left.remove()
+        return ""
     folder.mkdir(parents=True, exist_ok=True)
     stem = _stem(left, folder)
     salvaged = folder / f"{stem}.salvaged.npy"
@@ -89,6 +92,13 @@ def _bring(left: LeftRing) -> str:
     _complete_tables(left, folder, stem, number)
     left.remove()
     return f"{stem} on {host}: {number} records of a process that ended early were recovered"
+
+
+def _made_no_call(left: LeftRing, folder: Path) -> bool:
+    """The process was killed while it began to record, before it could say who it is."""
+    if len(left.records) or b"\n" in left.tables():
+        return False
+    return not (folder / f"{left.identity['stem']}.jsonl").exists()
 
 
 def _stem(left: LeftRing, folder: Path) -> str:

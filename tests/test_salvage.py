@@ -13,7 +13,7 @@ import processes
 import pytest
 
 import commtrace
-from commtrace import identity, ring, salvage, segments
+from commtrace import identity, ring, salvage, segments, tables
 from commtrace.ring import LeftRing
 
 
@@ -64,6 +64,18 @@ def test_dropped_calls_are_counted_to_the_moment_of_the_kill(log: Path) -> None:
     assert len(left.records) == 16
     assert left.stats["dropped"] == 84
     assert left.stats["calls"] == 100
+
+
+def test_a_process_killed_while_it_began_leaves_nothing(log: Path) -> None:
+    def record() -> None:
+        tables.Tables.add = die  # type: ignore[method-assign]  # only this child lives to see it
+        processes.recorder(log)
+
+    assert processes.in_child(record) == -signal.SIGKILL
+    assert len(processes.rings(log)) == 1
+    assert salvage.salvage(log) == []
+    assert not processes.rings(log)
+    assert not log.exists()
 
 
 SALVAGE_STEPS: dict[str, tuple[object, str]] = {
