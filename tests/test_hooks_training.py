@@ -85,7 +85,8 @@ def test_what_ddp_sends_is_placed_on_the_line_that_calls_backward(section: str, 
         if call.phase == BACKWARD:
             assert (call.file, call.function) == (str(FOLDER / "plain.py"), section)
             assert "backward()" in Path(call.file).read_text().splitlines()[call.line - 1]
-            assert call.state == State.UNOBSERVABLE  # C++ waits
+            # C++ waits; that nobody else will is known a moment after the call, which the last one may not have had.
+            assert call.state in (State.UNOBSERVABLE, State.RETURNED)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
