@@ -88,8 +88,7 @@ class Drain:
         self._guarded(self._measure_crossing)
         while not self._wake.wait(self._settings.drain_ms / 1000):
             self._guarded(self._turn)
-        for callback in self._recorder.each_drain:
-            self._guarded(callback)
+        self._let_go()
         self._guarded(self._finish)
 
     def _guarded(self, work: Callable[[], None]) -> None:
@@ -102,9 +101,12 @@ class Drain:
         if self._calibrate is not None:
             self._crossing_ns = self._calibrate()
 
-    def _turn(self) -> None:
+    def _let_go(self) -> None:
         for callback in self._recorder.each_drain:
             self._guarded(callback)
+
+    def _turn(self) -> None:
+        self._let_go()
         slots = self._slots.finished() if self._writer.ready else NONE
         if len(slots) or self._writer.unwritten(self._recorder.tables.lines):
             self._move(slots)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from commtrace.ring import Records
+from commtrace.schema import Records
 from commtrace.segments import EMPTY, SegmentSeries, cut, unlinked, write_all
 from commtrace.settings import Settings
 

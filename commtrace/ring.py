@@ -29,9 +29,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
-from commtrace.schema import RECORD
+from commtrace.schema import RECORD, Records
 
 IDENTITY_AT: Final = 0
 COUNTERS_AT: Final = 8192
@@ -42,8 +41,6 @@ COPY_BYTES: Final = 4080
 RING_FORMAT: Final = "commtrace-ring"
 SALVAGE_SECONDS: Final = 5.0
 """How long another salvage of the same ring is waited for."""
-
-Records = npt.NDArray[np.void]
 
 _NUMBER: Final = struct.Struct("<Q")
 _mine: Final[set[Path]] = set()

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from commtrace import identity, ring
-from commtrace.ring import LeftRing, Records
-from commtrace.schema import RECORD
+from commtrace.ring import LeftRing
+from commtrace.schema import RECORD, Records
 from commtrace.segments import EMPTY, HEADER_BYTES, Segment, read_records, write_all
 
 DEFAULT_SHM: Final = "/dev/shm"

@@ -15,8 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from commtrace.ring import Records
-from commtrace.schema import RECORD
+from commtrace.schema import RECORD, Records
 
 HEADER_BYTES: Final = 1024
 EMPTY: Final[Records] = np.zeros(0, RECORD)

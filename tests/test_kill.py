@@ -16,7 +16,7 @@ from processes import Left
 from ranks import Nursery
 
 from commtrace import log_writer, ring, segments, slots
-from commtrace.schema import State
+from commtrace.schema import Records, State
 
 KILLS = 50
 
@@ -127,7 +127,7 @@ def torn_put(self: ring.Ring, start: int, value: dict[str, object]) -> bool:
     return True
 
 
-def written_then_die(self: segments.SegmentSeries, records: ring.Records) -> None:
+def written_then_die(self: segments.SegmentSeries, records: Records) -> None:
     original_append(self, records)
     if len(records):
         die()

@@ -12,8 +12,7 @@ import pytest
 
 from commtrace import log_writer
 from commtrace.log_writer import LogWriter
-from commtrace.ring import Records
-from commtrace.schema import RECORD
+from commtrace.schema import RECORD, Records
 from commtrace.segments import EMPTY, unlinked
 from commtrace.settings import Settings
 

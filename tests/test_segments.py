@@ -12,8 +12,7 @@ import processes
 import pytest
 
 from commtrace import segments
-from commtrace.ring import Records
-from commtrace.schema import RECORD
+from commtrace.schema import RECORD, Records
 from commtrace.segments import HEADER_BYTES, Segment, SegmentSeries, read_records
 
 
