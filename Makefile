@@ -10,9 +10,11 @@ export OMP_NUM_THREADS ?= 1
 
 demo: $(READY)  ## train a small GPT-NeoX under DDP and ZeRO 0 to 3, and show what each communicated
 	rm -rf demo-logs
+	-$(BIN)/commtrace build
 	$(BIN)/python -m commtrace.workloads.demo demo-logs
 
 test: lint  ## everything that must hold
+	-$(BIN)/commtrace build
 	$(BIN)/pytest
 
 lint: $(READY) types
@@ -34,6 +36,7 @@ $(READY): setup.cfg setup.py constraints.txt requirements-dev.txt
 	touch $(READY)
 
 bench: $(READY)  ## what tracing costs: both sides in one run, beside a control
+	-$(BIN)/commtrace build
 	$(BIN)/python benchmarks/call_cost.py
 	test -x build/plain/bin/python || $(PYTHON) -m venv build/plain
 	build/plain/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall .

@@ -9,6 +9,7 @@ in one process, in pairs whose order alternates; the control pairs untraced with
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import tempfile
@@ -20,6 +21,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import commtrace
+from commtrace.hooks.native import library
+from commtrace.hooks.native import recorder as native
 
 
 def main() -> None:
@@ -41,18 +44,29 @@ def main() -> None:
     calls()
     print("| all_reduce on a fake process group | bare | measured | added | ratio |")
     print("| --- | --- | --- | --- | --- |")
-    sides = {
+    sides: dict[str, Callable[[], float]] = {
         "control: untraced again": calls,
-        "Python recorder, without call sites": lambda: traced(calls, sites=False),
-        "Python recorder, with call sites": lambda: traced(calls, sites=True),
     }
+    for recorder in recorders():
+        for sites, words in ((False, "without"), (True, "with")):
+            name = f"{recorder} recorder, {words} call sites"
+            sides[name] = functools.partial(traced, calls, recorder=recorder, sites=sites)
     for name, side in sides.items():
         print_row(name, [pair(calls, side, i) for i in range(options.pairs)])
 
 
-def traced(calls: Callable[[], float], *, sites: bool) -> float:
+def recorders() -> list[str]:
+    """The recorders that there are."""
+    if library.path().exists():
+        return ["python", "native"]
+    print("The native recorder is not built; `commtrace build` builds it.\n")
+    return ["python"]
+
+
+def traced(calls: Callable[[], float], *, recorder: str, sites: bool) -> float:
     """Microseconds per call while recording; starting and stopping are not counted."""
     os.environ["COMMTRACE_SITES"] = str(int(sites))
+    os.environ["COMMTRACE_RECORDER"] = recorder
     with tempfile.TemporaryDirectory() as directory:
         commtrace.start(directory)
         try:
@@ -61,6 +75,7 @@ def traced(calls: Callable[[], float], *, sites: bool) -> float:
             return calls()
         finally:
             commtrace.stop()
+            native.take_out()
 
 
 def pair(bare: Callable[[], float], other: Callable[[], float], i: int) -> tuple[float, float]:

@@ -24,6 +24,7 @@ from commtrace.errors import CommtraceError
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "report": ("commtrace.analyses.report.command", "Show what a run communicated."),
     "run": ("commtrace.commands.run", "Run a program with tracing on."),
+    "build": ("commtrace.hooks.native.command", "Build the native recorder for this environment."),
     "salvage": ("commtrace.commands.salvage", "Bring home what killed processes left in this host's memory."),
     "export": ("commtrace.commands.export", "Write every event of a run to a CSV or Parquet file."),
 }

@@ -1,17 +1,24 @@
 """Where the program is in its training: step, micro-batch and phase, as every record carries them.
 
 Hooks tell what they see (an optimizer stepped, a DeepSpeed engine went forward); the program may tell more
-(`commtrace.step()`, `commtrace.phase()`). Plain attributes: autograd threads read what the main thread writes, and
-nothing here is worth a lock on the way of a call.
+(`commtrace.step()`, `commtrace.phase()`). Plain numbers: autograd threads read what the main thread writes, and
+nothing here is worth a lock on the way of a call. They lie side by side in memory, where the native recorder reads them
+and begins a step without Python.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from commtrace.errors import CommtraceError
 from commtrace.schema import Phase
+
+# Places in `Progress.cells`, as struct Progress of hooks/native/recording.h has them.
+_STEP, _MICRO_BATCH, _MARK, _FINISHED, _BY_PROGRAM = range(5)
+_UNMARKED: Final = -1
 
 
 class Progress:
@@ -22,35 +29,48 @@ class Progress:
     """
 
     def __init__(self) -> None:
+        self.cells: Final = array("i", [0] * 5)
         self.reset()
 
     def reset(self) -> None:
         """Before the first step, no marks."""
-        self.step = -1
-        self.micro_batch = -1
         self.marks: list[Phase] = []
-        self._finished = True
-        self._by_program = False
+        for cell, value in ((_STEP, -1), (_MICRO_BATCH, -1), (_MARK, _UNMARKED), (_FINISHED, 1), (_BY_PROGRAM, 0)):
+            self.cells[cell] = value
+
+    @property
+    def step(self) -> int:
+        """The training step, -1: before the first one."""
+        return self.cells[_STEP]
+
+    @property
+    def micro_batch(self) -> int:
+        """Within the step, -1: not known."""
+        return self.cells[_MICRO_BATCH]
+
+    @micro_batch.setter
+    def micro_batch(self, number: int) -> None:
+        self.cells[_MICRO_BATCH] = number
 
     @property
     def between_steps(self) -> bool:
         """The next activity begins a step."""
-        return self._finished and not self._by_program
+        return bool(self.cells[_FINISHED] and not self.cells[_BY_PROGRAM])
 
     def activity(self) -> None:
         """Something that only happens in a training step happens now."""
-        if self._finished and not self._by_program:
-            self._finished = False
-            self.step += 1
+        if self.between_steps:
+            self.cells[_FINISHED] = 0
+            self.cells[_STEP] += 1
 
     def step_finished(self) -> None:
         """The optimizer has done its work; the next activity begins a new step."""
-        self._finished = True
+        self.cells[_FINISHED] = 1
 
     def step_begins(self) -> None:
         """The program itself says that a step begins. From now on only it says so."""
-        self._by_program = True
-        self.step += 1
+        self.cells[_BY_PROGRAM] = 1
+        self.cells[_STEP] += 1
         self.micro_batch = -1
 
     def unmarked(self) -> Phase:
@@ -60,16 +80,22 @@ class Progress:
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
         """Calls within belong to `phase`."""
-        self.marks.append(phase)
+        self.mark(phase)
         try:
             yield
         finally:
             self.unmark()
 
+    def mark(self, phase: Phase) -> None:
+        """Calls belong to `phase` until the mark ends."""
+        self.marks.append(phase)
+        self.cells[_MARK] = phase
+
     def unmark(self) -> None:
         """The innermost mark ends. There may be none: tracing may have been stopped within it."""
         if self.marks:
             self.marks.pop()
+        self.cells[_MARK] = self.marks[-1] if self.marks else _UNMARKED
 
     def marked(self, name: str) -> _Mark:
         """As `within`, by name, for programs. Raises CommtraceError for a name that is no phase."""
@@ -89,7 +115,7 @@ class _Mark:
     def __enter__(self) -> None:
         if self._phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
             self._progress.activity()
-        self._progress.marks.append(self._phase)
+        self._progress.mark(self._phase)
 
     def __exit__(self, *_: object) -> None:
         self._progress.unmark()

@@ -53,8 +53,12 @@ class Recorder:
         *,
         blind_spots: list[str],
         calibrate: Callable[[], int] | None = None,
+        make_slots: Callable[[ring.Ring], Slots] = Slots,
     ) -> None:
-        """`calibrate` measures, in ns, what a call costs before and after the hook can look at a clock."""
+        """`calibrate` measures, in ns, what a call costs before and after the hook can look at a clock.
+
+        `make_slots` gives the ring's slots: those of the native recorder are taken by C++, too.
+        """
         self.pid = os.getpid()
         run, host = identity.agree_on_run(member), identity.host()
         whose = {"directory": settings.directory, "run": run, "host": host, "pid": self.pid}
@@ -73,10 +77,10 @@ class Recorder:
         self.ring = ring.make(settings.ring_records, settings.shm, name, {**whose, "stem": stem})
         try:
             self._buffer: Any = self.ring.buffer
-            self._slots = Slots(self.ring)
+            self._slots = make_slots(self.ring)
             self._free, self._pending = self._slots.free, self._slots.pending
             self.tables = Tables(self.ring)
-            self.tables.add("process", **_process_row(run, host, member, settings, blind_spots))
+            self.tables.add("process", **_process_row(run, host, member, settings, blind_spots, self._slots.recorder))
             writer = LogWriter(
                 Path(settings.directory) / run / host,
                 stem,
@@ -87,6 +91,11 @@ class Recorder:
         except BaseException:
             self.ring.remove()
             raise
+
+    @property
+    def slots(self) -> Slots:
+        """Of its ring."""
+        return self._slots
 
     def thread(self) -> int:
         """Number of the calling thread."""
@@ -204,7 +213,7 @@ class Recorder:
 
 
 def _process_row(
-    run: str, host: str, member: identity.Member, settings: Settings, blind_spots: list[str]
+    run: str, host: str, member: identity.Member, settings: Settings, blind_spots: list[str], recorder: str
 ) -> dict[str, Any]:
     return {
         "format": FORMAT,
@@ -216,7 +225,7 @@ def _process_row(
         "host": host,
         "pid": os.getpid(),
         "boot_id": identity.boot_id(),
-        "recorder": "python",
+        "recorder": recorder,
         "versions": identity.versions(),
         "environment": identity.environment(),
         "launcher": identity.launcher(),

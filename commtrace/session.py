@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
     from commtrace.identity import Member
     from commtrace.recorder import Recorder
+    from commtrace.ring import Ring
     from commtrace.settings import Settings
+    from commtrace.slots import Slots
 
 
 class Session:
@@ -25,6 +27,8 @@ class Session:
     def __init__(self) -> None:
         self.settings: Settings | None = None
         self.recorder: Recorder | None = None
+        self.make_slots: Callable[[Ring], Slots] | None = None
+        """The native recorder's, where a hook has put it in."""
         self._lock = threading.RLock()
         self._beginning = False
         self._is_fork = False
@@ -58,7 +62,8 @@ class Session:
         try:
             from commtrace.recorder import Recorder
 
-            self.recorder = Recorder(settings, member(), blind_spots=blind_spots, calibrate=calibrate)
+            slots = {} if self.make_slots is None else {"make_slots": self.make_slots}
+            self.recorder = Recorder(settings, member(), blind_spots=blind_spots, calibrate=calibrate, **slots)
             if self._is_fork:
                 self._end_with_multiprocessing()
         except Exception as error:

@@ -22,6 +22,9 @@ class Settings:
     directory: str
     """Where the log goes, absolute (programs change directory). COMMTRACE=1: `commtrace-logs` in the current one."""
 
+    recorder: str = "auto"
+    """Which recorder: "native" (in C++, made by `commtrace build`), "python", or "auto": native where it is built."""
+
     sites: bool = True
     """Record the line of code of every call (COMMTRACE_SITES=0: do not)."""
 
@@ -65,6 +68,7 @@ FIELDS: dict[str, str] = dict(Settings.__annotations__)
 """Name -> type, as it is written above."""
 
 _UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_CHOICES = {"recorder": ("auto", "native", "python")}
 # Least and most that make sense; the ring has to fit into memory.
 _LIMITS = {
     "ring_records": (16, 1 << 24),
@@ -123,7 +127,7 @@ def _check_directory(directory: str) -> None:
 def _value(variable: str, name: str, text: str) -> object:
     kind = FIELDS[name]
     if kind == "str":
-        return text
+        return _chosen(variable, name, text)
     if kind == "bool":
         return _boolean(variable, text)
     if kind == "float":
@@ -134,6 +138,13 @@ def _value(variable: str, name: str, text: str) -> object:
     if not least <= number <= most:
         raise SettingsError(f"{variable}={text}: out of range; give a number from {least} to {most}")
     return number
+
+
+def _chosen(variable: str, name: str, text: str) -> str:
+    choices = _CHOICES.get(name)
+    if choices is not None and text not in choices:
+        raise SettingsError(f"{variable}={text}: not understood; give one of {', '.join(choices)}")
+    return text
 
 
 def _boolean(variable: str, text: str) -> bool:

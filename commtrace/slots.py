@@ -32,6 +32,9 @@ class Call:
 class Slots:
     """The slots of one ring."""
 
+    recorder = "python"
+    """Who takes slots, as the log names it."""
+
     def __init__(self, ring: Ring) -> None:
         self.capacity = ring.capacity
         self.free = deque(range(ring.capacity))

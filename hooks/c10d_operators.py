@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,15 @@ Rule = Callable[[Sequence[Any], int, int], Size]
 
 # Positions of the arguments by name -> Rule
 MakeRule = Callable[[Mapping[str, int]], Rule]
+
+
+class Form(NamedTuple):
+    """How an operator is measured. The native recorder has a rule of its own for each kind of form."""
+
+    kind: str
+    about: tuple[str, ...]
+    """Names of the arguments that decide."""
+    make_rule: MakeRule
 
 
 def nbytes(tensor: Tensor) -> int:
@@ -48,47 +57,47 @@ def _is_uneven(lists: Sequence[Sequence[Tensor]]) -> bool:
     return any(len({part.numel() for part in parts}) > 1 for parts in lists)
 
 
-def _buffers(name: str) -> MakeRule:
+def _buffers(name: str) -> Form:
     """The payload is this list of tensors; nothing of it stays here."""
 
     def rule(at: Mapping[str, int]) -> Rule:
         i = at[name]
         return lambda args, n, rank: (_total(args[i]), 0, False)
 
-    return rule
+    return Form("buffers", (name,), rule)
 
 
-def _pair(whole: str, share: str) -> MakeRule:
+def _pair(whole: str, share: str) -> Form:
     """One tensor is the whole, one is this rank's share of it."""
 
     def rule(at: Mapping[str, int]) -> Rule:
         i, j = at[whole], at[share]
         return lambda args, n, rank: (nbytes(args[i]), nbytes(args[j]), False)
 
-    return rule
+    return Form("pair", (whole, share), rule)
 
 
-def _pairs(whole: str, share: str) -> MakeRule:
+def _pairs(whole: str, share: str) -> Form:
     """As `_pair`, for a list of each."""
 
     def rule(at: Mapping[str, int]) -> Rule:
         i, j = at[whole], at[share]
         return lambda args, n, rank: (_total(args[i]), _total(args[j]), False)
 
-    return rule
+    return Form("pair", (whole, share), rule)
 
 
-def _lists(whole: str, share: str) -> MakeRule:
+def _lists(whole: str, share: str) -> Form:
     """A list of tensors per share is the whole."""
 
     def rule(at: Mapping[str, int]) -> Rule:
         i, j = at[whole], at[share]
         return lambda args, n, rank: (_nested(args[i]), _total(args[j]), _is_uneven(args[i]))
 
-    return rule
+    return Form("lists", (whole, share), rule)
 
 
-def _rooted(share: str) -> MakeRule:
+def _rooted(share: str) -> Form:
     """gather, scatter: every rank knows its own share; torch wants equal ones, so the whole is n of it."""
 
     def rule(at: Mapping[str, int]) -> Rule:
@@ -100,7 +109,7 @@ def _rooted(share: str) -> MakeRule:
 
         return measure
 
-    return rule
+    return Form("rooted", (share,), rule)
 
 
 def _all_to_all_single(at: Mapping[str, int]) -> Rule:
@@ -133,7 +142,13 @@ def _nothing(at: Mapping[str, int]) -> Rule:
     return lambda args, n, rank: (0, 0, False)
 
 
-_RULES: Final[dict[str, tuple[str, MakeRule]]] = {
+_TO_ALL: Final = Form("all_to_all", ("input_tensors", "output_tensors"), _all_to_all)
+_TO_ALL_SINGLE: Final = Form(
+    "all_to_all_single", ("input", "input_split_sizes", "output_split_sizes"), _all_to_all_single
+)
+_NOTHING: Final = Form("nothing", (), _nothing)
+
+_RULES: Final[dict[str, tuple[str, Form]]] = {
     "allreduce_": ("all_reduce", _buffers("tensors")),
     "allreduce_coalesced_": ("all_reduce", _buffers("tensors")),
     "broadcast_": ("broadcast", _buffers("tensors")),
@@ -145,15 +160,15 @@ _RULES: Final[dict[str, tuple[str, MakeRule]]] = {
     "reduce_scatter_": ("reduce_scatter", _lists("input_tensors", "output_tensors")),
     "_reduce_scatter_base_": ("reduce_scatter", _pair("input_tensor", "output_tensor")),
     "reduce_scatter_tensor_coalesced_": ("reduce_scatter", _pairs("inputs", "outputs")),
-    "alltoall_": ("all_to_all", _all_to_all),
-    "alltoall_base_": ("all_to_all", _all_to_all_single),
+    "alltoall_": ("all_to_all", _TO_ALL),
+    "alltoall_base_": ("all_to_all", _TO_ALL_SINGLE),
     "gather_": ("gather", _rooted("input_tensors")),
     "scatter_": ("scatter", _rooted("output_tensors")),
     "send": ("send", _buffers("tensors")),
     "recv_": ("recv", _buffers("tensors")),
     "recv_any_source_": ("recv", _buffers("tensors")),
-    "barrier": ("barrier", _nothing),
-    "monitored_barrier_": ("barrier", _nothing),
+    "barrier": ("barrier", _NOTHING),
+    "monitored_barrier_": ("barrier", _NOTHING),
 }
 
 # Not communication.
@@ -182,6 +197,9 @@ class Operator:
     tag_at: int | None
     output_at: int
     sample_at: int
+    form: str = ""
+    """The kind of its Form, and the positions of the arguments that this is about."""
+    about: tuple[int, ...] = ()
     reduce_op: str | None = None
     """The reduction of an operator that has only one."""
     coalesced: bool = False
@@ -256,11 +274,11 @@ def shared_memory_all_reduce() -> Operator | None:
 
 
 def _describe(name: str) -> Operator | None:
-    op, make_rule = _RULES[name]
+    op, form = _RULES[name]
     overload = getattr(torch.ops.c10d, name).default
     at = {argument.name: i for i, argument in enumerate(overload._schema.arguments)}
     try:
-        rule, group_at = make_rule(at), at["process_group"]
+        rule, group_at = form.make_rule(at), at["process_group"]
         sample_at = at[_SAMPLE_OF[name]] if name in _SAMPLE_OF else next(at[n] for n in _SAMPLES if n in at)
     except (KeyError, StopIteration):
         return None  # this torch names its arguments otherwise
@@ -269,6 +287,8 @@ def _describe(name: str) -> Operator | None:
         op=op,
         overload=overload,
         measure=rule,
+        form=form.kind,
+        about=tuple(at[argument] for argument in form.about),
         group_at=group_at,
         async_at=at.get("async_op"),
         reduce_op_at=at.get("reduce_op"),

@@ -112,7 +112,7 @@ class CallSites:
         while frame is not None:
             code = frame.f_code
             known = kinds.get(id(code))
-            kind = known[1] if known is not None else self._kind(code)
+            kind = known[1] if known is not None else self.classify(code)
             seen |= kind
             if not kind & WRAPPER:
                 break
@@ -121,9 +121,9 @@ class CallSites:
         while deep and frame is not None and not seen & (FORWARD | OPTIMIZER):
             code = frame.f_code
             known = kinds.get(id(code))
-            seen |= known[1] if known is not None else self._kind(code)
+            seen |= known[1] if known is not None else self.classify(code)
             frame = frame.f_back
-        return self._number(named), seen
+        return self.number(named), seen
 
     def in_training(self) -> bool:
         """Whether the outermost module that is being called is in training mode.
@@ -133,7 +133,7 @@ class CallSites:
         frame: FrameType | None = sys._getframe()
         module = None
         while frame is not None:
-            if self._kind(frame.f_code) & FORWARD:
+            if self.classify(frame.f_code) & FORWARD:
                 called = frame.f_locals.get("self")
                 # A piece of a compiled program is a module, too, and always in training mode.
                 module = module if type(called).__module__.startswith("torch.fx") else called
@@ -152,14 +152,15 @@ class CallSites:
     def _above(self, frame: FrameType | None) -> tuple[int, int]:
         seen = 0
         while frame is not None:
-            kind = self._kind(frame.f_code)
+            kind = self.classify(frame.f_code)
             seen |= kind
             if not kind & WRAPPER:
                 break
             frame = frame.f_back
-        return self._number(frame) if seen & BACKWARD else 0, seen
+        return self.number(frame) if seen & BACKWARD else 0, seen
 
-    def _kind(self, code: CodeType) -> int:
+    def classify(self, code: CodeType) -> int:
+        """What a frame of this code tells, as bits."""
         known = self._kinds.get(id(code))
         if known is None:
             if len(self._kinds) >= _MOST_CODES:
@@ -168,14 +169,15 @@ class CallSites:
             known = self._kinds[id(code)] = code, _classify(code)
         return known[1]
 
-    def _number(self, frame: FrameType | None) -> int:
+    def number(self, frame: FrameType | None) -> int:
+        """The row of the line that a frame executes; 0 for no frame."""
         if frame is None:
             return 0
         code = frame.f_code
         key = id(code), frame.f_lasti
         number = self._sites.get(key)
         if number is None:
-            self._kind(code)  # keeps the code object, and so its id
+            self.classify(code)  # keeps the code object, and so its id
             function = getattr(code, "co_qualname", code.co_name)  # since Python 3.11
             row = {"file": code.co_filename, "line": frame.f_lineno, "function": function}
             # Several instructions of one line are one site.

@@ -31,6 +31,16 @@ class Patches:
         self._replaced.append((owner, name, original, replacement))
         return True
 
+    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> bool:
+        """As `wrap`, by something that cannot carry the original's attributes."""
+        original = vars(owner).get(name)
+        if original is None:
+            return False
+        replacement = make(original)
+        setattr(owner, name, replacement)
+        self._replaced.append((owner, name, original, replacement))
+        return True
+
     def undo(self) -> None:
         """Put everything back, latest first, but what somebody else has replaced since."""
         while self._replaced:

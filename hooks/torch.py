@@ -14,25 +14,35 @@ import torch
 import torch.distributed as dist
 
 from . import torch_training, torch_works
-from .c10d_operators import known_operators
+from .c10d_operators import Operator, known_operators
 from .kernels import Kernels
+from .native import recorder as native
 from .torch_kernels import blind_spots, crossing, functional_kernel, kernel_for, wait_kernel
 
-BLIND_SPOTS = (
+_ALWAYS = (
     "direct calls on a backend object, ProcessGroup subclasses written in Python, symmetric memory (symm_mem::), "
     "and DeepCompile's own NCCL calls are not seen",
-    "the Python recorder sees the waits that Python makes: a call whose Work is waited for in C++ (DDP's reducer) or "
-    "on a CUDA stream has no end time and is marked unobservable",
     "a message received from any source has no peer and does not match its sender's record",
+)
+_PYTHON = (
+    "the Python recorder sees the waits that Python makes: a call whose Work is waited for in C++ (DDP's reducer) or "
+    "on a CUDA stream has no end time and is marked unobservable"
+)
+_NATIVE = (
+    "the native recorder sees the ends of calls on the host: a call on a device has no end time and is marked "
+    "unobservable"
 )
 
 _kernels = Kernels()
+_installed = False
 
 
 def install() -> None:
     """Hook torch.distributed. Does nothing if it is hooked already, or if this torch has no torch.distributed."""
-    if _kernels or not dist.is_available():
+    global _installed
+    if _installed or not dist.is_available():
         return
+    _installed = True
     try:
         _install()
     except BaseException:
@@ -42,23 +52,34 @@ def install() -> None:
 
 def _install() -> None:
     operators, unknown = known_operators()
-    blind_spots[:] = BLIND_SPOTS
+    in_cpp = native.usable()
+    blind_spots[:] = (*_ALWAYS, _NATIVE if in_cpp else _PYTHON)
     blind_spots.extend(f"the operator {name} is not known to this version of commtrace" for name in unknown)
+    if in_cpp:
+        native.install(operators, [name for name, _ in _functional_operators()])
+    else:
+        _install_python(operators)
+    torch_training.install()
+
+
+def _install_python(operators: list[Operator]) -> None:
     for operator in operators:
         _kernels.add("c10d", operator.variant, kernel_for(operator))
     for name, overload in _functional_operators():
         kernel = wait_kernel(overload) if name == "wait_tensor" else functional_kernel(overload)
         _kernels.add("_c10d_functional", name, kernel)
     torch_works.install()
-    torch_training.install()
     crossing.measure()
 
 
 def uninstall() -> None:
     """Take everything out again."""
+    global _installed
+    _installed = False
     torch_training.uninstall()
     torch_works.uninstall()
     _kernels.remove()
+    native.uninstall()
 
 
 def _functional_operators() -> list[tuple[str, Any]]:

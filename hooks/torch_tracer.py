@@ -159,6 +159,11 @@ class TorchTracer:
         self._kinds: dict[tuple[str, torch.dtype | None, int], int] = {}
         self._backward = -1, 0  # the last backward pass seen on a thread without Python frames, and its site
 
+    @property
+    def sites(self) -> CallSites:
+        """The line of code that makes a call."""
+        return self._sites
+
     def release(self) -> None:
         """By the drain thread: let go of what is kept for a moment only."""
         self.works.release()
@@ -192,6 +197,10 @@ class TorchTracer:
         # By method object: the attribute would be looked up in Python, at twice the time.
         reduce_op = -1 if operator.reduce_op_at is None else args[operator.reduce_op_at]._get_method("op")()
         dtype = None if tensor is None or operator.op == "barrier" else tensor.dtype
+        return self.kind(operator, dtype, reduce_op)
+
+    def kind(self, operator: Operator, dtype: torch.dtype | None, reduce_op: int) -> int:
+        """Number of the row of an operator, element type and reduction (-1: the operator takes none)."""
         key = operator.variant, dtype, reduce_op
         kind = self._kinds.get(key)
         if kind is None:

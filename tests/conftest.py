@@ -11,9 +11,13 @@ import pytest
 import ranks
 
 LONG = os.environ.pop("COMMTRACE_LONG", "0") == "1"  # not a setting of commtrace: what tests start must not see it
+# Faults are put into parts in Python, and the two recorders differ in the ends that they can see: the portable one is
+# what is tested, unless COMMTRACE_RECORDER=native asks for the other, which tests of its own compare with it.
+RECORDER = os.environ.get("COMMTRACE_RECORDER", "python")
 
 for _name in [name for name in os.environ if name.startswith("COMMTRACE")]:
     del os.environ[_name]
+os.environ["COMMTRACE_RECORDER"] = RECORDER
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 

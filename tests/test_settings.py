@@ -35,6 +35,7 @@ def test_a_directory_is_made_absolute(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_every_setting_has_a_variable(tmp_path: Path) -> None:
     given = {
         "COMMTRACE": str(tmp_path),
+        "COMMTRACE_RECORDER": "python",
         "COMMTRACE_SITES": "no",
         "COMMTRACE_RING_RECORDS": "64k",
         "COMMTRACE_DRAIN_MS": "5",
@@ -48,6 +49,7 @@ def test_every_setting_has_a_variable(tmp_path: Path) -> None:
     assert found is not None
     assert found.as_dict() == {
         "directory": str(tmp_path),
+        "recorder": "python",
         "sites": False,
         "ring_records": 65536,
         "drain_ms": 5,

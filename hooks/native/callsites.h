@@ -1,0 +1,141 @@
+// Which line of the program made a call, and what the frames above it tell: hooks/call_site.py, remembered.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "frames.h"
+
+namespace commtrace {
+
+// The bits of hooks/call_site.py.
+enum Seen : uint8_t { kWrapper = 1, kObject = 2, kForward = 4, kOptimizer = 8, kHandle = 16, kBlocking = 32 };
+
+struct CallSite {
+  uint32_t site = 0;
+  uint8_t seen = 0;
+};
+
+// What one thread remembers of instructions it has seen before. No lock, no GIL: it is the thread's own.
+class SeenFrames {
+ public:
+  struct Entry {
+    uint64_t where = 0;
+    uint8_t kind = 0;
+    uint32_t site = kUnasked;
+  };
+  static constexpr uint32_t kUnasked = 0xffffffff;
+
+  // Forgets everything when `epoch` is another one: other numbers, or code that is kept alive no more.
+  void renew(uint64_t epoch) {
+    if (epoch == epoch_) return;
+    entries_.fill({});
+    epoch_ = epoch;
+  }
+
+  Entry& at(uint64_t where) { return entries_[where * 0x9E3779B97F4A7C15ULL >> 54]; }
+
+  static SeenFrames& mine() {
+    static thread_local std::unique_ptr<SeenFrames> frames;
+    if (!frames) frames = std::make_unique<SeenFrames>();
+    return *frames;
+  }
+
+ private:
+  std::array<Entry, 1024> entries_{};
+  uint64_t epoch_ = 0;
+};
+
+class CallSites {
+ public:
+  // As CallSites.find of the twin. `classify(frame)` and `number(frame)` are Python's, asked once per instruction.
+  CallSite find(bool deep, bool numbered, const pybind11::object& rows) {
+    const auto gil = frames_need_gil() ? std::make_unique<pybind11::gil_scoped_acquire>() : nullptr;
+    Frame frame;
+    if (!innermost(frame)) return {};
+    const CallSite found = walk(frame, deep, numbered, rows);
+    finished(frame);
+    return found;
+  }
+
+  // Code that has been seen is kept, so that its instructions' addresses stay its own; but not without bound.
+  void keep(PyObject* code) {
+    if (kept_.size() >= kMost) {
+      epoch_.store(next_epoch());
+      for (PyObject* old : kept_) Py_DECREF(old);
+      kept_.clear();
+    }
+    kept_.push_back(code);
+  }
+
+  void forget() {  // with the GIL
+    epoch_.store(next_epoch());
+    for (PyObject* old : kept_) Py_DECREF(old);
+    kept_.clear();
+  }
+
+ private:
+  static constexpr size_t kMost = 50000;
+
+  CallSite walk(Frame& frame, bool deep, bool numbered, const pybind11::object& rows) {
+    SeenFrames& known = SeenFrames::mine();
+    known.renew(epoch_.load(std::memory_order_acquire));
+    CallSite found;
+    int depth = 0, named = 0;
+    uint64_t named_where = frame.where;
+    bool more = true, within = true;  // within: all frames so far only pass the call on
+    for (; more; more = outer(frame), depth++) {
+      const uint8_t kind = kind_of(known, frame, depth, rows);
+      found.seen |= kind;
+      if (within && !(kind & kWrapper)) {
+        within = false;
+        named = depth;
+        named_where = frame.where;
+        if (!deep) break;
+      }
+      if (!within && found.seen & (kForward | kOptimizer)) break;
+    }
+    if (numbered) found.site = site_of(known, named_where, named, rows);
+    return found;
+  }
+
+  uint8_t kind_of(SeenFrames& known, const Frame& frame, int depth, const pybind11::object& rows) {
+    const SeenFrames::Entry& entry = known.at(frame.where);
+    if (entry.where == frame.where) return entry.kind;
+    pybind11::gil_scoped_acquire gil;
+    const auto object = pybind11::reinterpret_steal<pybind11::object>(frame_object(depth));
+    const pybind11::object asked = rows;  // the log may be closed meanwhile
+    if (!object || !asked) return 0;
+    keep(pybind11::reinterpret_borrow<pybind11::object>(object.attr("f_code")).release().ptr());
+    const auto kind = asked.attr("classify")(object).cast<uint8_t>();
+    known.renew(epoch_.load(std::memory_order_acquire));
+    known.at(frame.where) = {frame.where, kind, SeenFrames::kUnasked};
+    return kind;
+  }
+
+  uint32_t site_of(SeenFrames& known, uint64_t where, int depth, const pybind11::object& rows) {
+    SeenFrames::Entry& entry = known.at(where);
+    if (entry.where == where && entry.site != SeenFrames::kUnasked) return entry.site;
+    pybind11::gil_scoped_acquire gil;
+    const auto object = pybind11::reinterpret_steal<pybind11::object>(frame_object(depth));
+    const pybind11::object asked = rows;
+    if (!object || !asked) return 0;
+    const auto site = asked.attr("site")(object).cast<uint32_t>();
+    if (entry.where == where) entry.site = site;
+    return site;
+  }
+
+  static uint64_t next_epoch() {
+    static std::atomic<uint64_t> epochs{0};
+    return ++epochs;
+  }
+
+  std::atomic<uint64_t> epoch_{next_epoch()};
+  std::vector<PyObject*> kept_;
+};
+
+}  // namespace commtrace

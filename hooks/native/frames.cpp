@@ -1,0 +1,91 @@
+// Reading a thread's own frames needs no lock: they cannot change while the thread is inside our call. Python has no
+// public way that does not make objects (and so needs the GIL), so this file is compiled with the internal headers of the
+// Python that it will run in. For a Python whose internals it does not know it uses the public way, with the GIL.
+#include "frames.h"
+
+#if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030E0000 && !defined(Py_GIL_DISABLED)
+#define COMMTRACE_INTERNAL_FRAMES 1
+#define Py_BUILD_CORE 1
+extern "C" {
+#include <internal/pycore_frame.h>
+}
+#undef Py_BUILD_CORE
+#endif
+
+namespace commtrace {
+
+#ifdef COMMTRACE_INTERNAL_FRAMES
+
+bool frames_need_gil() { return false; }
+
+static bool settle(Frame& frame, _PyInterpreterFrame* f) {
+  while (f != nullptr && _PyFrame_IsIncomplete(f)) f = f->previous;
+  frame.frame = f;
+  if (f == nullptr) return false;
+#if PY_VERSION_HEX >= 0x030D0000
+  frame.where = reinterpret_cast<uint64_t>(f->instr_ptr);
+#else
+  frame.where = reinterpret_cast<uint64_t>(f->prev_instr);
+#endif
+  return true;
+}
+
+bool innermost(Frame& frame) {
+  PyThreadState* thread = PyGILState_GetThisThreadState();
+  if (thread == nullptr) return false;
+#if PY_VERSION_HEX >= 0x030D0000
+  return settle(frame, thread->current_frame);
+#else
+  return settle(frame, thread->cframe->current_frame);
+#endif
+}
+
+bool outer(Frame& frame) { return settle(frame, static_cast<_PyInterpreterFrame*>(frame.frame)->previous); }
+
+void finished(Frame&) {}
+
+#else
+
+bool frames_need_gil() { return true; }
+
+static bool settle(Frame& frame, PyFrameObject* f) {
+  Py_XDECREF(static_cast<PyObject*>(frame.frame));
+  frame.frame = f;
+  if (f == nullptr) return false;
+  PyCodeObject* code = PyFrame_GetCode(f);
+#if PY_VERSION_HEX >= 0x030B0000
+  const long at = PyFrame_GetLasti(f);
+#else
+  const long at = f->f_lasti;
+#endif
+  frame.where = reinterpret_cast<uint64_t>(code) << 17 | (at & 0x1ffff);  // addresses have 47 bits
+  Py_DECREF(code);
+  return true;
+}
+
+bool innermost(Frame& frame) {
+  PyThreadState* thread = PyGILState_GetThisThreadState();
+  return thread != nullptr && settle(frame, PyThreadState_GetFrame(thread));
+}
+
+bool outer(Frame& frame) { return settle(frame, PyFrame_GetBack(static_cast<PyFrameObject*>(frame.frame))); }
+
+void finished(Frame& frame) {
+  Py_XDECREF(static_cast<PyObject*>(frame.frame));
+  frame.frame = nullptr;
+}
+
+#endif
+
+PyObject* frame_object(int depth) {
+  PyThreadState* thread = PyGILState_GetThisThreadState();
+  PyFrameObject* frame = thread == nullptr ? nullptr : PyThreadState_GetFrame(thread);
+  for (; frame != nullptr && depth > 0; depth--) {
+    PyFrameObject* back = PyFrame_GetBack(frame);
+    Py_DECREF(frame);
+    frame = back;
+  }
+  return reinterpret_cast<PyObject*>(frame);
+}
+
+}  // namespace commtrace

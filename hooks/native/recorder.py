@@ -1,0 +1,127 @@
+"""Putting the native recorder in place of the kernels in Python, and starting it with the first call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from commtrace.errors import CommtraceError
+from commtrace.hooks import torch_kernels, torch_tracer
+from commtrace.hooks.c10d_operators import Operator
+from commtrace.hooks.torch_kernels import fault
+from commtrace.hooks.torch_tracer import TorchTracer
+from commtrace.log_writer import say
+from commtrace.recorder import Recorder
+from commtrace.ring import Ring
+from commtrace.session import session
+
+from . import library, works
+from .rows import Rows
+from .slots import NativeSlots
+
+_library: Any = None
+_operators: list[Operator] = []
+
+
+def usable() -> bool:
+    """The settings allow it, and it is built. Where it was asked for and is not, that is said."""
+    global _library
+    settings, recorder = session.settings, session.recorder
+    if settings is None or settings.recorder == "python":
+        return False
+    if recorder is not None and not isinstance(recorder.slots, NativeSlots):
+        return False  # the hook of another library has begun
+    try:
+        _library = _library or library.load()
+    except library.NotBuiltError as error:
+        if settings.recorder == "native":
+            say(f"{error}. The Python recorder records.")
+    except (ImportError, OSError, CommtraceError) as error:
+        say(f"the native recorder cannot be used: {error}. The Python recorder records.")
+    return _library is not None
+
+
+def install(operators: Sequence[Operator], functional: Sequence[str]) -> None:
+    """Put kernels before these operators of c10d and of _c10d_functional, once, and follow the waits."""
+    session.make_slots = _make_slots
+    torch_kernels.calibrate_with(_library.crossing)
+    torch_tracer.started.insert(0, _go)
+    works.install(_library)
+    if not _operators:
+        _operators[:] = operators
+        _library.install([_plan(number, operator) for number, operator in enumerate(operators)], list(functional))
+    _library.arm(_begin)
+
+
+def uninstall() -> None:
+    """Take everything out again, but the kernels, which only hand on from here on."""
+    if session.make_slots is _make_slots:
+        works.uninstall()
+        _library.disarm()
+        torch_tracer.started.remove(_go)
+        torch_kernels.calibrate_with(None)
+        session.make_slots = None
+
+
+def take_out() -> None:
+    """Take the kernels out, too, between recordings. Only where no other thread communicates: a benchmark."""
+    if _library is not None:
+        _library.take_out()
+        _operators.clear()
+
+
+def _make_slots(ring: Ring) -> NativeSlots:
+    settings = session.settings
+    return NativeSlots(ring, _library, sites=settings is not None and settings.sites)
+
+
+def _plan(number: int, operator: Operator) -> Any:
+    at = {
+        "group": operator.group_at,
+        "async": operator.async_at,
+        "reduce_op": operator.reduce_op_at,
+        "peer": operator.peer_at,
+        "tag": operator.tag_at,
+        "output": operator.output_at,
+        "sample": operator.sample_at,
+    }
+    properties = {
+        "coalesced": operator.coalesced,
+        "blocking": operator.blocking,
+        "message": operator.point_to_point,
+        "send": operator.op == "send",
+        "barrier": operator.op == "barrier",
+    }
+    places = {name: -1 if place is None else place for name, place in at.items()}
+    arguments = len(operator.overload._schema.arguments)
+    about = list(operator.about)
+    return _library.Plan("c10d", operator.variant, number, arguments, operator.form, about, places, properties)
+
+
+def _begin() -> bool:
+    """By C++, with the first call. Whether to ask again where nothing records yet."""
+    try:
+        torch_kernels.begin()
+    except Exception:
+        fault()
+    return session.settings is not None
+
+
+def _go(tracer: TorchTracer) -> None:
+    """A recorder has begun."""
+    slots = tracer.recorder.slots
+    if isinstance(slots, NativeSlots):
+        tracer.recorder.each_drain.append(_collect(tracer.recorder, slots.recording))
+        slots.recording.go(Rows(tracer, slots.recording, list(_operators)))
+
+
+def _collect(recorder: Recorder, recording: Any) -> Callable[[], None]:
+    def collect() -> None:
+        dropped, errors, first_error, costs = recording.tally()
+        if dropped:
+            recorder.drop(dropped)
+        recorder.hook_errors += errors
+        recorder.first_error = recorder.first_error or first_error
+        recorder.cost_samples.extend(costs)
+
+    return collect

@@ -1,0 +1,100 @@
+"""What C++ asks Python: numbers of rows that it meets for the first time."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, Final, NamedTuple, TypeVar
+
+import torch
+
+from commtrace.hooks.c10d_operators import Operator
+from commtrace.hooks.torch_tracer import TorchTracer
+
+_Answer = TypeVar("_Answer")
+
+
+def _never_raising(default: _Answer) -> Callable[[Callable[..., _Answer]], Callable[..., _Answer]]:
+    def decorate(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
+        @functools.wraps(method)
+        def asked(self: Rows, *args: Any) -> _Answer:
+            try:
+                return method(self, *args)
+            except Exception:
+                self.tracer.recorder.fault()
+                return default
+
+        return asked
+
+    return decorate
+
+
+class GroupRow(NamedTuple):
+    """What C++ needs to know of a group."""
+
+    number: int
+    size: int
+    rank: int
+    ranks: list[int]
+    first: int
+    """Sequence number of the next collective."""
+
+
+class _Collectives:
+    """Sequence numbers of a group that C++ counts, for calls that Python records."""
+
+    def __init__(self, recording: Any, pg: Any) -> None:
+        self._recording, self._pg = recording, weakref.ref(pg)
+
+    def __iter__(self) -> _Collectives:
+        return self
+
+    def __next__(self) -> int:
+        return int(self._recording.next_seq(self._pg()))
+
+
+_NO_GROUP: Final[GroupRow | None] = None
+
+
+class Rows:
+    """Answers of one recording."""
+
+    def __init__(self, tracer: TorchTracer, recording: Any, operators: Sequence[Operator]) -> None:
+        self.tracer = tracer
+        self._recording = recording
+        self._operators = operators
+
+    @_never_raising(_NO_GROUP)
+    def group(self, pg: Any) -> GroupRow | None:
+        """The row of a process group."""
+        group = self.tracer.groups.of(pg)
+        first = next(group.collectives)
+        group.collectives = _Collectives(self._recording, pg)
+        return GroupRow(group.number, group.size, group.rank, group.ranks, first)
+
+    @_never_raising(0)
+    def kind(self, operator: int, dtype: torch.dtype | None, reduce_op: int) -> int:
+        """The row of an operator (by its plan's number), element type and reduction."""
+        return self.tracer.kind(self._operators[operator], dtype, reduce_op)
+
+    @_never_raising(0)
+    def classify(self, frame: FrameType) -> int:
+        """What a frame tells, as bits of `call_site`."""
+        return self.tracer.sites.classify(frame.f_code)
+
+    @_never_raising(0)
+    def site(self, frame: FrameType) -> int:
+        """The row of a frame's line."""
+        return self.tracer.sites.number(frame)
+
+    @_never_raising(False)
+    def in_training(self) -> bool:
+        """Whether the forward that is under way, without gradients, is one of training."""
+        return self.tracer.sites.in_training()
+
+    @_never_raising(0)
+    def site_of_backward(self) -> int:
+        """Site of a call on a thread of autograd's own."""
+        return self.tracer.sites.of_backward()

@@ -1,0 +1,194 @@
+// The records of a ring, and which thread may write to which of them. Knows neither torch nor Python, so that a small
+// program can put it under a thread sanitizer (tests/native_programs/slots_race.cpp).
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <ctime>
+#include <memory>
+#include <thread>
+#include <vector>
+
+namespace commtrace {
+
+// As commtrace.schema.RECORD; hooks/native/__init__.py compares the two before it records anything.
+struct Record {
+  int64_t t_begin, t_return, t_wait, t_start, t_end, payload, local;
+  uint32_t seq, group, site;
+  int32_t step, micro_batch, peer, tag;
+  uint32_t batch;
+  uint16_t kind, thread;
+  uint8_t phase, clock, flags, state;
+};
+static_assert(sizeof(Record) == 96, "the format of docs/log-format.md");
+
+enum State : uint8_t { kFree, kBegun, kReturned, kComplete, kUnobservable, kFailed };
+enum Clock : uint8_t { kNobody, kReturn, kWait, kFuture, kDevice, kTest };
+
+inline int64_t now() {
+  timespec t{};
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1000000000LL + t.tv_nsec;
+}
+
+// One call's claim to a slot: its number (24 bits) and how often the slot had changed hands. Eight bytes, so that a
+// completion callback that carries it needs no memory of its own.
+struct Handle {
+  uint64_t bits = kNone;
+  static constexpr uint64_t kNone = ~0ULL;
+  uint32_t slot() const { return bits & 0xffffff; }
+  uint64_t turn() const { return bits >> 24; }
+  explicit operator bool() const { return bits != kNone; }
+};
+
+// The slots of one ring. A call takes a slot and keeps a Handle; the drain thread gives the slot to somebody else, and
+// from then on the Handle opens nothing: a completion that comes late, or after the log was closed, cannot write into
+// another call's record or into memory that is no ring any more. Never freed, because callbacks may come at any time.
+class Slots {
+ public:
+  Slots(void* records, uint32_t capacity) : capacity_(capacity), records_(static_cast<Record*>(records)) {
+    turns_ = std::make_unique<std::atomic<uint64_t>[]>(capacity);
+    next_ = std::make_unique<std::atomic<uint32_t>[]>(capacity);
+    for (uint32_t i = 0; i < capacity; i++) {
+      turns_[i].store(0, std::memory_order_relaxed);
+      next_[i].store(i + 1 < capacity ? i + 1 : kEmpty, std::memory_order_relaxed);
+    }
+    head_.store(0, std::memory_order_relaxed);
+    free_.store(capacity, std::memory_order_release);
+  }
+
+  uint32_t capacity() const { return capacity_; }
+  int64_t free() const { return free_.load(std::memory_order_relaxed); }
+
+  // A slot for anybody, kEmpty where there is none.
+  uint32_t take() {
+    uint64_t head = head_.load(std::memory_order_acquire);
+    for (;;) {
+      const uint32_t slot = head & 0xffffffff;
+      if (slot == kEmpty) return kEmpty;
+      // The upper half counts, so that a head that came back meanwhile (ABA) is seen to be another one.
+      const uint64_t next = ((head >> 32) + 1) << 32 | next_[slot].load(std::memory_order_relaxed);
+      if (head_.compare_exchange_weak(head, next, std::memory_order_acq_rel, std::memory_order_acquire)) {
+        free_.fetch_sub(1, std::memory_order_relaxed);
+        return slot;
+      }
+    }
+  }
+
+  void give(uint32_t slot) {
+    uint64_t head = head_.load(std::memory_order_relaxed);
+    for (;;) {
+      next_[slot].store(head & 0xffffffff, std::memory_order_relaxed);
+      const uint64_t next = ((head >> 32) + 1) << 32 | slot;
+      if (head_.compare_exchange_weak(head, next, std::memory_order_acq_rel, std::memory_order_relaxed)) break;
+    }
+    free_.fetch_add(1, std::memory_order_relaxed);
+  }
+
+  // Writes the whole record of a slot that was taken; `record.state` goes last, as a process may be killed in between.
+  // No Handle: the log is closed.
+  Handle begin(uint32_t slot, const Record& record) {
+    const uint64_t turn = lock(slot);
+    if (closed_.load(std::memory_order_relaxed)) {
+      unlock(slot, turn);
+      return {};
+    }
+    Record& place = records_[slot];
+    const uint8_t state = record.state;
+    copy_all_but_state(place, record);
+    publish(place, state);
+    unlock(slot, turn + 1);
+    return {(turn + 1) << 24 | slot};
+  }
+
+  // Calls `write(record)` if the slot is still this call's; whatever state it gives back is written last.
+  template <typename Write>
+  bool update(Handle handle, Write write) {
+    if (!handle || gone_.load(std::memory_order_relaxed) || !lock_if(handle.slot(), handle.turn())) return false;
+    Record& record = records_[handle.slot()];
+    publish(record, write(record));
+    unlock(handle.slot(), handle.turn());
+    return true;
+  }
+
+  // Takes a slot in this state from its call: the Handle opens nothing any more.
+  bool detach(uint32_t slot, uint8_t only_if) {
+    const uint64_t turn = lock(slot);
+    const bool yes = state(slot) == only_if;
+    unlock(slot, yes ? turn + 1 : turn);
+    return yes;
+  }
+
+  // Its record is on disk: nobody's slot.
+  void release(uint32_t slot) {
+    const uint64_t turn = lock(slot);
+    publish(records_[slot], kFree);
+    unlock(slot, turn + 1);
+    if (!closed_.load(std::memory_order_relaxed)) give(slot);
+  }
+
+  // No slot is given out from here on, and no Handle opens anything. When this comes back, no thread is writing.
+  // Returns how many slots had been taken by calls that had not begun to write.
+  uint32_t close() {
+    closed_.store(true);
+    int64_t unclaimed = 0;
+    while (take() != kEmpty) unclaimed++;
+    uint32_t written = 0;
+    for (uint32_t slot = 0; slot < capacity_; slot++) {
+      const uint64_t turn = lock(slot);
+      written += state(slot) != kFree;
+      unlock(slot, turn + 1);
+    }
+    const int64_t unwritten = int64_t{capacity_} - unclaimed - written;
+    return unwritten > 0 ? static_cast<uint32_t>(unwritten) : 0;
+  }
+
+  // In a forked child: the ring is the parent's. Other threads may have held locks, and are not here.
+  void forked() {
+    closed_.store(true);
+    gone_.store(true);
+  }
+
+  uint8_t state(uint32_t slot) const { return __atomic_load_n(&records_[slot].state, __ATOMIC_ACQUIRE); }
+  int64_t begun(uint32_t slot) const { return __atomic_load_n(&records_[slot].t_begin, __ATOMIC_RELAXED); }
+
+  static constexpr uint32_t kEmpty = 0xffffffff;
+
+ private:
+  // A turn is a count in the upper bits and a lock in the lowest; it is held for a few stores.
+  uint64_t lock(uint32_t slot) {
+    for (int tries = 0;; tries++) {
+      uint64_t word = turns_[slot].load(std::memory_order_relaxed) & ~1ULL;
+      if (turns_[slot].compare_exchange_weak(word, word | 1, std::memory_order_acquire)) return word >> 1;
+      if (tries > 64) std::this_thread::yield();
+    }
+  }
+
+  bool lock_if(uint32_t slot, uint64_t turn) {
+    for (int tries = 0;; tries++) {
+      uint64_t word = turn << 1;
+      if (turns_[slot].compare_exchange_weak(word, word | 1, std::memory_order_acquire)) return true;
+      if ((word >> 1) != turn) return false;
+      if (tries > 64) std::this_thread::yield();
+    }
+  }
+
+  void unlock(uint32_t slot, uint64_t turn) { turns_[slot].store(turn << 1, std::memory_order_release); }
+
+  static void publish(Record& record, uint8_t state) { __atomic_store_n(&record.state, state, __ATOMIC_RELEASE); }
+
+  static void copy_all_but_state(Record& place, const Record& record) {
+    __builtin_memcpy(&place, &record, offsetof(Record, state));
+  }
+
+  const uint32_t capacity_;
+  Record* const records_;
+  std::unique_ptr<std::atomic<uint64_t>[]> turns_;
+  std::unique_ptr<std::atomic<uint32_t>[]> next_;
+  alignas(64) std::atomic<uint64_t> head_{kEmpty};
+  alignas(64) std::atomic<int64_t> free_{0};
+  std::atomic<bool> closed_{false}, gone_{false};
+};
+
+}  // namespace commtrace

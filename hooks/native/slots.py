@@ -1,0 +1,64 @@
+"""The slots of a ring that C++ takes calls' places from; Python's own hooks may take some, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from commtrace.progress import progress
+from commtrace.ring import RECORDS_AT, Ring
+from commtrace.schema import State
+from commtrace.slots import Numbers, Slots
+
+
+class _Free:
+    """As the deque of the portable recorder: what it needs of one."""
+
+    def __init__(self, recording: Any) -> None:
+        self.popleft = recording.take
+        self.append = recording.give
+        self._recording = recording
+
+    def extend(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self.append(slot)
+
+    def clear(self) -> None:
+        self._recording.forked()
+
+    def __len__(self) -> int:
+        return int(self._recording.free)
+
+
+class NativeSlots(Slots):
+    """The slots of one ring, and the C++ recording that fills it."""
+
+    recorder = "native"
+
+    def __init__(self, ring: Ring, library: Any, *, sites: bool) -> None:
+        super().__init__(ring)
+        self.recording = library.Recording(ring.buffer, RECORDS_AT, ring.capacity, sites, progress.cells)
+        self.free: Any = _Free(self.recording)
+
+    def finished(self) -> Numbers:
+        """As of the portable recorder; C++ gives up on its own calls, and Python on its own here."""
+        slots: Numbers = self.recording.finished()
+        with self.lock:
+            self._detach(slots[self._state[slots] == State.RETURNED])
+        return slots
+
+    def seize(self) -> tuple[Numbers, int]:
+        """As of the portable recorder."""
+        slots, unwritten = self.recording.close()
+        with self.lock:
+            self._detach(slots)
+        self._seized = len(slots)
+        return slots, unwritten
+
+    def release(self, slots: Numbers) -> None:
+        """These records are on disk."""
+        self.recording.release(np.ascontiguousarray(slots, np.int64))
+        if self._seized >= 0:
+            self._seized -= len(slots)
