@@ -45,8 +45,7 @@ class Drain:
         self._counted: object = None
         self._stats_every = FIRST_STATS_SECONDS
         self._stats_at = time.monotonic() + FIRST_STATS_SECONDS
-        self._wake = threading.Event()
-        self._reason = ""
+        self._reason = ""  # why the log ends, once it does
         self._count()
         self._thread = threading.Thread(target=self._run, name="commtrace-drain", daemon=True)
         self._thread.start()
@@ -54,7 +53,7 @@ class Drain:
     def close(self, reason: str) -> None:
         """End the log. Waits `exit_seconds` at most."""
         self._reason = reason
-        self._wake.set()
+        self._slots.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(self._settings.exit_seconds)
             if self._thread.is_alive():
@@ -68,8 +67,8 @@ class Drain:
         costs = sorted(cost + self._crossing_ns for cost in list(recorder.cost_samples))
         return {
             "mono_ns": time.monotonic_ns(),
-            "calls": self._written + self._slots.taken + recorder.dropped,
-            "dropped": recorder.dropped,
+            "calls": self._written + self._slots.taken + self._slots.dropped,
+            "dropped": self._slots.dropped,
             "removed": writer.removed,
             "lost": writer.lost,
             "hook_errors": recorder.hook_errors,
@@ -86,8 +85,10 @@ class Drain:
         # A signal of the process must never be this thread's, where nobody waits for it.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _OWN_FAULTS)
         self._guarded(self._measure_crossing)
-        while not self._wake.wait(self._settings.drain_ms / 1000):
-            self._guarded(self._turn)
+        while not self._reason:
+            self._slots.wait(self._settings.drain_ms / 1000)
+            if not self._reason:
+                self._guarded(self._turn)
         self._let_go()
         self._guarded(self._finish)
 
@@ -114,13 +115,13 @@ class Drain:
         self._count()
 
     def _move(self, slots: Numbers) -> None:
-        written = slots[: self._writer.write(self._recorder.tables.lines, self._recorder.ring.records[slots])]
+        written = slots[: self._writer.write(self._recorder.tables.lines, self._slots.records(slots))]
         self._written += len(written)
         self._slots.release(written)
 
     def _count(self) -> None:
         due = time.monotonic() >= self._stats_at
-        counted = self._written, self._slots.taken, self._recorder.dropped, self._recorder.hook_errors
+        counted = self._written, self._slots.taken, self._slots.dropped, self._recorder.hook_errors
         if counted == self._counted and not due:
             return
         self._counted = counted
@@ -140,7 +141,7 @@ class Drain:
         recorder, writer = self._recorder, self._writer
         slots, unwritten = self._slots.seize()
         if unwritten:
-            recorder.drop(unwritten)
+            self._slots.drop(unwritten)
         writer.retry()
         self._move(slots)  # even where there are none: what has disappeared must be known before it is counted
         self._cpu_ns = time.thread_time_ns()
@@ -154,6 +155,7 @@ class Drain:
             say(f"{left} calls could not be written: {writer.last_error}; {self._where()}")
         else:
             recorder.ring.remove()
+            self._slots.let_go()
             salvage(writer.folder.parent, shm=self._settings.shm)  # what a killed process of this run has left
 
     def _where(self) -> str:

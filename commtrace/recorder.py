@@ -66,7 +66,6 @@ class Recorder:
         name = f"{os.getuid()}-{self.pid}-{os.urandom(4).hex()}"
         self.member = member
         self.sites = settings.sites
-        self.dropped = 0
         self.hook_errors = 0
         self.first_error = ""
         self.cost_samples: deque[int] = deque(maxlen=COST_SAMPLES)
@@ -79,6 +78,7 @@ class Recorder:
             self._buffer: Any = self.ring.buffer
             self._slots = make_slots(self.ring)
             self._free, self._pending = self._slots.free, self._slots.pending
+            self._half = self.ring.capacity // 2
             self.tables = Tables(self.ring)
             self.tables.add("process", **_process_row(run, host, member, settings, blind_spots, self._slots.recorder))
             writer = LogWriter(
@@ -116,13 +116,15 @@ class Recorder:
         slot = -1
         try:
             slot = self._free.popleft()
+            if len(self._free) == self._half:
+                self._slots.wake()
             _pack(
                 self._buffer, ring.RECORDS_AT + slot * _SIZE, now(), 0, 0, 0, 0, payload, local, seq & 0xFFFFFFFF,
                 group, site, step, micro_batch, peer, tag, batch, kind, self.thread(), phase, 0, flags, _BEGUN,
             )  # fmt: skip
             return slot
         except IndexError:
-            self.drop()
+            self._slots.drop(1)
             return -1
         except BaseException:  # a signal handler's, for instance
             if slot >= 0:
@@ -130,11 +132,6 @@ class Recorder:
                 self._free.append(slot)
             raise
 
-    def drop(self, calls: int = 1) -> None:
-        """There was no place for these calls."""
-        with self._slots.lock:
-            self.dropped += calls
-            self.ring.count_dropped(self.dropped)
 
     def returned(self, slot: int, t_return: int, *, observable: bool) -> Call | None:
         """The call came back. Gives a handle on its end if one can be seen."""
@@ -206,10 +203,10 @@ class Recorder:
 
         An operation that was in flight may still be waited for, or forgotten, in the child.
         """
-        self._buffer = bytearray(len(self._buffer))
         self._slots.forked()
         self.tables.forked()
         self.ring.forked()
+        self._buffer = self.ring.buffer
 
 
 def _process_row(

@@ -58,7 +58,7 @@ class Ring:
         self._turns = {IDENTITY_AT: 0, COUNTERS_AT: 0}
         size = RECORDS_AT + capacity * RECORD.itemsize
         if path is None:
-            self.buffer = mmap.mmap(-1, size)
+            self.buffer: mmap.mmap | bytearray = mmap.mmap(-1, size)
         else:
             self._create(path, size, identity)
         self.records: Records = np.frombuffer(self.buffer, RECORD, capacity, RECORDS_AT)
@@ -95,6 +95,11 @@ class Ring:
         """Leave this counter, which says what is missing among the records, at once."""
         _NUMBER.pack_into(self.buffer, DROPPED_AT, dropped)
 
+    @property
+    def dropped(self) -> int:
+        """Calls that found the ring full."""
+        return int(_NUMBER.unpack_from(self.buffer, DROPPED_AT)[0])
+
     def _put(self, start: int, value: dict[str, Any]) -> bool:
         turn = self._turns[start] + 1
         text = json.dumps({"turn": turn, **value}).encode()
@@ -118,7 +123,8 @@ class Ring:
                 self._tables_fd = -1
 
     def forked(self) -> None:
-        """In a child: leave the parent's files alone. Nothing is closed; a number may be another file's by now."""
+        """In a child: leave the parent's ring and files alone. Nothing is closed; a number may be another file's by now."""
+        self.buffer = bytearray(len(self.buffer))
         self._fd = self._tables_fd = -1
         self.path = self.tables_path = None
 

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from commtrace.ring import Ring
-from commtrace.schema import State
+from commtrace.schema import Records, State
 
-Numbers = npt.NDArray[np.intp]
+Numbers = npt.NDArray[np.integer[Any]]
 NONE: Final[Numbers] = np.zeros(0, np.intp)
 
 
@@ -41,14 +41,35 @@ class Slots:
         self.pending: list[Call | None] = [None] * ring.capacity
         self.lock = threading.RLock()
         """Between seeing an end and giving up on it. Reentrant for signal handlers."""
+        self._ring = ring
         self._records = ring.records
         self._state: Any = ring.records["state"]
         self._seized = -1
+        self._woken = threading.Event()
 
     @property
     def taken(self) -> int:
         """Slots in use."""
         return self.capacity - len(self.free) if self._seized < 0 else self._seized
+
+    @property
+    def dropped(self) -> int:
+        """Calls that found no place."""
+        return self._ring.dropped
+
+    def drop(self, calls: int) -> None:
+        """There was no place for these calls."""
+        with self.lock:
+            self._ring.count_dropped(self._ring.dropped + calls)
+
+    def wait(self, seconds: float) -> None:
+        """By the drain thread: until somebody wakes it, or for so long."""
+        self._woken.wait(seconds)
+        self._woken.clear()
+
+    def wake(self) -> None:
+        """There is something to do for the drain thread."""
+        self._woken.set()
 
     def finished(self) -> Numbers:
         """Slots whose records nobody will add to, with those of the oldest returned calls where places run short."""
@@ -92,6 +113,10 @@ class Slots:
         self._seized = len(slots)
         return slots, taken - len(slots)
 
+    def records(self, slots: Numbers) -> Records:
+        """Copies of these slots' records."""
+        return self._records[slots]
+
     def release(self, slots: Numbers) -> None:
         """These records are on disk."""
         self._state[slots] = State.FREE  # first: who gets the slot finds it free
@@ -99,6 +124,9 @@ class Slots:
             self.free.extend(slots.tolist())
         else:
             self._seized -= len(slots)
+
+    def let_go(self) -> None:
+        """The log is complete."""
 
     def forked(self) -> None:
         """In a child: nothing here is its own, and the lock may be held by a thread that it does not have."""

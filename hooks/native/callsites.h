@@ -1,14 +1,13 @@
 // Which line of the program made a call, and what the frames above it tell: hooks/call_site.py, remembered.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
 #include <array>
 #include <atomic>
 #include <memory>
 #include <vector>
 
 #include "frames.h"
+#include "python.h"
 
 namespace commtrace {
 
@@ -52,36 +51,35 @@ class SeenFrames {
 
 class CallSites {
  public:
-  // As CallSites.find of the twin. `classify(frame)` and `number(frame)` are Python's, asked once per instruction.
-  CallSite find(bool deep, bool numbered, const pybind11::object& rows) {
-    const auto gil = frames_need_gil() ? std::make_unique<pybind11::gil_scoped_acquire>() : nullptr;
+  explicit CallSites(const Asked& ask) : ask_(ask) {}
+
+  // As CallSites.find of the twin; what a frame tells, and its line's number, are asked of Python once per instruction.
+  CallSite find(bool deep, bool numbered) {
+    const auto gil = frames_need_gil() ? std::make_unique<py::gil_scoped_acquire>() : nullptr;
     Frame frame;
     if (!innermost(frame)) return {};
-    const CallSite found = walk(frame, deep, numbered, rows);
+    const CallSite found = walk(frame, deep, numbered);
     finished(frame);
     return found;
   }
 
-  // Code that has been seen is kept, so that its instructions' addresses stay its own; but not without bound.
-  void keep(PyObject* code) {
-    if (kept_.size() >= kMost) {
-      epoch_.store(next_epoch());
-      for (PyObject* old : kept_) Py_DECREF(old);
-      kept_.clear();
-    }
-    kept_.push_back(code);
-  }
-
-  void forget() {  // with the GIL
+  // With the GIL: what threads remember counts no more.
+  void forget() {
     epoch_.store(next_epoch());
-    for (PyObject* old : kept_) Py_DECREF(old);
+    const auto old = std::move(kept_);  // let go of when the list is whole again: what dies may run code
     kept_.clear();
   }
 
  private:
   static constexpr size_t kMost = 50000;
 
-  CallSite walk(Frame& frame, bool deep, bool numbered, const pybind11::object& rows) {
+  // With the GIL. Code that has been seen is kept, so that its instructions' addresses stay its own; but not without bound.
+  void keep(py::object code) {
+    if (kept_.size() >= kMost) forget();
+    kept_.push_back(std::move(code));
+  }
+
+  CallSite walk(Frame& frame, bool deep, bool numbered) {
     SeenFrames& known = SeenFrames::mine();
     known.renew(epoch_.load(std::memory_order_acquire));
     CallSite found;
@@ -89,7 +87,7 @@ class CallSites {
     uint64_t named_where = frame.where;
     bool more = true, within = true;  // within: all frames so far only pass the call on
     for (; more; more = outer(frame), depth++) {
-      const uint8_t kind = kind_of(known, frame, depth, rows);
+      const uint8_t kind = kind_of(known, frame, depth);
       found.seen |= kind;
       if (within && !(kind & kWrapper)) {
         within = false;
@@ -99,34 +97,33 @@ class CallSites {
       }
       if (!within && found.seen & (kForward | kOptimizer)) break;
     }
-    if (numbered) found.site = site_of(known, named_where, named, rows);
+    if (numbered) found.site = site_of(known, named_where, named);
     return found;
   }
 
-  uint8_t kind_of(SeenFrames& known, const Frame& frame, int depth, const pybind11::object& rows) {
+  uint8_t kind_of(SeenFrames& known, const Frame& frame, int depth) {
     const SeenFrames::Entry& entry = known.at(frame.where);
     if (entry.where == frame.where) return entry.kind;
-    pybind11::gil_scoped_acquire gil;
-    const auto object = pybind11::reinterpret_steal<pybind11::object>(frame_object(depth));
-    const pybind11::object asked = rows;  // the log may be closed meanwhile
-    if (!object || !asked) return 0;
-    keep(pybind11::reinterpret_borrow<pybind11::object>(object.attr("f_code")).release().ptr());
-    const auto kind = asked.attr("classify")(object).cast<uint8_t>();
-    known.renew(epoch_.load(std::memory_order_acquire));
-    known.at(frame.where) = {frame.where, kind, SeenFrames::kUnasked};
-    return kind;
+    return ask_(uint8_t{0}, [&](const py::object& rows) {
+      const auto object = py::reinterpret_steal<py::object>(frame_object(depth));
+      if (!object) return uint8_t{0};
+      keep(object.attr("f_code"));
+      const auto kind = rows.attr("classify")(object).cast<uint8_t>();
+      known.renew(epoch_.load(std::memory_order_acquire));
+      known.at(frame.where) = {frame.where, kind, SeenFrames::kUnasked};
+      return kind;
+    });
   }
 
-  uint32_t site_of(SeenFrames& known, uint64_t where, int depth, const pybind11::object& rows) {
+  uint32_t site_of(SeenFrames& known, uint64_t where, int depth) {
     SeenFrames::Entry& entry = known.at(where);
     if (entry.where == where && entry.site != SeenFrames::kUnasked) return entry.site;
-    pybind11::gil_scoped_acquire gil;
-    const auto object = pybind11::reinterpret_steal<pybind11::object>(frame_object(depth));
-    const pybind11::object asked = rows;
-    if (!object || !asked) return 0;
-    const auto site = asked.attr("site")(object).cast<uint32_t>();
-    if (entry.where == where) entry.site = site;
-    return site;
+    return ask_(uint32_t{0}, [&](const py::object& rows) {
+      const auto object = py::reinterpret_steal<py::object>(frame_object(depth));
+      const auto site = object ? rows.attr("site")(object).cast<uint32_t>() : 0;
+      if (entry.where == where) entry.site = site;
+      return site;
+    });
   }
 
   static uint64_t next_epoch() {
@@ -134,8 +131,9 @@ class CallSites {
     return ++epochs;
   }
 
+  const Asked& ask_;
   std::atomic<uint64_t> epoch_{next_epoch()};
-  std::vector<PyObject*> kept_;
+  std::vector<py::object> kept_;
 };
 
 }  // namespace commtrace

@@ -25,7 +25,7 @@ from commtrace.schema import RECORD
 
 NAME: Final = "commtrace_native"
 _FOLDER: Final = Path(__file__).parent
-_SOURCES: Final = ("module.cpp", "frames.cpp")
+_SOURCES: Final = ("module.cpp", "kernels.cpp", "waits.cpp", "frames.cpp")
 _FLAGS: Final = ("-O2", "-fvisibility=hidden")
 
 

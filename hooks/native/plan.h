@@ -12,7 +12,8 @@ namespace commtrace {
 // The forms of hooks/c10d_operators.py, which explains them.
 enum class Form { kNothing, kBuffers, kPair, kLists, kRooted, kAllToAll, kAllToAllSingle };
 
-constexpr int kMostPlans = 64;
+constexpr int kMostPlans = 63;
+constexpr int kBatchPlan = 63;  // stands for all operators of a coalesced batch
 
 // Positions of arguments; -1: there is none.
 struct Plan {
@@ -107,12 +108,12 @@ inline Size measure(const Plan& plan, Arguments args, int size, int rank) {
 }
 
 // The C++ object within a boxed one, which stays alive as long as the value does; null for a null one. (toCustomClass
-// looks its type up each time; a plan is only made for operators whose schema has it.)
+// looks its type up each time, and counts; a plan is only made for operators whose schema has it.)
 template <typename T>
 T* unboxed(const c10::IValue& value) {
   if (!value.isObject()) return nullptr;
-  const auto held = value.toObjectRef().getSlot(0).toCapsule();
-  return static_cast<T*>(held.get());
+  auto* held = static_cast<const c10::intrusive_ptr_target*>(value.toObjectRef().getSlot(0).internalToPointer());
+  return static_cast<T*>(const_cast<c10::intrusive_ptr_target*>(held));
 }
 
 }  // namespace commtrace

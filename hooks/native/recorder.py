@@ -76,26 +76,18 @@ def _make_slots(ring: Ring) -> NativeSlots:
 
 
 def _plan(number: int, operator: Operator) -> Any:
-    at = {
-        "group": operator.group_at,
-        "async": operator.async_at,
-        "reduce_op": operator.reduce_op_at,
-        "peer": operator.peer_at,
-        "tag": operator.tag_at,
-        "output": operator.output_at,
-        "sample": operator.sample_at,
-    }
-    properties = {
-        "coalesced": operator.coalesced,
-        "blocking": operator.blocking,
-        "message": operator.point_to_point,
-        "send": operator.op == "send",
-        "barrier": operator.op == "barrier",
-    }
-    places = {name: -1 if place is None else place for name, place in at.items()}
-    arguments = len(operator.overload._schema.arguments)
-    about = list(operator.about)
-    return _library.Plan("c10d", operator.variant, number, arguments, operator.form, about, places, properties)
+    plan = _library.Plan()
+    plan.space, plan.name, plan.number = "c10d", operator.variant, number
+    plan.arguments = len(operator.overload._schema.arguments)
+    plan.form = getattr(_library.Form, operator.form)
+    for name, place in zip(("first", "second", "third"), operator.about, strict=False):
+        setattr(plan, name, place)
+    for name in ("group", "async", "reduce_op", "peer", "tag", "output", "sample"):
+        place = getattr(operator, f"{name}_at")
+        setattr(plan, f"{name}_at", -1 if place is None else place)
+    plan.coalesced, plan.blocking = operator.coalesced, operator.blocking
+    plan.message, plan.send, plan.barrier = operator.point_to_point, operator.op == "send", operator.op == "barrier"
+    return plan
 
 
 def _begin() -> bool:
@@ -117,9 +109,7 @@ def _go(tracer: TorchTracer) -> None:
 
 def _collect(recorder: Recorder, recording: Any) -> Callable[[], None]:
     def collect() -> None:
-        dropped, errors, first_error, costs = recording.tally()
-        if dropped:
-            recorder.drop(dropped)
+        errors, first_error, costs = recording.tally()
         recorder.hook_errors += errors
         recorder.first_error = recorder.first_error or first_error
         recorder.cost_samples.extend(costs)

@@ -1,10 +1,10 @@
-// One recording: from the first call on, until the log is closed. Never freed, as completions may come at any time; what
-// costs memory is let go of when it closes, but for twelve bytes per slot.
+// One recording: from the first call on, until the log is closed. Never freed, as completions may come at any time; a
+// closed one serves again for the next log.
 #pragma once
 
 #include <c10/core/GradMode.h>
+#include <semaphore.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <map>
@@ -16,12 +16,11 @@
 
 #include "callsites.h"
 #include "plan.h"
+#include "python.h"
 #include "slots.h"
 #include "works.h"
 
 namespace commtrace {
-
-namespace py = pybind11;
 
 enum Phase : int { kUnmarked = -1, kOther = 0, kInit, kForwardPhase, kBackwardPhase, kOptimizerPhase };
 enum Flag : uint8_t { kAsync = 1, kCoalesced = 2, kObjects = 8, kSparse = 16, kUneven = 64 };
@@ -47,8 +46,11 @@ struct Group {
   int size = 1, rank = 0;
   std::vector<int> ranks;
   std::atomic<uint32_t> collectives{0};
-  std::atomic<uint64_t> futureless{0};  // a bit per operator that has no future on this group
-  std::atomic<uint32_t> batch{0};       // number of the batch that is open
+  std::atomic<uint32_t> batch{0};  // number of the batch that is open
+
+  // A bit per operator: it has no future here; it has one that is complete when its Work is, and not before.
+  std::atomic<uint64_t> futureless{0}, trusted{0};
+  std::atomic<uint32_t> doubts{0};
 
   std::mutex mutex;  // of what follows
   std::map<std::tuple<int, int, int>, uint32_t> messages;
@@ -65,9 +67,9 @@ struct Group {
   }
 };
 
-// Counters and samples that the drain thread takes over.
+// Errors and samples that the drain thread takes over.
 struct Tally {
-  std::atomic<uint64_t> dropped{0}, errors{0}, samples{0};
+  std::atomic<uint64_t> errors{0}, samples{0};
   std::array<std::atomic<int64_t>, 1024> costs{};
   std::mutex mutex;
   std::string first_error;
@@ -83,67 +85,72 @@ struct Tally {
 
 class Recording {
  public:
-  Recording(char* records, uint32_t capacity, bool sites, Progress* progress)
-      : slots(records, capacity),
-        waits(capacity),
-        sites_wanted(sites),
-        progress(progress),
-        id(next_id()) {}
+  explicit Recording(uint32_t capacity) : slots(capacity), waits(capacity), callsites(ask) { sem_init(&woken_, 0, 0); }
+
+  // With the GIL. `ring` is its memory, as commtrace.ring lays it out.
+  void open(char* ring, size_t dropped_at, size_t records_at, bool sites, Progress* cells) {
+    for (auto& kind : kinds_) kind.store(0, std::memory_order_relaxed);
+    backward_.store(~0ULL);
+    sites_wanted = sites;
+    progress = cells;
+    threads = 0;
+    batches = 0;
+    log.store(next_log());
+    slots.open(ring + records_at, reinterpret_cast<uint64_t*>(ring + dropped_at), log.load());
+  }
 
   // ---- numbers of rows: asked of Python once, then remembered -------------------------------------------------------
 
-  Group* group(c10d::ProcessGroup* pg, const c10::intrusive_ptr<c10d::ProcessGroup>& shared) {
+  Group* group(c10d::ProcessGroup* pg) {
     {
       std::shared_lock<std::shared_mutex> held(groups_mutex_);
       const auto known = groups_.find(pg);
       if (known != groups_.end()) return known->second;
     }
-    py::gil_scoped_acquire gil;
-    const py::object asked = rows;
-    if (!asked) return nullptr;
-    const py::object row = asked.attr("group")(shared);
-    if (row.is_none()) return nullptr;
-    return enter(pg, shared, row);
+    return ask(static_cast<Group*>(nullptr), [&](const py::object& rows) -> Group* {
+      const auto shared = c10::intrusive_ptr<c10d::ProcessGroup>::reclaim_copy(pg);
+      const py::object row = rows.attr("group")(shared);
+      return row.is_none() ? nullptr : enter(shared, row);
+    });
   }
 
   uint16_t kind(const Plan& plan, int dtype, int reduce_op) {
     std::atomic<uint16_t>& known = kinds_[(plan.number * kTypes + dtype + 1) * kReduceOps + reduce_op + 1];
     if (const uint16_t number = known.load(std::memory_order_relaxed)) return number;
-    py::gil_scoped_acquire gil;
-    const py::object asked = rows;
-    if (!asked) return 0;
-    const py::object type = dtype < 0 ? py::object(py::none()) : py::cast(static_cast<c10::ScalarType>(dtype));
-    const auto number = asked.attr("kind")(plan.number, type, reduce_op).cast<uint16_t>();
-    known.store(number, std::memory_order_relaxed);
-    return number;
+    return ask(uint16_t{0}, [&](const py::object& rows) {
+      const py::object type = dtype < 0 ? py::object(py::none()) : py::cast(static_cast<c10::ScalarType>(dtype));
+      const auto number = rows.attr("kind")(plan.number, type, reduce_op).cast<uint16_t>();
+      known.store(number, std::memory_order_relaxed);
+      return number;
+    });
   }
 
   uint32_t site_of_backward(int task) {
     const uint64_t known = backward_.load(std::memory_order_relaxed);
     if (static_cast<int>(known >> 32) == task) return known & 0xffffffff;
-    py::gil_scoped_acquire gil;
-    const py::object asked = rows;
-    if (!asked) return 0;
-    const auto site = asked.attr("site_of_backward")().cast<uint32_t>();
-    backward_.store(static_cast<uint64_t>(task) << 32 | site, std::memory_order_relaxed);
-    return site;
+    return ask(uint32_t{0}, [&](const py::object& rows) {
+      const auto site = rows.attr("site_of_backward")().cast<uint32_t>();
+      backward_.store(static_cast<uint64_t>(task) << 32 | site, std::memory_order_relaxed);
+      return site;
+    });
   }
 
   // Whether a forward that communicates is one of training.
   bool trains() {
-    if (c10::GradMode::is_enabled()) return true;
-    py::gil_scoped_acquire gil;
-    const py::object asked = rows;
-    return asked && asked.attr("in_training")().cast<bool>();
+    return c10::GradMode::is_enabled() ||
+           ask(false, [](const py::object& rows) { return rows.attr("in_training")().cast<bool>(); });
   }
 
   // ---- records -------------------------------------------------------------------------------------------------------
 
-  Handle begin(const Record& record) {
+  Handle begin(const Record& record, uint64_t log_of_thread) {
     const uint32_t slot = slots.take();
-    if (slot != Slots::kEmpty) return slots.begin(slot, record);
-    tally.dropped.fetch_add(1);
-    return {};
+    if (slot == Slots::kEmpty) {
+      slots.drop(1);
+      return {};
+    }
+    if (slots.free() == slots.capacity() / 2) wake();
+    return slots.begin(slot, record, log_of_thread);
   }
 
   void ended(Handle handle, int64_t t_end, Clock clock, State state = kComplete) {
@@ -159,7 +166,7 @@ class Recording {
 
   void wait_begins(Handle handle, int64_t t_wait) {
     slots.update(handle, [=](Record& record) {
-      __atomic_store_n(&record.t_wait, t_wait, __ATOMIC_RELAXED);  // the drain thread may be reading it
+      record.t_wait = t_wait;
       return record.state;
     });
   }
@@ -168,23 +175,39 @@ class Recording {
 
   // ---- by the drain thread -------------------------------------------------------------------------------------------
 
+  // Until somebody wakes it, or for so long.
+  void wait(double seconds) {
+    timespec until{};
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    const int64_t ns = until.tv_nsec + static_cast<int64_t>(seconds * 1e9);
+    until.tv_sec += ns / 1000000000;
+    until.tv_nsec = ns % 1000000000;
+    while (sem_clockwait(&woken_, CLOCK_MONOTONIC, &until) != 0 && errno == EINTR) {
+    }
+    while (sem_trywait(&woken_) == 0) {  // however often it was woken
+    }
+  }
+
+  void wake() { sem_post(&woken_); }
+
   // Slots whose records nobody will add to, with those of the oldest returned calls where places run short. As the twin.
-  std::vector<int64_t> finished() {
-    std::vector<int64_t> found;
+  std::vector<uint32_t> finished() {
+    std::vector<uint32_t> found;
     std::vector<std::pair<int64_t, uint32_t>> waiting;
     for (uint32_t slot = 0; slot < slots.capacity(); slot++) {
-      const uint8_t state = slots.state(slot);
-      if (state >= kComplete || (state == kReturned && waits.died(slot) && slots.detach(slot, kReturned)))
+      uint8_t state = slots.state(slot);
+      if (state == kReturned && waits.died(slot) && slots.settle(slot, kReturned, kUnobservable)) state = kUnobservable;
+      if (state >= kComplete)
         found.push_back(slot);
       else if (state == kReturned)
         waiting.emplace_back(slots.begun(slot), slot);
     }
-    const int64_t quarter = std::max<int64_t>(1, slots.capacity() / 4);
-    if (slots.free() + static_cast<int64_t>(found.size()) >= quarter) return found;
+    const size_t quarter = std::max<size_t>(1, slots.capacity() / 4);
+    if (static_cast<size_t>(slots.free()) + found.size() >= quarter) return found;
     std::sort(waiting.begin(), waiting.end());
     for (const auto& [begun, slot] : waiting) {
-      if (static_cast<int64_t>(found.size()) >= 2 * quarter) break;
-      if (slots.detach(slot, kReturned)) found.push_back(slot);
+      if (found.size() >= 2 * quarter) break;
+      if (slots.settle(slot, kReturned, kReturned)) found.push_back(slot);
     }
     return found;
   }
@@ -194,51 +217,69 @@ class Recording {
     slots.release(slot);
   }
 
-  void close() {  // with the GIL
-    const py::object asked = std::move(rows);
+  // (slots that hold records, for the last time; how many calls had taken one and not begun to write)
+  std::pair<std::vector<uint32_t>, uint32_t> close() {
+    std::vector<uint32_t> left;
+    const uint32_t unwritten = slots.close();
+    for (uint32_t slot = 0; slot < slots.capacity(); slot++) {
+      if (slots.state(slot) == kReturned && waits.died(slot)) slots.settle(slot, kReturned, kUnobservable);
+      if (slots.state(slot) != kFree) left.push_back(slot);
+    }
+    return {left, unwritten};
+  }
+
+  // With the GIL: what costs memory, or keeps others from dying, is let go of.
+  void forget() {
+    ask.close();
     callsites.forget();
-    std::shared_lock<std::shared_mutex> held(groups_mutex_);
-    for (const auto& [address, group] : groups_) group->pg.reset();
+    std::unordered_map<c10d::ProcessGroup*, Group*> groups;
+    {
+      std::unique_lock<std::shared_mutex> held(groups_mutex_);
+      groups.swap(groups_);
+    }
+    for (const auto& [address, group] : groups) group->pg.reset();  // a call on its way may still look at the Group
+    std::lock_guard<std::mutex> held(tally.mutex);
+    tally.first_error.clear();
   }
 
   Slots slots;
   Waits waits;
+  Asked ask;
   CallSites callsites;
   Tally tally;
-  const bool sites_wanted;
-  Progress* const progress;
-  const uint64_t id;
-  py::object rows;  // hooks/native/rows.py; touched with the GIL only
+  bool sites_wanted = false;
+  Progress* progress = nullptr;
+  std::atomic<uint64_t> log{0};  // tells openings of recordings from one another
   std::atomic<uint32_t> threads{0};
   std::atomic<uint32_t> batches{0};
   std::atomic<int64_t> wait_cost{0};
   std::atomic<bool> sample_wait{false};
 
  private:
-  static uint64_t next_id() {
-    static std::atomic<uint64_t> ids{0};
-    return ++ids;
+  static uint64_t next_log() {
+    static std::atomic<uint64_t> logs{0};
+    return ++logs;
   }
 
-  Group* enter(c10d::ProcessGroup* pg, const c10::intrusive_ptr<c10d::ProcessGroup>& shared, const py::object& row) {
+  Group* enter(const c10::intrusive_ptr<c10d::ProcessGroup>& pg, const py::object& row) {
+    auto group = std::make_unique<Group>();
+    // Weakly: a group that is kept alive cannot be destroyed. (It gives its backends up all the same; what stays is its
+    // address, so that no other group can have it.)
+    group->pg = c10::weak_intrusive_ptr<c10d::ProcessGroup>(pg);
+    group->number = row.attr("number").cast<uint32_t>();
+    group->size = row.attr("size").cast<int>();
+    group->rank = row.attr("rank").cast<int>();
+    group->ranks = row.attr("ranks").cast<std::vector<int>>();
+    group->collectives = row.attr("first").cast<uint32_t>();
     std::unique_lock<std::shared_mutex> held(groups_mutex_);
-    Group*& entry = groups_[pg];
-    if (entry == nullptr) {
-      entry = new Group;
-      // Weakly: a group that is kept alive cannot be destroyed. (It gives its backends up all the same; what stays is its
-      // address, so that no other group can have it.)
-      entry->pg = c10::weak_intrusive_ptr<c10d::ProcessGroup>(shared);
-      entry->number = row.attr("number").cast<uint32_t>();
-      entry->size = row.attr("size").cast<int>();
-      entry->rank = row.attr("rank").cast<int>();
-      entry->ranks = row.attr("ranks").cast<std::vector<int>>();
-      entry->collectives = row.attr("first").cast<uint32_t>();
-    }
-    return entry;
+    const auto [entry, is_new] = groups_.emplace(pg.get(), group.get());
+    if (is_new) group.release();  // it stays: threads remember it
+    return entry->second;
   }
 
   static constexpr int kTypes = static_cast<int>(c10::ScalarType::NumOptions) + 1, kReduceOps = 16;
 
+  sem_t woken_;
   std::shared_mutex groups_mutex_;
   std::unordered_map<c10d::ProcessGroup*, Group*> groups_;
   std::array<std::atomic<uint16_t>, kMostPlans * kTypes * kReduceOps> kinds_{};
@@ -250,7 +291,7 @@ inline std::atomic<Recording*> current{nullptr};
 
 // What a thread knows of itself.
 struct Thread {
-  uint64_t recording = 0;
+  uint64_t log = 0;
   uint16_t number = 0;
   int functional = 0;  // calls within are waited for by tensor, and not by Work
   uint32_t calls = 0;
@@ -261,10 +302,11 @@ struct Thread {
 
   static Thread& of(Recording& recording) {
     Thread& thread = mine();
-    if (thread.recording != recording.id) {
+    const uint64_t log = recording.log.load(std::memory_order_relaxed);
+    if (thread.log != log) {
       const int functional = thread.functional;
       thread = Thread{};
-      thread.recording = recording.id;
+      thread.log = log;
       thread.functional = functional;
       thread.number = static_cast<uint16_t>(std::min<uint32_t>(++recording.threads, 65535));
     }

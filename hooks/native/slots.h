@@ -42,20 +42,44 @@ struct Handle {
   explicit operator bool() const { return bits != kNone; }
 };
 
+// Held for a few stores, never while anything is waited for.
+class SpinLock {
+ public:
+  void lock() {
+    for (int tries = 0; held_.test_and_set(std::memory_order_acquire); tries++)
+      if (tries > 64) std::this_thread::yield();
+  }
+
+  void unlock() { held_.clear(std::memory_order_release); }
+
+ private:
+  std::atomic_flag held_ = ATOMIC_FLAG_INIT;
+};
+
 // The slots of one ring. A call takes a slot and keeps a Handle; the drain thread gives the slot to somebody else, and
 // from then on the Handle opens nothing: a completion that comes late, or after the log was closed, cannot write into
-// another call's record or into memory that is no ring any more. Never freed, because callbacks may come at any time.
+// another call's record or into memory that is no ring any more. Never freed, because callbacks may come at any time; but
+// opened again, for another ring of the same size, with turns that go on.
 class Slots {
  public:
-  Slots(void* records, uint32_t capacity) : capacity_(capacity), records_(static_cast<Record*>(records)) {
+  explicit Slots(uint32_t capacity) : capacity_(capacity) {
     turns_ = std::make_unique<std::atomic<uint64_t>[]>(capacity);
     next_ = std::make_unique<std::atomic<uint32_t>[]>(capacity);
     for (uint32_t i = 0; i < capacity; i++) {
       turns_[i].store(0, std::memory_order_relaxed);
-      next_[i].store(i + 1 < capacity ? i + 1 : kEmpty, std::memory_order_relaxed);
+      held_.push_back(capacity - 1 - i);
     }
-    head_.store(0, std::memory_order_relaxed);
-    free_.store(capacity, std::memory_order_release);
+  }
+
+  // The slots of this memory may be taken; but for one that a thread took before the last log was closed and has yet to
+  // give back. `log` tells this opening from others: such a thread must not write into it.
+  void open(void* records, uint64_t* dropped, uint64_t log) {
+    records_ = static_cast<Record*>(records);
+    dropped_ = dropped;
+    log_.store(log);
+    closed_.store(false);
+    for (uint32_t slot : held_) give(slot);
+    held_.clear();
   }
 
   uint32_t capacity() const { return capacity_; }
@@ -87,11 +111,12 @@ class Slots {
   }
 
   // Writes the whole record of a slot that was taken; `record.state` goes last, as a process may be killed in between.
-  // No Handle: the log is closed.
-  Handle begin(uint32_t slot, const Record& record) {
+  // No Handle: the log is closed, or was so meanwhile.
+  Handle begin(uint32_t slot, const Record& record, uint64_t log) {
     const uint64_t turn = lock(slot);
-    if (closed_.load(std::memory_order_relaxed)) {
+    if (closed_.load(std::memory_order_acquire) || log_.load(std::memory_order_relaxed) != log) {
       unlock(slot, turn);
+      give(slot);
       return {};
     }
     Record& place = records_[slot];
@@ -112,12 +137,29 @@ class Slots {
     return true;
   }
 
-  // Takes a slot in this state from its call: the Handle opens nothing any more.
-  bool detach(uint32_t slot, uint8_t only_if) {
+  // Calls that found no place, counted in the ring itself, where a salvage finds them, too. False: the log is closed.
+  bool drop(uint64_t calls) {
+    const uint64_t turn = lock(0);  // any slot's lock keeps the ring open
+    const bool open = !closed_.load(std::memory_order_acquire);  // and what open() wrote before
+    if (open) __atomic_fetch_add(dropped_, calls, __ATOMIC_RELAXED);
+    unlock(0, turn);
+    return open;
+  }
+
+  // Takes a slot in this state from its call, whose Handle opens nothing any more, and gives it another one.
+  bool settle(uint32_t slot, uint8_t only_if, uint8_t state_then) {
     const uint64_t turn = lock(slot);
     const bool yes = state(slot) == only_if;
+    if (yes) publish(records_[slot], state_then);
     unlock(slot, yes ? turn + 1 : turn);
     return yes;
+  }
+
+  // As it is now, for the log.
+  void copy(uint32_t slot, Record& to) {
+    const uint64_t turn = lock(slot);
+    to = records_[slot];
+    unlock(slot, turn);
   }
 
   // Its record is on disk: nobody's slot.
@@ -132,16 +174,13 @@ class Slots {
   // Returns how many slots had been taken by calls that had not begun to write.
   uint32_t close() {
     closed_.store(true);
-    int64_t unclaimed = 0;
-    while (take() != kEmpty) unclaimed++;
-    uint32_t written = 0;
+    for (uint32_t slot = take(); slot != kEmpty; slot = take()) held_.push_back(slot);
     for (uint32_t slot = 0; slot < capacity_; slot++) {
       const uint64_t turn = lock(slot);
-      written += state(slot) != kFree;
+      if (state(slot) != kFree) held_.push_back(slot);
       unlock(slot, turn + 1);
     }
-    const int64_t unwritten = int64_t{capacity_} - unclaimed - written;
-    return unwritten > 0 ? static_cast<uint32_t>(unwritten) : 0;
+    return capacity_ - static_cast<uint32_t>(held_.size());
   }
 
   // In a forked child: the ring is the parent's. Other threads may have held locks, and are not here.
@@ -183,12 +222,15 @@ class Slots {
   }
 
   const uint32_t capacity_;
-  Record* const records_;
+  Record* records_ = nullptr;
+  uint64_t* dropped_ = nullptr;
   std::unique_ptr<std::atomic<uint64_t>[]> turns_;
   std::unique_ptr<std::atomic<uint32_t>[]> next_;
+  std::vector<uint32_t> held_;  // what may not be taken while no log is open
   alignas(64) std::atomic<uint64_t> head_{kEmpty};
   alignas(64) std::atomic<int64_t> free_{0};
-  std::atomic<bool> closed_{false}, gone_{false};
+  std::atomic<uint64_t> log_{0};
+  std::atomic<bool> closed_{true}, gone_{false};
 };
 
 }  // namespace commtrace

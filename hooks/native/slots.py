@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-
 from commtrace.progress import progress
-from commtrace.ring import RECORDS_AT, Ring
-from commtrace.schema import State
+from commtrace.ring import DROPPED_AT, RECORDS_AT, Ring
+from commtrace.schema import RECORD, Records, State
 from commtrace.slots import Numbers, Slots
 
 
@@ -39,8 +37,14 @@ class NativeSlots(Slots):
 
     def __init__(self, ring: Ring, library: Any, *, sites: bool) -> None:
         super().__init__(ring)
-        self.recording = library.Recording(ring.buffer, RECORDS_AT, ring.capacity, sites, progress.cells)
+        self.recording = library.open(ring.buffer, DROPPED_AT, RECORDS_AT, ring.capacity, sites, progress.cells)
         self.free: Any = _Free(self.recording)
+        self.wait, self.wake = self.recording.wait, self.recording.wake
+
+    def drop(self, calls: int) -> None:
+        """There was no place for these calls."""
+        if not self.recording.drop(calls):  # closed: nobody else counts any more
+            super().drop(calls)
 
     def finished(self) -> Numbers:
         """As of the portable recorder; C++ gives up on its own calls, and Python on its own here."""
@@ -48,6 +52,11 @@ class NativeSlots(Slots):
         with self.lock:
             self._detach(slots[self._state[slots] == State.RETURNED])
         return slots
+
+    def records(self, slots: Numbers) -> Records:
+        """Copies of these slots' records, made without the GIL."""
+        copies: Records = self.recording.records(slots).view(RECORD)
+        return copies
 
     def seize(self) -> tuple[Numbers, int]:
         """As of the portable recorder."""
@@ -59,6 +68,10 @@ class NativeSlots(Slots):
 
     def release(self, slots: Numbers) -> None:
         """These records are on disk."""
-        self.recording.release(np.ascontiguousarray(slots, np.int64))
+        self.recording.release(slots)
         if self._seized >= 0:
             self._seized -= len(slots)
+
+    def let_go(self) -> None:
+        """The log is complete."""
+        self.recording.let_go()

@@ -3,7 +3,6 @@
 
 #include <c10/util/SmallVector.h>
 #include <c10/util/intrusive_ptr.h>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <array>
 #include <memory>
@@ -16,33 +15,41 @@
 
 namespace commtrace {
 
-using WeakWork = c10::weak_intrusive_ptr<c10d::Work>;
+// A Work, or the storage of a tensor, that nobody is kept from letting go of.
+using Weak = c10::weak_intrusive_ptr<c10::intrusive_ptr_target>;
+
+inline Weak weakly(c10::intrusive_ptr_target* target) {
+  return Weak(c10::intrusive_ptr<c10::intrusive_ptr_target>::reclaim_copy(target));
+}
 
 // One entry per slot at most, so nothing is allocated on the way of a call, and an entry goes when its slot does.
 //
 // An entry's key is an address. Where only the wait shows the end, a weak reference keeps the address from being used
-// again (and the Work's tensors in memory, so it is let go of at the wait, or by the next drain after the Work has died).
+// again (and a Work's tensors in memory, so it is let go of at the wait, or by the next drain after the Work has died).
 // Where the end comes by itself no reference is held: what could go wrong is the beginning of a wait, nothing else.
 class Waits {
  public:
   explicit Waits(uint32_t capacity) : entries_(std::make_unique<Entry[]>(capacity)) {}
 
-  // With `by_wait` only a wait shows the end of this call.
-  void add(const void* key, Handle handle, bool by_wait, std::optional<WeakWork> work = {}) {
+  // With `weak`, only a wait shows the end of this call.
+  void add(const void* key, Handle handle, std::optional<Weak> weak) {
     Bucket& bucket = of(key);
-    Entry& entry = entries_[handle.slot()];
-    Dropped dropped;
-    std::lock_guard<std::mutex> held(bucket.mutex);
-    if (work || !by_wait)  // a new object has this address: whoever had it before is gone
-      unlink_if(bucket, dropped, [&](const Entry& other) { return other.key == key && !other.work; });
-    list(bucket, entry, key, handle, by_wait, std::move(work));
+    std::lock_guard<SpinLock> held(bucket.lock);
+    for (uint32_t* link = &bucket.first; *link != Slots::kEmpty;) {
+      Entry& other = entries_[*link];
+      if (other.key == key && !other.weak)  // a new object has this address: whoever had it before is gone
+        unlink(other, link);
+      else
+        link = &other.next;
+    }
+    list(bucket, entries_[handle.slot()], key, handle, std::move(weak));
   }
 
   // Several calls that end with one Work.
-  void add_batch(const void* key, const std::vector<Handle>& handles, bool by_wait, const std::optional<WeakWork>& work) {
+  void add_batch(const void* key, const std::vector<Handle>& handles, const std::optional<Weak>& weak) {
     Bucket& bucket = of(key);
-    std::lock_guard<std::mutex> held(bucket.mutex);
-    for (Handle handle : handles) list(bucket, entries_[handle.slot()], key, handle, by_wait, work);
+    std::lock_guard<SpinLock> held(bucket.lock);
+    for (Handle handle : handles) list(bucket, entries_[handle.slot()], key, handle, weak);
   }
 
   struct Found {
@@ -53,92 +60,85 @@ class Waits {
 
   // The records that a wait for `key` is about. Those that end by themselves are not asked for again.
   AllFound begins(const void* key) {
-    AllFound found;
-    Dropped dropped;
-    Bucket& bucket = of(key);
-    std::lock_guard<std::mutex> held(bucket.mutex);
-    unlink_if(bucket, dropped, [&](const Entry& entry) {
-      if (entry.key == key) found.push_back({entry.handle, entry.by_wait});
-      return entry.key == key && !entry.by_wait;
-    });
-    return found;
+    return take(key, [](const Entry& entry) { return !entry.weak; });
   }
 
-  // The records that end with the end of a wait for `key`.
+  // The records that end with the end of a wait for `key`; among them those that end by themselves.
   AllFound ends(const void* key) {
-    AllFound found;
-    Dropped dropped;  // let go of after the lock: what dies with it may take its time
-    Bucket& bucket = of(key);
-    std::lock_guard<std::mutex> held(bucket.mutex);
-    unlink_if(bucket, dropped, [&](const Entry& entry) {
-      if (entry.key == key && entry.by_wait) found.push_back({entry.handle, true});
-      return entry.key == key;
-    });
-    return found;
+    return take(key, [](const Entry&) { return true; });
   }
 
   void remove(uint32_t slot) {
-    Bucket* bucket = entries_[slot].listed.load(std::memory_order_acquire);
-    if (bucket == nullptr) return;
-    Dropped dropped;
-    std::lock_guard<std::mutex> held(bucket->mutex);
-    unlink_if(*bucket, dropped, [&](const Entry& entry) { return &entry == &entries_[slot]; });
+    unlink_if(slot, [](const Entry&) { return true; });
   }
 
   // Whether this slot's call was to end with a Work that has died; the entry goes then.
   bool died(uint32_t slot) {
-    Bucket* bucket = entries_[slot].listed.load(std::memory_order_acquire);
-    if (bucket == nullptr) return false;
-    Dropped dropped;
-    std::lock_guard<std::mutex> held(bucket->mutex);
-    unlink_if(*bucket, dropped, [&](const Entry& entry) {
-      return &entry == &entries_[slot] && entry.work && entry.work->expired();
-    });
-    return !dropped.empty();
+    return unlink_if(slot, [](const Entry& entry) { return entry.weak && entry.weak->expired(); });
   }
 
  private:
-  using Dropped = c10::SmallVector<WeakWork, 1>;
-
   struct Bucket {
-    std::mutex mutex;
+    SpinLock lock;
     uint32_t first = Slots::kEmpty;
   };
 
   struct Entry {
     const void* key = nullptr;
     Handle handle;
-    bool by_wait = false;
-    std::optional<WeakWork> work;
+    std::optional<Weak> weak;
     uint32_t next = Slots::kEmpty;
     std::atomic<Bucket*> listed{nullptr};
   };
 
   Bucket& of(const void* key) { return buckets_[(reinterpret_cast<uintptr_t>(key) >> 4) * 0x9E3779B97F4A7C15ULL >> 54]; }
 
-  static void list(Bucket& bucket, Entry& entry, const void* key, Handle handle, bool by_wait,
-                   std::optional<WeakWork> work) {
+  static void list(Bucket& bucket, Entry& entry, const void* key, Handle handle, std::optional<Weak> weak) {
     entry.key = key;
     entry.handle = handle;
-    entry.by_wait = by_wait;
-    entry.work = std::move(work);
+    entry.weak = std::move(weak);
     entry.next = bucket.first;
     bucket.first = handle.slot();
     entry.listed.store(&bucket, std::memory_order_release);
   }
 
+  static std::optional<Weak> unlink(Entry& entry, uint32_t* link) {
+    *link = entry.next;
+    entry.listed.store(nullptr, std::memory_order_release);
+    return std::exchange(entry.weak, std::nullopt);
+  }
+
+  // All records of this key; those of which `done(entry)` says so are unlisted.
   template <typename Test>
-  void unlink_if(Bucket& bucket, Dropped& dropped, Test test) {
+  AllFound take(const void* key, Test done) {
+    AllFound found;
+    c10::SmallVector<Weak, 1> dropped;  // let go of after the lock: what dies with it may take its time
+    Bucket& bucket = of(key);
+    std::lock_guard<SpinLock> held(bucket.lock);
     for (uint32_t* link = &bucket.first; *link != Slots::kEmpty;) {
       Entry& entry = entries_[*link];
-      if (!test(entry)) {
+      if (entry.key == key) found.push_back({entry.handle, entry.weak.has_value()});
+      if (entry.key != key || !done(entry)) {
         link = &entry.next;
-        continue;
+      } else if (auto weak = unlink(entry, link)) {
+        dropped.push_back(std::move(*weak));
       }
-      *link = entry.next;
-      if (entry.work) dropped.push_back(*std::exchange(entry.work, {}));
-      entry.listed.store(nullptr, std::memory_order_release);
     }
+    return found;
+  }
+
+  template <typename Test>
+  bool unlink_if(uint32_t slot, Test test) {
+    Entry& entry = entries_[slot];
+    std::optional<Weak> dropped;  // after the lock
+    Bucket* bucket = entry.listed.load(std::memory_order_acquire);
+    if (bucket == nullptr) return false;
+    std::lock_guard<SpinLock> held(bucket->lock);
+    if (entry.listed.load(std::memory_order_relaxed) != bucket || !test(entry)) return false;
+    uint32_t* link = &bucket->first;
+    while (*link != slot) link = &entries_[*link].next;
+    dropped = unlink(entry, link);
+    return true;
   }
 
   std::unique_ptr<Entry[]> entries_;

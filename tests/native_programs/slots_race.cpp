@@ -1,4 +1,4 @@
-// Threads that call, complete, drain and close, on the slots of one ring: for a thread sanitizer, and for accounts.
+// Threads that call, complete, drain, close, and open again, on the slots of a ring: for a thread sanitizer, and for accounts.
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
@@ -16,6 +16,7 @@ constexpr uint32_t kCapacity = 64, kThreads = 6, kCalls = 30000;
 std::mutex mutex;
 std::deque<Handle> late;  // completions that are still to come
 std::atomic<uint64_t> began{0}, dropped{0}, refused{0};
+std::atomic<uint64_t> log_now{0};
 std::atomic<bool> stop{false};
 
 void complete(Slots& slots, Handle handle) {
@@ -29,16 +30,17 @@ void complete(Slots& slots, Handle handle) {
 void caller(Slots& slots, uint32_t number) {
   std::minstd_rand random(number);
   for (uint32_t i = 0; i < kCalls; i++) {
+    const uint64_t log = log_now;
     const uint32_t slot = slots.take();
     if (slot == Slots::kEmpty) {
-      dropped++;
+      (slots.drop(1) ? dropped : refused)++;
       std::this_thread::yield();
       continue;
     }
     Record record{};
     record.seq = i, record.group = number, record.payload = int64_t{i} * 1000 + number, record.t_begin = 1;
     record.state = kBegun;
-    const Handle handle = slots.begin(slot, record);
+    const Handle handle = slots.begin(slot, record, log);
     if (!handle) {
       refused++;
       continue;
@@ -66,37 +68,53 @@ void completer(Slots& slots) {
   }
 }
 
-uint64_t drain(Slots& slots, const Record* records, bool patient) {
+void check(const Record& record) {
+  if (record.payload != int64_t{record.seq} * 1000 + record.group || record.t_return != 2) std::abort();
+}
+
+uint64_t drain(Slots& slots, bool patient) {
   uint64_t written = 0;
   for (uint32_t slot = 0; slot < kCapacity; slot++) {
     const uint8_t state = slots.state(slot);
-    const bool mine = state >= kComplete || (!patient && state == kReturned && slots.detach(slot, kReturned));
+    const bool mine = state >= kComplete || (!patient && state == kReturned && slots.settle(slot, kReturned, kUnobservable));
     if (!mine) continue;
-    const Record& record = records[slot];
-    if (record.payload != int64_t{record.seq} * 1000 + record.group || record.t_return != 2) std::abort();
+    Record record;
+    slots.copy(slot, record);
+    check(record);
     slots.release(slot);
     written++;
   }
   return written;
 }
 
-int main() {
+// One log: until `calls` have begun or found no place. Gives how many records there were, and frees their memory.
+uint64_t keep_log(Slots& slots, uint64_t number, uint64_t calls, uint64_t& counted) {
   auto* records = static_cast<Record*>(std::calloc(kCapacity, sizeof(Record)));
-  auto& slots = *new Slots(records, kCapacity);
+  auto* cell = new uint64_t{0};
+  slots.open(records, cell, number);
+  log_now = number;
+  uint64_t written = 0, left = 0;
+  for (int turn = 0; began + dropped + refused < calls; turn++) written += drain(slots, turn % 3 != 0);
+  slots.close();
+  for (uint32_t slot = 0; slot < kCapacity; slot++) left += slots.state(slot) != kFree;
+  counted += *cell;
+  delete cell;
+  std::free(records);  // whoever writes now is found out
+  return written + left;
+}
+
+int main() {
+  auto& slots = *new Slots(kCapacity);
   std::vector<std::thread> callers;
   for (uint32_t i = 0; i < kThreads; i++) callers.emplace_back(caller, std::ref(slots), i);
   std::thread completions(completer, std::ref(slots));
-  uint64_t written = 0;
-  for (int turn = 0; began + dropped < kThreads * kCalls / 2; turn++) written += drain(slots, records, turn % 3 != 0);
-  const uint32_t unwritten = slots.close();
-  uint64_t left = 0;
-  for (uint32_t slot = 0; slot < kCapacity; slot++) left += slots.state(slot) != kFree;
-  const uint64_t accounted = written + left;
-  std::free(records);  // whoever writes now is found out
+  uint64_t recorded = 0, counted = 0;
+  constexpr uint64_t kLogs = 20;
+  for (uint64_t log = 1; log <= kLogs; log++) recorded += keep_log(slots, log, kThreads * kCalls * log / (kLogs + 1), counted);
   for (std::thread& thread : callers) thread.join();
   stop = true;
   completions.join();
-  std::printf("%lu began, %lu written, %lu left, %u unwritten, %lu refused, %lu dropped\n", began.load(), written, left,
-              unwritten, refused.load(), dropped.load());
-  return began == accounted && written > 0 && left > 0 ? 0 : 1;
+  std::printf("%lu began, %lu recorded, %lu dropped, %lu counted, %lu refused\n", began.load(), recorded, dropped.load(),
+              counted, refused.load());
+  return began == recorded && dropped == counted && recorded > 0 && counted > 0 && refused > 0 ? 0 : 1;
 }

@@ -1,0 +1,41 @@
+// The kernels that stand before torch's own: they record a call and hand it on.
+//
+// Rules, all from runs that hung or crashed:
+//   - no lock of ours is held while the GIL is taken, and the GIL is never held while a call is handed on;
+//   - a Work may be null (NCCL's synchronous calls), and its future is an end only where the backend means it as one;
+//   - threads of a backend may come with a completion after the log was closed: a Handle then opens nothing.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "recording.h"
+
+namespace commtrace {
+
+// Puts kernels before these operators of c10d and of _c10d_functional. They stay, and only hand on while nothing records:
+// to take one out while another thread is on its way through it crashes (seen), and at exit the dispatcher may go first.
+void install(const std::vector<Plan>& plans, const std::vector<std::string>& functional);
+
+// Takes them out. For whoever knows that no other thread communicates: a benchmark.
+void take_out();
+
+// From here on the next call has `begin()` called, which says whether to ask again where nothing records yet.
+void arm(const py::object& begin);
+void disarm();
+
+// ns that a call spends on its way into and out of a kernel like ours, which the kernel itself cannot see: on an operator
+// of our own with such a kernel before it and without, the least of several tries, as other threads run at the same time.
+int64_t crossing();
+
+// In a forked child: the recording is the parent's, and what the child communicates is its own.
+void forked_in_child();
+
+// The future that shows the end of a call on the host; null where the backend has none.
+c10::intrusive_ptr<c10::ivalue::Future> future_of(Group& group, int plan, c10d::Work& work);
+
+// The call ends when this future does.
+void follow(Recording* recording, Handle handle, c10::ivalue::Future& future);
+
+}  // namespace commtrace

@@ -1,0 +1,42 @@
+// What C++ asks Python: numbers of rows that it meets for the first time (rows.py).
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <utility>
+
+namespace commtrace {
+
+namespace py = pybind11;
+
+// A thread that asks for the GIL now would be ended in the middle of our code.
+inline bool interpreter_ends() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+class Asked {
+ public:
+  // With the GIL: from here on `rows` answers.
+  void answers(py::object rows) { rows_ = std::move(rows); }
+
+  // With the GIL: nobody answers any more.
+  void close() { const py::object last = std::move(rows_); }
+
+  // What `question(rows)` gives; `otherwise` where the log is closed or the interpreter ends.
+  template <typename Answer, typename Question>
+  Answer operator()(Answer otherwise, Question question) const {
+    if (interpreter_ends()) return otherwise;
+    py::gil_scoped_acquire gil;
+    const py::object rows = rows_;  // kept: the log may be closed while it answers
+    return rows ? question(rows) : otherwise;
+  }
+
+ private:
+  py::object rows_;
+};
+
+}  // namespace commtrace

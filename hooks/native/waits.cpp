@@ -1,0 +1,109 @@
+// Waits, polls and coalesced calls that Python makes: the methods of c10d's Work and ProcessGroup are no operators.
+#include "waits.h"
+
+namespace commtrace {
+
+// ---- waits -------------------------------------------------------------------------------------------------------------
+
+namespace {
+
+PyTypeObject* work_type = nullptr;
+
+// As pybind11's casters, which look the type up by its name each time. It is compared only, never followed.
+const c10::intrusive_ptr_target* work_of(PyObject* self) {
+  if (!PyObject_TypeCheck(self, work_type)) return nullptr;
+  const auto* instance = reinterpret_cast<py::detail::instance*>(self);
+  return instance->simple_layout ? static_cast<const c10d::Work*>(instance->simple_value_holder[0]) : nullptr;
+}
+
+PyObject* wait_traced(Recording& recording, PyObject* wait, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+  const auto* work = work_of(args[0]);
+  const int64_t t_wait = now();
+  const auto found = work == nullptr ? Waits::AllFound{} : recording.waits.begins(work);
+  bool by_wait = false;
+  for (const auto& call : found) {
+    by_wait |= call.by_wait;
+    recording.wait_begins(call.handle, t_wait);
+  }
+  const bool sampled = recording.sample_wait.load(std::memory_order_relaxed);
+  const int64_t cost = sampled ? now() - t_wait : 0;
+  PyObject* result = PyObject_Vectorcall(wait, args, count, names);
+  if (!by_wait && !sampled) return result;
+  const int64_t t_end = now();
+  if (by_wait)
+    for (const auto& call : recording.waits.ends(work))
+      recording.ended(call.handle, t_end, kWait, result == nullptr ? kFailed : kComplete);
+  if (sampled) {
+    recording.sample_wait.store(false, std::memory_order_relaxed);
+    recording.wait_cost.store(cost + now() - t_end);
+  }
+  return result;
+}
+
+// Stands for `Work.wait`. In C, as its cost is added to every synchronous call.
+PyObject* waiting(PyObject* wait, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+  Recording* recording = current.load(std::memory_order_acquire);
+  if (recording == nullptr || count == 0) return PyObject_Vectorcall(wait, args, count, names);
+  return wait_traced(*recording, wait, args, count, names);
+}
+
+PyMethodDef waiting_def = {"wait", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&waiting)),
+                           METH_FASTCALL | METH_KEYWORDS, "As torch's; commtrace notes when it began and ended."};
+
+}  // namespace
+
+py::object waiting_for(const py::object& wait) {
+  if (work_type == nullptr) work_type = reinterpret_cast<PyTypeObject*>(py::type::of<c10d::Work>().release().ptr());
+  const auto function = py::reinterpret_steal<py::object>(PyCFunction_New(&waiting_def, wait.ptr()));
+  return py::reinterpret_steal<py::object>(PyInstanceMethod_New(function.ptr()));
+}
+
+void polled(const py::object& work) {
+  const int64_t t_end = now();
+  Recording* recording = current.load(std::memory_order_acquire);
+  const auto* pointer = recording == nullptr ? nullptr : work_of(work.ptr());
+  if (pointer == nullptr) return;
+  for (const auto& call : recording->waits.ends(pointer))
+    if (call.by_wait) recording->ended(call.handle, t_end, kTest);
+}
+
+// ---- coalesced calls ---------------------------------------------------------------------------------------------------
+
+namespace {
+
+// Takes the batch that is open, if one is.
+std::vector<Handle> close_batch(Group& group, uint32_t next) {
+  std::lock_guard<std::mutex> held(group.mutex);
+  group.batch.store(next);
+  return std::exchange(group.batched, {});
+}
+
+}  // namespace
+
+void batch_begins(Recording& recording, const c10::intrusive_ptr<c10d::ProcessGroup>& pg) {
+  Group* group = recording.group(pg.get());
+  if (group == nullptr) return;
+  for (Handle handle : close_batch(*group, ++recording.batches)) recording.unobservable(handle);  // an exception's
+  group->batch_on_host = false;
+}
+
+void batch_ends(Recording& recording, const c10::intrusive_ptr<c10d::ProcessGroup>& pg,
+                const c10::intrusive_ptr<c10d::Work>& work) {
+  Group* group = recording.group(pg.get());
+  if (group == nullptr) return;
+  const auto handles = close_batch(*group, 0);
+  if (!work || handles.empty()) {
+    for (Handle handle : handles) recording.unobservable(handle);
+    return;
+  }
+  c10::intrusive_ptr_target* waited = work.get();
+  const auto future = group->batch_on_host ? future_of(*group, kBatchPlan, *work) : nullptr;
+  const bool by_wait = group->batch_on_host && !future;
+  recording.waits.add_batch(waited, handles, by_wait ? std::optional<Weak>(weakly(waited)) : std::nullopt);
+  for (Handle handle : handles) {
+    if (future) follow(&recording, handle, *future);
+    if (!group->batch_on_host) recording.unobservable(handle);
+  }
+}
+
+}  // namespace commtrace

@@ -1,0 +1,21 @@
+// Waits, polls and coalesced calls that Python makes.
+#pragma once
+
+#include "kernels.h"
+
+namespace commtrace {
+
+// Stands for `wait`, a method of Work. In C, as its cost is added to every synchronous call.
+py::object waiting_for(const py::object& wait);
+
+// `work.is_completed()` said yes.
+void polled(const py::object& work);
+
+// Calls on this group belong together from here on ...
+void batch_begins(Recording& recording, const c10::intrusive_ptr<c10d::ProcessGroup>& pg);
+
+// ... to here; they end when `work` does (null: the backend has waited itself, or on a stream).
+void batch_ends(Recording& recording, const c10::intrusive_ptr<c10d::ProcessGroup>& pg,
+                const c10::intrusive_ptr<c10d::Work>& work);
+
+}  // namespace commtrace
