@@ -3,7 +3,8 @@
 `host_time`, a row per operation and measure:
 
     in_call          t_return - t_begin: the program is inside the call
-    waiting          t_end - t_wait, where the program's own wait saw the end: the program stands still
+    waiting          t_end - t_wait, where the program waited and the end is known on the host: the program stands still
+                     (0 where a completion callback saw that the end was before the wait)
     to_completion    t_end - t_begin, where anybody saw the end
 
 with `calls_known`, `calls_unknown`, and over the known ones `p50_ns`, `p99_ns` (of a histogram: right within 1 %),
@@ -43,6 +44,8 @@ END_SEEN_BY: Final = {
     Clock.TEST: "poll",
 }
 
+_HOST_CLOCKS: Final = (int(Clock.WAIT), int(Clock.FUTURE))
+
 # Bin b holds durations d with _GROWTH**(b - 1) < d <= _GROWTH**b ns, so their mean is at most 1 % off for any of them.
 _GROWTH: Final = 1.01
 _UNKNOWN, _ZERO = -2, -1
@@ -53,7 +56,8 @@ def durations(measure: str, block: Block) -> Array:
     if measure == "in_call":
         return _between(block["t_begin"], block["t_return"], block)
     if measure == "waiting":
-        return _between(np.where(block["clock"] == Clock.WAIT, block["t_wait"], 0), block["t_end"], block)
+        waited = np.where(np.isin(block["clock"], _HOST_CLOCKS), block["t_wait"], 0)
+        return _between(waited, np.maximum(block["t_end"], waited), block)
     return _between(block["t_begin"], block["t_end"], block)
 
 

@@ -53,7 +53,7 @@ class Recorder:
         *,
         blind_spots: list[str],
         calibrate: Callable[[], int] | None = None,
-        make_slots: Callable[[ring.Ring], Slots] = Slots,
+        make_slots: Callable[[ring.Ring], Slots] | None = None,
     ) -> None:
         """`calibrate` measures, in ns, what a call costs before and after the hook can look at a clock.
 
@@ -76,7 +76,7 @@ class Recorder:
         self.ring = ring.make(settings.ring_records, settings.shm, name, {**whose, "stem": stem})
         try:
             self._buffer: Any = self.ring.buffer
-            self._slots = make_slots(self.ring)
+            self._slots = (make_slots or Slots)(self.ring)
             self._free, self._pending = self._slots.free, self._slots.pending
             self._half = self.ring.capacity // 2
             self.tables = Tables(self.ring)
@@ -131,7 +131,6 @@ class Recorder:
                 self._buffer[ring.RECORDS_AT + slot * _SIZE + _STATE] = _FREE
                 self._free.append(slot)
             raise
-
 
     def returned(self, slot: int, t_return: int, *, observable: bool) -> Call | None:
         """The call came back. Gives a handle on its end if one can be seen."""

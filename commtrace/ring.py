@@ -123,7 +123,7 @@ class Ring:
                 self._tables_fd = -1
 
     def forked(self) -> None:
-        """In a child: leave the parent's ring and files alone. Nothing is closed; a number may be another file's by now."""
+        """In a child: ring and files are the parent's. Nothing is closed; a number may be another file's by now."""
         self.buffer = bytearray(len(self.buffer))
         self._fd = self._tables_fd = -1
         self.path = self.tables_path = None

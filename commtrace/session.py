@@ -27,16 +27,22 @@ class Session:
     def __init__(self) -> None:
         self.settings: Settings | None = None
         self.recorder: Recorder | None = None
-        self.make_slots: Callable[[Ring], Slots] | None = None
-        """The native recorder's, where a hook has put it in."""
         self._lock = threading.RLock()
         self._beginning = False
         self._is_fork = False
 
     def begin(
-        self, member: Callable[[], Member], *, blind_spots: Sequence[str], calibrate: Callable[[], int] | None = None
+        self,
+        member: Callable[[], Member],
+        *,
+        blind_spots: Sequence[str],
+        calibrate: Callable[[], int] | None = None,
+        make_slots: Callable[[Ring], Slots] | None = None,
     ) -> Recorder | None:
-        """The first call of this process: begin to record. None where tracing is off or cannot work (said once)."""
+        """The first call of this process: begin to record, as `Recorder` has it.
+
+        None where tracing is off or cannot work (said once).
+        """
         if self.settings is None:
             return None
         with self._lock:
@@ -44,7 +50,7 @@ class Session:
             if self.recorder is None and self.settings is not None and not self._beginning:
                 self._beginning = True
                 try:
-                    self._begin(self.settings, member, list(blind_spots), calibrate)
+                    self._begin(self.settings, member, list(blind_spots), calibrate, make_slots)
                 finally:
                     self._beginning = False
         return self.recorder
@@ -55,6 +61,7 @@ class Session:
         member: Callable[[], Member],
         blind_spots: list[str],
         calibrate: Callable[[], int] | None,
+        make_slots: Callable[[Ring], Slots] | None,
     ) -> None:
         from commtrace.interrupts import let_through
         from commtrace.log_writer import say
@@ -62,8 +69,9 @@ class Session:
         try:
             from commtrace.recorder import Recorder
 
-            slots = {} if self.make_slots is None else {"make_slots": self.make_slots}
-            self.recorder = Recorder(settings, member(), blind_spots=blind_spots, calibrate=calibrate, **slots)
+            self.recorder = Recorder(
+                settings, member(), blind_spots=blind_spots, calibrate=calibrate, make_slots=make_slots
+            )
             if self._is_fork:
                 self._end_with_multiprocessing()
         except Exception as error:

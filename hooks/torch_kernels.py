@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 
+from commtrace.ring import Ring
 from commtrace.session import session
+from commtrace.slots import Slots
 
 from .c10d_operators import Operator
 from .kernels import BELOW, Library
@@ -28,6 +30,15 @@ blind_spots: list[str] = []
 """What the hooks that are in place cannot see."""
 
 
+class InPlace(NamedTuple):
+    """What a recorder needs to know of the kernels that are in place."""
+
+    calibrate: Callable[[], int]
+    """ns that a call spends on its way into and out of a kernel."""
+    make_slots: Callable[[Ring], Slots] | None
+    """Where the kernels take places for their records; None: from the recorder."""
+
+
 def fault() -> None:
     """A hook failed (call this in its `except`)."""
     recorder = session.recorder
@@ -35,20 +46,13 @@ def fault() -> None:
         recorder.fault()
 
 
-_calibrate: Callable[[], int] | None = None
-
-
-def calibrate_with(measure: Callable[[], int] | None) -> None:
-    """Another recorder's kernels are in place of these."""
-    global _calibrate
-    _calibrate = measure
-
-
 def begin() -> TorchTracer | None:
     """The tracer of this process, made with the first call; None where tracing is off."""
     recorder = session.recorder
     if recorder is None:
-        recorder = session.begin(member, blind_spots=blind_spots, calibrate=_calibrate or crossing.measured)
+        recorder = session.begin(
+            member, blind_spots=blind_spots, calibrate=_in_place.calibrate, make_slots=_in_place.make_slots
+        )
     return None if recorder is None else start(recorder)
 
 
@@ -172,6 +176,14 @@ class Crossing:
 
 
 crossing = Crossing()
+_PYTHON: Final = InPlace(crossing.measured, None)
+_in_place = _PYTHON
+
+
+def put_in_place(kernels: InPlace | None) -> None:
+    """Another recorder's kernels are in place of these; None: these are again."""
+    global _in_place
+    _in_place = kernels or _PYTHON
 
 
 def _least_ns(call: Callable[[], Any]) -> int:

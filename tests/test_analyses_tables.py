@@ -150,12 +150,18 @@ def test_host_times(tmp_path: Path) -> None:
     assert table.loc["to_completion", "sum_ns"] == 505_000 + 100 * 4_000
 
 
+def test_who_waits_for_an_end_that_a_callback_saw_waits_until_then(tmp_path: Path) -> None:
+    late, early = (record(t_wait=5_000, t_end=t_end, clock=Clock.FUTURE) for t_end in (9_000, 4_000))
+    table = times(single(tmp_path, late, early))
+    assert cells(table, "waiting", "calls_known", "max_ns", "sum_ns") == [2, 4_000, 4_000]
+
+
 def test_times_that_are_not_known_are_counted_and_not_made_up(tmp_path: Path) -> None:
     run = single(
         tmp_path,
         record(t_return=0, t_wait=0, t_end=0, clock=Clock.NONE, state=State.BEGUN),
         record(t_wait=0, t_end=0, clock=Clock.NONE, state=State.UNOBSERVABLE),
-        record(clock=Clock.FUTURE),
+        record(clock=Clock.FUTURE, t_wait=0),
         record(t_begin=0),
         record(flags=Flag.CAPTURED),
         record(flags=Flag.SIMULATED),

@@ -42,6 +42,7 @@ def render(run: Run, tables: Mapping[str, pd.DataFrame], width: int) -> Iterator
         ("dry run", _simulated(coverage)),
         ("hook errors", _hook_errors(coverage)),
         ("damage", _damage(run)),
+        ("recorder", recorder_line(tables["processes"])),
         ("tracing cost", _cost(tables["tracing_cost"], int(coverage["processes"]))),
     ]
     for label, text in lines:
@@ -156,6 +157,21 @@ def _damage(run: Run) -> str:
     }
     found = [(sum(note.kind == kind for note in run.notes), text) for kind, text in words.items()]
     return "; ".join(f"{plural(number, 'file')} {text}" for number, text in found if number)
+
+
+def recorder_line(processes: pd.DataFrame) -> str:
+    """Which recorder recorded, and what follows from it."""
+    names = processes["recorder"].dropna().value_counts()
+    if not len(names):
+        return ""
+    told = (
+        " and ".join(f"{name} in {count(number)}" for name, number in names.items())
+        if len(names) > 1
+        else names.index[0]
+    )
+    if "python" not in names:
+        return str(told)
+    return f"{told}; `commtrace build` makes the native one, which costs a call far less and sees more ends"
 
 
 def _cost(cost: pd.DataFrame, processes: int) -> str:

@@ -170,7 +170,7 @@ def _power(value: int) -> str:
 
 _MEASURES = {
     "in_call": "Time inside the call, as the host saw it",
-    "waiting": "Time waiting for the end, where the program's own wait saw it",
+    "waiting": "Time waiting for the end, where the program waited and the host saw the end",
     "to_completion": "Time from the call to its end, where the end was seen",
 }
 

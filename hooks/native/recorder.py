@@ -43,8 +43,7 @@ def usable() -> bool:
 
 def install(operators: Sequence[Operator], functional: Sequence[str]) -> None:
     """Put kernels before these operators of c10d and of _c10d_functional, once, and follow the waits."""
-    session.make_slots = _make_slots
-    torch_kernels.calibrate_with(_library.crossing)
+    torch_kernels.put_in_place(torch_kernels.InPlace(_library.crossing, _make_slots))
     torch_tracer.started.insert(0, _go)
     works.install(_library)
     if not _operators:
@@ -55,12 +54,11 @@ def install(operators: Sequence[Operator], functional: Sequence[str]) -> None:
 
 def uninstall() -> None:
     """Take everything out again, but the kernels, which only hand on from here on."""
-    if session.make_slots is _make_slots:
+    if _go in torch_tracer.started:
         works.uninstall()
         _library.disarm()
         torch_tracer.started.remove(_go)
-        torch_kernels.calibrate_with(None)
-        session.make_slots = None
+        torch_kernels.put_in_place(None)
 
 
 def take_out() -> None:

@@ -39,7 +39,14 @@ class NativeSlots(Slots):
         super().__init__(ring)
         self.recording = library.open(ring.buffer, DROPPED_AT, RECORDS_AT, ring.capacity, sites, progress.cells)
         self.free: Any = _Free(self.recording)
-        self.wait, self.wake = self.recording.wait, self.recording.wake
+
+    def wait(self, seconds: float) -> None:
+        """By the drain thread: until somebody wakes it, or for so long, without the GIL."""
+        self.recording.wait(seconds)
+
+    def wake(self) -> None:
+        """There is something to do for the drain thread."""
+        self.recording.wake()
 
     def drop(self, calls: int) -> None:
         """There was no place for these calls."""
