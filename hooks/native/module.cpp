@@ -64,7 +64,7 @@ py::tuple close_recording(Recording& recording) {
 void let_go(Recording& recording) { closed_recordings->push_back(&recording); }
 
 uint32_t take_slot(Recording& recording) {
-  const uint32_t slot = recording.slots.take();
+  const uint32_t slot = recording.slots.gone() ? Slots::kEmpty : recording.slots.take();
   if (slot == Slots::kEmpty) throw py::index_error("no free slot");
   return slot;
 }

@@ -183,6 +183,8 @@ class Slots {
     return capacity_ - static_cast<uint32_t>(held_.size());
   }
 
+  bool gone() const { return gone_.load(std::memory_order_relaxed); }
+
   // In a forked child: the ring is the parent's. Other threads may have held locks, and are not here.
   void forked() {
     closed_.store(true);

@@ -54,7 +54,9 @@ PyMethodDef waiting_def = {"wait", reinterpret_cast<PyCFunction>(reinterpret_cas
 
 py::object waiting_for(const py::object& wait) {
   if (work_type == nullptr) work_type = reinterpret_cast<PyTypeObject*>(py::type::of<c10d::Work>().release().ptr());
-  const auto function = py::reinterpret_steal<py::object>(PyCFunction_New(&waiting_def, wait.ptr()));
+  // What makes a method of pybind11's function builds a tuple for each call; the function itself takes its self as well.
+  PyObject* original = PyInstanceMethod_Check(wait.ptr()) ? PyInstanceMethod_Function(wait.ptr()) : wait.ptr();
+  const auto function = py::reinterpret_steal<py::object>(PyCFunction_New(&waiting_def, original));
   return py::reinterpret_steal<py::object>(PyInstanceMethod_New(function.ptr()));
 }
 

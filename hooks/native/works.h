@@ -19,7 +19,7 @@ namespace commtrace {
 using Weak = c10::weak_intrusive_ptr<c10::intrusive_ptr_target>;
 
 inline Weak weakly(c10::intrusive_ptr_target* target) {
-  return Weak(c10::intrusive_ptr<c10::intrusive_ptr_target>::reclaim_copy(target));
+  return Weak::reclaim(c10::raw::intrusive_ptr::make_weak(target));
 }
 
 // One entry per slot at most, so nothing is allocated on the way of a call, and an entry goes when its slot does.
