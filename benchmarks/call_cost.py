@@ -59,7 +59,7 @@ def with_deepspeed(case: str, times: int, options: argparse.Namespace) -> list[R
     comm = sides.deepspeed_comm()
     if comm is None:
         return []
-    side = {f"DeepSpeed comms logger, its first {times:,} calls": sides.comms_logger}
+    side: dict[str, sides.Switch] = {f"DeepSpeed comms logger, its first {times:,} calls": sides.comms_logger}
     return measure(case, side, partial(comm.all_reduce, torch.ones(1024)), times, options)
 
 
@@ -68,8 +68,9 @@ def measure(
 ) -> list[Row]:
     """A row for each side."""
     return [
-        groups.compare(case, name, switch, call, times=times, pairs=options.pairs, unit="us")[0]
+        groups.Comparison(case, name, switch, call).microseconds(times, options.pairs)
         for name, switch in switches.items()
+        if options.only in name
     ]
 
 

@@ -7,24 +7,28 @@ import os
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as processes
+import torch.multiprocessing
 from measuring import Round, Row, compared, in_turn
 from results import show
 from sides import Switch, bare
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 RANKS = {"fake": 1, "gloo": 2}
-SETTLE_SECONDS = 0.02  # a recording's own thread measures what a call costs when it begins
+SETTLE_SECONDS = 0.15  # a recording's own thread measures what a call costs, and 0.1 s later begins the files
+PROCESSOR = ", processor time"
 TIMEOUT = datetime.timedelta(seconds=120)
 
 
 def run(program: Callable[[Any], list[Row]], options: Any, *, backend: str) -> list[Row]:
     """What rank 0 returns of a program. "fake" is one process that sends nothing to seven others that are not there."""
+    processes: Any = torch.multiprocessing
     queue = processes.get_context("spawn").SimpleQueue()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch.profiler tells of each of its beginnings and ends
@@ -41,6 +45,7 @@ def free_port() -> int:
 
 
 def _rank(rank: int, port: int, backend: str, program: Callable[[Any], list[Row]], options: Any, queue: Any) -> None:
+    warnings.filterwarnings("ignore")  # of torch, in the middle of what is timed, each time that filters have changed
     torch.set_num_threads(1)
     if backend == "fake":
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
@@ -56,38 +61,73 @@ def _rank(rank: int, port: int, backend: str, program: Callable[[Any], list[Row]
     os._exit(0)  # gloo's threads may still be there, and abort a process that ends in the usual way
 
 
-def block(switch: Switch, call: Callable[[], object], times: int) -> float:
-    """Seconds of one call, of the slowest rank. Switching on and off, and the first two calls, are not in it."""
+class Block(NamedTuple):
+    """What one call took in a block of calls."""
+
+    wall: float
+    """Seconds, of the slowest rank."""
+    processor: float
+    """Seconds of processor time, of all threads of all ranks: it does not grow when other programs take the cores."""
+
+
+def block(switch: Switch, call: Callable[[], object], times: int) -> Block:
+    """Measure so many calls. Switching on and off, and the first two calls, are not in it."""
     with switch():
         call()
         time.sleep(SETTLE_SECONDS)
         call()
         dist.barrier()
-        begin = time.perf_counter()
+        processor, wall = time.process_time(), time.perf_counter()
         for _ in range(times):
             call()
-        seconds = (time.perf_counter() - begin) / times
-    return slowest(seconds)
+        wall, processor = time.perf_counter() - wall, time.process_time() - processor
+    return Block(over_ranks(wall / times, dist.ReduceOp.MAX), over_ranks(processor / times, dist.ReduceOp.SUM))
 
 
-def slowest(seconds: float) -> float:
-    """Of all ranks."""
-    mine = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(mine, dist.ReduceOp.MAX)
+def over_ranks(value: float, reduce_op: Any) -> float:
+    """Of every rank's value."""
+    mine = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(mine, reduce_op)
     return mine.item()
 
 
-def compare(
-    case: str, name: str, switch: Switch, call: Callable[[], object], *, times: int, pairs: int, unit: str
-) -> tuple[Row, list[Round]]:
-    """The row of a side, printed as soon as it is known, and the rounds behind it. The unit is "us" or "ms"."""
-    scale = {"us": 1e6, "ms": 1e3}[unit]
-    rounds = in_turn(
-        lambda: block(bare, call, times) * scale,
-        lambda: block(switch, call, times) * scale,
-        pairs,
-    )
-    row = compared(case, name, unit, rounds)
+@dataclass(frozen=True)
+class Comparison:
+    """One call, bare and with something switched on."""
+
+    case: str
+    name: str
+    switch: Switch
+    call: Callable[[], object]
+    call_with: Callable[[], object] | None = None
+    """Called instead where it is switched on."""
+
+    def rounds(self, times: int, pairs: int) -> list[tuple[Block, Block, Block]]:
+        """Blocks of so many calls."""
+        return in_turn(
+            lambda: block(bare, self.call, times),
+            lambda: block(self.switch, self.call_with or self.call, times),
+            pairs,
+        )
+
+    def microseconds(self, times: int, pairs: int) -> Row:
+        """What a call takes."""
+        rounds = self.rounds(times, pairs)
+        return shown(compared(self.case, self.name, "us", [Round(*(one.wall * 1e6 for one in r)) for r in rounds]))
+
+    def milliseconds(self, times: int, pairs: int) -> list[Row]:
+        """What a step takes, and what of the processors."""
+        rounds = self.rounds(times, pairs)
+        wall = [Round(*(one.wall * 1e3 for one in r)) for r in rounds]
+        processor = [Round(*(one.processor * 1e3 for one in r)) for r in rounds]
+        return [
+            shown(compared(self.case, self.name, "ms", wall)),
+            shown(compared(f"{self.case}{PROCESSOR}", self.name, "ms", processor)),
+        ]
+
+
+def shown(row: Row) -> Row:
+    """A row that rank 0 has printed."""
     if dist.get_rank() == 0:
         show(row)
-    return row, rounds
+    return row

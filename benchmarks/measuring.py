@@ -11,7 +11,9 @@ import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 ORDERS = tuple(itertools.permutations(range(3)))
 
@@ -75,12 +77,11 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
     return lower, upper
 
 
-def in_turn(bare: Callable[[], float], side: Callable[[], float], rounds: int) -> list[Round]:
-    """Measure so many rounds. Six rounds have every order once, and every process has the same order in a round."""
+def in_turn(bare: Callable[[], T], side: Callable[[], T], rounds: int) -> list[tuple[T, T, T]]:
+    """Measure so many rounds: bare, bare again, side. Six rounds have every order once; all processes have the same."""
     measured = []
     for number in range(rounds):
-        values = [0.0, 0.0, 0.0]
-        for which in ORDERS[number % len(ORDERS)]:
-            values[which] = (bare, bare, side)[which]()
-        measured.append(Round(*values))
+        order = ORDERS[number % len(ORDERS)]
+        values = {which: (bare, bare, side)[which]() for which in order}
+        measured.append((values[0], values[1], values[2]))
     return measured

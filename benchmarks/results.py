@@ -24,6 +24,7 @@ QUICK_PAIRS = 2
 def parser(description: str | None, *, pairs: int | None = None) -> argparse.ArgumentParser:
     """The options that all benchmarks have."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--only", default="", help="measure only what has this in its name")
     if pairs is not None:
         made.add_argument("--pairs", type=int, default=pairs, help=f"rounds of each comparison, 2 or more ({pairs})")
     made.add_argument("--quick", action="store_true", help="only show that it works: the numbers are worth nothing")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 import groups
 import results
@@ -19,7 +20,7 @@ from measuring import Row
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-LAYERS, WIDTH, SAMPLES = 24, 256, 192
+LAYERS, WIDTH, SAMPLES = 24, 256, 128
 BUCKET_MIB = 0.2  # less than a layer's 0.25: each layer is reduced by itself
 EXCHANGES, SIZE, COMPUTE = 12, 16_384, 224
 COMMTRACE_TIMES = 2  # it adds least, and takes the most pairs to be told from nothing
@@ -28,20 +29,26 @@ COMMTRACE_TIMES = 2  # it adds least, and takes the most pairs to be told from n
 def main() -> None:
     """Measure both programs."""
     parser = results.parser(__doc__, pairs=60)
-    parser.add_argument("--steps", type=int, default=6, help="steps of one block")
+    parser.add_argument("--steps", type=int, default=4, help="steps of one block")
     options = results.parsed(parser, steps=1)
     rows = groups.run(ddp, options, backend="gloo") + groups.run(by_hand, options, backend="gloo")
     results.write("step_time", rows, options)
 
 
 def ddp(options: argparse.Namespace) -> list[Row]:
-    """DeepSpeed's comms logger does not see these calls: they are made in C++."""
-    step = ddp_step()
-    return measure(f"step of DDP, {LAYERS} all_reduces", {**sides.commtrace_sides(), **sides.torch_sides()}, step, options)
+    """DeepSpeed's comms logger is not here: it does not see these calls, which are made in C++."""
+    case, step = f"step of DDP, {LAYERS} all_reduces", ddp_step()
+    rows = measure(case, {**sides.commtrace_sides(), "torch.profiler": sides.profiler}, step, options)
+
+    def step_in_mode() -> None:  # entered for each step, as it fails at the second forward of a module
+        with sides.comm_debug_mode():
+            step()
+
+    return rows + measure(case, {"CommDebugMode": sides.bare}, step, options, step_with=step_in_mode)
 
 
 def by_hand(options: argparse.Namespace) -> list[Row]:
-    """With DeepSpeed's comms logger, which sees calls of `deepspeed.comm`: its bare side makes the same calls there."""
+    """DeepSpeed's comms logger sees calls of `deepspeed.comm` only: its bare side makes the same calls there."""
     case = f"step by hand, {EXCHANGES} all_reduces and {EXCHANGES} all_gathers"
     rows = measure(case, {**sides.commtrace_sides(), **sides.torch_sides()}, hand_written_step(dist), options)
     comm = sides.deepspeed_comm()
@@ -51,23 +58,22 @@ def by_hand(options: argparse.Namespace) -> list[Row]:
 
 
 def measure(
-    case: str, switches: dict[str, sides.Switch], step: Callable[[], object], options: argparse.Namespace
+    case: str,
+    switches: dict[str, sides.Switch],
+    step: Callable[[], object],
+    options: argparse.Namespace,
+    *,
+    step_with: Callable[[], object] | None = None,
 ) -> list[Row]:
     """A row for each side."""
     for _ in range(3):
         step()  # the first ones allocate, and DDP arranges its buckets
-    return [
-        groups.compare(
-            case,
-            name,
-            switch,
-            step,
-            times=options.steps,
-            pairs=options.pairs * (COMMTRACE_TIMES if name.startswith("commtrace, native") else 1),
-            unit="ms",
-        )[0]
-        for name, switch in switches.items()
-    ]
+    rows = []
+    for name, switch in switches.items():
+        if options.only in name:
+            pairs = options.pairs * (COMMTRACE_TIMES if name.startswith("commtrace, native") else 1)
+            rows += groups.Comparison(case, name, switch, step, step_with).milliseconds(options.steps, pairs)
+    return rows
 
 
 def ddp_step() -> Callable[[], object]:
@@ -86,7 +92,7 @@ def ddp_step() -> Callable[[], object]:
     return step
 
 
-def hand_written_step(comm: object) -> Callable[[], object]:
+def hand_written_step(comm: Any) -> Callable[[], object]:
     """Matrix products, with all_reduce and all_gather of this module after each."""
     torch.manual_seed(0)
     matrix, gradient, shard = torch.randn(COMPUTE, COMPUTE), torch.randn(SIZE), torch.randn(SIZE)
