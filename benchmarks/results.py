@@ -114,6 +114,8 @@ def version(distribution: str) -> str | None:
 def show(row: Row) -> None:
     """A line on the terminal as soon as something is measured."""
     line = f"{row.case}: {row.name}: {row.side:.4g} {row.unit}"
+    if row.bare is not None:
+        line += f", bare {row.bare:.4g}, difference {row.difference:+.4g}, bare again {row.control_difference:+.4g}"
     if row.ratio is not None:
-        line += f", bare {row.bare:.4g}, added {row.difference:+.4g}, ratio {row.ratio:.4f}, control {row.control:.4f}"
+        line += f", ratio {row.ratio:.4f}, control {row.control:.4f}"
     print(line, flush=True)

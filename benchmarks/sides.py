@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import commtrace
@@ -24,8 +25,8 @@ Switch = Callable[[], AbstractContextManager[object]]
 bare: Switch = nullcontext
 
 
-def commtrace_sides(*, read: Callable[[str, Run], None] | None = None) -> dict[str, Switch]:
-    """Each recorder that there is, with and without call sites. `read` is given each side's name and its logs."""
+def commtrace_sides(*, read: Callable[[str, Run, Path], None] | None = None) -> dict[str, Switch]:
+    """Each recorder that there is, with and without call sites. `read` is given a side's name, its log, and the folder."""
     made: dict[str, Switch] = {}
     for recorder in recorders():
         for sites, words in ((True, "with"), (False, "without")):
@@ -41,7 +42,7 @@ def recorders() -> list[str]:
 
 @contextmanager
 def traced(
-    recorder: str, *, sites: bool = True, read: Callable[[Run], None] | None = None, **settings: object
+    recorder: str, *, sites: bool = True, read: Callable[[Run, Path], None] | None = None, **settings: object
 ) -> Iterator[None]:
     """commtrace, into a log that is removed afterwards. Raises AssertionError where this recorder did not record."""
     set_environment(recorder=recorder, sites=int(sites), **settings)
@@ -55,7 +56,7 @@ def traced(
         run = commtrace.open(directory)
         check(run, recorder)
         if read is not None:
-            read(run)
+            read(run, Path(directory))
 
 
 def set_environment(**settings: object) -> None:
