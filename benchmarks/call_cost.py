@@ -68,7 +68,7 @@ def measure(
 ) -> list[Row]:
     """A row for each side."""
     return [
-        groups.Comparison(case, name, switch, call).microseconds(times, options.pairs)
+        groups.Comparison(case, name, switch, call).microseconds(groups.Amount(times, options.pairs, options.settle))
         for name, switch in switches.items()
         if options.only in name
     ]

@@ -21,7 +21,6 @@ from sides import Switch, bare
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 RANKS = {"fake": 1, "gloo": 2}
-SETTLE_SECONDS = 0.15  # a recording's own thread measures what a call costs, and 0.1 s later begins the files
 PROCESSOR = ", processor time"
 TIMEOUT = datetime.timedelta(seconds=120)
 
@@ -70,18 +69,30 @@ class Block(NamedTuple):
     """Seconds of processor time, of all threads of all ranks: it does not grow when other programs take the cores."""
 
 
-def block(switch: Switch, call: Callable[[], object], times: int) -> Block:
-    """Measure so many calls. Switching on and off, and the first two calls, are not in it."""
+class Amount(NamedTuple):
+    """How much to measure."""
+
+    times: int
+    """Calls of one block."""
+    pairs: int
+    settle: float
+    """Seconds between switching on and the block: a recording begins its files 0.1 s after it began."""
+
+
+def block(switch: Switch, call: Callable[[], object], amount: Amount) -> Block:
+    """Measure a block. Switching on and off, and the first two calls, are not in it."""
     with switch():
         call()
-        time.sleep(SETTLE_SECONDS)
+        time.sleep(amount.settle)
         call()
         dist.barrier()
         processor, wall = time.process_time(), time.perf_counter()
-        for _ in range(times):
+        for _ in range(amount.times):
             call()
         wall, processor = time.perf_counter() - wall, time.process_time() - processor
-    return Block(over_ranks(wall / times, dist.ReduceOp.MAX), over_ranks(processor / times, dist.ReduceOp.SUM))
+    return Block(
+        over_ranks(wall / amount.times, dist.ReduceOp.MAX), over_ranks(processor / amount.times, dist.ReduceOp.SUM)
+    )
 
 
 def over_ranks(value: float, reduce_op: Any) -> float:
@@ -102,22 +113,22 @@ class Comparison:
     call_with: Callable[[], object] | None = None
     """Called instead where it is switched on."""
 
-    def rounds(self, times: int, pairs: int) -> list[tuple[Block, Block, Block]]:
-        """Blocks of so many calls."""
+    def rounds(self, amount: Amount) -> list[tuple[Block, Block, Block]]:
+        """Bare, bare again, switched on."""
         return in_turn(
-            lambda: block(bare, self.call, times),
-            lambda: block(self.switch, self.call_with or self.call, times),
-            pairs,
+            lambda: block(bare, self.call, amount),
+            lambda: block(self.switch, self.call_with or self.call, amount),
+            amount.pairs,
         )
 
-    def microseconds(self, times: int, pairs: int) -> Row:
+    def microseconds(self, amount: Amount) -> Row:
         """What a call takes."""
-        rounds = self.rounds(times, pairs)
+        rounds = self.rounds(amount)
         return shown(compared(self.case, self.name, "us", [Round(*(one.wall * 1e6 for one in r)) for r in rounds]))
 
-    def milliseconds(self, times: int, pairs: int) -> list[Row]:
+    def milliseconds(self, amount: Amount) -> list[Row]:
         """What a step takes, and what of the processors."""
-        rounds = self.rounds(times, pairs)
+        rounds = self.rounds(amount)
         wall = [Round(*(one.wall * 1e3 for one in r)) for r in rounds]
         processor = [Round(*(one.processor * 1e3 for one in r)) for r in rounds]
         return [

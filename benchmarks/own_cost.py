@@ -17,7 +17,7 @@ import results
 import sides
 import torch
 import torch.distributed as dist
-from groups import Block, Comparison
+from groups import Amount, Block, Comparison
 from measuring import Row, quartiles
 
 from commtrace.reading.run import Run
@@ -54,7 +54,7 @@ def measure(case: str, times: int, options: argparse.Namespace) -> list[Row]:
     call = partial(dist.all_reduce, torch.ones(1024))
     for name, switch in sides.commtrace_sides(read=read).items():
         if options.only in name:
-            rounds = Comparison(case, name, switch, call).rounds(times, options.pairs)
+            rounds = Comparison(case, name, switch, call).rounds(Amount(times, options.pairs, options.settle))
             rows += [groups.shown(row) for row in side_by_side(case, name, rounds, reported[name])]
     return rows
 

@@ -27,6 +27,7 @@ def parser(description: str | None, *, pairs: int | None = None) -> argparse.Arg
     made.add_argument("--only", default="", help="measure only what has this in its name")
     if pairs is not None:
         made.add_argument("--pairs", type=int, default=pairs, help=f"rounds of each comparison, 2 or more ({pairs})")
+        made.add_argument("--settle", type=float, default=0.15, help="seconds between switching on and a block (0.15)")
     made.add_argument("--quick", action="store_true", help="only show that it works: the numbers are worth nothing")
     made.add_argument("--results", type=Path, default=FILE, help="file to write to (%(default)s)")
     return made
@@ -41,7 +42,7 @@ def parsed(made: argparse.ArgumentParser, **quick: object) -> argparse.Namespace
         for name, value in quick.items():
             setattr(options, name, value)
         if "pairs" in options:
-            options.pairs = QUICK_PAIRS
+            options.pairs, options.settle = QUICK_PAIRS, 0.0
     if "pairs" in options and options.pairs < 2:
         made.error("--pairs: 2 or more")
     return options

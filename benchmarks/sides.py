@@ -26,7 +26,7 @@ bare: Switch = nullcontext
 
 
 def commtrace_sides(*, read: Callable[[str, Run, Path], None] | None = None) -> dict[str, Switch]:
-    """Each recorder that there is, with and without call sites. `read` is given a side's name, its log, and the folder."""
+    """Each recorder that there is, with and without call sites. `read` is given its name, log and folder."""
     made: dict[str, Switch] = {}
     for recorder in recorders():
         for sites, words in ((True, "with"), (False, "without")):

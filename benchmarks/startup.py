@@ -24,12 +24,13 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable, help="interpreter that has commtrace (%(default)s)")
     options = results.parsed(parser)
     off = {name: value for name, value in os.environ.items() if not name.startswith("COMMTRACE")}
+    python = os.path.abspath(options.python)
     with tempfile.TemporaryDirectory() as folder:
         log = os.path.join(folder, "log")
-        bare = partial(start, without_line(options.python, folder), off, folder)
+        bare = partial(start, without_line(python, folder), off, folder)
         ways = {
-            "tracing off": partial(start, options.python, off, folder),
-            "tracing on": partial(start, options.python, {**off, "COMMTRACE": log}, folder),
+            "tracing off": partial(start, python, off, folder),
+            "tracing on": partial(start, python, {**off, "COMMTRACE": log}, folder),
         }
         rows = []
         for name, way in ways.items():

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 LAYERS, WIDTH, SAMPLES = 24, 256, 128
 BUCKET_MIB = 0.2  # less than a layer's 0.25: each layer is reduced by itself
 EXCHANGES, SIZE, COMPUTE = 12, 16_384, 224
-COMMTRACE_TIMES = 2  # it adds least, and takes the most pairs to be told from nothing
+NATIVE_PAIRS = 2  # times as many: it adds least, and takes the most pairs to be told from nothing
 
 
 def main() -> None:
@@ -71,8 +71,9 @@ def measure(
     rows = []
     for name, switch in switches.items():
         if options.only in name:
-            pairs = options.pairs * (COMMTRACE_TIMES if name.startswith("commtrace, native") else 1)
-            rows += groups.Comparison(case, name, switch, step, step_with).milliseconds(options.steps, pairs)
+            more = NATIVE_PAIRS if name.startswith("commtrace, native") and not options.quick else 1
+            amount = groups.Amount(options.steps, options.pairs * more, options.settle)
+            rows += groups.Comparison(case, name, switch, step, step_with).milliseconds(amount)
     return rows
 
 

@@ -16,9 +16,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import results
-import table
-from measuring import Round, Row, compared, in_turn, quartiles
+import results  # noqa: E402
+import table  # noqa: E402
+from measuring import Round, Row, compared, in_turn, quartiles  # noqa: E402
 
 # ---- statistics ------------------------------------------------------------------------------------------------------
 
