@@ -35,7 +35,7 @@ $(READY): setup.cfg setup.py constraints.txt requirements-dev.txt
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --constraint constraints.txt --editable '.[parquet,workloads]'
 	touch $(READY)
 
-bench: $(READY)  ## what tracing costs, beside a control and other tools: about a quarter of an hour; writes the README's tables
+bench: $(READY)  ## what tracing costs, beside a control and other tools: about half an hour; writes the README's tables
 	-$(BIN)/commtrace build
 	test -x build/plain/bin/python || $(PYTHON) -m venv build/plain
 	build/plain/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall .

@@ -30,7 +30,7 @@ def run(program: Callable[[Any], list[Row]], options: Any, *, backend: str) -> l
     processes: Any = torch.multiprocessing
     queue = processes.get_context("spawn").SimpleQueue()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch.profiler tells of each of its beginnings and ends
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch.profiler tells of each of its beginnings and ends
     processes.spawn(_rank, (free_port(), backend, program, options, queue), RANKS[backend])
     rows: list[Row] = queue.get()
     return rows
@@ -76,7 +76,7 @@ class Amount(NamedTuple):
     """Calls of one block."""
     pairs: int
     settle: float
-    """Seconds between switching on and the block: a recording begins its files 0.1 s after it began."""
+    """Seconds from switching on to the block: a recording's thread measures first, and after 0.1 s begins its files."""
 
 
 def block(switch: Switch, call: Callable[[], object], amount: Amount) -> Block:

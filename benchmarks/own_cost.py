@@ -25,7 +25,7 @@ from commtrace.reading.run import Run
 
 def main() -> None:
     """Measure both groups."""
-    parser = results.parser(__doc__, pairs=24)
+    parser = results.parser(__doc__, pairs=24, settle=0.03)
     parser.add_argument("--fake-calls", type=int, default=2000, help="calls of one block on the fake group")
     parser.add_argument("--gloo-calls", type=int, default=200, help="calls of one block on gloo")
     options = results.parsed(parser, fake_calls=100, gloo_calls=20)

@@ -21,13 +21,18 @@ FILE = Path(__file__).with_name("results.json")
 QUICK_PAIRS = 2
 
 
-def parser(description: str | None, *, pairs: int | None = None) -> argparse.ArgumentParser:
+def parser(
+    description: str | None, *, pairs: int | None = None, settle: float | None = None
+) -> argparse.ArgumentParser:
     """The options that all benchmarks have."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--only", default="", help="measure only what has this in its name")
     if pairs is not None:
         made.add_argument("--pairs", type=int, default=pairs, help=f"rounds of each comparison, 2 or more ({pairs})")
-        made.add_argument("--settle", type=float, default=0.15, help="seconds between switching on and a block (0.15)")
+    if settle is not None:
+        made.add_argument(
+            "--settle", type=float, default=settle, help=f"seconds from switching on to a block ({settle})"
+        )
     made.add_argument("--quick", action="store_true", help="only show that it works: the numbers are worth nothing")
     made.add_argument("--results", type=Path, default=FILE, help="file to write to (%(default)s)")
     return made
@@ -38,11 +43,15 @@ def parsed(made: argparse.ArgumentParser, **quick: object) -> argparse.Namespace
     options = made.parse_args()
     if os.environ.get("COMMTRACE", "0") not in ("", "0"):
         made.error("COMMTRACE is set, so nothing here would be bare; unset it")
+    if (options.quick or options.only) and options.results == FILE:
+        made.error(f"--quick and --only: not into {FILE.name}, which is for the whole of it; give --results")
     if options.quick:
         for name, value in quick.items():
             setattr(options, name, value)
         if "pairs" in options:
-            options.pairs, options.settle = QUICK_PAIRS, 0.0
+            options.pairs = QUICK_PAIRS
+        if "settle" in options:
+            options.settle = 0.0
     if "pairs" in options and options.pairs < 2:
         made.error("--pairs: 2 or more")
     return options

@@ -28,8 +28,8 @@ NATIVE_PAIRS = 2  # times as many: it adds least, and takes the most pairs to be
 
 def main() -> None:
     """Measure both programs."""
-    parser = results.parser(__doc__, pairs=60)
-    parser.add_argument("--steps", type=int, default=4, help="steps of one block")
+    parser = results.parser(__doc__, pairs=60, settle=0.15)
+    parser.add_argument("--steps", type=int, default=6, help="steps of one block")
     options = results.parsed(parser, steps=1)
     rows = groups.run(ddp, options, backend="gloo") + groups.run(by_hand, options, backend="gloo")
     results.write("step_time", rows, options)

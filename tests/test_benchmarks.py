@@ -153,8 +153,21 @@ def check(row: Row, *, is_compared: bool) -> None:
         assert row.ratio_quartiles[0] <= row.ratio <= row.ratio_quartiles[1]  # type: ignore[operator]
 
 
-def test_a_benchmark_refuses_to_run_traced(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "variables", "words"),
+    [
+        ([], {"COMMTRACE": "log"}, "COMMTRACE is set"),
+        (["--quick"], {}, "give --results"),
+        (["--only", "off"], {}, "give --results"),
+        (["--pairs", "1"], {}, "2 or more"),
+    ],
+)
+def test_what_would_give_wrong_results_is_refused(
+    arguments: list[str], variables: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    before = results.FILE.read_bytes()
     script = ROOT / "benchmarks" / "startup.py"
-    result = processes.run([sys.executable, str(script), "--quick"], COMMTRACE=tmp_path / "log", cwd=tmp_path)
+    result = processes.run([sys.executable, str(script), *arguments], cwd=tmp_path, **variables)
     assert result.status == 2
-    assert "COMMTRACE is set" in result.err
+    assert words in result.err
+    assert results.FILE.read_bytes() == before
