@@ -163,7 +163,7 @@ def check(row: Row, *, is_compared: bool) -> None:
     ],
 )
 def test_what_would_give_wrong_results_is_refused(
-    arguments: list[str], variables: dict[str, str], words: str, tmp_path: Path
+    arguments: list[str], variables: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     before = results.FILE.read_bytes()
     script = ROOT / "benchmarks" / "startup.py"
