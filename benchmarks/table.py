@@ -60,16 +60,16 @@ def by_case(rows: Sequence[Row]) -> str:
 
 
 def own_cost(rows: Sequence[Row]) -> str:
-    """From outside and by the report."""
-    lines = [
-        [
-            f"{row.case}: {row.name}",
-            "" if row.bare is None else f"{number(row.bare)} {row.unit} ({signed(row.control_difference)})",
-            f"{number(row.side)} {row.unit}",
-        ]
-        for row in rows
-    ]
-    return markdown(["", "seen from outside (bare again)", "by the report"], lines)
+    """From outside and by the report, whose mean and 99th percentile are rows of their own."""
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        name, _, what = row.name.rpartition(": ")
+        line = lines.setdefault(f"{row.case}: {name}", [])
+        if row.bare is not None:
+            line.append(f"{number(row.bare)} {row.unit} ({signed(row.control_difference)})")
+        line.append(f"{what} {number(row.side)} {row.unit}")
+    header = ["", "seen from outside (bare again)", "by the report", ""]
+    return markdown(header, [[name, *line] for name, line in lines.items()])
 
 
 def single(rows: Sequence[Row]) -> str:
@@ -93,7 +93,7 @@ def signed(value: float | None) -> str:
 
 def number(value: float) -> str:
     """To three digits, and never less than whole."""
-    digits = 2 if value < 10 else 1 if value < 100 else 0
+    digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
     return f"{value:,.{digits}f}"
 
 
