@@ -35,12 +35,16 @@ $(READY): setup.cfg setup.py constraints.txt requirements-dev.txt
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --constraint constraints.txt --editable '.[parquet,workloads]'
 	touch $(READY)
 
-bench: $(READY)  ## what tracing costs: both sides in one run, beside a control
+bench: $(READY)  ## what tracing costs, beside a control and other tools: about half an hour; writes the README's tables
 	-$(BIN)/commtrace build
-	$(BIN)/python benchmarks/call_cost.py
 	test -x build/plain/bin/python || $(PYTHON) -m venv build/plain
 	build/plain/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall .
-	$(BIN)/python benchmarks/startup.py 40 build/plain/bin/python
+	$(BIN)/python benchmarks/startup.py --python build/plain/bin/python
+	$(BIN)/python benchmarks/log_size.py
+	$(BIN)/python benchmarks/own_cost.py
+	$(BIN)/python benchmarks/call_cost.py
+	$(BIN)/python benchmarks/step_time.py
+	$(BIN)/python benchmarks/table.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo-logs

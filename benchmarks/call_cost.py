@@ -1,98 +1,77 @@
-"""What recording adds to a call: the same loop over a process group that sends nothing, untraced and traced in turn.
+"""What switching a tool on adds to one all_reduce of 1,024 fp32 elements, in us.
 
-    python benchmarks/call_cost.py
-
-No network and no second process, so what is left is the way into `torch.distributed` and the recording. Both sides run
-in one process, in pairs whose order alternates; the control pairs untraced with untraced and shows the noise.
+On a fake process group, which sends nothing, what is left is the way into `torch.distributed` and the tool; on two gloo
+ranks it is what a program waits. DeepSpeed's comms logger sees calls of `deepspeed.comm` only, so its bare side is the
+same call of `deepspeed.comm` with the logger off.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
-import os
-import statistics
-import tempfile
-import time
 from collections.abc import Callable
+from functools import partial
 
+import groups
+import results
+import sides
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-import commtrace
-from commtrace.hooks.native import library
-from commtrace.hooks.native import recorder as native
+from measuring import Row
 
 
 def main() -> None:
-    """Measure and print a table in Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=30)
-    parser.add_argument("--calls", type=int, default=2000, help="calls of one measurement")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    tensor = torch.ones(1024)
-
-    def calls() -> float:
-        begin = time.perf_counter()
-        for _ in range(options.calls):
-            dist.all_reduce(tensor)
-        return (time.perf_counter() - begin) / int(options.calls) * 1e6
-
-    calls()
-    print("| all_reduce on a fake process group | bare | measured | added | ratio |")
-    print("| --- | --- | --- | --- | --- |")
-    sides: dict[str, Callable[[], float]] = {
-        "control: untraced again": calls,
-    }
-    for recorder in recorders():
-        for sites, words in ((False, "without"), (True, "with")):
-            name = f"{recorder} recorder, {words} call sites"
-            sides[name] = functools.partial(traced, calls, recorder=recorder, sites=sites)
-    for name, side in sides.items():
-        print_row(name, [pair(calls, side, i) for i in range(options.pairs)])
+    """Measure both groups."""
+    parser = results.parser(__doc__, pairs=36, settle=0.03)
+    parser.add_argument("--fake-calls", type=int, default=2000, help="calls of one block on the fake group")
+    parser.add_argument("--gloo-calls", type=int, default=200, help="calls of one block on gloo")
+    options = results.parsed(parser, fake_calls=20, gloo_calls=5)
+    rows = groups.run(on_fake, options, backend="fake") + groups.run(on_gloo, options, backend="gloo")
+    results.write("call_cost", rows, options)
 
 
-def recorders() -> list[str]:
-    """The recorders that there are."""
-    if library.path().exists():
-        return ["python", "native"]
-    print("The native recorder is not built; `commtrace build` builds it.\n")
-    return ["python"]
+def on_fake(options: argparse.Namespace) -> list[Row]:
+    """The way in, alone."""
+    case = "all_reduce, fake group"
+    all_reduce = partial(dist.all_reduce, torch.ones(1024))
+    rows = measure(case, {**sides.commtrace_sides(), **sides.torch_sides()}, all_reduce, options.fake_calls, options)
+    for times in sorted({min(200, options.fake_calls), options.fake_calls}):
+        rows += with_deepspeed(case, times, options)
+    return rows
 
 
-def traced(calls: Callable[[], float], *, recorder: str, sites: bool) -> float:
-    """Microseconds per call while recording; starting and stopping are not counted."""
-    os.environ["COMMTRACE_SITES"] = str(int(sites))
-    os.environ["COMMTRACE_RECORDER"] = recorder
-    with tempfile.TemporaryDirectory() as directory:
-        commtrace.start(directory)
-        try:
-            dist.all_reduce(torch.ones(1))  # the first call begins the recording
-            time.sleep(0.05)  # and has the drain thread calibrate itself
-            return calls()
-        finally:
-            commtrace.stop()
-            native.take_out()
+def on_gloo(options: argparse.Namespace) -> list[Row]:
+    """What a program waits."""
+    case, tensor = "all_reduce, two gloo ranks", torch.ones(1024)
+    all_reduce = partial(dist.all_reduce, tensor)
+    rows = measure(case, {**sides.commtrace_sides(), **sides.torch_sides()}, all_reduce, options.gloo_calls, options)
+    rows += measure(
+        "all_reduce, async, then wait, two gloo ranks",
+        {name: switch for name, switch in sides.commtrace_sides().items() if sides.recorders()[-1] in name},
+        lambda: dist.all_reduce(tensor, async_op=True).wait(),
+        options.gloo_calls,
+        options,
+    )
+    return rows + with_deepspeed(case, options.gloo_calls, options)
 
 
-def pair(bare: Callable[[], float], other: Callable[[], float], i: int) -> tuple[float, float]:
-    """One measurement of each, whichever first."""
-    if i % 2:
-        second, first = other(), bare()
-        return first, second
-    return bare(), other()
+def with_deepspeed(case: str, times: int, options: argparse.Namespace) -> list[Row]:
+    """Last in a process: from its import on, commtrace hooks DeepSpeed, too."""
+    comm = sides.deepspeed_comm()
+    if comm is None:
+        return []
+    side: dict[str, sides.Switch] = {f"DeepSpeed comms logger, its first {times:,} calls": sides.comms_logger}
+    return measure(case, side, partial(comm.all_reduce, torch.ones(1024)), times, options)
 
 
-def print_row(name: str, pairs: list[tuple[float, float]]) -> None:
-    """Medians over the pairs, in microseconds a call."""
-    bare = statistics.median(first for first, _ in pairs)
-    added = statistics.median(second - first for first, second in pairs)
-    ratio = statistics.median(second / first for first, second in pairs)
-    measured = statistics.median(second for _, second in pairs)
-    print(f"| {name} | {bare:.2f} us | {measured:.2f} us | {added:+.2f} us | {ratio:.3f} |", flush=True)
+def measure(
+    case: str, switches: dict[str, sides.Switch], call: Callable[[], object], times: int, options: argparse.Namespace
+) -> list[Row]:
+    """A row for each side."""
+    return [
+        groups.Comparison(case, name, switch, call).microseconds(groups.Amount(times, options.pairs, options.settle))
+        for name, switch in switches.items()
+        if options.only in name
+    ]
 
 
 if __name__ == "__main__":

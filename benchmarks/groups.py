@@ -1,0 +1,144 @@
+"""Process groups to measure in, each in processes of its own, and blocks that their ranks measure together."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from measuring import Round, Row, compared, in_turn
+from results import show
+from sides import Switch, bare
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+RANKS = {"fake": 1, "gloo": 2}
+PROCESSOR = ", processor time"
+TIMEOUT = datetime.timedelta(seconds=120)
+
+
+def run(program: Callable[[Any], list[Row]], options: Any, *, backend: str) -> list[Row]:
+    """What rank 0 returns of a program. "fake" is one process that sends nothing to seven others that are not there."""
+    processes: Any = torch.multiprocessing
+    queue = processes.get_context("spawn").SimpleQueue()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch.profiler tells of each of its beginnings and ends
+    processes.spawn(_rank, (free_port(), backend, program, options, queue), RANKS[backend])
+    rows: list[Row] = queue.get()
+    return rows
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _rank(rank: int, port: int, backend: str, program: Callable[[Any], list[Row]], options: Any, queue: Any) -> None:
+    warnings.filterwarnings("ignore")  # of torch, in the middle of what is timed, each time that filters have changed
+    torch.set_num_threads(1)
+    if backend == "fake":
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    else:
+        address = f"tcp://127.0.0.1:{port}"
+        dist.init_process_group(backend, init_method=address, rank=rank, world_size=RANKS[backend], timeout=TIMEOUT)
+    rows = program(options)
+    if rank == 0:
+        queue.put(rows)
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may still be there, and abort a process that ends in the usual way
+
+
+class Block(NamedTuple):
+    """What one call took in a block of calls."""
+
+    wall: float
+    """Seconds, of the slowest rank."""
+    processor: float
+    """Seconds of processor time, of all threads of all ranks: it does not grow when other programs take the cores."""
+
+
+class Amount(NamedTuple):
+    """How much to measure."""
+
+    times: int
+    """Calls of one block."""
+    pairs: int
+    settle: float
+    """Seconds from switching on to the block: a recording's thread measures first, and after 0.1 s begins its files."""
+
+
+def block(switch: Switch, call: Callable[[], object], amount: Amount) -> Block:
+    """Measure a block. Switching on and off, and the first two calls, are not in it."""
+    with switch():
+        call()
+        time.sleep(amount.settle)
+        call()
+        dist.barrier()
+        processor, wall = time.process_time(), time.perf_counter()
+        for _ in range(amount.times):
+            call()
+        wall, processor = time.perf_counter() - wall, time.process_time() - processor
+    return Block(
+        over_ranks(wall / amount.times, dist.ReduceOp.MAX), over_ranks(processor / amount.times, dist.ReduceOp.SUM)
+    )
+
+
+def over_ranks(value: float, reduce_op: Any) -> float:
+    """Of every rank's value."""
+    mine = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(mine, reduce_op)
+    return mine.item()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One call, bare and with something switched on."""
+
+    case: str
+    name: str
+    switch: Switch
+    call: Callable[[], object]
+    call_with: Callable[[], object] | None = None
+    """Called instead where it is switched on."""
+
+    def rounds(self, amount: Amount) -> list[tuple[Block, Block, Block]]:
+        """Bare, bare again, switched on."""
+        return in_turn(
+            lambda: block(bare, self.call, amount),
+            lambda: block(self.switch, self.call_with or self.call, amount),
+            amount.pairs,
+        )
+
+    def microseconds(self, amount: Amount) -> Row:
+        """What a call takes."""
+        rounds = self.rounds(amount)
+        return shown(compared(self.case, self.name, "us", [Round(*(one.wall * 1e6 for one in r)) for r in rounds]))
+
+    def milliseconds(self, amount: Amount) -> list[Row]:
+        """What a step takes, and what of the processors."""
+        rounds = self.rounds(amount)
+        wall = [Round(*(one.wall * 1e3 for one in r)) for r in rounds]
+        processor = [Round(*(one.processor * 1e3 for one in r)) for r in rounds]
+        return [
+            shown(compared(self.case, self.name, "ms", wall)),
+            shown(compared(f"{self.case}{PROCESSOR}", self.name, "ms", processor)),
+        ]
+
+
+def shown(row: Row) -> Row:
+    """A row that rank 0 has printed."""
+    if dist.get_rank() == 0:
+        show(row)
+    return row

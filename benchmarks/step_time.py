@@ -1,0 +1,115 @@
+"""What switching a tool on adds to a training step of two gloo ranks.
+
+Two programs: a model under DDP, in many small buckets that are reduced while backward goes on, and steps written by
+hand, which compute, all_reduce and all_gather in turn. Both ranks switch at the same time; what is timed are blocks of
+steps, as the slower rank saw them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import groups
+import results
+import sides
+import torch
+import torch.distributed as dist
+from measuring import Row
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+LAYERS, WIDTH, SAMPLES = 24, 256, 128
+BUCKET_MIB = 0.2  # less than a layer's 0.25: each layer is reduced by itself
+EXCHANGES, SIZE, COMPUTE = 12, 16_384, 224
+NATIVE_PAIRS = 2  # times as many: it adds least, and takes the most pairs to be told from nothing
+
+
+def main() -> None:
+    """Measure both programs."""
+    parser = results.parser(__doc__, pairs=60, settle=0.15)
+    parser.add_argument("--steps", type=int, default=6, help="steps of one block")
+    options = results.parsed(parser, steps=1)
+    rows = groups.run(ddp, options, backend="gloo") + groups.run(by_hand, options, backend="gloo")
+    results.write("step_time", rows, options)
+
+
+def ddp(options: argparse.Namespace) -> list[Row]:
+    """DeepSpeed's comms logger is not here: it does not see these calls, which are made in C++."""
+    case, step = f"step of DDP, {LAYERS} all_reduces", ddp_step()
+    rows = measure(case, {**sides.commtrace_sides(), "torch.profiler": sides.profiler}, step, options)
+
+    def step_in_mode() -> None:  # entered for each step, as it fails at the second forward of a module
+        with sides.comm_debug_mode():
+            step()
+
+    return rows + measure(case, {"CommDebugMode": sides.bare}, step, options, step_with=step_in_mode)
+
+
+def by_hand(options: argparse.Namespace) -> list[Row]:
+    """DeepSpeed's comms logger sees calls of `deepspeed.comm` only: its bare side makes the same calls there."""
+    case = f"step by hand, {EXCHANGES} all_reduces and {EXCHANGES} all_gathers"
+    rows = measure(case, {**sides.commtrace_sides(), **sides.torch_sides()}, hand_written_step(dist), options)
+    comm = sides.deepspeed_comm()
+    if comm is not None:
+        rows += measure(case, {"DeepSpeed comms logger": sides.comms_logger}, hand_written_step(comm), options)
+    return rows
+
+
+def measure(
+    case: str,
+    switches: dict[str, sides.Switch],
+    step: Callable[[], object],
+    options: argparse.Namespace,
+    *,
+    step_with: Callable[[], object] | None = None,
+) -> list[Row]:
+    """A row for each side."""
+    for _ in range(3):
+        step()  # the first ones allocate, and DDP arranges its buckets
+    rows = []
+    for name, switch in switches.items():
+        if options.only in name:
+            more = NATIVE_PAIRS if name.startswith("commtrace, native") and not options.quick else 1
+            amount = groups.Amount(options.steps, options.pairs * more, options.settle)
+            rows += groups.Comparison(case, name, switch, step, step_with).milliseconds(amount)
+    return rows
+
+
+def ddp_step() -> Callable[[], object]:
+    """Forward, backward with the all_reduces in between, and SGD."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=BUCKET_MIB)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    inputs = torch.randn(SAMPLES, WIDTH)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def hand_written_step(comm: Any) -> Callable[[], object]:
+    """Matrix products, with all_reduce and all_gather of this module after each."""
+    torch.manual_seed(0)
+    matrix, gradient, shard = torch.randn(COMPUTE, COMPUTE), torch.randn(SIZE), torch.randn(SIZE)
+    parameters = torch.empty(SIZE * dist.get_world_size())
+    all_reduce, all_gather = comm.all_reduce, comm.all_gather_into_tensor
+
+    def step() -> None:
+        for _ in range(EXCHANGES):
+            torch.mm(matrix, matrix)
+            torch.mm(matrix, matrix)
+            all_reduce(gradient)
+            all_gather(parameters, shard)
+            gradient.mul_(0.5)
+
+    return step
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Write the README's tables of what tracing costs, from the file of results: all numbers there are measured ones.
+
+python benchmarks/table.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import results
+from measuring import Row
+
+README = Path(__file__).parents[1] / "README.md"
+BEGIN, END = "<!-- benchmarks -->\n", "<!-- /benchmarks -->\n"
+
+
+def main() -> None:
+    """Replace what is between the markers."""
+    README.write_text(replaced(README.read_text(), rendered(results.read(results.FILE))))
+
+
+def replaced(text: str, tables: str) -> str:
+    """The text with these tables. Raises ValueError where it has no markers."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"no {BEGIN.strip()} and {END.strip()}, each on a line of its own")
+    return before + begin + tables + end + after
+
+
+def rendered(sections: dict[str, Any]) -> str:
+    """All tables, in Markdown."""
+    parts = [
+        f"{title} (`{sections[name]['command']}`):\n\n" + table(results.rows(sections[name]))
+        for name, (title, table) in SECTIONS.items()
+        if name in sections
+    ]
+    return "\n" + "\n\n".join([*parts, *machines(sections)]) + "\n\n"
+
+
+def machines(sections: dict[str, Any]) -> list[str]:
+    """A line for each machine and day."""
+    return list(dict.fromkeys(machine(section) for section in sections.values()))
+
+
+def machine(section: dict[str, Any]) -> str:
+    """Where and when a section was measured."""
+    facts = section["machine"]
+    versions = [f"{name} {facts[name]}" for name in ("python", "torch", "deepspeed") if facts.get(name)]
+    return f"Measured on {facts['cores']} cores of {facts['cpu']}, {', '.join(versions)}, on {section['date']}."
+
+
+def by_case(rows: Sequence[Row]) -> str:
+    """A line for what is switched on, a column for each case."""
+    cases, names = list(dict.fromkeys(row.case for row in rows)), list(dict.fromkeys(row.name for row in rows))
+    cells = {(row.case, row.name): comparison(row) for row in rows}
+    return markdown(["", *cases], [[name, *(cells.get((case, name), "") for case in cases)] for name in names])
+
+
+def own_cost(rows: Sequence[Row]) -> str:
+    """From outside and by the report, whose mean and 99th percentile are rows of their own."""
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        name, _, what = row.name.rpartition(": ")
+        line = lines.setdefault(f"{row.case}: {name}", [])
+        if row.bare is not None:
+            line.append(f"{number(row.bare)} {row.unit} ({signed(row.control_difference)})")
+        line.append(f"{what} {number(row.side)} {row.unit}")
+    header = ["", "seen from outside (bare again)", "by the report", ""]
+    return markdown(header, [[name, *line] for name, line in lines.items()])
+
+
+def single(rows: Sequence[Row]) -> str:
+    """A number each."""
+    return markdown(["", rows[0].case], [[row.name, f"{number(row.side)} {row.unit}"] for row in rows])
+
+
+def comparison(row: Row) -> str:
+    """Bare and what is added, then the ratio and the control's."""
+    if row.bare is None or row.ratio is None or row.control is None:
+        raise ValueError(f"{row.case}, {row.name}: nothing was compared")
+    return f"{number(row.bare)} {signed(row.difference)} {row.unit}, {row.ratio:.3f} ({row.control:.3f})"
+
+
+def signed(value: float | None) -> str:
+    """As a term of a sum."""
+    if value is None:
+        raise ValueError("no difference was measured")
+    return f"{'+' if value >= 0 else '-'} {number(abs(value))}"
+
+
+def number(value: float) -> str:
+    """To three digits, and never less than whole."""
+    digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+    return f"{value:,.{digits}f}"
+
+
+def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *lines])
+
+
+SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
+    "step_time": ("A training step of two ranks, bare and what is added; its ratio, and bare to bare", by_case),
+    "call_cost": ("A call, bare and what is added; its ratio, and bare to bare", by_case),
+    "own_cost": ("What commtrace adds to a call, and what its report says that it adds", own_cost),
+    "startup": ("A Python process that never communicates", by_case),
+    "log_size": ("What is on disk", single),
+}
+
+
+if __name__ == "__main__":
+    main()
