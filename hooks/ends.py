@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -35,7 +36,8 @@ class Works:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._session = session  # an attribute: weak references die until the very end of the interpreter
+        self._session = session
+        self._process = os.getpid  # an attribute: weak references die until the very end of the interpreter
         self._pending: dict[int, Pending] = {}
         # Works that their callers may not have yet, by thread; each is dropped after two drains at the latest.
         self._fresh: dict[int, Any] = {}
@@ -92,16 +94,23 @@ class Works:
     def _died(self, reference: Any) -> None:
         """Nobody in Python holds this Work any more: who waits for it, if anyone, is C++."""
         pending: Pending = reference
-        if self._session.recorder is not self._recorder or not self._take(pending):
-            return  # the log is closed, or belongs to the process that this one was forked from
+        if self._recorder.pid != self._process() or not self._take(pending):
+            return  # the log belongs to the process that this one was forked from, or is closed
         for call in pending.calls:
             self._recorder.unobservable(call)
         if pending.cost:
             self._recorder.cost_samples.append(pending.cost)
 
     def release(self) -> None:
-        """By the drain thread: callers have had time to take their Works."""
+        """By the drain thread: callers have had time to take their Works.
+
+        When the session has ended this is the last time, and all are let go of: what a call of another thread still
+        has under way counts as forgotten. Nothing is followed from there on.
+        """
         self._old, self._fresh = self._fresh, {}
+        if self._session.recorder is not self._recorder:
+            self._old = {}
+            self._pending = {}
 
 
 class TensorWaits:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 import processes
 import pytest
 import ranks
+from recorders import RECORDERS, needs
 
 LONG = os.environ.pop("COMMTRACE_LONG", "0") == "1"  # not a setting of commtrace: what tests start must not see it
-# Faults are put into parts in Python, and the two recorders differ in the ends that they can see: the portable one is
-# what is tested, unless COMMTRACE_RECORDER=native asks for the other, which tests of its own compare with it.
-RECORDER = os.environ.get("COMMTRACE_RECORDER", "python")
-
 for _name in [name for name in os.environ if name.startswith("COMMTRACE")]:
     del os.environ[_name]
-os.environ["COMMTRACE_RECORDER"] = RECORDER
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -37,10 +33,22 @@ def no_rings_stay(request: pytest.FixtureRequest) -> Iterator[None]:
         processes.clean_shm(folder)
 
 
+@pytest.fixture(scope="session", params=RECORDERS)
+def recorder(request: pytest.FixtureRequest) -> str:
+    """Which recorder the programs of a test use: whatever asks for this runs once with each."""
+    name: str = request.param
+    needs(name)
+    return name
+
+
+@pytest.fixture
+def new_recorder(recorder: str) -> processes.NewRecorder:
+    """Makes recorders of this kind in the process of the test."""
+    return functools.partial(processes.recorder_of, recorder)
+
+
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[ranks.Nursery]:
-    """A process that has imported torch once, and forks ranks of small programs."""
-    if find_spec("torch") is None:
-        pytest.skip("torch is not installed")
-    with ranks.Nursery() as parent:
+def nursery(recorder: str) -> Iterator[ranks.Nursery]:
+    """A process that has imported torch once, and forks ranks of small programs, which `recorder` records."""
+    with ranks.Nursery(recorder) as parent:
         yield parent

@@ -21,12 +21,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import recorders
 
 from commtrace.identity import Member as Member
 from commtrace.recorder import Recorder as Recorder
+from commtrace.ring import Ring
 from commtrace.salvage import salvage
 from commtrace.schema import RECORD
 from commtrace.settings import Settings as Settings
+from commtrace.slots import Slots
 
 LIMIT_SECONDS = 60
 PROGRAMS = Path(__file__).with_name("programs")
@@ -39,10 +42,14 @@ _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "OMPI_
 
 
 def environment(**changes: object) -> dict[str, str]:
-    """The environment for a program: none of a launcher, one thread, no accelerator."""
+    """The environment for a program: none of a launcher, one thread, no accelerator, the portable recorder."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
-    quiet = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
-    quiet["COMMTRACE_RECORDER"] = os.environ["COMMTRACE_RECORDER"]  # conftest says which
+    quiet = {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONWARNINGS": "ignore",
+        "COMMTRACE_RECORDER": "python",
+    }
     return {**kept, **quiet, **{name: str(value) for name, value in changes.items()}}
 
 
@@ -110,7 +117,25 @@ def wait_for(condition: Callable[[], object], seconds: float = 20) -> None:
 
 def recorder(directory: Path, rank: int = 0, **settings: object) -> Recorder:
     """A recorder of its own, with a ring and a log."""
-    return Recorder(Settings(str(directory), **settings), Member(rank, 1), blind_spots=[])
+    return recorder_of("python", directory, rank, **settings)
+
+
+def recorder_of(kind: str, directory: Path, rank: int = 0, **settings: object) -> Recorder:
+    """As `recorder`; of the native one, what it has between a call and the log."""
+    make_slots = Slots if kind == "python" else native_slots
+    member = Member(rank, 1)
+    return Recorder(Settings(str(directory), **settings), member, blind_spots=[], make_slots=make_slots)
+
+
+NewRecorder = Callable[..., Recorder]
+"""As `recorder`, of one kind."""
+
+
+def native_slots(ring: Ring) -> Slots:
+    """The native recorder's slots; Python takes them as its own hooks do beside those in C++."""
+    from commtrace.hooks.native.slots import NativeSlots
+
+    return NativeSlots(ring, recorders.library(), sites=True)
 
 
 def call(recorder: Recorder, number: int = 0, **fields: int) -> int:

@@ -47,11 +47,16 @@ class Ranks:
 class Nursery:
     """A process that has imported torch with tracing on, and forks the ranks of programs: an import costs seconds."""
 
+    def __init__(self, recorder: str) -> None:
+        self.recorder = recorder
+
     def __enter__(self) -> Nursery:
         self._process = subprocess.Popen(
             [sys.executable, str(processes.PROGRAMS / "nursery.py")],
             # No process of it ever records here: each program is given a directory of its own.
-            env=processes.environment(COMMTRACE=Path(tempfile.gettempdir()) / "commtrace-nursery"),
+            env=processes.environment(
+                COMMTRACE=Path(tempfile.gettempdir()) / "commtrace-nursery", COMMTRACE_RECORDER=self.recorder
+            ),
             cwd=tempfile.gettempdir(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

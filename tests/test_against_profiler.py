@@ -98,22 +98,22 @@ def log_call(call: Call) -> Seen:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_each_call_is_as_the_profiler_saw_it(engine: str, rank: int) -> None:
-    run = training(traced=True)
+def test_each_call_is_as_the_profiler_saw_it(engine: str, rank: int, recorder: str) -> None:
+    run = training(recorder)
     expected = profiler_calls(run.folder / f"{engine}-rank{rank}")
     assert len(expected) >= 9  # all of a training with three steps
     assert [log_call(call) for call in run.calls(rank, engine)] == expected
 
 
-def test_nothing_is_in_the_log_beside_what_the_profiler_saw() -> None:
-    run = training(traced=True)
+def test_nothing_is_in_the_log_beside_what_the_profiler_saw(recorder: str) -> None:
+    run = training(recorder)
     for rank, log in enumerate(run.logs):
         assert sum(len(run.calls(rank, engine)) for engine in ENGINES) == len(log.calls)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_both_ranks_recorded_the_same_collectives(engine: str) -> None:
-    run = training(traced=True)
+def test_both_ranks_recorded_the_same_collectives(engine: str, recorder: str) -> None:
+    run = training(recorder)
 
     def facts(call: Call) -> tuple[Any, ...]:
         return call.op, call.dtype, call.reduce_op, call.payload, call.seq, call.ranks, call.group["name"], call.step
@@ -122,8 +122,8 @@ def test_both_ranks_recorded_the_same_collectives(engine: str) -> None:
     assert first == second
 
 
-def test_numbers_of_a_group_s_collectives_have_no_gaps() -> None:
-    for log in training(traced=True).logs:
+def test_numbers_of_a_group_s_collectives_have_no_gaps(recorder: str) -> None:
+    for log in training(recorder).logs:
         for group in log.tables["groups"]:
             numbers = [call.seq for call in log.calls if call.group["id"] == group["id"]]
             assert all(after == before + 1 for before, after in pairwise(numbers))

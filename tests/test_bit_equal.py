@@ -11,9 +11,9 @@ from hook_programs.runs import ENGINES, training
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_losses_are_the_same_bits(engine: str, rank: int) -> None:
-    traced, untraced = (training(traced=on).told(rank)[engine]["losses"] for on in (True, False))
+def test_losses_are_the_same_bits(engine: str, rank: int, recorder: str) -> None:
+    traced, untraced = (training(how).told(rank)[engine]["losses"] for how in (recorder, None))
     assert len(traced) == 6
     assert len(set(traced)) == 6  # it trains: another loss in each step
     assert traced == untraced
-    assert training(traced=True).calls(rank, engine)
+    assert training(recorder).calls(rank, engine)

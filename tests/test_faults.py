@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import processes
 import pytest
-from processes import Left
+from processes import Left, NewRecorder
 from ranks import Nursery
 
 from commtrace import log_writer, segments
@@ -37,7 +37,9 @@ def train(nursery: Nursery, losses: list[str], log: Path, *arguments: object, **
     printed = ["".join(line for line in output.splitlines(True) if line.startswith("loss")) for output in outputs]
     assert printed == losses
     assert not processes.rings(log)
-    return processes.read_all(log)
+    found = processes.read_all(log)
+    assert {left.tables["process"][0]["recorder"] for left in found} == {nursery.recorder}
+    return found
 
 
 def assert_accounted(left: Left) -> None:
@@ -54,16 +56,47 @@ def test_nothing_is_lost_when_nothing_goes_wrong(nursery: Nursery, losses: list[
         assert left.tables["end"][0]["reason"] == "exit"
 
 
-@pytest.mark.parametrize(
-    ("fault", "records", "errors"),
-    [("site", 0, CALLS), ("begin", 0, CALLS), ("ended", CALLS, CALLS), ("drain", CALLS, 1)],
-)
-def test_an_error_in_a_hook_is_counted(
-    fault: str, records: int, errors: int, nursery: Nursery, losses: list[str], tmp_path: Path
+LINES = 3  # of training.py, from which calls are made
+
+# Parts of the portable recorder that C++ has for itself, where nothing can be replaced.
+python_only = pytest.mark.parametrize("recorder", ["python"], indirect=True, scope="session")
+
+
+@python_only
+@pytest.mark.parametrize(("fault", "records"), [("site", 0), ("begin", 0), ("ended", CALLS)])
+def test_an_error_on_the_way_of_a_call_is_counted(
+    fault: str, records: int, nursery: Nursery, losses: list[str], tmp_path: Path
 ) -> None:
     for left in train(nursery, losses, tmp_path / "log", fault):
-        assert len(left.records) == records
-        assert left.stats["hook_errors"] >= errors if fault == "drain" else left.stats["hook_errors"] == errors
+        assert len(left.records) == left.stats["calls"] == records
+        assert left.stats["hook_errors"] == CALLS
+        assert "ValueError: injected" in left.stats["first_error"]
+        assert left.ended
+
+
+# What C++ asks of Python, too. Fault -> recorder -> (records, errors): Python makes no record without its row; C++
+# makes it, referring to none, and asks again with the next call, but for the row of a line, which it asks for once.
+ROWS = {
+    "group": {"python": (0, CALLS), "native": (0, CALLS)},
+    "kind": {"python": (0, CALLS), "native": (CALLS, CALLS)},
+    "line": {"python": (0, CALLS), "native": (CALLS, LINES)},
+}
+
+
+@pytest.mark.parametrize("fault", ROWS)
+def test_an_error_in_making_a_row_is_counted(fault: str, nursery: Nursery, losses: list[str], tmp_path: Path) -> None:
+    records, errors = ROWS[fault][nursery.recorder]
+    for left in train(nursery, losses, tmp_path / "log", fault):
+        assert len(left.records) == left.stats["calls"] == records
+        assert left.stats["hook_errors"] == errors
+        assert "ValueError: injected" in left.stats["first_error"]
+        assert left.ended
+
+
+def test_an_error_of_the_drain_thread_is_counted(nursery: Nursery, losses: list[str], tmp_path: Path) -> None:
+    for left in train(nursery, losses, tmp_path / "log", "drain"):
+        assert len(left.records) == left.stats["calls"] == CALLS
+        assert left.stats["hook_errors"] >= 1
         assert "ValueError: injected" in left.stats["first_error"]
         assert left.ended
 
@@ -94,8 +127,8 @@ def test_no_shared_memory(nursery: Nursery, losses: list[str], tmp_path: Path) -
         assert left.ended
 
 
-def test_shared_memory_is_full(small_disk: Path, tmp_path: Path) -> None:
-    recorder = processes.recorder(tmp_path / "log", shm=str(small_disk))
+def test_shared_memory_is_full(small_disk: Path, tmp_path: Path, new_recorder: NewRecorder) -> None:
+    recorder = new_recorder(tmp_path / "log", shm=str(small_disk))
     for number in range(50):
         processes.call(recorder, number)
     recorder.close("stop")
@@ -103,8 +136,8 @@ def test_shared_memory_is_full(small_disk: Path, tmp_path: Path) -> None:
     assert list(small_disk.iterdir()) == []
 
 
-def test_shared_memory_fills_up_later(small_disk: Path, tmp_path: Path) -> None:
-    recorder = processes.recorder(tmp_path / "log", shm=str(small_disk), ring_records=512)
+def test_shared_memory_fills_up_later(small_disk: Path, tmp_path: Path, new_recorder: NewRecorder) -> None:
+    recorder = new_recorder(tmp_path / "log", shm=str(small_disk), ring_records=512)
     assert recorder.ring.path is not None
     for number in range(2000):  # 100 kB of table lines, and a disk of 128 kB
         recorder.tables.number("sites", number, lambda: {"file": "x" * 20, "line": 1, "function": "f"})
@@ -137,10 +170,12 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("hurry")
-def test_a_full_disk_and_then_room_again(small_disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_and_then_room_again(
+    small_disk: Path, capfd: pytest.CaptureFixture[str], new_recorder: NewRecorder
+) -> None:
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(90_000))
-    recorder = processes.recorder(small_disk / "log", drain_ms=2, segment_min_bytes=16384)
+    recorder = new_recorder(small_disk / "log", drain_ms=2, segment_min_bytes=16384)
     for number in range(800):  # 77 kB
         recorder.returned(processes.call(recorder, number), 1, observable=False)
     processes.wait_for(lambda: recorder.stats()["write_errors"] > 3)
@@ -172,12 +207,12 @@ class ShortDisk:
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 @pytest.mark.parametrize("room", [0, 500, 2000, 5000, 30_000])
 def test_errors_of_the_disk_lose_nothing_that_fits_later(
-    room: int, error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    room: int, error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_recorder: NewRecorder
 ) -> None:
     disk = ShortDisk(room, error)
     for module in (log_writer, segments):
         monkeypatch.setattr(module, "write_all", disk.write)
-    recorder = processes.recorder(tmp_path / "log", drain_ms=2, segment_min_bytes=8192)
+    recorder = new_recorder(tmp_path / "log", drain_ms=2, segment_min_bytes=8192)
     for number in range(1000):
         recorder.returned(processes.call(recorder, number), 1, observable=False)
     processes.wait_for(lambda: recorder.stats()["write_errors"])
@@ -195,13 +230,13 @@ def test_errors_of_the_disk_lose_nothing_that_fits_later(
 
 @pytest.mark.usefixtures("hurry")
 def test_a_disk_that_stays_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], new_recorder: NewRecorder
 ) -> None:
     disk = ShortDisk(20_000)
     with monkeypatch.context() as patched:
         for module in (log_writer, segments):
             patched.setattr(module, "write_all", disk.write)
-        recorder = processes.recorder(tmp_path / "log", drain_ms=2, ring_records=256)
+        recorder = new_recorder(tmp_path / "log", drain_ms=2, ring_records=256)
         for number in range(1000):
             processes.call(recorder, number)
         recorder.close("stop")
@@ -224,9 +259,9 @@ def test_a_disk_that_stays_full(
     assert len(left.records) == 256
 
 
-def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
+def test_a_limit_on_the_size_of_files(tmp_path: Path, new_recorder: NewRecorder) -> None:
     def record() -> None:
-        recorder = processes.recorder(tmp_path / "log", drain_ms=2, shm="/nonexistent", segment_min_bytes=1 << 20)
+        recorder = new_recorder(tmp_path / "log", drain_ms=2, shm="/nonexistent", segment_min_bytes=1 << 20)
         log_writer.RETRY_SECONDS = 0.01  # type: ignore[misc]
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
         for number in range(1000):
@@ -252,9 +287,9 @@ def watchful(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("watchful")
 @pytest.mark.parametrize("what", ["everything", "tables", "open segment", "closed segments", "moved"])
-def test_files_that_disappear(what: str, tmp_path: Path) -> None:
+def test_files_that_disappear(what: str, tmp_path: Path, new_recorder: NewRecorder) -> None:
     log = tmp_path / "log"
-    recorder = processes.recorder(log, drain_ms=2, segment_min_bytes=4096)
+    recorder = new_recorder(log, drain_ms=2, segment_min_bytes=4096)
     _record(recorder, range(200))
     _make_disappear(what, log)
     _record(recorder, range(200, 400))
@@ -270,7 +305,7 @@ def test_files_that_disappear(what: str, tmp_path: Path) -> None:
     if what == "tables":
         assert left.stats["lost"] == 0
     # What is moved away is written to until a new segment is needed.
-    assert set(range(200 if what != "moved" else 300, 400)) <= set(left.records["seq"].tolist())
+    assert len(set(range(200, 400)) & set(left.records["seq"].tolist())) >= (100 if what == "moved" else 200)
 
 
 def _record(recorder: processes.Recorder, numbers: range) -> None:
@@ -295,8 +330,8 @@ def _make_disappear(what: str, log: Path) -> None:
 # ---- calls that never end, or end late -------------------------------------------------------------------------------
 
 
-def test_calls_that_nobody_waits_for_make_room_for_others(tmp_path: Path) -> None:
-    recorder = processes.recorder(tmp_path / "log", ring_records=64, drain_ms=1)
+def test_calls_that_nobody_waits_for_make_room_for_others(tmp_path: Path, new_recorder: NewRecorder) -> None:
+    recorder = new_recorder(tmp_path / "log", ring_records=64, drain_ms=1)
     handles = []
     for number in range(500):
         processes.wait_for(lambda: recorder._free)

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import processes
+from processes import NewRecorder
 from ranks import Nursery
 
 from commtrace.salvage import salvage
@@ -35,8 +36,8 @@ def test_children_of_a_training(nursery: Nursery, tmp_path: Path) -> None:
     assert not processes.rings(log)
 
 
-def test_what_a_child_does_to_its_copy_stays_there(tmp_path: Path) -> None:
-    recorder = processes.recorder(tmp_path / "log", drain_ms=60_000)
+def test_what_a_child_does_to_its_copy_stays_there(tmp_path: Path, new_recorder: NewRecorder) -> None:
+    recorder = new_recorder(tmp_path / "log", drain_ms=60_000)
     session = Session()
     session.recorder = recorder
     calls = [recorder.returned(processes.call(recorder, number), 1, observable=True) for number in range(4)]
@@ -64,8 +65,8 @@ def test_what_a_child_does_to_its_copy_stays_there(tmp_path: Path) -> None:
     assert left.stats["dropped"] == left.stats["hook_errors"] == 0
 
 
-def test_locks_that_another_thread_held_at_the_fork(tmp_path: Path) -> None:
-    recorder = processes.recorder(tmp_path / "log", drain_ms=60_000)
+def test_locks_that_another_thread_held_at_the_fork(tmp_path: Path, new_recorder: NewRecorder) -> None:
+    recorder = new_recorder(tmp_path / "log", drain_ms=60_000)
     session = Session()
     session.recorder = recorder
     call = recorder.returned(processes.call(recorder, 0), 1, observable=True)
@@ -94,8 +95,8 @@ def test_locks_that_another_thread_held_at_the_fork(tmp_path: Path) -> None:
         recorder.close("stop")
 
 
-def test_the_childs_end_is_not_the_parents(tmp_path: Path) -> None:
-    recorder = processes.recorder(tmp_path / "log", drain_ms=60_000)
+def test_the_childs_end_is_not_the_parents(tmp_path: Path, new_recorder: NewRecorder) -> None:
+    recorder = new_recorder(tmp_path / "log", drain_ms=60_000)
     session = Session()
     session.recorder = recorder
     processes.call(recorder, 0)

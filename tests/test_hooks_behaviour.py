@@ -8,20 +8,19 @@ from pathlib import Path
 import processes
 import pytest
 from hook_programs.runs import FOLDER, launch, logs
-
-from commtrace.schema import State
+from recorders import KEPT, WAITED, end
 
 pytest.importorskip("torch")
 
 
-def test_a_program_sees_no_difference(tmp_path: Path) -> None:
+def test_a_program_sees_no_difference(recorder: str, tmp_path: Path) -> None:
     """The program asserts; what it leaves is looked at here."""
-    result = processes.run([sys.executable, FOLDER / "behaviour.py", tmp_path], limit=100)
+    result = processes.run([sys.executable, FOLDER / "behaviour.py", tmp_path], limit=100, COMMTRACE_RECORDER=recorder)
     assert result.status == 0, result.err[-6000:]
     assert "commtrace" not in result.err + result.out
     assert "Exception ignored" not in result.err
     for number in range(2):
-        (log,) = logs(tmp_path / str(number))
+        (log,) = logs(tmp_path / str(number), recorder)
         payloads = [call.payload for call in log.calls]
         assert 4 * 13 not in payloads  # when tracing was off again
         sent_by_threads = [call for call in log.calls if call.payload == 8]
@@ -31,11 +30,12 @@ def test_a_program_sees_no_difference(tmp_path: Path) -> None:
         for group in {call.group["id"] for call in sent_by_threads}:
             assert [call.seq for call in sent_by_threads if call.group["id"] == group] == list(range(200))
         (inherited,) = (call for call in log.calls if call.payload == 24)  # waited for by the parent, not by its child
-        assert inherited.state == State.COMPLETE
+        assert (inherited.state, inherited.clock) == end(WAITED, inherited.variant, recorder)
         (kept,) = (call for call in log.calls if call.payload == 48)
-        assert kept.state == State.RETURNED
-    (log,) = logs(tmp_path / "end")
-    assert [(call.payload, call.state) for call in log.calls] == [(56, State.RETURNED)]
+        assert (kept.state, kept.clock) == end(KEPT, kept.variant, recorder)
+    (log,) = logs(tmp_path / "end", recorder)
+    (kept,) = log.calls
+    assert (kept.payload, kept.state, kept.clock) == (56, *end(KEPT, kept.variant, recorder))
 
 
 def test_off_is_off(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_off_is_off(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_process_that_never_communicates_leaves_nothing(tmp_path: Path) -> None:
+def test_a_process_that_never_communicates_leaves_nothing(recorder: str, tmp_path: Path) -> None:
     code = "import torch.distributed; torch.nn.Linear(2, 2)(torch.ones(2)).sum().backward()"
-    assert processes.python(code, COMMTRACE=tmp_path / "log").status == 0
+    assert processes.python(code, COMMTRACE=tmp_path / "log", COMMTRACE_RECORDER=recorder).status == 0
     assert not (tmp_path / "log").exists()

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-import functools
-import json
-import tempfile
 from itertools import groupby
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 
 pytest.importorskip("deepspeed")
 
-from hook_programs.runs import Call, Log, launch, logs, training
+from hook_programs.runs import Call, Ran, Training
+from hook_programs.runs import ran as ran_program
+from hook_programs.runs import training as run_training
+from recorders import WAITED, end
 
-from commtrace.schema import Clock, Phase, State
+from commtrace.schema import Phase
 
 FORWARD, BACKWARD, OPTIMIZER, INIT, OTHER = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.INIT, Phase.OTHER
 ZERO = ("0", "1", "2", "3")
 GRADIENTS = 4 * (24 * 24 + 24 + 24 + 24 + 24 * 5 + 5)
 
-_folders: list[tempfile.TemporaryDirectory[str]] = []
+
+@pytest.fixture
+def training(recorder: str) -> Training:
+    """A model trained by every engine."""
+    return run_training(recorder)
+
+
+@pytest.fixture
+def ran(recorder: str) -> list[Ran]:
+    """A pipeline, by rank."""
+    return ran_program("pipeline", recorder, deepspeed=True)
 
 
 def places(calls: list[Call]) -> list[tuple[int, int, Phase, str]]:
@@ -30,9 +38,9 @@ def places(calls: list[Call]) -> list[tuple[int, int, Phase, str]]:
     return [place for place, _ in groupby(found)]
 
 
-def trained(stage: str, rank: int = 0) -> list[Call]:
+def trained(training: Training, stage: str, rank: int = 0) -> list[Call]:
     """The calls of a training, with steps counted from its own first one, and without the barrier at its end."""
-    calls = training(traced=True).calls(rank, stage)[:-1]
+    calls = training.calls(rank, stage)[:-1]
     before = calls[0].step
     return [Call(**{**vars(call), "step": call.step - before - 1}) for call in calls]
 
@@ -41,18 +49,18 @@ def trained(stage: str, rank: int = 0) -> list[Call]:
 
 
 @pytest.mark.parametrize("stage", ["0", "1", "2"])
-def test_steps_micro_batches_and_phases_below_stage_3(stage: str) -> None:
+def test_steps_micro_batches_and_phases_below_stage_3(stage: str, training: Training) -> None:
     expected = [(-1, -1, INIT, "broadcast")]
     for step in range(3):
         # Stage 2 reduces each micro-batch's gradients, the others the sum of both, behind the second backward.
         expected += [(step, part, BACKWARD, "all_reduce") for part in ((0, 1) if stage == "2" else (1,))]
         expected.append((step, -1, OPTIMIZER, "all_reduce"))
         expected += [(step, -1, OPTIMIZER, "all_gather")] * (stage != "0")
-    assert places(trained(stage)) == expected
+    assert places(trained(training, stage)) == expected
 
 
-def test_steps_micro_batches_and_phases_under_stage_3() -> None:
-    calls = trained("3")
+def test_steps_micro_batches_and_phases_under_stage_3(training: Training) -> None:
+    calls = trained(training, "3")
     assert {call.phase for call in calls if call.step < 0} == {INIT}
     for step in range(3):
         mine = [call for call in calls if call.step == step]
@@ -64,17 +72,17 @@ def test_steps_micro_batches_and_phases_under_stage_3() -> None:
 
 
 @pytest.mark.parametrize("stage", ZERO)
-def test_sites_are_deepspeed_s_lines_and_no_wrapper_s(stage: str) -> None:
-    for call in trained(stage):
+def test_sites_are_deepspeed_s_lines_and_no_wrapper_s(stage: str, training: Training) -> None:
+    for call in trained(training, stage):
         assert "/deepspeed/" in call.file or "/torch/nn/utils/" in call.file
         assert "/deepspeed/comm/" not in call.file
-    reducers = {call.function.split(".")[-1] for call in trained(stage) if call.phase == BACKWARD}
+    reducers = {call.function.split(".")[-1] for call in trained(training, stage) if call.phase == BACKWARD}
     assert stage == "3" or reducers == {"allreduce_bucket"}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_job_is_told_whole(rank: int) -> None:
-    jobs = [job for job in training(traced=True).logs[rank].tables["job"] if job["source"] == "deepspeed"]
+def test_the_job_is_told_whole(rank: int, training: Training) -> None:
+    jobs = [job for job in training.logs[rank].tables["job"] if job["source"] == "deepspeed"]
     assert [job["zero_stage"] for job in jobs] == [0, 1, 2, 3]
     for stage, job in enumerate(jobs):
         assert job["engine"] == "DeepSpeedEngine"
@@ -94,8 +102,8 @@ def test_the_job_is_told_whole(rank: int) -> None:
         assert {(entry["dtype"], entry["trainable"]) for entry in job["parameters"]} == {("float32", True)}
 
 
-def test_ddp_s_job_is_told() -> None:
-    (job,) = (job for job in training(traced=True).logs[0].tables["job"] if job["source"] == "ddp")
+def test_ddp_s_job_is_told(training: Training) -> None:
+    (job,) = (job for job in training.logs[0].tables["job"] if job["source"] == "ddp")
     assert [entry["name"] for entry in job["parameters"]][:2] == ["0.weight", "0.bias"]
     assert (job["bucket_bytes_cap"], job["first_bucket_bytes_cap"]) == (25 << 20, 1 << 20)
     assert job["first_buckets_bytes"] == [GRADIENTS]
@@ -107,60 +115,39 @@ def test_ddp_s_job_is_told() -> None:
 # ---- a pipeline, and an engine that is trained in torch's style -----------------------------------------------------
 
 
-class Ran(NamedTuple):
-    """What a rank told, and its log."""
-
-    told: dict[str, Any]
-    log: Log
-
-    def section(self, name: str, until: str) -> list[Call]:
-        """The calls between two marks."""
-        return self.log.between(self.told[name], self.told[until])
-
-
-@functools.cache
-def ran() -> list[Ran]:
-    """By rank."""
-    _folders.append(tempfile.TemporaryDirectory())
-    folder = Path(_folders[-1].name)
-    launch("pipeline", folder, log=folder / "log", deepspeed=True)
-    told = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
-    return [Ran(*each) for each in zip(told, logs(folder / "log"), strict=True)]
-
-
 @pytest.mark.parametrize("rank", [0, 1])
-def test_backward_of_the_loss_is_as_good_as_the_engine_s(rank: int) -> None:
+def test_backward_of_the_loss_is_as_good_as_the_engine_s(rank: int, ran: list[Ran]) -> None:
     each = [(BACKWARD, 1, "all_reduce"), (OPTIMIZER, -1, "all_reduce"), (OPTIMIZER, -1, "all_gather")]
-    assert places(ran()[rank].section("torch style", "no grad")) == [
+    assert places(ran[rank].section("torch style", "no grad")) == [
         (step, part, phase, op) for step in range(2) for phase, part, op in each
     ]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_forward_without_gradients_begins_no_step(rank: int) -> None:
-    (call,) = ran()[rank].section("no grad", "torch style end")
+def test_a_forward_without_gradients_begins_no_step(rank: int, ran: list[Ran]) -> None:
+    (call,) = ran[rank].section("no grad", "torch style end")
     assert (call.step, call.phase) == (1, OTHER)
 
 
-def messages(rank: int, step: int, op: str, phase: Phase) -> list[Call]:
+def messages(ran: list[Ran], rank: int, step: int, op: str, phase: Phase) -> list[Call]:
     until = "pipeline step 1" if step == 0 else "evaluation"
-    calls = ran()[rank].section(f"pipeline step {step}", until)
+    calls = ran[rank].section(f"pipeline step {step}", until)
     return [call for call in calls if call.op == op and call.phase == phase]
 
 
 @pytest.mark.parametrize("step", [0, 1])
-def test_messages_of_a_pipeline_carry_their_micro_batches(step: int) -> None:
+def test_messages_of_a_pipeline_carry_their_micro_batches(step: int, ran: list[Ran]) -> None:
     activations = [0, *range(4)] if step == 0 else [*range(4)]  # before the first one goes what it looks like
     for rank, op in ((0, "send"), (1, "recv")):
-        assert [call.micro_batch for call in messages(rank, step, op, FORWARD)] == activations
+        assert [call.micro_batch for call in messages(ran, rank, step, op, FORWARD)] == activations
     for rank, op in ((1, "send"), (0, "recv")):
-        assert [call.micro_batch for call in messages(rank, step, op, BACKWARD)] == [0, 1, 2, 3]
+        assert [call.micro_batch for call in messages(ran, rank, step, op, BACKWARD)] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("step", [0, 1])
-def test_both_ends_of_a_message_agree(step: int) -> None:
+def test_both_ends_of_a_message_agree(step: int, ran: list[Ran]) -> None:
     for source, phase in ((0, FORWARD), (1, BACKWARD)):
-        sent, received = messages(source, step, "send", phase), messages(1 - source, step, "recv", phase)
+        sent, received = messages(ran, source, step, "send", phase), messages(ran, 1 - source, step, "recv", phase)
         assert [(call.seq, call.payload, call.step) for call in sent] == [
             (call.seq, call.payload, call.step) for call in received
         ]
@@ -168,41 +155,41 @@ def test_both_ends_of_a_message_agree(step: int) -> None:
         assert {call.peer for call in received} == {source}
 
 
-def test_the_line_that_sends_metadata_is_named() -> None:
-    first, *others = messages(0, 0, "send", FORWARD)
+def test_the_line_that_sends_metadata_is_named(ran: list[Ran]) -> None:
+    first, *others = messages(ran, 0, 0, "send", FORWARD)
     assert (first.payload, first.function) == (1024, "PipelineEngine._send_tensor_meta")
     assert {(call.payload, call.function) for call in others} == {(64, "PipelineEngine._exec_send_activations")}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_gradients_of_a_stage_with_one_replica_go_to_a_group_of_one(rank: int) -> None:
-    calls = ran()[rank].section("pipeline step 1", "evaluation")
+def test_the_gradients_of_a_stage_with_one_replica_go_to_a_group_of_one(rank: int, ran: list[Ran]) -> None:
+    calls = ran[rank].section("pipeline step 1", "evaluation")
     (call,) = (call for call in calls if call.op == "all_reduce" and call.phase == BACKWARD)
     assert call.ranks == [rank]
     assert call.payload == 4 * 2 * (8 * 8 + 8)  # two layers of 8 by 8
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_steps_of_a_pipeline_are_those_of_train_batch(rank: int) -> None:
-    first = ran()[rank].section("pipeline step 0", "pipeline step 1")
-    second = ran()[rank].section("pipeline step 1", "evaluation")
+def test_steps_of_a_pipeline_are_those_of_train_batch(rank: int, ran: list[Ran]) -> None:
+    first = ran[rank].section("pipeline step 0", "pipeline step 1")
+    second = ran[rank].section("pipeline step 1", "evaluation")
     assert {call.step for call in first} == {2}  # behind the two of the other engine
     assert {call.step for call in second} == {3}
-    assert {call.step for call in ran()[rank].section("evaluation", "pipeline end")} == {3}
-    assert {call.micro_batch for call in ran()[rank].section("evaluation", "pipeline end")} == {-1}
+    assert {call.step for call in ran[rank].section("evaluation", "pipeline end")} == {3}
+    assert {call.micro_batch for call in ran[rank].section("evaluation", "pipeline end")} == {-1}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_roles_come_from_deepspeed_s_registries(rank: int) -> None:
-    log = ran()[rank].log
+def test_roles_come_from_deepspeed_s_registries(rank: int, ran: list[Ran]) -> None:
+    log = ran[rank].log
     ranks = {group["id"]: group["ranks"] for group in log.tables["groups"]}
     roles = {(row["role"], tuple(ranks[row["group"]])) for row in log.tables["roles"]}
     assert roles == {("data", (0, 1)), ("data", (rank,)), ("pipeline", (0, 1)), ("tensor", (rank,))}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_pipeline_s_job_has_its_stages_and_the_parameters_of_its_own(rank: int) -> None:
-    jobs = ran()[rank].log.tables["job"]
+def test_a_pipeline_s_job_has_its_stages_and_the_parameters_of_its_own(rank: int, ran: list[Ran]) -> None:
+    jobs = ran[rank].log.tables["job"]
     assert [(job["engine"], job["pipeline_stages"], len(job["parameters"])) for job in jobs] == [
         ("DeepSpeedEngine", 1, 8),
         ("PipelineEngine", 2, 4),
@@ -210,10 +197,11 @@ def test_a_pipeline_s_job_has_its_stages_and_the_parameters_of_its_own(rank: int
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_all_reduce_through_shared_memory_is_seen(rank: int) -> None:
-    (call,) = ran()[rank].section("shared memory", "end")
-    assert ran()[rank].told["shared"] == [2.0] * 6
+def test_the_all_reduce_through_shared_memory_is_seen(rank: int, ran: list[Ran], recorder: str) -> None:
+    (call,) = ran[rank].section("shared memory", "end")
+    assert ran[rank].told["shared"] == [2.0] * 6
     assert (call.op, call.variant, call.dtype, call.reduce_op) == (
         "all_reduce", "inference_all_reduce_", "float32", "SUM",
     )  # fmt: skip
-    assert (call.payload, call.ranks, call.state, call.clock) == (24, [0, 1], State.COMPLETE, Clock.RETURN)
+    assert (call.payload, call.ranks) == (24, [0, 1])
+    assert (call.state, call.clock) == end(WAITED, call.variant, recorder)

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import functools
-import json
-import tempfile
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 
-from hook_programs.runs import FOLDER, Call, launch, logs
+from hook_programs.runs import FOLDER, Call
+from hook_programs.runs import ran as ran_program
+from recorders import FORGOTTEN, end
 
-from commtrace.schema import Phase, State
+from commtrace.schema import Phase
 
 FORWARD, BACKWARD, OPTIMIZER, INIT, OTHER = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.INIT, Phase.OTHER
 
-_folders: list[tempfile.TemporaryDirectory[str]] = []
 
-
-@functools.cache
-def ran() -> list[dict[str, list[Call]]]:
+@pytest.fixture
+def ran(recorder: str) -> list[dict[str, list[Call]]]:
     """By rank: section -> its calls."""
-    _folders.append(tempfile.TemporaryDirectory())
-    folder = Path(_folders[-1].name)
-    launch("plain", folder, log=folder / "log")
-    told = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
     return [
-        {name: log.between(*times) for name, times in each.items()}
-        for each, log in zip(told, logs(folder / "log"), strict=True)
+        {name: each.log.between(*times) for name, times in each.told.items()} for each in ran_program("plain", recorder)
     ]
 
 
@@ -61,14 +53,14 @@ EXPECTED: dict[str, list[tuple[int, Phase, str]]] = {
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("section", EXPECTED)
-def test_steps_and_phases(section: str, rank: int) -> None:
-    found = [(call.step, call.phase, call.op) for call in ran()[rank][section]]
+def test_steps_and_phases(section: str, rank: int, ran: list[dict[str, list[Call]]]) -> None:
+    found = [(call.step, call.phase, call.op) for call in ran[rank][section]]
     assert found == EXPECTED[section]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ddp_reduces_once_a_step_whatever_is_accumulated(rank: int) -> None:
-    calls = ran()[rank]["accumulated"]
+def test_ddp_reduces_once_a_step_whatever_is_accumulated(rank: int, ran: list[dict[str, list[Call]]]) -> None:
+    calls = ran[rank]["accumulated"]
     reduced = [call for call in calls if call.op == REDUCE]
     assert [(call.step, call.phase, call.payload) for call in reduced] == [
         (step, BACKWARD, 4 * (8 * 3 + 3)) for step in (7, 8)
@@ -80,22 +72,23 @@ def test_ddp_reduces_once_a_step_whatever_is_accumulated(rank: int) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("section", ["accumulated", "compiled"])
-def test_what_ddp_sends_is_placed_on_the_line_that_calls_backward(section: str, rank: int) -> None:
-    for call in ran()[rank][section]:
+def test_what_ddp_sends_is_placed_on_the_line_that_calls_backward(
+    section: str, rank: int, ran: list[dict[str, list[Call]]], recorder: str
+) -> None:
+    for call in ran[rank][section]:
         if call.phase == BACKWARD:
             assert (call.file, call.function) == (str(FOLDER / "plain.py"), section)
             assert "backward()" in Path(call.file).read_text().splitlines()[call.line - 1]
-            # C++ waits; that nobody else will is known a moment after the call, which the last one may not have had.
-            assert call.state in (State.UNOBSERVABLE, State.RETURNED)
+            assert (call.state, call.clock) == end(FORGOTTEN, call.variant, recorder)  # C++ waits
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_compiled_replica_is_recorded_as_any(rank: int) -> None:
-    reduced = [call for call in ran()[rank]["compiled"] if call.op == REDUCE]
+def test_a_compiled_replica_is_recorded_as_any(rank: int, ran: list[dict[str, list[Call]]]) -> None:
+    reduced = [call for call in ran[rank]["compiled"] if call.op == REDUCE]
     assert [(call.step, call.phase, call.payload) for call in reduced] == [(9, BACKWARD, 4 * (8 * 3 + 3))]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_fsdp_gathers_whole_layers(rank: int) -> None:
+def test_fsdp_gathers_whole_layers(rank: int, ran: list[dict[str, list[Call]]]) -> None:
     layer = 4 * (8 * 8 + 8)
-    assert {(call.payload, call.local) for call in ran()[rank]["sharded"]} == {(layer, layer // 2)}
+    assert {(call.payload, call.local) for call in ran[rank]["sharded"]} == {(layer, layer // 2)}

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import processes
 import pytest
+from processes import NewRecorder
 
 from commtrace.log_writer import LogWriter
 from commtrace.recorder import Call
@@ -25,8 +26,8 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_the_ways_of_a_call(tmp_path: Path) -> None:
-    recorder = processes.recorder(tmp_path)
+def test_the_ways_of_a_call(tmp_path: Path, new_recorder: NewRecorder) -> None:
+    recorder = new_recorder(tmp_path)
     slots = [processes.call(recorder, number, flags=1, tag=number) for number in range(6)]
     waited = recorder.returned(slots[0], 101, observable=True)
     assert recorder.returned(slots[1], 102, observable=False) is None
@@ -57,8 +58,8 @@ def test_the_ways_of_a_call(tmp_path: Path) -> None:
     processes.assert_whole(found)
 
 
-def test_a_number_that_does_not_fit_costs_nothing_but_its_record(tmp_path: Path) -> None:
-    recorder = processes.recorder(tmp_path, ring_records=16)
+def test_a_number_that_does_not_fit_costs_nothing_but_its_record(tmp_path: Path, new_recorder: NewRecorder) -> None:
+    recorder = new_recorder(tmp_path, ring_records=16)
     for _ in range(100):
         with pytest.raises(struct.error):
             processes.call(recorder, tag=1 << 40)
@@ -68,8 +69,8 @@ def test_a_number_that_does_not_fit_costs_nothing_but_its_record(tmp_path: Path)
     assert processes.read_one(tmp_path).stats["dropped"] == 0
 
 
-def test_a_full_ring_counts(tmp_path: Path) -> None:
-    recorder = processes.recorder(tmp_path, ring_records=16, drain_ms=60_000)
+def test_a_full_ring_counts(tmp_path: Path, new_recorder: NewRecorder) -> None:
+    recorder = new_recorder(tmp_path, ring_records=16, drain_ms=60_000)
     slots = [processes.call(recorder, number) for number in range(100)]
     assert slots[16:] == [-1] * 84
     assert recorder.returned(-1, 5, observable=True) is None
@@ -80,9 +81,9 @@ def test_a_full_ring_counts(tmp_path: Path) -> None:
     assert (left.stats["calls"], left.stats["dropped"]) == (100, 84)
 
 
-def test_threads_under_a_fast_drain(tmp_path: Path) -> None:
+def test_threads_under_a_fast_drain(tmp_path: Path, new_recorder: NewRecorder) -> None:
     """Eight threads begin, return and end calls, each the calls of another one, while the ring is emptied."""
-    recorder = processes.recorder(tmp_path, ring_records=4096, drain_ms=1, segment_min_bytes=4096)
+    recorder = new_recorder(tmp_path, ring_records=4096, drain_ms=1, segment_min_bytes=4096)
     threads, each = 8, 4000
     handed_on: list[list[tuple[Call, int]]] = [[] for _ in range(threads)]
     numbers = itertools.count()
@@ -123,8 +124,8 @@ def test_threads_under_a_fast_drain(tmp_path: Path) -> None:
     assert left.stats["hook_errors"] == 0
 
 
-def test_calls_that_come_back_after_the_end(tmp_path: Path) -> None:
-    recorder = processes.recorder(tmp_path)
+def test_calls_that_come_back_after_the_end(tmp_path: Path, new_recorder: NewRecorder) -> None:
+    recorder = new_recorder(tmp_path)
     slot = processes.call(recorder, 0)
     call = recorder.returned(processes.call(recorder, 1), 1, observable=True)
     recorder.close("stop")
@@ -138,8 +139,8 @@ def test_calls_that_come_back_after_the_end(tmp_path: Path) -> None:
     assert not processes.rings(tmp_path)
 
 
-def test_calls_of_other_threads_while_it_ends(tmp_path: Path) -> None:
-    recorder = processes.recorder(tmp_path, drain_ms=1)
+def test_calls_of_other_threads_while_it_ends(tmp_path: Path, new_recorder: NewRecorder) -> None:
+    recorder = new_recorder(tmp_path, drain_ms=1)
     made = itertools.count()
     stop = threading.Event()
 
@@ -163,8 +164,8 @@ def test_calls_of_other_threads_while_it_ends(tmp_path: Path) -> None:
     assert not processes.rings(tmp_path)
 
 
-def test_hook_errors_are_counted_and_the_first_is_kept(tmp_path: Path) -> None:
-    recorder = processes.recorder(tmp_path)
+def test_hook_errors_are_counted_and_the_first_is_kept(tmp_path: Path, new_recorder: NewRecorder) -> None:
+    recorder = new_recorder(tmp_path)
 
     class UnprintableError(Exception):
         def __str__(self) -> str:
@@ -209,11 +210,11 @@ def test_what_calls_cost(tmp_path: Path) -> None:
 
 
 def test_a_store_that_hangs_does_not_keep_the_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], new_recorder: NewRecorder
 ) -> None:
     go_on = threading.Event()
     monkeypatch.setattr(LogWriter, "write", lambda *_: go_on.wait() and 0)
-    recorder = processes.recorder(tmp_path, exit_seconds=0.05, drain_ms=1)
+    recorder = new_recorder(tmp_path, exit_seconds=0.05, drain_ms=1)
     processes.call(recorder, 0)
     begin = time.monotonic()
     recorder.close("exit")
@@ -224,9 +225,9 @@ def test_a_store_that_hangs_does_not_keep_the_program(
     recorder.ring.remove()
 
 
-def test_the_drain_thread_takes_no_signals(tmp_path: Path) -> None:
+def test_the_drain_thread_takes_no_signals(tmp_path: Path, new_recorder: NewRecorder) -> None:
     """A program that blocks a signal, to wait for it, would else be killed by it in a thread that it does not know."""
-    recorder = processes.recorder(tmp_path)
+    recorder = new_recorder(tmp_path)
     thread = recorder._drain._thread.native_id
 
     def blocked() -> int:
@@ -240,22 +241,24 @@ def test_the_drain_thread_takes_no_signals(tmp_path: Path) -> None:
     recorder.close("stop")
 
 
-def test_a_recorder_that_cannot_begin_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorder_that_cannot_begin_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_recorder: NewRecorder
+) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("can't start new thread")
 
     before = descriptors()
     monkeypatch.setattr(threading.Thread, "start", fail)
     with pytest.raises(RuntimeError):
-        processes.recorder(tmp_path)
+        new_recorder(tmp_path)
     assert not processes.rings(tmp_path)
     assert descriptors() == before
 
 
-def test_no_descriptor_stays_open(tmp_path: Path) -> None:
+def test_no_descriptor_stays_open(tmp_path: Path, new_recorder: NewRecorder) -> None:
     before = descriptors()
     for _ in range(5):
-        recorder = processes.recorder(tmp_path, segment_min_bytes=4096)
+        recorder = new_recorder(tmp_path, segment_min_bytes=4096)
         for number in range(100):
             processes.call(recorder, number)
         recorder.close("stop")
@@ -264,13 +267,15 @@ def test_no_descriptor_stays_open(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shm", ["/dev/shm", "/nonexistent"])
-def test_two_processes_of_the_same_name(shm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_of_the_same_name(
+    shm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_recorder: NewRecorder
+) -> None:
     """In two containers, with the same rank, process number, host name and run."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
     monkeypatch.setattr("commtrace.identity._agreed", lambda member: "run")
     monkeypatch.setattr("commtrace.identity._recordings", -5)
     monkeypatch.setattr("commtrace.identity._file_name", lambda text: text.partition("--")[0])
-    recorders = [processes.recorder(tmp_path, shm=shm, segment_min_bytes=4096, drain_ms=2) for _ in range(3)]
+    recorders = [new_recorder(tmp_path, shm=shm, segment_min_bytes=4096, drain_ms=2) for _ in range(3)]
     for number in range(300):
         recorder = recorders[number % 3]
         recorder.returned(processes.call(recorder, number), 1, observable=False)

@@ -10,6 +10,7 @@ import numpy as np
 import processes
 import pytest
 from ranks import Nursery
+from recorders import FORGOTTEN, end
 
 from commtrace import recorder as recorder_module
 from commtrace.identity import Member
@@ -44,6 +45,16 @@ def test_endings(how: str, status: int, reason: str | None, nursery: Nursery, tm
     assert [row["reason"] for row in left.tables.get("end", [])] == ([reason] if reason else [])
     assert ("salvage" in left.tables) == (reason is None)
     assert not processes.rings(tmp_path / "log")
+
+
+def test_a_call_that_is_forgotten_just_before_the_end(nursery: Nursery, tmp_path: Path) -> None:
+    """Its Work is let go of when the log is closed, and not before."""
+    statuses, outputs = nursery.run("ending", tmp_path / "log", "forgotten", ranks=1, drain_ms=60_000)
+    assert statuses == [0], outputs
+    left = processes.read_one(tmp_path / "log")
+    forgotten = left.records[left.records["t_begin"].argmax()]
+    assert (forgotten["state"], forgotten["clock"]) == end(FORGOTTEN, "allreduce_", nursery.recorder)
+    assert "Exception ignored" not in outputs[0]
 
 
 def test_handlers_that_communicate(nursery: Nursery, tmp_path: Path) -> None:

@@ -223,6 +223,7 @@ def test_start_and_stop_around_real_calls(nursery: Nursery, tmp_path: Path) -> N
     assert len(runs) == 3
     for left, calls in zip(sorted((first, second, third), key=lambda left: len(left.records)), (2, 3, 4), strict=True):
         assert len(left.records) == left.stats["calls"] == calls
+        assert left.tables["process"][0]["recorder"] == nursery.recorder
         assert left.tables["end"][0]["reason"] == "stop"
         assert left.stats["hook_errors"] == 0
     assert not (tmp_path / "untraced").exists()

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch.distributed  # noqa: F401
 
+MORE_PORTS = 5  # for programs with several process groups of the whole world, one after the other
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -45,7 +47,13 @@ def main() -> bool:
     if os.environ.get("LAUNCH_DEEPSPEED") == "1":
         import deepspeed  # noqa: F401
     ranks, pids = int(sys.argv[1]), []
-    world = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "SECOND_PORT": free_port()}
+    world: dict[str, Any] = {
+        "WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+        "SECOND_PORT": free_port(),
+    }
+    world["MORE_PORTS"] = " ".join(str(free_port()) for _ in range(MORE_PORTS))
     for rank in range(ranks):
         pid = os.fork()
         if pid == 0:

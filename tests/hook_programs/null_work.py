@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -63,6 +64,7 @@ def nothing_is_given() -> bool:
 def asynchronous() -> Any:
     work = dist.all_reduce(torch.ones(4), async_op=True)
     assert work.get_future().done()  # at launch, which is no end
+    assert not work.is_completed()
     return work.wait()
 
 
@@ -100,5 +102,20 @@ def abandoned_batch() -> None:
     dist.broadcast(torch.ones(10), 0)
 
 
-(Path(sys.argv[1]) / "told.json").write_text(json.dumps(told))
+@case
+def polled() -> None:
+    work = dist.all_reduce(torch.ones(11), async_op=True)
+    assert not work.is_completed()
+    backend.finish()
+    assert work.is_completed()
+
+
+@case
+def complete_at_once() -> None:
+    work = dist.all_reduce(torch.ones(12), async_op=True)
+    assert work.get_future().done()
+    work.wait()
+
+
+(Path(sys.argv[1]) / f"rank{os.environ['RANK']}.json").write_text(json.dumps(told))
 dist.destroy_process_group()

@@ -1,12 +1,15 @@
 // A backend that behaves as NCCL does, on CPU tensors, and sends nothing.
 //
-// It gives no Work for a synchronous call; its asynchronous Works, and their futures, are complete at launch,
-// as NCCL's are. It coalesces: calls between startCoalescing and endCoalescing have one Work together.
+// It gives no Work for a synchronous call; the futures of its asynchronous Works are complete at launch, as NCCL's
+// are, and the Works themselves are not, until they are waited for or finish() is called. It coalesces: calls between
+// startCoalescing and endCoalescing have one Work together.
 
 #include <torch/extension.h>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <atomic>
 
 namespace {
 
@@ -15,19 +18,22 @@ using Tensors = std::vector<at::Tensor>;
 using Lists = std::vector<Tensors>;
 using Handle = c10::intrusive_ptr<Work>;
 
+std::atomic<bool> finished{false};
+
 struct LaunchedWork : Work {
   LaunchedWork()
       : Work(-1, c10d::OpType::UNKNOWN),
         future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {
     future_->markCompleted(Tensors{});
   }
-  bool isCompleted() override { return true; }
-  bool isSuccess() const override { return true; }
-  bool wait(std::chrono::milliseconds) override { return true; }
+  bool isCompleted() override { return waited_ || finished; }
+  bool isSuccess() const override { return waited_ || finished; }
+  bool wait(std::chrono::milliseconds) override { return waited_ = true; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
 
  private:
   c10::intrusive_ptr<c10::ivalue::Future> future_;
+  bool waited_ = false;
 };
 
 struct NullWorkBackend : c10d::Backend {
@@ -85,4 +91,7 @@ c10::intrusive_ptr<c10d::Backend> create(int rank, int size) {
 
 }  // namespace
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) { module.def("create", &create); }
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  module.def("create", &create);
+  module.def("finish", [] { finished = true; });  // all Works, those of later calls too
+}

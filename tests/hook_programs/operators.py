@@ -237,6 +237,37 @@ def failing() -> str:
 
 
 @case
+def failing_and_dropped() -> None:
+    work = dist.all_reduce(torch.ones(10), op=dist.ReduceOp.BAND, async_op=True)
+    while not work.get_future().done():
+        time.sleep(0.001)
+
+
+@case
+def message_dropped() -> None:
+    if RANK < 2:
+        work = dist.isend(torch.ones(9), 1) if RANK == 0 else dist.irecv(torch.zeros(9), 0)
+        if RANK == 1:
+            work.wait()
+    dist.barrier()  # the message has arrived
+
+
+@case
+def message_kept() -> None:
+    if RANK == 0:
+        globals()["sent"] = dist.isend(torch.ones(9), 1)
+    elif RANK == 1:
+        dist.recv(torch.zeros(9), 0)
+    dist.barrier()
+
+
+@case
+def reduce_scatter_dropped() -> None:
+    dist.reduce_scatter_tensor(torch.zeros(2), torch.ones(RANKS * 2), async_op=True)
+    dist.barrier()
+
+
+@case
 def subgroup() -> None:
     pair = dist.new_group([1, 2], group_desc="a pair")
     if RANK:

@@ -1,16 +1,23 @@
-"""Starting a program of this folder, and its log as plain rows."""
+"""Starting a program of this folder, and its log as plain rows.
+
+Each program runs once with each recorder, for all tests that look at it.
+"""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
+import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import processes
+import pytest
 
 from commtrace.schema import Clock, Flag, Phase, State
 
@@ -18,12 +25,23 @@ FOLDER = Path(__file__).parent
 
 
 def launch(
-    program: str, *arguments: object, log: Path | None, ranks: int = 2, deepspeed: bool = False, **variables: object
+    program: str,
+    *arguments: object,
+    log: Path | None,
+    recorder: str = "python",
+    ranks: int = 2,
+    deepspeed: bool = False,
+    before: Sequence[str] = (),
+    **variables: object,
 ) -> str:
-    """Run a program to its good end, traced into `log` if that is given. What its ranks wrote to stderr."""
-    settings = {} if log is None else {"COMMTRACE": log}
+    """Run a program to its good end, traced into `log` if that is given. What its ranks wrote to stderr.
+
+    `before` is a command that runs the command given behind it.
+    """
+    settings = {} if log is None else {"COMMTRACE": log, "COMMTRACE_RECORDER": recorder}
     needs = {"LAUNCH_DEEPSPEED": 1, "DS_ACCELERATOR": "cpu"} if deepspeed else {}
     command: list[str | Path] = [
+        *before,
         sys.executable,
         FOLDER / "launch.py",
         str(ranks),
@@ -77,6 +95,7 @@ class Log:
     """The log of one rank."""
 
     def __init__(self, left: processes.Left) -> None:
+        self.left = left
         self.tables = left.tables
         self.stats = left.stats
         self.calls = [self._call(record) for record in left.records[left.records["t_begin"].argsort()]]
@@ -107,14 +126,78 @@ class Log:
         return [call for call in self.calls if begin <= call.t_begin < end]
 
 
-def logs(directory: Path) -> list[Log]:
-    """By rank. Whatever a test looks for, no hook may have failed and nothing may be missing."""
+def logs(directory: Path, recorder: str) -> list[Log]:
+    """By rank. Whatever a test looks for, this recorder recorded, no hook failed, and nothing is missing."""
     found = [Log(left) for left in processes.read_all(directory)]
     for log in found:
+        assert log.tables["process"][0]["recorder"] == recorder
         assert log.stats["hook_errors"] == 0, log.stats["first_error"]
         assert log.stats["dropped"] == log.stats["lost"] == 0
         assert "end" in log.tables
     return found
+
+
+class Ran(NamedTuple):
+    """What one rank of a program told, and its log."""
+
+    told: dict[str, Any]
+    log: Log
+
+    def case(self, name: str) -> list[Call]:
+        """The calls of one case of the program."""
+        return self.log.between(self.told[name]["begin"], self.told[name]["end"])
+
+    def section(self, name: str, until: str) -> list[Call]:
+        """The calls between two marks of the program."""
+        return self.log.between(self.told[name], self.told[until])
+
+
+_folders: list[tempfile.TemporaryDirectory[str]] = []  # until the tests end
+
+
+def new_folder() -> Path:
+    """Kept until the tests end."""
+    _folders.append(tempfile.TemporaryDirectory())
+    return Path(_folders[-1].name)
+
+
+@functools.cache
+def ran(
+    program: str,
+    recorder: str,
+    *arguments: str,
+    ranks: int = 2,
+    deepspeed: bool = False,
+    before: tuple[str, ...] = (),
+) -> list[Ran]:
+    """By rank. The program is given a folder, into which each rank writes what it has to tell, as `rankN.json`."""
+    folder = new_folder()
+    launch(
+        program, folder, *arguments,
+        log=folder / "log", recorder=recorder, ranks=ranks, deepspeed=deepspeed, before=before,
+    )  # fmt: skip
+    told = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+    return [Ran(*each) for each in zip(told, logs(folder / "log", recorder), strict=True)]
+
+
+def null_work(recorder: str) -> list[Ran]:
+    """The program on a backend of its own, which has to be compiled; skips the test where that is impossible."""
+    cpp_extension: Any = pytest.importorskip("torch.utils.cpp_extension")
+    if shutil.which("g++") is None and shutil.which("c++") is None:
+        pytest.skip("there is no C++ compiler to build the backend with")
+    if not cpp_extension.is_ninja_available():
+        pytest.skip("there is no ninja to build the backend with")
+    return ran("null_work", recorder, str(_build_folder()), ranks=1)
+
+
+def _build_folder() -> Path:
+    # Kept between runs of the tests: compiling takes half a minute.
+    source = (FOLDER / "null_work_backend.cpp").read_bytes()
+    torch = pytest.importorskip("torch")
+    key = hashlib.sha256(source + torch.__version__.encode() + sys.version.encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"commtrace-tests-null-work-{key}"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @dataclass(frozen=True)
@@ -136,14 +219,12 @@ class Training:
 
 
 ENGINES = ("ddp", "0", "1", "2", "3")
-_folders: list[tempfile.TemporaryDirectory[str]] = []  # until the tests end
 
 
 @functools.cache
-def training(*, traced: bool) -> Training:
-    """All engines, one after the other, on two ranks; under the profiler where traced. Run once for all tests."""
-    _folders.append(tempfile.TemporaryDirectory())
-    folder = Path(_folders[-1].name)
-    log = folder / "log" if traced else None
-    launch("train", folder, int(traced), *ENGINES, log=log, deepspeed=True)
-    return Training(folder, logs(folder / "log") if traced else [])
+def training(recorder: str | None) -> Training:
+    """All engines, one after the other, on two ranks; under the profiler where traced (None: untraced)."""
+    folder = new_folder()
+    log = None if recorder is None else folder / "log"
+    launch("train", folder, int(recorder is not None), *ENGINES, log=log, recorder=recorder or "", deepspeed=True)
+    return Training(folder, [] if log is None or recorder is None else logs(log, recorder))

@@ -30,6 +30,11 @@ elif how == "abort":
 elif how == "handled SIGTERM":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
     signal.raise_signal(signal.SIGTERM)
+elif how == "forgotten":
+    work = dist.all_reduce(torch.ones(4), async_op=True)
+    assert work is not None
+    work.get_future().then(lambda _: None).wait()  # behind all other callbacks
+    del work
 elif how == "exec":
     os.execv("/bin/sh", ["sh", "-c", "exit 6"])
 elif how == "thread":

@@ -32,6 +32,18 @@ def inject(name: str, argument: str) -> Callable[[int], None]:
         Recorder.begin = fail  # type: ignore[method-assign]
     elif name == "ended":
         Recorder.ended = fail  # type: ignore[method-assign]
+    elif name == "group":
+        from commtrace.hooks.groups import Groups
+
+        Groups.of = fail  # type: ignore[method-assign]
+    elif name == "kind":
+        from commtrace.hooks.torch_tracer import TorchTracer
+
+        TorchTracer.kind = fail  # type: ignore[method-assign]
+    elif name == "line":
+        from commtrace.hooks.call_site import CallSites
+
+        CallSites.number = fail  # type: ignore[method-assign]
     elif name == "drain":
         return lambda step: session.recorder.each_drain.append(fail) if step == 1 and session.recorder else None
     elif name == "removed":
