@@ -41,6 +41,7 @@ END_SEEN_BY: Final = {
     Clock.FUTURE: "callback",
     Clock.DEVICE: "device",
     Clock.TEST: "poll",
+    Clock.DEVICE_WAIT: "device wait",
 }
 
 # Bin b holds durations d with _GROWTH**(b - 1) < d <= _GROWTH**b ns, so their mean is at most 1 % off for any of them.

@@ -40,7 +40,8 @@ struct Entry {
   Handle handle;
   Group* group = nullptr;
   bool on_host = true;
-  bool sampled = false;
+  Begun on_device;
+  bool asynchronous = false, sampled = false;
   const void* tensor = nullptr;  // a functional call is waited for by this one
   int64_t entered = 0, begun = 0;
 };
@@ -119,6 +120,23 @@ uint8_t flags_of(const Plan& plan, Arguments args, const at::Tensor* sample, boo
          (sample != nullptr && sample->layout() != at::kStrided ? kSparse : 0);
 }
 
+// Where the call begins on its device; a coalesced one where its batch does. Whether it goes into a graph.
+bool begin_on_device(Entry& entry, const at::Tensor& sample, bool batched) {
+  if (!batched) {
+    entry.on_device = entry.recording->devices.begins(sample.device());
+    return entry.on_device.captured;
+  }
+  Group& group = *entry.group;
+  {
+    std::lock_guard<std::mutex> held(group.mutex);
+    if (group.batch_on_device.device != nullptr) return group.batch_on_device.captured;
+  }
+  Begun begun = entry.recording->devices.begins(sample.device());
+  std::lock_guard<std::mutex> held(group.mutex);
+  group.batch_on_device = std::move(begun);
+  return group.batch_on_device.captured;
+}
+
 bool record_call(Entry& entry, Thread& thread, Arguments args, const at::Tensor* sample) {
   Recording& recording = *entry.recording;
   const Plan& plan = entry.plan;
@@ -143,7 +161,11 @@ bool record_call(Entry& entry, Thread& thread, Arguments args, const at::Tensor*
   if (thread.functional > 0)
     if (const at::Tensor* output = first_tensor(args[plan.output_at]))
       entry.tensor = output->storage().unsafeGetStorageImpl();
-  entry.begun = record.t_begin = now();
+  const bool captured = !entry.on_host && begin_on_device(entry, *sample, record.batch != 0);
+  if (captured) record.flags |= kCaptured;
+  entry.asynchronous = record.flags & kAsync;
+  entry.begun = now();
+  record.t_begin = entry.on_device ? entry.on_device.point.submitted : entry.begun;
   entry.handle = recording.begin(record);
   return static_cast<bool>(entry.handle);
 }
@@ -221,10 +243,15 @@ void after(Entry& entry, Stack* stack, int64_t t_return) {
     return;
   }
   if (!work) {
-    returned(entry, t_return, kUnobservable);
+    // Without a Work, where none was asked for, the call is in the current stream, between two events.
+    const bool in_stream = entry.on_device && !entry.asynchronous;
+    returned(entry, t_return, in_stream ? kReturned : kUnobservable);
+    if (in_stream && !recording.devices.ends(entry.handle, std::move(entry.on_device)))
+      recording.unobservable(entry.handle);
     return;
   }
   const auto future = future_of(entry, *work);
+  const bool on_device = !entry.on_host && recording.devices.runs(entry.handle, std::move(entry.on_device));
   const bool by_wait = entry.on_host && !future;
   // Listed before it counts as returned: from then on the slot may become another call's.
   if (entry.tensor != nullptr)
@@ -235,7 +262,7 @@ void after(Entry& entry, Stack* stack, int64_t t_return) {
     returned(entry, t_return, kComplete, kFuture);
     return;
   }
-  returned(entry, t_return, entry.on_host ? kReturned : kUnobservable);
+  returned(entry, t_return, entry.on_host || on_device ? kReturned : kUnobservable);
   if (future) follow(&recording, entry.handle, *future);
 }
 
@@ -254,6 +281,13 @@ void after_or_fault(Entry& entry, Stack* stack) {
     entry.recording->sample_wait.store(true, std::memory_order_relaxed);
     entry.recording->tally.sample(entry.begun - entry.entered + now() - t_return + entry.recording->wait_cost.load());
   }
+}
+
+// There was no place for a record.
+void unrecorded(Recording& recording, const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  hand_on(op, keys, stack);
+  if (!recording.devices.wanted() || stack->empty()) return;
+  if (const void* work = unboxed<c10d::Work>(stack->back())) recording.waits.forget(work);
 }
 
 // ---- kernels -----------------------------------------------------------------------------------------------------------
@@ -275,7 +309,7 @@ class CallKernel : public c10::OperatorKernel {
     Entry entry{recording, plan_, {}};
     entry.sampled = (thread.calls++ & kSampleMask) == kSampled;
     if (entry.sampled) entry.entered = now();
-    if (!before(entry, thread, args, sample)) return hand_on(op, keys, stack);
+    if (!before(entry, thread, args, sample)) return unrecorded(*recording, op, keys, stack);
     try {
       hand_on(op, keys, stack);
     } catch (...) {
@@ -294,6 +328,23 @@ class CallKernel : public c10::OperatorKernel {
   }
 
   const Plan& plan_;
+};
+
+// A wait that makes a stream wait. If it is left by an exception its calls have failed.
+class DeviceWait {
+ public:
+  DeviceWait(Recording& recording, const Waits::AllFound& found) : devices_(recording.devices) {
+    c10::SmallVector<Handle, 4> handles;
+    for (const auto& call : found)
+      if (!call.by_wait) handles.push_back(call.handle);
+    if (!handles.empty()) waited_ = devices_.wait_begins(handles);
+  }
+  ~DeviceWait() { ends(true); }
+  void ends(bool raised) { devices_.wait_ends(std::exchange(waited_, {}), raised); }
+
+ private:
+  DeviceTimes& devices_;
+  Waited waited_;
 };
 
 // Calls of `_c10d_functional` arrive at `c10d` operators; who waits for them names a tensor.
@@ -318,8 +369,10 @@ class WaitKernel : public c10::OperatorKernel {
     const int64_t t_wait = now();
     const auto found = recording->waits.begins(key);
     for (const auto& call : found) recording->wait_begins(call.handle, t_wait);
+    DeviceWait on_device(*recording, found);
     hand_on(op, keys, stack);
     const int64_t t_end = now();
+    on_device.ends(false);
     for (const auto& call : recording->waits.ends(key)) recording->ended(call.handle, t_end, kWait);
   }
 };
@@ -349,15 +402,25 @@ PyObject* wait_traced(Recording& recording, PyObject* wait, PyObject* const* arg
     by_wait |= call.by_wait;
     recording.wait_begins(call.handle, t_wait);
   }
+  std::optional<DeviceWait> on_device;
+  if (recording.devices.wanted() && !found.empty()) {
+    const py::gil_scoped_release unlocked;  // a full queue of the device makes whoever adds to it wait
+    on_device.emplace(recording, found);
+  }
+  const int64_t cost = now() - t_wait;
+  PyObject* result = PyObject_Vectorcall(wait, args, count, names);
+  const int64_t returned = now();
+  if (on_device) {
+    const py::gil_scoped_release unlocked;
+    on_device->ends(result == nullptr);
+  }
   if (recording.sample_wait.load(std::memory_order_relaxed)) {
     recording.sample_wait.store(false, std::memory_order_relaxed);
-    recording.wait_cost.store(now() - t_wait);
+    recording.wait_cost.store(cost + (on_device ? now() - returned : 0));
   }
-  PyObject* result = PyObject_Vectorcall(wait, args, count, names);
   if (by_wait) {
-    const int64_t t_end = now();
     for (const auto& call : recording.waits.ends(work))
-      recording.ended(call.handle, t_end, kWait, result == nullptr ? kFailed : kComplete);
+      recording.ended(call.handle, returned, kWait, result == nullptr ? kFailed : kComplete);
   }
   return result;
 }
@@ -406,6 +469,7 @@ void batch_begins(Recording& recording, const c10::intrusive_ptr<c10d::ProcessGr
   if (group == nullptr) return;
   for (Handle handle : close_batch(*group, ++recording.batches)) recording.unobservable(handle);  // an exception's
   group->batch_on_host = false;
+  group->batch_on_device = {};
 }
 
 void batch_ends(Recording& recording, const c10::intrusive_ptr<c10d::ProcessGroup>& pg,
@@ -423,6 +487,11 @@ void batch_ends(Recording& recording, const c10::intrusive_ptr<c10d::ProcessGrou
     return;
   }
   if (work) recording.waits.add_batch(work.get(), handles, false, std::nullopt);
+  if (Begun on_device = std::exchange(group->batch_on_device, {})) {
+    const py::gil_scoped_release unlocked;
+    DeviceTimes& devices = recording.devices;
+    if (work ? devices.runs(handles, std::move(on_device)) : devices.ends(handles, std::move(on_device))) return;
+  }
   for (Handle handle : handles)
     if (future)
       follow(&recording, handle, *future);
@@ -511,14 +580,15 @@ int64_t crossing() {
 
 // ---- for Python --------------------------------------------------------------------------------------------------------
 
-Recording* make_recording(const py::buffer& ring, size_t records_at, uint32_t capacity, bool sites,
+Recording* make_recording(const py::buffer& ring, size_t records_at, uint32_t capacity, bool sites, bool device_times,
                           const py::buffer& progress) {
   // Both stay where they are: whoever holds the buffer of an mmap or array keeps it from being closed or resized. The
   // ring's is asked for only once, as a mapping that is looked into cannot be unmapped.
   const auto info = ring.request(true);
   const auto* cells = new py::buffer_info(progress.request(true));
   if (cells->itemsize != 4 || cells->size * 4 != sizeof(Progress)) throw py::value_error("these are not progress cells");
-  return new Recording(static_cast<char*>(info.ptr) + records_at, capacity, sites, static_cast<Progress*>(cells->ptr));
+  return new Recording(static_cast<char*>(info.ptr) + records_at, capacity, sites, device_times,
+                       static_cast<Progress*>(cells->ptr));
 }
 
 py::array_t<int64_t> as_array(const std::vector<int64_t>& numbers) {
@@ -569,6 +639,13 @@ py::tuple take_tally(Recording& recording) {
   for (uint64_t i = 0; i < samples; i++) costs.append(tally.costs[i].load(std::memory_order_relaxed));
   std::lock_guard<std::mutex> held(tally.mutex);
   return py::make_tuple(tally.dropped.exchange(0), tally.errors.exchange(0), tally.first_error, costs);
+}
+
+// (calls without a time as no event was left, ns of error of the device's clock, why a device failed) so far, as of the
+// last resolve, and since the last time.
+py::tuple device_tally(Recording& recording) {
+  DeviceTimes& devices = recording.devices;
+  return py::make_tuple(devices.untimed(), devices.error(), devices.failure());
 }
 
 void go(Recording& recording, const py::object& rows) {
@@ -631,6 +708,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("forked", [](Recording& recording) { recording.slots.forked(); })
       .def("tally", &take_tally)
       .def("go", &go)
+      .def("resolve", [](Recording& recording) { recording.devices.resolve(); }, py::call_guard<py::gil_scoped_release>())
+      .def("device_tally", &device_tally)
       .def("next_seq", &next_seq)
       .def("batch_begins", &batch_begins)
       .def("batch_ends", &batch_ends);

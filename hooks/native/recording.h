@@ -15,6 +15,7 @@
 #include <unordered_map>
 
 #include "callsites.h"
+#include "device.h"
 #include "plan.h"
 #include "slots.h"
 #include "works.h"
@@ -24,7 +25,7 @@ namespace commtrace {
 namespace py = pybind11;
 
 enum Phase : int { kUnmarked = -1, kOther = 0, kInit, kForwardPhase, kBackwardPhase, kOptimizerPhase };
-enum Flag : uint8_t { kAsync = 1, kCoalesced = 2, kObjects = 8, kSparse = 16, kUneven = 64 };
+enum Flag : uint8_t { kAsync = 1, kCoalesced = 2, kCaptured = 4, kObjects = 8, kSparse = 16, kUneven = 64 };
 
 // The numbers of commtrace.progress, shared with Python: each side reads what the other writes.
 struct Progress {
@@ -54,6 +55,7 @@ struct Group {
   std::map<std::tuple<int, int, int>, uint32_t> messages;
   std::vector<Handle> batched;
   bool batch_on_host = false;
+  Begun batch_on_device;
 
   int global_rank(int64_t rank_) const {
     return rank_ >= 0 && rank_ < static_cast<int64_t>(ranks.size()) ? ranks[rank_] : -1;
@@ -83,9 +85,10 @@ struct Tally {
 
 class Recording {
  public:
-  Recording(char* records, uint32_t capacity, bool sites, Progress* progress)
+  Recording(char* records, uint32_t capacity, bool sites, bool device_times, Progress* progress)
       : slots(records, capacity),
         waits(capacity),
+        devices(slots, device_times),
         sites_wanted(sites),
         progress(progress),
         id(next_id()) {}
@@ -197,12 +200,14 @@ class Recording {
   void close() {  // with the GIL
     const py::object asked = std::move(rows);
     callsites.forget();
+    devices.close();
     std::shared_lock<std::shared_mutex> held(groups_mutex_);
     for (const auto& [address, group] : groups_) group->pg.reset();
   }
 
   Slots slots;
   Waits waits;
+  DeviceTimes devices;
   CallSites callsites;
   Tally tally;
   const bool sites_wanted;

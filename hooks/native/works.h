@@ -22,7 +22,8 @@ using WeakWork = c10::weak_intrusive_ptr<c10d::Work>;
 //
 // An entry's key is an address. Where only the wait shows the end, a weak reference keeps the address from being used
 // again (and the Work's tensors in memory, so it is let go of at the wait, or by the next drain after the Work has died).
-// Where the end comes by itself no reference is held: what could go wrong is the beginning of a wait, nothing else.
+// Where the end comes by itself, and on a device, no reference is held: there a call is unlisted as soon as another object
+// has the address (`add`, `add_batch`, `forget`).
 class Waits {
  public:
   explicit Waits(uint32_t capacity) : entries_(std::make_unique<Entry[]>(capacity)) {}
@@ -41,7 +42,9 @@ class Waits {
   // Several calls that end with one Work.
   void add_batch(const void* key, const std::vector<Handle>& handles, bool by_wait, const std::optional<WeakWork>& work) {
     Bucket& bucket = of(key);
+    Dropped dropped;
     std::lock_guard<std::mutex> held(bucket.mutex);
+    unlink_if(bucket, dropped, [&](const Entry& other) { return other.key == key && !other.work; });
     for (Handle handle : handles) list(bucket, entries_[handle.slot()], key, handle, by_wait, work);
   }
 
@@ -62,6 +65,14 @@ class Waits {
       return entry.key == key && !entry.by_wait;
     });
     return found;
+  }
+
+  // A new object that no record is about has this address: whoever had it before is gone.
+  void forget(const void* key) {
+    Dropped dropped;
+    Bucket& bucket = of(key);
+    std::lock_guard<std::mutex> held(bucket.mutex);
+    unlink_if(bucket, dropped, [&](const Entry& entry) { return entry.key == key && !entry.work; });
   }
 
   // The records that end with the end of a wait for `key`.
