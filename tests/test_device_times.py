@@ -23,7 +23,8 @@ cpp_extension = pytest.importorskip("torch.utils.cpp_extension")
 from test_native import COMPILER, built  # noqa: E402
 
 MS = 1_000_000
-ROUNDING = 10  # ns: elapsed times come as milliseconds in single precision
+ROUNDING = 10  # ns: elapsed times come as milliseconds in single precision,
+FAR_ROUNDING = 1000  # of up to four seconds where two calls are compared
 DRIFT_ONE_IN = 10_000  # as DeviceClock allows
 
 _folders: list[tempfile.TemporaryDirectory[str]] = []
@@ -133,7 +134,14 @@ def test_a_start_is_early_by_no_more_than_the_clock_allows(name: str) -> None:
 
 def test_the_error_of_the_clock_is_told() -> None:
     """As bounds from both sides: looser than what an idle stream shows, tighter than the time between two drains."""
-    assert 0 < ran().left.stats["device_clock_ns"]
+    assert ran().left.stats["device_clock_ns"] > 0
+
+
+def test_a_call_begins_when_the_one_before_it_on_the_backend_is_done() -> None:
+    calls = ran().calls("one_after_the_other")
+    assert [seen(call) for call in calls] == [(State.COMPLETE, Clock.DEVICE)] * 2
+    for call, expected in zip(calls, [8, 3], strict=True):
+        assert abs(duration(call) - expected * MS) <= FAR_ROUNDING
 
 
 def test_a_call_that_nobody_waits_for_has_no_end() -> None:

@@ -229,6 +229,7 @@ void DeviceTimes::count_from(Resolver& resolver, const Pending& pending) {
   resolver.reference = pending.begin.event;
   resolver.reference_at = 0;
   resolver.clock = DeviceClock();
+  resolver.ended.clear();
 }
 
 int64_t DeviceTimes::read(const Resolver& resolver, const EventRef& event) {
@@ -236,26 +237,36 @@ int64_t DeviceTimes::read(const Resolver& resolver, const EventRef& event) {
   return resolver.reference_at + std::llround(resolver.reference->elapsedTime(*event) * 1e6);
 }
 
-void DeviceTimes::settle(const Resolver& resolver, const Pending& pending) {
-  const DeviceClock& clock = resolver.clock;
-  const int64_t t_start = clock.on_host(pending.begin_at, pending.begin.submitted, pending.seen);
+void DeviceTimes::settle(Resolver& resolver, const Pending& pending) {
+  const int64_t t_start = resolver.clock.on_host(pending.begin_at, pending.begin.submitted, pending.seen);
   // From event to event, which no bound of a clock enters into.
   const int64_t t_end = t_start + std::llround(pending.begin.event->elapsedTime(*pending.end.event) * 1e6);
-  commtrace::Clock seen_by = kDevice;
-  if (pending.before_wait) {
-    // The stream stood still for the call and went on when it ended, unless it was idle when the host came to say so.
-    const bool stood = pending.before_wait.event->elapsedTime(*pending.end.event) * 1e6 > kIdleWait;
-    const int64_t end_at = clock.on_host(pending.end_at, pending.end.submitted, pending.seen);
-    if (!stood || end_at <= pending.end.accepted + kIdleEvent) seen_by = kDeviceWait;
-  }
+  const bool with_work = static_cast<bool>(pending.before_wait), known = exact(resolver, pending);
+  std::optional<std::pair<uint32_t, Ended>> ended;
   for (Handle call : pending.calls)
-    slots_.update(call, [=](Record& record) -> uint8_t {
+    slots_.update(call, [&](Record& record) -> uint8_t {
       if (record.state != kReturned) return record.state;
       record.t_start = t_start;
+      if (with_work && record.tag == -1) {  // messages have streams of their own
+        const auto before = resolver.ended.find(record.group);
+        if (before != resolver.ended.end() && before->second.seq < record.seq)
+          record.t_start = std::max(t_start, t_end - (pending.end_at - before->second.at));
+        if (known) ended = {record.group, {record.seq, pending.end_at}};
+      }
       record.t_end = t_end;
-      record.clock = seen_by;
+      record.clock = known ? kDevice : kDeviceWait;
       return kComplete;
     });
+  if (ended) resolver.ended[ended->first] = ended->second;  // not before: the calls of a batch run together
+}
+
+// A call in the stream itself ends where its event is. A wait shows an end where the stream stood still for it, and was
+// not just idle when the host came to put the event there.
+bool DeviceTimes::exact(const Resolver& resolver, const Pending& pending) {
+  if (!pending.before_wait) return true;
+  if (pending.before_wait.event->elapsedTime(*pending.end.event) * 1e6 <= kIdleWait) return false;
+  const int64_t end = resolver.clock.on_host(pending.end_at, pending.end.submitted, pending.seen);
+  return end > pending.end.accepted + kIdleEvent;
 }
 
 void DeviceTimes::close() noexcept {

@@ -93,11 +93,18 @@ class DeviceTimes {
     int64_t seen = 0, begin_at = 0, end_at = 0;  // host's time when it was seen passed; device's times
   };
 
+  // A call with a Work whose end is exact.
+  struct Ended {
+    uint32_t seq = 0;
+    int64_t at = 0;
+  };
+
   struct Resolver {  // what the drain thread knows of a device
     std::map<c10::StreamId, std::deque<Pending>> streams;  // each in the order in which the device passes it
     DeviceClock clock;
     EventRef reference;  // whose time is known, and others' are counted from
     int64_t reference_at = 0;
+    std::unordered_map<uint32_t, Ended> ended;  // by group: a backend runs a group's asynchronous calls one by one
   };
 
   static constexpr int64_t kPatience = 60'000'000'000;  // ns after which nobody is expected to wait for a call any more
@@ -118,7 +125,8 @@ class DeviceTimes {
   void watch(Resolver& resolver);
   static void count_from(Resolver& resolver, const Pending& pending);
   static int64_t read(const Resolver& resolver, const EventRef& event);
-  void settle(const Resolver& resolver, const Pending& pending);
+  void settle(Resolver& resolver, const Pending& pending);
+  static bool exact(const Resolver& resolver, const Pending& pending);
 
   struct Open {
     BegunRef begun;

@@ -116,6 +116,7 @@ std::unique_ptr<c10::Event> Device::take() {
     return event;
   }
   if (made_ == kMostEvents) return nullptr;
+  spare_.reserve(made_ + 1);  // to come back must not fail
   made_++;
   return std::make_unique<c10::Event>(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
 }

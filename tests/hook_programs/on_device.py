@@ -94,7 +94,16 @@ def hidden() -> None:
 
 
 @case
-def given_up() -> int:
+def one_after_the_other() -> None:
+    """The backend begins with the second when it is done with the first."""
+    works = [reduce(8, asynchronous=True), reduce(3, asynchronous=True)]
+    compute(2)
+    for work in works:
+        work.wait()
+
+
+@case
+def given_up() -> Any:
     """What the program lets go of is let go of, long before the device has come to it."""
     before = device.counts()["allocated"]
     tensor = device.make(4)
@@ -103,7 +112,7 @@ def given_up() -> int:
     work.wait()
     del tensor, work
     reduce(1)
-    return int(device.counts()["allocated"]) - before
+    return device.counts()["allocated"] - before
 
 
 @case
