@@ -39,9 +39,7 @@ class NativeSlots(Slots):
 
     def __init__(self, ring: Ring, library: Any, *, sites: bool, device_times: bool) -> None:
         super().__init__(ring)
-        self.recording = library.Recording(
-            ring.buffer, RECORDS_AT, ring.capacity, sites, device_times, progress.cells
-        )
+        self.recording = library.Recording(ring.buffer, RECORDS_AT, ring.capacity, sites, device_times, progress.cells)
         self.free: Any = _Free(self.recording)
 
     def finished(self) -> Numbers:
