@@ -55,6 +55,9 @@ class DeviceTimes {
   // Before calls on tensors of this device are handed on. Empty where no time will be taken.
   Begun begins(c10::Device device) noexcept;
 
+  // Another call of a batch that has no beginning, as no event was left.
+  void missed() { untimed_.fetch_add(1, std::memory_order_relaxed); }
+
   // They returned, and there is no Work: they are in the current stream, and end there. Their state must be kReturned.
   // False where no end will be seen.
   bool ends(c10::ArrayRef<Handle> calls, Begun begun) noexcept;

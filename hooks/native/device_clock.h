@@ -17,14 +17,17 @@ class DeviceClock {
   // How far the clocks may drift apart: two quartzes of 50 ppm each.
   static constexpr int64_t kDriftOneIn = 10'000;
 
+  // ns to which a device tells its time: half a microsecond on CUDA, and as much for the rounding of what it tells.
+  static constexpr int64_t kResolution = 1'000;
+
   void sample(int64_t device, int64_t submitted, int64_t seen) {
     if (known_ && device > latest_) {
       const int64_t drift = (device - latest_) / kDriftOneIn + 1;
       least_ -= drift;
       most_ += drift;
     }
-    const int64_t drift = known_ && device < latest_ ? (latest_ - device) / kDriftOneIn + 1 : 0;
-    const int64_t least = submitted - device - drift, most = seen - device + drift;
+    const int64_t loose = kResolution + (known_ && device < latest_ ? (latest_ - device) / kDriftOneIn + 1 : 0);
+    const int64_t least = submitted - device - loose, most = seen - device + loose;
     latest_ = known_ ? std::max(latest_, device) : device;
     // Bounds that exclude each other: a clock was set, or stood still while the machine slept. The newest is right.
     const bool agrees = known_ && least <= most_ && most >= least_;

@@ -129,7 +129,11 @@ bool begin_on_device(Entry& entry, const at::Tensor& sample, bool batched) {
   Group& group = *entry.group;
   {
     std::lock_guard<std::mutex> held(group.mutex);
-    if (group.batch_on_device.device != nullptr) return group.batch_on_device.captured;
+    const Begun& begun = group.batch_on_device;
+    if (begun.device != nullptr) {
+      if (!begun && !begun.captured) entry.recording->devices.missed();
+      return begun.captured;
+    }
   }
   Begun begun = entry.recording->devices.begins(sample.device());
   std::lock_guard<std::mutex> held(group.mutex);
