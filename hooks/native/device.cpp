@@ -248,10 +248,11 @@ void DeviceTimes::settle(Resolver& resolver, const Pending& pending) {
       if (record.state != kReturned) return record.state;
       record.t_start = t_start;
       if (with_work && record.tag == -1) {  // messages have streams of their own
-        const auto before = resolver.ended.find(record.group);
-        if (before != resolver.ended.end() && before->second.seq < record.seq)
-          record.t_start = std::max(t_start, t_end - (pending.end_at - before->second.at));
-        if (known) ended = {record.group, {record.seq, pending.end_at}};
+        const auto found = resolver.ended.find(record.group);
+        const Ended before = found == resolver.ended.end() ? Ended{} : found->second;
+        if (before.thread == record.thread && before.seq < record.seq && before.at <= pending.end_at)
+          record.t_start = std::max(t_start, t_end - (pending.end_at - before.at));
+        if (known) ended = {record.group, {record.seq, record.thread, pending.end_at}};
       }
       record.t_end = t_end;
       record.clock = known ? kDevice : kDeviceWait;

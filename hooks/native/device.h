@@ -96,9 +96,10 @@ class DeviceTimes {
     int64_t seen = 0, begin_at = 0, end_at = 0;  // host's time when it was seen passed; device's times
   };
 
-  // A call with a Work whose end is exact.
+  // A call with a Work whose end is exact. What other threads call meanwhile may be launched in another order.
   struct Ended {
     uint32_t seq = 0;
+    uint16_t thread = 0;
     int64_t at = 0;
   };
 
