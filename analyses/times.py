@@ -42,6 +42,7 @@ END_SEEN_BY: Final = {
     Clock.FUTURE: "callback",
     Clock.DEVICE: "device",
     Clock.TEST: "poll",
+    Clock.DEVICE_WAIT: "device wait",
 }
 
 _HOST_CLOCKS: Final = (int(Clock.WAIT), int(Clock.FUTURE))

@@ -79,6 +79,8 @@ class Drain:
             "cost_ns": sum(costs),
             "cost_p99_ns": costs[len(costs) * 99 // 100] if costs else 0,
             "drain_cpu_ns": self._cpu_ns,
+            "untimed": recorder.untimed,
+            "device_clock_ns": recorder.device_clock_ns,
         }
 
     def _run(self) -> None:

@@ -68,6 +68,8 @@ class Recorder:
         self.sites = settings.sites
         self.hook_errors = 0
         self.first_error = ""
+        self.untimed = 0
+        self.device_clock_ns = 0
         self.cost_samples: deque[int] = deque(maxlen=COST_SAMPLES)
         self.each_drain: list[Callable[[], None]] = []
         """Called by the drain thread, for hooks that have something to let go of."""

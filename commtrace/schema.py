@@ -87,6 +87,7 @@ class Clock(IntEnum):
     FUTURE = 3  # a completion callback
     DEVICE = 4  # the device's own measurement
     TEST = 5  # a poll (is_completed, Test) said so: the end is at or before this time
+    DEVICE_WAIT = 6  # the device's stream came past a wait of the program: the end is at or before this time
 
 
 class Flag(IntFlag):

@@ -28,6 +28,9 @@ class Settings:
     sites: bool = True
     """Record the line of code of every call (COMMTRACE_SITES=0: do not)."""
 
+    device_times: bool = False
+    """Take the times of calls on a device (native recorder): two events in the program's stream for each call."""
+
     ring_records: int = 16384
     """Records that a process holds before they are written (96 bytes each). When it is full, calls are only counted."""
 

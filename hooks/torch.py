@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commtrace.session import session
+
 from . import torch_training, torch_works
 from .c10d_operators import Operator, known_operators
 from .kernels import Kernels
@@ -31,6 +33,10 @@ _PYTHON = (
 _NATIVE = (
     "the native recorder sees the ends of calls on the host: a call on a device has no end time and is marked "
     "unobservable"
+)
+_NATIVE_DEVICE = (
+    "a call on a device has times where it runs in its caller's stream or Python waits for its Work; where C++ waits "
+    "(DDP's reducer), or nobody does, and in a captured graph, it has none"
 )
 
 _kernels = Kernels()
@@ -53,13 +59,19 @@ def install() -> None:
 def _install() -> None:
     operators, unknown = known_operators()
     in_cpp = native.usable()
-    blind_spots[:] = (*_ALWAYS, _NATIVE if in_cpp else _PYTHON)
+    blind_spots[:] = (*_ALWAYS, _ends_unseen(in_cpp))
     blind_spots.extend(f"the operator {name} is not known to this version of commtrace" for name in unknown)
     if in_cpp:
         native.install(operators, [name for name, _ in _functional_operators()])
     else:
         _install_python(operators)
     torch_training.install()
+
+
+def _ends_unseen(in_cpp: bool) -> str:
+    if not in_cpp:
+        return _PYTHON
+    return _NATIVE_DEVICE if session.settings is not None and session.settings.device_times else _NATIVE
 
 
 def _install_python(operators: list[Operator]) -> None:

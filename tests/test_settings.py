@@ -37,6 +37,7 @@ def test_every_setting_has_a_variable(tmp_path: Path) -> None:
         "COMMTRACE": str(tmp_path),
         "COMMTRACE_RECORDER": "python",
         "COMMTRACE_SITES": "no",
+        "COMMTRACE_DEVICE_TIMES": "yes",
         "COMMTRACE_RING_RECORDS": "64k",
         "COMMTRACE_DRAIN_MS": "5",
         "COMMTRACE_MAX_BYTES": "2GiB",
@@ -51,6 +52,7 @@ def test_every_setting_has_a_variable(tmp_path: Path) -> None:
         "directory": str(tmp_path),
         "recorder": "python",
         "sites": False,
+        "device_times": True,
         "ring_records": 65536,
         "drain_ms": 5,
         "max_bytes": 2 << 30,
@@ -81,7 +83,7 @@ def test_an_empty_variable_is_not_said(tmp_path: Path) -> None:
         ("COMMTRACE_EXIT_SECONDS", "-1", "from 0 to"),
         ("COMMTRACE_EXIT_SECONDS", "nan", "from 0 to"),
         ("COMMTRACE_SITES", "maybe", "give 1 or 0"),
-        ("COMMTRACE_SIDES", "1", "there are COMMTRACE_DRAIN_MS"),
+        ("COMMTRACE_SIDES", "1", "there are COMMTRACE_DEVICE_TIMES"),
     ],
 )
 def test_a_wrong_value(variable: str, value: str, mend: str, tmp_path: Path) -> None:

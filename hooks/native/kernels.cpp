@@ -29,7 +29,8 @@ struct Entry {
   Handle handle;
   Group* group = nullptr;
   bool on_host = true;
-  bool sampled = false;
+  Begun on_device;
+  bool asynchronous = false, sampled = false;
   c10::StorageImpl* storage = nullptr;  // a functional call is waited for by a tensor of this one
   int64_t entered = 0, begun = 0;
 };
@@ -107,6 +108,27 @@ uint8_t flags_of(const Plan& plan, Arguments args, const at::Tensor* sample, boo
          (sample != nullptr && sample->layout() != at::kStrided ? kSparse : 0);
 }
 
+// Where the call begins on its device; a coalesced one where its batch does. Whether it goes into a graph.
+bool begin_on_device(Entry& entry, const at::Tensor& sample, bool batched) {
+  if (!batched) {
+    entry.on_device = entry.recording->devices.begins(sample.device());
+    return entry.on_device.captured;
+  }
+  Group& group = *entry.group;
+  {
+    std::lock_guard<std::mutex> held(group.mutex);
+    const Begun& begun = group.batch_on_device;
+    if (begun.device != nullptr) {
+      if (!begun && !begun.captured) entry.recording->devices.missed();
+      return begun.captured;
+    }
+  }
+  Begun begun = entry.recording->devices.begins(sample.device());
+  std::lock_guard<std::mutex> held(group.mutex);
+  group.batch_on_device = std::move(begun);
+  return group.batch_on_device.captured;
+}
+
 bool record_call(Entry& entry, Thread& thread, Arguments args, const at::Tensor* sample) {
   Recording& recording = *entry.recording;
   const Plan& plan = entry.plan;
@@ -131,7 +153,11 @@ bool record_call(Entry& entry, Thread& thread, Arguments args, const at::Tensor*
   if (thread.functional > 0)
     if (const at::Tensor* output = first_tensor(args[plan.output_at]))
       entry.storage = output->storage().unsafeGetStorageImpl();
-  entry.begun = record.t_begin = now();
+  const bool captured = !entry.on_host && begin_on_device(entry, *sample, record.batch != 0);
+  if (captured) record.flags |= kCaptured;
+  entry.asynchronous = record.flags & kAsync;
+  entry.begun = now();
+  record.t_begin = entry.on_device ? entry.on_device.point.submitted : entry.begun;
   entry.handle = recording.begin(record, thread.log);
   return static_cast<bool>(entry.handle);
 }
@@ -187,9 +213,14 @@ void after(Entry& entry, Stack* stack, int64_t t_return) {
   }
   auto* work = unboxed<c10d::Work>(stack->back());
   if (work == nullptr) {
-    returned(entry, t_return, kUnobservable);
+    // Without a Work, where none was asked for, the call is in the current stream, between two events.
+    const bool in_stream = entry.on_device && !entry.asynchronous;
+    returned(entry, t_return, in_stream ? kReturned : kUnobservable);
+    if (in_stream && !recording.devices.ends(entry.handle, std::move(entry.on_device)))
+      recording.unobservable(entry.handle);
     return;
   }
+  const bool on_device = !entry.on_host && recording.devices.runs(entry.handle, std::move(entry.on_device));
   const auto future = entry.on_host ? future_of(*entry.group, entry.plan.number, *work) : nullptr;
   c10::intrusive_ptr_target* waited = work;
   if (entry.storage != nullptr) waited = entry.storage;
@@ -200,7 +231,7 @@ void after(Entry& entry, Stack* stack, int64_t t_return) {
     returned(entry, t_return, kComplete, kFuture);
     return;
   }
-  returned(entry, t_return, entry.on_host ? kReturned : kUnobservable);
+  returned(entry, t_return, entry.on_host || on_device ? kReturned : kUnobservable);
   if (future) follow(&recording, entry.handle, *future);
 }
 
@@ -219,6 +250,13 @@ void after_or_fault(Entry& entry, Stack* stack) {
     entry.recording->sample_wait.store(true, std::memory_order_relaxed);
     entry.recording->tally.sample(entry.begun - entry.entered + now() - t_return + entry.recording->wait_cost.load());
   }
+}
+
+// There was no place for a record.
+void unrecorded(Recording& recording, const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  hand_on(op, keys, stack);
+  if (!recording.devices.wanted() || stack->empty()) return;
+  if (const auto* work = unboxed<c10d::Work>(stack->back())) recording.waits.forget(work);
 }
 
 // ---- kernels -----------------------------------------------------------------------------------------------------------
@@ -240,7 +278,7 @@ class CallKernel : public c10::OperatorKernel {
     Entry entry{recording, plan_, {}};
     entry.sampled = (thread.calls++ & kSampleMask) == kSampled;
     if (entry.sampled) entry.entered = now();
-    if (!before(entry, thread, args, sample)) return hand_on(op, keys, stack);
+    if (!before(entry, thread, args, sample)) return unrecorded(*recording, op, keys, stack);
     try {
       hand_on(op, keys, stack);
     } catch (...) {
@@ -283,8 +321,10 @@ class WaitKernel : public c10::OperatorKernel {
     const int64_t t_wait = now();
     const auto found = recording->waits.begins(key);
     for (const auto& call : found) recording->wait_begins(call.handle, t_wait);
+    DeviceWait on_device(*recording, found);
     hand_on(op, keys, stack);
     const int64_t t_end = now();
+    on_device.ends(false);
     for (const auto& call : recording->waits.ends(key)) recording->ended(call.handle, t_end, kWait);
   }
 };

@@ -35,6 +35,24 @@ void forked_in_child();
 // The future that shows the end of a call on the host; null where the backend has none.
 c10::intrusive_ptr<c10::ivalue::Future> future_of(Group& group, int plan, c10d::Work& work);
 
+// A wait that makes a device's stream wait. If it is left by an exception its calls have failed.
+class DeviceWait {
+ public:
+  DeviceWait(Recording& recording, const Waits::AllFound& found) : devices_(recording.devices) {
+    if (!devices_.wanted()) return;
+    c10::SmallVector<Handle, 4> handles;
+    for (const auto& call : found)
+      if (!call.by_wait) handles.push_back(call.handle);
+    if (!handles.empty()) waited_ = devices_.wait_begins(handles);
+  }
+  ~DeviceWait() { ends(true); }
+  void ends(bool raised) { devices_.wait_ends(std::exchange(waited_, {}), raised); }
+
+ private:
+  DeviceTimes& devices_;
+  Waited waited_;
+};
+
 // The call ends when this future does.
 void follow(Recording* recording, Handle handle, c10::ivalue::Future& future);
 

@@ -25,8 +25,9 @@ from commtrace.schema import RECORD
 
 NAME: Final = "commtrace_native"
 _FOLDER: Final = Path(__file__).parent
-_SOURCES: Final = ("module.cpp", "kernels.cpp", "waits.cpp", "frames.cpp")
+_SOURCES: Final = ("module.cpp", "kernels.cpp", "waits.cpp", "frames.cpp", "device.cpp", "device_events.cpp")
 _FLAGS: Final = ("-O2", "-fvisibility=hidden")
+_LINKED: Final = ("-ldl",)
 
 
 class NotBuiltError(CommtraceError):
@@ -110,7 +111,11 @@ def _build(target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as folder:
         try:
             cpp_extension.load(
-                NAME, [str(_FOLDER / source) for source in _SOURCES], extra_cflags=list(_FLAGS), build_directory=folder
+                NAME,
+                [str(_FOLDER / source) for source in _SOURCES],
+                extra_cflags=list(_FLAGS),
+                extra_ldflags=list(_LINKED),
+                build_directory=folder,
             )
         except (RuntimeError, ImportError) as error:
             raise CommtraceError(

@@ -30,13 +30,13 @@ Recording* recording_for(uint32_t capacity) {
 }
 
 Recording* open_recording(const py::buffer& ring, size_t dropped_at, size_t records_at, uint32_t capacity, bool sites,
-                          const py::buffer& progress) {
+                          bool device_times, const py::buffer& progress) {
   // The cells stay where they are: whoever holds the buffer of an array keeps it from being resized. The ring's is asked
   // for only once, as a mapping that is looked into cannot be unmapped; Python keeps it until the recording is closed.
   static const auto* cells = new py::buffer_info(progress.request(true));
   if (cells->itemsize != 4 || cells->size * 4 != sizeof(Progress)) throw py::value_error("these are not progress cells");
   Recording* recording = recording_for(capacity);
-  recording->open(static_cast<char*>(ring.request(true).ptr), dropped_at, records_at, sites,
+  recording->open(static_cast<char*>(ring.request(true).ptr), dropped_at, records_at, sites, device_times,
                   static_cast<Progress*>(cells->ptr));
   return recording;
 }
@@ -100,6 +100,13 @@ py::tuple take_tally(Recording& recording) {
   for (uint64_t i = 0; i < samples; i++) costs.append(tally.costs[i].load(std::memory_order_relaxed));
   std::lock_guard<std::mutex> held(tally.mutex);
   return py::make_tuple(tally.errors.exchange(0), tally.first_error, costs);
+}
+
+// (calls without a time as no event was left, ns of error of the device's clock, why a device failed) so far, as of the
+// last resolve, and since the last time.
+py::tuple device_tally(Recording& recording) {
+  DeviceTimes& devices = recording.devices;
+  return py::make_tuple(devices.untimed(), devices.error(), devices.failure());
 }
 
 uint32_t next_seq(Recording& recording, const c10::intrusive_ptr<c10d::ProcessGroup>& pg) {
@@ -168,6 +175,8 @@ void bind_recording(py::module_& m) {
       .def("let_go", &let_go)
       .def("forked", [](Recording& recording) { recording.slots.forked(); })
       .def("tally", &take_tally)
+      .def("resolve", [](Recording& recording) { recording.devices.resolve(); }, py::call_guard<py::gil_scoped_release>())
+      .def("device_tally", &device_tally)
       .def("next_seq", &next_seq)
       .def("batch_begins", &batch_begins)
       .def("batch_ends", &batch_ends);

@@ -70,7 +70,12 @@ def take_out() -> None:
 
 def _make_slots(ring: Ring) -> NativeSlots:
     settings = session.settings
-    return NativeSlots(ring, _library, sites=settings is not None and settings.sites)
+    return NativeSlots(
+        ring,
+        _library,
+        sites=settings is not None and settings.sites,
+        device_times=settings is not None and settings.device_times,
+    )
 
 
 def _plan(number: int, operator: Operator) -> Any:
@@ -111,5 +116,10 @@ def _collect(recorder: Recorder, recording: Any) -> Callable[[], None]:
         recorder.hook_errors += errors
         recorder.first_error = recorder.first_error or first_error
         recorder.cost_samples.extend(costs)
+        recording.resolve()
+        recorder.untimed, recorder.device_clock_ns, failure = recording.device_tally()
+        if failure:
+            recorder.hook_errors += 1
+            recorder.first_error = recorder.first_error or failure
 
     return collect

@@ -15,6 +15,7 @@
 #include <unordered_map>
 
 #include "callsites.h"
+#include "device.h"
 #include "plan.h"
 #include "python.h"
 #include "slots.h"
@@ -23,7 +24,7 @@
 namespace commtrace {
 
 enum Phase : int { kUnmarked = -1, kOther = 0, kInit, kForwardPhase, kBackwardPhase, kOptimizerPhase };
-enum Flag : uint8_t { kAsync = 1, kCoalesced = 2, kObjects = 8, kSparse = 16, kUneven = 64 };
+enum Flag : uint8_t { kAsync = 1, kCoalesced = 2, kCaptured = 4, kObjects = 8, kSparse = 16, kUneven = 64 };
 
 // The numbers of commtrace.progress, shared with Python: each side reads what the other writes.
 struct Progress {
@@ -56,6 +57,7 @@ struct Group {
   std::map<std::tuple<int, int, int>, uint32_t> messages;
   std::vector<Handle> batched;
   bool batch_on_host = false;
+  Begun batch_on_device;
 
   int global_rank(int64_t rank_) const {
     return rank_ >= 0 && rank_ < static_cast<int64_t>(ranks.size()) ? ranks[rank_] : -1;
@@ -85,13 +87,14 @@ struct Tally {
 
 class Recording {
  public:
-  explicit Recording(uint32_t capacity) : slots(capacity), waits(capacity), callsites(ask) { sem_init(&woken_, 0, 0); }
+  explicit Recording(uint32_t capacity) : slots(capacity), waits(capacity), devices(slots), callsites(ask) { sem_init(&woken_, 0, 0); }
 
   // With the GIL. `ring` is its memory, as commtrace.ring lays it out.
-  void open(char* ring, size_t dropped_at, size_t records_at, bool sites, Progress* cells) {
+  void open(char* ring, size_t dropped_at, size_t records_at, bool sites, bool device_times, Progress* cells) {
     for (auto& kind : kinds_) kind.store(0, std::memory_order_relaxed);
     backward_.store(~0ULL);
     sites_wanted = sites;
+    devices.open(device_times);
     progress = cells;
     threads = 0;
     batches = 0;
@@ -221,6 +224,7 @@ class Recording {
   std::pair<std::vector<uint32_t>, uint32_t> close() {
     std::vector<uint32_t> left;
     const uint32_t unwritten = slots.close();
+    devices.close();
     for (uint32_t slot = 0; slot < slots.capacity(); slot++) {
       if (slots.state(slot) == kReturned && waits.died(slot)) slots.settle(slot, kReturned, kUnobservable);
       if (slots.state(slot) != kFree) left.push_back(slot);
@@ -244,6 +248,7 @@ class Recording {
 
   Slots slots;
   Waits waits;
+  DeviceTimes devices;
   Asked ask;
   CallSites callsites;
   Tally tally;

@@ -24,7 +24,7 @@ struct Record {
 static_assert(sizeof(Record) == 96, "the format of docs/log-format.md");
 
 enum State : uint8_t { kFree, kBegun, kReturned, kComplete, kUnobservable, kFailed };
-enum Clock : uint8_t { kNobody, kReturn, kWait, kFuture, kDevice, kTest };
+enum Clock : uint8_t { kNobody, kReturn, kWait, kFuture, kDevice, kTest, kDeviceWait };
 
 inline int64_t now() {
   timespec t{};

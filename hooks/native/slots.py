@@ -35,9 +35,11 @@ class NativeSlots(Slots):
 
     recorder = "native"
 
-    def __init__(self, ring: Ring, library: Any, *, sites: bool) -> None:
+    def __init__(self, ring: Ring, library: Any, *, sites: bool, device_times: bool) -> None:
         super().__init__(ring)
-        self.recording = library.open(ring.buffer, DROPPED_AT, RECORDS_AT, ring.capacity, sites, progress.cells)
+        self.recording = library.open(
+            ring.buffer, DROPPED_AT, RECORDS_AT, ring.capacity, sites, device_times, progress.cells
+        )
         self.free: Any = _Free(self.recording)
 
     def wait(self, seconds: float) -> None:

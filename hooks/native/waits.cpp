@@ -25,11 +25,20 @@ PyObject* wait_traced(Recording& recording, PyObject* wait, PyObject* const* arg
     by_wait |= call.by_wait;
     recording.wait_begins(call.handle, t_wait);
   }
+  std::optional<DeviceWait> on_device;
+  if (recording.devices.wanted() && !found.empty()) {
+    const py::gil_scoped_release unlocked;  // a full queue of the device makes whoever adds to it wait
+    on_device.emplace(recording, found);
+  }
   const bool sampled = recording.sample_wait.load(std::memory_order_relaxed);
   const int64_t cost = sampled ? now() - t_wait : 0;
   PyObject* result = PyObject_Vectorcall(wait, args, count, names);
-  if (!by_wait && !sampled) return result;
+  if (!by_wait && !sampled && !on_device) return result;
   const int64_t t_end = now();
+  if (on_device) {
+    const py::gil_scoped_release unlocked;
+    on_device->ends(result == nullptr);
+  }
   if (by_wait)
     for (const auto& call : recording.waits.ends(work))
       recording.ended(call.handle, t_end, kWait, result == nullptr ? kFailed : kComplete);
@@ -80,6 +89,11 @@ std::vector<Handle> close_batch(Group& group, uint32_t next) {
   return std::exchange(group.batched, {});
 }
 
+bool ends_on_device(Recording& recording, const std::vector<Handle>& handles, Begun begun) {
+  const py::gil_scoped_release unlocked;
+  return recording.devices.ends(handles, std::move(begun));
+}
+
 }  // namespace
 
 void batch_begins(Recording& recording, const c10::intrusive_ptr<c10d::ProcessGroup>& pg) {
@@ -87,6 +101,7 @@ void batch_begins(Recording& recording, const c10::intrusive_ptr<c10d::ProcessGr
   if (group == nullptr) return;
   for (Handle handle : close_batch(*group, ++recording.batches)) recording.unobservable(handle);  // an exception's
   group->batch_on_host = false;
+  group->batch_on_device = {};
 }
 
 void batch_ends(Recording& recording, const c10::intrusive_ptr<c10d::ProcessGroup>& pg,
@@ -94,7 +109,9 @@ void batch_ends(Recording& recording, const c10::intrusive_ptr<c10d::ProcessGrou
   Group* group = recording.group(pg.get());
   if (group == nullptr) return;
   const auto handles = close_batch(*group, 0);
-  if (!work || handles.empty()) {
+  Begun on_device = std::exchange(group->batch_on_device, {});
+  if (!work) {
+    if (on_device && ends_on_device(recording, handles, std::move(on_device))) return;
     for (Handle handle : handles) recording.unobservable(handle);
     return;
   }
@@ -102,9 +119,10 @@ void batch_ends(Recording& recording, const c10::intrusive_ptr<c10d::ProcessGrou
   const auto future = group->batch_on_host ? future_of(*group, kBatchPlan, *work) : nullptr;
   const bool by_wait = group->batch_on_host && !future;
   recording.waits.add_batch(waited, handles, by_wait ? std::optional<Weak>(weakly(waited)) : std::nullopt);
+  const bool runs = on_device && recording.devices.runs(handles, std::move(on_device));
   for (Handle handle : handles) {
     if (future) follow(&recording, handle, *future);
-    if (!group->batch_on_host) recording.unobservable(handle);
+    if (!group->batch_on_host && !runs) recording.unobservable(handle);
   }
 }
 

@@ -26,7 +26,8 @@ inline Weak weakly(c10::intrusive_ptr_target* target) {
 //
 // An entry's key is an address. Where only the wait shows the end, a weak reference keeps the address from being used
 // again (and a Work's tensors in memory, so it is let go of at the wait, or by the next drain after the Work has died).
-// Where the end comes by itself no reference is held: what could go wrong is the beginning of a wait, nothing else.
+// Where the end comes by itself, and on a device, no reference is held: there a call is unlisted as soon as another object
+// has the address (`add`, `add_batch`, `forget`).
 class Waits {
  public:
   explicit Waits(uint32_t capacity) : entries_(std::make_unique<Entry[]>(capacity)) {}
@@ -35,13 +36,7 @@ class Waits {
   void add(const void* key, Handle handle, std::optional<Weak> weak) {
     Bucket& bucket = of(key);
     std::lock_guard<SpinLock> held(bucket.lock);
-    for (uint32_t* link = &bucket.first; *link != Slots::kEmpty;) {
-      Entry& other = entries_[*link];
-      if (other.key == key && !other.weak)  // a new object has this address: whoever had it before is gone
-        unlink(other, link);
-      else
-        link = &other.next;
-    }
+    unlist_others(bucket, key);
     list(bucket, entries_[handle.slot()], key, handle, std::move(weak));
   }
 
@@ -49,7 +44,15 @@ class Waits {
   void add_batch(const void* key, const std::vector<Handle>& handles, const std::optional<Weak>& weak) {
     Bucket& bucket = of(key);
     std::lock_guard<SpinLock> held(bucket.lock);
+    unlist_others(bucket, key);
     for (Handle handle : handles) list(bucket, entries_[handle.slot()], key, handle, weak);
+  }
+
+  // A new object that no record is about has this address.
+  void forget(const void* key) {
+    Bucket& bucket = of(key);
+    std::lock_guard<SpinLock> held(bucket.lock);
+    unlist_others(bucket, key);
   }
 
   struct Found {
@@ -92,6 +95,17 @@ class Waits {
   };
 
   Bucket& of(const void* key) { return buckets_[(reinterpret_cast<uintptr_t>(key) >> 4) * 0x9E3779B97F4A7C15ULL >> 54]; }
+
+  // A new object has this address: whoever had it before is gone.
+  void unlist_others(Bucket& bucket, const void* key) {
+    for (uint32_t* link = &bucket.first; *link != Slots::kEmpty;) {
+      Entry& other = entries_[*link];
+      if (other.key == key && !other.weak)
+        unlink(other, link);
+      else
+        link = &other.next;
+    }
+  }
 
   static void list(Bucket& bucket, Entry& entry, const void* key, Handle handle, std::optional<Weak> weak) {
     entry.key = key;

@@ -1,0 +1,228 @@
+"""python on_device.py FOLDER BUILD: calls on a simulated device, whose times the program knows (one process)."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.utils.cpp_extension import load
+
+dist: Any = torch.distributed  # its stubs leave out half of it
+
+SOURCE = Path(__file__).with_name("simulated_device.cpp")
+DEVICE = torch.device("privateuseone", 0)
+MS = 1_000_000
+
+device: Any = load("simulated_device", [str(SOURCE)], build_directory=sys.argv[2], extra_cflags=["-O0"])
+dist.Backend.register_backend(
+    "simulated", lambda store, rank, size, timeout: device.create(rank, size), devices=["privateuseone"]
+)
+told: dict[str, dict[str, Any]] = {}
+
+
+def case(function: Callable[[], Any]) -> None:
+    """Run it on a device that begins when the host has submitted all, and wait until the device is done."""
+    before, first = device.counts(), device.launched()
+    begin = time.monotonic_ns()
+    device.hold()
+    tells = function()
+    end = time.monotonic_ns()
+    device.release()
+    device.join()
+    counts = {name: number - before[name] for name, number in device.counts().items()}
+    told[function.__name__] = {"begin": begin, "end": end, "tells": tells, "first": first, "counts": counts}
+
+
+def reduce(ms: int, asynchronous: bool = False) -> Any:
+    device.next_kernel(ms * MS)
+    return dist.all_reduce(device.make(4), async_op=asynchronous)
+
+
+def compute(ms: int) -> None:
+    device.compute(ms * MS)
+
+
+dist.init_process_group("simulated", store=dist.HashStore(), rank=0, world_size=2)
+
+# On a device that is idle: these meet its streams empty, and show what its clock says.
+told["idle"] = {"begin": time.monotonic_ns(), "first": 0}
+for _ in range(20):
+    reduce(1)
+    device.join()
+told["idle"]["end"] = time.monotonic_ns()
+
+
+@case
+def synchronous() -> None:
+    compute(1)
+    reduce(3)
+    compute(2)
+    reduce(7)
+
+
+@case
+def on_two_streams() -> None:
+    compute(4)
+    reduce(2)
+    device.stream(7)
+    reduce(5)
+    device.stream(0)
+
+
+@case
+def waited_for() -> None:
+    """The stream has less to do than the collective takes."""
+    work = reduce(8, asynchronous=True)
+    compute(2)
+    work.wait()
+    work.wait()
+
+
+@case
+def hidden() -> None:
+    """The stream has more to do than the collective takes."""
+    work = reduce(2, asynchronous=True)
+    compute(9)
+    work.wait()
+
+
+@case
+def one_after_the_other() -> None:
+    """The backend begins with the second when it is done with the first."""
+    works = [reduce(8, asynchronous=True), reduce(3, asynchronous=True)]
+    compute(2)
+    for work in works:
+        work.wait()
+
+
+@case
+def given_up() -> Any:
+    """What the program lets go of is let go of, long before the device has come to it."""
+    before = device.counts()["allocated"]
+    tensor = device.make(4)
+    device.next_kernel(6 * MS)
+    work = dist.all_reduce(tensor, async_op=True)
+    work.wait()
+    del tensor, work
+    reduce(1)
+    return device.counts()["allocated"] - before
+
+
+@case
+def never_waited_for() -> None:
+    reduce(2, asynchronous=True)
+
+
+@case
+def future_only() -> bool:
+    work = reduce(2, asynchronous=True)
+    return bool(work.get_future().done())
+
+
+@case
+def functional() -> None:
+    device.next_kernel(4 * MS)
+    reduced = torch.ops._c10d_functional.all_reduce_(device.make(4), "sum", dist.group.WORLD.group_name)
+    compute(1)
+    torch.ops._c10d_functional.wait_tensor(reduced)
+
+
+@case
+def batch() -> None:
+    device.next_kernel(5 * MS)
+    with _coalescing_manager(device=DEVICE):
+        dist.broadcast(device.make(4), 0)
+        dist.broadcast(device.make(5), 0)
+
+
+@case
+def batch_with_a_work() -> None:
+    device.next_kernel(6 * MS)
+    with _coalescing_manager(device=DEVICE, async_ops=True) as manager:
+        dist.broadcast(device.make(4), 0, async_op=True)
+        dist.broadcast(device.make(5), 0, async_op=True)
+    compute(1)
+    manager.wait()
+
+
+@case
+def captured() -> None:
+    device.capture(True)
+    reduce(1)
+    reduce(1, asynchronous=True).wait()
+    with _coalescing_manager(device=DEVICE):
+        dist.broadcast(device.make(4), 0)
+    device.capture(False)
+
+
+@case
+def waited_for_under_capture() -> None:
+    work = reduce(1, asynchronous=True)
+    device.capture(True)
+    work.wait()
+    device.capture(False)
+
+
+@case
+def wait_that_raises() -> str:
+    work = reduce(1, asynchronous=True)
+    device.waits_fail(True)
+    try:
+        work.wait()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        device.waits_fail(False)
+    return ""
+
+
+@case
+def too_many() -> None:
+    for _ in range(4200):
+        reduce(0)
+
+
+# Only the drain brings events back: until a call has two of them again.
+deadline, taken = time.monotonic() + 60, 0
+while taken < 2 and time.monotonic() < deadline:
+    records = device.counts()["records"]
+    reduce(0)
+    device.join()
+    taken = device.counts()["records"] - records
+
+
+@case
+def afterwards() -> None:
+    reduce(3)
+
+
+# The group goes while the device still has its calls to run.
+begin = time.monotonic_ns()
+first = device.launched()
+device.hold()
+reduce(5)
+dist.destroy_process_group()
+told["group_is_gone"] = {"begin": begin, "end": time.monotonic_ns(), "first": first}
+device.release()
+device.join()
+
+if "breaks" in sys.argv:
+    dist.init_process_group("simulated", store=dist.HashStore(), rank=0, world_size=2)
+    pending = reduce(1, asynchronous=True)
+    device.breaks()
+    begin = time.monotonic_ns()
+    reduce(1)
+    reduce(1)
+    pending.wait()
+    told["broken"] = {"begin": begin, "end": time.monotonic_ns(), "counts": device.counts()}
+    dist.destroy_process_group()
+
+totals = {"counts": device.counts(), "truth": device.truth()}
+(Path(sys.argv[1]) / "told.json").write_text(json.dumps({"cases": told, **totals}))

@@ -1,0 +1,155 @@
+"""python on_gpu.py CASE FOLDER: NCCL with one rank on the first GPU; tells what the profiler saw in FOLDER/told.json.
+
+One rank moves no byte over a wire, but NCCL copies or reduces on the device, in streams as for many.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+
+import commtrace
+
+dist: Any = torch.distributed  # its stubs leave out half of it
+GPU = torch.device("cuda", 0)
+MIB = 1 << 20
+
+
+def setup() -> None:
+    torch.cuda.set_device(GPU)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=GPU)
+    gather(MIB)
+    gather(MIB, asynchronous=True).wait()
+    torch.cuda.synchronize()
+
+
+def gather(nbytes: int, asynchronous: bool = False) -> Any:
+    shard = torch.ones(nbytes // 4, device=GPU)
+    return dist.all_gather_into_tensor(torch.empty_like(shard), shard, async_op=asynchronous)
+
+
+def keep_busy(ms: int) -> None:
+    """The device has something to do, so that it runs behind the host."""
+    torch.cuda._sleep(ms * 2_000_000)
+
+
+def communication(work: Callable[[], None]) -> list[int]:
+    """ns of each kernel or copy of NCCL that the device ran, in their order, by the profiler."""
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profiler:
+        work()
+        torch.cuda.synchronize()
+    assert profiler.profiler is not None
+    events = profiler.profiler.kineto_results.events()
+    found = sorted(
+        (event.start_ns(), event.duration_ns())
+        for event in events
+        # NCCL's kernels, and its copies; not the annotations of torch, which begin with "nccl:".
+        if event.device_type() == torch._C._autograd.DeviceType.CUDA and re.match("ncclDev|Memcpy", event.name())
+    )
+    return [duration for _, duration in found]
+
+
+def durations() -> dict[str, Any]:
+    """20 gathers in the caller's stream, of 1 GiB each: nothing else in it copies."""
+    shard = torch.ones(256 * MIB, device=GPU)
+    out = torch.empty_like(shard)
+    begin = time.monotonic_ns()
+
+    def work() -> None:
+        keep_busy(50)
+        for _ in range(20):
+            dist.all_gather_into_tensor(out, shard)
+
+    return {"durations": communication(work), "begin": begin, "end": time.monotonic_ns()}
+
+
+def waited() -> dict[str, Any]:
+    """20 gathers on the backend's stream, each waited for at once by a stream that has nothing else to do."""
+    shard = torch.ones(256 * MIB, device=GPU)
+    out = torch.empty_like(shard)
+    begin = time.monotonic_ns()
+
+    def work() -> None:
+        keep_busy(50)
+        for _ in range(20):
+            dist.all_gather_into_tensor(out, shard, async_op=True).wait()
+
+    return {"durations": communication(work), "begin": begin, "end": time.monotonic_ns()}
+
+
+def graph() -> dict[str, Any]:
+    """A graph is captured while calls made before it are still to be looked at, and replayed."""
+    shard, out = torch.ones(MIB, device=GPU), torch.empty(MIB, device=GPU)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        dist.all_gather_into_tensor(out, shard)
+    keep_busy(300)  # longer than the drain sleeps: it asks for these while the capture goes on
+    for _ in range(50):
+        gather(MIB)
+    captured = torch.cuda.CUDAGraph()
+    begin = time.monotonic_ns()
+    with torch.cuda.graph(captured, stream=side):
+        doubled = shard * 2
+        dist.all_gather_into_tensor(out, doubled)
+        work = dist.all_gather_into_tensor(out, doubled, async_op=True)
+        work.wait()
+        time.sleep(0.3)  # several turns of the drain
+    end = time.monotonic_ns()
+    results = []
+    for value in (1.0, 3.0):
+        shard.fill_(value)
+        captured.replay()
+        torch.cuda.synchronize()
+        results.append(out.unique().tolist())
+    return {"begin": begin, "end": end, "results": results}
+
+
+def overlap() -> dict[str, Any]:
+    """Seconds of steps whose gathers run beside matrix products, traced and not, in turns."""
+    left = torch.randn(4096, 4096, device=GPU)
+    shard = torch.ones(64 * MIB, device=GPU)
+    out = torch.empty_like(shard)
+
+    def step() -> None:
+        works = []
+        for _ in range(8):
+            works.append(dist.all_gather_into_tensor(out, shard, async_op=True))
+            torch.mm(left, left)
+        for work in works:
+            work.wait()
+
+    def seconds() -> float:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(10):
+            step()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - begin) / 10
+
+    times: dict[str, list[float]] = {"traced": [], "untraced": []}
+    for turn in range(20):
+        commtrace.start(Path(sys.argv[2]) / f"log{turn}")
+        seconds()
+        times["traced"].append(seconds())
+        commtrace.stop()
+        seconds()
+        times["untraced"].append(seconds())
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+CASES = {"durations": durations, "waited": waited, "graph": graph, "overlap": overlap}
+
+setup()
+told = CASES[sys.argv[1]]()
+(Path(sys.argv[2]) / "told.json").write_text(json.dumps(told))
+dist.destroy_process_group()
