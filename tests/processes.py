@@ -135,7 +135,7 @@ def native_slots(ring: Ring) -> Slots:
     """The native recorder's slots; Python takes them as its own hooks do beside those in C++."""
     from commtrace.hooks.native.slots import NativeSlots
 
-    return NativeSlots(ring, recorders.library(), sites=True)
+    return NativeSlots(ring, recorders.library(), sites=True, device_times=False)
 
 
 def call(recorder: Recorder, number: int = 0, **fields: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 import processes
 import pytest
+import recorders
 from hook_programs.runs import FOLDER
 
 from commtrace.schema import Clock, Flag, State
@@ -20,8 +21,7 @@ from commtrace.schema import Clock, Flag, State
 torch = pytest.importorskip("torch")
 cpp_extension = pytest.importorskip("torch.utils.cpp_extension")
 
-from test_native import COMPILER, built  # noqa: E402
-
+COMPILER = shutil.which("g++")
 MS = 1_000_000
 ROUNDING = 10  # ns: elapsed times come as milliseconds in single precision,
 FAR_ROUNDING = 1000  # of up to four seconds where two calls are compared
@@ -43,7 +43,7 @@ class Ran:
     """What was recorded, and what the program told."""
 
     def __init__(self, *arguments: str, **settings: Any) -> None:
-        built()
+        recorders.needs("native")
         if not cpp_extension.is_ninja_available():
             pytest.skip("there is no ninja to build the device with")
         _folders.append(tempfile.TemporaryDirectory())
@@ -208,7 +208,7 @@ def test_a_device_that_fails_is_left_alone() -> None:
 
 
 def test_the_arithmetic_of_the_clock(tmp_path: Path) -> None:
-    if COMPILER is None or shutil.which(COMPILER) is None:
+    if COMPILER is None:
         pytest.skip("there is no C++ compiler")
     program = Path(__file__).with_name("native_programs") / "device_clock.cpp"
     build = processes.run([COMPILER, "-std=c++17", "-O1", "-Wall", "-Werror", program, "-o", tmp_path / "clock"])

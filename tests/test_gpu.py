@@ -9,13 +9,12 @@ from typing import Any
 
 import processes
 import pytest
+import recorders
 from hook_programs.runs import FOLDER
 
 from commtrace.schema import Clock, Flag, State
 
 torch = pytest.importorskip("torch")
-
-from test_native import built  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +26,7 @@ SETTINGS: dict[str, Any] = {"COMMTRACE_RECORDER": "native", "COMMTRACE_DEVICE_TI
 
 def run(case: str, folder: Path, **variables: Any) -> dict[str, Any]:
     """What the program told."""
-    built()
+    recorders.needs("native")
     result = processes.run([sys.executable, FOLDER / "on_gpu.py", case, folder], limit=280, **SETTINGS, **variables)
     assert result.status == 0, result.err[-8000:]
     return dict(json.loads((folder / "told.json").read_text()))

@@ -428,18 +428,18 @@ void take_out() {
 
 int64_t crossing() {
   static const bool defined = [] {
-    auto library = std::make_unique<torch::Library>(torch::Library::DEF, "commtrace_calibration", std::nullopt, __FILE__,
+    auto library = std::make_unique<torch::Library>(torch::Library::DEF, "commtrace_native_calibration", std::nullopt, __FILE__,
                                                     __LINE__);
     for (const char* name : {"bare", "through"}) {
       library->def((std::string(name) + "(Tensor[] tensors, Tensor? none, bool flag, int number) -> Tensor[]").c_str());
       library->impl(name, torch::dispatch(c10::DispatchKey::CPU, &probe));
     }
     library.release();  // both stay
-    put_in<PassKernel>("commtrace_calibration", "through").release();
+    put_in<PassKernel>("commtrace_native_calibration", "through").release();
     return true;
   }();
   (void)defined;
-  return std::max<int64_t>(0, least_ns("commtrace_calibration::through") - least_ns("commtrace_calibration::bare"));
+  return std::max<int64_t>(0, least_ns("commtrace_native_calibration::through") - least_ns("commtrace_native_calibration::bare"));
 }
 
 }  // namespace commtrace
