@@ -50,24 +50,24 @@ FIGURES: Final[dict[str, Figure]] = {
         "Volume by operation and parallel dimension",
         "volume_by_role_and_operation",
         volume,
-        "The longest bar is where most data is moved. The grey mark is what the ranks must at least send for it: right "
-        "of the bar's end, the operation costs more on the wire than its buffers are large.",
+        "The longest bar is where most data is moved. The diamond is what the ranks must at least send for it: beyond "
+        "the bar's end, the operation costs more on the wire than its buffers are large.",
         _NO_CALL,
     ),
     "waterfall": Figure(
         "From the closed form to what was measured",
         "waterfall",
         waterfall,
-        "Each bar between the first and the last is one cause for which this run sends more (or less) than the textbook "
-        "says. A hatched bar is what nobody has explained yet: that is where to look.",
+        "Each bar between the first and the last is one cause for which this run sends more (or less) than the "
+        "textbook says. A hatched bar is what nobody has explained yet: that is where to look.",
         _NO_THEORY,
     ),
     "expected_and_measured": Figure(
         "Expected and measured, by operation",
         "reconciliation",
         expected_and_measured,
-        "Pale is what the job's settings let one expect, full is what was measured. Pairs of one length are understood; "
-        "an operation in place of another shows as two pairs that differ in opposite directions.",
+        "Pale is what the job's settings let one expect, full is what was measured. Pairs of one length are "
+        "understood; an operation in place of another shows as two pairs that differ in opposite directions.",
         _NO_THEORY,
         _has_steps,
     ),
@@ -92,8 +92,8 @@ FIGURES: Final[dict[str, Figure]] = {
         "One training step, as it went",
         "timeline",
         timeline,
-        "Bars of one operation at the same time on all ranks wait for the last one to arrive: the rank whose bar is "
-        "shortest came last. Gaps are computation. Drag to look closer, double-click to come back.",
+        "A collective ends on all ranks together, so the rank whose bar is shortest came last, and the others waited "
+        "for it. Where no bar is, no communication was under way. Drag to look closer, double-click to come back.",
         _NO_STEP,
     ),
     "sizes_over_time": Figure(
@@ -128,7 +128,7 @@ COMPARISONS: Final[dict[str, Figure]] = {
         "Measured against predicted",
         "runs_predicted",
         measured_and_predicted,
-        "1.00× is a run that does what the closed form says. Its own page says why another does not.",
+        "1.00 x is a run that does what the closed form says. Its own page says why another does not.",
         "There is no prediction for any of these runs: it needs the job that is trained, which these logs do not hold.",
         lambda table: bool(table["predicted_bytes"].notna().any()),
     ),

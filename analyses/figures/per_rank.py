@@ -48,7 +48,7 @@ def timeline(table: pd.DataFrame) -> go.Figure:
             )
         )
     step = int(table["step"].iloc[0]) if len(table) else 0
-    figure.update_xaxes(title_text=f"{scale.unit} since the first of these calls began")
+    figure.update_xaxes(title_text=f"time since the first of these calls began, {scale.unit}")
     figure.update_yaxes(
         tickvals=[*place.values()],
         ticktext=[f"rank {rank}" for rank in ranks],

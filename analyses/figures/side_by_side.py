@@ -6,12 +6,10 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from commtrace.analyses.comparison import STEP, WHOLE
 from commtrace.analyses.report.units import count, share, size
 
 from .style import CLOSED_FORM, Scale, bytes_scale, finish, in_order, label, paint
-
-WHOLE, STEP = "whole run", "training step"
-"""Parts of a run, in the table `runs_by_operation`."""
 
 
 def operation_shares(table: pd.DataFrame) -> go.Figure:
@@ -92,7 +90,8 @@ def measured_and_predicted(table: pd.DataFrame) -> go.Figure:
         words = [size(value) for value in values]
         if what == "measured":
             words = [
-                word + (f" · {times:.2f}×" if pd.notna(times) else "") for word, times in zip(words, ratio, strict=True)
+                word + (f" · {times:.2f} x" if pd.notna(times) else "")
+                for word, times in zip(words, ratio, strict=True)
             ]
         figure.add_trace(
             go.Bar(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pandas as pd
@@ -14,7 +14,10 @@ from commtrace.analyses.report.units import count, size
 
 from .style import SCALE, bytes_scale, finish, in_order, label, paint, power_of_two
 
-_NO_PAYLOAD = -1
+_NO_PAYLOAD: Final = -1
+_HOVER: Final = (
+    "%{customdata[0]}<br>%{customdata[1]}<br>%{customdata[2]} calls<br>%{customdata[3]} in all<extra></extra>"
+)
 
 
 def message_sizes(table: pd.DataFrame) -> go.Figure:
@@ -26,21 +29,18 @@ def message_sizes(table: pd.DataFrame) -> go.Figure:
     scale = bytes_scale(table.groupby("exponent")["sum_bytes"].sum())
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.06)
     operations = in_order(table["op"])
-    for number, op in enumerate(operations):
+    for op in operations:
         part = table.loc[table["op"] == op]
-        width = 0.86 / len(operations)
-        shown = {"name": label(op), "legendgroup": op, "marker": paint(op), "customdata": _told(part)}
-        hover = (
-            "%{customdata[0]}<br>%{customdata[1]}<br>%{customdata[2]} calls<br>%{customdata[3]} in all<extra></extra>"
-        )
         # Side by side: bars that stand on each other cannot be read on a logarithmic axis.
+        place, width = _places(table, part, operations)
+        shown = {"name": label(op), "legendgroup": op, "marker": paint(op), "customdata": _told(part)}
         figure.add_trace(
             go.Bar(
-                x=part["exponent"].to_numpy() + 0.07 + width * number,
+                x=place,
                 y=part["calls"].to_numpy(),
                 width=width,
                 offset=0,
-                hovertemplate=hover,
+                hovertemplate=_HOVER,
                 **shown,
             ),
             row=1,
@@ -52,7 +52,7 @@ def message_sizes(table: pd.DataFrame) -> go.Figure:
                 y=scale.axis(part["sum_bytes"]),
                 width=0.86,
                 showlegend=False,
-                hovertemplate=hover,
+                hovertemplate=_HOVER,
                 **shown,
             ),
             row=2,
@@ -65,7 +65,7 @@ def message_sizes(table: pd.DataFrame) -> go.Figure:
     figure.update_yaxes(dtick="D1" if most < 10 else 1, exponentformat="none", separatethousands=True, row=1, col=1)
     figure.update_yaxes(title_text=f"bytes in them, {scale.unit}", row=2, col=1)
     figure.update_xaxes(**_size_axis(table["exponent"]))
-    figure.update_xaxes(title_text="payload of a call (each step twice the one before)", row=2, col=1)
+    figure.update_xaxes(title_text="payload of a call (logarithmic)", row=2, col=1)
     figure.update_layout(barmode="stack")
     return finish(figure, "Message sizes", 480)
 
@@ -117,6 +117,18 @@ def sizes_over_time(table: pd.DataFrame) -> go.Figure:
     return finish(figure, "Message sizes over time", 400)
 
 
+def _places(table: pd.DataFrame, part: pd.DataFrame, operations: list[str]) -> tuple[list[float], list[float]]:
+    """Where the bars of one operation begin, and how wide they are, when those of each size share its room."""
+    sharing = table.groupby("exponent")["op"].agg(lambda ops: [op for op in operations if op in set(ops)])
+    widths = [0.86 / len(sharing[exponent]) for exponent in part["exponent"]]
+    before = [sharing[row.exponent].index(row.op) for row in part.itertuples(index=False)]
+    places = [
+        exponent + 0.07 + width * number
+        for exponent, width, number in zip(part["exponent"], widths, before, strict=True)
+    ]
+    return places, widths
+
+
 def _exponents(from_bytes: pd.Series[Any]) -> pd.Series[Any]:
     """Powers of two -> their exponents; a bin of calls without payload is -1."""
     return np.log2(from_bytes.clip(lower=0.5)).round().astype(int)
@@ -148,5 +160,5 @@ def _size_axis(exponents: Iterable[int]) -> dict[str, Any]:
 
 
 def _call_ticks(most: float) -> list[int]:
-    powers = [10**power for power in range(int(np.log10(most)) + 1)]
-    return powers if len(powers) > 1 else [one for one in (1, 2, 5) if one <= max(most, 2)]
+    ticks = [10**power * one for power in range(19) for one in (1, 2, 5) if 10**power * one <= max(most, 2)]
+    return ticks if len(ticks) <= 6 else [tick for tick in ticks if str(tick).startswith("1")]

@@ -46,6 +46,9 @@ CLOSED_FORM, MORE, LESS, UNEXPLAINED = "#8A94A0", "#AA4465", "#44AA99", "#B8A13B
 # Light enough at one end and dark enough at the other for a white and a black page: viridis without its ends.
 SCALE: Final = [[0.0, "#3E6C9E"], [0.33, "#1F948C"], [0.66, "#5EC962"], [1.0, "#E3DB33"]]
 
+# A mark on a bar of any colour, on a white and a black page.
+MARK: Final = {"symbol": "diamond", "size": 10, "color": "#1B232D", "line": {"width": 1.5, "color": "#FFFFFF"}}
+
 FONT: Final = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 INK, GRID = "#1B232D", "#E3E7EC"
 
@@ -86,7 +89,7 @@ _UNPRINTABLE: Final = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\
 def label(text: object, longest: int = 80) -> str:
     """Text as plotly shows it and no more: names come from a log, and plotly reads HTML, links included.
 
-    Long names lose their beginning. Letters that have no shape, or turn the direction of writing, show as what they are.
+    Long names lose their beginning. Letters that have no shape, or turn the direction of writing, are replaced.
     """
     plain = _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", str(text))
     short = plain if len(plain) <= longest else "…" + plain[1 - longest :]

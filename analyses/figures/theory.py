@@ -76,7 +76,7 @@ def _colour(kind: str, value: float) -> str:
 
 
 def _signed(value: float) -> str:
-    return f"+{size(value)}" if value > 0 else f"−{size(-value)}" if value < 0 else "±0"
+    return f"+{size(value)}" if value > 0 else f"-{size(-value)}" if value < 0 else "±0"
 
 
 def expected_and_measured(table: pd.DataFrame) -> go.Figure:

@@ -10,7 +10,7 @@ from plotly.subplots import make_subplots
 
 from commtrace.analyses.report.units import count, share, size
 
-from .style import GREY, Scale, bytes_scale, finish, in_order, label, paint
+from .style import MARK, Scale, bytes_scale, finish, in_order, label, paint
 
 ROW = 30
 """Height of a bar and what is between it and the next, px."""
@@ -33,7 +33,8 @@ def volume(table: pd.DataFrame) -> go.Figure:
         _operation(figure, row, scale)
     _wire(figure, operations, scale)
     for op in in_order(table["op"]):
-        _in_roles(figure, op, table.loc[table["op"] == op], table, scale)
+        _in_roles(figure, op, table.loc[table["op"] == op], scale)
+    _sums(figure, roles, scale)
     most = max(scale.axis([0.0, *operations["payload_bytes"], *operations["wire_bytes"].fillna(0), *roles]), default=0)
     figure.update_xaxes(range=[0, 1.3 * (most or 1)])
     figure.update_xaxes(title_text=f"payload, {scale.unit}, sum over the ranks seen", row=2, col=1)
@@ -77,12 +78,14 @@ def _operation(figure: go.Figure, row: Any, scale: Scale) -> None:
 
 
 def _wire(figure: go.Figure, operations: pd.DataFrame, scale: Scale) -> None:
+    # At the left edge a mark would hide the words of a bar too short to be seen.
+    some = operations.loc[operations["wire_bytes"] > operations["payload_bytes"].max() / 200]
     figure.add_trace(
         go.Scatter(
-            x=scale.axis(operations["wire_bytes"]),
-            y=[label(op) for op in operations["op"]],
+            x=scale.axis(some["wire_bytes"]),
+            y=[label(op) for op in some["op"]],
             mode="markers",
-            marker={"symbol": "line-ns", "size": 16, "line": {"width": 2.5, "color": GREY}},
+            marker=MARK,
             name="wire bytes, at least",
             hoverinfo="skip",
         ),
@@ -91,7 +94,7 @@ def _wire(figure: go.Figure, operations: pd.DataFrame, scale: Scale) -> None:
     )
 
 
-def _in_roles(figure: go.Figure, op: str, part: pd.DataFrame, table: pd.DataFrame, scale: Scale) -> None:
+def _in_roles(figure: go.Figure, op: str, part: pd.DataFrame, scale: Scale) -> None:
     figure.add_trace(
         go.Bar(
             y=[label(role) for role in part["role"]],
@@ -103,6 +106,23 @@ def _in_roles(figure: go.Figure, op: str, part: pd.DataFrame, table: pd.DataFram
             showlegend=False,
             customdata=[[size(payload), label(op)] for payload in part["payload_bytes"]],
             hovertemplate="%{y}: %{customdata[1]}<br>payload %{customdata[0]}<extra></extra>",
+        ),
+        row=2,
+        col=1,
+    )
+
+
+def _sums(figure: go.Figure, roles: pd.Series[int], scale: Scale) -> None:
+    figure.add_trace(
+        go.Scatter(
+            x=scale.axis(roles),
+            y=[label(role) for role in roles.index],
+            mode="text",
+            text=[f" {size(payload)}" for payload in roles],
+            textposition="middle right",
+            cliponaxis=False,
+            hoverinfo="skip",
+            showlegend=False,
         ),
         row=2,
         col=1,
