@@ -102,7 +102,7 @@ def _step(table: pd.DataFrame) -> int:
 
 
 def _offsets(run: Run) -> dict[int, int]:
-    """What makes wall-clock ns of a process's monotonic ones, the same for all of one boot of a host; where it is told."""
+    """What makes wall-clock ns of a process's monotonic ones, where it is told: the same for one boot of a host."""
     hosts = [(process.host, str(process.tables.process.get("boot_id"))) for process in run.processes]
     told = {
         host: names.unix_minus_mono_ns

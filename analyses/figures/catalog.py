@@ -50,8 +50,8 @@ FIGURES: Final[dict[str, Figure]] = {
         "Volume by operation and parallel dimension",
         "volume_by_role_and_operation",
         volume,
-        "The longest bar is where most data is moved. The diamond is what the ranks must at least send for it: beyond "
-        "the bar's end, the operation costs more on the wire than its buffers are large.",
+        "The longest bar is where most data is moved. The thin grey bar is what the ranks must at least send for "
+        "it: where it is the longer one, the operation costs more on the wire than its buffers are large.",
         _NO_CALL,
     ),
     "waterfall": Figure(

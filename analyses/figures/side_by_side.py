@@ -9,7 +9,7 @@ from plotly.subplots import make_subplots
 from commtrace.analyses.comparison import STEP, WHOLE
 from commtrace.analyses.report.units import count, share, size
 
-from .style import CLOSED_FORM, Scale, bytes_scale, finish, in_order, label, paint
+from .style import CLOSED_FORM, MORE, Scale, bytes_scale, finish, in_order, label, paint, words_places
 
 
 def operation_shares(table: pd.DataFrame) -> go.Figure:
@@ -21,7 +21,7 @@ def operation_shares(table: pd.DataFrame) -> go.Figure:
     total = whole.groupby("run")["payload_bytes_per_rank"].transform("sum")
     whole = whole.assign(share=(whole["payload_bytes_per_rank"] / total).where(total > 0))
     figure = go.Figure()
-    for op in in_order(whole["op"]):
+    for op in _that_move_bytes(whole):
         part = whole.loc[whole["op"] == op]
         figure.add_trace(
             go.Bar(
@@ -52,7 +52,7 @@ def operation_volumes(table: pd.DataFrame) -> go.Figure:
     runs = table["run"].nunique()
     height = 190 + 2 * 40 * runs
     figure = make_subplots(rows=2, cols=1, vertical_spacing=86 / height)
-    operations = in_order(table["op"])
+    operations = _that_move_bytes(table)
     for row, (part, words) in enumerate(((WHOLE, "whole run"), (STEP, "one training step")), start=1):
         rows = _part(table, part)
         totals = rows.groupby("run", sort=False)["payload_bytes_per_rank"].sum()
@@ -62,7 +62,7 @@ def operation_volumes(table: pd.DataFrame) -> go.Figure:
         _sums(figure, totals, scale, row)
         most = max((value for value in scale.axis(totals) if value is not None), default=0.0)
         figure.update_xaxes(
-            title_text=f"payload per rank, {words}, {scale.unit}", range=[0, 1.2 * (most or 1)], row=row, col=1
+            title_text=f"payload per rank, {words}, {scale.unit}", range=[0, 1.3 * (most or 1)], row=row, col=1
         )
         _runs_axis(figure, table, row)
     seen: set[str] = set()
@@ -78,41 +78,34 @@ def measured_and_predicted(table: pd.DataFrame) -> go.Figure:
 
     `table`: `runs_predicted`.
     """
-    scale = bytes_scale([*table["predicted_bytes"], *table["measured_bytes"]])
+    both = [*table["predicted_bytes"], *table["measured_bytes"]]
+    scale = bytes_scale(both)
+    ratios = (table["measured_bytes"] / table["predicted_bytes"]).where(table["predicted_bytes"] > 0)
+    times = [f" · {ratio:.2f} x" if pd.notna(ratio) else "" for ratio in ratios]
+    looks = {"predicted": ("predicted by the closed form", CLOSED_FORM), "measured": ("measured", MORE)}
     figure = go.Figure()
-    ratio = (table["measured_bytes"] / table["predicted_bytes"]).where(table["predicted_bytes"] > 0)
-    looks = {
-        "predicted": {"color": "rgba(0,0,0,0)", "line": {"color": CLOSED_FORM, "width": 2}},
-        "measured": {"color": "#AA4465"},
-    }
-    for what, marker in looks.items():
+    for what, (name, colour) in looks.items():
         values = table[f"{what}_bytes"]
-        words = [size(value) for value in values]
-        if what == "measured":
-            words = [
-                word + (f" · {times:.2f} x" if pd.notna(times) else "")
-                for word, times in zip(words, ratio, strict=True)
-            ]
         figure.add_trace(
             go.Bar(
                 orientation="h",
                 y=[label(run) for run in table["run"]],
                 x=scale.axis(values),
-                name={"predicted": "predicted by the closed form", "measured": "measured"}[what],
-                marker=marker,
-                text=words,
-                textposition="outside",
+                name=name,
+                marker={"color": colour},
+                text=[
+                    size(value) + (more if what == "measured" else "")
+                    for value, more in zip(values, times, strict=True)
+                ],
+                textposition=words_places(values, both),
+                insidetextanchor="start",
+                textangle=0,
                 cliponaxis=False,
                 customdata=[[what, count(value)] for value in values],
                 hovertemplate="%{y}, %{customdata[0]}<br>%{customdata[1]} bytes<extra></extra>",
             )
         )
-    most = max(
-        (value for value in scale.axis([*table["predicted_bytes"], *table["measured_bytes"]]) if value), default=1
-    )
-    figure.update_xaxes(
-        title_text=f"bytes a rank sends in a training step, at least, {scale.unit}", range=[0, 1.3 * most]
-    )
+    figure.update_xaxes(title_text=f"bytes a rank sends in a step, at least, {scale.unit}", rangemode="tozero")
     _runs_axis(figure, table)
     figure.update_layout(barmode="group", bargap=0.3, bargroupgap=0.08)
     return finish(figure, "Measured against predicted", 130 + 58 * len(table))
@@ -120,6 +113,11 @@ def measured_and_predicted(table: pd.DataFrame) -> go.Figure:
 
 def _part(table: pd.DataFrame, part: str) -> pd.DataFrame:
     return table.loc[table["part"] == part]
+
+
+def _that_move_bytes(table: pd.DataFrame) -> list[str]:
+    """Operations with a payload: a barrier has no part in a volume."""
+    return in_order(table.loc[table["payload_bytes_per_rank"] > 0, "op"])
 
 
 def _told(part: pd.DataFrame) -> list[list[str]]:

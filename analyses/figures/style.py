@@ -7,6 +7,7 @@ share a colour and differ by a pattern, so that the rarer ones stay distinct wit
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -41,13 +42,10 @@ OPERATIONS: Final[dict[str, tuple[str, str]]] = {
 OTHER: Final = (GREY, "/")
 
 # What is not an operation: none of their colours.
-CLOSED_FORM, MORE, LESS, UNEXPLAINED = "#8A94A0", "#AA4465", "#44AA99", "#B8A13B"
+CLOSED_FORM, MORE, LESS, UNEXPLAINED = "#66727F", "#AA4465", "#44AA99", "#B8A13B"
 
 # Light enough at one end and dark enough at the other for a white and a black page: viridis without its ends.
 SCALE: Final = [[0.0, "#3E6C9E"], [0.33, "#1F948C"], [0.66, "#5EC962"], [1.0, "#E3DB33"]]
-
-# A mark on a bar of any colour, on a white and a black page.
-MARK: Final = {"symbol": "diamond", "size": 10, "color": "#1B232D", "line": {"width": 1.5, "color": "#FFFFFF"}}
 
 FONT: Final = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 INK, GRID = "#1B232D", "#E3E7EC"
@@ -67,7 +65,7 @@ TEMPLATE: Final = go.layout.Template(
         "plot_bgcolor": "rgba(0,0,0,0)",
         "colorway": [colour for colour, _ in OPERATIONS.values()],
         "xaxis": _AXIS,
-        "yaxis": _AXIS,
+        "yaxis": {**_AXIS, "ticklabelstandoff": 6},
         "legend": {
             "orientation": "h",
             "yref": "container",
@@ -96,6 +94,11 @@ def label(text: object, longest: int = 80) -> str:
     return short.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
+def wrapped(text: object, width: int = 60, lines: int = 6) -> str:
+    """A label of at most so many lines."""
+    return "<br>".join(label(line) for line in textwrap.wrap(str(text), width, max_lines=lines, placeholder=" …"))
+
+
 def in_order(operations: Iterable[object]) -> list[str]:
     """Operations in the order of OPERATIONS, others after them."""
     known = [*OPERATIONS]
@@ -107,6 +110,12 @@ def paint(op: str) -> dict[str, Any]:
     colour, shape = OPERATIONS.get(op, OTHER)
     pattern = {"shape": shape, "fillmode": "overlay", "size": 6, "solidity": 0.35} if shape else {"shape": ""}
     return {"color": colour, "pattern": pattern}
+
+
+def words_places(values: Iterable[float], longest_of: Iterable[float]) -> list[str]:
+    """`textposition` of bars of these lengths: within those more than 0.6 of the longest of others, behind the rest."""
+    most = _largest(longest_of)
+    return ["inside" if most and _largest([value]) > 0.6 * most else "outside" for value in values]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import pandas as pd
@@ -9,7 +10,20 @@ import plotly.graph_objects as go
 
 from commtrace.analyses.report.units import count, size
 
-from .style import CLOSED_FORM, GREY, LESS, MORE, UNEXPLAINED, bytes_scale, finish, in_order, label, paint
+from .style import (
+    CLOSED_FORM,
+    GREY,
+    LESS,
+    MORE,
+    UNEXPLAINED,
+    bytes_scale,
+    finish,
+    in_order,
+    label,
+    paint,
+    words_places,
+    wrapped,
+)
 
 KINDS: Final = ("closed form", "cause", "unexplained", "measured")
 """What a bar of a waterfall is."""
@@ -21,52 +35,61 @@ def waterfall(table: pd.DataFrame) -> go.Figure:
     `table`: `waterfall`, its rows from the closed form to the measured volume.
     """
     total = table["kind"].isin(["closed form", "measured"])
-    # The sum so far; a total stands on the ground, and says itself what the sum is.
-    steps = table["bytes"].where(~total | (table["kind"] == "closed form"), 0).cumsum()
-    top = steps.where(table["kind"] != "measured", table["bytes"])
+    # A total stands on the ground, a cause on the sum of what is before it.
+    top = table["bytes"].where(table["kind"] != "measured", 0).cumsum().where(~total, table["bytes"])
     base = (top - table["bytes"]).where(~total, 0)
     scale = bytes_scale([*top, *base])
-    colours = [_colour(str(kind), float(value)) for kind, value in zip(table["kind"], table["bytes"], strict=True)]
     words = [size(value) if all_ else _signed(value) for value, all_ in zip(table["bytes"], total, strict=True)]
-    names = [label(name, 60) for name in table["label"]]
+    told = zip(table["label"], words, table["bytes"], strict=True)
     figure = go.Figure(
         go.Bar(
             orientation="h",
-            # Numbered, so that two causes of one name stay two bars.
+            # By number, so that two causes of one name stay two bars.
             y=list(range(len(table))),
             base=scale.axis(base),
             x=scale.axis(table["bytes"]),
+            width=0.44,
             marker={
-                "color": colours,
+                "color": [_colour(str(row.kind), row.bytes) for row in table.itertuples(index=False)],
                 "pattern": {"shape": ["/" if kind == "unexplained" else "" for kind in table["kind"]]},
             },
             text=words,
-            textposition="outside",
+            textposition=words_places(table["bytes"], top),
+            insidetextanchor="end",
+            textangle=0,
             cliponaxis=False,
-            customdata=[
-                [name, word, count(float(value))]
-                for name, word, value in zip(names, words, table["bytes"], strict=True)
-            ],
+            customdata=[[wrapped(name), word, count(float(value))] for name, word, value in told],
             hovertemplate="%{customdata[0]}<br>%{customdata[1]}<br>%{customdata[2]} bytes<extra></extra>",
         )
     )
-    ends = scale.axis(top)
-    for number in range(len(ends) - 1):
-        figure.add_shape(
-            type="line", x0=ends[number], x1=ends[number], y0=number, y1=number + 1, line={"width": 1, "color": GREY},
-            layer="below",
-        )  # fmt: skip
-    most = max([abs(value) for value in [*ends, *scale.axis(base)] if value is not None], default=1.0)
-    least = min([value for value in [*ends, *scale.axis(base)] if value is not None], default=0.0)
+    _connect(figure, scale.axis(top))
+    for number, name in enumerate(table["label"]):
+        # Above its bar and not beside it: a cause is a sentence.
+        figure.add_annotation(
+            text=wrapped(name, 46, 2),
+            align="left",
+            x=0,
+            xref="paper",
+            xanchor="left",
+            y=number - 0.25,
+            yanchor="bottom",
+            showarrow=False,
+        )
+    ends = [value for value in [0.0, *scale.axis(top), *scale.axis(base)] if value is not None]
+    room = 0.24 * (max(ends) - min(ends) or 1)
     figure.update_xaxes(
-        title_text=f"bytes a rank sends in a training step, at least, {scale.unit}",
-        range=[min(1.25 * least, 0), 1.25 * (most or 1)],
+        title_text=f"bytes a rank sends in a step, at least, {scale.unit}",
+        range=[min(ends) - room * (min(ends) < 0), max(ends) + room],
     )
-    figure.update_yaxes(
-        tickvals=list(range(len(names))), ticktext=names, range=[len(names) - 0.5, -0.5], showgrid=False, zeroline=False
-    )
-    figure.update_layout(bargap=0.35)
-    return finish(figure, "From the closed form to what was measured", 120 + 36 * len(names))
+    figure.update_yaxes(showticklabels=False, range=[len(table) - 0.6, -0.75], showgrid=False, zeroline=False)
+    return finish(figure, "From the closed form to what was measured", 120 + 60 * len(table))
+
+
+def _connect(figure: go.Figure, ends: Sequence[float | None]) -> None:
+    """Thin lines from where a bar ends to where the next one begins."""
+    for number, end in enumerate(ends[:-1]):
+        line = {"width": 1, "color": GREY}
+        figure.add_shape(type="line", x0=end, x1=end, y0=number, y1=number + 1, line=line, layer="below")
 
 
 def _colour(kind: str, value: float) -> str:
@@ -92,26 +115,31 @@ def expected_and_measured(table: pd.DataFrame) -> go.Figure:
     operations = in_order(sums.index)
     scale = bytes_scale(sums[["expected_bytes", "measured_bytes"]].to_numpy().ravel())
     figure = go.Figure()
-    for what, shade in (("expected", {"opacity": 0.4}), ("measured", {})):
-        for op in operations:
+    for what, opacity in (("expected", 0.4), ("measured", 1.0)):
+        volumes = sums.loc[operations, f"{what}_bytes"]
+        places = words_places(volumes, sums[["expected_bytes", "measured_bytes"]].to_numpy().ravel())
+        for op, place in zip(operations, places, strict=True):
             row = sums.loc[op]
+            volume = size(row[f"{what}_bytes"])
             figure.add_trace(
                 go.Bar(
                     orientation="h",
-                    y=[[label(op)], [what]],
+                    y=[label(op)],
                     x=scale.axis([row[f"{what}_bytes"]]),
-                    marker={**paint(op), **shade},
+                    offsetgroup=what,
+                    marker={**paint(op), "opacity": opacity},
                     showlegend=False,
-                    text=[size(row[f"{what}_bytes"])],
-                    textposition="outside",
+                    text=[f"{what} {volume}"],
+                    textposition=place,
+                    insidetextanchor="start",
+                    textangle=0,
                     cliponaxis=False,
-                    customdata=[[label(op), what, size(row[f"{what}_bytes"]), count(row[f"{what}_calls"])]],
+                    customdata=[[label(op), what, volume, count(row[f"{what}_calls"])]],
                     hovertemplate="%{customdata[0]}, %{customdata[1]}<br>payload %{customdata[2]}"
                     "<br>%{customdata[3]} calls<extra></extra>",
                 )
             )
-    most = max(scale.axis([0.0, *sums["expected_bytes"], *sums["measured_bytes"]]), key=lambda value: value or 0.0)
-    figure.update_xaxes(title_text=f"payload per rank and training step, {scale.unit}", range=[0, 1.2 * (most or 1)])
-    figure.update_yaxes(autorange="reversed", showgrid=False)
-    figure.update_layout(barmode="overlay", bargap=0.2)
-    return finish(figure, "Expected and measured, by operation", 130 + 52 * len(operations))
+    figure.update_xaxes(title_text=f"payload per rank and step, {scale.unit}", rangemode="tozero")
+    figure.update_yaxes(categoryarray=[label(op) for op in operations], autorange="reversed", showgrid=False)
+    figure.update_layout(barmode="group", bargap=0.25, bargroupgap=0.06)
+    return finish(figure, "Expected and measured, by operation", 110 + 58 * len(operations))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -10,37 +11,45 @@ from plotly.subplots import make_subplots
 
 from commtrace.analyses.report.units import count, share, size
 
-from .style import MARK, Scale, bytes_scale, finish, in_order, label, paint
+from .style import GREY, Scale, bytes_scale, finish, in_order, label, paint, words_places
 
-ROW = 30
+ROW = 38
 """Height of a bar and what is between it and the next, px."""
 
 
 def volume(table: pd.DataFrame) -> go.Figure:
-    """Payload by operation, with its share and the wire bytes as a mark; below, by parallel dimension.
+    """Payload by operation, with its share and the wire bytes as a thin bar; below, by parallel dimension.
 
     `table`: `volume_by_role_and_operation`.
     """
     operations = _by_operation(table)
     roles = table.groupby("role")["payload_bytes"].sum().sort_values(ascending=False)
     scale = bytes_scale([*operations["payload_bytes"], *operations["wire_bytes"], *roles])
-    rows = [len(operations), len(roles)]
-    height = ROW * sum(rows) + 190
-    figure = make_subplots(
-        rows=2, cols=1, shared_xaxes=True, row_heights=[max(number, 1) for number in rows], vertical_spacing=42 / height
-    )
-    for row in operations.itertuples(index=False):
-        _operation(figure, row, scale)
-    _wire(figure, operations, scale)
+    rows = [max(len(operations), 1), max(len(roles), 1)]
+    height = ROW * sum(rows) + 160
+    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=rows, vertical_spacing=36 / height)
+    _operations(figure, operations, float(roles.max()), scale)
     for op in in_order(table["op"]):
-        _in_roles(figure, op, table.loc[table["op"] == op], scale)
+        _in_roles(figure, op, table.loc[table["op"] == op], [*roles.index], scale)
     _sums(figure, roles, scale)
-    most = max(scale.axis([0.0, *operations["payload_bytes"], *operations["wire_bytes"].fillna(0), *roles]), default=0)
+    most = max(scale.axis([0.0, *operations["wire_bytes"].fillna(0), *roles]), default=0)
     figure.update_xaxes(range=[0, 1.3 * (most or 1)])
     figure.update_xaxes(title_text=f"payload, {scale.unit}, sum over the ranks seen", row=2, col=1)
-    figure.update_yaxes(autorange="reversed", showgrid=False)
+    for row, names in enumerate((operations["op"], roles.index), start=1):
+        figure.update_yaxes(**_named_rows([*names]), row=row, col=1)
     figure.update_layout(barmode="stack")
     return finish(figure, "Volume by operation and parallel dimension", height)
+
+
+def _named_rows(names: Sequence[object]) -> dict[str, Any]:
+    """A vertical axis on which row 0 is the first."""
+    return {
+        "tickvals": list(range(len(names))),
+        "ticktext": [label(name) for name in names],
+        "range": [max(len(names), 1) - 0.5, -0.5],
+        "showgrid": False,
+        "zeroline": False,
+    }
 
 
 def _by_operation(table: pd.DataFrame) -> pd.DataFrame:
@@ -55,37 +64,37 @@ def _by_operation(table: pd.DataFrame) -> pd.DataFrame:
     return sums.sort_values(["payload_bytes", "calls"], ascending=False, kind="stable")
 
 
-def _operation(figure: go.Figure, row: Any, scale: Scale) -> None:
-    op = str(row.op)
+def _operations(figure: go.Figure, operations: pd.DataFrame, longest: float, scale: Scale) -> None:
+    places = words_places(operations["payload_bytes"], [longest])
+    for number, (row, place) in enumerate(zip(operations.itertuples(index=False), places, strict=True)):
+        figure.add_trace(
+            go.Bar(
+                y=[number - 0.09],
+                x=scale.axis([row.payload_bytes]),
+                width=0.5,
+                orientation="h",
+                name=label(row.op),
+                marker=paint(str(row.op)),
+                legendgroup=str(row.op),
+                text=[f"{size(row.payload_bytes)} · {share(row.share)}"],
+                textposition=place,
+                insidetextanchor="end",
+                textangle=0,
+                cliponaxis=False,
+                customdata=[[label(row.op), size(row.payload_bytes), size(row.wire_bytes), count(row.calls)]],
+                hovertemplate="%{customdata[0]}<br>payload %{customdata[1]}<br>wire, at least %{customdata[2]}"
+                "<br>%{customdata[3]} calls<extra></extra>",
+            ),
+            row=1,
+            col=1,
+        )
     figure.add_trace(
         go.Bar(
-            y=[label(op)],
-            x=scale.axis([row.payload_bytes]),
+            y=[number + 0.27 for number in range(len(operations))],
+            x=scale.axis(operations["wire_bytes"]),
+            width=0.14,
             orientation="h",
-            name=label(op),
-            marker=paint(op),
-            legendgroup=op,
-            text=[f"{size(row.payload_bytes)} · {share(row.share)}"],
-            textposition="outside",
-            cliponaxis=False,
-            customdata=[[size(row.payload_bytes), size(row.wire_bytes), count(row.calls)]],
-            hovertemplate="%{y}<br>payload %{customdata[0]}<br>wire, at least %{customdata[1]}"
-            "<br>%{customdata[2]} calls<extra></extra>",
-        ),
-        row=1,
-        col=1,
-    )
-
-
-def _wire(figure: go.Figure, operations: pd.DataFrame, scale: Scale) -> None:
-    # At the left edge a mark would hide the words of a bar too short to be seen.
-    some = operations.loc[operations["wire_bytes"] > operations["payload_bytes"].max() / 200]
-    figure.add_trace(
-        go.Scatter(
-            x=scale.axis(some["wire_bytes"]),
-            y=[label(op) for op in some["op"]],
-            mode="markers",
-            marker=MARK,
+            marker={"color": GREY},
             name="wire bytes, at least",
             hoverinfo="skip",
         ),
@@ -94,18 +103,22 @@ def _wire(figure: go.Figure, operations: pd.DataFrame, scale: Scale) -> None:
     )
 
 
-def _in_roles(figure: go.Figure, op: str, part: pd.DataFrame, scale: Scale) -> None:
+def _in_roles(figure: go.Figure, op: str, part: pd.DataFrame, roles: Sequence[str], scale: Scale) -> None:
     figure.add_trace(
         go.Bar(
-            y=[label(role) for role in part["role"]],
+            y=[roles.index(role) for role in part["role"]],
             x=scale.axis(part["payload_bytes"]),
+            width=0.6,
             orientation="h",
             name=label(op),
             marker=paint(op),
             legendgroup=op,
             showlegend=False,
-            customdata=[[size(payload), label(op)] for payload in part["payload_bytes"]],
-            hovertemplate="%{y}: %{customdata[1]}<br>payload %{customdata[0]}<extra></extra>",
+            customdata=[
+                [label(role), label(op), size(payload)]
+                for role, payload in zip(part["role"], part["payload_bytes"], strict=True)
+            ],
+            hovertemplate="%{customdata[0]}: %{customdata[1]}<br>payload %{customdata[2]}<extra></extra>",
         ),
         row=2,
         col=1,
@@ -113,10 +126,11 @@ def _in_roles(figure: go.Figure, op: str, part: pd.DataFrame, scale: Scale) -> N
 
 
 def _sums(figure: go.Figure, roles: pd.Series[int], scale: Scale) -> None:
+    """What the stacks add up to, behind their ends."""
     figure.add_trace(
         go.Scatter(
             x=scale.axis(roles),
-            y=[label(role) for role in roles.index],
+            y=list(range(len(roles))),
             mode="text",
             text=[f" {size(payload)}" for payload in roles],
             textposition="middle right",
