@@ -131,7 +131,7 @@ def _stack(figure: go.Figure, op: str, part: pd.DataFrame, scale: Scale, row: in
             y=[label(run) for run in part["run"]],
             x=scale.axis(part["payload_bytes_per_rank"]),
             name=label(op),
-            legendgroup=op,
+            legendgroup=label(op),
             marker=paint(op),
             customdata=_told(part),
             hovertemplate="%{y}: %{customdata[0]}<br>%{customdata[1]} per rank<extra></extra>",

@@ -33,7 +33,7 @@ def message_sizes(table: pd.DataFrame) -> go.Figure:
         part = table.loc[table["op"] == op]
         # Side by side: bars that stand on each other cannot be read on a logarithmic axis.
         place, width = _places(table, part, operations)
-        shown = {"name": label(op), "legendgroup": op, "marker": paint(op), "customdata": _told(part)}
+        shown = {"name": label(op), "legendgroup": label(op), "marker": paint(op), "customdata": _told(part)}
         figure.add_trace(
             go.Bar(
                 x=place,
@@ -85,8 +85,7 @@ def sizes_over_time(table: pd.DataFrame) -> go.Figure:
         calls[cell.exponent - low, at] = cell.calls
         ops = label(names[cell.from_s, cell.exponent])
         told[cell.exponent - low, at] = (
-            f"{cell.from_s:.3g} to {cell.below_s:.3g} s<br>{_span(cell.exponent)}<br>"
-            f"{count(cell.calls)} calls, {size(cell.sum_bytes)}<br>{ops}"
+            f"{_span(cell.exponent)}<br>{count(cell.calls)} calls, {size(cell.sum_bytes)}<br>{ops}"
         )
     most = float(np.nanmax(calls)) if len(cells) else 1.0
     ticks = _call_ticks(most)
@@ -99,7 +98,7 @@ def sizes_over_time(table: pd.DataFrame) -> go.Figure:
             zmin=0,
             zmax=max(np.log10(most), 0.3),
             text=told,
-            hovertemplate="%{text}<extra></extra>",
+            hovertemplate="%{x:.4g} s<br>%{text}<extra></extra>",
             hoverongaps=False,
             colorscale=SCALE,
             colorbar={

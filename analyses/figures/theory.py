@@ -66,7 +66,7 @@ def waterfall(table: pd.DataFrame) -> go.Figure:
     for number, name in enumerate(table["label"]):
         # Above its bar and not beside it: a cause is a sentence.
         figure.add_annotation(
-            text=wrapped(name, 46, 2),
+            text=wrapped(name, 52, 2),
             align="left",
             x=0,
             xref="paper",
@@ -116,9 +116,7 @@ def expected_and_measured(table: pd.DataFrame) -> go.Figure:
     scale = bytes_scale(sums[["expected_bytes", "measured_bytes"]].to_numpy().ravel())
     figure = go.Figure()
     for what, opacity in (("expected", 0.4), ("measured", 1.0)):
-        volumes = sums.loc[operations, f"{what}_bytes"]
-        places = words_places(volumes, sums[["expected_bytes", "measured_bytes"]].to_numpy().ravel())
-        for op, place in zip(operations, places, strict=True):
+        for op in operations:
             row = sums.loc[op]
             volume = size(row[f"{what}_bytes"])
             figure.add_trace(
@@ -129,9 +127,8 @@ def expected_and_measured(table: pd.DataFrame) -> go.Figure:
                     offsetgroup=what,
                     marker={**paint(op), "opacity": opacity},
                     showlegend=False,
-                    text=[f"{what} {volume}"],
-                    textposition=place,
-                    insidetextanchor="start",
+                    text=[volume],
+                    textposition="outside",
                     textangle=0,
                     cliponaxis=False,
                     customdata=[[label(op), what, volume, count(row[f"{what}_calls"])]],
@@ -139,7 +136,12 @@ def expected_and_measured(table: pd.DataFrame) -> go.Figure:
                     "<br>%{customdata[3]} calls<extra></extra>",
                 )
             )
-    figure.update_xaxes(title_text=f"payload per rank and step, {scale.unit}", rangemode="tozero")
+        # What pale and full mean, in the legend: a bar that is nowhere.
+        figure.add_trace(
+            go.Bar(x=[None], y=[None], name=what, offsetgroup=what, marker={"color": CLOSED_FORM, "opacity": opacity})
+        )
+    most = max((value for value in scale.axis(sums[["expected_bytes", "measured_bytes"]].max()) if value), default=1.0)
+    figure.update_xaxes(title_text=f"payload per rank and step, {scale.unit}", range=[0, 1.3 * most])
     figure.update_yaxes(categoryarray=[label(op) for op in operations], autorange="reversed", showgrid=False)
     figure.update_layout(barmode="group", bargap=0.25, bargroupgap=0.06)
-    return finish(figure, "Expected and measured, by operation", 110 + 58 * len(operations))
+    return finish(figure, "Expected and measured, by operation", 130 + 58 * len(operations))

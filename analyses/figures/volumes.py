@@ -75,7 +75,7 @@ def _operations(figure: go.Figure, operations: pd.DataFrame, longest: float, sca
                 orientation="h",
                 name=label(row.op),
                 marker=paint(str(row.op)),
-                legendgroup=str(row.op),
+                legendgroup=label(row.op),
                 text=[f"{size(row.payload_bytes)} · {share(row.share)}"],
                 textposition=place,
                 insidetextanchor="end",
@@ -112,7 +112,7 @@ def _in_roles(figure: go.Figure, op: str, part: pd.DataFrame, roles: Sequence[st
             orientation="h",
             name=label(op),
             marker=paint(op),
-            legendgroup=op,
+            legendgroup=label(op),
             showlegend=False,
             customdata=[
                 [label(role), label(op), size(payload)]

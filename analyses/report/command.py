@@ -77,13 +77,14 @@ def _write_page(arguments: argparse.Namespace) -> int:
     runs = {name: open_run(path) for name, path in names_of(arguments.directories).items()}
     tables = {name: _tables(run, details=len(runs) == 1) for name, run in runs.items()}
     if len(runs) > 1:
-        page = page_of_runs(runs, tables)
+        what, page = f"{len(runs)} runs", page_of_runs(runs, tables)
     else:
         ((name, run),) = runs.items()
-        page = page_of_run(name, run, tables[name], sites=SITES if arguments.sites is None else arguments.sites)
+        sites = SITES if arguments.sites is None else arguments.sites
+        what, page = f"run {run.id}", page_of_run(name, run, tables[name], sites=sites)
     with whole_file(arguments.html, force=arguments.force) as part:
         part.write_text(page, encoding="utf-8")
-    print(f"{arguments.html}: {', '.join(f'run {run.id}' for run in runs.values())}; open it in a browser")
+    print(f"{arguments.html}: {what}, to be opened in a browser")
     return 0
 
 

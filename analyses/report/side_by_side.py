@@ -66,7 +66,8 @@ def _by_operation(table: pd.DataFrame, runs: list[str], part: str, width: int, d
     ]
     if not operations:
         return paragraph("There is none in any of these runs.", width)
+    told = {str(run) for run in table.loc[table["part"] == part, "run"]}
     cells = some.set_index(["run", "op"])["payload_bytes_per_rank"].to_dict()
     columns = [word("run", gives=True), *(Column(op, optional=at > 0) for at, op in enumerate(operations))]
-    rows = [[run, *(size(cells[run, op]) if (run, op) in cells else "" for op in operations)] for run in runs]
+    rows = [[run, *(size(cells.get((run, op), 0.0 if run in told else None)) for op in operations)] for run in runs]
     return fit(columns, rows, width, dots)
