@@ -58,8 +58,8 @@ def names_of(paths: Sequence[Path]) -> dict[str, Path]:
 
 
 def _run(name: str, run: Run, tables: NamedTables) -> dict[str, object]:
-    steady = tables["steady_step"].set_index("op")
-    step = steady.loc[ALL] if ALL in steady.index else None
+    steady = tables["steady_step"]
+    step = next((row for _, row in steady.loc[steady["op"] == ALL].iterrows()), None)
     coverage = tables["coverage"].iloc[0]
     return {
         "run": name,

@@ -201,6 +201,12 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
+def refuse(visit: Visit, dialog: Any) -> None:
+    """A dialog is a message; the page would stand still until it is closed."""
+    visit.messages.append(f"dialog: {dialog.message}")
+    dialog.dismiss()
+
+
 def visit(browser: Any, text: str, folder: Path, *, width: int = 1280, colours: str = "light", **context: Any) -> Visit:
     """Open a page and wait until it is drawn."""
     file = folder / "page.html"
@@ -209,7 +215,7 @@ def visit(browser: Any, text: str, folder: Path, *, width: int = 1280, colours: 
     visit = Visit(page)
     page.on("console", lambda message: visit.messages.append(message.text))
     page.on("pageerror", lambda error: visit.messages.append(str(error)))
-    page.on("dialog", lambda dialog: (visit.messages.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+    page.on("dialog", lambda dialog: refuse(visit, dialog))
     page.on("request", lambda request: visit.requests.append(request.url))
     page.goto(file.as_uri())
     if context.get("java_script_enabled", True):

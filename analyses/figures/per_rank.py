@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from commtrace.analyses.fold import rows_of
 from commtrace.analyses.report.units import count, size, time
 
 from .style import finish, in_order, label, paint, time_scale
@@ -43,7 +44,7 @@ def timeline(table: pd.DataFrame) -> go.Figure:
                 name=label(op),
                 # The outline keeps a call visible that is shorter than a pixel.
                 marker={**colours, "line": {"color": colours["color"], "width": 1}},
-                customdata=[[_told(row)] for row in part.itertuples(index=False)],
+                customdata=[[_told(row)] for row in rows_of(part)],
                 hovertemplate="%{customdata[0]}<extra></extra>",
             )
         )

@@ -1,4 +1,5 @@
-"""Runs side by side: figures 7, 8 and 10 of the paper that commtrace starts from."""
+"""Runs side by side: figures 7, 8 and 10 of "Demystifying the Communication Characteristics for Distributed Transformer
+Models" (Anthony et al., 2024), there of ZeRO-1, 2 and 3."""
 
 from __future__ import annotations
 
@@ -60,10 +61,8 @@ def operation_volumes(table: pd.DataFrame) -> go.Figure:
         for op in operations:
             _stack(figure, op, rows.loc[rows["op"] == op], scale, row)
         _sums(figure, totals, scale, row)
-        most = max((value for value in scale.axis(totals) if value is not None), default=0.0)
-        figure.update_xaxes(
-            title_text=f"payload per rank, {words}, {scale.unit}", range=[0, 1.3 * (most or 1)], row=row, col=1
-        )
+        title, room = f"payload per rank, {words}, {scale.unit}", 1.3 * scale.reach(totals)
+        figure.update_xaxes(title_text=title, range=[0, room], row=row, col=1)
         _runs_axis(figure, table, row)
     seen: set[str] = set()
     for trace in figure.data:
@@ -93,10 +92,7 @@ def measured_and_predicted(table: pd.DataFrame) -> go.Figure:
                 x=scale.axis(values),
                 name=name,
                 marker={"color": colour},
-                text=[
-                    size(value) + (more if what == "measured" else "")
-                    for value, more in zip(values, times, strict=True)
-                ],
+                text=[size(value) + (times[at] if what == "measured" else "") for at, value in enumerate(values)],
                 textposition=words_places(values, both),
                 insidetextanchor="start",
                 textangle=0,

@@ -10,6 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from commtrace.analyses.fold import rows_of
 from commtrace.analyses.report.units import count, size
 
 from .style import SCALE, bytes_scale, finish, in_order, label, paint, power_of_two
@@ -81,7 +82,7 @@ def sizes_over_time(table: pd.DataFrame) -> go.Figure:
     low, high = (int(cells["exponent"].min()), int(cells["exponent"].max())) if len(cells) else (0, 0)
     calls = np.full((high - low + 1, int(column.max()) + 1 if len(cells) else 1), np.nan)
     told = np.full(calls.shape, "", object)
-    for cell, at in zip(cells.itertuples(index=False), column, strict=True):
+    for cell, at in zip(rows_of(cells), column, strict=True):
         calls[cell.exponent - low, at] = cell.calls
         ops = label(names[cell.from_s, cell.exponent])
         told[cell.exponent - low, at] = (
@@ -120,7 +121,7 @@ def _places(table: pd.DataFrame, part: pd.DataFrame, operations: list[str]) -> t
     """Where the bars of one operation begin, and how wide they are, when those of each size share its room."""
     sharing = table.groupby("exponent")["op"].agg(lambda ops: [op for op in operations if op in set(ops)])
     widths = [0.86 / len(sharing[exponent]) for exponent in part["exponent"]]
-    before = [sharing[row.exponent].index(row.op) for row in part.itertuples(index=False)]
+    before = [sharing[row.exponent].index(row.op) for row in rows_of(part)]
     places = [
         exponent + 0.07 + width * number
         for exponent, width, number in zip(part["exponent"], widths, before, strict=True)
@@ -130,14 +131,11 @@ def _places(table: pd.DataFrame, part: pd.DataFrame, operations: list[str]) -> t
 
 def _exponents(from_bytes: pd.Series[Any]) -> pd.Series[Any]:
     """Powers of two -> their exponents; a bin of calls without payload is -1."""
-    return np.log2(from_bytes.clip(lower=0.5)).round().astype(int)
+    return from_bytes.clip(lower=0.5).map(np.log2).round().astype(int)
 
 
 def _told(part: pd.DataFrame) -> list[list[str]]:
-    return [
-        [label(row.op), _span(row.exponent), count(row.calls), size(row.sum_bytes)]
-        for row in part.itertuples(index=False)
-    ]
+    return [[label(row.op), _span(row.exponent), count(row.calls), size(row.sum_bytes)] for row in rows_of(part)]
 
 
 def _span(exponent: Any) -> str:
@@ -151,10 +149,10 @@ def _size_axis(exponents: Iterable[int]) -> dict[str, Any]:
     """Ticks at the edges of the bins, at most about ten of them."""
     low, high = min(exponents, default=0), max(exponents, default=0)
     step = next((step for step in (1, 2, 5) if (high + 1 - low) / step <= 9), 10)
-    ticks = [edge for edge in range(max(low, 0), high + 2) if edge % step == 0]
-    words = [power_of_two(edge) for edge in ticks]
-    if low == _NO_PAYLOAD:
-        ticks, words = [_NO_PAYLOAD + 0.5, *ticks[ticks[:1] == [0] :]], ["0 B", *words[ticks[:1] == [0] :]]
+    none = low == _NO_PAYLOAD  # then the edge of 1 B is too close to the place of 0 B for a tick of its own
+    edges = [edge for edge in range(max(low, int(none)), high + 2) if edge % step == 0]
+    ticks = [*([_NO_PAYLOAD + 0.5] if none else []), *edges]
+    words = [*(["0 B"] if none else []), *map(power_of_two, edges)]
     return {"tickvals": ticks, "ticktext": words, "range": [low - 0.15, high + 1.15]}
 
 

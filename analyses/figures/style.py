@@ -129,6 +129,10 @@ class Scale:
         """The values in this unit; None where there is none."""
         return [None if pd.isna(value) else float(value) / self.divisor for value in values]
 
+    def reach(self, values: Iterable[float]) -> float:
+        """How far the axis must reach for the largest of the values; 1 where all are 0."""
+        return _largest(values) / self.divisor or 1.0
+
 
 def bytes_scale(values: Iterable[float]) -> Scale:
     """The binary unit in which the largest of these is between 1 and 1024."""

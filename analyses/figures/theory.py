@@ -8,6 +8,7 @@ from typing import Final
 import pandas as pd
 import plotly.graph_objects as go
 
+from commtrace.analyses.fold import rows_of
 from commtrace.analyses.report.units import count, size
 
 from .style import (
@@ -50,7 +51,7 @@ def waterfall(table: pd.DataFrame) -> go.Figure:
             x=scale.axis(table["bytes"]),
             width=0.44,
             marker={
-                "color": [_colour(str(row.kind), row.bytes) for row in table.itertuples(index=False)],
+                "color": [_colour(str(row.kind), row.bytes) for row in rows_of(table)],
                 "pattern": {"shape": ["/" if kind == "unexplained" else "" for kind in table["kind"]]},
             },
             text=words,
@@ -113,25 +114,25 @@ def expected_and_measured(table: pd.DataFrame) -> go.Figure:
         training.groupby("op")[["expected_bytes", "measured_bytes", "expected_calls", "measured_calls"]].sum() / cells
     )
     operations = in_order(sums.index)
-    scale = bytes_scale(sums[["expected_bytes", "measured_bytes"]].to_numpy().ravel())
+    volumes = [*sums["expected_bytes"], *sums["measured_bytes"]]
+    scale = bytes_scale(volumes)
     figure = go.Figure()
     for what, opacity in (("expected", 0.4), ("measured", 1.0)):
         for op in operations:
-            row = sums.loc[op]
-            volume = size(row[f"{what}_bytes"])
+            volume, calls = float(sums[f"{what}_bytes"][op]), float(sums[f"{what}_calls"][op])
             figure.add_trace(
                 go.Bar(
                     orientation="h",
                     y=[label(op)],
-                    x=scale.axis([row[f"{what}_bytes"]]),
+                    x=scale.axis([volume]),
                     offsetgroup=what,
                     marker={**paint(op), "opacity": opacity},
                     showlegend=False,
-                    text=[volume],
+                    text=[size(volume)],
                     textposition="outside",
                     textangle=0,
                     cliponaxis=False,
-                    customdata=[[label(op), what, volume, count(row[f"{what}_calls"])]],
+                    customdata=[[label(op), what, size(volume), count(calls)]],
                     hovertemplate="%{customdata[0]}, %{customdata[1]}<br>payload %{customdata[2]}"
                     "<br>%{customdata[3]} calls<extra></extra>",
                 )
@@ -140,8 +141,7 @@ def expected_and_measured(table: pd.DataFrame) -> go.Figure:
         figure.add_trace(
             go.Bar(x=[None], y=[None], name=what, offsetgroup=what, marker={"color": CLOSED_FORM, "opacity": opacity})
         )
-    most = max((value for value in scale.axis(sums[["expected_bytes", "measured_bytes"]].max()) if value), default=1.0)
-    figure.update_xaxes(title_text=f"payload per rank and step, {scale.unit}", range=[0, 1.3 * most])
+    figure.update_xaxes(title_text=f"payload per rank and step, {scale.unit}", range=[0, 1.3 * scale.reach(volumes)])
     figure.update_yaxes(categoryarray=[label(op) for op in operations], autorange="reversed", showgrid=False)
     figure.update_layout(barmode="group", bargap=0.25, bargroupgap=0.06)
     return finish(figure, "Expected and measured, by operation", 130 + 58 * len(operations))

@@ -9,6 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from commtrace.analyses.fold import rows_of
 from commtrace.analyses.report.units import count, share, size
 
 from .style import GREY, Scale, bytes_scale, finish, in_order, label, paint, words_places
@@ -32,8 +33,7 @@ def volume(table: pd.DataFrame) -> go.Figure:
     for op in in_order(table["op"]):
         _in_roles(figure, op, table.loc[table["op"] == op], [*roles.index], scale)
     _sums(figure, roles, scale)
-    most = max(scale.axis([0.0, *operations["wire_bytes"].fillna(0), *roles]), default=0)
-    figure.update_xaxes(range=[0, 1.3 * (most or 1)])
+    figure.update_xaxes(range=[0, 1.3 * scale.reach([*operations["wire_bytes"], *roles])])
     figure.update_xaxes(title_text=f"payload, {scale.unit}, sum over the ranks seen", row=2, col=1)
     for row, names in enumerate((operations["op"], roles.index), start=1):
         figure.update_yaxes(**_named_rows([*names]), row=row, col=1)
@@ -66,7 +66,7 @@ def _by_operation(table: pd.DataFrame) -> pd.DataFrame:
 
 def _operations(figure: go.Figure, operations: pd.DataFrame, longest: float, scale: Scale) -> None:
     places = words_places(operations["payload_bytes"], [longest])
-    for number, (row, place) in enumerate(zip(operations.itertuples(index=False), places, strict=True)):
+    for number, (row, place) in enumerate(zip(rows_of(operations), places, strict=True)):
         figure.add_trace(
             go.Bar(
                 y=[number - 0.09],

@@ -9,6 +9,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from commtrace.analyses.comparison import STEP, WHOLE
+from commtrace.analyses.fold import rows_of
 
 from .layout import Column, fit, paragraph, word
 from .terminal import heading
@@ -42,7 +43,7 @@ def render(tables: Mapping[str, pd.DataFrame], width: int, *, letters: bool = Tr
             size(predicted[row.run]),
             small_share(row.tracing_share),
         ]
-        for row in runs.itertuples(index=False)
+        for row in rows_of(runs)
     ]
     yield fit(columns, rows, width, dots)
     for part, title in ((STEP, "Payload of a training step"), (WHOLE, "Payload of the whole run, start-up included")):
@@ -50,7 +51,7 @@ def render(tables: Mapping[str, pd.DataFrame], width: int, *, letters: bool = Tr
         yield heading(f"{title}, per rank, by operation")
         yield _by_operation(tables["runs_by_operation"], [*runs["run"]], part, width, dots)
     yield Text()
-    for row in runs.itertuples(index=False):
+    for row in rows_of(runs):
         yield paragraph(f"{row.run}: {row.job or 'what was trained was not captured'}; {row.path}", width)
 
 

@@ -15,7 +15,7 @@ import pandas as pd
 
 from commtrace.analyses import figures
 from commtrace.analyses.comparison import compare
-from commtrace.analyses.fold import NamedTables
+from commtrace.analyses.fold import NamedTables, rows_of
 from commtrace.analyses.report import preface
 from commtrace.analyses.report.units import count, known, plural, share, size, small_share, time
 from commtrace.analyses.steps import ALL
@@ -123,7 +123,7 @@ def page_of_runs(runs: Mapping[str, Run], tables: Mapping[str, NamedTables]) -> 
             tiles=[],
             findings=[],
             warnings=[f"{name}: {text}" for name, texts in incomplete.items() for text in texts],
-            facts=[(str(row.run), f"{row.path}, run {row.id}") for row in both["runs"].itertuples(index=False)],
+            facts=[(str(row.run), f"{row.path}, run {row.id}") for row in rows_of(both["runs"])],
             lists=[],
             sections=[overview, *sections],
         )
@@ -143,8 +143,7 @@ def _tiles(tables: NamedTables) -> Iterator[Tile]:
     recorded = share(coverage["records"] / counted) + " of those counted" if known(counted) and counted else ""
     yield Tile("calls recorded", count(coverage["records"]), recorded, recorded != "" and coverage["records"] < counted)
     steady = tables["steady_step"]
-    if len(steady):
-        step = steady.set_index("op").loc[ALL]
+    for _, step in steady.loc[steady["op"] == ALL].iterrows():
         yield Tile("training steps", count(step["steps"]), _alike(step))
         calls = f"{count(step['calls_per_rank'])} calls"
         yield Tile("payload of a step", size(step["payload_bytes_per_rank"]), f"per rank, in {calls}")
@@ -170,7 +169,7 @@ def _findings(tables: NamedTables) -> Iterator[str]:
         most = steady.nlargest(3, "payload_bytes_per_rank")
         parts = [
             f"{share(row.payload_bytes_per_rank / total)} {row.op}"
-            for row in most.itertuples(index=False)
+            for row in rows_of(most)
             if row.payload_bytes_per_rank / total >= 0.01
         ]
         yield f"A training step moves {size(total)} per rank: {', '.join(parts)}."
