@@ -84,7 +84,8 @@ FIGURES: Final[dict[str, Figure]] = {
         "steps_by_operation",
         steps,
         "Bars of one height mean that steps are alike; one that stands out did something else. Time that moves while "
-        "the volume does not is waiting for others. Calls that overlap are each counted in full.",
+        "the volume does not is waiting, for other ranks or for the machine. Calls that overlap are each counted in "
+        "full.",
         _NO_STEP,
         _has_steps,
     ),
@@ -92,8 +93,9 @@ FIGURES: Final[dict[str, Figure]] = {
         "One training step, as it went",
         "timeline",
         timeline,
-        "A collective ends on all ranks together, so the rank whose bar is shortest came last, and the others waited "
-        "for it. Where no bar is, no communication was under way. Drag to look closer, double-click to come back.",
+        "An all_reduce, all_gather or reduce_scatter ends on all ranks together, so the rank whose bar is shortest "
+        "came last, and the others waited for it. (An end that only a late wait saw makes a bar too long.) Drag to look "
+        "closer, double-click to come back.",
         _NO_STEP,
     ),
     "sizes_over_time": Figure(

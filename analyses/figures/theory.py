@@ -126,7 +126,8 @@ def expected_and_measured(table: pd.DataFrame) -> go.Figure:
                     y=[label(op)],
                     x=scale.axis([volume]),
                     offsetgroup=what,
-                    marker={**paint(op), "opacity": opacity},
+                    marker=paint(op),
+                    opacity=opacity,
                     showlegend=False,
                     text=[size(volume)],
                     textposition="outside",
@@ -139,7 +140,7 @@ def expected_and_measured(table: pd.DataFrame) -> go.Figure:
             )
         # What pale and full mean, in the legend: a bar that is nowhere.
         figure.add_trace(
-            go.Bar(x=[None], y=[None], name=what, offsetgroup=what, marker={"color": CLOSED_FORM, "opacity": opacity})
+            go.Bar(x=[None], y=[None], name=what, offsetgroup=what, marker={"color": CLOSED_FORM}, opacity=opacity)
         )
     figure.update_xaxes(title_text=f"payload per rank and step, {scale.unit}", range=[0, 1.3 * scale.reach(volumes)])
     figure.update_yaxes(categoryarray=[label(op) for op in operations], autorange="reversed", showgrid=False)

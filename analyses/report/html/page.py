@@ -163,8 +163,9 @@ def _alike(step: pd.Series[Any]) -> str:
 
 def _findings(tables: NamedTables) -> Iterator[str]:
     """What the page shows, in sentences."""
-    steady = tables["steady_step"].loc[tables["steady_step"]["op"] != ALL]
-    total = steady["payload_bytes_per_rank"].sum()
+    steady = tables["steady_step"]
+    total = float(steady.loc[steady["op"] == ALL, "payload_bytes_per_rank"].sum())
+    steady = steady.loc[steady["op"] != ALL]
     if total:
         most = steady.nlargest(3, "payload_bytes_per_rank")
         parts = [
@@ -177,13 +178,13 @@ def _findings(tables: NamedTables) -> Iterator[str]:
     if len(sites) and known(sites["payload_share"].iloc[0]) and sites["payload_bytes"].iloc[0]:
         first = sites.iloc[0]
         place = first["site"] or "a line that was not recorded"
-        yield f"{share(first['payload_share'])} of all bytes come from one line, {place}."
+        yield f"{share(first['payload_share'])} of the payload comes from one line, {place}."
     waterfall = tables.get("waterfall")
     if waterfall is not None and len(waterfall):
         sums = waterfall.groupby("kind")["bytes"].sum()
         form, measured = sums.get("closed form", 0), sums.get("measured", 0)
         if form:
-            yield f"A rank sends {measured / form:.2f} times what the closed form predicts ({size(form)} a step)."
+            yield f"A rank sends {measured / form:.2f} times what the closed form predicts, {size(form)} a step."
 
 
 def _warnings(tables: NamedTables) -> Iterator[str]:
