@@ -94,8 +94,8 @@ FIGURES: Final[dict[str, Figure]] = {
         "timeline",
         timeline,
         "An all_reduce, all_gather or reduce_scatter ends on all ranks together, so the rank whose bar is shortest "
-        "came last, and the others waited for it. (An end that only a late wait saw makes a bar too long.) Drag to look "
-        "closer, double-click to come back.",
+        "came last, and the others waited for it. (An end that only a late wait saw makes a bar too long.) Drag to "
+        "look closer, double-click to come back.",
         _NO_STEP,
     ),
     "sizes_over_time": Figure(

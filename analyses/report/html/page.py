@@ -218,6 +218,8 @@ class Numbers:
 
     columns: Mapping[str, tuple[str, Cells]]
     most: int = 60
+    title: str = "The numbers"
+    rows: Callable[[pd.DataFrame], pd.DataFrame] = lambda table: table
 
 
 def _figure(name: str, kind: figures.Figure, tables: NamedTables, numbers: Numbers | None) -> Section:
@@ -225,8 +227,9 @@ def _figure(name: str, kind: figures.Figure, tables: NamedTables, numbers: Numbe
     if table is None or not kind.can(table):
         return Section(name, kind.title, "", absent=kind.absent)
     drawn = kind.draw(table)
-    shown = _table(table.head(numbers.most), numbers) if numbers is not None else None
-    more = f", the first {numbers.most} of {len(table):,}" if numbers is not None and len(table) > numbers.most else ""
+    rows = numbers.rows(table) if numbers is not None else table.head(0)
+    shown = _table(rows.head(numbers.most), numbers) if numbers is not None and len(rows) else None
+    more = f", the first {numbers.most} of {len(rows):,}" if numbers is not None and len(rows) > numbers.most else ""
     return Section(
         name,
         kind.title,
@@ -234,7 +237,7 @@ def _figure(name: str, kind: figures.Figure, tables: NamedTables, numbers: Numbe
         figure=_json(json.loads(drawn.to_json())),
         height=int(drawn.layout.height),
         table=shown,
-        table_title=f"The numbers{more}",
+        table_title=f"{numbers.title}{more}" if numbers is not None else "",
     )
 
 
@@ -271,6 +274,14 @@ def _ratio(value: Any) -> str:
     return f"{value:.2f}" if known(value) else "-"
 
 
+def _differences(reconciliation: pd.DataFrame) -> pd.DataFrame:
+    """Leftovers of the training steps by dimension, operation and cause, the largest first."""
+    left = reconciliation.loc[(reconciliation["step"] >= 0) & ~reconciliation["cause"].isin(["", "expected"])]
+    sums = {name: (name, "sum") for name in ("expected_calls", "measured_calls", "difference_bytes")}
+    found = left.groupby(["role", "op", "cause"], as_index=False).agg(**sums, sites=("sites", "max"))
+    return found.sort_values("difference_bytes", key=lambda difference: difference.abs(), ascending=False)
+
+
 _VOLUME: Final[dict[str, tuple[str, Cells]]] = {
     "calls": ("calls", count),
     "payload_bytes": ("payload", size),
@@ -300,16 +311,16 @@ _NUMBERS: Final[dict[str, Numbers]] = {
     "waterfall": Numbers({"label": ("cause", _text), "bytes": ("bytes", count)}),
     "expected_and_measured": Numbers(
         {
-            "rank": ("rank", count),
-            "step": ("step", count),
             "role": ("dimension", _word),
             **_OPERATION,
+            "cause": ("cause", _text),
             "expected_calls": ("expected calls", count),
             "measured_calls": ("measured calls", count),
             "difference_bytes": ("difference, bytes", _signed),
-            "cause": ("cause", _text),
             "sites": ("lines", _text),
-        }
+        },
+        title="What differs, sums over ranks and training steps",
+        rows=_differences,
     ),
     "message_sizes": Numbers(
         {
