@@ -41,7 +41,8 @@ def _has_steps(table: pd.DataFrame) -> bool:
 _NO_CALL: Final = "The log holds no call."
 _NO_STEP: Final = "No training step was seen in this log: everything counts as start-up."
 _NO_THEORY: Final = (
-    "There is no prediction for this run: it needs the job that is trained, which this log does not hold."
+    "There is no prediction for this run: it needs the job that is trained, captured in the log, and rules for its "
+    "scheme."
 )
 
 # In the order of a page.
@@ -131,7 +132,7 @@ COMPARISONS: Final[dict[str, Figure]] = {
         "runs_predicted",
         measured_and_predicted,
         "1.00 x is a run that does what the closed form says. Its own page says why another does not.",
-        "There is no prediction for any of these runs: it needs the job that is trained, which these logs do not hold.",
+        "There is no prediction for any of these runs: it needs the jobs that are trained, captured in the logs.",
         lambda table: bool(table["predicted_bytes"].notna().any()),
     ),
 }

@@ -225,7 +225,7 @@ class Numbers:
 def _figure(name: str, kind: figures.Figure, tables: NamedTables, numbers: Numbers | None) -> Section:
     table = tables.get(kind.table)
     if table is None or not kind.can(table):
-        return Section(name, kind.title, "", absent=kind.absent)
+        return Section(name, kind.title, "", absent=kind.absent + _why_not_predicted(kind.table, tables))
     drawn = kind.draw(table)
     rows = numbers.rows(table) if numbers is not None else table.head(0)
     shown = _table(rows.head(numbers.most), numbers) if numbers is not None and len(rows) else None
@@ -239,6 +239,14 @@ def _figure(name: str, kind: figures.Figure, tables: NamedTables, numbers: Numbe
         table=shown,
         table_title=f"{numbers.title}{more}" if numbers is not None else "",
     )
+
+
+def _why_not_predicted(table: str, tables: NamedTables) -> str:
+    """The reasons that the comparison with theory gives, where it is what is missing and gives any."""
+    theory = tables.get("theory")
+    if theory is None or table not in ("waterfall", "reconciliation"):
+        return ""
+    return "".join(f" ({reason})" for reason in theory["not_predicted"].dropna().unique()[:3])
 
 
 def _table(frame: pd.DataFrame, numbers: Numbers) -> Table:
