@@ -24,9 +24,20 @@ if TYPE_CHECKING:
     from commtrace.reading.run import Run
 
 
-def analyse(run: Run, executor: Executor | None = None) -> dict[str, pd.DataFrame]:
-    """The tables of all analyses by name, in one pass over the records; the executor, if any, works on the segments."""
-    from .catalog import ANALYSES
+def analyse(run: Run, executor: Executor | None = None, *, details: bool = False) -> dict[str, pd.DataFrame]:
+    """The tables of all analyses by name, in one pass over the records; the executor, if any, works on the segments.
+
+    `details`: with those tables that only figures are drawn from.
+    """
+    from .catalog import ANALYSES, DETAILS
     from .fold import fold
 
-    return fold(run, ANALYSES, executor)
+    return fold(run, (*ANALYSES, *DETAILS.values()) if details else ANALYSES, executor)
+
+
+def detail(run: Run, name: str) -> pd.DataFrame | None:
+    """A table that only figures are drawn from; None where none is called so."""
+    from .catalog import DETAILS
+    from .fold import fold
+
+    return fold(run, [DETAILS[name]])[name] if name in DETAILS else None

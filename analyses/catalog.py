@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from . import balance, cost, coverage, sizes, steps, times, volume
+from . import balance, cost, coverage, sizes, sizes_over_time, steps, steps_by_operation, timeline, times, volume
 from .fold import Analysis
 
 ANALYSES: Final[tuple[Analysis, ...]] = (
@@ -17,3 +17,8 @@ ANALYSES: Final[tuple[Analysis, ...]] = (
     times.BANDWIDTH,
     balance.ANALYSIS,
 )
+
+DETAILS: Final[dict[str, Analysis]] = {
+    analysis.name: analysis for analysis in (steps_by_operation.ANALYSIS, timeline.ANALYSIS, sizes_over_time.ANALYSIS)
+}
+"""Those that figures need and no report prints, by the name of their only table."""

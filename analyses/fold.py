@@ -212,6 +212,11 @@ def merge_sums(*keys: str) -> Callable[[Sequence[pd.DataFrame]], pd.DataFrame]:
     return partial(merge_by, keys, {})
 
 
+def rows_of(table: pd.DataFrame) -> Iterator[Any]:
+    """The rows, whose columns are attributes: for a small table that is about to be shown."""
+    return table.itertuples(index=False)
+
+
 _NOBODY: Final = Process(Path(), -1, -1, "", Tables(), ())
 
 NOTHING: Final = Block(np.zeros(0, RECORD), Names(-1, _NOBODY, {}, {}))

@@ -14,7 +14,21 @@ import pandas as pd
 
 from commtrace.reading.run import Run
 
-from .fold import Analysis, Block, NamedTables, merge_sums, table_by
+from .fold import Analysis, Array, Block, NamedTables, merge_sums, table_by
+
+
+def exponents(payload: Array) -> Array:
+    """e of the power of two 2**e at or below each size in bytes, -1 for 0."""
+    # size = m * 2**e with 0.5 <= m < 1, so the power of two at or below it is 2**(e - 1).
+    result: Array = np.frexp(np.maximum(payload, 0).astype(float))[1].astype(np.int64) - 1
+    return result
+
+
+def power_bins(exponent: pd.Series[int]) -> dict[str, Array]:
+    """`from_bytes` and `below_bytes` of the bins with these exponents; -1 is the bin from 0 below 1."""
+    numbers = exponent.to_numpy()
+    low = np.where(numbers >= 0, np.int64(1) << np.maximum(numbers, 0), 0)
+    return {"from_bytes": low, "below_bytes": np.where(low > 0, low * 2, 1)}
 
 
 def _partial(block: Block) -> pd.DataFrame:
@@ -23,11 +37,9 @@ def _partial(block: Block) -> pd.DataFrame:
 
 def _finish(table: pd.DataFrame, run: Run) -> NamedTables:
     sizes = table.assign(sum_bytes=table["payload_bytes"] * table["calls"])
-    # size = m * 2**e with 0.5 <= m < 1, so the power of two at or below it is 2**(e - 1).
-    exponents = np.frexp(sizes["payload_bytes"].clip(lower=0).to_numpy(float))[1].astype(np.int64)
-    bins = sizes.assign(from_bytes=np.where(exponents > 0, np.int64(1) << np.maximum(exponents - 1, 0), 0))
-    bins = bins.groupby(["op", "from_bytes"], as_index=False)[["calls", "sum_bytes"]].sum()
-    bins.insert(2, "below_bytes", np.where(bins["from_bytes"] > 0, bins["from_bytes"] * 2, 1))
+    both = sizes.assign(exponent=exponents(sizes["payload_bytes"].to_numpy()))
+    sums = both.groupby(["op", "exponent"], as_index=False)[["calls", "sum_bytes"]].sum()
+    bins = sums.assign(**power_bins(sums["exponent"]))[["op", "from_bytes", "below_bytes", "calls", "sum_bytes"]]
     return {"message_sizes": sizes, "message_size_bins": bins}
 
 

@@ -23,6 +23,10 @@ class NoSuchTableError(CommtraceError):
     """A table was asked for by a name that no analysis has."""
 
 
+class NoSuchFigureError(CommtraceError):
+    """A figure was asked for that is not known, or that this log has nothing to draw from."""
+
+
 class OutputError(CommtraceError):
     """A result could not be written."""
 

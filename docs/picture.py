@@ -1,37 +1,45 @@
-"""Draws the README's picture: the first half of a report, as the terminal shows it.
+"""Draws the README's picture: a figure of the page of several runs, as a browser draws it.
 
-python docs/picture.py demo-logs/zero3 docs/report.svg
+python docs/picture.py docs/report.svg demo-logs/ddp demo-logs/zero0 demo-logs/zero1 demo-logs/zero2 demo-logs/zero3
+
+Needs playwright, and Chromium on the PATH.
 """
 
 from __future__ import annotations
 
-import io
+import shutil
 import sys
-from itertools import takewhile
+import tempfile
 from pathlib import Path
+from urllib.parse import unquote
 
-from rich.console import Console
-from rich.text import Text
+from playwright.sync_api import sync_playwright
 
-import commtrace
-from commtrace.analyses.report.terminal import render
+from commtrace.cli import main as commtrace
 
-WIDTH = 110
-LAST = "Message sizes"
+FIGURE = "operation_volumes"
+WIDTH = 900
 
-
-def main(log: str, picture: str) -> None:
-    """Render the report of `log` up to its message sizes into the SVG file `picture`."""
-    run = commtrace.open(log)
-    console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
-    for part in takewhile(lambda part: not is_last(part), render(run, run.tables(), WIDTH, sites=5)):
-        console.print(part)
-    Path(picture).write_text(console.export_svg(title=f"commtrace report {log}"))
+# The figure as it was made, in colours of its own, and not as the page has dressed it.
+DRAW = """([name, width]) => {
+    const figure = JSON.parse(document.querySelector(`#${name} script`).textContent);
+    return Plotly.toImage(figure, {format: 'svg', width, height: figure.layout.height});
+}"""
 
 
-def is_last(part: object) -> bool:
-    """The heading of the section that is left out, with all that follows."""
-    return isinstance(part, Text) and part.plain.startswith(LAST)
+def main(picture: str, *logs: str) -> None:
+    """Draw FIGURE of these logs into the SVG file `picture`."""
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        file = Path(folder) / "page.html"
+        if commtrace(["report", *logs, "--html", str(file)]):
+            sys.exit(1)
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page()
+        page.goto(file.as_uri())
+        page.wait_for_selector("html[data-drawn]")
+        image = page.evaluate(DRAW, [FIGURE, WIDTH])
+        browser.close()
+    Path(picture).write_text(unquote(image.partition(",")[2]) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 
-from commtrace.analyses.catalog import ANALYSES
+from commtrace.analyses.catalog import ANALYSES, DETAILS
 from commtrace.analyses.fold import NOTHING, Analysis, Block, grouped, partials_of, summed
 from commtrace.reading.names import Names
 from commtrace.reading.run import open_run
@@ -51,7 +51,7 @@ def random(seed: int, count: int) -> Records:
     return rows
 
 
-@pytest.mark.parametrize("analysis", ANALYSES, ids=lambda analysis: analysis.name)
+@pytest.mark.parametrize("analysis", [*ANALYSES, *DETAILS.values()], ids=lambda analysis: analysis.name)
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 1 << 30), count=st.integers(0, 200), data=st.data())
 def test_parts_merge_to_the_whole(analysis: Analysis, names: Names, seed: int, count: int, data: st.DataObject) -> None:
@@ -66,7 +66,7 @@ def test_parts_merge_to_the_whole(analysis: Analysis, names: Names, seed: int, c
     assert_frame_equal(whole, nested, rtol=1e-12)
 
 
-@pytest.mark.parametrize("analysis", ANALYSES, ids=lambda analysis: analysis.name)
+@pytest.mark.parametrize("analysis", [*ANALYSES, *DETAILS.values()], ids=lambda analysis: analysis.name)
 def test_nothing_gives_the_columns(analysis: Analysis, names: Names) -> None:
     some = partials_of(analysis, [Block(random(1, 50), names)])
     assert list(partials_of(analysis, []).columns) == list(some.columns)

@@ -121,7 +121,7 @@ def test_every_module_is_in_the_wheel(way: str, wheels: dict[str, Path]) -> None
     expected = {"commtrace.pth", "commtrace.start", "commtrace/py.typed"}
     for folder in FOLDERS:
         for file in (ROOT / folder).rglob("*"):
-            if file.suffix in (".py", ".yml"):
+            if file.suffix in (".py", ".yml", ".html", ".css", ".js"):
                 path = file.relative_to(ROOT)
                 expected.add(str(path if folder == "commtrace" else "commtrace" / path))
     assert {name for name in names if ".dist-info/" not in name} >= expected

@@ -1,6 +1,7 @@
 """`make demo`: the same small GPT-NeoX model under DDP and ZeRO 0 to 3, each traced by nothing but a variable.
 
-Prints the commands that it runs, so that they can be typed as well.
+Ends with two pages: the run whose volume surprises most, and all of them side by side. Prints the commands that it
+runs, so that they can be typed as well.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SECONDS = 300  # of one command: a hang shows as an error, not as a wait
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train and report each run; the status of the first command that failed, else 0."""
+    """Train and report each run, then write the pages; the status of the first command that failed, else 0."""
     logs = Path((sys.argv[1:] if argv is None else argv)[0])
     if logs.exists():
         print(f"{logs} exists; remove it or name another directory", file=sys.stderr)
@@ -33,7 +34,12 @@ def main(argv: list[str] | None = None) -> int:
         status = run([*TRAIN, *options], COMMTRACE=str(logs / name)) or run(["commtrace", "report", str(logs / name)])
         if status:
             return status
-    return 0
+    runs = [str(logs / name) for name in RUNS]
+    pages = {"zero1.html": [str(logs / "zero1")], "side-by-side.html": runs}
+    status = max(run(["commtrace", "report", *of, "--html", str(logs / page)]) for page, of in pages.items())
+    if not status:
+        print("\nOpen in a browser:", *((logs / page).resolve().as_uri() for page in pages), sep="\n  ")
+    return status
 
 
 def run(command: list[str], **variables: str) -> int:

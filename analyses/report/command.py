@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from commtrace.errors import CommtraceError
 
 if TYPE_CHECKING:
+    from commtrace.analyses.fold import NamedTables
     from commtrace.reading.run import Run
 
 PARALLEL_FROM: Final = 8_000_000
@@ -30,41 +31,101 @@ class Command:
 
     Begins with what the log covers, what tracing cost, and what the hooks cannot see; then volumes by operation,
     parallel dimension, phase, step and line of code, message sizes, times and the balance of the ranks. DIR may hold
-    several runs: the newest is shown. A damaged log is reported as far as it goes.
+    several runs: the newest is shown. A damaged log is reported as far as it goes. Several DIRs are shown side by side.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the arguments."""
         parser.add_argument(
-            "directory", metavar="DIR", type=Path, help="what COMMTRACE named, or the folder of one run in it"
+            "directories",
+            metavar="DIR",
+            type=Path,
+            nargs="+",
+            help="what COMMTRACE named, or the folder of one run in it; several: runs side by side",
         )
-        parser.add_argument("--json", action="store_true", help="all tables, with exact numbers, as one JSON document")
+        form = parser.add_mutually_exclusive_group()
+        form.add_argument("--json", action="store_true", help="all tables, with exact numbers, as one JSON document")
+        form.add_argument(
+            "--html", metavar="FILE", type=Path, help="write a page with figures to FILE; it needs no network"
+        )
+        parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
         parser.add_argument(
-            "--sites", metavar="N", type=_natural, default=10, help="lines of code to show (10; 0: all)"
+            "--sites", metavar="N", type=_natural, default=None, help="lines of code to show (10, on a page 40; 0: all)"
         )
         parser.add_argument("--width", metavar="N", type=_width, default=None, help="columns of text, or auto (auto)")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Print the report."""
+        """Print the report, or write the page."""
+        from commtrace.analyses.comparison import names_of
         from commtrace.reading.run import open_run
 
-        run = open_run(arguments.directory)
-        with _executor(run) as executor:
-            tables = run.tables(executor)
-        if arguments.json:
-            from .document import to_json
-
-            print(to_json(run, tables))
-            return 0
-        from rich.console import Console
-
-        from .terminal import render
-
-        width = arguments.width or max(NARROWEST, shutil.get_terminal_size((80, 24)).columns)
-        console = Console(width=width, highlight=False, markup=False, emoji=False, soft_wrap=False)
-        for part in render(run, tables, width, sites=arguments.sites, letters=_letters()):
-            console.print(part)
+        if arguments.html is not None:
+            return _write_page(arguments)
+        runs = {name: open_run(path) for name, path in names_of(arguments.directories).items()}
+        tables = {name: _tables(run) for name, run in runs.items()}
+        (_print_json if arguments.json else _print_text)(arguments, runs, tables)
         return 0
+
+
+def _write_page(arguments: argparse.Namespace) -> int:
+    from commtrace.analyses.comparison import names_of
+    from commtrace.reading.output import whole_file
+    from commtrace.reading.run import open_run
+
+    from .html.page import SITES, page_of_run, page_of_runs  # first of all: it tells what is not installed
+
+    runs = {name: open_run(path) for name, path in names_of(arguments.directories).items()}
+    tables = {name: _tables(run, details=len(runs) == 1) for name, run in runs.items()}
+    if len(runs) > 1:
+        what, page = f"{len(runs)} runs", page_of_runs(runs, tables)
+    else:
+        ((name, run),) = runs.items()
+        sites = SITES if arguments.sites is None else arguments.sites
+        what, page = f"run {run.id}", page_of_run(name, run, tables[name], sites=sites)
+    with whole_file(arguments.html, force=arguments.force) as part:
+        part.write_text(page, encoding="utf-8")
+    print(f"{arguments.html}: {what}, to be opened in a browser")
+    return 0
+
+
+def _print_json(arguments: argparse.Namespace, runs: Mapping[str, Run], tables: Mapping[str, NamedTables]) -> None:
+    """The tables of one run, or those of several side by side."""
+    from commtrace.analyses.comparison import compare
+
+    from .document import comparison_to_json, to_json
+
+    if len(runs) > 1:
+        print(comparison_to_json(compare(runs, tables)))
+    else:
+        ((name, run),) = runs.items()
+        print(to_json(run, tables[name]))
+
+
+def _print_text(arguments: argparse.Namespace, runs: Mapping[str, Run], tables: Mapping[str, NamedTables]) -> None:
+    """The report of one run, or what matters of several side by side."""
+    from rich.console import Console
+
+    from commtrace.analyses.comparison import compare
+
+    from . import side_by_side, terminal
+
+    width = arguments.width or max(NARROWEST, shutil.get_terminal_size((80, 24)).columns)
+    console = Console(width=width, highlight=False, markup=False, emoji=False, soft_wrap=False)
+    if len(runs) > 1:
+        parts = side_by_side.render(compare(runs, tables), width, letters=_letters())
+    else:
+        ((name, run),) = runs.items()
+        sites = 10 if arguments.sites is None else arguments.sites
+        parts = terminal.render(run, tables[name], width, sites=sites, letters=_letters())
+    for part in parts:
+        console.print(part)
+
+
+def _tables(run: Run, *, details: bool = False) -> NamedTables:
+    from commtrace.analyses import analyse
+
+    with _executor(run) as executor:
+        return analyse(run, executor, details=details)
 
 
 def _natural(text: str) -> int:

@@ -14,6 +14,10 @@
 
 Every table is there, also an empty one, with the columns that the module of its analysis documents; a row has every
 column. Bytes and times are exact, in bytes and ns. null: not known. Strict JSON: no NaN, no Infinity.
+
+Of several runs, with the tables of `commtrace.analyses.comparison`:
+
+    {"format": "commtrace-comparison", "version": 1, "tables": {"runs": [{"run": "zero1", ...}, ...], ...}}
 """
 
 from __future__ import annotations
@@ -40,9 +44,19 @@ def to_json(run: Run, tables: Mapping[str, pd.DataFrame]) -> str:
         "path": str(run.log.path),
         "job": plain(run.job),
         "other_runs": list(run.log.other_runs),
-        "tables": {name: [plain(row) for row in table.to_dict("records")] for name, table in tables.items()},
+        "tables": _rows(tables),
     }
     return json.dumps(document, indent=1, allow_nan=False)
+
+
+def comparison_to_json(tables: Mapping[str, pd.DataFrame]) -> str:
+    """The document of runs side by side."""
+    document = {"format": "commtrace-comparison", "version": VERSION, "tables": _rows(tables)}
+    return json.dumps(document, indent=1, allow_nan=False)
+
+
+def _rows(tables: Mapping[str, pd.DataFrame]) -> dict[str, list[Any]]:
+    return {name: [plain(row) for row in table.to_dict("records")] for name, table in tables.items()}
 
 
 def plain(value: Any) -> Any:

@@ -27,10 +27,18 @@ _WARNING: Final = "yellow"
 
 def render(run: Run, tables: Mapping[str, pd.DataFrame], width: int) -> Iterator[RenderableType]:
     """The preface, top to bottom."""
-    coverage = tables["coverage"].iloc[0]
     yield Text(f"Run {run.id}", style="bold")
-    for note in (note for note in run.notes if note.kind == "runs"):
-        yield paragraph(f"{note.path} {note.what}; {note.consequence}", width, first="! ", style="bold yellow")
+    for note in newest(run):
+        yield paragraph(note, width, first="! ", style="bold yellow")
+    for name, text in facts(run, tables):
+        yield paragraph(text, width, first=name.ljust(_LABEL))
+    yield from _list("Hooks cannot see:", blind_spots(tables), width)
+    yield from _list("Notes on this log:", notes(run), width)
+
+
+def facts(run: Run, tables: Mapping[str, pd.DataFrame]) -> list[tuple[str, str]]:
+    """What is known of the run and of the log, as names and texts."""
+    coverage = tables["coverage"].iloc[0]
     lines = [
         ("log", str(run.log.path)),
         ("began", _began(tables["processes"])),
@@ -45,12 +53,22 @@ def render(run: Run, tables: Mapping[str, pd.DataFrame], width: int) -> Iterator
         ("recorder", recorder_line(tables["processes"])),
         ("tracing cost", _cost(tables["tracing_cost"], int(coverage["processes"]))),
     ]
-    for label, text in lines:
-        if text:
-            yield paragraph(text, width, first=label.ljust(_LABEL))
-    yield from _list("Hooks cannot see:", [str(spot) for spot in tables["blind_spots"]["blind_spot"]], width)
-    notes = [_note(note, run) for note in run.notes if note.kind != "runs"]
-    yield from _list("Notes on this log:", notes, width)
+    return [(name, text) for name, text in lines if text]
+
+
+def newest(run: Run) -> list[str]:
+    """That the directory holds other runs too, where it does."""
+    return [f"{note.path} {note.what}; {note.consequence}" for note in run.notes if note.kind == "runs"]
+
+
+def blind_spots(tables: Mapping[str, pd.DataFrame]) -> list[str]:
+    """What the hooks cannot see."""
+    return [str(spot) for spot in tables["blind_spots"]["blind_spot"]]
+
+
+def notes(run: Run) -> list[str]:
+    """What is damaged in the log, and what follows from it."""
+    return [_note(note, run) for note in run.notes if note.kind != "runs"]
 
 
 def _list(title: str, texts: list[str], width: int) -> Iterator[RenderableType]:

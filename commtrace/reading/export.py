@@ -9,14 +9,13 @@ empty field in CSV and null in Parquet. The beginning of a CSV file:
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from commtrace.errors import MissingLibraryError, OutputError
+from commtrace.errors import MissingLibraryError
+from commtrace.reading.output import whole_file
 from commtrace.reading.run import Run
 from commtrace.schema import NORMAL_FORM_VERSION
 
@@ -27,19 +26,8 @@ def export(run: Run, out: Path, form: str, *, force: bool = False) -> int:
     Memory stays constant; rows come process by process, in the order of the files. The file appears under its name only
     when it is whole, and nothing is left behind after an error. Raises OutputError or MissingLibraryError.
     """
-    if out.is_dir():
-        raise OutputError(f"{out}: is a directory; give the name of a file in it")
-    if os.path.lexists(out) and not force:
-        raise OutputError(f"{out}: exists already; give another name, or --force to replace it")
-    part = out.with_name(f".{out.name}.{os.getpid()}.part")
-    try:
-        rows = WRITERS[form](run, part)
-        os.replace(part, out)
-    except OSError as error:
-        raise OutputError(f"{out}: cannot be written ({_reason(error)}); {_mend(error)}") from error
-    finally:
-        _remove(part)
-    return rows
+    with whole_file(out, force=force) as part:
+        return WRITERS[form](run, part)
 
 
 def _write_csv(run: Run, path: Path) -> int:
@@ -73,25 +61,6 @@ def _pyarrow() -> tuple[Any, Any]:
         raise MissingLibraryError(
             "--format parquet: needs pyarrow; pip install 'commtrace[parquet]', or use --format csv"
         ) from None
-
-
-def _reason(error: OSError) -> str:
-    return (error.strerror or str(error)).lower()
-
-
-def _mend(error: OSError) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return "make room, or give a file on another disk"
-    if error.errno == errno.ENOENT:
-        return "make its folder first"
-    return "give a file in a folder where you may write"
-
-
-def _remove(part: Path) -> None:
-    try:
-        part.unlink(missing_ok=True)
-    except OSError:  # the folder does not exist, or the store is gone: there is nothing to remove, or no way to
-        pass
 
 
 WRITERS: Final[dict[str, Callable[[Run, Path], int]]] = {"csv": _write_csv, "parquet": _write_parquet}

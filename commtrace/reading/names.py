@@ -13,7 +13,7 @@ from commtrace.schema import ROLES, Flag, Phase, Records, State
 from commtrace.volume import wire_bytes
 
 from .log import Log, Process
-from .tables import Group, Site
+from .tables import Group, Site, whole
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -40,13 +40,16 @@ _FLAGS: Final = ["|".join(str(flag.name).lower() for flag in Flag if bits & flag
 class Names:
     """What the numbers in the records of one process mean. Small, and picklable for worker processes.
 
-    `number` is the position of the process in `Log.processes`.
+    `number` is the position of the process in `Log.processes`. `unix_minus_mono_ns` makes a moment on the wall clock of
+    one on the monotonic clock, None where the process does not tell.
     """
 
     def __init__(self, number: int, process: Process, roles: Mapping[Group, str], files: Mapping[str, str]) -> None:
         self.number = number
         self.rank = process.rank
         tables = process.tables
+        moments = [whole(tables.process.get(name)) for name in ("unix_ns", "mono_ns")]
+        self.unix_minus_mono_ns = None if moments[0] is None or moments[1] is None else moments[0] - moments[1]
         self._ids: dict[str, Array] = {}
         self._values: dict[str, Array] = {}
         kinds, groups, sites = tables.kinds, tables.groups, {0: None, **tables.sites}

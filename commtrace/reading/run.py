@@ -3,6 +3,7 @@
     run = open_run("logs/run1")
     run.events()                       # normal form, one row per call
     run.table("volume_by_operation")
+    run.figure("message_sizes")
 
 `Names` turns the numbers in records into words that mean the same on every rank; analyses group by the numbers and
 name the small result.
@@ -16,6 +17,7 @@ from concurrent.futures import Executor
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -27,12 +29,16 @@ from .normal_form import NormalForm
 from .notes import Note
 from .tables import Row
 
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
 
 class Run:
     """One run of a program: all that its ranks recorded. Nothing but small tables is read before it is asked for."""
 
     def __init__(self, log: Log) -> None:
         self.log = log
+        self._details: dict[str, pd.DataFrame] = {}
 
     def __repr__(self) -> str:
         ranks = f"{len(self.ranks)} of {self.world_size or 'unknown'} ranks"
@@ -108,11 +114,25 @@ class Run:
         return self._analyse(executor)
 
     def table(self, name: str) -> pd.DataFrame:
-        """One table of the report. Raises NoSuchTableError for a name that no analysis has."""
-        tables = self.tables()
+        """One table: of the report, or one that a figure is drawn from (`timeline`, say).
+
+        Raises NoSuchTableError for a name that no analysis has.
+        """
+        if name not in self._details and (table := import_module("commtrace.analyses").detail(self, name)) is not None:
+            self._details[name] = table
+        tables = self._details if name in self._details else self.tables()
         if name not in tables:
             raise NoSuchTableError(f"no table is called {name!r}; there are {', '.join(tables)}")
         return tables[name]
+
+    def figure(self, name: str) -> Figure:
+        """A plotly figure: one of `commtrace.analyses.figures.FIGURES`, drawn from this run.
+
+        Raises NoSuchFigureError for a name that no figure has, or where the log lacks what it is drawn from, and
+        MissingLibraryError without plotly.
+        """
+        draw: Callable[[Run, str], Figure] = import_module("commtrace.analyses.figures").figure
+        return draw(self, name)
 
     @cached_property
     def _tables(self) -> dict[str, pd.DataFrame]:

@@ -1,0 +1,101 @@
+"""Volume and the host's time, step by step."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from commtrace.analyses.report.units import size, time
+
+from .style import bytes_scale, finish, in_order, label, paint, time_scale
+
+MOST: Final = 400
+"""Steps drawn one by one; of more, neighbours are drawn as their mean."""
+
+# Measure: how it is called, and how its line is drawn (they may cover each other, so not by colour alone).
+_TIMES: Final = {
+    "to_completion": ("from the call to its end", {"color": "#AA4465", "dash": "solid", "width": 2}),
+    "in_call": ("inside the call", {"color": "#44AA99", "dash": "dot", "width": 2.5}),
+    "waiting": ("waiting for the end", {"color": "#B8A13B", "dash": "dash", "width": 2}),
+}
+
+
+def steps(table: pd.DataFrame) -> go.Figure:
+    """Payload of each training step by operation, and the host's time in it, both per rank. Start-up is left out.
+
+    `table`: `steps_by_operation`.
+    """
+    table, width = _averaged(table.loc[table["step"] >= 0])
+    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.06)
+    volumes = table.pivot_table(index="step", columns="op", values="payload_bytes_per_rank", aggfunc="sum")
+    scale = bytes_scale(volumes.sum(axis=1))
+    for op in in_order(table["op"]):
+        part = volumes[op].dropna()
+        figure.add_trace(
+            go.Bar(
+                x=part.index + (width - 1) / 2,
+                y=scale.axis(part),
+                width=width * (0.8 if len(volumes) <= 60 else 1),
+                name=label(op),
+                marker={**paint(op), "line": {"width": 0}},
+                customdata=[[label(op), _steps(step, width), size(value)] for step, value in part.items()],
+                hovertemplate="%{customdata[0]}<br>%{customdata[1]}<br>%{customdata[2]}<extra></extra>",
+            ),
+            row=1,
+            col=1,
+        )
+    _host_time(figure, table, width)
+    figure.update_yaxes(title_text=f"payload per rank, {scale.unit}", rangemode="tozero", row=1, col=1)
+    figure.update_xaxes(title_text="training step" + (f" (means of {width})" if width > 1 else ""), row=2, col=1)
+    if len(volumes) <= 20 and width == 1:
+        figure.update_xaxes(dtick=1)
+    figure.update_layout(barmode="stack", bargap=0.2)
+    return finish(figure, "Volume and time of each step", 480)
+
+
+def _host_time(figure: go.Figure, table: pd.DataFrame, width: int) -> None:
+    columns = [f"{measure}_ns_per_rank" for measure in _TIMES]
+    # min_count: a step in which no time is known has none, and is no gap in the work.
+    times = table.groupby("step")[columns].sum(min_count=1)
+    scale = time_scale(times.to_numpy().ravel())
+    for (name, line), column in zip(_TIMES.values(), columns, strict=True):
+        if times[column].notna().any():
+            figure.add_trace(
+                go.Scatter(
+                    x=times.index + (width - 1) / 2,
+                    y=scale.axis(times[column]),
+                    mode="lines+markers" if len(times) <= 60 else "lines",
+                    line=line,
+                    name=name,
+                    customdata=[[_steps(step, width), time(value)] for step, value in times[column].items()],
+                    hovertemplate=name + "<br>%{customdata[0]}<br>%{customdata[1]}<extra></extra>",
+                ),
+                row=2,
+                col=1,
+            )
+    figure.update_yaxes(title_text=f"host time per rank, {scale.unit}", rangemode="tozero", row=2, col=1)
+
+
+def _averaged(training: pd.DataFrame) -> tuple[pd.DataFrame, int]:
+    """Rows by step and operation, neighbouring steps as their mean where there are more than MOST; and how many."""
+    if not len(training):
+        return training, 1
+    first, last = int(training["step"].min()), int(training["step"].max())
+    width = -(-(last - first + 1) // MOST)
+    if width == 1:
+        return training, 1
+    numbers = (training["step"] - first) // width * width + first
+    # A step without the operation counts 0; the last mean may be of fewer steps.
+    present = training.groupby(numbers)["step"].nunique()
+    values = [column for column in training.columns if column not in ("step", "op")]
+    sums = training.assign(step=numbers).groupby(["step", "op"], as_index=False)[values].sum(min_count=1)
+    sums[values] = sums[values].div(sums["step"].map(present).astype(float), axis=0)
+    return sums, width
+
+
+def _steps(first: Any, width: int) -> str:
+    return f"step {int(np.rint(first))}" if width == 1 else f"mean of steps {int(first)} to {int(first) + width - 1}"

@@ -1,0 +1,168 @@
+"""Runs side by side: figures 7, 8 and 10 of "Demystifying the Communication Characteristics for Distributed Transformer
+Models" (Anthony et al., 2024), there of ZeRO-1, 2 and 3."""
+
+from __future__ import annotations
+
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from commtrace.analyses.comparison import STEP, WHOLE
+from commtrace.analyses.report.units import count, share, size
+
+from .style import CLOSED_FORM, MORE, Scale, bytes_scale, finish, in_order, label, paint, words_places
+
+
+def operation_shares(table: pd.DataFrame) -> go.Figure:
+    """The share of each operation in each run's payload, start-up included (the paper's figure 7).
+
+    `table`: `runs_by_operation`.
+    """
+    whole = _part(table, WHOLE)
+    total = whole.groupby("run")["payload_bytes_per_rank"].transform("sum")
+    whole = whole.assign(share=(whole["payload_bytes_per_rank"] / total).where(total > 0))
+    figure = go.Figure()
+    for op in _that_move_bytes(whole):
+        part = whole.loc[whole["op"] == op]
+        figure.add_trace(
+            go.Bar(
+                orientation="h",
+                y=[label(run) for run in part["run"]],
+                x=part["share"] * 100,
+                name=label(op),
+                marker=paint(op),
+                text=[share(value) if value >= 0.04 else "" for value in part["share"]],
+                textposition="inside",
+                insidetextanchor="middle",
+                customdata=_told(part),
+                hovertemplate="%{y}: %{customdata[0]}<br>%{x:.2f} % of the payload<br>%{customdata[1]} per rank"
+                "<extra></extra>",
+            )
+        )
+    figure.update_xaxes(title_text="share of the payload of the whole run, %", range=[0, 100], ticksuffix=" %")
+    _runs_axis(figure, table)
+    figure.update_layout(barmode="stack")
+    return finish(figure, "Share of each operation", 130 + 40 * table["run"].nunique())
+
+
+def operation_volumes(table: pd.DataFrame) -> go.Figure:
+    """The volume of each operation in each run: of the whole run (the paper's figure 8), and of a training step.
+
+    `table`: `runs_by_operation`.
+    """
+    runs = table["run"].nunique()
+    height = 190 + 2 * 40 * runs
+    figure = make_subplots(rows=2, cols=1, vertical_spacing=86 / height)
+    operations = _that_move_bytes(table)
+    for row, (part, words) in enumerate(((WHOLE, "whole run"), (STEP, "one training step")), start=1):
+        rows = _part(table, part)
+        totals = rows.groupby("run", sort=False)["payload_bytes_per_rank"].sum()
+        scale = bytes_scale(totals)
+        for op in operations:
+            _stack(figure, op, rows.loc[rows["op"] == op], scale, row)
+        _sums(figure, totals, scale, row)
+        title, room = f"payload per rank, {words}, {scale.unit}", 1.3 * scale.reach(totals)
+        figure.update_xaxes(title_text=title, range=[0, room], row=row, col=1)
+        _runs_axis(figure, table, row)
+    seen: set[str] = set()
+    for trace in figure.data:
+        trace.showlegend = bool(trace.name) and trace.name not in seen
+        seen.add(trace.name)
+    figure.update_layout(barmode="stack")
+    return finish(figure, "Volume of each operation", height)
+
+
+def measured_and_predicted(table: pd.DataFrame) -> go.Figure:
+    """Bytes that a rank sends in a training step, measured and by the closed form (the paper's figure 10).
+
+    `table`: `runs_predicted`.
+    """
+    both = [*table["predicted_bytes"], *table["measured_bytes"]]
+    scale = bytes_scale(both)
+    ratios = (table["measured_bytes"] / table["predicted_bytes"]).where(table["predicted_bytes"] > 0)
+    times = [f" · {ratio:.2f} x" if pd.notna(ratio) else "" for ratio in ratios]
+    looks = {"predicted": ("predicted by the closed form", CLOSED_FORM), "measured": ("measured", MORE)}
+    figure = go.Figure()
+    for what, (name, colour) in looks.items():
+        values = table[f"{what}_bytes"]
+        figure.add_trace(
+            go.Bar(
+                orientation="h",
+                y=[label(run) for run in table["run"]],
+                x=scale.axis(values),
+                name=name,
+                marker={"color": colour},
+                text=[size(value) + (times[at] if what == "measured" else "") for at, value in enumerate(values)],
+                textposition=words_places(values, both),
+                insidetextanchor="start",
+                textangle=0,
+                cliponaxis=False,
+                customdata=[[what, count(value)] for value in values],
+                hovertemplate="%{y}, %{customdata[0]}<br>%{customdata[1]} bytes<extra></extra>",
+            )
+        )
+    figure.update_xaxes(title_text=f"bytes a rank sends in a step, at least, {scale.unit}", rangemode="tozero")
+    _runs_axis(figure, table)
+    figure.update_layout(barmode="group", bargap=0.3, bargroupgap=0.08)
+    return finish(figure, "Measured against predicted", 130 + 58 * len(table))
+
+
+def _part(table: pd.DataFrame, part: str) -> pd.DataFrame:
+    return table.loc[table["part"] == part]
+
+
+def _that_move_bytes(table: pd.DataFrame) -> list[str]:
+    """Operations with a payload: a barrier has no part in a volume."""
+    return in_order(table.loc[table["payload_bytes_per_rank"] > 0, "op"])
+
+
+def _told(part: pd.DataFrame) -> list[list[str]]:
+    return [[label(op), size(value)] for op, value in zip(part["op"], part["payload_bytes_per_rank"], strict=True)]
+
+
+def _stack(figure: go.Figure, op: str, part: pd.DataFrame, scale: Scale, row: int) -> None:
+    figure.add_trace(
+        go.Bar(
+            orientation="h",
+            y=[label(run) for run in part["run"]],
+            x=scale.axis(part["payload_bytes_per_rank"]),
+            name=label(op),
+            legendgroup=label(op),
+            marker=paint(op),
+            customdata=_told(part),
+            hovertemplate="%{y}: %{customdata[0]}<br>%{customdata[1]} per rank<extra></extra>",
+        ),
+        row=row,
+        col=1,
+    )
+
+
+def _sums(figure: go.Figure, totals: pd.Series[float], scale: Scale, row: int) -> None:
+    """What the stacks add up to, behind their ends."""
+    figure.add_trace(
+        go.Scatter(
+            x=scale.axis(totals),
+            y=[label(run) for run in totals.index],
+            mode="text",
+            text=[f" {size(value)}" for value in totals],
+            textposition="middle right",
+            cliponaxis=False,
+            hoverinfo="skip",
+        ),
+        row=row,
+        col=1,
+    )
+
+
+def _runs_axis(figure: go.Figure, table: pd.DataFrame, row: int | None = None) -> None:
+    """The runs from top to bottom in the order in which they were given, those without a value too."""
+    runs = [label(run) for run in table["run"].drop_duplicates()]
+    place = {"row": row, "col": 1} if row is not None else {}
+    figure.update_yaxes(
+        categoryorder="array",
+        categoryarray=runs,
+        range=[len(runs) - 0.5, -0.5],
+        showgrid=False,
+        type="category",
+        **place,
+    )

@@ -1,0 +1,161 @@
+"""Message sizes: how many calls of each, how many bytes in them, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from commtrace.analyses.fold import rows_of
+from commtrace.analyses.report.units import count, size
+
+from .style import SCALE, bytes_scale, finish, in_order, label, paint, power_of_two
+
+_NO_PAYLOAD: Final = -1
+_HOVER: Final = (
+    "%{customdata[0]}<br>%{customdata[1]}<br>%{customdata[2]} calls<br>%{customdata[3]} in all<extra></extra>"
+)
+
+
+def message_sizes(table: pd.DataFrame) -> go.Figure:
+    """Calls (logarithmic) and bytes by message size, in powers of two, operation by operation.
+
+    `table`: `message_size_bins`.
+    """
+    table = table.assign(exponent=_exponents(table["from_bytes"]))
+    scale = bytes_scale(table.groupby("exponent")["sum_bytes"].sum())
+    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.06)
+    operations = in_order(table["op"])
+    for op in operations:
+        part = table.loc[table["op"] == op]
+        # Side by side: bars that stand on each other cannot be read on a logarithmic axis.
+        place, width = _places(table, part, operations)
+        shown = {"name": label(op), "legendgroup": label(op), "marker": paint(op), "customdata": _told(part)}
+        figure.add_trace(
+            go.Bar(
+                x=place,
+                y=part["calls"].to_numpy(),
+                width=width,
+                offset=0,
+                hovertemplate=_HOVER,
+                **shown,
+            ),
+            row=1,
+            col=1,
+        )
+        figure.add_trace(
+            go.Bar(
+                x=part["exponent"].to_numpy() + 0.5,
+                y=scale.axis(part["sum_bytes"]),
+                width=0.86,
+                showlegend=False,
+                hovertemplate=_HOVER,
+                **shown,
+            ),
+            row=2,
+            col=1,
+        )
+    most = int(table["calls"].max()) if len(table) else 1
+    figure.update_yaxes(
+        type="log", range=[np.log10(0.6), np.log10(most * 1.6)], title_text="calls (logarithmic)", row=1, col=1
+    )
+    figure.update_yaxes(dtick="D1" if most < 10 else 1, exponentformat="none", separatethousands=True, row=1, col=1)
+    figure.update_yaxes(title_text=f"bytes in them, {scale.unit}", row=2, col=1)
+    figure.update_xaxes(**_size_axis(table["exponent"]))
+    figure.update_xaxes(title_text="payload of a call (logarithmic)", row=2, col=1)
+    figure.update_layout(barmode="stack")
+    return finish(figure, "Message sizes", 480)
+
+
+def sizes_over_time(table: pd.DataFrame) -> go.Figure:
+    """Number of calls by time and message size, all operations. `table`: `sizes_over_time`."""
+    table = table.assign(exponent=_exponents(table["from_bytes"]))
+    cells = table.groupby(["from_s", "below_s", "exponent"], as_index=False)[["calls", "sum_bytes"]].sum()
+    names = table.groupby(["from_s", "exponent"])["op"].agg(lambda ops: ", ".join(in_order(ops)))
+    width = float((cells["below_s"] - cells["from_s"]).iloc[0]) if len(cells) else 1.0
+    # Every span and size has a cell: the ones between those that occur are empty, and not left out.
+    column = np.rint(cells["from_s"] / width).astype(int)
+    low, high = (int(cells["exponent"].min()), int(cells["exponent"].max())) if len(cells) else (0, 0)
+    calls = np.full((high - low + 1, int(column.max()) + 1 if len(cells) else 1), np.nan)
+    told = np.full(calls.shape, "", object)
+    for cell, at in zip(rows_of(cells), column, strict=True):
+        calls[cell.exponent - low, at] = cell.calls
+        ops = label(names[cell.from_s, cell.exponent])
+        told[cell.exponent - low, at] = (
+            f"{_span(cell.exponent)}<br>{count(cell.calls)} calls, {size(cell.sum_bytes)}<br>{ops}"
+        )
+    most = float(np.nanmax(calls)) if len(cells) else 1.0
+    ticks = _call_ticks(most)
+    figure = go.Figure(
+        go.Heatmap(
+            x0=width / 2,
+            dx=width,
+            y=np.arange(low, high + 1) + 0.5,
+            z=np.log10(calls),
+            zmin=0,
+            zmax=max(np.log10(most), 0.3),
+            text=told,
+            hovertemplate="%{x:.4g} s<br>%{text}<extra></extra>",
+            hoverongaps=False,
+            colorscale=SCALE,
+            colorbar={
+                "title": {"text": "calls", "side": "top"},
+                "tickvals": np.log10(ticks),
+                "ticktext": [count(tick) for tick in ticks],
+                "thickness": 12,
+                "outlinewidth": 0,
+            },
+            ygap=1,
+        )
+    )
+    figure.update_yaxes(**_size_axis(cells["exponent"]), title_text="payload of a call")
+    figure.update_xaxes(title_text="seconds since the first call", rangemode="tozero")
+    return finish(figure, "Message sizes over time", 400)
+
+
+def _places(table: pd.DataFrame, part: pd.DataFrame, operations: list[str]) -> tuple[list[float], list[float]]:
+    """Where the bars of one operation begin, and how wide they are, when those of each size share its room."""
+    sharing = table.groupby("exponent")["op"].agg(lambda ops: [op for op in operations if op in set(ops)])
+    widths = [0.86 / len(sharing[exponent]) for exponent in part["exponent"]]
+    before = [sharing[row.exponent].index(row.op) for row in rows_of(part)]
+    places = [
+        exponent + 0.07 + width * number
+        for exponent, width, number in zip(part["exponent"], widths, before, strict=True)
+    ]
+    return places, widths
+
+
+def _exponents(from_bytes: pd.Series[Any]) -> pd.Series[Any]:
+    """Powers of two -> their exponents; a bin of calls without payload is -1."""
+    return from_bytes.clip(lower=0.5).map(np.log2).round().astype(int)
+
+
+def _told(part: pd.DataFrame) -> list[list[str]]:
+    return [[label(row.op), _span(row.exponent), count(row.calls), size(row.sum_bytes)] for row in rows_of(part)]
+
+
+def _span(exponent: Any) -> str:
+    """ "256 KiB to below 512 KiB"."""
+    if exponent == _NO_PAYLOAD:
+        return "no payload"
+    return f"{power_of_two(int(exponent))} to below {power_of_two(int(exponent) + 1)}"
+
+
+def _size_axis(exponents: Iterable[int]) -> dict[str, Any]:
+    """Ticks at the edges of the bins, at most about ten of them."""
+    low, high = min(exponents, default=0), max(exponents, default=0)
+    step = next((step for step in (1, 2, 5) if (high + 1 - low) / step <= 9), 10)
+    none = low == _NO_PAYLOAD  # then the edge of 1 B is too close to the place of 0 B for a tick of its own
+    edges = [edge for edge in range(max(low, int(none)), high + 2) if edge % step == 0]
+    ticks = [*([_NO_PAYLOAD + 0.5] if none else []), *edges]
+    words = [*(["0 B"] if none else []), *map(power_of_two, edges)]
+    return {"tickvals": ticks, "ticktext": words, "range": [low - 0.15, high + 1.15]}
+
+
+def _call_ticks(most: float) -> list[int]:
+    ticks = [10**power * one for power in range(19) for one in (1, 2, 5) if 10**power * one <= max(most, 2)]
+    return ticks if len(ticks) <= 6 else [tick for tick in ticks if str(tick).startswith("1")]

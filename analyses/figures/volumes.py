@@ -1,0 +1,143 @@
+"""How much is communicated, by operation and parallel dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from commtrace.analyses.fold import rows_of
+from commtrace.analyses.report.units import count, share, size
+
+from .style import GREY, Scale, bytes_scale, finish, in_order, label, paint, words_places
+
+ROW = 38
+"""Height of a bar and what is between it and the next, px."""
+
+
+def volume(table: pd.DataFrame) -> go.Figure:
+    """Payload by operation, with its share and the wire bytes as a thin bar; below, by parallel dimension.
+
+    `table`: `volume_by_role_and_operation`.
+    """
+    operations = _by_operation(table)
+    roles = table.groupby("role")["payload_bytes"].sum().sort_values(ascending=False)
+    scale = bytes_scale([*operations["payload_bytes"], *operations["wire_bytes"], *roles])
+    rows = [max(len(operations), 1), max(len(roles), 1)]
+    height = ROW * sum(rows) + 160
+    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=rows, vertical_spacing=36 / height)
+    _operations(figure, operations, float(roles.max()), scale)
+    for op in in_order(table["op"]):
+        _in_roles(figure, op, table.loc[table["op"] == op], [*roles.index], scale)
+    _sums(figure, roles, scale)
+    figure.update_xaxes(range=[0, 1.3 * scale.reach([*operations["wire_bytes"], *roles])])
+    figure.update_xaxes(title_text=f"payload, {scale.unit}, sum over the ranks seen", row=2, col=1)
+    for row, names in enumerate((operations["op"], roles.index), start=1):
+        figure.update_yaxes(**_named_rows([*names]), row=row, col=1)
+    figure.update_layout(barmode="stack")
+    return finish(figure, "Volume by operation and parallel dimension", height)
+
+
+def _named_rows(names: Sequence[object]) -> dict[str, Any]:
+    """A vertical axis on which row 0 is the first."""
+    return {
+        "tickvals": list(range(len(names))),
+        "ticktext": [label(name) for name in names],
+        "range": [max(len(names), 1) - 0.5, -0.5],
+        "showgrid": False,
+        "zeroline": False,
+    }
+
+
+def _by_operation(table: pd.DataFrame) -> pd.DataFrame:
+    sums = table.groupby("op", as_index=False).agg(
+        calls=("calls", "sum"),
+        payload_bytes=("payload_bytes", "sum"),
+        # Not known for a part of the calls is not known for the operation.
+        wire_bytes=("wire_bytes", lambda wire: wire.sum(skipna=False)),
+    )
+    total = sums["payload_bytes"].sum()
+    sums["share"] = sums["payload_bytes"] / total if total else float("nan")
+    return sums.sort_values(["payload_bytes", "calls"], ascending=False, kind="stable")
+
+
+def _operations(figure: go.Figure, operations: pd.DataFrame, longest: float, scale: Scale) -> None:
+    places = words_places(operations["payload_bytes"], [longest])
+    for number, (row, place) in enumerate(zip(rows_of(operations), places, strict=True)):
+        figure.add_trace(
+            go.Bar(
+                y=[number - 0.09],
+                x=scale.axis([row.payload_bytes]),
+                width=0.5,
+                orientation="h",
+                name=label(row.op),
+                marker=paint(str(row.op)),
+                legendgroup=label(row.op),
+                text=[f"{size(row.payload_bytes)} · {share(row.share)}"],
+                textposition=place,
+                insidetextanchor="end",
+                textangle=0,
+                cliponaxis=False,
+                customdata=[[label(row.op), size(row.payload_bytes), size(row.wire_bytes), count(row.calls)]],
+                hovertemplate="%{customdata[0]}<br>payload %{customdata[1]}<br>wire, at least %{customdata[2]}"
+                "<br>%{customdata[3]} calls<extra></extra>",
+            ),
+            row=1,
+            col=1,
+        )
+    figure.add_trace(
+        go.Bar(
+            y=[number + 0.27 for number in range(len(operations))],
+            x=scale.axis(operations["wire_bytes"]),
+            width=0.14,
+            orientation="h",
+            marker={"color": GREY},
+            name="wire bytes, at least",
+            hoverinfo="skip",
+        ),
+        row=1,
+        col=1,
+    )
+
+
+def _in_roles(figure: go.Figure, op: str, part: pd.DataFrame, roles: Sequence[str], scale: Scale) -> None:
+    figure.add_trace(
+        go.Bar(
+            y=[roles.index(role) for role in part["role"]],
+            x=scale.axis(part["payload_bytes"]),
+            width=0.6,
+            orientation="h",
+            name=label(op),
+            marker=paint(op),
+            legendgroup=label(op),
+            showlegend=False,
+            customdata=[
+                [label(role), label(op), size(payload)]
+                for role, payload in zip(part["role"], part["payload_bytes"], strict=True)
+            ],
+            hovertemplate="%{customdata[0]}: %{customdata[1]}<br>payload %{customdata[2]}<extra></extra>",
+        ),
+        row=2,
+        col=1,
+    )
+
+
+def _sums(figure: go.Figure, roles: pd.Series[int], scale: Scale) -> None:
+    """What the stacks add up to, behind their ends."""
+    figure.add_trace(
+        go.Scatter(
+            x=scale.axis(roles),
+            y=list(range(len(roles))),
+            mode="text",
+            text=[f" {size(payload)}" for payload in roles],
+            textposition="middle right",
+            cliponaxis=False,
+            hoverinfo="skip",
+            showlegend=False,
+        ),
+        row=2,
+        col=1,
+    )

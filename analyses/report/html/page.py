@@ -1,0 +1,399 @@
+"""What stands on the page, and the page."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any, Final
+
+import pandas as pd
+
+from commtrace.analyses import figures
+from commtrace.analyses.comparison import compare
+from commtrace.analyses.fold import NamedTables, rows_of
+from commtrace.analyses.report import preface
+from commtrace.analyses.report.units import count, known, plural, share, size, small_share, time
+from commtrace.analyses.steps import ALL
+from commtrace.errors import MissingLibraryError
+from commtrace.reading.run import Run
+
+try:
+    import jinja2
+    from plotly.offline import get_plotlyjs
+except ImportError as error:
+    raise MissingLibraryError(f"--html: needs {error.name}; pip install 'commtrace[html]'") from None
+
+SITES: Final = 40
+"""Lines of code in the table, where no other number is asked for."""
+
+Cells = Callable[[Any], str]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A number that is seen first."""
+
+    name: str
+    value: str
+    note: str = ""
+    alarming: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Words as they are shown. `kinds` of the columns: "number" stands right, "word" is not broken, "text" is."""
+
+    head: Sequence[str]
+    kinds: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page: a figure, or the sentence why there is none; and a table."""
+
+    name: str
+    title: str
+    text: str
+    figure: str | None = None
+    height: int = 0
+    absent: str = ""
+    table: Table | None = None
+    table_title: str = ""
+
+
+@dataclass(frozen=True)
+class Page:
+    """Everything that the template shows."""
+
+    title: str
+    subtitle: str
+    tiles: Sequence[Tile]
+    findings: Sequence[str]
+    warnings: Sequence[str]
+    facts: Sequence[tuple[str, str]]
+    lists: Sequence[tuple[str, Sequence[str]]]
+    sections: Sequence[Section]
+
+
+def page_of_run(name: str, run: Run, tables: NamedTables, *, sites: int = SITES) -> str:
+    """The page of one run. `tables` with those of DETAILS; `sites`: lines of code to show, 0: all."""
+    sections = [_figure(key, kind, tables, _NUMBERS.get(key)) for key, kind in figures.FIGURES.items()]
+    return _render(
+        Page(
+            title=name,
+            subtitle=preface.job_line(run) or "what was trained was not captured",
+            tiles=list(_tiles(tables)),
+            findings=list(_findings(tables)),
+            warnings=[*preface.newest(run), *_warnings(tables)],
+            facts=[("run", run.id), *preface.facts(run, tables)],
+            lists=[
+                (title, texts)
+                for title, texts in (
+                    ("Not seen by the hooks", preface.blind_spots(tables)),
+                    ("Notes on this log", preface.notes(run)),
+                )
+                if texts
+            ],
+            sections=[*sections, _sites(tables["volume_by_site"], sites)],
+        )
+    )
+
+
+def page_of_runs(runs: Mapping[str, Run], tables: Mapping[str, NamedTables]) -> str:
+    """The page of several runs, by the names they are given."""
+    both = compare(runs, tables)
+    overview = Section(
+        "runs",
+        "The runs",
+        "A training step of each run, per rank. Wire bytes are what a rank must at least send for the payload.",
+        table=_table(both["runs"], _RUNS),
+    )
+    sections = [_figure(key, kind, both, _NUMBERS.get(key)) for key, kind in figures.COMPARISONS.items()]
+    incomplete = {name: [*_warnings(told)] for name, told in tables.items()}
+    return _render(
+        Page(
+            title=", ".join(runs),
+            subtitle=f"{plural(len(runs), 'run')} side by side",
+            tiles=[],
+            findings=[],
+            warnings=[f"{name}: {text}" for name, texts in incomplete.items() for text in texts],
+            facts=[(str(row.run), f"{row.path}, run {row.id}") for row in rows_of(both["runs"])],
+            lists=[],
+            sections=[overview, *sections],
+        )
+    )
+
+
+# --- the run at a glance --------------------------------------------------------------------------------------------
+
+
+def _tiles(tables: NamedTables) -> Iterator[Tile]:
+    coverage = tables["coverage"].iloc[0]
+    seen, world = int(coverage["ranks_seen"]), coverage["world_size"]
+    missing = bool(known(world)) and seen < int(world)
+    of = f"of {count(world)}" if known(world) else "of an unknown number"
+    yield Tile("ranks seen", count(seen), f"{of}, on {plural(int(coverage['hosts']), 'host')}", missing)
+    counted = coverage["calls"]
+    recorded = share(coverage["records"] / counted) + " of those counted" if known(counted) and counted else ""
+    yield Tile("calls recorded", count(coverage["records"]), recorded, recorded != "" and coverage["records"] < counted)
+    steady = tables["steady_step"]
+    for _, step in steady.loc[steady["op"] == ALL].iterrows():
+        yield Tile("training steps", count(step["steps"]), _alike(step))
+        calls = f"{count(step['calls_per_rank'])} calls"
+        yield Tile("payload of a step", size(step["payload_bytes_per_rank"]), f"per rank, in {calls}")
+        yield Tile("sent in a step", size(step["wire_bytes_per_rank"]), "per rank, at least")
+    cost = tables["tracing_cost"].dropna(subset=["share"])
+    if len(cost):
+        mean = cost["calls_ns"].sum() / cost["calls"].sum() if cost["calls"].sum() else None
+        yield Tile("cost of tracing", small_share(cost["share"].mean()), f"of the run's time; {time(mean)} a call")
+    else:
+        yield Tile("cost of tracing", "not known")
+
+
+def _alike(step: pd.Series[Any]) -> str:
+    differing = int(step["differing_steps"])
+    return "all alike" if not differing else f"{differing:,} unlike the median one"
+
+
+def _findings(tables: NamedTables) -> Iterator[str]:
+    """What the page shows, in sentences."""
+    steady = tables["steady_step"]
+    total = float(steady.loc[steady["op"] == ALL, "payload_bytes_per_rank"].sum())
+    steady = steady.loc[steady["op"] != ALL]
+    if total:
+        most = steady.nlargest(3, "payload_bytes_per_rank")
+        parts = [
+            f"{share(row.payload_bytes_per_rank / total)} {row.op}"
+            for row in rows_of(most)
+            if row.payload_bytes_per_rank / total >= 0.01
+        ]
+        yield f"A training step moves {size(total)} per rank: {', '.join(parts)}."
+    sites = tables["volume_by_site"]
+    if len(sites) and known(sites["payload_share"].iloc[0]) and sites["payload_bytes"].iloc[0]:
+        first = sites.iloc[0]
+        place = first["site"] or "a line that was not recorded"
+        yield f"{share(first['payload_share'])} of the payload comes from one line, {place}."
+    waterfall = tables.get("waterfall")
+    if waterfall is not None and len(waterfall):
+        sums = waterfall.groupby("kind")["bytes"].sum()
+        form, measured = sums.get("closed form", 0), sums.get("measured", 0)
+        if form:
+            yield f"A rank sends {measured / form:.2f} times what the closed form predicts, {size(form)} a step."
+
+
+def _warnings(tables: NamedTables) -> Iterator[str]:
+    """What must be known before any number is believed."""
+    coverage = tables["coverage"].iloc[0]
+    if coverage["ranks_missing"]:
+        yield f"Ranks {coverage['ranks_missing']} left no log: sums and means are of the ranks seen."
+    gone = [f"{count(coverage[name])} {name}" for name in ("dropped", "removed", "lost") if coverage[name]]
+    gone += (
+        [f"{count(coverage['not_found'])} not found"] if known(coverage["not_found"]) and coverage["not_found"] else []
+    )
+    if gone:
+        yield f"Some calls are counted and not recorded ({', '.join(gone)}): volumes are lower bounds."
+    if coverage["without_end"]:
+        yield f"{plural(int(coverage['without_end']), 'process', 'processes')} ended early, or still run."
+    if coverage["simulated"]:
+        yield "A dry run: nothing was sent, and times mean nothing."
+    if known(coverage["hook_errors"]) and coverage["hook_errors"]:
+        yield f"The hooks failed on {plural(int(coverage['hook_errors']), 'call')}: what they saw of them is missing."
+    damaged = sum(int(coverage[f"files_{kind}"]) for kind in ("cut", "foreign", "unreadable", "missing", "garbled"))
+    if damaged:
+        yield f"{plural(damaged, 'file')} of the log are damaged or foreign; the notes below say which."
+
+
+# --- sections -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers below a figure: the columns of its table, each with its head and how its values are written."""
+
+    columns: Mapping[str, tuple[str, Cells]]
+    most: int = 60
+    title: str = "The numbers"
+    rows: Callable[[pd.DataFrame], pd.DataFrame] = lambda table: table
+
+
+def _figure(name: str, kind: figures.Figure, tables: NamedTables, numbers: Numbers | None) -> Section:
+    table = tables.get(kind.table)
+    if table is None or not kind.can(table):
+        return Section(name, kind.title, "", absent=kind.absent + _why_not_predicted(kind.table, tables))
+    drawn = kind.draw(table)
+    rows = numbers.rows(table) if numbers is not None else table.head(0)
+    shown = _table(rows.head(numbers.most), numbers) if numbers is not None and len(rows) else None
+    more = f", the first {numbers.most} of {len(rows):,}" if numbers is not None and len(rows) > numbers.most else ""
+    return Section(
+        name,
+        kind.title,
+        kind.look_for,
+        figure=_json(json.loads(drawn.to_json())),
+        height=int(drawn.layout.height),
+        table=shown,
+        table_title=f"{numbers.title}{more}" if numbers is not None else "",
+    )
+
+
+def _why_not_predicted(table: str, tables: NamedTables) -> str:
+    """The reasons that the comparison with theory gives, where it is what is missing and gives any."""
+    theory = tables.get("theory")
+    if theory is None or table not in ("waterfall", "reconciliation"):
+        return ""
+    return "".join(f" ({reason})" for reason in theory["not_predicted"].dropna().unique()[:3])
+
+
+def _table(frame: pd.DataFrame, numbers: Numbers) -> Table:
+    columns = [name for name in numbers.columns if name in frame]
+    heads, cells = zip(*(numbers.columns[name] for name in columns), strict=True)
+    rows = [
+        [write(value) for write, value in zip(cells, row, strict=True)]
+        for row in frame[columns].itertuples(index=False, name=None)
+    ]
+    return Table(heads, [_KINDS.get(write, "number") for write in cells], rows)
+
+
+def _word(value: Any) -> str:
+    return str(value) if known(value) else "-"
+
+
+def _text(value: Any) -> str:
+    return _word(value)
+
+
+def _site(value: Any) -> str:
+    return _word(value) if value != "" else "not recorded"
+
+
+_KINDS: Final[dict[Cells, str]] = {_word: "word", _text: "text", _site: "text"}
+
+
+def _signed(value: Any) -> str:
+    return f"{value:+,.0f}" if known(value) else "-"
+
+
+def _ratio(value: Any) -> str:
+    return f"{value:.2f}" if known(value) else "-"
+
+
+def _differences(reconciliation: pd.DataFrame) -> pd.DataFrame:
+    """Leftovers of the training steps by dimension, operation and cause, the largest first."""
+    left = reconciliation.loc[(reconciliation["step"] >= 0) & ~reconciliation["cause"].isin(["", "expected"])]
+    sums = {name: (name, "sum") for name in ("expected_calls", "measured_calls", "difference_bytes")}
+    found = left.groupby(["role", "op", "cause"], as_index=False).agg(**sums, sites=("sites", "max"))
+    return found.sort_values("difference_bytes", key=lambda difference: difference.abs(), ascending=False)
+
+
+_VOLUME: Final[dict[str, tuple[str, Cells]]] = {
+    "calls": ("calls", count),
+    "payload_bytes": ("payload", size),
+    "wire_bytes": ("wire, at least", size),
+    "payload_share": ("share of payload", share),
+}
+_PER_RANK: Final[dict[str, tuple[str, Cells]]] = {
+    "calls_per_rank": ("calls", count),
+    "payload_bytes_per_rank": ("payload", size),
+    "wire_bytes_per_rank": ("wire, at least", size),
+}
+_OPERATION: Final[dict[str, tuple[str, Cells]]] = {"op": ("operation", _word)}
+
+_SITES: Final = Numbers({"site": ("line", _site), **_OPERATION, **_VOLUME})
+_RUNS: Final = Numbers(
+    {
+        "run": ("run", _word),
+        "job": ("job", _text),
+        "ranks_seen": ("ranks", count),
+        "steps": ("steps", count),
+        **_PER_RANK,
+        "tracing_share": ("cost of tracing", small_share),
+    }
+)
+_NUMBERS: Final[dict[str, Numbers]] = {
+    "volume": Numbers({"role": ("dimension", _word), **_OPERATION, **_VOLUME}),
+    "waterfall": Numbers({"label": ("cause", _text), "bytes": ("bytes", count)}),
+    "expected_and_measured": Numbers(
+        {
+            "role": ("dimension", _word),
+            **_OPERATION,
+            "cause": ("cause", _text),
+            "expected_calls": ("expected calls", count),
+            "measured_calls": ("measured calls", count),
+            "difference_bytes": ("difference, bytes", _signed),
+            "sites": ("lines", _text),
+        },
+        title="What differs, sums over ranks and training steps",
+        rows=_differences,
+    ),
+    "message_sizes": Numbers(
+        {
+            **_OPERATION,
+            "from_bytes": ("from", size),
+            "below_bytes": ("below", size),
+            "calls": ("calls", count),
+            "sum_bytes": ("bytes in all", size),
+        }
+    ),
+    "operation_volumes": Numbers({"run": ("run", _word), "part": ("part", _word), **_OPERATION, **_PER_RANK}),
+    "measured_and_predicted": Numbers(
+        {"run": ("run", _word), "predicted_bytes": ("predicted", size), "measured_bytes": ("measured", size)}
+    ),
+}
+
+
+def _sites(table: pd.DataFrame, most: int) -> Section:
+    some = table.head(most) if most else table
+    more = f", the first {len(some)} of {len(table):,}" if len(some) < len(table) else ""
+    return Section(
+        "sites",
+        f"Lines of code{more}",
+        "The line that asked for the communication, behind the wrappers of torch and DeepSpeed. Sums over the ranks.",
+        table=_table(some, _SITES) if len(some) else None,
+        absent="" if len(some) else "The log holds no call.",
+    )
+
+
+# --- the page -------------------------------------------------------------------------------------------------------
+
+
+def _render(page: Page) -> str:
+    parts = {name: resources.files(__package__).joinpath(name).read_text("utf-8") for name in _PARTS}
+    scripts = [_script(get_plotlyjs()), _script(parts["page.js"])]
+    return _template(parts["page.html"]).render(
+        page=page,
+        style=parts["style.css"],
+        scripts=scripts,
+        policy=f"default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; "
+        f"script-src {' '.join(_digest(script) for script in scripts)}; base-uri 'none'; form-action 'none'",
+    )
+
+
+_PARTS: Final = ("page.html", "style.css", "page.js")
+
+
+@cache
+def _template(text: str) -> jinja2.Template:
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(text)
+
+
+def _script(code: str) -> str:
+    """A script that can stand in a page: nothing in it ends it."""
+    return code.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+def _digest(script: str) -> str:
+    return "'sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() + "'"
+
+
+def _json(value: Any) -> str:
+    """JSON that can stand in a page: no letter in it means anything to HTML."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
