@@ -9,7 +9,6 @@
 #include <mutex>
 #include <optional>
 #include <utility>
-#include <vector>
 
 #include "slots.h"
 
@@ -31,25 +30,13 @@ class Waits {
  public:
   explicit Waits(uint32_t capacity) : entries_(std::make_unique<Entry[]>(capacity)) {}
 
-  // With `weak`, only a wait shows the end of this call.
-  void add(const void* key, Handle handle, std::optional<Weak> weak) {
+  // With `weak`, only a wait shows the end of this call. By whoever holds the call's slot (within Slots::update): the
+  // entry of a slot that has become another call's must not be listed. `first`: of the calls that end with this object.
+  void add(const void* key, Handle handle, std::optional<Weak> weak, bool first = true) {
     Bucket& bucket = of(key);
     std::lock_guard<SpinLock> held(bucket.lock);
-    for (uint32_t* link = &bucket.first; *link != Slots::kEmpty;) {
-      Entry& other = entries_[*link];
-      if (other.key == key && !other.weak)  // a new object has this address: whoever had it before is gone
-        unlink(other, link);
-      else
-        link = &other.next;
-    }
+    if (first) forget(bucket, key);
     list(bucket, entries_[handle.slot()], key, handle, std::move(weak));
-  }
-
-  // Several calls that end with one Work.
-  void add_batch(const void* key, const std::vector<Handle>& handles, const std::optional<Weak>& weak) {
-    Bucket& bucket = of(key);
-    std::lock_guard<SpinLock> held(bucket.lock);
-    for (Handle handle : handles) list(bucket, entries_[handle.slot()], key, handle, weak);
   }
 
   struct Found {
@@ -92,6 +79,17 @@ class Waits {
   };
 
   Bucket& of(const void* key) { return buckets_[(reinterpret_cast<uintptr_t>(key) >> 4) * 0x9E3779B97F4A7C15ULL >> 54]; }
+
+  // A new object has this address: whoever had it before is gone.
+  void forget(Bucket& bucket, const void* key) {
+    for (uint32_t* link = &bucket.first; *link != Slots::kEmpty;) {
+      Entry& other = entries_[*link];
+      if (other.key == key && !other.weak)
+        unlink(other, link);
+      else
+        link = &other.next;
+    }
+  }
 
   static void list(Bucket& bucket, Entry& entry, const void* key, Handle handle, std::optional<Weak> weak) {
     entry.key = key;
