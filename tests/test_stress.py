@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -312,3 +313,95 @@ def test_a_hundred_runs(machines: dict[str | None, Machine], tmp_path: Path) -> 
 def report(line: str) -> None:
     """For whoever waits for a long test (pytest -s)."""
     print(line, file=sys.stderr, flush=True)
+
+
+# ---- a great many of everything --------------------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """What a run of programs/many_events.py told, and what was seen of it from outside."""
+
+    parts: list[dict[str, float]]
+    left: Left
+    peak_bytes: int
+
+    def growth_kib(self) -> float:
+        """Most memory of any moment after the first tenth, over the most within it."""
+        resident = [part["resident_kib"] for part in self.parts]
+        warm = len(resident) // 10
+        return max(resident[warm:]) - max(resident[:warm])
+
+
+def segment_bytes(log: Path) -> int:
+    """Bytes of records on disk at this moment."""
+    total = 0
+    for path in log.glob("*/*/*.npy*"):
+        with contextlib.suppress(FileNotFoundError):  # closed, and so renamed, or removed
+            total += path.stat().st_size
+    return total
+
+
+def many(kind: str, number: int, recorder: str, log: Path, *, limit: float = 120, **settings: object) -> Run:
+    """Run the program, and look at its log every few milliseconds."""
+    if recorder == "native":
+        built()
+    variables = {f"COMMTRACE_{name.upper()}": value for name, value in settings.items()}
+    out = log.with_name("told")
+    peak, deadline = 0, time.monotonic() + limit
+    with (
+        open(out, "wb") as told,
+        subprocess.Popen(
+            [sys.executable, str(processes.PROGRAMS / "many_events.py"), kind, str(number)],
+            env=processes.environment(COMMTRACE=log, COMMTRACE_RECORDER=recorder, **variables),
+            cwd=tempfile.gettempdir(),
+            stdout=told,
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            while process.poll() is None:
+                peak = max(peak, segment_bytes(log))
+                assert time.monotonic() < deadline, out.read_text()[-500:]
+                time.sleep(0.005)
+        finally:
+            processes.kill_group(process.pid)
+    assert process.returncode == 0
+    parts = [json.loads(line) for line in out.read_text().splitlines()]
+    lefts = processes.read_all(log)
+    return Run(parts, lefts[-1], max(peak, segment_bytes(log)))
+
+
+def assert_bounded(run: Run, number: int, recorder: str, max_bytes: int) -> None:
+    """Every call is on disk, or was, or was dropped; and neither disk nor memory took more than they were given."""
+    stats = run.left.stats
+    assert run.left.tables["process"][0]["recorder"] == recorder
+    assert stats["hook_errors"] == 0, stats["first_error"]
+    assert stats["write_errors"] == stats["lost"] == 0
+    assert stats["calls"] == number
+    assert len(run.left.records) + stats["removed"] + stats["dropped"] == number
+    assert stats["removed"] > 0
+    assert run.peak_bytes <= max_bytes
+    assert run.growth_kib() < 16 << 10
+    numbers = np.sort(run.left.records["seq"].astype(np.int64))
+    assert (np.diff(numbers) > 0).all()
+
+
+@pytest.mark.parametrize(("recorder", "number"), [("python", 100_000), ("native", 500_000)])
+def test_many_events_stay_within_bounds(recorder: str, number: int, tmp_path: Path) -> None:
+    max_bytes = 4 << 20
+    run = many("calls", number, recorder, tmp_path / "log", max_bytes=max_bytes, segment_min_bytes=64 << 10)
+    assert_bounded(run, number, recorder, max_bytes)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_fifty_million_events_stay_within_bounds(tmp_path: Path) -> None:
+    number, max_bytes = 50_000_000, 64 << 20
+    run = many("calls", number, "native", tmp_path / "log", limit=7000, max_bytes=max_bytes)
+    stats, last = run.left.stats, run.parts[-1]
+    report(
+        f"{number} calls at {number / last['seconds']:.0f} a second; on disk {len(run.left.records)}, "
+        f"removed {stats['removed']}, dropped {stats['dropped']}; disk at most {run.peak_bytes} bytes of {max_bytes}; "
+        f"memory {last['resident_kib']} KiB, grown by {run.growth_kib():.0f} KiB"
+    )
+    assert_bounded(run, number, "native", max_bytes)
