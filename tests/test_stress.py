@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -47,6 +48,7 @@ OPERATIONS: Final = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier", "send", "recv",
 )  # fmt: skip
 COLLECTIVES: Final = OPERATIONS[:6]
+COMPILER: Final = shutil.which("g++")
 
 
 @functools.cache
@@ -313,6 +315,58 @@ def test_a_hundred_runs(machines: dict[str | None, Machine], tmp_path: Path) -> 
 def report(line: str) -> None:
     """For whoever waits for a long test (pytest -s)."""
     print(line, file=sys.stderr, flush=True)
+
+
+# ---- backends that give no Work --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recorder", RECORDERS)
+def test_batches_longer_than_the_ring(recorder: str, tmp_path: Path) -> None:
+    null_work = pytest.importorskip("test_hooks_null_work")  # skips where the backend cannot be built
+    if recorder == "native":
+        built()
+    result = processes.run(
+        [sys.executable, processes.PROGRAMS / "null_works.py", null_work.build_folder(), "1"],
+        limit=200,
+        COMMTRACE=tmp_path / "log",
+        COMMTRACE_RECORDER=recorder,
+        COMMTRACE_RING_RECORDS=32,
+        COMMTRACE_DRAIN_MS=1,
+        PYTHONFAULTHANDLER=1,
+    )
+    assert result.status == 0, result.err[-6000:]
+    left = processes.read_one(tmp_path / "log")
+    stats = left.stats
+    assert left.tables["process"][0]["recorder"] == recorder
+    assert stats["hook_errors"] == 0, stats["first_error"]
+    assert stats["calls"] == len(left.records) + stats["dropped"] == int(result.out)
+    assert len(left.records) > 0
+    assert (left.records["batch"] > 0).any()
+
+
+# ---- the parts of the native recorder that threads share -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+@pytest.mark.parametrize("program", ["slots_race", "works_race"])
+def test_no_thread_writes_where_it_must_not(program: str, sanitizer: str, tmp_path: Path) -> None:
+    import torch
+
+    if COMPILER is None:
+        pytest.skip("there is no C++ compiler")
+    package = Path(torch.__file__).parent
+    flags = ["-std=c++20", "-O1", "-g", "-pthread", f"-fsanitize={sanitizer}", f"-I{package}/include"]
+    library = [f"-L{package}/lib", "-lc10", f"-Wl,-rpath,{package}/lib"]
+    source = Path(__file__).with_name("native_programs") / f"{program}.cpp"
+    build = processes.run([COMPILER, *flags, source, "-o", tmp_path / program, *library], limit=240)
+    if build.status and "cannot find" in build.err:
+        pytest.skip(f"there is no {sanitizer} sanitizer")
+    assert build.status == 0, build.err
+    # What is never freed on purpose is no leak.
+    result = processes.run(
+        [tmp_path / program], limit=240, ASAN_OPTIONS="detect_leaks=0", UBSAN_OPTIONS="halt_on_error=1"
+    )
+    assert result.status == 0, result.out + result.err
 
 
 # ---- a great many of everything --------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """stress.py ENDING SEED COUNTS: many threads, many groups, Works that nobody waits for, and an unfriendly end.
 
-One rank of two. Each thread has groups of its own and makes calls on them in an order that the seed decides, the same on
-both ranks; whether it waits for one, or forgets it, each rank decides for itself. The program keeps its own accounts,
-per thread, group and operation, in a mapped file that outlives whatever happens to the process:
+One rank of two. Each thread has groups of its own and makes calls on them in an order that the seed decides, the same
+on both ranks; whether it waits for one, or forgets it, each rank decides for itself. The program keeps its own
+accounts, per thread, group and operation, in a mapped file that outlives whatever happens to the process:
 
     COUNTS/rank0.npy        int64, (thread, group, operation, (begun, came back, payload in bytes))
     COUNTS/rank0.json       names of the groups
