@@ -188,16 +188,18 @@ bool join_batch(const Entry& entry) {
   return true;
 }
 
-State returned(Entry& entry, int64_t t_return, State state, Clock clock = kNobody) {
-  entry.recording->slots.update(entry.handle, [=](Record& record) {
-    record.t_return = t_return;
-    if (state == kComplete) {
-      record.t_end = t_return;
-      record.clock = clock;
-    }
-    return state;
-  });
+State note_return(Record& record, int64_t t_return, State state, Clock clock) {
+  record.t_return = t_return;
+  if (state == kComplete) {
+    record.t_end = t_return;
+    record.clock = clock;
+  }
   return state;
+}
+
+void returned(Entry& entry, int64_t t_return, State state, Clock clock = kNobody) {
+  entry.recording->slots.update(entry.handle,
+                                [=](Record& record) { return note_return(record, t_return, state, clock); });
 }
 
 void after(Entry& entry, Stack* stack, int64_t t_return) {
@@ -224,15 +226,15 @@ void after(Entry& entry, Stack* stack, int64_t t_return) {
   const auto future = entry.on_host ? future_of(*entry.group, entry.plan.number, *work) : nullptr;
   c10::intrusive_ptr_target* waited = work;
   if (entry.storage != nullptr) waited = entry.storage;
-  // Listed before it counts as returned: from then on the slot may become another call's.
-  const bool by_wait = entry.on_host && !future;
-  recording.waits.add(waited, entry.handle, by_wait ? std::optional<Weak>(weakly(waited)) : std::nullopt);
-  if (future && future->completed() && !future->hasError()) {
-    returned(entry, t_return, kComplete, kFuture);
-    return;
-  }
-  returned(entry, t_return, entry.on_host || on_device ? kReturned : kUnobservable);
-  if (future) follow(&recording, entry.handle, *future);
+  const bool by_wait = entry.on_host && !future, complete = future && future->completed() && !future->hasError();
+  const State state = complete ? kComplete : entry.on_host || on_device ? kReturned : kUnobservable;
+  auto weak = by_wait ? std::optional<Weak>(weakly(waited)) : std::nullopt;
+  // Listed while the slot is this call's, and before it counts as returned: from then on it may become another one's.
+  recording.slots.update(entry.handle, [&](Record& record) {
+    recording.waits.add(waited, entry.handle, std::move(weak));
+    return note_return(record, t_return, state, kFuture);
+  });
+  if (future && !complete) follow(&recording, entry.handle, *future);
 }
 
 void after_or_fault(Entry& entry, Stack* stack) {

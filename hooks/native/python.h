@@ -26,6 +26,10 @@ class Asked {
   // With the GIL: nobody answers any more.
   void close() { const py::object last = std::move(rows_); }
 
+  // With the GIL: whether what these rows have just answered may be remembered. Python may have let another thread close
+  // the log meanwhile, and open the next one, whose rows have other numbers.
+  bool still(const py::object& rows) const { return rows.is(rows_); }
+
   // What `question(rows)` gives; `otherwise` where the log is closed or the interpreter ends.
   template <typename Answer, typename Question>
   Answer operator()(Answer otherwise, Question question) const {

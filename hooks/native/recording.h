@@ -113,7 +113,7 @@ class Recording {
     return ask(static_cast<Group*>(nullptr), [&](const py::object& rows) -> Group* {
       const auto shared = c10::intrusive_ptr<c10d::ProcessGroup>::reclaim_copy(pg);
       const py::object row = rows.attr("group")(shared);
-      return row.is_none() ? nullptr : enter(shared, row);
+      return row.is_none() || !ask.still(rows) ? nullptr : enter(shared, row);
     });
   }
 
@@ -123,7 +123,7 @@ class Recording {
     return ask(uint16_t{0}, [&](const py::object& rows) {
       const py::object type = dtype < 0 ? py::object(py::none()) : py::cast(static_cast<c10::ScalarType>(dtype));
       const auto number = rows.attr("kind")(plan.number, type, reduce_op).cast<uint16_t>();
-      known.store(number, std::memory_order_relaxed);
+      if (ask.still(rows)) known.store(number, std::memory_order_relaxed);
       return number;
     });
   }
@@ -133,7 +133,7 @@ class Recording {
     if (static_cast<int>(known >> 32) == task) return known & 0xffffffff;
     return ask(uint32_t{0}, [&](const py::object& rows) {
       const auto site = rows.attr("site_of_backward")().cast<uint32_t>();
-      backward_.store(static_cast<uint64_t>(task) << 32 | site, std::memory_order_relaxed);
+      if (ask.still(rows)) backward_.store(static_cast<uint64_t>(task) << 32 | site, std::memory_order_relaxed);
       return site;
     });
   }

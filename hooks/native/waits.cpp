@@ -118,9 +118,14 @@ void batch_ends(Recording& recording, const c10::intrusive_ptr<c10d::ProcessGrou
   c10::intrusive_ptr_target* waited = work.get();
   const auto future = group->batch_on_host ? future_of(*group, kBatchPlan, *work) : nullptr;
   const bool by_wait = group->batch_on_host && !future;
-  recording.waits.add_batch(waited, handles, by_wait ? std::optional<Weak>(weakly(waited)) : std::nullopt);
   const bool runs = on_device && recording.devices.runs(handles, std::move(on_device));
+  const auto weak = by_wait ? std::optional<Weak>(weakly(waited)) : std::nullopt;
+  bool first = true;
   for (Handle handle : handles) {
+    recording.slots.update(handle, [&](Record& record) {  // where the drain thread has not taken its place meanwhile
+      recording.waits.add(waited, handle, weak, std::exchange(first, false));
+      return record.state;
+    });
     if (future) follow(&recording, handle, *future);
     if (!group->batch_on_host && !runs) recording.unobservable(handle);
   }

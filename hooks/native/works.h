@@ -9,7 +9,6 @@
 #include <mutex>
 #include <optional>
 #include <utility>
-#include <vector>
 
 #include "slots.h"
 
@@ -32,20 +31,13 @@ class Waits {
  public:
   explicit Waits(uint32_t capacity) : entries_(std::make_unique<Entry[]>(capacity)) {}
 
-  // With `weak`, only a wait shows the end of this call.
-  void add(const void* key, Handle handle, std::optional<Weak> weak) {
+  // With `weak`, only a wait shows the end of this call. By whoever holds the call's slot (within Slots::update): the
+  // entry of a slot that has become another call's must not be listed. `first`: of the calls that end with this object.
+  void add(const void* key, Handle handle, std::optional<Weak> weak, bool first = true) {
     Bucket& bucket = of(key);
     std::lock_guard<SpinLock> held(bucket.lock);
-    unlist_others(bucket, key);
+    if (first) unlist_others(bucket, key);
     list(bucket, entries_[handle.slot()], key, handle, std::move(weak));
-  }
-
-  // Several calls that end with one Work.
-  void add_batch(const void* key, const std::vector<Handle>& handles, const std::optional<Weak>& weak) {
-    Bucket& bucket = of(key);
-    std::lock_guard<SpinLock> held(bucket.lock);
-    unlist_others(bucket, key);
-    for (Handle handle : handles) list(bucket, entries_[handle.slot()], key, handle, weak);
   }
 
   // A new object that no record is about has this address.
