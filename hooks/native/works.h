@@ -110,8 +110,9 @@ class Waits {
 
   static std::optional<Weak> unlink(Entry& entry, uint32_t* link) {
     *link = entry.next;
-    entry.listed.store(nullptr, std::memory_order_release);
-    return std::exchange(entry.weak, std::nullopt);
+    auto weak = std::exchange(entry.weak, std::nullopt);
+    entry.listed.store(nullptr, std::memory_order_release);  // last: from here on the entry may be another call's
+    return weak;
   }
 
   // All records of this key; those of which `done(entry)` says so are unlisted.
