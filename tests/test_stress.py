@@ -309,7 +309,18 @@ def test_a_hundred_runs(machines: dict[str | None, Machine], tmp_path: Path) -> 
     report(f"{RUNS} runs each; calls: {dict(calls)}; crashed: { {name: dict(c) for name, c in crashes.items()} }")
     for name in RECORDERS:
         for ending, number in crashes[name].items():
-            assert number == 0 or crashes[None][ending] > 0, f"{name}: {number} crashes of {ending}, none untraced"
+            assert number == 0 or crashes[None][ending] or crashes_untraced(machines[None], ending, tmp_path), name
+
+
+def crashes_untraced(machine: Machine, ending: str, folder: Path) -> bool:
+    """gloo aborts one process in some dozens that leave with work in flight: a tenth of the runs may not show it."""
+    for seed in range(RUNS, 2 * RUNS):
+        here = folder / f"untraced-{ending}-{seed}"
+        here.mkdir()
+        if machine.stress(ending, seed, here).crashed:
+            report(f"{ending} crashed untraced, too, in run {seed - RUNS + 1}")
+            return True
+    return False
 
 
 def report(line: str) -> None:
@@ -459,3 +470,28 @@ def test_fifty_million_events_stay_within_bounds(tmp_path: Path) -> None:
         f"memory {last['resident_kib']} KiB, grown by {run.growth_kib():.0f} KiB"
     )
     assert_bounded(run, number, "native", max_bytes)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("kind", "number", "most_growth_kib"),
+    [
+        ("groups", 10_000, 32 << 10),
+        ("threads", 10_000, 8 << 10),
+        ("restarts", 200, 4 << 10),
+        ("codes", 100_000, 48 << 10),
+    ],
+)
+@pytest.mark.parametrize("recorder", RECORDERS)
+def test_what_a_program_uses_once_takes_little_memory(
+    recorder: str, kind: str, number: int, most_growth_kib: int, tmp_path: Path
+) -> None:
+    """A group costs its row; a thread and a log leave nothing; of code no more than so much is remembered."""
+    run = many(kind, number, recorder, tmp_path / "log", limit=1000)
+    report(f"{recorder}, {number} {kind}: grown by {run.growth_kib():.0f} KiB")
+    lefts = processes.read_all(tmp_path / "log")
+    assert sum(len(left.records) + left.stats["dropped"] for left in lefts) == number
+    assert all(left.stats["hook_errors"] == 0 for left in lefts)
+    assert len(lefts) == (number if kind == "restarts" else 1)
+    assert run.growth_kib() < most_growth_kib

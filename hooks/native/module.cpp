@@ -47,10 +47,11 @@ void go(Recording& recording, const py::object& rows) {
   current.store(&recording, std::memory_order_release);
 }
 
-// (slots that hold records, how many calls had taken one and not begun to write)
-py::tuple close_recording(Recording& recording) {
+// (slots that hold records, how many calls had taken one and not begun to write). `off`: the next call begins no other one.
+py::tuple close_recording(Recording& recording, bool off) {
   Recording* expected = &recording;
-  if (current.compare_exchange_strong(expected, nullptr)) disarm();
+  if (off) disarm();
+  current.compare_exchange_strong(expected, nullptr);
   std::pair<std::vector<uint32_t>, uint32_t> left;
   {
     py::gil_scoped_release unlocked;

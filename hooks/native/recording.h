@@ -147,12 +147,13 @@ class Recording {
   // ---- records -------------------------------------------------------------------------------------------------------
 
   Handle begin(const Record& record, uint64_t log_of_thread) {
-    const uint32_t slot = slots.take();
+    int64_t left = 0;
+    const uint32_t slot = slots.take(left);
     if (slot == Slots::kEmpty) {
       slots.drop(1);
       return {};
     }
-    if (slots.free() == slots.capacity() / 2) wake();
+    if (left == slots.capacity() / 2) wake();
     return slots.begin(slot, record, log_of_thread);
   }
 

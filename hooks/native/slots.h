@@ -85,8 +85,14 @@ class Slots {
   uint32_t capacity() const { return capacity_; }
   int64_t free() const { return free_.load(std::memory_order_relaxed); }
 
-  // A slot for anybody, kEmpty where there is none.
   uint32_t take() {
+    int64_t left = 0;
+    return take(left);
+  }
+
+  // A slot for anybody, kEmpty where there is none; `left`: how many there are besides. Of the threads that take slots at
+  // the same time each is told another number.
+  uint32_t take(int64_t& left) {
     uint64_t head = head_.load(std::memory_order_acquire);
     for (;;) {
       const uint32_t slot = head & 0xffffffff;
@@ -94,7 +100,7 @@ class Slots {
       // The upper half counts, so that a head that came back meanwhile (ABA) is seen to be another one.
       const uint64_t next = ((head >> 32) + 1) << 32 | next_[slot].load(std::memory_order_relaxed);
       if (head_.compare_exchange_weak(head, next, std::memory_order_acq_rel, std::memory_order_acquire)) {
-        free_.fetch_sub(1, std::memory_order_relaxed);
+        left = free_.fetch_sub(1, std::memory_order_relaxed) - 1;
         return slot;
       }
     }

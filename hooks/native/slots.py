@@ -8,6 +8,7 @@ from typing import Any
 from commtrace.progress import progress
 from commtrace.ring import DROPPED_AT, RECORDS_AT, Ring
 from commtrace.schema import RECORD, Records, State
+from commtrace.session import session
 from commtrace.slots import Numbers, Slots
 
 
@@ -69,7 +70,8 @@ class NativeSlots(Slots):
 
     def seize(self) -> tuple[Numbers, int]:
         """As of the portable recorder."""
-        slots, unwritten = self.recording.close()
+        # Tracing may be on again already, where the store kept this thread from closing the log in time.
+        slots, unwritten = self.recording.close(session.settings is None)
         with self.lock:
             self._detach(slots)
         self._seized = len(slots)

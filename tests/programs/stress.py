@@ -31,13 +31,14 @@ from typing import Any, Final
 import numpy as np
 import torch
 import torch.distributed
-import torch.distributed._functional_collectives as functional
+import torch.distributed._functional_collectives
 from torch.utils.data import DataLoader, Dataset
 
 import commtrace
 from commtrace.session import session
 
 dist: Any = torch.distributed  # its stubs leave out half of it
+functional: Any = torch.distributed._functional_collectives
 
 OPERATIONS: Final = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier", "send", "recv",
@@ -449,7 +450,7 @@ def interrupted(program: Program) -> None:
 def compiled(program: Program) -> None:
     """Functional collectives in a compiled function, beside threads."""
 
-    def sums(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def sums(x: torch.Tensor, y: torch.Tensor) -> Any:
         first = functional.all_reduce(x * 2, "sum", "0")
         return first + functional.all_reduce(y + 1, "sum", "0")
 
