@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from . import balance, cost, coverage, sizes, steps, times, volume
+from . import balance, cost, coverage, reconciliation, sizes, steps, times, volume
 from .fold import Analysis
 
 ANALYSES: Final[tuple[Analysis, ...]] = (
@@ -16,4 +16,5 @@ ANALYSES: Final[tuple[Analysis, ...]] = (
     times.ANALYSIS,
     times.BANDWIDTH,
     balance.ANALYSIS,
+    reconciliation.ANALYSIS,
 )

@@ -45,13 +45,21 @@ class Ranks:
 
 
 class Nursery:
-    """A process that has imported torch with tracing on, and forks the ranks of programs: an import costs seconds."""
+    """A process that has imported torch with tracing on, and forks the ranks of programs: an import costs seconds.
+
+    It imports the given modules as well, with the given variables in its environment.
+    """
+
+    def __init__(self, *modules: str, **variables: object) -> None:
+        self._modules, self._variables = modules, variables
 
     def __enter__(self) -> Nursery:
         self._process = subprocess.Popen(
-            [sys.executable, str(processes.PROGRAMS / "nursery.py")],
+            [sys.executable, str(processes.PROGRAMS / "nursery.py"), *self._modules],
             # No process of it ever records here: each program is given a directory of its own.
-            env=processes.environment(COMMTRACE=Path(tempfile.gettempdir()) / "commtrace-nursery"),
+            env=processes.environment(
+                **{"COMMTRACE": Path(tempfile.gettempdir()) / "commtrace-nursery", **self._variables}
+            ),
             cwd=tempfile.gettempdir(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -18,6 +18,7 @@ from .rules import TORCH, rule
 
 GRADIENTS: Final = "gradients, averaged over the ranks"
 
+_STEPS: Final = 4
 _UNLIMITED: Final = 1 << 62
 _INT32, _INT64 = 4, 8
 
@@ -27,11 +28,16 @@ def predict(job: Job) -> Prediction:
     if job.fact("mixed_precision") is not None:
         raise NotPredicted("DDP's own mixed precision has no rules yet")
     start = (*verification(job), *first_broadcast(job))
-    first = (*buffers_broadcast(job), *first_gradients(job), *used_map(job))
-    second = (*rebuilding(job), *buffers_broadcast(job), *gradients(job), *used_map(job))
-    steady = (*buffers_broadcast(job), *gradients(job), *used_map(job))
-    form, bars = _bars(job, steady)
-    return Prediction("DDP", job.ranks, start, (first, second, steady), form, bars)
+    steps = tuple(_step(job, number) for number in range(_STEPS))
+    form, bars = _bars(job, steps[-1])
+    return Prediction("DDP", job.ranks, start, steps, form, bars)
+
+
+def _step(job: Job, number: int) -> tuple[Message, ...]:
+    rebuilt = rebuilds_in(job)
+    anew = rebuilding(job) if number == rebuilt else []
+    reduced = gradients(job) if rebuilt is not None and number >= rebuilt else first_gradients(job)
+    return (*anew, *buffers_broadcast(job), *reduced, *used_map(job, number))
 
 
 def _bars(job: Job, steady: tuple[Message, ...]) -> tuple[Bar, tuple[Bar, ...]]:
@@ -101,10 +107,12 @@ def rebuilt_limits(job: Job) -> list[int]:
     return [int(cap) for cap in caps]
 
 
-@rule("torch/csrc/distributed/c10d/reducer.hpp Reducer::should_rebuild_buckets", TORCH)
-def rebuilds(job: Job) -> bool:
-    """Whether buckets are made anew after the first backward pass."""
-    return bool(job.fact("static_graph") or not job.fact("find_unused_parameters"))
+@rule("torch/csrc/distributed/c10d/reducer.hpp Reducer::should_rebuild_buckets; reducer.cpp push_rebuilt_params", TORCH)
+def rebuilds_in(job: Job) -> int | None:
+    """The step in which buckets are made anew, None for never: behind the first backward pass whose order is noted."""
+    if job.fact("static_graph"):
+        return 2  # the first backward pass learns the graph
+    return None if job.fact("find_unused_parameters") else 1
 
 
 @rule("torch/csrc/distributed/c10d/reducer.cpp Reducer::all_reduce_bucket", TORCH)
@@ -116,9 +124,7 @@ def first_gradients(job: Job) -> list[Message]:
 
 @rule("torch/csrc/distributed/c10d/reducer.cpp Reducer::all_reduce_bucket (rebuilt)", TORCH)
 def gradients(job: Job) -> list[Message]:
-    """Buckets of every later step."""
-    if not rebuilds(job):
-        return first_gradients(job)
+    """Buckets from then on."""
     return _reductions(gradient_order(_trained(job)), rebuilt_limits(job), ordered=True)
 
 
@@ -136,8 +142,6 @@ def _reductions(tensors: Iterable[Tensor], limits: list[int], *, ordered: bool =
 @rule("torch/csrc/distributed/c10d/reducer.cpp Reducer::sync_bucket_indices", TORCH)
 def rebuilding(job: Job) -> list[Message]:
     """Rank 0 tells which parameter is in which bucket, and how many are in each (32-bit numbers)."""
-    if not rebuilds(job):
-        return []
     cause = "DDP makes its buckets anew, in the order in which gradients became ready"
     trained = _trained(job)
     count = len(_reductions(gradient_order(trained), rebuilt_limits(job)))
@@ -148,11 +152,11 @@ def rebuilding(job: Job) -> list[Message]:
 
 
 @rule("torch/csrc/distributed/c10d/reducer.cpp Reducer::all_reduce_local_used_map", TORCH)
-def used_map(job: Job) -> list[Message]:
-    """Which parameters were used in this step, a 32-bit number for each."""
-    if job.fact("static_graph") or not job.fact("find_unused_parameters"):
+def used_map(job: Job, step: int) -> list[Message]:
+    """Which parameters were used in this step, a 32-bit number for each; with a static graph, in the first step alone."""
+    if step > 0 if job.fact("static_graph") else not job.fact("find_unused_parameters"):
         return []
-    cause = "DDP tells the ranks which parameters were used (find_unused_parameters)"
+    cause = "DDP tells the ranks which parameters were used (find_unused_parameters, static_graph)"
     return [Message("all_reduce", _INT32 * len(_trained(job)), cause)]
 
 
