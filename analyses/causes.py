@@ -1,7 +1,7 @@
 """Why a call is there that theory does not expect, or is not there that it does: a list, to be made longer.
 
-A cause is a sentence and a function that picks what it explains among the leftovers of one rank and step. The first cause
-in CAUSES that takes a leftover has it; what nobody takes is UNEXPLAINED.
+A cause is a sentence and a function that picks what it explains among the leftovers of one rank and step. The first
+cause in CAUSES that takes a leftover has it; what nobody takes is UNEXPLAINED.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from fractions import Fraction
 from typing import Any, Final
 
 from .theory import Prediction
+from .theory.messages import sorted_messages
 
 UNEXPLAINED: Final = "unexplained"
 
@@ -65,10 +66,12 @@ def _after_the_log(leftovers: Sequence[Leftover], context: Context) -> Sequence[
 
 
 def _overflow(leftovers: Sequence[Leftover], context: Context) -> Sequence[Leftover]:
-    """DeepSpeed leaves out what comes behind the check: norms and parameters, no gradients."""
-    half = context.job.get("precision") == "fp16" and context.step >= 0
-    missing = [one for one in leftovers if one.calls < 0]
-    return missing if half and missing == list(leftovers) and {one.op for one in missing} >= {"all_gather"} else ()
+    """Exactly what DeepSpeed leaves out behind the check is missing, and nothing else differs."""
+    if context.step < 0 or any(one.calls > 0 for one in leftovers):
+        return ()
+    missing = sorted((one.op, one.size, -one.calls) for one in leftovers)
+    left_out = [sorted_messages(messages) for messages in context.prediction.skipped]
+    return leftovers if missing in left_out else ()
 
 
 def _other_pieces(leftovers: Sequence[Leftover], context: Context) -> Sequence[Leftover]:
@@ -121,19 +124,19 @@ _SCALAR: Final = 64
 CAUSES: Final[tuple[Cause, ...]] = (
     Cause("the log begins after start-up", _before_the_log),
     Cause("the log ends within this step", _after_the_log),
-    Cause("DeepSpeed skipped the optimizer: gradients overflowed", _overflow),
+    Cause("optimizer skipped: gradients overflowed", _overflow),
     Cause("saving or loading a checkpoint", _at("checkpoint", "consolidated", "state_dict")),
-    Cause("the program asks for whole gradients or optimizer states", _at("tensor_fragment.py", "_fp32_state_allgather")),
-    Cause("the program gathers partitioned parameters", _at("GatheredParameters")),
+    Cause("whole gradients or optimizer states for the program", _at("tensor_fragment.py", "_fp32_state_allgather")),
+    Cause("GatheredParameters of the program", _at("GatheredParameters")),
     Cause("a barrier of the program's own", _programs(lambda one: one.op == "barrier")),
     Cause(
-        "numbers of the program's own, as a loss that it averages over the ranks",
+        "numbers of the program's own, as a loss that it averages",
         _programs(lambda one: 0 <= one.bytes <= _SCALAR * one.calls),
     ),
     Cause("calls of the program's own", _programs(lambda one: True)),
-    Cause("the same bytes in other pieces: modules ran, or gradients came, in another order", _other_pieces),
-    Cause("the program accumulates gradients without no_sync: DDP reduces them several times", _several_reductions),
-    Cause("records of this process are not in the log (dropped, removed or lost)", _lost),
+    Cause("the same bytes in other pieces: another order", _other_pieces),
+    Cause("gradients reduced several times: no_sync is not used", _several_reductions),
+    Cause("records that the log has lost", _lost),
 )
 
 

@@ -10,7 +10,7 @@ import pandas as pd
 from .fold import Block, grouped, merge_sums, summed
 
 DETAILED_STEPS: Final = 64
-"""Steps whose message sizes are kept apart, so that a log of many steps stays a small table. Later ones have size -1."""
+"""Steps whose message sizes are kept apart, so that a log of many steps stays a small table; later ones have -1."""
 
 KEYS: Final = ("process", "step", "role", "op", "phase", "site", "size", "ranks")
 

@@ -1,26 +1,29 @@
 """Measured against theory, cell by cell: what the captured job must communicate (`theory`), and what the log has.
 
-Only processes that trained one model, of a scheme with rules, are compared; `theory` says which, and why not. Payload is
-nccl-tests' size, in bytes; step -1 is start-up.
+Only processes that trained one model, of a scheme with rules, are compared; `theory` says which, and why not. Payload
+is nccl-tests' size, in bytes; step -1 is start-up.
 
 `theory`, a row per process: `rank`, `scheme`, `not_predicted` (the reason, else missing), `other_versions` (libraries
 whose version is not the one that the rules were written from), then payload over all steps and start-up:
-`expected_bytes`, `measured_bytes`, `matched_bytes` (calls found as expected), `named_bytes` and `unexplained_bytes` (what
-was left over or missing, both counted as positive), `matched_share` (matched of measured).
+`expected_bytes`, `measured_bytes`, `matched_bytes` (calls found as expected), `named_bytes` and `unexplained_bytes`
+(what was left over or missing, both counted as positive), `matched_share` (matched of measured).
 
-`expected`, a row per `rank`, `step`, `role`, `op`: `calls`, `calls_max` (the most that could be made in another order of
-modules and gradients, which the job does not say; missing where calls are certain), `payload_bytes` (exact in any order).
+`expected`, a row per `rank`, `step`, `role`, `op`: `calls`, `calls_max` (the most that could be made in another order
+of modules and gradients, which the job does not say; missing where calls are certain), `payload_bytes` (exact in any
+order).
 
 `reconciliation`, rows per `rank`, `step`, `role`, `op`, `cause`: `expected_calls`, `measured_calls`, `expected_bytes`,
-`measured_bytes`, `difference_bytes` (measured - expected), `cause`, `sites` (lines of code of the measured calls). Calls are
-compared by message size; those that are there as expected have the cause "expected". The others are leftovers, with
-the sentence of a cause (`causes.CAUSES`) or "unexplained". From step 64 on sizes are not compared, only calls and bytes.
+`measured_bytes`, `difference_bytes` (measured - expected), `cause`, `sites` (lines of code of the measured calls).
+Calls are compared by message size; those that are there as expected have the cause "expected". The others are
+leftovers, with the sentence of a cause (`causes.CAUSES`) or "unexplained". From step 64 on sizes are not compared,
+only calls and bytes.
 
-`waterfall`, `label`, `bytes`, `kind`: from the paper's closed form (equation 2 or 3 with the real number of parameters, times
-the bytes of a parameter's element) to what was measured, for the last whole step of the lowest rank that is compared. It is
-the wire volume that this rank must at least send (2S(d-1)/d for an all_reduce, S(d-1)/d for others, `commtrace.volume`), as
-the closed form counts it. Kinds: "closed form" (the first row), "cause", "unexplained", "measured" (the last row, the sum of
-all rows before it). Sums are exact; running sums are rounded to whole bytes.
+`waterfall`, `label`, `bytes`, `kind`: from the paper's closed form (equation 2 or 3 with the real number of
+parameters, times the bytes of a parameter's element) to what was measured, for the last whole step of the lowest rank
+that is compared. It is the wire volume that this rank must at least send (2S(d-1)/d for an all_reduce, S(d-1)/d for
+others, `commtrace.volume`), as the closed form counts it. Kinds: "closed form" (the first row), "cause",
+"unexplained", "measured" (the last row, the sum of all rows before it). Sums are exact; running sums are rounded to
+whole bytes.
 """
 
 from __future__ import annotations
@@ -38,9 +41,9 @@ from commtrace.reading.run import Run
 from commtrace.reading.tables import whole
 
 from . import measured
-from .causes import UNEXPLAINED, Context, Leftover, explain, is_framework
+from .causes import UNEXPLAINED, Context, Leftover, explain
 from .fold import Analysis, NamedTables
-from .theory import Message, NotPredicted, Prediction, predict
+from .theory import Message, NotPredictedError, Prediction, predict
 from .theory.messages import sent
 from .theory.rules import DEEPSPEED, TORCH
 
@@ -104,17 +107,16 @@ class Cell:
 def _finish(table: pd.DataFrame, run: Run) -> NamedTables:
     rows: dict[str, list[dict[str, object]]] = {name: [] for name in COLUMNS}
     for number, process in enumerate(run.processes):
-        found = _steps(table.loc[table["process"] == number])
+        found = steps_of(table.loc[table["process"] == number])
         _process(process, found, rows)
     return {name: _typed(pd.DataFrame(rows[name], columns=[*columns])) for name, columns in COLUMNS.items()}
 
 
 def _typed(table: pd.DataFrame) -> pd.DataFrame:
     words = ("role", "op", "scheme", "not_predicted", "other_versions", "cause", "sites", "label", "kind")
-    types = {
-        name: "float64" if name == "matched_share" else "Int64" for name in table.columns if name not in words
-    }
-    types |= {name: "int64" for name in ("rank", "step", "bytes") if name in table.columns}
+    types: dict[str, Any] = {name: object if name in words else "Int64" for name in table.columns}
+    sure = {"rank": "int64", "step": "int64", "bytes": "int64", "matched_share": "float64"}
+    types |= {name: kind for name, kind in sure.items() if name in types}
     return table.astype(types)
 
 
@@ -124,7 +126,7 @@ def _process(process: Process, found: Mapping[int, list[tuple[Key, Calls]]], row
     try:
         job = _job(process)
         prediction = predict(job)
-    except NotPredicted as reason:
+    except NotPredictedError as reason:
         rows["theory"].append({**summary, "not_predicted": str(reason)})
         return
     steps = sorted({-1, *found})
@@ -156,7 +158,7 @@ def _process(process: Process, found: Mapping[int, list[tuple[Key, Calls]]], row
 def _job(process: Process) -> Mapping[str, Any]:
     jobs = list(process.tables.jobs.values())
     if len(jobs) != 1:
-        raise NotPredicted(f"the process trained {len(jobs)} models" if jobs else "no job was captured")
+        raise NotPredictedError(f"the process trained {len(jobs)} models" if jobs else "no job was captured")
     return jobs[0]
 
 
@@ -176,10 +178,11 @@ def _other_versions(process: Process) -> str | None:
     return ", ".join(other) or None
 
 
-def _steps(table: pd.DataFrame) -> dict[int, list[tuple[Key, Calls]]]:
+def steps_of(table: pd.DataFrame) -> dict[int, list[tuple[Key, Calls]]]:
     """The measured calls of one process by step."""
     found: dict[int, list[tuple[Key, Calls]]] = defaultdict(list)
-    for row in table.itertuples(index=False):
+    rows: Iterable[Any] = table.itertuples(index=False)
+    for row in rows:
         wire = Fraction(int(row.wire_parts), int(row.ranks)) if row.ranks and not row.wire_unknown else None
         calls = Calls(int(row.size), int(row.calls), int(row.payload_bytes), wire, str(row.phase), str(row.site))
         found[int(row.step)].append(((str(row.role), str(row.op)), calls))

@@ -28,7 +28,8 @@ def grouped(module: Any, groups: Iterable[Iterable[Any]]) -> list[list[int]]:
 def modules(module: Any, leaf: Callable[[Any], bool]) -> list[dict[str, Any]]:
     """Modules that run by themselves, parents first: name, and the numbers of their own parameters.
 
-    Containers that only hold others have no forward, and are left out. What is within a `leaf` counts as the leaf's own.
+    Containers that only hold others have no forward, and are left out. What is within a `leaf` counts as the leaf's
+    own.
     """
     numbers = _numbers(module)
     found: list[dict[str, Any]] = []

@@ -99,6 +99,6 @@ class Nursery:
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
         self._process.stdin.flush()
-        ready, _, _ = select.select([self._process.stdout], [], [], processes.LIMIT_SECONDS + 30)
+        ready, _, _ = select.select([self._process.stdout], [], [], order.get("limit", processes.LIMIT_SECONDS) + 30)
         assert ready, "the nursery does not answer"
         return json.loads(self._process.stdout.readline())

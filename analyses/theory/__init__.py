@@ -1,4 +1,4 @@
-"""What a training job must communicate, told from the job alone: no event is seen, neither torch nor DeepSpeed imported.
+"""What a training job must communicate, told from the job alone: no event is seen, no framework is imported.
 
     predict(job)                 a Prediction: the calls at start-up, and those of each step
     closed_forms                 the formulas of the literature, as they stand
@@ -7,8 +7,8 @@ A scheme (`schemes`) makes the prediction from rules, one small function each. A
 framework and names it; `rules.RULES` lists them all with the versions whose sources they were written from.
 """
 
-from .job import NotPredicted
+from .job import NotPredictedError
 from .messages import Message, Prediction
 from .schemes import predict
 
-__all__ = ["Message", "NotPredicted", "Prediction", "predict"]
+__all__ = ["Message", "NotPredictedError", "Prediction", "predict"]

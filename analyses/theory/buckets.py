@@ -35,7 +35,7 @@ def most_filled(total: int, limits: Sequence[int]) -> int:
       "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.reduce_independent_p_g_buckets_and_remove_grads",
       DEEPSPEED)  # fmt: skip
 def fitting(sizes: Iterable[int], limit: int) -> list[list[int]]:
-    """Positions in buckets that are emptied before what would exceed the limit; a larger one has a bucket of its own."""
+    """Positions in buckets that are emptied before they would exceed the limit; what is larger is alone in one."""
     buckets: list[list[int]] = []
     held = 0
     for position, size in enumerate(sizes):

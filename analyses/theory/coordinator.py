@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from .job import Module, NotPredicted
+from .job import Module, NotPredictedError
 from .rules import DEEPSPEED, rule
 
 _WHERE: Final = "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator."
@@ -158,7 +158,7 @@ def advance(state: Coordinator, module: Module) -> None:
         state.latest[number] = last
         taken.add(number)
     if taken != wanted:
-        raise NotPredicted("the modules in the log do not fit together")
+        raise NotPredictedError("the modules in the log do not fit together")
 
 
 @rule(_WHERE + "_fetch_sub_module_impl (prefetching)", DEEPSPEED)

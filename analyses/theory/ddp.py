@@ -1,7 +1,8 @@
 """DistributedDataParallel: buckets of gradients are all_reduced while backward runs.
 
 Assumed, as the job cannot say it: gradients become ready in the reverse of the order in which parameters are registered
-(bytes do not depend on it, the sizes of buckets do), and are reduced once a step (with `no_sync` in other micro-batches).
+(bytes do not depend on it, the sizes of buckets do), and are reduced once a step (with `no_sync` in other
+micro-batches).
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import Final
 from .buckets import filled, most_filled
 from .closed_forms import data_parallel
 from .gradients import gradient_order
-from .job import Job, NotPredicted, Tensor
-from .messages import Bar, Message, Prediction, additions, telescope, wire
+from .job import Job, NotPredictedError, Tensor
+from .messages import Bar, Message, Prediction, additions, settled, telescope, wire
 from .rules import TORCH, rule
 
-GRADIENTS: Final = "gradients, averaged over the ranks"
+GRADIENTS: Final = "gradients"
 
 _STEPS: Final = 4
 _UNLIMITED: Final = 1 << 62
@@ -24,11 +25,11 @@ _INT32, _INT64 = 4, 8
 
 
 def predict(job: Job) -> Prediction:
-    """What a rank communicates. Raises NotPredicted for settings without rules."""
+    """What a rank communicates. Raises NotPredictedError for settings without rules."""
     if job.fact("mixed_precision") is not None:
-        raise NotPredicted("DDP's own mixed precision has no rules yet")
+        raise NotPredictedError("DDP's own mixed precision has no rules yet")
     start = (*verification(job), *first_broadcast(job))
-    steps = tuple(_step(job, number) for number in range(_STEPS))
+    steps = settled(_step(job, number) for number in range(_STEPS))
     form, bars = _bars(job, steps[-1])
     return Prediction("DDP", job.ranks, start, steps, form, bars)
 
@@ -61,7 +62,7 @@ def _widest(tensors: Iterable[Tensor]) -> int:
 @rule("torch/csrc/distributed/c10d/reducer.cpp verify_params_across_processes", TORCH)
 def verification(job: Job) -> list[Message]:
     """Ranks compare how many parameters they train, and their shapes and strides (of _trained)."""
-    cause = "DDP compares the parameters' shapes over the ranks"
+    cause = "comparison of the parameters' shapes"
     numbers = sum(2 * len(parameter.shape) for parameter in _trained(job))
     return [
         Message("all_gather", _INT64 * job.ranks, cause),
@@ -73,21 +74,19 @@ def verification(job: Job) -> list[Message]:
 def first_broadcast(job: Job) -> list[Message]:
     """Rank 0 sends its parameters and buffers, of one element type after the other."""
     tensors = [*job.parameters, *(job.buffers if job.fact("broadcast_buffers") else ())]
-    return _broadcasts(job, tensors, "DDP makes the ranks' models equal")
+    return _broadcasts(job, tensors, "first parameters and buffers")
 
 
 @rule("torch.nn.parallel.DistributedDataParallel._sync_buffers", TORCH)
 def buffers_broadcast(job: Job) -> list[Message]:
     """Before the step's first forward pass, rank 0 sends its buffers."""
     tensors = job.buffers if job.fact("broadcast_buffers") else ()
-    return _broadcasts(job, tensors, "DDP makes the ranks' buffers equal (broadcast_buffers)")
+    return _broadcasts(job, tensors, "buffers (broadcast_buffers)")
 
 
 def _broadcasts(job: Job, tensors: Iterable[Tensor], cause: str) -> list[Message]:
     limits, kept = [int(job.fact("broadcast_bucket_size"))], _kept(job, tensors)
-    return [
-        Message("broadcast", sum(bucket), cause) for sizes in _by_type(kept) for bucket in filled(sizes, limits)
-    ]
+    return [Message("broadcast", sum(bucket), cause) for sizes in _by_type(kept) for bucket in filled(sizes, limits)]
 
 
 @rule("torch.nn.parallel.distributed.BucketCapacityConfig.compute_bucket_size_limits", TORCH)
@@ -142,7 +141,7 @@ def _reductions(tensors: Iterable[Tensor], limits: list[int], *, ordered: bool =
 @rule("torch/csrc/distributed/c10d/reducer.cpp Reducer::sync_bucket_indices", TORCH)
 def rebuilding(job: Job) -> list[Message]:
     """Rank 0 tells which parameter is in which bucket, and how many are in each (32-bit numbers)."""
-    cause = "DDP makes its buckets anew, in the order in which gradients became ready"
+    cause = "new buckets"
     trained = _trained(job)
     count = len(_reductions(gradient_order(trained), rebuilt_limits(job)))
     return [
@@ -153,10 +152,10 @@ def rebuilding(job: Job) -> list[Message]:
 
 @rule("torch/csrc/distributed/c10d/reducer.cpp Reducer::all_reduce_local_used_map", TORCH)
 def used_map(job: Job, step: int) -> list[Message]:
-    """Which parameters were used in this step, a 32-bit number for each; with a static graph, in the first step alone."""
+    """Which parameters were used, a 32-bit number for each: in every step, or the first alone (static_graph)."""
     if step > 0 if job.fact("static_graph") else not job.fact("find_unused_parameters"):
         return []
-    cause = "DDP tells the ranks which parameters were used (find_unused_parameters, static_graph)"
+    cause = "parameters that were used (find_unused_parameters)"
     return [Message("all_reduce", _INT32 * len(_trained(job)), cause)]
 
 

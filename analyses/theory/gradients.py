@@ -8,7 +8,9 @@ from .job import Tensor
 from .rules import DEEPSPEED, TORCH, rule
 
 
-@rule("torch/nn/parallel/distributed.py DistributedDataParallel._ddp_init_helper (its comment on reversed buckets)", TORCH)
+@rule(
+    "torch/nn/parallel/distributed.py DistributedDataParallel._ddp_init_helper (its comment on reversed buckets)", TORCH
+)
 def gradient_order(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Backward passes layers in the reverse of forward, which is taken for the order of registration.
 

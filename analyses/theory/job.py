@@ -25,7 +25,7 @@ BYTES: Final = {
 """Bytes of an element, by torch's name of its type."""
 
 
-class NotPredicted(Exception):
+class NotPredictedError(Exception):
     """Why nothing can be said of a job: a sentence without its full stop."""
 
 
@@ -56,7 +56,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Module:
-    """A part of the model that runs: its own parameters by their numbers, and the parts that run within it, in order."""
+    """A part of the model that runs: numbers of its own parameters, and the parts that run within it, in order."""
 
     number: int
     parameters: tuple[int, ...]
@@ -70,11 +70,11 @@ class Job:
     row: Mapping[str, Any]
 
     def fact(self, *path: str) -> Any:
-        """A value of the row, by its keys. Raises NotPredicted where the log does not have it."""
+        """A value of the row, by its keys. Raises NotPredictedError where the log does not have it."""
         value: Any = self.row
         for key in path:
             if not isinstance(value, Mapping) or key not in value:
-                raise NotPredicted(f"the log does not say {'.'.join(path)}")
+                raise NotPredictedError(f"the log does not say {'.'.join(path)}")
             value = value[key]
         return value
 
@@ -119,9 +119,9 @@ class Job:
 
 
 def element_size(dtype: str) -> int:
-    """Bytes. Raises NotPredicted for a type that is not known here."""
+    """Bytes. Raises NotPredictedError for a type that is not known here."""
     if dtype not in BYTES:
-        raise NotPredicted(f"the size of an element of type {dtype} is not known")
+        raise NotPredictedError(f"the size of an element of type {dtype} is not known")
     return BYTES[dtype]
 
 
@@ -132,23 +132,21 @@ def _tensors(rows: Sequence[Mapping[str, Any]]) -> tuple[Tensor, ...]:
             for row in rows
         )
     except (KeyError, TypeError, ValueError):
-        raise NotPredicted("the list of parameters in the log cannot be read") from None
+        raise NotPredictedError("the list of parameters in the log cannot be read") from None
 
 
 def _tree(rows: Sequence[Mapping[str, Any]]) -> Module:
-    """Modules by their dotted names, parents first, as trees; what never runs by itself (a list of layers) is left out."""
+    """Modules by their dotted names, parents first, as a tree. What never runs by itself is not among the rows."""
     names = [str(row["name"]) for row in rows]
     if not names or names[0] != "":
-        raise NotPredicted("the model itself is not among the modules in the log")
+        raise NotPredictedError("the model itself is not among the modules in the log")
     children: dict[int, list[int]] = {number: [] for number in range(len(names))}
     for number, name in enumerate(names[1:], 1):
         parent = max((at for at in range(number) if _within(name, names[at])), key=lambda at: len(names[at]))
         children[parent].append(number)
 
     def build(number: int) -> Module:
-        return Module(
-            number, tuple(rows[number]["parameters"]), tuple(build(child) for child in children[number])
-        )
+        return Module(number, tuple(rows[number]["parameters"]), tuple(build(child) for child in children[number]))
 
     return build(0)
 

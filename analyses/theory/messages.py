@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -50,6 +50,8 @@ class Prediction:
     """What the paper says of a step."""
     bars: tuple[Bar, ...]
     """From there to what this prediction says of a steady step, one part a cause; their sum is exact."""
+    skipped: tuple[tuple[Message, ...], ...] = ()
+    """What a step leaves out when gradients overflow: found by the check, or by the norm."""
 
     def step(self, number: int) -> tuple[Message, ...]:
         """The calls of a training step, from 0; of start-up: -1."""
@@ -89,9 +91,9 @@ def additions(messages: Iterable[Message], ranks: int) -> list[Bar]:
     return [Bar(cause, size) for cause, size in bars.items()]
 
 
-def settle(steps: Callable[[], Iterable[tuple[Message, ...]]]) -> tuple[tuple[Message, ...], ...]:
-    """Steps one after the other, without repetitions of the last."""
-    found = list(steps())
+def settled(steps: Iterable[tuple[Message, ...]]) -> tuple[tuple[Message, ...], ...]:
+    """The steps without repetitions of the last."""
+    found = list(steps)
     while len(found) > 1 and sorted_messages(found[-1]) == sorted_messages(found[-2]):
         found.pop()
     return tuple(found)

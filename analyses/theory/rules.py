@@ -1,7 +1,7 @@
-"""The list of rules: which function of which library each one mirrors, and the version whose source it was written from.
+"""The list of rules: which function of which library each one mirrors, and in which version.
 
-    @rule("deepspeed.runtime.engine.DeepSpeedEngine._broadcast_model", DEEPSPEED)
-    def broadcast_model(job: Job) -> list[Message]: ...
+@rule("deepspeed.runtime.engine.DeepSpeedEngine._broadcast_model", DEEPSPEED)
+def broadcast_model(job: Job) -> list[Message]: ...
 """
 
 from __future__ import annotations

@@ -12,13 +12,13 @@ from typing import Final
 
 from .buckets import overfull
 from .closed_forms import data_parallel, shared
-from .job import Job, NotPredicted, element_size
+from .job import Job, NotPredictedError, element_size
 from .messages import Bar, Message, Prediction, additions, telescope, wire
 from .rules import DEEPSPEED, rule
 
-GRADIENTS: Final = "gradients, averaged over the ranks"
-NORM: Final = "norm of the gradients, for clipping"
-OVERFLOW: Final = "overflow check of the gradients"
+GRADIENTS: Final = "gradients"
+NORM: Final = "norm of the gradients"
+OVERFLOW: Final = "overflow check"
 
 # numel_per_bucket of allreduce_gradients: not a setting.
 _FALLBACK_ELEMENTS: Final = 500_000_000
@@ -27,29 +27,27 @@ _PLAIN: Final = ("AdamW", "Adam", "SGD", "FusedAdam", "DeepSpeedCPUAdam", "Adagr
 
 
 def check(job: Job) -> None:
-    """Raise NotPredicted for settings of the engine that have no rules yet."""
+    """Raise NotPredictedError for settings of the engine that have no rules yet."""
     one = ("tensor_parallel_size", "sequence_parallel_size", "pipeline_stages")
     for name in one:
         if int(job.fact(name)) != 1:
-            raise NotPredicted(f"{name.replace('_', ' ')} {job.fact(name)} has no rules yet")
+            raise NotPredictedError(f"{name.replace('_', ' ')} {job.fact(name)} has no rules yet")
     if job.fact("moe") or job.row.get("sparse_gradients"):  # the latter is no setting any more in DeepSpeed 0.19
-        raise NotPredicted("mixtures of experts and sparse gradients have no rules yet")
+        raise NotPredictedError("mixtures of experts and sparse gradients have no rules yet")
     if job.fact("basic_optimizer") not in _PLAIN:
-        raise NotPredicted(f"the optimizer {job.fact('basic_optimizer')} has no rules yet")
+        raise NotPredictedError(f"the optimizer {job.fact('basic_optimizer')} has no rules yet")
     if job.ranks < 2:
-        raise NotPredicted("with one data-parallel rank there is nothing to tell")
+        raise NotPredictedError("with one data-parallel rank there is nothing to tell")
 
 
 def predict(job: Job) -> Prediction:
-    """What a rank communicates under ZeRO-0. Raises NotPredicted for settings without rules."""
+    """What a rank communicates under ZeRO-0. Raises NotPredictedError for settings without rules."""
     check(job)
     step = (*fallback_gradients(job), *fallback_norm(job))
     form = Bar("equation 2: 2 P (d-1)/d", data_parallel(_elements(job), job.ranks) * parameter_size(job))
     reduced = wire((one for one in step if one.cause == GRADIENTS), job.ranks)
-    levels = {
-        **gradient_levels(job, lambda elements, size: data_parallel(elements, job.ranks) * size),
-        "rounding": reduced,
-    }
+    levels = gradient_levels(job, lambda elements, size: data_parallel(elements, job.ranks) * size)
+    assert [*levels.values()][-1] == reduced  # nothing else comes between the formula and the calls
     bars = [*telescope(form.bytes, levels), *additions((one for one in step if one.cause != GRADIENTS), job.ranks)]
     return Prediction("ZeRO-0", job.ranks, tuple(broadcast_model(job)), (step,), form, tuple(bars))
 
@@ -84,7 +82,7 @@ def scatter_volume(job: Job) -> Callable[[int, int], Fraction]:
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._broadcast_model", DEEPSPEED)
 def broadcast_model(job: Job) -> list[Message]:
     """Rank 0 sends each parameter, as bytes."""
-    cause = "DeepSpeed makes the ranks' models equal, one parameter at a time, as uint8"
+    cause = "first parameters, one broadcast each, as uint8"
     return [Message("broadcast", parameter.bytes, cause) for parameter in job.parameters]
 
 

@@ -1,9 +1,10 @@
-"""ZeRO-1 and ZeRO-2: each rank keeps the optimizer's state of a part of the parameters; ZeRO-2, of the gradients as well."""
+"""ZeRO-1 and ZeRO-2: each rank keeps a part of the optimizer's state; under ZeRO-2, of the gradients as well."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import groupby
 from math import ceil, gcd
 from typing import Final
@@ -11,7 +12,7 @@ from typing import Final
 from .buckets import fitting, most_fitting, overfull
 from .closed_forms import data_parallel
 from .gradients import gradient_order
-from .job import Job, NotPredicted, Tensor, element_size
+from .job import Job, NotPredictedError, Tensor, element_size
 from .messages import Bar, Message, Prediction, additions, telescope, wire
 from .rules import DEEPSPEED, rule
 from .zero import (
@@ -26,23 +27,24 @@ from .zero import (
     scatter_volume,
 )
 
-PARAMETERS: Final = "parameters, gathered after the optimizer has updated each rank's part"
+PARAMETERS: Final = "parameters"
 
 _START_ALIGNMENT: Final = 2  # nccl_start_alignment_factor
 
 
 def predict(job: Job) -> Prediction:
-    """What a rank communicates. Raises NotPredicted for settings without rules."""
+    """What a rank communicates. Raises NotPredictedError for settings without rules."""
     check(job)
     if job.fact("optimizer") != "DeepSpeedZeroOptimizer":
-        raise NotPredicted(f"the optimizer {job.fact('optimizer')} has no rules yet")
+        raise NotPredictedError(f"the optimizer {job.fact('optimizer')} has no rules yet")
     step = (*reductions(job), *overflow_check(job), *norms(job), *parameter_gathers(job))
     form = Bar("equation 2: 2 P (d-1)/d", _closed_form(job))
     stage = f"ZeRO-{int(job.fact('zero_stage'))}"
-    return Prediction(stage, job.ranks, tuple(broadcast_model(job)), (step,), form, tuple(_bars(job, step)))
+    skipped = ((*norms(job), *parameter_gathers(job)), tuple(parameter_gathers(job)))
+    return Prediction(stage, job.ranks, tuple(broadcast_model(job)), (step,), form, tuple(_bars(job, step)), skipped)
 
 
-def _closed_form(job: Job):  # type: ignore[no-untyped-def]
+def _closed_form(job: Job) -> Fraction:
     elements = sum(parameter.elements for parameter in job.parameters)
     return data_parallel(elements, job.ranks) * parameter_size(job)
 
@@ -55,14 +57,14 @@ def _bars(job: Job, step: tuple[Message, ...]) -> Iterator[Bar]:
     once = [*levels.values()][-1]
     reduced = [one for one in step if one.cause == GRADIENTS]
     if reduces_each_micro_batch(job):
-        levels[f"gradients are reduced in each of {job.micro_batches} micro-batches"] = once * job.micro_batches
-    label = "gradients are all_reduced where equation 2 has a reduce_scatter: every rank receives all of them"
+        levels[f"gradients reduced in each of {job.micro_batches} micro-batches"] = once * job.micro_batches
+    label = "all_reduce in place of reduce_scatter"
     levels[label] = wire(reduced, job.ranks)
     yield from telescope(half, levels)
     gathered = wire((one for one in step if one.cause == PARAMETERS), job.ranks)
     trained = volume(sum(one.elements for one in job.trainable), parameter_size(job))
     yield from telescope(
-        half, {"frozen parameters are not gathered": trained, "padding to equal parts of the parameters": gathered}
+        half, {"frozen parameters are not gathered": trained, "padding of the parameters to equal parts": gathered}
     )
     yield from additions((one for one in step if one.cause not in (GRADIENTS, PARAMETERS)), job.ranks)
 
@@ -159,9 +161,7 @@ def bucket_messages(job: Job, bucket: list[int], limit: int) -> list[Message]:
     parts: dict[int, list[int]] = {}
     for owner, count in merged:
         parts.setdefault(owner, []).append(count)
-    return [
-        Message("reduce", held * size, GRADIENTS) for counts in parts.values() for held in overfull(counts, limit)
-    ]
+    return [Message("reduce", held * size, GRADIENTS) for counts in parts.values() for held in overfull(counts, limit)]
 
 
 @rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.initialize_gradient_partition", DEEPSPEED)

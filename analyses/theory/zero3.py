@@ -7,6 +7,7 @@ parameter gathered.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from fractions import Fraction
 from math import ceil
 from typing import Final
 
@@ -14,14 +15,14 @@ from .buckets import fitting, most_fitting
 from .closed_forms import shared, zero_3
 from .coordinator import Coordinator, Limits, Traffic, play
 from .gradients import gradient_order, weights_first
-from .job import Job, NotPredicted, Tensor, element_size
-from .messages import Bar, Message, Prediction, additions, telescope, wire
+from .job import Job, NotPredictedError, Tensor, element_size
+from .messages import Bar, Message, Prediction, additions, settled, telescope, wire
 from .rules import DEEPSPEED, rule
 from .zero import GRADIENTS, NORM, OVERFLOW, check, communication_type, gradient_levels, parameter_size, scatter_volume
 
-PARAMETERS: Final = "parameters, gathered where they are used"
-PERSISTENT: Final = "small parameters, gathered once a step (param_persistence_threshold)"
-COMPARED: Final = "ranks compare the order in which modules ran"
+PARAMETERS: Final = "parameters"
+PERSISTENT: Final = "small parameters"
+COMPARED: Final = "comparison of the order of modules"
 
 _OFF: Final = (
     "use_all_reduce_for_fetch_params",
@@ -35,19 +36,21 @@ _STEPS: Final = 4  # to play through: the record is complete in the second at th
 
 
 def predict(job: Job) -> Prediction:
-    """What a rank communicates. Raises NotPredicted for settings without rules."""
+    """What a rank communicates. Raises NotPredictedError for settings without rules."""
     check(job)
     for name in _OFF:
         if job.zero(name):
-            raise NotPredicted(f"{name} has no rules yet")
+            raise NotPredictedError(f"{name} has no rules yet")
     if int(job.zero("zero_hpz_partition_size")) != 1 or job.fact("optimizer") != "DeepSpeedZeroOptimizer_Stage3":
-        raise NotPredicted(f"{job.fact('optimizer')} with these partitions has no rules yet")
+        raise NotPredictedError(f"{job.fact('optimizer')} with these partitions has no rules yet")
     start = (*initial_broadcasts(job), *barriers(job), *initial_gathers(job))
     state = Coordinator(job.root, dict(enumerate(_elements(job))), persistent(job), limits(job))
     traffics = [play(state, job.micro_batches) for _ in range(_STEPS)]
-    steps = tuple(_step(job, traffic) for traffic in traffics)
+    steps = settled(_step(job, traffic) for traffic in traffics)
     form = Bar("equation 3: 3 P (d-1)/d", zero_3(sum(_elements(job)), job.ranks) * parameter_size(job))
-    return Prediction("ZeRO-3", job.ranks, start, steps, form, tuple(_bars(job, traffics[-1], steps[-1])))
+    small = gathers(job, traffics[-1][-1].gathers, PERSISTENT)
+    skipped = ((*norms(job), *small), tuple(small))
+    return Prediction("ZeRO-3", job.ranks, start, steps, form, tuple(_bars(job, traffics[-1], steps[-1])), skipped)
 
 
 def _step(job: Job, parts: list[Traffic]) -> tuple[Message, ...]:
@@ -73,20 +76,21 @@ def _bars(job: Job, parts: list[Traffic], step: tuple[Message, ...]) -> Iterator
     small = sum(elements[number] for number in kept)
     fetched = sum(elements[number] for part in parts for gathered in part.gathers for number in gathered)
     levels = {
-        f"each of {job.micro_batches} micro-batches passes the parameters twice": third * twice,
-        "small parameters are gathered once a step (param_persistence_threshold)": volume(
+        f"parameters pass twice in each of {job.micro_batches} micro-batches": third * twice,
+        "small parameters gathered once (persistence threshold)": volume(
             twice * (sum(elements) - small) + small, parameter_size(job)
         ),
-        "parameters are still there when they are used again (max_reuse_distance, max_live_parameters)": volume(
-            fetched, parameter_size(job)
-        ),
-        "padding to equal parts of each parameter": wire(_about(step, PARAMETERS, PERSISTENT), job.ranks),
+        "parameters still there when they are used again": volume(fetched, parameter_size(job)),
+        "padding of parameters to equal parts": wire(_about(step, PARAMETERS, PERSISTENT), job.ranks),
     }
     yield from telescope(third * 2, levels)
     levels = gradient_levels(job, volume)
     once = [*levels.values()][-1]
-    levels[f"gradients are reduced in each of {job.micro_batches} micro-batches"] = once * job.micro_batches
-    levels["gradients' padding to equal parts, or all_reduces"] = wire(_about(step, GRADIENTS), job.ranks)
+    levels[f"gradients reduced in each of {job.micro_batches} micro-batches"] = once * job.micro_batches
+    reduced = [*_about(step, GRADIENTS)]
+    whole = Fraction(sum(one.bytes for one in reduced) * (job.ranks - 1), job.ranks)
+    levels["padding of gradients to equal parts"] = whole
+    levels["all_reduce in place of reduce_scatter"] = wire(reduced, job.ranks)
     yield from telescope(third, levels)
     known = (PARAMETERS, PERSISTENT, GRADIENTS)
     yield from additions((one for one in step if one.cause not in known), job.ranks)
@@ -108,20 +112,20 @@ def padded(job: Job, tensor: Tensor) -> int:
 @rule("deepspeed.runtime.zero.partition_parameters.Init._zero_init_param", DEEPSPEED)
 def initial_broadcasts(job: Job) -> list[Message]:
     """Rank 0 sends each parameter, as bytes, before it is taken apart."""
-    cause = "DeepSpeed makes the ranks' models equal, one parameter at a time, as uint8"
+    cause = "first parameters, one broadcast each, as uint8"
     return [Message("broadcast", parameter.bytes, cause) for parameter in job.parameters]
 
 
 @rule("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.__init__, _setup_for_real_optimizer", DEEPSPEED)
 def barriers(job: Job) -> list[Message]:
     """One before the partitions are moved together, two around the optimizer's state."""
-    return [Message("barrier", 0, "the ranks of ZeRO-3 wait for each other while it is set up", 3)]
+    return [Message("barrier", 0, "ranks wait for each other while ZeRO-3 is set up", 3)]
 
 
 @rule("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.create_reduce_and_remove_grad_hooks", DEEPSPEED)
 def initial_gathers(job: Job) -> list[Message]:
     """Each parameter that is trained, whole for a moment, so that a hook can be put on its gradient."""
-    cause = "DeepSpeed gathers each parameter once, to put a hook on its gradient"
+    cause = "every parameter once, to put a hook on its gradient"
     trained = [job.parameters[number] for group in job.groups for number in group if job.parameters[number].trainable]
     return [Message("all_gather", padded(job, one) * one.size, cause) for one in trained]
 
@@ -174,7 +178,7 @@ def comparisons(traffic: Traffic) -> list[Message]:
 
 @rule("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.__reduce_and_partition_ipg_grads", DEEPSPEED)
 def reductions(job: Job) -> list[Message]:
-    """Buckets of gradients of one micro-batch; with reduce_scatter off, those that fit are all_reduced without padding."""
+    """Buckets of gradients of one micro-batch. With reduce_scatter off they are all_reduced, without padding."""
     size, limit = element_size(communication_type(job)), int(job.zero("reduce_bucket_size"))
     grouped = sorted(number for group in job.groups for number in group)
     order = reduction_order(job, [job.parameters[number] for number in grouped if job.parameters[number].trainable])

@@ -1,4 +1,6 @@
-"""Imports torch (and the modules named as arguments) once, then forks the ranks of programs as it is told: a line of JSON in, a line of JSON out.
+"""Imports torch once (and the modules that are its arguments), then forks the ranks of programs as it is told.
+
+An order is a line of JSON, and so is the answer.
 
 A rank is a process like any other: its program runs as `__main__`, and it ends as a Python process ends. Its recorder
 is its own, because a process records from its first communication call on, which comes after the fork.

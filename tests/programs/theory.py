@@ -1,7 +1,7 @@
 """python theory.py ORDERS: one training after the other in the same processes, each traced into a log of its own.
 
-ORDERS is a JSON file: a list of {"log": directory, "port": for the process group, "arguments": of the GPT-NeoX workload}, or,
-for a small model under plain DDP, {"log", "port", "ddp": keyword arguments of DistributedDataParallel}.
+ORDERS is a JSON file: a list of {"log": directory, "port": for the process group, "arguments": of the GPT-NeoX
+workload}, or, for a small model under plain DDP, {"log", "port", "ddp": keyword arguments of DistributedDataParallel}.
 """
 
 from __future__ import annotations
