@@ -42,7 +42,7 @@ def assert_exact(found: NamedTables, seen: Run) -> None:
     told, cells, bars = found["theory"], found["reconciliation"], found["waterfall"]
     assert told["not_predicted"].isna().all(), told["not_predicted"].tolist()
     assert sorted(told["rank"]) == seen.ranks
-    assert set(cells["step"]) == {-1, 0, 1, 2}
+    assert {-1, 0, 1, 2} <= set(cells["step"])
     assert set(cells["cause"]) == {"expected"}, cells.loc[cells["cause"] != "expected"].to_string()
     events = seen.events()
     by_rank = events.groupby("rank")["payload_bytes"].sum()
@@ -52,7 +52,7 @@ def assert_exact(found: NamedTables, seen: Run) -> None:
     assert [*bars["kind"]][0 :: len(bars) - 1] == ["closed form", "measured"]
     assert set(bars["kind"][1:-1]) <= {"cause"}
     assert bars["bytes"][:-1].sum() == bars["bytes"].iloc[-1]
-    step = events.loc[(events["rank"] == 0) & (events["step"] == 2)]
+    step = events.loc[(events["rank"] == 0) & (events["step"] == events["step"].max())]
     assert bars["bytes"].iloc[-1] == round(step["wire_bytes"].sum())
 
 

@@ -7,6 +7,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -90,7 +91,7 @@ def wrong_list(value: list[Any]) -> list[Any]:
         return [[*first, *value[1]], *value[2:]] if len(value) > 1 else [first[:1], first[1:]]
     if isinstance(first, tuple):
         return [(first[0] + 1, first[1] + 1), *value[1:]]
-    return [max(1, first // 3), *value[1:]] if len(value) < 3 and isinstance(first, int) else value[::-1]
+    return [max(1, number // 3) for number in value] if len(value) < 3 and isinstance(first, int) else value[::-1]
 
 
 def places(function: Callable[..., Any]) -> Iterator[tuple[Any, str]]:
@@ -174,6 +175,12 @@ def differs(prediction: Any, steps: Steps) -> bool:
     """Whether something is left over."""
     return any(
         cell.leftovers
-        for step in (-1, 0, 1, 2)
+        for step in {-1, 0, 1, 2, *steps}
         for cell in compare(prediction.step(step), steps.get(step, []), prediction.ranks)
     )
+
+
+def test_the_page_lists_every_rule() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "theory.md").read_text()
+    rows = [f"| `{names(rule)}` | {rule.mirrors} |" for rule in RULES]
+    assert [row for row in rows if row not in page] == []

@@ -101,8 +101,10 @@ def backward(state: Coordinator, module: Module, *, fed: bool) -> list[Module]:
 
 @rule(_WHERE + "reset_step", DEEPSPEED)
 def reset_step(state: Coordinator) -> None:
-    """Before each forward pass. The first begins the record, the second completes it, and ranks compare it."""
-    release_inflight(state)
+    """Before each forward pass. The first begins the record, the second completes it, and ranks compare it.
+
+    Nothing is in flight here: a micro-batch of whole modules uses all that was fetched ahead.
+    """
     if not state.complete:
         compare(state, len(state.order))
         if state.recording:
@@ -120,15 +122,6 @@ def reset_step(state: Coordinator) -> None:
 def compare(state: Coordinator, length: int) -> None:
     """Rank 0's list goes to the others: how long it is, then its numbers."""
     state.traffic.compared += [1, length]
-
-
-@rule(_WHERE + "_clean_inflight_param_registry", DEEPSPEED)
-def release_inflight(state: Coordinator) -> None:
-    """What was fetched ahead and never used."""
-    for number in sorted(state.inflight):
-        state.inflight.discard(number)
-        state.available.add(number)
-        release_parameter(state, number)
 
 
 @rule(_WHERE + "fetch_sub_module", DEEPSPEED)
@@ -233,7 +226,6 @@ def release_leftovers(state: Coordinator, modules: Iterable[Module]) -> None:
 @rule(_WHERE + "release_and_reset_all", DEEPSPEED)
 def release_all(state: Coordinator) -> None:
     """Before the optimizer."""
-    release_inflight(state)
     for number in sorted(state.available):
         state.active[number].clear()
         release_parameter(state, number)
