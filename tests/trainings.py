@@ -7,6 +7,8 @@ ranks, whose number divides few sizes.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import itertools
 import json
@@ -171,14 +173,21 @@ def _trained(wanted: dict[str, dict[str, Any]], *, processes: int) -> dict[str, 
     return train(wanted, Path(_folders[-1].name), processes)
 
 
+@functools.cache
+def parent() -> ranks.Nursery:
+    """One process that has imported everything, until the tests end."""
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(ranks.Nursery(*_IMPORTS, **_VARIABLES))
+
+
 def train(wanted: dict[str, dict[str, Any]], folder: Path, number: int) -> dict[str, Run]:
     """Train each of these on so many ranks, below a folder that is empty."""
     orders = folder / "orders.json"
     orders.write_text(json.dumps([_order(folder, name, one) for name, one in wanted.items()]))
-    with ranks.Nursery(*_IMPORTS, **_VARIABLES) as parent:
-        started = parent.start("theory", folder / "logs", orders, ranks=number, traced=False)
-        statuses = started.wait(LIMIT_SECONDS)
-        assert statuses == [0] * number, "\n".join(started.output(rank)[-4000:] for rank in range(number))
+    started = parent().start("theory", folder / "logs", orders, ranks=number, traced=False)
+    statuses = started.wait(LIMIT_SECONDS)
+    assert statuses == [0] * number, "\n".join(started.output(rank)[-4000:] for rank in range(number))
     return {name: open_run(folder / name) for name in wanted}
 
 
