@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Final
 
-from . import balance, cost, coverage, sizes, sizes_over_time, steps, steps_by_operation, timeline, times, volume
+from . import (
+    balance,
+    cost,
+    coverage,
+    reconciliation,
+    sizes,
+    sizes_over_time,
+    steps,
+    steps_by_operation,
+    timeline,
+    times,
+    volume,
+)
 from .fold import Analysis
 
 ANALYSES: Final[tuple[Analysis, ...]] = (
@@ -16,6 +28,7 @@ ANALYSES: Final[tuple[Analysis, ...]] = (
     times.ANALYSIS,
     times.BANDWIDTH,
     balance.ANALYSIS,
+    reconciliation.ANALYSIS,
 )
 
 DETAILS: Final[dict[str, Analysis]] = {

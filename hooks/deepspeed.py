@@ -86,7 +86,7 @@ def uninstall() -> None:
 
 def _building(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        with progress.within(Phase.INIT):
+        with progress.within(Phase.INIT), torch_training.steps.suspended():
             original(self, *args, **kwargs)
         # Of a pipeline's engine, DeepSpeedEngine.__init__ is the first part: its stages are not known yet.
         if "PipelineEngine" in original.__qualname__ or not isinstance(self, PipelineEngine):

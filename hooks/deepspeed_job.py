@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .model_facts import buffers, dtype_name, known, parameters
+from .model_facts import buffers, dtype_name, grouped, known, modules, parameters
 
 
 def describe(engine: Any) -> dict[str, Any]:
@@ -35,13 +35,39 @@ def describe(engine: Any) -> dict[str, Any]:
                 "sparse_gradients": lambda: engine._config.sparse_gradients_enabled,
                 "optimizer": lambda: type(engine.optimizer).__name__,
                 "basic_optimizer": lambda: type(engine.basic_optimizer).__name__,
+                "optimizer_groups": lambda: _groups(engine),
+                "check_grad_overflow": lambda: bool(engine.optimizer.check_grad_overflow),
+                "norm_dtype": lambda: _norm_dtype(),
                 "moe": lambda: engine.has_moe_layers,
                 "expert_parallel_sizes": lambda: _expert_parallel_sizes(),
             }
         ),
         "parameters": parameters(engine.module),
         "buffers": buffers(engine.module),
+        **known({"modules": lambda: _modules(engine)}),
     }
+
+
+def _groups(engine: Any) -> list[list[int]]:
+    """Numbers of the parameters in each group of the optimizer, in its order; ZeRO-3: in each of its sub-groups."""
+    optimizer = engine.optimizer
+    groups = getattr(optimizer, "bit16_groups", None) or getattr(optimizer, "fp16_groups", None)
+    return grouped(engine.module, groups or [group["params"] for group in optimizer.param_groups])
+
+
+def _norm_dtype() -> str:
+    from deepspeed.runtime.zero.utils import get_norm_dtype
+
+    return dtype_name(get_norm_dtype())
+
+
+def _modules(engine: Any) -> list[dict[str, Any]]:
+    """ZeRO-3 gathers parameters where modules run: which ones there are."""
+    if int(engine.zero_optimization_stage()) < 3:
+        raise LookupError
+    from deepspeed.utils.z3_leaf_module import z3_leaf_module
+
+    return modules(engine.module, z3_leaf_module)
 
 
 def _expert_parallel_sizes() -> list[int]:

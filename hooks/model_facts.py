@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 
@@ -17,6 +17,38 @@ def parameters(module: Any) -> list[dict[str, Any]]:
 def buffers(module: Any) -> list[dict[str, Any]]:
     """Name, shape, element type of each buffer."""
     return [_tensor(name, buffer) for name, buffer in module.named_buffers()]
+
+
+def grouped(module: Any, groups: Iterable[Iterable[Any]]) -> list[list[int]]:
+    """Groups of parameters as their numbers in `parameters`. Raises KeyError for one that is not the model's."""
+    numbers = _numbers(module)
+    return [[numbers[id(parameter)] for parameter in group] for group in groups]
+
+
+def modules(module: Any, leaf: Callable[[Any], bool]) -> list[dict[str, Any]]:
+    """Modules that run by themselves, parents first: name, and the numbers of their own parameters.
+
+    Containers that only hold others have no forward, and are left out. What is within a `leaf` counts as the leaf's
+    own.
+    """
+    numbers = _numbers(module)
+    found: list[dict[str, Any]] = []
+    leaves: list[str] = []
+    for name, one in module.named_modules():
+        whole = leaf(one)
+        if getattr(type(one).forward, "__name__", "") == "_forward_unimplemented":
+            continue
+        if any(name.startswith(f"{above}." if above else "") for above in leaves):
+            continue
+        own = [numbers[id(parameter)] for parameter in one.parameters(recurse=whole)]
+        found.append({"name": name, "parameters": own})
+        if whole:
+            leaves.append(name)
+    return found
+
+
+def _numbers(module: Any) -> dict[int, int]:
+    return {id(parameter): number for number, (_, parameter) in enumerate(module.named_parameters())}
 
 
 def known(readers: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:

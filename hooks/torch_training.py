@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +39,15 @@ class _Steps:
         """No optimizer seen yet."""
         self.engine_decides = False  # DeepSpeed's engine knows better than the torch optimizer inside it
         self._first: weakref.ref[Optimizer] | None = None
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """An engine is being built: an optimizer that steps within (16 bits without ZeRO) only allocates its state."""
+        before, self.engine_decides = self.engine_decides, True
+        try:
+            yield
+        finally:
+            self.engine_decides = before
 
     def begin(self, optimizer: Optimizer, *_: Any) -> None:
         """Before `optimizer.step()`."""

@@ -45,17 +45,24 @@ class Ranks:
 
 
 class Nursery:
-    """A process that has imported torch with tracing on, and forks the ranks of programs: an import costs seconds."""
+    """A process that has imported torch with tracing on, and forks the ranks of programs: an import costs seconds.
 
-    def __init__(self, recorder: str) -> None:
-        self.recorder = recorder
+    It imports the given modules as well, with the given variables in its environment.
+    """
+
+    def __init__(self, recorder: str, *modules: str, **variables: object) -> None:
+        self.recorder, self._modules, self._variables = recorder, modules, variables
 
     def __enter__(self) -> Nursery:
         self._process = subprocess.Popen(
-            [sys.executable, str(processes.PROGRAMS / "nursery.py")],
+            [sys.executable, str(processes.PROGRAMS / "nursery.py"), *self._modules],
             # No process of it ever records here: each program is given a directory of its own.
             env=processes.environment(
-                COMMTRACE=Path(tempfile.gettempdir()) / "commtrace-nursery", COMMTRACE_RECORDER=self.recorder
+                **{
+                    "COMMTRACE": Path(tempfile.gettempdir()) / "commtrace-nursery",
+                    "COMMTRACE_RECORDER": self.recorder,
+                    **self._variables,
+                }
             ),
             cwd=tempfile.gettempdir(),
             stdin=subprocess.PIPE,
@@ -96,6 +103,6 @@ class Nursery:
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
         self._process.stdin.flush()
-        ready, _, _ = select.select([self._process.stdout], [], [], processes.LIMIT_SECONDS + 30)
+        ready, _, _ = select.select([self._process.stdout], [], [], order.get("limit", processes.LIMIT_SECONDS) + 30)
         assert ready, "the nursery does not answer"
         return json.loads(self._process.stdout.readline())

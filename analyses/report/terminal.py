@@ -12,7 +12,7 @@ from rich.text import Text
 
 from commtrace.reading.run import Run
 
-from . import preface
+from . import preface, theory
 from .layout import Column, fit, paragraph, word
 from .units import count, plural, rate, share, size, time
 
@@ -34,7 +34,7 @@ def render(
     yield from preface.render(run, tables, width)
     if not len(tables["volume_by_operation"]):
         return
-    for section in (_operations, _roles, _phases, _steps, _sites, _sizes, _times, _bandwidth, _ranks):
+    for section in (_operations, _roles, _phases, _steps, _theory, _sites, _sizes, _times, _bandwidth, _ranks):
         yield Text()
         yield from section(page)
 
@@ -115,6 +115,11 @@ def _alike(steady: pd.DataFrame) -> str:
     if steps == 1:
         return "there is one"
     return f"all {steps:,} are equal" if not differing else f"median of {steps:,}, {differing:,} differ"
+
+
+def _theory(page: Page) -> Iterator[RenderableType]:
+    yield heading("Measured against theory")
+    yield from theory.render(page)
 
 
 def _sites(page: Page) -> Iterator[RenderableType]:

@@ -1,4 +1,6 @@
-"""Imports torch once, then forks the ranks of programs as it is told: a line of JSON in, a line of JSON out.
+"""Imports torch once (and the modules that are its arguments), then forks the ranks of programs as it is told.
+
+An order is a line of JSON, and so is the answer.
 
 A rank is a process like any other: its program runs as `__main__`, and it ends as a Python process ends. Its recorder
 is its own, because a process records from its first communication call on, which comes after the fork.
@@ -6,6 +8,7 @@ is its own, because a process records from its first communication call on, whic
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import runpy
@@ -71,6 +74,9 @@ def serve() -> bool:
         print(json.dumps(answer), flush=True)
     return False
 
+
+for module in sys.argv[1:]:
+    importlib.import_module(module)
 
 if serve():
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,112 @@
+"""The report's section on theory: how much of the payload is as expected, a step as a sum, and what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, Protocol
+
+import pandas as pd
+from rich.console import RenderableType
+from rich.text import Text
+
+from .layout import Column, paragraph, word
+from .units import plural, share, size
+
+FEW_CAUSES: Final = 8
+FEW_SITES: Final = 3
+
+
+class Page(Protocol):
+    """What of a page is needed here."""
+
+    @property
+    def tables(self) -> Mapping[str, pd.DataFrame]:
+        """Tables by name."""
+
+    @property
+    def width(self) -> int:
+        """Letters of a line."""
+
+    def table(self, columns: dict[str, tuple[Column, Callable[[Any], str]]], frame: pd.DataFrame) -> RenderableType:
+        """A frame's columns as a table."""
+
+
+def render(page: Page) -> Iterator[RenderableType]:
+    """The section below its heading."""
+    told = page.tables["theory"]
+    reasons = told["not_predicted"].dropna().unique()
+    compared = told.loc[told["not_predicted"].isna()]
+    if len(reasons):
+        where = "" if not len(compared) else f" for {plural(len(told) - len(compared), 'process', 'processes')}"
+        yield paragraph(f"Not compared{where}: {'; '.join(reasons)}.", page.width)
+    if not len(compared):
+        return
+    yield paragraph(_agreement(compared), page.width)
+    versions = compared["other_versions"].dropna().unique()
+    if len(versions):
+        yield paragraph(f"Rules were written from other versions: {'; '.join(versions)}.", page.width)
+    yield from _causes(page)
+    yield from _waterfall(page)
+
+
+def _agreement(compared: pd.DataFrame) -> str:
+    measured, matched = int(compared["measured_bytes"].sum()), int(compared["matched_bytes"].sum())
+    named, rest = int(compared["named_bytes"].sum()), int(compared["unexplained_bytes"].sum())
+    schemes = ", ".join(compared["scheme"].unique())
+    part = "all" if matched == measured else share(matched / measured) if measured else "none"
+    differs = (
+        f"other, with a known cause: {size(named)}; unexplained: {size(rest)}" if named or rest else "nothing differs"
+    )
+    where = plural(compared["rank"].nunique(), "rank")
+    return f"{schemes}: {part} of the payload of {where}, {size(measured)}, is as expected, call by call; {differs}."
+
+
+def _causes(page: Page) -> Iterator[RenderableType]:
+    table = page.tables["reconciliation"]
+    some = table.loc[table["cause"] != "expected"]
+    if not len(some):
+        return
+    found = [(sum(part["difference_bytes"].abs()), str(cause), part) for cause, part in some.groupby("cause")]
+    found.sort(key=lambda one: one[0], reverse=True)
+    for _, cause, part in found[:FEW_CAUSES]:
+        yield paragraph(_cause(cause, part), page.width, first="- ")
+    if len(found) > FEW_CAUSES:
+        yield paragraph(f"and {len(found) - FEW_CAUSES:,} more, all in --json", page.width, first="- ")
+
+
+def _cause(cause: str, part: pd.DataFrame) -> str:
+    """ "unexplained: 3 calls more and 1 missing of all_reduce, +12 B, in 3 steps, from train.py:40 main"."""
+    more, missing = int(part["measured_calls"].sum()), int(part["expected_calls"].sum())
+    calls = [f"{plural(more, 'call')} more"] * bool(more) + [f"{plural(missing, 'call')} missing"] * bool(missing)
+    sites = sorted({site for sites in part["sites"] for site in sites.split("; ") if site})
+    places = f", from {'; '.join(sites[:FEW_SITES])}{' ...' * (len(sites) > FEW_SITES)}" if sites else ""
+    steps, training = part["step"].nunique(), part["step"] >= 0
+    where = f"in {plural(steps, 'step')}"
+    if not training.all():
+        where = "in steps and start-up" if training.any() else "in start-up"
+    ops = ", ".join(sorted(part["op"].unique()))
+    payload = _signed(part["difference_bytes"].sum())
+    return f"{cause}: {' and '.join(calls)} of {ops}, {payload} of payload, {where}{places}"
+
+
+def _waterfall(page: Page) -> Iterator[RenderableType]:
+    frame = page.tables["waterfall"]
+    if not len(frame):
+        return
+    whole = int(frame["bytes"].iloc[0])
+    form = frame["kind"].isin(["closed form", "measured"])
+    frame = frame.assign(
+        written=[size(value) if full else _signed(value) for value, full in zip(frame["bytes"], form, strict=True)],
+        part=frame["bytes"] / whole if whole else float("nan"),
+    )
+    columns: dict[str, tuple[Column, Callable[[Any], str]]] = {
+        "label": (word("a rank's step, as it must at least be sent", gives=True), str),
+        "written": (Column("wire"), str),
+        "part": (Column("of the formula", optional=True), share),
+    }
+    yield Text()
+    yield page.table(columns, frame)
+
+
+def _signed(value: Any) -> str:
+    return f"{'+' if value > 0 else '-' if value < 0 else ''}{size(abs(value))}"

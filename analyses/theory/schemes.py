@@ -1,0 +1,35 @@
+"""Schemes: who predicts which kind of job. Tensor, pipeline and other schemes find their place here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from . import ddp, zero, zero3, zero12
+from .job import Job, NotPredictedError
+from .messages import Prediction
+
+SCHEMES: Final[dict[tuple[str, str, int | None], Callable[[Job], Prediction]]] = {
+    ("ddp", "DistributedDataParallel", None): ddp.predict,
+    ("deepspeed", "DeepSpeedEngine", 0): zero.predict,
+    ("deepspeed", "DeepSpeedEngine", 1): zero12.predict,
+    ("deepspeed", "DeepSpeedEngine", 2): zero12.predict,
+    ("deepspeed", "DeepSpeedEngine", 3): zero3.predict,
+}
+"""By the job's source, engine and ZeRO stage."""
+
+
+def predict(row: Mapping[str, Any]) -> Prediction:
+    """What one rank of a job communicates; the row is one of the log's `job` table.
+
+    Raises NotPredictedError with the reason where there are no rules for the job, or its row lacks what they need.
+    """
+    stage = row.get("zero_stage")
+    kind = (str(row.get("source")), str(row.get("engine")), None if stage is None else int(stage))
+    if kind not in SCHEMES:
+        named = " ".join(str(part) for part in kind[:2]) + ("" if stage is None else f" with ZeRO stage {stage}")
+        raise NotPredictedError(f"there are no rules for {named} yet")
+    try:
+        return SCHEMES[kind](Job(row))
+    except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
+        raise NotPredictedError(f"the job in the log cannot be read ({type(error).__name__}: {error})") from error

@@ -1,0 +1,156 @@
+"""Theory against real trainings: three models drawn at random, and settings that change what is communicated."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from collections.abc import Callable
+from fractions import Fraction
+
+import pytest
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("yaml")
+
+import trainings
+
+from commtrace.analyses import reconciliation
+from commtrace.analyses.fold import NamedTables, fold
+from commtrace.analyses.theory import NotPredictedError, closed_forms, predict
+from commtrace.analyses.theory.buckets import filled, fitting, most_filled, most_fitting, overfull
+from commtrace.analyses.theory.messages import sent
+from commtrace.reading.run import Run
+
+SHAPES = [
+    f"{number}-{engine}-{precision}-{parts}"
+    for number in range(3)
+    for engine in ("ddp", "zero0", "zero1", "zero2", "zero3")
+    for precision in ("fp32", "bf16")
+    for parts in (1, 4)
+]
+
+
+@functools.cache
+def tables(of: Callable[[], dict[str, Run]], name: str) -> NamedTables:
+    """The tables of theory of one training."""
+    return fold(of()[name], [reconciliation.ANALYSIS])
+
+
+def assert_exact(found: NamedTables, seen: Run) -> None:
+    """Nothing is left over on any rank in any step, and the sum from the formula to the log is exact."""
+    told, cells, bars = found["theory"], found["reconciliation"], found["waterfall"]
+    assert told["not_predicted"].isna().all(), told["not_predicted"].tolist()
+    assert sorted(told["rank"]) == seen.ranks
+    assert {-1, 0, 1, 2} <= set(cells["step"])
+    assert set(cells["cause"]) == {"expected"}, cells.loc[cells["cause"] != "expected"].to_string()
+    events = seen.events()
+    by_rank = events.groupby("rank")["payload_bytes"].sum()
+    assert told.set_index("rank")["matched_bytes"].to_dict() == by_rank.to_dict()
+    assert (told["expected_bytes"] == told["measured_bytes"]).all()
+    assert (told["matched_share"] == 1).all()
+    assert [*bars["kind"]][0 :: len(bars) - 1] == ["closed form", "measured"]
+    assert set(bars["kind"][1:-1]) <= {"cause"}
+    assert bars["bytes"][:-1].sum() == bars["bytes"].iloc[-1]
+    step = events.loc[(events["rank"] == 0) & (events["step"] == events["step"].max())]
+    assert bars["bytes"].iloc[-1] == round(step["wire_bytes"].sum())
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_models_drawn_at_random_are_exact(name: str) -> None:
+    print(f"THEORY_SEED={trainings.seed()}")
+    assert_exact(tables(trainings.shapes, name), trainings.shapes()[name])
+
+
+@pytest.mark.parametrize("name", trainings.VARIANTS)
+def test_settings_that_change_the_communication_are_exact(name: str) -> None:
+    assert_exact(tables(trainings.variants, name), trainings.variants()[name])
+
+
+@pytest.mark.parametrize("name", trainings.VARIANTS)
+def test_expected_and_measured_are_the_same_table(name: str) -> None:
+    """The table `expected` says what the log has, operation by operation, and its bounds hold."""
+    expected = tables(trainings.variants, name)["expected"].set_index(["rank", "step", "role", "op"])
+    events = trainings.variants()[name].events()
+    found = events.groupby(["rank", "step", "role", "op"], observed=True)["payload_bytes"].agg(["size", "sum"])
+    assert found["size"].to_dict() == expected["calls"].to_dict()
+    assert found["sum"].to_dict() == expected["payload_bytes"].to_dict()
+    bounds = expected.dropna(subset="calls_max")
+    assert (bounds["calls"] <= bounds["calls_max"]).all()
+
+
+def bars(name: str) -> dict[str, int]:
+    """The waterfall of a variant by label."""
+    found = tables(trainings.variants, name)["waterfall"]
+    return dict(zip(found["label"], found["bytes"], strict=True))
+
+
+def test_zero_2_with_owners_measures_what_equation_2_says() -> None:
+    """The setting that takes the all_reduces away: what stays is micro-batches and padding."""
+    assert "all_reduce in place of reduce_scatter" in bars("zero2")
+    assert "all_reduce in place of reduce_scatter" not in bars("zero2-owners")
+
+
+# --- without a training ---------------------------------------------------------------------------------------------
+
+
+def test_theory_imports_neither_torch_nor_deepspeed() -> None:
+    code = "import sys, commtrace.analyses.theory; print(sorted({'torch', 'deepspeed'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_paper_s_formulas() -> None:
+    """Equation 1 for the paper's four models; equations 2 and 3 for eight ranks."""
+    models = ((512, 6, 71_459_840), (768, 12, 163_849_728), (2048, 24, 1_418_596_352), (5120, 40, 13_110_159_360))
+    for hidden, layers, parameters in models:
+        assert closed_forms.parameter_count(50_304, hidden, layers, 2048) == parameters
+    assert closed_forms.data_parallel(1000, 8) == 1750
+    assert closed_forms.zero_3(1000, 8) == 2625
+    assert closed_forms.data_parallel(100, 3) == Fraction(400, 3)
+
+
+def test_wire_bytes_are_exact_where_ranks_do_not_divide() -> None:
+    assert sent("all_reduce", 4, 3) == Fraction(16, 3)
+    assert sent("all_gather", 9, 3) == 6
+    assert sent("barrier", 0, 3) == 0
+
+
+def test_buckets_by_hand() -> None:
+    assert filled([4, 4, 4, 4, 4], [4, 8]) == [[4], [4, 4], [4, 4]]
+    assert filled([3, 3], [10]) == [[3, 3]]
+    assert fitting([3, 3, 5, 20, 0, 1], 8) == [[0, 1], [2], [3], [5]]
+    assert overfull([3, 3, 3, 9, 1], 6) == [9, 9, 1]
+
+
+@pytest.mark.parametrize("limit", [1, 5, 17, 100])
+def test_no_order_makes_more_buckets_than_the_bound(limit: int) -> None:
+    import itertools
+
+    sizes = (1, 2, 3, 5, 8, 4)
+    for order in itertools.permutations(sizes):
+        assert len(fitting(order, limit)) <= most_fitting(sum(sizes), limit, len(sizes))
+        assert len(filled(order, [3, limit])) <= most_filled(sum(sizes), [3, limit])
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({}, "there are no rules for None None"),
+        ({"source": "deepspeed", "engine": "PipelineEngine", "zero_stage": 1}, "PipelineEngine with ZeRO stage 1"),
+        ({"source": "deepspeed", "engine": "DeepSpeedEngine", "zero_stage": 2}, "does not say tensor_parallel_size"),
+        ({"source": "ddp", "engine": "DistributedDataParallel"}, "does not say mixed_precision"),
+        ({"source": "ddp", "engine": "DistributedDataParallel", "mixed_precision": None}, "does not say"),
+    ],
+)
+def test_what_cannot_be_predicted_is_said(row: dict[str, object], reason: str) -> None:
+    with pytest.raises(NotPredictedError, match=reason):
+        predict(row)
+
+
+def test_a_row_of_garbage_is_no_prediction() -> None:
+    for name, garbage in (("parameters", [{"shape": None}]), ("data_parallel_size", "x"), ("buffers", 7)):
+        row = dict(trainings.variants()["ddp"].job or {})
+        row[name] = garbage
+        with pytest.raises(NotPredictedError):
+            predict(row)

@@ -1,0 +1,186 @@
+"""Breaking any rule, or hiding any call, shows: the reconciliation is no longer clean."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("yaml")
+
+import trainings
+
+from commtrace.analyses import measured, reconciliation
+from commtrace.analyses.fold import Block
+from commtrace.analyses.reconciliation import Calls, Key, compare
+from commtrace.analyses.theory import Message, NotPredictedError, predict
+from commtrace.analyses.theory.rules import RULES, Rule
+from commtrace.reading.run import Run
+from commtrace.schema import Records
+
+Steps = dict[int, list[tuple[Key, Calls]]]
+
+
+def measured_steps(run: Run, records: Records) -> Steps:
+    """Calls of rank 0 by step."""
+    return reconciliation.steps_of(measured.merge([measured.partial(Block(records, run.names[0]))]))
+
+
+def records_of(run: Run) -> Records:
+    """All records of rank 0."""
+    assert run.processes[0].rank == 0
+    return np.concatenate([block for segment in run.processes[0].segments for block in segment.blocks()])
+
+
+@functools.cache
+def known(name: str) -> tuple[dict[str, Any], Steps]:
+    """The job of a variant, and what rank 0 communicated."""
+    run = trainings.variants()[name]
+    assert run.job is not None
+    return run.job, measured_steps(run, records_of(run))
+
+
+def is_clean(job: dict[str, Any], steps: Steps) -> bool:
+    """Whether theory says exactly what was measured."""
+    try:
+        prediction = predict(job)
+    except NotPredictedError:
+        return False
+    cells = [
+        cell for step in {-1, *steps} for cell in compare(prediction.step(step), steps.get(step, []), prediction.ranks)
+    ]
+    return not any(cell.leftovers for cell in cells)
+
+
+def wrong(value: Any) -> Any:
+    """Another value of the same kind."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    if isinstance(value, str):
+        return "float64"
+    if value is None:
+        return 1
+    if isinstance(value, frozenset):
+        return frozenset([*value][1:]) if value else frozenset([0])
+    if hasattr(value, "part"):
+        return replace(value, part=value.part + 1)
+    if hasattr(value, "prefetch"):
+        return replace(value, prefetch=value.prefetch // 1000, live=value.live // 1000, reuse=value.reuse // 1000)
+    assert isinstance(value, list), value
+    return wrong_list(value)
+
+
+def wrong_list(value: list[Any]) -> list[Any]:
+    """Another size of the first message or number, another order, other buckets."""
+    if not value:
+        return [Message("all_reduce", 3, "wrong")]
+    first = value[0]
+    if isinstance(first, Message):
+        return [replace(first, payload=first.payload + 1), *value[1:]]
+    if isinstance(first, list):
+        return [[*first, *value[1]], *value[2:]] if len(value) > 1 else [first[:1], first[1:]]
+    if isinstance(first, tuple):
+        return [(first[0] + 1, first[1] + 1), *value[1:]]
+    return [max(1, number // 3) for number in value] if len(value) < 3 and isinstance(first, int) else value[::-1]
+
+
+def places(function: Callable[..., Any]) -> Iterator[tuple[Any, str]]:
+    """Every module of theory that knows the function, and its name there."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("commtrace.analyses.theory"):
+            yield from ((module, known_as) for known_as, one in vars(module).items() if one is function)
+
+
+def names(rule: Rule) -> str:
+    return f"{rule.module.rpartition('.')[2]}.{rule.name}"
+
+
+@pytest.mark.parametrize("rule", RULES, ids=names)
+def test_a_wrong_rule_shows(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = getattr(importlib.import_module(rule.module), rule.name)
+
+    def broken(*arguments: Any, **named: Any) -> Any:
+        if right.__annotations__.get("return") in ("None", None):
+            return None  # a rule that acts: it does nothing
+        return wrong(right(*arguments, **named))
+
+    for module, name in list(places(right)):
+        monkeypatch.setattr(module, name, broken)
+    assert not all(is_clean(*known(name)) for name in trainings.VARIANTS)
+
+
+def test_with_the_right_rules_all_is_clean() -> None:
+    assert [name for name in trainings.VARIANTS if not is_clean(*known(name))] == []
+
+
+def test_every_rule_names_a_function_and_a_version() -> None:
+    assert len({(rule.module, rule.name) for rule in RULES}) == len(RULES)
+    for rule in RULES:
+        assert rule.version in ("2.13.0", "0.19.8")
+        assert rule.mirrors.startswith(("torch", "deepspeed"))
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.library == "deepspeed"], ids=names)
+def test_the_functions_that_deepspeed_s_rules_mirror_exist(rule: Rule) -> None:
+    """In the installed version: a function that is gone has taken its rule's ground with it."""
+    where = ""
+    for part in rule.mirrors.replace(";", ",").split(","):
+        name = part.strip().partition(" (")[0]
+        where = name.rpartition(".")[0] if "." in name else where
+        assert exists(name if "." in name else f"{where}.{name}"), name
+
+
+def exists(dotted: str) -> bool:
+    """Whether a module has it. What is nested in a method is not looked for."""
+    parts = dotted.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:end]))
+        except ImportError:
+            continue
+        for part in parts[end:]:
+            if not hasattr(found, part) and not hasattr(found, f"_{getattr(found, '__name__', '')}{part}"):
+                return callable(found) and not isinstance(found, type)
+            found = getattr(found, part, None) or getattr(found, f"_{found.__name__}{part}")
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", ["ddp", "ddp-unused", "zero0", "zero2-owners", "zero3-limits"])
+def test_a_call_that_is_hidden_shows(name: str) -> None:
+    """Every one of them, barriers and empty broadcasts included."""
+    job, _ = known(name)
+    run = trainings.variants()[name]
+    records = records_of(run)
+    prediction = predict(job)
+    clean = [
+        number
+        for number in range(len(records))
+        if not differs(prediction, measured_steps(run, np.delete(records, number)))
+    ]
+    assert clean == []
+
+
+def differs(prediction: Any, steps: Steps) -> bool:
+    """Whether something is left over."""
+    return any(
+        cell.leftovers
+        for step in {-1, 0, 1, 2, *steps}
+        for cell in compare(prediction.step(step), steps.get(step, []), prediction.ranks)
+    )
+
+
+def test_the_page_lists_every_rule() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "theory.md").read_text()
+    rows = [f"| `{names(rule)}` | {rule.mirrors} |" for rule in RULES]
+    assert [row for row in rows if row not in page] == []

@@ -1,0 +1,200 @@
+"""Real trainings to hold theory against: many in one start of two or three processes, each with a log of its own.
+
+`shapes()`: three models drawn at random (THEORY_SEED draws them again), each under DDP and ZeRO-0 to 3, in fp32 and
+bf16, with one and four micro-batches. `variants()`: settings that change what DDP and DeepSpeed communicate, on three
+ranks, whose number divides few sizes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import itertools
+import json
+import os
+import random
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import processes
+import ranks
+
+from commtrace.reading.run import Run, open_run
+
+ENGINES: Final = ("ddp", "0", "1", "2", "3")
+LIMIT_SECONDS: Final = 240
+
+# What a rank would otherwise import at its first optimizer: seconds for each of them.
+_IMPORTS: Final = (
+    "deepspeed",
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "commtrace.workloads.gpt_neox.train",
+)
+_VARIABLES: Final = {"DS_ACCELERATOR": "cpu", "TORCHINDUCTOR_COMPILE_THREADS": 1, "COMMTRACE": ""}
+
+_folders: list[tempfile.TemporaryDirectory[str]] = []  # until the tests end
+
+
+@functools.cache
+def seed() -> int:
+    """Of this run of the tests."""
+    return int(os.environ.get("THEORY_SEED") or random.SystemRandom().randrange(1 << 32))
+
+
+def draw(chance: random.Random) -> dict[str, Any]:
+    """Keys of a small GPT-NeoX model and of DeepSpeed's buckets."""
+    heads = chance.randint(1, 4)
+    return {
+        "num_layers": chance.randint(1, 3),
+        "num_attention_heads": heads,
+        "hidden_size": heads * chance.choice((8, 16, 24)),
+        "seq_length": chance.randint(4, 12),
+        "max_position_embeddings": 12,
+        "make_vocab_size_divisible_by": chance.choice((1, 37, 128)),
+        "train_micro_batch_size_per_gpu": chance.randint(1, 2),
+        "gradient_clipping": chance.choice((0.0, 1.0)),
+        "zero_optimization": {
+            "overlap_comm": chance.random() < 0.5,
+            "reduce_bucket_size": chance.randint(2_000, 60_000),
+            "stage3_param_persistence_threshold": chance.choice((0, 100, 3_000, 100_000)),
+            "stage3_prefetch_bucket_size": chance.choice((0, 1_000, 10_000, 10**8)),
+            "stage3_max_live_parameters": chance.choice((5_000, 40_000, 10**9)),
+            "stage3_max_reuse_distance": chance.choice((0, 20_000, 10**9)),
+        },
+    }
+
+
+def once(train_all: Callable[[], dict[str, Run]]) -> Callable[[], dict[str, Run]]:
+    """The same runs for every test; where they failed, the same failure, and no second attempt."""
+    kept: list[dict[str, Run] | BaseException] = []
+
+    @functools.wraps(train_all)
+    def runs() -> dict[str, Run]:
+        if not kept:
+            try:
+                kept.append(train_all())
+            except BaseException as error:
+                kept.append(error)
+        if isinstance(kept[0], BaseException):
+            raise kept[0]
+        return kept[0]
+
+    return runs
+
+
+@once
+def shapes() -> dict[str, Run]:
+    """Runs of three models by number, engine, precision and micro-batches: "0-zero3-bf16-4"."""
+    chance = random.Random(seed())
+    print(f"THEORY_SEED={seed()}")
+    wanted: dict[str, dict[str, Any]] = {}
+    models = [draw(chance) for _ in range(3)]
+    # ZeRO-3 last: it changes linear layers for the rest of its process.
+    for engine, (number, model), precision, parts in itertools.product(
+        ENGINES, enumerate(models), ("fp32", "bf16"), (1, 4)
+    ):
+        which = ("--engine", "ddp") if engine == "ddp" else ("--zero-stage", engine)
+        options = (*which, "--precision", precision, "--gradient-accumulation", str(parts))
+        name = f"{number}-{engine if engine == 'ddp' else f'zero{engine}'}-{precision}-{parts}"
+        wanted[name] = {"model": model, "options": options}
+    return _trained(wanted, processes=2)
+
+
+def _zero(stage: int, precision: str = "fp32", top: dict[str, Any] | None = None, **zero: Any) -> dict[str, Any]:
+    options = ("--zero-stage", str(stage), "--precision", precision, "--gradient-accumulation", "2")
+    return {"model": {"num_layers": 1, **(top or {}), "zero_optimization": zero}, "options": options}
+
+
+VARIANTS: Final[dict[str, dict[str, Any]]] = {
+    "ddp": {"ddp": {}},
+    "ddp-unused": {"ddp": {"find_unused_parameters": True, "bucket_cap_mb": 0.0002}},
+    "ddp-static": {"ddp": {"static_graph": True, "broadcast_buffers": False, "bucket_cap_mb": 0.0005}},
+    "ddp-caps": {"ddp": {"bucket_cap_mb_list": [0.0004, 0.002]}},
+    "zero0": _zero(0),
+    "zero0-unclipped": _zero(0, top={"gradient_clipping": 0.0}),
+    "zero1": _zero(1, reduce_bucket_size=30_000),
+    "zero1-after": _zero(1, overlap_comm=False, reduce_bucket_size=30_000),
+    "zero1-round": _zero(
+        1,
+        "bf16",
+        round_robin_gradients=True,
+        parameter_alignment=True,
+        use_multi_rank_bucket_allreduce=False,
+        reduce_bucket_size=20_000,
+    ),
+    "zero1-no-norm": _zero(1, top={"gradient_clipping": 0.0}, compute_grad_norm=False),
+    "zero2": _zero(2, "bf16", reduce_bucket_size=20_000),
+    "zero2-owners": _zero(2, use_multi_rank_bucket_allreduce=False, reduce_bucket_size=40_000),
+    "zero2-all": _zero(2, "bf16", reduce_scatter=False, overlap_comm=False),
+    "zero2-scattered": _zero(2, contiguous_gradients=False),
+    "zero2-fp32": _zero(2, "bf16", top={"fp32_allreduce": True}),
+    "zero3": _zero(3, "bf16", reduce_bucket_size=50_000),
+    "zero3-limits": _zero(
+        3,
+        stage3_param_persistence_threshold=5_000,
+        stage3_prefetch_bucket_size=30_000,
+        stage3_max_live_parameters=120_000,
+        stage3_max_reuse_distance=100_000,
+        reduce_bucket_size=50_000,
+    ),
+    "zero3-nothing-kept": _zero(
+        3,
+        stage3_param_persistence_threshold=0,
+        stage3_prefetch_bucket_size=0,
+        stage3_max_reuse_distance=0,
+    ),
+    "zero3-little-room": _zero(
+        3,
+        stage3_param_persistence_threshold=0,
+        stage3_prefetch_bucket_size=30_000,
+        stage3_max_live_parameters=1_000,
+        stage3_max_reuse_distance=0,
+    ),
+    "zero3-one-by-one": _zero(
+        3, "bf16", allgather_sequential=True, stage3_param_persistence_threshold=500, sub_group_size=30_000
+    ),
+    "zero3-all": _zero(3, reduce_scatter=False),
+    "zero3-few-persist": _zero(3, stage3_param_persistence_threshold=1_000, stage3_model_persistence_threshold=1_500),
+}
+
+
+@once
+def variants() -> dict[str, Run]:
+    """Runs of VARIANTS by name, on three ranks."""
+    return _trained(VARIANTS, processes=3)
+
+
+def _trained(wanted: dict[str, dict[str, Any]], *, processes: int) -> dict[str, Run]:
+    _folders.append(tempfile.TemporaryDirectory())
+    return train(wanted, Path(_folders[-1].name), processes)
+
+
+@functools.cache
+def parent() -> ranks.Nursery:
+    """One process that has imported everything, until the tests end."""
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(ranks.Nursery("python", *_IMPORTS, **_VARIABLES))
+
+
+def train(wanted: dict[str, dict[str, Any]], folder: Path, number: int) -> dict[str, Run]:
+    """Train each of these on so many ranks, below a folder that is empty."""
+    orders = folder / "orders.json"
+    orders.write_text(json.dumps([_order(folder, name, one) for name, one in wanted.items()]))
+    started = parent().start("theory", folder / "logs", orders, ranks=number, traced=False)
+    statuses = started.wait(LIMIT_SECONDS)
+    assert statuses == [0] * number, "\n".join(started.output(rank)[-4000:] for rank in range(number))
+    return {name: open_run(folder / name) for name in wanted}
+
+
+def _order(folder: Path, name: str, one: dict[str, Any]) -> dict[str, Any]:
+    order = {"log": str(folder / name), "port": processes.free_port()}
+    if "ddp" in one:
+        return {**order, "ddp": one["ddp"]}
+    config = folder / f"{name}.yml"
+    config.write_text(json.dumps(one["model"]))
+    return {**order, "arguments": ["tiny", str(config), *one["options"], "--train-iters", "3"]}
