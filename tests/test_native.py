@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -35,8 +34,9 @@ import time; time.sleep(0.5)
 
 
 def test_without_a_compiler_one_line_says_what_is_missing(tmp_path: Path) -> None:
-    variables = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "CXX": "c++"}
-    result = processes.run([sys.executable, "-m", "commtrace.cli", "build"], **variables)
+    result = processes.run(
+        [sys.executable, "-m", "commtrace.cli", "build"], PATH=tmp_path, XDG_CACHE_HOME=tmp_path, CXX="c++"
+    )
     assert result.status != 0
     assert "no C++ compiler (c++)" in result.err
     assert "Traceback" not in result.err
@@ -72,6 +72,6 @@ def test_a_broken_library_is_not_used_and_said(tmp_path: Path, monkeypatch: pyte
     library.path().parent.mkdir(parents=True)
     library.path().write_bytes(b"\x7fELF, and no more")
     code = "import torch; import torch.distributed"
-    result = processes.python(code, COMMTRACE=tmp_path / "log", COMMTRACE_RECORDER="auto", **os.environ)
+    result = processes.python(code, COMMTRACE=tmp_path / "log", COMMTRACE_RECORDER="auto", XDG_CACHE_HOME=tmp_path)
     assert result.status == 0
     assert "the native recorder cannot be used" in result.err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import shutil
 import subprocess
@@ -23,12 +22,12 @@ pytest.importorskip("torch")
 
 import processes
 import ranks
+import recorders
+from hook_programs.runs import null_work_folder
 from processes import Left
 
-from commtrace.errors import CommtraceError
 from commtrace.schema import Clock, Flag, State
 
-RECORDERS: Final = ("python", "native")
 ENDINGS: Final = (
     "plainly",
     "destroyed_in_flight",
@@ -49,17 +48,6 @@ OPERATIONS: Final = (
 )  # fmt: skip
 COLLECTIVES: Final = OPERATIONS[:6]
 COMPILER: Final = shutil.which("g++")
-
-
-@functools.cache
-def built() -> None:
-    """The native recorder is."""
-    from commtrace.hooks.native import library
-
-    try:
-        library.build()
-    except CommtraceError as error:
-        pytest.skip(str(error))
 
 
 # ---- the program's own accounts --------------------------------------------------------------------------------------
@@ -189,33 +177,20 @@ def assert_complete(lefts: list[Left], folder: Path, rank: int) -> int:
 
 
 # Functional collectives import torch's compiler with the first call, which costs seconds, too.
-_NURSERY: Final = """
-import sys, runpy
-import torch._dynamo
-from torch.distributed import _functional_collectives
-runpy.run_path(sys.argv[1], run_name="__main__")
-"""
+_IMPORTS: Final = ("torch._dynamo", "torch.distributed._functional_collectives")
 
 
 class Machine(ranks.Nursery):
     """Forks ranks that are traced by a recorder, or not at all."""
 
     def __init__(self, recorder: str | None) -> None:
-        self.recorder = recorder
+        recorders.needs(recorder or "python")
+        self._traced = recorder is not None
+        untraced = {} if self._traced else {"COMMTRACE": ""}
+        super().__init__(recorder or "", *_IMPORTS, PYTHONFAULTHANDLER=1, **untraced)
 
     def __enter__(self) -> Machine:
-        if self.recorder == "native":
-            built()
-        nowhere = Path(tempfile.gettempdir()) / "commtrace-nursery" if self.recorder else ""
-        variables = {"COMMTRACE": nowhere, "COMMTRACE_RECORDER": self.recorder or "", "PYTHONFAULTHANDLER": 1}
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _NURSERY, str(processes.PROGRAMS / "nursery.py")],
-            env=processes.environment(**variables),
-            cwd=tempfile.gettempdir(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
+        super().__enter__()
         return self
 
     def stress(self, ending: str, seed: int, folder: Path) -> Outcome:
@@ -223,7 +198,7 @@ class Machine(ranks.Nursery):
         settings = {"ring_records": 64, "drain_ms": 2} if seed % 2 else {"drain_ms": 100 if seed % 4 else 5}
         log = folder / "log"
         running = self.start(
-            "stress", log, ending, seed, folder, traced=self.recorder is not None, **(settings if self.recorder else {})
+            "stress", log, ending, seed, folder, traced=self._traced, **(settings if self._traced else {})
         )
         statuses = running.wait(90)
         return Outcome(ending, seed, folder, statuses, [running.output(rank) for rank in range(2)])
@@ -280,7 +255,7 @@ def machines() -> Iterator[dict[str | None, Machine]]:
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", recorders.RECORDERS)
 def test_every_call_is_accounted_for(
     recorder: str, ending: str, machines: dict[str | None, Machine], tmp_path: Path
 ) -> None:
@@ -307,7 +282,7 @@ def test_a_hundred_runs(machines: dict[str | None, Machine], tmp_path: Path) -> 
             crashes[name][ending] += outcome.crashed
             report(f"{seed} {ending} {name or 'untraced'}: {outcome.statuses}")
     report(f"{RUNS} runs each; calls: {dict(calls)}; crashed: { {name: dict(c) for name, c in crashes.items()} }")
-    for name in RECORDERS:
+    for name in recorders.RECORDERS:
         for ending, number in crashes[name].items():
             assert number == 0 or crashes[None][ending] or crashes_untraced(machines[None], ending, tmp_path), name
 
@@ -331,13 +306,11 @@ def report(line: str) -> None:
 # ---- backends that give no Work --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", recorders.RECORDERS)
 def test_batches_longer_than_the_ring(recorder: str, tmp_path: Path) -> None:
-    null_work = pytest.importorskip("test_hooks_null_work")  # skips where the backend cannot be built
-    if recorder == "native":
-        built()
+    recorders.needs(recorder)
     result = processes.run(
-        [sys.executable, processes.PROGRAMS / "null_works.py", null_work.build_folder(), "1"],
+        [sys.executable, processes.PROGRAMS / "null_works.py", null_work_folder(), "1"],
         limit=200,
         COMMTRACE=tmp_path / "log",
         COMMTRACE_RECORDER=recorder,
@@ -408,8 +381,7 @@ def segment_bytes(log: Path) -> int:
 
 def many(kind: str, number: int, recorder: str, log: Path, *, limit: float = 120, **settings: object) -> Run:
     """Run the program, and look at its log every few milliseconds."""
-    if recorder == "native":
-        built()
+    recorders.needs(recorder)
     variables = {f"COMMTRACE_{name.upper()}": value for name, value in settings.items()}
     out = log.with_name("told")
     peak, deadline = 0, time.monotonic() + limit
@@ -483,7 +455,7 @@ def test_fifty_million_events_stay_within_bounds(tmp_path: Path) -> None:
         ("codes", 100_000, 48 << 10),
     ],
 )
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", recorders.RECORDERS)
 def test_what_a_program_uses_once_takes_little_memory(
     recorder: str, kind: str, number: int, most_growth_kib: int, tmp_path: Path
 ) -> None:

@@ -181,16 +181,17 @@ def ran(
 
 
 def null_work(recorder: str) -> list[Ran]:
-    """The program on a backend of its own, which has to be compiled; skips the test where that is impossible."""
+    """The program on a backend of its own."""
+    return ran("null_work", recorder, str(null_work_folder()), ranks=1)
+
+
+def null_work_folder() -> Path:
+    """Where the backend that gives no Work is compiled; skips the test where that is impossible."""
     cpp_extension: Any = pytest.importorskip("torch.utils.cpp_extension")
     if shutil.which("g++") is None and shutil.which("c++") is None:
         pytest.skip("there is no C++ compiler to build the backend with")
     if not cpp_extension.is_ninja_available():
         pytest.skip("there is no ninja to build the backend with")
-    return ran("null_work", recorder, str(_build_folder()), ranks=1)
-
-
-def _build_folder() -> Path:
     # Kept between runs of the tests: compiling takes half a minute.
     source = (FOLDER / "null_work_backend.cpp").read_bytes()
     torch = pytest.importorskip("torch")
