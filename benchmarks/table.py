@@ -1,4 +1,6 @@
-"""Write the README's tables of what tracing costs, from the file of results: all numbers there are measured ones.
+"""Write the tables of what tracing costs, from the file of results: all numbers there are measured ones.
+
+The README has the comparisons that matter most, docs/benchmarks.md has all.
 
 python benchmarks/table.py
 """
@@ -12,13 +14,17 @@ from typing import Any
 import results
 from measuring import Row
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README, PAGE = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
+HEADLINES = ("step_time", "call_cost")
 BEGIN, END = "<!-- benchmarks -->\n", "<!-- /benchmarks -->\n"
 
 
 def main() -> None:
-    """Replace what is between the markers."""
-    README.write_text(replaced(README.read_text(), rendered(results.read(results.FILE))))
+    """Replace what is between the markers of both pages."""
+    sections = results.read(results.FILE)
+    README.write_text(replaced(README.read_text(), headlines(sections)))
+    PAGE.write_text(replaced(PAGE.read_text(), rendered(sections)))
 
 
 def replaced(text: str, tables: str) -> str:
@@ -38,6 +44,21 @@ def rendered(sections: dict[str, Any]) -> str:
         if name in sections
     ]
     return "\n" + "\n\n".join([*parts, *machines(sections)]) + "\n\n"
+
+
+def headlines(sections: dict[str, Any]) -> str:
+    """Those of the README: wall time of steps, and a call on the fake group."""
+    return rendered(
+        {
+            name: {**sections[name], "rows": [row for row in sections[name]["rows"] if _matters(row["case"])]}
+            for name in HEADLINES
+            if name in sections
+        }
+    )
+
+
+def _matters(case: str) -> bool:
+    return "processor time" not in case and "gloo" not in case
 
 
 def machines(sections: dict[str, Any]) -> list[str]:

@@ -100,10 +100,12 @@ def test_only_what_is_between_the_markers_is_replaced() -> None:
         table.replaced("a\n", "new\n")
 
 
-def test_the_readme_shows_the_results() -> None:
-    text = table.README.read_text()
-    assert table.replaced(text, table.rendered(results.read(results.FILE))) == text
-    assert set(results.read(results.FILE)) == set(table.SECTIONS)
+def test_the_pages_show_the_results() -> None:
+    sections = results.read(results.FILE)
+    for page, tables in ((table.README, table.headlines(sections)), (table.PAGE, table.rendered(sections))):
+        text = page.read_text()
+        assert table.replaced(text, tables) == text
+    assert set(sections) == set(table.SECTIONS)
 
 
 # ---- the benchmarks --------------------------------------------------------------------------------------------------
