@@ -102,7 +102,7 @@ def test_an_error_of_the_drain_thread_is_counted(nursery: Nursery, losses: list[
 
 
 def test_a_full_ring_drops_the_newest_and_counts(nursery: Nursery, losses: list[str], tmp_path: Path) -> None:
-    for left in train(nursery, losses, tmp_path / "log", ring_records=16, drain_ms=60_000):
+    for left in train(nursery, losses, tmp_path / "log", "asleep", ring_records=16):
         assert left.stats["dropped"] == CALLS - 16
         assert left.stats["calls"] == CALLS
         assert sorted(left.records["seq"].tolist()) == list(range(16))

@@ -10,6 +10,8 @@ import pytest
 from hook_programs.runs import FOLDER, launch, logs
 from recorders import KEPT, WAITED, end
 
+from commtrace.schema import Clock, State
+
 pytest.importorskip("torch")
 
 
@@ -35,7 +37,9 @@ def test_a_program_sees_no_difference(recorder: str, tmp_path: Path) -> None:
         assert (kept.state, kept.clock) == end(KEPT, kept.variant, recorder)
     (log,) = logs(tmp_path / "end", recorder)
     (kept,) = log.calls
-    assert (kept.payload, kept.state, kept.clock) == (56, *end(KEPT, kept.variant, recorder))
+    assert kept.payload == 56
+    # The last call before the end may still be in flight when the log ends.
+    assert (kept.state, kept.clock) in (end(KEPT, kept.variant, recorder), (State.RETURNED, Clock.NONE))
 
 
 def test_off_is_off(tmp_path: Path) -> None:

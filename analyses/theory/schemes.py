@@ -25,7 +25,9 @@ def predict(row: Mapping[str, Any]) -> Prediction:
     Raises NotPredictedError with the reason where there are no rules for the job, or its row lacks what they need.
     """
     stage = row.get("zero_stage")
-    kind = (str(row.get("source")), str(row.get("engine")), None if stage is None else int(stage))
+    if not isinstance(stage, int | None):
+        raise NotPredictedError(f"the job in the log cannot be read (zero_stage: {stage})")
+    kind = (str(row.get("source")), str(row.get("engine")), stage)
     if kind not in SCHEMES:
         named = " ".join(str(part) for part in kind[:2]) + ("" if stage is None else f" with ZeRO stage {stage}")
         raise NotPredictedError(f"there are no rules for {named} yet")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commtrace.drain import Drain
 from commtrace.recorder import Recorder
 from commtrace.session import session
 
@@ -46,6 +47,8 @@ def inject(name: str, argument: str) -> Callable[[int], None]:
         CallSites.number = fail  # type: ignore[method-assign]
     elif name == "drain":
         return lambda step: session.recorder.each_drain.append(fail) if step == 1 and session.recorder else None
+    elif name == "asleep":
+        Drain._turn = lambda self: None  # type: ignore[method-assign]
     elif name == "removed":
         return lambda step: remove(Path(argument)) if step == 5 else None
     return lambda step: None
