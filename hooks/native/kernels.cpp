@@ -29,10 +29,12 @@ struct Entry {
   Handle handle;
   Group* group = nullptr;
   bool on_host = true;
-  Begun on_device;
+  std::optional<Begun> on_device;  // of a call that is not on the host
   bool asynchronous = false, sampled = false;
   c10::StorageImpl* storage = nullptr;  // a functional call is waited for by a tensor of this one
   int64_t entered = 0, begun = 0;
+
+  bool timed() const { return on_device && *on_device; }
 };
 
 // A compiler tracing the program, not communication.
@@ -112,7 +114,7 @@ uint8_t flags_of(const Plan& plan, Arguments args, const at::Tensor* sample, boo
 bool begin_on_device(Entry& entry, const at::Tensor& sample, bool batched) {
   if (!batched) {
     entry.on_device = entry.recording->devices.begins(sample.device());
-    return entry.on_device.captured;
+    return entry.on_device->captured;
   }
   Group& group = *entry.group;
   {
@@ -157,7 +159,7 @@ bool record_call(Entry& entry, Thread& thread, Arguments args, const at::Tensor*
   if (captured) record.flags |= kCaptured;
   entry.asynchronous = record.flags & kAsync;
   entry.begun = now();
-  record.t_begin = entry.on_device ? entry.on_device.point.submitted : entry.begun;
+  record.t_begin = entry.timed() ? entry.on_device->point.submitted : entry.begun;
   entry.handle = recording.begin(record, thread.log);
   return static_cast<bool>(entry.handle);
 }
@@ -216,13 +218,13 @@ void after(Entry& entry, Stack* stack, int64_t t_return) {
   auto* work = unboxed<c10d::Work>(stack->back());
   if (work == nullptr) {
     // Without a Work, where none was asked for, the call is in the current stream, between two events.
-    const bool in_stream = entry.on_device && !entry.asynchronous;
+    const bool in_stream = entry.timed() && !entry.asynchronous;
     returned(entry, t_return, in_stream ? kReturned : kUnobservable);
-    if (in_stream && !recording.devices.ends(entry.handle, std::move(entry.on_device)))
+    if (in_stream && !recording.devices.ends(entry.handle, std::move(*entry.on_device)))
       recording.unobservable(entry.handle);
     return;
   }
-  const bool on_device = !entry.on_host && recording.devices.runs(entry.handle, std::move(entry.on_device));
+  const bool on_device = entry.timed() && recording.devices.runs(entry.handle, std::move(*entry.on_device));
   const auto future = entry.on_host ? future_of(*entry.group, entry.plan.number, *work) : nullptr;
   c10::intrusive_ptr_target* waited = work;
   if (entry.storage != nullptr) waited = entry.storage;
@@ -321,13 +323,14 @@ class WaitKernel : public c10::OperatorKernel {
     if (tensor == nullptr || tensor->is_meta() || !tensor->has_storage()) return hand_on(op, keys, stack);
     const c10::intrusive_ptr_target* key = tensor->storage().unsafeGetStorageImpl();
     const int64_t t_wait = now();
-    const auto found = recording->waits.begins(key);
+    const auto found = recording->waits.take(key);
     for (const auto& call : found) recording->wait_begins(call.handle, t_wait);
     DeviceWait on_device(*recording, found);
     hand_on(op, keys, stack);
     const int64_t t_end = now();
     on_device.ends(false);
-    for (const auto& call : recording->waits.ends(key)) recording->ended(call.handle, t_end, kWait);
+    for (const auto& call : found)
+      if (call.by_wait) recording->ended(call.handle, t_end, kWait);
   }
 };
 

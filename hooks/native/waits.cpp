@@ -1,6 +1,9 @@
 // Waits, polls and coalesced calls that Python makes: the methods of c10d's Work and ProcessGroup are no operators.
 #include "waits.h"
 
+#include <array>
+#include <utility>
+
 namespace commtrace {
 
 // ---- waits -------------------------------------------------------------------------------------------------------------
@@ -19,7 +22,7 @@ const c10::intrusive_ptr_target* work_of(PyObject* self) {
 PyObject* wait_traced(Recording& recording, PyObject* wait, PyObject* const* args, Py_ssize_t count, PyObject* names) {
   const auto* work = work_of(args[0]);
   const int64_t t_wait = now();
-  const auto found = work == nullptr ? Waits::AllFound{} : recording.waits.begins(work);
+  const auto found = work == nullptr ? Waits::AllFound{} : recording.waits.take(work);
   bool by_wait = false;
   for (const auto& call : found) {
     by_wait |= call.by_wait;
@@ -39,8 +42,8 @@ PyObject* wait_traced(Recording& recording, PyObject* wait, PyObject* const* arg
     const py::gil_scoped_release unlocked;
     on_device->ends(result == nullptr);
   }
-  if (by_wait)
-    for (const auto& call : recording.waits.ends(work))
+  for (const auto& call : found)
+    if (call.by_wait)
       recording.ended(call.handle, t_end, kWait, result == nullptr ? kFailed : kComplete);
   if (sampled) {
     recording.sample_wait.store(false, std::memory_order_relaxed);
@@ -49,24 +52,44 @@ PyObject* wait_traced(Recording& recording, PyObject* wait, PyObject* const* arg
   return result;
 }
 
-// Stands for `Work.wait`. In C, as its cost is added to every synchronous call.
-PyObject* waiting(PyObject* wait, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+// What stands for `wait` of one class. In C, as its cost is added to every synchronous call; and as a method of its type,
+// for which Python makes no bound method with each call. Such a method has no memory of its own, hence one function each.
+constexpr size_t kMostMethods = 32;
+std::array<PyObject*, kMostMethods> originals{};
+
+template <size_t number>
+PyObject* waiting(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+  PyObject* const wait = originals[number];
+  c10::SmallVector<PyObject*, 8> all{self};
+  all.append(args, args + count + (names == nullptr ? 0 : PyTuple_GET_SIZE(names)));
   Recording* recording = current.load(std::memory_order_acquire);
-  if (recording == nullptr || count == 0) return PyObject_Vectorcall(wait, args, count, names);
-  return wait_traced(*recording, wait, args, count, names);
+  if (recording == nullptr) return PyObject_Vectorcall(wait, all.data(), count + 1, names);
+  return wait_traced(*recording, wait, all.data(), count + 1, names);
 }
 
-PyMethodDef waiting_def = {"wait", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&waiting)),
-                           METH_FASTCALL | METH_KEYWORDS, "As torch's; commtrace notes when it began and ended."};
+template <size_t... numbers>
+std::array<PyMethodDef, kMostMethods> methods(std::index_sequence<numbers...>) {
+  constexpr const char* kDoc = "As torch's; commtrace notes when it began and ended.";
+  return {PyMethodDef{"wait", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&waiting<numbers>)),
+                      METH_FASTCALL | METH_KEYWORDS, kDoc}...};
+}
 
 }  // namespace
 
-py::object waiting_for(const py::object& wait) {
+py::object waiting_for(const py::object& type, const py::object& wait) {
+  static auto definitions = methods(std::make_index_sequence<kMostMethods>{});
   if (work_type == nullptr) work_type = reinterpret_cast<PyTypeObject*>(py::type::of<c10d::Work>().release().ptr());
   // What makes a method of pybind11's function builds a tuple for each call; the function itself takes its self as well.
   PyObject* original = PyInstanceMethod_Check(wait.ptr()) ? PyInstanceMethod_Function(wait.ptr()) : wait.ptr();
-  const auto function = py::reinterpret_steal<py::object>(PyCFunction_New(&waiting_def, original));
-  return py::reinterpret_steal<py::object>(PyInstanceMethod_New(function.ptr()));
+  for (size_t number = 0; number < kMostMethods; number++) {
+    if (originals[number] == nullptr) originals[number] = py::reinterpret_borrow<py::object>(original).release().ptr();
+    if (originals[number] == original) {
+      if (PyCFunction_Check(original)) definitions[number].ml_name = reinterpret_cast<PyCFunctionObject*>(original)->m_ml->ml_name;
+      return py::reinterpret_steal<py::object>(
+          PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type.ptr()), &definitions[number]));
+    }
+  }
+  return wait;  // no more places: the waits of this class are not seen
 }
 
 void polled(const py::object& work) {
@@ -74,7 +97,7 @@ void polled(const py::object& work) {
   Recording* recording = current.load(std::memory_order_acquire);
   const auto* pointer = recording == nullptr ? nullptr : work_of(work.ptr());
   if (pointer == nullptr) return;
-  for (const auto& call : recording->waits.ends(pointer))
+  for (const auto& call : recording->waits.take(pointer))
     if (call.by_wait) recording->ended(call.handle, t_end, kTest);
 }
 

@@ -5,8 +5,8 @@
 
 namespace commtrace {
 
-// Stands for `wait`, a method of Work. In C, as its cost is added to every synchronous call.
-py::object waiting_for(const py::object& wait);
+// Stands for `wait`, a method of this type, which is Work or derived from it.
+py::object waiting_for(const py::object& type, const py::object& wait);
 
 // `work.is_completed()` said yes.
 void polled(const py::object& work);

@@ -53,14 +53,23 @@ class Waits {
   };
   using AllFound = c10::SmallVector<Found, 4>;
 
-  // The records that a wait for `key` is about. Those that end by themselves are not asked for again.
-  AllFound begins(const void* key) {
-    return take(key, [](const Entry& entry) { return !entry.weak; });
-  }
-
-  // The records that end with the end of a wait for `key`; among them those that end by themselves.
-  AllFound ends(const void* key) {
-    return take(key, [](const Entry&) { return true; });
+  // The records that a wait for `key` is about, `by_wait` those that end with it. They are not asked for again: of two
+  // waits for one object the first one counts.
+  AllFound take(const void* key) {
+    AllFound found;
+    c10::SmallVector<Weak, 1> dropped;  // let go of after the lock: what dies with it may take its time
+    Bucket& bucket = of(key);
+    std::lock_guard<SpinLock> held(bucket.lock);
+    for (uint32_t* link = &bucket.first; *link != Slots::kEmpty;) {
+      Entry& entry = entries_[*link];
+      if (entry.key != key) {
+        link = &entry.next;
+        continue;
+      }
+      found.push_back({entry.handle, entry.weak.has_value()});
+      if (auto weak = unlink(entry, link)) dropped.push_back(std::move(*weak));
+    }
+    return found;
   }
 
   void remove(uint32_t slot) {
@@ -113,25 +122,6 @@ class Waits {
     auto weak = std::exchange(entry.weak, std::nullopt);
     entry.listed.store(nullptr, std::memory_order_release);  // last: from here on the entry may be another call's
     return weak;
-  }
-
-  // All records of this key; those of which `done(entry)` says so are unlisted.
-  template <typename Test>
-  AllFound take(const void* key, Test done) {
-    AllFound found;
-    c10::SmallVector<Weak, 1> dropped;  // let go of after the lock: what dies with it may take its time
-    Bucket& bucket = of(key);
-    std::lock_guard<SpinLock> held(bucket.lock);
-    for (uint32_t* link = &bucket.first; *link != Slots::kEmpty;) {
-      Entry& entry = entries_[*link];
-      if (entry.key == key) found.push_back({entry.handle, entry.weak.has_value()});
-      if (entry.key != key || !done(entry)) {
-        link = &entry.next;
-      } else if (auto weak = unlink(entry, link)) {
-        dropped.push_back(std::move(*weak));
-      }
-    }
-    return found;
   }
 
   template <typename Test>

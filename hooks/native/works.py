@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ def install(library: Any) -> None:
     work: Any = dist.Work
     for cls in (work, *work.__subclasses__()):
         for name in ("wait", "synchronize"):
-            _patches.replace(cls, name, library.waiting)
+            _patches.replace(cls, name, functools.partial(library.waiting, cls))
         _patches.wrap(cls, "is_completed", _polling(library))
     _patches.wrap(dist.ProcessGroup, "_start_coalescing", _start_coalescing)
     _patches.wrap(dist.ProcessGroup, "_end_coalescing", _end_coalescing)

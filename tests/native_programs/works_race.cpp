@@ -45,9 +45,10 @@ Handle begin(Ring& ring, uint32_t number, uint64_t log) {
 }
 
 void wait(Ring& ring, const void* key) {
-  for (const auto& call : ring.waits.begins(key))
+  for (const auto& call : ring.waits.take(key)) {
     ring.slots.update(call.handle, [](Record& record) { return record.t_wait = 2, record.state; });
-  for (const auto& call : ring.waits.ends(key)) end(ring, call.handle);
+    end(ring, call.handle);
+  }
 }
 
 // One to eight calls that end with one Work; seen by a wait, or, where they end by themselves, by a completion.
