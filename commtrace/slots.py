@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
@@ -45,7 +46,10 @@ class Slots:
         self._records = ring.records
         self._state: Any = ring.records["state"]
         self._seized = -1
-        self._woken = threading.Event()
+        # Held while nobody wakes the drain thread. Not an Event: an exception that a signal handler raises within `set`
+        # would leave the lock in it held for ever.
+        self._asleep = threading.Lock()
+        self._asleep.acquire()
 
     @property
     def taken(self) -> int:
@@ -64,12 +68,12 @@ class Slots:
 
     def wait(self, seconds: float) -> None:
         """By the drain thread: until somebody wakes it, or for so long."""
-        self._woken.wait(seconds)
-        self._woken.clear()
+        self._asleep.acquire(timeout=seconds)
 
     def wake(self) -> None:
         """There is something to do for the drain thread."""
-        self._woken.set()
+        with suppress(RuntimeError):  # it is awake
+            self._asleep.release()
 
     def finished(self) -> Numbers:
         """Slots whose records nobody will add to, with those of the oldest returned calls where places run short."""
