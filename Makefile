@@ -15,7 +15,7 @@ demo: $(READY)  ## train a small GPT-NeoX under DDP and ZeRO 0 to 3, and show wh
 
 test: lint  ## everything that must hold
 	-$(BIN)/commtrace build
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest
 
 lint: $(READY) types
 	$(BIN)/ruff check .

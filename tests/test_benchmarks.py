@@ -121,7 +121,12 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("benchmark", list(table.SECTIONS))
+SLOW = ("step_time", "call_cost", "own_cost")
+
+
+@pytest.mark.parametrize(
+    "benchmark", [pytest.param(name, marks=pytest.mark.long if name in SLOW else ()) for name in table.SECTIONS]
+)
 def test_a_benchmark_runs(benchmark: str, tmp_path: Path) -> None:
     if benchmark != "startup":
         pytest.importorskip("torch")

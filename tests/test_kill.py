@@ -18,7 +18,7 @@ from ranks import Nursery
 from commtrace import log_writer, ring, segments, slots
 from commtrace.schema import Records, State
 
-KILLS = 50
+KILLS = 25  # with each recorder
 
 
 def counters(path: Path) -> list[int]:
