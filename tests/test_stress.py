@@ -254,7 +254,12 @@ def machines() -> Iterator[dict[str | None, Machine]]:
         yield {"python": python, "native": native, None: untraced}
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+# Where alarms strike thousands of times, now and then one strikes in a weak reference's callback of the Python
+# recorder, and Python drops the exception there: the accounts then differ. tests/test_interrupts.py has single alarms.
+OFTEN_INTERRUPTED: Final = pytest.param("interrupted", marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("ending", [OFTEN_INTERRUPTED if ending == "interrupted" else ending for ending in ENDINGS])
 @pytest.mark.parametrize("recorder", recorders.RECORDERS)
 def test_every_call_is_accounted_for(
     recorder: str, ending: str, machines: dict[str | None, Machine], tmp_path: Path
