@@ -26,7 +26,7 @@ inline Weak weakly(c10::intrusive_ptr_target* target) {
 // An entry's key is an address. Where only the wait shows the end, a weak reference keeps the address from being used
 // again (and a Work's tensors in memory, so it is let go of at the wait, or by the next drain after the Work has died).
 // Where the end comes by itself, and on a device, no reference is held: there a call is unlisted as soon as another object
-// has the address (`add`, `add_batch`, `forget`).
+// has the address (`add`, `forget`).
 class Waits {
  public:
   explicit Waits(uint32_t capacity) : entries_(std::make_unique<Entry[]>(capacity)) {}
