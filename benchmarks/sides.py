@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import commtrace
+from commtrace.hooks import torch as torch_hook
 from commtrace.hooks.native import library
-from commtrace.hooks.native import recorder as native
 from commtrace.reading.run import Run
 
 Switch = Callable[[], AbstractContextManager[object]]
@@ -52,7 +52,7 @@ def traced(
             yield
         finally:
             commtrace.stop()
-            native.take_out()
+            torch_hook.take_out()
         run = commtrace.open(directory)
         check(run, recorder)
         if read is not None:

@@ -62,6 +62,7 @@ def _install() -> None:
     blind_spots[:] = (*_ALWAYS, _ends_unseen(in_cpp))
     blind_spots.extend(f"the operator {name} is not known to this version of commtrace" for name in unknown)
     if in_cpp:
+        _kernels.take_out()
         native.install(operators, [name for name, _ in _functional_operators()])
     else:
         _install_python(operators)
@@ -75,23 +76,38 @@ def _ends_unseen(in_cpp: bool) -> str:
 
 
 def _install_python(operators: list[Operator]) -> None:
+    if not _kernels:
+        native.take_out()  # those of another recording by the other recorder
+        try:
+            _put_in(operators)
+        except BaseException:
+            _kernels.take_out()
+            raise
+    torch_works.install()
+
+
+def _put_in(operators: list[Operator]) -> None:
     for operator in operators:
         _kernels.add("c10d", operator.variant, kernel_for(operator))
     for name, overload in _functional_operators():
         kernel = wait_kernel(overload) if name == "wait_tensor" else functional_kernel(overload)
         _kernels.add("_c10d_functional", name, kernel)
-    torch_works.install()
     crossing.measure()
 
 
 def uninstall() -> None:
-    """Take everything out again."""
+    """Take everything out again, but the kernels, which only hand on from here on."""
     global _installed
     _installed = False
     torch_training.uninstall()
     torch_works.uninstall()
-    _kernels.remove()
     native.uninstall()
+
+
+def take_out() -> None:
+    """Take the kernels out, too, between recordings. Only where no other thread communicates: a benchmark."""
+    _kernels.take_out()
+    native.take_out()
 
 
 def _functional_operators() -> list[tuple[str, Any]]:

@@ -13,7 +13,7 @@ from commtrace.session import session
 from commtrace.slots import Slots
 
 from .c10d_operators import Operator
-from .kernels import BELOW, Library
+from .kernels import BELOW
 from .torch_tracer import (
     SAMPLE_MASK,
     Entry,
@@ -157,7 +157,7 @@ class Crossing:
         When the hook is installed and not later: the program has no modes yet that would see the operator, and a thread
         that used it when the interpreter ends would find it removed under its hands (torch destroys libraries first).
         """
-        library = Library("commtrace_calibration", "DEF")
+        library: Any = torch.library.Library("commtrace_calibration", "DEF")
         try:
             library.define("probe(Tensor[] tensors, Any group, Tensor? none, bool flag, int number) -> Tensor[]")
             library.impl("probe", lambda tensors, *_: tensors, "CPU")

@@ -33,6 +33,28 @@ import time; time.sleep(0.5)
         assert processes.read_one(log).tables["process"][0]["recorder"] == "python"
 
 
+def test_either_recorder_may_follow_the_other(tmp_path: Path) -> None:
+    recorders.needs("native")
+    order = ["native", "python", "native", "python", "python", "native", "native"]
+    code = f"""
+import os, commtrace, torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for number, recorder in enumerate({order}):
+    os.environ["COMMTRACE_RECORDER"] = recorder
+    commtrace.start(os.path.join({str(tmp_path)!r}, str(number)))
+    for _ in range(number + 1):
+        dist.all_reduce(torch.ones(3))
+    commtrace.stop()
+    dist.all_reduce(torch.ones(3))
+"""
+    result = processes.python(code)
+    assert result.status == 0, result.err
+    for number, recorder in enumerate(order):
+        log = processes.read_one(tmp_path / str(number))
+        assert log.tables["process"][0]["recorder"] == recorder
+        assert len(log.records) == number + 1
+
+
 def test_without_a_compiler_one_line_says_what_is_missing(tmp_path: Path) -> None:
     result = processes.run(
         [sys.executable, "-m", "commtrace.cli", "build"], PATH=tmp_path, XDG_CACHE_HOME=tmp_path, CXX="c++"

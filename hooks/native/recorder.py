@@ -62,7 +62,7 @@ def uninstall() -> None:
 
 
 def take_out() -> None:
-    """Take the kernels out, too, between recordings. Only where no other thread communicates: a benchmark."""
+    """Take the kernels out, too, between recordings. Only where no other thread communicates."""
     if _library is not None:
         _library.take_out()
         _operators.clear()

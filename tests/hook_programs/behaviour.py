@@ -24,7 +24,6 @@ dist: Any = torch.distributed  # its stubs leave out half of it
 
 warnings.simplefilter("error")
 LOG = sys.argv[1]
-NATIVE = os.environ["COMMTRACE_RECORDER"] == "native"  # whose kernels stay when it stops, and only hand on
 OPERATORS = ("c10d::allreduce_", "c10d::send", "_c10d_functional::wait_tensor")
 METHODS = {name: vars(dist.Work)[name] for name in ("wait", "synchronize", "is_completed")}
 MADE = torch.nn.parallel.DistributedDataParallel.__init__
@@ -53,7 +52,9 @@ def check_install_and_uninstall() -> None:
         assert hooked() == {True}
     for _ in range(2):
         hook.uninstall()
-        assert hooked() == {False}
+        assert hooked() == {True}  # a thread may be on its way into a kernel: they stay, and only hand on
+    hook.take_out()
+    assert hooked() == {False}
     assert {name: vars(dist.Work)[name] for name in METHODS} == METHODS
     assert torch.nn.parallel.DistributedDataParallel.__init__ is MADE
 
@@ -75,7 +76,6 @@ def check_half_an_install_is_taken_back() -> None:
         pass
     finally:
         torch_training.install = original
-    assert hooked() == {False}
     assert {name: vars(dist.Work)[name] for name in METHODS} == METHODS
 
 
@@ -205,7 +205,7 @@ for number in range(2):
     dist.all_reduce(torch.ones(11))
     kept = dist.all_reduce(torch.ones(12), async_op=True)
     commtrace.stop()
-    assert hooked() == {NATIVE}
+    assert hooked() == {True}
     assert {name: vars(dist.Work)[name] for name in METHODS} == METHODS
     kept.wait()
     dist.all_reduce(torch.ones(13))
