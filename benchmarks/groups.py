@@ -77,12 +77,15 @@ class Amount(NamedTuple):
     pairs: int
     settle: float
     """Seconds from switching on to the block: a recording's thread measures first, and after 0.1 s begins its files."""
+    warm: int = 1
+    """Calls before that: what is switched on may touch memory for the first time there."""
 
 
 def block(switch: Switch, call: Callable[[], object], amount: Amount) -> Block:
-    """Measure a block. Switching on and off, and the first two calls, are not in it."""
+    """Measure a block. Switching on and off, and the first calls, are not in it."""
     with switch():
-        call()
+        for _ in range(amount.warm):
+            call()
         time.sleep(amount.settle)
         call()
         dist.barrier()

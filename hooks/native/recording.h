@@ -154,6 +154,8 @@ class Recording {
       return {};
     }
     if (left == slots.capacity() / 2) wake();
+    const uint32_t next = slots.prefetch_next();
+    if (next != Slots::kEmpty) waits.prefetch(next);
     return slots.begin(slot, record, log_of_thread);
   }
 

@@ -106,6 +106,19 @@ class Slots {
     }
   }
 
+  // The slot that is likely to be taken next, kEmpty where none is left; its memory is fetched. The drain thread had it
+  // last, so it is in another core's cache, and a call that had to wait for each part of it would take half as long again.
+  uint32_t prefetch_next() const {
+    const uint32_t slot = head_.load(std::memory_order_relaxed) & 0xffffffff;
+    if (slot == kEmpty) return slot;
+    const char* record = reinterpret_cast<const char*>(&records_[slot]);
+    __builtin_prefetch(record, 1);
+    __builtin_prefetch(record + sizeof(Record) - 1, 1);
+    __builtin_prefetch(&turns_[slot], 1);
+    __builtin_prefetch(&next_[slot], 1);
+    return slot;
+  }
+
   void give(uint32_t slot) {
     uint64_t head = head_.load(std::memory_order_relaxed);
     for (;;) {

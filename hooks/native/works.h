@@ -47,6 +47,9 @@ class Waits {
     unlist_others(bucket, key);
   }
 
+  // This slot's entry is about to be used.
+  void prefetch(uint32_t slot) const { __builtin_prefetch(&entries_[slot], 1); }
+
   struct Found {
     Handle handle;
     bool by_wait;
