@@ -1,10 +1,10 @@
 """What switching a tool on adds to one all_reduce of 1,024 fp32 elements, in us.
 
-On a fake process group, which sends nothing, what is left is the way into `torch.distributed` and the tool, after as many
-calls that are not counted: a tool's first calls touch memory for the first time, which later ones use again. (Not so with
-DeepSpeed's logger, which takes the longer, the more calls it has seen.) On two gloo ranks it is what a program waits.
-DeepSpeed's comms logger sees calls of `deepspeed.comm` only, so its bare side is the same call of `deepspeed.comm` with
-the logger off.
+On a fake process group, which sends nothing, what is left is the way into `torch.distributed` and the tool, after as
+many calls that are not counted: a tool's first calls touch memory for the first time, which later ones use again. (Not
+so with DeepSpeed's logger, which takes the longer, the more calls it has seen.) On two gloo ranks it is what a program
+waits. DeepSpeed's comms logger sees calls of `deepspeed.comm` only, so its bare side is the same call of
+`deepspeed.comm` with the logger off.
 """
 
 from __future__ import annotations

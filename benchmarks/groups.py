@@ -49,6 +49,9 @@ def _rank(rank: int, port: int, backend: str, program: Callable[[Any], list[Row]
     if backend == "fake":
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     else:
+        cores = sorted(os.sched_getaffinity(0))
+        # As launchers bind ranks: threads that wander between the cores are most of the noise of a small machine.
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
         address = f"tcp://127.0.0.1:{port}"
         dist.init_process_group(backend, init_method=address, rank=rank, world_size=RANKS[backend], timeout=TIMEOUT)
     rows = program(options)
