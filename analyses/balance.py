@@ -18,9 +18,11 @@ from .fold import Analysis, Block, NamedTables, known_wire, merge_sums, summed
 
 
 def _partial(block: Block) -> pd.DataFrame:
-    training = (block["step"] >= 0).astype(np.int64)
-    values = {"calls": np.ones_like(training), **block.volumes}
-    values |= {"training_calls": training, "training_payload_bytes": training * block["payload"]}
+    cells = block.cells
+    training = (cells["step"] >= 0).astype(np.int64)
+    values = {"calls": cells.calls, **cells.volumes}
+    values |= {"training_calls": training * cells.calls}
+    values |= {"training_payload_bytes": training * cells.volumes["payload_bytes"]}
     everything = np.zeros(len(training), np.int64)
     size = min(len(training), 1)
     sums = {name: summed(value, everything, size) for name, value in values.items()}

@@ -29,8 +29,10 @@ COLUMNS: Final = ("rank", "pid", "calls", "mean_ns", "p99_ns", "calls_ns", "drai
 
 def _partial(block: Block) -> pd.DataFrame:
     times = [block[name] for name in ("t_begin", "t_return", "t_wait", "t_end")]
-    known = np.concatenate([time[time > 0] for time in times])
-    spans = [(block.names.number, known.min(), known.max())] if len(known) else []
+    never = np.iinfo(np.int64).max
+    first = min((int(time.min(initial=never, where=time > 0)) for time in times), default=never)
+    last = max(int(time.max(initial=0)) for time in times)
+    spans = [(block.names.number, first, last)] if last > 0 else []
     return pd.DataFrame(spans, columns=["process", "first_ns", "last_ns"], dtype=np.int64)
 
 

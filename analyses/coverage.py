@@ -37,7 +37,7 @@ COUNTERS: Final = ("calls", "dropped", "removed", "lost", "hook_errors")
 
 
 def _partial(block: Block) -> pd.DataFrame:
-    table = table_by(block, ("state",), {})
+    table = table_by(block.cells, ("state",), {})
     table["process"] = np.full(len(table), block.names.number, np.int64)
     return table
 

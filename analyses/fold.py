@@ -21,7 +21,7 @@ import pandas as pd
 from commtrace.reading.log import Process
 from commtrace.reading.names import WORDS, Names
 from commtrace.reading.run import Run
-from commtrace.reading.segments import Segment
+from commtrace.reading.segments import BLOCK, Segment
 from commtrace.reading.tables import Tables
 from commtrace.schema import RECORD, Records
 
@@ -33,30 +33,106 @@ TASK: Final = 1 << 20
 """Records that one task of an executor reads at least, where there are as many."""
 
 _DENSE: Final = 1 << 22
+_MOST: Final = 1 << 62
 _AT_ONCE: Final = 64
 
 
-@dataclass(frozen=True)
-class Block:
-    """Records of one process, with what their numbers mean."""
+class Columns:
+    """Calls of one process, fields as columns, with what their numbers mean; a row stands for `calls` equal ones."""
 
-    records: Records
-    names: Names
-    _columns: dict[str, Array] = field(default_factory=dict, repr=False, compare=False)
+    def __init__(self, names: Names) -> None:
+        self.names = names
+        self._columns: dict[str, Array] = {}
 
     def __getitem__(self, name: str) -> Array:
-        """A field of the records, one value after the other: a record takes more than a cache line."""
+        """A field of the record, one value after the other."""
         if name not in self._columns:
-            self._columns[name] = np.ascontiguousarray(self.records[name])
+            self._columns[name] = self._column(name)
         return self._columns[name]
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+    def _column(self, name: str) -> Array:
+        raise NotImplementedError
+
+    @property
+    def calls(self) -> Array:
+        """Calls that each row stands for."""
+        raise NotImplementedError
 
     @cached_property
     def volumes(self) -> dict[str, Array]:
-        """Payload and wire bytes of each record; wire bytes not known count 0 there, and 1 in `wire_unknown`."""
-        wire = self.names.wire_bytes(self.records)
+        """Payload and wire bytes of each row; wire bytes not known count 0 there, and each call 1 in `wire_unknown`."""
+        wire = self.names.wire_bytes(self)
         unknown = np.isnan(wire)
         known = np.where(unknown, 0.0, wire)
-        return {"payload_bytes": self["payload"], "wire_bytes": known, "wire_unknown": unknown.astype(np.int64)}
+        return {
+            "payload_bytes": self["payload"] * self.calls,
+            "wire_bytes": known * self.calls,
+            "wire_unknown": unknown * self.calls,
+        }
+
+
+class Block(Columns):
+    """Records of one process, a row each."""
+
+    def __init__(self, records: Records, names: Names) -> None:
+        super().__init__(names)
+        self.records = records
+
+    def _column(self, name: str) -> Array:
+        if name not in _READ:
+            return np.ascontiguousarray(self.records[name])
+        # All that are read by and by, a few records at a time: a record is longer than a cache line, and a block of
+        # records than a cache.
+        columns = {one: np.empty(len(self.records), RECORD[one]) for one in _READ}
+        for begin in range(0, len(self.records), _CACHED):
+            some = self.records[begin : begin + _CACHED]
+            for one, column in columns.items():
+                column[begin : begin + _CACHED] = some[one]
+        self._columns.update(columns)
+        return columns[name]
+
+    @cached_property
+    def calls(self) -> Array:
+        """A row is a call."""
+        return np.ones(len(self.records), np.int64)
+
+    @cached_property
+    def cells(self) -> Cells:
+        """Its calls, counted by all that most questions ask for: training repeats itself, so these are far fewer."""
+        mine = self["peer"] == self.names.rank
+        first, groups = grouped([*(self[name] for name in _ALIKE), mine])
+        return Cells(self, first, np.bincount(groups, minlength=len(first)))
+
+
+_READ: Final = (
+    "t_begin", "t_return", "t_wait", "t_start", "t_end", "payload", "local", "group", "site", "step", "peer", "batch",
+    "kind", "phase", "clock", "flags", "state",
+)  # fmt: skip
+_CACHED: Final = 4096
+
+_ALIKE: Final = ("step", "kind", "group", "site", "phase", "state", "payload", "local")
+
+
+class Cells(Columns):
+    """Calls that are alike in `step`, `kind`, `group`, `site`, `phase`, `state`, `payload` and `local`, and in whether
+    this rank is the `peer`. Other fields are those of any of them.
+    """
+
+    def __init__(self, block: Block, first: Array, calls: Array) -> None:
+        super().__init__(block.names)
+        self._block, self._first, self._calls = block, first, calls
+
+    def _column(self, name: str) -> Array:
+        column: Array = self._block[name][self._first]
+        return column
+
+    @property
+    def calls(self) -> Array:
+        """How many are alike."""
+        return self._calls
 
 
 @dataclass(frozen=True)
@@ -67,13 +143,15 @@ class Analysis:
     partial: Callable[[Block], pd.DataFrame]
     merge: Callable[[Sequence[pd.DataFrame]], pd.DataFrame]
     finish: Callable[[pd.DataFrame, Run], NamedTables]
+    needed: Callable[[Run], bool] | None = None
+    """Whether the records of this run matter at all; None: of any."""
 
 
 def fold(run: Run, analyses: Sequence[Analysis], executor: Executor | None = None) -> NamedTables:
     """All tables of these analyses, in one pass over the records of the run."""
     gather = {analysis.name: _Gather(analysis) for analysis in analyses}
     tasks = _tasks(run)
-    work = partial(_partials, analyses)
+    work = partial(_partials, [analysis for analysis in analyses if analysis.needed is None or analysis.needed(run)])
     for tables in map(work, tasks) if executor is None else executor.map(work, [*tasks]):
         for name, table in tables.items():
             gather[name].add(table)
@@ -105,8 +183,9 @@ def _tasks(run: Run) -> Iterator[Work]:
 
 def _partials(analyses: Sequence[Analysis], work: Work) -> NamedTables:
     gather = {analysis.name: _Gather(analysis) for analysis in analyses}
+    memory = bytearray(min(BLOCK, max((segment.count for _, segment in work), default=0)) * RECORD.itemsize)
     for names, segment in work:
-        for records in segment.blocks():
+        for records in segment.blocks(memory=memory):
             block = Block(records, names)
             for analysis in analyses:
                 gather[analysis.name].add(analysis.partial(block))
@@ -139,11 +218,13 @@ def grouped(columns: Sequence[Array]) -> tuple[Array, Array]:
 
     Returns the position of one row of each group, and for each row the number of its group.
     """
-    numbers = np.zeros(len(columns[0]), np.int64)
-    groups = min(len(numbers), 1)
+    keys, span = np.zeros(len(columns[0]), np.int64), 1
     for column in columns:
-        codes, span = _codes(column)
-        numbers, groups = _dense(numbers * span + codes, groups * span)
+        codes, more = _codes(column)
+        if span * more > _MOST:
+            keys, span = _numbered(keys)
+        keys, span = keys * more + codes, span * more
+    numbers, groups = _numbered(keys)
     first = np.zeros(groups, np.int64)
     first[numbers] = np.arange(len(numbers))
     return first, numbers
@@ -154,20 +235,13 @@ def _codes(column: Array) -> tuple[Array, int]:
     if not len(column):
         return column.astype(np.int64), 1
     low, high = int(column.min()), int(column.max())
-    if high - low < _DENSE:
-        return column.astype(np.int64) - low, high - low + 1
-    values, codes = np.unique(column, return_inverse=True)
-    return codes, len(values)
+    return (column.astype(np.int64) - low, high - low + 1) if high - low < _DENSE else _numbered(column)
 
 
-def _dense(codes: Array, span: int) -> tuple[Array, int]:
-    """The same grouping, with numbers that are all taken. Without sorting where the span allows."""
-    if span > _DENSE:
-        values, codes = np.unique(codes, return_inverse=True)
-        return codes, len(values)
-    taken = np.zeros(span, bool)
-    taken[codes] = True
-    return (np.cumsum(taken) - 1)[codes], int(taken.sum())
+def _numbered(column: Array) -> tuple[Array, int]:
+    """The column as numbers from 0 that are all taken, and how many there are. By hashing: sorting takes far longer."""
+    codes, values = pd.factorize(column)
+    return codes.astype(np.int64, copy=False), len(values)
 
 
 def summed(values: Array, groups: Array, size: int) -> Array:
@@ -181,17 +255,17 @@ def summed(values: Array, groups: Array, size: int) -> Array:
 _FIELDS: Final = {"step": "step", "payload_bytes": "payload"}
 
 
-def table_by(block: Block, keys: Sequence[str], values: Mapping[str, Array]) -> pd.DataFrame:
+def table_by(rows: Columns, keys: Sequence[str], values: Mapping[str, Array]) -> pd.DataFrame:
     """One row per combination of `keys` (columns of the normal form) with `calls`, and the sums of `values`.
 
     A combination may take several rows (two kinds that are the same operation), which `merge_sums` brings together.
     """
     fields = {key: WORDS.get(key) or _FIELDS[key] for key in keys}
-    first, groups = grouped([block[name] for name in fields.values()])
-    some = {key: block[name][first] for key, name in fields.items()}
-    columns = {key: block.names.name(key, numbers) if key in WORDS else numbers for key, numbers in some.items()}
-    sums = {name: summed(value, groups, len(first)) for name, value in values.items()}
-    return pd.DataFrame({**columns, "calls": np.bincount(groups, minlength=len(first)), **sums})
+    first, groups = grouped([rows[name] for name in fields.values()])
+    some = {key: rows[name][first] for key, name in fields.items()}
+    columns = {key: rows.names.name(key, numbers) if key in WORDS else numbers for key, numbers in some.items()}
+    sums = {name: summed(value, groups, len(first)) for name, value in {"calls": rows.calls, **values}.items()}
+    return pd.DataFrame({**columns, **sums})
 
 
 def known_wire(table: pd.DataFrame) -> pd.DataFrame:

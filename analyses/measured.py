@@ -21,30 +21,30 @@ def partial(block: Block) -> pd.DataFrame:
     `ranks` is the size of the call's group. Wire bytes are whole multiples of an n-th byte: counted in those, sums are
     exact.
     """
-    step, payload = block["step"], block["payload"]
-    size = np.where(step < DETAILED_STEPS, payload, -1)
-    ranks = block.names.group_sizes(block["group"])
-    first, groups = grouped([step, block["group"], block["kind"], block["phase"], block["site"], size])
+    cells, names = block.cells, block.names
+    size = np.where(cells["step"] < DETAILED_STEPS, cells["payload"], -1)
+    ranks = names.group_sizes(cells["group"])
+    first, groups = grouped([*(cells[name] for name in ("step", "group", "kind", "phase", "site")), size])
     total = len(first)
-    known = block.volumes["wire_unknown"] == 0
-    parts = np.rint(np.where(known, block.volumes["wire_bytes"] * ranks, 0)).astype(np.int64)
+    wire, unknown = (cells.volumes[name] for name in ("wire_bytes", "wire_unknown"))
+    parts = np.rint(np.where(unknown == 0, wire * ranks, 0)).astype(np.int64)
     words = {
-        "role": block.names.name("role", block["group"][first]),
-        "op": block.names.name("op", block["kind"][first]),
-        "phase": block.names.name("phase", block["phase"][first]),
-        "site": block.names.name("site", block["site"][first]),
+        "role": names.name("role", cells["group"][first]),
+        "op": names.name("op", cells["kind"][first]),
+        "phase": names.name("phase", cells["phase"][first]),
+        "site": names.name("site", cells["site"][first]),
     }
     return pd.DataFrame(
         {
-            "process": np.full(total, block.names.number, np.int64),
-            "step": step[first],
+            "process": np.full(total, names.number, np.int64),
+            "step": cells["step"][first],
             **words,
             "size": size[first],
             "ranks": ranks[first],
-            "calls": np.bincount(groups, minlength=total),
-            "payload_bytes": summed(payload, groups, total),
+            "calls": summed(cells.calls, groups, total),
+            "payload_bytes": summed(cells.volumes["payload_bytes"], groups, total),
             "wire_parts": summed(parts, groups, total),
-            "wire_unknown": summed(block.volumes["wire_unknown"], groups, total),
+            "wire_unknown": summed(unknown, groups, total),
         }
     )
 

@@ -106,9 +106,9 @@ class Cell:
 
 def _finish(table: pd.DataFrame, run: Run) -> NamedTables:
     rows: dict[str, list[dict[str, object]]] = {name: [] for name in COLUMNS}
+    measured_of = dict(iter(table.groupby("process")))
     for number, process in enumerate(run.processes):
-        found = steps_of(table.loc[table["process"] == number])
-        _process(process, found, rows)
+        _process(process, measured_of.get(number, table.iloc[:0]), rows)
     return {name: _typed(pd.DataFrame(rows[name], columns=[*columns])) for name, columns in COLUMNS.items()}
 
 
@@ -120,8 +120,8 @@ def _typed(table: pd.DataFrame) -> pd.DataFrame:
     return table.astype(types)
 
 
-def _process(process: Process, found: Mapping[int, list[tuple[Key, Calls]]], rows: dict[str, list[Any]]) -> None:
-    """All rows of one process."""
+def _process(process: Process, table: pd.DataFrame, rows: dict[str, list[Any]]) -> None:
+    """All rows of one process, of what was measured of it."""
     summary: dict[str, object] = {"rank": process.rank, "other_versions": _other_versions(process)}
     try:
         job = _job(process)
@@ -129,6 +129,7 @@ def _process(process: Process, found: Mapping[int, list[tuple[Key, Calls]]], row
     except NotPredictedError as reason:
         rows["theory"].append({**summary, "not_predicted": str(reason)})
         return
+    found = steps_of(table)
     steps = sorted({-1, *found})
     sums: dict[str, int] = defaultdict(int)
     for step in steps:
@@ -345,4 +346,9 @@ def _rounded(parts: Iterable[tuple[str, Fraction, str]]) -> list[dict[str, objec
     return rows
 
 
-ANALYSIS: Final = Analysis("reconciliation", measured.partial, measured.merge, _finish)
+def _needed(run: Run) -> bool:
+    """Some process tells of a model that it trained."""
+    return any(process.tables.jobs for process in run.processes)
+
+
+ANALYSIS: Final = Analysis("reconciliation", measured.partial, measured.merge, _finish, _needed)

@@ -32,7 +32,7 @@ def power_bins(exponent: pd.Series[int]) -> dict[str, Array]:
 
 
 def _partial(block: Block) -> pd.DataFrame:
-    return table_by(block, ("op", "payload_bytes"), {})
+    return table_by(block.cells, ("op", "payload_bytes"), {})
 
 
 def _finish(table: pd.DataFrame, run: Run) -> NamedTables:

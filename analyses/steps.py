@@ -27,7 +27,7 @@ _SUMS: Final = ["calls", "payload_bytes", "wire_bytes", "wire_unknown"]
 
 
 def _partial(block: Block) -> pd.DataFrame:
-    return table_by(block, ("step", "op"), block.volumes)
+    return table_by(block.cells, ("step", "op"), block.cells.volumes)
 
 
 def _finish(table: pd.DataFrame, run: Run) -> NamedTables:

@@ -30,7 +30,7 @@ KEYS: Final[dict[str, tuple[str, ...]]] = {
 
 
 def _partial(keys: tuple[str, ...], block: Block) -> pd.DataFrame:
-    return table_by(block, keys, block.volumes)
+    return table_by(block.cells, keys, block.cells.volumes)
 
 
 def _finish(name: str, table: pd.DataFrame, run: Run) -> NamedTables:

@@ -25,7 +25,7 @@ import ranks
 from commtrace.reading.run import Run, open_run
 
 ENGINES: Final = ("ddp", "0", "1", "2", "3")
-LIMIT_SECONDS: Final = 240
+LIMIT_SECONDS: Final = 480
 
 # What a rank would otherwise import at its first optimizer: seconds for each of them.
 _IMPORTS: Final = (

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -160,8 +161,9 @@ def _executor(run: Run) -> Iterator[Executor | None]:
         yield None
         return
     try:
-        # spawn: a fork would copy the locks of pyarrow's threads.
-        with ProcessPoolExecutor(min(workers(), 16), multiprocessing.get_context("spawn")) as executor:
+        # A fork has pandas imported already, which takes a second, but copies the locks of other threads.
+        how = multiprocessing.get_context("fork" if threading.active_count() == 1 else "spawn")
+        with ProcessPoolExecutor(min(workers(), 16), how) as executor:
             yield executor
     except BrokenProcessPool:
         raise CommtraceError(f"{run.log.path}: a worker process was killed, probably for want of memory") from None

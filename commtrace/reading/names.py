@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from commtrace.schema import ROLES, Flag, Phase, Records, State
+from commtrace.schema import ROLES, Flag, Phase, State
 from commtrace.volume import wire_bytes
 
 from .log import Log, Process
@@ -35,6 +35,16 @@ WORDS: Final = {
     "flags": "flags",
 }
 _FLAGS: Final = ["|".join(str(flag.name).lower() for flag in Flag if bits & flag.value) for bits in range(256)]
+
+
+class Fields(Protocol):
+    """Records, or columns of them."""
+
+    def __len__(self) -> int:
+        """How many."""
+
+    def __getitem__(self, name: str, /) -> Array:
+        """A field of all of them."""
 
 
 class Names:
@@ -110,7 +120,7 @@ class Names:
         for code in np.flatnonzero(np.bincount(found, minlength=len(self._operations))):
             yield str(self._operations[code]), np.flatnonzero(found == code)
 
-    def wire_bytes(self, records: Records) -> Array:
+    def wire_bytes(self, records: Fields) -> Array:
         """Bytes that this rank must at least send for each record (float), nan where the log does not tell."""
         result = np.full(len(records), np.nan)
         # Columns first: a record takes more than a cache line, so picking records would move all of it.

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -30,8 +31,11 @@ class Segment:
     count: int
     """Whole records in the file, empty ones included."""
 
-    def blocks(self, size: int = BLOCK) -> Iterator[Records]:
+    def blocks(self, size: int = BLOCK, memory: bytearray | None = None) -> Iterator[Records]:
         """The records, at most `size` at a time. Slots that were never filled are left out.
+
+        With `memory` of `size` records, blocks lie in it, each until the next one is asked for: new memory for each
+        would cost as much as reading.
 
         Files are read and not mapped: a mapped page of a vanished file would kill this process. What cannot be read
         any more (a live process removes its oldest segment) is missing from the sum, where coverage finds it.
@@ -40,13 +44,20 @@ class Segment:
             with self._open() as file:
                 file.seek(self.offset)
                 for begin in range(0, self.count, size):
-                    data = file.read(min(size, self.count - begin) * RECORD.itemsize)
+                    wanted = min(size, self.count - begin) * RECORD.itemsize
+                    data: memoryview | bytes
+                    if memory is None:
+                        data = file.read(wanted)
+                    else:
+                        whole = memoryview(memory)[:wanted]
+                        data = whole[: file.readinto(whole)]
                     records = np.frombuffer(data, RECORD, len(data) // RECORD.itemsize)
-                    yield records[records["state"] != State.FREE]
+                    filled = records["state"] != State.FREE
+                    yield records if filled.all() else records[filled]
         except OSError:
             return
 
-    def _open(self) -> BinaryIO:
+    def _open(self) -> BufferedReader:
         try:
             return open(self.path, "rb")
         except FileNotFoundError:  # closed, and thereby renamed, since the log was opened; the header keeps its size

@@ -33,6 +33,9 @@ def ddp(arguments: dict[str, Any]) -> None:
         replica(torch.randn(3, 12)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+    # Before its group: DDP's reducer would let go of the group last, and torch then joins gloo's threads with the GIL
+    # held, which they may be waiting for.
+    del replica
     dist.destroy_process_group()
 
 

@@ -71,7 +71,10 @@ class DdpEngine:
         self._model.zero_grad()
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Let go of the model and leave the process group."""
+        # In this order: DDP's reducer would let go of the group last, and torch then joins gloo's threads with the GIL
+        # held, which they may be waiting for.
+        del self._ddp
         dist.destroy_process_group()
 
 
