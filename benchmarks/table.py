@@ -98,6 +98,14 @@ def single(rows: Sequence[Row]) -> str:
     return markdown(["", rows[0].case], [[row.name, f"{number(row.side)} {row.unit}"] for row in rows])
 
 
+def by_case_alone(rows: Sequence[Row]) -> str:
+    """A line for each case, a column for each name."""
+    names = list(dict.fromkeys(row.name for row in rows))
+    cells = {(row.case, row.name): f"{number(row.side)} {row.unit}" for row in rows}
+    cases = list(dict.fromkeys(row.case for row in rows))
+    return markdown(["", *names], [[case, *(cells.get((case, name), "") for name in names)] for case in cases])
+
+
 def comparison(row: Row) -> str:
     """Bare and what is added, then the ratio and the control's."""
     if row.bare is None or row.ratio is None or row.control is None:
@@ -129,6 +137,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "own_cost": ("What commtrace adds to a call, and what its report says that it adds", own_cost),
     "startup": ("A Python process that never communicates", by_case),
     "log_size": ("What is on disk", single),
+    "report": ("What a report takes", by_case_alone),
 }
 
 

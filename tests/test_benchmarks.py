@@ -118,6 +118,7 @@ EXPECTED = {
     "own_cost": {f"{name}: {what}" for name in COMMTRACE for what in ("mean", "99th percentile")},
     "log_size": {"commtrace, 100 calls", "commtrace, 1,000 calls", "torch.profiler's trace.json, 100 calls"},
     "startup": {"tracing off", "tracing on"},
+    "report": {"commtrace report"},
 }
 
 
