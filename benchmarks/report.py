@@ -1,8 +1,8 @@
 """What a report over a long log takes: seconds from the command to its end, and memory of all its processes.
 
-Beside it DuckDB, which groups the events of the same run, exported to Parquet beforehand, by what the report's tables are
-keyed by. Of the page: megabytes, and seconds until Chromium, already running, has drawn its last figure. The log is one of
-a few real steps on a fake process group, said over and over with later steps and times.
+Beside it DuckDB, which groups the events of the same run, exported to Parquet beforehand, by what the report's tables
+are keyed by. Of the page: megabytes, and seconds until Chromium, already running, has drawn its last figure. The log is
+one of a few real steps on a fake process group, said over and over with later steps and times.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ KEYS = (
 DUCKDB = """
 import sys, duckdb
 duckdb.execute("set threads to {threads}")
+sums = "count(*), sum(payload_bytes), sum(wire_bytes)"
 for keys in {keys}:
     names = ", ".join(keys)
-    duckdb.sql(f"select {{names}}, count(*), sum(payload_bytes), sum(wire_bytes) from '{file}' group by {{names}}").fetchall()
-duckdb.sql(
-    "select op, quantile_cont(t_return_ns - t_begin_ns, [0.5, 0.99]), max(t_return_ns - t_begin_ns), sum(t_return_ns - t_begin_ns),"
-    " min(t_begin_ns), max(t_end_ns) from '{file}' group by op"
-).fetchall()
+    duckdb.sql(f"select {{names}}, {{sums}} from '{file}' group by {{names}}").fetchall()
+times = "quantile_cont(t, [0.5, 0.99]), max(t), sum(t), min(t_begin_ns), max(t_end_ns)"
+events = "(select *, t_return_ns - t_begin_ns as t from '{file}')"
+duckdb.sql(f"select op, {{times}} from {{events}} group by op").fetchall()
 """
 
 OPEN = """
