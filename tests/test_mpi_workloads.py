@@ -1,0 +1,105 @@
+"""What the MPI workloads share: dropout, tables, and the command that measures scaling."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import mpi_ranks
+import processes
+import pytest
+
+mpi_ranks.needs_mpi()
+
+import torch
+
+from commtrace.workloads.mpi import tables
+from commtrace.workloads.mpi.dropout import Place, dropout
+from commtrace.workloads.mpi.outcome import Outcome, RankOutcome
+
+
+def test_dropout_does_not_depend_on_the_division() -> None:
+    x = torch.ones(4, 6, 10)
+    whole = dropout(x, 0.4, 7, Place(0, 0, 6))
+    for row in range(4):
+        for token in (0, 3):
+            part = dropout(x[row : row + 1, token : token + 3], 0.4, 7, Place(row, token, 6))
+            assert torch.equal(part, whole[row : row + 1, token : token + 3])
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_dropout_zeroes_its_share_and_scales_the_rest(rate: float) -> None:
+    x = torch.ones(10, 100, 100)
+    kept = dropout(x, rate, 1, Place(0, 0, 100))
+    assert (kept == 0).float().mean().item() == pytest.approx(rate, abs=0.01)
+    assert kept.max().item() == pytest.approx(1 / (1 - rate))
+    # Neither neighbours nor keys depend on each other.
+    zero = (kept == 0).flatten().float() - rate
+    assert abs((zero[:-1] * zero[1:]).mean().item()) < 0.01
+    other = (dropout(x, rate, 2, Place(0, 0, 100)) == 0).flatten().float() - rate
+    assert abs((zero * other).mean().item()) < 0.01
+
+
+def outcome(ranks: int, seconds: float, communication: float, cores: int = 8) -> Outcome:
+    """A run that was not made."""
+    parts = {"compute": seconds - communication, "communication": communication}
+    traffic = [("all_gather", 1024, 2)] if ranks > 1 else []
+    one = RankOutcome("host", cores, seconds, parts, traffic, [], "")
+    return Outcome("test", "all_gather", {"threads": 1, "transport": "mpi"}, 1000, [one] * ranks)
+
+
+RUNS = [outcome(1, 1.0, 0.0), outcome(2, 0.8, 0.3), outcome(4, 1.25, 1.0)]
+
+
+def test_the_table_of_scaling() -> None:
+    rows = [line.split() for line in tables.scaling(RUNS).splitlines()[1:]]
+    assert [row[:5] for row in rows] == [
+        ["1", "1.0000", "1.00x", "100%", "1,000"],
+        ["2", "0.8000", "1.25x", "62%", "1,250"],
+        ["4", "1.2500", "0.80x", "20%", "800"],
+    ]
+    assert [row[5:] for row in rows][2] == ["0.2500", "1.0000", "0.0000", "2", "KiB"]
+
+
+def test_where_the_time_went_is_said() -> None:
+    two, four = tables.losses_to(RUNS)
+    assert two.startswith("2 ranks: 0.3000 s over a perfect division of the work: 0.3000 s communication and waiting.")
+    assert "80% of the iteration" in four
+    assert "payload an iteration stays as it is at 2 KiB" in tables.growth(RUNS)
+
+
+def test_shared_cores_are_said() -> None:
+    assert tables.oversubscription(RUNS) == []
+    (warning,) = tables.oversubscription([outcome(4, 1.0, 0.0, cores=2)])
+    assert warning.startswith("4 ranks on one host share 2 cores")
+
+
+def test_an_outcome_comes_back_from_its_file(tmp_path: Path) -> None:
+    RUNS[1].write(str(tmp_path / "run.json"))
+    back = Outcome.read(tmp_path / "run.json")
+    assert json.dumps(back.ranks[0].parts) == json.dumps(RUNS[1].ranks[0].parts)
+    assert back.tokens == 1000
+
+
+@pytest.mark.parametrize(
+    ("workload", "options", "shown"),
+    [
+        ("sequence_parallel", ["--sequence", "16", "--hidden", "16", "--heads", "2"], ["0.947", "16,218"]),
+        (
+            "encoder",
+            ["--batch", "2", "--sequence", "4", "--model", "16", "--hidden", "16", "--heads", "2", "--layers", "2"],
+            ["feed-forward"],
+        ),
+    ],
+)
+def test_scaling_makes_the_table(workload: str, options: list[str], shown: list[str]) -> None:
+    """From nothing but one command."""
+    arguments = ["--ranks", "1", "2", "--iterations", "1", "--check", "--dtype", "float64", *options]
+    result = processes.run(
+        [sys.executable, "-m", f"commtrace.workloads.{workload}.scaling", *arguments], limit=mpi_ranks.LIMIT_S
+    )
+    assert result.status == 0, result.out + result.err
+    table = result.out.partition("Here (")[2]
+    assert [line.split()[0] for line in table.splitlines() if line[:1].isdigit()][:2] == ["1", "2"]
+    assert all(text in result.out for text in shown)
