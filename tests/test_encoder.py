@@ -8,13 +8,16 @@ from typing import Any
 import mpi_ranks
 import pytest
 
-mpi_ranks.needs_mpi()
+pytest.importorskip("torch")
+pytest.importorskip("mpi4py")
 
 from commtrace.analyses.theory.messages import Message, sorted_messages, wire
 from commtrace.analyses.theory.mpi_transformers import model_parallel, pipeline, shared_heads, tensor_parallel
 from commtrace.workloads.encoder.layers import Shape
 from commtrace.workloads.encoder.schedules import SCHEDULES, Task
 from commtrace.workloads.mpi import ShapeError
+
+pytestmark = mpi_ranks.needs_mpiexec
 
 BATCH, SEQUENCE, MODEL, LAYERS, ELEMENT = 6, 5, 16, 4, 8
 SIZES = ["--batch", "6", "--sequence", "5", "--model", "16", "--hidden", "24", "--layers", "4", "--classes", "3"]

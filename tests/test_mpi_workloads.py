@@ -10,13 +10,16 @@ import mpi_ranks
 import processes
 import pytest
 
-mpi_ranks.needs_mpi()
+pytest.importorskip("torch")
+pytest.importorskip("mpi4py")
 
 import torch
 
 from commtrace.workloads.mpi import tables
 from commtrace.workloads.mpi.dropout import Place, dropout
 from commtrace.workloads.mpi.outcome import Outcome, RankOutcome
+
+pytestmark = mpi_ranks.needs_mpiexec
 
 
 def test_dropout_does_not_depend_on_the_division() -> None:

@@ -1,4 +1,4 @@
-"""The sequence-parallel layer: right whatever the ranks and the attention, and it communicates what the formulas say."""
+"""The sequence-parallel layer: right whatever the ranks and the attention, and communicating what the formulas say."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any
 import mpi_ranks
 import pytest
 
-mpi_ranks.needs_mpi()
+pytest.importorskip("torch")
+pytest.importorskip("mpi4py")
 
 from commtrace.analyses.theory.messages import sorted_messages, wire
 from commtrace.analyses.theory.mpi_transformers import layer_parameters, sequence_parallel
 from commtrace.workloads.sequence_parallel.layer import Shape
+
+pytestmark = mpi_ranks.needs_mpiexec
 
 BATCH, SEQUENCE, HIDDEN, HEADS, FEED_FORWARD = 2, 24, 16, 4, 40
 SIZES = ["--batch", "2", "--sequence", "24", "--hidden", "16", "--heads", "4", "--feed-forward", "40"]
@@ -68,13 +71,15 @@ def test_mpi_is_called_as_the_formula_says(case: Case, ranks: int) -> None:
         assert [tuple(row) for row in rank["counted"]] == calls
 
 
+def losses_of(ranks: list[dict[str, Any]]) -> list[float]:
+    """Of each iteration, all ranks' together."""
+    return [sum(map(float.fromhex, losses)) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)]
+
+
 def test_losses_add_up_to_that_of_one_rank() -> None:
     """Of every iteration, so that each has its own dropout."""
     for case in CASES:
-        sums = [
-            [sum(map(float.fromhex, losses)) for losses in zip(*(rank["losses"] for rank in found(n)[case]), strict=True)]
-            for n in (1, 2, 4)
-        ]  # fmt: skip
+        sums = [losses_of(found(ranks)[case]) for ranks in (1, 2, 4)]
         assert sums[1] == pytest.approx(sums[0], rel=1e-12)
         assert sums[2] == pytest.approx(sums[0], rel=1e-12)
         assert len(set(sums[0])) == ITERATIONS

@@ -1,8 +1,8 @@
 """What the MPI workloads must communicate: `commtrace.workloads.sequence_parallel` and `commtrace.workloads.encoder`.
 
-Every function gives the calls of **one rank in one iteration** (for the encoder: one training step), with payloads in
-bytes by the convention of `commtrace.volume`; `wire` (in `messages`) makes of them what the rank must at least send. One
-rank alone communicates nothing. `element`: bytes of an element. `backward`: whether the iteration has a backward pass.
+Every function gives the calls of **one rank in one iteration** (of the encoder: one training step), payloads in bytes
+by the convention of `commtrace.volume`; `wire` (in `messages`) makes of them what the rank must at least send. One rank
+alone communicates nothing. `element`: bytes of an element. `backward`: whether the iteration has a backward pass.
 
 Letters: b batch, s sequence, h hidden (m, the encoder's model size), a heads, L layers, n ranks, e bytes per element.
 """
@@ -12,7 +12,9 @@ from __future__ import annotations
 from .messages import Message
 
 
-def gathered_attention(batch: int, sequence: int, hidden: int, element: int, ranks: int, backward: bool) -> list[Message]:
+def gathered_attention(
+    batch: int, sequence: int, hidden: int, element: int, ranks: int, backward: bool
+) -> list[Message]:
     """Keys and values gathered: 2 all_gathers of b s h e forward (transformer-sequence-parallelism, "Communication: 2
     AllGathers per layer"); backward, derived: the gradient of what is gathered is reduce_scattered.
 
@@ -26,7 +28,9 @@ def gathered_attention(batch: int, sequence: int, hidden: int, element: int, ran
     return [forward, back] if backward else [forward]
 
 
-def ulysses_attention(batch: int, sequence: int, hidden: int, element: int, ranks: int, backward: bool) -> list[Message]:
+def ulysses_attention(
+    batch: int, sequence: int, hidden: int, element: int, ranks: int, backward: bool
+) -> list[Message]:
     """Whole sequences of a part of the heads: 4 all_to_alls of b (s/n) h e forward, 4 backward (2309.14509, section 3).
 
     Wire: 4 b (s/n) h e (n-1)/n forward, as much backward: it falls with n.
@@ -36,7 +40,8 @@ def ulysses_attention(batch: int, sequence: int, hidden: int, element: int, rank
     size = batch * (sequence // ranks) * hidden * element
     cause = "queries, keys, values and the output, from tokens to heads and back"
     forward = Message("all_to_all", size, cause, 4, role="sequence")
-    return [forward, Message("all_to_all", size, f"gradients of {cause}", 4, role="sequence")] if backward else [forward]
+    back = Message("all_to_all", size, f"gradients of {cause}", 4, role="sequence")
+    return [forward, back] if backward else [forward]
 
 
 def ring_attention(batch: int, sequence: int, hidden: int, element: int, ranks: int, backward: bool) -> list[Message]:
@@ -59,15 +64,15 @@ SEQUENCE_PARALLEL = {"all_gather": gathered_attention, "ulysses": ulysses_attent
 
 
 def layer_parameters(hidden: int, feed_forward: int) -> int:
-    """Elements of one layer: four projections and the feed-forward with biases, two layer norms; 12h² + 13h for f = 4h."""
+    """Elements of a layer: four projections and the feed-forward with biases, two norms; 12h² + 13h for f = 4h."""
     return 4 * (hidden**2 + hidden) + (2 * hidden * feed_forward + feed_forward + hidden) + 4 * hidden
 
 
 def sequence_parallel(
     attention: str, batch: int, sequence: int, hidden: int, feed_forward: int, element: int, ranks: int, backward: bool
 ) -> list[Message]:
-    """An iteration of the sequence-parallel layer: its attention, and one all_reduce of all gradients (derived: every rank
-    has all parameters, and the gradient of its own tokens only). Projections and feed-forward communicate nothing."""
+    """An iteration of the sequence-parallel layer: its attention, and one all_reduce of all gradients (derived: every
+    rank has all parameters, and the gradient of its own tokens only). Nothing else communicates."""
     found = SEQUENCE_PARALLEL[attention](batch, sequence, hidden, element, ranks, backward)
     if ranks > 1 and backward:
         size = layer_parameters(hidden, feed_forward) * element
@@ -98,9 +103,9 @@ def model_parallel(
     layers: int, batch: int, sequence: int, model: int, heads: int, element: int, ranks: int,
     backward: bool, micro_batches: int = 1,
 ) -> list[Message]:  # fmt: skip
-    """A step of the encoder divided as by Xiao and Ren: heads' outputs put together, then multiplied with a matrix divided
-    by its outputs. Per layer, of S = b s m e: forward 2 all_gathers (heads; outputs), backward (derived) a reduce_scatter
-    (gradient of the heads) and an all_reduce (of the input); the feed-forward as in `tensor_parallel`.
+    """A step of the encoder divided as by Xiao and Ren: heads' outputs put together, then multiplied with a matrix
+    divided by its outputs. Per layer, of S = b s m e: forward 2 all_gathers (heads; outputs), backward (derived) a
+    reduce_scatter (gradient of the heads) and an all_reduce (of the input); the feed-forward as in `tensor_parallel`.
 
     Wire: 4 S (n-1)/n forward, as tensor parallel; 5 S (n-1)/n backward, one more.
     """
@@ -115,7 +120,7 @@ def model_parallel(
     if backward:
         found += [
             Message("reduce_scatter", size, "gradients of the heads' outputs", calls, role="tensor"),
-            Message("all_reduce", size, "gradients of the inputs of attention and feed-forward", 2 * calls, role="tensor"),
+            Message("all_reduce", size, "gradients of the sub-layers' inputs", 2 * calls, role="tensor"),
         ]
     return [*found, *shared_heads(layers, batch, sequence, heads, element, ranks, backward, micro_batches)]
 
@@ -123,8 +128,8 @@ def model_parallel(
 def shared_heads(
     layers: int, batch: int, sequence: int, heads: int, element: int, ranks: int, backward: bool, micro_batches: int = 1
 ) -> list[Message]:
-    """What more ranks than heads cost (derived): c = n/a ranks share a head, a c-th of its features each, and add up its
-    scores: per layer an all_reduce of b s² e among the c ranks forward, one of the weights' gradient backward.
+    """What more ranks than heads cost (derived): c = n/a ranks share a head, a c-th of its features each, and add up
+    its scores: per layer an all_reduce of b s² e among the c ranks forward, one of the weights' gradient backward.
 
     Wire: 4 b s² e (c-1)/c per layer. Payload and group size do not shrink with n: c grows.
     """
@@ -141,7 +146,7 @@ def pipeline(
     batch: int, sequence: int, model: int, element: int, stages: int, stage: int, backward: bool, micro_batches: int
 ) -> list[Message]:
     """A step of one stage, GPipe and 1F1B alike (1811.06965, 2104.04473): for each of M micro-batches a message of
-    (b/M) s m e to the next stage, and one back with its gradient; the first stage has none before it, the last none after.
+    (b/M) s m e to the next stage, and one back with its gradient; nothing is before the first stage or after the last.
 
     Wire: an inner stage sends b s m e forward and as much backward; all stages together 2 b s m e (p-1).
     """

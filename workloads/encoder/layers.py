@@ -1,7 +1,7 @@
 """The encoder layer of "Attention is all you need" (1706.03762), whole or divided among ranks, and the classifier.
 
-Shapes: b batch, s sequence, m model, f hidden size of the feed-forward, a heads, d = m/a, n ranks. Every rank has the same
-activations (b, s, m) between sub-layers, and an n-th of the matrices.
+Shapes: b batch, s sequence, m model, f hidden size of the feed-forward, a heads, d = m/a, n ranks. Every rank has the
+same activations (b, s, m) between sub-layers, and an n-th of the matrices.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class Ways:
-    """How a layer is divided: among which ranks, among which of them a head, and whether attention's output is gathered.
+    """How a layer is divided: among which ranks, among which of them a head, and whether heads' outputs are gathered.
 
-    gathered False, Megatron-LM (1909.08053): each rank multiplies its heads' output with its columns of the last matrix, and
-    the products are added up. True, the way of the original: heads' outputs are put together, and each rank multiplies the
-    whole with its rows of the last matrix.
+    gathered False, Megatron-LM (1909.08053): each rank multiplies its heads' output with its columns of the last
+    matrix, and the products are added up. True, the way of the original: heads' outputs are put together, and each rank
+    multiplies the whole with its rows of the last matrix.
     """
 
     ranks: Transport

@@ -50,5 +50,7 @@ class Reference:
         return found
 
     def _named(self) -> list[tuple[str, torch.nn.Parameter]]:
-        layers = [(f"{index}.{name}", p) for index, layer in enumerate(self.layers) for name, p in layer.named_parameters()]
+        layers = [
+            (f"{index}.{name}", p) for index, layer in enumerate(self.layers) for name, p in layer.named_parameters()
+        ]
         return [*layers, *((f"head.{name}", p) for name, p in self.head.named_parameters())]

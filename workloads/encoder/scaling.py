@@ -11,9 +11,9 @@ from commtrace.workloads.mpi import scaling
 from .layers import PARTS
 
 PUBLISHED: Final = (
-    'Published in "Parallelizing Transformer with Model, Tensor Model and Pipeline Parallelism": speedups of attention,\n'
-    "feed-forward and the encoder layer, forward, on 2, 4 and 8 MPI workers, with model 512, hidden 2048, batch 10 and\n"
-    "8 heads. They are in a figure only; their numbers and the length of the sequence are not given."
+    'Published in "Parallelizing Transformer with Model, Tensor Model and Pipeline Parallelism": speedups of\n'
+    "attention, feed-forward and the encoder layer, forward, on 2, 4 and 8 MPI workers, with model 512, hidden 2048,\n"
+    "batch 10 and 8 heads. They are in a figure only; their numbers and the length of the sequence are not given."
 )
 
 

@@ -1,6 +1,7 @@
 """One run: training steps on every rank, timed, counted, and compared with one process where asked for.
 
-Every run is a pipeline. Divided by tensors, it has one stage, which all ranks share; divided by layers, every rank is one.
+Every run is a pipeline. Divided by tensors, it has one stage, which all ranks share; divided by layers, every rank is
+a stage.
 """
 
 from __future__ import annotations

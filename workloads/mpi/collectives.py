@@ -32,7 +32,7 @@ def exchange(x: torch.Tensor, split: int, join: int, transport: Transport) -> to
 
 
 def share(x: torch.Tensor, transport: Transport) -> torch.Tensor:
-    """Of what all ranks have, for ranks that use it differently: nothing forward, all_reduce backward (Megatron's f)."""
+    """What all ranks have, for ranks that use it differently: nothing forward, all_reduce backward (Megatron's f)."""
     return _apply(_Share, x, transport)
 
 
@@ -103,9 +103,9 @@ class _Share(torch.autograd.Function):
 
 class _AddUp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, transport: Transport) -> torch.Tensor:
+    def forward(_: Any, x: torch.Tensor, transport: Transport) -> torch.Tensor:
         return transport.all_reduce(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:  # type: ignore[override]
+    def backward(_: Any, gradient: torch.Tensor) -> Gradients:  # type: ignore[override]
         return gradient, None

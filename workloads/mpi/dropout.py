@@ -1,8 +1,8 @@
 """Dropout whose mask does not depend on how a tensor is divided among ranks.
 
-Whether an element is kept follows from its place in the undivided tensor by a hash (a counter-based generator, as Salmon
-et al. 2011, doi:10.1145/2063384.2063405, mean it; the mixing is that of SplitMix64). So every rank makes the mask of its
-own share, without communication and without drawing anybody else's numbers, and the shares fit together.
+Whether an element is kept follows from its place in the undivided tensor by a hash (a counter-based generator, as
+Salmon et al. 2011, doi:10.1145/2063384.2063405, mean it; the mixing is that of SplitMix64). So every rank makes the
+mask of its own share, without communication and without drawing anybody else's numbers, and the shares fit together.
 """
 
 from __future__ import annotations

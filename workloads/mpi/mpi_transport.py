@@ -11,7 +11,7 @@ from .transports import Transport, Wait
 
 
 class MpiTransport(Transport):
-    """A communicator of mpi4py. Without `staged` tensors on a GPU are given to MPI as they are: it must be CUDA-aware."""
+    """A communicator of mpi4py. Without `staged`, tensors on a GPU are given to MPI as they are: is it CUDA-aware?"""
 
     def __init__(self, comm: Any, watch: Stopwatch, staged: bool = False) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size(), watch, staged)
@@ -24,6 +24,9 @@ class MpiTransport(Transport):
     def barrier(self) -> None:
         """See Transport."""
         self._comm.Barrier()
+
+    def close(self) -> None:
+        """Nothing: the communicator is the caller's."""
 
     def _all_gather(self, whole: torch.Tensor, share: torch.Tensor) -> None:
         self._comm.Allgather(_buffer(share), _buffer(whole))

@@ -131,8 +131,8 @@ def oversubscription(outcomes: Iterable[Outcome]) -> list[str]:
         if one.oversubscribed is not None:
             ranks, cores = one.oversubscribed
             found.append(
-                f"{ranks} ranks on one host share {cores} cores: they take turns in computing, and a rank whose turn it "
-                "is not keeps the others waiting. Its times say nothing of the network."
+                f"{ranks} ranks on one host share {cores} cores: they take turns in computing, and a rank whose turn "
+                "it is not keeps the others waiting. Their times say nothing of the network."
             )
     return found
 

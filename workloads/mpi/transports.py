@@ -1,7 +1,7 @@
 """Moving tensors between the ranks of a group: over MPI, or over torch.distributed in its place.
 
-Every transport counts what it moves in nccl-tests' sizes, bytes of: all_gather, the gathered output; reduce_scatter, the
-input; all_to_all, the send buffer; all_reduce, the buffer; send and recv, the message. A group of one rank moves
+Every transport counts what it moves in nccl-tests' sizes, bytes of: all_gather, the gathered output; reduce_scatter,
+the input; all_to_all, the send buffer; all_reduce, the buffer; send and recv, the message. A group of one rank moves
 nothing and calls nothing.
 """
 
@@ -95,6 +95,7 @@ class Transport(ABC):
     def barrier(self) -> None:
         """Wait for all ranks."""
 
+    @abstractmethod
     def close(self) -> None:
         """Leave what was set up for this transport."""
 

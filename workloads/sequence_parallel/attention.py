@@ -1,7 +1,8 @@
 """Three ways to attend over a sequence that is divided among the ranks. All give the same result.
 
-Each is a function of this rank's queries, keys and values, (b, s/n, h) of its s/n tokens, the number of heads a, and the
-transport between n ranks; it gives the attention's output for the same tokens, (b, s/n, h). Every token sees every other.
+Each is a function of this rank's queries, keys and values, (b, s/n, h) of its s/n tokens, the number of heads a, and
+the transport between n ranks; it gives the attention's output for the same tokens, (b, s/n, h). Every token sees every
+other.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Attention: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, 
 
 
 def all_gather(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, transport: Transport) -> torch.Tensor:
-    """Keys and values of the whole sequence on every rank; queries stay (the way of transformer-sequence-parallelism)."""
+    """Keys and values of the whole sequence on every rank; queries stay (transformer-sequence-parallelism's way)."""
     return attend(q, gather(k, 1, transport), gather(v, 1, transport), heads)
 
 

@@ -50,7 +50,8 @@ class Layer(nn.Module):
         self.shape, self.rate, self.transport = shape, rate, transport
         self.attention = ATTENTIONS[attention]
         self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.query, self.key, self.value, self.output = (nn.Linear(hidden, hidden) for _ in range(4))
+        self.query_key_value = nn.Linear(hidden, 3 * hidden)
+        self.output = nn.Linear(hidden, hidden)
         self.linear1 = nn.Linear(hidden, shape.feed_forward)
         self.linear2 = nn.Linear(shape.feed_forward, hidden)
 
@@ -60,8 +61,7 @@ class Layer(nn.Module):
         return x + self._drop(self.linear2(functional.gelu(self.linear1(self.norm2(x)))), 2 * step + 1)
 
     def _attend(self, x: torch.Tensor) -> torch.Tensor:
-        # Contiguous per projection: what is sent later needs no copy.
-        q, k, v = self.query(x), self.key(x), self.value(x)
+        q, k, v = self.query_key_value(x).chunk(3, -1)
         out: torch.Tensor = self.output(self.attention(q, k, v, self.shape.heads, self.transport))
         return out
 

@@ -18,16 +18,11 @@ class Reference:
         shape = layer.shape
         self.module = nn.TransformerEncoderLayer(
             shape.hidden, shape.heads, shape.feed_forward, 0.0, "gelu", batch_first=True, norm_first=True
-        ).to(layer.query.weight)
+        ).to(layer.output.weight)
         self.drops = Dropout(rate), Dropout(rate)
         self.module.dropout1, self.module.dropout2 = self.drops  # type: ignore[assignment]
-        state = {name: tensor.detach() for name, tensor in layer.state_dict().items()}
-        for kind in ("weight", "bias"):
-            state[f"self_attn.in_proj_{kind}"] = torch.cat(
-                [state.pop(f"{part}.{kind}") for part in ("query", "key", "value")]
-            )
-            state[f"self_attn.out_proj.{kind}"] = state.pop(f"output.{kind}")
-        self.module.load_state_dict(state)
+        self.module.load_state_dict({_torch_name(name): value for name, value in layer.state_dict().items()})
+        self.names = {_torch_name(name): name for name, _ in layer.named_parameters()}
 
     def results(self, whole: torch.Tensor, shape: Shape, step: int, transport: Transport) -> dict[str, torch.Tensor]:
         """What `Run.results` should be on the rank of `transport`."""
@@ -41,17 +36,12 @@ class Reference:
         loss_of(y, shape).backward()  # type: ignore[no-untyped-call]
         assert whole.grad is not None
         found["input"] = whole.grad.chunk(transport.size, 1)[transport.rank]
-        return found | self._gradients()
-
-    def _gradients(self) -> dict[str, torch.Tensor]:
-        """By the names that the parameters have in Layer."""
-        found = {}
         for name, parameter in self.module.named_parameters():
             assert parameter.grad is not None
-            kind = name.rpartition(".")[2].removeprefix("in_proj_")
-            if "in_proj" in name:
-                for part, gradient in zip(("query", "key", "value"), parameter.grad.chunk(3), strict=True):
-                    found[f"{part}.{kind}"] = gradient
-            else:
-                found[name.replace("self_attn.out_proj", "output")] = parameter.grad
+            found[self.names[name]] = parameter.grad
         return found
+
+
+def _torch_name(name: str) -> str:
+    """What nn.TransformerEncoderLayer calls a parameter of Layer."""
+    return name.replace("query_key_value.", "self_attn.in_proj_").replace("output.", "self_attn.out_proj.")

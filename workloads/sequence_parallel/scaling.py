@@ -14,8 +14,8 @@ PUBLISHED: Final = (
     ("2", "0.816", "1.16x", "58%", "20,072"),
     ("4", "1.010", "0.94x", "23%", "16,218"),
 )
-"""From the README of github.com/harshita-mp/transformer-sequence-parallelism, "Raw Results": hidden 5120, sequence 4096,
-batch 4, means of 10 forward passes; GPUs of one node, MPI by way of the host."""
+"""From the README of github.com/harshita-mp/transformer-sequence-parallelism, "Raw Results": hidden 5120, sequence
+4096, batch 4, means of 10 forward passes; GPUs of one node, MPI by way of the host."""
 
 
 def published() -> str:

@@ -47,7 +47,7 @@ class Run:
         return loss.detach()
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Of the last iteration, by name: this rank's output and its input's gradient, and the parameters' gradients."""
+        """Of the last iteration, by name: this rank's output, its input's gradient, and the parameters' gradients."""
         found = {"output": self.y}
         if self.x.grad is not None:
             found["input"] = self.x.grad
@@ -109,5 +109,3 @@ def command(argv: Sequence[str], comm: Any) -> int:
     if options.json:
         outcome.write(options.json)
     return print_run(outcome)
-
-
