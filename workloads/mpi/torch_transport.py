@@ -32,11 +32,12 @@ class TorchTransport(Transport):
         """Leave the process group."""
         dist.destroy_process_group(self._group)
 
+    # gloo wants one tensor's dimensions on both sides; contiguous ones are flattened without a copy.
     def _all_gather(self, whole: torch.Tensor, share: torch.Tensor) -> None:
-        dist.all_gather_into_tensor(whole, share, group=self._group)
+        dist.all_gather_into_tensor(whole.flatten(0, 1), share, group=self._group)
 
     def _reduce_scatter(self, share: torch.Tensor, parts: torch.Tensor) -> None:
-        dist.reduce_scatter_tensor(share, parts, group=self._group)
+        dist.reduce_scatter_tensor(share, parts.flatten(0, 1), group=self._group)
 
     def _all_to_all(self, received: torch.Tensor, parts: torch.Tensor) -> None:
         dist.all_to_all_single(received, parts, group=self._group)
