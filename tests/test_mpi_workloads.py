@@ -15,8 +15,9 @@ pytest.importorskip("mpi4py")
 
 import torch
 
-from commtrace.workloads.mpi import tables
+from commtrace.workloads.mpi import TransportError, tables
 from commtrace.workloads.mpi.dropout import Place, dropout
+from commtrace.workloads.mpi.options import make_transport
 from commtrace.workloads.mpi.outcome import Outcome, RankOutcome
 
 pytestmark = mpi_ranks.needs_mpiexec
@@ -42,6 +43,12 @@ def test_dropout_zeroes_its_share_and_scales_the_rest(rate: float) -> None:
     assert abs((zero[:-1] * zero[1:]).mean().item()) < 0.01
     other = (dropout(x, rate, 2, Place(0, 0, 100)) == 0).flatten().float() - rate
     assert abs((zero * other).mean().item()) < 0.01
+
+
+@pytest.mark.parametrize("name", ["nccl", "mpi-cuda-aware"])
+def test_what_needs_a_gpu_is_refused_without(name: str) -> None:
+    with pytest.raises(TransportError, match="on a GPU"):
+        make_transport(name, None, torch.device("cpu"))
 
 
 def outcome(ranks: int, seconds: float, communication: float, cores: int = 8) -> Outcome:

@@ -121,13 +121,13 @@ def test_what_does_not_divide_is_said(shape: Shape, ranks: int, attention: str, 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--sequence", "7"], ["--attention", "none"], ["--transport", "nccl", "--device", "cpu"]],
-    ids=["sizes", "options", "transport"],
+    [["--sequence", "7"], ["--attention", "none"]],
+    ids=["sizes", "options"],
 )
 def test_one_rank_says_what_is_impossible(arguments: list[str]) -> None:
     """And all leave, with a status that is not 0."""
     result = mpi_ranks.mpiexec(2, "-m", "commtrace.workloads.sequence_parallel", *arguments)
-    assert result.status not in (0, None)
+    assert result.status == 2, result.err
     assert result.err.count("error: ") == 1
 
 
