@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -177,3 +177,11 @@ def classifier(shape: Shape, seed: int) -> nn.Linear:
 def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Mean cross entropy of logits (b, s, classes) against labels (b, s)."""
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def update(parameters: Iterable[nn.Parameter], rate: float) -> None:
+    """Stochastic gradient descent. torch.optim.SGD does the same, after importing torch's compiler for seconds."""
+    with torch.no_grad():
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter.sub_(parameter.grad, alpha=rate)

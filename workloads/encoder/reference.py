@@ -6,7 +6,7 @@ import torch
 
 from commtrace.workloads.mpi.dropout import Dropout
 
-from .layers import Shape, classifier, dropout_key, loss_of, whole_layer
+from .layers import Shape, classifier, dropout_key, loss_of, update, whole_layer
 
 
 class Reference:
@@ -33,10 +33,11 @@ class Reference:
         self.logits = self.head(x)
         if rate is None:
             return
-        optimizer = torch.optim.SGD([parameter for _, parameter in self._named()], rate)
-        optimizer.zero_grad()
+        parameters = [parameter for _, parameter in self._named()]
+        for parameter in parameters:
+            parameter.grad = None
         loss_of(self.logits, self.labels).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+        update(parameters, rate)
 
     def results(self) -> dict[str, torch.Tensor]:
         """Of the last step, under the names of `Run.results`, whole."""

@@ -20,7 +20,7 @@ from commtrace.workloads.mpi.outcome import Outcome, RankOutcome, difference, di
 from commtrace.workloads.mpi.tables import print_run
 from commtrace.workloads.mpi.transports import Transport
 
-from .layers import EncoderLayer, Shape, Ways, classifier, loss_of, whole_layer
+from .layers import EncoderLayer, Shape, Ways, classifier, loss_of, update, whole_layer
 from .options import parse, shape_of
 from .reference import Reference
 from .schedules import SCHEDULES
@@ -40,8 +40,6 @@ class Run:
         self.layers = [self._layer(index, dtype, device) for index in self._indices()]
         self.head = classifier(self.shape, options.seed).to(device, dtype) if self._last else None
         self.inputs, self.labels = make_data(options, self.shape, dtype, device)
-        parameters = [p for layer in self.layers for p in layer.parameters.values()]
-        self.optimizer = torch.optim.SGD([*parameters, *(self.head.parameters() if self.head else ())], LEARNING_RATE)
         self.schedule = SCHEDULES[options.schedule](self.stage, self.stages, self.shape.micro_batches)
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.logits: dict[int, torch.Tensor] = {}
@@ -70,7 +68,8 @@ class Run:
 
     def iterate(self, step: int) -> torch.Tensor:
         """One training step: the mean loss of the batch on ranks that have the last layer, 0 on others."""
-        self.optimizer.zero_grad()
+        for _, parameter in self.named_parameters():
+            parameter.grad = None
         loss = self.inputs.new_zeros(())
         for task in self.schedule:
             if task.forward:
@@ -82,7 +81,7 @@ class Run:
             self.transport.flush()
         if not self.options.forward_only:
             with commtrace.phase("optimizer"):
-                self.optimizer.step()
+                update([p for _, p in self.named_parameters()], LEARNING_RATE)
         return loss
 
     def _forward(self, number: int, step: int) -> torch.Tensor:
