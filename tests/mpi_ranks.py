@@ -31,7 +31,8 @@ needs_mpiexec = pytest.mark.skipif(not has_mpiexec(), reason="there is no mpiexe
 def mpiexec(ranks: int, *program: str | Path, **variables: Any) -> processes.Result:
     """Run Python on so many ranks."""
     command = launch.command(ranks, [sys.executable, *map(str, program)])
-    return processes.run(command, limit=LIMIT_S, **launch.variables(ranks), **variables)
+    variables |= launch.variables(ranks)
+    return processes.run(command, limit=LIMIT_S, **variables)
 
 
 def run_cases(ranks: int, cases: list[tuple[str, list[str]]]) -> list[list[dict[str, Any]]]:

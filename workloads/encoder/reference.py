@@ -36,7 +36,7 @@ class Reference:
         parameters = [parameter for _, parameter in self._named()]
         for parameter in parameters:
             parameter.grad = None
-        loss_of(self.logits, self.labels).backward()  # type: ignore[no-untyped-call]
+        loss_of(self.logits, self.labels).backward()
         update(parameters, rate)
 
     def results(self) -> dict[str, torch.Tensor]:

@@ -42,7 +42,7 @@ def add_up(x: torch.Tensor, transport: Transport) -> torch.Tensor:
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
-    result: torch.Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = function.apply(*arguments)
     return result
 
 
@@ -63,7 +63,7 @@ class _Gather(torch.autograd.Function):
         return _whole(transport.all_gather(x), dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
         return ctx.transport.reduce_scatter(_parts(gradient, ctx.dim, ctx.transport.size)), None, None
 
 
@@ -74,7 +74,7 @@ class _GatherSame(torch.autograd.Function):
         return _whole(transport.all_gather(x), dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
         return gradient.chunk(ctx.transport.size, ctx.dim)[ctx.transport.rank], None, None
 
 
@@ -85,7 +85,7 @@ class _Exchange(torch.autograd.Function):
         return _whole(transport.all_to_all(_parts(x, split, transport.size)), join)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
         parts = ctx.transport.all_to_all(_parts(gradient, ctx.join, ctx.transport.size))
         return _whole(parts, ctx.split), None, None, None
 
@@ -97,7 +97,7 @@ class _Share(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
         return ctx.transport.all_reduce(gradient), None
 
 
@@ -107,5 +107,5 @@ class _AddUp(torch.autograd.Function):
         return transport.all_reduce(x)
 
     @staticmethod
-    def backward(_: Any, gradient: torch.Tensor) -> Gradients:  # type: ignore[override]
+    def backward(_: Any, gradient: torch.Tensor) -> Gradients:
         return gradient, None

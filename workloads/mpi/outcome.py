@@ -95,7 +95,7 @@ def measure(
         commtrace.step()
         with watch("iteration"):
             loss = iterate(step)
-        losses.append(loss.item().hex())
+        losses.append(float(loss).hex())
     parts = {name: seconds / timed for name, seconds in watch.seconds.items()}
     seconds = parts.pop("iteration")
     parts["compute"] = seconds - sum(parts.get(name, 0.0) for name in EXCLUSIVE)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from .stopwatch import Stopwatch
 from .transports import Transport, Wait
@@ -55,20 +57,25 @@ class TorchTransport(Transport):
 
     def _send(self, outgoing: torch.Tensor, to: int) -> Wait:
         work = dist.isend(outgoing, group=self._group, group_dst=to)
-        # The tensor is kept until it has left: torch asks for that.
-        return lambda kept=outgoing: work.wait() if work is not None else None
+        assert work is not None, "this rank is in the group"
+        return functools.partial(_finish, work, outgoing)
 
     def _recv(self, incoming: torch.Tensor, source: int) -> None:
         dist.recv(incoming, group=self._group, group_src=source)
+
+
+def _finish(work: dist.Work, kept: torch.Tensor) -> None:
+    """Wait for a message to leave; torch asks that its tensor is kept until then."""
+    work.wait()
 
 
 def init_process_group(comm: Any, backend: str) -> None:
     """Let the ranks of an MPI communicator find each other: rank 0 opens a store on a free port, and tells where."""
     rank, size = comm.Get_rank(), comm.Get_size()
     if rank == 0:
-        store = dist.TCPStore(socket.gethostname(), 0, size, is_master=True, wait_for_workers=False)
+        store = TCPStore(socket.gethostname(), 0, size, is_master=True, wait_for_workers=False)
         comm.bcast((store.host, store.port))
     else:
         host, port = comm.bcast(None)
-        store = dist.TCPStore(host, port, size, is_master=False)
+        store = TCPStore(host, port, size, is_master=False)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)

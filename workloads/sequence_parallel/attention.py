@@ -43,13 +43,13 @@ ATTENTIONS: Final[dict[str, Attention]] = {"all_gather": all_gather, "ring": rin
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int) -> torch.Tensor:
     """Queries (b, q, h) over keys and values (b, k, h), for so many heads: (b, q, h)."""
-    mixed = functional.scaled_dot_product_attention(*(_by_head(x, heads) for x in (q, k, v)))
-    return _joined(mixed)
+    return _joined(functional.scaled_dot_product_attention(_by_head(q, heads), _by_head(k, heads), _by_head(v, heads)))
 
 
 def _by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
     """(b, s, h) to (b, a, s, d)."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    split: torch.Tensor = x.unflatten(-1, (heads, -1))
+    return split.transpose(1, 2)
 
 
 def _joined(x: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ class _Ring(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, log_sum = ctx.saved_tensors
         heads, transport = ctx.heads, ctx.transport
         scale = 1 / math.sqrt(q.shape[-1] // heads)

@@ -42,7 +42,7 @@ class Run:
         self.layer.zero_grad()
         self.x.grad = None
         with commtrace.phase("backward"):
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             self.layer.add_up_gradients()
         return loss.detach()
 
