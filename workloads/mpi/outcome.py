@@ -54,8 +54,12 @@ class Outcome:
 
     @property
     def slowest(self) -> RankOutcome:
-        """The rank whose iterations took longest; times are quoted from it."""
+        """The rank whose iterations took longest: the time of the run is its time."""
         return max(self.ranks, key=lambda rank: rank.seconds)
+
+    def mean(self, part: str) -> float:
+        """Seconds of an iteration that a rank spends on a part, mean over the ranks: one waits where another works."""
+        return sum(rank.parts.get(part, 0.0) for rank in self.ranks) / len(self.ranks)
 
     @property
     def oversubscribed(self) -> tuple[int, int] | None:

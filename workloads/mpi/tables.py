@@ -29,7 +29,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def print_run(outcome: Outcome) -> int:
     """Show a run; 1 when it was checked and its results are not those of one process, else 0."""
     settings = outcome.settings
-    print(f"{outcome.workload}, {outcome.mode}, {len(outcome.ranks)} ranks, {settings['transport']}:", end=" ")
+    print(f"{outcome.workload}, {outcome.mode}, {_ranks(len(outcome.ranks))}, {settings['transport']}:", end=" ")
     print(f"{outcome.slowest.seconds:.4f} s an iteration, {outcome.tokens / outcome.slowest.seconds:,.0f} tokens/s\n")
     print(_by_rank(outcome.ranks), end="\n\n")
     for warning in oversubscription([outcome]):
@@ -43,6 +43,10 @@ def print_run(outcome: Outcome) -> int:
     if not good:
         print(f"{outcome.workload}: error: the results are not those of one process", file=sys.stderr)
     return 0 if good else 1
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
 
 
 def _by_rank(ranks: Sequence[RankOutcome]) -> str:
@@ -79,13 +83,13 @@ def payload(rank: RankOutcome) -> int:
     return sum(size * calls for op, size, calls in rank.traffic if op != "recv")
 
 
-def copies(rank: RankOutcome) -> float:
-    """Seconds of an iteration between device and host."""
-    return rank.parts.get(COPY_OUT, 0.0) + rank.parts.get(COPY_BACK, 0.0)
+def copies(outcome: Outcome) -> float:
+    """Seconds of an iteration between device and host, mean over the ranks."""
+    return outcome.mean(COPY_OUT) + outcome.mean(COPY_BACK)
 
 
 def scaling(outcomes: Sequence[Outcome]) -> str:
-    """The table of strong scaling: the same work on more ranks. Times are the slowest rank's."""
+    """The table of strong scaling: the same work on more ranks. The time is the slowest rank's, its parts are means."""
     first = outcomes[0]
     rows = []
     for one in outcomes:
@@ -96,9 +100,9 @@ def scaling(outcomes: Sequence[Outcome]) -> str:
                 f"{slowest.seconds:.4f}",
                 *_ratios(n / len(first.ranks), first.slowest.seconds / slowest.seconds),
                 f"{one.tokens / slowest.seconds:,.0f}",
-                f"{slowest.parts['compute']:.4f}",
-                f"{slowest.parts.get(COMMUNICATION, 0.0):.4f}",
-                f"{copies(slowest):.4f}",
+                f"{one.mean('compute'):.4f}",
+                f"{one.mean(COMMUNICATION):.4f}",
+                f"{copies(one):.4f}",
                 size(max(payload(rank) for rank in one.ranks)),
             ]
         )
@@ -112,14 +116,12 @@ def _ratios(more: float, speedup: float) -> tuple[str, str]:
 
 def sublayers(outcomes: Sequence[Outcome], names: Sequence[str]) -> str:
     """Speedups of the forward pass by part, where the workload marks parts."""
-    first = outcomes[0].slowest
-    known = [name for name in names if name in first.parts]
+    known = [name for name in names if all(one.mean(name) for one in outcomes)]
     if not known:
         return ""
     rows = [
-        [str(len(one.ranks)), *(f"{first.parts[name] / one.slowest.parts[name]:.2f}x" for name in known)]
+        [str(len(one.ranks)), *(f"{outcomes[0].mean(name) / one.mean(name):.2f}x" for name in known)]
         for one in outcomes
-        if all(name in one.slowest.parts for name in known)
     ]
     return table(["ranks", *known], rows)
 
@@ -144,22 +146,19 @@ def losses_to(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _loss(first: Outcome, one: Outcome) -> str:
-    n, slowest = len(one.ranks), one.slowest
+    n = len(one.ranks)
     share = len(first.ranks) / n
-    beyond = {
-        name: slowest.parts.get(name, 0.0) - share * first.slowest.parts.get(name, 0.0)
-        for name in ("compute", *EXCLUSIVE)
-    }
-    lost = slowest.seconds - share * first.slowest.seconds
+    beyond = {name: one.mean(name) - share * first.mean(name) for name in ("compute", *EXCLUSIVE)}
+    lost = sum(beyond.values())
     if lost <= 0:
         return f"{n} ranks: {-lost:.4f} s faster than a perfect division of the work."
     words = {"compute": "computation that did not shrink with the ranks", COMMUNICATION: "communication and waiting"}
     named = sorted(((seconds, words.get(name, name)) for name, seconds in beyond.items() if seconds > 0), reverse=True)
     parts = ", ".join(f"{seconds:.4f} s {name}" for seconds, name in named)
-    communicated = slowest.parts.get(COMMUNICATION, 0.0) + copies(slowest)
+    communicated = one.mean(COMMUNICATION) + copies(one)
     return (
         f"{n} ranks: {lost:.4f} s over a perfect division of the work: {parts}. Communication and copies are "
-        f"{communicated / slowest.seconds:.0%} of the iteration."
+        f"{communicated / (communicated + one.mean('compute')):.0%} of the iteration."
     )
 
 
