@@ -51,11 +51,11 @@ def test_what_needs_a_gpu_is_refused_without(name: str) -> None:
         make_transport(name, None, torch.device("cpu"))
 
 
-def outcome(ranks: int, seconds: float, communication: float, cores: int = 8) -> Outcome:
+def outcome(ranks: int, seconds: float, communication: float, cores: int = 8, cpu: float = 1.0) -> Outcome:
     """A run that was not made."""
     parts = {"compute": seconds - communication, "communication": communication}
     traffic = [("all_gather", 1024, 2)] if ranks > 1 else []
-    one = RankOutcome("host", cores, seconds, parts, traffic, [], "")
+    one = RankOutcome("host", cores, seconds, parts, traffic, cpu, [], "")
     return Outcome("test", "all_gather", {"threads": 1, "transport": "mpi"}, 1000, [one] * ranks)
 
 
@@ -76,13 +76,24 @@ def test_where_the_time_went_is_said() -> None:
     two, four = tables.losses_to(RUNS)
     assert two.startswith("2 ranks: 0.3000 s over a perfect division of the work: 0.3000 s communication and waiting.")
     assert "80% of the iteration" in four
-    assert "payload an iteration stays as it is at 2 KiB" in tables.growth(RUNS)
+    growth = tables.growth(RUNS)
+    assert "payload an iteration stays at 2 KiB, while its share of the work falls by a factor of 2" in growth
+    assert growth.endswith("grows 2 times.")
 
 
 def test_shared_cores_are_said() -> None:
-    assert tables.oversubscription(RUNS) == []
-    (warning,) = tables.oversubscription([outcome(4, 1.0, 0.0, cores=2)])
+    assert tables.taken_cores(RUNS) == []
+    (warning,) = tables.taken_cores([outcome(4, 1.0, 0.0, cores=2)])
     assert warning.startswith("4 ranks on one host share 2 cores")
+
+
+def test_a_busy_machine_is_said() -> None:
+    """Unless the transport sleeps while it waits."""
+    busy = outcome(1, 1.0, 0.0, cpu=0.6)
+    (warning,) = tables.taken_cores([busy])
+    assert warning.startswith("1 rank had a core 60% of the time only")
+    busy.settings["transport"] = "gloo"
+    assert tables.taken_cores([busy]) == []
 
 
 def test_an_outcome_comes_back_from_its_file(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -33,6 +34,8 @@ class RankOutcome:
     """Seconds of an iteration by part; those of `stopwatch.EXCLUSIVE` and "compute" add up to `seconds`."""
     traffic: list[tuple[str, int, int]]
     """Of an iteration: operation, payload (bytes), calls."""
+    cpu: float
+    """CPU seconds per second of iterations. MPI polls while it waits, so less than 1 means that the core was taken."""
     losses: list[str]
     """Of every iteration, warm-up included, as hexadecimal floats, which say every bit; this rank's own."""
     digest: str
@@ -60,6 +63,13 @@ class Outcome:
     def mean(self, part: str) -> float:
         """Seconds of an iteration that a rank spends on a part, mean over the ranks: one waits where another works."""
         return sum(rank.parts.get(part, 0.0) for rank in self.ranks) / len(self.ranks)
+
+    @property
+    def had_cores(self) -> float:
+        """The share of the time in which the ranks had their cores, mean: less than 1 where others took them."""
+        # Where torch.distributed waits, it sleeps: then CPU time says nothing.
+        polls = str(self.settings["transport"]).startswith("mpi")
+        return min(1.0, sum(rank.cpu for rank in self.ranks) / len(self.ranks)) if polls else 1.0
 
     @property
     def oversubscribed(self) -> tuple[int, int] | None:
@@ -90,16 +100,19 @@ def measure(
     """
     watch = transport.watch
     losses = []
+    cpu = 0.0
     for step in range(warmup + timed):
         if step == warmup:
             transport.barrier()  # no rank is timed while others still warm up; and not within what is timed
             watch.seconds.clear()
+            cpu = time.process_time()
             for one in (transport, *others):
                 one.traffic.clear()
         commtrace.step()
         with watch("iteration"):
             loss = iterate(step)
         losses.append(float(loss).hex())
+    cpu = time.process_time() - cpu
     parts = {name: seconds / timed for name, seconds in watch.seconds.items()}
     seconds = parts.pop("iteration")
     parts["compute"] = seconds - sum(parts.get(name, 0.0) for name in EXCLUSIVE)
@@ -109,6 +122,7 @@ def measure(
         seconds=seconds,
         parts=parts,
         traffic=_per_iteration([one.traffic for one in (transport, *others)], timed),
+        cpu=cpu / (seconds * timed),
         losses=losses,
         digest="",
     )

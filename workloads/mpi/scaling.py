@@ -37,7 +37,7 @@ def run(workload: str, argv: Sequence[str] | None, published: str, parts: Sequen
     if by_part:
         print(f"Speedup of the forward pass, communication included:\n\n{by_part}\n")
     print(*filter(None, [*tables.losses_to(outcomes), tables.growth(outcomes)]), sep="\n")
-    print(*tables.oversubscription(outcomes), sep="\n")
+    print(*tables.taken_cores(outcomes), sep="\n")
     return 0
 
 

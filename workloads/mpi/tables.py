@@ -12,6 +12,9 @@ from .stopwatch import COMMUNICATION, COPY_BACK, COPY_OUT, EXCLUSIVE
 TOLERANCE: Final = {"float32": 1e-4, "float64": 1e-10}
 """Largest difference from one process, relative to the largest number of a tensor: sums in another order."""
 
+ENOUGH: Final = 0.9
+"""Share of the time in which a rank must have its core for its times to mean anything."""
+
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Columns, the first to the left and the others to the right."""
@@ -32,7 +35,7 @@ def print_run(outcome: Outcome) -> int:
     print(f"{outcome.workload}, {outcome.mode}, {_ranks(len(outcome.ranks))}, {settings['transport']}:", end=" ")
     print(f"{outcome.slowest.seconds:.4f} s an iteration, {outcome.tokens / outcome.slowest.seconds:,.0f} tokens/s\n")
     print(_by_rank(outcome.ranks), end="\n\n")
-    for warning in oversubscription([outcome]):
+    for warning in taken_cores([outcome]):
         print(warning)
     errors = [rank.error for rank in outcome.ranks if rank.error is not None]
     if not errors:
@@ -47,6 +50,10 @@ def print_run(outcome: Outcome) -> int:
 
 def _ranks(number: int) -> str:
     return "1 rank" if number == 1 else f"{number} ranks"
+
+
+def _cores(number: int) -> str:
+    return "1 core" if number == 1 else f"{number} cores"
 
 
 def _by_rank(ranks: Sequence[RankOutcome]) -> str:
@@ -126,15 +133,20 @@ def sublayers(outcomes: Sequence[Outcome], names: Sequence[str]) -> str:
     return table(["ranks", *known], rows)
 
 
-def oversubscription(outcomes: Iterable[Outcome]) -> list[str]:
-    """A warning for each run whose ranks share cores."""
+def taken_cores(outcomes: Iterable[Outcome]) -> list[str]:
+    """A warning for each run whose ranks shared cores, with each other or with other programs."""
     found = []
     for one in outcomes:
         if one.oversubscribed is not None:
             ranks, cores = one.oversubscribed
             found.append(
-                f"{ranks} ranks on one host share {cores} cores: they take turns in computing, and a rank whose turn "
+                f"{ranks} ranks on one host share {_cores(cores)}: they take turns in computing, and a rank whose turn "
                 "it is not keeps the others waiting. Their times say nothing of the network."
+            )
+        elif one.had_cores < ENOUGH:
+            found.append(
+                f"{_ranks(len(one.ranks))} had a core {one.had_cores:.0%} of the time only: other programs ran on this "
+                "machine. Measure again on a quiet one."
             )
     return found
 
@@ -169,10 +181,8 @@ def growth(outcomes: Sequence[Outcome]) -> str:
     if len(sent) < 2:
         return ""
     (few, before), (many, after) = sent[0], sent[-1]
-    change = (
-        "stays as it is" if before == after else f"changes by a factor of {after / before:.2f}, from {size(before)},"
-    )
+    change = f"stays at {size(after)}" if before == after else f"goes from {size(before)} to {size(after)}"
     return (
-        f"From {few} to {many} ranks a rank's payload an iteration {change} at {size(after)}, "
-        f"while its share of the work falls by a factor of {many / few:.3g}: this ratio bounds the scaling."
+        f"From {few} to {many} ranks a rank's payload an iteration {change}, while its share of the work falls by a "
+        f"factor of {many / few:.3g}: communication per computation grows {after / before * many / few:.3g} times."
     )
