@@ -100,6 +100,17 @@ def test_closed_forms() -> None:
             assert wire(sequence_parallel(*sizes, True), n) == pytest.approx(both + gradients)
 
 
+@pytest.mark.parametrize(
+    ("attention", "mebibytes"),
+    [("all_gather", (320, 480, 560)), ("ring", (320, 480, 560)), ("ulysses", (320, 240, 140))],
+)
+def test_what_the_original_configuration_sends(attention: str, mebibytes: tuple[int, ...]) -> None:
+    """The table of docs/mpi-workloads.md."""
+    for ranks, size in zip((2, 4, 8), mebibytes, strict=True):
+        calls = sequence_parallel(attention, 4, 4096, 5120, 4 * 5120, 4, ranks, backward=False)
+        assert wire(calls, ranks) == size * 2**20
+
+
 def test_parameters_are_counted_right() -> None:
     assert layer_parameters(64, 256) == 12 * 64**2 + 13 * 64
 
