@@ -35,8 +35,8 @@ def mpiexec(ranks: int, *program: str | Path, **variables: Any) -> processes.Res
     return processes.run(command, limit=LIMIT_S, **variables)
 
 
-def run_cases(ranks: int, cases: list[tuple[str, list[str]]]) -> list[list[dict[str, Any]]]:
-    """What each rank found of each case (workload, options)."""
+def run_cases(ranks: int, cases: list[tuple[str, list[str], bool]]) -> list[list[dict[str, Any]]]:
+    """What each rank found of each case (workload, options, whether tensors are copied as those of a GPU are)."""
     result = mpiexec(ranks, PROGRAM, json.dumps(cases))
     assert result.status == 0, result.out + result.err
     found = [json.loads(line) for line in result.out.splitlines() if line.startswith("[")]

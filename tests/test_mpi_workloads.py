@@ -15,7 +15,7 @@ pytest.importorskip("mpi4py")
 
 import torch
 
-from commtrace.workloads.mpi import TransportError, tables
+from commtrace.workloads.mpi import TransportError, WorkloadError, tables
 from commtrace.workloads.mpi.dropout import Place, dropout
 from commtrace.workloads.mpi.options import make_transport
 from commtrace.workloads.mpi.outcome import Outcome, RankOutcome
@@ -101,6 +101,12 @@ def test_an_outcome_comes_back_from_its_file(tmp_path: Path) -> None:
     back = Outcome.read(tmp_path / "run.json")
     assert json.dumps(back.ranks[0].parts) == json.dumps(RUNS[1].ranks[0].parts)
     assert back.tokens == 1000
+
+
+def test_a_file_that_is_no_outcome_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(WorkloadError, match=r"run\.json is not what a run writes"):
+        Outcome.read(tmp_path / "run.json")
 
 
 @pytest.mark.parametrize(

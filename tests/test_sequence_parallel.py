@@ -24,10 +24,11 @@ COMMON = [*SIZES, "--dtype", "float64", "--check", "--dropout", "0.3", "--warmup
 ITERATIONS = 3
 CASES = {
     (attention, backward, transport): [
-        *COMMON, "--attention", attention, "--transport", transport, *([] if backward else ["--forward-only"]),
+        *COMMON, "--attention", attention, "--transport", transport.removeprefix("staged "),
+        *([] if backward else ["--forward-only"]),
     ]
     for attention in ("all_gather", "ring", "ulysses")
-    for backward, transport in ((True, "mpi"), (False, "mpi"), (True, "gloo"))
+    for backward, transport in ((True, "mpi"), (False, "mpi"), (True, "staged mpi"), (True, "gloo"))
 }  # fmt: skip
 Case = tuple[str, bool, str]
 
@@ -35,7 +36,8 @@ Case = tuple[str, bool, str]
 @functools.cache
 def found(ranks: int) -> dict[Case, list[dict[str, Any]]]:
     """What each rank found of each case, all cases in one start."""
-    results = mpi_ranks.run_cases(ranks, [("sequence_parallel", arguments) for arguments in CASES.values()])
+    cases = [("sequence_parallel", arguments, "staged" in case[2]) for case, arguments in CASES.items()]
+    results = mpi_ranks.run_cases(ranks, cases)
     return dict(zip(CASES, results, strict=True))
 
 
@@ -63,12 +65,20 @@ def test_calls_and_bytes_are_those_of_the_formula(case: Case, ranks: int) -> Non
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("case", [case for case in CASES if case[2] == "mpi"], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case[2] != "gloo"], ids=str)
 def test_mpi_is_called_as_the_formula_says(case: Case, ranks: int) -> None:
     """Counted between the workload and MPI, over the whole run."""
     for rank in found(ranks)[case]:
         calls = [(op, payload, calls * ITERATIONS) for op, payload, calls in expected(case, ranks)]
         assert [tuple(row) for row in rank["counted"]] == calls
+
+
+@pytest.mark.parametrize("attention", ["all_gather", "ring", "ulysses"])
+def test_copies_by_way_of_the_host_are_parts_of_their_own(attention: str) -> None:
+    """Without a GPU the copies copy nothing; that they are made, timed and harmless can be seen all the same."""
+    for staged, direct in zip(found(2)[attention, True, "staged mpi"], found(2)[attention, True, "mpi"], strict=True):
+        assert staged["digest"] == direct["digest"]
+        assert staged["parts"].keys() - direct["parts"].keys() == {"copy to host", "copy to device"}
 
 
 def losses_of(ranks: list[dict[str, Any]]) -> list[float]:

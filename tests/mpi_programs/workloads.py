@@ -1,6 +1,7 @@
 """Ranks that run MPI workloads, several in a row, since an import of torch costs seconds: workloads.py CASES.
 
-CASES is a JSON list of [workload, options]. Rank 0 writes a line of JSON per case: what each rank found.
+CASES is a JSON list of [workload, options, whether tensors are copied as those of a GPU are]. Rank 0 writes a line of
+JSON per case: what each rank found.
 """
 
 from __future__ import annotations
@@ -53,12 +54,13 @@ class CountingComm:
         return counted
 
 
-def run(workload: str, arguments: list[str]) -> dict[str, Any]:
+def run(workload: str, arguments: list[str], staged: bool) -> dict[str, Any]:
     """One case on this rank."""
     package = f"commtrace.workloads.{workload}"
     options = importlib.import_module(f"{package}.options").parse(arguments, MPI.COMM_WORLD.Get_rank())
     counts: Counter[tuple[str, int]] = Counter()
     transport = make_transport(options.transport, CountingComm(MPI.COMM_WORLD, counts), torch.device("cpu"))
+    transport.staged = staged
     outcome, _ = importlib.import_module(f"{package}.train").train(options, transport, torch.device("cpu"))
     transport.close()
     counted = [[op, payload, calls] for (op, payload), calls in sorted(counts.items())]
@@ -68,8 +70,8 @@ def run(workload: str, arguments: list[str]) -> dict[str, Any]:
 def main() -> None:
     """All cases."""
     comm = MPI.COMM_WORLD
-    for workload, arguments in json.loads(sys.argv[1]):
-        found = comm.gather(run(workload, arguments))
+    for workload, arguments, staged in json.loads(sys.argv[1]):
+        found = comm.gather(run(workload, arguments, staged))
         if found is not None:
             print(json.dumps(found), flush=True)
 

@@ -38,6 +38,14 @@ def positive(text: str) -> int:
     return number
 
 
+def natural(text: str) -> int:
+    """A number from 0."""
+    number = int(text)
+    if number < 0:
+        raise ValueError
+    return number
+
+
 def probability(text: str) -> float:
     """A number from 0, below 1."""
     number = float(text)
@@ -51,7 +59,7 @@ def add_common(parser: argparse.ArgumentParser, iterations: int, dropout: float)
     add = parser.add_argument
     add("--dropout", type=probability, default=dropout, metavar="P", help="probability (default: %(default)s)")
     add("--iterations", type=positive, default=iterations, metavar="N", help="timed iterations (default: %(default)s)")
-    add("--warmup", type=int, default=1, metavar="N", help="iterations before them (default: %(default)s)")
+    add("--warmup", type=natural, default=1, metavar="N", help="iterations before them (default: %(default)s)")
     add("--forward-only", action="store_true", help="no backward pass")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="(default: %(default)s)")
     add("--transport", choices=TRANSPORTS, default="mpi", help="how tensors travel (default: %(default)s)")

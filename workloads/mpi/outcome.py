@@ -17,6 +17,7 @@ import torch
 
 import commtrace
 
+from .errors import WorkloadError
 from .stopwatch import EXCLUSIVE
 from .transports import Traffic, Transport
 
@@ -85,10 +86,13 @@ class Outcome:
 
     @classmethod
     def read(cls, path: str | Path) -> Outcome:
-        """What `write` wrote."""
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-        content["ranks"] = [RankOutcome(**rank) for rank in content["ranks"]]
-        return cls(**content)
+        """What `write` wrote. Raises WorkloadError where it did not."""
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            content["ranks"] = [RankOutcome(**rank) for rank in content["ranks"]]
+            return cls(**content)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise WorkloadError(f"{path} is not what a run writes with --json ({error})") from error
 
 
 def measure(
