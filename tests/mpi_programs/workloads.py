@@ -1,0 +1,87 @@
+"""Ranks that run MPI workloads, several in a row, since an import of torch costs seconds: workloads.py CASES.
+
+CASES is a JSON list of [workload, options, whether tensors are copied as those of a GPU are]. Rank 0 writes a line of
+JSON per case: what each rank found.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from commtrace.workloads.mpi.options import make_transport
+
+# Which argument of a method is the payload: all_gather's is what is received, other collectives' what is given.
+PAYLOAD = {
+    "Allgather": ("all_gather", 1),
+    "Reduce_scatter_block": ("reduce_scatter", 0),
+    "Alltoall": ("all_to_all", 0),
+    "Allreduce": ("all_reduce", 0),
+    "Isend": ("send", 0),
+    "Irecv": ("recv", 0),
+    "Recv": ("recv", 0),
+}
+MOVES_NO_TENSOR = ("Get_rank", "Get_size", "Barrier", "bcast")
+
+
+class CountingComm:
+    """A communicator that counts what goes through it, and refuses what it cannot count."""
+
+    def __init__(self, comm: MPI.Comm, counts: Counter[tuple[str, int]]) -> None:
+        self.comm, self.counts = comm, counts
+
+    def Split(self, color: int, key: int) -> CountingComm:  # noqa: N802
+        return CountingComm(self.comm.Split(color, key), self.counts)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method: Callable[..., Any] = getattr(self.comm, name)
+        if name in MOVES_NO_TENSOR:
+            return method
+        op, which = PAYLOAD[name]
+
+        def counted(*arguments: Any) -> Any:
+            self.counts[op, arguments[which].nbytes] += 1
+            return method(*arguments)
+
+        return counted
+
+
+def run(workload: str, arguments: list[str], staged: bool) -> dict[str, Any]:
+    """One case on this rank."""
+    package = f"commtrace.workloads.{workload}"
+    options = importlib.import_module(f"{package}.options").parse(arguments, MPI.COMM_WORLD.Get_rank())
+    counts: Counter[tuple[str, int]] = Counter()
+    transport = make_transport(options.transport, CountingComm(MPI.COMM_WORLD, counts), torch.device("cpu"))
+    transport.staged = staged
+    outcome, _ = importlib.import_module(f"{package}.train").train(options, transport, torch.device("cpu"))
+    transport.close()
+    counted = [[op, payload, calls] for (op, payload), calls in sorted(counts.items())]
+    return {**asdict(outcome), "counted": counted}
+
+
+def main() -> None:
+    """All cases."""
+    comm = MPI.COMM_WORLD
+    for workload, arguments, staged in json.loads(sys.argv[1]):
+        found = comm.gather(run(workload, arguments, staged))
+        if found is not None:
+            print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        sys.stderr.flush()
+        MPI.COMM_WORLD.Abort(1)

@@ -1,0 +1,44 @@
+"""Starting ranks of MPI workloads, with a time limit."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+
+from commtrace.workloads.mpi import WorkloadError, launch
+
+PROGRAM = Path(__file__).parent / "mpi_programs" / "workloads.py"
+LIMIT_S = 120
+
+
+def has_mpiexec() -> bool:
+    """Whether ranks can be started here."""
+    try:
+        launch.mpiexec()
+    except WorkloadError:
+        return False
+    return True
+
+
+needs_mpiexec = pytest.mark.skipif(not has_mpiexec(), reason="there is no mpiexec")
+
+
+def mpiexec(ranks: int, *program: str | Path, **variables: Any) -> processes.Result:
+    """Run Python on so many ranks."""
+    command = launch.command(ranks, [sys.executable, *map(str, program)])
+    variables |= launch.variables(ranks)
+    return processes.run(command, limit=LIMIT_S, **variables)
+
+
+def run_cases(ranks: int, cases: list[tuple[str, list[str], bool]]) -> list[list[dict[str, Any]]]:
+    """What each rank found of each case (workload, options, whether tensors are copied as those of a GPU are)."""
+    result = mpiexec(ranks, PROGRAM, json.dumps(cases))
+    assert result.status == 0, result.out + result.err
+    found = [json.loads(line) for line in result.out.splitlines() if line.startswith("[")]
+    assert len(found) == len(cases), result.out + result.err
+    return found

@@ -1,0 +1,111 @@
+"""Collectives with gradients. `n` is the number of ranks; a rank's place along a dimension is its rank.
+
+Whether the gradient of what was gathered is summed over the ranks depends on what is done with it: where every rank
+uses the whole for a different part of the work, each has a different gradient, and they must be added up; where every
+rank does the same with it, each has all of the gradient already.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .transports import Transport
+
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+def gather(x: torch.Tensor, dim: int, transport: Transport) -> torch.Tensor:
+    """Ranks' parts to the whole, for ranks that use it differently: all_gather forward, reduce_scatter backward."""
+    return _apply(_Gather, x, dim, transport)
+
+
+def gather_same(x: torch.Tensor, dim: int, transport: Transport) -> torch.Tensor:
+    """Ranks' parts to the whole, for ranks that all do the same with it: all_gather forward, nothing backward."""
+    return _apply(_GatherSame, x, dim, transport)
+
+
+def exchange(x: torch.Tensor, split: int, join: int, transport: Transport) -> torch.Tensor:
+    """Divide along `split`, undivide along `join`: an all_to_all forward, and its opposite backward."""
+    return _apply(_Exchange, x, split, join, transport)
+
+
+def share(x: torch.Tensor, transport: Transport) -> torch.Tensor:
+    """What all ranks have, for ranks that use it differently: nothing forward, all_reduce backward (Megatron's f)."""
+    return _apply(_Share, x, transport)
+
+
+def add_up(x: torch.Tensor, transport: Transport) -> torch.Tensor:
+    """Ranks' summands to the sum, for ranks that all do the same with it: all_reduce forward, nothing backward (g)."""
+    return _apply(_AddUp, x, transport)
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
+    result: torch.Tensor = function.apply(*arguments)
+    return result
+
+
+def _parts(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
+    """The whole to (n, part)."""
+    return torch.stack(x.chunk(n, dim))
+
+
+def _whole(parts: torch.Tensor, dim: int) -> torch.Tensor:
+    """(n, part) to the whole."""
+    return torch.cat(parts.unbind(0), dim)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, transport: Transport) -> torch.Tensor:
+        ctx.dim, ctx.transport = dim, transport
+        return _whole(transport.all_gather(x), dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
+        return ctx.transport.reduce_scatter(_parts(gradient, ctx.dim, ctx.transport.size)), None, None
+
+
+class _GatherSame(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, transport: Transport) -> torch.Tensor:
+        ctx.dim, ctx.transport = dim, transport
+        return _whole(transport.all_gather(x), dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
+        return gradient.chunk(ctx.transport.size, ctx.dim)[ctx.transport.rank], None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, split: int, join: int, transport: Transport) -> torch.Tensor:
+        ctx.split, ctx.join, ctx.transport = split, join, transport
+        return _whole(transport.all_to_all(_parts(x, split, transport.size)), join)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
+        parts = ctx.transport.all_to_all(_parts(gradient, ctx.join, ctx.transport.size))
+        return _whole(parts, ctx.split), None, None, None
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, transport: Transport) -> torch.Tensor:
+        ctx.transport = transport
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
+        return ctx.transport.all_reduce(gradient), None
+
+
+class _AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor, transport: Transport) -> torch.Tensor:
+        return transport.all_reduce(x)
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> Gradients:
+        return gradient, None
