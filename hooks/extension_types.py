@@ -48,11 +48,9 @@ class ExtensionPatches:
             return False
         if isinstance(original, (classmethod, staticmethod)):
             function: Callable[..., Any] = original.__func__
-        elif type(original).__name__ == "classmethod_descriptor":
-            function = _of_descriptor(original)
         else:
             function = original
-        replacement: Any = _alike(wrapper(function), function, original)
+        replacement: Any = _alike(wrapper(function), function)
         if isinstance(original, staticmethod):
             replacement = staticmethod(replacement)
         elif function is not original:
@@ -75,18 +73,10 @@ class ExtensionPatches:
                 _set(owner, name, original)
 
 
-def _of_descriptor(descriptor: Any) -> Callable[..., Any]:
-    def function(cls: type, *args: Any, **kwargs: Any) -> Any:
-        return descriptor.__get__(None, cls)(*args, **kwargs)
-
-    return function
-
-
-def _alike(replacement: Callable[..., Any], function: Callable[..., Any], original: Any) -> Callable[..., Any]:
+def _alike(replacement: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
     """With the original's name, documentation and signature."""
-    functools.update_wrapper(replacement, original)
-    replacement.__wrapped__ = function  # type: ignore[attr-defined]
-    signature = getattr(original, "__text_signature__", None)
+    functools.update_wrapper(replacement, function)
+    signature = getattr(function, "__text_signature__", None)
     if signature is not None:
         replacement.__text_signature__ = signature  # type: ignore[attr-defined]
     return replacement

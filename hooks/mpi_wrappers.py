@@ -8,6 +8,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from commtrace.interrupts import let_through
 from commtrace.schema import Clock
 
 from .extension_types import Wrapper
@@ -41,7 +42,10 @@ def recording(method: Method) -> Wrapper:
                     entry = tracer.start(plan)
                 if entry is not None:
                     given, named = entry.enter(args, kwargs)
-            except Exception:
+            except Exception as error:
+                let_through()
+                if entry is None:
+                    return _unmeasured(error, original, self, *args, **kwargs)
                 fault()
             if entry is None:
                 return original(self, *args, **kwargs)
@@ -58,6 +62,20 @@ def recording(method: Method) -> Wrapper:
         return call
 
     return wrapper
+
+
+def _unmeasured(error: Exception, original: Original, *args: Any, **kwargs: Any) -> Any:
+    """A call that the hook can make nothing of: if mpi4py cannot either, the mistake is the program's."""
+    try:
+        result = original(*args, **kwargs)
+    except BaseException as own:
+        own.__context__ = None  # nothing of ours
+        raise
+    try:
+        raise error
+    except Exception:
+        fault()
+    return result
 
 
 def _return(entry: Entry, members: Any, result: Any, cost: int) -> None:

@@ -157,13 +157,12 @@ COMMON: dict[str, list[Row]] = {
     ],
     "Traced.Barrier": [BARRIER],
     "subclass": [summed(8)],
-    "no_such_root": [],
+    "no_such_root": [broadcast(8, peer=-1)._replace(end=FAILED)],
     "not_a_buffer": [],
     "too_few_arguments": [],
     "freed": [],
     "null": [],
     "cached_method": [summed(8)] * 3,
-    "cancelled": [received(0, -1, 999, variant="Irecv", flags=ASYNC, end=FORGOTTEN)],
 }  # fmt: skip
 
 
@@ -233,6 +232,9 @@ EACH: dict[str, list[list[Row]]] = {
             sent(8, after, 77, "Isend", flags=ASYNC, end=FORGOTTEN), received(8, before, 77),
         ]
     ),
+    "cancelled": each(
+        lambda rank, after, before: [received(0, before, 999, "Irecv", flags=ASYNC, end=FORGOTTEN)]
+    ),
     "persistent": each(
         lambda rank, after, before: [
             received(24, before, 4, "Recv_init", flags=ASYNC, end=WAITED),
@@ -250,7 +252,7 @@ EACH: dict[str, list[list[Row]]] = {
             Row("barrier", "Fence", None, 0),
             Row("put", "Put", F8, 16, peer=after, end=WAITED),
             Row("barrier", "Fence", None, 0),
-            Row("get", "Get", F8, 32, peer=before, end=WAITED),
+            Row("get", "Get", F8, 24, peer=before, end=WAITED),
             Row("accumulate", "Accumulate", F8, 8, peer=after, reduce_op="SUM", end=WAITED),
             Row("barrier", "Fence", None, 0),
         ]
@@ -276,7 +278,7 @@ EACH: dict[str, list[list[Row]]] = {
 
 def of_case(log: Log, name: str) -> list[Call]:
     """The calls of a case, in the order of their beginnings."""
-    return [call for call in log.calls if call.function == name]
+    return [call for call in log.calls if call.function.partition(".<locals>")[0] == name]
 
 
 @pytest.mark.parametrize("name", [*COMMON, *EACH])
@@ -291,8 +293,7 @@ def test_nothing_failed_or_was_lost(logs: list[Log]) -> None:
     for rank, log in enumerate(logs):
         process = log.tables["process"][0]
         assert (process["rank"], process["world_size"]) == (rank, RANKS)
-        # What mpi4py refuses, the hook may fail to measure; it says so, and goes on.
-        assert log.stats["hook_errors"] <= 4, log.stats["first_error"]
+        assert log.stats["hook_errors"] == 0, log.stats["first_error"]
         assert log.stats["dropped"] == log.stats["lost"] == 0
         assert log.tables["end"]
 

@@ -7,8 +7,10 @@ can be held against an untraced one; the log has the case's name as the function
 from __future__ import annotations
 
 import array
+import inspect
 import json
 import pickle
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -574,7 +576,7 @@ def subclass() -> Any:
 def fenced() -> Any:
     memory = numbers(4)
     window = MPI.Win.Create(memory, 8, comm=WORLD)
-    into = np.zeros(4)
+    into = np.zeros(3)
     window.Fence()
     window.Put([numbers(2), MPI.DOUBLE], NEXT)
     window.Fence()
@@ -667,16 +669,17 @@ def null() -> Any:
 
 @case
 def appearance() -> Any:
-    import inspect
+    def signature(method: Any) -> str:
+        return re.sub("0x[0-9a-f]+", "", str(inspect.signature(method)))
 
     methods = [MPI.Comm.Allreduce, MPI.Intracomm.Scan, MPI.Request.Waitall, MPI.Win.Put, MPI.Comm.bcast]
     return [
         [method.__name__ for method in methods], [method.__qualname__ for method in methods],
-        [method.__doc__ for method in methods], [str(inspect.signature(method)) for method in methods],
+        [method.__doc__ for method in methods], [signature(method) for method in methods],
         MPI.Intracomm.Allreduce is MPI.Comm.Allreduce, MPI.Comm.Allreduce is MPI.Comm.Allreduce,
         pickle.loads(pickle.dumps(WORLD)) is WORLD, type(WORLD) is MPI.Intracomm, MPI.COMM_WORLD is WORLD,
-        hasattr(WORLD, "Allreduce"), sorted(dir(MPI.Comm)) == sorted(set(dir(MPI.Comm))), callable(WORLD.Allreduce),
-        str(inspect.signature(WORLD.Allreduce)), MPI.Comm.__name__, pickle.loads(pickle.dumps(WORLD.Barrier))(),
+        [sorted(dir(cls)) for cls in (MPI.Comm, MPI.Request, MPI.Win)], callable(WORLD.Allreduce),
+        signature(WORLD.Allreduce), MPI.Comm.__name__, pickle.loads(pickle.dumps(WORLD.Barrier))(),
     ]  # fmt: skip
 
 
