@@ -638,6 +638,16 @@ PyObject* reduced(PyObject* self, PyObject*) {
   return PyObject_GetAttrString(reinterpret_cast<Method*>(self)->wrapper, "__qualname__");
 }
 
+// What a type has of its own, and an object of it then seems to have.
+PyObject* of_wrapper(PyObject* self, void* name) {
+  return PyObject_GetAttrString(reinterpret_cast<Method*>(self)->wrapper, static_cast<const char*>(name));
+}
+
+char doc_name[] = "__doc__", module_name[] = "__module__";
+PyGetSetDef method_attributes[] = {{doc_name, of_wrapper, nullptr, nullptr, doc_name},
+                                   {module_name, of_wrapper, nullptr, nullptr, module_name},
+                                   {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
 PyMethodDef method_methods[] = {{"__reduce__", reduced, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
 
 // Kept for ever: calls of other threads may be on their way into a method that has been taken out.
@@ -653,6 +663,7 @@ bool ready() {
   method_type.tp_getattro = attribute;
   method_type.tp_repr = shown;
   method_type.tp_methods = method_methods;
+  method_type.tp_getset = method_attributes;
   return PyType_Ready(&method_type) == 0;
 }
 
