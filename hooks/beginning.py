@@ -51,9 +51,7 @@ def begin() -> Recorder | None:
     """The recorder of this process, made with its first call; None where tracing is off or cannot work."""
     in_place = _in_place or InPlace(None, None)
     hidden = [sentence for sentences in blind_spots.values() for sentence in sentences]
-    return session.begin(
-        member, blind_spots=hidden, calibrate=in_place.calibrate, make_slots=in_place.make_slots
-    )
+    return session.begin(member, blind_spots=hidden, calibrate=in_place.calibrate, make_slots=in_place.make_slots)
 
 
 def member() -> Member:

@@ -1,9 +1,9 @@
 """Replacing methods of classes that forbid it, reversibly: extension types, whose attributes `setattr` refuses to set.
 
-CPython looks methods up in a class's own dict, which the class shows as a read-only view. The dict behind the view can be
-had, and may be changed as long as the interpreter is told to forget what it has remembered of the class (PyType_Modified,
-which `setattr` calls, too). The class stays the same object: every instance, old or new, whoever makes it, is covered, and
-`isinstance`, `type`, equality and pickling are as they were.
+CPython looks methods up in a class's own dict, which the class shows as a read-only view. The dict behind the view can
+be had, and may be changed as long as the interpreter is told to forget what it has remembered of the class
+(PyType_Modified, which `setattr` calls, too). The class stays the same object: every instance, old or new, whoever
+makes it, is covered, and `isinstance`, `type`, equality and pickling are as they were.
 """
 
 from __future__ import annotations
@@ -35,10 +35,8 @@ class ExtensionPatches:
         """Something is replaced."""
         return bool(self._replaced)
 
-    def wrap(
-        self, owner: type, name: str, wrapper: Wrapper, instead: Callable[[Any, Any], Any] | None = None
-    ) -> bool:
-        """Replace the method `owner.name`, defined on `owner` itself, by `wrapper(original)`. False where there is none.
+    def wrap(self, owner: type, name: str, wrapper: Wrapper, instead: Callable[[Any, Any], Any] | None = None) -> bool:
+        """Replace the method `owner.name`, defined on `owner` itself, by `wrapper(original)`. False if there is none.
 
         Of a class method, `original` takes the class first, and so must what `wrapper` gives. `instead` may give
         something else for (original, replacement).

@@ -1,8 +1,8 @@
 """mpi4py: every method that communicates, in place, on its own class.
 
-mpi4py's classes are immutable extension types. Their methods are replaced all the same (`extension_types`), so that every
-object is covered that there is or will be, whoever makes it, and stays what it is: no subclass, no wrapper object. mpi4py
-itself calls MPI from C and not its own methods, so a call that pickles is seen once.
+mpi4py's classes are immutable extension types. Their methods are replaced all the same (`extension_types`), so that
+every object is covered that there is or will be, whoever makes it, and stays what it is: no subclass, no wrapper
+object. mpi4py itself calls MPI from C and not its own methods, so a call that pickles is seen once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from mpi4py import MPI
 from . import beginning, mpi_pickle, mpi_tracer
 from .extension_types import ExtensionPatches, namespace
 from .mpi_methods import METHODS
-from .native import mpi as native
 from .mpi_wrappers import (
     ENDS,
     SYNCHRONIZATIONS,
@@ -30,6 +29,7 @@ from .mpi_wrappers import (
     starting_all,
     synchronizing,
 )
+from .native import mpi as native
 
 _BLIND_SPOTS = (
     "MPI calls that C or Fortran code makes beside mpi4py, file input and output, and programs that use MPI sessions "

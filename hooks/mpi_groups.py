@@ -15,7 +15,9 @@ from commtrace.tables import Tables
 from .groups import Group, GroupRow, Groups
 
 # Open MPI names what nobody has named, by a number that may differ from rank to rank.
-_NO_NAME: Final = re.compile(r"MPI[ _](COMMUNICATOR|COMM|WIN)\b.*\d.*(FROM|DUP|SPLIT).*|MPI (COMMUNICATOR|WIN) \d+", re.I)
+_NO_NAME: Final = re.compile(
+    r"MPI[ _](COMMUNICATOR|COMM|WIN)\b.*\d.*(FROM|DUP|SPLIT).*|MPI (COMMUNICATOR|WIN) \d+", re.I
+)
 
 
 class MpiGroup(Group):

@@ -49,11 +49,13 @@ _FORMATS: Final = {
 _KINDS: Final = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}
 
 _names: dict[Any, str] = {}  # of numpy's types
-_predefined: dict[int, tuple[Any, Element]] = {}  # by id of mpi4py's own object, which is kept so that its id stays its own
+_predefined: dict[
+    int, tuple[Any, Element]
+] = {}  # by id of mpi4py's own object, which is kept so that its id stays its own
 
 
 def simple(message: Any, blocks: int = 1) -> Block:
-    """The share of one rank of a message that has `blocks` equal ones; of a buffer without a count, a `blocks`-th of it.
+    """The share of one rank, of a message with `blocks` equal ones; of a buffer without a count, a `blocks`-th of it.
 
     What mpi4py will refuse counts as nothing, or raises.
     """

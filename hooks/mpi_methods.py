@@ -1,7 +1,7 @@
 """What the arguments of mpi4py's methods mean: operation, payload, own share, peer, tag.
 
-mpi4py names its methods as MPI does: `Allreduce` blocks, `Iallreduce` gives a Request, `Allreduce_init` a Prequest that is
-started later, and `allreduce` pickles Python objects. Sizes follow docs/log-format.md, as those of torch's operators do.
+mpi4py names its methods as MPI does: `Allreduce` blocks, `Iallreduce` gives a Request, `Allreduce_init` a Prequest that
+is started later, and `allreduce` pickles Python objects. Sizes follow docs/log-format.md, as torch's do.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _rooted_buffer(arguments: Arguments, group: MpiGroup, root: int) -> Size:
 
 
 def _reduced(arguments: Arguments, group: MpiGroup, root: int) -> Size:
-    """Reductions: every rank has a buffer of the same size, here what it gives, or where that lies in place, what it gets."""
+    """Reductions: the buffers of all ranks are of one size. What it gives or, where that is in place, what it gets."""
     if root == MPI.PROC_NULL:
         return _of(NOTHING)
     given = arguments["sendbuf"]

@@ -55,7 +55,7 @@ def install() -> None:
     protocol = namespace(MPI.Pickle)["PROTOCOL"]
     default = MPI.Pickle().PROTOCOL
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         initialize(self, *args, **kwargs)
         if self is MPI.pickle:
             _wrap(initialize)

@@ -143,5 +143,3 @@ class Requests:
         """The session has ended: nothing is followed from here on."""
         self._pending = {}
         self._kept = {}
-
-

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from commtrace import identity
 from commtrace.identity import Member
 from commtrace.progress import progress
-from commtrace.recorder import Call, Recorder
+from commtrace.recorder import Recorder
 from commtrace.schema import Clock, Flag
 from commtrace.session import session
 
@@ -28,12 +28,8 @@ from .whereabouts import Whereabouts
 now: Final = time.monotonic_ns
 SAMPLE_MASK: Final = 15  # the cost of one call in sixteen is measured
 
-_ASYNC, _COALESCED, _OBJECT, _UNEVEN = (
-    int(flag) for flag in (Flag.ASYNC, Flag.COALESCED, Flag.OBJECT, Flag.UNEVEN)
-)
-_PREDEFINED_OPS: Final = {
-    name: op for name, op in vars(MPI).items() if isinstance(op, MPI.Op) and op != MPI.OP_NULL
-}
+_ASYNC, _COALESCED, _OBJECT, _UNEVEN = (int(flag) for flag in (Flag.ASYNC, Flag.COALESCED, Flag.OBJECT, Flag.UNEVEN))
+_PREDEFINED_OPS: Final = {name: op for name, op in vars(MPI).items() if isinstance(op, MPI.Op) and op != MPI.OP_NULL}
 _REDUCE_OPS: Final = {id(op): name for name, op in _PREDEFINED_OPS.items()}
 _ONE_SIDED: Final = ("put", "get", "accumulate")
 _pickled: Final = threading.local()

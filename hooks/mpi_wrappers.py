@@ -14,13 +14,13 @@ from commtrace.schema import Clock
 from .extension_types import Wrapper
 from .mpi_methods import Method
 from .mpi_requests import Pending
-from .native import mpi as native
 from .mpi_tracer import Entry, MpiTracer, Plan, begin, current, fault, now
+from .native import mpi as native
 
 Original = Callable[..., Any]
 
 
-# ---- calls -------------------------------------------------------------------------------------------------------------
+# ---- calls -----------------------------------------------------------------------------------------------------------
 
 
 def recording(method: Method) -> Wrapper:
@@ -157,7 +157,7 @@ def _started(requests: Sequence[Any], original: Callable[[], Any]) -> Any:
     return result
 
 
-# ---- ends --------------------------------------------------------------------------------------------------------------
+# ---- ends ------------------------------------------------------------------------------------------------------------
 
 # (what the method gave, number of requests) -> numbers of the requests that are seen to be complete
 Outcome = Callable[[Any, int], Sequence[int]]
@@ -341,7 +341,7 @@ def freeing(original: Original) -> Original:
     return Free
 
 
-# ---- communicators, messages, windows ----------------------------------------------------------------------------------
+# ---- communicators, messages, windows --------------------------------------------------------------------------------
 
 
 def forgetting(original: Original) -> Original:
@@ -387,9 +387,7 @@ def matching(original: Original) -> Original:
 def matching_class(original: Original) -> Original:
     """As `matching`, of the class methods of Message, which take the communicator first."""
 
-    def probe(
-        cls: type, comm: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: Any = None
-    ) -> Any:
+    def probe(cls: type, comm: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: Any = None) -> Any:
         def of_comm(comm: Any, *args: Any) -> Any:
             return original(cls, comm, *args)
 

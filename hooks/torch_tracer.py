@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 from commtrace.identity import Member
 from commtrace.progress import progress
 from commtrace.recorder import Recorder
-from commtrace.schema import Clock, Flag, Phase
+from commtrace.schema import Clock, Flag
 from commtrace.session import session
 
 from . import call_site, whereabouts

@@ -31,7 +31,7 @@ _is_grad_enabled: Callable[[], bool] = _no_grad
 
 
 def autograd(graph_task: Callable[[], int], is_grad_enabled: Callable[[], bool]) -> None:
-    """The hook of a library that differentiates says how to ask: the backward pass under way (-1: none), and gradients."""
+    """A library that differentiates says how to ask for the backward pass under way (-1: none), and for gradients."""
     global _graph_task, _is_grad_enabled
     _graph_task, _is_grad_enabled = graph_task, is_grad_enabled
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from importlib.util import find_spec
@@ -10,6 +11,11 @@ from typing import Any, NamedTuple
 
 import processes
 import pytest
+
+with contextlib.suppress(ImportError):
+    import mpi4py
+
+    mpi4py.rc.initialize = mpi4py.rc.finalize = False  # not in the tests' own process
 
 PROGRAMS = Path(__file__).with_name("mpi_programs")
 

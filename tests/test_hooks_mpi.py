@@ -1,4 +1,4 @@
-"""Every kind of call of mpi4py, by three ranks under each MPI: what the log says of it, and that nothing else changes."""
+"""Every kind of call of mpi4py, by three ranks under each MPI: what the log says, and that nothing else changes."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ def traced(mpi: str, recorder: str) -> tuple[list[dict[str, Any]], list[Log]]:
     """What each rank's cases gave, and its log."""
     folder = Path(tempfile.mkdtemp(prefix="commtrace-mpi"))
     try:
-        mpi_launch.succeeds(
-            mpi, "calls", folder / "gave", log=folder / "log", limit=120, COMMTRACE_RECORDER=recorder
-        )
+        mpi_launch.succeeds(mpi, "calls", folder / "gave", log=folder / "log", limit=120, COMMTRACE_RECORDER=recorder)
         found = [Log(left) for left in processes.read_all(folder / "log")]
         return gave(folder / "gave"), found
     finally:
@@ -403,7 +401,9 @@ def test_threads_are_told_apart(logs: list[Log]) -> None:
         if calls:  # where this MPI has threads
             assert len(calls) == 100
             assert len({call.thread for call in calls}) == 2
-            assert all(sorted(c.seq for c in calls if c.group == group) == list(range(50)) for group in (calls[0].group,))
+            assert all(
+                sorted(c.seq for c in calls if c.group == group) == list(range(50)) for group in (calls[0].group,)
+            )
 
 
 def test_groups(logs: list[Log]) -> None:

@@ -1,8 +1,8 @@
 """The compiled wrappers in the place of those in Python, for the methods and forms of buffers that are common.
 
-A wrapper in C takes a call that blocks, on an intracommunicator, with buffers in the usual forms; it hands every other one
-to Python's wrapper of the same method. Both write into the same places, count with the same counters, and use the same
-rows, so a program's log does not tell which of them took a call.
+A wrapper in C takes a call that blocks, on an intracommunicator, with buffers in the usual forms; it hands every other
+one to Python's wrapper of the same method. Both write into the same places, count with the same counters, and use the
+same rows, so a program's log does not tell which of them took a call.
 """
 
 from __future__ import annotations
@@ -74,7 +74,14 @@ def replacement(method: Method, original: Any, wrapper: Any) -> Any:
     }
     places = {place: names.index(name) for place, name in wanted.items() if name in names}
     return _library.method(
-        original, wrapper, method, names, rule, places, message is not None, message is not None and message.op == "send"
+        original,
+        wrapper,
+        method,
+        names,
+        rule,
+        places,
+        message is not None,
+        message is not None and message.op == "send",
     )
 
 
@@ -84,9 +91,7 @@ def begins(tracer: MpiTracer) -> None:
         return
     recorder = tracer.recorder
     known = [(datatype, element.size, element.extent) for datatype, element in predefined()]
-    _library.constants(
-        MPI.IN_PLACE, MPI.Status, MPI.BYTE, MPI.ANY_SOURCE, MPI.ANY_TAG, session, progress.cells, known
-    )
+    _library.constants(MPI.IN_PLACE, MPI.Status, MPI.BYTE, MPI.ANY_SOURCE, MPI.ANY_TAG, session, progress.cells, known)
     sites = tracer.whereabouts.sites
     sites.cleared.append(_library.forget_sites)
     slots = recorder.slots

@@ -1,7 +1,7 @@
 """Every kind of call that mpi4py has, by three ranks: calls.py FILE [CASE ...] writes what each of them gave.
 
-A case is a function; what it returns, or the exception that it raises, goes into FILE.RANK as JSON, so that a traced run
-can be held against an untraced one; the log has the case's name as the function of its call sites.
+A case is a function; what it returns, or the exception that it raises, goes into FILE.RANK as JSON, so that a traced
+run can be held against an untraced one; the log has the case's name as the function of its call sites.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def numbers(count: int, dtype: str = "f8", of: int = RANK) -> np.ndarray[Any, An
     return (np.arange(count) + 10 * of).astype(dtype)
 
 
-# ---- collectives on buffers ----------------------------------------------------------------------------------------------
+# ---- collectives on buffers ------------------------------------------------------------------------------------------
 
 
 @case
@@ -63,7 +63,12 @@ def bcast_with_type() -> Any:
 def bcast_forms() -> Any:
     """The same eight bytes in the forms that mpi4py takes."""
     found: list[Any] = []
-    for buffer in (bytearray(range(8)), array.array("d", [RANK]), memoryview(bytearray(8)), MPI.memory.fromaddress(0, 0)):
+    for buffer in (
+        bytearray(range(8)),
+        array.array("d", [RANK]),
+        memoryview(bytearray(8)),
+        MPI.memory.fromaddress(0, 0),
+    ):
         WORLD.Bcast(buffer, 0)
         found.append(bytes(memoryview(buffer)))
     block = numbers(4, "i4")
@@ -230,7 +235,7 @@ def derived_type() -> Any:
     return buffer
 
 
-# ---- messages ------------------------------------------------------------------------------------------------------------
+# ---- messages --------------------------------------------------------------------------------------------------------
 
 
 @case
@@ -403,7 +408,7 @@ def nonblocking_collectives() -> Any:
     return [into, whole]
 
 
-# ---- objects -------------------------------------------------------------------------------------------------------------
+# ---- objects ---------------------------------------------------------------------------------------------------------
 
 
 @case
@@ -471,7 +476,7 @@ def own_pickler() -> Any:
     return [got, protocols, WORLD.bcast([3], 0), MPI.pickle.loads(MPI.pickle.dumps({1}))]
 
 
-# ---- other communicators -------------------------------------------------------------------------------------------------
+# ---- other communicators ---------------------------------------------------------------------------------------------
 
 
 @case
@@ -569,7 +574,7 @@ def subclass() -> Any:
     return [type(mine).__name__, mine == WORLD, into]
 
 
-# ---- one-sided -----------------------------------------------------------------------------------------------------------
+# ---- one-sided -------------------------------------------------------------------------------------------------------
 
 
 @case
@@ -607,7 +612,7 @@ def locked() -> Any:
     return into
 
 
-# ---- errors --------------------------------------------------------------------------------------------------------------
+# ---- errors ----------------------------------------------------------------------------------------------------------
 
 
 @case
@@ -664,7 +669,7 @@ def null() -> Any:
     MPI.COMM_NULL.Barrier()
 
 
-# ---- what a program may look at ------------------------------------------------------------------------------------------
+# ---- what a program may look at --------------------------------------------------------------------------------------
 
 
 @case
