@@ -36,7 +36,10 @@ class MpiGroup(Group):
         self._others = local if remote is None else remote
         self.blocks = len(self._others)
         """Shares of a collective: one for each rank, of an intercommunicator for each on the other side."""
-        self.sources, self.destinations = (members.indegree, members.outdegree) if _is_topology(members) else (0, 0)
+        self.sources: int = members.indegree if _is_topology(members) else 0
+        """Neighbours that it gets from in a neighbourhood collective, and ..."""
+        self.destinations: int = members.outdegree if _is_topology(members) else 0
+        """... gives to."""
 
     def peer(self, rank: int) -> int:
         """Global rank of a source, destination, target or root; -1: nobody, anybody, or of another world."""

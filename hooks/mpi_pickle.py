@@ -79,7 +79,7 @@ def uninstall() -> None:
     _patches.undo()
     dumps, loads, protocol, threshold = _functions()
     own = [each.function if isinstance(each, _Noting) else each for each in (dumps, loads)]
-    MPI.pickle.__init__(*own, protocol, threshold)
+    namespace(MPI.Pickle)["__init__"](MPI.pickle, *own, protocol, threshold)
 
 
 def _wrap(initialize: Callable[..., None]) -> None:

@@ -136,8 +136,9 @@ class Requests:
         return found
 
     def _lost(self, reference: Any) -> None:
-        if self._kept.get(reference.key) is reference:
-            del self._kept[reference.key]
+        kept: _Kept = reference
+        if self._kept.get(kept.key) is kept:
+            del self._kept[kept.key]
 
     def forget(self) -> None:
         """The session has ended: nothing is followed from here on."""
