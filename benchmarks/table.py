@@ -125,6 +125,7 @@ def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "step_time": ("A training step of two ranks, bare and what is added; its ratio, and bare to bare", by_case),
+    "mpi_cost": ("A call of mpi4py, bare and what is added; its ratio, and bare to bare", by_case),
     "call_cost": ("A call, bare and what is added; its ratio, and bare to bare", by_case),
     "own_cost": ("What commtrace adds to a call, and what its report says that it adds", own_cost),
     "startup": ("A Python process that never communicates", by_case),

@@ -32,7 +32,7 @@ class NotBuiltError(CommtraceError):
 
 def path() -> Path:
     """Where this environment's library is, or will be. Other versions of Python, torch or commtrace have others."""
-    sources = sorted(file for file in _FOLDER.iterdir() if file.suffix in (".cpp", ".h"))
+    files = (file for file in _FOLDER.iterdir() if file.suffix == ".h" or file.name in _SOURCES)
     return cache.place(
         NAME,
         (
@@ -42,7 +42,7 @@ def path() -> Path:
             torch.__version__,
             torch._C._GLIBCXX_USE_CXX11_ABI,
             _FLAGS,
-            *(source.read_bytes() for source in sources),
+            *(source.read_bytes() for source in sorted(files)),
         ),
     )
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-WORLD = MPI.COMM_WORLD
+WORLD: Any = MPI.COMM_WORLD
 RANK, SIZE = WORLD.Get_rank(), WORLD.Get_size()
 NEXT, LAST = (RANK + 1) % SIZE, (RANK - 1) % SIZE
 
@@ -63,12 +63,13 @@ def bcast_with_type() -> Any:
 def bcast_forms() -> Any:
     """The same eight bytes in the forms that mpi4py takes."""
     found: list[Any] = []
-    for buffer in (
+    buffers: list[Any] = [
         bytearray(range(8)),
         array.array("d", [RANK]),
         memoryview(bytearray(8)),
         MPI.memory.fromaddress(0, 0),
-    ):
+    ]
+    for buffer in buffers:
         WORLD.Bcast(buffer, 0)
         found.append(bytes(memoryview(buffer)))
     block = numbers(4, "i4")
@@ -464,10 +465,11 @@ def object_barrier() -> Any:
 @case
 def own_pickler() -> Any:
     """A program's own pickler serves, and the default one after it."""
-    MPI.pickle.__init__(lambda thing: b"<" + pickle.dumps(thing), lambda data: pickle.loads(bytes(data)[1:]))
+    pickler: Any = MPI.pickle
+    pickler.__init__(lambda thing: b"<" + pickle.dumps(thing), lambda data: pickle.loads(bytes(data)[1:]))
     got = WORLD.bcast([1, 2], 0)
     protocols = [MPI.pickle.PROTOCOL]
-    MPI.pickle.__init__()
+    pickler.__init__()
     protocols.append(MPI.pickle.PROTOCOL)
     MPI.pickle.PROTOCOL = 2
     protocols.append(MPI.pickle.PROTOCOL)
@@ -594,7 +596,7 @@ def fenced() -> Any:
 
 @case
 def locked() -> Any:
-    window = MPI.Win.Allocate(32, 8, comm=WORLD)
+    window: Any = MPI.Win.Allocate(32, 8, comm=WORLD)
     own = np.frombuffer(window, "f8")
     own[:] = 0
     WORLD.Barrier()
