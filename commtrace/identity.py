@@ -69,6 +69,34 @@ def launcher(environ: Mapping[str, str] = os.environ) -> str:
     return ""
 
 
+# Processes that start ranks of MPI, as the kernel names them (15 letters).
+_STARTERS = ("prterun", "prte", "prted", "orterun", "orted", "mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy")
+
+
+def starter() -> str:
+    """The process of this host that started this rank of MPI and others, by number and moment; "" for none.
+
+    The moment (in the kernel's ticks) tells it from every other process that ever had its number.
+    """
+    pid = os.getppid()
+    try:
+        while pid > 1:
+            name, parent, begun = _process(pid)
+            if name in _STARTERS:
+                return f"{host()}-{pid}-{begun:x}"
+            pid = parent
+    except (OSError, ValueError, IndexError):
+        pass  # no /proc, or not ours to look into
+    return ""
+
+
+def _process(pid: int) -> tuple[str, int, int]:
+    """(name, number of its parent, ticks from the host's start to its own)."""
+    head, _, tail = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+    fields = tail.split()
+    return head.partition("(")[2], int(fields[1]), int(fields[19])
+
+
 _recordings = 0
 
 
@@ -83,7 +111,8 @@ def agree_on_run(member: Member) -> str:
 def _agreed(member: Member) -> str:
     proposal = time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + os.urandom(3).hex()
     if member.agree is not None:
-        return "-".join(part for part in (launcher(), member.agree(proposal)) if part)
+        name = "-".join(part for part in (launcher(), member.agree(proposal)) if part)
+        return name or proposal
     if launcher().startswith(("slurm-", "pmix-")):
         return launcher()  # nothing to agree through, but these names are used once only
     return "-".join(part for part in (launcher(), proposal) if part)

@@ -33,10 +33,13 @@ now: Final = time.monotonic_ns
 
 _pack: Final = Struct(RECORD_STRUCT).pack_into
 _pack_time: Final = Struct("<q").pack_into
+_pack_size: Final = Struct("<2q").pack_into  # payload, local
+_pack_seq: Final = Struct("<I").pack_into
+_pack_peer: Final = Struct("<2i").pack_into  # peer, tag
 _SIZE: Final = RECORD.itemsize
-_T_RETURN, _T_WAIT, _T_END, _CLOCK, _STATE = (
+_T_RETURN, _T_WAIT, _T_END, _PAYLOAD, _SEQ, _PEER, _CLOCK, _STATE = (
     RECORD.fields[name][1]  # type: ignore[index]
-    for name in ("t_return", "t_wait", "t_end", "clock", "state")
+    for name in ("t_return", "t_wait", "t_end", "payload", "seq", "peer", "clock", "state")
 )
 _FREE, _BEGUN, _RETURNED, _COMPLETE, _UNOBSERVABLE, _FAILED = (int(state) for state in State)
 
@@ -146,6 +149,22 @@ class Recorder:
         call = self._pending[slot] = Call(slot)
         self._buffer[at + _STATE] = _RETURNED
         return call
+
+    def measured(self, slot_or_call: int | Call, payload: int, local: int = 0) -> None:
+        """How large a call was, where that shows only once it is made; before anything is said of its end."""
+        with self._slots.lock:
+            slot = slot_or_call.slot if isinstance(slot_or_call, Call) else slot_or_call
+            if slot >= 0:
+                _pack_size(self._buffer, ring.RECORDS_AT + slot * _SIZE + _PAYLOAD, payload, local)
+
+    def addressed(self, slot_or_call: int | Call, peer: int, tag: int, seq: int) -> None:
+        """Whom a message came from, where that shows only once it is there; before anything is said of its end."""
+        with self._slots.lock:
+            slot = slot_or_call.slot if isinstance(slot_or_call, Call) else slot_or_call
+            if slot >= 0:
+                at = ring.RECORDS_AT + slot * _SIZE
+                _pack_peer(self._buffer, at + _PEER, peer, tag)
+                _pack_seq(self._buffer, at + _SEQ, seq & 0xFFFFFFFF)
 
     def ended(self, call: Call, t_wait: int, t_end: int, clock: Clock) -> None:
         """The end of a call was seen: `t_wait` (0: nobody waited), `t_end`, and who saw it."""

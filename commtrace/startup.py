@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # Library -> the module with its hook, a reversible pair `install()` and `uninstall()`.
 HOOKS = {
     "torch": "commtrace.hooks.torch",
+    "mpi4py.MPI": "commtrace.hooks.mpi",
     "deepspeed": "commtrace.hooks.deepspeed",
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Final
 
@@ -34,6 +35,7 @@ _WRAPPERS: Final = (
     "deepspeed/utils/comms_logging.py",
     "deepspeed/utils/nvtx.py",
     "functools.py",
+    "mpi4py/util/",
     "torch/_compile.py",
     "torch/_dynamo/",
     "torch/_functorch/",
@@ -97,6 +99,8 @@ class CallSites:
         # By id, because hashing a code object reads all of it; the object is kept so that its id stays its own.
         self._kinds: dict[int, tuple[CodeType, int]] = {}
         self._sites: dict[tuple[int, int], int] = {}
+        self.cleared: list[Callable[[], object]] = []
+        """Called when code is kept alive no more."""
 
     def find(self, depth: int, *, deep: bool) -> tuple[int, int]:
         """(site, what the frames tell) of the call `depth` frames up. Site 0: no Python frame at all.
@@ -166,6 +170,8 @@ class CallSites:
             if len(self._kinds) >= _MOST_CODES:
                 self._sites.clear()  # first: its keys are only good while `_kinds` keeps the code objects
                 self._kinds.clear()
+                for listener in self.cleared:
+                    listener()
             known = self._kinds[id(code)] = code, _classify(code)
         return known[1]
 

@@ -1,4 +1,4 @@
-"""torch's process groups as rows of the groups table: global ranks, name, description, role."""
+"""Rows of the groups table: global ranks, name, description, role; and the calls that a group has made so far."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import itertools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
-
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from commtrace.tables import Tables
 
@@ -18,13 +15,14 @@ from commtrace.tables import Tables
 class Group:
     """What a call needs to know of its group."""
 
-    def __init__(self, pg: Any, number: int, ranks: list[int]) -> None:
-        self.ref = weakref.ref(pg)  # weakly: a group that is kept alive cannot be destroyed
+    def __init__(self, members: Any, number: int, ranks: Sequence[int], rank: int, first: int = 0) -> None:
+        """`members` is the library's own object; `ranks` are global, `rank` is within them, `first` the next `seq`."""
+        self.ref = weakref.ref(members)  # weakly: a group that is kept alive cannot be destroyed
         self.number = number
         self.ranks = ranks
-        self.size: int = pg.size()
-        self.rank: int = pg.rank()
-        self.collectives: Iterator[int] = itertools.count(_calls_so_far(pg))
+        self.size = len(ranks)
+        self.rank = rank
+        self.collectives: Iterator[int] = itertools.count(first)
         self._messages: dict[tuple[int, int, int], Iterator[int]] = {}
 
     def global_rank(self, rank: int) -> int:
@@ -33,69 +31,61 @@ class Group:
 
     def message(self, source: int, destination: int, tag: int) -> int:
         """Sequence number of the next message on this way (global ranks)."""
-        key = source, destination, tag
-        return next(self._messages.setdefault(key, itertools.count()))
+        return next(self.messages(source, destination, tag))
+
+    def messages(self, source: int, destination: int, tag: int) -> Iterator[int]:
+        """Sequence numbers of the messages on this way (global ranks)."""
+        return self._messages.setdefault((source, destination, tag), itertools.count())
 
 
-class Groups:
-    """The groups of one recorder's tables, found by process group object."""
+class GroupRow(NamedTuple):
+    """What the groups table says of a group, but for its number."""
+
+    ranks: list[int]
+    name: str
+    desc: str
+    backend: str
+
+
+_Group = TypeVar("_Group", bound=Group)
+
+
+class Groups(Generic[_Group]):
+    """The groups of one library in one recorder's tables, found by the library's own object."""
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
-        self._known: dict[int, Group] = {}
+        self._known: dict[int, _Group] = {}
         self._created: Counter[tuple[tuple[int, ...], str]] = Counter()
         self._lock = threading.RLock()  # between threads that use a new group at the same time
 
-    def of(self, pg: Any) -> Group:
-        """The group of a process group, entered into the table when it is new."""
-        group = self._known.get(id(pg))
-        return group if group is not None and group.ref() is pg else self._enter(pg)
+    def of(self, members: Any) -> _Group:
+        """The group of such an object, entered into the table when it is new."""
+        group = self._known.get(id(members))
+        return group if group is not None and group.ref() is members else self._enter(members)
 
-    def _enter(self, pg: Any) -> Group:
+    def _enter(self, members: Any) -> _Group:
         with self._lock:
-            group = self._known.get(id(pg))
-            if group is None or group.ref() is not pg:
-                group = self._known[id(pg)] = Group(pg, *self._row(pg))
+            group = self._known.get(id(members))
+            if group is None or group.ref() is not members:
+                group = self._known[id(members)] = self._make(members)
         return group
 
-    def _row(self, pg: Any) -> tuple[int, list[int]]:
-        ranks, name = global_ranks(pg), str(pg.group_name)
-        key = tuple(sorted(ranks)), name
-        row = {
-            "ranks": ranks,
-            "name": name,
-            "desc": str(pg.group_desc),
-            "index": self._created[key],
-            "backend": _backend(pg),
-        }
-        self._created[key] += 1
-        return self._tables.new("groups", row), ranks
+    def _make(self, members: Any) -> _Group:
+        """The group of an object that is met for the first time."""
+        raise NotImplementedError
 
-    def set_role(self, pg: Any, role: str, source: str) -> None:
-        """Somebody who knows says which parallel dimension this group serves."""
-        self._tables.number(
-            "roles", (self.of(pg).number, role), lambda: {"group": self.of(pg).number, "role": role, "source": source}
+    def _number(self, row: GroupRow) -> int:
+        """Of a new row. Names repeat after a group is destroyed: the n-th of the same ranks and name is told apart."""
+        key = tuple(sorted(row.ranks)), row.name
+        index = self._created[key]
+        self._created[key] += 1
+        return self._tables.new(
+            "groups",
+            {"ranks": row.ranks, "name": row.name, "desc": row.desc, "index": index, "backend": row.backend},
         )
 
-
-def global_ranks(pg: Any) -> list[int]:
-    """Global ranks in the group's order. A group that torch.distributed did not make has its own ranks only."""
-    try:
-        return list(dist.get_process_group_ranks(pg))
-    except (KeyError, RuntimeError, ValueError):
-        return list(range(pg.size()))
-
-
-def _backend(pg: Any) -> str:
-    try:
-        return str(dist.get_backend_config(pg))
-    except (KeyError, RuntimeError, ValueError, AssertionError):
-        return str(distributed_c10d._world.pg_backend_config.get(pg, "unknown"))
-
-
-def _calls_so_far(pg: Any) -> int:
-    """torch's own count of the group's collectives, so that ranks that start tracing at different times still match."""
-    try:
-        return int(pg._get_sequence_number_for_group())
-    except RuntimeError:
-        return 0  # the backend keeps none
+    def set_role(self, members: Any, role: str, source: str) -> None:
+        """Somebody who knows says which parallel dimension this group serves."""
+        number = self.of(members).number
+        self._tables.number("roles", (number, role), lambda: {"group": number, "role": role, "source": source})

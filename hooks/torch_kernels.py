@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
-from commtrace.ring import Ring
 from commtrace.session import session
-from commtrace.slots import Slots
 
+from . import beginning
+from .beginning import InPlace
 from .c10d_operators import Operator
 from .kernels import BELOW
 from .torch_tracer import (
@@ -26,17 +26,8 @@ from .torch_tracer import (
     start,
 )
 
-blind_spots: list[str] = []
+blind_spots: list[str] = beginning.blind_spots.setdefault("torch", [])
 """What the hooks that are in place cannot see."""
-
-
-class InPlace(NamedTuple):
-    """What a recorder needs to know of the kernels that are in place."""
-
-    calibrate: Callable[[], int]
-    """ns that a call spends on its way into and out of a kernel."""
-    make_slots: Callable[[Ring], Slots] | None
-    """Where the kernels take places for their records; None: from the recorder."""
 
 
 def fault() -> None:
@@ -48,11 +39,7 @@ def fault() -> None:
 
 def begin() -> TorchTracer | None:
     """The tracer of this process, made with the first call; None where tracing is off."""
-    recorder = session.recorder
-    if recorder is None:
-        recorder = session.begin(
-            member, blind_spots=blind_spots, calibrate=_in_place.calibrate, make_slots=_in_place.make_slots
-        )
+    recorder = session.recorder or beginning.begin()
     return None if recorder is None else start(recorder)
 
 
@@ -177,13 +164,15 @@ class Crossing:
 
 crossing = Crossing()
 _PYTHON: Final = InPlace(crossing.measured, None)
-_in_place = _PYTHON
 
 
 def put_in_place(kernels: InPlace | None) -> None:
     """Another recorder's kernels are in place of these; None: these are again."""
-    global _in_place
-    _in_place = kernels or _PYTHON
+    beginning.put_in_place(kernels or _PYTHON)
+
+
+put_in_place(None)
+beginning.members["torch"] = member
 
 
 def _least_ns(call: Callable[[], Any]) -> int:

@@ -12,38 +12,36 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 
-from commtrace.identity import Member, member_from_environment
+from commtrace.identity import Member
 from commtrace.progress import progress
 from commtrace.recorder import Recorder
-from commtrace.schema import Clock, Flag, Phase
+from commtrace.schema import Clock, Flag
 from commtrace.session import session
 
-from . import call_site
+from . import call_site, whereabouts
 from .c10d_operators import Operator
 from .call_site import CallSites
 from .ends import Batch, Batches, Pending, TensorWaits, Works
-from .groups import Group, Groups
+from .groups import Group
+from .torch_groups import TorchGroups
+from .whereabouts import Whereabouts
 
 now: Final = time.monotonic_ns
 SAMPLE_MASK: Final = 15  # the cost of one call in sixteen is measured
 
-_graph_task: Final = torch._C._current_graph_task_id
-_is_grad_enabled: Final = torch.is_grad_enabled
+whereabouts.autograd(torch._C._current_graph_task_id, torch.is_grad_enabled)
 _unbox_work: Final = dist.Work.unbox
 _RedOpType: Any = dist.ReduceOp.RedOpType
 _REDUCE_OPS: Final[dict[int, str]] = {int(value): name for name, value in _RedOpType.__members__.items()}
-_FORWARD, _BACKWARD, _INIT, _OPTIMIZER = (
-    int(phase) for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.INIT, Phase.OPTIMIZER)
-)
 _ASYNC, _COALESCED, _OBJECT, _SPARSE, _UNEVEN = (
     int(flag) for flag in (Flag.ASYNC, Flag.COALESCED, Flag.OBJECT, Flag.SPARSE, Flag.UNEVEN)
 )
 
 
-def member() -> Member:
-    """This process among all, from the default process group; without one, from the launcher."""
+def member() -> Member | None:
+    """This process among all, from the default process group; None without one."""
     if not dist.is_initialized():
-        return member_from_environment()
+        return None
     return Member(dist.get_rank(), dist.get_world_size(), _agree)
 
 
@@ -151,18 +149,17 @@ class TorchTracer:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.groups = Groups(recorder.tables)
+        self.groups = TorchGroups(recorder.tables)
         self.works = Works(recorder)
         self.tensors = TensorWaits(recorder)
         self.batches = Batches(recorder, self.works)
-        self._sites = CallSites(recorder.tables)
+        self.whereabouts = Whereabouts(recorder)
         self._kinds: dict[tuple[str, torch.dtype | None, int], int] = {}
-        self._backward = -1, 0  # the last backward pass seen on a thread without Python frames, and its site
 
     @property
     def sites(self) -> CallSites:
         """The line of code that makes a call."""
-        return self._sites
+        return self.whereabouts.sites
 
     def release(self) -> None:
         """By the drain thread: let go of what is kept for a moment only."""
@@ -178,7 +175,7 @@ class TorchTracer:
         group = self.groups.of(operator.group(args))
         payload, local, uneven = operator.measure(args, group.size, group.rank)
         peer, tag, seq = self._addressing(operator, args, group)
-        site, phase, seen = self._whereabouts()
+        site, phase, seen = self.whereabouts.find(2)
         batch = self.batches.of(group.number)
         flags = _flags(operator, args, seen) | (_UNEVEN if uneven else 0)
         if batch is not None or operator.coalesced:
@@ -223,41 +220,6 @@ class TorchTracer:
         own = group.global_rank(group.rank)
         source, destination = (own, peer) if operator.op == "send" else (peer, own)
         return peer, tag, group.message(source, destination, tag)
-
-    def _whereabouts(self) -> tuple[int, int, int]:
-        """(site, phase, what the frames tell)."""
-        marks = progress.marks
-        task = _graph_task()
-        if task != -1:
-            phase = _BACKWARD if not marks or marks[-1] != _INIT else _INIT
-        else:
-            phase = int(marks[-1]) if marks else -1
-        site = seen = 0
-        if phase < 0 or self.recorder.sites:
-            site, seen = self._sites.find(3, deep=phase < 0)
-        if phase < 0:
-            phase = _phase(seen)
-        if progress.between_steps and (phase == _BACKWARD or (phase == _FORWARD and self._trains())):
-            progress.activity()
-        if not self.recorder.sites:
-            site = 0
-        elif not site and task != -1:
-            site = self._site_of_backward(task)
-        return site, phase, seen
-
-    def _trains(self) -> bool:
-        return _is_grad_enabled() or self._sites.in_training()
-
-    def _site_of_backward(self, task: int) -> int:
-        if self._backward[0] != task:
-            self._backward = task, self._sites.of_backward()
-        return self._backward[1]
-
-
-def _phase(seen: int) -> int:
-    if seen & call_site.FORWARD:
-        return _FORWARD
-    return _OPTIMIZER if seen & call_site.OPTIMIZER else int(progress.unmarked())
 
 
 def _flags(operator: Operator, args: Sequence[Any], seen: int) -> int:

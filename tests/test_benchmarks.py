@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import mpi_launch
 import processes
 import pytest
 
@@ -114,6 +115,7 @@ COMMTRACE = {f"commtrace, python, {words} call sites" for words in ("with", "wit
 COMPARED = {"bare", "difference", "ratio", "control_difference", "control", "pairs"}
 EXPECTED = {
     "call_cost": COMMTRACE | {"CommDebugMode", "torch.profiler"},
+    "mpi_cost": COMMTRACE | {f"commtrace, native, {words} call sites" for words in ("with", "without")},
     "step_time": COMMTRACE | {"CommDebugMode", "torch.profiler"},
     "own_cost": {f"{name}: {what}" for name in COMMTRACE for what in ("mean", "99th percentile")},
     "log_size": {"commtrace, 100 calls", "commtrace, 1,000 calls", "torch.profiler's trace.json, 100 calls"},
@@ -122,7 +124,7 @@ EXPECTED = {
 }
 
 
-SLOW = ("step_time", "call_cost", "own_cost")
+SLOW = ("step_time", "call_cost", "own_cost", "mpi_cost")
 
 
 @pytest.mark.parametrize(
@@ -131,6 +133,8 @@ SLOW = ("step_time", "call_cost", "own_cost")
 def test_a_benchmark_runs(benchmark: str, tmp_path: Path) -> None:
     if benchmark != "startup":
         pytest.importorskip("torch")
+    if benchmark == "mpi_cost":
+        mpi_launch.needs("mpich")
     section = run(benchmark, tmp_path / "results.json")
     rows = results.rows(section)
     names = {row.name for row in rows}
@@ -139,7 +143,7 @@ def test_a_benchmark_runs(benchmark: str, tmp_path: Path) -> None:
         assert any(name.startswith("DeepSpeed comms logger") for name in names)
     assert len({(row.case, row.name) for row in rows}) == len(rows)
     for row in rows:
-        check(row, is_compared=benchmark in ("call_cost", "step_time", "startup"))
+        check(row, is_compared=benchmark in ("call_cost", "mpi_cost", "step_time", "startup"))
     assert section["machine"]["cores"] >= 1
     assert table.rendered({benchmark: section}).count("\n| ") >= len(names)
 

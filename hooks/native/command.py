@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-
-from commtrace.errors import CommtraceError
+import importlib.util
 
 
 class Command:
@@ -19,12 +18,12 @@ class Command:
         """Add the arguments."""
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Build it, and say where it is."""
-        try:
-            from .library import build
-        except ImportError as error:
-            raise CommtraceError(
-                f"the native recorder is for PyTorch, which is not installed here ({error})"
-            ) from error
-        print(build())
+        """Build what there is a library for, and say where it is."""
+        from . import mpi_library
+
+        print(mpi_library.build())
+        if importlib.util.find_spec("torch") is not None:
+            from . import library
+
+            print(library.build())
         return 0

@@ -7,6 +7,7 @@ from typing import Any
 
 from commtrace.errors import CommtraceError
 from commtrace.hooks import torch_kernels, torch_tracer
+from commtrace.hooks.beginning import InPlace
 from commtrace.hooks.c10d_operators import Operator
 from commtrace.hooks.torch_kernels import fault
 from commtrace.hooks.torch_tracer import TorchTracer
@@ -43,7 +44,7 @@ def usable() -> bool:
 
 def install(operators: Sequence[Operator], functional: Sequence[str]) -> None:
     """Put kernels before these operators of c10d and of _c10d_functional, once, and follow the waits."""
-    torch_kernels.put_in_place(torch_kernels.InPlace(_library.crossing, _make_slots))
+    torch_kernels.put_in_place(InPlace(_library.crossing, _make_slots))
     torch_tracer.started.insert(0, _go)
     works.install(_library)
     if not _operators:

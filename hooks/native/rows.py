@@ -37,7 +37,7 @@ class GroupRow(NamedTuple):
     number: int
     size: int
     rank: int
-    ranks: list[int]
+    ranks: Sequence[int]
     first: int
     """Sequence number of the next collective."""
 

@@ -180,8 +180,8 @@ def check_exec_does_not_fill_memory() -> None:
 
     tracer = current()
     assert tracer is not None
-    assert len(tracer._sites._kinds) <= 64
-    assert len(tracer._sites._sites) <= 64
+    assert len(tracer.sites._kinds) <= 64
+    assert len(tracer.sites._sites) <= 64
     call_site._MOST_CODES = most
 
 

@@ -1,0 +1,1 @@
+"""Programs that communicate with mpi4py."""

@@ -1,0 +1,63 @@
+"""How a recording begins, whichever library's hook sees the first call: one recorder for all of them.
+
+Each hook says who this process is, what its library hides, and where its kernels take places for records. Whoever is
+first begins for all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from commtrace.identity import Member, member_from_environment
+from commtrace.recorder import Recorder
+from commtrace.ring import Ring
+from commtrace.session import session
+from commtrace.slots import Slots
+
+blind_spots: Final[dict[str, list[str]]] = {}
+"""Library -> what its hook cannot see."""
+
+members: Final[dict[str, Callable[[], Member | None]]] = {}
+"""Library -> who this process is; None where the library does not know."""
+
+# Where a program uses both, every rank has to ask the same one, whichever library it calls first.
+_ASKED: Final = ("mpi4py", "torch")
+
+batches: Final = itertools.count(1 << 31)
+"""Numbers of calls that belong together, other than torch's coalesced batches, which are numbered from 1."""
+
+
+class InPlace(NamedTuple):
+    """What a recorder needs to know of the kernels that are in place."""
+
+    calibrate: Callable[[], int] | None
+    """ns that a call spends on its way into and out of a kernel."""
+    make_slots: Callable[[Ring], Slots] | None
+    """Where the kernels take places for their records; None: from the recorder."""
+
+
+_in_place: InPlace | None = None
+
+
+def put_in_place(kernels: InPlace | None) -> None:
+    """These kernels take part in the next recording; None: none that need to."""
+    global _in_place
+    _in_place = kernels
+
+
+def begin() -> Recorder | None:
+    """The recorder of this process, made with its first call; None where tracing is off or cannot work."""
+    in_place = _in_place or InPlace(None, None)
+    hidden = [sentence for sentences in blind_spots.values() for sentence in sentences]
+    return session.begin(member, blind_spots=hidden, calibrate=in_place.calibrate, make_slots=in_place.make_slots)
+
+
+def member() -> Member:
+    """This process among all, as the first library that knows says it; else as its launcher does."""
+    for library in _ASKED:
+        known = members[library]() if library in members else None
+        if known is not None:
+            return known
+    return member_from_environment()

@@ -1,0 +1,808 @@
+// What stands in the place of mpi4py's methods, in C: blocking calls on buffers in the usual forms are recorded here, and
+// everything else goes to the same wrapper in Python, which is the reference (hooks/mpi_wrappers.py).
+//
+// It knows neither torch nor MPI: it needs Python's headers and nothing else. All of it runs with the GIL, which a method
+// of mpi4py is called with, and writes into places that it takes from the recorder's own list, as Python's wrapper does;
+// numbers of rows, sequence numbers and groups are Python's objects, too, so that both may record side by side.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#include <array>
+#include <cstdint>
+#include <cstring>
+
+#include "frames.h"
+#include "slots.h"
+
+namespace {
+
+using commtrace::Frame;
+using commtrace::Record;
+
+using commtrace::now;
+
+// A reference that is given back.
+class Ref {
+ public:
+  explicit Ref(PyObject* object = nullptr) : object_(object) {}
+  Ref(const Ref&) = delete;
+  Ref& operator=(const Ref&) = delete;
+  ~Ref() { Py_XDECREF(object_); }
+  PyObject* get() const { return object_; }
+  explicit operator bool() const { return object_ != nullptr; }
+  void set(PyObject* object) {
+    PyObject* old = object_;
+    object_ = object;
+    Py_XDECREF(old);
+  }
+
+ private:
+  PyObject* object_;
+};
+
+long number_of(PyObject* object, const char* name, long otherwise) {
+  Ref value(PyObject_GetAttrString(object, name));
+  if (!value) {
+    PyErr_Clear();
+    return otherwise;
+  }
+  const long number = PyLong_AsLong(value.get());
+  if (number == -1 && PyErr_Occurred()) {
+    PyErr_Clear();
+    return otherwise;
+  }
+  return number;
+}
+
+// ---- what is remembered of one recording -------------------------------------------------------------------------------
+
+constexpr int kMostTypes = 128;
+constexpr int kMostGroups = 64;  // a power of two, as the next ones
+constexpr int kMostSites = 1024;
+constexpr int kMostWays = 16;
+
+struct Type {
+  PyObject* datatype;
+  int64_t size, extent;
+};
+
+// One way of messages of a group, and its counter.
+struct Way {
+  int32_t peer = -2, tag = 0;
+  bool sends = false;
+  PyObject* counter = nullptr;
+};
+
+struct Group {
+  PyObject* members = nullptr;  // compared with what `ref` still refers to, never followed
+  PyObject* group = nullptr;    // hooks.mpi_groups.MpiGroup
+  PyObject* ref = nullptr;
+  PyObject* collectives = nullptr;
+  uint32_t number = 0;
+  int64_t size = 0, rank = 0;
+  bool remote = false;
+  std::array<Way, kMostWays> ways{};
+  int next_way = 0;
+};
+
+struct Site {
+  uint64_t where = 0;
+  uint8_t kind = 0;
+  uint32_t site = UINT32_MAX;  // not asked for yet
+};
+
+// The numbers of commtrace.progress, which Python writes.
+struct Progress {
+  int32_t step, micro_batch, mark, finished, by_program;
+};
+
+// The state of the recording that goes on. Python sets it, and takes it back.
+struct State {
+  PyObject* tracer = nullptr;
+  PyObject* recorder = nullptr;
+  PyObject* session = nullptr;
+  PyObject* pop = nullptr;  // takes the number of a free place
+  PyObject* free = nullptr;
+  PyObject* slots = nullptr;
+  PyObject* classify = nullptr;   // frame -> bits
+  PyObject* number = nullptr;     // frame -> row of its line
+  PyObject* samples = nullptr;    // append(ns)
+  PyObject* graph_task = nullptr; // number of the backward pass that runs; null where nothing differentiates
+  char* records = nullptr;
+  bool sites = false, deep_len = false;
+  uint64_t calls = 0;
+  uint64_t log = 0;  // tells this recording from others
+  std::array<Group, kMostGroups> groups{};
+  std::array<Site, kMostSites> known{};
+};
+
+State state;
+const Progress* progress = nullptr;
+std::array<Type, kMostTypes> types{};
+int type_count = 0;
+PyObject *in_place = nullptr, *status_type = nullptr, *byte_type = nullptr, *recorder_name = nullptr, *proc_null = nullptr;
+long any_source = -1, any_tag = -1;
+
+bool records_now() {
+  if (state.tracer == nullptr) return false;
+  Ref recorder(PyObject_GetAttr(state.session, recorder_name));
+  if (!recorder) PyErr_Clear();
+  return recorder.get() == state.recorder;
+}
+
+const Type* type_of(PyObject* datatype) {
+  for (int i = 0; i < type_count; i++)
+    if (types[i].datatype == datatype) return &types[i];
+  return nullptr;
+}
+
+void clear(Group& group) {
+  for (Way& way : group.ways) Py_CLEAR(way.counter);
+  group.members = nullptr;
+  Py_CLEAR(group.group);
+  Py_CLEAR(group.ref);
+  Py_CLEAR(group.collectives);
+  group.ways.fill({});
+}
+
+bool alive(const Group& group, PyObject* members) {
+  if (group.members != members || group.ref == nullptr) return false;
+#if PY_VERSION_HEX >= 0x030D0000
+  PyObject* found = nullptr;
+  const int there = PyWeakref_GetRef(group.ref, &found);
+  Py_XDECREF(found);
+  return there == 1 && found == members;
+#else
+  return PyWeakref_GetObject(group.ref) == members;
+#endif
+}
+
+// The group of a communicator; null for one that Python's wrapper has to look at.
+Group* group_of(PyObject* members) {
+  Group& group = state.groups[(reinterpret_cast<uintptr_t>(members) >> 4) & (kMostGroups - 1)];
+  if (alive(group, members)) return &group;
+  clear(group);
+  const int there = PyObject_IsTrue(members);
+  Ref groups(there == 1 ? PyObject_GetAttrString(state.tracer, "groups") : nullptr);
+  Ref found(groups ? PyObject_CallMethod(groups.get(), "of", "O", members) : nullptr);
+  Ref remote(found ? PyObject_GetAttrString(found.get(), "remote") : nullptr);
+  Ref ref(found ? PyObject_GetAttrString(found.get(), "ref") : nullptr);
+  Ref collectives(found ? PyObject_GetAttrString(found.get(), "collectives") : nullptr);
+  if (!remote || !ref || !collectives) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  group.number = number_of(found.get(), "number", 0);
+  group.size = number_of(found.get(), "size", 1);
+  group.rank = number_of(found.get(), "rank", 0);
+  group.remote = remote.get() != Py_None;
+  group.members = members;
+  Py_INCREF(found.get());
+  group.group = found.get();
+  Py_INCREF(ref.get());
+  group.ref = ref.get();
+  Py_INCREF(collectives.get());
+  group.collectives = collectives.get();
+  return &group;
+}
+
+// The next number that an iterator gives; -1 where it fails.
+int64_t next_of(PyObject* iterator) {
+  Ref value(PyIter_Next(iterator));
+  if (!value) return -1;
+  return PyLong_AsLongLong(value.get());
+}
+
+// The counter of messages on a way: a new reference held by the group.
+PyObject* counter_of(Group& group, int peer, int tag, bool sends) {
+  for (Way& way : group.ways)
+    if (way.peer == peer && way.tag == tag && way.sends == sends && way.counter != nullptr) return way.counter;
+  Ref counter(PyObject_CallMethod(group.group, "way", "iiO", peer, tag, sends ? Py_True : Py_False));
+  if (!counter) return nullptr;
+  Way& way = group.ways[group.next_way++ % kMostWays];
+  Py_XDECREF(way.counter);
+  Py_INCREF(counter.get());
+  way = {peer, tag, sends, counter.get()};
+  return way.counter;
+}
+
+// ---- where a call is made ----------------------------------------------------------------------------------------------
+
+enum Seen : uint8_t { kWrapper = 1, kObject = 2, kForward = 4, kOptimizer = 8 };
+
+struct Whereabouts {
+  uint32_t site = 0;
+  uint8_t seen = 0;
+};
+
+Site& site_at(uint64_t where) { return state.known[(where * 0x9E3779B97F4A7C15ULL) >> 54]; }
+
+// False where Python fails to tell.
+bool classify(Site& entry, const Frame& frame, int depth) {
+  Ref object(commtrace::frame_object(depth));
+  Ref kind(object ? PyObject_CallOneArg(state.classify, object.get()) : nullptr);
+  if (!kind) return false;
+  entry = {frame.where, static_cast<uint8_t>(PyLong_AsLong(kind.get())), UINT32_MAX};
+  return true;
+}
+
+// As CallSites.find of hooks/call_site.py.
+bool find(Whereabouts& found, bool deep) {
+  Frame frame;
+  if (!commtrace::innermost(frame)) return true;
+  int depth = 0, named_depth = 0;
+  uint64_t named = frame.where;
+  bool within = true, ok = true;
+  do {
+    Site& entry = site_at(frame.where);
+    if (entry.where != frame.where && !classify(entry, frame, depth)) {
+      ok = false;
+      break;
+    }
+    found.seen |= entry.kind;
+    if (within && !(entry.kind & kWrapper)) {
+      within = false;
+      named = frame.where;
+      named_depth = depth;
+      if (!deep) break;
+    }
+    if (!within && (found.seen & (kForward | kOptimizer))) break;
+    depth++;
+  } while (commtrace::outer(frame));
+  commtrace::finished(frame);
+  if (!ok || !state.sites) return ok;
+  Site& entry = site_at(named);
+  if (entry.where == named && entry.site != UINT32_MAX) {
+    found.site = entry.site;
+    return true;
+  }
+  Ref object(commtrace::frame_object(named_depth));
+  Ref number(object ? PyObject_CallOneArg(state.number, object.get()) : nullptr);
+  if (!number) return false;
+  found.site = static_cast<uint32_t>(PyLong_AsLong(number.get()));
+  if (entry.where == named) entry.site = found.site;
+  return true;
+}
+
+// ---- one method --------------------------------------------------------------------------------------------------------
+
+enum class Rule : int { kNone = 0, kBuffer = 1, kReduced = 2, kAllGather = 3, kAllToAll = 4, kScatteredBlock = 5, kNothing = 6 };
+constexpr int kMostParameters = 8;
+constexpr int kMostKinds = 16;
+
+struct Kind {
+  uint64_t format = 0;  // of the buffer, or the address of its datatype
+  PyObject* op = nullptr;
+  uint16_t number = 0;
+};
+
+// What stands for one method: as a function, it binds to the object that it is looked up on.
+struct Method {
+  PyObject_HEAD
+  vectorcallfunc vectorcall;
+  PyObject* original;
+  PyObject* wrapper;     // in Python
+  PyObject* plan;        // hooks.mpi_methods.Method
+  PyObject* parameters;  // their names
+  PyObject* dict;
+  Rule rule;
+  int buffer_at, other_at, peer_at, tag_at, op_at, status_at;
+  bool message, sends, root;
+  int parameter_count;
+  uint64_t log;
+  int kind_count;
+  Kind kinds[kMostKinds];
+};
+
+PyObject* slowly(Method* self, PyObject* const* args, size_t nargsf, PyObject* names) {
+  return PyObject_Vectorcall(self->wrapper, args, PyVectorcall_NARGS(nargsf), names);
+}
+
+struct Content {
+  int64_t nbytes = 0;
+  uint64_t format = 0;
+};
+
+bool is_intercepted_sequence(PyObject* message) { return PyList_CheckExact(message) || PyTuple_CheckExact(message); }
+
+// A buffer by its protocol. False where it has none, or is not contiguous, or of a format that takes Python to name.
+bool content_of_buffer(PyObject* object, Content& content, int64_t& itemsize) {
+  if (!PyObject_CheckBuffer(object)) return false;
+  Py_buffer view;
+  if (PyObject_GetBuffer(object, &view, PyBUF_FORMAT | PyBUF_ND) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  content.nbytes = view.len;
+  itemsize = view.itemsize;
+  const char* format = view.format == nullptr ? "B" : view.format;
+  const size_t length = strlen(format);
+  if (length < sizeof(content.format)) {
+    content.format = 0;
+    memcpy(&content.format, format, length);
+  }
+  PyBuffer_Release(&view);
+  return length < sizeof(content.format) && content.format != 0;
+}
+
+bool content_of(PyObject* message, Content& content, int64_t blocks) {
+  int64_t itemsize = 1;
+  if (!is_intercepted_sequence(message)) {
+    if (!content_of_buffer(message, content, itemsize)) return false;
+    content.nbytes /= blocks;
+    return true;
+  }
+  const Py_ssize_t size = PySequence_Fast_GET_SIZE(message);
+  if (size < 2 || size > 3) return false;
+  PyObject** items = PySequence_Fast_ITEMS(message);
+  const Type* type = type_of(items[size - 1]);
+  if (type == nullptr) return false;
+  content.format = reinterpret_cast<uint64_t>(type->datatype);
+  if (size == 3) {
+    if (!PyLong_CheckExact(items[1])) return false;
+    const int64_t count = PyLong_AsLongLong(items[1]);
+    if (count < 0) return PyErr_Clear(), false;
+    content.nbytes = count * type->size;
+    return true;
+  }
+  Content whole;
+  if (type->extent <= 0 || !content_of_buffer(items[0], whole, itemsize)) return false;
+  content.nbytes = whole.nbytes / type->extent / blocks * type->size;
+  return true;
+}
+
+// (payload, own share) of a call; false: Python has to look.
+bool measure(const Method& self, const Group& group, PyObject* const* argv, Content& content, int64_t& local) {
+  PyObject* first = self.buffer_at < 0 ? nullptr : argv[self.buffer_at];
+  PyObject* second = self.other_at < 0 ? nullptr : argv[self.other_at];
+  switch (self.rule) {
+    case Rule::kNothing:
+      return true;
+    case Rule::kBuffer:
+      return first != nullptr && content_of(first, content, 1);
+    case Rule::kReduced:
+      if (first == in_place || first == Py_None) first = second;
+      return first != nullptr && content_of(first, content, 1);
+    case Rule::kAllGather:
+      first = second;
+      break;
+    case Rule::kAllToAll:
+      if (first == in_place) first = second;
+      break;
+    case Rule::kScatteredBlock:
+      if (first == in_place || second == nullptr || !content_of(second, content, 1)) return false;
+      local = content.nbytes;
+      content.nbytes *= group.size;
+      return true;
+    default:
+      return false;
+  }
+  if (first == nullptr || !content_of(first, content, group.size)) return false;
+  local = content.nbytes;
+  content.nbytes *= group.size;
+  return true;
+}
+
+// Row of the kinds table; 0 where it cannot be had.
+uint16_t kind_of(Method* self, const Content& content, PyObject* op, PyObject* message) {
+  if (self->log != state.log) {
+    self->kind_count = 0;
+    self->log = state.log;
+  }
+  for (int i = 0; i < self->kind_count; i++)
+    if (self->kinds[i].format == content.format && self->kinds[i].op == op) return self->kinds[i].number;
+  Ref kind(PyObject_CallMethod(state.tracer, "kind_of", "OOO", self->plan, message == nullptr ? Py_None : message,
+                               op == nullptr ? Py_None : op));
+  const long number = kind ? PyLong_AsLong(kind.get()) : 0;
+  if (number <= 0) return PyErr_Clear(), 0;
+  if (self->kind_count < kMostKinds) self->kinds[self->kind_count++] = {content.format, op, static_cast<uint16_t>(number)};
+  return number;
+}
+
+thread_local uint64_t thread_log = 0;
+thread_local uint16_t thread_number = 0;
+
+bool thread_of() {
+  if (thread_log == state.log) return true;
+  Ref number(PyObject_CallMethod(state.recorder, "thread", nullptr));
+  if (!number) return false;
+  thread_number = static_cast<uint16_t>(PyLong_AsLong(number.get()));
+  thread_log = state.log;
+  return true;
+}
+
+// A phase, by what Python's Whereabouts does; false for what is left to it.
+bool phase_of(Whereabouts& where, uint8_t& phase) {
+  if (state.graph_task != nullptr) {
+    Ref task(PyObject_CallNoArgs(state.graph_task));
+    if (!task) return false;
+    if (PyLong_AsLong(task.get()) != -1) return false;  // within backward
+  }
+  const int mark = progress->mark;
+  if (mark < 0 || state.sites) {
+    if (!find(where, mark < 0)) return false;
+  }
+  if (mark >= 0) {
+    phase = mark;
+  } else if (where.seen & kForward) {
+    phase = 2;
+  } else if (where.seen & kOptimizer) {
+    phase = 4;
+  } else {
+    phase = progress->step < 0 ? 1 : 0;
+  }
+  return !(phase == 2 && progress->finished && !progress->by_program);  // a step may begin here
+}
+
+constexpr uint32_t kNoSlot = UINT32_MAX;
+
+uint32_t take() {
+  Ref slot(PyObject_CallNoArgs(state.pop));
+  if (!slot) return PyErr_Clear(), kNoSlot;
+  if ((++state.calls & 1023) == 0 && state.free != nullptr && PyObject_Size(state.free) < PyLong_AsLong(PyTuple_GET_ITEM(state.slots, 1))) {
+    Ref woken(PyObject_CallMethod(PyTuple_GET_ITEM(state.slots, 0), "wake", nullptr));
+    if (!woken) PyErr_Clear();
+  }
+  return static_cast<uint32_t>(PyLong_AsUnsignedLong(slot.get()));
+}
+
+Record* record_at(uint32_t slot) { return reinterpret_cast<Record*>(state.records) + slot; }
+
+void publish(Record* record, uint8_t how) { __atomic_store_n(&record->state, how, __ATOMIC_RELEASE); }
+
+// What a status says of a message that has arrived; a failure leaves what was asked for.
+void arrived(Group& group, Record* record, PyObject* status, bool anybody) {
+  static PyObject* get_count = PyUnicode_InternFromString("Get_count");
+  PyObject* args[] = {status, byte_type};
+  Ref count(PyObject_VectorcallMethod(get_count, args, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
+  const int64_t nbytes = count ? PyLong_AsLongLong(count.get()) : -1;
+  if (nbytes >= 0) record->payload = nbytes;
+  if (!anybody) return;
+  Ref source(PyObject_CallMethod(status, "Get_source", nullptr));
+  Ref tag(source ? PyObject_CallMethod(status, "Get_tag", nullptr) : nullptr);
+  if (!tag) return;
+  const long from = PyLong_AsLong(source.get()), what = PyLong_AsLong(tag.get());
+  if (from < 0 || what < 0) return;
+  Ref peer(PyObject_CallMethod(group.group, "peer", "l", from));
+  if (!peer) return;
+  const int global = PyLong_AsLong(peer.get());
+  PyObject* counter = counter_of(group, global, what, false);
+  if (counter == nullptr) return;
+  record->peer = global;
+  record->tag = what;
+  record->seq = static_cast<uint32_t>(next_of(counter));
+}
+
+bool integer(PyObject* object, long& number) {
+  if (!PyLong_CheckExact(object)) return false;
+  number = PyLong_AsLong(object);
+  if (number == -1 && PyErr_Occurred()) return PyErr_Clear(), false;
+  return number >= INT32_MIN && number <= INT32_MAX;
+}
+
+PyObject* call(PyObject* object, PyObject* const* args, size_t nargsf, PyObject* names) {
+  auto* self = reinterpret_cast<Method*>(object);
+  const int64_t entered = now();
+  const Py_ssize_t count = PyVectorcall_NARGS(nargsf) - 1;
+  if (count < 0 || count > self->parameter_count || !records_now()) return slowly(self, args, nargsf, names);
+
+  // The arguments by place; null: left out.
+  PyObject* argv[kMostParameters + 1] = {};
+  for (Py_ssize_t i = 0; i < count; i++) argv[i] = args[i + 1];
+  const Py_ssize_t named = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
+  for (Py_ssize_t k = 0; k < named; k++) {
+    int at = 0;
+    while (at < self->parameter_count && PyTuple_GET_ITEM(self->parameters, at) != PyTuple_GET_ITEM(names, k)) at++;
+    if (at == self->parameter_count || argv[at] != nullptr) return slowly(self, args, nargsf, names);
+    argv[at] = args[1 + count + k];
+  }
+
+  Group* group = group_of(args[0]);
+  if (group == nullptr || group->remote) return slowly(self, args, nargsf, names);
+  Record record{};
+  record.tag = record.peer = -1;
+  bool anybody = false;
+  if (self->peer_at >= 0) {
+    long peer = self->message && !self->sends ? any_source : 0;
+    if (argv[self->peer_at] != nullptr && !integer(argv[self->peer_at], peer)) return slowly(self, args, nargsf, names);
+    if (peer == any_source && self->message && !self->sends) anybody = true;
+    else if (peer < 0 || peer >= group->size) return slowly(self, args, nargsf, names);
+    if (!anybody) {
+      Ref ranks(PyObject_GetAttrString(group->group, "local"));
+      Ref global(ranks ? PySequence_GetItem(ranks.get(), peer) : nullptr);
+      if (!global) return PyErr_Clear(), slowly(self, args, nargsf, names);
+      record.peer = PyLong_AsLong(global.get());
+    }
+  }
+  if (self->tag_at >= 0) {
+    long tag = self->sends ? 0 : any_tag;
+    if (argv[self->tag_at] != nullptr && !integer(argv[self->tag_at], tag)) return slowly(self, args, nargsf, names);
+    if (tag == any_tag && !self->sends) anybody = true;
+    else if (tag < 0) return slowly(self, args, nargsf, names);
+    else record.tag = tag;
+  }
+  Content content;
+  int64_t local = 0;
+  if (!measure(*self, *group, argv, content, local)) return slowly(self, args, nargsf, names);
+  PyObject* op = self->op_at < 0 ? nullptr : argv[self->op_at];
+  PyObject* shown = self->rule == Rule::kNothing ? nullptr : argv[self->rule == Rule::kAllGather || self->rule == Rule::kScatteredBlock ? self->other_at : self->buffer_at];
+  if (shown == in_place || shown == Py_None) shown = argv[self->other_at];
+  record.kind = kind_of(self, content, op, shown);
+  Whereabouts where;
+  if (record.kind == 0 || !thread_of() || !phase_of(where, record.phase)) return PyErr_Clear(), slowly(self, args, nargsf, names);
+  PyObject* counter = nullptr;
+  if (!self->message) counter = group->collectives;
+  else if (!anybody) counter = counter_of(*group, record.peer, record.tag, self->sends);
+  if (counter == nullptr && !anybody) return PyErr_Clear(), slowly(self, args, nargsf, names);
+  const uint32_t slot = take();
+  if (slot == kNoSlot) return slowly(self, args, nargsf, names);  // which counts it as dropped
+  if (counter != nullptr) record.seq = static_cast<uint32_t>(next_of(counter));
+  record.payload = content.nbytes;
+  record.local = local;
+  record.group = group->number;
+  record.site = where.site;
+  record.step = progress->step;
+  record.micro_batch = progress->micro_batch;
+  record.thread = thread_number;
+  record.flags = where.seen & kObject ? 8 : 0;
+  record.t_begin = now();
+  Record* place = record_at(slot);
+  memcpy(place, &record, offsetof(Record, state));
+  publish(place, commtrace::kBegun);
+
+  // A status of ours where the program wants none and a message is to arrive.
+  Ref status;
+  PyObject* result;
+  const uint64_t log = state.log;
+  const int64_t cost = record.t_begin - entered;
+  if (self->status_at >= 0 && !self->sends) {
+    PyObject* given = argv[self->status_at];
+    if (given == nullptr || given == Py_None) {
+      status.set(PyObject_CallNoArgs(status_type));
+      if (!status) PyErr_Clear();
+    } else {
+      Py_INCREF(given);
+      status.set(given);
+    }
+  }
+  if (status && argv[self->status_at] != status.get()) {
+    PyObject* all[kMostParameters + 3];
+    all[0] = args[0];
+    argv[self->status_at] = status.get();
+    // By place up to the first that is left out, by name from there on.
+    Py_ssize_t by_place = 0;
+    while (by_place < self->parameter_count && argv[by_place] != nullptr) all[1 + by_place] = argv[by_place], by_place++;
+    Py_ssize_t by_name = 0;
+    for (int i = by_place; i < self->parameter_count; i++) by_name += argv[i] != nullptr;
+    Ref keywords(by_name == 0 ? nullptr : PyTuple_New(by_name));
+    Py_ssize_t filled = 0;
+    for (int i = by_place; i < self->parameter_count; i++)
+      if (argv[i] != nullptr) {
+        PyObject* name = PyTuple_GET_ITEM(self->parameters, i);
+        Py_INCREF(name);
+        PyTuple_SET_ITEM(keywords.get(), filled, name);
+        all[1 + by_place + filled++] = argv[i];
+      }
+    result = PyObject_Vectorcall(self->original, all, 1 + by_place, keywords.get());
+  } else {
+    result = PyObject_Vectorcall(self->original, args, 1 + count, names);
+  }
+  const int64_t t_return = now();
+  if (state.log != log) return result;  // the log was closed meanwhile
+  if (!records_now()) return result;
+  // What follows may run code of Python: an exception of the call is kept out of its way.
+  if (result == nullptr) {
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    place->t_return = t_return;
+    publish(place, commtrace::kFailed);
+    PyErr_Restore(type, value, trace);
+    return nullptr;
+  }
+  if (status && state.log == log) {
+    group = group_of(args[0]);
+    if (group != nullptr) arrived(*group, place, status.get(), anybody);
+    PyErr_Clear();
+  }
+  place->t_return = place->t_end = t_return;
+  place->clock = commtrace::kReturn;
+  publish(place, commtrace::kComplete);
+  if ((slot & 15) == 0) {
+    Ref ns(PyLong_FromLongLong(cost + now() - t_return));
+    Ref appended(ns ? PyObject_CallOneArg(state.samples, ns.get()) : nullptr);
+    PyErr_Clear();
+  }
+  return result;
+}
+
+PyObject* bind(PyObject* self, PyObject* object, PyObject*) {
+  if (object == nullptr || object == Py_None) {
+    Py_INCREF(self);
+    return self;
+  }
+  return PyMethod_New(self, object);
+}
+
+// Its name, signature and documentation are those of the wrapper, which has them from the original.
+PyObject* attribute(PyObject* self, PyObject* name) {
+  PyObject* own = PyObject_GenericGetAttr(self, name);
+  if (own != nullptr || !PyErr_ExceptionMatches(PyExc_AttributeError)) return own;
+  PyErr_Clear();
+  return PyObject_GetAttr(reinterpret_cast<Method*>(self)->wrapper, name);
+}
+
+PyObject* shown(PyObject* self) { return PyObject_Repr(reinterpret_cast<Method*>(self)->original); }
+
+PyObject* reduced(PyObject* self, PyObject*) {
+  return PyObject_GetAttrString(reinterpret_cast<Method*>(self)->wrapper, "__qualname__");
+}
+
+// What a type has of its own, and an object of it then seems to have.
+PyObject* of_wrapper(PyObject* self, void* name) {
+  return PyObject_GetAttrString(reinterpret_cast<Method*>(self)->wrapper, static_cast<const char*>(name));
+}
+
+char doc_name[] = "__doc__", module_name[] = "__module__";
+PyGetSetDef method_attributes[] = {{doc_name, of_wrapper, nullptr, nullptr, doc_name},
+                                   {module_name, of_wrapper, nullptr, nullptr, module_name},
+                                   {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyMethodDef method_methods[] = {{"__reduce__", reduced, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+
+// Kept for ever: calls of other threads may be on their way into a method that has been taken out.
+PyTypeObject method_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+bool ready() {
+  method_type.tp_name = "commtrace_mpi.Method";
+  method_type.tp_basicsize = sizeof(Method);
+  method_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR;
+  method_type.tp_vectorcall_offset = offsetof(Method, vectorcall);
+  method_type.tp_call = PyVectorcall_Call;
+  method_type.tp_descr_get = bind;
+  method_type.tp_getattro = attribute;
+  method_type.tp_repr = shown;
+  method_type.tp_methods = method_methods;
+  method_type.tp_getset = method_attributes;
+  return PyType_Ready(&method_type) == 0;
+}
+
+// ---- what Python calls -------------------------------------------------------------------------------------------------
+
+int place(PyObject* places, const char* name) {
+  PyObject* at = PyDict_GetItemString(places, name);
+  return at == nullptr ? -1 : static_cast<int>(PyLong_AsLong(at));
+}
+
+// method(original, wrapper, plan, parameters, rule, places, message, sends)
+PyObject* make_method(PyObject*, PyObject* args) {
+  PyObject *original, *wrapper, *plan, *parameters, *places;
+  int rule, message, sends;
+  if (!PyArg_ParseTuple(args, "OOOO!iO!pp", &original, &wrapper, &plan, &PyTuple_Type, &parameters, &rule, &PyDict_Type,
+                        &places, &message, &sends))
+    return nullptr;
+  if (PyTuple_GET_SIZE(parameters) > kMostParameters) return PyErr_Format(PyExc_ValueError, "too many parameters");
+  auto* self = PyObject_New(Method, &method_type);
+  if (self == nullptr) return nullptr;
+  self->vectorcall = call;
+  for (PyObject* kept : {original, wrapper, plan, parameters}) Py_INCREF(kept);
+  self->original = original, self->wrapper = wrapper, self->plan = plan, self->parameters = parameters;
+  self->dict = nullptr;
+  self->rule = static_cast<Rule>(rule);
+  self->buffer_at = place(places, "buffer"), self->other_at = place(places, "other");
+  self->peer_at = place(places, "peer"), self->tag_at = place(places, "tag");
+  self->op_at = place(places, "op"), self->status_at = place(places, "status");
+  self->message = message, self->sends = sends, self->root = false;
+  self->parameter_count = static_cast<int>(PyTuple_GET_SIZE(parameters));
+  self->log = 0, self->kind_count = 0;
+  return reinterpret_cast<PyObject*>(self);
+}
+
+void keep(PyObject*& place, PyObject* value) {
+  Py_XINCREF(value);
+  PyObject* old = place;
+  place = value;
+  Py_XDECREF(old);
+}
+
+// constants(in_place, status, byte, any_source, any_tag, session, progress cells, [(datatype, size, extent), ...])
+PyObject* set_constants(PyObject*, PyObject* args) {
+  PyObject *here, *status, *byte, *session, *cells, *known;
+  if (!PyArg_ParseTuple(args, "OOOllOOO!", &here, &status, &byte, &any_source, &any_tag, &session, &cells, &PyList_Type, &known))
+    return nullptr;
+  keep(in_place, here), keep(status_type, status), keep(byte_type, byte), keep(state.session, session);
+  if (progress == nullptr) {
+    static Py_buffer view;  // kept: an array that is looked into stays where it is
+    if (PyObject_GetBuffer(cells, &view, PyBUF_SIMPLE) != 0) return nullptr;
+    if (view.len != sizeof(Progress)) return PyErr_Format(PyExc_ValueError, "these are not progress cells");
+    progress = static_cast<const Progress*>(view.buf);
+  }
+  if (recorder_name == nullptr) recorder_name = PyUnicode_InternFromString("recorder");
+  type_count = 0;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(known) && type_count < kMostTypes; i++) {
+    Type type{};
+    if (!PyArg_ParseTuple(PyList_GET_ITEM(known, i), "OLL", &type.datatype, &type.size, &type.extent)) return nullptr;
+    Py_INCREF(type.datatype);
+    types[type_count++] = type;
+  }
+  Py_RETURN_NONE;
+}
+
+void forget_groups() {
+  for (Group& group : state.groups) clear(group);
+}
+
+uint64_t logs = 0;
+
+// go(tracer, recorder, ring, records_at, pop, free, (slots, half), classify, number, append, graph_task, sites)
+PyObject* go(PyObject*, PyObject* args) {
+  PyObject *tracer, *recorder, *ring, *pop, *free, *slots, *classify, *number, *append, *task;
+  Py_ssize_t at;
+  int sites;
+  if (!PyArg_ParseTuple(args, "OOOnOOO!OOOOp", &tracer, &recorder, &ring, &at, &pop, &free, &PyTuple_Type, &slots, &classify,
+                        &number, &append, &task, &sites))
+    return nullptr;
+  Py_buffer view;
+  if (PyObject_GetBuffer(ring, &view, PyBUF_WRITABLE) != 0) return nullptr;
+  state.records = static_cast<char*>(view.buf) + at;  // its recorder keeps it as long as it is the session's
+  PyBuffer_Release(&view);
+  forget_groups();
+  state.known.fill({});
+  keep(state.recorder, recorder), keep(state.pop, pop), keep(state.free, free == Py_None ? nullptr : free);
+  keep(state.slots, slots), keep(state.classify, classify), keep(state.number, number), keep(state.samples, append);
+  keep(state.graph_task, task == Py_None ? nullptr : task);
+  state.sites = sites;
+  state.log = ++logs;
+  keep(state.tracer, tracer);
+  Py_RETURN_NONE;
+}
+
+PyObject* stop(PyObject*, PyObject*) {
+  keep(state.tracer, nullptr);
+  state.log = ++logs;
+  forget_groups();
+  for (PyObject** kept : {&state.recorder, &state.pop, &state.free, &state.slots, &state.classify, &state.number,
+                          &state.samples, &state.graph_task})
+    keep(*kept, nullptr);
+  Py_RETURN_NONE;
+}
+
+// A communicator is about to be freed.
+PyObject* forget(PyObject*, PyObject*) {
+  forget_groups();
+  Py_RETURN_NONE;
+}
+
+// Code is kept alive no more: what is known of instructions counts no longer.
+PyObject* forget_sites(PyObject*, PyObject*) {
+  state.known.fill({});
+  Py_RETURN_NONE;
+}
+
+PyObject* set_graph_task(PyObject*, PyObject* task) {
+  keep(state.graph_task, task == Py_None ? nullptr : task);
+  Py_RETURN_NONE;
+}
+
+PyObject* layout(PyObject*, PyObject*) {
+  return Py_BuildValue("{s:n,s:n,s:n,s:n}", "payload", offsetof(Record, payload), "group", offsetof(Record, group), "kind",
+                       offsetof(Record, kind), "state", offsetof(Record, state));
+}
+
+PyMethodDef functions[] = {
+    {"method", make_method, METH_VARARGS, nullptr},
+    {"constants", set_constants, METH_VARARGS, nullptr},
+    {"go", go, METH_VARARGS, nullptr},
+    {"stop", stop, METH_NOARGS, nullptr},
+    {"forget", forget, METH_NOARGS, nullptr},
+    {"forget_sites", forget_sites, METH_NOARGS, nullptr},
+    {"graph_task", set_graph_task, METH_O, nullptr},
+    {"layout", layout, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "commtrace_mpi", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_commtrace_mpi() { return ready() ? PyModule_Create(&module) : nullptr; }
