@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import commtrace
 from commtrace.workloads.gpt_neox import train
+from commtrace.workloads.gpt_neox.leave import let_threads_finish
 
 
 def ddp(arguments: dict[str, Any]) -> None:
@@ -34,6 +35,9 @@ def ddp(arguments: dict[str, Any]) -> None:
         optimizer.step()
         optimizer.zero_grad()
     dist.destroy_process_group()
+    # The reducer holds the group's last reference and lets go of it with Python's lock held: its destructor waits for
+    # gloo's thread, which must not wait for that lock to release a tensor then.
+    let_threads_finish()
 
 
 def main(orders: list[dict[str, Any]]) -> None:
