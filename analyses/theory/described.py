@@ -83,7 +83,7 @@ def deepspeed_row(
         "optimizer": wrapper(config, precision, stage, optimizer),
         "basic_optimizer": basic_optimizer(config, optimizer),
         "optimizer_groups": parts,
-        "check_grad_overflow": checks_overflow(config, precision),
+        **({"check_grad_overflow": checks_overflow(config, precision)} if stage in (1, 2) else {}),
         "norm_dtype": "float64",
         "moe": False,
         "parameters": found.parameters,
@@ -153,7 +153,8 @@ _ZERO: Final[dict[str, Any]] = {
 }
 
 
-@rule("deepspeed.runtime.zero.config.DeepSpeedZeroConfig", DEEPSPEED)
+@rule("deepspeed.runtime.zero.config.DeepSpeedZeroConfig; "
+      "deepspeed.runtime.engine.DeepSpeedEngine._configure_zero_optimizer (allgather_sequential)", DEEPSPEED)  # fmt: skip
 def zero_settings(block: Mapping[str, Any]) -> dict[str, Any]:
     """The block with what it leaves out; names without the prefix "stage3_"."""
     given = {key.removeprefix("stage3_"): value for key, value in block.items()}
@@ -163,6 +164,8 @@ def zero_settings(block: Mapping[str, Any]) -> dict[str, Any]:
         raise NotPredictedError(f"zero_optimization.stage is {found['stage']}; ZeRO's stages are 0 to 3")
     if found["overlap_comm"] is None:
         found["overlap_comm"] = found["stage"] == 3
+    if found["allgather_sequential"] and found["stage"] == 3:
+        found["prefetch_bucket_size"] = 1  # the engine sets it
     for name in ("offload_param", "offload_optimizer", "zenflow", "mics_shard_size"):
         if given.get(name) not in (None, {}, -1):
             raise NotPredictedError(f"zero_optimization.{name} has no rules yet")
