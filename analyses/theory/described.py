@@ -154,7 +154,8 @@ _ZERO: Final[dict[str, Any]] = {
 
 
 @rule("deepspeed.runtime.zero.config.DeepSpeedZeroConfig; "
-      "deepspeed.runtime.engine.DeepSpeedEngine._configure_zero_optimizer (allgather_sequential)", DEEPSPEED)  # fmt: skip
+      "deepspeed.runtime.engine.DeepSpeedEngine._configure_zero_optimizer (allgather_sequential)",
+      DEEPSPEED)  # fmt: skip
 def zero_settings(block: Mapping[str, Any]) -> dict[str, Any]:
     """The block with what it leaves out; names without the prefix "stage3_"."""
     given = {key.removeprefix("stage3_"): value for key, value in block.items()}
