@@ -16,6 +16,7 @@ from .theory import Prediction
 from .theory.messages import sorted_messages
 
 UNEXPLAINED: Final = "unexplained"
+OTHER_PIECES: Final = "the same bytes in other pieces: another order"
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,18 @@ def _after_the_log(leftovers: Sequence[Leftover], context: Context) -> Sequence[
     return [one for one in leftovers if one.calls < 0] if cut else ()
 
 
+def _behind_the_log(leftovers: Sequence[Leftover], context: Context) -> Sequence[Leftover]:
+    return leftovers if context.step > context.last else ()
+
+
 def _overflow(leftovers: Sequence[Leftover], context: Context) -> Sequence[Leftover]:
     """Exactly what DeepSpeed leaves out behind the check is missing, and nothing else differs."""
     if context.step < 0 or any(one.calls > 0 for one in leftovers):
         return ()
-    missing = sorted((one.op, one.size, -one.calls) for one in leftovers)
+    sums: dict[tuple[str, int], int] = defaultdict(int)
+    for one in leftovers:
+        sums[one.op, one.size] -= one.calls
+    missing = sorted((op, size, calls) for (op, size), calls in sums.items())
     left_out = [sorted_messages(messages) for messages in context.prediction.skipped]
     return leftovers if missing in left_out else ()
 
@@ -124,6 +132,7 @@ _SCALAR: Final = 64
 CAUSES: Final[tuple[Cause, ...]] = (
     Cause("the log begins after start-up", _before_the_log),
     Cause("the log ends within this step", _after_the_log),
+    Cause("the log ends before this step, which other ranks have", _behind_the_log),
     Cause("optimizer skipped: gradients overflowed", _overflow),
     Cause("saving or loading a checkpoint", _at("checkpoint", "consolidated", "state_dict")),
     Cause("whole gradients or optimizer states for the program", _at("tensor_fragment.py", "_fp32_state_allgather")),
@@ -134,7 +143,7 @@ CAUSES: Final[tuple[Cause, ...]] = (
         _programs(lambda one: 0 <= one.bytes <= _SCALAR * one.calls),
     ),
     Cause("calls of the program's own", _programs(lambda one: True)),
-    Cause("the same bytes in other pieces: another order", _other_pieces),
+    Cause(OTHER_PIECES, _other_pieces),
     Cause("gradients reduced several times: no_sync is not used", _several_reductions),
     Cause("records that the log has lost", _lost),
 )

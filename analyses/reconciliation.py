@@ -29,9 +29,10 @@ whole bytes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any, Final
 
 import pandas as pd
@@ -104,11 +105,12 @@ class Cell:
     leftovers: tuple[Leftover, ...]
 
 
-def _finish(table: pd.DataFrame, run: Run) -> NamedTables:
+def _finish(table: pd.DataFrame, run: Run, job: Mapping[str, Any] | None = None) -> NamedTables:
     rows: dict[str, list[dict[str, object]]] = {name: [] for name in COLUMNS}
+    last = int(max(table["step"], default=-1))
     measured_of = dict(iter(table.groupby("process")))
     for number, process in enumerate(run.processes):
-        _process(process, measured_of.get(number, table.iloc[:0]), rows)
+        _process(process, measured_of.get(number, table.iloc[:0]), last, rows, job)
     return {name: _typed(pd.DataFrame(rows[name], columns=[*columns])) for name, columns in COLUMNS.items()}
 
 
@@ -120,23 +122,28 @@ def _typed(table: pd.DataFrame) -> pd.DataFrame:
     return table.astype(types)
 
 
-def _process(process: Process, table: pd.DataFrame, rows: dict[str, list[Any]]) -> None:
-    """All rows of one process, of what was measured of it."""
+def _process(
+    process: Process, table: pd.DataFrame, last: int, rows: dict[str, list[Any]], given: Mapping[str, Any] | None
+) -> None:
+    """All rows of one process, of what was measured of it. `last`: the run's last step; one that this process has no
+    call of is missing there.
+    """
     summary: dict[str, object] = {"rank": process.rank, "other_versions": _other_versions(process)}
     try:
-        job = _job(process)
+        job = _job(process) if given is None else given
         prediction = predict(job)
     except NotPredictedError as reason:
         rows["theory"].append({**summary, "not_predicted": str(reason)})
         return
     found = steps_of(table)
-    steps = sorted({-1, *found})
+    steps = range(-1, last + 1)
+    own_last = max(found, default=-1)
     sums: dict[str, int] = defaultdict(int)
     for step in steps:
         context = Context(
-            prediction, job, step, steps[-1], process.tables.end is not None, _lost(process), bool(found.get(step))
+            prediction, job, step, own_last, process.tables.end is not None, _lost(process), bool(found.get(step))
         )
-        cells = compare(prediction.step(step), found.get(step, []), prediction.ranks)
+        cells = compare(prediction.step(step), found.get(step, []), prediction.ranks_of)
         rows["expected"] += _expected(process.rank, step, prediction.step(step))
         rows["reconciliation"] += _rows(process.rank, step, cells, context, sums)
     measured_bytes = sum(calls.bytes for of_step in found.values() for _, calls in of_step)
@@ -193,15 +200,17 @@ def steps_of(table: pd.DataFrame) -> dict[int, list[tuple[Key, Calls]]]:
 # --- comparing ------------------------------------------------------------------------------------------------------
 
 
-def compare(expected: Iterable[Message], found: Iterable[tuple[Key, Calls]], ranks: int) -> list[Cell]:
-    """The cells of one step. `ranks`: the size of the group that the prediction is for."""
+def compare(
+    expected: Iterable[Message], found: Iterable[tuple[Key, Calls]], ranks_of: Callable[[str], int]
+) -> list[Cell]:
+    """The cells of one step. `ranks_of`: the size of the group of a role."""
     wanted: dict[Key, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for one in expected:
         wanted[one.role, one.op][one.payload] += one.calls
     there: dict[Key, list[Calls]] = defaultdict(list)
     for key, calls in found:
         there[key].append(calls)
-    return [_cell(key, wanted[key], there[key], ranks) for key in sorted({*wanted, *there})]
+    return [_cell(key, wanted[key], there[key], ranks_of(key[0])) for key in sorted({*wanted, *there})]
 
 
 def _cell(key: Key, wanted: Mapping[int, int], there: Sequence[Calls], ranks: int) -> Cell:
@@ -314,7 +323,7 @@ def waterfall(
     if not whole_steps or any(calls.wire is None for _, calls in found[whole_steps[-1]]):
         return []
     step = whole_steps[-1]
-    cells = compare(prediction.step(step), found[step], prediction.ranks)
+    cells = compare(prediction.step(step), found[step], prediction.ranks_of)
     context = Context(prediction, job, step, steps[-1], ended, _lost(process), seen=True)
     parts = [(bar.label, bar.bytes, "cause") for bar in prediction.bars]
     for cause, leftover in explain([one for cell in cells for one in cell.leftovers], context):
@@ -352,3 +361,8 @@ def _needed(run: Run) -> bool:
 
 
 ANALYSIS: Final = Analysis("reconciliation", measured.partial, measured.merge, _finish, _needed)
+
+
+def analysis_of(job: Mapping[str, Any]) -> Analysis:
+    """The same with a job row of one's own in place of those that were captured."""
+    return Analysis("reconciliation", measured.partial, measured.merge, partial(_finish, job=job))

@@ -2,7 +2,7 @@
 
 A command is one class `Command` in one file: its docstring is its help, `prepare` adds its arguments, `run` does the
 work and returns the exit status. Errors are printed here and nowhere else: 0 fine (also for a partial log), 1 an error
-that the user can mend, 2 wrong arguments, 130 interrupted.
+that the user can mend (`check`: a difference, too), 2 wrong arguments, 3 `check` could not compare, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -23,6 +23,14 @@ from commtrace.errors import CommtraceError
 # Name: (module that has the class Command, the first line of its docstring). Names, so that nothing is imported.
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "report": ("commtrace.analyses.report.command", "Show what a run communicated."),
+    "check": (
+        "commtrace.analyses.check.command",
+        "Compare a run with theory, for continuous integration: status 0 when they are equal.",
+    ),
+    "theory": (
+        "commtrace.analyses.forecast.command",
+        "Predict what a training will communicate, from its configuration alone.",
+    ),
     "run": ("commtrace.commands.run", "Run a program with tracing on."),
     "build": ("commtrace.hooks.native.command", "Build the native recorder for this environment."),
     "salvage": ("commtrace.commands.salvage", "Bring home what killed processes left in this host's memory."),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed
 
-from .model_facts import buffers, known, parameters
+from .model_facts import architecture, buffers, known, parameters
 
 _SETTINGS = (
     "broadcast_buffers",
@@ -39,6 +39,7 @@ def describe(replica: Any) -> dict[str, Any]:
         ),
         "parameters": parameters(replica.module),
         "buffers": buffers(replica.module),
+        **known({"model": lambda: architecture(replica.module)}),
     }
 
 

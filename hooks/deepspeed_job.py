@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .model_facts import buffers, dtype_name, grouped, known, modules, parameters
+from .model_facts import architecture, buffers, dtype_name, grouped, known, modules, parameters
 
 
 def describe(engine: Any) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def describe(engine: Any) -> dict[str, Any]:
         ),
         "parameters": parameters(engine.module),
         "buffers": buffers(engine.module),
-        **known({"modules": lambda: _modules(engine)}),
+        **known({"modules": lambda: _modules(engine), "model": lambda: architecture(engine.module)}),
     }
 
 

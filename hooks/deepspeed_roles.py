@@ -29,6 +29,9 @@ _UNIT: Final = (
     ("get_tensor_model_parallel_group", "tensor"),
     ("get_sequence_parallel_group", "sequence"),
 )
+# Only of a unit that has none of the other names for it: elsewhere a pipeline's stages are in this group as well.
+_OLD_TENSOR: Final = ("get_model_parallel_group", "tensor")
+_NEW_TENSOR: Final = ("get_tensor_model_parallel_group", "get_slice_parallel_group")
 
 
 def roles(engine: Any) -> Iterator[Role]:
@@ -64,7 +67,8 @@ def _registered(registry: ModuleType, names: tuple[tuple[str, str], ...]) -> Ite
 
 
 def _unit(mpu: Any) -> Iterator[Role]:
-    for name, role in _UNIT:
+    old = () if any(hasattr(mpu, name) for name in _NEW_TENSOR) else (_OLD_TENSOR,)
+    for name, role in (*old, *_UNIT):
         getter = getattr(mpu, name, None)
         if getter is not None:
             try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 
 def parameters(module: Any) -> list[dict[str, Any]]:
@@ -23,6 +23,41 @@ def grouped(module: Any, groups: Iterable[Iterable[Any]]) -> list[list[int]]:
     """Groups of parameters as their numbers in `parameters`. Raises KeyError for one that is not the model's."""
     numbers = _numbers(module)
     return [[numbers[id(parameter)] for parameter in group] for group in groups]
+
+
+_NEOX: Final = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "padded_vocab_size",
+    "no_weight_tying",
+    "gpt_j_residual",
+    "hidden_dropout",
+    "attention_dropout",
+    "checkpoint_activations",
+    "checkpoint_num_layers",
+    "checkpoint_reentrant",
+    "model_parallel_size",
+    "sequence_parallel",
+    "fp32_allreduce",
+    "gradient_clipping",
+    "precision",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
+
+
+def architecture(module: Any) -> dict[str, Any]:
+    """What decides the messages within a model, of one that says it as GPT-NeoX's models do (`neox_args`).
+
+    Raises LookupError for another.
+    """
+    told = getattr(module, "neox_args", None)
+    if told is None:
+        raise LookupError
+    found = {name: getattr(told, name) for name in _NEOX if hasattr(told, name)}
+    return {name: value for name, value in found.items() if isinstance(value, bool | int | float | str)}
 
 
 def modules(module: Any, leaf: Callable[[Any], bool]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ pytest.importorskip("yaml")
 pytest.importorskip("torch")
 
 from commtrace.workloads.gpt_neox import ConfigError, NeoxConfig, load_config
-from commtrace.workloads.gpt_neox.deepspeed_engine import deepspeed_config
+from commtrace.workloads.gpt_neox.deepspeed_settings import deepspeed_config
 from commtrace.workloads.gpt_neox.options import arguments, overrides
 from commtrace.workloads.gpt_neox.schedule import learning_rate
 from commtrace.workloads.gpt_neox.settings import SHIPPED
@@ -79,7 +79,8 @@ def test_options_are_settings() -> None:
         ("max_position_embeddings: 8", ["max_position_embeddings", "8", "at least seq_length"]),
         ("norm: rmsnorm", ["norm", "rmsnorm", "layernorm"]),
         ("pos_emb: alibi", ["pos_emb", "alibi", "rotary"]),
-        ("model_parallel_size: 2", ["model_parallel_size", "not supported yet"]),
+        ("model_parallel_size: 3", ["model_parallel_size", "divide num_attention_heads", "4"]),
+        ("model_parallel_size: 2\nattention_dropout: 0.1", ["attention_dropout", "0.1", "set it to 0"]),
         ("pipe-parallel-size: 2", ["pipe_parallel_size", "not supported yet"]),
         ("zero_optimization: {stage: 4}", ["zero_optimization", "0, 1, 2 or 3"]),
         ("optimizer: {type: sm3}", ["optimizer.type", "sm3", "adam"]),
@@ -142,6 +143,13 @@ def test_vocabulary_padding_for_tensor_parallel_ranks() -> None:
 )
 def test_batch_sizes_complete_each_other(tmp_path: Path, lines: list[str], shape: tuple[int, int]) -> None:
     assert with_lines(tmp_path, *lines).batch_shape(2) == shape
+
+
+def test_ranks_that_tensor_parallelism_does_not_divide(tmp_path: Path) -> None:
+    config = with_lines(tmp_path, "model-parallel-size: 2")
+    assert config.data_parallel(6) == 3
+    with pytest.raises(ConfigError, match=r"given\.yml: model_parallel_size: 2 does not divide the 5 ranks"):
+        config.data_parallel(5)
 
 
 def test_batch_sizes_that_contradict_each_other(tmp_path: Path) -> None:

@@ -2,108 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import pandas as pd
 import pytest
-from factory import ALONE, PAIR, WORLD, LogFactory, record
+from expected_runs import (
+    CHECKPOINT,
+    PROGRAM,
+    RANKS,
+    ZERO_1,
+    call,
+    calls,
+    cut,
+    every_step,
+    in_other_pieces,
+    run_of,
+    with_call,
+    without_a_check,
+    without_optimizer,
+)
+from factory import LogFactory, record
 
 from commtrace.analyses import reconciliation
 from commtrace.analyses.causes import CAUSES, UNEXPLAINED
 from commtrace.analyses.measured import DETAILED_STEPS
-from commtrace.analyses.theory import Message, predict
+from commtrace.analyses.theory import Message
 from commtrace.reading.run import Run, open_run
 from commtrace.schema import Phase, Records
-
-RANKS: Final = 3
-STEPS: Final = 3
-
-OPS: Final = {
-    name: 40 + number for number, name in enumerate(("all_reduce", "all_gather", "broadcast", "barrier", "reduce"))
-}
-PROGRAM, DEEPSPEED_LINE, CHECKPOINT = 11, 12, 13
-
-ZERO_1: Final[dict[str, Any]] = {
-    "source": "deepspeed",
-    "engine": "DeepSpeedEngine",
-    "zero_stage": 1,
-    "zero": {
-        "reduce_bucket_size": 60,
-        "overlap_comm": True,
-        "reduce_scatter": True,
-        "contiguous_gradients": True,
-        "use_multi_rank_bucket_allreduce": True,
-        "round_robin_gradients": False,
-        "parameter_alignment": False,
-        "compute_grad_norm": True,
-    },
-    "data_parallel_size": RANKS,
-    "tensor_parallel_size": 1,
-    "sequence_parallel_size": 1,
-    "pipeline_stages": 1,
-    "gradient_accumulation_steps": 1,
-    "precision": "fp16",
-    "communication_data_type": "float16",
-    "gradient_clipping": 1.0,
-    "check_grad_overflow": True,
-    "optimizer": "DeepSpeedZeroOptimizer",
-    "basic_optimizer": "AdamW",
-    "moe": False,
-    "optimizer_groups": [[0, 1], [2]],
-    "parameters": [
-        {"name": f"layer.{number}", "shape": shape, "dtype": "float16", "trainable": True}
-        for number, shape in enumerate(([7, 5], [5], [11, 3]))
-    ],
-    "buffers": [],
-}
-
-
-def call(message: Message, step: int, **fields: int) -> Records:
-    """A record of one call of a message."""
-    phase = Phase.INIT if step < 0 else Phase.OPTIMIZER
-    local = message.payload // RANKS if message.op == "all_gather" else 0
-    known = {"site": DEEPSPEED_LINE, "phase": phase, "local": local}
-    return record(kind=OPS[message.op], payload=message.payload, step=step, **{**known, **fields})
-
-
-def calls(job: dict[str, Any], steps: Iterable[int]) -> list[Records]:
-    """What theory expects, as records."""
-    prediction = predict(job)
-    return [call(one, step) for step in steps for one in prediction.step(step) for _ in range(one.calls)]
-
-
-def run_of(
-    directory: Path,
-    rows: list[Records],
-    job: dict[str, Any] | None = None,
-    *,
-    end: bool = True,
-    ranks: int = RANKS,
-    **stats: int,
-) -> Run:
-    """A log of which every rank has these records."""
-    log = LogFactory(directory)
-    for rank in range(ranks):
-        one = log.process(rank, pid=4711 + rank, world_size=RANKS)
-        one.known({WORLD: [*range(RANKS)], PAIR: [0, 1], ALONE: [rank]}, {WORLD: "data"})
-        for op, number in OPS.items():
-            one.add("kinds", id=number, op=op, variant=op, api="torch", dtype="float16", reduce_op=None)
-        packages = "/opt/site-packages/deepspeed/runtime"
-        one.add("sites", id=PROGRAM, file="/home/user/project/train.py", line=9, function="main")
-        one.add("sites", id=DEEPSPEED_LINE, file=f"{packages}/zero/stage_1_and_2.py", line=5, function="step")
-        one.add(
-            "sites", id=CHECKPOINT, file=f"{packages}/engine.py", line=5, function="DeepSpeedEngine.save_checkpoint"
-        )
-        if job is not None:
-            one.add("job", id=1, **job)
-        one.write(rows)
-        one.stats(**stats)
-        if end:
-            one.add("end", mono_ns=10_000_001_000, unix_ns=1, reason="exit")
-    return open_run(directory)
 
 
 def differing(run: Run, rank: int = 0) -> dict[str, tuple[int, int, int]]:
@@ -114,10 +42,6 @@ def differing(run: Run, rank: int = 0) -> dict[str, tuple[int, int, int]]:
     return {str(row.Index): (row[1], row[2], row[3]) for row in sums.itertuples()}
 
 
-def every_step() -> list[Records]:
-    return calls(ZERO_1, range(-1, STEPS))
-
-
 def test_a_run_as_expected(tmp_path: Path) -> None:
     run = run_of(tmp_path, every_step(), ZERO_1)
     assert differing(run) == {}
@@ -126,38 +50,6 @@ def test_a_run_as_expected(tmp_path: Path) -> None:
     cells = run.table("reconciliation")
     assert (cells["expected_bytes"] == cells["measured_bytes"]).all()
     assert set(cells["sites"]) == {"deepspeed/runtime/zero/stage_1_and_2.py:5 step"}
-
-
-def cut(rows: list[Records]) -> list[Records]:
-    """Without the last call of the last step."""
-    return rows[:-1]
-
-
-def without_optimizer(rows: list[Records]) -> list[Records]:
-    """The last step's norms and parameters are not there."""
-    kept = [one for one in predict(ZERO_1).step(0) if one.cause in ("gradients", "overflow check")]
-    return [*(row for row in rows if row["step"][0] < STEPS - 1), *(call(one, STEPS - 1) for one in kept)]
-
-
-def without_a_check(rows: list[Records]) -> list[Records]:
-    """The last step's overflow check is not there."""
-    return [row for row in rows if row["step"][0] < STEPS - 1 or row["payload"][0] != 1]
-
-
-def with_call(op: str, payload: int, **fields: int) -> Callable[[list[Records]], list[Records]]:
-    """One more in step 1."""
-    return lambda rows: [*rows, call(Message(op, payload, ""), 1, **fields)]
-
-
-def in_other_pieces(rows: list[Records]) -> list[Records]:
-    """The last step's first two buckets, the second 2 bytes larger and the first 2 bytes smaller."""
-    changed = [row.copy() for row in rows]
-    large = [
-        row for row in changed if row["step"][0] == 2 and row["kind"][0] == OPS["all_reduce"] and row["payload"][0] > 8
-    ]
-    large[0]["payload"] -= 2
-    large[1]["payload"] += 2
-    return changed
 
 
 DIFFERENT: Final[dict[str, tuple[Callable[[list[Records]], list[Records]], dict[str, Any], tuple[int, int, int]]]] = {
@@ -188,13 +80,34 @@ def test_differences_have_names(cause: str, tmp_path: Path) -> None:
     assert_adds_up(run)
 
 
+def test_steps_that_only_other_ranks_have(tmp_path: Path) -> None:
+    """A rank that stops early misses all of them; a step in the middle that has no call is missing as well."""
+    rows = every_step()
+    early = [row for row in rows if row["step"][0] < 1]
+    gap = [row for row in rows if row["step"][0] != 1]
+    run = run_of(tmp_path, rows, ZERO_1, others={1: early, 2: gap})
+    one, two = -sum(calls_of(early)) + sum(calls_of(rows)), sum(calls_of(rows)) - sum(calls_of(gap))
+    assert differing(run, 0) == {}
+    assert differing(run, 1) == {
+        "the log ends before this step, which other ranks have": (len(rows) - len(early), 0, -one)
+    }
+    assert differing(run, 2) == {UNEXPLAINED: (len(rows) - len(gap), 0, -two)}
+    assert_adds_up(run)
+
+
+def calls_of(rows: list[Records]) -> list[int]:
+    """Payloads."""
+    return [int(row["payload"][0]) for row in rows]
+
+
 def test_every_cause_has_an_example() -> None:
-    tested_with_trainings = {
+    tested_elsewhere = {
+        "the log ends before this step, which other ranks have",
         "whole gradients or optimizer states for the program",
         "GatheredParameters of the program",
         "gradients reduced several times: no_sync is not used",
     }
-    assert {cause.sentence for cause in CAUSES} == {*DIFFERENT, *tested_with_trainings}
+    assert {cause.sentence for cause in CAUSES} == {*DIFFERENT, *tested_elsewhere}
 
 
 @pytest.mark.parametrize("change", [cut, with_call("all_gather", 999), with_call("all_reduce", 6, site=0)])

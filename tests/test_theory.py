@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ import trainings
 
 from commtrace.analyses import reconciliation
 from commtrace.analyses.fold import NamedTables, fold
-from commtrace.analyses.theory import NotPredictedError, closed_forms, predict
+from commtrace.analyses.theory import NotPredictedError, closed_forms, further_forms, predict
 from commtrace.analyses.theory.buckets import filled, fitting, most_filled, most_fitting, overfull
 from commtrace.analyses.theory.messages import sent
 from commtrace.reading.run import Run
@@ -79,6 +80,36 @@ def test_expected_and_measured_are_the_same_table(name: str) -> None:
     assert (bounds["calls"] <= bounds["calls_max"]).all()
 
 
+FOUR = [*trainings.SHARED, *trainings.DRAWN]
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_tensor_parallel_models_are_exact(name: str) -> None:
+    print(f"THEORY_SEED={trainings.seed()}")
+    assert_exact(tables(trainings.shared, name), trainings.shared()[name])
+
+
+DESCRIBED = [*SHAPES, *(name for name, one in trainings.VARIANTS.items() if "model" in one), *FOUR]
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_a_job_told_from_its_configuration_is_the_one_that_was_captured(name: str, tmp_path: Path) -> None:
+    """Whatever theory asks for, the list of parameters included; and so it predicts the same."""
+    if name in SHAPES:
+        run, one = trainings.shapes()[name], trainings.wanted_shapes()[name]
+    elif name in FOUR:
+        run, one = trainings.shared()[name], {**trainings.SHARED, **trainings.drawn()}[name]
+    else:
+        run, one = trainings.variants()[name], trainings.VARIANTS[name]
+    told, captured = trainings.described(one, len(run.ranks), tmp_path), dict(run.job or {})
+    assert predict(told) == predict(captured)
+    if told.get("zero_stage") == 0:
+        del told["optimizer"]  # whatever is around it communicates nothing
+    zero, known = told.pop("zero", {}), captured.pop("zero", {})
+    assert zero == {key: value for key, value in known.items() if key in zero}
+    assert told == {key: value for key, value in captured.items() if key in told}
+
+
 def bars(name: str) -> dict[str, int]:
     """The waterfall of a variant by label."""
     found = tables(trainings.variants, name)["waterfall"]
@@ -108,6 +139,48 @@ def test_the_paper_s_formulas() -> None:
     assert closed_forms.data_parallel(1000, 8) == 1750
     assert closed_forms.zero_3(1000, 8) == 2625
     assert closed_forms.data_parallel(100, 3) == Fraction(400, 3)
+
+
+def test_the_paper_s_formulas_of_pipelines_and_tensor_parallelism() -> None:
+    """Equations 4 and 5 and their sum, by hand: b = 4, s = 2048, h = 512, L = 6."""
+    activation = 4 * 2048 * 512
+    assert closed_forms.pipeline(4, 2048, 512, 4) == 6 * activation
+    assert closed_forms.pipeline(4, 2048, 512, 1) == 0
+    assert closed_forms.tensor_parallel(4, 2048, 512, 6, 2) == 37 * activation
+    assert closed_forms.tensor_parallel(4, 2048, 512, 6, 1) == 0
+    # Two stages have three layers each: 38 all_reduces' halves in place of 74.
+    whole = closed_forms.three_dimensional(1000, 4, 2048, 512, 6, (2, 2, 2))
+    assert whole == 1000 + 2 * activation + 19 * activation
+    assert closed_forms.three_dimensional(1000, 4, 2048, 512, 6, (8, 1, 1)) == closed_forms.data_parallel(1000, 8)
+
+
+def test_further_formulas() -> None:
+    """Each by hand, and against the equation that it contains."""
+    forms = further_forms
+    assert forms.zero_1_bytes(1000, 1000, 8) == closed_forms.data_parallel(1000, 8)
+    assert forms.zero_2_bytes(1000, 500, 2, 4) == 4 * 500 + 250
+    assert forms.fully_sharded(1000, 8) == closed_forms.zero_3(1000, 8)
+    assert forms.fully_sharded(1000, 8, kept=True) == 1750
+    assert forms.hybrid_sharded(1200, 4, 3) == 3 * 900 + 2 * 300 * Fraction(2, 3)
+    assert forms.hybrid_sharded(1200, 4, 1) == forms.fully_sharded(1200, 4)
+    parts = forms.zero_plus_plus_bytes(1600, 2, 16, 8)
+    assert parts == {"qwZ": 1500, "hpZ": 2800, "qgZ": 700 + 50}
+    # 6 all_reduces in each of L layers and one at the embedding: equation 5.
+    layers = 6 * forms.tensor_layer(100, 4, recomputed=True) + closed_forms.all_reduce(100, 4)
+    assert layers == closed_forms.tensor_parallel(1, 10, 10, 6, 4)
+    assert forms.tensor_layer(100, 4, recomputed=False) == 8 * 75
+    assert forms.vocabulary_loss_bytes(2, 8, 4) == 3 * 2 * 64 * Fraction(3, 4)
+    kept = forms.sequence_layer(100, 4, recomputed=True, gathered_again=False)
+    assert kept == forms.tensor_layer(100, 4, recomputed=True)
+    assert forms.sequence_layer(100, 4, recomputed=True, gathered_again=True) == kept + 150
+    assert forms.pipeline_stage(100, micro_batches=8) == 1600
+    assert forms.pipeline_stage(100, micro_batches=8, chunks=2, tensor=4) == 800
+    assert forms.ring_attention(2, 64, 16, 4) == 3 * 3 * 1024
+    assert forms.ring_attention(2, 64, 16, 4, wide_gradients=True) == 4 * 3 * 1024
+    assert forms.ulysses_layer(2, 64, 16, 4) == 2 * 4 * 512 * Fraction(3, 4)
+    assert forms.ulysses_layer(2, 64, 16, 4, key_share=Fraction(1, 4)) == 2 * Fraction(5, 2) * 512 * Fraction(3, 4)
+    assert forms.expert_layer(64, 16, 2, 4) == 4 * 2048 * Fraction(3, 4)
+    assert forms.gathered_keys(2, 64, 16, 4) == 2 * 2048 * Fraction(3, 4)
 
 
 def test_wire_bytes_are_exact_where_ranks_do_not_divide() -> None:

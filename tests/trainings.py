@@ -2,7 +2,7 @@
 
 `shapes()`: three models drawn at random (THEORY_SEED draws them again), each under DDP and ZeRO-0 to 3, in fp32 and
 bf16, with one and four micro-batches. `variants()`: settings that change what DDP and DeepSpeed communicate, on three
-ranks, whose number divides few sizes.
+ranks, whose number divides few sizes. `shared()`: tensor-parallel models, on four ranks.
 """
 
 from __future__ import annotations
@@ -89,8 +89,13 @@ def once(train_all: Callable[[], dict[str, Run]]) -> Callable[[], dict[str, Run]
 @once
 def shapes() -> dict[str, Run]:
     """Runs of three models by number, engine, precision and micro-batches: "0-zero3-bf16-4"."""
-    chance = random.Random(seed())
     print(f"THEORY_SEED={seed()}")
+    return _trained(wanted_shapes(), processes=2)
+
+
+def wanted_shapes() -> dict[str, dict[str, Any]]:
+    """What `shapes` trains."""
+    chance = random.Random(seed())
     wanted: dict[str, dict[str, Any]] = {}
     models = [draw(chance) for _ in range(3)]
     # ZeRO-3 last: it changes linear layers for the rest of its process.
@@ -101,7 +106,7 @@ def shapes() -> dict[str, Run]:
         options = (*which, "--precision", precision, "--gradient-accumulation", str(parts))
         name = f"{number}-{engine if engine == 'ddp' else f'zero{engine}'}-{precision}-{parts}"
         wanted[name] = {"model": model, "options": options}
-    return _trained(wanted, processes=2)
+    return wanted
 
 
 def _zero(stage: int, precision: str = "fp32", top: dict[str, Any] | None = None, **zero: Any) -> dict[str, Any]:
@@ -166,6 +171,85 @@ VARIANTS: Final[dict[str, dict[str, Any]]] = {
 def variants() -> dict[str, Run]:
     """Runs of VARIANTS by name, on three ranks."""
     return _trained(VARIANTS, processes=3)
+
+
+def _shared(ranks: int, which: str, precision: str = "fp32", **keys: Any) -> dict[str, Any]:
+    """A tensor-parallel model; `keys` are GPT-NeoX's."""
+    engine = ("--engine", "ddp") if which == "ddp" else ("--zero-stage", which)
+    options = (*engine, "--precision", precision, "--gradient-accumulation", "2")
+    if "checkpoint_num_layers" in keys or "checkpoint_reentrant" in keys:
+        keys = {"checkpoint_activations": True, **keys}
+    return {"model": {"model_parallel_size": ranks, "seq_length": 16, **keys}, "options": options}
+
+
+SHARED: Final[dict[str, dict[str, Any]]] = {
+    "tp2-ddp": _shared(2, "ddp"),
+    "tp2-ddp-again": _shared(2, "ddp", "bf16", checkpoint_reentrant=False, gradient_clipping=0.0),
+    "tp2-zero0": _shared(2, "0", gpt_j_residual=True),
+    "tp2-zero0-bf16": _shared(2, "0", "bf16", gradient_clipping=0.0),
+    "tp2-zero1": _shared(2, "1", zero_optimization={"reduce_bucket_size": 20_000}),
+    "tp2-zero1-again": _shared(2, "1", "bf16", checkpoint_num_layers=1),
+    "tp2-zero1-early": _shared(2, "1", num_layers=3, checkpoint_num_layers=2, checkpoint_reentrant=False),
+    "tp2-zero1-dropout": _shared(2, "1", hidden_dropout=0.1, checkpoint_reentrant=False),
+    "tp2-zero1-wide": _shared(2, "1", "bf16", fp32_allreduce=True, no_weight_tying=False),
+    "tp2-zero2": _shared(2, "2", gpt_j_residual=True, checkpoint_reentrant=False),
+    "tp4-zero1": _shared(4, "1", "bf16"),
+    "tp4-ddp": _shared(4, "ddp"),
+}
+
+
+def draw_shared(chance: random.Random) -> dict[str, Any]:
+    """A tensor-parallel model."""
+    ranks = chance.choice((2, 4))
+    heads = ranks * chance.randint(1, 2)
+    keys = {
+        "num_layers": chance.randint(1, 4),
+        "num_attention_heads": heads,
+        "hidden_size": heads * chance.choice((8, 16)),
+        "seq_length": chance.randint(4, 12),
+        "max_position_embeddings": 16,
+        "make_vocab_size_divisible_by": chance.choice((1, 37, 128)),
+        "train_micro_batch_size_per_gpu": chance.randint(1, 3),
+        "gradient_clipping": chance.choice((0.0, 1.0)),
+        "gpt_j_residual": chance.random() < 0.5,
+        "no_weight_tying": chance.random() < 0.5,
+        "fp32_allreduce": chance.random() < 0.3,
+        "checkpoint_activations": chance.random() < 0.7,
+        "checkpoint_num_layers": chance.randint(1, 3),
+        "checkpoint_reentrant": chance.random() < 0.5,
+        "zero_optimization": {
+            "overlap_comm": chance.random() < 0.5,
+            "reduce_bucket_size": chance.randint(2_000, 60_000),
+        },
+    }
+    return _shared(ranks, chance.choice(("ddp", "0", "1", "2")), chance.choice(("fp32", "bf16")), **keys)
+
+
+DRAWN: Final = tuple(f"drawn-{number}" for number in range(4))
+
+
+@once
+def shared() -> dict[str, Run]:
+    """Runs of SHARED by name, and of DRAWN, on four ranks."""
+    return _trained({**SHARED, **drawn()}, processes=4)
+
+
+def drawn() -> dict[str, dict[str, Any]]:
+    """The models of DRAWN, which the seed decides."""
+    chance = random.Random(seed() + 1)
+    return {name: draw_shared(chance) for name in DRAWN}
+
+
+def described(one: dict[str, Any], ranks: int, folder: Path) -> dict[str, Any]:
+    """The job row of a training, told from its configuration alone."""
+    from commtrace.analyses.forecast import Options, plan
+    from commtrace.workloads.gpt_neox.options import arguments
+
+    config = folder / "described.yml"
+    config.write_text(json.dumps(one["model"]))
+    said = arguments().parse_args(["tiny", *one["options"]])
+    options = Options(said.engine, said.zero_stage, said.precision, said.micro_batch, said.gradient_accumulation)
+    return dict(plan(["tiny", str(config)], ranks, options).row)
 
 
 def _trained(wanted: dict[str, dict[str, Any]], *, processes: int) -> dict[str, Run]:

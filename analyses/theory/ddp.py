@@ -12,7 +12,7 @@ from typing import Final
 
 from .buckets import filled, most_filled
 from .closed_forms import data_parallel
-from .gradients import gradient_order
+from .gradients import backward_order
 from .job import Job, NotPredictedError, Tensor
 from .messages import Bar, Message, Prediction, additions, settled, telescope, wire
 from .rules import TORCH, rule
@@ -124,7 +124,7 @@ def first_gradients(job: Job) -> list[Message]:
 @rule("torch/csrc/distributed/c10d/reducer.cpp Reducer::all_reduce_bucket (rebuilt)", TORCH)
 def gradients(job: Job) -> list[Message]:
     """Buckets from then on."""
-    return _reductions(gradient_order(_trained(job)), rebuilt_limits(job), ordered=True)
+    return _reductions(backward_order(job, _trained(job)), rebuilt_limits(job), ordered=True)
 
 
 def _reductions(tensors: Iterable[Tensor], limits: list[int], *, ordered: bool = False) -> list[Message]:
@@ -143,7 +143,7 @@ def rebuilding(job: Job) -> list[Message]:
     """Rank 0 tells which parameter is in which bucket, and how many are in each (32-bit numbers)."""
     cause = "new buckets"
     trained = _trained(job)
-    count = len(_reductions(gradient_order(trained), rebuilt_limits(job)))
+    count = len(_reductions(backward_order(job, trained), rebuilt_limits(job)))
     return [
         Message("broadcast", _INT32 * (len(trained) + 1), cause),
         Message("broadcast", _INT32 * count, cause),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
-from .job import Tensor
-from .rules import DEEPSPEED, TORCH, rule
+from .job import Job, Tensor
+from .rules import DEEPSPEED, TORCH, WORKLOAD, rule
 
 
 @rule(
@@ -18,6 +19,33 @@ def gradient_order(parameters: Sequence[Tensor]) -> list[Tensor]:
     hands out the bias's gradient first, which is the reverse of registration as well.
     """
     return list(reversed(parameters))
+
+
+def backward_order(job: Job, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Of a job's model: `gradient_order`, with the exception that tensor parallelism makes."""
+    return biases_together(job, gradient_order(parameters))
+
+
+@rule("commtrace.workloads.gpt_neox.layers.Block", WORKLOAD)
+def biases_together(job: Job, order: Sequence[Tensor]) -> list[Tensor]:
+    """Where tensor-parallel attention and MLP are summed together (gpt_j_residual), both biases are added behind it.
+
+    So the gradient of attention's comes with the MLP's.
+    """
+    if job.tensor == 1 or not job.model("gpt_j_residual", False):
+        return list(order)
+    held = {one.name: one for one in order if one.name.endswith(_ATTENTION)}
+    result: list[Tensor] = []
+    for one in order:
+        if one.name not in held:
+            result.append(one)
+        if one.name.endswith(_MLP):
+            result.append(held[one.name.removesuffix(_MLP) + _ATTENTION])
+    return result
+
+
+_ATTENTION: Final = "attention.dense.bias"
+_MLP: Final = "mlp.dense_4h_to_h.bias"
 
 
 @rule("deepspeed.runtime.zero.linear.LinearFunctionForZeroStage3.backward", DEEPSPEED)

@@ -109,6 +109,19 @@ class Job:
         return int(self.fact("gradient_accumulation_steps"))
 
     @cached_property
+    def tensor(self) -> int:
+        """Tensor-parallel ranks."""
+        if "tensor_parallel_size" in self.row:
+            return int(self.fact("tensor_parallel_size"))
+        return int(self.fact("model", "model_parallel_size")) if "model" in self.row else 1
+
+    def model(self, name: str, default: Any = None) -> Any:
+        """A fact of the model's architecture. Raises NotPredictedError where the log does not have it."""
+        if default is not None and name not in self.fact("model"):
+            return default
+        return self.fact("model", name)
+
+    @cached_property
     def root(self) -> Module:
         """The model as a tree of the modules that run."""
         return _tree(self.fact("modules"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from commtrace.volume import wire_bytes
@@ -52,6 +52,12 @@ class Prediction:
     """From there to what this prediction says of a steady step, one part a cause; their sum is exact."""
     skipped: tuple[tuple[Message, ...], ...] = ()
     """What a step leaves out when gradients overflow: found by the check, or by the norm."""
+    others: Mapping[str, int] = field(default_factory=dict)
+    """Sizes of the groups of other roles than the one that has `ranks`."""
+
+    def ranks_of(self, role: str) -> int:
+        """Size of the group of a role."""
+        return self.others.get(role, self.ranks)
 
     def step(self, number: int) -> tuple[Message, ...]:
         """The calls of a training step, from 0; of start-up: -1."""

@@ -12,6 +12,10 @@ from typing import Final, TypeVar
 
 TORCH: Final = ("torch", "2.13.0")
 DEEPSPEED: Final = ("deepspeed", "0.19.8")
+GPT_NEOX: Final = ("gpt-neox", "05048b6")
+"""GPT-NeoX by its commit: it has no releases that its users run. commtrace's GPT-NeoX workload makes the same calls."""
+WORKLOAD: Final = ("commtrace", "0.1.0")
+"""That workload, where GPT-NeoX leaves to DeepSpeed what it does itself."""
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -25,6 +29,7 @@ class Rule:
     mirrors: str
     library: str
     version: str
+    """Of the library whose source or behaviour the rule was written from."""
 
 
 RULES: Final[list[Rule]] = []

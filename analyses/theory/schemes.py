@@ -1,11 +1,11 @@
-"""Schemes: who predicts which kind of job. Tensor, pipeline and other schemes find their place here."""
+"""Schemes: who predicts which kind of job, and what tensor parallelism adds to it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from . import ddp, zero, zero3, zero12
+from . import ddp, tensor, zero, zero3, zero12
 from .job import Job, NotPredictedError
 from .messages import Prediction
 
@@ -32,6 +32,7 @@ def predict(row: Mapping[str, Any]) -> Prediction:
         named = " ".join(str(part) for part in kind[:2]) + ("" if stage is None else f" with ZeRO stage {stage}")
         raise NotPredictedError(f"there are no rules for {named} yet")
     try:
-        return SCHEMES[kind](Job(row))
+        job = Job(row)
+        return tensor.added(job, SCHEMES[kind](job)) if job.tensor > 1 else SCHEMES[kind](job)
     except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
         raise NotPredictedError(f"the job in the log cannot be read ({type(error).__name__}: {error})") from error

@@ -28,7 +28,7 @@ _PLAIN: Final = ("AdamW", "Adam", "SGD", "FusedAdam", "DeepSpeedCPUAdam", "Adagr
 
 def check(job: Job) -> None:
     """Raise NotPredictedError for settings of the engine that have no rules yet."""
-    one = ("tensor_parallel_size", "sequence_parallel_size", "pipeline_stages")
+    one = ("sequence_parallel_size", "pipeline_stages")
     for name in one:
         if int(job.fact(name)) != 1:
             raise NotPredictedError(f"{name.replace('_', ' ')} {job.fact(name)} has no rules yet")
@@ -36,7 +36,7 @@ def check(job: Job) -> None:
         raise NotPredictedError("mixtures of experts and sparse gradients have no rules yet")
     if job.fact("basic_optimizer") not in _PLAIN:
         raise NotPredictedError(f"the optimizer {job.fact('basic_optimizer')} has no rules yet")
-    if job.ranks < 2:
+    if job.ranks < 2 and job.tensor < 2:
         raise NotPredictedError("with one data-parallel rank there is nothing to tell")
 
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from .buckets import fitting, most_fitting, overfull
 from .closed_forms import data_parallel
-from .gradients import gradient_order
+from .gradients import backward_order
 from .job import Job, NotPredictedError, Tensor, element_size
 from .messages import Bar, Message, Prediction, additions, telescope, wire
 from .rules import DEEPSPEED, rule
@@ -104,7 +104,9 @@ def layout(job: Job, group: tuple[int, ...]) -> Layout:
 
 @rule("deepspeed.runtime.utils.all_gather_into_tensor_dp_groups", DEEPSPEED)
 def parameter_gathers(job: Job) -> list[Message]:
-    """One all_gather for each group of the optimizer, whatever allgather_bucket_size says."""
+    """One all_gather for each group of the optimizer, whatever allgather_bucket_size says; none on one rank."""
+    if job.ranks == 1:
+        return []
     return [
         Message("all_gather", layout(job, group).part * job.ranks * job.parameters[group[0]].size, PARAMETERS)
         for group in job.groups
@@ -127,7 +129,7 @@ def reduction_order(job: Job) -> list[int]:
         return grouped
     places = {parameter.name: number for number, parameter in enumerate(job.parameters)}
     tensors: list[Tensor] = [job.parameters[number] for number in sorted(grouped)]
-    return [places[parameter.name] for parameter in gradient_order(tensors)]
+    return [places[parameter.name] for parameter in backward_order(job, tensors)]
 
 
 @rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.average_tensor", DEEPSPEED)

@@ -13,6 +13,7 @@ from commtrace.schema import ROLES, Flag, Phase, State
 from commtrace.volume import wire_bytes
 
 from .log import Log, Process
+from .roles import described
 from .tables import Group, Site, whole
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -173,7 +174,7 @@ def _short_path(file: str) -> str:
 
 
 def roles_of(log: Log) -> dict[Group, str]:
-    """What each group of the run serves: what a rank was told of it, else what its members say."""
+    """What each group of the run serves: what a rank was told of it, else its description, else its members."""
     roles: dict[Group, str] = {}
     everyone = tuple(range(log.world_size)) if log.world_size else None
     for process in log.processes:
@@ -183,6 +184,11 @@ def roles_of(log: Log) -> dict[Group, str]:
                 roles[group] = "self"
             elif told in ROLES:
                 roles.setdefault(group, told)
+    for process in log.processes:
+        for number, group in process.tables.groups.items():
+            says = described(process.tables.descriptions.get(number, ""))
+            if says is not None:
+                roles.setdefault(group, says)
     for process in log.processes:
         for group in process.tables.groups.values():
             roles.setdefault(group, "world" if group.ranks == everyone else UNKNOWN)

@@ -51,6 +51,8 @@ class Tables:
     kinds: dict[int, Kind] = field(default_factory=dict)
     groups: dict[int, Group] = field(default_factory=dict)
     roles: dict[int, str] = field(default_factory=dict)
+    descriptions: dict[int, str] = field(default_factory=dict)
+    """Of groups, by their numbers."""
     sites: dict[int, Site] = field(default_factory=dict)
     jobs: dict[int, Row] = field(default_factory=dict)
     clock: list[Row] = field(default_factory=list)
@@ -70,6 +72,8 @@ class Tables:
         elif name in _ROWS:
             key, read = _ROWS[name]
             getattr(self, name)[_natural(row[key])] = read(row)
+            if name == "groups":
+                self.descriptions[row["id"]] = str(row.get("desc") or "")
 
 
 def _natural(value: object) -> int:

@@ -15,8 +15,21 @@ From Python::
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from .config import NeoxConfig, load_config
 from .errors import ConfigError, DataError, LaunchError, WorkloadError
-from .model import GPTNeoX
+
+if TYPE_CHECKING:
+    from .model import GPTNeoX
 
 __all__ = ["ConfigError", "DataError", "GPTNeoX", "LaunchError", "NeoxConfig", "WorkloadError", "load_config"]
+
+
+def __getattr__(name: str) -> Any:
+    """The model when it is asked for: it brings torch, which who only reads configurations need not have."""
+    if name == "GPTNeoX":
+        from .model import GPTNeoX
+
+        return GPTNeoX
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -41,6 +41,7 @@ class NeoxConfig:
     vocab: str
     make_vocab_size_divisible_by: int
     model_parallel_size: int
+    fp32_allreduce: bool
     train_share: float
     seed: int
     precision: str
@@ -88,6 +89,16 @@ class NeoxConfig:
     def zero_stage(self) -> int:
         """ZeRO's stage, 0 to 3."""
         return int(self.zero_optimization.get("stage", 0))
+
+    def data_parallel(self, world_size: int) -> int:
+        """Ranks that hold the same part of the model: what tensor parallelism leaves of so many."""
+        if world_size % self.model_parallel_size:
+            raise ConfigError(
+                f"{self.origins.get('model_parallel_size', 'no file')}: model_parallel_size: "
+                f"{self.model_parallel_size} does not divide the {world_size} ranks of this job; start a multiple of "
+                "it, or change it"
+            )
+        return world_size // self.model_parallel_size
 
     def batch_shape(self, data_parallel: int) -> tuple[int, int]:
         """(micro-batch, gradient accumulation steps) for that many data-parallel ranks.

@@ -12,7 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .config import NeoxConfig
 from .model import GPTNeoX, language_model_loss, weight_decay_groups
+from .mpu import make_mpu, shares_of
+from .neox_args import neox_args
 from .schedule import make_scheduler
+from .tensor_parallel import clip_gradients, is_part
 
 
 class DdpEngine:
@@ -22,11 +25,18 @@ class DdpEngine:
     the parameters, as DeepSpeed does; with bf16 parameters alone small updates would round away.
     """
 
-    def __init__(self, config: NeoxConfig, device: torch.device) -> None:
+    def __init__(self, config: NeoxConfig, device: torch.device, micro_batch: int, accumulation: int) -> None:
+        mpu = make_mpu(config)
+        self._shares = shares_of(config, mpu)
         with device:
-            model = GPTNeoX(config)
+            model = GPTNeoX(config, self._shares)
+        model.neox_args = neox_args(config, micro_batch, accumulation)
         self._model = model.to(torch.bfloat16) if config.precision == "bf16" else model
-        self._ddp = DistributedDataParallel(self._model, device_ids=[device] if device.type == "cuda" else None)
+        self._ddp = DistributedDataParallel(
+            self._model,
+            device_ids=[device] if device.type == "cuda" else None,
+            process_group=None if mpu is None else mpu.get_data_parallel_group(),
+        )
         self._copies = _fp32_copies(self._model)
         groups = weight_decay_groups(self._model, config.weight_decay)
         for group in groups:
@@ -46,7 +56,7 @@ class DdpEngine:
         losses = []
         for index, batch in enumerate(micro_batches):
             with self._synchronise(index == len(micro_batches) - 1):
-                loss = language_model_loss(self._ddp(batch[:, :-1]), batch[:, 1:])
+                loss = language_model_loss(self._ddp(batch[:, :-1]), batch[:, 1:], self._shares)
                 torch.autograd.backward(loss / len(micro_batches))
             losses.append(loss.detach())
         self._update()
@@ -62,7 +72,7 @@ class DdpEngine:
         for parameter, copy in self._copies.items():
             copy.grad = None if parameter.grad is None else parameter.grad.float()
         if self._clipping:
-            torch.nn.utils.clip_grad_norm_(self._trained, self._clipping)
+            clip_gradients(self._trained, self._clipping, self._shares)
         self._optimizer.step()
         self._scheduler.step()
         with torch.no_grad():
@@ -81,4 +91,8 @@ class DdpEngine:
 def _fp32_copies(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
     """fp32 copies of the parameters that are not fp32 (the model's own fp32 parameters need none)."""
     halves = [p for p in model.parameters() if p.dtype != torch.float32]
-    return {p: nn.Parameter(p.detach().float()) for p in halves}
+    copies = {p: nn.Parameter(p.detach().float()) for p in halves}
+    for parameter, copy in copies.items():
+        if is_part(parameter):
+            copy.model_parallel = True  # type: ignore[attr-defined]
+    return copies

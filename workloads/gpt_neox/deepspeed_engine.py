@@ -6,34 +6,16 @@ import logging
 import os
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from .config import NeoxConfig
+from .deepspeed_settings import deepspeed_config
 from .errors import ConfigError
 from .model import GPTNeoX, language_model_loss, weight_decay_groups
+from .mpu import make_mpu, shares_of
+from .neox_args import neox_args
 from .schedule import make_scheduler
-
-
-def deepspeed_config(config: NeoxConfig, micro_batch: int, accumulation: int, verbose: bool) -> dict[str, Any]:
-    """The dictionary that ``deepspeed.initialize`` gets."""
-    found: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": micro_batch,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": config.gradient_clipping,
-        "zero_optimization": dict(config.zero_optimization),
-        # The optimizer is PyTorch's, which DeepSpeed then need not (and for offloading would not) replace by one that
-        # it compiles on first use.
-        "zero_force_ds_cpu_optimizer": False,
-        **config.deepspeed_keys,
-    }
-    if config.precision != "fp32":
-        found[config.precision] = {**config.precision_block, "enabled": True}
-    if not verbose:
-        # GPT-NeoX's files switch these on. They print every few steps, and the timers wait for the device at each call.
-        found.update(steps_per_print=10**9, wall_clock_breakdown=False)
-    return found
 
 
 def forbid_compiling() -> None:
@@ -69,15 +51,18 @@ class DeepSpeedEngine:
 
         settings = deepspeed_config(config, micro_batch, accumulation, verbose)
         # ZeRO-3 takes the model apart while it is being built, so that no rank ever holds all of it.
+        mpu = make_mpu(config)
+        self._shares = shares_of(config, mpu)
         with deepspeed.zero.Init(config_dict_or_path=settings, enabled=config.zero_stage == 3), device:
-            model = GPTNeoX(config)
+            model = GPTNeoX(config, self._shares)
+        model.neox_args = neox_args(config, micro_batch, accumulation)
         groups = weight_decay_groups(model, config.weight_decay)
         optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(config.betas[0], config.betas[1]), eps=config.eps)
         # The schedule sets the first step's rate now: in 16 bits without ZeRO DeepSpeed takes a step on zero gradients
         # right away, to allocate Adam's state, and weight decay would act with whatever rate it finds.
         scheduler = make_scheduler(config, optimizer)
         self._engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, lr_scheduler=scheduler, config=settings
+            model=model, optimizer=optimizer, lr_scheduler=scheduler, config=settings, mpu=mpu
         )
 
     @staticmethod
@@ -92,7 +77,7 @@ class DeepSpeedEngine:
         """One optimizer step; the mean loss of this rank's micro-batches (a scalar, without gradient)."""
         losses = []
         for batch in micro_batches:
-            loss = language_model_loss(self._engine(batch[:, :-1]), batch[:, 1:])
+            loss = language_model_loss(self._engine(batch[:, :-1]), batch[:, 1:], self._shares)
             self._engine.backward(loss)
             self._engine.step()
             losses.append(loss.detach())

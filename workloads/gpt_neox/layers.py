@@ -1,18 +1,22 @@
 """The layers of a GPT-NeoX decoder. Each takes one tensor and gives one tensor back, so that they can be put in a row.
 
-Shapes: b batch, s sequence, h hidden size, a heads, d head size, V padded vocabulary.
+Shapes: b batch, s sequence, h hidden size, a heads, d head size, V padded vocabulary, t tensor-parallel ranks. `shares`
+says which part of a layer is this rank's; every rank draws the whole layer and keeps its part, so that the model is the
+same however many ranks share it.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from typing import ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from .config import NeoxConfig
+from .tensor_parallel import ALONE, Shares, mark_part
 
 
 def init_std(method: str, config: NeoxConfig) -> float:
@@ -33,30 +37,89 @@ class Linear(nn.Module):
     an initialisation that walks over the finished model would find empty shards.
     """
 
+    cut: ClassVar[int]
+    """The dimension of the matrix that is cut: 0 its outputs, 1 its inputs."""
+
     def __init__(
-        self, inputs: int, outputs: int, std: float, bias: bool = True, weight: nn.Parameter | None = None
+        self,
+        inputs: int,
+        outputs: int,
+        std: float,
+        shares: Shares = ALONE,
+        bias: bool = True,
+        weight: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs).normal_(0.0, std)) if weight is None else weight
-        self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
+        self.shares = shares
+        if weight is None:
+            whole = torch.empty(outputs, inputs).normal_(0.0, std)
+            weight = mark_part(nn.Parameter(shares.part(whole, self.cut)), shares)
+        self.weight = weight
+        self.bias = self._bias(outputs) if bias else None
+
+    def _bias(self, outputs: int) -> nn.Parameter:
+        raise NotImplementedError
+
+
+class ColumnLinear(Linear):
+    """A rank has some of the outputs, of the matrix and of the bias."""
+
+    cut = 0
+
+    def _bias(self, outputs: int) -> nn.Parameter:
+        return mark_part(nn.Parameter(torch.zeros(outputs // self.shares.ranks)), self.shares)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., inputs) to (..., outputs)."""
-        return functional.linear(x, self.weight, self.bias)
+        """(..., inputs) to (..., outputs/t)."""
+        return functional.linear(self.shares.copied(x), self.weight, self.bias)
+
+
+class RowLinear(Linear):
+    """A rank has some of the inputs; the bias, which is added once, is on every rank."""
+
+    cut = 1
+
+    def _bias(self, outputs: int) -> nn.Parameter:
+        return nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., inputs/t) to (..., outputs)."""
+        if self.shares.ranks == 1:
+            return functional.linear(x, self.weight, self.bias)
+        return self.biased(self.shares.summed(self.partial(x)))
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's summand, without the bias."""
+        return functional.linear(x, self.weight)
+
+    def biased(self, x: torch.Tensor) -> torch.Tensor:
+        """With the bias, if there is one."""
+        return x if self.bias is None else x + self.bias
 
 
 class Embedding(nn.Module):
     """Token ids (b, s) to vectors (b, s, h)."""
 
-    def __init__(self, config: NeoxConfig) -> None:
+    def __init__(self, config: NeoxConfig, shares: Shares = ALONE) -> None:
         super().__init__()
         std = init_std(config.init_method, config)
-        self.weight = nn.Parameter(torch.empty(config.padded_vocab_size, config.hidden_size).normal_(0.0, std))
+        whole = torch.empty(config.padded_vocab_size, config.hidden_size).normal_(0.0, std)
+        self.weight = mark_part(nn.Parameter(shares.part(whole, 0)), shares)
         self.dropout = config.hidden_dropout
+        self.shares = shares
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """(b, s) integers to (b, s, h)."""
-        return functional.dropout(functional.embedding(tokens, self.weight), self.dropout, self.training)
+        return functional.dropout(self._rows(tokens), self.dropout, self.training)
+
+    def _rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Each token's row comes from the rank that has it, and is nothing on the others."""
+        if self.shares.ranks == 1:
+            return functional.embedding(tokens, self.weight)
+        begin, end = self.shares.range_of(len(self.weight) * self.shares.ranks)
+        elsewhere = (tokens < begin) | (tokens >= end)
+        found = functional.embedding((tokens - begin).masked_fill(elsewhere, 0), self.weight)
+        return self.shares.summed(found.masked_fill(elsewhere.unsqueeze(-1), 0.0))
 
 
 @functools.lru_cache(maxsize=8)
@@ -86,18 +149,23 @@ def rotate(x: torch.Tensor, dims: int, base: float) -> torch.Tensor:
 class Attention(nn.Module):
     """Causal self-attention with one fused query-key-value projection and rotary positions."""
 
-    def __init__(self, config: NeoxConfig) -> None:
+    def __init__(self, config: NeoxConfig, shares: Shares = ALONE) -> None:
         super().__init__()
         hidden = config.hidden_size
-        self.heads, self.head_size = config.num_attention_heads, config.head_size
+        self.heads, self.head_size = config.num_attention_heads // shares.ranks, config.head_size
         self.rotary_dims, self.rotary_base = config.rotary_dims, config.rotary_emb_base
         self.dropout = config.attention_dropout
-        self.query_key_value = Linear(hidden, 3 * hidden, init_std(config.init_method, config))
-        self.dense = Linear(hidden, hidden, init_std(config.output_layer_init_method, config))
+        self.query_key_value = ColumnLinear(hidden, 3 * hidden, init_std(config.init_method, config), shares)
+        self.dense = RowLinear(hidden, hidden, init_std(config.output_layer_init_method, config), shares)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(b, s, h) to (b, s, h)."""
-        batch, length, hidden = x.shape
+        out: torch.Tensor = self.dense(self.mixed(x))
+        return out
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        """(b, s, h) to what this rank's heads see, (b, s, h/t)."""
+        batch, length, _ = x.shape
         # (b, s, a, 3d), the layout of GPT-NeoX: each head's query, key and value lie together, so that a slice of the
         # projection's rows is a set of whole heads.
         qkv = self.query_key_value(x).view(batch, length, self.heads, 3 * self.head_size).transpose(1, 2)
@@ -106,35 +174,39 @@ class Attention(nn.Module):
         key = rotate(key, self.rotary_dims, self.rotary_base)
         dropout = self.dropout if self.training else 0.0
         mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        out: torch.Tensor = self.dense(mixed.transpose(1, 2).reshape(batch, length, hidden))
-        return out
+        return mixed.transpose(1, 2).reshape(batch, length, self.heads * self.head_size)
 
 
 class MLP(nn.Module):
     """h to 4h, gelu, and back."""
 
-    def __init__(self, config: NeoxConfig) -> None:
+    def __init__(self, config: NeoxConfig, shares: Shares = ALONE) -> None:
         super().__init__()
         hidden = config.hidden_size
-        self.dense_h_to_4h = Linear(hidden, 4 * hidden, init_std(config.init_method, config))
-        self.dense_4h_to_h = Linear(4 * hidden, hidden, init_std(config.output_layer_init_method, config))
+        self.dense_h_to_4h = ColumnLinear(hidden, 4 * hidden, init_std(config.init_method, config), shares)
+        self.dense_4h_to_h = RowLinear(4 * hidden, hidden, init_std(config.output_layer_init_method, config), shares)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(b, s, h) to (b, s, h)."""
-        out: torch.Tensor = self.dense_4h_to_h(functional.gelu(self.dense_h_to_4h(x)))
+        out: torch.Tensor = self.dense_4h_to_h(self.wide(x))
         return out
+
+    def wide(self, x: torch.Tensor) -> torch.Tensor:
+        """(b, s, h) to this rank's part of the inner layer, (b, s, 4h/t)."""
+        return functional.gelu(self.dense_h_to_4h(x))
 
 
 class Block(nn.Module):
     """One transformer layer: attention and MLP, each behind a layer norm, in turn or side by side (GPT-J)."""
 
-    def __init__(self, config: NeoxConfig) -> None:
+    def __init__(self, config: NeoxConfig, shares: Shares = ALONE) -> None:
         super().__init__()
         self.input_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
-        self.attention = Attention(config)
+        self.attention = Attention(config, shares)
         self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, shares)
         self.parallel = config.gpt_j_residual
+        self.shares = shares
         self.dropout = config.hidden_dropout
 
     def _drop(self, x: torch.Tensor) -> torch.Tensor:
@@ -142,14 +214,23 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(b, s, h) to (b, s, h)."""
+        if self.parallel and self.shares.ranks > 1:
+            return x + self._side_by_side(x)
         attended = x + self._drop(self.attention(self.input_layernorm(x)))
         seen = x if self.parallel else attended
         return attended + self._drop(self.mlp(self.post_attention_layernorm(seen)))
 
+    def _side_by_side(self, x: torch.Tensor) -> torch.Tensor:
+        """Attention and MLP of GPT-J, whose summands need one all_reduce together; the biases come after it."""
+        attention, mlp = self.attention, self.mlp
+        attended = attention.dense.partial(attention.mixed(self.input_layernorm(x)))
+        summand = attended + mlp.dense_4h_to_h.partial(mlp.wide(self.post_attention_layernorm(x)))
+        return self._drop(mlp.dense_4h_to_h.biased(attention.dense.biased(self.shares.summed(summand))))
 
-class Head(Linear):
-    """Vectors (b, s, h) to logits (b, s, V), with a matrix of its own or the embedding's."""
 
-    def __init__(self, config: NeoxConfig, tied: nn.Parameter | None) -> None:
+class Head(ColumnLinear):
+    """Vectors (b, s, h) to logits (b, s, V/t), with a matrix of its own or the embedding's."""
+
+    def __init__(self, config: NeoxConfig, tied: nn.Parameter | None, shares: Shares = ALONE) -> None:
         std = init_std(config.init_method, config)
-        super().__init__(config.hidden_size, config.padded_vocab_size, std, bias=False, weight=tied)
+        super().__init__(config.hidden_size, config.padded_vocab_size, std, shares, bias=False, weight=tied)

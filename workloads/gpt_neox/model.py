@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .config import NeoxConfig
 from .layers import Block, Embedding, Head
+from .tensor_parallel import ALONE, Shares, VocabularyCrossEntropy
 
 Build = Callable[[nn.Parameter | None], nn.Module]
 
@@ -28,28 +30,30 @@ class LayerSpec:
     build: Build
 
 
-def layer_specs(config: NeoxConfig) -> list[LayerSpec]:
+def layer_specs(config: NeoxConfig, shares: Shares = ALONE) -> list[LayerSpec]:
     """The layers of the model, in the order in which activations pass them."""
-    blocks = [LayerSpec(f"block_{index}", lambda _: Block(config)) for index in range(config.num_layers)]
+    blocks = [LayerSpec(f"block_{index}", lambda _: Block(config, shares)) for index in range(config.num_layers)]
     return [
-        LayerSpec("embedding", lambda _: Embedding(config)),
+        LayerSpec("embedding", lambda _: Embedding(config, shares)),
         *blocks,
         LayerSpec("final_norm", lambda _: nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)),
-        LayerSpec("head", lambda shared: Head(config, None if config.no_weight_tying else shared)),
+        LayerSpec("head", lambda shared: Head(config, None if config.no_weight_tying else shared, shares)),
     ]
 
 
 class GPTNeoX(nn.Module):
-    """A GPT-NeoX decoder: token ids (b, s) to logits (b, s, V).
+    """A GPT-NeoX decoder: token ids (b, s) to logits (b, s, V/t), all of them where no ranks share it (t = 1).
 
     It has exactly GPT-NeoX's number of parameters: 2Vh + L(12h^2 + 13h) + 2h, less Vh with tied embeddings.
     """
 
-    def __init__(self, config: NeoxConfig) -> None:
+    def __init__(self, config: NeoxConfig, shares: Shares = ALONE) -> None:
         super().__init__()
         self.layers = nn.ModuleDict()
+        self.shares = shares
+        self.neox_args: SimpleNamespace | None = None  # what the engine that trains it says, as GPT-NeoX's models do
         shared: nn.Parameter | None = None
-        for spec in layer_specs(config):
+        for spec in layer_specs(config, shares):
             layer = spec.build(shared)
             if isinstance(layer, Embedding):
                 shared = layer.weight
@@ -58,7 +62,7 @@ class GPTNeoX(nn.Module):
         self.reentrant = config.checkpoint_reentrant
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(b, s) integers to (b, s, V)."""
+        """(b, s) integers to (b, s, V/t)."""
         x = tokens
         for stretch, recompute in self._stretches():
             again = recompute and self.training
@@ -78,8 +82,11 @@ class GPTNeoX(nn.Module):
             start = end
 
 
-def language_model_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy in fp32 of logits (b, s, V) against the next tokens (b, s)."""
+def language_model_loss(logits: torch.Tensor, labels: torch.Tensor, shares: Shares = ALONE) -> torch.Tensor:
+    """Mean cross entropy in fp32 of logits (b, s, V/t) against the next tokens (b, s)."""
+    if shares.ranks > 1:
+        losses: torch.Tensor = VocabularyCrossEntropy.apply(logits.float(), labels, shares)  # type: ignore[no-untyped-call]
+        return losses.mean()
     return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 

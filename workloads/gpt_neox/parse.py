@@ -89,6 +89,13 @@ def _check_shape(reader: Reader, fields: Mapping[str, Any]) -> None:
             f"it rotates {rotary} of the {hidden // heads} dimensions of a head (hidden_size / num_attention_heads), "
             "and pairs are needed: choose it so that the number is even and at least 2",
         )
+    shared = reader.integer("model_parallel_size", 1)
+    if heads % shared:
+        raise reader.error("model_parallel_size", f"it must divide num_attention_heads, which is {heads}")
+    if shared > 1 and fields["attention_dropout"]:
+        raise reader.error(
+            "attention_dropout", "tensor-parallel ranks would drop the same of different heads; set it to 0"
+        )
     positions = reader.integer("max_position_embeddings", fields["seq_length"])
     if positions < fields["seq_length"]:
         raise reader.error("max_position_embeddings", f"give at least seq_length, which is {fields['seq_length']}")
@@ -102,8 +109,6 @@ def refuse_what_is_not_built(reader: Reader) -> None:
             raise reader.error(key, f"this trainer does not build that; {instead}")
     if reader.raw("pos_emb", "learned") != "rotary":
         raise reader.error("pos_emb", "this trainer builds rotary positions only; set pos_emb to rotary")
-    if reader.integer("model_parallel_size", 1) > 1:
-        raise reader.error("model_parallel_size", "tensor parallelism is not supported yet; set it to 1")
     # GPT-NeoX takes 0 for DeepSpeed's plain engine and 1 for its pipeline engine with a single stage. No activations
     # travel in either; here both mean the plain engine.
     if reader.integer("pipe_parallel_size", 0, low=0) > 1:
@@ -128,6 +133,7 @@ def data_fields(reader: Reader) -> dict[str, Any]:
         "vocab": reader.choice("tokenizer_type", "GPT2BPETokenizer", _VOCABS),
         "make_vocab_size_divisible_by": reader.integer("make_vocab_size_divisible_by", 128),
         "model_parallel_size": reader.integer("model_parallel_size", 1),
+        "fp32_allreduce": reader.flag("fp32_allreduce", False),
         "train_share": split[0] / sum(split),
         "seed": reader.integer("seed", 1234, low=0),
     }

@@ -93,7 +93,7 @@ def make_engine(options: Namespace, config: NeoxConfig, device: torch.device, ba
     if options.engine == "ddp":
         DdpEngine.initialise(backend)
         seed_everything(config.seed)
-        return DdpEngine(config, device)
+        return DdpEngine(config, device, *batch_shape)
     DeepSpeedEngine.initialise(backend, options.verbose)
     seed_everything(config.seed)
     return DeepSpeedEngine(config, device, *batch_shape, options.verbose)
@@ -107,7 +107,7 @@ def train(config: NeoxConfig, engine: Engine, data: RankData, device: torch.devi
         begin = time.perf_counter()
         batches = [batch.to(device) for batch in data.step(step)]
         losses.append(engine.train_step(batches).item())
-        tokens = process.world_size * sum(batch[:, 1:].numel() for batch in batches)
+        tokens = process.world_size // config.model_parallel_size * sum(batch[:, 1:].numel() for batch in batches)
         # The loss is not averaged over ranks: that would add a communication call that nobody asked for.
         bar.set_postfix_str(f"loss {losses[-1]:.4f} (rank 0's), {tokens / (time.perf_counter() - begin):,.0f} tokens/s")
         bar.update()
@@ -131,8 +131,12 @@ def run(options: Namespace, process: Process) -> None:
         check_zero_block(config)
     elif options.zero_stage:
         raise ConfigError(f"--zero-stage {options.zero_stage} is DeepSpeed's; leave it out with --engine ddp")
-    batch_shape = config.batch_shape(process.world_size)
-    data = RankData(load_samples(config, options.data), process.rank, process.world_size, *batch_shape)
+    data_parallel = config.data_parallel(process.world_size)
+    if config.model_parallel_size > 1 and config.zero_stage == 3:
+        raise ConfigError("tensor parallelism goes with ZeRO 0 to 2 here; set model_parallel_size to 1 with ZeRO-3")
+    batch_shape = config.batch_shape(data_parallel)
+    place = process.rank // config.model_parallel_size
+    data = RankData(load_samples(config, options.data), place, data_parallel, *batch_shape)
     say(process, *notices(config, options.engine), *changes)
 
     engine = make_engine(options, config, device, batch_shape)

@@ -1,0 +1,7 @@
+"""The gate for continuous integration: did a run communicate what theory expects, cell by cell?"""
+
+from __future__ import annotations
+
+from .verdict import Verdict, judge
+
+__all__ = ["Verdict", "judge"]

@@ -1,0 +1,66 @@
+"""A forecast as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from commtrace.analyses.report.units import count, plural, share, size
+
+from .tables import Forecast, bins, document, volumes
+
+
+def lines(found: Forecast) -> Iterator[str]:
+    """The forecast, section by section."""
+    told = document(found)
+    model = f"{told['parameters']:,} parameters"
+    batches = plural(told["gradient_accumulation_steps"], "micro-batch", "micro-batches")
+    micro = f"{batches} of {plural(told['micro_batch_size'], 'sequence')} a step"
+    yield f"{told['scheme']} on {plural(told['world_size'], 'rank')}: {model}, {micro}"
+    yield from (f"assumed: {word}" for word in told["assumed"])
+    yield ""
+    yield "From the closed form to every call: wire bytes of a rank's step, once steps are alike"
+    yield from _waterfall(told)
+    yield ""
+    yield "Calls of a rank, and the bytes of one rank and of all"
+    head = ("when", "role", "operation", "calls", "payload", "wire", "all ranks: payload", "wire")
+    yield from table(head, [_volume(row) for row in volumes(found)], words=3)
+    yield ""
+    yield "Message sizes of a rank's step, once steps are alike"
+    rows = [
+        (row["role"], row["op"], f"{size(row['from_bytes'])} to {size(row['below_bytes'])}", count(row["calls"]),
+         size(row["sum_bytes"]))
+        for row in bins(found)
+    ]  # fmt: skip
+    yield from table(("role", "operation", "size", "calls", "payload"), rows, words=3)
+
+
+def _waterfall(told: dict[str, Any]) -> Iterator[str]:
+    rows = told["waterfall"]
+    whole, total = rows[0]["wire_bytes"], sum(row["wire_bytes"] for row in rows)
+    written = [
+        (row["label"], ("+" if number and row["wire_bytes"] > 0 else "") + size(row["wire_bytes"]),
+         share(row["wire_bytes"] / whole) if whole else "-")
+        for number, row in enumerate(rows)
+    ]  # fmt: skip
+    written.append(("every call", size(total), share(total / whole) if whole else "-"))
+    yield from table(("", "wire", "of the formula"), written, words=1)
+
+
+def _volume(row: dict[str, Any]) -> tuple[str, ...]:
+    calls = count(row["calls"])
+    if row["calls_max"] is not None and row["calls_max"] != row["calls"]:
+        calls += f" (at most {count(row['calls_max'])})"
+    numbers = ("payload_bytes", "wire_bytes", "all_ranks_payload_bytes", "all_ranks_wire_bytes")
+    return (row["when"], row["role"], row["op"], calls, *(size(row[name]) for name in numbers))
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, words: int) -> Iterator[str]:
+    """Columns side by side; the first `words` of them stand left, the others right."""
+    widths = [max(len(line[number]) for line in (head, *rows)) for number in range(len(head))]
+    for line in (head, *rows):
+        cells = [
+            cell.ljust(width) if number < words else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        yield ("  " + "  ".join(cells)).rstrip()

@@ -1,0 +1,49 @@
+"""Which parallel dimension a group serves, by the description that whoever made it gave it.
+
+Megatron-Core describes its groups ("TENSOR_MODEL_PARALLEL_GROUP"), and DeviceMesh names them by dimension ("mesh_tp").
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+_MEGATRON: Final = {
+    "DATA_PARALLEL_GROUP": "data",
+    "DATA_PARALLEL_GROUP_WITH_CP": "data",
+    "TENSOR_MODEL_PARALLEL_GROUP": "tensor",
+    "PIPELINE_MODEL_PARALLEL_GROUP": "pipeline",
+    "CONTEXT_PARALLEL_GROUP": "context",
+    "EXPERT_MODEL_PARALLEL_GROUP": "expert",
+    "EXPERT_DATA_PARALLEL_GROUP": "data",
+}
+
+# Names that torchtitan and the guides of PyTorch give to dimensions.
+_MESH: Final = {
+    "dp": "data",
+    "ddp": "data",
+    "fsdp": "data",
+    "dp_replicate": "data",
+    "dp_shard": "data",
+    "replicate": "data",
+    "shard": "data",
+    "tp": "tensor",
+    "pp": "pipeline",
+    "cp": "context",
+    "sp": "sequence",
+    "ep": "expert",
+    "data": "data",
+    "data_parallel": "data",
+    "tensor": "tensor",
+    "tensor_parallel": "tensor",
+    "pipeline": "pipeline",
+    "sequence_parallel": "sequence",
+    "context": "context",
+    "expert": "expert",
+}
+
+
+def described(description: str) -> str | None:
+    """The role, None where the description tells none."""
+    if description.startswith("mesh_"):
+        return _MESH.get(description.removeprefix("mesh_"))
+    return _MEGATRON.get(description)

@@ -1,0 +1,84 @@
+"""python tensor_parallel.py CASES: models cut over all ranks against the whole one, which every rank has as well.
+
+CASES is a JSON list of keys of GPT-NeoX's configuration. Loss, logits, every gradient, and every gradient once clipped.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commtrace.workloads.gpt_neox.config import NeoxConfig, load_config
+from commtrace.workloads.gpt_neox.model import GPTNeoX, language_model_loss
+from commtrace.workloads.gpt_neox.mpu import make_mpu, shares_of
+from commtrace.workloads.gpt_neox.tensor_parallel import ALONE, Shares, clip_gradients, is_part
+
+
+def trained(config: NeoxConfig, shares: Shares, tokens: torch.Tensor) -> tuple[GPTNeoX, torch.Tensor, torch.Tensor]:
+    """Model, logits and loss, after backward."""
+    torch.manual_seed(5)
+    model = GPTNeoX(config, shares)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # zeros would hide one that is added twice
+                whole = torch.linspace(-1, 1, parameter.numel() * (shares.ranks if is_part(parameter) else 1))
+                parameter.copy_(part(whole, parameter, shares))
+    torch.manual_seed(6)
+    logits = model(tokens[:, :-1])
+    loss = language_model_loss(logits, tokens[:, 1:], shares)
+    torch.autograd.backward(loss)
+    return model, logits, loss
+
+
+def part(whole: torch.Tensor, like: torch.Tensor, shares: Shares) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    for dimension, (wide, narrow) in enumerate(zip(whole.shape, like.shape, strict=True)):
+        if wide != narrow:
+            return whole.narrow(dimension, shares.rank * narrow, narrow)
+    return whole
+
+
+def compare(case: dict[str, Any], config: NeoxConfig, shares: Shares) -> None:
+    """One model."""
+    tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(1))
+    whole, logits, loss = trained(config, ALONE, tokens)
+    cut, own_logits, own_loss = trained(config, shares, tokens)
+
+    def same(name: str, one: torch.Tensor, other: torch.Tensor) -> None:
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6, msg=lambda text: f"{case} {name}: {text}")
+
+    same("loss", own_loss, loss)
+    same("logits", own_logits, part(logits, own_logits, shares))
+    gradients = dict(whole.named_parameters())
+    for step in ("gradient", "clipped gradient"):
+        for name, parameter in cut.named_parameters():
+            expected = gradients[name].grad
+            assert parameter.grad is not None
+            assert expected is not None
+            assert is_part(parameter) == (parameter.shape != expected.shape), name
+            same(f"{step} of {name}", parameter.grad, part(expected, parameter, shares))
+        if step == "gradient":
+            torch.nn.utils.clip_grad_norm_(list(whole.parameters()), 0.05)
+            clip_gradients(list(cut.parameters()), 0.05, shares)
+
+
+def main(cases: list[dict[str, Any]]) -> None:
+    """All of them."""
+    dist.init_process_group("gloo")
+    keys = {"model_parallel_size": dist.get_world_size(), "num_layers": 3, "seq_length": 8, "hidden_size": 32}
+    first = load_config(["tiny"], keys)
+    mpu = make_mpu(first)
+    for case in cases:
+        config = load_config(["tiny"], {**keys, **case})
+        shares = shares_of(config, mpu)
+        assert shares.ranks == dist.get_world_size()
+        compare(case, config, shares)
+    dist.destroy_process_group()
+
+
+with open(sys.argv[1]) as file:
+    main(json.load(file))

@@ -1,0 +1,170 @@
+"""`commtrace check`: status 0 for equal, 1 for a difference, 3 where nothing can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from expected_runs import (
+    PROGRAM,
+    RANKS,
+    ZERO_1,
+    call,
+    calls,
+    cut,
+    every_step,
+    in_other_pieces,
+    run_of,
+    with_call,
+    without_a_check,
+    without_optimizer,
+)
+
+from commtrace.analyses.check.verdict import numbers
+from commtrace.analyses.theory import Message
+from commtrace.cli import main
+from commtrace.schema import Phase, Records
+
+Change = Callable[[list[Records]], list[Records]]
+Captured = pytest.CaptureFixture[str]
+
+
+def check(directory: Path, capsys: Captured, *options: str) -> tuple[int, str]:
+    """Status, and what was written."""
+    status = main(["check", str(directory), *options])
+    return status, capsys.readouterr().out
+
+
+def test_as_expected(tmp_path: Path, capsys: Captured) -> None:
+    run_of(tmp_path, every_step(), ZERO_1)
+    assert check(tmp_path, capsys) == (0, "as expected: 21 cells of rank 0-2\n")
+
+
+DIFFERENCES = [
+    cut,
+    without_optimizer,
+    without_a_check,
+    with_call("broadcast", 700),
+    with_call("barrier", 0, site=PROGRAM),
+    with_call("all_reduce", 4, site=PROGRAM, phase=Phase.OTHER),
+    lambda rows: [],
+]
+
+
+@pytest.mark.parametrize("change", DIFFERENCES)
+def test_every_difference_fails(change: Change, tmp_path: Path, capsys: Captured) -> None:
+    """On all ranks, or on one alone."""
+    run_of(tmp_path / "all", change(every_step()), ZERO_1)
+    run_of(tmp_path / "one", every_step(), ZERO_1, others={1: change(every_step())})
+    assert check(tmp_path / "all", capsys)[0] == 1 or change is DIFFERENCES[-1]  # nobody has a step then
+    status, out = check(tmp_path / "one", capsys)
+    assert status == 1
+    assert "rank 1, " in out
+    assert "rank 0" not in out.replace("rank 0-2", "")
+
+
+def test_what_is_said_of_a_cell(tmp_path: Path, capsys: Captured) -> None:
+    """Ranks and steps that differ alike are said once."""
+    change = with_call("all_reduce", 4, site=PROGRAM, phase=Phase.OTHER)
+    run_of(tmp_path, change(every_step()), ZERO_1)
+    _, out = check(tmp_path, capsys)
+    assert out.splitlines() == [
+        "rank 0-2, step 1, all_reduce of role data:",
+        "    expected 5 calls of 155 bytes together (at most 6 calls)",
+        "    measured 6 calls of 159 bytes together: +1 calls, +4 bytes",
+        "    likeliest cause: numbers of the program's own, as a loss that it averages",
+        "    from project/train.py:9 main",
+        "differs from theory: 3 of 21 cells of rank 0-2",
+    ]
+
+
+def test_within_the_bounds_of_theory_pieces_may_differ(tmp_path: Path, capsys: Captured) -> None:
+    """Without overlap_comm ZeRO-1 reduces in an order that the job says, and theory states no bound."""
+    run_of(tmp_path / "bounded", in_other_pieces(every_step()), ZERO_1)
+    assert check(tmp_path / "bounded", capsys)[0] == 0
+    job = {**ZERO_1, "zero": {**ZERO_1["zero"], "overlap_comm": False}}
+    rows = calls(job, range(-1, 3))
+    run_of(tmp_path / "same", rows, job)
+    run_of(tmp_path / "pieces", in_other_pieces(rows), job)
+    assert check(tmp_path / "same", capsys)[0] == 0
+    status, out = check(tmp_path / "pieces", capsys)
+    assert status == 1
+    assert "the same number of calls, of other sizes" in out
+
+
+@pytest.mark.parametrize(("share", "status"), [("0", 1), ("0.025", 1), ("0.026", 0), ("1e-1", 0), ("4/155", 0)])
+def test_tolerance(share: str, status: int, tmp_path: Path, capsys: Captured) -> None:
+    """4 bytes of 155 are 2.58 %."""
+    run_of(tmp_path, with_call("all_reduce", 4, site=PROGRAM)(every_step()), ZERO_1)
+    assert check(tmp_path, capsys, "--tolerance", share)[0] == status
+
+
+@pytest.mark.parametrize("share", ["-1", "x", "nan", "1/0", "inf"])
+def test_a_tolerance_that_is_no_share(share: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["check", str(tmp_path), f"--tolerance={share}"])
+    assert exit_.value.code == 2
+
+
+def test_without_a_theory(tmp_path: Path, capsys: Captured) -> None:
+    run_of(tmp_path, every_step())
+    assert check(tmp_path, capsys) == (
+        3,
+        "not compared: rank 0-2: no job was captured.\nnot compared with theory, so nothing can be said\n",
+    )
+
+
+def test_a_rank_without_a_log(tmp_path: Path, capsys: Captured) -> None:
+    run_of(tmp_path / "equal", every_step(), ZERO_1, ranks=2)
+    status, out = check(tmp_path / "equal", capsys)
+    assert status == 3
+    assert f"rank 2 of {RANKS}: no log is there" in out
+    assert "as expected: 14 cells of rank 0-1, but not all ranks were compared" in out
+    run_of(tmp_path / "different", cut(every_step()), ZERO_1, ranks=2)
+    assert check(tmp_path / "different", capsys)[0] == 1
+
+
+def test_no_log_is_an_error(tmp_path: Path, capsys: Captured) -> None:
+    assert main(["check", str(tmp_path / "none")]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"commtrace: {tmp_path / 'none'}: no such directory; give the one that COMMTRACE named\n")
+
+
+def test_many_differences_are_cut(tmp_path: Path, capsys: Captured) -> None:
+    rows = every_step()
+    for size in range(700, 760):
+        rows.append(call(Message("broadcast", size, ""), size))
+    run_of(tmp_path, rows, ZERO_1)
+    status, out = check(tmp_path, capsys)
+    assert status == 1
+    assert "more such; the table" in out
+    assert len(out.splitlines()) < 250
+
+
+def test_numbers() -> None:
+    assert numbers([5, 0, 1, 2, 1]) == "0-2, 5"
+    assert numbers([]) == ""
+
+
+def test_shares_are_exact() -> None:
+    from commtrace.analyses.check.command import tolerance
+
+    assert tolerance("0.1") == Fraction(1, 10)
+
+
+def test_against_a_configuration(tmp_path: Path, capsys: Captured) -> None:
+    """What ran is held against what was meant to run: the same, and with another stage."""
+    pytest.importorskip("yaml")
+    from commtrace.analyses.forecast import Options, forecast
+
+    row = dict(forecast(["tiny"], RANKS, Options(zero_stage=1)).plan.row)
+    run_of(tmp_path, calls(row, range(-1, 3)))
+    assert check(tmp_path, capsys)[0] == 3
+    assert check(tmp_path, capsys, "--config", "tiny")[0] == 0
+    status, out = check(tmp_path, capsys, "--config", "tiny", "--zero-stage", "2", "--gradient-accumulation", "2")
+    assert status == 1
+    assert "all_reduce of role data" in out
+    assert main(["check", str(tmp_path), "--config", "nowhere.yml"]) == 1
+    assert "nowhere.yml: no such file" in capsys.readouterr().err

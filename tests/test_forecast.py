@@ -1,0 +1,236 @@
+"""`commtrace theory`: predictions from configuration files; wrong files and figures are said."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("yaml")
+
+from commtrace.analyses.forecast import Options, PlanError, forecast
+from commtrace.analyses.forecast.tables import bins, document, sizes, volumes, waterfall
+from commtrace.analyses.theory import hugging_face
+from commtrace.analyses.theory.architecture import Figures, Part, facts, gpt_neox
+from commtrace.cli import main
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "vocab_size": 32000,
+}
+ZERO_3 = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
+
+
+def write(folder: Path, content: Any, name: str = "config.json") -> str:
+    path = folder / name
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+def count(model: Part) -> int:
+    total = 0
+    for parameter in facts(model, "float32").parameters:
+        product = 1
+        for size in parameter["shape"]:
+            product *= size
+        total += product
+    return total
+
+
+# Counts that the models' authors publish, or that transformers prints.
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        (LLAMA, 6_738_415_616),
+        (
+            {**LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256},
+            8_030_261_248,
+        ),
+        (
+            {**LLAMA, "model_type": "mistral", "intermediate_size": 14336, "num_key_value_heads": 8},
+            7_241_732_096,
+        ),
+        (
+            {
+                **LLAMA,
+                "model_type": "qwen2",
+                "hidden_size": 3584,
+                "intermediate_size": 18944,
+                "num_attention_heads": 28,
+                "num_hidden_layers": 28,
+                "num_key_value_heads": 4,
+                "vocab_size": 152064,
+            },
+            7_615_616_512,
+        ),
+        (
+            {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257},
+            124_439_808,
+        ),
+        (
+            {
+                "model_type": "gpt_neox",
+                "hidden_size": 6144,
+                "intermediate_size": 24576,
+                "num_attention_heads": 64,
+                "num_hidden_layers": 44,
+                "vocab_size": 50432,
+            },
+            20_554_567_680,
+        ),
+    ],
+)
+def test_models_have_the_parameters_that_they_are_known_for(config: dict[str, Any], parameters: int) -> None:
+    assert count(hugging_face.model(config)) == parameters
+
+
+@pytest.mark.parametrize(("tensor", "layers", "hidden", "vocabulary"), [(1, 6, 512, 50304), (2, 4, 64, 512)])
+def test_gpt_neox_has_the_parameters_that_it_counts(tensor: int, layers: int, hidden: int, vocabulary: int) -> None:
+    whole = 2 * vocabulary * hidden + layers * (12 * hidden**2 + 13 * hidden) + 2 * hidden
+    shared = layers * 6 * hidden + 2 * hidden  # norms, and the biases behind row-parallel matrices
+    assert count(gpt_neox(Figures(layers, hidden, vocabulary, tensor=tensor))) == (whole - shared) // tensor + shared
+    tied = count(gpt_neox(Figures(layers, hidden, vocabulary, tied=True, tensor=tensor)))
+    assert tied == (whole - shared - vocabulary * hidden) // tensor + shared
+
+
+def test_a_gpt_neox_file_by_hand() -> None:
+    """19M in fp16, ZeRO-1: 70,426,624 parameters in one bucket, gathered in two groups padded to 2d elements."""
+    found = forecast(["19M"], 8)
+    rows = {row["op"]: row for row in volumes(found) if row["when"] == "steps from 0"}
+    parameters = 70_426_624
+    assert document(found)["parameters"] == parameters
+    scalars = 1 + 2 * 4  # the overflow check, a norm for each group of the optimizer
+    assert rows["all_reduce"]["payload_bytes"] == 2 * parameters + scalars
+    assert rows["all_gather"]["calls"] == 2
+    assert 2 * parameters <= rows["all_gather"]["payload_bytes"] < 2 * parameters + 2 * 2 * 16
+    assert rows["all"]["wire_bytes"] == pytest.approx(3 * 2 * parameters * 7 / 8, abs=200)
+    assert rows["all"]["all_ranks_wire_bytes"] == pytest.approx(8 * rows["all"]["wire_bytes"])
+    form = document(found)["closed_form"]
+    assert form["wire_bytes"] == 2 * 2 * parameters * 7 / 8
+
+
+CONFIGS: list[tuple[list[Any], Options]] = [
+    (["tiny"], Options()),
+    (["tiny"], Options(engine="ddp", precision="bf16")),
+    (["tiny", {"model_parallel_size": 2}], Options(zero_stage=1, accumulation=3)),
+    ([LLAMA], Options()),
+    ([LLAMA, ZERO_3], Options()),
+    ([ZERO_3], Options(layers=3, hidden=64, vocabulary=512)),
+    ([ZERO_3], Options(layers=3, hidden=64, vocabulary=512, zero_stage=2, groups=1, tied=True)),
+]
+
+
+@pytest.mark.parametrize("number", range(len(CONFIGS)))
+def test_all_tables_say_the_same(number: int, tmp_path: Path) -> None:
+    """Bytes by part, by size and by bin are one sum; the waterfall ends at the wire bytes of a steady step."""
+    contents, options = CONFIGS[number]
+    names = [
+        one
+        if isinstance(one, str)
+        else write(tmp_path, one, f"{at}.{'yml' if at and contents[0] == 'tiny' else 'json'}")
+        for at, one in enumerate(contents)
+    ]
+    found = forecast(names, 4, options)
+    last = [row for row in volumes(found) if row["when"].startswith("steps from")]
+    parts, whole = last[:-1], last[-1]
+    for name in ("calls", "payload_bytes"):
+        assert sum(row[name] for row in parts) == whole[name]
+    assert sum(row["sum_bytes"] for row in sizes(found)) == whole["payload_bytes"]
+    assert sum(row["sum_bytes"] for row in bins(found)) == whole["payload_bytes"]
+    assert sum(row["calls"] for row in bins(found)) == whole["calls"]
+    assert all(row["from_bytes"] <= row["sum_bytes"] / row["calls"] < row["below_bytes"] for row in bins(found))
+    assert sum(row["wire_bytes"] for row in waterfall(found)) == pytest.approx(whole["wire_bytes"])
+    json.dumps(document(found))
+
+
+def test_the_trainer_s_auto(tmp_path: Path) -> None:
+    """Hugging Face's Trainer puts sizes that follow from the model's width in place of "auto"."""
+    zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
+    zero["stage3_param_persistence_threshold"] = "auto"
+    auto = {**ZERO_3, "zero_optimization": zero, "gradient_clipping": "auto", "train_batch_size": "auto"}
+    row = forecast([write(tmp_path, LLAMA, "a.json"), write(tmp_path, auto, "b.json")], 8).plan.row
+    assert row["zero"]["reduce_bucket_size"] == 4096**2
+    assert row["zero"]["prefetch_bucket_size"] == int(0.9 * 4096**2)
+    assert row["zero"]["param_persistence_threshold"] == 40960
+    assert row["gradient_clipping"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("contents", "options", "words"),
+    [
+        ([{"zero_optimization": {"stage": 1}}], Options(), "no file has the model's figures; add --layers, --hidden"),
+        ([LLAMA, LLAMA], Options(), "both are of a Hugging Face model"),
+        ([LLAMA], Options(layers=3), "leave --layers and its like out"),
+        ([{**LLAMA, "model_type": "t5"}], Options(), "models of type t5 have no rules yet"),
+        ([{**LLAMA, "num_hidden_layers": 2.5}], Options(), "num_hidden_layers in the model's configuration is 2.5"),
+        (["[]"], Options(), "an object of keys and values"),
+        (["{"], Options(), "not readable as JSON"),
+        ([LLAMA, {**ZERO_3, "train_batch_size": 7}], Options(), "train_batch_size 7 is not"),
+        (
+            [LLAMA, {"zero_optimization": {"stage": 1, "reduce_bucket_size": "x"}}],
+            Options(),
+            "reduce_bucket_size is 'x'",
+        ),
+        ([LLAMA, {"zero_optimization": {"stage": 5}}], Options(), "ZeRO's stages are 0 to 3"),
+        ([LLAMA, {"zero_optimization": {"stage": 2, "overlap_comm": "auto"}}], Options(), '"auto"'),
+        ([LLAMA, {"zero_optimization": 3}], Options(), "is a block of keys and values"),
+        ([LLAMA, {**ZERO_3, "optimizer": {"type": "OneBitAdam"}}], Options(), "the optimizer OneBitAdam has no rules"),
+        ([LLAMA, {"fp16": {"enabled": True}, "bf16": {"enabled": True}}], Options(), "fp16 and bf16 are both enabled"),
+        (["tiny", LLAMA], Options(), "a GPT-NeoX file says all"),
+        (["nowhere.yml"], Options(), "nowhere.yml: no such file"),
+        (["13B"], Options(zero_stage=3), "ZeRO-3 with recomputed activations"),
+    ],
+)
+def test_what_is_no_job_is_said(contents: list[Any], options: Options, words: str, tmp_path: Path) -> None:
+    names = [
+        one if isinstance(one, str) and one[0] not in "[{" else write(tmp_path, one, f"{at}.json")
+        for at, one in enumerate(contents)
+    ]
+    with pytest.raises(PlanError) as error:
+        forecast(names, 4, options)
+    assert words in str(error.value)
+
+
+def test_ranks_that_the_job_does_not_divide(tmp_path: Path) -> None:
+    cut = write(tmp_path, {"model_parallel_size": 4}, "cut.yml")
+    with pytest.raises(PlanError, match="model_parallel_size: 4 does not divide the 6 ranks"):
+        forecast(["tiny", cut], 6)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["theory", "tiny", "--world", "4", "--zero-stage", "3"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("ZeRO-3 on 4 ranks: ")
+    assert "equation 3: 3 P (d-1)/d" in text
+    assert main(["theory", "tiny", "--world", "4", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["scheme"], told["world_size"]) == ("ZeRO-1", 4)
+    assert main(["theory", "nowhere.yml", "--world", "4"]) == 1
+    assert capsys.readouterr().err.startswith("commtrace: nowhere.yml: no such file")
+
+
+@pytest.mark.parametrize("arguments", [["tiny"], ["--world", "2"], ["tiny", "--world", "0"], ["tiny", "--world", "x"]])
+def test_wrong_arguments(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["theory", *arguments])
+    assert exit_.value.code == 2
+
+
+def test_neither_torch_nor_deepspeed_is_imported() -> None:
+    code = (
+        "import sys; from commtrace.cli import main; main(['theory', 'tiny', '--world', '2']);"
+        "print(sorted({'torch', 'deepspeed'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=tempfile.gettempdir()
+    )
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,33 @@
+"""A model cut over ranks computes what the whole one does, whatever is recomputed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("yaml")
+
+import trainings
+
+CASES = [
+    {},
+    {"no_weight_tying": False},
+    {"gpt_j_residual": True},
+    {"make_vocab_size_divisible_by": 37},
+    {"checkpoint_activations": True, "checkpoint_reentrant": True},
+    {"checkpoint_activations": True, "checkpoint_reentrant": False, "checkpoint_num_layers": 2},
+    {"checkpoint_activations": True, "checkpoint_reentrant": False, "gpt_j_residual": True},
+    {"fp32_allreduce": True},
+]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_model_that_ranks_share_is_the_whole_one(ranks: int, tmp_path: Path) -> None:
+    """Loss, logits and gradients; clipping; parameters that all ranks hold are not counted twice."""
+    cases = tmp_path / "cases.json"
+    cases.write_text(json.dumps(CASES))
+    started = trainings.parent().start("tensor_parallel", tmp_path / "log", cases, ranks=ranks, traced=False)
+    assert started.wait() == [0] * ranks, started.output(0)[-4000:]

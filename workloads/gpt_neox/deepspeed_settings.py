@@ -1,0 +1,27 @@
+"""GPT-NeoX's keys as DeepSpeed's configuration, made as GPT-NeoX makes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .config import NeoxConfig
+
+
+def deepspeed_config(config: NeoxConfig, micro_batch: int, accumulation: int, verbose: bool) -> dict[str, Any]:
+    """The dictionary that ``deepspeed.initialize`` gets."""
+    found: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": config.gradient_clipping,
+        "zero_optimization": dict(config.zero_optimization),
+        # The optimizer is PyTorch's, which DeepSpeed then need not (and for offloading would not) replace by one that
+        # it compiles on first use.
+        "zero_force_ds_cpu_optimizer": False,
+        **config.deepspeed_keys,
+    }
+    if config.precision != "fp32":
+        found[config.precision] = {**config.precision_block, "enabled": True}
+    if not verbose:
+        # GPT-NeoX's files switch these on. They print every few steps, and the timers wait for the device at each call.
+        found.update(steps_per_print=10**9, wall_clock_breakdown=False)
+    return found

@@ -1,0 +1,78 @@
+"""The model-parallel unit: which processes share the parts of a model, and which hold the same part.
+
+Ranks in GPT-NeoX's order, tensor parallelism innermost: with two tensor-parallel ranks of eight, 0 and 1 share a model,
+and 0, 2, 4 and 6 hold the same half of it. Methods have the names of GPT-NeoX's `megatron.mpu`, which DeepSpeed asks
+for; groups carry the descriptions that Megatron-Core gives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch.distributed as dist
+
+from .config import NeoxConfig
+from .tensor_parallel import ALONE, Shares
+
+
+class Mpu:
+    """Groups of this process for tensor parallelism over `tensor` neighbouring ranks. All ranks make it at once."""
+
+    def __init__(self, tensor: int) -> None:
+        world = dist.get_world_size()
+        self._tensor = _own_group(
+            (range(at, at + tensor) for at in range(0, world, tensor)), "TENSOR_MODEL_PARALLEL_GROUP"
+        )
+        self._data = _own_group((range(at, world, tensor) for at in range(tensor)), "DATA_PARALLEL_GROUP")
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that share a model; in GPT-NeoX the tensor-parallel ones alone."""
+        return self._tensor
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank among those that share its model."""
+        return self._tensor.rank()
+
+    def get_model_parallel_world_size(self) -> int:
+        """How many ranks share a model."""
+        return self._tensor.size()
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same part of the model."""
+        return self._data
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank among them."""
+        return self._data.rank()
+
+    def get_data_parallel_world_size(self) -> int:
+        """How many they are."""
+        return self._data.size()
+
+
+def _own_group(groups: Iterable[range], description: str) -> dist.ProcessGroup:
+    """Make all of these groups, on every rank in the same order; the one that this rank is in."""
+    own: dist.ProcessGroup | None = None
+    for ranks in groups:
+        group = dist.new_group([*ranks], group_desc=description)
+        if dist.get_rank() in ranks:
+            own = group
+    assert own is not None
+    return own
+
+
+def make_mpu(config: NeoxConfig) -> Mpu | None:
+    """The unit of a tensor-parallel model, once the process group is there; None where ranks do not share models."""
+    return Mpu(config.model_parallel_size) if config.model_parallel_size > 1 else None
+
+
+def shares_of(config: NeoxConfig, mpu: Mpu | None) -> Shares:
+    """This rank's part of the model."""
+    if mpu is None:
+        return ALONE
+    group = mpu.get_model_parallel_group()
+    return Shares(group.rank(), group.size(), group, wide=config.fp32_allreduce)
