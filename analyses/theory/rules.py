@@ -13,7 +13,8 @@ from typing import Final, TypeVar
 TORCH: Final = ("torch", "2.13.0")
 DEEPSPEED: Final = ("deepspeed", "0.19.8")
 GPT_NEOX: Final = ("gpt-neox", "05048b6")
-"""GPT-NeoX by its commit: it has no releases that its users run. commtrace's GPT-NeoX workload makes the same calls."""
+"""GPT-NeoX by its commit: it has no releases that its users run. Compared are the calls of commtrace's workload, which
+is modelled on it."""
 WORKLOAD: Final = ("commtrace", "0.1.0")
 """That workload, where GPT-NeoX leaves to DeepSpeed what it does itself."""
 

@@ -1,7 +1,8 @@
-"""Ranks that run MPI workloads, several in a row, since an import of torch costs seconds: workloads.py CASES.
+"""Ranks that run MPI workloads, several in a row, since an import of torch costs seconds: workloads.py CASES [LOGS].
 
 CASES is a JSON list of [workload, options, whether tensors are copied as those of a GPU are]. Rank 0 writes a line of
-JSON per case: what each rank found.
+JSON per case: what each rank found. With LOGS each case runs twice, first untraced and then traced into LOGS/0, LOGS/1
+and so on, and a rank finds two things.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
+import commtrace
 from commtrace.workloads.mpi.options import make_transport
 
 # Which argument of a method is the payload: all_gather's is what is received, other collectives' what is given.
@@ -67,11 +69,20 @@ def run(workload: str, arguments: list[str], staged: bool) -> dict[str, Any]:
     return {**asdict(outcome), "counted": counted}
 
 
+def twice(log: str, workload: str, arguments: list[str], staged: bool) -> list[dict[str, Any]]:
+    """One case on this rank, untraced and traced."""
+    untraced = run(workload, arguments, staged)
+    commtrace.start(log)
+    traced = run(workload, arguments, staged)
+    commtrace.stop()
+    return [untraced, traced]
+
+
 def main() -> None:
     """All cases."""
     comm = MPI.COMM_WORLD
-    for workload, arguments, staged in json.loads(sys.argv[1]):
-        found = comm.gather(run(workload, arguments, staged))
+    for number, case in enumerate(json.loads(sys.argv[1])):
+        found = comm.gather(twice(f"{sys.argv[2]}/{number}", *case) if sys.argv[2:] else run(*case))
         if found is not None:
             print(json.dumps(found), flush=True)
 
