@@ -1,4 +1,4 @@
-"""What tracing adds to one call of mpi4py, in us: an Allreduce of 8 bytes, and a Send and a Recv of 8 bytes.
+"""What tracing adds to calls of mpi4py, in us: an Allreduce of 8 bytes, and a message of 8 bytes there and back.
 
 Started by itself, it starts two ranks of itself with the `mpiexec` that is beside this Python, or with the command of
 MPIEXEC. On two ranks the difference is what a program waits; ranks that share a core wait for each other's turn, too,
@@ -62,7 +62,7 @@ def rank(options: argparse.Namespace) -> None:
     for case, call in (
         ("Allreduce alone", lambda: MPI.COMM_SELF.Allreduce(given, into)),
         ("Allreduce, two ranks", lambda: world.Allreduce(given, into)),
-        ("Send and Recv, two ranks", partial(ping, world, given, into)),
+        ("Send and Recv, there and back, two ranks", partial(ping, world, given, into)),
     ):
         for name, switch in sides().items():
             if options.only in name:
@@ -72,7 +72,7 @@ def rank(options: argparse.Namespace) -> None:
 
 
 def ping(world: Any, given: Any, into: Any) -> None:
-    """One Send and one Recv on each rank."""
+    """One Send and one Recv on each rank: four calls, one after the other."""
     if world.Get_rank() == 0:
         world.Send(given, 1)
         world.Recv(into, 1)

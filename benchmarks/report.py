@@ -176,7 +176,10 @@ def repeats(records: Records) -> int:
 
 def of_rank(line: dict[str, Any], rank: int, calls: int) -> dict[str, Any]:
     """A line of the tables, of another rank."""
-    own = {"process": {"rank": rank, "pid": 1000 + rank, "host": "host"}, "stats": {"calls": calls}}
+    own: dict[str, dict[str, Any]] = {
+        "process": {"rank": rank, "pid": 1000 + rank, "host": "host"},
+        "stats": {"calls": calls},
+    }
     return {**line, **own.get(line["table"], {})}
 
 

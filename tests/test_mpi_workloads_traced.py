@@ -45,7 +45,7 @@ class Case(NamedTuple):
         """Calls of the whole run, by operation and payload in bytes."""
         counts: Counts = Counter()
         for message in self.messages(ranks, rank):
-            counts[message.op, message.size] += message.calls * self.iterations
+            counts[message.op, message.payload] += message.calls * self.iterations
         return counts
 
 
