@@ -1,8 +1,8 @@
 """Models of transformers by their `config.json`: the trees of the decoders that most others are variants of.
 
-Written from the sources of transformers 4.57 (`modeling_llama.py`, `modeling_gpt2.py`, `modeling_gpt_neox.py`); the
-families that share llama's tree are named in LLAMA. Adapters, quantized weights and heads other than the language
-model's are not told here.
+As transformers 4.57 builds them (`modeling_llama.py`, `modeling_gpt2.py`, `modeling_gpt_neox.py`; a test compares every
+parameter and buffer where that library is installed); the families that share llama's tree are named in LLAMA.
+Adapters, quantized weights and heads other than the language model's are not told here.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _gpt2(config: Config, kind: str) -> Part:
             _conv("c_proj", hidden, hidden),
             *_parts("attn_dropout", "resid_dropout"),
         ),
-        buffers=(("bias", (1, 1, positions, positions), "bool"),),
+        buffers=(("bias", (1, 1, positions, positions), "bool"), ("masked_bias", (), "float32")),
     )
     mlp = Part("mlp", parts=(_conv("c_fc", hidden, inner), _conv("c_proj", inner, hidden), *_parts("act", "dropout")))
     layer = Part("", parts=(norm("ln_1", hidden), attention, norm("ln_2", hidden), mlp))
