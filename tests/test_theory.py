@@ -211,7 +211,7 @@ def test_no_order_makes_more_buckets_than_the_bound(limit: int) -> None:
     [
         ({}, "there are no rules for None None"),
         ({"source": "deepspeed", "engine": "PipelineEngine", "zero_stage": 1}, "PipelineEngine with ZeRO stage 1"),
-        ({"source": "deepspeed", "engine": "DeepSpeedEngine", "zero_stage": 2}, "does not say tensor_parallel_size"),
+        ({"source": "deepspeed", "engine": "DeepSpeedEngine", "zero_stage": 2}, "does not say sequence_parallel_size"),
         ({"source": "ddp", "engine": "DistributedDataParallel"}, "does not say mixed_precision"),
         ({"source": "ddp", "engine": "DistributedDataParallel", "mixed_precision": None}, "does not say"),
     ],
