@@ -20,18 +20,16 @@ from measuring import Row
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-# Much to compute and little to send: on few cores gloo's threads take turns with everything else, and a call takes from
-# a tenth of a millisecond to several, which is all the noise there is.
-LAYERS, WIDTH, SAMPLES = 24, 64, 6000
-BUCKET_MIB = 0.01  # less than a layer's 0.016: each layer is reduced by itself
-EXCHANGES, SIZE, COMPUTE = 12, 1024, 448
+LAYERS, WIDTH, SAMPLES = 24, 256, 128
+BUCKET_MIB = 0.2  # less than a layer's 0.25: each layer is reduced by itself
+EXCHANGES, SIZE, COMPUTE = 12, 16_384, 224
 NATIVE_PAIRS = 2  # times as many: it adds least, and takes the most pairs to be told from nothing
 
 
 def main() -> None:
     """Measure both programs."""
     parser = results.parser(__doc__, pairs=60, settle=0.15)
-    parser.add_argument("--steps", type=int, default=20, help="steps of one block")
+    parser.add_argument("--steps", type=int, default=6, help="steps of one block")
     options = results.parsed(parser, steps=1)
     rows = groups.run(ddp, options, backend="gloo") + groups.run(by_hand, options, backend="gloo")
     results.write("step_time", rows, options)
