@@ -20,9 +20,12 @@ from .fold import Analysis, Block, NamedTables, known_wire, merge_sums, summed
 def _partial(block: Block) -> pd.DataFrame:
     cells = block.cells
     training = (cells["step"] >= 0).astype(np.int64)
-    values = {"calls": cells.calls, **cells.volumes}
-    values |= {"training_calls": training * cells.calls}
-    values |= {"training_payload_bytes": training * cells.volumes["payload_bytes"]}
+    values = {
+        "calls": cells.calls,
+        **cells.volumes,
+        "training_calls": training * cells.calls,
+        "training_payload_bytes": training * cells.volumes["payload_bytes"],
+    }
     everything = np.zeros(len(training), np.int64)
     size = min(len(training), 1)
     sums = {name: summed(value, everything, size) for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""How a recording begins, whichever library's hook sees the first call: one recorder for all of them.
+"""How a recording begins, whichever library's hook sees the first call, and where all of them count their failures.
 
 Each hook says who this process is, what its library hides, and where its kernels take places for records. Whoever is
 first begins for all.
@@ -52,6 +52,13 @@ def begin() -> Recorder | None:
     in_place = _in_place or InPlace(None, None)
     hidden = [sentence for sentences in blind_spots.values() for sentence in sentences]
     return session.begin(member, blind_spots=hidden, calibrate=in_place.calibrate, make_slots=in_place.make_slots)
+
+
+def fault() -> None:
+    """A hook failed (call this in its `except`)."""
+    recorder = session.recorder
+    if recorder is not None:
+        recorder.fault()
 
 
 def member() -> Member:

@@ -13,8 +13,9 @@ from typing import Any
 
 from mpi4py import MPI
 
+from .beginning import fault
 from .extension_types import ExtensionPatches, namespace
-from .mpi_tracer import fault, pickling
+from .mpi_tracer import pickling
 
 _patches = ExtensionPatches()
 

@@ -88,13 +88,6 @@ def begin() -> MpiTracer | None:
     return tracer
 
 
-def fault() -> None:
-    """A hook failed (call this in its `except`)."""
-    recorder = session.recorder
-    if recorder is not None:
-        recorder.fault()
-
-
 class Part:
     """One record of a call: most calls have one, a Sendrecv has two."""
 

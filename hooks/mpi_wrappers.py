@@ -11,10 +11,11 @@ from mpi4py import MPI
 from commtrace.interrupts import let_through
 from commtrace.schema import Clock
 
+from .beginning import fault
 from .extension_types import Wrapper
 from .mpi_methods import Method
 from .mpi_requests import Pending
-from .mpi_tracer import Entry, MpiTracer, Plan, begin, current, fault, now
+from .mpi_tracer import Entry, MpiTracer, Plan, begin, current, now
 from .native import mpi as native
 
 Original = Callable[..., Any]

@@ -11,7 +11,7 @@ import torch
 from commtrace.session import session
 
 from . import beginning
-from .beginning import InPlace
+from .beginning import InPlace, fault
 from .c10d_operators import Operator
 from .kernels import BELOW
 from .torch_tracer import (
@@ -28,13 +28,6 @@ from .torch_tracer import (
 
 blind_spots: list[str] = beginning.blind_spots.setdefault("torch", [])
 """What the hooks that are in place cannot see."""
-
-
-def fault() -> None:
-    """A hook failed (call this in its `except`)."""
-    recorder = session.recorder
-    if recorder is not None:
-        recorder.fault()
 
 
 def begin() -> TorchTracer | None:

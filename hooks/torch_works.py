@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from commtrace.session import session
 
+from .beginning import fault
 from .patching import Patches
-from .torch_kernels import begin, fault
+from .torch_kernels import begin
 from .torch_tracer import current, now
 
 _patches = Patches()

@@ -7,9 +7,8 @@ from typing import Any
 
 from commtrace.errors import CommtraceError
 from commtrace.hooks import torch_kernels, torch_tracer
-from commtrace.hooks.beginning import InPlace
+from commtrace.hooks.beginning import InPlace, fault
 from commtrace.hooks.c10d_operators import Operator
-from commtrace.hooks.torch_kernels import fault
 from commtrace.hooks.torch_tracer import TorchTracer
 from commtrace.log_writer import say
 from commtrace.recorder import Recorder

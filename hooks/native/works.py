@@ -8,8 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from commtrace.hooks.beginning import fault
 from commtrace.hooks.patching import Patches
-from commtrace.hooks.torch_kernels import begin, fault
+from commtrace.hooks.torch_kernels import begin
 from commtrace.hooks.torch_tracer import TorchTracer, current
 from commtrace.session import session
 

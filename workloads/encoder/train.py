@@ -16,8 +16,8 @@ from torch import nn
 import commtrace
 from commtrace.workloads.mpi.errors import TransportError
 from commtrace.workloads.mpi.options import DTYPES, choose_device, make_transport
-from commtrace.workloads.mpi.outcome import Outcome, RankOutcome, difference, digest, measure
-from commtrace.workloads.mpi.tables import print_run
+from commtrace.workloads.mpi.outcome import RankOutcome, difference, digest, measure
+from commtrace.workloads.mpi.tables import tell
 from commtrace.workloads.mpi.transports import Transport
 
 from .layers import EncoderLayer, Shape, Ways, classifier, loss_of, update, whole_layer
@@ -196,11 +196,5 @@ def command(argv: Sequence[str], comm: Any) -> int:
     transport = make_transport(options.transport, comm, device)
     own, _ = train(options, transport, device)
     transport.close()
-    ranks = comm.gather(own)
-    if ranks is None:
-        return 0
     mode = options.parallel if options.parallel != "pipeline" else f"pipeline ({options.schedule})"
-    outcome = Outcome("encoder", mode, vars(options), shape.batch * shape.sequence, ranks)
-    if options.json:
-        outcome.write(options.json)
-    return print_run(outcome)
+    return tell(comm, own, "encoder", mode, options, shape.batch * shape.sequence)

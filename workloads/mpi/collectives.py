@@ -67,12 +67,7 @@ class _Gather(torch.autograd.Function):
         return ctx.transport.reduce_scatter(_parts(gradient, ctx.dim, ctx.transport.size)), None, None
 
 
-class _GatherSame(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, transport: Transport) -> torch.Tensor:
-        ctx.dim, ctx.transport = dim, transport
-        return _whole(transport.all_gather(x), dim)
-
+class _GatherSame(_Gather):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
         return gradient.chunk(ctx.transport.size, ctx.dim)[ctx.transport.rank], None, None

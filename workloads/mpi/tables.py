@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from .outcome import Outcome, RankOutcome
 from .stopwatch import COMMUNICATION, COPY_BACK, COPY_OUT, EXCLUSIVE
@@ -27,6 +28,20 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         ).rstrip()
         for line in lines
     )
+
+
+def tell(comm: Any, own: RankOutcome, workload: str, mode: str, options: Namespace, tokens: int) -> int:
+    """The end of a run, of `tokens` an iteration: rank 0 shows what all ranks measured, and writes it with --json.
+
+    The status of the command: see `print_run`; 0 on other ranks.
+    """
+    ranks = comm.gather(own)
+    if ranks is None:
+        return 0
+    outcome = Outcome(workload, mode, vars(options), tokens, ranks)
+    if options.json:
+        outcome.write(options.json)
+    return print_run(outcome)
 
 
 def print_run(outcome: Outcome) -> int:

@@ -10,8 +10,8 @@ import torch
 
 import commtrace
 from commtrace.workloads.mpi.options import DTYPES, choose_device, make_transport
-from commtrace.workloads.mpi.outcome import Outcome, RankOutcome, difference, digest, measure
-from commtrace.workloads.mpi.tables import print_run
+from commtrace.workloads.mpi.outcome import RankOutcome, difference, digest, measure
+from commtrace.workloads.mpi.tables import tell
 from commtrace.workloads.mpi.transports import Transport
 
 from .layer import Layer, Shape, loss_of
@@ -101,11 +101,4 @@ def command(argv: Sequence[str], comm: Any) -> int:
     transport = make_transport(options.transport, comm, device)
     own, _ = train(options, transport, device)
     transport.close()
-    ranks = comm.gather(own)
-    if ranks is None:
-        return 0
-    tokens = shape.batch * shape.sequence
-    outcome = Outcome("sequence_parallel", options.attention, vars(options), tokens, ranks)
-    if options.json:
-        outcome.write(options.json)
-    return print_run(outcome)
+    return tell(comm, own, "sequence_parallel", options.attention, options, shape.batch * shape.sequence)
