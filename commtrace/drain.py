@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from commtrace.recorder import Recorder
 
 FIRST_STATS_SECONDS: Final = 10.0
+COST_SECONDS: Final = 2.0
+"""Between two summaries of the cost samples: sorting them is most of what a turn would take."""
 
 # Signals that a thread gets for what it did itself.
 _OWN_FAULTS: Final = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGABRT}
@@ -42,6 +44,8 @@ class Drain:
         self._crossing_ns = 0
         self._written = 0
         self._cpu_ns = 0
+        self._costs: dict[str, int] = {}
+        self._costs_at = 0.0
         self._counted: object = None
         self._stats_every = FIRST_STATS_SECONDS
         self._stats_at = time.monotonic() + FIRST_STATS_SECONDS
@@ -62,9 +66,9 @@ class Drain:
     def stats(self) -> dict[str, Any]:
         """The counters of docs/log-format.md, as of now."""
         recorder, writer = self._recorder, self._writer
-        # The crossing from C++ into the hook cannot be seen from within it. (sorted, as numpy's percentile takes 60 ms
-        # of a core when it is called for the first time.)
-        costs = sorted(cost + self._crossing_ns for cost in list(recorder.cost_samples))
+        if self._reason or time.monotonic() >= self._costs_at:
+            self._costs_at = time.monotonic() + COST_SECONDS
+            self._costs = self._summary()
         return {
             "mono_ns": time.monotonic_ns(),
             "calls": self._written + self._slots.taken + self._slots.dropped,
@@ -75,12 +79,20 @@ class Drain:
             "first_error": recorder.first_error,
             "write_errors": writer.errors,
             "last_write_error": writer.last_error,
-            "cost_samples": len(costs),
-            "cost_ns": sum(costs),
-            "cost_p99_ns": costs[len(costs) * 99 // 100] if costs else 0,
+            **self._costs,
             "drain_cpu_ns": self._cpu_ns,
             "untimed": recorder.untimed,
             "device_clock_ns": recorder.device_clock_ns,
+        }
+
+    def _summary(self) -> dict[str, int]:
+        # The crossing from C++ into the hook cannot be seen from within it. (sorted, as numpy's percentile takes 60 ms
+        # of a core when it is called for the first time.)
+        costs = sorted(cost + self._crossing_ns for cost in list(self._recorder.cost_samples))
+        return {
+            "cost_samples": len(costs),
+            "cost_ns": sum(costs),
+            "cost_p99_ns": costs[len(costs) * 99 // 100] if costs else 0,
         }
 
     def _run(self) -> None:

@@ -22,11 +22,20 @@ blind_spots: Final[dict[str, list[str]]] = {}
 members: Final[dict[str, Callable[[], Member | None]]] = {}
 """Library -> who this process is; None where the library does not know."""
 
+compiled: Final[set[str]] = set()
+"""Libraries of which compiled wrappers record, in the places that Python's slots give."""
+
 # Where a program uses both, every rank has to ask the same one, whichever library it calls first.
 _ASKED: Final = ("mpi4py", "torch")
 
 batches: Final = itertools.count(1 << 31)
 """Numbers of calls that belong together, other than torch's coalesced batches, which are numbered from 1."""
+
+
+class CompiledSlots(Slots):
+    """Python's slots, of a process in which compiled code records."""
+
+    recorder = "native"
 
 
 class InPlace(NamedTuple):
@@ -49,7 +58,7 @@ def put_in_place(kernels: InPlace | None) -> None:
 
 def begin() -> Recorder | None:
     """The recorder of this process, made with its first call; None where tracing is off or cannot work."""
-    in_place = _in_place or InPlace(None, None)
+    in_place = _in_place or InPlace(None, CompiledSlots if compiled else None)
     hidden = [sentence for sentences in blind_spots.values() for sentence in sentences]
     return session.begin(member, blind_spots=hidden, calibrate=in_place.calibrate, make_slots=in_place.make_slots)
 

@@ -60,6 +60,7 @@ def _install() -> None:
                 method.owner, method.name, wrapper, functools.partial(native.replacement, method) if in_c else None
             )
     if in_c:
+        beginning.compiled.add("mpi4py")
         mpi_tracer.started.append(native.begins)
         mpi_tracer.ended.append(native.ends)
     for name in ENDS:
@@ -89,5 +90,6 @@ def uninstall() -> None:
     mpi_tracer.started.clear()
     mpi_tracer.ended.clear()
     native.ends()
+    beginning.compiled.discard("mpi4py")
     beginning.blind_spots.pop("mpi4py", None)
     beginning.members.pop("mpi4py", None)

@@ -286,6 +286,10 @@ def test_record(logs: list[Log], name: str) -> None:
         assert [row(call) for call in of_case(log, name)] == expected, f"rank {rank}"
 
 
+def test_the_log_names_who_recorded(logs: list[Log], request: pytest.FixtureRequest) -> None:
+    assert {log.tables["process"][0]["recorder"] for log in logs} == {request.node.callspec.params["logs"]}
+
+
 def test_nothing_failed_or_was_lost(logs: list[Log]) -> None:
     assert len(logs) == RANKS
     for rank, log in enumerate(logs):
