@@ -7,9 +7,11 @@ Nothing here touches the data, takes a device's memory across, or holds on to a 
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Sequence
 from operator import index
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -199,12 +201,46 @@ def _on_device(buffer: Any) -> tuple[int, int, str | None]:
     nbytes = getattr(buffer, "nbytes", None)
     if isinstance(itemsize, int) and isinstance(nbytes, int):
         return nbytes, itemsize, str(dtype).rpartition(".")[2]
-    interface = buffer.__cuda_array_interface__
+    interface = getattr(buffer, "__cuda_array_interface__", None)
+    if interface is None:
+        return _exported(buffer)
     dtype = np.dtype(interface["typestr"])
     entries = 1
     for length in interface["shape"]:
         entries *= length
     return entries * dtype.itemsize, dtype.itemsize, dtype.name
+
+
+class _DLTensor(ctypes.Structure):
+    """The beginning of what a DLPack capsule holds (dmlc/dlpack, dlpack.h)."""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        ("data", ctypes.c_void_p),
+        ("device", ctypes.c_int32 * 2),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+    ]
+
+
+_CODES: Final = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
+_ON_HOST: Final = 1
+
+_pointer = ctypes.PyDLL(None).PyCapsule_GetPointer
+_pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+
+
+def _exported(buffer: Any) -> tuple[int, int, str | None]:
+    """As DLPack tells, of an owner that tells nothing else. As mpi4py asks for it: waiting for no stream."""
+    on_host = buffer.__dlpack_device__()[0] == _ON_HOST
+    capsule = buffer.__dlpack__() if on_host else buffer.__dlpack__(stream=-1)
+    tensor = _DLTensor.from_address(_pointer(capsule, b"dltensor"))  # unnamed still: its end frees what was exported
+    itemsize = tensor.bits * tensor.lanes // 8
+    kind = _CODES.get(tensor.code)
+    name = None if kind is None else "bool" if kind == "bool" else f"{kind}{tensor.bits}"
+    return math.prod(tensor.shape[axis] for axis in range(tensor.ndim)) * itemsize, itemsize, name
 
 
 def _numpy_name(dtype: Any) -> str:

@@ -97,19 +97,14 @@ def planning(method: Method) -> Wrapper:
 
     def wrapper(original: Original) -> Original:
         def init(self: Any, *args: Any, **kwargs: Any) -> Any:
-            plan: Plan | None = None
-            tracer: MpiTracer | None = None
-            try:
+            request = original(self, *args, **kwargs)
+            try:  # afterwards: what mpi4py refuses is nothing to record, and no fault of ours
                 tracer = current() or begin()
                 plan = None if tracer is None else tracer.plan(method, self, args, kwargs)
+                if plan is not None and tracer is not None:
+                    tracer.requests.keep(request, plan)
             except Exception:
                 fault()
-            request = original(self, *args, **kwargs)
-            if plan is not None and tracer is not None:
-                try:
-                    tracer.requests.keep(request, plan)
-                except Exception:
-                    fault()
             return request
 
         return init
@@ -203,16 +198,19 @@ ENDS: dict[str, tuple[Outcome, bool]] = {
     "Testany": (_number_if_true, False),
     "testany": (_number_if_true, False),
     "Get_status_any": (_number_if_true, False),
+    "get_status_any": (_number_if_true, False),
     "Waitall": (_all, True),
     "waitall": (_all, True),
     "Testall": (_if_true, False),
     "testall": (_if_first_true, False),
     "Get_status_all": (_if_true, False),
+    "get_status_all": (_if_true, False),
     "Waitsome": (_numbers, True),
     "waitsome": (_numbers, True),
     "Testsome": (_numbers, False),
     "testsome": (_numbers, False),
     "Get_status_some": (_numbers, False),
+    "get_status_some": (_numbers, False),
 }
 """Methods of Request that show ends."""
 

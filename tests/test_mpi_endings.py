@@ -80,6 +80,21 @@ def test_torch_beside_it_writes_into_the_same_log(mpi: str, tmp_path: Path) -> N
         assert "Request" in spots
 
 
+def test_deepspeed_that_asks_mpi_who_it_is_has_one_log(mpi: str, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    port = processes.free_port()
+    mpi_launch.succeeds(
+        mpi, "deepspeed_discovery", port, ranks=2, log=tmp_path / "log", limit=150, DS_ACCELERATOR="cpu"
+    )
+    left = processes.read_all(tmp_path / "log")
+    assert len(list((tmp_path / "log").iterdir())) == 1
+    assert [one.tables["process"][0]["rank"] for one in left] == [0, 1]
+    for one in left:
+        assert operations(one) == ["bcast", "allgather", "allreduce_", "Barrier"]
+        assert one.ended
+        assert one.stats["hook_errors"] == 0, one.stats["first_error"]
+
+
 def test_tracing_can_be_stopped_and_started(mpi: str, tmp_path: Path) -> None:
     mpi_launch.succeeds(mpi, "ending", "again", tmp_path / "second", ranks=2, log=tmp_path / "log")
     assert [operations(one) for one in processes.read_all(tmp_path / "log")] == [["Allreduce"] * 5] * 2
