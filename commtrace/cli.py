@@ -23,6 +23,10 @@ from commtrace.errors import CommtraceError
 # Name: (module that has the class Command, the first line of its docstring). Names, so that nothing is imported.
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "report": ("commtrace.analyses.report.command", "Show what a run communicated."),
+    "scaling": (
+        "commtrace.analyses.scaling.command",
+        "Compare runs on more and more ranks, and say what stops the scaling.",
+    ),
     "check": (
         "commtrace.analyses.check.command",
         "Compare a run with theory, for continuous integration: status 0 when they are equal.",

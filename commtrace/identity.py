@@ -141,6 +141,15 @@ def boot_id() -> str:
         return ""
 
 
+def cores() -> str:
+    """Where this process may run, as the kernel writes lists ("0-3,8"); "" where the system does not say."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return ""
+    return next((line.split()[1] for line in status.splitlines() if line.startswith("Cpus_allowed_list:")), "")
+
+
 def versions() -> dict[str, str]:
     """Of Python, commtrace, and those of our libraries that this process has imported."""
     import commtrace

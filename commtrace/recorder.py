@@ -242,6 +242,7 @@ def _process_row(
         "host": host,
         "pid": os.getpid(),
         "boot_id": identity.boot_id(),
+        "cores": identity.cores(),
         "recorder": recorder,
         "versions": identity.versions(),
         "environment": identity.environment(),

@@ -13,7 +13,7 @@ and of several runs:
     tables = compare({"ddp": run, "zero3": other})
     figures.operation_shares(tables["runs_by_operation"])
 
-`FIGURES` and `COMPARISONS` name them all, with the table that each is drawn from and what to look for in it.
+`FIGURES`, `COMPARISONS` and `SCALING` name them all, with the table that each is drawn from and what to look for in it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ try:
 except ImportError:
     raise MissingLibraryError("figures need plotly; pip install 'commtrace[html]'") from None
 
-from .catalog import COMPARISONS, FIGURES, Figure
+from .catalog import COMPARISONS, FIGURES, SCALING, Figure
 from .per_rank import timeline
 from .per_step import steps
+from .scaling import speedup, step_parts
 from .side_by_side import measured_and_predicted, operation_shares, operation_volumes
 from .sizes import message_sizes, sizes_over_time
 from .theory import expected_and_measured, waterfall
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = [
     "COMPARISONS",
     "FIGURES",
+    "SCALING",
     "Figure",
     "expected_and_measured",
     "figure",
@@ -51,6 +53,8 @@ __all__ = [
     "operation_shares",
     "operation_volumes",
     "sizes_over_time",
+    "speedup",
+    "step_parts",
     "steps",
     "timeline",
     "volume",

@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 
 from .per_rank import timeline
 from .per_step import steps
+from .scaling import speedup, step_parts
 from .side_by_side import measured_and_predicted, operation_shares, operation_volumes
 from .sizes import message_sizes, sizes_over_time
 from .theory import expected_and_measured, waterfall
@@ -136,3 +137,22 @@ COMPARISONS: Final[dict[str, Figure]] = {
         lambda table: bool(table["predicted_bytes"].notna().any()),
     ),
 }
+
+SCALING: Final[dict[str, Figure]] = {
+    "speedup": Figure(
+        "Speedup and efficiency",
+        "scaling",
+        speedup,
+        "The dotted line is a perfect division of the work. Where the full line leaves it, more ranks cost more "
+        "than they bring.",
+        _NO_CALL,
+    ),
+    "step_parts": Figure(
+        "Where the time of a step goes",
+        "scaling",
+        step_parts,
+        "Computing should shrink as ranks are added. What stays, or grows, is what stops the scaling.",
+        _NO_CALL,
+    ),
+}
+"""Of runs on more and more ranks (`commtrace scaling`)."""

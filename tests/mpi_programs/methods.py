@@ -90,7 +90,8 @@ class Shape:
         self.gives = self.root != MPI.ROOT
         """Has a share of its own in a collective with a root."""
         topology = isinstance(comm, MPI.Topocomm)
-        self.sources, self.destinations = (comm.indegree, comm.outdegree) if topology else (0, 0)
+        self.sources: int = comm.indegree if topology else 0
+        self.destinations: int = comm.outdegree if topology else 0
 
 
 def ones(count: int) -> list[int]:
@@ -334,35 +335,58 @@ def partitioned(comm: Any, after: int, before: int) -> None:
 # ---- requests --------------------------------------------------------------------------------------------------------
 
 
+Way = Callable[[list[Any]], object]
+
+
+def ways() -> dict[str, Way]:
+    """What is done with some requests until all of them have been seen to end, by the name of the method for it."""
+    request: Any = MPI.Request
+
+    def each(name: str) -> Way:
+        return lambda requests: [getattr(one, name)() for one in requests]
+
+    def polled(name: str) -> Way:
+        return lambda requests: [until(getattr(one, name)) for one in requests]
+
+    def at_once(name: str) -> Way:
+        return lambda requests: getattr(request, name)(requests)
+
+    def one_by_one(name: str) -> Way:
+        return lambda requests: [getattr(request, name)(requests) for _ in requests]
+
+    def polled_for_one(name: str) -> Way:
+        return lambda requests: until(getattr(request, name), requests, at=1)
+
+    def polled_one_by_one(name: str) -> Way:
+        return lambda requests: [polled_for_one(name)(requests) for _ in requests]
+
+    def polled_for_all(name: str) -> Way:
+        return lambda requests: until(getattr(request, name), requests)
+
+    def by_and_by(name: str) -> Way:
+        return lambda requests: some(getattr(request, name), requests)
+
+    kinds = {
+        each: ("Wait", "wait"),
+        polled: ("Test", "test", "Get_status", "get_status"),
+        at_once: ("Waitall", "waitall"),
+        one_by_one: ("Waitany", "waitany"),
+        polled_for_one: ("Get_status_any", "get_status_any"),
+        polled_one_by_one: ("Testany", "testany"),
+        polled_for_all: ("Testall", "testall", "Get_status_all", "get_status_all"),
+        by_and_by: ("Waitsome", "waitsome", "Testsome", "testsome", "Get_status_some", "get_status_some"),
+    }
+    return {name: make(name) for make, names in kinds.items() for name in names}
+
+
 def requests() -> None:
     """Each of the ways to see two receives end."""
-    wait_all = {
-        name: lambda requests, name=name: getattr(MPI.Request, name)(requests) and None
-        for name in ("Waitall", "waitall")
-    }
-    ways: dict[str, Callable[[list[Any]], Any]] = {**wait_all}
-    for name in ("Wait", "wait"):
-        ways[name] = lambda requests, name=name: [getattr(one, name)() for one in requests] and None
-    for name in ("Test", "test", "Get_status", "get_status"):
-        ways[name] = lambda requests, name=name: [until(getattr(one, name)) for one in requests] and None
-    for name in ("Waitany", "waitany"):
-        ways[name] = lambda requests, name=name: [getattr(MPI.Request, name)(requests) for _ in requests] and None
-    for name in ("Testany", "testany"):
-        ways[name] = lambda requests, name=name: (
-            [until(getattr(MPI.Request, name), requests, at=1) for _ in requests] and None
-        )
-    for name in ("Testall", "testall", "Get_status_all", "get_status_all"):
-        ways[name] = lambda requests, name=name: until(getattr(MPI.Request, name), requests) and None
-    for name in ("Waitsome", "waitsome", "Testsome", "testsome", "Get_status_some", "get_status_some"):
-        ways[name] = lambda requests, name=name: some(getattr(MPI.Request, name), requests)
-    for name in ("Get_status_any", "get_status_any"):
-        ways[name] = lambda requests, name=name: until(getattr(MPI.Request, name), requests, at=1) and None
-    for name, way in ways.items():
+    for name, way in ways().items():
         into = np.zeros((2, 3))
         receiving = [WORLD.Irecv(into[number], LAST, 50 + number) for number in range(2)]
         sending = [WORLD.Isend(numbers(3), NEXT, 50 + number) for number in range(2)]
         MPI.Request.Waitall(sending)
-        called(f"request.{name}", lambda: way(receiving))  # noqa: B023
+        called(f"request.{name}", lambda: way(receiving) and None)  # noqa: B023
         MPI.Request.Waitall(receiving)
         gave[f"request.{name}"].append(shown(into))
 
@@ -401,8 +425,10 @@ def windows() -> None:
         finally:
             window.Unlock(NEXT)
 
-    def operations(prefix: str, capital: Callable[[str], str]) -> dict[str, Callable[[], Any]]:
-        method = lambda name: getattr(window, capital(name))  # noqa: E731
+    def operations(capital: Callable[[str], str]) -> dict[str, Callable[[], Any]]:
+        def method(name: str) -> Any:
+            return getattr(window, capital(name))
+
         return {
             capital("Put"): lambda: method("Put")(numbers(2), NEXT),
             capital("Get"): lambda: method("Get")(into[:3], NEXT),
@@ -412,7 +438,7 @@ def windows() -> None:
 
     into = np.zeros(4)
     for capital in (lambda name: name, lambda name: f"R{name.lower()}"):
-        for name, operation in operations("", capital).items():
+        for name, operation in operations(capital).items():
             WORLD.Barrier()
             called(f"window.{name}", lambda: under_lock(operation), into)  # noqa: B023
             WORLD.Barrier()
@@ -517,7 +543,7 @@ def mistakes() -> None:
     for base in ("Barrier", "Bcast", "Gather", "Allgatherv", "Alltoallw", "Reduce", "Allreduce", "Scan"):
         for name in (base, f"I{base.lower()}", f"{base}_init"):
             given, _ = arguments(base, shape)
-            called(f"mistake.{name} of nothing", lambda: getattr(MPI.COMM_NULL, name, None)(*given))  # noqa: B023
+            called(f"mistake.{name} of nothing", lambda: getattr(MPI.COMM_NULL, name)(*given))  # noqa: B023
             called(f"mistake.{name} of a freed one", lambda: getattr(gone, name)(*given))  # noqa: B023
             called(f"mistake.{name} with a name that is not one", lambda: getattr(WORLD, name)(nothing=1))  # noqa: B023
     for name in ("Send", "Recv", "Isend", "Irecv", "send", "recv", "Send_init", "Sendrecv"):

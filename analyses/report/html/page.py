@@ -130,6 +130,39 @@ def page_of_runs(runs: Mapping[str, Run], tables: Mapping[str, NamedTables]) -> 
     )
 
 
+def page_of_scaling(runs: Mapping[str, Run], tables: NamedTables, sentences: Sequence[str]) -> str:
+    """The page of runs on more and more ranks: the tables of `commtrace.analyses.scaling` and what they say."""
+    sections = [
+        _figure(key, kind, tables, _NUMBERS.get(key)) for key, kind in figures.SCALING.items()
+    ]  # fmt: skip
+    volumes = Section(
+        "sent",
+        "What a rank sends in a step",
+        "Means over the ranks. Expected, and the closed form: of the lowest rank, where theory has rules for the job.",
+        table=_table(tables["scaling"], _SENT),
+    )
+    ahead = tables["scaling_projection"]
+    model = Section(
+        "model",
+        "The model, and more ranks",
+        "Computing as a part that stays and one that is divided, calls of a latency and a bandwidth, and waiting.",
+        table=_table(ahead, _AHEAD) if len(ahead) else None,
+        absent="" if len(ahead) else "There is no model: calls have one size only, or their times are not known.",
+    )
+    return _render(
+        Page(
+            title=", ".join(runs),
+            subtitle=f"scaling from {tables['scaling']['ranks'].min():,} to {tables['scaling']['ranks'].max():,} ranks",
+            tiles=[],
+            findings=list(sentences),
+            warnings=[],
+            facts=[(name, f"{run.log.path}, run {run.id}") for name, run in runs.items()],
+            lists=[],
+            sections=[*sections, volumes, model],
+        )
+    )
+
+
 # --- the run at a glance --------------------------------------------------------------------------------------------
 
 
@@ -314,7 +347,51 @@ _RUNS: Final = Numbers(
         "tracing_share": ("cost of tracing", small_share),
     }
 )
+_SENT: Final = Numbers(
+    {
+        "run": ("run", _word),
+        "ranks": ("ranks", count),
+        "calls": ("calls", count),
+        "payload_bytes": ("payload", size),
+        "wire_bytes": ("wire, at least", size),
+        "expected_wire_bytes": ("expected", size),
+        "closed_form_bytes": ("closed form", size),
+    }
+)
+_AHEAD: Final = Numbers(
+    {
+        "ranks": ("ranks", count),
+        "step_ns": ("a step", time),
+        "measured_ns": ("measured", time),
+        "efficiency": ("efficiency", share),
+        "compute_ns": ("computing", time),
+        "latency_ns": ("latency", time),
+        "bandwidth_ns": ("bandwidth", time),
+        "late_ns": ("waiting", time),
+    }
+)
 _NUMBERS: Final[dict[str, Numbers]] = {
+    "speedup": Numbers(
+        {
+            "run": ("run", _word),
+            "ranks": ("ranks", count),
+            "steps": ("steps", count),
+            "step_ns": ("a step", time),
+            "speedup": ("speedup", _ratio),
+            "efficiency": ("efficiency", share),
+            "tokens_per_s": ("tokens/s", count),
+        }
+    ),
+    "step_parts": Numbers(
+        {
+            "run": ("run", _word),
+            "compute_ns": ("computing", time),
+            "blocked_ns": ("in communication", time),
+            "late_ns": ("of it, others late", time),
+            "in_flight_ns": ("under way", time),
+            "communication_per_compute": ("comm/compute", _ratio),
+        }
+    ),
     "volume": Numbers({"role": ("dimension", _word), **_OPERATION, **_VOLUME}),
     "waterfall": Numbers({"label": ("cause", _text), "bytes": ("bytes", count)}),
     "expected_and_measured": Numbers(

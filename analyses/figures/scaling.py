@@ -1,0 +1,58 @@
+"""Runs on more and more ranks."""
+
+from __future__ import annotations
+
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from commtrace.analyses.report.units import share, time
+
+from .style import BLUE, CLOSED_FORM, GREY, ORANGE, VERMILION, finish, label, time_scale
+
+
+def speedup(table: pd.DataFrame) -> go.Figure:
+    """Speedup and efficiency against the number of ranks, beside a perfect division. `table`: `scaling`."""
+    ranks, first = table["ranks"], table["ranks"].iloc[0]
+    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.12, subplot_titles=("speedup", "efficiency, %"))
+    told = [
+        f"{label(run)}<br>{count} ranks<br>{ratio:.2f}x, {share(part)}"
+        for run, count, ratio, part in zip(table["run"], ranks, table["speedup"], table["efficiency"], strict=True)
+    ]
+    ideal = {"mode": "lines", "line": {"color": CLOSED_FORM, "dash": "dot"}, "hoverinfo": "skip"}
+    seen = {
+        "mode": "lines+markers", "line": {"color": BLUE}, "marker": {"size": 9}, "customdata": told,
+        "hovertemplate": "%{customdata}<extra></extra>",
+    }  # fmt: skip
+    figure.add_scatter(x=ranks, y=ranks / first, name="perfect division", row=1, col=1, **ideal)
+    figure.add_scatter(x=ranks, y=table["speedup"], name="measured", row=1, col=1, **seen)
+    figure.add_scatter(x=ranks, y=[100.0] * len(table), showlegend=False, row=1, col=2, **ideal)
+    figure.add_scatter(x=ranks, y=table["efficiency"] * 100, showlegend=False, row=1, col=2, **seen)
+    ticks = sorted(set(ranks))
+    figure.update_xaxes(title_text="ranks", type="log", tickvals=ticks, ticktext=[str(one) for one in ticks])
+    figure.update_yaxes(rangemode="tozero")
+    return finish(figure, "Speedup and efficiency", 380)
+
+
+def step_parts(table: pd.DataFrame) -> go.Figure:
+    """Where the time of a step goes, a bar for each run: means over its ranks. `table`: `scaling`."""
+    parts = {
+        "computing": (table["compute_ns"], BLUE),
+        "communication": (table["blocked_ns"] - table["late_ns"], ORANGE),
+        "waiting for late ranks": (table["late_ns"], VERMILION),
+    }
+    if table["compute_ns"].isna().any():
+        parts = {"all of it": (table["step_ns"], GREY), **{name: parts[name] for name in list(parts)[1:]}}
+    scale = time_scale(table["step_ns"])
+    runs = [f"{label(run)}, {ranks} ranks" for run, ranks in zip(table["run"], table["ranks"], strict=True)]
+    figure = go.Figure()
+    for name, (values, colour) in parts.items():
+        figure.add_bar(
+            orientation="h", y=runs, x=scale.axis(values), name=name, marker={"color": colour},
+            customdata=[time(value) for value in values],
+            hovertemplate=f"%{{y}}: {name}<br>%{{customdata}}<extra></extra>",
+        )  # fmt: skip
+    figure.update_xaxes(title_text=f"a training step, {scale.unit}", rangemode="tozero")
+    figure.update_yaxes(autorange="reversed", showgrid=False, type="category")
+    figure.update_layout(barmode="group" if table["compute_ns"].isna().any() else "stack")
+    return finish(figure, "Where the time of a step goes", 150 + 46 * len(table))

@@ -1,0 +1,187 @@
+"""Runs on more and more ranks whose times are made up, so that every number that the comparison says is known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factory import WORLD, LogFactory, record
+
+from commtrace import cli
+from commtrace.analyses.scaling import scaling
+from commtrace.analyses.scaling.tables import cores_of
+from commtrace.analyses.scaling.words import sentences
+from commtrace.errors import CommtraceError
+from commtrace.reading.run import Run, open_run
+from commtrace.schema import Clock
+
+ALPHA, BETA = 50_000, 0.25  # ns, ns for a byte
+FIXED, DIVIDED, LATE = 1_000_000, 16_000_000, 300_000
+SMALL, LARGE = 1 << 10, 4 << 20
+STEPS = 6
+
+
+def transfer(payload: int, ranks: int) -> int:
+    return round(ALPHA + BETA * 2 * payload * (ranks - 1) / ranks) if ranks > 1 else 0
+
+
+def step_of(ranks: int) -> int:
+    """The last rank computes for longer by LATE; the others wait for it in the large all_reduce."""
+    return FIXED + DIVIDED // ranks + (LATE if ranks > 1 else 0) + transfer(SMALL, ranks) + transfer(LARGE, ranks)
+
+
+def write(folder: Path, ranks: int, *, steps: int = STEPS, **process: Any) -> Path:
+    """A step: a small all_reduce, which all begin together, computation, a large one."""
+    log = LogFactory(folder)
+    for rank in range(ranks):
+        one = log.process(rank, pid=100 + rank, world_size=ranks, boot_id="a", **process)
+        one.known({WORLD: list(range(ranks))})
+        rows = []
+        for step in range(steps):
+            begin = 1_000_000 + step * step_of(ranks)
+            late = LATE if ranks > 1 and rank == ranks - 1 else 0
+            second = begin + transfer(SMALL, ranks) + FIXED + DIVIDED // ranks + late
+            end = begin + step_of(ranks)
+            for number, (payload, at, until) in enumerate(
+                ((SMALL, begin, begin + transfer(SMALL, ranks)), (LARGE, second, end))
+            ):
+                times = {"t_begin": at, "t_return": max(until, at + 1), "t_wait": 0, "t_end": max(until, at + 1)}
+                rows.append(record(**times, payload=payload, step=step, seq=2 * step + number, clock=Clock.RETURN))
+        one.write(rows).end()
+    return folder
+
+
+def runs(folder: Path, *numbers: int) -> dict[str, Run]:
+    return {str(number): open_run(write(folder / str(number), number)) for number in numbers}
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    return runs(tmp_path_factory.mktemp("scaling"), 8, 1, 2, 4)
+
+
+def test_times_and_their_parts_are_those_of_the_log(four: dict[str, Run]) -> None:
+    table: Any = scaling(four)["scaling"].set_index("ranks")
+    assert [*table.index] == [1, 2, 4, 8]
+    for ranks, row in table.iterrows():
+        n = int(str(ranks))
+        assert row["steps"] == STEPS - 2  # without the first, which is warming up, and the last, which has no end
+        assert row["step_ns"] == pytest.approx(step_of(n), abs=2)
+        assert row["speedup"] == pytest.approx(step_of(1) / step_of(n), rel=1e-6)
+        assert row["efficiency"] == pytest.approx(step_of(1) / step_of(n) / n, rel=1e-6)
+        waits = LATE * (n - 1) / n if n > 1 else 0
+        assert row["late_ns"] == pytest.approx(waits, abs=2)
+        assert row["blocked_ns"] == pytest.approx(transfer(SMALL, n) + transfer(LARGE, n) + waits, abs=4)
+        assert row["compute_ns"] == pytest.approx(FIXED + DIVIDED / n + (LATE / n if n > 1 else 0), abs=4)
+        assert row["payload_bytes"] == SMALL + LARGE
+        assert row["wire_bytes"] == pytest.approx(2 * (SMALL + LARGE) * (n - 1) / n)
+    each: Any = scaling(four)["scaling_ranks"].set_index(["run", "rank"])
+    assert each.loc[("4", 3), "late_ns"] == 0  # the one that the others wait for
+    assert each.loc[("4", 0), "late_ns"] == LATE
+
+
+def test_fits_find_what_the_times_were_made_of(four: dict[str, Run]) -> None:
+    fits: Any = scaling(four)["scaling_fits"].set_index(["model", "parameter"])
+    assert fits.loc[("latency and bandwidth", "latency"), "value"] == pytest.approx(ALPHA, rel=1e-3)
+    assert fits.loc[("latency and bandwidth", "bandwidth"), "value"] == pytest.approx(1 / BETA, rel=1e-3)
+    assert fits.loc[("latency and bandwidth", "latency"), "error"] < 1e-3
+    assert fits.loc[("growth", "wire_bytes"), "unit"] == "(n-1)/n"
+    assert fits.loc[("growth", "wire_bytes"), "error"] < 1e-6
+    assert fits.loc[("growth", "calls"), "unit"] == "stays"
+    assert 0 < fits.loc[("Amdahl", "fixed"), "error"] < 0.2  # waiting and bytes are not of Amdahl's form
+
+
+def test_the_projection_is_near_what_more_ranks_take(tmp_path: Path, four: dict[str, Run]) -> None:
+    projection: Any = scaling(four)["scaling_projection"].set_index("ranks")
+    assert [*projection.index] == [1, 2, 4, 8, 16, 32, 64]
+    assert projection["measured_ns"].notna().tolist() == [True] * 4 + [False] * 3
+    for n in (8, 16, 64):
+        assert projection.loc[n, "step_ns"] == pytest.approx(step_of(n), rel=0.05)
+
+
+def test_amdahl_is_exact_where_it_holds(tmp_path: Path) -> None:
+    import numpy as np
+
+    from commtrace.analyses.scaling.fits import division
+
+    found = division(np.array([1.0, 2, 4]), np.array([10.0, 6, 4]))
+    assert [found.fixed, found.divided] == pytest.approx([2, 8])
+    assert found.error == pytest.approx(0, abs=1e-12)
+    assert division(np.array([1.0, 2]), np.array([10.0, 6])).error is None
+    assert division(np.array([1.0, 2, 4]), np.array([10.0, 5, 2.4])).fixed == 0  # faster than a division: nothing stays
+
+
+def test_tokens_decide_between_strong_and_weak(four: dict[str, Run]) -> None:
+    weak: Any = scaling(four, tokens=[8_000, 1_000, 2_000, 4_000])["scaling"].set_index("ranks")  # in the order given
+    assert weak.loc[4, "speedup"] == pytest.approx(4 * step_of(1) / step_of(4), rel=1e-6)
+    assert weak.loc[4, "tokens_per_s"] == pytest.approx(4_000 / step_of(4) * 1e9, rel=1e-6)
+    with pytest.raises(CommtraceError, match="2 numbers for 4 runs"):
+        scaling(four, tokens=[1, 2])
+
+
+def test_sentences_say_where_the_time_went(four: dict[str, Run]) -> None:
+    told = " ".join(sentences(scaling(four)))
+    assert "Steps of all runs count as the same work" in told
+    assert "8 (8 ranks): " in told
+    assert "computation that does not shrink with the ranks" in told
+    assert "waiting for ranks that are late" in told
+    assert "With 16 ranks (not run)" in told
+
+
+def test_ranks_that_take_turns_are_warned_of(tmp_path: Path) -> None:
+    both = {
+        "one": open_run(write(tmp_path / "one", 1, cores="0-1")),
+        "four": open_run(write(tmp_path / "four", 4, cores="0-1")),
+    }
+    table = scaling(both)["scaling"]
+    assert table["shared_cores"].tolist() == ["", "4 ranks on 2 cores"]
+    assert any("take turns" in sentence for sentence in sentences(scaling(both)))
+    assert cores_of("0-3,8") == {0, 1, 2, 3, 8}
+
+
+def test_a_run_without_whole_steps_is_left_out_and_said(tmp_path: Path) -> None:
+    found = runs(tmp_path, 2, 4) | {"short": open_run(write(tmp_path / "short", 1, steps=1))}
+    tables = scaling(found)
+    assert tables["scaling"]["run"].tolist() == ["2", "4"]
+    assert tables["scaling_left_out"]["run"].tolist() == ["short"]
+    assert "no training step is over on every rank" in sentences(tables)[0]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "process", "reason"),
+    [((2, 2), {}, "different numbers of ranks"), ((1, 2), {"simulated": True}, "a dry run has no times")],
+)
+def test_what_cannot_be_compared_is_an_error(
+    tmp_path: Path, numbers: tuple[int, int], process: dict[str, Any], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [write(tmp_path / f"run{at}", ranks, **process) for at, ranks in enumerate(numbers)]
+    assert cli.main(["scaling", *map(str, folders)]) == 1
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_the_command_fits_the_terminal(
+    tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    folders = [str(write(tmp_path / str(ranks), ranks)) for ranks in (1, 2, 4)]
+    assert cli.main(["scaling", *folders]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    assert any("not run" in line for line in lines)
+    assert cli.main(["scaling", "--json", *folders]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [row["ranks"] for row in document["tables"]["scaling"]] == [1, 2, 4]
+
+
+def test_the_page_has_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("plotly")
+    pytest.importorskip("jinja2")
+    folders = [str(write(tmp_path / str(ranks), ranks)) for ranks in (1, 2)]
+    page = tmp_path / "page.html"
+    assert cli.main(["scaling", *folders, "--html", str(page)]) == 0
+    text = page.read_text()
+    assert "Where the time of a step goes" in text
+    assert "perfect division" in text
