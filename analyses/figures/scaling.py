@@ -14,7 +14,7 @@ from .style import BLUE, CLOSED_FORM, GREY, ORANGE, VERMILION, finish, label, ti
 def speedup(table: pd.DataFrame) -> go.Figure:
     """Speedup and efficiency against the number of ranks, beside a perfect division. `table`: `scaling`."""
     ranks, first = table["ranks"], table["ranks"].iloc[0]
-    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.12, subplot_titles=("speedup", "efficiency, %"))
+    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.12)
     told = [
         f"{label(run)}<br>{count} ranks<br>{ratio:.2f}x, {share(part)}"
         for run, count, ratio, part in zip(table["run"], ranks, table["speedup"], table["efficiency"], strict=True)
@@ -31,6 +31,8 @@ def speedup(table: pd.DataFrame) -> go.Figure:
     ticks = sorted(set(ranks))
     figure.update_xaxes(title_text="ranks", type="log", tickvals=ticks, ticktext=[str(one) for one in ticks])
     figure.update_yaxes(rangemode="tozero")
+    figure.update_yaxes(title_text="speedup", row=1, col=1)
+    figure.update_yaxes(title_text="efficiency, %", row=1, col=2)
     return finish(figure, "Speedup and efficiency", 380)
 
 
