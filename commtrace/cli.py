@@ -35,6 +35,10 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
         "commtrace.analyses.forecast.command",
         "Predict what a training will communicate, from its configuration alone.",
     ),
+    "bench": (
+        "commtrace.network.command",
+        "Measure what the network can do: collectives and messages by size, as nccl-tests and OMB do.",
+    ),
     "run": ("commtrace.commands.run", "Run a program with tracing on."),
     "build": ("commtrace.hooks.native.command", "Build the native recorder for this environment."),
     "salvage": ("commtrace.commands.salvage", "Bring home what killed processes left in this host's memory."),

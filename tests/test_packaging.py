@@ -18,7 +18,7 @@ import pytest
 from processes import Result
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("commtrace", "hooks", "analyses", "workloads")
+FOLDERS = ("commtrace", "hooks", "analyses", "network", "workloads")
 SOURCES = ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE", *FOLDERS)
 STATE = (
     "import sys; on = 'commtrace.startup' in sys.modules\n"
@@ -121,7 +121,7 @@ def test_every_module_is_in_the_wheel(way: str, wheels: dict[str, Path]) -> None
     expected = {"commtrace.pth", "commtrace.start", "commtrace/py.typed"}
     for folder in FOLDERS:
         for file in (ROOT / folder).rglob("*"):
-            if file.suffix in (".py", ".yml", ".html", ".css", ".js"):
+            if file.suffix in (".py", ".yml", ".html", ".css", ".js", ".json"):
                 path = file.relative_to(ROOT)
                 expected.add(str(path if folder == "commtrace" else "commtrace" / path))
     assert {name for name in names if ".dist-info/" not in name} >= expected
@@ -136,7 +136,7 @@ def test_the_variable_switches_on(way: str, environment: Callable[[str], Environ
     assert installed.run() == (0, "False\n", "")
     assert installed.run(COMMTRACE="0") == (0, "False\n", "")
     assert installed.run(COMMTRACE="log", cwd=tmp_path) == (0, f"{tmp_path / 'log'}\n", "")
-    for module in ("commtrace.hooks", "commtrace.analyses", "commtrace.workloads", "commtrace.commands.run"):
+    for module in (*(f"commtrace.{folder}" for folder in FOLDERS[1:]), "commtrace.commands.run"):
         assert installed.run(f"import importlib.util; assert importlib.util.find_spec({module!r})").status == 0
     assert list(tmp_path.iterdir()) == []
 

@@ -27,17 +27,33 @@ class Command:
         )
         parser.add_argument("--world", metavar="N", type=_whole, required=True, help="ranks of the whole job")
         parser.add_argument("--json", action="store_true", help="one JSON document with exact numbers")
+        parser.add_argument(
+            "--network",
+            metavar="NET",
+            help="times on this network, too: a file of commtrace bench or a description, or the name of a shipped one "
+            "(slingshot-11, ndr-infiniband)",
+        )
         add_options(parser, parser.add_argument_group("the model, where no file has it"))
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Print the predictions."""
         import json
 
-        from .tables import document, forecast
-        from .words import lines
+        from commtrace.network.networks import open_network
 
+        from .tables import document, forecast
+        from .words import lines, network_document, network_lines
+
+        network = None if arguments.network is None else open_network(arguments.network)
         found = forecast(arguments.config, arguments.world, options_of(arguments))
-        print(json.dumps(document(found), indent=1) if arguments.json else "\n".join(lines(found)))
+        if arguments.json:
+            print(
+                json.dumps(
+                    {**document(found), **({} if network is None else network_document(found, network))}, indent=1
+                )
+            )
+        else:
+            print(*lines(found), *(() if network is None else network_lines(found, network)), sep="\n")
         return 0
 
 

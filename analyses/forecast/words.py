@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from commtrace.analyses.report.units import count, plural, share, size
+from commtrace.analyses.report.units import count, plural, share, size, time
+from commtrace.network.networks import Network
 
 from .tables import Forecast, bins, document, volumes
+from .times import times
 
 
 def lines(found: Forecast) -> Iterator[str]:
@@ -33,6 +35,31 @@ def lines(found: Forecast) -> Iterator[str]:
         for row in bins(found)
     ]  # fmt: skip
     yield from table(("role", "operation", "size", "calls", "payload"), rows, words=3)
+
+
+def network_document(found: Forecast, network: Network) -> dict[str, Any]:
+    """What a network adds to the document."""
+    return {"network": {"name": network.name, "about": [*network.about]}, "times": [*times(found, network)]}
+
+
+def network_lines(found: Forecast, network: Network) -> Iterator[str]:
+    """Times on a network, below the rest."""
+    rows = [*times(found, network)]
+    yield ""
+    yield f"Communication time of a rank on the network {network.name}: sums, as if no call overlapped anything"
+    yield from (f"  {word}" for word in network.about)
+    yield f"  ranks fill nodes of {network.ranks_per_node}, one after the other; tensor parallelism innermost"
+    head = ("when", "role", "operation", "calls", "latency", "bandwidth", "time", "how")
+    yield from table(head, [_time(row) for row in rows], words=3)
+    without = sum(row["calls_without_time"] for row in rows if row["op"] != "all")
+    if without:
+        yield f"  {plural(without, 'call')} without a time: the network's file has nothing of their operation"
+
+
+def _time(row: dict[str, Any]) -> tuple[str, ...]:
+    parts = (row[name] for name in ("latency_us", "bandwidth_us", "time_us"))
+    told = (time(None if part is None else part * 1e3) for part in parts)
+    return (row["when"], row["role"], row["op"], count(row["calls"]), *told, row["how"] or "")
 
 
 def _waterfall(told: dict[str, Any]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from commtrace.errors import CommtraceError
 
 if TYPE_CHECKING:
-    from commtrace.analyses.fold import NamedTables
+    from commtrace.analyses.fold import Analysis, NamedTables
     from commtrace.reading.run import Run
 
 PARALLEL_FROM: Final = 8_000_000
@@ -51,6 +51,11 @@ class Command:
         )
         parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
         parser.add_argument(
+            "--network",
+            metavar="NET",
+            help="compare times with a network's: a file of commtrace bench or a description, or a shipped one's name",
+        )
+        parser.add_argument(
             "--sites", metavar="N", type=_natural, default=None, help="lines of code to show (10, on a page 40; 0: all)"
         )
         parser.add_argument("--width", metavar="N", type=_width, default=None, help="columns of text, or auto (auto)")
@@ -60,10 +65,12 @@ class Command:
         from commtrace.analyses.comparison import names_of
         from commtrace.reading.run import open_run
 
+        if arguments.network is not None and len(arguments.directories) > 1:
+            raise CommtraceError("--network compares one run with a network; give one directory")
         if arguments.html is not None:
             return _write_page(arguments)
         runs = {name: open_run(path) for name, path in names_of(arguments.directories).items()}
-        tables = {name: _tables(run) for name, run in runs.items()}
+        tables = {name: _tables(run, network=arguments.network) for name, run in runs.items()}
         (_print_json if arguments.json else _print_text)(arguments, runs, tables)
         return 0
 
@@ -76,7 +83,7 @@ def _write_page(arguments: argparse.Namespace) -> int:
     from .html.page import SITES, page_of_run, page_of_runs  # first of all: it tells what is not installed
 
     runs = {name: open_run(path) for name, path in names_of(arguments.directories).items()}
-    tables = {name: _tables(run, details=len(runs) == 1) for name, run in runs.items()}
+    tables = {name: _tables(run, details=len(runs) == 1, network=arguments.network) for name, run in runs.items()}
     if len(runs) > 1:
         what, page = f"{len(runs)} runs", page_of_runs(runs, tables)
     else:
@@ -122,11 +129,24 @@ def _print_text(arguments: argparse.Namespace, runs: Mapping[str, Run], tables: 
         console.print(part)
 
 
-def _tables(run: Run, *, details: bool = False) -> NamedTables:
+def _tables(run: Run, *, details: bool = False, network: str | None = None) -> NamedTables:
     from commtrace.analyses import analyse
 
+    question = None if network is None else _network(network)
     with _executor(run) as executor:
-        return analyse(run, executor, details=details)
+        tables = analyse(run, executor, details=details)
+        if question is not None:
+            from commtrace.analyses.fold import fold
+
+            tables |= fold(run, [question], executor)
+        return tables
+
+
+def _network(name: str) -> Analysis:
+    from commtrace.analyses.network_times import analysis
+    from commtrace.network.networks import open_network
+
+    return analysis(open_network(name))
 
 
 def _natural(text: str) -> int:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from commtrace.reading.run import Run
 
-from . import preface, theory
+from . import network, preface, theory
 from .layout import Column, fit, paragraph, word
 from .units import count, plural, rate, share, size, time
 
@@ -37,6 +37,10 @@ def render(
     for section in (_operations, _roles, _phases, _steps, _theory, _sites, _sizes, _times, _bandwidth, _ranks):
         yield Text()
         yield from section(page)
+    if "network" in tables:
+        yield Text()
+        yield heading(network.title(tables))
+        yield from network.render(page)
 
 
 @dataclass(frozen=True)

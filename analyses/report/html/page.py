@@ -16,7 +16,7 @@ import pandas as pd
 from commtrace.analyses import figures
 from commtrace.analyses.comparison import compare
 from commtrace.analyses.fold import NamedTables, rows_of
-from commtrace.analyses.report import preface
+from commtrace.analyses.report import network, preface
 from commtrace.analyses.report.units import count, known, plural, share, size, small_share, time
 from commtrace.analyses.steps import ALL
 from commtrace.errors import MissingLibraryError
@@ -100,7 +100,7 @@ def page_of_run(name: str, run: Run, tables: NamedTables, *, sites: int = SITES)
                 )
                 if texts
             ],
-            sections=[*sections, _sites(tables["volume_by_site"], sites)],
+            sections=[*sections, *_network(tables), _sites(tables["volume_by_site"], sites)],
         )
     )
 
@@ -370,6 +370,22 @@ _AHEAD: Final = Numbers(
         "late_ns": ("waiting", time),
     }
 )
+_NETWORK: Final = Numbers(
+    {
+        **_OPERATION,
+        "ranks": ("ranks", count),
+        "hosts": ("hosts", count),
+        "payload_bytes": ("payload", size),
+        "calls": ("calls", count),
+        "timed": ("timed", count),
+        "measured_ns": ("measured", time),
+        "expected_ns": ("expected", time),
+        "latency_ns": ("of it latency", time),
+        "efficiency": ("efficiency", share),
+        "how": ("expected how", _word),
+        "why_not": ("", _text),
+    }
+)
 _NUMBERS: Final[dict[str, Numbers]] = {
     "speedup": Numbers(
         {
@@ -433,6 +449,15 @@ def _sites(table: pd.DataFrame, most: int) -> Section:
         table=_table(some, _SITES) if len(some) else None,
         absent="" if len(some) else "The log holds no call.",
     )
+
+
+def _network(tables: NamedTables) -> list[Section]:
+    """Where the report was asked for it."""
+    if "network" not in tables:
+        return []
+    table = tables["network"]
+    text = f"{network.about(tables)} {network.MEANING}"
+    return [Section("network", network.title(tables), text, table=_table(table.head(_NETWORK.most), _NETWORK))]
 
 
 # --- the page -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,81 @@
+"""How long a network should take for what a training will communicate (`commtrace.network`).
+
+Times are sums over the calls of a rank, as if each waited for the one before it and nothing ran beside it: what
+overlaps with computation costs less, and what ranks wait for each other comes on top. Ranks fill one node after the
+other, and the ranks of a role are as far apart as parallel dimensions are laid out in GPT-NeoX and Megatron: tensor
+parallelism innermost, pipeline outermost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from commtrace.analyses.theory import Message
+from commtrace.network.networks import DESCRIBED, EXTRAPOLATED, FITTED, LOCAL, Network, hosts_of
+
+from .tables import Forecast
+
+
+def times(found: Forecast, network: Network) -> Iterator[dict[str, Any]]:
+    """A row for each part, role and operation of a rank, and one for the whole part, whose operation is "all".
+
+    `latency_us`, `bandwidth_us` and their sum `time_us` are None where the network knows nothing of an operation; such
+    calls are counted in `calls_without_time`, and are not in the sums of "all". `how`: the weakest of their sources.
+    """
+    for name, messages in found.parts:
+        groups: dict[tuple[str, str], list[Message]] = {}
+        for one in messages:
+            groups.setdefault((one.role, one.op), []).append(one)
+        rows = [
+            {"when": name, "role": role, "op": op, **_time(found, network, role, some)}
+            for (role, op), some in sorted(groups.items())
+        ]
+        yield from rows
+        yield {"when": name, "role": "all", "op": "all", **_sum(rows)}
+
+
+def _time(found: Forecast, network: Network, role: str, messages: Iterable[Message]) -> dict[str, Any]:
+    latency, bandwidth, calls, without = 0.0, 0.0, 0, 0
+    sources = []
+    for one in messages:
+        ranks, hosts = placed(found, role, one.op, network.ranks_per_node)
+        expected = network.expected(one.op, one.payload, ranks, hosts)
+        calls += one.calls
+        if expected is None:
+            without += one.calls
+            continue
+        latency += expected.latency_us * one.calls
+        bandwidth += expected.bandwidth_us * one.calls
+        sources.append(expected.how)
+    known = calls > without
+    return {
+        "calls": calls,
+        "calls_without_time": without,
+        "latency_us": latency if known else None,
+        "bandwidth_us": bandwidth if known else None,
+        "time_us": latency + bandwidth if known else None,
+        "how": weakest(sources),
+    }
+
+
+def _sum(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    some = list(rows)
+    sums = {name: sum(row[name] or 0 for row in some) for name in ("calls", "calls_without_time", *_PARTS)}
+    return {**sums, "how": weakest([row["how"] for row in some if row["how"] is not None])}
+
+
+_PARTS = ("latency_us", "bandwidth_us", "time_us")
+
+
+def weakest(sources: Iterable[str]) -> str | None:
+    """Of where times come from, what is furthest from a measurement."""
+    some = set(sources)
+    return next((how for how in (DESCRIBED, EXTRAPOLATED, FITTED, LOCAL) if how in some), None)
+
+
+def placed(found: Forecast, role: str, op: str, ranks_per_node: int) -> tuple[int, int]:
+    """Ranks and hosts of the group of a role; of a message, whether it leaves its host: 1 or 2."""
+    layout, ranks = found.plan.layout, found.prediction.ranks_of(role)
+    stride = {"tensor": 1, "data": layout.tensor, "pipeline": max(1, layout.world // ranks)}.get(role, 1)
+    return ranks, hosts_of(2 if op in ("send", "recv", "sendrecv") else ranks, stride, ranks_per_node)

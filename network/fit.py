@@ -1,0 +1,203 @@
+"""A latency and a bandwidth of what was measured: t = alpha + beta * bytes, for one operation and group.
+
+**Bytes** are those of busbw (`operations.bus_bytes`), so that 1 / beta is the bus bandwidth that large messages come
+to, comparable between operations and group sizes (R. W. Hockney, The communication challenge for MPP, Parallel
+Computing 20, 1994, for two processes; Thakur, Rabenseifner and Gropp 2005, doi:10.1177/1094342005051521, for many).
+
+**Robust.** Sizes span seven orders of magnitude and times four, so residuals are relative: the sum of (fit / measured
+- 1)^2 is made least, with weights of Huber that take the force from sizes that stand apart. Neither alpha nor beta is
+negative. What is fitted is the median over rounds.
+
+**Pieces.** Libraries switch protocols with the size, and caches end. A fit has one piece unless the sizes that were
+held out demand more: two or three pieces (a latency and a bandwidth each, from some size on) are taken if they lower
+the mean held-out error by a tenth of it and one percentage point, at least.
+
+**Held out.** The error beside a fit is that of sizes it has not seen: each size in turn is left out, everything is
+fitted anew to the others, where pieces begin included, and the size left out is predicted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .measuring import Row
+from .operations import bus_bytes
+
+Array = npt.NDArray[np.float64]
+
+MOST_PIECES: Final = 3
+_PIECE_SIZES: Final = 3
+"""Sizes that a piece is fitted to, at least."""
+_WORTH: Final = 0.9
+_WORTH_POINTS: Final = 0.01
+_HUBER: Final = 1.5
+_REWEIGHTED: Final = 4
+
+
+@dataclass(frozen=True)
+class Piece:
+    """From this payload on: microseconds, and microseconds per byte of busbw."""
+
+    from_bytes: int
+    alpha_us: float
+    beta_us_per_byte: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Of one operation and group."""
+
+    op: str
+    ranks: int
+    hosts: int
+    sizes: int
+    """That were fitted."""
+    least_bytes: int
+    most_bytes: int
+    pieces: tuple[Piece, ...]
+    held_out_median: float | None
+    """Relative error of sizes that were left out; None: there were too few sizes to leave one out."""
+    held_out_worst: float | None
+    held_out_worst_bytes: int | None
+
+    def time_us(self, payload: int) -> float:
+        """Expected time of a call."""
+        piece = next((one for one in reversed(self.pieces) if one.from_bytes <= payload), self.pieces[0])
+        return piece.alpha_us + piece.beta_us_per_byte * float(bus_bytes(self.op, payload, self.ranks))
+
+    @property
+    def latency_us(self) -> float:
+        """Of the smallest messages."""
+        return self.pieces[0].alpha_us
+
+    @property
+    def busbw_gb_per_s(self) -> float | None:
+        """That the largest messages come to; None where the time does not depend on the size."""
+        beta = self.pieces[-1].beta_us_per_byte
+        return None if not beta else 1e-3 / beta
+
+
+def fitted(rows: Iterable[Row]) -> tuple[Fit, ...]:
+    """A fit of each operation and group, in the order in which they were measured."""
+    found: dict[tuple[str, int, int], dict[int, Row]] = {}
+    for row in rows:
+        found.setdefault((row.op, row.ranks, row.hosts), {})[row.payload_bytes] = row
+    return tuple(fit(op, ranks, hosts, [*some.values()]) for (op, ranks, hosts), some in found.items())
+
+
+def fit(op: str, ranks: int, hosts: int, rows: Sequence[Row]) -> Fit:
+    """Of the rows of one operation and group, one at least, of different sizes."""
+    rows = sorted(rows, key=lambda row: row.payload_bytes)
+    payload = np.array([row.payload_bytes for row in rows], float)
+    bus = np.asarray(bus_bytes(op, payload, ranks), float)
+    times = np.array([max(row.median_us, 1e-6) for row in rows])
+    held = {pieces: _held_out(payload, bus, times, pieces) for pieces in range(1, _most(len(rows) - 1) + 1)}
+    pieces = _fewest({number: float(errors.mean()) for number, errors in held.items()})
+    errors = held.get(pieces)
+    worst = None if errors is None else int(errors.argmax())
+    return Fit(
+        op,
+        ranks,
+        hosts,
+        len(rows),
+        int(payload[0]),
+        int(payload[-1]),
+        _robust(payload, bus, times, pieces),
+        None if errors is None else float(np.median(errors)),
+        None if errors is None or worst is None else float(errors[worst]),
+        None if worst is None else int(payload[worst]),
+    )
+
+
+def _most(sizes: int) -> int:
+    """Pieces that so many sizes may have; 0: too few to fit and leave one out."""
+    return min(MOST_PIECES, sizes // _PIECE_SIZES) if sizes >= 2 * _PIECE_SIZES else int(sizes >= 2)
+
+
+def _fewest(errors: dict[int, float]) -> int:
+    """The number of pieces: more of them must be worth it."""
+    chosen = 1
+    for pieces, error in errors.items():
+        if error < _WORTH * errors[chosen] and error < errors[chosen] - _WORTH_POINTS:
+            chosen = pieces
+    return chosen
+
+
+def _held_out(payload: Array, bus: Array, times: Array, pieces: int) -> Array:
+    """Relative error of each size, predicted from the others."""
+    errors = np.empty(len(times))
+    for at in range(len(times)):
+        kept = np.arange(len(times)) != at
+        found = _robust(payload[kept], bus[kept], times[kept], pieces)
+        piece = next((one for one in reversed(found) if one.from_bytes <= payload[at]), found[0])
+        errors[at] = abs((piece.alpha_us + piece.beta_us_per_byte * bus[at]) / times[at] - 1)
+    return errors
+
+
+def _robust(payload: Array, bus: Array, times: Array, pieces: int) -> tuple[Piece, ...]:
+    """Pieces by least squares of relative residuals, weighted anew by what the last fit left over."""
+    weights = np.ones(len(times))
+    found: tuple[Piece, ...] = ()
+    for _ in range(_REWEIGHTED):
+        begins, alphas, betas = _pieces(bus, times, weights, pieces)
+        number = np.searchsorted(begins, np.arange(len(times)), side="right") - 1
+        left = (alphas[number] + betas[number] * bus) / times - 1
+        found = tuple(
+            Piece(int(payload[begin]), float(alpha), float(beta))
+            for begin, alpha, beta in zip(begins, alphas, betas, strict=True)
+        )
+        scale = 1.4826 * statistics.median(abs(left))  # of a normal distribution: its standard deviation
+        if scale < 1e-9:
+            break
+        weights = np.minimum(1.0, _HUBER * scale / np.maximum(abs(left), 1e-12))
+    return found
+
+
+def _pieces(bus: Array, times: Array, weights: Array, pieces: int) -> tuple[Any, Array, Array]:
+    """First size, alpha and beta of each of so many pieces, whose squares are least in all."""
+    alpha, beta, cost = _segments(bus, times, weights)
+    count = len(times)
+    least = _PIECE_SIZES if pieces > 1 else 1
+    best: tuple[float, tuple[int, ...]] = (float("inf"), (0,))
+    for inner in itertools.combinations(range(least, count - least + 1), pieces - 1):
+        begins = (0, *inner)
+        ends = (*inner, count)
+        if any(end - begin < least for begin, end in zip(begins, ends, strict=True)):
+            continue
+        total = sum(cost[begin, end] for begin, end in zip(begins, ends, strict=True))
+        best = min(best, (float(total), begins))
+    begins, ends = best[1], (*best[1][1:], count)
+    return begins, alpha[begins, ends], beta[begins, ends]
+
+
+def _segments(bus: Array, times: Array, weights: Array) -> tuple[Array, Array, Array]:
+    """alpha, beta and cost of the sizes from i up to, but not, j, as [i, j], for all i and j at once.
+
+    The sum of w (alpha / t + beta b / t - 1)^2 is quadratic in both; sums over sizes are differences of running sums.
+    """
+    unit = max(float(bus.max()), 1.0)
+    ones, slopes = 1 / times, bus / unit / times
+
+    def sums(values: Array) -> Array:
+        running = np.concatenate([[0.0], np.cumsum(weights * values)])
+        return np.asarray(running[None, :] - running[:, None])
+
+    aa, ab, bb, a, b, n = (
+        sums(values) for values in (ones * ones, ones * slopes, slopes * slopes, ones, slopes, np.ones(len(times)))
+    )
+    with np.errstate(divide="ignore", invalid="ignore"):
+        determinant = aa * bb - ab * ab
+        alpha, beta = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+        flat = ~np.isfinite(alpha) | ~np.isfinite(beta) | (determinant < 1e-9 * aa * bb) | (beta < 0)
+        alpha, beta = np.where(flat, a / aa, alpha), np.where(flat, 0.0, beta)
+        steep = alpha < 0
+        alpha, beta = np.where(steep, 0.0, alpha), np.where(steep, b / bb, beta)
+    cost = n - 2 * (alpha * a + beta * b) + alpha**2 * aa + 2 * alpha * beta * ab + beta**2 * bb
+    return alpha, beta / unit, np.where(np.isfinite(cost), cost, np.inf)

@@ -1,0 +1,52 @@
+"""Rows and results of `commtrace bench` that a test makes up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from commtrace.network.measuring import Row
+from commtrace.network.operations import bus_bytes, sizes
+from commtrace.network.results import Results
+
+TIMES = ("min_us", "avg_us", "median_us", "max_us", "rank_avg_us", "rank_min_us", "rank_max_us")
+
+
+def row(**changes: Any) -> Row:
+    """A row. Unsaid: an all_reduce of 4 bytes among 2 ranks; `us` is every time (10)."""
+    us = changes.pop("us", 10.0)
+    told = {"op": "all_reduce", "ranks": 2, "hosts": 1, "payload_bytes": 4, "calls": 10, "rounds": 10, "wrong": 0}
+    return Row(**{**told, **dict.fromkeys(TIMES, us), **changes})
+
+
+def results(rows: Iterable[Row], **changes: Any) -> Results:
+    """As if measured on one host with gloo."""
+    some = tuple(rows)
+    told = {
+        "through": "torch",
+        "backend": "gloo",
+        "versions": {"python": "3.11.7", "torch": "2.13.0"},
+        "hosts": [{"host": "node17", "ranks": max(one.ranks for one in some)}],
+        "machine": {"cpu": "a processor", "cores": 2, "system": "Linux 6.1"},
+        "environment": {},
+        "date": "2030-01-02",
+        "traced": False,
+        "seconds": 0.2,
+    }
+    return Results(**{**told, **changes}, rows=some)
+
+
+def ideal(
+    op: str, ranks: int, hosts: int = 1, *, alpha: Callable[[int], float] = lambda ranks: 10.0, gb_per_s: float = 1.0
+) -> list[Row]:
+    """An operation whose latency (us) depends on the ranks, with the same busbw for all of them."""
+    return [
+        row(
+            op=op,
+            ranks=ranks,
+            hosts=hosts,
+            payload_bytes=size,
+            us=alpha(ranks) + float(bus_bytes(op, size, ranks)) / gb_per_s / 1e3,
+        )
+        for size in sizes(4 * ranks, 64 << 20)
+    ]

@@ -1,0 +1,262 @@
+"""Measuring an operation: sizes, values that show what arrived, rounds, and what counts. Time is the test's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from commtrace.network import NetworkError
+from commtrace.network.measuring import Call, Group, measure
+from commtrace.network.operations import (
+    OPERATIONS,
+    Values,
+    bus_bytes,
+    elements,
+    expected,
+    given,
+    pattern,
+    sizes,
+    taken,
+    window,
+)
+from commtrace.network.plan import Plan, chosen
+from commtrace.network.ranks import check_memory, first_host, groups
+
+
+class Ranks(Group):
+    """Rank `rank` of `size`, whose peers are computed; a call takes `call_us` on a clock that only calls move.
+
+    damage: changes the result of every call. others: what the other ranks measured, as a factor of what this one did.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 4,
+        call_us: Callable[[str, int], float] = lambda op, calls: 10.0,
+        damage: Callable[[Values], None] = lambda values: None,
+        others: Sequence[float] = (),
+    ) -> None:
+        self.rank, self.size, self._us, self._damage = rank, size, call_us, damage
+        self._others = others or (1.0,) * size
+        self.now, self.barriers, self.calls = 0.0, 0, 0
+
+    def clock(self) -> float:
+        return self.now
+
+    def buffer(self, count: int) -> Values:
+        return np.zeros(count, np.float32)
+
+    def fill(self, buffer: Values, values: Values) -> None:
+        buffer[:] = values
+
+    def values(self, buffer: Values) -> Values:
+        return buffer
+
+    def settle(self) -> None:
+        pass
+
+    def barrier(self) -> None:
+        self.barriers += 1
+        self.now += 1.0  # must not be in any time
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        return [[value * factor for value in values] for factor in self._others]
+
+    def call(self, op: str, source: Values, result: Values, messages: int) -> Call:
+        def one() -> None:
+            self.calls += 1
+            self.now += self._us(op, self.calls) * 1e-6
+            if source.any() or result.any():
+                right = _moved(op, self.rank, self.size, source, result)
+                if right is not None:
+                    result[:] = right
+                    self._damage(result)
+
+        return one
+
+
+def _moved(op: str, rank: int, size: int, source: Values, result: Values) -> Values | None:
+    """What the operation does, told from every rank's input: written from its definition, not from `expected`."""
+    count = len(result) if op == "broadcast" else max(len(source), len(result))
+    whole = (np.arange(count) % 251).astype(np.float32)
+    inputs = [whole + other for other in range(size)]
+    share = count // size
+    if op in ("all_reduce", "reduce", "reduce_scatter"):
+        total: Values = np.sum(inputs, axis=0, dtype=np.float32)
+        if op == "reduce" and rank:
+            return None
+        return total[rank * share : (rank + 1) * share] if op == "reduce_scatter" else total
+    if op in ("all_gather", "gather"):
+        return None if op == "gather" and rank else np.concatenate([one[:share] for one in inputs])
+    if op == "all_to_all":
+        return np.concatenate([one[rank * share : (rank + 1) * share] for one in inputs])
+    if op == "scatter":
+        return inputs[0][rank * share : (rank + 1) * share]
+    if op == "broadcast":
+        return inputs[0]
+    return None if op == "send_recv_window" and not rank else inputs[1 - rank]
+
+
+def ranks_of(op: str) -> int:
+    return 2 if op.startswith("send_recv") else 3
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_right_data_is_right_and_wrong_data_is_counted(op: str) -> None:
+    size = ranks_of(op)
+    for rank in range(size):
+        row = measure(Ranks(rank, size), op, 3 * 4 * 1000, 1, 0.001, clock=lambda: 0.0)
+        assert row is not None
+        assert row.wrong == 0, (op, rank)
+
+    def spoil(values: Values) -> None:
+        values[0] += 1
+        values[-1] = 0.5
+
+    counts = [
+        measure(Ranks(rank, size, damage=spoil), op, 3 * 4 * 1000, 1, 0.001, clock=lambda: 0.0) for rank in range(size)
+    ]
+    found = [0 if row is None else row.wrong for row in counts]
+    checked = (
+        [expected(op, pattern(3000), rank, size) is not None for rank in range(size)]
+        if op != "barrier"
+        else [False] * size
+    )
+    assert found == [2 * size * is_checked for is_checked in checked]  # `gather` of the fake: each rank has the same
+
+
+def test_a_share_in_the_wrong_place_is_seen() -> None:
+    def swap(values: Values) -> None:
+        half = len(values) // 2
+        values[:] = np.concatenate([values[half:], values[:half]])
+
+    row = measure(Ranks(0, 4, damage=swap), "all_gather", 1 << 16, 1, 0.001, clock=lambda: 0.0)
+    assert row is not None
+    assert row.wrong > 1000
+
+
+def test_a_round_is_of_calls_alone_and_of_the_slowest_rank() -> None:
+    group = Ranks(0, 2, others=(1.0, 1.5))
+    row = measure(group, "all_reduce", 1024, 1, 0.01, clock=group.clock)
+    assert row is not None
+    assert (row.op, row.ranks, row.payload_bytes, row.rounds) == ("all_reduce", 2, 1024, 10)
+    assert row.calls == math.ceil(0.01 / 10 / 15e-6)
+    for time in (row.min_us, row.avg_us, row.median_us, row.max_us, row.rank_max_us):
+        assert time == pytest.approx(15.0)
+    assert row.rank_min_us == pytest.approx(10.0)
+    assert row.rank_avg_us == pytest.approx(12.5)
+    assert group.barriers == 11  # the warm-up's, and one before each round
+
+
+def test_calls_before_the_clock_do_not_count() -> None:
+    group = Ranks(0, 2, call_us=lambda op, calls: 1000.0 if calls <= 22 else 10.0)
+    row = measure(group, "all_reduce", 1024, 1, 0.01, clock=group.clock)
+    assert row is not None
+    assert row.max_us == pytest.approx(10.0)
+
+
+def test_spread_is_of_rounds() -> None:
+    slow = 22 + 5 * 3  # three calls of each round: the sixth round is slower
+    group = Ranks(0, 2, call_us=lambda op, calls: 100.0 if slow < calls <= slow + 3 else 10.0)
+    row = measure(group, "all_reduce", 1024, 1, 3e-4, clock=group.clock)
+    assert row is not None
+    assert (row.calls, row.rounds) == (3, 10)
+    assert (row.min_us, row.median_us, row.max_us) == pytest.approx((10.0, 10.0, 100.0))
+    assert row.avg_us == pytest.approx(19.0)
+
+
+def test_what_is_slow_is_called_a_few_times() -> None:
+    group = Ranks(0, 2, call_us=lambda op, calls: 1e6)
+    row = measure(group, "all_reduce", 64 << 20, 1, 0.2, clock=group.clock)
+    assert row is not None
+    assert (row.calls, row.rounds) == (1, 3)
+
+
+def test_of_a_ping_pong_half_counts_and_of_a_window_one_message() -> None:
+    for op, part in (("send_recv", 1 / 2), ("send_recv_window", 1 / 64)):
+        group = Ranks(0, 2)
+        row = measure(group, op, 4096, 2, 0.01, clock=group.clock)
+        assert row is not None
+        assert row.hosts == 2
+        assert row.avg_us == pytest.approx(10.0 * part)
+
+
+def test_a_size_without_equal_shares_is_left_out_or_rounded_down() -> None:
+    assert measure(Ranks(0, 4), "all_gather", 12, 1, 0.01) is None
+    row = measure(Ranks(0, 3), "all_to_all", 64, 1, 0.001, clock=lambda: 0.0)
+    assert row is not None
+    assert row.payload_bytes == 60
+    assert [elements(op, 64, 3) for op in ("all_reduce", "all_gather", "broadcast")] == [16, 15, 16]
+
+
+@pytest.mark.parametrize(
+    ("op", "gives", "takes"),
+    [("all_reduce", 12, 12), ("all_gather", 4, 12), ("reduce_scatter", 12, 4), ("scatter", 12, 4), ("gather", 4, 12)],
+)
+def test_buffers_have_nccl_tests_sizes(op: str, gives: int, takes: int) -> None:
+    assert (given(op, 12, 3), taken(op, 12, 3)) == (gives, takes)
+
+
+def test_bytes_are_those_of_busbw() -> None:
+    found = {op: float(bus_bytes(op, 1200, 4)) for op in OPERATIONS}
+    assert found["all_reduce"] == 1800
+    assert found["all_gather"] == found["gather"] == found["all_to_all"] == 900
+    assert found["broadcast"] == found["send_recv"] == found["send_recv_window"] == 1200
+
+
+def test_sizes_are_powers_of_two() -> None:
+    assert [*sizes(4, 64 << 20)] == [1 << exponent for exponent in range(2, 27)]
+    assert [window(size) for size in (4, 1 << 20, 4 << 20, 64 << 20)] == [64, 64, 16, 2]
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_survives_the_way_to_another_process() -> None:
+    plan = Plan(operations=("send_recv", "barrier"), group_sizes=(2, 4), out="a b.json")
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_group_sizes_are_those_that_there_can_be() -> None:
+    assert Plan(group_sizes=(4, 2)).groups(8) == [2, 4, 8]
+    assert Plan().groups(3) == [3]
+    for plan, world in ((Plan(group_sizes=(9,)), 8), (Plan(group_sizes=(1,)), 8), (Plan(), 1)):
+        with pytest.raises(NetworkError, match="--"):
+            plan.groups(world)
+
+
+def test_an_unknown_operation_is_said() -> None:
+    assert chosen(["barrier", "all_gather"]) == ("all_gather", "barrier")
+    with pytest.raises(NetworkError, match="no operation alltoall; there are all_reduce"):
+        chosen(["alltoall"])
+
+
+def test_messages_are_measured_within_a_host_and_between_two() -> None:
+    plan = Plan(operations=("all_reduce", "send_recv"), group_sizes=(2,))
+    assert groups(plan, ["a", "a", "b", "b"]) == {
+        (0, 1): ["all_reduce", "send_recv"],
+        (0, 1, 2, 3): ["all_reduce"],
+        (0, 2): ["send_recv"],
+    }
+    assert groups(Plan(operations=("send_recv",)), ["a"] * 3) == {(0, 1): ["send_recv"]}
+
+
+def test_more_memory_than_there_is_is_refused_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    import commtrace.network.ranks as module
+
+    monkeypatch.setattr(module, "_available", lambda: 1 << 30)
+    check_memory(Plan(), 2)
+    with pytest.raises(NetworkError, match=r"3 ranks of a host need 1,152 MiB .* 1,024 MiB are available.*--max-bytes"):
+        check_memory(Plan(), 3)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("node[03-07,12],login1", "node03"), ("node17", "node17"), ("a1,b2", "a1"), ("x[1-2]-ib", "x1-ib")],
+)
+def test_the_first_host_of_slurm(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first

@@ -1,0 +1,290 @@
+"""A run and a forecast against a network: expected times for all, measured ones only where a log has transfer times."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from factory import ALL_GATHER, ALONE, RECV, SEND, WORLD, LogFactory, record, training
+from networks import ideal, results
+
+import commtrace
+from commtrace.analyses.fold import fold
+from commtrace.analyses.network_times import analysis, sampled
+from commtrace.cli import main
+from commtrace.network.networks import MeasuredNetwork, Network
+from commtrace.network.results import write
+from commtrace.schema import Clock, Flag, State
+
+NETWORK = MeasuredNetwork("it", results([*ideal("all_reduce", 2), *ideal("send_recv", 2)]))
+
+
+def table(log: Path, network: Network = NETWORK) -> pd.DataFrame:
+    run = commtrace.open(log)
+    return fold(run, [analysis(network)])["network"]
+
+
+def calls(
+    log: Path, *ranks: Sequence[Mapping[str, int]], hosts: tuple[str, ...] = ("node17", "node17"), **known: Any
+) -> Path:
+    """A run of so many ranks, each with these records, their ends seen by a callback unless they say else."""
+    factory = LogFactory(log)
+    for rank, rows in enumerate(ranks):
+        one = factory.process(rank, pid=4711 + rank, host=hosts[rank], world_size=len(ranks))
+        one.known({WORLD: [*range(len(ranks))], ALONE: [rank]}, **known)
+        one.write([record(**{"clock": Clock.FUTURE, "seq": at, **row}) for at, row in enumerate(rows)]).end()
+    return log
+
+
+def at(begin: int, end: int, **fields: int) -> dict[str, int]:
+    """A call from `begin` to `end`, in ns."""
+    return {"t_begin": begin, "t_return": begin + 1, "t_wait": begin + 1, "t_end": end, **fields}
+
+
+def one_row(log: Path, **wanted: Any) -> Any:
+    frame = table(log)
+    for column, value in wanted.items():
+        frame = frame.loc[frame[column] == value]
+    assert len(frame) == 1
+    return frame.iloc[0]
+
+
+def test_a_transfer_is_what_the_last_rank_spends(tmp_path: Path) -> None:
+    """Rank 1 comes 30 us after rank 0 to each of three operations; its clock has nothing to do with rank 0's."""
+    first = [at(start, start + 50_000) for start in (1_000, 100_000, 200_000)]
+    last = [
+        at(start + 10**9, start + 10**9 + 20_000 + 100 * number)
+        for number, start in enumerate((1_000, 100_000, 200_000))
+    ]
+    row = one_row(calls(tmp_path, first, last))
+    assert (row["op"], row["ranks"], row["hosts"], row["payload_bytes"]) == ("all_reduce", 2, 1, 1024)
+    assert (row["calls"], row["timed"]) == (6, 3)
+    assert row["measured_ns"] == 20_100
+    assert row["expected_ns"] == 11_024  # 10 us, and 1,024 bytes at 1 GB/s
+    assert row["latency_ns"] == 10_000
+    assert row["how"] == "fitted"
+    assert row["efficiency"] == pytest.approx(11_024 / 20_100)
+    assert row["why_not"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"clock": Clock.TEST}, "no operation whose end all ranks saw exactly"),
+        ({"clock": Clock.DEVICE_WAIT, "t_start": 1_000}, "no operation whose end all ranks saw exactly"),
+        ({"clock": Clock.WAIT, "flags": Flag.ASYNC}, "no operation whose end all ranks saw exactly"),
+        ({"clock": Clock.DEVICE}, "no operation whose end all ranks saw exactly"),
+        (
+            {"clock": Clock.NONE, "t_end": 0, "state": State.UNOBSERVABLE},
+            "no operation whose end all ranks saw exactly",
+        ),
+        ({"flags": Flag.CAPTURED}, "no operation whose end all ranks saw exactly"),
+        ({"flags": Flag.SIMULATED}, "no operation whose end all ranks saw exactly"),
+        ({"flags": Flag.UNEVEN}, "no operation whose end all ranks saw exactly"),
+        ({"batch": 3, "flags": Flag.COALESCED}, "no operation whose end all ranks saw exactly"),
+        ({"kind": SEND, "peer": 1}, "a rank may leave it before others come"),
+        ({"kind": RECV, "peer": 1}, "a rank may leave it before others come"),
+        (
+            {"kind": ALL_GATHER, "clock": Clock.TEST},
+            "the network's file has nothing of this operation; no operation whose",
+        ),
+    ],
+)
+def test_no_efficiency_without_a_transfer_time(change: dict[str, int], words: str, tmp_path: Path) -> None:
+    """One rank's record that says less is enough."""
+    same = {key: value for key, value in change.items() if key in ("kind", "peer")}
+    row = one_row(calls(tmp_path, [{**at(1_000, 9_000), **change}], [{**at(1_000, 9_000), **same}]))
+    assert row["timed"] == 0
+    assert pd.isna(row["measured_ns"])
+    assert pd.isna(row["efficiency"])
+    assert row["why_not"].startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("clock", "fields"), [(Clock.RETURN, {}), (Clock.WAIT, {}), (Clock.DEVICE, {"t_start": 3_000})]
+)
+def test_exact_ends(clock: Clock, fields: dict[str, int], tmp_path: Path) -> None:
+    row = one_row(calls(tmp_path, *[[{**at(1_000, 9_000), "clock": clock, **fields}]] * 2))
+    assert row["measured_ns"] == 9_000 - fields.get("t_start", 1_000)
+
+
+def test_an_operation_that_not_all_ranks_have_recorded_has_no_time(tmp_path: Path) -> None:
+    row = one_row(calls(tmp_path, [at(1_000, 9_000), at(10_000, 19_000)], [at(1_000, 9_000)]))
+    assert (row["calls"], row["timed"], row["measured_ns"]) == (3, 1, 8_000)
+
+
+def test_what_waits_for_another_operation_has_no_time(tmp_path: Path) -> None:
+    """On one rank the second begins before the first has ended; the third runs alone on both."""
+    both = [at(1_000, 90_000), at(10_000, 95_000), at(100_000, 108_000)]
+    row = one_row(calls(tmp_path, both, [at(1_000, 9_000), at(10_000, 19_000), at(30_000, 39_000)]))
+    assert row["timed"] == 1
+    assert row["measured_ns"] == 8_000
+
+
+def test_behind_a_call_whose_end_nobody_saw_nothing_is_timed_in_its_step(tmp_path: Path) -> None:
+    unseen = {**at(1_000, 0), "clock": Clock.NONE, "state": State.UNOBSERVABLE, "step": 0}
+    rows = [unseen, at(10_000, 19_000, step=0), at(30_000, 37_000, step=1)]
+    row = one_row(calls(tmp_path, rows, rows))
+    assert (row["timed"], row["measured_ns"]) == (1, 7_000)
+
+
+def test_messages_are_within_a_host_or_between_two(tmp_path: Path) -> None:
+    network = MeasuredNetwork("it", results([*ideal("send_recv", 2, 1), *ideal("send_recv", 2, 2, gb_per_s=0.5)]))
+    send = [
+        at(1_000, 9_000, kind=SEND, peer=1, payload=1_000_000),
+        at(1_000, 9_000, kind=SEND, peer=2, payload=1_000_000),
+    ]
+    frame = table(calls(tmp_path, send, [], [], hosts=("a", "a", "b")), network)
+    assert [*zip(frame["hosts"], frame["expected_ns"], strict=True)] == [(2, 2_010_000), (1, 1_010_000)]
+
+
+def test_a_group_with_ranks_that_left_no_log(tmp_path: Path) -> None:
+    log = LogFactory(tmp_path)
+    log.process(0, world_size=4).known({WORLD: [0, 1, 2, 3]}).write(record(clock=Clock.FUTURE)).end()
+    row = one_row(tmp_path)
+    assert pd.isna(row["expected_ns"])
+    assert row["why_not"] == "not all ranks of the group left a log"
+
+
+def test_of_long_runs_the_same_operations_count_on_all_ranks() -> None:
+    numbers = np.arange(1 << 20, dtype=np.uint32)
+    chosen = numbers[sampled(numbers)]
+    assert [*chosen[:512]] == [*range(512)]
+    for octave in range(9, 20):
+        assert ((chosen >= 1 << octave) & (chosen < 2 << octave)).sum() == 256
+
+
+def test_folds_in_any_cut(tmp_path: Path) -> None:
+    rows = [at(number * 10_000, number * 10_000 + 5_000 + number) for number in range(1, 40)]
+    whole = table(calls(tmp_path / "one", rows, rows))
+    cut = LogFactory(tmp_path / "two")
+    for rank in range(2):
+        one = cut.process(rank, pid=4711 + rank).known()
+        for begin in range(0, len(rows), 7):
+            some = rows[begin : begin + 7]
+            one.write([record(clock=Clock.FUTURE, seq=begin + number, **row) for number, row in enumerate(some)])
+        one.end()
+    pd.testing.assert_frame_equal(table(tmp_path / "two"), whole)
+
+
+def test_an_empty_run(tmp_path: Path) -> None:
+    LogFactory(tmp_path).process(0).known().end()
+    assert len(table(tmp_path)) == 0
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> str:
+    path = tmp_path / "network.json"
+    write(results([*ideal("all_reduce", 2), *ideal("barrier", 2)]), path)
+    return str(path)
+
+
+def thrice(log: Path) -> Path:
+    """Three all_reduces of 4 KiB, which take 49 us."""
+    rows = [at(start, start + 49_000, payload=4096) for start in (1_000, 100_000, 200_000)]
+    return calls(log, rows, rows)
+
+
+def test_the_report_prints_it(kept: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    thrice(tmp_path / "log")
+    for width in (80, 160):
+        assert main(["report", str(tmp_path / "log"), "--network", kept, "--width", str(width)]) == 0
+        out = capsys.readouterr().out
+        section = out[out.index("Against the network") :]
+        assert "measured: gloo through torch, 2 ranks on 1 host, 2030-01-02." in section
+        assert " ".join(
+            next(line for line in section.splitlines() if line.startswith("all_reduce")).split()
+        ).startswith("all_reduce 2 4.00 KiB 6 3 49.0 us 14.1 us 28.8 %")
+        assert max(map(len, out.splitlines())) <= width
+    assert main(["report", str(tmp_path / "log")]) == 0
+    assert "Against the network" not in capsys.readouterr().out
+
+
+def test_the_report_as_json_and_as_a_page(kept: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    thrice(tmp_path / "log")
+    assert main(["report", str(tmp_path / "log"), "--network", kept, "--json"]) == 0
+    tables = json.loads(capsys.readouterr().out)["tables"]
+    assert tables["network_used"] == [
+        {"name": kept, "about": "measured: gloo through torch, 2 ranks on 1 host, 2030-01-02"}
+    ]
+    (row,) = [row for row in tables["network"] if row["op"] == "all_reduce"]
+    assert (row["measured_ns"], row["expected_ns"], row["efficiency"]) == (
+        49_000,
+        14_096,
+        pytest.approx(14_096 / 49_000),
+    )
+    pytest.importorskip("plotly")
+    page = tmp_path / "page.html"
+    assert main(["report", str(tmp_path / "log"), "--network", kept, "--html", str(page)]) == 0
+    assert "Against the network" in page.read_text()
+
+
+def test_a_network_is_for_one_run(kept: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    training(tmp_path / "log")
+    assert main(["report", str(tmp_path / "log"), str(tmp_path / "log"), "--network", kept]) == 1
+    assert "give one directory" in capsys.readouterr().err
+
+
+def forecast(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["theory", *arguments, "--json"]) == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
+
+
+def test_a_forecast_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    """13B under ZeRO-1 on 8 nodes of 8 GPUs: two bytes of each parameter, by a ring that has all NICs of a node."""
+    pytest.importorskip("yaml")
+    told = forecast(capsys, "13B", "--world", "64", "--network", "ndr-infiniband")
+    rows = {row["op"]: row for row in told["times"] if row["when"] == "steps from 0"}
+    ring = 2 * 13_100_697_600 * 63 / 64 / 400e3  # us at 8 times 50 GB/s
+    assert rows["all_gather"]["bandwidth_us"] == pytest.approx(ring, rel=1e-3)
+    assert rows["all_reduce"]["bandwidth_us"] == pytest.approx(2 * ring, rel=1e-3)
+    assert rows["all_gather"]["latency_us"] == pytest.approx(2 * (3.6 + 56 * 0.47 + 7 * 2.7))
+    assert rows["all"]["time_us"] == pytest.approx(rows["all_gather"]["time_us"] + rows["all_reduce"]["time_us"])
+    assert {row["how"] for row in told["times"]} == {"described"}
+    assert told["network"]["name"] == "ndr-infiniband"
+
+
+def test_tensor_parallel_ranks_share_a_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("yaml")
+    (tmp_path / "tensor.yml").write_text("model_parallel_size: 8\n")
+    told = forecast(capsys, "19M", str(tmp_path / "tensor.yml"), "--world", "32", "--network", "ndr-infiniband")
+    steady = {(row["role"], row["op"]): row for row in told["times"] if row["when"].startswith("steps")}
+    volumes = {(row["role"], row["op"]): row for row in told["volumes"] if row["when"].startswith("steps")}
+    tensor = ("tensor", "all_reduce")
+    assert steady[tensor]["bandwidth_us"] >= volumes[tensor]["wire_bytes"] / 450e3 * 0.999  # NVLink, ring or tree
+    assert steady[tensor]["bandwidth_us"] < volumes[tensor]["wire_bytes"] / 450e3 * 8 / 7 * 1.001
+    data = ("data", "all_reduce")  # four ranks, each on a node of its own, with a NIC each
+    assert steady[data]["bandwidth_us"] == pytest.approx(volumes[data]["wire_bytes"] / 50e3, rel=0.001)
+
+
+def test_operations_that_were_not_measured_are_counted_and_left_out(
+    kept: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("yaml")
+    told = forecast(capsys, "19M", "--world", "2", "--network", kept)
+    rows = {row["op"]: row for row in told["times"] if row["when"] == "steps from 0"}
+    assert rows["all_gather"]["time_us"] is None
+    assert rows["all_gather"]["calls_without_time"] == rows["all_gather"]["calls"] == 2
+    assert rows["all"]["time_us"] == pytest.approx(rows["all_reduce"]["time_us"])
+    assert rows["all"]["calls_without_time"] == 2
+    assert main(["theory", "19M", "--world", "2", "--network", kept]) == 0
+    out = capsys.readouterr().out
+    assert "without a time: the network's file has nothing of their operation" in out
+    assert "extrapolated" in out  # 140 MB are more than was measured
+
+
+def test_a_wrong_network_is_an_error_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("yaml")
+    training(tmp_path / "log")
+    for command in (["report", str(tmp_path / "log")], ["theory", "19M", "--world", "2"]):
+        assert main([*command, "--network", "none"]) == 1
+        assert capsys.readouterr().err.startswith("commtrace: none: no such file, and no description is called so")
