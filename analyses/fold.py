@@ -260,10 +260,9 @@ def table_by(rows: Columns, keys: Sequence[str], values: Mapping[str, Array]) ->
 
     A combination may take several rows (two kinds that are the same operation), which `merge_sums` brings together.
     """
-    fields = {key: WORDS.get(key) or _FIELDS[key] for key in keys}
-    first, groups = grouped([rows[name] for name in fields.values()])
-    some = {key: rows[name][first] for key, name in fields.items()}
-    columns = {key: rows.names.name(key, numbers) if key in WORDS else numbers for key, numbers in some.items()}
+    numbers = {key: rows.names.numbers(key, rows) if key in WORDS else rows[_FIELDS[key]] for key in keys}
+    first, groups = grouped([*numbers.values()])
+    columns = {key: rows.names.name(key, of[first]) if key in WORDS else of[first] for key, of in numbers.items()}
     sums = {name: summed(value, groups, len(first)) for name, value in {"calls": rows.calls, **values}.items()}
     return pd.DataFrame({**columns, **sums})
 

@@ -29,7 +29,7 @@ def partial(block: Block) -> pd.DataFrame:
     wire, unknown = (cells.volumes[name] for name in ("wire_bytes", "wire_unknown"))
     parts = np.rint(np.where(unknown == 0, wire * ranks, 0)).astype(np.int64)
     words = {
-        "role": names.name("role", cells["group"][first]),
+        "role": names.name("role", names.numbers("role", cells)[first]),
         "op": names.name("op", cells["kind"][first]),
         "phase": names.name("phase", cells["phase"][first]),
         "site": names.name("site", cells["site"][first]),

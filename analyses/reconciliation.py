@@ -24,6 +24,9 @@ that is compared. It is the wire volume that this rank must at least send (2S(d-
 others, `commtrace.volume`), as the closed form counts it. Kinds: "closed form" (the first row), "cause",
 "unexplained", "measured" (the last row, the sum of all rows before it). Sums are exact; running sums are rounded to
 whole bytes.
+
+`waterfall_by_role`, the same with a `role` in front, where the closed form has parts of several roles: from each part
+to what was measured in that role. Roles for which the paper has no formula begin at 0.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ from . import measured
 from .causes import UNEXPLAINED, Context, Leftover, explain
 from .fold import Analysis, NamedTables
 from .theory import Message, NotPredictedError, Prediction, predict
-from .theory.messages import sent
+from .theory.messages import Bar, sent
 from .theory.rules import DEEPSPEED, TORCH
 
 EXPECTED: Final = "expected"
@@ -77,6 +80,7 @@ COLUMNS: Final[dict[str, tuple[str, ...]]] = {
         "sites",
     ),
     "waterfall": ("label", "bytes", "kind"),
+    "waterfall_by_role": ("role", "label", "bytes", "kind"),
 }
 
 Key = tuple[str, str]  # role, operation
@@ -105,11 +109,13 @@ class Cell:
     leftovers: tuple[Leftover, ...]
 
 
-def _finish(table: pd.DataFrame, run: Run, job: Mapping[str, Any] | None = None) -> NamedTables:
+def _finish(table: pd.DataFrame, run: Run, jobs: Sequence[Mapping[str, Any]] = ()) -> NamedTables:
     rows: dict[str, list[dict[str, object]]] = {name: [] for name in COLUMNS}
     last = int(max(table["step"], default=-1))
     measured_of = dict(iter(table.groupby("process")))
     for number, process in enumerate(run.processes):
+        # Stages are of as many ranks each, and in the order of the ranks.
+        job = jobs[process.rank * len(jobs) // (run.world_size or len(run.processes))] if jobs else None
         _process(process, measured_of.get(number, table.iloc[:0]), last, rows, job)
     return {name: _typed(pd.DataFrame(rows[name], columns=[*columns])) for name, columns in COLUMNS.items()}
 
@@ -160,7 +166,9 @@ def _process(
         }
     )
     if not rows["waterfall"]:
-        rows["waterfall"] += waterfall(process, job, prediction, found)
+        parts = waterfall(process, job, prediction, found)
+        rows["waterfall"] += parts[0]
+        rows["waterfall_by_role"] += parts[1]
 
 
 def _job(process: Process) -> Mapping[str, Any]:
@@ -205,15 +213,18 @@ def compare(
 ) -> list[Cell]:
     """The cells of one step. `ranks_of`: the size of the group of a role."""
     wanted: dict[Key, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    ranks: dict[tuple[Key, int], int] = {}
     for one in expected:
         wanted[one.role, one.op][one.payload] += one.calls
+        ranks[(one.role, one.op), one.payload] = one.ranks or ranks_of(one.role)
     there: dict[Key, list[Calls]] = defaultdict(list)
     for key, calls in found:
         there[key].append(calls)
-    return [_cell(key, wanted[key], there[key], ranks_of(key[0])) for key in sorted({*wanted, *there})]
+    return [_cell(key, wanted[key], there[key], ranks) for key in sorted({*wanted, *there})]
 
 
-def _cell(key: Key, wanted: Mapping[int, int], there: Sequence[Calls], ranks: int) -> Cell:
+def _cell(key: Key, wanted: Mapping[int, int], there: Sequence[Calls], ranks: Mapping[tuple[Key, int], int]) -> Cell:
+    """`ranks`: sizes of the groups of what is expected."""
     if any(calls.size < 0 for calls in there):
         return _cell_of_sums(key, wanted, there, ranks)
     missing = dict(wanted)
@@ -228,16 +239,18 @@ def _cell(key: Key, wanted: Mapping[int, int], there: Sequence[Calls], ranks: in
             sites.append(calls.site)
         if calls.calls > taken:
             leftovers.append(_extra(key, calls, calls.calls - taken))
-    leftovers += [_missing(key, size, count, ranks) for size, count in missing.items() if count]
+    leftovers += [_missing(key, size, count, ranks[key, size]) for size, count in missing.items() if count]
     return Cell(key, matched_calls, matched_bytes, tuple(sites), tuple(leftovers))
 
 
-def _cell_of_sums(key: Key, wanted: Mapping[int, int], there: Sequence[Calls], ranks: int) -> Cell:
+def _cell_of_sums(
+    key: Key, wanted: Mapping[int, int], there: Sequence[Calls], ranks: Mapping[tuple[Key, int], int]
+) -> Cell:
     calls, size = sum(wanted.values()), sum(one * count for one, count in wanted.items())
     if (sum(one.calls for one in there), sum(one.bytes for one in there)) == (calls, size):
         return Cell(key, calls, size, tuple(one.site for one in there), ())
     extras = [_extra(key, one, one.calls) for one in there]
-    gone = [_missing(key, one, count, ranks) for one, count in wanted.items() if count]
+    gone = [_missing(key, one, count, ranks[key, one]) for one, count in wanted.items() if count]
     return Cell(key, 0, 0, (), (*extras, *gone))
 
 
@@ -315,26 +328,54 @@ def _row(
 
 def waterfall(
     process: Process, job: Mapping[str, Any], prediction: Prediction, found: Mapping[int, list[tuple[Key, Calls]]]
-) -> list[dict[str, object]]:
-    """The rows of one rank's last whole step; none where no step is whole, or its wire bytes are not all known."""
+) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
+    """The rows of one rank's last whole step, and those by role.
+
+    None where no step is whole, or its wire bytes are not all known.
+    """
     ended = process.tables.end is not None
     steps = [step for step in sorted(found) if step >= prediction.steady]
     whole_steps = steps if ended else steps[:-1]
     if not whole_steps or any(calls.wire is None for _, calls in found[whole_steps[-1]]):
-        return []
+        return [], []
     step = whole_steps[-1]
     cells = compare(prediction.step(step), found[step], prediction.ranks_of)
     context = Context(prediction, job, step, steps[-1], ended, _lost(process), seen=True)
-    parts = [(bar.label, bar.bytes, "cause") for bar in prediction.bars]
+    parts = [(bar.role, bar.label, bar.bytes, "cause") for bar in prediction.bars]
     for cause, leftover in explain([one for cell in cells for one in cell.leftovers], context):
-        parts.append((cause, leftover.wire, UNEXPLAINED if cause == UNEXPLAINED else "cause"))
-    total = sum((calls.wire or Fraction(0) for _, calls in found[step]), Fraction(0))
-    rest = total - prediction.closed_form.bytes - sum(size for _, size, _ in parts)
-    parts.append((UNEXPLAINED, rest, UNEXPLAINED))
-    first = (prediction.closed_form.label, prediction.closed_form.bytes, "closed form")
-    rows = _rounded([first, *_summed(parts)])
-    end = {"label": f"measured, rank {process.rank}, step {step}", "bytes": round(total), "kind": "measured"}
-    return [*rows, end]
+        kind = UNEXPLAINED if cause == UNEXPLAINED else "cause"
+        parts.append((leftover.role, cause, leftover.wire, kind))
+    totals: dict[str, Fraction] = defaultdict(Fraction)
+    for (role, _), calls in found[step]:
+        totals[role] += calls.wire or Fraction(0)
+    label = f"measured, rank {process.rank}, step {step}"
+    whole = _from_form_to_measured(
+        prediction.closed_form, [part[1:] for part in parts], sum(totals.values(), Fraction(0)), label
+    )
+    return whole, [*_by_role(prediction, parts, totals, label)]
+
+
+def _by_role(
+    prediction: Prediction, parts: Sequence[tuple[str, str, Fraction, str]], totals: Mapping[str, Fraction], label: str
+) -> Iterator[dict[str, object]]:
+    """Nothing where the closed form is of one role."""
+    forms = {form.role: form for form in prediction.forms}
+    roles = [*forms, *sorted({role for role, *_ in parts} | {*totals} - {*forms})] if forms else []
+    for role in dict.fromkeys(roles):
+        form = forms.get(role, Bar("no closed form", Fraction(0), role))
+        total = totals.get(role, Fraction(0))
+        of_role = [part[1:] for part in parts if part[0] == role]
+        if total or form.bytes or any(size for _, size, _ in of_role):
+            yield from ({"role": role, **row} for row in _from_form_to_measured(form, of_role, total, label))
+
+
+def _from_form_to_measured(
+    form: Bar, parts: Sequence[tuple[str, Fraction, str]], total: Fraction, label: str
+) -> list[dict[str, object]]:
+    rest = total - form.bytes - sum(size for _, size, _ in parts)
+    first = (form.label, form.bytes, "closed form")
+    rows = _rounded([first, *_summed([*parts, (UNEXPLAINED, rest, UNEXPLAINED)])])
+    return [*rows, {"label": label, "bytes": round(total), "kind": "measured"}]
 
 
 def _summed(parts: Iterable[tuple[str, Fraction, str]]) -> list[tuple[str, Fraction, str]]:
@@ -363,6 +404,6 @@ def _needed(run: Run) -> bool:
 ANALYSIS: Final = Analysis("reconciliation", measured.partial, measured.merge, _finish, _needed)
 
 
-def analysis_of(job: Mapping[str, Any]) -> Analysis:
-    """The same with a job row of one's own in place of those that were captured."""
-    return Analysis("reconciliation", measured.partial, measured.merge, partial(_finish, job=job))
+def analysis_of(*jobs: Mapping[str, Any]) -> Analysis:
+    """The same with a job row of one's own in place of those that were captured; of a pipeline one for each stage."""
+    return Analysis("reconciliation", measured.partial, measured.merge, partial(_finish, jobs=jobs))

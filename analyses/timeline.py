@@ -30,7 +30,7 @@ FIRST: Final = 16
 MOST: Final = 4096
 
 _CANDIDATES: Final = 2
-_WORDS: Final = {"op": "kind", "role": "group", "phase": "phase", "site": "site"}
+_WORDS: Final = ("op", "role", "phase", "site")
 
 
 def shown(process: int) -> bool:
@@ -43,7 +43,7 @@ def _partial(block: Block) -> pd.DataFrame:
     candidate = (steps >= 0) & (steps & (steps - 1) == 0) & (block["t_begin"] > 0) & shown(block.names.number)
     use = np.flatnonzero(candidate)
     use = use[np.isin(steps[use], np.unique(steps[use])[-_CANDIDATES:])]
-    columns = {name: block.names.name(name, block[field][use]) for name, field in _WORDS.items()}
+    columns = {name: block.names.name(name, block.names.numbers(name, block)[use]) for name in _WORDS}
     table = pd.DataFrame(
         {
             "process": np.full(len(use), block.names.number, np.int64),

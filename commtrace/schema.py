@@ -154,4 +154,4 @@ NORMAL_FORM: Final = (
 )
 
 # The parallel dimension that a group serves.
-ROLES: Final = ("data", "tensor", "pipeline", "sequence", "context", "expert", "world", "self", "unknown")
+ROLES: Final = ("data", "tensor", "pipeline", "model", "sequence", "context", "expert", "world", "self", "unknown")

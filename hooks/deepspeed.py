@@ -13,6 +13,7 @@ import torch
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule
 
 from commtrace.progress import progress
 from commtrace.schema import Phase
@@ -20,7 +21,8 @@ from commtrace.schema import Phase
 from . import torch_training
 from .c10d_operators import shared_memory_all_reduce
 from .deepspeed_job import describe
-from .deepspeed_roles import roles
+from .deepspeed_pipeline import tied_types
+from .deepspeed_roles import message_roles, roles
 from .jobs import Jobs
 from .kernels import Kernels
 from .patching import Patches
@@ -28,7 +30,7 @@ from .torch_kernels import kernel_for
 
 _patches = Patches()
 _kernels = Kernels()
-_engines = Jobs(describe, roles)
+_engines = Jobs(describe, roles, message_roles)
 _instructions: dict[type, Callable[..., Any]] = {}
 _buffers: weakref.WeakKeyDictionary[Any, _Buffers] = weakref.WeakKeyDictionary()
 
@@ -65,6 +67,7 @@ def _install() -> None:
     _patches.wrap(DeepSpeedEngine, "step", _step)
     _patches.wrap(DeepSpeedEngine, "_take_model_step", _model_step)
     _patches.wrap(PipelineEngine, "train_batch", _train_batch)
+    _patches.wrap(PipelineModule, "_synchronize_tied_weights", tied_types.noted)
     _patches.wrap(TorchBackend, "__init__", _backend)
     # The engine looks its instructions up in this table, not on the class.
     _instructions.update(PipelineEngine._INSTRUCTION_MAP)

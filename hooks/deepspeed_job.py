@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .deepspeed_pipeline import stages
 from .model_facts import architecture, buffers, dtype_name, grouped, known, modules, parameters
 
 
@@ -22,12 +23,14 @@ def describe(engine: Any) -> dict[str, Any]:
                 "world_size": lambda: engine.world_size,
                 "data_parallel_size": lambda: engine.dp_world_size,
                 "sequence_parallel_size": lambda: engine.sequence_parallel_size,
-                "tensor_parallel_size": lambda: engine.mp_world_size,
+                "tensor_parallel_size": lambda: _tensor_parallel_size(engine),
                 "pipeline_stages": lambda: getattr(engine, "num_stages", 1),
+                "pipeline": lambda: stages(engine),
                 "micro_batch_size": lambda: engine.train_micro_batch_size_per_gpu(),
                 "gradient_accumulation_steps": lambda: engine.gradient_accumulation_steps(),
                 "train_batch_size": lambda: engine.train_batch_size(),
                 "precision": lambda: _precision(engine),
+                "grad_accum_dtype": lambda: dtype_name(engine.get_data_types()[1]),
                 "communication_data_type": lambda: dtype_name(engine.communication_data_type),
                 "gradient_clipping": lambda: engine.gradient_clipping(),
                 "prescale_gradients": lambda: engine._config.prescale_gradients,
@@ -48,10 +51,17 @@ def describe(engine: Any) -> dict[str, Any]:
     }
 
 
+def _tensor_parallel_size(engine: Any) -> int:
+    """In a pipeline the engine's own word, model parallel, means the stages as well."""
+    grid = getattr(engine, "grid", None)
+    return int(engine.mp_world_size if grid is None else grid.slice_parallel_size)
+
+
 def _groups(engine: Any) -> list[list[int]]:
     """Numbers of the parameters in each group of the optimizer, in its order; ZeRO-3: in each of its sub-groups."""
     optimizer = engine.optimizer
-    groups = getattr(optimizer, "bit16_groups", None) or getattr(optimizer, "fp16_groups", None)
+    names = ("bit16_groups", "fp16_groups", "bf16_groups")
+    groups = next((found for name in names if (found := getattr(optimizer, name, None))), None)
     return grouped(engine.module, groups or [group["params"] for group in optimizer.param_groups])
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, Final
 
+import torch.distributed as dist
+
 Role = tuple[Any, str, str]
 """(group, role, who says so); a group may be None."""
 
@@ -49,6 +51,25 @@ def roles(engine: Any) -> Iterator[Role]:
     else:
         yield from _registered(parallel_state_sp, _SEQUENCE)
     yield from _unit(getattr(engine, "mpu", None))
+    yield from _pipeline(engine)
+
+
+def message_roles(engine: Any) -> Iterator[Role]:
+    """A pipeline's stages send to each other through torch's default group (deepspeed.runtime.pipe.p2p)."""
+    if getattr(engine, "is_pipe_parallel", False):
+        yield dist.group.WORLD, "pipeline", "deepspeed.runtime.pipe.p2p"
+
+
+def _pipeline(engine: Any) -> Iterator[Role]:
+    """Of a pipeline, what its grid calls model parallel: all ranks that hold one copy of the model."""
+    grid = getattr(engine, "grid", None)
+    if grid is None:
+        return
+    several = grid.slice_parallel_size > 1
+    role = ("model" if several else "pipeline") if grid.pipe_parallel_size > 1 else "tensor"
+    yield grid.get_model_parallel_group(), role, f"{type(grid).__name__}.get_model_parallel_group"
+    for tied in engine.module.tied_comms.values():
+        yield tied["group"], "pipeline", f"{type(engine.module).__name__}.tied_comms"
 
 
 def _partitioned(engine: Any) -> Iterator[Role]:

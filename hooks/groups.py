@@ -89,3 +89,9 @@ class Groups(Generic[_Group]):
         """Somebody who knows says which parallel dimension this group serves."""
         number = self.of(members).number
         self._tables.number("roles", (number, role), lambda: {"group": number, "role": role, "source": source})
+
+    def set_message_role(self, members: Any, role: str, source: str) -> None:
+        """The same of its messages from rank to rank alone, where they serve another dimension."""
+        number = self.of(members).number
+        row = {"group": number, "role": role, "source": source}
+        self._tables.number("message_roles", (number, role), lambda: row)

@@ -22,9 +22,12 @@ _numbers = itertools.count(1)
 class Jobs:
     """Engines of one kind. Kept weakly: a tracer must not be the reason why a model stays in memory."""
 
-    def __init__(self, describe: Describe, roles: Roles) -> None:
-        """`describe` gives the row of the `job` table, `roles` gives (group, role, who says so), most telling last."""
-        self._describe, self._roles = describe, roles
+    def __init__(self, describe: Describe, roles: Roles, message_roles: Roles | None = None) -> None:
+        """`describe` gives the row of the `job` table, `roles` gives (group, role, who says so), most telling last.
+
+        `message_roles` gives the same of messages from rank to rank that serve another dimension than their group.
+        """
+        self._describe, self._roles, self._message_roles = describe, roles, message_roles
         self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def install(self) -> None:
@@ -57,5 +60,7 @@ class Jobs:
                 for group, role, source in self._roles(engine):
                     if isinstance(group, dist.ProcessGroup):
                         tracer.groups.set_role(group, role, source)
+                for group, role, source in self._message_roles(engine) if self._message_roles else ():
+                    tracer.groups.set_message_role(group, role, source)
         except Exception:
             tracer.recorder.fault()

@@ -188,6 +188,26 @@ def test_roles_come_from_deepspeed_s_registries(rank: int, ran: list[Ran]) -> No
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+def test_messages_between_stages_are_the_pipeline_s(rank: int, ran: list[Ran]) -> None:
+    """They go through torch's default group, whose role is another."""
+    log = ran[rank].log
+    groups = {group["id"]: (group["ranks"], group["desc"]) for group in log.tables["groups"]}
+    (told,) = log.tables["message_roles"]
+    assert (told["role"], groups[told["group"]]) == ("pipeline", ([0, 1], "default_pg"))
+    messages = [call for call in ran[rank].section("pipeline step 0", "evaluation") if call.op in ("send", "recv")]
+    assert {call.group["id"] for call in messages} == {told["group"]}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stage_s_job_says_where_it_stands(rank: int, ran: list[Ran]) -> None:
+    _, job = ran[rank].log.tables["job"]
+    stage = job["pipeline"]
+    assert (stage["stage"], stage["bounds"], stage["layers"]) == (rank, [0, 2, 4], ["Linear", "Linear"])
+    assert (stage["tied"], stage["attention_mask"], stage["activation_checkpoint_interval"]) == ([], False, 0)
+    assert (job["tensor_parallel_size"], job["data_parallel_size"]) == (1, 1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_pipeline_s_job_has_its_stages_and_the_parameters_of_its_own(rank: int, ran: list[Ran]) -> None:
     jobs = ran[rank].log.tables["job"]
     assert [(job["engine"], job["pipeline_stages"], len(job["parameters"])) for job in jobs] == [

@@ -70,7 +70,7 @@ def rows(log: Log, table: str) -> list[str]:
         told = {name: value for name, value in row.items() if name not in {"id"} | DIFFERENT.get(table, set())}
         for name in {"settings", "environment"} & set(told):
             told[name] = {key: value for key, value in told[name].items() if key not in GIVEN}
-        if table == "roles":
+        if table in ("roles", "message_roles"):
             told["group"] = {name: value for name, value in groups[row["group"]].items() if name != "id"}
         found.append(json.dumps(told, sort_keys=True))
     return sorted(found)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from factory import ALL_GATHER, ALL_REDUCE, ALONE, PAIR, SEND, WORLD, LogFactory, record, training
+from factory import ALL_GATHER, ALL_REDUCE, ALONE, PAIR, RECV, SEND, WORLD, LogFactory, record, training
 
 from commtrace.errors import NoSuchTableError
 from commtrace.reading.names import compact, group_label, short_paths
@@ -92,6 +92,20 @@ def test_a_role_that_one_rank_was_told_holds_on_all(tmp_path: Path) -> None:
     log.process(1, world_size=4).known({9: [1, 0]}).add("groups", id=9, ranks=[1, 0], name=str(PAIR), index=0)
     log.process(1, pid=2, world_size=4).known({PAIR: [0, 1]}, {PAIR: "pipeline"}).write(record(group=PAIR))
     assert open_run(tmp_path).events()["role"].tolist() == ["pipeline", "pipeline"]
+
+
+def test_messages_may_serve_another_dimension_than_their_group(tmp_path: Path) -> None:
+    """Told on one rank, of send and recv alone, and of that group alone."""
+    log = LogFactory(tmp_path)
+    first = log.process(0).known({WORLD: [0, 1], PAIR: [0, 1]})
+    first.add("message_roles", group=WORLD, role="pipeline", source="test")
+    first.write([record(group=group, kind=kind) for group in (WORLD, PAIR) for kind in (SEND, ALL_REDUCE)])
+    log.process(1).known({WORLD: [0, 1]}).write(record(kind=RECV))
+    run = open_run(tmp_path)
+    assert run.events()["role"].tolist() == ["pipeline", "world", "world", "world", "pipeline"]
+    volumes = run.table("volume_by_role_and_operation").set_index(["role", "op"])["calls"].to_dict()
+    assert volumes[("pipeline", "send")] == volumes[("pipeline", "recv")] == 1
+    assert volumes[("world", "all_reduce")] == 2
 
 
 def test_a_group_has_the_same_label_on_all_ranks(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("deepspeed")
 pytest.importorskip("yaml")
 
+import pipelines
 import trainings
 
 from commtrace.analyses import measured, reconciliation
@@ -30,15 +31,15 @@ from commtrace.schema import Records
 Steps = dict[int, list[tuple[Key, Calls]]]
 
 
-def measured_steps(run: Run, records: Records) -> Steps:
-    """Calls of rank 0 by step."""
-    return reconciliation.steps_of(measured.merge([measured.partial(Block(records, run.names[0]))]))
+def measured_steps(run: Run, records: Records, rank: int = 0) -> Steps:
+    """Calls of one rank by step."""
+    return reconciliation.steps_of(measured.merge([measured.partial(Block(records, run.names[rank]))]))
 
 
-def records_of(run: Run) -> Records:
-    """All records of rank 0."""
-    assert run.processes[0].rank == 0
-    return np.concatenate([block for segment in run.processes[0].segments for block in segment.blocks()])
+def records_of(run: Run, rank: int = 0) -> Records:
+    """All records of one rank."""
+    assert run.processes[rank].rank == rank
+    return np.concatenate([block for segment in run.processes[rank].segments for block in segment.blocks()])
 
 
 @functools.cache
@@ -47,6 +48,39 @@ def known(name: str) -> tuple[dict[str, Any], Steps]:
     run = (trainings.shared() if name in trainings.SHARED else trainings.variants())[name]
     assert run.job is not None
     return run.job, measured_steps(run, records_of(run))
+
+
+@functools.cache
+def known_stage(name: str, stage: int) -> tuple[dict[str, Any], Steps]:
+    """The job of a stage of a pipeline, and what its first rank communicated."""
+    run = pipelines.run(name)
+    rank = stage * len(run.ranks) // stages_of(name)
+    (job,) = run.processes[rank].tables.jobs.values()
+    return job, measured_steps(run, records_of(run, rank), rank)
+
+
+def stages_of(name: str) -> int:
+    """Of a pipeline."""
+    return int(pipelines.WANTED[pipelines.NAMES[name]][name]["model"]["pipe_parallel_size"])
+
+
+STAGED = [name for name in pipelines.STAGED if pipelines.NAMES[name] < 8 and not name.startswith("drawn")]
+
+
+def pipeline_is_clean(name: str) -> bool:
+    """Whether theory says what each stage communicated."""
+    return all(is_clean(*known_stage(name, stage)) for stage in range(stages_of(name)))
+
+
+def pipeline_is_clean_as_described(name: str) -> bool:
+    """The same from the configuration alone."""
+    ranks = pipelines.NAMES[name]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            rows = pipelines.described(pipelines.WANTED[ranks][name], ranks, Path(folder))
+        except NotPredictedError:
+            return False
+    return all(is_clean(row, known_stage(name, stage)[1]) for stage, row in enumerate(rows))
 
 
 NAMES = [*trainings.VARIANTS, *trainings.SHARED]
@@ -136,13 +170,23 @@ def test_a_wrong_rule_shows(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None
 
     for module, name in list(places(right)):
         monkeypatch.setattr(module, name, broken)
-    clean = all(is_clean(*known(name)) for name in NAMES)
-    assert not (clean and all(is_clean_as_described(name) for name in CONFIGURED))
+    assert not all(
+        clean(name)
+        for names_, clean in (
+            (NAMES, lambda name: is_clean(*known(name))),
+            (CONFIGURED, is_clean_as_described),
+            (STAGED, pipeline_is_clean),
+            (STAGED, pipeline_is_clean_as_described),
+        )
+        for name in names_
+    )
 
 
 def test_with_the_right_rules_all_is_clean() -> None:
     assert [name for name in NAMES if not is_clean(*known(name))] == []
     assert [name for name in CONFIGURED if not is_clean_as_described(name)] == []
+    assert [name for name in STAGED if not pipeline_is_clean(name)] == []
+    assert [name for name in STAGED if not pipeline_is_clean_as_described(name)] == []
 
 
 def test_every_rule_names_a_function_and_a_version() -> None:

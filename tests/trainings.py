@@ -17,12 +17,15 @@ import random
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import processes
 import ranks
 
 from commtrace.reading.run import Run, open_run
+
+if TYPE_CHECKING:
+    from commtrace.analyses.forecast import Plan
 
 ENGINES: Final = ("ddp", "0", "1", "2", "3")
 LIMIT_SECONDS: Final = 480
@@ -242,6 +245,11 @@ def drawn() -> dict[str, dict[str, Any]]:
 
 def described(one: dict[str, Any], ranks: int, folder: Path) -> dict[str, Any]:
     """The job row of a training, told from its configuration alone."""
+    return dict(planned(one, ranks, folder).row)
+
+
+def planned(one: dict[str, Any], ranks: int, folder: Path) -> Plan:
+    """What `commtrace theory` makes of a training's configuration."""
     from commtrace.analyses.forecast import Options, plan
     from commtrace.workloads.gpt_neox.options import arguments
 
@@ -249,7 +257,7 @@ def described(one: dict[str, Any], ranks: int, folder: Path) -> dict[str, Any]:
     config.write_text(json.dumps(one["model"]))
     said = arguments().parse_args(["tiny", *one["options"]])
     options = Options(said.engine, said.zero_stage, said.precision, said.micro_batch, said.gradient_accumulation)
-    return dict(plan(["tiny", str(config)], ranks, options).row)
+    return plan(["tiny", str(config)], ranks, options)
 
 
 def _trained(wanted: dict[str, dict[str, Any]], *, processes: int) -> dict[str, Run]:

@@ -78,7 +78,8 @@ def _analysis(run: Run, arguments: argparse.Namespace) -> Analysis:
         return reconciliation.ANALYSIS
     if run.world_size is None:
         raise PlanError(f"{run.log.path}: the log does not say how many ranks the run has; leave --config out")
-    return reconciliation.analysis_of(forecast(arguments.config, run.world_size, options_of(arguments)).plan.row)
+    plan = forecast(arguments.config, run.world_size, options_of(arguments)).plan
+    return reconciliation.analysis_of(*(plan.stages or (plan.row,)))
 
 
 def tolerance(text: str) -> Fraction:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from commtrace.analyses.theory import NotPredictedError, hugging_face
 from commtrace.analyses.theory.architecture import Figures, Part, gpt_neox
 from commtrace.analyses.theory.described import TYPES, Layout, ddp_row, deepspeed_row
+from commtrace.analyses.theory.described_pipeline import Division, stage_rows
 from commtrace.errors import CommtraceError, MissingLibraryError
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class Plan:
     layout: Layout
     assumed: tuple[str, ...]
     """What the files do not say, and was taken for granted: sentences without their full stop."""
+    stages: tuple[Mapping[str, Any], ...] = ()
+    """Of a pipeline the rows of its stages, the first of which is `row`; each is of as many ranks."""
 
 
 def plan(files: Sequence[str], world: int, options: Options = NOTHING_MORE) -> Plan:
@@ -145,14 +148,15 @@ def _of_gpt_neox(files: Sequence[str], world: int, options: Options) -> Plan:
         layout = Layout(world, data, *config.batch_shape(data), tensor=config.model_parallel_size)
     except WorkloadError as error:
         raise PlanError(str(error)) from error
-    model = gpt_neox(
-        Figures(
-            config.num_layers, config.hidden_size, config.padded_vocab_size, not config.no_weight_tying, layout.tensor
-        )
+    figures = Figures(
+        config.num_layers, config.hidden_size, config.padded_vocab_size, not config.no_weight_tying, layout.tensor
     )
+    model = gpt_neox(figures)
     assumed = _assumed_of(config)
     told = {"model": vars(neox_args(config, layout.micro_batch, layout.accumulation))}
     if options.engine == "ddp":
+        if config.pipe_parallel_size > 1:
+            raise PlanError("pipeline parallelism is DeepSpeed's; set pipe_parallel_size to 1 with --engine ddp")
         return Plan({**ddp_row(model, config.precision, layout), **told}, layout, assumed)
     if config.zero_stage == 3 and config.checkpoint_activations:
         raise NotPredictedError(
@@ -160,6 +164,11 @@ def _of_gpt_neox(files: Sequence[str], world: int, options: Options) -> Plan:
             "again for the second forward pass"
         )
     settings = deepspeed_config(config, layout.micro_batch, layout.accumulation, verbose=False)
+    if config.pipe_parallel_size > 1:
+        interval = config.checkpoint_num_layers if config.checkpoint_activations else 0
+        division = Division(config.pipe_parallel_size, config.pipe_partition_method, interval)
+        stages = tuple({**row, **told} for row in stage_rows(figures, settings, layout, division))
+        return Plan(stages[0], layout, assumed, stages)
     return Plan({**deepspeed_row(model, settings, layout), **told}, layout, assumed)
 
 

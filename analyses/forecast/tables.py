@@ -25,46 +25,59 @@ class Forecast:
 
     plan: Plan
     prediction: Prediction
+    stages: tuple[Prediction, ...] = ()
+    """Of a pipeline those of the ranks of each stage, the first of which is `prediction`."""
 
     @property
-    def parts(self) -> Iterator[tuple[str, tuple[Message, ...]]]:
-        """Start-up, the steps that differ, and the steps that are all alike: a name and the calls of a rank."""
-        yield START, self.prediction.start
-        for number in range(self.prediction.steady):
-            yield f"step {number}", self.prediction.step(number)
-        yield f"steps from {self.prediction.steady}", self.prediction.step(self.prediction.steady)
+    def kinds(self) -> tuple[Prediction, ...]:
+        """The predictions of ranks that communicate differently, each of as many ranks."""
+        return self.stages or (self.prediction,)
 
     @property
-    def steady(self) -> tuple[Message, ...]:
-        """A step once steps are alike."""
-        return self.prediction.step(self.prediction.steady)
+    def ranks_of_a_kind(self) -> int:
+        """How many ranks each of `kinds` is of."""
+        return self.plan.layout.world // len(self.kinds)
+
+
+def parts(prediction: Prediction) -> Iterator[tuple[str, tuple[Message, ...]]]:
+    """Start-up, the steps that differ, and the steps that are all alike: a name and the calls of a rank."""
+    yield START, prediction.start
+    for number in range(prediction.steady):
+        yield f"step {number}", prediction.step(number)
+    yield f"steps from {prediction.steady}", prediction.step(prediction.steady)
 
 
 def forecast(files: Sequence[str], world: int, options: Options = NOTHING_MORE) -> Forecast:
     """The predictions for these files on `world` ranks. Raises PlanError where there is no job, or no rules for it."""
     try:
         found = plan(files, world, options)
-        return Forecast(found, predict(found.row))
+        stages = tuple(predict(row) for row in found.stages)
+        return Forecast(found, stages[0] if stages else predict(found.row), stages)
     except NotPredictedError as error:
         raise PlanError(f"{', '.join(files)}: not predicted: {error}") from error
 
 
 def volumes(found: Forecast) -> Iterator[dict[str, Any]]:
-    """A row for each part, role and operation, and one for the whole part, whose operation is "all"."""
-    for name, messages in found.parts:
-        groups: dict[tuple[str, str], list[Message]] = {}
-        for one in messages:
-            groups.setdefault((one.role, one.op), []).append(one)
-        for (role, op), some in sorted(groups.items()):
-            yield {"when": name, "role": role, "op": op, **_volume(found, some)}
-        yield {"when": name, "role": "all", "op": "all", **_volume(found, messages)}
+    """A row for each part, role and operation, and one for the whole part, whose operation is "all".
+
+    Of a pipeline for each stage, whose number is `stage`; `all_ranks` are then all of that stage.
+    """
+    for number, prediction in enumerate(found.kinds):
+        stage = {"stage": number} if found.stages else {}
+        for name, messages in parts(prediction):
+            groups: dict[tuple[str, str], list[Message]] = {}
+            for one in messages:
+                groups.setdefault((one.role, one.op), []).append(one)
+            for (role, op), some in sorted(groups.items()):
+                yield {**stage, "when": name, "role": role, "op": op, **_volume(found, prediction, some)}
+            yield {**stage, "when": name, "role": "all", "op": "all", **_volume(found, prediction, messages)}
 
 
-def _volume(found: Forecast, messages: Iterable[Message]) -> dict[str, Any]:
+def _volume(found: Forecast, prediction: Prediction, messages: Iterable[Message]) -> dict[str, Any]:
     some = list(messages)
     bounds = any(one.most is not None for one in some)
-    ranks = found.plan.layout.world
-    payload, wire = sum(one.bytes for one in some), _wire(found, some)
+    ranks = found.ranks_of_a_kind
+    payload, wire = sum(one.bytes for one in some), _wire(prediction, some)
     return {
         "calls": sum(one.calls for one in some),
         "calls_max": sum(one.calls if one.most is None else one.most for one in some) if bounds else None,
@@ -75,40 +88,44 @@ def _volume(found: Forecast, messages: Iterable[Message]) -> dict[str, Any]:
     }
 
 
-def _wire(found: Forecast, messages: Iterable[Message]) -> Fraction:
-    ranks = found.prediction.ranks_of
-    return sum((sent(one.op, one.payload, ranks(one.role)) * one.calls for one in messages), Fraction(0))
+def _wire(prediction: Prediction, messages: Iterable[Message]) -> Fraction:
+    ranks = prediction.ranks_of
+    return sum((sent(one.op, one.payload, one.ranks or ranks(one.role)) * one.calls for one in messages), Fraction(0))
 
 
 def sizes(found: Forecast) -> Iterator[dict[str, Any]]:
-    """A row for each operation and message size of a rank in a step once steps are alike."""
-    counts: dict[tuple[str, str, int], int] = {}
-    for one in found.steady:
-        counts[one.role, one.op, one.payload] = counts.get((one.role, one.op, one.payload), 0) + one.calls
-    for (role, op, payload), calls in sorted(counts.items()):
-        yield {"role": role, "op": op, "payload_bytes": payload, "calls": calls, "sum_bytes": payload * calls}
+    """A row for each operation and message size of a rank in a step once steps are alike; of a pipeline by stage."""
+    for stage, prediction in enumerate(found.kinds):
+        counts: dict[tuple[str, str, int], int] = {}
+        for one in prediction.step(prediction.steady):
+            counts[one.role, one.op, one.payload] = counts.get((one.role, one.op, one.payload), 0) + one.calls
+        for (role, op, payload), calls in sorted(counts.items()):
+            row = {"role": role, "op": op, "payload_bytes": payload, "calls": calls, "sum_bytes": payload * calls}
+            yield {"stage": stage, **row} if found.stages else row
 
 
 def bins(found: Forecast) -> Iterator[dict[str, Any]]:
     """The same by powers of two: a message of `from_bytes` up to, but not, `below_bytes`; without payload: 0 to 1."""
-    sums: dict[tuple[str, str, int], list[int]] = {}
+    sums: dict[tuple[int, str, str, int], list[int]] = {}
     for row in sizes(found):
         low = 1 << (row["payload_bytes"].bit_length() - 1) if row["payload_bytes"] else 0
-        held = sums.setdefault((row["role"], row["op"], low), [0, 0])
+        held = sums.setdefault((row.get("stage", 0), row["role"], row["op"], low), [0, 0])
         held[0] += row["calls"]
         held[1] += row["sum_bytes"]
-    for (role, op, low), (calls, total) in sorted(sums.items()):
-        yield {
+    for (stage, role, op, low), (calls, total) in sorted(sums.items()):
+        row = {
             "role": role, "op": op, "from_bytes": low, "below_bytes": low * 2 or 1, "calls": calls, "sum_bytes": total
         }  # fmt: skip
+        yield {"stage": stage, **row} if found.stages else row
 
 
 def waterfall(found: Forecast) -> Iterator[dict[str, Any]]:
-    """From the closed form to the wire bytes of a step, a cause a row."""
-    yield {"label": found.prediction.closed_form.label, "wire_bytes": number(found.prediction.closed_form.bytes)}
-    for bar in found.prediction.bars:
-        if bar.bytes:
-            yield {"label": bar.label, "wire_bytes": number(bar.bytes)}
+    """From the closed form to the wire bytes of a step, a cause a row; of a pipeline for each stage."""
+    for stage, prediction in enumerate(found.kinds):
+        for at, bar in enumerate((prediction.closed_form, *prediction.bars)):
+            if bar.bytes or not at:
+                row = {"label": bar.label, "wire_bytes": number(bar.bytes)}
+                yield {"stage": stage, "role": bar.role if at else "all", **row} if found.stages else row
 
 
 def number(value: Fraction) -> int | float:
@@ -119,15 +136,17 @@ def number(value: Fraction) -> int | float:
 def document(found: Forecast) -> dict[str, Any]:
     """Everything, as JSON has it."""
     row, layout, form = found.plan.row, found.plan.layout, found.prediction.closed_form
-    elements = sum(_product(one["shape"]) for one in row["parameters"])
+    elements = [sum(_product(one["shape"]) for one in of["parameters"]) for of in found.plan.stages or (row,)]
+    pipeline = {"pipeline_stages": len(found.stages), "stage_parameters": elements} if found.stages else {}
     return {
         "scheme": found.prediction.scheme,
         "world_size": layout.world,
         "data_parallel_size": layout.data,
         "tensor_parallel_size": layout.tensor,
+        **pipeline,
         "micro_batch_size": layout.micro_batch,
         "gradient_accumulation_steps": layout.accumulation,
-        "parameters": elements,
+        "parameters": sum(elements),
         "assumed": [*found.plan.assumed],
         "closed_form": {
             "label": form.label,

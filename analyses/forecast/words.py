@@ -16,6 +16,9 @@ def lines(found: Forecast) -> Iterator[str]:
     """The forecast, section by section."""
     told = document(found)
     model = f"{told['parameters']:,} parameters"
+    if found.stages:
+        each = ", ".join(f"{elements:,}" for elements in told["stage_parameters"])
+        model = f"stages of {each} parameters a rank"
     batches = plural(told["gradient_accumulation_steps"], "micro-batch", "micro-batches")
     micro = f"{batches} of {plural(told['micro_batch_size'], 'sequence')} a step"
     yield f"{told['scheme']} on {plural(told['world_size'], 'rank')}: {model}, {micro}"
@@ -25,13 +28,14 @@ def lines(found: Forecast) -> Iterator[str]:
     yield from _waterfall(told)
     yield ""
     yield "Calls of a rank, and the bytes of one rank and of all"
-    head = ("when", "role", "operation", "calls", "payload", "wire", "all ranks: payload", "wire")
+    every = "the stage's ranks" if found.stages else "all ranks"
+    head = ("when", "role", "operation", "calls", "payload", "wire", f"{every}: payload", "wire")
     yield from table(head, [_volume(row) for row in volumes(found)], words=3)
     yield ""
     yield "Message sizes of a rank's step, once steps are alike"
     rows = [
-        (row["role"], row["op"], f"{size(row['from_bytes'])} to {size(row['below_bytes'])}", count(row["calls"]),
-         size(row["sum_bytes"]))
+        (_staged(row, row["role"]), row["op"], f"{size(row['from_bytes'])} to {size(row['below_bytes'])}",
+         count(row["calls"]), size(row["sum_bytes"]))
         for row in bins(found)
     ]  # fmt: skip
     yield from table(("role", "operation", "size", "calls", "payload"), rows, words=3)
@@ -63,15 +67,21 @@ def _time(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _waterfall(told: dict[str, Any]) -> Iterator[str]:
-    rows = told["waterfall"]
-    whole, total = rows[0]["wire_bytes"], sum(row["wire_bytes"] for row in rows)
-    written = [
-        (row["label"], ("+" if number and row["wire_bytes"] > 0 else "") + size(row["wire_bytes"]),
-         share(row["wire_bytes"] / whole) if whole else "-")
-        for number, row in enumerate(rows)
-    ]  # fmt: skip
-    written.append(("every call", size(total), share(total / whole) if whole else "-"))
-    yield from table(("", "wire", "of the formula"), written, words=1)
+    """One after the other of the stages, if there are any."""
+    for stage in dict.fromkeys(row.get("stage", 0) for row in told["waterfall"]):
+        rows = [row for row in told["waterfall"] if row.get("stage", 0) == stage]
+        whole, total = rows[0]["wire_bytes"], sum(row["wire_bytes"] for row in rows)
+        written = [
+            (row["label"], ("+" if number and row["wire_bytes"] > 0 else "") + size(row["wire_bytes"]),
+             share(row["wire_bytes"] / whole) if whole else "-")
+            for number, row in enumerate(rows)
+        ]  # fmt: skip
+        written.append(("every call", size(total), share(total / whole) if whole else "-"))
+        yield from table((f"stage {stage}" if "stage" in rows[0] else "", "wire", "of the formula"), written, words=1)
+
+
+def _staged(row: dict[str, Any], words: str) -> str:
+    return f"stage {row['stage']}: {words}" if "stage" in row else words
 
 
 def _volume(row: dict[str, Any]) -> tuple[str, ...]:
@@ -79,7 +89,7 @@ def _volume(row: dict[str, Any]) -> tuple[str, ...]:
     if row["calls_max"] is not None and row["calls_max"] != row["calls"]:
         calls += f" (at most {count(row['calls_max'])})"
     numbers = ("payload_bytes", "wire_bytes", "all_ranks_payload_bytes", "all_ranks_wire_bytes")
-    return (row["when"], row["role"], row["op"], calls, *(size(row[name]) for name in numbers))
+    return (_staged(row, row["when"]), row["role"], row["op"], calls, *(size(row[name]) for name in numbers))
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, words: int) -> Iterator[str]:

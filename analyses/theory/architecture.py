@@ -78,6 +78,14 @@ def gpt_neox(figures: Figures) -> Part:
     2Vh + L(12h^2 + 13h) + 2h of them, less Vh where embeddings are tied; a rank of t has a t-th of the matrices and
     of the biases behind column-parallel ones, and all of the others.
     """
+    embedding, block, norm_, head = gpt_neox_layers(figures)
+    tied = Part("head", shared="layers.embedding.weight")
+    blocks = repeated(block, figures.layers)
+    return Part("", parts=(container("layers", embedding, *blocks, norm_, tied if figures.tied else head),))
+
+
+def gpt_neox_layers(figures: Figures) -> tuple[Part, Part, Part, Part]:
+    """The embedding, a transformer layer, the last norm, and a head with a matrix of its own."""
     size, part = figures.hidden, figures.hidden // figures.tensor
     attention = Part("attention", parts=(linear("query_key_value", size, 3 * part), linear("dense", part, size)))
     mlp = Part("mlp", parts=(linear("dense_h_to_4h", size, 4 * part), linear("dense_4h_to_h", 4 * part, size)))
@@ -86,10 +94,7 @@ def gpt_neox(figures: Figures) -> Part:
     )
     vocabulary = figures.vocabulary // figures.tensor
     embedding = rows("embedding", vocabulary, size)
-    tied = Part("head", shared="layers.embedding.weight")
-    head = tied if figures.tied else linear("head", size, vocabulary, bias=False)
-    layers = container("layers", embedding, *repeated(block, figures.layers), norm("final_norm", size), head)
-    return Part("", parts=(layers,))
+    return embedding, block, norm("final_norm", size), linear("head", size, vocabulary, bias=False)
 
 
 # --- as a row of the `job` table has it -----------------------------------------------------------------------------

@@ -19,6 +19,7 @@ class Message:
     calls: int = 1
     most: int | None = None  # calls at the most, where their number depends on what the job does not say
     role: str = "data"
+    ranks: int | None = None  # size of the group, where it is not that of the role's
 
     @property
     def bytes(self) -> int:
@@ -36,6 +37,7 @@ class Bar:
 
     label: str
     bytes: Fraction
+    role: str = "data"
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Prediction:
     """What a step leaves out when gradients overflow: found by the check, or by the norm."""
     others: Mapping[str, int] = field(default_factory=dict)
     """Sizes of the groups of other roles than the one that has `ranks`."""
+    forms: tuple[Bar, ...] = ()
+    """What `closed_form` is the sum of, where it has several parts, each of a role of its own."""
 
     def ranks_of(self, role: str) -> int:
         """Size of the group of a role."""
@@ -77,7 +81,7 @@ def sent(op: str, payload: int, ranks: int) -> Fraction:
 
 def wire(messages: Iterable[Message], ranks: int) -> Fraction:
     """Bytes that a rank must at least send for all of them."""
-    return sum((sent(one.op, one.payload, ranks) * one.calls for one in messages), Fraction(0))
+    return sum((sent(one.op, one.payload, one.ranks or ranks) * one.calls for one in messages), Fraction(0))
 
 
 def telescope(start: Fraction, levels: Mapping[str, Fraction]) -> list[Bar]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from . import ddp, tensor, zero, zero3, zero12
+from . import ddp, pipeline, tensor, zero, zero3, zero12
 from .job import Job, NotPredictedError
 from .messages import Prediction
 
@@ -15,6 +15,8 @@ SCHEMES: Final[dict[tuple[str, str, int | None], Callable[[Job], Prediction]]] =
     ("deepspeed", "DeepSpeedEngine", 1): zero12.predict,
     ("deepspeed", "DeepSpeedEngine", 2): zero12.predict,
     ("deepspeed", "DeepSpeedEngine", 3): zero3.predict,
+    ("deepspeed", "PipelineEngine", 0): pipeline.predict,
+    ("deepspeed", "PipelineEngine", 1): pipeline.predict,
 }
 """By the job's source, engine and ZeRO stage."""
 
@@ -33,6 +35,8 @@ def predict(row: Mapping[str, Any]) -> Prediction:
         raise NotPredictedError(f"there are no rules for {named} yet")
     try:
         job = Job(row)
-        return tensor.added(job, SCHEMES[kind](job)) if job.tensor > 1 else SCHEMES[kind](job)
+        prediction = SCHEMES[kind](job)
+        # A pipeline's rules know of the tensor parallelism of its stages.
+        return tensor.added(job, prediction) if job.tensor > 1 and kind[1] != "PipelineEngine" else prediction
     except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
         raise NotPredictedError(f"the job in the log cannot be read ({type(error).__name__}: {error})") from error

@@ -29,12 +29,15 @@ WORDS: Final = {
     "dtype": "kind",
     "group": "group",
     "group_ranks": "group",
-    "role": "group",
+    "role": "role",  # of the group, and for messages from rank to rank of their own (`Names.numbers`)
     "site": "site",
     "phase": "phase",
     "state": "state",
     "flags": "flags",
 }
+_MESSAGES: Final = 1 << 32
+"""Added to a group's number where it is asked for the role of its messages."""
+_POINT_TO_POINT: Final = ("send", "recv")
 _FLAGS: Final = ["|".join(str(flag.name).lower() for flag in Flag if bits & flag.value) for bits in range(256)]
 
 
@@ -55,7 +58,14 @@ class Names:
     one on the monotonic clock, None where the process does not tell.
     """
 
-    def __init__(self, number: int, process: Process, roles: Mapping[Group, str], files: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        number: int,
+        process: Process,
+        roles: Mapping[Group, str],
+        files: Mapping[str, str],
+        message_roles: Mapping[Group, str] | None = None,
+    ) -> None:
         self.number = number
         self.rank = process.rank
         tables = process.tables
@@ -72,8 +82,11 @@ class Names:
         self._add("group", groups, {
             "group": [group_label(group) for group in groups.values()],
             "group_ranks": [compact(group.ranks) for group in groups.values()],
-            "role": [roles.get(group, UNKNOWN) for group in groups.values()],
         })  # fmt: skip
+        told = {number: roles.get(group, UNKNOWN) for number, group in groups.items()}
+        messages = {number | _MESSAGES: (message_roles or {}).get(group) for number, group in groups.items()}
+        told |= {number: role for number, role in messages.items() if role is not None}
+        self._add("role", told, {"role": [*told.values()]})
         self._add(
             "site", sites, {"site": ["" if site is None else _site_label(site, files) for site in sites.values()]}
         )
@@ -82,6 +95,8 @@ class Names:
         self._add("flags", range(256), {"flags": _FLAGS})
         self._sizes = np.array([len(groups[number].ranks) for number in sorted(groups)] + [0])
         self._operations, self._operation = np.unique(self._values["op"].astype(str), return_inverse=True)
+        self._message_groups = np.array([number ^ _MESSAGES for number in told if number & _MESSAGES], np.int64)
+        self._point_to_point = np.isin(self._values["op"].astype(str), _POINT_TO_POINT)
 
     def _add(self, field: str, ids: Iterable[int], columns: dict[str, list[str]]) -> None:
         numbers = np.array([*ids], np.int64)
@@ -104,6 +119,16 @@ class Names:
     def words(self, column: str) -> Array:
         """All words of a column; the last is for numbers without a row."""
         return self._values[column]
+
+    def numbers(self, column: str, records: Fields) -> Array:
+        """What stands for a column of WORDS in each of the records: numbers for `name` and `index`."""
+        if column != "role":
+            return records[WORDS[column]]
+        groups = records["group"].astype(np.int64)
+        if not len(self._message_groups):
+            return groups
+        messages = self._point_to_point[self.index("kind", records["kind"])]
+        return np.where(messages & np.isin(groups, self._message_groups), groups | _MESSAGES, groups)
 
     def name(self, column: str, numbers: Array) -> Array:
         """The words of a column of WORDS for these numbers."""
@@ -193,3 +218,13 @@ def roles_of(log: Log) -> dict[Group, str]:
         for group in process.tables.groups.values():
             roles.setdefault(group, "world" if group.ranks == everyone else UNKNOWN)
     return roles
+
+
+def message_roles_of(log: Log) -> dict[Group, str]:
+    """What messages from rank to rank serve, of the groups of which a rank was told so."""
+    return {
+        process.tables.groups[number]: role
+        for process in log.processes
+        for number, role in process.tables.message_roles.items()
+        if number in process.tables.groups and role in ROLES
+    }

@@ -43,7 +43,7 @@ class NormalForm:
         for column, field in WORDS.items():
             codes = self._categories[column].get_indexer(pd.Index(names.words(column).tolist()))
             columns[column] = pd.Categorical.from_codes(
-                codes[names.index(field, records[field])], self._categories[column]
+                codes[names.index(field, names.numbers(column, records))], self._categories[column]
             )
         return pd.DataFrame({name: columns[name] for name in NORMAL_FORM})
 

@@ -24,7 +24,7 @@ import pandas as pd
 from commtrace.errors import NoSuchTableError
 
 from .log import Log, Process, open_log
-from .names import WORDS, Names, roles_of, short_paths
+from .names import WORDS, Names, message_roles_of, roles_of, short_paths
 from .normal_form import NormalForm
 from .notes import Note
 from .tables import Row
@@ -80,9 +80,11 @@ class Run:
     @cached_property
     def names(self) -> tuple[Names, ...]:
         """For each process, what the numbers in its records mean."""
-        roles = roles_of(self.log)
+        roles, messages = roles_of(self.log), message_roles_of(self.log)
         files = short_paths({site.file for process in self.log.processes for site in process.tables.sites.values()})
-        return tuple(Names(number, process, roles, files) for number, process in enumerate(self.log.processes))
+        return tuple(
+            Names(number, process, roles, files, messages) for number, process in enumerate(self.log.processes)
+        )
 
     def blocks(self) -> Iterator[pd.DataFrame]:
         """The events in normal form, a bounded number at a time, process by process; first a frame without rows."""

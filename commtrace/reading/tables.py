@@ -51,6 +51,8 @@ class Tables:
     kinds: dict[int, Kind] = field(default_factory=dict)
     groups: dict[int, Group] = field(default_factory=dict)
     roles: dict[int, str] = field(default_factory=dict)
+    message_roles: dict[int, str] = field(default_factory=dict)
+    """Of the groups whose messages from rank to rank serve another dimension than the group."""
     descriptions: dict[int, str] = field(default_factory=dict)
     """Of groups, by their numbers."""
     sites: dict[int, Site] = field(default_factory=dict)
@@ -93,6 +95,7 @@ _ROWS: Final[dict[str, tuple[str, Callable[[Row], object]]]] = {
     "kinds": ("id", lambda row: Kind(str(row["op"]), *(str(row.get(name) or "") for name in Kind._fields[1:]))),
     "groups": ("id", _group),
     "roles": ("group", lambda row: str(row["role"])),
+    "message_roles": ("group", lambda row: str(row["role"])),
     "sites": ("id", lambda row: Site(str(row["file"]), int(row.get("line") or 0), str(row.get("function") or ""))),
 }
 

@@ -41,6 +41,8 @@ class NeoxConfig:
     vocab: str
     make_vocab_size_divisible_by: int
     model_parallel_size: int
+    pipe_parallel_size: int
+    pipe_partition_method: str
     fp32_allreduce: bool
     train_share: float
     seed: int
@@ -91,14 +93,19 @@ class NeoxConfig:
         return int(self.zero_optimization.get("stage", 0))
 
     def data_parallel(self, world_size: int) -> int:
-        """Ranks that hold the same part of the model: what tensor parallelism leaves of so many."""
-        if world_size % self.model_parallel_size:
-            raise ConfigError(
-                f"{self.origins.get('model_parallel_size', 'no file')}: model_parallel_size: "
-                f"{self.model_parallel_size} does not divide the {world_size} ranks of this job; start a multiple of "
-                "it, or change it"
+        """Ranks that hold the same part of the model: what pipeline and tensor parallelism leave of so many."""
+        model = self.pipe_parallel_size * self.model_parallel_size
+        if world_size % model:
+            both = self.pipe_parallel_size > 1
+            key = "pipe_parallel_size" if both else "model_parallel_size"
+            times = (
+                f"{self.pipe_parallel_size}, times model_parallel_size {self.model_parallel_size}," if both else model
             )
-        return world_size // self.model_parallel_size
+            raise ConfigError(
+                f"{self.origins.get(key, 'no file')}: {key}: {times} does not divide the {world_size} ranks of this "
+                "job; start a multiple of it, or change it"
+            )
+        return world_size // model
 
     def batch_shape(self, data_parallel: int) -> tuple[int, int]:
         """(micro-batch, gradient accumulation steps) for that many data-parallel ranks.
@@ -144,5 +151,8 @@ def config_from(reader: Reader) -> NeoxConfig:
         "zero_optimization": parse.zero_block(reader),
         "deepspeed_keys": parse.deepspeed_keys(reader),
     }
+    parse.check_pipeline(
+        reader, fields["pipe_parallel_size"], fields["num_layers"], fields["zero_optimization"]["stage"]
+    )
     # Last, because only now every key that means something has been asked for.
     return NeoxConfig(**fields, unknown_keys=tuple(reader.unknown()), origins=reader.origins())

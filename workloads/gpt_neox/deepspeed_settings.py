@@ -21,6 +21,8 @@ def deepspeed_config(config: NeoxConfig, micro_batch: int, accumulation: int, ve
     }
     if config.precision != "fp32":
         found[config.precision] = {**config.precision_block, "enabled": True}
+    if config.pipe_parallel_size > 1:
+        found["pipeline"] = {"use_reentrant": config.checkpoint_reentrant, **found.get("pipeline", {})}
     if not verbose:
         # GPT-NeoX's files switch these on. They print every few steps, and the timers wait for the device at each call.
         found.update(steps_per_print=10**9, wall_clock_breakdown=False)

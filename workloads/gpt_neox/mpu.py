@@ -20,9 +20,7 @@ class Mpu:
 
     def __init__(self, tensor: int) -> None:
         world = dist.get_world_size()
-        self._tensor = _own_group(
-            (range(at, at + tensor) for at in range(0, world, tensor)), "TENSOR_MODEL_PARALLEL_GROUP"
-        )
+        self._tensor = tensor_group(tensor)
         self._data = _own_group((range(at, world, tensor) for at in range(tensor)), "DATA_PARALLEL_GROUP")
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
@@ -54,6 +52,12 @@ class Mpu:
         return self._data.size()
 
 
+def tensor_group(tensor: int) -> dist.ProcessGroup:
+    """This rank's tensor-parallel group: so many neighbouring ranks."""
+    starts = range(0, dist.get_world_size(), tensor)
+    return _own_group((range(at, at + tensor) for at in starts), "TENSOR_MODEL_PARALLEL_GROUP")
+
+
 def _own_group(groups: Iterable[range], description: str) -> dist.ProcessGroup:
     """Make all of these groups, on every rank in the same order; the one that this rank is in."""
     own: dist.ProcessGroup | None = None
@@ -72,7 +76,13 @@ def make_mpu(config: NeoxConfig) -> Mpu | None:
 
 def shares_of(config: NeoxConfig, mpu: Mpu | None) -> Shares:
     """This rank's part of the model."""
-    if mpu is None:
-        return ALONE
-    group = mpu.get_model_parallel_group()
+    return ALONE if mpu is None else _shares(config, mpu.get_model_parallel_group())
+
+
+def tensor_shares(config: NeoxConfig) -> Shares:
+    """The same in a pipeline, whose other groups DeepSpeed makes itself."""
+    return _shares(config, tensor_group(config.model_parallel_size)) if config.model_parallel_size > 1 else ALONE
+
+
+def _shares(config: NeoxConfig, group: dist.ProcessGroup) -> Shares:
     return Shares(group.rank(), group.size(), group, wide=config.fp32_allreduce)

@@ -109,10 +109,6 @@ def refuse_what_is_not_built(reader: Reader) -> None:
             raise reader.error(key, f"this trainer does not build that; {instead}")
     if reader.raw("pos_emb", "learned") != "rotary":
         raise reader.error("pos_emb", "this trainer builds rotary positions only; set pos_emb to rotary")
-    # GPT-NeoX takes 0 for DeepSpeed's plain engine and 1 for its pipeline engine with a single stage. No activations
-    # travel in either; here both mean the plain engine.
-    if reader.integer("pipe_parallel_size", 0, low=0) > 1:
-        raise reader.error("pipe_parallel_size", "pipeline parallelism is not supported yet; set it to 1 or 0")
     attention = reader.raw("attention_config")
     if attention is not None and any(word not in ("global", "flash") for word in _words(attention)):
         raise reader.error("attention_config", 'this trainer builds full causal attention: "global" or "flash"')
@@ -133,10 +129,33 @@ def data_fields(reader: Reader) -> dict[str, Any]:
         "vocab": reader.choice("tokenizer_type", "GPT2BPETokenizer", _VOCABS),
         "make_vocab_size_divisible_by": reader.integer("make_vocab_size_divisible_by", 128),
         "model_parallel_size": reader.integer("model_parallel_size", 1),
+        # GPT-NeoX takes 0 for DeepSpeed's plain engine and 1 for its pipeline engine with a single stage. No
+        # activations travel in either, and its files say 1 whatever the ZeRO stage; here both mean the plain one, which
+        # takes any.
+        "pipe_parallel_size": max(1, reader.integer("pipe_parallel_size", 0, low=0)),
+        "pipe_partition_method": _partition_method(reader),
         "fp32_allreduce": reader.flag("fp32_allreduce", False),
         "train_share": split[0] / sum(split),
         "seed": reader.integer("seed", 1234, low=0),
     }
+
+
+def _partition_method(reader: Reader) -> str:
+    method = str(reader.raw("pipe_partition_method", "type:transformer|mlp"))
+    if method not in ("uniform", "parameters") and not method.startswith("type:"):
+        raise reader.error("pipe_partition_method", "DeepSpeed knows uniform, parameters and type:REGULAR-EXPRESSION")
+    return method
+
+
+def check_pipeline(reader: Reader, stages: int, layers: int, zero_stage: int) -> None:
+    """Raise for what DeepSpeed's pipeline cannot do."""
+    if stages > max(1, layers):
+        raise reader.error("pipe_parallel_size", f"a stage has a layer at least, and num_layers is {layers}")
+    if stages > 1 and zero_stage > 1:
+        key = "zero_optimization" if reader.raw("zero_stage") is None else "zero_stage"
+        raise reader.error(
+            key, "DeepSpeed's pipeline goes with ZeRO-0 and ZeRO-1 alone; take one of them, or pipe_parallel_size 1"
+        )
 
 
 def precision_fields(reader: Reader) -> dict[str, Any]:

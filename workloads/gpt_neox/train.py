@@ -30,6 +30,7 @@ from .errors import ConfigError, WorkloadError
 from .launch import Process, find_process
 from .leave import let_threads_finish
 from .options import arguments, overrides
+from .pipeline_engine import PipelineEngine, check_stages
 
 
 class Engine(Protocol):
@@ -94,9 +95,10 @@ def make_engine(options: Namespace, config: NeoxConfig, device: torch.device, ba
         DdpEngine.initialise(backend)
         seed_everything(config.seed)
         return DdpEngine(config, device, *batch_shape)
-    DeepSpeedEngine.initialise(backend, options.verbose)
+    kind = PipelineEngine if config.pipe_parallel_size > 1 else DeepSpeedEngine
+    kind.initialise(backend, options.verbose)
     seed_everything(config.seed)
-    return DeepSpeedEngine(config, device, *batch_shape, options.verbose)
+    return kind(config, device, *batch_shape, options.verbose)
 
 
 def train(config: NeoxConfig, engine: Engine, data: RankData, device: torch.device, process: Process) -> list[float]:
@@ -107,7 +109,7 @@ def train(config: NeoxConfig, engine: Engine, data: RankData, device: torch.devi
         begin = time.perf_counter()
         batches = [batch.to(device) for batch in data.step(step)]
         losses.append(engine.train_step(batches).item())
-        tokens = process.world_size // config.model_parallel_size * sum(batch[:, 1:].numel() for batch in batches)
+        tokens = config.data_parallel(process.world_size) * sum(batch[:, 1:].numel() for batch in batches)
         # The loss is not averaged over ranks: that would add a communication call that nobody asked for.
         bar.set_postfix_str(f"loss {losses[-1]:.4f} (rank 0's), {tokens / (time.perf_counter() - begin):,.0f} tokens/s")
         bar.update()
@@ -129,13 +131,17 @@ def run(options: Namespace, process: Process) -> None:
     if options.engine == "deepspeed":
         prepare_import(device, options.verbose)
         check_zero_block(config)
+        if config.pipe_parallel_size > 1:
+            check_stages(config)
     elif options.zero_stage:
         raise ConfigError(f"--zero-stage {options.zero_stage} is DeepSpeed's; leave it out with --engine ddp")
+    elif config.pipe_parallel_size > 1:
+        raise ConfigError("pipeline parallelism is DeepSpeed's; set pipe_parallel_size to 1 with --engine ddp")
     data_parallel = config.data_parallel(process.world_size)
     if config.model_parallel_size > 1 and config.zero_stage == 3:
         raise ConfigError("tensor parallelism goes with ZeRO 0 to 2 here; set model_parallel_size to 1 with ZeRO-3")
     batch_shape = config.batch_shape(data_parallel)
-    place = process.rank // config.model_parallel_size
+    place = process.rank // config.model_parallel_size % data_parallel
     data = RankData(load_samples(config, options.data), place, data_parallel, *batch_shape)
     say(process, *notices(config, options.engine), *changes)
 
