@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("deepspeed")
 pytest.importorskip("yaml")
 
+import sharding
 import trainings
 
 from commtrace.analyses import measured, reconciliation
@@ -41,24 +42,32 @@ def records_of(run: Run) -> Records:
     return np.concatenate([block for segment in run.processes[0].segments for block in segment.blocks()])
 
 
+SOURCES = (
+    (trainings.VARIANTS, trainings.variants, 3),
+    (trainings.SHARED, trainings.shared, 4),
+    (sharding.SHARDED, sharding.sharded, sharding.RANKS),
+)
+"""Trainings, what runs them, and on how many ranks."""
+
+
 @functools.cache
 def known(name: str) -> tuple[dict[str, Any], Steps]:
-    """The job of a variant, and what rank 0 communicated."""
-    run = (trainings.shared() if name in trainings.SHARED else trainings.variants())[name]
+    """The job of a training, and what rank 0 communicated."""
+    run = next(runs for wanted, runs, _ in SOURCES if name in wanted)()[name]
     assert run.job is not None
     return run.job, measured_steps(run, records_of(run))
 
 
-NAMES = [*trainings.VARIANTS, *trainings.SHARED]
+NAMES = [name for wanted, _, _ in SOURCES for name in wanted]
 CONFIGURED = [name for name in NAMES if "ddp" not in trainings.VARIANTS.get(name, {})]
 
 
 def is_clean_as_described(name: str) -> bool:
     """Whether theory says what was measured, from the configuration alone."""
-    one = {**trainings.VARIANTS, **trainings.SHARED}[name]
+    one, ranks = next((wanted[name], ranks) for wanted, _, ranks in SOURCES if name in wanted)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            row = trainings.described(one, 4 if name in trainings.SHARED else 3, Path(folder))
+            row = trainings.described(one, ranks, Path(folder))
         except NotPredictedError:
             return False
     return is_clean(row, known(name)[1])

@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from commtrace.analyses.theory import NotPredictedError, hugging_face
+from commtrace.analyses.theory import hugging_face
 from commtrace.analyses.theory.architecture import Figures, Part, gpt_neox
 from commtrace.analyses.theory.described import TYPES, Layout, ddp_row, deepspeed_row
+from commtrace.analyses.theory.fsdp_described import Sharding, fsdp_row
 from commtrace.errors import CommtraceError, MissingLibraryError
 
 if TYPE_CHECKING:
     from commtrace.workloads.gpt_neox.config import NeoxConfig
 
-ENGINES: Final = ("deepspeed", "ddp")
+ENGINES: Final = ("deepspeed", "ddp", "fsdp")
 
 
 class PlanError(CommtraceError):
@@ -154,13 +155,22 @@ def _of_gpt_neox(files: Sequence[str], world: int, options: Options) -> Plan:
     told = {"model": vars(neox_args(config, layout.micro_batch, layout.accumulation))}
     if options.engine == "ddp":
         return Plan({**ddp_row(model, config.precision, layout), **told}, layout, assumed)
-    if config.zero_stage == 3 and config.checkpoint_activations:
-        raise NotPredictedError(
-            "ZeRO-3 with recomputed activations (checkpoint_activations) has no rules yet: parameters are gathered "
-            "again for the second forward pass"
-        )
+    if options.engine == "fsdp":
+        return Plan({**fsdp_row(model, config.precision, layout, _sharding(config, layout)), **told}, layout, assumed)
     settings = deepspeed_config(config, layout.micro_batch, layout.accumulation, verbose=False)
     return Plan({**deepspeed_row(model, settings, layout), **told}, layout, assumed)
+
+
+def _sharding(config: NeoxConfig, layout: Layout) -> Sharding:
+    from commtrace.workloads.gpt_neox.errors import WorkloadError
+
+    said = config.fsdp
+    try:
+        shards = said.shards(layout.data)
+    except WorkloadError as error:
+        raise PlanError(str(error)) from error
+    wide = "fp32" if config.fp32_allreduce else None
+    return Sharding(shards, said.reshard_after_forward, wide, said.sync_every_micro_batch, said.reshard_after_backward)
 
 
 def _assumed_of(config: NeoxConfig) -> tuple[str, ...]:
@@ -204,9 +214,23 @@ def _of_model(
         precision = options.precision or "fp32"
         words = (*assumed, f"all parameters are {TYPES[precision]} (--precision)")
         return Plan(ddp_row(model, precision, layout), layout, words)
+    if engine == "fsdp":
+        precision = options.precision or "fp32"
+        told = {"gradient_accumulation_steps": layout.accumulation, "gradient_clipping": _clipping(settings)}
+        words = (*assumed, "every layer is a unit of fully_shard, and the model itself", _TRAVEL[precision])
+        return Plan({**fsdp_row(model, precision, layout, Sharding(layout.data)), "model": told}, layout, words)
     groups = "biases and norms are a group of the optimizer of their own" if options.groups == 2 else "one group"
     row = deepspeed_row(model, settings, layout, groups=options.groups)
     return Plan(row, layout, (*assumed, f"{groups} (--groups)", "activations are not recomputed"))
+
+
+_TRAVEL: Final = {
+    precision: f"parameters are fp32, and travel as {name} (--precision)" for precision, name in TYPES.items()
+}
+
+
+def _clipping(settings: Mapping[str, Any]) -> float:
+    return float(settings.get("gradient_clipping") or 0.0)
 
 
 def _settled(config: dict[str, Any], hidden: int, options: Options) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def _volume(found: Forecast, messages: Iterable[Message]) -> dict[str, Any]:
 
 def _wire(found: Forecast, messages: Iterable[Message]) -> Fraction:
     ranks = found.prediction.ranks_of
-    return sum((sent(one.op, one.payload, ranks(one.role)) * one.calls for one in messages), Fraction(0))
+    return sum((sent(one.op, one.payload, one.ranks or ranks(one.role)) * one.calls for one in messages), Fraction(0))
 
 
 def sizes(found: Forecast) -> Iterator[dict[str, Any]]:

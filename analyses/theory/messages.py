@@ -19,6 +19,7 @@ class Message:
     calls: int = 1
     most: int | None = None  # calls at the most, where their number depends on what the job does not say
     role: str = "data"
+    ranks: int | None = None  # of its group, where a role has groups of several sizes
 
     @property
     def bytes(self) -> int:
@@ -76,8 +77,8 @@ def sent(op: str, payload: int, ranks: int) -> Fraction:
 
 
 def wire(messages: Iterable[Message], ranks: int) -> Fraction:
-    """Bytes that a rank must at least send for all of them."""
-    return sum((sent(one.op, one.payload, ranks) * one.calls for one in messages), Fraction(0))
+    """Bytes that a rank must at least send for all of them; `ranks`: of the groups of those that do not say."""
+    return sum((sent(one.op, one.payload, one.ranks or ranks) * one.calls for one in messages), Fraction(0))
 
 
 def telescope(start: Fraction, levels: Mapping[str, Fraction]) -> list[Bar]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from . import ddp, tensor, zero, zero3, zero12
+from . import ddp, fsdp, tensor, zero, zero3, zero12
 from .job import Job, NotPredictedError
 from .messages import Prediction
 
 SCHEMES: Final[dict[tuple[str, str, int | None], Callable[[Job], Prediction]]] = {
     ("ddp", "DistributedDataParallel", None): ddp.predict,
+    ("fsdp", "fully_shard", None): fsdp.predict,
     ("deepspeed", "DeepSpeedEngine", 0): zero.predict,
     ("deepspeed", "DeepSpeedEngine", 1): zero12.predict,
     ("deepspeed", "DeepSpeedEngine", 2): zero12.predict,

@@ -65,8 +65,8 @@ def settle_precision(config: NeoxConfig, engine: str, device: torch.device) -> t
     if device.type == "cpu":
         notice = "fp16 needs a GPU; training in bf16, which has the same size (--precision fp32 for full precision)"
         return dataclasses.replace(config, precision="bf16", precision_block={}), [notice]
-    if engine == "ddp":
-        raise ConfigError("fp16 needs DeepSpeed's loss scaling; give --precision bf16 or fp32 with --engine ddp")
+    if engine != "deepspeed":
+        raise ConfigError(f"fp16 needs DeepSpeed's loss scaling; give --precision bf16 or fp32 with --engine {engine}")
     return config, []
 
 
@@ -75,8 +75,8 @@ def notices(config: NeoxConfig, engine: str) -> list[str]:
     found = []
     if config.unknown_keys:
         found.append(f"keys without a meaning here, ignored: {', '.join(config.unknown_keys)}")
-    if engine == "ddp" and config.deepspeed_keys:
-        found.append(f"DeepSpeed's keys, ignored with --engine ddp: {', '.join(sorted(config.deepspeed_keys))}")
+    if engine != "deepspeed" and config.deepspeed_keys:
+        found.append(f"DeepSpeed's keys, ignored with --engine {engine}: {', '.join(sorted(config.deepspeed_keys))}")
     return found
 
 
@@ -94,6 +94,12 @@ def make_engine(options: Namespace, config: NeoxConfig, device: torch.device, ba
         DdpEngine.initialise(backend)
         seed_everything(config.seed)
         return DdpEngine(config, device, *batch_shape)
+    if options.engine == "fsdp":
+        from .fsdp_engine import FsdpEngine  # brings torch.distributed.fsdp, which takes a while
+
+        FsdpEngine.initialise(backend)
+        seed_everything(config.seed)
+        return FsdpEngine(config, device, *batch_shape)
     DeepSpeedEngine.initialise(backend, options.verbose)
     seed_everything(config.seed)
     return DeepSpeedEngine(config, device, *batch_shape, options.verbose)
@@ -130,8 +136,12 @@ def run(options: Namespace, process: Process) -> None:
         prepare_import(device, options.verbose)
         check_zero_block(config)
     elif options.zero_stage:
-        raise ConfigError(f"--zero-stage {options.zero_stage} is DeepSpeed's; leave it out with --engine ddp")
+        raise ConfigError(
+            f"--zero-stage {options.zero_stage} is DeepSpeed's; leave it out with --engine {options.engine}"
+        )
     data_parallel = config.data_parallel(process.world_size)
+    if options.engine == "fsdp":
+        config.fsdp.shards(data_parallel)
     if config.model_parallel_size > 1 and config.zero_stage == 3:
         raise ConfigError("tensor parallelism goes with ZeRO 0 to 2 here; set model_parallel_size to 1 with ZeRO-3")
     batch_shape = config.batch_shape(data_parallel)
