@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from .dtensor_job import cut
+from .dtensor_job import roles as tensor_roles
 from .model_facts import architecture, buffers, dtype_name, known, parameters
 
 
@@ -31,6 +33,7 @@ def describe(root: Any) -> dict[str, Any]:
                 "model": lambda: architecture(root),
             }
         ),
+        **cut(root),
     }
 
 
@@ -40,6 +43,7 @@ def roles(root: Any) -> Iterator[tuple[Any, str, str]]:
         for mesh in (group.mesh_info, group.post_forward_mesh_info):
             for name in ("replicate_process_group", "shard_process_group", "reduce_scatter_process_group"):
                 yield getattr(mesh, name, None), "data", "torch.distributed.fsdp.fully_shard"
+    yield from tensor_roles(root)
 
 
 def _groups(root: Any) -> Iterator[Any]:

@@ -29,6 +29,8 @@ _LITTLE: Final[dict[str, Any]] = {
     "stage3_max_live_parameters": 90_000,
     "stage3_max_reuse_distance": 50_000,
 }
+_CUT4: Final[dict[str, Any]] = {"model_parallel_size": 4, "num_attention_heads": 4}
+_CUT2: Final[dict[str, Any]] = {"model_parallel_size": 2}
 
 SHARDED: Final[dict[str, dict[str, Any]]] = {
     "fsdp": _fsdp(),
@@ -43,6 +45,17 @@ SHARDED: Final[dict[str, dict[str, Any]]] = {
     "hsdp": _fsdp(shard_size=2),
     "hsdp-bf16": _fsdp("bf16", 2, shard_size=2, sync_every_micro_batch=True),
     "hsdp-copies": _fsdp(shard_size=1, parts=2),
+    "tp": _fsdp(top=_CUT4, parts=2),
+    "tp-bf16": _fsdp("bf16", top={**_CUT4, "gradient_clipping": 0.0, "no_weight_tying": False}),
+    "tp-again": _fsdp(top={**_CUT4, **_AGAIN, "checkpoint_num_layers": 2, "gpt_j_residual": True}),
+    "tp-sequence": _fsdp(top=_CUT4, sequence_parallel=True),
+    "tp-sequence-again": _fsdp(
+        "bf16", 2, top={**_CUT4, **_AGAIN, "checkpoint_reentrant": False}, sequence_parallel=True
+    ),
+    "fsdp-tp": _fsdp(top=_CUT2),
+    "fsdp-tp-bf16": _fsdp("bf16", 2, top={**_CUT2, "no_weight_tying": False}, sync_every_micro_batch=True),
+    "fsdp-tp-sequence": _fsdp(top=_CUT2, parts=2, sequence_parallel=True),
+    "fsdp-tp-sequence-wide": _fsdp("bf16", 3, top={**_CUT2, "fp32_allreduce": True}, sequence_parallel=True),
     "zero3-again": _zero({**_AGAIN, "checkpoint_num_layers": 2}),
     "zero3-again-early": _zero({**_AGAIN, "checkpoint_reentrant": False}, "bf16", **_LITTLE),
     "zero3-again-masked": _zero({**_AGAIN, "hidden_dropout": 0.1, "checkpoint_reentrant": False}, **_LITTLE),

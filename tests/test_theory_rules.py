@@ -103,6 +103,8 @@ def wrong(value: Any) -> Any:
         return {key: wrong(one) for key, one in value.items()}
     if hasattr(value, "part"):
         return replace(value, part=value.part + 1)
+    if hasattr(value, "backward"):
+        return replace(value, **{way: tuple(wrong([*getattr(value, way)])) for way in ("forward", "backward")})
     if hasattr(value, "prefetch"):
         return replace(value, prefetch=value.prefetch // 1000, live=value.live // 1000, reuse=value.reuse // 1000)
     assert isinstance(value, list), value

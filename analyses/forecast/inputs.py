@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from commtrace.analyses.theory import hugging_face
 from commtrace.analyses.theory.architecture import Figures, Part, gpt_neox
 from commtrace.analyses.theory.described import TYPES, Layout, ddp_row, deepspeed_row
+from commtrace.analyses.theory.dtensor_described import dtensor_row
 from commtrace.analyses.theory.fsdp_described import Sharding, fsdp_row
 from commtrace.errors import CommtraceError, MissingLibraryError
 
@@ -156,9 +157,19 @@ def _of_gpt_neox(files: Sequence[str], world: int, options: Options) -> Plan:
     if options.engine == "ddp":
         return Plan({**ddp_row(model, config.precision, layout), **told}, layout, assumed)
     if options.engine == "fsdp":
-        return Plan({**fsdp_row(model, config.precision, layout, _sharding(config, layout)), **told}, layout, assumed)
+        return Plan({**_fsdp_row(config, layout), **told}, layout, assumed)
     settings = deepspeed_config(config, layout.micro_batch, layout.accumulation, verbose=False)
     return Plan({**deepspeed_row(model, settings, layout), **told}, layout, assumed)
+
+
+def _fsdp_row(config: NeoxConfig, layout: Layout) -> dict[str, Any]:
+    """`fully_shard`, or where no ranks are left for it tensor parallelism alone."""
+    whole = gpt_neox(
+        Figures(config.num_layers, config.hidden_size, config.padded_vocab_size, not config.no_weight_tying)
+    )
+    if layout.data == 1 and layout.tensor > 1:
+        return dtensor_row(whole, config.precision, layout, along_sequence=config.fsdp.sequence_parallel)
+    return fsdp_row(whole, config.precision, layout, _sharding(config, layout))
 
 
 def _sharding(config: NeoxConfig, layout: Layout) -> Sharding:
@@ -170,7 +181,14 @@ def _sharding(config: NeoxConfig, layout: Layout) -> Sharding:
     except WorkloadError as error:
         raise PlanError(str(error)) from error
     wide = "fp32" if config.fp32_allreduce else None
-    return Sharding(shards, said.reshard_after_forward, wide, said.sync_every_micro_batch, said.reshard_after_backward)
+    return Sharding(
+        shards,
+        said.reshard_after_forward,
+        wide,
+        said.sync_every_micro_batch,
+        said.reshard_after_backward,
+        said.sequence_parallel,
+    )
 
 
 def _assumed_of(config: NeoxConfig) -> tuple[str, ...]:

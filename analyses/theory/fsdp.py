@@ -18,6 +18,7 @@ from math import ceil, prod
 from typing import Any, Final
 
 from .closed_forms import all_reduce, shared
+from .dtensor import cut_parameters, styles
 from .further_forms import hybrid_sharded
 from .job import Job, NotPredictedError, element_size
 from .messages import Bar, Message, Prediction, additions, telescope, wire
@@ -243,8 +244,13 @@ def summed(unit: Unit) -> list[Message]:
 
 @rule("torch.nn.utils.clip_grad_norm_ (of DTensors)", TORCH)
 def clipping(job: Job, units: list[Unit]) -> list[Message]:
-    """The norms of all gradients in one call, a number for each parameter, among the ranks that share parameters."""
+    """The norms of all gradients in one call, a number for each parameter, among the ranks that share parameters.
+
+    With tensor parallelism in two: of what is cut, and of what is not.
+    """
     shards = max(unit.shards for unit in units)
     if not clips(job) or shards < 2:
         return []
-    return [Message("all_reduce", len(job.trainable) * parameter_size(job), NORM, ranks=shards)]
+    cut = cut_parameters(job, styles(job)) if "tensor_plan" in job.row else 0
+    counts = (count for count in (cut, len(job.trainable) - cut) if count)
+    return [Message("all_reduce", count * parameter_size(job), NORM, ranks=shards) for count in counts]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from .architecture import Facts, Part, facts
 from .described import TYPES, Layout
+from .dtensor_described import cut, part_of
 from .job import NotPredictedError
 from .rules import TORCH, rule
 
@@ -26,6 +28,8 @@ class Sharding:
     """fp32: gradients travel in it; None: as they are."""
     sync_every_micro_batch: bool = False
     reshard_after_backward: bool = True
+    along_sequence: bool = False
+    """Tensor-parallel ranks divide the sequence between their layers."""
 
 
 def fsdp_row(model: Part, precision: str, layout: Layout, sharding: Sharding) -> dict[str, Any]:
@@ -34,6 +38,8 @@ def fsdp_row(model: Part, precision: str, layout: Layout, sharding: Sharding) ->
         raise NotPredictedError("fp16 under fully_shard has no rules yet")
     found = facts(model, "float32")
     units = _units(found)
+    tensor = cut(model, layout, along_sequence=sharding.along_sequence)
+    rows = tensor.get("tensor_plan", [])
     last = layout.accumulation == 1
     return {
         "source": "fsdp",
@@ -42,9 +48,10 @@ def fsdp_row(model: Part, precision: str, layout: Layout, sharding: Sharding) ->
         "reduce_grads": last or sharding.sync_every_micro_batch,
         "all_reduce_grads": last or sharding.sync_every_micro_batch,
         "reshard_after_backward": last or sharding.reshard_after_backward,
-        "units": [_unit(found, name, numbers, precision, layout, sharding) for name, numbers in units.items()],
+        "units": [_unit(found, name, numbers, precision, layout, sharding, rows) for name, numbers in units.items()],
         "parameters": found.parameters,
         "buffers": found.buffers,
+        **tensor,
     }
 
 
@@ -58,12 +65,18 @@ def _units(found: Facts) -> dict[str, list[int]]:
 
 
 def _unit(
-    found: Facts, name: str, numbers: list[int], precision: str, layout: Layout, sharding: Sharding
+    found: Facts,
+    name: str,
+    numbers: list[int],
+    precision: str,
+    layout: Layout,
+    sharding: Sharding,
+    rows: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     return {
         "name": name,
         "parameters": numbers,
-        "shapes": [found.parameters[number]["shape"] for number in numbers],
+        "shapes": [part_of(found, number, rows, layout.tensor) for number in numbers],
         "dims": [0] * len(numbers),
         "dtypes": [TYPES[precision]] * len(numbers),
         "reduce_dtype": reduce_dtype(precision, sharding.reduce_dtype),

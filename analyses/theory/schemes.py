@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from . import ddp, fsdp, tensor, zero, zero3, zero12
+from . import ddp, dtensor, fsdp, tensor, zero, zero3, zero12
 from .job import Job, NotPredictedError
 from .messages import Prediction
 
 SCHEMES: Final[dict[tuple[str, str, int | None], Callable[[Job], Prediction]]] = {
     ("ddp", "DistributedDataParallel", None): ddp.predict,
     ("fsdp", "fully_shard", None): fsdp.predict,
+    ("dtensor", "parallelize_module", None): dtensor.predict,
     ("deepspeed", "DeepSpeedEngine", 0): zero.predict,
     ("deepspeed", "DeepSpeedEngine", 1): zero12.predict,
     ("deepspeed", "DeepSpeedEngine", 2): zero12.predict,
@@ -34,6 +35,9 @@ def predict(row: Mapping[str, Any]) -> Prediction:
         raise NotPredictedError(f"there are no rules for {named} yet")
     try:
         job = Job(row)
-        return tensor.added(job, SCHEMES[kind](job)) if job.tensor > 1 else SCHEMES[kind](job)
-    except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
+        found = SCHEMES[kind](job)
+        if kind[0] == "fsdp" and "tensor_plan" in row:
+            return dtensor.added(job, found)
+        return tensor.added(job, found) if job.tensor > 1 and kind[0] != "dtensor" else found
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
         raise NotPredictedError(f"the job in the log cannot be read ({type(error).__name__}: {error})") from error

@@ -174,7 +174,7 @@ def gathers(job: Job, sets: Iterable[tuple[int, ...]], cause: str) -> list[Messa
         for part in _calls(job, numbers):
             size = sum(padded(job, job.parameters[number]) for number in part) * job.parameters[part[0]].size
             most = None if cause == PERSISTENT else len(part)
-            found.append(Message("all_gather", size, cause, most=most))
+            found.append(Message("all_gather", size, cause, most=most, ranks=job.ranks if near(job) else None))
     return found
 
 

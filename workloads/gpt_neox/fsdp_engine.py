@@ -36,6 +36,8 @@ class FsdpEngine:
         model.neox_args = neox_args(config, micro_batch, accumulation)
         tensor, data = config.model_parallel_size, config.data_parallel(dist.get_world_size())
         mesh = make_mesh(device.type, data, self._settings.shards(data), tensor)
+        if config.precision == "bf16" and data == 1:
+            model.to(torch.bfloat16)  # nothing here keeps fp32 parameters beside them
         if tensor > 1:
             parallelize(model, mesh["tensor"], along_sequence=self._settings.sequence_parallel)
         self._model: Any = shard(model, config, _data(mesh)) if data > 1 else model
@@ -88,10 +90,10 @@ class FsdpEngine:
 def make_mesh(device: str, data: int, shards: int, tensor: int) -> DeviceMesh:
     """Copies outermost, then the ranks over which parameters are divided, innermost those that share a model.
 
-    Dimensions of one rank are left out, but for "shard".
+    Dimensions of one rank are left out, but for "shard" where there is data parallelism.
     """
     sizes = {"replicate": data // shards, "shard": shards, "tensor": tensor}
-    sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+    sizes = {name: size for name, size in sizes.items() if size > 1 or (name == "shard" and data > 1)}
     return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
