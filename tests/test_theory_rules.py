@@ -59,7 +59,7 @@ def known(name: str) -> tuple[dict[str, Any], Steps]:
 
 
 NAMES = [name for wanted, _, _ in SOURCES for name in wanted]
-CONFIGURED = [name for name in NAMES if "ddp" not in trainings.VARIANTS.get(name, {})]
+CONFIGURED = [name for wanted, _, _ in SOURCES for name, one in wanted.items() if "model" in one]
 
 
 def is_clean_as_described(name: str) -> bool:

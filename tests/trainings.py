@@ -278,8 +278,9 @@ def train(wanted: dict[str, dict[str, Any]], folder: Path, number: int) -> dict[
 
 def _order(folder: Path, name: str, one: dict[str, Any]) -> dict[str, Any]:
     order = {"log": str(folder / name), "port": processes.free_port()}
-    if "ddp" in one:
-        return {**order, "ddp": one["ddp"]}
+    for plain in ("ddp", "fsdp"):
+        if plain in one:
+            return {**order, plain: one[plain]}
     config = folder / f"{name}.yml"
     config.write_text(json.dumps(one["model"]))
     return {**order, "arguments": ["tiny", str(config), *one["options"], "--train-iters", "3"]}

@@ -43,7 +43,7 @@ class FsdpEngine:
         self._model: Any = shard(model, config, _data(mesh)) if data > 1 else model
         self._tensor, self._sharded = tensor, data > 1
         groups = weight_decay_groups(model, config.weight_decay)
-        # One after the other: DTensors of several meshes cannot be updated together.
+        # One after the other: plain tensors and DTensors cannot be updated together.
         self._optimizer = torch.optim.AdamW(
             groups, lr=1.0, betas=(config.betas[0], config.betas[1]), eps=config.eps, foreach=tensor == 1
         )
