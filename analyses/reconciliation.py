@@ -84,6 +84,7 @@ COLUMNS: Final[dict[str, tuple[str, ...]]] = {
 }
 
 Key = tuple[str, str]  # role, operation
+Wanted = dict[tuple[int, int], int]  # calls by payload and ranks; 0: however many the role's group has
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,8 @@ class Calls:
     wire: Fraction | None
     phase: str
     site: str
+    ranks: int = 0
+    """Of their group."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +203,8 @@ def steps_of(table: pd.DataFrame) -> dict[int, list[tuple[Key, Calls]]]:
     rows: Iterable[Any] = table.itertuples(index=False)
     for row in rows:
         wire = Fraction(int(row.wire_parts), int(row.ranks)) if row.ranks and not row.wire_unknown else None
-        calls = Calls(int(row.size), int(row.calls), int(row.payload_bytes), wire, str(row.phase), str(row.site))
+        counts = int(row.size), int(row.calls), int(row.payload_bytes)
+        calls = Calls(*counts, wire, str(row.phase), str(row.site), int(row.ranks))
         found[int(row.step)].append(((str(row.role), str(row.op)), calls))
     return found
 
@@ -212,19 +216,16 @@ def compare(
     expected: Iterable[Message], found: Iterable[tuple[Key, Calls]], ranks_of: Callable[[str], int]
 ) -> list[Cell]:
     """The cells of one step. `ranks_of`: the size of the group of a role."""
-    wanted: dict[Key, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    ranks: dict[tuple[Key, int], int] = {}
+    wanted: dict[Key, Wanted] = defaultdict(lambda: defaultdict(int))
     for one in expected:
-        wanted[one.role, one.op][one.payload] += one.calls
-        ranks[(one.role, one.op), one.payload] = one.ranks or ranks_of(one.role)
+        wanted[one.role, one.op][one.payload, one.ranks or 0] += one.calls
     there: dict[Key, list[Calls]] = defaultdict(list)
     for key, calls in found:
         there[key].append(calls)
-    return [_cell(key, wanted[key], there[key], ranks) for key in sorted({*wanted, *there})]
+    return [_cell(key, wanted[key], there[key], ranks_of(key[0])) for key in sorted({*wanted, *there})]
 
 
-def _cell(key: Key, wanted: Mapping[int, int], there: Sequence[Calls], ranks: Mapping[tuple[Key, int], int]) -> Cell:
-    """`ranks`: sizes of the groups of what is expected."""
+def _cell(key: Key, wanted: Wanted, there: Sequence[Calls], ranks: int) -> Cell:
     if any(calls.size < 0 for calls in there):
         return _cell_of_sums(key, wanted, there, ranks)
     missing = dict(wanted)
@@ -232,25 +233,27 @@ def _cell(key: Key, wanted: Mapping[int, int], there: Sequence[Calls], ranks: Ma
     sites, leftovers = [], []
     # A call of a framework's own line is sooner the expected one than one of the program's with the same size.
     for calls in sorted(there, key=lambda one: not one.site.startswith(("deepspeed/", "torch/"))):
-        taken = min(calls.calls, missing.get(calls.size, 0))
+        taken = 0
+        for like in ((calls.size, calls.ranks), (calls.size, 0)):
+            some = min(calls.calls - taken, missing.get(like, 0))
+            if some:
+                missing[like] -= some
+                taken += some
         if taken:
-            missing[calls.size] -= taken
             matched_calls, matched_bytes = matched_calls + taken, matched_bytes + taken * calls.size
             sites.append(calls.site)
         if calls.calls > taken:
             leftovers.append(_extra(key, calls, calls.calls - taken))
-    leftovers += [_missing(key, size, count, ranks[key, size]) for size, count in missing.items() if count]
+    leftovers += [_missing(key, size, count, own or ranks) for (size, own), count in missing.items() if count]
     return Cell(key, matched_calls, matched_bytes, tuple(sites), tuple(leftovers))
 
 
-def _cell_of_sums(
-    key: Key, wanted: Mapping[int, int], there: Sequence[Calls], ranks: Mapping[tuple[Key, int], int]
-) -> Cell:
-    calls, size = sum(wanted.values()), sum(one * count for one, count in wanted.items())
+def _cell_of_sums(key: Key, wanted: Wanted, there: Sequence[Calls], ranks: int) -> Cell:
+    calls, size = sum(wanted.values()), sum(one * count for (one, _), count in wanted.items())
     if (sum(one.calls for one in there), sum(one.bytes for one in there)) == (calls, size):
         return Cell(key, calls, size, tuple(one.site for one in there), ())
     extras = [_extra(key, one, one.calls) for one in there]
-    gone = [_missing(key, one, count, ranks[key, one]) for one, count in wanted.items() if count]
+    gone = [_missing(key, one, count, own or ranks) for (one, own), count in wanted.items() if count]
     return Cell(key, 0, 0, (), (*extras, *gone))
 
 

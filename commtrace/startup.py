@@ -25,6 +25,8 @@ HOOKS = {
     "torch": "commtrace.hooks.torch",
     "mpi4py.MPI": "commtrace.hooks.mpi",
     "deepspeed": "commtrace.hooks.deepspeed",
+    "torch.distributed.tensor.parallel.api": "commtrace.hooks.dtensor",
+    "torch.distributed.fsdp._fully_shard._fsdp_state": "commtrace.hooks.fsdp",
 }
 
 _installed: list[str] = []

@@ -17,6 +17,12 @@ Describe = Callable[[Any], dict[str, Any]]
 Roles = Callable[[Any], Iterator[tuple[Any, str, str]]]
 
 _numbers = itertools.count(1)
+_every: list[Jobs] = []
+
+
+def any_known() -> bool:
+    """Whether some engine has been built."""
+    return any(one.known for one in _every)
 
 
 class Jobs:
@@ -28,7 +34,13 @@ class Jobs:
         `message_roles` gives the same of messages from rank to rank that serve another dimension than their group.
         """
         self._describe, self._roles, self._message_roles = describe, roles, message_roles
+        _every.append(self)
         self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    @property
+    def known(self) -> bool:
+        """One of these engines has been built."""
+        return len(self._known) > 0
 
     def install(self) -> None:
         """Tell each recorder that begins from now on."""

@@ -187,7 +187,11 @@ def test_the_trainer_s_auto(tmp_path: Path) -> None:
         ([LLAMA, {"fp16": {"enabled": True}, "bf16": {"enabled": True}}], Options(), "fp16 and bf16 are both enabled"),
         (["tiny", LLAMA], Options(), "a GPT-NeoX file says all"),
         (["nowhere.yml"], Options(), "nowhere.yml: no such file"),
-        (["13B"], Options(zero_stage=3), "ZeRO-3 with recomputed activations"),
+        (
+            [LLAMA, {"zero_optimization": {"stage": 3, "mics_shard_size": 8}}],
+            Options(),
+            "MiCS is gone from DeepSpeed, 0.19.8 refuses it",
+        ),
     ],
 )
 def test_what_is_no_job_is_said(contents: list[Any], options: Options, words: str, tmp_path: Path) -> None:

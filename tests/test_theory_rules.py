@@ -18,6 +18,7 @@ pytest.importorskip("deepspeed")
 pytest.importorskip("yaml")
 
 import pipelines
+import sharding
 import trainings
 
 from commtrace.analyses import measured, reconciliation
@@ -42,10 +43,18 @@ def records_of(run: Run, rank: int = 0) -> Records:
     return np.concatenate([block for segment in run.processes[rank].segments for block in segment.blocks()])
 
 
+SOURCES = (
+    (trainings.VARIANTS, trainings.variants, 3),
+    (trainings.SHARED, trainings.shared, 4),
+    (sharding.SHARDED, sharding.sharded, sharding.RANKS),
+)
+"""Trainings, what runs them, and on how many ranks."""
+
+
 @functools.cache
 def known(name: str) -> tuple[dict[str, Any], Steps]:
-    """The job of a variant, and what rank 0 communicated."""
-    run = (trainings.shared() if name in trainings.SHARED else trainings.variants())[name]
+    """The job of a training, and what rank 0 communicated."""
+    run = next(runs for wanted, runs, _ in SOURCES if name in wanted)()[name]
     assert run.job is not None
     return run.job, measured_steps(run, records_of(run))
 
@@ -83,16 +92,16 @@ def pipeline_is_clean_as_described(name: str) -> bool:
     return all(is_clean(row, known_stage(name, stage)[1]) for stage, row in enumerate(rows))
 
 
-NAMES = [*trainings.VARIANTS, *trainings.SHARED]
-CONFIGURED = [name for name in NAMES if "ddp" not in trainings.VARIANTS.get(name, {})]
+NAMES = [name for wanted, _, _ in SOURCES for name in wanted]
+CONFIGURED = [name for wanted, _, _ in SOURCES for name, one in wanted.items() if "model" in one]
 
 
 def is_clean_as_described(name: str) -> bool:
     """Whether theory says what was measured, from the configuration alone."""
-    one = {**trainings.VARIANTS, **trainings.SHARED}[name]
+    one, ranks = next((wanted[name], ranks) for wanted, _, ranks in SOURCES if name in wanted)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            row = trainings.described(one, 4 if name in trainings.SHARED else 3, Path(folder))
+            row = trainings.described(one, ranks, Path(folder))
         except NotPredictedError:
             return False
     return is_clean(row, known(name)[1])
@@ -128,6 +137,8 @@ def wrong(value: Any) -> Any:
         return {key: wrong(one) for key, one in value.items()}
     if hasattr(value, "part"):
         return replace(value, part=value.part + 1)
+    if hasattr(value, "backward"):
+        return replace(value, **{way: tuple(wrong([*getattr(value, way)])) for way in ("forward", "backward")})
     if hasattr(value, "prefetch"):
         return replace(value, prefetch=value.prefetch // 1000, live=value.live // 1000, reuse=value.reuse // 1000)
     assert isinstance(value, list), value

@@ -93,7 +93,7 @@ def once(train_all: Callable[[], dict[str, Run]]) -> Callable[[], dict[str, Run]
 def shapes() -> dict[str, Run]:
     """Runs of three models by number, engine, precision and micro-batches: "0-zero3-bf16-4"."""
     print(f"THEORY_SEED={seed()}")
-    return _trained(wanted_shapes(), processes=2)
+    return trained(wanted_shapes(), processes=2)
 
 
 def wanted_shapes() -> dict[str, dict[str, Any]]:
@@ -173,7 +173,7 @@ VARIANTS: Final[dict[str, dict[str, Any]]] = {
 @once
 def variants() -> dict[str, Run]:
     """Runs of VARIANTS by name, on three ranks."""
-    return _trained(VARIANTS, processes=3)
+    return trained(VARIANTS, processes=3)
 
 
 def _shared(ranks: int, which: str, precision: str = "fp32", **keys: Any) -> dict[str, Any]:
@@ -234,7 +234,7 @@ DRAWN: Final = tuple(f"drawn-{number}" for number in range(4))
 @once
 def shared() -> dict[str, Run]:
     """Runs of SHARED by name, and of DRAWN, on four ranks."""
-    return _trained({**SHARED, **drawn()}, processes=4)
+    return trained({**SHARED, **drawn()}, processes=4)
 
 
 def drawn() -> dict[str, dict[str, Any]]:
@@ -260,7 +260,8 @@ def planned(one: dict[str, Any], ranks: int, folder: Path) -> Plan:
     return plan(["tiny", str(config)], ranks, options)
 
 
-def _trained(wanted: dict[str, dict[str, Any]], *, processes: int) -> dict[str, Run]:
+def trained(wanted: dict[str, dict[str, Any]], *, processes: int) -> dict[str, Run]:
+    """Train each of these on so many ranks, in a folder that stays until the tests end."""
     _folders.append(tempfile.TemporaryDirectory())
     return train(wanted, Path(_folders[-1].name), processes)
 
@@ -285,8 +286,9 @@ def train(wanted: dict[str, dict[str, Any]], folder: Path, number: int) -> dict[
 
 def _order(folder: Path, name: str, one: dict[str, Any]) -> dict[str, Any]:
     order = {"log": str(folder / name), "port": processes.free_port()}
-    if "ddp" in one:
-        return {**order, "ddp": one["ddp"]}
+    for plain in ("ddp", "fsdp"):
+        if plain in one:
+            return {**order, plain: one[plain]}
     config = folder / f"{name}.yml"
     config.write_text(json.dumps(one["model"]))
     return {**order, "arguments": ["tiny", str(config), *one["options"], "--train-iters", "3"]}

@@ -60,7 +60,11 @@ class Command:
 def add_options(general: argparse._ActionsContainer, figures: argparse._ActionsContainer) -> None:
     """What the files may leave open: settings, and the model's figures."""
     add = general.add_argument
-    add("--engine", choices=("deepspeed", "ddp"), help="what trains (as the files say; a Hugging Face file alone: ddp)")
+    add(
+        "--engine",
+        choices=("deepspeed", "ddp", "fsdp"),
+        help="what trains (as the files say; a Hugging Face file alone: ddp)",
+    )
     add("--zero-stage", type=int, choices=(0, 1, 2, 3), help="ZeRO's stage")
     add("--precision", choices=("fp32", "bf16", "fp16"))
     add("--micro-batch", metavar="N", type=_whole, help="sequences of one rank in one micro-batch")

@@ -12,16 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from commtrace.analyses.theory import NotPredictedError, hugging_face
+from commtrace.analyses.theory import hugging_face
 from commtrace.analyses.theory.architecture import Figures, Part, gpt_neox
 from commtrace.analyses.theory.described import TYPES, Layout, ddp_row, deepspeed_row
 from commtrace.analyses.theory.described_pipeline import Division, stage_rows
+from commtrace.analyses.theory.dtensor_described import dtensor_row
+from commtrace.analyses.theory.fsdp_described import Sharding, fsdp_row
 from commtrace.errors import CommtraceError, MissingLibraryError
 
 if TYPE_CHECKING:
     from commtrace.workloads.gpt_neox.config import NeoxConfig
 
-ENGINES: Final = ("deepspeed", "ddp")
+ENGINES: Final = ("deepspeed", "ddp", "fsdp")
 
 
 class PlanError(CommtraceError):
@@ -154,15 +156,14 @@ def _of_gpt_neox(files: Sequence[str], world: int, options: Options) -> Plan:
     model = gpt_neox(figures)
     assumed = _assumed_of(config)
     told = {"model": vars(neox_args(config, layout.micro_batch, layout.accumulation))}
-    if options.engine == "ddp":
-        if config.pipe_parallel_size > 1:
-            raise PlanError("pipeline parallelism is DeepSpeed's; set pipe_parallel_size to 1 with --engine ddp")
-        return Plan({**ddp_row(model, config.precision, layout), **told}, layout, assumed)
-    if config.zero_stage == 3 and config.checkpoint_activations:
-        raise NotPredictedError(
-            "ZeRO-3 with recomputed activations (checkpoint_activations) has no rules yet: parameters are gathered "
-            "again for the second forward pass"
+    if options.engine != "deepspeed" and config.pipe_parallel_size > 1:
+        raise PlanError(
+            f"pipeline parallelism is DeepSpeed's; set pipe_parallel_size to 1 with --engine {options.engine}"
         )
+    if options.engine == "ddp":
+        return Plan({**ddp_row(model, config.precision, layout), **told}, layout, assumed)
+    if options.engine == "fsdp":
+        return Plan({**_fsdp_row(config, layout), **told}, layout, assumed)
     settings = deepspeed_config(config, layout.micro_batch, layout.accumulation, verbose=False)
     if config.pipe_parallel_size > 1:
         interval = config.checkpoint_num_layers if config.checkpoint_activations else 0
@@ -170,6 +171,35 @@ def _of_gpt_neox(files: Sequence[str], world: int, options: Options) -> Plan:
         stages = tuple({**row, **told} for row in stage_rows(figures, settings, layout, division))
         return Plan(stages[0], layout, assumed, stages)
     return Plan({**deepspeed_row(model, settings, layout), **told}, layout, assumed)
+
+
+def _fsdp_row(config: NeoxConfig, layout: Layout) -> dict[str, Any]:
+    """`fully_shard`, or where no ranks are left for it tensor parallelism alone."""
+    whole = gpt_neox(
+        Figures(config.num_layers, config.hidden_size, config.padded_vocab_size, not config.no_weight_tying)
+    )
+    if layout.data == 1 and layout.tensor > 1:
+        return dtensor_row(whole, config.precision, layout, along_sequence=config.fsdp.sequence_parallel)
+    return fsdp_row(whole, config.precision, layout, _sharding(config, layout))
+
+
+def _sharding(config: NeoxConfig, layout: Layout) -> Sharding:
+    from commtrace.workloads.gpt_neox.errors import WorkloadError
+
+    said = config.fsdp
+    try:
+        shards = said.shards(layout.data)
+    except WorkloadError as error:
+        raise PlanError(str(error)) from error
+    wide = "fp32" if config.fp32_allreduce else None
+    return Sharding(
+        shards,
+        said.reshard_after_forward,
+        wide,
+        said.sync_every_micro_batch,
+        said.reshard_after_backward,
+        said.sequence_parallel,
+    )
 
 
 def _assumed_of(config: NeoxConfig) -> tuple[str, ...]:
@@ -213,9 +243,23 @@ def _of_model(
         precision = options.precision or "fp32"
         words = (*assumed, f"all parameters are {TYPES[precision]} (--precision)")
         return Plan(ddp_row(model, precision, layout), layout, words)
+    if engine == "fsdp":
+        precision = options.precision or "fp32"
+        told = {"gradient_accumulation_steps": layout.accumulation, "gradient_clipping": _clipping(settings)}
+        words = (*assumed, "every layer is a unit of fully_shard, and the model itself", _TRAVEL[precision])
+        return Plan({**fsdp_row(model, precision, layout, Sharding(layout.data)), "model": told}, layout, words)
     groups = "biases and norms are a group of the optimizer of their own" if options.groups == 2 else "one group"
     row = deepspeed_row(model, settings, layout, groups=options.groups)
     return Plan(row, layout, (*assumed, f"{groups} (--groups)", "activations are not recomputed"))
+
+
+_TRAVEL: Final = {
+    precision: f"parameters are fp32, and travel as {name} (--precision)" for precision, name in TYPES.items()
+}
+
+
+def _clipping(settings: Mapping[str, Any]) -> float:
+    return float(settings.get("gradient_clipping") or 0.0)
 
 
 def _settled(config: dict[str, Any], hidden: int, options: Options) -> dict[str, Any]:

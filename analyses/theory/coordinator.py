@@ -7,13 +7,14 @@ of their use, as many as prefetch_bucket_size and max_live_parameters let, and a
 enough (max_reuse_distance).
 
 Assumed, as the job cannot say it: modules run once each, in the order in which they were made, nested as they are
-registered; the model's input needs no gradient.
+registered; the model's input needs no gradient. Modules whose activations are recomputed (`Stretch`) run once more
+within the backward pass.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -33,19 +34,44 @@ class Limits:
     reuse: int
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """Children of the root that are recomputed together (torch.utils.checkpoint): the first, and behind the last."""
+
+    first: int
+    end: int
+    reentrant: bool
+    masked: bool = False
+    """Something behind the last module is kept for backward, as dropout's mask: recomputed up to there."""
+
+
 @dataclass
 class Traffic:
     """What was communicated: sets of parameters gathered in one call, and lengths of lists that ranks compared."""
 
     gathers: list[tuple[int, ...]] = field(default_factory=list)
+    within: list[tuple[int, ...]] = field(default_factory=list)
+    """The same, of those gathered from the second partition alone (hpZ)."""
     compared: list[int] = field(default_factory=list)
 
 
 class Coordinator:
     """The state between calls. Parameters are numbers; `elements` says how many elements each has."""
 
-    def __init__(self, root: Module, elements: dict[int, int], persistent: frozenset[int], limits: Limits) -> None:
+    def __init__(
+        self,
+        root: Module,
+        elements: dict[int, int],
+        persistent: frozenset[int],
+        limits: Limits,
+        stretches: Sequence[Stretch] = (),
+        second: frozenset[int] | None = None,
+    ) -> None:
+        """`second`: parameters that have a second partition (hpZ) which the optimizer makes invalid."""
         self.root, self.elements, self.persistent, self.limits = root, elements, persistent, limits
+        self.stretches = {stretch.end - 1: stretch for stretch in stretches}
+        self.second = second
+        self.valid = {*elements} if second is not None else set()
         self.traffic = Traffic()
         self.available: set[int] = set()
         self.inflight: set[int] = set()
@@ -72,7 +98,15 @@ def micro_batch(state: Coordinator) -> None:
     """Forward and backward of the whole model, module by module."""
     reset_step(state)
     forward(state, state.root)
-    left = backward(state, state.root, fed=True)
+    fetch(state, state.root)
+    left, at = [state.root], len(state.root.children)
+    while at:
+        stretch = state.stretches.get(at - 1)
+        at = at - 1 if stretch is None else stretch.first
+        if stretch is None:
+            left += backward(state, state.root.children[at], fed=at == 0)
+        else:
+            left += backward_again(state, stretch)
     release_leftovers(state, left)
 
 
@@ -97,6 +131,74 @@ def backward(state: Coordinator, module: Module, *, fed: bool) -> list[Module]:
         return [module, *left]
     release(state, module)
     return left
+
+
+@rule("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.pre_sub_module_forward_function "
+      "(within torch.utils.checkpoint)", DEEPSPEED)  # fmt: skip
+def backward_again(state: Coordinator, stretch: Stretch) -> list[Module]:
+    """Backward of modules whose activations were not kept: they run forward again, first or on the way.
+
+    With reentrant autograd before anything else. Without it when backward first needs what was not kept: at the last
+    module that has parameters, whose backward has begun; and the second forward pass stops there, as it has by then
+    made all that backward needs. Behind it dropout keeps a mask: then that is the place.
+    """
+    modules = state.root.children[stretch.first : stretch.end]
+    if stretch.reentrant:
+        for module in modules:
+            forward(state, module)
+        return [one for at in reversed(range(len(modules))) for one in backward(state, modules[at], fed=False)]
+    last = modules[-1]
+    way = [last] if stretch.masked else last_with_parameters(last)
+    for module in way:
+        fetch(state, module)
+    for module in modules[:-1]:
+        forward(state, module)
+    forward_until(state, last, None if stretch.masked else way[-1])
+    finish_backward(state, way)
+    for at in reversed(range(len(modules) - 1)):
+        backward(state, modules[at], fed=False)
+    return []
+
+
+def last_with_parameters(module: Module) -> list[Module]:
+    """The way to the last module in it that has parameters of its own, itself included."""
+    for child in reversed(module.children):
+        way = last_with_parameters(child)
+        if way:
+            return [module, *way]
+    return [module] if module.parameters else []
+
+
+def forward_until(state: Coordinator, module: Module, end: Module | None) -> bool:
+    """As `forward`, but for what comes behind the beginning of `end`; None: behind the last child of `module`.
+
+    True where it came to its end.
+    """
+    fetch(state, module)
+    if module is end:
+        return True
+    for child in module.children:
+        if end is None:
+            forward(state, child)
+        elif forward_until(state, child, end):
+            return True
+    if end is None:
+        return True
+    release(state, module)
+    return False
+
+
+def finish_backward(state: Coordinator, way: Sequence[Module]) -> None:
+    """The rest of backward of modules within each other whose backward has begun."""
+    inner = way[1] if len(way) > 1 else None
+    begun = inner is None
+    for child in reversed(way[0].children):
+        if begun:
+            backward(state, child, fed=False)
+        elif child is inner:
+            finish_backward(state, way[1:])
+            begun = True
+    release(state, way[0])
 
 
 @rule(_WHERE + "reset_step", DEEPSPEED)
@@ -170,12 +272,16 @@ def prefetch(state: Coordinator) -> None:
 
 @rule(_WHERE + "__all_gather_params_", DEEPSPEED)
 def gather(state: Coordinator, numbers: Iterable[int]) -> None:
-    """One call for those that nobody has gathered."""
+    """One call for those that nobody has gathered; hpZ: one more for those whose second partition is valid."""
     missing = tuple(sorted(set(numbers) - state.available - state.inflight))
-    if missing:
-        state.live += sum(state.elements[number] for number in missing)
-        state.inflight.update(missing)
-        state.traffic.gathers.append(missing)
+    state.live += sum(state.elements[number] for number in missing)
+    state.inflight.update(missing)
+    near = tuple(number for number in missing if number in state.valid)
+    far = tuple(number for number in missing if number not in state.valid)
+    if near:
+        state.traffic.within.append(near)
+    if far:
+        state.traffic.gathers.append(far)
 
 
 @rule(_WHERE + "release_sub_module", DEEPSPEED)
@@ -211,6 +317,20 @@ def release_parameter(state: Coordinator, number: int) -> None:
     if number in state.available and not state.active[number]:
         state.available.discard(number)
         state.live -= state.elements[number]
+        partition_again(state, number)
+
+
+@rule("deepspeed.runtime.zero.partition_parameters.Init._partition_param_sec", DEEPSPEED)
+def partition_again(state: Coordinator, number: int) -> None:
+    """hpZ: what is taken apart is kept in the second partition as well, where it stays until it is invalid."""
+    if state.second is not None:
+        state.valid.add(number)
+
+
+@rule("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.invalidate_secondary_tensor", DEEPSPEED)
+def invalidate(state: Coordinator) -> None:
+    """After the optimizer: the second partition of what it trains is of yesterday."""
+    state.valid -= state.second or frozenset()
 
 
 @rule(_WHERE + "release_backward_leftovers", DEEPSPEED)
@@ -248,4 +368,5 @@ def play(state: Coordinator, micro_batches: int) -> list[Traffic]:
         parts.append(state.take())
     release_all(state)
     gather_persistent(state)
+    invalidate(state)
     return [*parts, state.take()]

@@ -167,7 +167,10 @@ def zero_settings(block: Mapping[str, Any]) -> dict[str, Any]:
         found["overlap_comm"] = found["stage"] == 3
     if found["allgather_sequential"] and found["stage"] == 3:
         found["prefetch_bucket_size"] = 1  # the engine sets it
-    for name in ("offload_param", "offload_optimizer", "zenflow", "mics_shard_size"):
+    for name in ("mics_shard_size", "mics_hierarchical_params_gather"):
+        if name in given:
+            raise NotPredictedError(f"zero_optimization.{name}: MiCS is gone from DeepSpeed, {DEEPSPEED[1]} refuses it")
+    for name in ("offload_param", "offload_optimizer", "zenflow"):
         if given.get(name) not in (None, {}, -1):
             raise NotPredictedError(f"zero_optimization.{name} has no rules yet")
     if found["module_granularity_threshold"]:

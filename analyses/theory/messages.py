@@ -19,7 +19,7 @@ class Message:
     calls: int = 1
     most: int | None = None  # calls at the most, where their number depends on what the job does not say
     role: str = "data"
-    ranks: int | None = None  # size of the group, where it is not that of the role's
+    ranks: int | None = None  # of its group, where a role has groups of several sizes
 
     @property
     def bytes(self) -> int:
@@ -80,7 +80,7 @@ def sent(op: str, payload: int, ranks: int) -> Fraction:
 
 
 def wire(messages: Iterable[Message], ranks: int) -> Fraction:
-    """Bytes that a rank must at least send for all of them."""
+    """Bytes that a rank must at least send for all of them; `ranks`: of the groups of those that do not say."""
     return sum((sent(one.op, one.payload, one.ranks or ranks) * one.calls for one in messages), Fraction(0))
 
 

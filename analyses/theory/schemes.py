@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from . import ddp, pipeline, tensor, zero, zero3, zero12
+from . import ddp, dtensor, fsdp, pipeline, tensor, zero, zero3, zero12
 from .job import Job, NotPredictedError
 from .messages import Prediction
 
 SCHEMES: Final[dict[tuple[str, str, int | None], Callable[[Job], Prediction]]] = {
     ("ddp", "DistributedDataParallel", None): ddp.predict,
+    ("fsdp", "fully_shard", None): fsdp.predict,
+    ("dtensor", "parallelize_module", None): dtensor.predict,
     ("deepspeed", "DeepSpeedEngine", 0): zero.predict,
     ("deepspeed", "DeepSpeedEngine", 1): zero12.predict,
     ("deepspeed", "DeepSpeedEngine", 2): zero12.predict,
@@ -35,8 +37,11 @@ def predict(row: Mapping[str, Any]) -> Prediction:
         raise NotPredictedError(f"there are no rules for {named} yet")
     try:
         job = Job(row)
-        prediction = SCHEMES[kind](job)
+        found = SCHEMES[kind](job)
+        if kind[0] == "fsdp" and "tensor_plan" in row:
+            return dtensor.added(job, found)
         # A pipeline's rules know of the tensor parallelism of its stages.
-        return tensor.added(job, prediction) if job.tensor > 1 and kind[1] != "PipelineEngine" else prediction
-    except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
+        knows = kind[0] == "dtensor" or kind[1] == "PipelineEngine"
+        return tensor.added(job, found) if job.tensor > 1 and not knows else found
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
         raise NotPredictedError(f"the job in the log cannot be read ({type(error).__name__}: {error})") from error

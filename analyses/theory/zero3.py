@@ -6,14 +6,16 @@ parameter gathered.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 from typing import Final
 
 from .buckets import fitting, most_fitting
 from .closed_forms import shared, zero_3
-from .coordinator import Coordinator, Limits, Traffic, play
+from .coordinator import Coordinator, Limits, Stretch, Traffic, play
 from .gradients import gradient_order, weights_first
 from .job import Job, NotPredictedError, Tensor, element_size
 from .messages import Bar, Message, Prediction, additions, settled, telescope, wire
@@ -43,22 +45,26 @@ def predict(job: Job) -> Prediction:
     for name in _OFF:
         if job.zero(name):
             raise NotPredictedError(f"{name} has no rules yet")
-    if int(job.zero("zero_hpz_partition_size")) != 1 or job.fact("optimizer") != "DeepSpeedZeroOptimizer_Stage3":
+    if job.fact("optimizer") != "DeepSpeedZeroOptimizer_Stage3":
         raise NotPredictedError(f"{job.fact('optimizer')} with these partitions has no rules yet")
     start = (*initial_broadcasts(job), *barriers(job), *initial_gathers(job))
-    state = Coordinator(job.root, dict(enumerate(_elements(job))), persistent(job), limits(job))
+    second = frozenset(number for group in job.groups for number in group) if near(job) else None
+    state = Coordinator(job.root, dict(enumerate(_elements(job))), persistent(job), limits(job), stretches(job), second)
     traffics = [play(state, job.micro_batches) for _ in range(_STEPS)]
     steps = settled(_step(job, traffic) for traffic in traffics)
     form = Bar("equation 3: 3 P (d-1)/d", zero_3(sum(_elements(job)), job.ranks) * parameter_size(job))
     small = gathers(job, traffics[-1][-1].gathers, PERSISTENT)
     skipped = ((*norms(job), *small), tuple(small))
-    return Prediction("ZeRO-3", job.ranks, start, steps, form, tuple(_bars(job, traffics[-1], steps[-1])), skipped)
+    scheme = f"ZeRO-3, hpZ within {near(job)} ranks" if near(job) else "ZeRO-3"
+    return Prediction(scheme, job.ranks, start, steps, form, tuple(_bars(job, traffics[-1], steps[-1])), skipped)
 
 
 def _step(job: Job, parts: list[Traffic]) -> tuple[Message, ...]:
     *passes, optimizer = parts
     return (
-        *(one for part in passes for one in (*comparisons(part), *gathers(job, part.gathers, PARAMETERS))),
+        *(one for part in passes for one in comparisons(part)),
+        *(one for part in passes for one in gathers(job, part.gathers, PARAMETERS)),
+        *(one for part in passes for one in gathers_within(job, part.within)),
         *(one.times(job.micro_batches) for one in reductions(job)),
         *overflow_check(job),
         *norms(job),
@@ -76,14 +82,18 @@ def _bars(job: Job, parts: list[Traffic], step: tuple[Message, ...]) -> Iterator
     third = shared(sum(elements), job.ranks) * parameter_size(job)
     twice, kept = 2 * job.micro_batches, persistent(job)
     small = sum(elements[number] for number in kept)
-    fetched = sum(elements[number] for part in parts for gathered in part.gathers for number in gathered)
+    fetched = sum(
+        elements[number] for part in parts for gathered in (*part.gathers, *part.within) for number in gathered
+    )
+    apart = replace_ranks(_about(step, PARAMETERS, PERSISTENT))
     levels = {
         f"parameters pass twice in each of {job.micro_batches} micro-batches": third * twice,
         "small parameters gathered once (persistence threshold)": volume(
             twice * (sum(elements) - small) + small, parameter_size(job)
         ),
         "parameters still there when they are used again": volume(fetched, parameter_size(job)),
-        "padding of parameters to equal parts": wire(_about(step, PARAMETERS, PERSISTENT), job.ranks),
+        "padding of parameters to equal parts": wire(apart, job.ranks),
+        "gathered from fewer ranks (hpZ)": wire(_about(step, PARAMETERS, PERSISTENT), job.ranks),
     }
     yield from telescope(third * 2, levels)
     levels = gradient_levels(job, volume)
@@ -96,6 +106,11 @@ def _bars(job: Job, parts: list[Traffic], step: tuple[Message, ...]) -> Iterator
     yield from telescope(third, levels)
     known = (PARAMETERS, PERSISTENT, GRADIENTS)
     yield from additions((one for one in step if one.cause not in known), job.ranks)
+
+
+def replace_ranks(messages: Iterable[Message]) -> Iterator[Message]:
+    """The same among all ranks."""
+    return (replace(one, ranks=None) for one in messages)
 
 
 def _about(messages: Iterable[Message], *causes: str) -> Iterator[Message]:
@@ -159,8 +174,42 @@ def gathers(job: Job, sets: Iterable[tuple[int, ...]], cause: str) -> list[Messa
         for part in _calls(job, numbers):
             size = sum(padded(job, job.parameters[number]) for number in part) * job.parameters[part[0]].size
             most = None if cause == PERSISTENT else len(part)
-            found.append(Message("all_gather", size, cause, most=most))
+            found.append(Message("all_gather", size, cause, most=most, ranks=job.ranks if near(job) else None))
     return found
+
+
+@rule("deepspeed.runtime.zero.partition_parameters.Init._convert_to_deepspeed_param.all_gather_coalesced "
+      "(use_secondary_tensor)", DEEPSPEED)  # fmt: skip
+def gathers_within(job: Job, sets: Iterable[tuple[int, ...]]) -> list[Message]:
+    """As `gathers`, of as many bytes, from the ranks that have the second partition among them (hpZ)."""
+    return [replace(one, ranks=near(job)) for one in gathers(job, sets, PARAMETERS)]
+
+
+@rule("deepspeed.utils.groups._create_zero_param_parallel_group", DEEPSPEED)
+def near(job: Job) -> int:
+    """Ranks that have a second partition of all parameters among them (zero_hpz_partition_size); 0: there is none."""
+    size = int(job.zero("zero_hpz_partition_size"))
+    return min(size, job.ranks) if size > 1 else 0
+
+
+@rule("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.pre_sub_module_forward_function "
+      "(in torch.utils.checkpoint)", DEEPSPEED)  # fmt: skip
+def stretches(job: Job) -> list[Stretch]:
+    """Layers that are recomputed in backward, as the model says it (`neox_args`), so many at a time."""
+    if "model" not in job.row or not job.model("checkpoint_activations", False):
+        return []
+    if len(job.trainable) < len(job.parameters):
+        raise NotPredictedError("ZeRO-3 with recomputed activations and frozen parameters has no rules yet")
+    names = [str(row["name"]) for row in job.fact("modules")]
+    layers = [at for at, child in enumerate(job.root.children) if _LAYER.search(names[child.number])]
+    count, each = int(job.model("num_layers")), int(job.model("checkpoint_num_layers", 1))
+    if len(layers) != count or layers != [*range(layers[0], layers[0] + count)]:
+        raise NotPredictedError("the modules in the log are not the layers that the model says it has")
+    reentrant, masked = bool(job.model("checkpoint_reentrant", True)), float(job.model("hidden_dropout", 0.0)) > 0
+    return [Stretch(at, min(at + each, layers[-1] + 1), reentrant, masked) for at in layers[::each]]
+
+
+_LAYER: Final = re.compile(r"(?:^|[._])\d+$")
 
 
 def _calls(job: Job, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -1,7 +1,8 @@
 """python theory.py ORDERS: one training after the other in the same processes, each traced into a log of its own.
 
 ORDERS is a JSON file: a list of {"log": directory, "port": for the process group, "arguments": of the GPT-NeoX
-workload}, or, for a small model under plain DDP, {"log", "port", "ddp": keyword arguments of DistributedDataParallel}.
+workload}, or, for a small model under plain DDP, {"log", "port", "ddp": keyword arguments of DistributedDataParallel},
+or under plain FSDP2 {"log", "port", "fsdp": keyword arguments of fully_shard}.
 """
 
 from __future__ import annotations
@@ -39,6 +40,31 @@ def ddp(arguments: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
+def fsdp(arguments: dict[str, Any]) -> None:
+    """A few steps of a model with units in each other, several types and cuts, and a parameter that is not trained."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import Shard
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(7)
+    inner = torch.nn.Sequential(torch.nn.Linear(13, 9), torch.nn.Tanh(), torch.nn.Linear(9, 13))
+    model = torch.nn.Sequential(torch.nn.Linear(12, 13), inner, torch.nn.LayerNorm(13), torch.nn.Linear(13, 7))
+    inner[0].bias.requires_grad_(False)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    fully_shard(inner[2], mesh=mesh, mp_policy=half, reshard_after_forward=False)
+    fully_shard(inner, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32))
+    across = Shard(1)
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda one: across if one.shape == (13, 12) else None, **arguments)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(3):
+        model(torch.randn(3, 12)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.destroy_process_group()
+
+
 def main(orders: list[dict[str, Any]]) -> None:
     """All of them."""
     for order in orders:
@@ -46,6 +72,8 @@ def main(orders: list[dict[str, Any]]) -> None:
         commtrace.start(order["log"])
         if "ddp" in order:
             ddp(order["ddp"])
+        elif "fsdp" in order:
+            fsdp(order["fsdp"])
         elif train.main(order["arguments"]):
             sys.exit(1)
         commtrace.stop()

@@ -8,6 +8,7 @@ from typing import Any
 
 from . import parse
 from .errors import ConfigError
+from .fsdp_settings import FsdpSettings
 from .settings import COMMAND_LINE, Reader, Setting, find_file, merge, read_file
 
 GPT2_VOCAB = 50257
@@ -44,6 +45,7 @@ class NeoxConfig:
     pipe_parallel_size: int
     pipe_partition_method: str
     fp32_allreduce: bool
+    fsdp: FsdpSettings
     train_share: float
     seed: int
     precision: str

@@ -93,10 +93,14 @@ class DeepSpeedEngine:
 
 def check_zero_block(config: NeoxConfig) -> None:
     """Raise :class:`ConfigError` for a ``zero_optimization`` block that DeepSpeed would refuse."""
+    from deepspeed.runtime import config as known  # type: ignore[import-untyped, unused-ignore]
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # type: ignore[import-untyped, unused-ignore]
 
+    # Settings of features that DeepSpeed had once, as MiCS, it refuses elsewhere.
+    refuse = getattr(known, "_reject_removed_config_keys", lambda _: None)
     try:
+        refuse({"zero_optimization": dict(config.zero_optimization)})
         DeepSpeedZeroConfig(**config.zero_optimization)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, known.DeepSpeedConfigError) as error:
         origin = config.origins.get("zero_optimization", "no file")
         raise ConfigError(f"{origin}: zero_optimization: DeepSpeed does not accept this block: {error}") from error

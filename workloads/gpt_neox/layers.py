@@ -30,8 +30,10 @@ def init_std(method: str, config: NeoxConfig) -> float:
     return config.init_method_std
 
 
-class Linear(nn.Module):
+class Linear(nn.Linear):
     """``x @ weight.T + bias``, drawn from a normal distribution when it is built.
+
+    A kind of nn.Linear, so that torch's `parallelize_module` knows what it is; nothing of that is used.
 
     It draws in its constructor because ZeRO-3 takes each module's parameters apart as soon as its constructor ends:
     an initialisation that walks over the finished model would find empty shards.
@@ -49,13 +51,14 @@ class Linear(nn.Module):
         bias: bool = True,
         weight: nn.Parameter | None = None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = inputs, outputs
         self.shares = shares
         if weight is None:
             whole = torch.empty(outputs, inputs).normal_(0.0, std)
             weight = mark_part(nn.Parameter(shares.part(whole, self.cut)), shares)
         self.weight = weight
-        self.bias = self._bias(outputs) if bias else None
+        self.register_parameter("bias", self._bias(outputs) if bias else None)
 
     def _bias(self, outputs: int) -> nn.Parameter:
         raise NotImplementedError
@@ -97,11 +100,16 @@ class RowLinear(Linear):
         return x if self.bias is None else x + self.bias
 
 
-class Embedding(nn.Module):
-    """Token ids (b, s) to vectors (b, s, h)."""
+class Embedding(nn.Embedding):
+    """Token ids (b, s) to vectors (b, s, h). A kind of nn.Embedding, for parallelize_module again."""
+
+    weight: nn.Parameter
 
     def __init__(self, config: NeoxConfig, shares: Shares = ALONE) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = config.padded_vocab_size, config.hidden_size
+        self.padding_idx = self.max_norm = None
+        self.norm_type, self.scale_grad_by_freq, self.sparse = 2.0, False, False
         std = init_std(config.init_method, config)
         whole = torch.empty(config.padded_vocab_size, config.hidden_size).normal_(0.0, std)
         self.weight = mark_part(nn.Parameter(shares.part(whole, 0)), shares)

@@ -20,7 +20,9 @@ def arguments() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("configs", nargs="+", metavar="CONFIG", help="GPT-NeoX YAML files, or names of shipped ones")
-    add("--engine", choices=("deepspeed", "ddp"), default="deepspeed", help="what trains (default: %(default)s)")
+    add(
+        "--engine", choices=("deepspeed", "ddp", "fsdp"), default="deepspeed", help="what trains (default: %(default)s)"
+    )
     add("--zero-stage", type=int, choices=(0, 1, 2, 3), help="ZeRO's stage")
     add("--precision", choices=("fp32", "bf16", "fp16"))
     add("--micro-batch", type=int, metavar="N", help="sequences per rank and micro-batch")

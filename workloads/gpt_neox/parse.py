@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .fsdp_settings import fsdp_settings
 from .settings import Reader
 
 _INITS = {name: name for name in ("normal", "scaled_normal", "small_init", "wang_init")}
@@ -135,6 +136,7 @@ def data_fields(reader: Reader) -> dict[str, Any]:
         "pipe_parallel_size": max(1, reader.integer("pipe_parallel_size", 0, low=0)),
         "pipe_partition_method": _partition_method(reader),
         "fp32_allreduce": reader.flag("fp32_allreduce", False),
+        "fsdp": fsdp_settings(reader),
         "train_share": split[0] / sum(split),
         "seed": reader.integer("seed", 1234, low=0),
     }

@@ -66,8 +66,8 @@ def settle_precision(config: NeoxConfig, engine: str, device: torch.device) -> t
     if device.type == "cpu":
         notice = "fp16 needs a GPU; training in bf16, which has the same size (--precision fp32 for full precision)"
         return dataclasses.replace(config, precision="bf16", precision_block={}), [notice]
-    if engine == "ddp":
-        raise ConfigError("fp16 needs DeepSpeed's loss scaling; give --precision bf16 or fp32 with --engine ddp")
+    if engine != "deepspeed":
+        raise ConfigError(f"fp16 needs DeepSpeed's loss scaling; give --precision bf16 or fp32 with --engine {engine}")
     return config, []
 
 
@@ -76,8 +76,8 @@ def notices(config: NeoxConfig, engine: str) -> list[str]:
     found = []
     if config.unknown_keys:
         found.append(f"keys without a meaning here, ignored: {', '.join(config.unknown_keys)}")
-    if engine == "ddp" and config.deepspeed_keys:
-        found.append(f"DeepSpeed's keys, ignored with --engine ddp: {', '.join(sorted(config.deepspeed_keys))}")
+    if engine != "deepspeed" and config.deepspeed_keys:
+        found.append(f"DeepSpeed's keys, ignored with --engine {engine}: {', '.join(sorted(config.deepspeed_keys))}")
     return found
 
 
@@ -95,6 +95,12 @@ def make_engine(options: Namespace, config: NeoxConfig, device: torch.device, ba
         DdpEngine.initialise(backend)
         seed_everything(config.seed)
         return DdpEngine(config, device, *batch_shape)
+    if options.engine == "fsdp":
+        from .fsdp_engine import FsdpEngine  # brings torch.distributed.fsdp, which takes a while
+
+        FsdpEngine.initialise(backend)
+        seed_everything(config.seed)
+        return FsdpEngine(config, device, *batch_shape)
     kind = PipelineEngine if config.pipe_parallel_size > 1 else DeepSpeedEngine
     kind.initialise(backend, options.verbose)
     seed_everything(config.seed)
@@ -134,10 +140,16 @@ def run(options: Namespace, process: Process) -> None:
         if config.pipe_parallel_size > 1:
             check_stages(config)
     elif options.zero_stage:
-        raise ConfigError(f"--zero-stage {options.zero_stage} is DeepSpeed's; leave it out with --engine ddp")
+        raise ConfigError(
+            f"--zero-stage {options.zero_stage} is DeepSpeed's; leave it out with --engine {options.engine}"
+        )
     elif config.pipe_parallel_size > 1:
-        raise ConfigError("pipeline parallelism is DeepSpeed's; set pipe_parallel_size to 1 with --engine ddp")
+        raise ConfigError(
+            f"pipeline parallelism is DeepSpeed's; set pipe_parallel_size to 1 with --engine {options.engine}"
+        )
     data_parallel = config.data_parallel(process.world_size)
+    if options.engine == "fsdp":
+        config.fsdp.shards(data_parallel)
     if config.model_parallel_size > 1 and config.zero_stage == 3:
         raise ConfigError("tensor parallelism goes with ZeRO 0 to 2 here; set model_parallel_size to 1 with ZeRO-3")
     batch_shape = config.batch_shape(data_parallel)

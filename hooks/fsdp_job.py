@@ -1,0 +1,99 @@
+"""The job that `fully_shard` was given: units, in the order in which the model has them, and how each is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .dtensor_job import cut
+from .dtensor_job import roles as tensor_roles
+from .model_facts import architecture, buffers, dtype_name, known, parameters
+
+
+def describe(root: Any) -> dict[str, Any]:
+    """One row of the `job` table. What this torch does not have is left out. Never raises."""
+    groups = known({"groups": lambda: [*_groups(root)]}).get("groups", [])
+    return {
+        "source": "fsdp",
+        "engine": "fully_shard",
+        **known(
+            {
+                "data_parallel_size": lambda: _one({_copies(group) * _shards(group) for group in groups}),
+                # Of the first micro-batch, and so of all but the last of a step.
+                "reduce_grads": lambda: _one({group.reduce_grads for group in groups}),
+                "all_reduce_grads": lambda: _one({group.all_reduce_grads for group in groups}),
+                "reshard_after_backward": lambda: _one({group.reshard_after_backward for group in groups}),
+                "units": lambda: [_unit(root, group) for group in groups],
+            }
+        ),
+        **known(
+            {
+                "parameters": lambda: parameters(root),
+                "buffers": lambda: buffers(root),
+                "model": lambda: architecture(root),
+            }
+        ),
+        **cut(root),
+    }
+
+
+def roles(root: Any) -> Iterator[tuple[Any, str, str]]:
+    """Those of all meshes, of resharding within a node included."""
+    for group in _groups(root):
+        for mesh in (group.mesh_info, group.post_forward_mesh_info):
+            for name in ("replicate_process_group", "shard_process_group", "reduce_scatter_process_group"):
+                yield getattr(mesh, name, None), "data", "torch.distributed.fsdp.fully_shard"
+    yield from tensor_roles(root)
+
+
+def _groups(root: Any) -> Iterator[Any]:
+    """Groups of parameters that travel together, of all units, the root's first."""
+    from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+
+    known_states = set()
+    for module in root.modules():
+        state = _get_module_fsdp_state(module)
+        if state is not None and state not in known_states:
+            known_states.add(state)
+            yield from state._fsdp_param_groups
+
+
+def _unit(root: Any, group: Any) -> dict[str, Any]:
+    numbers = {id(parameter): number for number, (_, parameter) in enumerate(root.named_parameters())}
+    found = group.fsdp_params
+    return {
+        "name": group._module_fqn,
+        "parameters": [numbers[id(one.sharded_param)] for one in found],
+        # As FSDP has them: of a tensor-parallel parameter this rank's part.
+        "shapes": [[int(size) for size in one._orig_size] for one in found],
+        "dims": [int(one.fsdp_placement.dim) for one in found],
+        "dtypes": [dtype_name(one.param_dtype or one.orig_dtype) for one in found],
+        "reduce_dtype": None if group._reduce_dtype is None else dtype_name(group._reduce_dtype),
+        "shards": _shards(group),
+        "copies": _copies(group),
+        "reshard_after_forward": _reshard(group),
+        "unshard_in_backward": bool(group.unshard_in_backward),
+    }
+
+
+def _reshard(group: Any) -> bool | int:
+    """The ranks among which the parameters are divided after forward, where they are fewer than before."""
+    return (
+        int(group.post_forward_mesh_info.shard_mesh_size)
+        if group._use_post_forward_mesh
+        else (bool(group._reshard_after_forward))
+    )
+
+
+def _shards(group: Any) -> int:
+    return int(getattr(group.mesh_info, "shard_mesh_size", 1))
+
+
+def _copies(group: Any) -> int:
+    return int(getattr(group.mesh_info, "replicate_mesh_size", 1))
+
+
+def _one(values: set[Any]) -> Any:
+    """The value that all units have. Raises ValueError, and so leaves the fact out, where they differ."""
+    (value,) = values
+    return value

@@ -1,0 +1,83 @@
+"""Tensor parallelism by PyTorch itself: `parallelize_module`, whose parameters and activations are DTensors.
+
+The same cut as in `tensor_parallel`: embedding and head by the vocabulary, attention by heads, the MLP by its inner
+layer. With sequence parallelism what is between them (norms, residuals) is cut along the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from .layers import Block
+from .model import GPTNeoX
+
+
+def parallelize(model: GPTNeoX, mesh: DeviceMesh, *, along_sequence: bool) -> None:
+    """Cut the model over the ranks of the mesh; every rank gets its part from the first one."""
+    tied = model.layers["head"].weight is model.layers["embedding"].weight
+    parallelize_module(model, mesh, plan(model, along_sequence=along_sequence))
+    if tied:
+        model.layers["head"].weight = model.layers["embedding"].weight
+    for layer in model.layers.values():
+        if isinstance(layer, Block):
+            layer.attention.heads //= mesh.size()
+
+
+def plan(model: GPTNeoX, *, along_sequence: bool) -> dict[str, ParallelStyle]:
+    """A style for each module that is cut, by its name."""
+    between = Shard(1) if along_sequence else Replicate()
+    found: dict[str, ParallelStyle] = {
+        "layers.embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+    }
+    for name, layer in model.layers.items():
+        if isinstance(layer, Block):
+            found |= {f"layers.{name}.{part}": style for part, style in _block(along_sequence=along_sequence).items()}
+    if along_sequence:
+        found["layers.final_norm"] = SequenceParallel()
+    found["layers.head"] = ColwiseParallel(input_layouts=between, output_layouts=Replicate())
+    return found
+
+
+def _block(*, along_sequence: bool) -> dict[str, ParallelStyle]:
+    between = Shard(1) if along_sequence else Replicate()
+    found: dict[str, ParallelStyle] = {}
+    if along_sequence:
+        found["input_layernorm"] = SequenceParallel()
+        found["attention"] = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
+        found["post_attention_layernorm"] = SequenceParallel()
+        found["mlp"] = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
+    return {
+        **found,
+        "attention.query_key_value": ColwiseParallel(),
+        "attention.dense": RowwiseParallel(output_layouts=between),
+        "mlp.dense_h_to_4h": ColwiseParallel(),
+        "mlp.dense_4h_to_h": RowwiseParallel(output_layouts=between),
+    }
+
+
+def clip_gradients(parameters: Iterable[torch.nn.Parameter], largest: float) -> None:
+    """As torch's `clip_grad_norm_`, for parameters of several meshes, which that cannot take together."""
+    every = [parameter for parameter in parameters if parameter.grad is not None]
+    groups: dict[Any, list[torch.nn.Parameter]] = {}
+    for parameter in every:
+        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    norms = []
+    for some in groups.values():
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in some if parameter.grad is not None])
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    for some in groups.values():
+        torch.nn.utils.clip_grads_with_norm_(some, largest, total)
