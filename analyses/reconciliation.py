@@ -10,11 +10,12 @@ whose version is not the one that the rules were written from), then payload ove
 
 `expected`, a row per `rank`, `step`, `role`, `op`: `calls`, `calls_max` (the most that could be made in another order
 of modules and gradients, which the job does not say; missing where calls are certain), `payload_bytes` (exact in any
-order).
+order; at the most where it depends on the data), `payload_bytes_min` (at the least; missing where bytes are certain).
 
 `reconciliation`, rows per `rank`, `step`, `role`, `op`, `cause`: `expected_calls`, `measured_calls`, `expected_bytes`,
 `measured_bytes`, `difference_bytes` (measured - expected), `cause`, `sites` (lines of code of the measured calls).
-Calls are compared by message size; those that are there as expected have the cause "expected". The others are
+Calls are compared by message size; those that are there as expected, or of a size within its bounds, have the cause
+"expected". The others are
 leftovers, with the sentence of a cause (`causes.CAUSES`) or "unexplained". From step 64 on sizes are not compared,
 only calls and bytes.
 
@@ -49,6 +50,7 @@ from .theory.messages import sent
 from .theory.rules import DEEPSPEED, TORCH
 
 EXPECTED: Final = "expected"
+BELOW: Final = "sizes that depend on the data: below their bound"
 COLUMNS: Final[dict[str, tuple[str, ...]]] = {
     "theory": (
         "rank",
@@ -62,7 +64,7 @@ COLUMNS: Final[dict[str, tuple[str, ...]]] = {
         "unexplained_bytes",
         "matched_share",
     ),
-    "expected": ("rank", "step", "role", "op", "calls", "calls_max", "payload_bytes"),
+    "expected": ("rank", "step", "role", "op", "calls", "calls_max", "payload_bytes", "payload_bytes_min"),
     "reconciliation": (
         "rank",
         "step",
@@ -103,6 +105,8 @@ class Cell:
     matched_bytes: int
     sites: tuple[str, ...]
     leftovers: tuple[Leftover, ...]
+    below: Fraction = Fraction(0)
+    """Wire bytes of calls whose size was only bounded, less those of the most: 0 or below."""
 
 
 def _finish(table: pd.DataFrame, run: Run, job: Mapping[str, Any] | None = None) -> NamedTables:
@@ -205,39 +209,72 @@ def compare(
 ) -> list[Cell]:
     """The cells of one step. `ranks_of`: the size of the group of a role."""
     wanted: dict[Key, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    groups: dict[Key, dict[int, int]] = defaultdict(dict)
+    bounded: dict[Key, dict[int, int]] = defaultdict(dict)
     for one in expected:
+        if one.least is not None:
+            bounded[one.role, one.op][one.payload] = one.least
         wanted[one.role, one.op][one.payload] += one.calls
+        groups[one.role, one.op][one.payload] = one.ranks or ranks_of(one.role)
     there: dict[Key, list[Calls]] = defaultdict(list)
     for key, calls in found:
         there[key].append(calls)
-    return [_cell(key, wanted[key], there[key], ranks_of(key[0])) for key in sorted({*wanted, *there})]
+    return [_cell(key, wanted[key], there[key], groups[key], bounded[key]) for key in sorted({*wanted, *there})]
 
 
-def _cell(key: Key, wanted: Mapping[int, int], there: Sequence[Calls], ranks: int) -> Cell:
+def _cell(
+    key: Key,
+    wanted: Mapping[int, int],
+    there: Sequence[Calls],
+    ranks: Mapping[int, int],
+    least: Mapping[int, int],
+) -> Cell:
+    """`ranks`: of the group, by the size of an expected message; `least`: its size at the least, if it is bounded."""
     if any(calls.size < 0 for calls in there):
-        return _cell_of_sums(key, wanted, there, ranks)
+        return _cell_of_sums(key, wanted, there, ranks, least)
     missing = dict(wanted)
+    below = Fraction(0)
     matched_calls = matched_bytes = 0
     sites, leftovers = [], []
     # A call of a framework's own line is sooner the expected one than one of the program's with the same size.
     for calls in sorted(there, key=lambda one: not one.site.startswith(("deepspeed/", "torch/"))):
-        taken = min(calls.calls, missing.get(calls.size, 0))
+        size = _size_of(calls.size, missing, least)
+        taken = min(calls.calls, missing.get(size, 0))
         if taken:
-            missing[calls.size] -= taken
+            missing[size] -= taken
+            if size != calls.size:
+                below += taken * (sent(key[1], calls.size, ranks[size]) - sent(key[1], size, ranks[size]))
             matched_calls, matched_bytes = matched_calls + taken, matched_bytes + taken * calls.size
             sites.append(calls.site)
         if calls.calls > taken:
             leftovers.append(_extra(key, calls, calls.calls - taken))
-    leftovers += [_missing(key, size, count, ranks) for size, count in missing.items() if count]
-    return Cell(key, matched_calls, matched_bytes, tuple(sites), tuple(leftovers))
+    leftovers += [_missing(key, size, count, ranks[size]) for size, count in missing.items() if count]
+    return Cell(key, matched_calls, matched_bytes, tuple(sites), tuple(leftovers), below)
 
 
-def _cell_of_sums(key: Key, wanted: Mapping[int, int], there: Sequence[Calls], ranks: int) -> Cell:
+def _size_of(size: int, missing: Mapping[int, int], least: Mapping[int, int]) -> int:
+    """The size under which a call is expected: its own, or the most of the bounds that it is within."""
+    if missing.get(size, 0):
+        return size
+    return next((most for most, low in least.items() if low <= size <= most and missing.get(most, 0)), size)
+
+
+def _cell_of_sums(
+    key: Key,
+    wanted: Mapping[int, int],
+    there: Sequence[Calls],
+    ranks: Mapping[int, int],
+    least: Mapping[int, int],
+) -> Cell:
     calls, size = sum(wanted.values()), sum(one * count for one, count in wanted.items())
-    if (sum(one.calls for one in there), sum(one.bytes for one in there)) == (calls, size):
-        return Cell(key, calls, size, tuple(one.site for one in there), ())
+    low = sum(least.get(one, one) * count for one, count in wanted.items())
+    found = sum(one.bytes for one in there)
+    if sum(one.calls for one in there) == calls and low <= found <= size:
+        group = max(ranks.values(), default=1)
+        below = sent(key[1], found, group) - sent(key[1], size, group)
+        return Cell(key, calls, found, tuple(one.site for one in there), (), below)
     extras = [_extra(key, one, one.calls) for one in there]
-    gone = [_missing(key, one, count, ranks) for one, count in wanted.items() if count]
+    gone = [_missing(key, one, count, ranks[one]) for one, count in wanted.items() if count]
     return Cell(key, 0, 0, (), (*extras, *gone))
 
 
@@ -261,6 +298,8 @@ def _expected(rank: int, step: int, messages: Iterable[Message]) -> Iterator[dic
     for (role, op), some in sorted(groups.items()):
         uncertain = any(one.most is not None for one in some)
         most = sum(one.calls if one.most is None else one.most for one in some)
+        bounded = any(one.least is not None for one in some)
+        least = sum(one.bytes if one.least is None else one.least * one.calls for one in some)
         yield {
             "rank": rank,
             "step": step,
@@ -269,6 +308,7 @@ def _expected(rank: int, step: int, messages: Iterable[Message]) -> Iterator[dic
             "calls": sum(one.calls for one in some),
             "calls_max": most if uncertain else None,
             "payload_bytes": sum(one.bytes for one in some),
+            "payload_bytes_min": least if bounded else None,
         }
 
 
@@ -328,6 +368,7 @@ def waterfall(
     parts = [(bar.label, bar.bytes, "cause") for bar in prediction.bars]
     for cause, leftover in explain([one for cell in cells for one in cell.leftovers], context):
         parts.append((cause, leftover.wire, UNEXPLAINED if cause == UNEXPLAINED else "cause"))
+    parts.append((BELOW, sum((cell.below for cell in cells), Fraction(0)), "cause"))
     total = sum((calls.wire or Fraction(0) for _, calls in found[step]), Fraction(0))
     rest = total - prediction.closed_form.bytes - sum(size for _, size, _ in parts)
     parts.append((UNEXPLAINED, rest, UNEXPLAINED))

@@ -25,6 +25,8 @@ HOOKS = {
     "torch": "commtrace.hooks.torch",
     "mpi4py.MPI": "commtrace.hooks.mpi",
     "deepspeed": "commtrace.hooks.deepspeed",
+    "megatron.core.parallel_state": "commtrace.hooks.megatron_core",
+    "megatron.mpu.initialize": "commtrace.hooks.gpt_neox",
 }
 
 _installed: list[str] = []

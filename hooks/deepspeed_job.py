@@ -20,7 +20,8 @@ def describe(engine: Any) -> dict[str, Any]:
                 "zero_stage": lambda: int(engine.zero_optimization_stage()),
                 "zero": lambda: _plain(engine._config.zero_config),
                 "world_size": lambda: engine.world_size,
-                "data_parallel_size": lambda: engine.dp_world_size,
+                "data_parallel_size": lambda: _data_parallel(engine),
+                "sequence_data_parallel_size": lambda: engine.seq_dp_world_size,
                 "sequence_parallel_size": lambda: engine.sequence_parallel_size,
                 "tensor_parallel_size": lambda: engine.mp_world_size,
                 "pipeline_stages": lambda: getattr(engine, "num_stages", 1),
@@ -46,6 +47,12 @@ def describe(engine: Any) -> dict[str, Any]:
         "buffers": buffers(engine.module),
         **known({"modules": lambda: _modules(engine), "model": lambda: architecture(engine.module)}),
     }
+
+
+def _data_parallel(engine: Any) -> int:
+    """Not told by a unit that has sequence parallelism alone (DeepSpeed's parallel_state_sp)."""
+    told: int | None = engine.dp_world_size
+    return engine.seq_dp_world_size // engine.sequence_parallel_size if told is None else told
 
 
 def _groups(engine: Any) -> list[list[int]]:

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("deepspeed")
 pytest.importorskip("yaml")
 
+import sequence_trainings
 import trainings
 
 from commtrace.analyses import measured, reconciliation
@@ -41,24 +42,44 @@ def records_of(run: Run) -> Records:
     return np.concatenate([block for segment in run.processes[0].segments for block in segment.blocks()])
 
 
+class Family(NamedTuple):
+    """Trainings of one start."""
+
+    wanted: dict[str, dict[str, Any]]
+    runs: Callable[[], dict[str, Run]]
+    ranks: int
+
+
+FAMILIES = (
+    Family(trainings.VARIANTS, trainings.variants, 3),
+    Family(trainings.SHARED, trainings.shared, 4),
+    Family(sequence_trainings.FIXED, sequence_trainings.runs, sequence_trainings.RANKS),
+)
+
+
+def family(name: str) -> Family:
+    """The one that a training is in."""
+    return next(one for one in FAMILIES if name in one.wanted)
+
+
 @functools.cache
 def known(name: str) -> tuple[dict[str, Any], Steps]:
     """The job of a variant, and what rank 0 communicated."""
-    run = (trainings.shared() if name in trainings.SHARED else trainings.variants())[name]
+    run = family(name).runs()[name]
     assert run.job is not None
     return run.job, measured_steps(run, records_of(run))
 
 
-NAMES = [*trainings.VARIANTS, *trainings.SHARED]
-CONFIGURED = [name for name in NAMES if "ddp" not in trainings.VARIANTS.get(name, {})]
+NAMES = [name for one in FAMILIES for name in one.wanted]
+CONFIGURED = [name for name in NAMES if "ddp" not in family(name).wanted[name]]
 
 
 def is_clean_as_described(name: str) -> bool:
     """Whether theory says what was measured, from the configuration alone."""
-    one = {**trainings.VARIANTS, **trainings.SHARED}[name]
+    of = family(name)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            row = trainings.described(one, 4 if name in trainings.SHARED else 3, Path(folder))
+            row = trainings.described(of.wanted[name], of.ranks, Path(folder))
         except NotPredictedError:
             return False
     return is_clean(row, known(name)[1])
@@ -92,6 +113,10 @@ def wrong(value: Any) -> Any:
         return frozenset([*value][1:]) if value else frozenset([0])
     if isinstance(value, dict):
         return {key: wrong(one) for key, one in value.items()}
+    if isinstance(value, Message):
+        return replace(value, payload=value.payload + 1)
+    if isinstance(value, tuple):
+        return tuple(wrong(one) for one in value)
     if hasattr(value, "part"):
         return replace(value, part=value.part + 1)
     if hasattr(value, "prefetch"):

@@ -90,7 +90,7 @@ def once(train_all: Callable[[], dict[str, Run]]) -> Callable[[], dict[str, Run]
 def shapes() -> dict[str, Run]:
     """Runs of three models by number, engine, precision and micro-batches: "0-zero3-bf16-4"."""
     print(f"THEORY_SEED={seed()}")
-    return _trained(wanted_shapes(), processes=2)
+    return trained(wanted_shapes(), processes=2)
 
 
 def wanted_shapes() -> dict[str, dict[str, Any]]:
@@ -170,7 +170,7 @@ VARIANTS: Final[dict[str, dict[str, Any]]] = {
 @once
 def variants() -> dict[str, Run]:
     """Runs of VARIANTS by name, on three ranks."""
-    return _trained(VARIANTS, processes=3)
+    return trained(VARIANTS, processes=3)
 
 
 def _shared(ranks: int, which: str, precision: str = "fp32", **keys: Any) -> dict[str, Any]:
@@ -231,7 +231,7 @@ DRAWN: Final = tuple(f"drawn-{number}" for number in range(4))
 @once
 def shared() -> dict[str, Run]:
     """Runs of SHARED by name, and of DRAWN, on four ranks."""
-    return _trained({**SHARED, **drawn()}, processes=4)
+    return trained({**SHARED, **drawn()}, processes=4)
 
 
 def drawn() -> dict[str, dict[str, Any]]:
@@ -252,7 +252,8 @@ def described(one: dict[str, Any], ranks: int, folder: Path) -> dict[str, Any]:
     return dict(plan(["tiny", str(config)], ranks, options).row)
 
 
-def _trained(wanted: dict[str, dict[str, Any]], *, processes: int) -> dict[str, Run]:
+def trained(wanted: dict[str, dict[str, Any]], *, processes: int) -> dict[str, Run]:
+    """Runs by name, on so many ranks, in a folder that is there until the tests end."""
     _folders.append(tempfile.TemporaryDirectory())
     return train(wanted, Path(_folders[-1].name), processes)
 

@@ -77,7 +77,7 @@ def _volume(found: Forecast, messages: Iterable[Message]) -> dict[str, Any]:
 
 def _wire(found: Forecast, messages: Iterable[Message]) -> Fraction:
     ranks = found.prediction.ranks_of
-    return sum((sent(one.op, one.payload, ranks(one.role)) * one.calls for one in messages), Fraction(0))
+    return sum((sent(one.op, one.payload, one.ranks or ranks(one.role)) * one.calls for one in messages), Fraction(0))
 
 
 def sizes(found: Forecast) -> Iterator[dict[str, Any]]:
@@ -125,6 +125,8 @@ def document(found: Forecast) -> dict[str, Any]:
         "world_size": layout.world,
         "data_parallel_size": layout.data,
         "tensor_parallel_size": layout.tensor,
+        "sequence_parallel_size": layout.sequence,
+        "context_parallel_size": layout.context,
         "micro_batch_size": layout.micro_batch,
         "gradient_accumulation_steps": layout.accumulation,
         "parameters": elements,

@@ -29,6 +29,8 @@ class Part:
     """A parameter of another module that it uses as well, by its full name."""
     buffers: tuple[tuple[str, Shape, str], ...] = ()
     """Name, shape and element type."""
+    expert: bool = False
+    """It is one of several experts, and the parts within it are its own."""
 
 
 def linear(name: str, inputs: int, outputs: int, *, bias: bool = True) -> Part:
@@ -70,6 +72,12 @@ class Figures:
     """The head uses the embedding's matrix."""
     tensor: int = 1
     """Ranks that share the model: each has a part of the vocabulary, of the heads and of the inner layers."""
+    experts: int = 1
+    """Of a layer that has several."""
+    experts_here: int = 1
+    """Those of one rank."""
+    expert_interval: int = 1
+    """Every so many-th layer has experts, the first one on."""
 
 
 def gpt_neox(figures: Figures) -> Part:
@@ -81,15 +89,27 @@ def gpt_neox(figures: Figures) -> Part:
     size, part = figures.hidden, figures.hidden // figures.tensor
     attention = Part("attention", parts=(linear("query_key_value", size, 3 * part), linear("dense", part, size)))
     mlp = Part("mlp", parts=(linear("dense_h_to_4h", size, 4 * part), linear("dense_4h_to_h", 4 * part, size)))
-    block = Part(
-        "block_", parts=(norm("input_layernorm", size), attention, norm("post_attention_layernorm", size), mlp)
-    )
+
+    def block(number: int) -> Part:
+        experts = figures.experts > 1 and number % figures.expert_interval == 0
+        second = _experts(mlp, figures) if experts else mlp
+        parts = (norm("input_layernorm", size), attention, norm("post_attention_layernorm", size), second)
+        return Part(f"block_{number}", parts=parts)
+
     vocabulary = figures.vocabulary // figures.tensor
     embedding = rows("embedding", vocabulary, size)
     tied = Part("head", shared="layers.embedding.weight")
     head = tied if figures.tied else linear("head", size, vocabulary, bias=False)
-    layers = container("layers", embedding, *repeated(block, figures.layers), norm("final_norm", size), head)
+    layers = container("layers", embedding, *map(block, range(figures.layers)), norm("final_norm", size), head)
     return Part("", parts=(layers,))
+
+
+def _experts(mlp: Part, figures: Figures) -> Part:
+    """DeepSpeed's layer of several, in place of one: a gate, and those of one rank."""
+    gate = Part("gate", parts=(linear("wg", figures.hidden, figures.experts, bias=False),))
+    copies = (replace(mlp, name=str(number), expert=True) for number in range(figures.experts_here))
+    experts = Part("experts", parts=(container("deepspeed_experts", *copies),))
+    return Part("mlp", parts=(Part("moe", parts=(Part("deepspeed_moe", parts=(gate, experts)),)),))
 
 
 # --- as a row of the `job` table has it -----------------------------------------------------------------------------
@@ -114,9 +134,11 @@ def facts(root: Part, dtype: str) -> Facts:
     numbers: dict[str, int] = {}
     for prefix, part in _walk(root, ""):
         own = []
+        mark = {"expert": True} if part.expert else {}
         for name, shape in part.parameters:
             number = numbers[prefix + name] = len(found.parameters)
-            found.parameters.append({"name": prefix + name, "shape": [*shape], "dtype": dtype, "trainable": True})
+            row = {"name": prefix + name, "shape": [*shape], "dtype": dtype, "trainable": True}
+            found.parameters.append({**row, **mark})
             (found.plain if part.norm or name.endswith("bias") else found.decaying).append(number)
             own.append(number)
         if part.shared:
@@ -134,4 +156,4 @@ def _walk(part: Part, prefix: str) -> Iterator[tuple[str, Part]]:
     inner = f"{prefix}{part.name}." if part.name else prefix
     yield inner, part
     for one in part.parts:
-        yield from _walk(one, inner)
+        yield from _walk(replace(one, expert=True) if part.expert else one, inner)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from . import ddp, tensor, zero, zero3, zero12
+from . import ddp, experts, megatron_sequence, ring, tensor, ulysses, zero, zero3, zero12
 from .job import Job, NotPredictedError
 from .messages import Prediction
 
@@ -17,6 +17,16 @@ SCHEMES: Final[dict[tuple[str, str, int | None], Callable[[Job], Prediction]]] =
     ("deepspeed", "DeepSpeedEngine", 3): zero3.predict,
 }
 """By the job's source, engine and ZeRO stage."""
+
+
+SHARED: Final[tuple[tuple[Callable[[Job], bool], Callable[[Job, Prediction], Prediction]], ...]] = (
+    (megatron_sequence.applies, megatron_sequence.added),
+    (tensor.applies, tensor.added),
+    (ulysses.applies, ulysses.added),
+    (ring.applies, ring.added),
+    (experts.applies, experts.added),
+)
+"""What is added to the scheme of data parallelism, by the first that a job fits; together they have no rules yet."""
 
 
 def predict(row: Mapping[str, Any]) -> Prediction:
@@ -33,6 +43,14 @@ def predict(row: Mapping[str, Any]) -> Prediction:
         raise NotPredictedError(f"there are no rules for {named} yet")
     try:
         job = Job(row)
-        return tensor.added(job, SCHEMES[kind](job)) if job.tensor > 1 else SCHEMES[kind](job)
+        return _shared(job, SCHEMES[kind](job))
     except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
         raise NotPredictedError(f"the job in the log cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _shared(job: Job, data: Prediction) -> Prediction:
+    """With what ranks send that share a model, a sequence or experts."""
+    for applies, added in SHARED:
+        if applies(job):
+            return added(job, data)
+    return data

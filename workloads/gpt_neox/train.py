@@ -80,6 +80,20 @@ def notices(config: NeoxConfig, engine: str) -> list[str]:
     return found
 
 
+def check_shared_sequences(config: NeoxConfig, engine: str) -> None:
+    """Raise :class:`ConfigError` for ways to share sequences that the engine does not have."""
+    if config.sequence_parallel_size > 1 and engine == "ddp":
+        raise ConfigError("sequence_parallel_size is DeepSpeed's; set it to 1 with --engine ddp")
+    if config.sequence_parallel_size > 1 and config.zero_stage == 3:
+        raise ConfigError("Ulysses goes with ZeRO 0 to 2 here; set sequence_parallel_size to 1 with ZeRO-3")
+
+
+def check_experts(config: NeoxConfig, engine: str) -> None:
+    """Raise :class:`ConfigError` for experts that the engine does not have."""
+    if config.moe_num_experts > 1 and (engine == "ddp" or config.zero_stage == 3):
+        raise ConfigError("experts are DeepSpeed's, with ZeRO 0 to 2; leave moe_num_experts out, or change the engine")
+
+
 def seed_everything(seed: int) -> None:
     """The same random numbers on all ranks: they build the same model, whatever the engine then broadcasts."""
     random.seed(seed)
@@ -107,7 +121,7 @@ def train(config: NeoxConfig, engine: Engine, data: RankData, device: torch.devi
         begin = time.perf_counter()
         batches = [batch.to(device) for batch in data.step(step)]
         losses.append(engine.train_step(batches).item())
-        tokens = process.world_size // config.model_parallel_size * sum(batch[:, 1:].numel() for batch in batches)
+        tokens = process.world_size // config.ranks_of_a_sample * sum(batch[:, 1:].numel() for batch in batches)
         # The loss is not averaged over ranks: that would add a communication call that nobody asked for.
         bar.set_postfix_str(f"loss {losses[-1]:.4f} (rank 0's), {tokens / (time.perf_counter() - begin):,.0f} tokens/s")
         bar.update()
@@ -134,8 +148,16 @@ def run(options: Namespace, process: Process) -> None:
     data_parallel = config.data_parallel(process.world_size)
     if config.model_parallel_size > 1 and config.zero_stage == 3:
         raise ConfigError("tensor parallelism goes with ZeRO 0 to 2 here; set model_parallel_size to 1 with ZeRO-3")
+    check_shared_sequences(config, options.engine)
+    check_experts(config, options.engine)
     batch_shape = config.batch_shape(data_parallel)
-    place = process.rank // config.model_parallel_size
+    tokens = batch_shape[0] * config.seq_length
+    if config.moe_num_experts > 1 and tokens < config.moe_min_capacity:
+        raise ConfigError(
+            f"{config.origins.get('moe_min_capacity', 'no file')}: moe_min_capacity: {config.moe_min_capacity} is more "
+            f"than the {tokens} tokens of a micro-batch; set it to 0, or give longer sequences or more of them"
+        )
+    place = process.rank // config.ranks_of_a_sample
     data = RankData(load_samples(config, options.data), place, data_parallel, *batch_shape)
     say(process, *notices(config, options.engine), *changes)
 
