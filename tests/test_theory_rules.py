@@ -116,7 +116,7 @@ def wrong(value: Any) -> Any:
     if isinstance(value, Message):
         return replace(value, payload=value.payload + 1)
     if isinstance(value, tuple):
-        return tuple(wrong(one) for one in value)
+        return value[::-1]  # bounds
     if hasattr(value, "part"):
         return replace(value, part=value.part + 1)
     if hasattr(value, "prefetch"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,25 +20,38 @@ from commtrace.analyses import reconciliation
 from commtrace.analyses.reconciliation import Calls, compare
 from commtrace.analyses.theory import Message
 
-NAMES = [*sequence_trainings.FIXED, *sequence_trainings.DRAWN]
+OF = {
+    **dict.fromkeys(sequence_trainings.FIXED, sequence_trainings.runs),
+    **dict.fromkeys(sequence_trainings.MORE, sequence_trainings.more),
+    **dict.fromkeys(sequence_trainings.EIGHT, sequence_trainings.eight),
+}
+
+
+def listed(names: Iterable[str]) -> list[Any]:
+    """Names as parameters; of those that are not in every run of the tests, with the mark that says so."""
+    fixed = sequence_trainings.FIXED
+    return [pytest.param(name, marks=[] if name in fixed else pytest.mark.long) for name in names]
+
+
 BOUNDED = sequence_trainings.BOUNDED
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in BOUNDED])
+@pytest.mark.parametrize("name", listed(name for name in OF if name not in BOUNDED))
 def test_shared_sequences_and_experts_are_exact(name: str) -> None:
     print(f"THEORY_SEED={trainings.seed()}")
-    assert_exact(tables(sequence_trainings.runs, name), sequence_trainings.runs()[name])
+    assert_exact(tables(OF[name], name), OF[name]()[name])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", listed(OF))
 def test_a_job_told_from_its_configuration_is_the_one_that_was_captured(name: str, tmp_path: Path) -> None:
-    assert_described(sequence_trainings.wanted()[name], sequence_trainings.runs()[name], tmp_path)
+    print(f"THEORY_SEED={trainings.seed()}")
+    assert_described(sequence_trainings.wanted(name), OF[name]()[name], tmp_path)
 
 
-@pytest.mark.parametrize("name", BOUNDED)
+@pytest.mark.parametrize("name", listed(BOUNDED))
 def test_sizes_that_depend_on_the_data_are_within_their_bounds(name: str) -> None:
     """Every call is as expected but for its size, and what it lacks to the bound is a bar of its own."""
-    found, run = tables(sequence_trainings.runs, name), sequence_trainings.runs()[name]
+    found, run = tables(OF[name], name), OF[name]()[name]
     assert set(found["reconciliation"]["cause"]) == {"expected"}
     events = run.events()
     told = found["theory"].set_index("rank")
