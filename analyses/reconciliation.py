@@ -10,11 +10,12 @@ whose version is not the one that the rules were written from), then payload ove
 
 `expected`, a row per `rank`, `step`, `role`, `op`: `calls`, `calls_max` (the most that could be made in another order
 of modules and gradients, which the job does not say; missing where calls are certain), `payload_bytes` (exact in any
-order).
+order; at the most where it depends on the data), `payload_bytes_min` (at the least; missing where bytes are certain).
 
 `reconciliation`, rows per `rank`, `step`, `role`, `op`, `cause`: `expected_calls`, `measured_calls`, `expected_bytes`,
 `measured_bytes`, `difference_bytes` (measured - expected), `cause`, `sites` (lines of code of the measured calls).
-Calls are compared by message size; those that are there as expected have the cause "expected". The others are
+Calls are compared by message size; those that are there as expected, or of a size within its bounds, have the cause
+"expected". The others are
 leftovers, with the sentence of a cause (`causes.CAUSES`) or "unexplained". From step 64 on sizes are not compared,
 only calls and bytes.
 
@@ -52,6 +53,7 @@ from .theory.messages import Bar, sent
 from .theory.rules import DEEPSPEED, TORCH
 
 EXPECTED: Final = "expected"
+BELOW: Final = "sizes that depend on the data: below their bound"
 COLUMNS: Final[dict[str, tuple[str, ...]]] = {
     "theory": (
         "rank",
@@ -65,7 +67,7 @@ COLUMNS: Final[dict[str, tuple[str, ...]]] = {
         "unexplained_bytes",
         "matched_share",
     ),
-    "expected": ("rank", "step", "role", "op", "calls", "calls_max", "payload_bytes"),
+    "expected": ("rank", "step", "role", "op", "calls", "calls_max", "payload_bytes", "payload_bytes_min"),
     "reconciliation": (
         "rank",
         "step",
@@ -110,6 +112,8 @@ class Cell:
     matched_bytes: int
     sites: tuple[str, ...]
     leftovers: tuple[Leftover, ...]
+    below: Fraction = Fraction(0)
+    """Wire bytes of calls whose size was only bounded, less those of the most: 0 or below."""
 
 
 def _finish(table: pd.DataFrame, run: Run, jobs: Sequence[Mapping[str, Any]] = ()) -> NamedTables:
@@ -217,43 +221,67 @@ def compare(
 ) -> list[Cell]:
     """The cells of one step. `ranks_of`: the size of the group of a role."""
     wanted: dict[Key, Wanted] = defaultdict(lambda: defaultdict(int))
+    least: dict[Key, dict[int, int]] = defaultdict(dict)
     for one in expected:
         wanted[one.role, one.op][one.payload, one.ranks or 0] += one.calls
+        if one.least is not None:
+            least[one.role, one.op][one.payload] = one.least
     there: dict[Key, list[Calls]] = defaultdict(list)
     for key, calls in found:
         there[key].append(calls)
-    return [_cell(key, wanted[key], there[key], ranks_of(key[0])) for key in sorted({*wanted, *there})]
+    return [_cell(key, wanted[key], there[key], ranks_of(key[0]), least[key]) for key in sorted({*wanted, *there})]
 
 
-def _cell(key: Key, wanted: Wanted, there: Sequence[Calls], ranks: int) -> Cell:
+def _cell(key: Key, wanted: Wanted, there: Sequence[Calls], ranks: int, least: Mapping[int, int]) -> Cell:
+    """`ranks`: of the role's group; `least`: of sizes that are bounded only, by the most that they can be."""
     if any(calls.size < 0 for calls in there):
-        return _cell_of_sums(key, wanted, there, ranks)
+        return _cell_of_sums(key, wanted, there, ranks, least)
     missing = dict(wanted)
+    below = Fraction(0)
     matched_calls = matched_bytes = 0
     sites, leftovers = [], []
     # A call of a framework's own line is sooner the expected one than one of the program's with the same size.
     for calls in sorted(there, key=lambda one: not one.site.startswith(("deepspeed/", "torch/"))):
         taken = 0
-        for like in ((calls.size, calls.ranks), (calls.size, 0)):
-            some = min(calls.calls - taken, missing.get(like, 0))
+        for size, own in _alike(calls, wanted, least):
+            some = min(calls.calls - taken, missing.get((size, own), 0))
             if some:
-                missing[like] -= some
+                missing[size, own] -= some
                 taken += some
+                below += some * _less(key[1], calls.size, size, own or ranks)
         if taken:
             matched_calls, matched_bytes = matched_calls + taken, matched_bytes + taken * calls.size
             sites.append(calls.site)
         if calls.calls > taken:
             leftovers.append(_extra(key, calls, calls.calls - taken))
     leftovers += [_missing(key, size, count, own or ranks) for (size, own), count in missing.items() if count]
-    return Cell(key, matched_calls, matched_bytes, tuple(sites), tuple(leftovers))
+    return Cell(key, matched_calls, matched_bytes, tuple(sites), tuple(leftovers), below)
 
 
-def _cell_of_sums(key: Key, wanted: Wanted, there: Sequence[Calls], ranks: int) -> Cell:
-    calls, size = sum(wanted.values()), sum(one * count for (one, _), count in wanted.items())
-    if (sum(one.calls for one in there), sum(one.bytes for one in there)) == (calls, size):
-        return Cell(key, calls, size, tuple(one.site for one in there), ())
+def _alike(calls: Calls, wanted: Wanted, least: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+    """What these calls may be: of their size, sooner than of bounds that it is within."""
+    yield calls.size, calls.ranks
+    yield calls.size, 0
+    for most, own in wanted:
+        if most != calls.size and own in (0, calls.ranks) and least.get(most, most) <= calls.size <= most:
+            yield most, own
+
+
+def _less(op: str, size: int, most: int, ranks: int) -> Fraction:
+    """Wire bytes of a call of this size, less those of the most: 0 or below."""
+    return Fraction(0) if size == most else sent(op, size, ranks) - sent(op, most, ranks)
+
+
+def _cell_of_sums(key: Key, wanted: Wanted, there: Sequence[Calls], ranks: int, least: Mapping[int, int]) -> Cell:
+    most = sum(size * count for (size, _), count in wanted.items())
+    low = sum(least.get(size, size) * count for (size, _), count in wanted.items())
+    found = sum(one.bytes for one in there)
+    if sum(one.calls for one in there) == sum(wanted.values()) and low <= found <= most:
+        group = max((own or ranks for _, own in wanted), default=ranks)
+        sites = tuple(one.site for one in there)
+        return Cell(key, sum(wanted.values()), found, sites, (), _less(key[1], found, most, group))
     extras = [_extra(key, one, one.calls) for one in there]
-    gone = [_missing(key, one, count, own or ranks) for (one, own), count in wanted.items() if count]
+    gone = [_missing(key, size, count, own or ranks) for (size, own), count in wanted.items() if count]
     return Cell(key, 0, 0, (), (*extras, *gone))
 
 
@@ -277,6 +305,8 @@ def _expected(rank: int, step: int, messages: Iterable[Message]) -> Iterator[dic
     for (role, op), some in sorted(groups.items()):
         uncertain = any(one.most is not None for one in some)
         most = sum(one.calls if one.most is None else one.most for one in some)
+        bounded = any(one.least is not None for one in some)
+        least = sum(one.bytes if one.least is None else one.least * one.calls for one in some)
         yield {
             "rank": rank,
             "step": step,
@@ -285,6 +315,7 @@ def _expected(rank: int, step: int, messages: Iterable[Message]) -> Iterator[dic
             "calls": sum(one.calls for one in some),
             "calls_max": most if uncertain else None,
             "payload_bytes": sum(one.bytes for one in some),
+            "payload_bytes_min": least if bounded else None,
         }
 
 
@@ -348,6 +379,7 @@ def waterfall(
     for cause, leftover in explain([one for cell in cells for one in cell.leftovers], context):
         kind = UNEXPLAINED if cause == UNEXPLAINED else "cause"
         parts.append((leftover.role, cause, leftover.wire, kind))
+    parts += [(cell.key[0], BELOW, cell.below, "cause") for cell in cells]
     totals: dict[str, Fraction] = defaultdict(Fraction)
     for (role, _), calls in found[step]:
         totals[role] += calls.wire or Fraction(0)

@@ -27,6 +27,8 @@ HOOKS = {
     "deepspeed": "commtrace.hooks.deepspeed",
     "torch.distributed.tensor.parallel.api": "commtrace.hooks.dtensor",
     "torch.distributed.fsdp._fully_shard._fsdp_state": "commtrace.hooks.fsdp",
+    "megatron.core.parallel_state": "commtrace.hooks.megatron_core",
+    "megatron.mpu.initialize": "commtrace.hooks.gpt_neox",
 }
 
 _installed: list[str] = []

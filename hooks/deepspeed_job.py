@@ -21,7 +21,8 @@ def describe(engine: Any) -> dict[str, Any]:
                 "zero_stage": lambda: int(engine.zero_optimization_stage()),
                 "zero": lambda: _plain(engine._config.zero_config),
                 "world_size": lambda: engine.world_size,
-                "data_parallel_size": lambda: engine.dp_world_size,
+                "data_parallel_size": lambda: _data_parallel(engine),
+                "sequence_data_parallel_size": lambda: engine.seq_dp_world_size,
                 "sequence_parallel_size": lambda: engine.sequence_parallel_size,
                 "tensor_parallel_size": lambda: _tensor_parallel_size(engine),
                 "pipeline_stages": lambda: getattr(engine, "num_stages", 1),
@@ -55,6 +56,12 @@ def _tensor_parallel_size(engine: Any) -> int:
     """In a pipeline the engine's own word, model parallel, means the stages as well."""
     grid = getattr(engine, "grid", None)
     return int(engine.mp_world_size if grid is None else grid.slice_parallel_size)
+
+
+def _data_parallel(engine: Any) -> int:
+    """Not told by a unit that has sequence parallelism alone (DeepSpeed's parallel_state_sp)."""
+    told: int | None = engine.dp_world_size
+    return engine.seq_dp_world_size // engine.sequence_parallel_size if told is None else told
 
 
 def _groups(engine: Any) -> list[list[int]]:

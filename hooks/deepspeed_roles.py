@@ -33,7 +33,8 @@ _UNIT: Final = (
 )
 # Only of a unit that has none of the other names for it: elsewhere a pipeline's stages are in this group as well.
 _OLD_TENSOR: Final = ("get_model_parallel_group", "tensor")
-_NEW_TENSOR: Final = ("get_tensor_model_parallel_group", "get_slice_parallel_group")
+# DeepSpeed's parallel_state_sp (which has the last one) means the ranks that share a sequence by it.
+_NOT_OLD: Final = ("get_tensor_model_parallel_group", "get_slice_parallel_group", "initialize_sequence_parallel")
 
 
 def roles(engine: Any) -> Iterator[Role]:
@@ -88,11 +89,11 @@ def _registered(registry: ModuleType, names: tuple[tuple[str, str], ...]) -> Ite
 
 
 def _unit(mpu: Any) -> Iterator[Role]:
-    old = () if any(hasattr(mpu, name) for name in _NEW_TENSOR) else (_OLD_TENSOR,)
+    old = () if any(hasattr(mpu, name) for name in _NOT_OLD) else (_OLD_TENSOR,)
     for name, role in (*old, *_UNIT):
         getter = getattr(mpu, name, None)
         if getter is not None:
             try:
-                yield getter(), role, f"{type(mpu).__name__}.{name}"
+                yield getter(), role, f"{getattr(mpu, '__name__', type(mpu).__name__)}.{name}"
             except Exception:
                 continue  # not set up

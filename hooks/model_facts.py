@@ -7,9 +7,16 @@ from typing import Any, Final
 
 
 def parameters(module: Any) -> list[dict[str, Any]]:
-    """Name, shape, element type of each parameter of the whole model; shared ones once, partitioned ones whole."""
+    """Name, shape, element type of each parameter of the whole model; shared ones once, partitioned ones whole.
+
+    Of experts, those of this rank, with the mark `expert`.
+    """
     return [
-        {**_tensor(name, parameter), "trainable": bool(parameter.requires_grad)}
+        {
+            **_tensor(name, parameter),
+            "trainable": bool(parameter.requires_grad),
+            **({} if getattr(parameter, "allreduce", True) else {"expert": True}),  # DeepSpeed's mark of experts
+        }
         for name, parameter in module.named_parameters()
     ]
 
@@ -40,6 +47,15 @@ _NEOX: Final = (
     "checkpoint_reentrant",
     "model_parallel_size",
     "sequence_parallel",
+    "sequence_parallel_size",
+    "context_parallel_size",
+    "moe_num_experts",
+    "moe_expert_interval",
+    "moe_expert_parallel_size",
+    "moe_top_k",
+    "moe_train_capacity_factor",
+    "moe_min_capacity",
+    "moe_token_dropping",
     "fp32_allreduce",
     "gradient_clipping",
     "precision",

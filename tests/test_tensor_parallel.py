@@ -21,6 +21,10 @@ CASES = [
     {"checkpoint_activations": True, "checkpoint_reentrant": False, "checkpoint_num_layers": 2},
     {"checkpoint_activations": True, "checkpoint_reentrant": False, "gpt_j_residual": True},
     {"fp32_allreduce": True},
+    {"sequence_parallel": True},
+    {"sequence_parallel": True, "gpt_j_residual": True, "no_weight_tying": False},
+    {"sequence_parallel": True, "checkpoint_activations": True, "checkpoint_reentrant": True},
+    {"sequence_parallel": True, "checkpoint_activations": True, "checkpoint_reentrant": False},
 ]
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,7 +103,12 @@ def test_a_job_told_from_its_configuration_is_the_one_that_was_captured(name: st
         run, one = trainings.shared()[name], {**trainings.SHARED, **trainings.drawn()}[name]
     else:
         run, one = trainings.variants()[name], trainings.VARIANTS[name]
-    told, captured = trainings.described(one, len(run.ranks), tmp_path), dict(run.job or {})
+    assert_described(one, run, tmp_path)
+
+
+def assert_described(one: dict[str, Any], run: Run, folder: Path) -> None:
+    """Theory has from a training's configuration what it has from the training."""
+    told, captured = trainings.described(one, len(run.ranks), folder), dict(run.job or {})
     assert predict(told) == predict(captured)
     if told.get("zero_stage") == 0:
         del told["optimizer"]  # whatever is around it communicates nothing
@@ -207,9 +213,29 @@ def test_no_order_makes_more_buckets_than_the_bound(limit: int) -> None:
         assert len(filled(order, [3, limit])) <= most_filled(sum(sizes), [3, limit])
 
 
+# What this project's workload refuses to build, another program may.
+SHARED_TWICE: dict[str, object] = {
+    "source": "deepspeed",
+    "engine": "DeepSpeedEngine",
+    "zero_stage": 0,
+    "pipeline_stages": 1,
+    "moe": False,
+    "data_parallel_size": 2,
+    "tensor_parallel_size": 2,
+    "sequence_parallel_size": 2,
+    "gradient_clipping": 0.0,
+    "basic_optimizer": "AdamW",
+    "communication_data_type": "float32",
+    "precision": "fp32",
+    "parameters": [],
+    "model": {"model_parallel_size": 2},
+}
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
+        (SHARED_TWICE, "tensor parallelism together with shared sequences or experts"),
         ({}, "there are no rules for None None"),
         ({"source": "deepspeed", "engine": "PipelineEngine", "zero_stage": 1}, "PipelineEngine with ZeRO stage 1"),
         ({"source": "deepspeed", "engine": "DeepSpeedEngine", "zero_stage": 2}, "does not say sequence_parallel_size"),

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ pytest.importorskip("deepspeed")
 pytest.importorskip("yaml")
 
 import pipelines
+import sequence_trainings
 import sharding
 import trainings
 
@@ -43,18 +44,31 @@ def records_of(run: Run, rank: int = 0) -> Records:
     return np.concatenate([block for segment in run.processes[rank].segments for block in segment.blocks()])
 
 
-SOURCES = (
-    (trainings.VARIANTS, trainings.variants, 3),
-    (trainings.SHARED, trainings.shared, 4),
-    (sharding.SHARDED, sharding.sharded, sharding.RANKS),
+class Family(NamedTuple):
+    """Trainings of one start."""
+
+    wanted: dict[str, dict[str, Any]]
+    runs: Callable[[], dict[str, Run]]
+    ranks: int
+
+
+FAMILIES = (
+    Family(trainings.VARIANTS, trainings.variants, 3),
+    Family(trainings.SHARED, trainings.shared, 4),
+    Family(sharding.SHARDED, sharding.sharded, sharding.RANKS),
+    Family(sequence_trainings.FIXED, sequence_trainings.runs, sequence_trainings.RANKS),
 )
-"""Trainings, what runs them, and on how many ranks."""
+
+
+def family(name: str) -> Family:
+    """The one that a training is in."""
+    return next(one for one in FAMILIES if name in one.wanted)
 
 
 @functools.cache
 def known(name: str) -> tuple[dict[str, Any], Steps]:
-    """The job of a training, and what rank 0 communicated."""
-    run = next(runs for wanted, runs, _ in SOURCES if name in wanted)()[name]
+    """The job of a variant, and what rank 0 communicated."""
+    run = family(name).runs()[name]
     assert run.job is not None
     return run.job, measured_steps(run, records_of(run))
 
@@ -92,16 +106,16 @@ def pipeline_is_clean_as_described(name: str) -> bool:
     return all(is_clean(row, known_stage(name, stage)[1]) for stage, row in enumerate(rows))
 
 
-NAMES = [name for wanted, _, _ in SOURCES for name in wanted]
-CONFIGURED = [name for wanted, _, _ in SOURCES for name, one in wanted.items() if "model" in one]
+NAMES = [name for one in FAMILIES for name in one.wanted]
+CONFIGURED = [name for one in FAMILIES for name, wanted in one.wanted.items() if "model" in wanted]
 
 
 def is_clean_as_described(name: str) -> bool:
     """Whether theory says what was measured, from the configuration alone."""
-    one, ranks = next((wanted[name], ranks) for wanted, _, ranks in SOURCES if name in wanted)
+    of = family(name)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            row = trainings.described(one, ranks, Path(folder))
+            row = trainings.described(of.wanted[name], of.ranks, Path(folder))
         except NotPredictedError:
             return False
     return is_clean(row, known(name)[1])
@@ -135,6 +149,10 @@ def wrong(value: Any) -> Any:
         return frozenset([*value][1:]) if value else frozenset([0])
     if isinstance(value, dict):
         return {key: wrong(one) for key, one in value.items()}
+    if isinstance(value, Message):
+        return replace(value, payload=value.payload + 1)
+    if isinstance(value, tuple):
+        return value[::-1]  # bounds
     if hasattr(value, "part"):
         return replace(value, part=value.part + 1)
     if hasattr(value, "backward"):

@@ -147,11 +147,18 @@ def _of_gpt_neox(files: Sequence[str], world: int, options: Options) -> Plan:
     try:
         config = load_config(files, overrides)
         data = config.data_parallel(world)
-        layout = Layout(world, data, *config.batch_shape(data), tensor=config.model_parallel_size)
+        layout = Layout(world, data, *config.batch_shape(data), **config.shared)
     except WorkloadError as error:
         raise PlanError(str(error)) from error
     figures = Figures(
-        config.num_layers, config.hidden_size, config.padded_vocab_size, not config.no_weight_tying, layout.tensor
+        config.num_layers,
+        config.hidden_size,
+        config.padded_vocab_size,
+        not config.no_weight_tying,
+        layout.tensor,
+        config.moe_num_experts,
+        config.moe_num_experts // config.moe_expert_parallel_size,
+        config.moe_expert_interval,
     )
     model = gpt_neox(figures)
     assumed = _assumed_of(config)
@@ -204,7 +211,10 @@ def _sharding(config: NeoxConfig, layout: Layout) -> Sharding:
 
 def _assumed_of(config: NeoxConfig) -> tuple[str, ...]:
     padded = config.padded_vocab_size
+    experts = "tokens go to experts as unevenly as they can, so that sizes are the most (moe_token_dropping is off)"
+    bounded = config.moe_expert_parallel_size > 1 and not config.moe_token_dropping
     return (
+        *((experts,) if bounded else ()),
         f"a vocabulary of {config.vocab_size:,} ids, padded to {padded:,}",
         "modules are made and run in the order of commtrace's GPT-NeoX workload",
     )

@@ -144,6 +144,8 @@ def document(found: Forecast) -> dict[str, Any]:
         "data_parallel_size": layout.data,
         "tensor_parallel_size": layout.tensor,
         **pipeline,
+        "sequence_parallel_size": layout.sequence,
+        "context_parallel_size": layout.context,
         "micro_batch_size": layout.micro_batch,
         "gradient_accumulation_steps": layout.accumulation,
         "parameters": sum(elements),

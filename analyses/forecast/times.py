@@ -11,36 +11,39 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from commtrace.analyses.theory import Message
+from commtrace.analyses.theory import Message, Prediction
 from commtrace.network.networks import DESCRIBED, EXTRAPOLATED, FITTED, LOCAL, Network, hosts_of
 
-from .tables import Forecast
+from .tables import Forecast, parts
 
 
 def times(found: Forecast, network: Network) -> Iterator[dict[str, Any]]:
     """A row for each part, role and operation of a rank, and one for the whole part, whose operation is "all".
 
     `latency_us`, `bandwidth_us` and their sum `time_us` are None where the network knows nothing of an operation; such
-    calls are counted in `calls_without_time`, and are not in the sums of "all". `how`: the weakest of their sources.
+    calls are counted in `calls_without_time`, and are not in the sums of "all". `how`: the weakest of their sources. Of
+    a pipeline for each stage, whose number is `stage`.
     """
-    for name, messages in found.parts:
-        groups: dict[tuple[str, str], list[Message]] = {}
-        for one in messages:
-            groups.setdefault((one.role, one.op), []).append(one)
-        rows = [
-            {"when": name, "role": role, "op": op, **_time(found, network, role, some)}
-            for (role, op), some in sorted(groups.items())
-        ]
-        yield from rows
-        yield {"when": name, "role": "all", "op": "all", **_sum(rows)}
+    for number, prediction in enumerate(found.kinds):
+        stage = {"stage": number} if found.stages else {}
+        for name, messages in parts(prediction):
+            groups: dict[tuple[str, str], list[Message]] = {}
+            for one in messages:
+                groups.setdefault((one.role, one.op), []).append(one)
+            rows = [
+                {**stage, "when": name, "role": role, "op": op, **_time(found, prediction, network, some)}
+                for (role, op), some in sorted(groups.items())
+            ]
+            yield from rows
+            yield {**stage, "when": name, "role": "all", "op": "all", **_sum(rows)}
 
 
-def _time(found: Forecast, network: Network, role: str, messages: Iterable[Message]) -> dict[str, Any]:
+def _time(found: Forecast, prediction: Prediction, network: Network, messages: Iterable[Message]) -> dict[str, Any]:
     latency, bandwidth, calls, without = 0.0, 0.0, 0, 0
     sources = []
     for one in messages:
-        ranks, hosts = placed(found, role, one.op, network.ranks_per_node)
-        expected = network.expected(one.op, one.payload, ranks, hosts)
+        ranks = one.ranks or prediction.ranks_of(one.role)
+        expected = network.expected(one.op, one.payload, ranks, hosts(found, one, ranks, network.ranks_per_node))
         calls += one.calls
         if expected is None:
             without += one.calls
@@ -74,8 +77,10 @@ def weakest(sources: Iterable[str]) -> str | None:
     return next((how for how in (DESCRIBED, EXTRAPOLATED, FITTED, LOCAL) if how in some), None)
 
 
-def placed(found: Forecast, role: str, op: str, ranks_per_node: int) -> tuple[int, int]:
-    """Ranks and hosts of the group of a role; of a message, whether it leaves its host: 1 or 2."""
-    layout, ranks = found.plan.layout, found.prediction.ranks_of(role)
-    stride = {"tensor": 1, "data": layout.tensor, "pipeline": max(1, layout.world // ranks)}.get(role, 1)
-    return ranks, hosts_of(2 if op in ("send", "recv", "sendrecv") else ranks, stride, ranks_per_node)
+def hosts(found: Forecast, message: Message, ranks: int, ranks_per_node: int) -> int:
+    """Hosts of the group of a role, of so many ranks; of a message, whether it leaves its host: 1 or 2."""
+    layout = found.plan.layout
+    inner = layout.tensor * layout.sequence * layout.context
+    strides = {"data": inner, "expert": inner, "pipeline": found.ranks_of_a_kind}
+    some = 2 if message.op in ("send", "recv", "sendrecv") else ranks
+    return hosts_of(some, strides.get(message.role, 1), ranks_per_node)

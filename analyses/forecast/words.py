@@ -63,7 +63,7 @@ def network_lines(found: Forecast, network: Network) -> Iterator[str]:
 def _time(row: dict[str, Any]) -> tuple[str, ...]:
     parts = (row[name] for name in ("latency_us", "bandwidth_us", "time_us"))
     told = (time(None if part is None else part * 1e3) for part in parts)
-    return (row["when"], row["role"], row["op"], count(row["calls"]), *told, row["how"] or "")
+    return (_staged(row, row["when"]), row["role"], row["op"], count(row["calls"]), *told, row["how"] or "")
 
 
 def _waterfall(told: dict[str, Any]) -> Iterator[str]:

@@ -29,6 +29,8 @@ class Part:
     """A parameter of another module that it uses as well, by its full name."""
     buffers: tuple[tuple[str, Shape, str], ...] = ()
     """Name, shape and element type."""
+    expert: bool = False
+    """It is one of several experts, and the parts within it are its own."""
 
 
 def linear(name: str, inputs: int, outputs: int, *, bias: bool = True) -> Part:
@@ -70,6 +72,12 @@ class Figures:
     """The head uses the embedding's matrix."""
     tensor: int = 1
     """Ranks that share the model: each has a part of the vocabulary, of the heads and of the inner layers."""
+    experts: int = 1
+    """Of a layer that has several."""
+    experts_here: int = 1
+    """Those of one rank."""
+    expert_interval: int = 1
+    """Every so many-th layer has experts, the first one on."""
 
 
 def gpt_neox(figures: Figures) -> Part:
@@ -80,12 +88,12 @@ def gpt_neox(figures: Figures) -> Part:
     """
     embedding, block, norm_, head = gpt_neox_layers(figures)
     tied = Part("head", shared="layers.embedding.weight")
-    blocks = repeated(block, figures.layers)
+    blocks = (_with_experts(block, figures, number) for number in range(figures.layers))
     return Part("", parts=(container("layers", embedding, *blocks, norm_, tied if figures.tied else head),))
 
 
 def gpt_neox_layers(figures: Figures) -> tuple[Part, Part, Part, Part]:
-    """The embedding, a transformer layer, the last norm, and a head with a matrix of its own."""
+    """The embedding, a transformer layer without experts, the last norm, and a head with a matrix of its own."""
     size, part = figures.hidden, figures.hidden // figures.tensor
     attention = Part("attention", parts=(linear("query_key_value", size, 3 * part), linear("dense", part, size)))
     mlp = Part("mlp", parts=(linear("dense_h_to_4h", size, 4 * part), linear("dense_4h_to_h", 4 * part, size)))
@@ -95,6 +103,21 @@ def gpt_neox_layers(figures: Figures) -> tuple[Part, Part, Part, Part]:
     vocabulary = figures.vocabulary // figures.tensor
     embedding = rows("embedding", vocabulary, size)
     return embedding, block, norm("final_norm", size), linear("head", size, vocabulary, bias=False)
+
+
+def _with_experts(block: Part, figures: Figures, number: int) -> Part:
+    """The layer of this number, with experts in place of its MLP where it has some."""
+    *others, mlp = block.parts
+    has = figures.experts > 1 and number % figures.expert_interval == 0
+    return replace(block, name=f"{block.name}{number}", parts=(*others, _experts(mlp, figures) if has else mlp))
+
+
+def _experts(mlp: Part, figures: Figures) -> Part:
+    """DeepSpeed's layer of several, in place of one: a gate, and those of one rank."""
+    gate = Part("gate", parts=(linear("wg", figures.hidden, figures.experts, bias=False),))
+    copies = (replace(mlp, name=str(number), expert=True) for number in range(figures.experts_here))
+    experts = Part("experts", parts=(container("deepspeed_experts", *copies),))
+    return Part("mlp", parts=(Part("moe", parts=(Part("deepspeed_moe", parts=(gate, experts)),)),))
 
 
 # --- as a row of the `job` table has it -----------------------------------------------------------------------------
@@ -119,9 +142,11 @@ def facts(root: Part, dtype: str) -> Facts:
     numbers: dict[str, int] = {}
     for prefix, part in _walk(root, ""):
         own = []
+        mark = {"expert": True} if part.expert else {}
         for name, shape in part.parameters:
             number = numbers[prefix + name] = len(found.parameters)
-            found.parameters.append({"name": prefix + name, "shape": [*shape], "dtype": dtype, "trainable": True})
+            row = {"name": prefix + name, "shape": [*shape], "dtype": dtype, "trainable": True}
+            found.parameters.append({**row, **mark})
             (found.plain if part.norm or name.endswith("bias") else found.decaying).append(number)
             own.append(number)
         if part.shared:
@@ -139,4 +164,4 @@ def _walk(part: Part, prefix: str) -> Iterator[tuple[str, Part]]:
     inner = f"{prefix}{part.name}." if part.name else prefix
     yield inner, part
     for one in part.parts:
-        yield from _walk(one, inner)
+        yield from _walk(replace(one, expert=True) if part.expert else one, inner)

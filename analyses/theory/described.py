@@ -32,6 +32,18 @@ class Layout:
     """Micro-batches of one step."""
     tensor: int = 1
     """Ranks that share a model."""
+    sequence: int = 1
+    """Ranks that share sequences as DeepSpeed's Ulysses does."""
+    context: int = 1
+    """Ranks that share sequences in a ring; to DDP and DeepSpeed they are data-parallel ones."""
+
+    experts: int = 0
+    """Ranks that have different experts; 0 where there are none."""
+
+    @property
+    def reducing(self) -> int:
+        """Ranks that reduce gradients together."""
+        return self.data * self.sequence * self.context
 
 
 def ddp_row(model: Part, precision: str, layout: Layout) -> dict[str, Any]:
@@ -41,7 +53,7 @@ def ddp_row(model: Part, precision: str, layout: Layout) -> dict[str, Any]:
         "source": "ddp",
         "engine": "DistributedDataParallel",
         **ddp_defaults(),
-        "data_parallel_size": layout.data,
+        "data_parallel_size": layout.reducing,
         "ignored": [],
         "mixed_precision": None,
         "parameters": found.parameters,
@@ -62,30 +74,33 @@ def deepspeed_row(
     zero = zero_settings(_block(config, "zero_optimization"))
     found = facts(model, TYPES[precision])
     wanted = [found.decaying, found.plain] if groups == 2 else [[*range(len(found.parameters))]]
+    wanted = experts_apart(found, wanted)
     stage = int(zero["stage"])
-    parts = [part for group in wanted if group for part in sub_groups(found, group, zero, layout.data)]
+    parts = [part for group in wanted if group for part in sub_groups(found, group, zero, layout.reducing)]
     return {
         "source": "deepspeed",
         "engine": "DeepSpeedEngine",
         "zero_stage": stage,
         "zero": zero,
         "world_size": layout.world,
-        "data_parallel_size": layout.data,
-        "sequence_parallel_size": 1,
+        "data_parallel_size": layout.data * layout.context,
+        "sequence_parallel_size": layout.sequence,
+        "sequence_data_parallel_size": layout.reducing,
         "tensor_parallel_size": layout.tensor,
         "pipeline_stages": 1,
         "micro_batch_size": layout.micro_batch,
         "gradient_accumulation_steps": layout.accumulation,
-        "train_batch_size": layout.micro_batch * layout.accumulation * layout.data,
+        "train_batch_size": layout.micro_batch * layout.accumulation * layout.data * layout.context,
         "precision": precision,
-        "communication_data_type": communication(config, precision),
+        "communication_data_type": communication(config, precision, layout.sequence),
         "gradient_clipping": float(config.get("gradient_clipping") or 0.0),
         "optimizer": wrapper(config, precision, stage, optimizer),
         "basic_optimizer": basic_optimizer(config, optimizer),
         "optimizer_groups": parts,
         **({"check_grad_overflow": checks_overflow(config, precision)} if stage in (1, 2) else {}),
         "norm_dtype": "float64",
-        "moe": False,
+        "moe": any("expert" in one for one in found.parameters),
+        "expert_parallel_sizes": [layout.experts] if layout.experts else [],
         "parameters": found.parameters,
         "buffers": found.buffers,
         **({"modules": found.modules} if stage == 3 else {}),
@@ -212,10 +227,30 @@ def _elements(found: Facts, number: int) -> int:
     return product
 
 
+_EXPERT_ELEMENTS: Final = 178_956_971  # max_group_size: not a setting of GPT-NeoX
+
+
+@rule("deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer", DEEPSPEED)
+def experts_apart(found: Facts, groups: Sequence[list[int]]) -> list[list[int]]:
+    """Experts are groups of their own, behind the others; of so many elements at the most."""
+    others = [[number for number in group if "expert" not in found.parameters[number]] for group in groups]
+    experts: list[list[int]] = []
+    for group in groups:
+        held = _EXPERT_ELEMENTS + 1
+        for number in (number for number in group if "expert" in found.parameters[number]):
+            if held + _elements(found, number) > _EXPERT_ELEMENTS:
+                experts.append([])
+                held = 0
+            experts[-1].append(number)
+            held += _elements(found, number)
+    return [*others, *experts]
+
+
 @rule("deepspeed.runtime.engine.DeepSpeedEngine.communication_data_type (from the configuration)", DEEPSPEED)
-def communication(config: Mapping[str, Any], precision: str) -> str:
-    """What the configuration says, else the type of the parameters."""
-    named = str(config.get("communication_data_type") or precision).lower()
+def communication(config: Mapping[str, Any], precision: str, sequence: int = 1) -> str:
+    """What the configuration says, else the type of the parameters; fp32 where ranks share sequences."""
+    key, otherwise = ("", precision) if sequence == 1 else ("seq_parallel_", "fp32")
+    named = str(config.get(f"{key}communication_data_type") or otherwise).lower()
     if named not in TYPES:
         raise NotPredictedError(f"communication_data_type is {named}; DeepSpeed knows fp32, fp16 and bf16")
     return TYPES[named]

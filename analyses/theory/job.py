@@ -37,6 +37,8 @@ class Tensor:
     shape: tuple[int, ...]
     dtype: str
     trainable: bool = True
+    expert: bool = False
+    """Of an expert, of which only some ranks have a copy."""
 
     @property
     def elements(self) -> int:
@@ -80,8 +82,9 @@ class Job:
 
     @cached_property
     def ranks(self) -> int:
-        """Data-parallel ranks."""
-        return int(self.fact("data_parallel_size"))
+        """Ranks that reduce gradients together: the data-parallel ones, with Ulysses those that share sequences too."""
+        together = self.row.get("sequence_data_parallel_size")
+        return int(self.fact("data_parallel_size") if together is None else together)
 
     @cached_property
     def parameters(self) -> tuple[Tensor, ...]:
@@ -115,6 +118,28 @@ class Job:
             return int(self.fact("tensor_parallel_size"))
         return int(self.fact("model", "model_parallel_size")) if "model" in self.row else 1
 
+    @cached_property
+    def sequence(self) -> int:
+        """Ranks that share sequences as DeepSpeed's Ulysses does."""
+        return int(self.row.get("sequence_parallel_size") or 1)
+
+    @cached_property
+    def context(self) -> int:
+        """Ranks that share sequences in a ring."""
+        return int(self.row.get("model", {}).get("context_parallel_size") or 1)
+
+    @cached_property
+    def experts_over(self) -> int:
+        """Ranks that have different experts."""
+        sizes = self.row.get("expert_parallel_sizes") or [1]
+        if len(sizes) > 1:
+            raise NotPredictedError("experts over groups of several sizes have no rules yet")
+        return int(sizes[0])
+
+    def copies(self, tensor: Tensor) -> int:
+        """Ranks that have a parameter and reduce its gradient."""
+        return self.ranks // self.experts_over if tensor.expert else self.ranks
+
     def model(self, name: str, default: Any = None) -> Any:
         """A fact of the model's architecture. Raises NotPredictedError where the log does not have it."""
         if default is not None and name not in self.fact("model"):
@@ -141,7 +166,13 @@ def element_size(dtype: str) -> int:
 def _tensors(rows: Sequence[Mapping[str, Any]]) -> tuple[Tensor, ...]:
     try:
         return tuple(
-            Tensor(str(row["name"]), tuple(map(int, row["shape"])), str(row["dtype"]), bool(row.get("trainable", True)))
+            Tensor(
+                str(row["name"]),
+                tuple(map(int, row["shape"])),
+                str(row["dtype"]),
+                bool(row.get("trainable", True)),
+                bool(row.get("expert", False)),
+            )
             for row in rows
         )
     except (KeyError, TypeError, ValueError):

@@ -19,12 +19,17 @@ class Message:
     calls: int = 1
     most: int | None = None  # calls at the most, where their number depends on what the job does not say
     role: str = "data"
-    ranks: int | None = None  # of its group, where a role has groups of several sizes
+    ranks: int | None = None  # of the group, where a role has groups of several sizes
+    least: int | None = None  # bytes at the least, where the size depends on the data; `payload` is the most
 
     @property
     def bytes(self) -> int:
         """Payload of all of them."""
         return self.payload * self.calls
+
+    def among(self, ranks: int) -> Message:
+        """The same in a group of so many ranks; in one of a single rank nothing leaves it."""
+        return replace(self, ranks=ranks, role="self" if ranks == 1 else self.role)
 
     def times(self, number: int) -> Message:
         """The same, so many times."""
@@ -80,7 +85,7 @@ def sent(op: str, payload: int, ranks: int) -> Fraction:
 
 
 def wire(messages: Iterable[Message], ranks: int) -> Fraction:
-    """Bytes that a rank must at least send for all of them; `ranks`: of the groups of those that do not say."""
+    """Bytes that a rank must at least send for all of them, in groups of so many ranks unless they say otherwise."""
     return sum((sent(one.op, one.payload, one.ranks or ranks) * one.calls for one in messages), Fraction(0))
 
 
@@ -93,12 +98,12 @@ def telescope(start: Fraction, levels: Mapping[str, Fraction]) -> list[Bar]:
     return bars
 
 
-def additions(messages: Iterable[Message], ranks: int) -> list[Bar]:
-    """A bar for each cause among messages that no closed form counts."""
+def additions(messages: Iterable[Message], ranks: int, prefix: str = "") -> list[Bar]:
+    """A bar for each cause among messages that no closed form counts; `prefix` begins its label."""
     bars: dict[str, Fraction] = {}
     for one in messages:
         bars[one.cause] = bars.get(one.cause, Fraction(0)) + wire([one], ranks)
-    return [Bar(cause, size) for cause, size in bars.items()]
+    return [Bar(prefix + cause, size) for cause, size in bars.items()]
 
 
 def settled(steps: Iterable[tuple[Message, ...]]) -> tuple[tuple[Message, ...], ...]:

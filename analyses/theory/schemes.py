@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from . import ddp, dtensor, fsdp, pipeline, tensor, zero, zero3, zero12
+from . import (
+    ddp,
+    dtensor,
+    experts,
+    fsdp,
+    megatron_sequence,
+    pipeline,
+    ring,
+    tensor,
+    ulysses,
+    zero,
+    zero3,
+    zero12,
+)
 from .job import Job, NotPredictedError
 from .messages import Prediction
 
@@ -23,6 +36,28 @@ SCHEMES: Final[dict[tuple[str, str, int | None], Callable[[Job], Prediction]]] =
 """By the job's source, engine and ZeRO stage."""
 
 
+def _of_dtensors(job: Job) -> bool:
+    """Whether ranks share a model of DTensors beneath `fully_shard`."""
+    return "tensor_plan" in job.row and job.row.get("source") == "fsdp"
+
+
+def _as_it_is(job: Job) -> bool:
+    """Whether the scheme's own rules know of all that ranks share."""
+    return job.row.get("source") in ("fsdp", "dtensor") or job.row.get("engine") == "PipelineEngine"
+
+
+SHARED: Final[tuple[tuple[Callable[[Job], bool], Callable[[Job, Prediction], Prediction]], ...]] = (
+    (_of_dtensors, dtensor.added),
+    (_as_it_is, lambda job, data: data),
+    (megatron_sequence.applies, megatron_sequence.added),
+    (tensor.applies, tensor.added),
+    (ulysses.applies, ulysses.added),
+    (ring.applies, ring.added),
+    (experts.applies, experts.added),
+)
+"""What is added to the scheme of data parallelism, by the first that a job fits; together they have no rules yet."""
+
+
 def predict(row: Mapping[str, Any]) -> Prediction:
     """What one rank of a job communicates; the row is one of the log's `job` table.
 
@@ -37,11 +72,14 @@ def predict(row: Mapping[str, Any]) -> Prediction:
         raise NotPredictedError(f"there are no rules for {named} yet")
     try:
         job = Job(row)
-        found = SCHEMES[kind](job)
-        if kind[0] == "fsdp" and "tensor_plan" in row:
-            return dtensor.added(job, found)
-        # A pipeline's rules know of the tensor parallelism of its stages.
-        knows = kind[0] == "dtensor" or kind[1] == "PipelineEngine"
-        return tensor.added(job, found) if job.tensor > 1 and not knows else found
+        return _shared(job, SCHEMES[kind](job))
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
         raise NotPredictedError(f"the job in the log cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _shared(job: Job, data: Prediction) -> Prediction:
+    """With what ranks send that share a model, a sequence or experts."""
+    for applies, added in SHARED:
+        if applies(job):
+            return added(job, data)
+    return data

@@ -10,6 +10,7 @@ embedding and loss as GPT-NeoX does.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
 from math import ceil
@@ -24,6 +25,12 @@ from .zero import NORM, OVERFLOW, parameter_size
 ROLE: Final = "tensor"
 ACTIVATIONS: Final = "activations of tensor-parallel layers"
 LOSS: Final = "vocabulary-parallel loss"
+FORM: Final = "equation 5: (12 L + 2) b s h (t-1)/t"
+
+
+def applies(job: Job) -> bool:
+    """Whether ranks share a model."""
+    return job.tensor > 1
 
 
 def added(job: Job, data: Prediction) -> Prediction:
@@ -32,8 +39,23 @@ def added(job: Job, data: Prediction) -> Prediction:
     Raises NotPredictedError where the job does not have the model's architecture, or has one without rules.
     """
     check(job)
-    own = (*model_messages(job), *(one for one in scalars(job)))
-    form, bars = _bars(job, own)
+    own = (*model_messages(job), *scalars(job))
+    return joined(job, data, own, *_bars(job, own), f"{data.scheme}, tensor-parallel over {job.tensor}")
+
+
+def joined(
+    job: Job,
+    data: Prediction,
+    own: tuple[Message, ...],
+    form: Bar,
+    bars: list[Bar],
+    scheme: str,
+    others: Mapping[str, int] | None = None,
+) -> Prediction:
+    """What ranks send that reduce gradients together, and what those send that share a model or a sequence (`own`).
+
+    `others`: sizes of the groups of other roles, if it is not the model that is shared.
+    """
     whole = Bar(f"{data.closed_form.label} + {form.label}", data.closed_form.bytes + form.bytes)
     norms = tuple(one for one in own if one.cause == NORM)
     skipped = tuple(
@@ -42,13 +64,13 @@ def added(job: Job, data: Prediction) -> Prediction:
     )
     return replace(
         data,
-        scheme=f"{data.scheme}, tensor-parallel over {job.tensor}",
+        scheme=scheme,
         start=_of_data(job, data.start),
         steps=tuple((*_of_data(job, step), *own) for step in data.steps),
         closed_form=whole,
         bars=(*data.bars, *bars),
         skipped=skipped,
-        others={ROLE: job.tensor, "self": 1},
+        others=others or {ROLE: job.tensor, "self": 1},
     )
 
 
@@ -62,10 +84,10 @@ def check(job: Job) -> None:
         raise NotPredictedError(
             f"the model is cut for {job.model('model_parallel_size', 1)} ranks and the engine for {job.tensor}"
         )
+    if job.sequence > 1 or job.context > 1 or job.row.get("moe"):
+        raise NotPredictedError("tensor parallelism together with shared sequences or experts has no rules yet")
     if job.row.get("optimizer") == "FP16_Optimizer":
         raise NotPredictedError("tensor parallelism with DeepSpeed's fused 16-bit optimizer has no rules yet")
-    if job.model("sequence_parallel", False):
-        raise NotPredictedError("Megatron's sequence parallelism has no rules yet")
 
 
 def _of_data(job: Job, messages: tuple[Message, ...]) -> tuple[Message, ...]:
@@ -92,14 +114,11 @@ def scalars(job: Job) -> list[Message]:
 
 
 def _bars(job: Job, own: tuple[Message, ...]) -> tuple[Bar, list[Bar]]:
-    elements, size = _elements(job), parameter_size(job)
-    layers, steps = int(job.model("num_layers")), micro_batches(job)
-    batch, length, hidden = _shape(job)
+    layers, steps, form = int(job.model("num_layers")), micro_batches(job), form_bytes(job)
 
     def volume(count: int) -> Fraction:
-        return count * all_reduce(elements, job.tensor) * size
+        return count * all_reduce(elements(job), job.tensor) * parameter_size(job)
 
-    form = tensor_parallel(batch, length, hidden, layers, job.tensor) * size
     kept = forward_sums(job) + backward_sums(job) + embedding_sums()
     levels = {
         "tensor parallelism: two forward and two backward in each layer": volume(1 + 4 * layers),
@@ -110,20 +129,27 @@ def _bars(job: Job, own: tuple[Message, ...]) -> tuple[Bar, list[Bar]]:
         * volume(kept + recomputed_sums(job) + head_sums()),
         "tensor parallelism: sums travel in fp32": wire((one for one in own if one.cause == ACTIVATIONS), job.tensor),
     }
-    rest = [replace(one, cause=f"tensor parallelism: {one.cause}") for one in own if one.cause != ACTIVATIONS]
-    bars = [*telescope(form, levels), *additions(rest, job.tensor)]
-    return Bar("equation 5: (12 L + 2) b s h (t-1)/t", form), bars
+    rest = [one for one in own if one.cause != ACTIVATIONS]
+    bars = [*telescope(form, levels), *additions(rest, job.tensor, "tensor parallelism: ")]
+    return Bar(FORM, form), bars
 
 
-def _shape(job: Job) -> tuple[int, int, int]:
-    """b, s, h."""
+def form_bytes(job: Job) -> Fraction:
+    """Equation 5 in bytes of the parameters' type."""
+    batch, length, hidden = shape(job)
+    return tensor_parallel(batch, length, hidden, int(job.model("num_layers")), job.tensor) * parameter_size(job)
+
+
+def shape(job: Job) -> tuple[int, int, int]:
+    """b, s, h: sequences of a micro-batch, their length, the hidden size."""
     names = ("train_micro_batch_size_per_gpu", "seq_length", "hidden_size")
     batch, length, hidden = (int(job.model(name)) for name in names)
     return batch, length, hidden
 
 
-def _elements(job: Job) -> int:
-    batch, length, hidden = _shape(job)
+def elements(job: Job) -> int:
+    """Of the activations of one micro-batch between two layers: b s h."""
+    batch, length, hidden = shape(job)
     return batch * length * hidden
 
 
@@ -139,7 +165,7 @@ def micro_batches(job: Job) -> int:
 def activation(job: Job) -> int:
     """Bytes of one sum of activations, which are of the parameters' type; in fp32 with fp32_allreduce."""
     wide = bool(job.model("fp32_allreduce", False))
-    return _elements(job) * (element_size("float32") if wide else parameter_size(job))
+    return elements(job) * (element_size("float32") if wide else parameter_size(job))
 
 
 @rule("megatron.mpu.layers.VocabParallelEmbedding.forward", GPT_NEOX)
@@ -186,7 +212,7 @@ def recomputed_sums(job: Job) -> int:
 @rule("megatron.mpu.cross_entropy._VocabParallelCrossEntropy.forward", GPT_NEOX)
 def loss_sums(job: Job) -> list[Message]:
     """Of each token the largest logit, its own, and the sum of exponentials, in fp32."""
-    batch, length, _ = _shape(job)
+    batch, length, _ = shape(job)
     return [Message("all_reduce", batch * length * element_size("float32"), LOSS, 3, role=ROLE)]
 
 

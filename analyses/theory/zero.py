@@ -12,7 +12,7 @@ from typing import Final
 
 from .buckets import overfull
 from .closed_forms import data_parallel, shared
-from .job import Job, NotPredictedError, element_size
+from .job import Job, NotPredictedError, Tensor, element_size
 from .messages import Bar, Message, Prediction, additions, telescope, wire
 from .rules import DEEPSPEED, rule
 
@@ -28,12 +28,14 @@ _PLAIN: Final = ("AdamW", "Adam", "SGD", "FusedAdam", "DeepSpeedCPUAdam", "Adagr
 
 def check(job: Job) -> None:
     """Raise NotPredictedError for settings of the engine that have no rules yet."""
-    one = ("sequence_parallel_size", "pipeline_stages")
-    for name in one:
-        if int(job.fact(name)) != 1:
-            raise NotPredictedError(f"{name.replace('_', ' ')} {job.fact(name)} has no rules yet")
-    if job.fact("moe") or job.row.get("sparse_gradients"):  # the latter is no setting any more in DeepSpeed 0.19
-        raise NotPredictedError("mixtures of experts and sparse gradients have no rules yet")
+    if int(job.fact("sequence_parallel_size")) != 1 and int(job.fact("zero_stage")) == 3:
+        raise NotPredictedError("ZeRO-3 with Ulysses has no rules yet")
+    if int(job.fact("pipeline_stages")) != 1:
+        raise NotPredictedError(f"pipeline stages {job.fact('pipeline_stages')} has no rules yet")
+    if job.row.get("sparse_gradients"):  # no setting any more in DeepSpeed 0.19
+        raise NotPredictedError("sparse gradients have no rules yet")
+    if job.fact("moe") and int(job.fact("zero_stage")) == 3:
+        raise NotPredictedError("ZeRO-3 with mixtures of experts has no rules yet")
     if job.fact("basic_optimizer") not in _PLAIN:
         raise NotPredictedError(f"the optimizer {job.fact('basic_optimizer')} has no rules yet")
     if job.ranks < 2 and job.tensor < 2:
@@ -47,6 +49,7 @@ def predict(job: Job) -> Prediction:
     form = Bar("equation 2: 2 P (d-1)/d", data_parallel(_elements(job), job.ranks) * parameter_size(job))
     reduced = wire((one for one in step if one.cause == GRADIENTS), job.ranks)
     levels = gradient_levels(job, lambda elements, size: data_parallel(elements, job.ranks) * size)
+    levels |= copies_level(job, data_parallel, element_size(communication_type(job)))
     levels["gradients of other types"] = reduced
     bars = [*telescope(form.bytes, levels), *additions((one for one in step if one.cause != GRADIENTS), job.ranks)]
     return Prediction("ZeRO-0", job.ranks, tuple(broadcast_model(job)), (step,), form, tuple(bars))
@@ -76,6 +79,24 @@ def scatter_volume(job: Job) -> Callable[[int, int], Fraction]:
     return lambda elements, size: shared(elements, job.ranks) * size
 
 
+def copies_level(job: Job, volume: Callable[[int, int], Fraction], size: int) -> dict[str, Fraction]:
+    """The level of trained parameters, elements of a size, where fewer ranks have copies of some; else none.
+
+    `volume`: elements that a rank sends of so many, among so many ranks.
+    """
+    if not any(parameter.expert for parameter in job.trainable):
+        return {}
+    return {"experts travel among the ranks that have them": copies_volume(job, volume) * size}
+
+
+def copies_volume(job: Job, volume: Callable[[int, int], Fraction]) -> Fraction:
+    """Elements that a rank sends of all trained parameters, of each among the ranks that have it."""
+    elements: dict[int, int] = {}
+    for parameter in job.trainable:
+        elements[job.copies(parameter)] = elements.get(job.copies(parameter), 0) + parameter.elements
+    return sum((volume(count, ranks) for ranks, count in elements.items()), Fraction(0))
+
+
 # --- rules ----------------------------------------------------------------------------------------------------------
 
 
@@ -83,7 +104,14 @@ def scatter_volume(job: Job) -> Callable[[int, int], Fraction]:
 def broadcast_model(job: Job) -> list[Message]:
     """Rank 0 sends each parameter, as bytes."""
     cause = "first parameters, one broadcast each, as uint8"
-    return [Message("broadcast", parameter.bytes, cause) for parameter in job.parameters]
+    return [of_copies(job, parameter, Message("broadcast", parameter.bytes, cause)) for parameter in job.parameters]
+
+
+@rule("deepspeed.runtime.engine.DeepSpeedEngine._reduce_expert_gradients; "
+      "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer._configure_moe_settings", DEEPSPEED)  # fmt: skip
+def of_copies(job: Job, parameter: Tensor, message: Message) -> Message:
+    """A message about a parameter: of an expert's, among the ranks that have it."""
+    return message.among(job.copies(parameter)) if parameter.expert else message
 
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine.communication_data_type", DEEPSPEED)
@@ -94,13 +122,19 @@ def communication_type(job: Job) -> str:
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine.buffered_allreduce_fallback", DEEPSPEED)
 def fallback_gradients(job: Job) -> list[Message]:
-    """At the end of a step's last backward pass: the gradients of one type after the other, in registration order."""
+    """At the end of a step's last backward pass: the gradients of one type after the other, in registration order.
+
+    Those of experts apart, among the ranks that have them.
+    """
     size = element_size(communication_type(job))
-    types: dict[str, list[int]] = {}
+    types: dict[tuple[str, bool], list[Tensor]] = {}
     for parameter in job.trainable:
-        types.setdefault(parameter.dtype, []).append(parameter.elements)
-    sums = [held for elements in types.values() for held in overfull(elements, _FALLBACK_ELEMENTS)]
-    return [Message("all_reduce", held * size, GRADIENTS) for held in sums]
+        types.setdefault((parameter.dtype, parameter.expert), []).append(parameter)
+    return [
+        of_copies(job, same[0], Message("all_reduce", held * size, GRADIENTS))
+        for same in types.values()
+        for held in overfull((parameter.elements for parameter in same), _FALLBACK_ELEMENTS)
+    ]
 
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._take_model_step; deepspeed.runtime.utils.clip_grad_norm_", DEEPSPEED)

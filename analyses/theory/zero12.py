@@ -10,7 +10,7 @@ from math import ceil, gcd
 from typing import Final
 
 from .buckets import fitting, most_fitting, overfull
-from .closed_forms import data_parallel
+from .closed_forms import data_parallel, shared
 from .gradients import backward_order
 from .job import Job, NotPredictedError, Tensor, element_size
 from .messages import Bar, Message, Prediction, additions, telescope, wire
@@ -22,7 +22,9 @@ from .zero import (
     broadcast_model,
     check,
     communication_type,
+    copies_level,
     gradient_levels,
+    of_copies,
     parameter_size,
     scatter_volume,
 )
@@ -53,7 +55,7 @@ def _bars(job: Job, step: tuple[Message, ...]) -> Iterator[Bar]:
     """Half of equation 2 is the gradients' reduce_scatter, half the parameters' all_gather: each goes its own way."""
     half = _closed_form(job) / 2
     volume = scatter_volume(job)
-    levels = gradient_levels(job, volume)
+    levels = gradient_levels(job, volume) | copies_level(job, shared, element_size(communication_type(job)))
     once = [*levels.values()][-1]
     reduced = [one for one in step if one.cause == GRADIENTS]
     if reduces_each_micro_batch(job):
@@ -64,7 +66,12 @@ def _bars(job: Job, step: tuple[Message, ...]) -> Iterator[Bar]:
     gathered = wire((one for one in step if one.cause == PARAMETERS), job.ranks)
     trained = volume(sum(one.elements for one in job.trainable), parameter_size(job))
     yield from telescope(
-        half, {"frozen parameters are not gathered": trained, "padding of the parameters to equal parts": gathered}
+        half,
+        {
+            "frozen parameters are not gathered": trained,
+            **copies_level(job, shared, parameter_size(job)),
+            "padding of the parameters to equal parts": gathered,
+        },
     )
     yield from additions((one for one in step if one.cause not in (GRADIENTS, PARAMETERS)), job.ranks)
 
@@ -85,7 +92,8 @@ def group_order(job: Job, group: tuple[int, ...]) -> list[int]:
     """The group's parameters as they lie in its flat buffer."""
     if not job.zero("round_robin_gradients"):
         return list(group)
-    return [parameter for part in range(job.ranks) for parameter in group[part :: job.ranks]]
+    ranks = job.copies(job.parameters[group[0]])
+    return [parameter for part in range(ranks) for parameter in group[part::ranks]]
 
 
 @rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.__init__, flatten_dense_tensors_aligned", DEEPSPEED)
@@ -98,19 +106,21 @@ def layout(job: Job, group: tuple[int, ...]) -> Layout:
     for number in order:
         offsets[number] = ceil(end / alignment) * alignment
         end = offsets[number] + job.parameters[number].elements
-    multiple = _START_ALIGNMENT * job.ranks
-    return Layout(offsets, ceil(end / multiple) * multiple // job.ranks)
+    ranks = job.copies(job.parameters[order[0]])
+    multiple = _START_ALIGNMENT * ranks
+    return Layout(offsets, ceil(end / multiple) * multiple // ranks)
 
 
 @rule("deepspeed.runtime.utils.all_gather_into_tensor_dp_groups", DEEPSPEED)
 def parameter_gathers(job: Job) -> list[Message]:
-    """One all_gather for each group of the optimizer, whatever allgather_bucket_size says; none on one rank."""
-    if job.ranks == 1:
-        return []
-    return [
-        Message("all_gather", layout(job, group).part * job.ranks * job.parameters[group[0]].size, PARAMETERS)
-        for group in job.groups
-    ]
+    """One all_gather for each group of the optimizer, whatever allgather_bucket_size says; none of one rank."""
+    found = []
+    for group in job.groups:
+        first = job.parameters[group[0]]
+        if job.copies(first) > 1:
+            size = layout(job, group).part * job.copies(first) * first.size
+            found.append(of_copies(job, first, Message("all_gather", size, PARAMETERS)))
+    return found
 
 
 @rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.process_gradients, "
@@ -148,22 +158,34 @@ def reductions(job: Job) -> list[Message]:
     return [one.times(job.micro_batches if reduces_each_micro_batch(job) else 1) for one in found]
 
 
+@rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.allreduce_bucket (sequence_parallel_size)",
+      DEEPSPEED)  # fmt: skip
+def bucket_type(job: Job) -> str:
+    """fp32 where ranks share sequences, whatever is configured, but for buckets that are summed as they lie."""
+    as_it_lies = job.zero("contiguous_gradients") and not job.zero("reduce_scatter")
+    return "float32" if job.sequence > 1 and not as_it_lies else communication_type(job)
+
+
 @rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.allreduce_bucket", DEEPSPEED)
 def bucket_messages(job: Job, bucket: list[int], limit: int) -> list[Message]:
     """The calls for one bucket of parameters."""
-    size = element_size(communication_type(job))
+    size = element_size(bucket_type(job))
     if not job.zero("reduce_scatter") or not job.zero("contiguous_gradients"):
         whole = sum(job.parameters[number].elements for number in bucket)
         return [Message("all_reduce", whole * size, GRADIENTS)]
-    pieces = [piece for number in bucket for piece in owners(job, number)]
-    merged = [(owner, sum(count for _, count in part)) for owner, part in groupby(pieces, key=lambda piece: piece[0])]
-    if job.zero("use_multi_rank_bucket_allreduce"):
-        sums = overfull((count for _, count in merged), limit)
-        return [Message("all_reduce", held * size, GRADIENTS) for held in sums]
-    parts: dict[int, list[int]] = {}
-    for owner, count in merged:
-        parts.setdefault(owner, []).append(count)
-    return [Message("reduce", held * size, GRADIENTS) for counts in parts.values() for held in overfull(counts, limit)]
+    pieces = [(owner, job.parameters[number], count) for number in bucket for owner, count in owners(job, number)]
+    together = bool(job.zero("use_multi_rank_bucket_allreduce"))
+    parts: dict[tuple[int | None, bool], list[int]] = {}
+    some: dict[bool, Tensor] = {}  # of experts, and of the others: they are reduced in different groups
+    for (owner, expert), same in groupby(pieces, key=lambda piece: (piece[0], piece[1].expert)):
+        alike = [*same]
+        some[expert] = alike[0][1]
+        parts.setdefault((None if together else owner, expert), []).append(sum(count for *_, count in alike))
+    return [
+        of_copies(job, some[expert], Message("all_reduce" if together else "reduce", held * size, GRADIENTS))
+        for (_, expert), counts in parts.items()
+        for held in overfull(counts, limit)
+    ]
 
 
 @rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.initialize_gradient_partition", DEEPSPEED)

@@ -44,8 +44,19 @@ class NeoxConfig:
     model_parallel_size: int
     pipe_parallel_size: int
     pipe_partition_method: str
+    sequence_parallel: bool
+    sequence_parallel_size: int
+    context_parallel_size: int
     fp32_allreduce: bool
     fsdp: FsdpSettings
+    moe_num_experts: int
+    moe_expert_interval: int
+    moe_expert_parallel_size: int
+    moe_top_k: int
+    moe_train_capacity_factor: float
+    moe_min_capacity: int
+    moe_token_dropping: bool
+    moe_loss_coeff: float
     train_share: float
     seed: int
     precision: str
@@ -94,20 +105,39 @@ class NeoxConfig:
         """ZeRO's stage, 0 to 3."""
         return int(self.zero_optimization.get("stage", 0))
 
+    @property
+    def shared(self) -> dict[str, int]:
+        """Ranks that share a model, sequences or experts, by the dimension's name."""
+        return {
+            "tensor": self.model_parallel_size,
+            "sequence": self.sequence_parallel_size,
+            "context": self.context_parallel_size,
+            "experts": self.moe_expert_parallel_size if self.moe_num_experts > 1 else 0,
+        }
+
+    @property
+    def ranks_of_a_sample(self) -> int:
+        """Ranks that work on the same samples: they share the model, or the sequences."""
+        return self.model_parallel_size * self.sequence_parallel_size * self.context_parallel_size
+
     def data_parallel(self, world_size: int) -> int:
-        """Ranks that hold the same part of the model: what pipeline and tensor parallelism leave of so many."""
+        """Ranks that get samples of their own: what is left of so many by those that share a model or a sequence."""
         model = self.pipe_parallel_size * self.model_parallel_size
-        if world_size % model:
-            both = self.pipe_parallel_size > 1
-            key = "pipe_parallel_size" if both else "model_parallel_size"
-            times = (
-                f"{self.pipe_parallel_size}, times model_parallel_size {self.model_parallel_size}," if both else model
-            )
+        if self.pipe_parallel_size > 1 and world_size % model:
             raise ConfigError(
-                f"{self.origins.get(key, 'no file')}: {key}: {times} does not divide the {world_size} ranks of this "
+                f"{self.origins.get('pipe_parallel_size', 'no file')}: pipe_parallel_size: {self.pipe_parallel_size}, "
+                f"times model_parallel_size {self.model_parallel_size}, does not divide the {world_size} ranks of this "
                 "job; start a multiple of it, or change it"
             )
-        return world_size // model
+        shared = ("model_parallel_size", "sequence_parallel_size", "context_parallel_size")
+        for key in (*shared, "moe_expert_parallel_size"):
+            size = getattr(self, key)
+            if world_size % size:
+                raise ConfigError(
+                    f"{self.origins.get(key, 'no file')}: {key}: {size} does not divide the {world_size} ranks of "
+                    "this job; start a multiple of it, or change it"
+                )
+        return world_size // (self.pipe_parallel_size * self.ranks_of_a_sample)
 
     def batch_shape(self, data_parallel: int) -> tuple[int, int]:
         """(micro-batch, gradient accumulation steps) for that many data-parallel ranks.

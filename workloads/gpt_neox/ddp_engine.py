@@ -28,6 +28,7 @@ class DdpEngine:
     def __init__(self, config: NeoxConfig, device: torch.device, micro_batch: int, accumulation: int) -> None:
         mpu = make_mpu(config)
         self._shares = shares_of(config, mpu)
+        self._part = self._shares.parts.of
         with device:
             model = GPTNeoX(config, self._shares)
         model.neox_args = neox_args(config, micro_batch, accumulation)
@@ -56,7 +57,7 @@ class DdpEngine:
         losses = []
         for index, batch in enumerate(micro_batches):
             with self._synchronise(index == len(micro_batches) - 1):
-                loss = language_model_loss(self._ddp(batch[:, :-1]), batch[:, 1:], self._shares)
+                loss = language_model_loss(self._ddp(self._part(batch[:, :-1])), self._part(batch[:, 1:]), self._shares)
                 torch.autograd.backward(loss / len(micro_batches))
             losses.append(loss.detach())
         self._update()

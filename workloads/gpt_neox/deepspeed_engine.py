@@ -12,6 +12,7 @@ import torch
 from .config import NeoxConfig
 from .deepspeed_settings import deepspeed_config
 from .errors import ConfigError
+from .experts import apart
 from .model import GPTNeoX, language_model_loss, weight_decay_groups
 from .mpu import make_mpu, shares_of
 from .neox_args import neox_args
@@ -53,10 +54,13 @@ class DeepSpeedEngine:
         # ZeRO-3 takes the model apart while it is being built, so that no rank ever holds all of it.
         mpu = make_mpu(config)
         self._shares = shares_of(config, mpu)
+        self._part = self._shares.parts.of
         with deepspeed.zero.Init(config_dict_or_path=settings, enabled=config.zero_stage == 3), device:
             model = GPTNeoX(config, self._shares)
         model.neox_args = neox_args(config, micro_batch, accumulation)
         groups = weight_decay_groups(model, config.weight_decay)
+        if config.moe_num_experts > 1:
+            groups = apart(groups)
         optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(config.betas[0], config.betas[1]), eps=config.eps)
         # The schedule sets the first step's rate now: in 16 bits without ZeRO DeepSpeed takes a step on zero gradients
         # right away, to allocate Adam's state, and weight decay would act with whatever rate it finds.
@@ -77,8 +81,9 @@ class DeepSpeedEngine:
         """One optimizer step; the mean loss of this rank's micro-batches (a scalar, without gradient)."""
         losses = []
         for batch in micro_batches:
-            loss = language_model_loss(self._engine(batch[:, :-1]), batch[:, 1:], self._shares)
-            self._engine.backward(loss)
+            loss = language_model_loss(self._engine(self._part(batch[:, :-1])), self._part(batch[:, 1:]), self._shares)
+            balance = self._engine.module.balance
+            self._engine.backward(loss if balance is None else loss + balance)
             self._engine.step()
             losses.append(loss.detach())
         return torch.stack(losses).mean()

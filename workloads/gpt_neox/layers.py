@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from .config import NeoxConfig
+from .sequence import attention_of
 from .tensor_parallel import ALONE, Shares, mark_part
 
 
@@ -145,9 +146,10 @@ def rotary_tables(
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def rotate(x: torch.Tensor, dims: int, base: float) -> torch.Tensor:
+def rotate(x: torch.Tensor, dims: int, base: float, first_position: int = 0) -> torch.Tensor:
     """Rotary positions (arXiv 2104.09864) on the first ``dims`` of d in (b, a, s, d), pairing i with i + dims/2."""
-    cos, sin = rotary_tables(x.shape[-2], dims, base, x.device, x.dtype)
+    tables = rotary_tables(first_position + x.shape[-2], dims, base, x.device, x.dtype)
+    cos, sin = (table[first_position:] for table in tables)
     turned, rest = x[..., :dims], x[..., dims:]
     first, second = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
@@ -162,6 +164,8 @@ class Attention(nn.Module):
         hidden = config.hidden_size
         self.heads, self.head_size = config.num_attention_heads // shares.ranks, config.head_size
         self.rotary_dims, self.rotary_base = config.rotary_dims, config.rotary_emb_base
+        self.parts = shares.parts
+        self.attend = attention_of(shares.parts)
         self.dropout = config.attention_dropout
         self.query_key_value = ColumnLinear(hidden, 3 * hidden, init_std(config.init_method, config), shares)
         self.dense = RowLinear(hidden, hidden, init_std(config.output_layer_init_method, config), shares)
@@ -172,16 +176,17 @@ class Attention(nn.Module):
         return out
 
     def mixed(self, x: torch.Tensor) -> torch.Tensor:
-        """(b, s, h) to what this rank's heads see, (b, s, h/t)."""
-        batch, length, _ = x.shape
+        """(b, s, h) to what this rank's heads see, (b, s, h/t); with sequence parallelism from (b, s/t, h)."""
         # (b, s, a, 3d), the layout of GPT-NeoX: each head's query, key and value lie together, so that a slice of the
         # projection's rows is a set of whole heads.
-        qkv = self.query_key_value(x).view(batch, length, self.heads, 3 * self.head_size).transpose(1, 2)
+        projected = self.query_key_value(x)
+        batch, length, _ = projected.shape  # of the whole sequence, also where x is a part of it
+        qkv = projected.view(batch, length, self.heads, 3 * self.head_size).transpose(1, 2)
         query, key, value = qkv.chunk(3, dim=-1)
-        query = rotate(query, self.rotary_dims, self.rotary_base)
-        key = rotate(key, self.rotary_dims, self.rotary_base)
-        dropout = self.dropout if self.training else 0.0
-        mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        start = self.parts.rank * length
+        query = rotate(query, self.rotary_dims, self.rotary_base, start)
+        key = rotate(key, self.rotary_dims, self.rotary_base, start)
+        mixed = self.attend(query, key, value, self.dropout if self.training else 0.0)
         return mixed.transpose(1, 2).reshape(batch, length, self.heads * self.head_size)
 
 
@@ -207,12 +212,13 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One transformer layer: attention and MLP, each behind a layer norm, in turn or side by side (GPT-J)."""
 
-    def __init__(self, config: NeoxConfig, shares: Shares = ALONE) -> None:
+    def __init__(self, config: NeoxConfig, shares: Shares = ALONE, mlp: nn.Module | None = None) -> None:
+        """`mlp`: in the place of the usual one."""
         super().__init__()
         self.input_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
         self.attention = Attention(config, shares)
         self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
-        self.mlp = MLP(config, shares)
+        self.mlp: nn.Module = MLP(config, shares) if mlp is None else mlp
         self.parallel = config.gpt_j_residual
         self.shares = shares
         self.dropout = config.hidden_dropout
@@ -231,6 +237,7 @@ class Block(nn.Module):
     def _side_by_side(self, x: torch.Tensor) -> torch.Tensor:
         """Attention and MLP of GPT-J, whose summands need one all_reduce together; the biases come after it."""
         attention, mlp = self.attention, self.mlp
+        assert isinstance(mlp, MLP)  # experts are not shared
         attended = attention.dense.partial(attention.mixed(self.input_layernorm(x)))
         summand = attended + mlp.dense_4h_to_h.partial(mlp.wide(self.post_attention_layernorm(x)))
         return self._drop(mlp.dense_4h_to_h.biased(attention.dense.biased(self.shares.summed(summand))))

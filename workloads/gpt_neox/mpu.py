@@ -8,10 +8,12 @@ for; groups carry the descriptions that Megatron-Core gives them.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch.distributed as dist
 
 from .config import NeoxConfig
+from .sequence import RING, ULYSSES, WHOLE, Parts
 from .tensor_parallel import ALONE, Shares
 
 
@@ -69,14 +71,37 @@ def _own_group(groups: Iterable[range], description: str) -> dist.ProcessGroup:
     return own
 
 
-def make_mpu(config: NeoxConfig) -> Mpu | None:
-    """The unit of a tensor-parallel model, once the process group is there; None where ranks do not share models."""
+def make_mpu(config: NeoxConfig) -> Any:
+    """The unit of a model, once the process group is there; None where ranks share neither models nor sequences.
+
+    Of sequences that ranks share as DeepSpeed's Ulysses has it: DeepSpeed's own module, which serves as one.
+    """
+    if config.sequence_parallel_size > 1:
+        from deepspeed.runtime.sequence_parallel import parallel_state_sp  # type: ignore[import-untyped, unused-ignore]
+
+        parallel_state_sp.initialize_sequence_parallel(config.sequence_parallel_size)
+        return parallel_state_sp
     return Mpu(config.model_parallel_size) if config.model_parallel_size > 1 else None
 
 
-def shares_of(config: NeoxConfig, mpu: Mpu | None) -> Shares:
-    """This rank's part of the model."""
-    return ALONE if mpu is None else _shares(config, mpu.get_model_parallel_group())
+def parts_of(config: NeoxConfig, mpu: Any) -> Parts:
+    """This rank's part of each sequence."""
+    if config.sequence_parallel_size > 1:
+        group, way = mpu.get_sequence_parallel_group(), ULYSSES
+    elif config.context_parallel_size > 1:
+        size = config.context_parallel_size
+        every = range(0, dist.get_world_size(), size)
+        group, way = _own_group((range(at, at + size) for at in every), "CONTEXT_PARALLEL_GROUP"), RING
+    else:
+        return WHOLE
+    return Parts(group.rank(), group.size(), group, way)
+
+
+def shares_of(config: NeoxConfig, mpu: Any) -> Shares:
+    """This rank's part of the model, or of the sequences. All ranks ask at once."""
+    if config.model_parallel_size == 1:
+        return Shares(parts=parts_of(config, mpu))
+    return _shares(config, mpu.get_model_parallel_group())
 
 
 def tensor_shares(config: NeoxConfig) -> Shares:
@@ -85,4 +110,4 @@ def tensor_shares(config: NeoxConfig) -> Shares:
 
 
 def _shares(config: NeoxConfig, group: dist.ProcessGroup) -> Shares:
-    return Shares(group.rank(), group.size(), group, wide=config.fp32_allreduce)
+    return Shares(group.rank(), group.size(), group, wide=config.fp32_allreduce, sequence=config.sequence_parallel)

@@ -28,12 +28,14 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "gpt_j_tied": (False,),
     "model_arch": ("gpt2",),
     "mlp_type": ("regular",),
-    "sequence_parallel": (False,),
-    "context_parallel_size": (1, 0),
     "use_qk_layernorm": (False,),
     "use_bias_in_attn_linear": (True,),
     "use_bias_in_norms": (True,),
-    "moe_num_experts": (0, 1),
+    "moe_type": ("deepspeed",),
+    "moe_use_residual": (False,),
+    "moe_glu": (False,),
+    "moe_jitter_eps": (None,),
+    "enable_expert_tensor_parallelism": (False,),
     "num_kv_heads": (None,),
     "num_unique_layers": (None,),
     "sliding_window_width": (None,),
@@ -135,6 +137,9 @@ def data_fields(reader: Reader) -> dict[str, Any]:
         # takes any.
         "pipe_parallel_size": max(1, reader.integer("pipe_parallel_size", 0, low=0)),
         "pipe_partition_method": _partition_method(reader),
+        "sequence_parallel": _sequence_parallel(reader),
+        **_shared_sequences(reader),
+        **_experts(reader),
         "fp32_allreduce": reader.flag("fp32_allreduce", False),
         "fsdp": fsdp_settings(reader),
         "train_share": split[0] / sum(split),
@@ -153,11 +158,76 @@ def check_pipeline(reader: Reader, stages: int, layers: int, zero_stage: int) ->
     """Raise for what DeepSpeed's pipeline cannot do."""
     if stages > max(1, layers):
         raise reader.error("pipe_parallel_size", f"a stage has a layer at least, and num_layers is {layers}")
+    shared = ("sequence_parallel", "sequence_parallel_size", "context_parallel_size", "moe_num_experts", "num_experts")
+    for key in shared:
+        if stages > 1 and int(reader.raw(key, 0)) > (key != "sequence_parallel"):
+            raise reader.error(key, "this trainer does not build it together with pipe_parallel_size; leave one out")
     if stages > 1 and zero_stage > 1:
         key = "zero_optimization" if reader.raw("zero_stage") is None else "zero_stage"
         raise reader.error(
             key, "DeepSpeed's pipeline goes with ZeRO-0 and ZeRO-1 alone; take one of them, or pipe_parallel_size 1"
         )
+
+
+def _sequence_parallel(reader: Reader) -> bool:
+    """Megatron's, among tensor-parallel ranks; among fewer than two there is nothing to share."""
+    wanted, shared = reader.flag("sequence_parallel", False), reader.integer("model_parallel_size", 1)
+    if wanted and shared > 1:
+        length = reader.integer("seq_length")
+        if length % shared:
+            raise reader.error(
+                "sequence_parallel",
+                f"model_parallel_size, which is {shared}, must divide seq_length, which is {length}",
+            )
+        if reader.number("hidden_dropout", 0.0):
+            raise reader.error(
+                "hidden_dropout", "ranks would drop the same of different parts of the sequence; set it to 0"
+            )
+    return wanted and shared > 1
+
+
+def _shared_sequences(reader: Reader) -> dict[str, int]:
+    """Ranks that share sequences: as Ulysses (DeepSpeed's key), or in a ring (GPT-NeoX's, where 0 means 1)."""
+    sizes = {key: max(reader.integer(key, 1, low=0), 1) for key in ("sequence_parallel_size", "context_parallel_size")}
+    wanted = [key for key, size in sizes.items() if size > 1]
+    others = [*wanted, *(["model_parallel_size"] if reader.integer("model_parallel_size", 1) > 1 else [])]
+    if wanted and len(others) > 1:
+        raise reader.error(wanted[0], f"this trainer does not build it together with {others[1]}; set one of them to 1")
+    length, heads = reader.integer("seq_length"), reader.integer("num_attention_heads")
+    for key in wanted:
+        if length % sizes[key]:
+            raise reader.error(key, f"it must divide seq_length, which is {length}")
+    if heads % sizes["sequence_parallel_size"]:
+        raise reader.error("sequence_parallel_size", f"it must divide num_attention_heads, which is {heads}")
+    if sizes["context_parallel_size"] > 1 and reader.number("attention_dropout", 0.0):
+        raise reader.error("attention_dropout", "attention in a ring drops nothing; set it to 0")
+    return sizes
+
+
+def _experts(reader: Reader) -> dict[str, Any]:
+    """Mixtures of experts; GPT-NeoX before its second version called some of these keys otherwise."""
+    count = "num_experts" if reader.raw("moe_num_experts") is None else "moe_num_experts"
+    interval = "expert_interval" if reader.raw("moe_expert_interval") is None else "moe_expert_interval"
+    fields = {
+        "moe_num_experts": max(reader.integer(count, 1, low=0), 1),
+        "moe_expert_interval": reader.integer(interval, 1),
+        "moe_expert_parallel_size": reader.integer("moe_expert_parallel_size", 1),
+        "moe_top_k": reader.integer("moe_top_k", 1),
+        "moe_train_capacity_factor": reader.number("moe_train_capacity_factor", 1.0),
+        "moe_min_capacity": reader.integer("moe_min_capacity", 4, low=0),
+        # GPT-NeoX's default is not to drop any; then how much travels depends on the data.
+        "moe_token_dropping": reader.flag("moe_token_dropping", False),
+        "moe_loss_coeff": reader.number("moe_loss_coeff", 0.1),
+    }
+    experts, ranks = fields["moe_num_experts"], fields["moe_expert_parallel_size"]
+    if experts % ranks:
+        raise reader.error("moe_expert_parallel_size", f"it must divide {count}, which is {experts}")
+    if fields["moe_top_k"] > experts:
+        raise reader.error("moe_top_k", f"there are no more experts than {count} says, which is {experts}")
+    for key in ("model_parallel_size", "sequence_parallel_size", "context_parallel_size"):
+        if experts > 1 and reader.integer(key, 1, low=0) > 1:
+            raise reader.error(key, "this trainer does not build it together with experts; set it to 1")
+    return fields
 
 
 def precision_fields(reader: Reader) -> dict[str, Any]:

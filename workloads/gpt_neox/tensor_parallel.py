@@ -3,15 +3,23 @@
 A column-parallel matrix has its outputs cut, so that no rank needs another's; a row-parallel one its inputs, so that
 the ranks' outputs add up. One behind the other they need one all_reduce forward (g, behind the second) and one backward
 (f, in front of the first). `Shares` says which part is this rank's; with one rank nothing is cut and nothing sent.
+
+With sequence parallelism (arXiv 2205.05198) activations between the two are cut along the sequence as well: an
+all_gather takes the place of f, a reduce_scatter that of g, and backward the other way round. Gathered inputs are kept
+for backward, as GPT-NeoX keeps them. Parameters that work on a rank's part of the sequence alone (norms, and biases
+that are added behind a sum) get a part of their gradient, which ranks add up.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from .sequence import WHOLE, Parts
 
 
 @dataclass(frozen=True)
@@ -23,6 +31,10 @@ class Shares:
     group: dist.ProcessGroup | None = None
     wide: bool = False
     """Sums travel in fp32, whatever the type of the activations (GPT-NeoX's `fp32_allreduce`)."""
+    sequence: bool = False
+    """Between tensor-parallel layers a rank has a part of the sequence (GPT-NeoX's `sequence_parallel`)."""
+    parts: Parts = WHOLE
+    """Its part of each sequence where ranks with the whole model share them."""
 
     def range_of(self, size: int) -> tuple[int, int]:
         """First and behind the last of this rank's of `size` rows or columns, which the ranks divide."""
@@ -37,18 +49,41 @@ class Shares:
         return whole.narrow(dimension, begin, end - begin).clone()
 
     def copied(self, x: torch.Tensor) -> torch.Tensor:
-        """f: the same forward; backward the ranks' gradients are summed."""
-        return x if self.ranks == 1 else _Copied.apply(x, self)  # type: ignore[no-untyped-call]
+        """f: the same forward; backward the ranks' gradients are summed. Of parts of the sequence: gathered."""
+        if self.ranks == 1:
+            return x
+        function: Any = _Gathered if self.sequence else _Copied
+        out: torch.Tensor = function.apply(x, self)
+        return out
 
     def summed(self, x: torch.Tensor) -> torch.Tensor:
-        """g: forward the ranks' outputs are summed; the same backward."""
-        return x if self.ranks == 1 else _Summed.apply(x, self)  # type: ignore[no-untyped-call]
+        """g: forward the ranks' outputs are summed; the same backward. For parts of the sequence: scattered."""
+        if self.ranks == 1:
+            return x
+        function: Any = _Scattered if self.sequence else _Summed
+        out: torch.Tensor = function.apply(x, self)
+        return out
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, in place of `x` where its type is the one that travels."""
         travels = x.float() if self.wide else x.contiguous()
         dist.all_reduce(travels, group=self.group)
         return travels.to(x.dtype)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The ranks' parts of a sequence, (b, s/t, h), as (b, s, h)."""
+        # The sequence comes first on the way: parts of the first dimension are what these operations know.
+        part = x.transpose(0, 1).contiguous()
+        whole = part.new_empty(self.ranks * part.shape[0], *part.shape[1:])
+        dist.all_gather_into_tensor(whole, part, group=self.group)
+        return whole.transpose(0, 1)
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sum over the ranks of a sequence, (b, s, h), as (b, s/t, h)."""
+        whole = (x.float() if self.wide else x).transpose(0, 1).contiguous()
+        part = whole.new_empty(whole.shape[0] // self.ranks, *whole.shape[1:])
+        dist.reduce_scatter_tensor(part, whole, group=self.group)
+        return part.transpose(0, 1).to(x.dtype)
 
 
 ALONE = Shares()
@@ -75,6 +110,28 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(_: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradients[0], None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, shares: Shares) -> torch.Tensor:
+        ctx.shares = shares
+        return shares.all_gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.shares.reduce_scatter(gradients[0]), None
+
+
+class _Scattered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, shares: Shares) -> torch.Tensor:
+        ctx.shares = shares
+        return shares.reduce_scatter(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.shares.all_gather(gradients[0]), None
 
 
 class VocabularyCrossEntropy(torch.autograd.Function):
@@ -120,6 +177,16 @@ def clip_gradients(parameters: list[torch.nn.Parameter], limit: float, shares: S
             squares += parameter.grad.detach().float().pow(2).sum()
     dist.all_reduce(squares, group=shares.group)
     torch.nn.utils.clip_grads_with_norm_(parameters, limit, squares.sqrt())
+
+
+def sum_gradients(parameters: Iterable[torch.nn.Parameter], shares: Shares) -> None:
+    """Have ranks add up the gradients of parameters that see a part of the sequence each: one all_reduce for each.
+
+    GPT-NeoX does so for norms (`mark_norms_for_sequence_parallel_grad_sync`), Megatron-LM for biases as well.
+    """
+    if shares.sequence and shares.ranks > 1:
+        for parameter in parameters:
+            parameter.register_hook(lambda gradient: shares.all_reduce(gradient.clone()))
 
 
 def mark_part(parameter: torch.nn.Parameter, shares: Shares) -> torch.nn.Parameter:

@@ -81,6 +81,24 @@ def notices(config: NeoxConfig, engine: str) -> list[str]:
     return found
 
 
+def check_shared_sequences(config: NeoxConfig, engine: str) -> None:
+    """Raise :class:`ConfigError` for ways to share sequences that the engine does not have."""
+    if config.sequence_parallel_size > 1 and engine != "deepspeed":
+        raise ConfigError(f"sequence_parallel_size is DeepSpeed's; set it to 1 with --engine {engine}")
+    if config.context_parallel_size > 1 and engine == "fsdp":
+        raise ConfigError("attention in a ring goes with DDP and DeepSpeed here; set context_parallel_size to 1")
+    if config.sequence_parallel and engine == "fsdp":
+        raise ConfigError("sequence_parallel is Megatron's; with --engine fsdp say fsdp.sequence_parallel instead")
+    if config.sequence_parallel_size > 1 and config.zero_stage == 3:
+        raise ConfigError("Ulysses goes with ZeRO 0 to 2 here; set sequence_parallel_size to 1 with ZeRO-3")
+
+
+def check_experts(config: NeoxConfig, engine: str) -> None:
+    """Raise :class:`ConfigError` for experts that the engine does not have."""
+    if config.moe_num_experts > 1 and (engine != "deepspeed" or config.zero_stage == 3):
+        raise ConfigError("experts are DeepSpeed's, with ZeRO 0 to 2; leave moe_num_experts out, or change the engine")
+
+
 def seed_everything(seed: int) -> None:
     """The same random numbers on all ranks: they build the same model, whatever the engine then broadcasts."""
     random.seed(seed)
@@ -152,8 +170,16 @@ def run(options: Namespace, process: Process) -> None:
         config.fsdp.shards(data_parallel)
     if config.model_parallel_size > 1 and config.zero_stage == 3:
         raise ConfigError("tensor parallelism goes with ZeRO 0 to 2 here; set model_parallel_size to 1 with ZeRO-3")
+    check_shared_sequences(config, options.engine)
+    check_experts(config, options.engine)
     batch_shape = config.batch_shape(data_parallel)
-    place = process.rank // config.model_parallel_size % data_parallel
+    tokens = batch_shape[0] * config.seq_length
+    if config.moe_num_experts > 1 and tokens < config.moe_min_capacity:
+        raise ConfigError(
+            f"{config.origins.get('moe_min_capacity', 'no file')}: moe_min_capacity: {config.moe_min_capacity} is more "
+            f"than the {tokens} tokens of a micro-batch; set it to 0, or give longer sequences or more of them"
+        )
+    place = process.rank // config.ranks_of_a_sample % data_parallel
     data = RankData(load_samples(config, options.data), place, data_parallel, *batch_shape)
     say(process, *notices(config, options.engine), *changes)
 

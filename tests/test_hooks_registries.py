@@ -1,0 +1,74 @@
+"""Roles as the registries of Megatron-LM and GPT-NeoX have them: stand-ins with their modules' names and globals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("deepspeed")
+
+import trainings
+
+from commtrace.reading.run import open_run
+
+# A global of the module -> its groups, of which each rank has its own; in a list where there may be several.
+CORE = {
+    "_TENSOR_MODEL_PARALLEL_GROUP": [[0, 1], [2, 3]],
+    "_CONTEXT_PARALLEL_GROUP": [[0, 2], [1, 3]],
+    "_EXPERT_MODEL_PARALLEL_GROUP": [[0, 3], [1, 2]],
+    "_DATA_PARALLEL_GROUP_WITH_CP": [[0, 1, 2, 3]],
+    "_PIPELINE_MODEL_PARALLEL_GROUP": [[0, 1, 2], [3]],
+    "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS": [[0, 1, 3], [2]],
+    "_MODEL_PARALLEL_GROUP": [[0, 2, 3], [1]],
+}
+NEOX = {
+    "_MODEL_PARALLEL_GROUP": [[0, 1], [2, 3]],
+    "_PIPE_PARALLEL_GROUP": [[0, 2], [1, 3]],
+    "_CONTEXT_PARALLEL_GROUP": [[0, 3], [1, 2]],
+    "_DATA_PARALLEL_GROUP": [[0, 1, 2, 3]],
+}
+LISTS = ("_PIPELINE_MODEL_PARALLEL_GROUP", "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS")
+STAND_INS = {"core/parallel_state": CORE, "mpu/initialize": NEOX}
+
+EXPECTED = {
+    *(("0-1", "tensor"), ("2-3", "tensor"), ("0,2", "context"), ("1,3", "context")),
+    *(("0,3", "expert"), ("1-2", "expert"), ("0-3", "data"), ("0-2", "pipeline"), ("0-1,3", "context")),
+    *(("0,2-3", "unknown"), ("1", "self"), ("2", "self"), ("3", "self")),
+    *(("0,2", "pipeline"), ("1,3", "pipeline"), ("0,3", "context"), ("1-2", "context")),
+}
+
+
+def stand_in(made: dict[str, list[list[int]]]) -> str:
+    """The text of a module that makes these groups as the real one does: all ranks make all, and keep their own."""
+    lines = [
+        "import torch.distributed as dist",
+        *(f"{name} = None" for name in made),
+        "def initialize_model_parallel():",
+    ]
+    for name, groups in made.items():
+        lines += [
+            f"    global {name}",
+            f"    groups = [(ranks, dist.new_group(ranks)) for ranks in {groups}]",
+            f"    {name} = {'[' * (name in LISTS)}next(group for ranks, group in groups if dist.get_rank() in ranks)"
+            f"{']' * (name in LISTS)}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def test_roles_are_those_of_the_registries(tmp_path: Path) -> None:
+    for path, made in STAND_INS.items():
+        module = tmp_path / "modules" / "megatron" / f"{path}.py"
+        module.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (module.parent, module.parent.parent):
+            (folder / "__init__.py").touch()
+        module.write_text(stand_in(made))
+    log = tmp_path / "log"
+    started = trainings.parent().start(
+        "registries", tmp_path / "none", tmp_path / "modules", log, ranks=4, traced=False
+    )
+    assert started.wait() == [0] * 4, started.output(0)[-4000:]
+    events = open_run(log).events()
+    found = {*zip(events["group_ranks"], events["role"], strict=True)}
+    assert found == EXPECTED

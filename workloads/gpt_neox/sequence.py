@@ -1,0 +1,161 @@
+"""Ranks that share sequences and have the whole model each: they need each other in attention alone.
+
+Two ways. Ulysses (arXiv 2309.14509), by DeepSpeed's own layer: an all_to_all gives each rank whole sequences of some of
+the heads, another one gives their outputs back. Ring attention, context parallelism (arXiv 2310.01889): keys and values
+are passed round, rank to rank, and each rank adds up what its queries see of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+ULYSSES: Final = "ulysses"
+RING: Final = "ring"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """This rank's part of each sequence: the `rank`-th of as many equal ones as there are ranks that share it."""
+
+    rank: int = 0
+    ranks: int = 1
+    group: dist.ProcessGroup | None = None
+    way: str = ""
+    """ULYSSES or RING."""
+
+    def of(self, batch: torch.Tensor) -> torch.Tensor:
+        """This rank's columns of (b, s), without a copy."""
+        length = batch.shape[1] // self.ranks
+        return batch[:, self.rank * length : (self.rank + 1) * length]
+
+
+WHOLE: Final = Parts()
+"""Of sequences that are not shared."""
+
+
+Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+"""Of queries, keys, values (b, a, s, d) and a share to drop the weighted values; no position sees a later one."""
+
+
+def attention_of(parts: Parts) -> Attend:
+    """What a rank with these parts of the sequences computes attention with.
+
+    Functions, not modules: they have no parameters, and ZeRO-3 keeps account of every module that runs.
+    """
+    if parts.way == RING:
+        return functools.partial(_ring, parts)
+    return _ulysses(parts) if parts.way == ULYSSES else _causal
+
+
+def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> torch.Tensor:
+    return functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+
+
+def _ulysses(parts: Parts) -> Attend:
+    """Whole heads on each rank: DeepSpeed's DistributedAttention, which has sequences in front of heads."""
+    from deepspeed.sequence.layer import DistributedAttention  # type: ignore[import-untyped, unused-ignore]
+
+    class LengthFirst(nn.Module):
+        def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> torch.Tensor:
+            found = _causal(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), dropout)
+            return found.transpose(1, 2)
+
+    layer = DistributedAttention(LengthFirst(), parts.group, scatter_idx=2, gather_idx=1)
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> torch.Tensor:
+        parts = (one.transpose(1, 2) for one in (query, key, value))
+        out: torch.Tensor = layer(*parts, 0, None, dropout)
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def _ring(parts: Parts, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _dropout: float) -> torch.Tensor:
+    return _Ring.apply(query, key, value, parts)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Ring(torch.autograd.Function):
+    """Forward n-1 keys and values are received and passed on; backward once more, and n times their gradients.
+
+    Sums are fp32, and so are the gradients of keys and values on their way, as in ring-flash-attention.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parts: Parts) -> torch.Tensor:
+        out = torch.zeros_like(query, dtype=torch.float32)
+        sums = query.new_full((*query.shape[:-1], 1), -torch.inf, dtype=torch.float32)  # logarithms
+        held = [key.contiguous(), value.contiguous()]
+        for hop in range(parts.ranks):
+            if hop:
+                held = _passed_on(held, parts)
+            scores = _scores(query, held[0], hop, parts)
+            if scores is not None:
+                block = scores.logsumexp(dim=-1, keepdim=True)
+                both = torch.logaddexp(sums, block)
+                out = out * (sums - both).exp() + (scores - both).exp() @ held[1].float()
+                sums = both
+        result = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, result, sums)
+        ctx.parts = parts
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        query, key, value, result, sums = ctx.saved_tensors
+        parts, gradient = ctx.parts, gradients[0].float()
+        inner = (gradient * result.float()).sum(dim=-1, keepdim=True)
+        own = torch.zeros_like(query, dtype=torch.float32)
+        held = [key.contiguous(), value.contiguous()]
+        theirs = [torch.zeros_like(one, dtype=torch.float32) for one in held]
+        for hop in range(parts.ranks):
+            if hop:
+                held = _passed_on(held, parts)
+            scores = _scores(query, held[0], hop, parts)
+            if scores is not None:
+                weights = (scores - sums).exp()
+                flow = weights * (gradient @ held[1].float().transpose(-1, -2) - inner) * _scale(query)
+                own += flow @ held[0].float()
+                theirs[0] += flow.transpose(-1, -2) @ query.float()
+                theirs[1] += weights.transpose(-1, -2) @ gradient
+            # After the last hop they are back where they belong.
+            theirs = _passed_on(theirs, parts)
+        return own.to(query.dtype), theirs[0].to(key.dtype), theirs[1].to(value.dtype), None
+
+
+def _scale(query: torch.Tensor) -> float:
+    return 1.0 / math.sqrt(query.shape[-1])
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor, hop: int, parts: Parts) -> torch.Tensor | None:
+    """(b, a, s/n, s/n) fp32 of the keys that have come `hop` ranks far; None where they are all later ones."""
+    source = (parts.rank - hop) % parts.ranks
+    if source > parts.rank:
+        return None
+    scores = query.float() @ key.float().transpose(-1, -2) * _scale(query)
+    if source == parts.rank:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    return scores
+
+
+def _passed_on(tensors: Iterable[torch.Tensor], parts: Parts) -> list[torch.Tensor]:
+    """What the rank before has, for what this one has, which goes to the next: a message for each tensor."""
+    group = parts.group
+    assert group is not None
+    before, after = (dist.get_global_rank(group, (parts.rank + step) % parts.ranks) for step in (-1, 1))
+    sent = list(tensors)
+    received = [torch.empty_like(one) for one in sent]
+    messages = [dist.P2POp(dist.isend, one, after, group) for one in sent]
+    messages += [dist.P2POp(dist.irecv, one, before, group) for one in received]
+    for work in dist.batch_isend_irecv(messages):
+        work.wait()
+    return received
