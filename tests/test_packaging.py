@@ -18,7 +18,7 @@ import pytest
 from processes import Result
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("commtrace", "hooks", "analyses", "workloads")
+FOLDERS = ("commtrace", "dryrun", "hooks", "analyses", "workloads")
 SOURCES = ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE", *FOLDERS)
 STATE = (
     "import sys; on = 'commtrace.startup' in sys.modules\n"
@@ -136,7 +136,13 @@ def test_the_variable_switches_on(way: str, environment: Callable[[str], Environ
     assert installed.run() == (0, "False\n", "")
     assert installed.run(COMMTRACE="0") == (0, "False\n", "")
     assert installed.run(COMMTRACE="log", cwd=tmp_path) == (0, f"{tmp_path / 'log'}\n", "")
-    for module in ("commtrace.hooks", "commtrace.analyses", "commtrace.workloads", "commtrace.commands.run"):
+    for module in (
+        "commtrace.hooks",
+        "commtrace.dryrun",
+        "commtrace.analyses",
+        "commtrace.workloads",
+        "commtrace.commands.run",
+    ):
         assert installed.run(f"import importlib.util; assert importlib.util.find_spec({module!r})").status == 0
     assert list(tmp_path.iterdir()) == []
 
