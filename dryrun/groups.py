@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
 
@@ -73,7 +74,7 @@ class Groups:
     def _rendezvous(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def rendezvous(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[tuple[Any, int, int]]:
             own, all_of_them = rank if rank >= 0 else self._rank, world_size if world_size > 0 else self._world_size
-            yield distributed_c10d.HashStore(), own, all_of_them
+            yield HashStore(), own, all_of_them
 
         return rendezvous
 

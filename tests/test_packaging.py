@@ -136,13 +136,7 @@ def test_the_variable_switches_on(way: str, environment: Callable[[str], Environ
     assert installed.run() == (0, "False\n", "")
     assert installed.run(COMMTRACE="0") == (0, "False\n", "")
     assert installed.run(COMMTRACE="log", cwd=tmp_path) == (0, f"{tmp_path / 'log'}\n", "")
-    for module in (
-        "commtrace.hooks",
-        "commtrace.dryrun",
-        "commtrace.analyses",
-        "commtrace.workloads",
-        "commtrace.commands.run",
-    ):
+    for module in (*(f"commtrace.{folder}" for folder in FOLDERS[1:]), "commtrace.commands.run"):
         assert installed.run(f"import importlib.util; assert importlib.util.find_spec({module!r})").status == 0
     assert list(tmp_path.iterdir()) == []
 
