@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .mail import Mail
-from .memory import SMALL
+from .memory import FRESH, SMALL
 from .operators import tensors_in
 from .unknown import Unknown
 
@@ -109,6 +109,10 @@ class Collectives:
         elif call.name in _ROOTED:
             self._from_root(call, outputs)
         else:
+            own = {tensor.untyped_storage()._cdata for tensor in call.inputs}
+            for tensor in outputs if call.name not in _REDUCING else ():
+                if tensor.untyped_storage()._cdata not in own:
+                    _clear(tensor)
             if sum(tensor.numel() for tensor in (*outputs, *call.inputs)) <= SMALL:
                 self._as_if_alike(call, outputs)
             self._unknown.add(outputs)
@@ -192,7 +196,8 @@ def _reduce(tensor: torch.Tensor, boxed: Any, n: int) -> None:
 
 
 def _clear(tensor: torch.Tensor) -> None:
-    if tensor.numel() <= SMALL and tensor.untyped_storage().nbytes() <= 16 * SMALL:
+    """Memory that torch has taken itself may hold old numbers, but for what comes from the system anew."""
+    if tensor.untyped_storage().nbytes() <= FRESH:
         tensor.zero_()
 
 

@@ -31,6 +31,8 @@ class Plan(NamedTuple):
     pointwise: bool = False
     fills: bool = False
     """Overwrites all of its first argument, whatever that held."""
+    leaves_empty: bool = False
+    """Makes a tensor with whatever its memory held before."""
 
 
 # Writes to metadata: the storage behind a tensor, its length, its strides.
@@ -69,7 +71,7 @@ def plan_of(operator: Any) -> Plan:
     views = any(result.alias_info is not None for result in schema.returns)
     if views or not any("Tensor" in str(result.type) for result in schema.returns):
         return Plan(Sort.REAL)
-    return Plan(Sort.NEW, pointwise=torch.Tag.pointwise in operator.tags)
+    return Plan(Sort.NEW, pointwise=torch.Tag.pointwise in operator.tags, leaves_empty="empty" in name)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

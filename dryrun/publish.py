@@ -24,8 +24,10 @@ _COSTS: Final = ("cost_samples", "cost_ns", "cost_p99_ns", "drain_cpu_ns")
 _DONE: Final = (int(State.RETURNED), int(State.COMPLETE))
 
 
-def publish(process: Process, folder: Path, settings: Settings) -> int:
+def publish(process: Process, folder: Path, settings: Settings, alike: Sequence[int] = ()) -> int:
     """Write the log of a process that has ended into `folder`; returns the number of its records.
+
+    `alike`: the ranks that it was run for, where it stands for others.
 
     Raises OSError. What is half-written is removed.
     """
@@ -42,7 +44,10 @@ def publish(process: Process, folder: Path, settings: Settings) -> int:
         )
         series.append(records)
         series.close()
-        (folder / f"{stem}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in _rows(process.path)))
+        rows = [*_rows(process.path)]
+        if alike:
+            rows.append({"table": "stands_for", "ranks": compact(alike), "count": len(alike)})
+        (folder / f"{stem}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     except BaseException:
         remove(folder, stem)
         raise
@@ -79,6 +84,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             row = json.loads(line)
         except ValueError:
             continue  # cut as its process was killed
+        row.pop("mono_ns", None)
         if row["table"] == "process":
             row["simulated"] = True
         elif row["table"] == "clock":
@@ -86,9 +92,3 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         elif row["table"] == "stats":
             row.update(dict.fromkeys(_COSTS, 0))
         yield row
-
-
-def stands_for(tables: Path, ranks: Sequence[int]) -> None:
-    """Note in a log which ranks its own was run for, itself among them."""
-    with open(tables, "a") as file:
-        file.write(json.dumps({"table": "stands_for", "ranks": compact(ranks), "count": len(ranks)}) + "\n")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -15,10 +15,13 @@ from typing import Final
 from commtrace import settings as all_settings
 from commtrace.commands.run import traced
 from commtrace.errors import CommtraceError, LogError
-from commtrace.reading.log import open_log
+from commtrace.reading.log import Log, open_log
+from commtrace.reading.names import compact
+from commtrace.reading.run import Run
 from commtrace.settings import Settings
 
 from .command import ALL_DISTINCT
+from .distinct import distinct
 from .memory_limits import obstacle
 from .publish import publish
 from .ranks import Job, Outcome, simulate
@@ -27,6 +30,12 @@ _LAUNCHERS: Final = ("torchrun", "deepspeed", "mpirun", "mpiexec", "srun", "acce
 _LAUNCHER_MODULES: Final = ("torch.distributed.run", "torch.distributed.launch", "deepspeed.launcher.runner")
 _MOST_AT_ONCE: Final = 4
 _LAST_LINES: Final = 25
+
+# Columns of the normal form in which two ranks that communicate alike are equal.
+_ALIKE: Final = (
+    "op", "variant", "api", "group_size", "role", "dtype", "payload_bytes", "wire_bytes", "step", "micro_batch",
+    "phase", "site", "state", "flags",
+)  # fmt: skip
 
 
 class DryRunError(CommtraceError):
@@ -69,12 +78,39 @@ def dry_run(request: Request) -> int:
             shown=ranks[0],
         )
         at_once = request.jobs or min(_MOST_AT_ONCE, os.cpu_count() or 1)
-        outcomes = simulate(job, ranks, at_once, {})
-        _check(outcomes)
-        for rank in ranks:
-            print(_publish(outcomes[rank], Path(out), settings), flush=True)
+        outcomes: dict[int, Outcome] = {}
+
+        def run(some: Sequence[int]) -> None:
+            _check(simulate(job, some, at_once, outcomes))
+
+        run(ranks)
+        alike = _alike(request.world_size, outcomes, run) if request.ranks == ALL_DISTINCT else {}
+        for rank in sorted(alike) or ranks:
+            print(_publish(outcomes[rank], Path(out), settings, alike.get(rank, ())), flush=True)
     print(f"the log of run {job.run} is in {out}")
     return 0
+
+
+def _alike(
+    world_size: int, outcomes: Mapping[int, Outcome], run: Callable[[Sequence[int]], None]
+) -> dict[int, list[int]]:
+    """The ranks that differ -> the ranks that each stands for. Raises DryRunError."""
+    groups = [group for process in _log_of(outcomes[0]).processes for group in process.tables.topology]
+    known: dict[int, str] = {}
+
+    def signatures(ranks: Sequence[int]) -> dict[int, str]:
+        run(ranks)
+        known.update({rank: signature(_log_of(outcomes[rank])) for rank in ranks if rank not in known})
+        return known
+
+    return distinct(world_size, groups, signatures)
+
+
+def signature(log: Log) -> str:
+    """What a rank communicates, whoever it is: the same for two ranks that communicate alike, call by call."""
+    events = Run(log).events()
+    told = events[[*_ALIKE]].assign(is_root=events["peer"] == events["rank"])
+    return hashlib.sha256(told.to_csv(index=False).encode()).hexdigest()
 
 
 def _program(command: Sequence[str]) -> list[str]:
@@ -94,9 +130,9 @@ def _program(command: Sequence[str]) -> list[str]:
 
 
 def _ranks(text: str, world_size: int) -> list[int]:
-    """ "0,3-5" as numbers, ascending. Raises DryRunError."""
-    if text == "all":
-        return [*range(world_size)]
+    """ "0,3-5" as numbers, ascending; those to begin with where the ranks are to be found. Raises DryRunError."""
+    if text in ("all", ALL_DISTINCT):
+        return [*range(world_size if text == "all" else 1)]
     try:
         spans = [[int(end) for end in part.split("-")] for part in text.split(",")]
         found = sorted({rank for span in spans for rank in range(span[0], span[-1] + 1) if len(span) <= 2})
@@ -129,13 +165,22 @@ def _last_lines(file: Path) -> Iterator[str]:
     yield from text.splitlines()[-_LAST_LINES:]
 
 
-def _publish(outcome: Outcome, out: Path, settings: Settings) -> str:
-    """Write the log of a rank; what to say of it."""
-    took = f"rank {outcome.rank}: {outcome.seconds:.1f} s, {outcome.peak_bytes >> 20:,} MiB"
+def _log_of(outcome: Outcome) -> Log:
     try:
-        log = open_log(outcome.log)
+        return open_log(outcome.log)
     except LogError:
-        print(f"commtrace: rank {outcome.rank} made no communication call that the hooks saw", file=sys.stderr)
-        return f"{took}, no call"
-    calls = sum(publish(process, out / log.run / process.path.parent.name, settings) for process in log.processes)
-    return f"{took}, {calls:,} calls"
+        raise DryRunError(
+            f"rank {outcome.rank} made no communication call: a script for one process, or one that needs other "
+            "variables than RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT to know its place"
+        ) from None
+
+
+def _publish(outcome: Outcome, out: Path, settings: Settings, alike: Sequence[int]) -> str:
+    """Write the log of a rank, which stands for others that are alike; what to say of it."""
+    log = _log_of(outcome)
+    calls = 0
+    for process in log.processes:
+        calls += publish(process, out / log.run / process.path.parent.name, settings, alike)
+    took = f"{outcome.seconds:.1f} s, {outcome.peak_bytes >> 20:,} MiB, {calls:,} calls"
+    stands = f", stands for {len(alike):,}: {compact(alike)}" if alike else ""
+    return f"rank {outcome.rank}: {took}{stands}"
