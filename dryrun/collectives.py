@@ -109,12 +109,13 @@ class Collectives:
         elif call.name in _ROOTED:
             self._from_root(call, outputs)
         else:
-            own = {tensor.untyped_storage()._cdata for tensor in call.inputs}
+            inputs = call.inputs
+            own = {tensor.untyped_storage()._cdata for tensor in inputs}
             for tensor in outputs if call.name not in _REDUCING else ():
                 if tensor.untyped_storage()._cdata not in own:
                     _clear(tensor)
-            if sum(tensor.numel() for tensor in (*outputs, *call.inputs)) <= SMALL:
-                self._as_if_alike(call, outputs)
+            if sum(tensor.numel() for tensor in (*outputs, *inputs)) <= SMALL:
+                self._as_if_alike(call, inputs, outputs)
             self._unknown.add(outputs)
 
     def _post(self, call: Call, tensors: list[torch.Tensor]) -> None:
@@ -153,23 +154,24 @@ class Collectives:
         if shares is not None:
             self._copy(shares[call.group.rank()], outputs[0])
 
-    def _as_if_alike(self, call: Call, outputs: list[torch.Tensor]) -> None:
+    def _as_if_alike(self, call: Call, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         n, rank = call.group.size(), call.group.rank()
         if call.name in _REDUCING:
             for tensor in outputs:
                 _reduce(tensor, call["reduce_op"], n)
+        elif call.name == "_allgather_base_":
+            outputs[0].view(n, -1).copy_(inputs[0].reshape(1, -1).expand(n, -1))
         elif "gather" in call.name:
-            parts = [*outputs] if call.name != "_allgather_base_" else [*outputs[0].view(-1).chunk(n)]
-            for number, part in enumerate(parts):
-                self._copy(call.inputs[number % len(call.inputs)], part)
+            for number, part in enumerate(outputs):
+                self._copy(inputs[number % len(inputs)], part)
         elif call.name == "_reduce_scatter_base_":
-            self._copy(call.inputs[0].reshape(-1).chunk(n)[rank], outputs[0])
+            self._copy(inputs[0].reshape(-1).chunk(n)[rank], outputs[0])
             _reduce(outputs[0], call["reduce_op"], n)
         elif call.name == "reduce_scatter_":
-            self._copy(call.inputs[rank], outputs[0])
+            self._copy(inputs[rank], outputs[0])
             _reduce(outputs[0], call["reduce_op"], n)
         elif call.name.startswith("alltoall"):
-            for source, target in zip(call.inputs, outputs, strict=False):
+            for source, target in zip(inputs, outputs, strict=False):
                 self._copy(source, target)
 
     @staticmethod

@@ -1,7 +1,8 @@
 """Memory that costs nothing until it is touched.
 
-Large blocks come from the system one by one, all zero, and take up memory page by page as they are written to: nobody
-writes to them. Small ones are filled with zeros, so that whatever is read of them is the same in every run.
+Large blocks come from the system, all zero, and take up memory page by page as they are written to: nobody writes to
+them. Small ones are filled with zeros. So whatever is read of a block is the same in every run: old numbers, which
+memory that is used again holds, may look like an overflow, on which DeepSpeed leaves out a step.
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ class UntouchedMemoryError(CommtraceError):
     """The system promises no memory beyond what it has, which a dry run needs."""
 
 
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
 def prepare() -> None:
-    """Have the C library take every large block from the system anew: one that is used again holds old numbers."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, FRESH)
+    """Have the C library take large blocks from the system, and give them back when they are let go of."""
+    with contextlib.suppress(AttributeError):  # another C library than GNU's
+        _libc.mallopt(_MMAP_THRESHOLD, FRESH)
 
 
 def empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -46,8 +50,21 @@ def empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> tor
         return torch.zeros(extent, dtype=dtype).as_strided(size, stride)
     if nbytes < _HUGE:
         with contextlib.suppress(RuntimeError):
-            return torch.empty_strided(size, stride, dtype=dtype)
+            return renewed(torch.empty_strided(size, stride, dtype=dtype))
     return torch.frombuffer(_mapped(nbytes), dtype=dtype).as_strided(size, stride)
+
+
+def renewed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same, its memory all zero again and, but for its ends, taken up by nothing."""
+    storage = tensor.untyped_storage()
+    begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    first, last = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+    # The C library may find room for a block among what it has, and then does not ask the system.
+    if last <= first or _libc.madvise(first, last - first, mmap.MADV_DONTNEED):
+        first = last = end
+    ctypes.memset(begin, 0, first - begin)
+    ctypes.memset(last, 0, end - last)
+    return tensor
 
 
 def _mapped(nbytes: int) -> mmap.mmap:

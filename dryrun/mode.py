@@ -12,7 +12,7 @@ It stands below autograd, DDP's reducer and DTensor, and sees plain operators on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -47,6 +47,7 @@ class DryRun(TorchDispatchMode):
         self.forked = False
         """In a child of the process, a loader of data: everything is real."""
         self._plans: dict[Any, Plan] = {}
+        self._real: dict[Any, Callable[..., Any]] = {}
         self._wrapping: dict[type, bool] = {}
         self._do: Final = {
             Sort.WRITE: self._write,
@@ -54,6 +55,7 @@ class DryRun(TorchDispatchMode):
             Sort.NUMBER: self._number,
             Sort.SHAPE: self._shape,
             Sort.INDEX: self._index,
+            Sort.JOIN: self._join,
             Sort.COPY: self._copy,
         }
 
@@ -66,16 +68,22 @@ class DryRun(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Do an operator, as the table above has it."""
+        if types:  # none where all are plain tensors
+            for cls in types:
+                if issubclass(cls, FakeTensor):
+                    return func(*args, **(kwargs or {}))  # a compiler, or DTensor, works out shapes
+                if self._wraps(cls):
+                    return NotImplemented  # DTensor, say: it comes here again with what it holds
+        real = self._real.get(func)
+        if real is not None:  # views mostly, of which ZeRO-3 makes a million a step on a thousand ranks
+            return real(*args, **kwargs) if kwargs else real(*args)
         kwargs = kwargs or {}
-        for cls in types:
-            if issubclass(cls, FakeTensor):
-                return func(*args, **kwargs)  # a compiler, or DTensor, works out shapes
-            if self._wraps(cls):
-                return NotImplemented  # DTensor, say: it comes here again with what it holds
         plan = self._plans.get(func)
         if plan is None:
             plan = self._plans[func] = plan_of(func)
         if plan.sort is Sort.REAL or self.forked:
+            if plan.sort is Sort.REAL:
+                self._real[func] = func._op
             return func(*args, **kwargs)
         tensors = [*tensors_in(args), *tensors_in([*kwargs.values()])]
         if _is_shapes_only(tensors, kwargs):
@@ -134,6 +142,18 @@ class DryRun(TorchDispatchMode):
             return result.zero_() if plan.leaves_empty else result
         result = _untouched(shapes)
         self.unknown.add(tensors_in(result))
+        return result
+
+    def _join(
+        self, func: Any, plan: Plan, tensors: list[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        first, dim = tensors[0], args[1] if len(args) > 1 else 0
+        alike = first.dim() == 1 and all(tensor.dim() == 1 and tensor.dtype == first.dtype for tensor in tensors)
+        length = sum(tensor.numel() for tensor in tensors) if alike and dim in (0, -1) else 0
+        if length <= (SMALL if self.unknown.any(tensors) else _LOADED):
+            return self._new(func, plan, tensors, args, kwargs)
+        result = memory.empty((length,), (1,), first.dtype)
+        self.unknown.add([result])
         return result
 
     def _computed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], unknown: bool) -> Any:

@@ -17,6 +17,7 @@ class Sort(Enum):
     NEW = auto()  # makes tensors, whose shapes follow from those of its arguments
     NUMBER = auto()  # gives a number that the program may branch on
     SHAPE = auto()  # makes tensors whose shapes follow from numbers
+    JOIN = auto()  # makes one tensor of many: ZeRO-3 joins a thousand pieces of each gradient
     INDEX = auto()  # x[i, mask]: only a mask's numbers decide the shape
     COPY = auto()  # a functional collective that copies its input first
 
@@ -64,6 +65,8 @@ def plan_of(operator: Any) -> Plan:
         return Plan(Sort.WRITE, writes, len(schema.returns), fills=name in _FILLS)
     if torch.Tag.data_dependent_output in operator.tags:
         return Plan(Sort.NUMBER)
+    if operator is torch.ops.aten.cat.default:
+        return Plan(Sort.JOIN)
     if operator is torch.ops.aten.index.Tensor:
         return Plan(Sort.INDEX)
     if torch.Tag.dynamic_output_shape in operator.tags and "ctc_loss" not in name:
