@@ -16,6 +16,7 @@ from . import (
     timeline,
     times,
     volume,
+    whole_job,
 )
 from .fold import Analysis
 
@@ -23,6 +24,7 @@ ANALYSES: Final[tuple[Analysis, ...]] = (
     coverage.ANALYSIS,
     cost.ANALYSIS,
     *volume.ANALYSES,
+    whole_job.ANALYSIS,
     steps.ANALYSIS,
     sizes.ANALYSIS,
     times.ANALYSIS,

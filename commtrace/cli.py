@@ -40,6 +40,10 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
         "Measure what the network can do: collectives and messages by size, as nccl-tests and OMB do.",
     ),
     "run": ("commtrace.commands.run", "Run a program with tracing on."),
+    "dryrun": (
+        "commtrace.dryrun.command",
+        "Run a training program as any rank of a job of any size, on this machine.",
+    ),
     "build": ("commtrace.hooks.native.command", "Build the native recorder for this environment."),
     "salvage": ("commtrace.commands.salvage", "Bring home what killed processes left in this host's memory."),
     "export": ("commtrace.commands.export", "Write every event of a run to a CSV or Parquet file."),

@@ -52,6 +52,9 @@ class Settings:
     exit_seconds: float = 10.0
     """How long a process may wait, when it ends, for its last records to be written."""
 
+    simulated: str = ""
+    """Set by `commtrace dryrun` for the ranks that it simulates: their run, and a folder that they share."""
+
     def __init__(self, directory: str, **values: object) -> None:
         """Raises TypeError for a name that is no setting."""
         for name in values:

@@ -31,6 +31,12 @@ HOOKS = {
     "megatron.mpu.initialize": "commtrace.hooks.gpt_neox",
 }
 
+# What makes the process a simulated rank (`commtrace dryrun`), put in behind the hooks.
+SIMULATIONS = {
+    "torch": "commtrace.dryrun.simulation",
+    "deepspeed": "commtrace.dryrun.deepspeed",
+}
+
 _installed: list[str] = []
 
 
@@ -144,6 +150,14 @@ class _Follower:
             _installed.append(hook)
         except Exception as error:
             _say_once(f"cannot hook {name}: {type(error).__name__}: {error}. Its calls are not traced.")
+        self._simulate(name)
+
+    def _simulate(self, name: str) -> None:
+        from commtrace.session import session
+
+        if name in SIMULATIONS and session.settings is not None and session.settings.simulated:
+            import_module(SIMULATIONS[name]).install()
+            _installed.append(SIMULATIONS[name])
 
 
 _follower = _Follower()

@@ -27,6 +27,7 @@ BACKWARD: Final = 64  # runs autograd
 # Wrappers, by path below the packages' root. What starts with one of these only passes a call on.
 _WRAPPERS: Final = (
     "<eval_with_key>",
+    "commtrace/dryrun/",
     "commtrace/hooks/",
     "contextlib.py",
     "deepspeed/comm/",
@@ -201,6 +202,7 @@ def _classify(code: CodeType) -> int:
 _ROOTS: Final = ("/site-packages/", "/dist-packages/")
 _STANDARD: Final = os.path.dirname(os.__file__).replace("\\", "/") + "/"
 _OWN: Final = os.path.dirname(__file__).replace("\\", "/") + "/"
+_SIMULATION: Final = os.path.join(os.path.dirname(_OWN.rstrip("/")), "dryrun").replace("\\", "/") + "/"
 
 
 def _below_packages(path: str) -> str:
@@ -214,6 +216,8 @@ def _below_packages(path: str) -> str:
         return "torch/_inductor/"  # and torch.compile, in a folder of its own
     if path.startswith(_OWN):
         return "commtrace/hooks/" + path[len(_OWN) :]
+    if path.startswith(_SIMULATION):
+        return "commtrace/dryrun/" + path[len(_SIMULATION) :]
     for name in ("torch", "deepspeed"):  # installed or run from its sources
         package = os.path.dirname(getattr(sys.modules.get(name), "__file__", None) or "")
         if package and path.startswith(package + "/"):

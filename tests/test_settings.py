@@ -45,6 +45,7 @@ def test_every_setting_has_a_variable(tmp_path: Path) -> None:
         "COMMTRACE_SEGMENT_MAX_BYTES": "1m",
         "COMMTRACE_SHM": "/tmp",
         "COMMTRACE_EXIT_SECONDS": "2.5",
+        "COMMTRACE_SIMULATED": "0:run:/tmp",
     }
     found = settings.from_environment({**given, "HOME": "/", "OTHER": "x"})
     assert found is not None
@@ -60,6 +61,7 @@ def test_every_setting_has_a_variable(tmp_path: Path) -> None:
         "segment_max_bytes": 1 << 20,
         "shm": "/tmp",
         "exit_seconds": 2.5,
+        "simulated": "0:run:/tmp",
     }
     assert len(given) == len(settings.FIELDS)
 

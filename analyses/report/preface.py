@@ -27,11 +27,12 @@ _WARNING: Final = "yellow"
 
 def render(run: Run, tables: Mapping[str, pd.DataFrame], width: int) -> Iterator[RenderableType]:
     """The preface, top to bottom."""
-    yield Text(f"Run {run.id}", style="bold")
+    yield Text(f"Run {run.id}" + (", simulated" if run.simulated else ""), style="bold")
     for note in newest(run):
         yield paragraph(note, width, first="! ", style="bold yellow")
     for name, text in facts(run, tables):
         yield paragraph(text, width, first=name.ljust(_LABEL))
+    yield from _list("A dry run does not compute what these lines ask for:", unknown(run), width)
     yield from _list("Hooks cannot see:", blind_spots(tables), width)
     yield from _list("Notes on this log:", notes(run), width)
 
@@ -42,16 +43,16 @@ def facts(run: Run, tables: Mapping[str, pd.DataFrame]) -> list[tuple[str, str]]
     lines = [
         ("log", str(run.log.path)),
         ("began", _began(tables["processes"])),
+        ("dry run", _simulated(run)),
         ("job", job_line(run)),
         ("ranks", _ranks(coverage)),
         ("processes", _processes(coverage)),
         ("calls", _calls(coverage)),
-        ("ends", _states(tables["states"])),
-        ("dry run", _simulated(coverage)),
+        ("ends", "" if run.simulated else _states(tables["states"])),
         ("hook errors", _hook_errors(coverage)),
         ("damage", _damage(run)),
         ("recorder", recorder_line(tables["processes"])),
-        ("tracing cost", _cost(tables["tracing_cost"], int(coverage["processes"]))),
+        ("tracing cost", "" if run.simulated else _cost(tables["tracing_cost"], int(coverage["processes"]))),
     ]
     return [(name, text) for name, text in lines if text]
 
@@ -64,6 +65,13 @@ def newest(run: Run) -> list[str]:
 def blind_spots(tables: Mapping[str, pd.DataFrame]) -> list[str]:
     """What the hooks cannot see."""
     return [str(spot) for spot in tables["blind_spots"]["blind_spot"]]
+
+
+def unknown(run: Run) -> list[str]:
+    """Of a dry run: the program's lines that asked for numbers which it does not compute, and how it went on."""
+    rows = [row for process in run.processes for row in process.tables.notices]
+    texts = (f"{row.get('file')}:{row.get('line')} {row.get('function')}: {row.get('what')}" for row in rows)
+    return list(dict.fromkeys(texts))
 
 
 def notes(run: Run) -> list[str]:
@@ -99,7 +107,7 @@ def job_line(run: Run) -> str:
     """What is trained, in a line; "" where nothing was captured."""
     job = run.job
     if job is None:
-        return ""
+        return "simulated" if run.simulated else ""
     parts = [str(job[key]) for key in ("engine", "source") if job.get(key)][:1]
     parts += [f"ZeRO stage {job['zero_stage']}"] if job.get("zero_stage") is not None else []
     parts += [str(job["precision"])] if job.get("precision") else []
@@ -109,7 +117,8 @@ def job_line(run: Run) -> str:
         several = f"{min(counts):,} to " if len(counts) > 1 else ""
         parts.append(f"{several}{max(counts):,} parameters" + (" per rank" if several else ""))
     most = max(len(process.tables.jobs) for process in run.processes)
-    return ", ".join(parts) + (f" (the first of {most} models)" if most > 1 else "")
+    of_several = f" (the first of {most} models)" if most > 1 else ""
+    return ", ".join(parts) + of_several + (", simulated" if run.simulated else "")
 
 
 def parameters(job: Row | None) -> int | None:
@@ -154,8 +163,15 @@ def _states(states: pd.DataFrame) -> str:
     return ", ".join(f"{row.state} {share(row.share)} ({count(row.calls)})" for row in states.itertuples(index=False))
 
 
-def _simulated(coverage: pd.Series[Any]) -> str:
-    return f"{plural(int(coverage['simulated']), 'process', 'processes')} sent nothing" if coverage["simulated"] else ""
+def _simulated(run: Run) -> str:
+    if not run.simulated:
+        return ""
+    told = "simulated: the calls are the job's, nothing was sent, and there are no times"
+    stood_for = sum(run.stands_for.values())
+    if stood_for == len(run.ranks):
+        return told
+    every = "all" if stood_for == run.world_size else ""
+    return f"{told}; the {plural(len(run.ranks), 'rank')} run stand for {every or f'{stood_for:,}'} of the job"
 
 
 def _hook_errors(coverage: pd.Series[Any]) -> str:

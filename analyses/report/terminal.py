@@ -34,7 +34,8 @@ def render(
     yield from preface.render(run, tables, width)
     if not len(tables["volume_by_operation"]):
         return
-    for section in (_operations, _roles, _phases, _steps, _theory, _sites, _sizes, _times, _bandwidth, _ranks):
+    timed = (_no_times,) if run.simulated else (_times, _bandwidth)
+    for section in (_operations, *_whole(tables), _roles, _phases, _steps, _theory, _sites, _sizes, *timed, _ranks):
         yield Text()
         yield from section(page)
     if "network" in tables:
@@ -78,6 +79,24 @@ _VOLUME: Columns = {
 def _operations(page: Page) -> Iterator[RenderableType]:
     yield heading("By operation, sums over the ranks seen")
     yield page.table({"op": (word("operation"), str), **_VOLUME}, page.tables["volume_by_operation"])
+
+
+def _whole(tables: Mapping[str, pd.DataFrame]) -> Iterator[Callable[[Page], Iterator[RenderableType]]]:
+    """The section on the whole job, where there is one."""
+    if len(tables["whole_job"]):
+        yield _whole_job
+
+
+def _whole_job(page: Page) -> Iterator[RenderableType]:
+    yield heading("The whole job, simulated: each rank that was run counted for those that it stands for")
+    columns: Columns = {"part": (word("part"), str), "op": (word("operation"), str), **_VOLUME}
+    del columns["payload_share"]
+    yield page.table(columns, page.tables["whole_job"])
+
+
+def _no_times(page: Page) -> Iterator[RenderableType]:
+    yield heading("Times")
+    yield paragraph("There are none: this is a dry run, and nothing was sent.", page.width)
 
 
 def _roles(page: Page) -> Iterator[RenderableType]:

@@ -70,6 +70,16 @@ class Run:
         return self.log.world_size
 
     @property
+    def simulated(self) -> bool:
+        """Whether this is a dry run: calls are those of the job, nothing was sent, and there are no times."""
+        return any(bool(process.tables.process.get("simulated")) for process in self.log.processes)
+
+    @property
+    def stands_for(self) -> dict[int, int]:
+        """Of a dry run, by rank: for how many ranks of the job it was run, itself among them."""
+        return {process.rank: process.tables.stands_for[1] for process in self.log.processes if process.rank >= 0}
+
+    @property
     def job(self) -> Row | None:
         """What is trained, as captured on the lowest rank that did; None where nothing was captured.
 

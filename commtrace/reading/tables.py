@@ -61,14 +61,24 @@ class Tables:
     stats: Row | None = None
     end: Row | None = None
     salvage: list[Row] = field(default_factory=list)
+    notices: list[Row] = field(default_factory=list)
+    """Of a dry run: lines of the program that asked for what it cannot give."""
+    topology: tuple[tuple[int, ...], ...] = ()
+    """Of a dry run: the ranks of every group of the job, whoever is in it."""
+    stands_for: tuple[str, int] = "", 1
+    """Of a dry run: the ranks that this one was run for, and how many they are."""
 
     def add(self, row: Row) -> None:
         """Take a row in. Raises KeyError, TypeError or ValueError where it lacks what it needs."""
         name = row.pop("table")
-        if name in ("clock", "salvage"):
+        if name in ("clock", "salvage", "notices"):
             getattr(self, name).append(row)
         elif name in ("process", "stats", "end"):
             setattr(self, name, row)
+        elif name == "topology":
+            self.topology = tuple(tuple(_natural(rank) for rank in group) for group in row["groups"])
+        elif name == "stands_for":
+            self.stands_for = str(row["ranks"]), _natural(row["count"])
         elif name == "job":
             self.jobs[_natural(row.get("id", 0))] = row
         elif name in _ROWS:

@@ -95,6 +95,7 @@ def page_of_run(name: str, run: Run, tables: NamedTables, *, sites: int = SITES)
             lists=[
                 (title, texts)
                 for title, texts in (
+                    ("Not computed in a dry run", preface.unknown(run)),
                     ("Not seen by the hooks", preface.blind_spots(tables)),
                     ("Notes on this log", preface.notes(run)),
                 )
@@ -182,7 +183,9 @@ def _tiles(tables: NamedTables) -> Iterator[Tile]:
         yield Tile("payload of a step", size(step["payload_bytes_per_rank"]), f"per rank, in {calls}")
         yield Tile("sent in a step", size(step["wire_bytes_per_rank"]), "per rank, at least")
     cost = tables["tracing_cost"].dropna(subset=["share"])
-    if len(cost):
+    if coverage["simulated"]:
+        yield Tile("times", "none", "simulated: nothing was sent")
+    elif len(cost):
         mean = cost["calls_ns"].sum() / cost["calls"].sum() if cost["calls"].sum() else None
         yield Tile("cost of tracing", small_share(cost["share"].mean()), f"of the run's time; {time(mean)} a call")
     else:
@@ -234,7 +237,7 @@ def _warnings(tables: NamedTables) -> Iterator[str]:
     if coverage["without_end"]:
         yield f"{plural(int(coverage['without_end']), 'process', 'processes')} ended early, or still run."
     if coverage["simulated"]:
-        yield "A dry run: nothing was sent, and times mean nothing."
+        yield "Simulated, a dry run: the calls are the job's, nothing was sent, and there are no times."
     if known(coverage["hook_errors"]) and coverage["hook_errors"]:
         yield f"The hooks failed on {plural(int(coverage['hook_errors']), 'call')}: what they saw of them is missing."
     damaged = sum(int(coverage[f"files_{kind}"]) for kind in ("cut", "foreign", "unreadable", "missing", "garbled"))

@@ -1,0 +1,162 @@
+"""python sharded.py ORDERS: small models divided in torch's and DeepSpeed's other ways, one after the other.
+
+ORDERS is a JSON file: a list of {"log": directory, "port": for the process group, "way": the name of a function here}.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import commtrace
+
+WIDTH = 48
+STEPS = 3
+
+
+class Block(nn.Module):
+    """Two linear layers and a norm, around which the input goes as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def model(blocks: int = 3) -> nn.Sequential:
+    """The same on every rank."""
+    torch.manual_seed(3)
+    return nn.Sequential(*(Block() for _ in range(blocks)))
+
+
+def train(module: nn.Module, *, clipped: bool = False) -> None:
+    """A few steps, and a look at the loss."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        loss = module(torch.randn(2, 6, WIDTH)).float().square().mean()
+        loss.backward()
+        if clipped:
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert loss.item() >= 0
+
+
+def fsdp2() -> None:
+    """Every block, and the whole, sharded over all ranks, in bf16."""
+    whole = model()
+    for block in whole:
+        fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fully_shard(whole)
+    train(whole, clipped=True)
+
+
+def hsdp() -> None:
+    """Sharded over pairs, replicated over them."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
+    whole = model()
+    for block in whole:
+        fully_shard(block, mesh=mesh)
+    fully_shard(whole, mesh=mesh)
+    train(whole)
+
+
+def tensor() -> None:
+    """Blocks cut over all ranks by DTensor."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = model()
+    for block in whole:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    train(whole)
+
+
+def sharded_tensor() -> None:
+    """Blocks cut over pairs, and sharded over what is left."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
+    whole = model()
+    for block in whole:
+        parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(block, mesh=mesh["data"])
+    fully_shard(whole, mesh=mesh["data"])
+    train(whole)
+
+
+def pipeline() -> None:
+    """A block on each rank, in torch's pipeline, whose stages tell each other the shapes."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    block = model(size)[rank]
+    schedule = Schedule1F1B(
+        PipelineStage(block, rank, size, torch.device("cpu")),
+        n_microbatches=4,
+        loss_fn=lambda output, target: (output - target).square().mean(),
+    )
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        inputs = (torch.randn(4, 6, WIDTH),) if rank == 0 else ()
+        schedule.step(*inputs, **({"target": torch.randn(4, 6, WIDTH)} if rank == size - 1 else {}))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def deepspeed_pipeline() -> None:
+    """Two stages, each on half of the ranks, in DeepSpeed's pipeline, with ZeRO-1."""
+    import deepspeed
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    torch.manual_seed(3)
+    layers = [LayerSpec(Block) for _ in range(4)]
+    module = PipelineModule(layers, num_stages=2, loss_fn=nn.MSELoss(), partition_method="uniform")
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "steps_per_print": 1000,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": True},
+    }
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    batch = torch.randn(2, 6, WIDTH, dtype=torch.bfloat16)
+    for _ in range(STEPS):
+        engine.train_batch(iter([(batch, batch)] * 4))
+
+
+def main(orders: list[dict[str, Any]]) -> None:
+    """All of them."""
+    for order in orders:
+        os.environ["MASTER_PORT"] = str(order["port"])
+        commtrace.start(order["log"])
+        if order["way"] != "deepspeed_pipeline":
+            dist.init_process_group("gloo")
+        globals()[order["way"]]()
+        gc.collect()
+        if order["way"] == "deepspeed_pipeline":
+            import deepspeed
+
+            deepspeed.comm.destroy_process_group()
+        else:
+            dist.destroy_process_group()
+        commtrace.stop()
+
+
+os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
+with open(sys.argv[1]) as file:
+    main(json.load(file))

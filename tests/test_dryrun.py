@@ -1,0 +1,216 @@
+"""`commtrace dryrun`: the command, what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import processes
+import pytest
+
+pytest.importorskip("torch")
+
+import commtrace
+from commtrace.cli import main
+from commtrace.reading.run import Run, open_run
+from commtrace.schema import RECORD, Flag, State
+
+LIMIT_SECONDS: Final = 240
+
+SCRIPT: Final = """
+import os, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+assert dist.get_backend() == "gloo" and not torch.cuda.is_available()
+assert dist.get_world_size() == int(os.environ["WORLD_SIZE"])
+halves = [dist.new_group([rank, rank + 1]) for rank in range(0, dist.get_world_size(), 2)]
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(64, 1 << 20), nn.ReLU(), nn.Linear(1 << 20, 64)))
+optimizer = torch.optim.AdamW(model.parameters())
+data = torch.utils.data.DataLoader(torch.arange(640.0).view(10, 64), batch_size=2, num_workers=1)
+for batch in data:
+    assert batch[0, 1] - batch[0, 0] == 1      # what is loaded is real
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if loss.item() > 1:                        # line 23
+        raise SystemExit("a loss was computed")
+    kept = loss.expand(3)[loss.expand(3) > 0]  # line 25
+if dist.get_rank() == 0:
+    dist.all_reduce(torch.ones(7), group=halves[0])
+elif dist.get_rank() == 1:
+    dist.all_reduce(torch.ones(7), group=halves[0])
+count = torch.ones(1)
+dist.all_reduce(count)
+told = [{"rank": dist.get_rank()}]
+dist.broadcast_object_list(told, src=0)
+assert told == [{"rank": 0}], told             # what rank 0 sends is known
+torch.save(model.state_dict(), "never.pt")
+assert not os.path.exists("never.pt")
+print("done", dist.get_rank(), count.item())
+dist.destroy_process_group()
+"""
+
+
+def dry_run(folder: Path, *options: str, script: str = SCRIPT) -> processes.Result:
+    """The command, on a script."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "train.py").write_text(script)
+    command = [sys.executable, "-m", "commtrace.cli", "dryrun", *options, "--out", str(folder / "log")]
+    return processes.run([*command, sys.executable, "train.py"], cwd=folder, limit=LIMIT_SECONDS)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, processes.Result]:
+    """The ranks of a job of 64 that differ: 0 and 1 communicate in a group of their own."""
+    folder = tmp_path_factory.mktemp("job")
+    result = dry_run(folder, "--world-size", "64", "--ranks", "all-distinct", "--jobs", "2")
+    assert result.status == 0, result.err
+    return open_run(folder / "log"), result
+
+
+def test_the_ranks_that_differ_stand_for_all(job: tuple[Run, processes.Result]) -> None:
+    run, result = job
+    assert run.stands_for == {0: 2, 2: 62}, result.out
+    assert "stands for 62: 2-63" in result.out
+    assert run.simulated
+    assert run.world_size == 64
+
+
+def test_the_whole_job_is_what_all_ranks_would_communicate(job: tuple[Run, processes.Result]) -> None:
+    run, _ = job
+    events = run.events()
+    whole = run.table("whole_job").groupby("op")["payload_bytes"].sum()
+    weights = events["rank"].map(run.stands_for)
+    assert whole.to_dict() == (events["payload_bytes"] * weights).groupby(events["op"]).sum().to_dict()
+    assert whole["all_reduce"] > 64 * 5 * 2 * 64 * (1 << 20) * 4
+
+
+def test_a_simulated_log_has_an_order_and_no_times(job: tuple[Run, processes.Result]) -> None:
+    run, _ = job
+    for process in run.processes:
+        records = np.concatenate([block for segment in process.segments for block in segment.blocks()])
+        assert (records["t_begin"] == np.arange(1, len(records) + 1)).all()
+        for name in ("t_return", "t_wait", "t_start", "t_end", "clock"):
+            assert not records[name].any()
+        assert (records["flags"] & np.uint8(Flag.SIMULATED)).all()
+        assert {*records["state"].tolist()} == {int(State.UNOBSERVABLE)}
+    for table in ("host_time", "bandwidth"):
+        assert not run.table(table).get("calls_known", run.table(table).index).sum()
+    assert not len(run.table("timeline"))
+    assert not len(run.table("sizes_over_time"))
+
+
+def test_the_report_says_that_it_is_simulated_and_gives_no_time(
+    job: tuple[Run, processes.Result], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = job
+    assert main(["report", str(run.log.path), "--width", "120"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"Run {run.id}, simulated")
+    assert "the 2 ranks run stand for all of the job" in text
+    assert "The whole job, simulated" in text
+    for never in ("Bandwidth", "Time inside", "GB/s", "waiting for the end", "tracing cost"):
+        assert never not in text
+
+
+def test_the_check_is_equal_to_theory(job: tuple[Run, processes.Result], capsys: pytest.CaptureFixture[str]) -> None:
+    """But for what is not DDP's."""
+    run, _ = job
+    main(["check", str(run.log.path)])
+    out = capsys.readouterr().out
+    assert "simulated: 2 of 64 ranks were run" in out
+    assert "in backward" not in out
+
+
+def test_lines_that_ask_for_what_is_not_computed_are_named_once(job: tuple[Run, processes.Result]) -> None:
+    run, result = job
+    rows = [(row["line"], row["what"]) for row in run.processes[0].tables.notices]
+    assert len(rows) == len({*rows})
+    assert [line for line, what in rows if "reads a number" in what] == [23, 38]
+    assert [line for line, what in rows if "makes a shape" in what] == [25]
+    assert any("no file is written" in what for _, what in rows)
+    assert result.err.count("train.py:23") == 1
+
+
+def test_a_page_and_an_export_work(job: tuple[Run, processes.Result], tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    pytest.importorskip("jinja2")
+    run, _ = job
+    assert main(["report", str(run.log.path), "--html", str(tmp_path / "page.html")]) == 0
+    assert "Simulated, a dry run" in (tmp_path / "page.html").read_text()
+    assert main(["export", str(run.log.path), "--out", str(tmp_path / "events.csv")]) == 0
+    assert len((tmp_path / "events.csv").read_text().splitlines()) == 1 + len(commtrace.open(run.log.path).events())
+
+
+@pytest.mark.parametrize(
+    ("options", "command", "message"),
+    [
+        (["--world-size", "4"], [], "no program given"),
+        (["--world-size", "4"], ["torchrun", "train.py"], "a launcher, which starts ranks itself"),
+        (["--world-size", "4"], ["python", "-m", "torch.distributed.run", "train.py"], "a launcher"),
+        (["--world-size", "4"], ["no-such-program"], "no such program on PATH"),
+        (["--world-size", "4", "--ranks", "0,4"], ["true"], "there are 4 ranks, and the last one is 3"),
+        (["--world-size", "4", "--ranks", "first"], ["true"], "--ranks first: not understood"),
+        (["--world-size", "4"], ["true"], "rank 0 made no communication call"),
+        (["--world-size", "4"], ["false"], "rank 0 ended with status 1; no log was written"),
+        (["--world-size", "4", "--limit", "0.2"], ["sleep", "60"], "rank 0 was not done after"),
+    ],
+)
+def test_what_cannot_be_is_said(
+    options: list[str], command: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["dryrun", *options, "--out", str(tmp_path / "log"), *command]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "log").exists()
+
+
+def test_a_limited_address_space_is_named(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "commtrace.cli", "dryrun", "--world-size", "2", "--out", str(tmp_path), "true"]
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 36, 1 << 36))
+
+    done = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "ulimit -v" in done.stderr
+
+
+def test_a_script_that_starts_ranks_itself_gets_an_error(tmp_path: Path) -> None:
+    script = (
+        "import torch, torch.distributed as dist, torch.multiprocessing as mp\n"
+        "def work(number):\n    dist.init_process_group('gloo', rank=number, world_size=2)\n"
+        "if __name__ == '__main__':\n    mp.start_processes(work, nprocs=2, start_method='fork')\n"
+    )
+    result = dry_run(tmp_path, "--world-size", "2", script=script)
+    assert result.status == 1
+    assert "leave out launchers and multiprocessing.spawn" in result.err
+    assert not list((tmp_path / "log").glob("*/*/*")) if (tmp_path / "log").exists() else True
+
+
+def test_tables_of_a_dry_run_are_read(tmp_path: Path) -> None:
+    """Rows of a dry run that a hand wrote."""
+    from commtrace.reading.tables import read_tables
+
+    rows = [
+        {"table": "notices", "file": "a.py", "line": 3, "function": "f", "what": "reads"},
+        {"table": "topology", "groups": [[0, 1], [2, 3]]},
+        {"table": "stands_for", "ranks": "0-3", "count": 4},
+    ]
+    path = tmp_path / "rank00000-1.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tables, notes = read_tables(path)
+    assert not notes
+    assert tables.notices[0]["line"] == 3
+    assert tables.topology == ((0, 1), (2, 3))
+    assert tables.stands_for == ("0-3", 4)
+    assert RECORD.itemsize == 96
