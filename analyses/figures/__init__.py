@@ -30,9 +30,15 @@ except ImportError:
 from .catalog import COMPARISONS, FIGURES, Figure
 from .per_rank import timeline
 from .per_step import steps
-from .side_by_side import measured_and_predicted, operation_shares, operation_volumes
+from .side_by_side import (
+    measured_and_predicted,
+    operation_shares,
+    operation_volumes,
+    predicted_by_role,
+    role_volumes,
+)
 from .sizes import message_sizes, sizes_over_time
-from .theory import expected_and_measured, waterfall
+from .theory import expected_and_measured, waterfall, waterfall_by_role
 from .volumes import volume
 
 if TYPE_CHECKING:
@@ -50,11 +56,14 @@ __all__ = [
     "message_sizes",
     "operation_shares",
     "operation_volumes",
+    "predicted_by_role",
+    "role_volumes",
     "sizes_over_time",
     "steps",
     "timeline",
     "volume",
     "waterfall",
+    "waterfall_by_role",
 ]
 
 

@@ -46,9 +46,10 @@ def added(job: Job, data: Prediction) -> Prediction:
         start=_of_data(job, data.start),
         steps=tuple((*_of_data(job, step), *own) for step in data.steps),
         closed_form=whole,
-        bars=(*data.bars, *bars),
+        bars=(*data.bars, *(replace(bar, role=ROLE) for bar in bars)),
         skipped=skipped,
         others={ROLE: job.tensor, "self": 1},
+        forms=(data.closed_form, replace(form, role=ROLE)),
     )
 
 

@@ -317,6 +317,9 @@ _RUNS: Final = Numbers(
 _NUMBERS: Final[dict[str, Numbers]] = {
     "volume": Numbers({"role": ("dimension", _word), **_OPERATION, **_VOLUME}),
     "waterfall": Numbers({"label": ("cause", _text), "bytes": ("bytes", count)}),
+    "waterfall_by_role": Numbers(
+        {"role": ("dimension", _word), "label": ("cause", _text), "bytes": ("bytes", count)},
+    ),
     "expected_and_measured": Numbers(
         {
             "role": ("dimension", _word),
