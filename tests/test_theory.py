@@ -210,7 +210,8 @@ def test_no_order_makes_more_buckets_than_the_bound(limit: int) -> None:
     ("row", "reason"),
     [
         ({}, "there are no rules for None None"),
-        ({"source": "deepspeed", "engine": "PipelineEngine", "zero_stage": 1}, "PipelineEngine with ZeRO stage 1"),
+        ({"source": "deepspeed", "engine": "PipelineEngine", "zero_stage": 2}, "PipelineEngine with ZeRO stage 2"),
+        ({"source": "deepspeed", "engine": "PipelineEngine", "zero_stage": 1}, "does not say pipeline"),
         ({"source": "deepspeed", "engine": "DeepSpeedEngine", "zero_stage": 2}, "does not say sequence_parallel_size"),
         ({"source": "ddp", "engine": "DistributedDataParallel"}, "does not say mixed_precision"),
         ({"source": "ddp", "engine": "DistributedDataParallel", "mixed_precision": None}, "does not say"),
