@@ -9,11 +9,18 @@ and `tracing_share` (mean over the processes that tell) of the run's time.
 
 `runs_predicted`, a row per run: `predicted_bytes` and `measured_bytes`, what one rank sends in a training step, at
 least, by the closed form and in the log; missing where there is no prediction.
+
+`runs_by_role`, a row per run and parallel dimension (`role`): `payload_bytes_per_rank` and `wire_bytes_per_rank` of the
+whole run, mean over its ranks.
+
+`runs_predicted_by_role`, a row per run and `role` that has a formula of its own: `form`, `predicted_bytes` and
+`measured_bytes` of a training step, as the formula counts: of one rank, but of a pipeline what all of its stages send
+to each other (tensor-parallel ranks of a stage added up, replicas of the pipeline not).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,6 +47,11 @@ def compare(runs: Mapping[str, Run], tables: Mapping[str, NamedTables] | None = 
         ),
         "runs_predicted": pd.DataFrame([_predicted(name, told[name]) for name in runs]).astype(
             {"predicted_bytes": float, "measured_bytes": float}
+        ),
+        "runs_by_role": pd.concat([_roles(name, run, told[name]) for name, run in runs.items()], ignore_index=True),
+        "runs_predicted_by_role": pd.DataFrame(
+            [row for name, run in runs.items() for row in _predicted_by_role(name, run, told[name])],
+            columns=["run", "role", "form", "predicted_bytes", "measured_bytes"],
         ),
     }
 
@@ -93,3 +105,31 @@ def _predicted(name: str, tables: NamedTables) -> dict[str, object]:
     waterfall = tables.get("waterfall")
     told = {} if waterfall is None else waterfall.groupby("kind")["bytes"].sum().to_dict()
     return {"run": name, "predicted_bytes": told.get("closed form"), "measured_bytes": told.get("measured")}
+
+
+def _roles(name: str, run: Run, tables: NamedTables) -> pd.DataFrame:
+    ranks = max(1, len({process.rank for process in run.processes}))
+    whole = tables["volume_by_role"]
+    columns: dict[str, Any] = {
+        f"{column}_per_rank": whole[column] / ranks for column in ("payload_bytes", "wire_bytes")
+    }
+    return whole[["role"]].assign(run=name, **columns)
+
+
+def _predicted_by_role(name: str, run: Run, tables: NamedTables) -> Iterator[dict[str, object]]:
+    parts = tables.get("waterfall_by_role")
+    for role, rows in () if parts is None else parts.groupby("role", sort=False):
+        form, measured = rows.iloc[0], rows.iloc[-1]
+        if form["bytes"]:
+            sent = _between_stages(run, tables) if role == "pipeline" else measured["bytes"]
+            told = {"role": role, "form": form["label"], "predicted_bytes": float(form["bytes"])}
+            yield {"run": name, **told, "measured_bytes": sent}
+
+
+def _between_stages(run: Run, tables: NamedTables) -> float:
+    """What the stages of one pipeline send to each other in the last step that all ranks have."""
+    cells = tables["reconciliation"]
+    step = cells.groupby("rank")["step"].max().min()
+    sends = cells.loc[(cells["step"] == step) & (cells["role"] == "pipeline") & (cells["op"] == "send")]
+    replicas = (run.job or {}).get("data_parallel_size") or 1
+    return float(sends["measured_bytes"].sum()) / float(replicas)

@@ -42,11 +42,9 @@ TWO: Final[dict[str, dict[str, Any]]] = {
     "pp2": _piped(2, parts=1),
     "pp2-four": _piped(2, parts=4, **ODD),
     "pp2-tied": _piped(2, **TIED),
-    "pp2-zero1": _piped(2, 1, **TIED),
     "pp2-zero1-bf16": _piped(2, 1, "bf16", zero_optimization={"reduce_bucket_size": 5_000}),
     "pp2-bf16": _piped(2, 0, "bf16", num_layers=2, **TIED),
     "pp2-bf16-fp32": _piped(2, 1, "bf16", **TIED, **_summed_in_fp32()),
-    "pp2-again": _piped(2, 1, checkpoint_reentrant=True),
     "pp2-again-late": _piped(2, num_layers=3, checkpoint_reentrant=False, checkpoint_num_layers=2),
     "pp2-uniform": _piped(2, pipe_partition_method="uniform", seq_length=7),
     "pp2-parameters": _piped(2, pipe_partition_method="parameters", num_layers=6, **TIED),
@@ -58,7 +56,6 @@ FOUR: Final[dict[str, dict[str, Any]]] = {
     "pp2dp2-bf16": _piped(2, 0, "bf16", num_layers=5, **TIED),
     "pp2dp2-bf16-wide": _piped(2, 1, "bf16", parts=1, communication_data_type="fp32", **_summed_in_fp32()),
     "pp2tp2": _piped(2, 1, tensor=2),
-    "pp2tp2-zero0": _piped(2, tensor=2, seq_length=5, num_layers=3, **TIED),
     "pp2tp2-bf16": _piped(2, 0, "bf16", tensor=2, gradient_clipping=0.0, **TIED),
     "pp2tp2-again": _piped(2, 1, "bf16", tensor=2, parts=4, checkpoint_reentrant=True, fp32_allreduce=True),
     "pp2tp2-again-late": _piped(
@@ -66,7 +63,14 @@ FOUR: Final[dict[str, dict[str, Any]]] = {
     ),
 }
 
+MORE_OF_TWO: Final = {
+    "pp2-zero1": _piped(2, 1, **TIED),
+    "pp2-bf16-unclipped": _piped(2, 0, "bf16", num_layers=5, gradient_clipping=0.0),
+    "pp2-again": _piped(2, 1, checkpoint_reentrant=True),
+}
+
 MORE_OF_FOUR: Final = {
+    "pp2tp2-zero0": _piped(2, tensor=2, seq_length=5, num_layers=3, **TIED),
     "pp4-zero0": _piped(4, parts=1, num_layers=6, gradient_clipping=0.0),
     "pp2dp2-zero0": _piped(2, 0, **TIED),
     "pp2tp2-whole": _piped(
@@ -133,7 +137,11 @@ WANTED: Final = {
     4: {**FOUR, **WHOLE[4], **drawn(4, 1)},
     8: EIGHT,
 }
-MORE: Final = {2: drawn(2, 12), 4: {**MORE_OF_FOUR, **drawn(4, 12)}, 8: {**MORE_OF_EIGHT, **drawn(8, 6)}}
+MORE: Final = {
+    2: {**MORE_OF_TWO, **drawn(2, 12)},
+    4: {**MORE_OF_FOUR, **drawn(4, 12)},
+    8: {**MORE_OF_EIGHT, **drawn(8, 6)},
+}
 """Those that take minutes."""
 NAMES: Final = {name: ranks for ranks, wanted in WANTED.items() for name in wanted}
 MORE_NAMES: Final = {name: ranks for ranks, wanted in MORE.items() for name in wanted}

@@ -45,6 +45,11 @@ def waterfall_table() -> pd.DataFrame:
     )
 
 
+def two_roles_table() -> pd.DataFrame:
+    """The waterfall twice, as of two dimensions."""
+    return pd.concat([waterfall_table().assign(role=role) for role in ("data", "pipeline")], ignore_index=True)
+
+
 def reconciliation_table() -> pd.DataFrame:
     """Two ranks, two steps: an all_reduce in place of a reduce_scatter; start-up does not count."""
     cells = [
@@ -67,7 +72,11 @@ def tables_of(directory: Path) -> dict[str, pd.DataFrame]:
     """All tables that figures are drawn from."""
     training(directory, steps=6)
     run = open_run(directory)
-    made = {"waterfall": waterfall_table(), "reconciliation": reconciliation_table()}
+    made = {
+        "waterfall": waterfall_table(),
+        "waterfall_by_role": two_roles_table(),
+        "reconciliation": reconciliation_table(),
+    }
     names = {kind.table for kind in figures.FIGURES.values()} - set(made)
     return {**{name: run.table(name) for name in names}, **made}
 
@@ -349,11 +358,14 @@ def strings(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else []
 
 
+THEORY = ("waterfall", "waterfall_by_role", "reconciliation")
+
+
 @pytest.mark.parametrize("name", [*figures.FIGURES, *figures.COMPARISONS])
 def test_hostile_names_reach_no_figure(name: str, tmp_path: Path) -> None:
     tables = tables_of(tmp_path / "log")
     run = open_run(tmp_path / "log")
-    tables |= compare({EVIL: run}, {EVIL: {**run.tables(), "waterfall": waterfall_table()}})
+    tables |= compare({EVIL: run}, {EVIL: {**run.tables(), **{name: tables[name] for name in THEORY}}})
     kind = {**figures.FIGURES, **figures.COMPARISONS}[name]
     table = tables[kind.table].copy()
     for column in {"op", "role", "site", "phase", "label", "run"} & {*table.columns}:
@@ -410,6 +422,31 @@ def test_predictions_come_from_the_waterfall(tmp_path: Path) -> None:
     figure = figures.measured_and_predicted(predicted)
     assert [trace.text[1] for trace in figure.data] == ["18.0 MiB", "26.0 MiB · 1.44 x"]
     assert [trace.text[0] for trace in figure.data] == ["-", "-"]
+
+
+def test_predictions_by_dimension(tmp_path: Path) -> None:
+    """Of a pipeline what all stages send to each other; of other dimensions what one rank sends."""
+    runs = two_runs(tmp_path)
+    tables = {name: dict(run.tables()) for name, run in runs.items()}
+    sends = reconciliation_table().assign(role="pipeline", op="send")
+    tables["two"] |= {"waterfall_by_role": two_roles_table(), "reconciliation": sends}
+    compared = compare(runs, tables)
+    found = compared["runs_predicted_by_role"]
+    assert rows(found, "run", "role", "predicted_bytes", "measured_bytes") == [
+        ("two", "data", 18 * MIB, 26 * MIB),
+        ("two", "pipeline", 18 * MIB, 2 * 12 * MIB),
+    ]
+    figure = figures.predicted_by_role(found)
+    assert list(figure.data[0].y) == ["two · data", "two · pipeline"]
+    volumes = compared["runs_by_role"].set_index(["run", "role"])["payload_bytes_per_rank"]
+    assert volumes["two", "data"] == pytest.approx(24 * 1024)
+    assert {trace.name for trace in bars(figures.role_volumes(compared["runs_by_role"]))} == {"data"}
+
+
+def test_waterfalls_of_dimensions_each_begin_at_their_own_form() -> None:
+    (bar,) = bars(figures.waterfall_by_role(two_roles_table()))
+    assert list(bar.base[:5]) == list(bar.base[5:])
+    assert len(figures.waterfall_by_role(two_roles_table()).layout.shapes) == 8  # none between the two
 
 
 def test_shares_are_of_the_whole_run(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from factory import ALONE, PAIR, WORLD, LogFactory, record, training
-from test_figures import EVIL, reconciliation_table, waterfall_table
+from test_figures import EVIL, reconciliation_table, two_roles_table, waterfall_table
 
 pytest.importorskip("plotly", reason="plotly is not installed")
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
@@ -43,14 +44,23 @@ def page_of(directory: Path, name: str = "run") -> str:
     """The page of the run in a directory, with a prediction."""
     run = open_run(directory)
     tables = analyse(run, details=True)
-    return page_of_run(name, run, {**tables, "waterfall": waterfall_table(), "reconciliation": reconciliation_table()})
+    return page_of_run(name, run, {**tables, **theory_tables()})
+
+
+def theory_tables() -> dict[str, pd.DataFrame]:
+    """Of a run that has a prediction, of two parallel dimensions."""
+    return {
+        "waterfall": waterfall_table(),
+        "waterfall_by_role": two_roles_table(),
+        "reconciliation": reconciliation_table(),
+    }
 
 
 def page_of_two(directory: Path) -> str:
     """The page of two runs, one of them with a prediction."""
     runs = {name: open_run(directory / name) for name in ("one", "two")}
     tables = {name: analyse(run) for name, run in runs.items()}
-    tables["two"]["waterfall"] = waterfall_table()
+    tables["two"] |= theory_tables()
     return page_of_runs(runs, tables)
 
 
@@ -79,7 +89,7 @@ def test_the_command_writes_one_file_and_says_where(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().out == f"{page}: run 20261121-045421-3f9a1c, to be opened in a browser\n"
     text = page.read_text()
     assert text.startswith("<!DOCTYPE html>")
-    assert text.count('class="figure"') == len(figures.FIGURES) - 2
+    assert text.count('class="figure"') == len(figures.FIGURES) - 3
     assert text.count("There is no prediction for this run") == 2
     assert sorted(tmp_path.iterdir()) == [tmp_path / "log", page]
 

@@ -237,7 +237,8 @@ SHARED_TWICE: dict[str, object] = {
     [
         (SHARED_TWICE, "tensor parallelism together with shared sequences or experts"),
         ({}, "there are no rules for None None"),
-        ({"source": "deepspeed", "engine": "PipelineEngine", "zero_stage": 1}, "PipelineEngine with ZeRO stage 1"),
+        ({"source": "deepspeed", "engine": "PipelineEngine", "zero_stage": 2}, "PipelineEngine with ZeRO stage 2"),
+        ({"source": "deepspeed", "engine": "PipelineEngine", "zero_stage": 1}, "does not say pipeline"),
         ({"source": "deepspeed", "engine": "DeepSpeedEngine", "zero_stage": 2}, "does not say sequence_parallel_size"),
         ({"source": "ddp", "engine": "DistributedDataParallel"}, "does not say mixed_precision"),
         ({"source": "ddp", "engine": "DistributedDataParallel", "mixed_precision": None}, "does not say"),

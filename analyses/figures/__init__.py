@@ -31,9 +31,15 @@ from .catalog import COMPARISONS, FIGURES, SCALING, Figure
 from .per_rank import timeline
 from .per_step import steps
 from .scaling import speedup, step_parts
-from .side_by_side import measured_and_predicted, operation_shares, operation_volumes
+from .side_by_side import (
+    measured_and_predicted,
+    operation_shares,
+    operation_volumes,
+    predicted_by_role,
+    role_volumes,
+)
 from .sizes import message_sizes, sizes_over_time
-from .theory import expected_and_measured, waterfall
+from .theory import expected_and_measured, waterfall, waterfall_by_role
 from .volumes import volume
 
 if TYPE_CHECKING:
@@ -52,6 +58,8 @@ __all__ = [
     "message_sizes",
     "operation_shares",
     "operation_volumes",
+    "predicted_by_role",
+    "role_volumes",
     "sizes_over_time",
     "speedup",
     "step_parts",
@@ -59,6 +67,7 @@ __all__ = [
     "timeline",
     "volume",
     "waterfall",
+    "waterfall_by_role",
 ]
 
 

@@ -12,9 +12,15 @@ import plotly.graph_objects as go
 from .per_rank import timeline
 from .per_step import steps
 from .scaling import speedup, step_parts
-from .side_by_side import measured_and_predicted, operation_shares, operation_volumes
+from .side_by_side import (
+    measured_and_predicted,
+    operation_shares,
+    operation_volumes,
+    predicted_by_role,
+    role_volumes,
+)
 from .sizes import message_sizes, sizes_over_time
-from .theory import expected_and_measured, waterfall
+from .theory import expected_and_measured, waterfall, waterfall_by_role
 from .volumes import volume
 
 
@@ -63,6 +69,14 @@ FIGURES: Final[dict[str, Figure]] = {
         "Each bar between the first and the last is one cause for which this run sends more (or less) than the "
         "textbook says. A hatched bar is what nobody has explained yet: that is where to look.",
         _NO_THEORY,
+    ),
+    "waterfall_by_role": Figure(
+        "The same, dimension by dimension",
+        "waterfall_by_role",
+        waterfall_by_role,
+        "A formula of its own for each way in which the job is divided, and what its ranks really send for it. A "
+        "dimension without a formula (the norm of the whole model's gradients, say) begins at nothing.",
+        "The closed form of this run, if it has one, is of one dimension.",
     ),
     "expected_and_measured": Figure(
         "Expected and measured, by operation",
@@ -135,6 +149,23 @@ COMPARISONS: Final[dict[str, Figure]] = {
         "1.00 x is a run that does what the closed form says. Its own page says why another does not.",
         "There is no prediction for any of these runs: it needs the jobs that are trained, captured in the logs.",
         lambda table: bool(table["predicted_bytes"].notna().any()),
+    ),
+    "role_volumes": Figure(
+        "Volume of each parallel dimension",
+        "runs_by_role",
+        role_volumes,
+        "What each way of dividing a model costs on the wire, whole runs side by side. What a rank sends to itself "
+        "alone (a group of one) is not there.",
+        _NO_CALL,
+        lambda table: bool((table["wire_bytes_per_rank"] > 0).any()),
+    ),
+    "predicted_by_role": Figure(
+        "Measured against predicted, by dimension",
+        "runs_predicted_by_role",
+        predicted_by_role,
+        "Equation 4 is of all stages of a pipeline and one micro-batch, equations 2 and 5 of one rank: measured is "
+        "counted likewise. Several micro-batches a step show as so many times what is predicted.",
+        "None of these runs is divided in several ways that have formulas.",
     ),
 }
 

@@ -1,7 +1,10 @@
 """Runs side by side: figures 7, 8 and 10 of "Demystifying the Communication Characteristics for Distributed Transformer
-Models" (Anthony et al., 2024), there of ZeRO-1, 2 and 3."""
+Models" (Anthony et al., 2024), there of ZeRO-1, 2 and 3; and 11 to 13, of pipeline and tensor parallelism (12, the
+breakdown by operation, is drawn as 8 is)."""
 
 from __future__ import annotations
+
+from typing import Final
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -9,8 +12,38 @@ from plotly.subplots import make_subplots
 
 from commtrace.analyses.comparison import STEP, WHOLE
 from commtrace.analyses.report.units import count, share, size
+from commtrace.schema import ROLES
 
-from .style import CLOSED_FORM, MORE, Scale, bytes_scale, finish, in_order, label, paint, words_places
+from .style import (
+    BLUE,
+    CLOSED_FORM,
+    GREEN,
+    GREY,
+    MORE,
+    ORANGE,
+    PINK,
+    SKY,
+    VERMILION,
+    Scale,
+    bytes_scale,
+    finish,
+    in_order,
+    label,
+    paint,
+    words_places,
+)
+
+# Dimension: colour and pattern.
+_ROLES: Final = {
+    "data": (BLUE, ""),
+    "tensor": (ORANGE, ""),
+    "pipeline": (SKY, ""),
+    "model": (PINK, ""),
+    "sequence": (GREEN, ""),
+    "context": (GREEN, "/"),
+    "expert": (VERMILION, ""),
+    "world": (GREY, ""),
+}
 
 
 def operation_shares(table: pd.DataFrame) -> go.Figure:
@@ -72,11 +105,74 @@ def operation_volumes(table: pd.DataFrame) -> go.Figure:
     return finish(figure, "Volume of each operation", height)
 
 
+def role_volumes(table: pd.DataFrame) -> go.Figure:
+    """The volume of each run by parallel dimension (the paper's figure 11, in total).
+
+    `table`: `runs_by_role`.
+    """
+    totals = table.groupby("run", sort=False)["wire_bytes_per_rank"].sum()
+    scale = bytes_scale(totals)
+    figure = go.Figure()
+    known = [role for role in ROLES if role in set(table["role"])]
+    for role in [*known, *sorted({*table["role"]} - {*ROLES})]:
+        part = table.loc[(table["role"] == role) & (table["wire_bytes_per_rank"] > 0)]
+        if not len(part):
+            continue
+        colour, shape = _ROLES.get(role, (GREY, "/"))
+        figure.add_trace(
+            go.Bar(
+                orientation="h",
+                y=[label(run) for run in part["run"]],
+                x=scale.axis(part["wire_bytes_per_rank"]),
+                name=label(role),
+                marker={"color": colour, "pattern": {"shape": shape, "fillmode": "overlay", "size": 6}},
+                customdata=[
+                    [label(role), size(wire), size(payload)]
+                    for wire, payload in zip(part["wire_bytes_per_rank"], part["payload_bytes_per_rank"], strict=True)
+                ],
+                hovertemplate="%{y}: %{customdata[0]}<br>%{customdata[1]} per rank, at least"
+                "<br>%{customdata[2]} payload<extra></extra>",
+            )
+        )
+    figure.add_trace(
+        go.Scatter(
+            x=scale.axis(totals),
+            y=[label(run) for run in totals.index],
+            mode="text",
+            text=[f" {size(value)}" for value in totals],
+            textposition="middle right",
+            cliponaxis=False,
+            hoverinfo="skip",
+            showlegend=False,
+        )
+    )
+    title = f"bytes a rank sends in the whole run, at least, {scale.unit}"
+    figure.update_xaxes(title_text=title, range=[0, 1.3 * scale.reach(totals)])
+    _runs_axis(figure, table)
+    figure.update_layout(barmode="stack")
+    return finish(figure, "Volume of each parallel dimension", 150 + 40 * table["run"].nunique())
+
+
 def measured_and_predicted(table: pd.DataFrame) -> go.Figure:
     """Bytes that a rank sends in a training step, measured and by the closed form (the paper's figure 10).
 
     `table`: `runs_predicted`.
     """
+    axis = "bytes a rank sends in a step, at least"
+    return _against(table, axis, "Measured against predicted")
+
+
+def predicted_by_role(table: pd.DataFrame) -> go.Figure:
+    """Bytes of a training step, measured and by the formula of each parallel dimension (the paper's figure 13).
+
+    `table`: `runs_predicted_by_role`.
+    """
+    names = [f"{run} · {role}" for run, role in zip(table["run"], table["role"], strict=True)]
+    axis = "bytes of a step (pipeline: all stages)"
+    return _against(table.assign(run=names), axis, "Measured against predicted, by dimension")
+
+
+def _against(table: pd.DataFrame, axis: str, title: str) -> go.Figure:
     both = [*table["predicted_bytes"], *table["measured_bytes"]]
     scale = bytes_scale(both)
     ratios = (table["measured_bytes"] / table["predicted_bytes"]).where(table["predicted_bytes"] > 0)
@@ -101,10 +197,10 @@ def measured_and_predicted(table: pd.DataFrame) -> go.Figure:
                 hovertemplate="%{y}, %{customdata[0]}<br>%{customdata[1]} bytes<extra></extra>",
             )
         )
-    figure.update_xaxes(title_text=f"bytes a rank sends in a step, at least, {scale.unit}", rangemode="tozero")
+    figure.update_xaxes(title_text=f"{axis}, {scale.unit}", rangemode="tozero")
     _runs_axis(figure, table)
     figure.update_layout(barmode="group", bargap=0.3, bargroupgap=0.08)
-    return finish(figure, "Measured against predicted", 130 + 58 * len(table))
+    return finish(figure, title, 130 + 58 * len(table))
 
 
 def _part(table: pd.DataFrame, part: str) -> pd.DataFrame:

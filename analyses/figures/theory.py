@@ -35,13 +35,29 @@ def waterfall(table: pd.DataFrame) -> go.Figure:
 
     `table`: `waterfall`, its rows from the closed form to the measured volume.
     """
+    return _drawn(table, [""] * len(table), "From the closed form to what was measured")
+
+
+def waterfall_by_role(table: pd.DataFrame) -> go.Figure:
+    """The same for each parallel dimension, one behind the other.
+
+    `table`: `waterfall_by_role`.
+    """
+    return _drawn(table, [str(role) for role in table["role"]], "The same, dimension by dimension")
+
+
+def _drawn(table: pd.DataFrame, roles: Sequence[str], title: str) -> go.Figure:
+    """`roles`: what each bar belongs to; sums begin anew with each."""
+    of = pd.Series(roles, index=table.index, dtype=object)
     total = table["kind"].isin(["closed form", "measured"])
     # A total stands on the ground, a cause on the sum of what is before it.
-    top = table["bytes"].where(table["kind"] != "measured", 0).cumsum().where(~total, table["bytes"])
+    running = table["bytes"].where(table["kind"] != "measured", 0).groupby(of, sort=False).cumsum()
+    top = running.where(~total, table["bytes"])
     base = (top - table["bytes"]).where(~total, 0)
     scale = bytes_scale([*top, *base])
     words = [size(value) if all_ else _signed(value) for value, all_ in zip(table["bytes"], total, strict=True)]
-    told = zip(table["label"], words, table["bytes"], strict=True)
+    labels = [f"{role}: {name}" if role else str(name) for role, name in zip(roles, table["label"], strict=True)]
+    told = zip(labels, words, table["bytes"], strict=True)
     figure = go.Figure(
         go.Bar(
             orientation="h",
@@ -63,8 +79,8 @@ def waterfall(table: pd.DataFrame) -> go.Figure:
             hovertemplate="%{customdata[0]}<br>%{customdata[1]}<br>%{customdata[2]} bytes<extra></extra>",
         )
     )
-    _connect(figure, scale.axis(top))
-    for number, name in enumerate(table["label"]):
+    _connect(figure, scale.axis(top), [*table["kind"]])
+    for number, name in enumerate(labels):
         # Above its bar and not beside it: a cause is a sentence.
         figure.add_annotation(
             text=wrapped(name, 52, 2),
@@ -83,12 +99,14 @@ def waterfall(table: pd.DataFrame) -> go.Figure:
         range=[min(ends) - room * (min(ends) < 0), max(ends) + room],
     )
     figure.update_yaxes(showticklabels=False, range=[len(table) - 0.6, -0.75], showgrid=False, zeroline=False)
-    return finish(figure, "From the closed form to what was measured", 120 + 60 * len(table))
+    return finish(figure, title, 120 + 60 * len(table))
 
 
-def _connect(figure: go.Figure, ends: Sequence[float | None]) -> None:
+def _connect(figure: go.Figure, ends: Sequence[float | None], kinds: Sequence[str]) -> None:
     """Thin lines from where a bar ends to where the next one begins."""
     for number, end in enumerate(ends[:-1]):
+        if kinds[number] == "measured":
+            continue
         line = {"width": 1, "color": GREY}
         figure.add_shape(type="line", x0=end, x1=end, y0=number, y1=number + 1, line=line, layer="below")
 

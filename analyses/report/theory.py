@@ -93,6 +93,13 @@ def _waterfall(page: Page) -> Iterator[RenderableType]:
     frame = page.tables["waterfall"]
     if not len(frame):
         return
+    yield from _from_form_to_measured(page, frame, "a rank's step, as it must at least be sent")
+    parts = page.tables.get("waterfall_by_role")
+    for role, rows in () if parts is None else parts.groupby("role", sort=False):
+        yield from _from_form_to_measured(page, rows, f"the same, {role}")
+
+
+def _from_form_to_measured(page: Page, frame: pd.DataFrame, title: str) -> Iterator[RenderableType]:
     whole = int(frame["bytes"].iloc[0])
     form = frame["kind"].isin(["closed form", "measured"])
     frame = frame.assign(
@@ -100,7 +107,7 @@ def _waterfall(page: Page) -> Iterator[RenderableType]:
         part=frame["bytes"] / whole if whole else float("nan"),
     )
     columns: dict[str, tuple[Column, Callable[[Any], str]]] = {
-        "label": (word("a rank's step, as it must at least be sent", gives=True), str),
+        "label": (word(title, gives=True), str),
         "written": (Column("wire"), str),
         "part": (Column("of the formula", optional=True), share),
     }

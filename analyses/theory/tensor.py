@@ -68,9 +68,10 @@ def joined(
         start=_of_data(job, data.start),
         steps=tuple((*_of_data(job, step), *own) for step in data.steps),
         closed_form=whole,
-        bars=(*data.bars, *bars),
+        bars=(*data.bars, *(bars if others else [replace(bar, role=ROLE) for bar in bars])),
         skipped=skipped,
         others=others or {ROLE: job.tensor, "self": 1},
+        forms=() if others else (data.closed_form, replace(form, role=ROLE)),
     )
 
 

@@ -413,6 +413,9 @@ _NUMBERS: Final[dict[str, Numbers]] = {
     ),
     "volume": Numbers({"role": ("dimension", _word), **_OPERATION, **_VOLUME}),
     "waterfall": Numbers({"label": ("cause", _text), "bytes": ("bytes", count)}),
+    "waterfall_by_role": Numbers(
+        {"role": ("dimension", _word), "label": ("cause", _text), "bytes": ("bytes", count)},
+    ),
     "expected_and_measured": Numbers(
         {
             "role": ("dimension", _word),
