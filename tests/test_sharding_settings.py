@@ -73,6 +73,18 @@ def test_mics_is_refused_in_deepspeed_s_words(key: str, tmp_path: Path) -> None:
         check_zero_block(config)
 
 
+def test_quantization_without_a_gpu_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    import torch
+
+    from commtrace.workloads.gpt_neox.deepspeed_engine import check_quantization
+
+    config = configured(tmp_path, zero_optimization={"stage": 3, "zero_quantized_weights": True})
+    with pytest.raises(ConfigError, match="zero_quantized_weights needs a GPU"):
+        check_quantization(config, torch.device("cpu"))
+    check_quantization(config, torch.device("cuda"))
+
+
 def test_a_hugging_face_model_under_fully_shard(tmp_path: Path) -> None:
     """By hand: four layers and the model itself, gathered twice but for the latter; nothing needs padding."""
     layer = 4 * 512**2 + 3 * 512 * 1376 + 2 * 512
