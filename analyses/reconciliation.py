@@ -14,10 +14,10 @@ order; at the most where it depends on the data), `payload_bytes_min` (at the le
 
 `reconciliation`, rows per `rank`, `step`, `role`, `op`, `cause`: `expected_calls`, `measured_calls`, `expected_bytes`,
 `measured_bytes`, `difference_bytes` (measured - expected), `cause`, `sites` (lines of code of the measured calls).
-Calls are compared by message size; those that are there as expected, or of a size within its bounds, have the cause
-"expected". The others are
-leftovers, with the sentence of a cause (`causes.CAUSES`) or "unexplained". From step 64 on sizes are not compared,
-only calls and bytes.
+Calls are compared by message size, and where a role has groups of several sizes by that of the group as well; those
+that are there as expected, or of a size within its bounds, have the cause "expected". The others are leftovers, with
+the sentence of a cause (`causes.CAUSES`) or "unexplained". From step 64 on sizes are not compared, only calls and
+bytes.
 
 `waterfall`, `label`, `bytes`, `kind`: from the paper's closed form (equation 2 or 3 with the real number of
 parameters, times the bytes of a parameter's element) to what was measured, for the last whole step of the lowest rank

@@ -77,7 +77,7 @@ WIDE: Final[dict[str, dict[str, Any]]] = {
     "8-hsdp": _fsdp(shard_size=4, parts=2),
     "8-hsdp-tp": _fsdp("bf16", 2, top=_CUT2, shard_size=2),
     "8-hsdp-tp-sequence": _fsdp(top=_CUT2, shard_size=2, sequence_parallel=True),
-    "8-tp": _fsdp(top={"model_parallel_size": 8, "num_attention_heads": 8}),
+    "8-tp": _fsdp(top={"model_parallel_size": 8, "num_attention_heads": 8, "hidden_size": 128}),
     "8-zero3-hpz": _zero(zero_hpz_partition_size=4),
 }
 """On eight ranks."""

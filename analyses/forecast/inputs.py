@@ -255,7 +255,11 @@ def _of_model(
         return Plan(ddp_row(model, precision, layout), layout, words)
     if engine == "fsdp":
         precision = options.precision or "fp32"
-        told = {"gradient_accumulation_steps": layout.accumulation, "gradient_clipping": _clipping(settings)}
+        told = {
+            "model_parallel_size": 1,
+            "gradient_accumulation_steps": layout.accumulation,
+            "gradient_clipping": _clipping(settings),
+        }
         words = (*assumed, "every layer is a unit of fully_shard, and the model itself", _TRAVEL[precision])
         return Plan({**fsdp_row(model, precision, layout, Sharding(layout.data)), "model": told}, layout, words)
     groups = "biases and norms are a group of the optimizer of their own" if options.groups == 2 else "one group"

@@ -96,6 +96,20 @@ class DeepSpeedEngine:
         deepspeed.comm.destroy_process_group()  # and with it what DeepSpeed remembers of its groups
 
 
+_QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+
+
+def check_quantization(config: NeoxConfig, device: torch.device) -> None:
+    """Raise :class:`ConfigError` where ZeRO++ would quantize without a GPU: DeepSpeed fails at it, on its way."""
+    asked = [name for name in _QUANTIZED if config.zero_optimization.get(name)]
+    if asked and device.type == "cpu":
+        origin = config.origins.get("zero_optimization", "no file")
+        raise ConfigError(
+            f"{origin}: zero_optimization: {asked[0]} needs a GPU; on a CPU DeepSpeed says, late, "
+            '"This op had not been implemented on CPU backend.": leave it out'
+        )
+
+
 def check_zero_block(config: NeoxConfig) -> None:
     """Raise :class:`ConfigError` for a ``zero_optimization`` block that DeepSpeed would refuse."""
     from deepspeed.runtime import config as known  # type: ignore[import-untyped, unused-ignore]

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from .config import NeoxConfig, load_config
 from .data import RankData, load_samples
 from .ddp_engine import DdpEngine
-from .deepspeed_engine import DeepSpeedEngine, check_zero_block, prepare_import
+from .deepspeed_engine import DeepSpeedEngine, check_quantization, check_zero_block, prepare_import
 from .errors import ConfigError, WorkloadError
 from .launch import Process, find_process
 from .leave import let_threads_finish
@@ -155,6 +155,7 @@ def run(options: Namespace, process: Process) -> None:
     if options.engine == "deepspeed":
         prepare_import(device, options.verbose)
         check_zero_block(config)
+        check_quantization(config, device)
         if config.pipe_parallel_size > 1:
             check_stages(config)
     elif options.zero_stage:

@@ -1,0 +1,129 @@
+"""What configurations say of sharding, and how the hooks of FSDP2 and DTensors come and go."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("yaml")
+
+from commtrace.analyses.forecast import Options, forecast
+from commtrace.analyses.forecast.tables import volumes
+from commtrace.workloads.gpt_neox import ConfigError, NeoxConfig, load_config
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 4,
+    "vocab_size": 1000,
+}
+
+
+def write(folder: Path, content: Any, name: str = "given.yml") -> str:
+    """The path of a file that holds it."""
+    path = folder / name
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def configured(folder: Path, **keys: Any) -> NeoxConfig:
+    """The tiny configuration with these keys."""
+    return load_config(["tiny", write(folder, keys)])
+
+
+def test_the_block_of_fsdp(tmp_path: Path) -> None:
+    said = configured(tmp_path, fsdp={"reshard_after_forward": 2, "shard_size": 4, "sequence_parallel": True}).fsdp
+    assert (said.reshard_after_forward, said.shard_size, said.sequence_parallel) == (2, 4, True)
+    assert (said.sync_every_micro_batch, said.reshard_after_backward) == (False, True)
+    assert said.shards(8) == 4
+    assert configured(tmp_path).fsdp.shards(8) == 8
+    assert configured(tmp_path, fsdp={"reshard_after_forward": False}).fsdp.reshard_after_forward is False
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"shard_size": 3}, "fsdp.shard_size: 3 does not divide the 8 data-parallel ranks"),
+        ({"reshard_after_forward": 3}, "fsdp.reshard_after_forward: 3 is neither true, nor false, nor a divisor"),
+        ({"reshard_after_forward": 8}, "fsdp.reshard_after_forward: 8 is neither"),
+        ({"reshard_after_forward": "often"}, "fsdp.reshard_after_forward: 'often'; give a whole number"),
+        ({"shards": 2}, "it knows no shards; leave that out"),
+        (3, "give a block of keys and values"),
+    ],
+)
+def test_what_the_block_cannot_be(block: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        configured(tmp_path, fsdp=block).fsdp.shards(8)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["mics_shard_size", "mics_hierarchical_params_gather"])
+def test_mics_is_refused_in_deepspeed_s_words(key: str, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    from commtrace.workloads.gpt_neox.deepspeed_engine import check_zero_block
+
+    config = configured(tmp_path, zero_optimization={"stage": 3, key: 2})
+    with pytest.raises(ConfigError, match=f"MiCS ZeRO-3 sharding has been removed; 'zero_optimization.{key}'"):
+        check_zero_block(config)
+
+
+def test_quantization_without_a_gpu_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    import torch
+
+    from commtrace.workloads.gpt_neox.deepspeed_engine import check_quantization
+
+    config = configured(tmp_path, zero_optimization={"stage": 3, "zero_quantized_weights": True})
+    with pytest.raises(ConfigError, match="zero_quantized_weights needs a GPU"):
+        check_quantization(config, torch.device("cpu"))
+    check_quantization(config, torch.device("cuda"))
+
+
+def test_a_hugging_face_model_under_fully_shard(tmp_path: Path) -> None:
+    """By hand: four layers and the model itself, gathered twice but for the latter; nothing needs padding."""
+    layer = 4 * 512**2 + 3 * 512 * 1376 + 2 * 512
+    root = 2 * 1000 * 512 + 512
+    found = forecast([write(tmp_path, LLAMA, "config.json")], 8, Options(engine="fsdp", precision="bf16"))
+    told = {row["op"]: row for row in volumes(found) if row["when"] == "steps from 0" and row["op"] != "all"}
+    assert {op: row["calls"] for op, row in told.items()} == {"all_gather": 9, "reduce_scatter": 5}
+    assert told["all_gather"]["payload_bytes"] == 2 * (8 * layer + root)
+    assert told["reduce_scatter"]["payload_bytes"] == 2 * (4 * layer + root)
+    assert found.prediction.closed_form.bytes == 3 * 4 * (4 * layer + root) * 7 / 8
+
+
+def test_hpz_and_fsdp_of_a_gpt_neox_file(tmp_path: Path) -> None:
+    hpz = write(tmp_path, {"zero_optimization": {"zero_hpz_partition_size": 4}})
+    assert forecast(["13B", hpz], 1024, Options(zero_stage=3)).prediction.scheme == "ZeRO-3, hpZ within 4 ranks"
+    cut = write(tmp_path, {"model_parallel_size": 8, "fsdp": {"shard_size": 16, "sequence_parallel": True}}, "cut.yml")
+    told = forecast(["13B", cut], 1024, Options(engine="fsdp", precision="bf16")).prediction
+    assert told.scheme == "HSDP, 8 copies, tensor-parallel along the sequence over 8"
+
+
+def test_hooks_put_everything_back() -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+    from torch.distributed.tensor import parallel
+    from torch.distributed.tensor.parallel import api
+
+    from commtrace.hooks import dtensor, fsdp
+
+    before = FSDPState._lazy_init, api.parallelize_module, parallel.parallelize_module
+    for hook in (fsdp, dtensor):
+        hook.install()
+        hook.install()
+    during = FSDPState._lazy_init, api.parallelize_module, parallel.parallelize_module
+    assert not any(one is other for one, other in zip(before, during, strict=True))
+    taken: Any = api.parallelize_module
+    for hook in (fsdp, dtensor):
+        hook.uninstall()
+    assert (FSDPState._lazy_init, api.parallelize_module, parallel.parallelize_module) == before
+    # As when the package is imported while the hook is in: it takes the replacement over.
+    parallel.parallelize_module = taken
+    dtensor.install()
+    dtensor.uninstall()
+    assert parallel.parallelize_module is before[2]
