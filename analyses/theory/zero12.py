@@ -153,7 +153,8 @@ def reductions(job: Job) -> list[Message]:
         for one in bucket_messages(job, [order[position] for position in bucket], limit)
     ]
     if not (int(job.fact("zero_stage")) == 1 and not job.zero("overlap_comm")) and found:
-        most = most_fitting(sum(elements), limit, len(elements)) * (len(found) if found[0].op == "reduce" else 1)
+        pieces = len(found) if found[0].op == "reduce" else len({job.parameters[number].expert for number in order})
+        most = most_fitting(sum(elements), limit, len(elements)) * pieces
         found[0] = Message(found[0].op, found[0].payload, GRADIENTS, most=1 + max(0, most - len(found)))
     return [one.times(job.micro_batches if reduces_each_micro_batch(job) else 1) for one in found]
 
