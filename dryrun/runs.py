@@ -18,6 +18,7 @@ from commtrace.errors import CommtraceError, LogError
 from commtrace.reading.log import Log, open_log
 from commtrace.reading.names import compact
 from commtrace.reading.run import Run
+from commtrace.salvage import salvage
 from commtrace.settings import Settings
 
 from .command import ALL_DISTINCT
@@ -150,6 +151,8 @@ def _ranks(text: str, world_size: int) -> list[int]:
 def _check(outcomes: Mapping[int, Outcome]) -> None:
     """Raises DryRunError where a rank failed."""
     for outcome in outcomes.values():
+        if outcome.status:
+            salvage(outcome.log)  # nothing of it stays in memory
         if outcome.timed_out:
             raise DryRunError(
                 f"rank {outcome.rank} was not done after {outcome.seconds:.0f} s; --limit gives it longer"

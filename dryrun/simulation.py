@@ -51,7 +51,7 @@ def install() -> None:
         return
     pid, run, folder = os.environ[VARIABLE].split(":", 2)
     if pid not in ("0", str(os.getpid())):
-        _patches.wrap(distributed_c10d, "init_process_group", _refusing)
+        _refuse()
         return
     try:
         os.environ[VARIABLE] = f"{os.getpid()}:{run}:{folder}"
@@ -98,14 +98,20 @@ def _in_child() -> None:
     if _rank is not None:
         _rank.mode.forked = True
         _rank.groups.uninstall()
-        _patches.wrap(distributed_c10d, "init_process_group", _refusing)
+        _refuse()
+
+
+def _refuse() -> None:
+    """No process group is made in this process."""
+    for name in ("rendezvous", "_new_process_group_helper"):
+        _patches.wrap(distributed_c10d, name, _refusing)
 
 
 def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
-    def init_process_group(*_: Any, **__: Any) -> None:
+    def refused(*_: Any, **__: Any) -> None:
         raise SpawnedError(
             "a rank of a dry run has started this process, which wants to communicate; a dry run starts each rank "
             "itself, from a script that is one rank, as torchrun does: leave out launchers and multiprocessing.spawn"
         )
 
-    return init_process_group
+    return refused

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -12,9 +13,10 @@ pytest.importorskip("deepspeed")
 pytest.importorskip("yaml")
 
 import dry_runs
+import processes
 import trainings
 
-from commtrace.reading.run import Run
+from commtrace.reading.run import Run, open_run
 
 SMALL = 512
 """So few that most of a tiny model is not computed either."""
@@ -51,3 +53,44 @@ def dry_shared(folder: Path) -> dict[str, Run]:
 @pytest.mark.parametrize("name", SHARED)
 def test_tensor_parallelism(name: str, folder: Path) -> None:
     dry_runs.assert_same(trainings.shared()[name], dry_shared(folder / "shared")[name])
+
+
+WAYS: Final = {
+    "fsdp2": 4,
+    "hsdp": 4,
+    "tensor": 4,
+    "sharded_tensor": 4,
+    "pipeline": 2,
+    "deepspeed_pipeline": 4,
+}
+"""Functions of tests/programs/sharded.py, and on how many ranks."""
+
+
+def orders(folder: Path, ways: list[str]) -> Path:
+    """What `sharded.py` is to do, each into a log of its own."""
+    folder.mkdir(parents=True)
+    path = folder / "orders.json"
+    order = [{"log": str(folder / way), "port": processes.free_port(), "way": way} for way in ways]
+    path.write_text(json.dumps(order))
+    return path
+
+
+@functools.cache
+def both(folder: Path, ways: tuple[str, ...], world: int) -> None:
+    """Real runs and dry ones; those that wait for each other's messages in a start of their own."""
+    real = trainings.parent().start(
+        "sharded", folder / "log", orders(folder / "real", [*ways]), ranks=world, traced=False
+    )
+    assert real.wait(dry_runs.LIMIT_SECONDS) == [0] * world, real.output(0)[-4000:]
+    path = orders(folder / "dry", [*ways])
+    dry_runs.simulated("sharded", folder / "dry" / "simulated", world, path, small=SMALL)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sharding_tensors_and_pipelines(way: str, folder: Path) -> None:
+    together = tuple(other for other, world in WAYS.items() if "pipeline" not in other)
+    ways = (way,) if "pipeline" in way else together
+    here = folder / ways[0]
+    here.mkdir(exist_ok=True)
+    both(here, ways, WAYS[way])
+    dry_runs.assert_same(open_run(here / "real" / way), open_run(here / "dry" / way))

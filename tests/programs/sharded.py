@@ -34,7 +34,8 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+        changed: torch.Tensor = self.down(torch.relu(self.up(self.norm(x))))
+        return x + changed
 
 
 def model(blocks: int = 3) -> nn.Sequential:
@@ -108,8 +109,8 @@ def pipeline() -> None:
     )
     optimizer = torch.optim.SGD(block.parameters(), lr=0.01)
     for _ in range(STEPS):
-        inputs = (torch.randn(4, 6, WIDTH),) if rank == 0 else ()
-        schedule.step(*inputs, **({"target": torch.randn(4, 6, WIDTH)} if rank == size - 1 else {}))
+        batch = torch.randn(4, 6, WIDTH)
+        schedule.step(*([batch] if rank == 0 else []), target=batch if rank == size - 1 else None)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -1,7 +1,7 @@
 """python simulate.py SMALL WORLD MAIL PROGRAM [ARGUMENT ...]: a program as every rank of a dry run, one by one.
 
-SMALL: elements up to which tensors are computed; MAIL: an empty folder. A rank is a fork of this process, which has
-imported torch; "{rank}" in an argument is its number.
+SMALL: elements up to which tensors are computed; MAIL: an empty folder in one that lies beside the logs. A rank is a
+fork of this process, which has imported torch.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ def main() -> bool:
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if status == WAITING:
             waiting.append(rank)
+            for file in Path(mail).parents[1].glob(f"*/*/*/rank{rank:05d}-*"):
+                file.unlink()
         elif status:
             sys.exit(status)
         else:
@@ -43,7 +45,7 @@ def main() -> bool:
 def become(rank: int) -> bool:
     """The rank of that number."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=world, LOCAL_RANK=str(rank), COMMTRACE_SIMULATED=f"0:simulated:{mail}")
-    sys.argv = [argument.replace("{rank}", str(rank)) for argument in program]
+    sys.argv = program
     from commtrace.dryrun import simulation
 
     simulation.install()
