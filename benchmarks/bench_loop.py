@@ -34,11 +34,11 @@ SMALL = 64 << 10
 
 def main() -> None:
     """Measure both."""
-    parser = results.parser(__doc__, pairs=24)
+    parser = results.parser(__doc__, pairs=18)
     parser.add_argument(
         "--calls", type=int, default=200, help="calls of the loop, a tenth above 64 KiB, 4 above 16 MiB (200)"
     )
-    parser.add_argument("--seconds", type=float, default=0.05, help="bench's --seconds (0.05)")
+    parser.add_argument("--seconds", type=float, default=0.2, help="bench's --seconds (0.2)")
     parser.add_argument("--passes", type=int, default=5, help="over all sizes, for the fit (5)")
     parser.add_argument("--max-bytes", type=int, default=64 << 20, help="largest size, for the fit (64 MiB)")
     options = results.parsed(parser, calls=10, seconds=0.001, passes=1, max_bytes=1 << 10)
