@@ -106,6 +106,17 @@ def by_case_alone(rows: Sequence[Row]) -> str:
     return markdown(["", *names], [[case, *(cells.get((case, name), "") for name in names)] for case in cases])
 
 
+def bench_loop(rows: Sequence[Row]) -> str:
+    """What both measured of a call; then the errors of the fit."""
+    compared = [row for row in rows if row.bare is not None]
+    lines = [
+        [row.case, f"{number(row.bare or 0)} us", f"{number(row.side)} us", f"{row.ratio:.3f}", f"{row.control:.3f}"]
+        for row in compared
+    ]
+    times = markdown(["", "loop by hand", "commtrace bench", "bench / loop", "loop again / loop"], lines)
+    return f"{times}\n\n{by_case_alone([row for row in rows if row.bare is None])}"
+
+
 def comparison(row: Row) -> str:
     """Bare and what is added, then the ratio and the control's."""
     if row.bare is None or row.ratio is None or row.control is None:
@@ -139,6 +150,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "startup": ("A Python process that never communicates", by_case),
     "log_size": ("What is on disk", single),
     "report": ("What a report takes", by_case_alone),
+    "bench_loop": ("`commtrace bench` beside a loop by hand, and its fit at sizes that it never saw", bench_loop),
 }
 
 

@@ -31,7 +31,13 @@ class Command:
         add("--max-bytes", metavar="N", type=_bytes, default=64 << 20, help="largest; k, m, g are powers of 1024 (64m)")
         add("--group-sizes", metavar="N,...", help="collectives among so many of the ranks, beside all of them")
         add("--seconds", metavar="S", type=_positive, default=0.2, help="time for one operation and size (0.2)")
-        add("--timeout", metavar="S", type=_positive, default=300.0, help="a call that takes longer is an error (300)")
+        add(
+            "--timeout",
+            metavar="S",
+            type=_positive,
+            default=300.0,
+            help="an error if a call takes longer; of MPI, all of a size (300)",
+        )
         add("--format", choices=("auto", "nccl", "osu"), default="auto", help="tables as nccl-tests or OMB print them")
         add("--width", metavar="N", type=_natural, help="columns of text (those of the terminal); 130: more is shown")
         add("--out", metavar="FILE", default="network.json", help="where the results are kept (network.json)")

@@ -18,11 +18,10 @@ fitted anew to the others, where pieces begin included, and the size left out is
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -160,21 +159,22 @@ def _robust(payload: Array, bus: Array, times: Array, pieces: int) -> tuple[Piec
     return found
 
 
-def _pieces(bus: Array, times: Array, weights: Array, pieces: int) -> tuple[Any, Array, Array]:
+def _pieces(bus: Array, times: Array, weights: Array, pieces: int) -> tuple[tuple[int, ...], Array, Array]:
     """First size, alpha and beta of each of so many pieces, whose squares are least in all."""
     alpha, beta, cost = _segments(bus, times, weights)
     count = len(times)
-    least = _PIECE_SIZES if pieces > 1 else 1
-    best: tuple[float, tuple[int, ...]] = (float("inf"), (0,))
-    for inner in itertools.combinations(range(least, count - least + 1), pieces - 1):
-        begins = (0, *inner)
-        ends = (*inner, count)
-        if any(end - begin < least for begin, end in zip(begins, ends, strict=True)):
-            continue
-        total = sum(cost[begin, end] for begin, end in zip(begins, ends, strict=True))
-        best = min(best, (float(total), begins))
-    begins, ends = best[1], (*best[1][1:], count)
-    return begins, alpha[begins, ends], beta[begins, ends]
+    length = np.arange(count + 1)[None, :] - np.arange(count + 1)[:, None]
+    cost = np.where(length >= (_PIECE_SIZES if pieces > 1 else 1), cost, np.inf)
+    least, came_from = cost[0], []  # of one piece up to each size, and then of one piece more
+    for _ in range(pieces - 1):
+        through = least[:, None] + cost
+        came_from.append(through.argmin(axis=0))
+        least = through.min(axis=0)
+    bounds = [count]
+    for before in reversed(came_from):
+        bounds.insert(0, int(before[bounds[0]]))
+    begins = (0, *bounds[:-1])
+    return begins, alpha[begins, bounds], beta[begins, bounds]
 
 
 def _segments(bus: Array, times: Array, weights: Array) -> tuple[Array, Array, Array]:

@@ -36,7 +36,7 @@ _FEWEST_ROUNDS: Final = 3
 _MOST_CALLS: Final = 1000
 _SMALL: Final = 64 << 10
 _WARM_SMALL, _WARM_LARGE = 20, 2
-"""Calls before the clock runs, of messages up to 64 KiB and above: large ones are slow and settle at once."""
+"""Calls before the clock runs, of messages up to 64 KiB, and of larger ones and windows, which settle at once."""
 
 Call = Callable[[], object]
 
@@ -111,7 +111,7 @@ def measure(
     payload = count * ELEMENT
     messages = window(payload) if op == WINDOW else 1
     call, wrong = _prepared(group, op, count, messages)
-    warm = _WARM_SMALL if payload <= _SMALL else _WARM_LARGE
+    warm = _WARM_SMALL if payload <= _SMALL and messages == 1 else _WARM_LARGE
     call()  # connections are made, and memory is touched, for the first time
     warmed = _slowest(group, [_round(group, call, warm, clock)])[0] / warm
     rounds, calls = _amount(warmed, seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -9,8 +10,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Final
 
@@ -199,7 +201,7 @@ def _measured(plan: Plan, library: Library) -> Results:
         spread = len({hosts[rank] for rank in ranks})
         for op in operations:
             if group is not None:
-                rows += _sized(group, op, spread, plan)
+                rows += _sized(group, op, spread, plan, library.abort)
             library.wait()  # those that are not in the group, for one operation at a time
     return Results.of(plan, hosts, library.facts(), rows)  # whole on rank 0 only, which is in every group
 
@@ -217,14 +219,34 @@ def groups(plan: Plan, hosts: Sequence[str]) -> dict[tuple[int, ...], list[str]]
     return {ranks: operations for ranks, operations in found.items() if operations}
 
 
-def _sized(group: Group, op: str, hosts: int, plan: Plan) -> Iterator[Row]:
+def _sized(group: Group, op: str, hosts: int, plan: Plan, abort: Callable[[], None]) -> Iterator[Row]:
     for size in [0] if op == BARRIER else sizes(plan.min_bytes, plan.max_bytes):
         try:
-            row = measure(group, op, size, hosts, plan.seconds)
+            with limited(plan.timeout_s if plan.through == "mpi4py" else None, f"{op} of {size:,} bytes", abort):
+                row = measure(group, op, size, hosts, plan.seconds)
         except (RuntimeError, MemoryError) as error:  # what torch and mpi4py raise of theirs
             raise NetworkError(f"{op} of {size:,} bytes among {group.size} ranks: {_words_of(error)}") from error
         if row is not None:
             yield row
+
+
+@contextlib.contextmanager
+def limited(seconds: float | None, what: str, abort: Callable[[], None]) -> Iterator[None]:
+    """Say so and abort what takes longer, from another thread: MPI waits for ever. None: the library has limits."""
+
+    def over() -> None:
+        print(f"commtrace: {what}: no end after {seconds:g} s (--timeout)", file=sys.stderr, flush=True)
+        abort()
+
+    timer = None if seconds is None else threading.Timer(seconds, over)
+    if timer is not None:
+        timer.daemon = True
+        timer.start()
+    try:
+        yield
+    finally:
+        if timer is not None:
+            timer.cancel()
 
 
 _COPIES: Final = 6

@@ -21,6 +21,10 @@ from .measuring import Call, Group
 from .operations import PING_PONG, Values
 from .plan import Plan
 
+# torch 2.13 has new names for these two, and warns of the old ones.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def connect(plan: Plan) -> TorchLibrary:
     """Join the process group that the environment names (RANK, WORLD_SIZE, MASTER_ADDR ...)."""
@@ -123,7 +127,7 @@ class TorchGroup(Group):
         """See Group."""
         mine = torch.tensor(values, dtype=torch.float64, device=self._device)
         everyone = torch.empty(self.size * len(values), dtype=torch.float64, device=self._device)
-        dist.all_gather_into_tensor(everyone, mine, group=self._group)
+        _all_gather(everyone, mine, group=self._group)
         found: list[list[float]] = everyone.view(self.size, -1).tolist()
         return found
 
@@ -136,8 +140,8 @@ class TorchGroup(Group):
         group = self._group
         calls: dict[str, Call] = {
             "all_reduce": lambda: dist.all_reduce(result, group=group),
-            "all_gather": lambda: dist.all_gather_into_tensor(result, source, group=group),
-            "reduce_scatter": lambda: dist.reduce_scatter_tensor(result, source, group=group),
+            "all_gather": lambda: _all_gather(result, source, group=group),
+            "reduce_scatter": lambda: _reduce_scatter(result, source, group=group),
             "broadcast": lambda: dist.broadcast(result, group=group, group_src=0),
             "reduce": lambda: dist.reduce(result, group=group, group_dst=0),
             "all_to_all": lambda: dist.all_to_all_single(result, source, group=group),

@@ -121,10 +121,11 @@ EXPECTED = {
     "log_size": {"commtrace, 100 calls", "commtrace, 1,000 calls", "torch.profiler's trace.json, 100 calls"},
     "startup": {"tracing off", "tracing on"},
     "report": {"commtrace report"},
+    "bench_loop": {"commtrace bench", "median error", "of nine in ten at most", "worst error"},
 }
 
 
-SLOW = ("step_time", "call_cost", "own_cost", "mpi_cost")
+SLOW = ("step_time", "call_cost", "own_cost", "mpi_cost", "bench_loop")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -23,7 +24,7 @@ from commtrace.network.operations import (
     window,
 )
 from commtrace.network.plan import Plan, chosen
-from commtrace.network.ranks import check_memory, first_host, groups
+from commtrace.network.ranks import check_memory, first_host, groups, limited
 
 
 class Ranks(Group):
@@ -171,7 +172,7 @@ def test_spread_is_of_rounds() -> None:
 
 def test_what_is_slow_is_called_a_few_times() -> None:
     group = Ranks(0, 2, call_us=lambda op, calls: 1e6)
-    row = measure(group, "all_reduce", 64 << 20, 1, 0.2, clock=group.clock)
+    row = measure(group, "all_reduce", 1 << 20, 1, 0.2, clock=group.clock)
     assert row is not None
     assert (row.calls, row.rounds) == (1, 3)
 
@@ -252,6 +253,16 @@ def test_more_memory_than_there_is_is_refused_before_it_is_taken(monkeypatch: py
     check_memory(Plan(), 2)
     with pytest.raises(NetworkError, match=r"3 ranks of a host need 1,152 MiB .* 1,024 MiB are available.*--max-bytes"):
         check_memory(Plan(), 3)
+
+
+def test_what_takes_too_long_is_aborted_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    aborted = threading.Event()
+    with limited(0.001, "all_reduce of 64 bytes", aborted.set):
+        assert aborted.wait(20)
+    assert capsys.readouterr().err == "commtrace: all_reduce of 64 bytes: no end after 0.001 s (--timeout)\n"
+    for seconds in (None, 1000.0):
+        with limited(seconds, "it", pytest.fail):
+            pass
 
 
 @pytest.mark.parametrize(
