@@ -163,7 +163,7 @@ def _of_gpt_neox(files: Sequence[str], world: int, options: Options) -> Plan:
     model = gpt_neox(figures)
     assumed = _assumed_of(config)
     told = {"model": vars(neox_args(config, layout.micro_batch, layout.accumulation))}
-    if options.engine != "deepspeed" and config.pipe_parallel_size > 1:
+    if options.engine not in (None, "deepspeed") and config.pipe_parallel_size > 1:
         raise PlanError(
             f"pipeline parallelism is DeepSpeed's; set pipe_parallel_size to 1 with --engine {options.engine}"
         )
