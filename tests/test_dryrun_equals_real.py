@@ -50,6 +50,7 @@ def dry_shared(folder: Path) -> dict[str, Run]:
     return dry_runs.trained(wanted, folder, 4, SMALL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SHARED)
 def test_tensor_parallelism(name: str, folder: Path) -> None:
     dry_runs.assert_same(trainings.shared()[name], dry_shared(folder / "shared")[name])
