@@ -26,7 +26,7 @@ BUCKET_MIB = 0.01  # less than a layer's 0.016: each layer is reduced by itself
 EXCHANGES, SIZE, COMPUTE = 12, 1024, 448
 NATIVE_PAIRS = 2  # times as many: it adds least, and takes the most pairs to be told from nothing
 PRECISE = "commtrace, native, with call sites"
-PRECISE_STEPS, PRECISE_PAIRS = 25, 110
+PRECISE_STEPS, PRECISE_PAIRS = 8, 260
 
 
 def main() -> None:

@@ -21,15 +21,15 @@ from commtrace.reading.run import Run, open_run
 SMALL = 512
 """So few that most of a tiny model is not computed either."""
 
-VARIANTS = ("ddp", "ddp-static", "zero0", "zero1-round", "zero2-owners", "zero3-limits")
+VARIANTS = ("ddp", "zero1-round", "zero3-limits")
+MORE_VARIANTS = ("ddp-static", "zero0", "zero2-owners")
 SHARED = ("tp2-ddp", "tp2-zero1-early", "tp4-zero1")
 
 
 @functools.cache
-def dry_variants(folder: Path) -> dict[str, Run]:
+def dry_variants(folder: Path, names: tuple[str, ...]) -> dict[str, Run]:
     """Dry runs of some of trainings.VARIANTS, on three ranks."""
-    wanted = {name: trainings.VARIANTS[name] for name in VARIANTS}
-    return dry_runs.trained(wanted, folder, 3, SMALL)
+    return dry_runs.trained({name: trainings.VARIANTS[name] for name in names}, folder, 3, SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_ddp_and_every_stage_of_zero(name: str, folder: Path) -> None:
-    dry_runs.assert_same(trainings.variants()[name], dry_variants(folder / "variants")[name])
+    dry_runs.assert_same(trainings.variants()[name], dry_variants(folder / "variants", VARIANTS)[name])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MORE_VARIANTS)
+def test_further_settings_of_ddp_and_zero(name: str, folder: Path) -> None:
+    dry_runs.assert_same(trainings.variants()[name], dry_variants(folder / "more", MORE_VARIANTS)[name])
 
 
 @functools.cache
@@ -56,15 +62,9 @@ def test_tensor_parallelism(name: str, folder: Path) -> None:
     dry_runs.assert_same(trainings.shared()[name], dry_shared(folder / "shared")[name])
 
 
-WAYS: Final = {
-    "fsdp2": 4,
-    "hsdp": 4,
-    "tensor": 4,
-    "sharded_tensor": 4,
-    "pipeline": 2,
-    "deepspeed_pipeline": 4,
-}
+WAYS: Final = {"fsdp2": 4, "tensor": 4, "pipeline": 2}
 """Functions of tests/programs/sharded.py, and on how many ranks."""
+MORE_WAYS: Final = {"hsdp": 4, "sharded_tensor": 4, "deepspeed_pipeline": 4}
 
 
 def orders(folder: Path, ways: list[str]) -> Path:
@@ -87,11 +87,22 @@ def both(folder: Path, ways: tuple[str, ...], world: int) -> None:
     dry_runs.simulated("sharded", folder / "dry" / "simulated", world, path, small=SMALL)
 
 
+def assert_same(way: str, ways: dict[str, int], folder: Path) -> None:
+    """What runs alone is a start of its own, everything else is one."""
+    together = tuple(other for other in ways if "pipeline" not in other)
+    run = (way,) if "pipeline" in way else together
+    here = folder / run[0]
+    here.mkdir(exist_ok=True)
+    both(here, run, ways[way])
+    dry_runs.assert_same(open_run(here / "real" / way), open_run(here / "dry" / way))
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_sharding_tensors_and_pipelines(way: str, folder: Path) -> None:
-    together = tuple(other for other, world in WAYS.items() if "pipeline" not in other)
-    ways = (way,) if "pipeline" in way else together
-    here = folder / ways[0]
-    here.mkdir(exist_ok=True)
-    both(here, ways, WAYS[way])
-    dry_runs.assert_same(open_run(here / "real" / way), open_run(here / "dry" / way))
+    assert_same(way, WAYS, folder)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", MORE_WAYS)
+def test_several_ways_at_once(way: str, folder: Path) -> None:
+    assert_same(way, MORE_WAYS, folder)
