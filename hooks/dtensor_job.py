@@ -17,6 +17,8 @@ class Cuts:
         self.styles: weakref.WeakKeyDictionary[Any, tuple[Any, Any, bool]] = weakref.WeakKeyDictionary()
         """(style, mesh, whether parameters were sent from the first rank) of a module."""
         self.rows: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+        self.looked_at = 0
+        """Styles that there were when somebody last looked for the module that has them all."""
         self._roots: weakref.WeakSet[Any] = weakref.WeakSet()
         self._depth = 0
 
@@ -25,6 +27,7 @@ class Cuts:
         self.styles.clear()
         self.rows.clear()
         self._roots.clear()
+        self.looked_at = 0
 
     @contextlib.contextmanager
     def within(self, module: Any) -> Iterator[None]:
@@ -85,7 +88,8 @@ def cut(root: Any) -> dict[str, Any]:
 def roles(root: Any) -> Iterator[tuple[Any, str, str]]:
     """Those of the meshes."""
     for _, mesh, _ in [*cuts.styles.values()]:
-        yield mesh.get_group(), "tensor", "torch.distributed.tensor.parallel.parallelize_module"
+        if mesh is not None:  # else that of a context manager of the program
+            yield mesh.get_group(), "tensor", "torch.distributed.tensor.parallel.parallelize_module"
 
 
 def _style(name: str, module: Any) -> dict[str, Any]:
