@@ -106,6 +106,17 @@ def test_hpz_and_fsdp_of_a_gpt_neox_file(tmp_path: Path) -> None:
     assert told.scheme == "HSDP, 8 copies, tensor-parallel along the sequence over 8"
 
 
+def test_a_sequence_that_cannot_be_divided_is_refused(tmp_path: Path) -> None:
+    from commtrace.workloads.gpt_neox.train import check_shared_sequences, notices
+
+    odd = configured(tmp_path, model_parallel_size=2, seq_length=31, fsdp={"sequence_parallel": True})
+    with pytest.raises(ConfigError, match="which is 2, must divide seq_length, which is 31"):
+        check_shared_sequences(odd, "fsdp")
+    assert "the block fsdp, ignored with --engine ddp" in notices(odd, "ddp")
+    check_shared_sequences(configured(tmp_path, model_parallel_size=2, fsdp={"sequence_parallel": True}), "fsdp")
+    assert not [one for one in notices(configured(tmp_path), "ddp") if "fsdp" in one]
+
+
 def test_hooks_put_everything_back() -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
     from torch.distributed.tensor import parallel

@@ -27,6 +27,7 @@ from .data import RankData, load_samples
 from .ddp_engine import DdpEngine
 from .deepspeed_engine import DeepSpeedEngine, check_quantization, check_zero_block, prepare_import
 from .errors import ConfigError, WorkloadError
+from .fsdp_settings import FsdpSettings
 from .launch import Process, find_process
 from .leave import let_threads_finish
 from .options import arguments, overrides
@@ -78,6 +79,8 @@ def notices(config: NeoxConfig, engine: str) -> list[str]:
         found.append(f"keys without a meaning here, ignored: {', '.join(config.unknown_keys)}")
     if engine != "deepspeed" and config.deepspeed_keys:
         found.append(f"DeepSpeed's keys, ignored with --engine {engine}: {', '.join(sorted(config.deepspeed_keys))}")
+    if engine != "fsdp" and config.fsdp != FsdpSettings():
+        found.append(f"the block fsdp, ignored with --engine {engine}")
     return found
 
 
@@ -89,6 +92,11 @@ def check_shared_sequences(config: NeoxConfig, engine: str) -> None:
         raise ConfigError("attention in a ring goes with DDP and DeepSpeed here; set context_parallel_size to 1")
     if config.sequence_parallel and engine == "fsdp":
         raise ConfigError("sequence_parallel is Megatron's; with --engine fsdp say fsdp.sequence_parallel instead")
+    if engine == "fsdp" and config.fsdp.sequence_parallel and config.seq_length % config.model_parallel_size:
+        raise ConfigError(
+            f"fsdp.sequence_parallel: model_parallel_size, which is {config.model_parallel_size}, must divide "
+            f"seq_length, which is {config.seq_length}"
+        )
     if config.sequence_parallel_size > 1 and config.zero_stage == 3:
         raise ConfigError("Ulysses goes with ZeRO 0 to 2 here; set sequence_parallel_size to 1 with ZeRO-3")
 
