@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from .model_facts import architecture, buffers, known, parameters
+from .model_facts import architecture, buffers, common, known, parameters
 
 
 class Cuts:
@@ -63,7 +63,7 @@ def describe(root: Any, optimizer: Any) -> dict[str, Any]:
         **known(
             {
                 "optimizer": lambda: type(optimizer).__name__,
-                "foreach": lambda: _one({group.get("foreach") for group in optimizer.param_groups}),
+                "foreach": lambda: common({group.get("foreach") for group in optimizer.param_groups}),
                 "parameters": lambda: parameters(root),
                 "buffers": lambda: buffers(root),
                 "model": lambda: architecture(root),
@@ -79,7 +79,7 @@ def cut(root: Any) -> dict[str, Any]:
         return {}
     return known(
         {
-            "tensor_parallel_size": lambda: _one({cuts.styles[one][1].size() for _, one in some}),
+            "tensor_parallel_size": lambda: common({cuts.styles[one][1].size() for _, one in some}),
             "tensor_plan": lambda: [_style(name, one) for name, one in some],
         }
     )
@@ -118,8 +118,3 @@ def _shape(module: Any, name: str) -> list[int] | None:
     """Of a parameter of the module's own, whole."""
     parameter = dict(module.named_parameters(recurse=False)).get(name)
     return None if parameter is None else [int(size) for size in parameter.shape]
-
-
-def _one(values: set[Any]) -> Any:
-    (value,) = values
-    return value

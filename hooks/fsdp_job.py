@@ -7,7 +7,7 @@ from typing import Any
 
 from .dtensor_job import cut
 from .dtensor_job import roles as tensor_roles
-from .model_facts import architecture, buffers, dtype_name, grouped, known, parameters
+from .model_facts import architecture, buffers, common, dtype_name, grouped, known, parameters
 
 
 def describe(root: Any) -> dict[str, Any]:
@@ -18,11 +18,11 @@ def describe(root: Any) -> dict[str, Any]:
         **known(
             {
                 "engine": lambda: _engine(root),
-                "data_parallel_size": lambda: _one({_copies(group) * _shards(group) for group in groups}),
+                "data_parallel_size": lambda: common({_copies(group) * _shards(group) for group in groups}),
                 # Of the first micro-batch, and so of all but the last of a step.
-                "reduce_grads": lambda: _one({group.reduce_grads for group in groups}),
-                "all_reduce_grads": lambda: _one({group.all_reduce_grads for group in groups}),
-                "reshard_after_backward": lambda: _one({group.reshard_after_backward for group in groups}),
+                "reduce_grads": lambda: common({group.reduce_grads for group in groups}),
+                "all_reduce_grads": lambda: common({group.all_reduce_grads for group in groups}),
+                "reshard_after_backward": lambda: common({group.reshard_after_backward for group in groups}),
                 "units": lambda: _units(root, groups),
             }
         ),
@@ -102,9 +102,3 @@ def _shards(group: Any) -> int:
 
 def _copies(group: Any) -> int:
     return int(getattr(group.mesh_info, "replicate_mesh_size", 1))
-
-
-def _one(values: set[Any]) -> Any:
-    """The value that all units have. Raises ValueError, and so leaves the fact out, where they differ."""
-    (value,) = values
-    return value
