@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from factory import WORLD, LogFactory, record
 
 from commtrace import cli
+from commtrace.analyses.forecast import Options, plan
 from commtrace.analyses.scaling import scaling
 from commtrace.analyses.scaling.steps import step_times
 from commtrace.analyses.scaling.tables import cores_of, tokens_of
@@ -156,6 +158,26 @@ def test_ranks_that_share_a_sequence_do_not_count_it_twice(tmp_path: Path, share
     one.known({WORLD: [0]}).add("job", id=1, source="ddp", data_parallel_size=4, model=model)
     one.write([record()]).end()
     assert tokens_of(open_run(tmp_path)) == tokens
+
+
+def test_what_is_expected_is_theorys_whatever_the_program_adds(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    found = {}
+    for ranks in (2, 4):
+        log = LogFactory(tmp_path / str(ranks))
+        job = plan(["tiny"], ranks, Options(engine="ddp", precision="fp32")).row
+        for rank in range(ranks):
+            one = log.process(rank, pid=100 + rank, world_size=ranks, boot_id="a").known({WORLD: [*range(ranks)]})
+            one.add("job", id=1, **job)
+            begins = [10_000 * (step + 1) for step in range(4)]
+            times = [{"t_begin": at, "t_return": at + 1_000, "t_wait": 0, "t_end": at + 1_000} for at in begins]
+            one.write([record(**of, step=step, seq=step) for step, of in enumerate(times)]).end()
+        found[str(ranks)] = open_run(tmp_path / str(ranks))
+    table: Any = scaling(found)["scaling"].set_index("ranks")
+    job = plan(["tiny"], 4, Options(engine="ddp", precision="fp32")).row
+    gradients = sum(4 * math.prod(one["shape"]) for one in job["parameters"])
+    assert table.loc[4, "closed_form_bytes"] == table.loc[4, "expected_wire_bytes"] == 2 * gradients * 3 / 4
+    assert table.loc[4, "wire_bytes"] == 2 * 1024 * 3 / 4
 
 
 def test_one_sided_calls_wait_for_nobody(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ and means over its ranks for the parts:
     compute_ns                      the step without `blocked_ns`; missing where a device's clock saw ends
     blocked_ns, late_ns, in_flight_ns    `commtrace.analyses.scaling.steps`; late is a part of blocked
     calls, payload_bytes, wire_bytes     of a rank and step, means; the payload of a message counts where it is sent
-    expected_wire_bytes, closed_form_bytes    of the lowest rank's last whole step, where theory has rules for the job
+    expected_wire_bytes, closed_form_bytes    of a step of the lowest rank, where theory has rules for its job
     communication_per_compute       blocked_ns / compute_ns
     late_known                      share of the time in calls for which it is known who was late
     shared_cores                    "4 ranks on 2 cores" where ranks of a host take turns, else ""
@@ -37,8 +37,8 @@ from typing import Any, Final
 
 import pandas as pd
 
-from commtrace.analyses import reconciliation
-from commtrace.analyses.fold import NamedTables, fold
+from commtrace.analyses.fold import NamedTables
+from commtrace.analyses.theory import NotPredictedError, predict
 from commtrace.errors import CommtraceError, LogError
 from commtrace.reading.run import Run
 from commtrace.reading.tables import whole
@@ -162,14 +162,16 @@ def _row(
 
 
 def _expected(run: Run) -> dict[str, object]:
-    bars = fold(run, [reconciliation.ANALYSIS])["waterfall"]
-    sums = bars.groupby("kind")["bytes"].sum()
-    known = {str(kind): int(value) for kind, value in sums.items()}
-    form = known.get("closed form")
-    return {
-        "closed_form_bytes": form,
-        "expected_wire_bytes": None if form is None else form + known.get("cause", 0),
-    }
+    jobs = next((process.tables.jobs for process in run.processes if process.tables.jobs), {})
+    try:
+        if len(jobs) != 1:
+            raise NotPredictedError(f"{len(jobs)} models")
+        prediction = predict(next(iter(jobs.values())))
+    except NotPredictedError:
+        return {"closed_form_bytes": None, "expected_wire_bytes": None}
+    form = prediction.closed_form.bytes
+    expected = form + sum(bar.bytes for bar in prediction.bars)
+    return {"closed_form_bytes": round(form), "expected_wire_bytes": round(expected)}
 
 
 def shared_cores(run: Run) -> str:
