@@ -59,7 +59,7 @@ class StepTimes:
 
 def step_times(run: Run) -> StepTimes:
     """Measure a run. Raises LogError where its times mean nothing, or where no step is whole."""
-    if any(process.tables.process.get("simulated") for process in run.processes):
+    if run.simulated:
         raise LogError(f"{run.log.path}: a dry run has no times; give a run that happened")
     spans = [_spans(process, names) for process, names in zip(run.processes, run.names, strict=True)]
     if not spans or any(not len(one) for one in spans):
