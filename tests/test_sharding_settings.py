@@ -107,13 +107,14 @@ def test_hpz_and_fsdp_of_a_gpt_neox_file(tmp_path: Path) -> None:
 
 
 def test_a_sequence_that_cannot_be_divided_is_refused(tmp_path: Path) -> None:
-    from commtrace.workloads.gpt_neox.train import check_shared_sequences, notices
+    from commtrace.workloads.gpt_neox.checks import check_engine
+    from commtrace.workloads.gpt_neox.train import notices
 
     odd = configured(tmp_path, model_parallel_size=2, seq_length=31, fsdp={"sequence_parallel": True})
     with pytest.raises(ConfigError, match="which is 2, must divide seq_length, which is 31"):
-        check_shared_sequences(odd, "fsdp")
+        check_engine(odd, "fsdp")
     assert "the block fsdp, ignored with --engine ddp" in notices(odd, "ddp")
-    check_shared_sequences(configured(tmp_path, model_parallel_size=2, fsdp={"sequence_parallel": True}), "fsdp")
+    check_engine(configured(tmp_path, model_parallel_size=2, fsdp={"sequence_parallel": True}), "fsdp")
     assert not [one for one in notices(configured(tmp_path), "ddp") if "fsdp" in one]
 
 
