@@ -61,7 +61,7 @@ def write(benchmark: str, rows: Sequence[Row], options: argparse.Namespace) -> N
     """Put this benchmark's section into the file, and leave the others as they are."""
     sections = read(options.results) if options.results.exists() else {}
     sections[benchmark] = {
-        "command": shlex.join(["python", f"benchmarks/{benchmark}.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine(),
         "rows": [{name: rounded(value) for name, value in asdict(row).items() if value is not None} for row in rows],

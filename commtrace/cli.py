@@ -25,7 +25,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "report": ("commtrace.analyses.report.command", "Show what a run communicated."),
     "scaling": (
         "commtrace.analyses.scaling.command",
-        "Compare runs on more and more ranks, and say what stops the scaling.",
+        "Compare runs of one program on more and more ranks, and say what stops the scaling.",
     ),
     "check": (
         "commtrace.analyses.check.command",

@@ -16,7 +16,10 @@ from typing import Final
 from .mail import WAITING
 
 # Variables by which other launchers tell a process who it is.
-_LAUNCHERS: Final = ("OMPI_", "PMI", "MPI_LOCAL", "SLURM_PROCID", "SLURM_LOCALID", "TORCHELASTIC_", "GROUP_", "ROLE_")
+_LAUNCHERS: Final = (
+    "OMPI_", "PMI", "MPI_LOCAL", "SLURM_PROCID", "SLURM_LOCALID", "TORCHELASTIC_", "GROUP_RANK", "GROUP_WORLD_SIZE",
+    "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE",
+)  # fmt: skip
 _POLL_SECONDS: Final = 0.02
 
 

@@ -10,9 +10,11 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final
 
+import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from . import jobs, torch_tracer
+from . import jobs
+from .beginning import fault
 from .dtensor_job import cuts, describe, roles
 from .jobs import Jobs
 from .patching import Patches
@@ -54,21 +56,23 @@ def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
     def parallelize_module(module: Any, device_mesh: Any = None, parallelize_plan: Any = None, **named: Any) -> Any:
         with cuts.within(module):
             found = original(module, device_mesh, parallelize_plan, **named)
-        cuts.note(module, device_mesh, parallelize_plan, named.get("src_data_rank", 0))
+        try:
+            cuts.note(module, device_mesh, parallelize_plan, named.get("src_data_rank", 0))
+        except Exception:
+            fault()
         return found
 
     return parallelize_module
 
 
 def _stepping(optimizer: Optimizer, *_: Any) -> None:
-    if not cuts.styles or cuts.rows or jobs.any_known():
+    if torch.compiler.is_compiling() or cuts.looked_at == len(cuts.styles) or cuts.rows or jobs.any_known():
         return
     try:
+        cuts.looked_at = len(cuts.styles)
         root = cuts.root()
         if root is not None:
             cuts.rows[root] = describe(root, optimizer)
             _alone.add(root)
     except Exception:
-        tracer = torch_tracer.current()
-        if tracer is not None:
-            tracer.recorder.fault()
+        fault()

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from .model_facts import architecture, buffers, known, parameters
+from .model_facts import architecture, buffers, common, known, parameters
 
 
 class Cuts:
@@ -17,6 +17,8 @@ class Cuts:
         self.styles: weakref.WeakKeyDictionary[Any, tuple[Any, Any, bool]] = weakref.WeakKeyDictionary()
         """(style, mesh, whether parameters were sent from the first rank) of a module."""
         self.rows: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+        self.looked_at = 0
+        """Styles that there were when somebody last looked for the module that has them all."""
         self._roots: weakref.WeakSet[Any] = weakref.WeakSet()
         self._depth = 0
 
@@ -25,6 +27,7 @@ class Cuts:
         self.styles.clear()
         self.rows.clear()
         self._roots.clear()
+        self.looked_at = 0
 
     @contextlib.contextmanager
     def within(self, module: Any) -> Iterator[None]:
@@ -60,7 +63,7 @@ def describe(root: Any, optimizer: Any) -> dict[str, Any]:
         **known(
             {
                 "optimizer": lambda: type(optimizer).__name__,
-                "foreach": lambda: _one({group.get("foreach") for group in optimizer.param_groups}),
+                "foreach": lambda: common({group.get("foreach") for group in optimizer.param_groups}),
                 "parameters": lambda: parameters(root),
                 "buffers": lambda: buffers(root),
                 "model": lambda: architecture(root),
@@ -76,7 +79,7 @@ def cut(root: Any) -> dict[str, Any]:
         return {}
     return known(
         {
-            "tensor_parallel_size": lambda: _one({cuts.styles[one][1].size() for _, one in some}),
+            "tensor_parallel_size": lambda: common({cuts.styles[one][1].size() for _, one in some}),
             "tensor_plan": lambda: [_style(name, one) for name, one in some],
         }
     )
@@ -85,7 +88,8 @@ def cut(root: Any) -> dict[str, Any]:
 def roles(root: Any) -> Iterator[tuple[Any, str, str]]:
     """Those of the meshes."""
     for _, mesh, _ in [*cuts.styles.values()]:
-        yield mesh.get_group(), "tensor", "torch.distributed.tensor.parallel.parallelize_module"
+        if mesh is not None:  # else that of a context manager of the program
+            yield mesh.get_group(), "tensor", "torch.distributed.tensor.parallel.parallelize_module"
 
 
 def _style(name: str, module: Any) -> dict[str, Any]:
@@ -114,8 +118,3 @@ def _shape(module: Any, name: str) -> list[int] | None:
     """Of a parameter of the module's own, whole."""
     parameter = dict(module.named_parameters(recurse=False)).get(name)
     return None if parameter is None else [int(size) for size in parameter.shape]
-
-
-def _one(values: set[Any]) -> Any:
-    (value,) = values
-    return value

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
+from .beginning import fault
 from .fsdp_job import describe, roles
 from .jobs import Jobs
 from .patching import Patches
@@ -40,11 +41,14 @@ def uninstall() -> None:
 
 def _complete(original: Callable[..., None]) -> Callable[..., None]:
     def _lazy_init(self: Any) -> None:
-        known = self._is_root is not None
+        known = getattr(self, "_is_root", None) is not None
         original(self)
         if not known:
-            root = self._modules[0]
-            _rows[root] = describe(root)  # now: later, while the model runs, its parameters are others
-            _roots.add(root)
+            try:
+                root = self._modules[0]
+                _rows[root] = describe(root)  # now: later, while the model runs, its parameters are others
+                _roots.add(root)
+            except Exception:
+                fault()
 
     return _lazy_init

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .dtensor_job import cut
 from .dtensor_job import roles as tensor_roles
-from .model_facts import architecture, buffers, dtype_name, known, parameters
+from .model_facts import architecture, buffers, common, dtype_name, grouped, known, parameters
 
 
 def describe(root: Any) -> dict[str, Any]:
@@ -15,15 +15,15 @@ def describe(root: Any) -> dict[str, Any]:
     groups = known({"groups": lambda: [*_groups(root)]}).get("groups", [])
     return {
         "source": "fsdp",
-        "engine": "fully_shard",
         **known(
             {
-                "data_parallel_size": lambda: _one({_copies(group) * _shards(group) for group in groups}),
+                "engine": lambda: _engine(root),
+                "data_parallel_size": lambda: common({_copies(group) * _shards(group) for group in groups}),
                 # Of the first micro-batch, and so of all but the last of a step.
-                "reduce_grads": lambda: _one({group.reduce_grads for group in groups}),
-                "all_reduce_grads": lambda: _one({group.all_reduce_grads for group in groups}),
-                "reshard_after_backward": lambda: _one({group.reshard_after_backward for group in groups}),
-                "units": lambda: [_unit(root, group) for group in groups],
+                "reduce_grads": lambda: common({group.reduce_grads for group in groups}),
+                "all_reduce_grads": lambda: common({group.all_reduce_grads for group in groups}),
+                "reshard_after_backward": lambda: common({group.reshard_after_backward for group in groups}),
+                "units": lambda: _units(root, groups),
             }
         ),
         **known(
@@ -35,6 +35,13 @@ def describe(root: Any) -> dict[str, Any]:
         ),
         **cut(root),
     }
+
+
+def _engine(root: Any) -> str:
+    """`replicate` is made of the same parts, and keeps every parameter whole."""
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
+
+    return "fully_shard" if type(_get_module_fsdp_state(root)) is FSDPState else "replicate"
 
 
 def roles(root: Any) -> Iterator[tuple[Any, str, str]]:
@@ -55,15 +62,21 @@ def _groups(root: Any) -> Iterator[Any]:
         state = _get_module_fsdp_state(module)
         if state is not None and state not in known_states:
             known_states.add(state)
-            yield from state._fsdp_param_groups
+            several = getattr(state, "_fsdp_param_groups", None)
+            # Older versions of torch have one group, or none, for each state.
+            yield from (one for one in ([state._fsdp_param_group] if several is None else several) if one is not None)
 
 
-def _unit(root: Any, group: Any) -> dict[str, Any]:
-    numbers = {id(parameter): number for number, (_, parameter) in enumerate(root.named_parameters())}
+def _units(root: Any, groups: Sequence[Any]) -> list[dict[str, Any]]:
+    numbers = grouped(root, ([one.sharded_param for one in group.fsdp_params] for group in groups))
+    return [_unit(group, of_group) for group, of_group in zip(groups, numbers, strict=True)]
+
+
+def _unit(group: Any, numbers: list[int]) -> dict[str, Any]:
     found = group.fsdp_params
     return {
         "name": group._module_fqn,
-        "parameters": [numbers[id(one.sharded_param)] for one in found],
+        "parameters": numbers,
         # As FSDP has them: of a tensor-parallel parameter this rank's part.
         "shapes": [[int(size) for size in one._orig_size] for one in found],
         "dims": [int(one.fsdp_placement.dim) for one in found],
@@ -78,11 +91,9 @@ def _unit(root: Any, group: Any) -> dict[str, Any]:
 
 def _reshard(group: Any) -> bool | int:
     """The ranks among which the parameters are divided after forward, where they are fewer than before."""
-    return (
-        int(group.post_forward_mesh_info.shard_mesh_size)
-        if group._use_post_forward_mesh
-        else (bool(group._reshard_after_forward))
-    )
+    if group._use_post_forward_mesh:
+        return int(group.post_forward_mesh_info.shard_mesh_size)
+    return bool(group._reshard_after_forward)
 
 
 def _shards(group: Any) -> int:
@@ -91,9 +102,3 @@ def _shards(group: Any) -> int:
 
 def _copies(group: Any) -> int:
     return int(getattr(group.mesh_info, "replicate_mesh_size", 1))
-
-
-def _one(values: set[Any]) -> Any:
-    """The value that all units have. Raises ValueError, and so leaves the fact out, where they differ."""
-    (value,) = values
-    return value

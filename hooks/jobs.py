@@ -73,6 +73,7 @@ class Jobs:
                     if isinstance(group, dist.ProcessGroup):
                         tracer.groups.set_role(group, role, source)
                 for group, role, source in self._message_roles(engine) if self._message_roles else ():
-                    tracer.groups.set_message_role(group, role, source)
+                    if isinstance(group, dist.ProcessGroup):
+                        tracer.groups.set_message_role(group, role, source)
         except Exception:
             tracer.recorder.fault()

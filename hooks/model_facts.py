@@ -113,6 +113,12 @@ def known(readers: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
     return values
 
 
+def common(values: set[Any]) -> Any:
+    """What all have. Raises ValueError, by which `known` leaves the fact out, where they differ."""
+    (value,) = values
+    return value
+
+
 def dtype_name(dtype: Any) -> str:
     """ "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")

@@ -105,7 +105,11 @@ def _start_mpi(program: Sequence[str], ranks: int) -> None:
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
-                process.wait(_GRACE_S)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_GRACE_S)
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         if status:
             raise NetworkError(f"mpiexec {_ended(status)}: {_said(errors)}")
 

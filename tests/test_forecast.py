@@ -204,6 +204,23 @@ def test_what_is_no_job_is_said(contents: list[Any], options: Options, words: st
     assert words in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("keys", "engine", "words"),
+    [
+        ({"context_parallel_size": 4}, "fsdp", "attention in a ring goes with DDP and DeepSpeed"),
+        ({"sequence_parallel_size": 4}, "ddp", "sequence_parallel_size is DeepSpeed's"),
+        ({"moe_num_experts": 4}, "ddp", "experts are DeepSpeed's"),
+        ({"model_parallel_size": 2, "sequence_parallel": True}, "fsdp", "say fsdp.sequence_parallel instead"),
+    ],
+)
+def test_what_the_engine_cannot_train_is_not_predicted(
+    keys: dict[str, Any], engine: str, words: str, tmp_path: Path
+) -> None:
+    """In place of a prediction that leaves out what the engine does not know."""
+    with pytest.raises(PlanError, match=words):
+        forecast(["tiny", write(tmp_path, keys, "keys.yml")], 8, Options(engine=engine))
+
+
 def test_ranks_that_the_job_does_not_divide(tmp_path: Path) -> None:
     cut = write(tmp_path, {"model_parallel_size": 4}, "cut.yml")
     with pytest.raises(PlanError, match="model_parallel_size: 4 does not divide the 6 ranks"):

@@ -15,6 +15,10 @@ from networks import ideal, results
 
 import commtrace
 from commtrace.analyses.fold import fold
+from commtrace.analyses.forecast import Options
+from commtrace.analyses.forecast import forecast as forecasted
+from commtrace.analyses.forecast.times import _sum
+from commtrace.analyses.forecast.times import hosts as hosts_in
 from commtrace.analyses.network_times import analysis, sampled
 from commtrace.cli import main
 from commtrace.network.networks import MeasuredNetwork, Network
@@ -288,3 +292,39 @@ def test_a_wrong_network_is_an_error_in_a_line(tmp_path: Path, capsys: pytest.Ca
     for command in (["report", str(tmp_path / "log")], ["theory", "19M", "--world", "2"]):
         assert main([*command, "--network", "none"]) == 1
         assert capsys.readouterr().err.startswith("commtrace: none: no such file, and no description is called so")
+
+
+@pytest.mark.parametrize(
+    ("keys", "options", "role", "ranks", "hosts"),
+    [
+        ({}, {}, "data", 32, 4),
+        ({"model_parallel_size": 4}, {}, "data", 8, 4),
+        ({"context_parallel_size": 4}, {}, "data", 32, 4),  # reduce gradients with all others
+        ({"sequence_parallel_size": 4}, {}, "sequence", 4, 1),
+        ({"fsdp": {"shard_size": 8}}, {"engine": "fsdp"}, "data", 8, 1),
+        ({"fsdp": {"shard_size": 8}}, {"engine": "fsdp"}, "data", 4, 4),  # copies
+        ({"moe_num_experts": 8, "moe_expert_parallel_size": 8, "moe_min_capacity": 0}, {}, "data", 4, 4),
+        ({"pipe_parallel_size": 2, "model_parallel_size": 2}, {}, "model", 4, 2),
+    ],
+)
+def test_hosts_of_the_groups_of_a_forecast(
+    keys: dict[str, Any], options: dict[str, Any], role: str, ranks: int, hosts: int, tmp_path: Path
+) -> None:
+    """Of 32 ranks, 8 on a host."""
+    pytest.importorskip("yaml")
+    (tmp_path / "keys.yml").write_text(json.dumps(keys))
+    found = forecasted(["tiny", str(tmp_path / "keys.yml")], 32, Options(**options))
+    of = {
+        hosts_in(found, one, size, 8)
+        for one in (*found.prediction.start, *found.prediction.step(found.prediction.steady))
+        for size in [one.ranks or found.prediction.ranks_of(one.role)]
+        if (one.role, size) == (role, ranks)
+    }
+    assert of == {hosts}
+
+
+def test_nothing_known_is_no_time_of_nothing() -> None:
+    unknown = {"calls": 2, "calls_without_time": 2, "latency_us": None, "bandwidth_us": None, "time_us": None}
+    known = {"calls": 1, "calls_without_time": 0, "latency_us": 1.0, "bandwidth_us": 2.0, "time_us": 3.0}
+    assert _sum([{**unknown, "how": None}])["time_us"] is None
+    assert _sum([{**unknown, "how": None}, {**known, "how": "fitted"}])["time_us"] == 3.0

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from factory import WORLD, LogFactory, record
 
 from commtrace import cli
+from commtrace.analyses.forecast import Options, plan
 from commtrace.analyses.scaling import scaling
-from commtrace.analyses.scaling.tables import cores_of
-from commtrace.analyses.scaling.words import sentences
+from commtrace.analyses.scaling.steps import step_times
+from commtrace.analyses.scaling.tables import cores_of, tokens_of
+from commtrace.analyses.scaling.words import _divided_further, sentences
 from commtrace.errors import CommtraceError
 from commtrace.reading.run import Run, open_run
 from commtrace.schema import Clock
@@ -128,6 +132,72 @@ def test_sentences_say_where_the_time_went(four: dict[str, Run]) -> None:
     assert "computation that does not shrink with the ranks" in told
     assert "waiting for ranks that are late" in told
     assert "With 16 ranks (not run)" in told
+
+
+@pytest.mark.parametrize(("speedup", "step_ns", "fair"), [(15.0, 1600 / 15, 10.0), (10.0, 80.0, 5.0)])
+def test_more_computation_for_more_work_is_no_loss(speedup: float, step_ns: float, fair: float) -> None:
+    """On twice the ranks: where steps have twice the work, computation stays; where they have as much, it halves."""
+    tables = {"scaling": pd.DataFrame({"compute_ns": [40.0, 10.0]})}
+    last = {"ranks": 8, "speedup": 8.0, "step_ns": 100.0}
+    further = {"ranks": 16, "speedup": speedup, "step_ns": step_ns}
+    assert _divided_further(tables, last, further) == pytest.approx(fair)
+
+
+def test_what_two_runs_cannot_tell_is_said(tmp_path: Path, four: dict[str, Run]) -> None:
+    said = "a rank's calls and bytes are taken to stay"
+    assert said in " ".join(sentences(scaling(runs(tmp_path, 1, 2))))
+    assert said not in " ".join(sentences(scaling(four)))
+
+
+@pytest.mark.parametrize(("shared", "tokens"), [({}, 32_000), ({"context_parallel_size": 2}, 16_000)])
+def test_ranks_that_share_a_sequence_do_not_count_it_twice(tmp_path: Path, shared: dict[str, int], tokens: int) -> None:
+    """As DDP sees it, ranks of a ring are data-parallel ones."""
+    model = {"train_micro_batch_size_per_gpu": 4, "seq_length": 1_000, "gradient_accumulation_steps": 2, **shared}
+    log = LogFactory(tmp_path)
+    one = log.process(0, pid=100, world_size=4)
+    one.known({WORLD: [0]}).add("job", id=1, source="ddp", data_parallel_size=4, model=model)
+    one.write([record()]).end()
+    assert tokens_of(open_run(tmp_path)) == tokens
+
+
+def test_what_is_expected_is_theorys_whatever_the_program_adds(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    found = {}
+    for ranks in (2, 4):
+        log = LogFactory(tmp_path / str(ranks))
+        job = plan(["tiny"], ranks, Options(engine="ddp", precision="fp32")).row
+        for rank in range(ranks):
+            one = log.process(rank, pid=100 + rank, world_size=ranks, boot_id="a").known({WORLD: [*range(ranks)]})
+            one.add("job", id=1, **job)
+            begins = [10_000 * (step + 1) for step in range(4)]
+            times = [{"t_begin": at, "t_return": at + 1_000, "t_wait": 0, "t_end": at + 1_000} for at in begins]
+            one.write([record(**of, step=step, seq=step) for step, of in enumerate(times)]).end()
+        found[str(ranks)] = open_run(tmp_path / str(ranks))
+    table: Any = scaling(found)["scaling"].set_index("ranks")
+    job = plan(["tiny"], 4, Options(engine="ddp", precision="fp32")).row
+    gradients = sum(4 * math.prod(one["shape"]) for one in job["parameters"])
+    assert table.loc[4, "closed_form_bytes"] == table.loc[4, "expected_wire_bytes"] == 2 * gradients * 3 / 4
+    assert table.loc[4, "wire_bytes"] == 2 * 1024 * 3 / 4
+
+
+def test_one_sided_calls_wait_for_nobody(tmp_path: Path) -> None:
+    """Two ranks that both put, one of them late: the numbers of their messages are alike, and they are not one call."""
+    log = LogFactory(tmp_path)
+    for rank in (0, 1):
+        one = log.process(rank, pid=100 + rank, world_size=2, boot_id="a")
+        one.known({WORLD: [0, 1]})
+        one.add("kinds", id=9, op="put", variant="Put", api="mpi", dtype="float32", reduce_op=None)
+        begins = [1_000_000 * (step + 1) + 500_000 * rank for step in range(3)]
+        rows = [
+            record(t_begin=at, t_return=at + 900_000, t_wait=0, t_end=at + 900_000, step=step, kind=9, peer=1 - rank,
+                   seq=step, clock=Clock.RETURN)
+            for step, at in enumerate(begins)
+        ]  # fmt: skip
+        one.write(rows).end()
+    times = step_times(open_run(tmp_path))
+    assert times.steps["blocked_ns"].gt(0).all()
+    assert times.steps["late_ns"].eq(0).all()
+    assert times.messages.empty
 
 
 def test_ranks_that_take_turns_are_warned_of(tmp_path: Path) -> None:

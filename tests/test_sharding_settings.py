@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,6 +106,18 @@ def test_hpz_and_fsdp_of_a_gpt_neox_file(tmp_path: Path) -> None:
     assert told.scheme == "HSDP, 8 copies, tensor-parallel along the sequence over 8"
 
 
+def test_a_sequence_that_cannot_be_divided_is_refused(tmp_path: Path) -> None:
+    from commtrace.workloads.gpt_neox.checks import check_engine
+    from commtrace.workloads.gpt_neox.train import notices
+
+    odd = configured(tmp_path, model_parallel_size=2, seq_length=31, fsdp={"sequence_parallel": True})
+    with pytest.raises(ConfigError, match="which is 2, must divide seq_length, which is 31"):
+        check_engine(odd, "fsdp")
+    assert "the block fsdp, ignored with --engine ddp" in notices(odd, "ddp")
+    check_engine(configured(tmp_path, model_parallel_size=2, fsdp={"sequence_parallel": True}), "fsdp")
+    assert not [one for one in notices(configured(tmp_path), "ddp") if "fsdp" in one]
+
+
 def test_hooks_put_everything_back() -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
     from torch.distributed.tensor import parallel
@@ -127,3 +140,53 @@ def test_hooks_put_everything_back() -> None:
     dtensor.install()
     dtensor.uninstall()
     assert parallel.parallelize_module is before[2]
+
+
+def test_a_hook_that_fails_is_not_felt(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from commtrace.hooks import dtensor, fsdp
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(fsdp, "describe", fails)
+    monkeypatch.setattr(dtensor.cuts, "note", fails)
+    module = torch.nn.Linear(1, 1)
+    fsdp._complete(lambda state: None)(SimpleNamespace(_is_root=None, _modules=[module]))
+    assert dtensor._noted(lambda module, mesh, plan: module)(module, "mesh", "plan") is module
+    dtensor.cuts.clear()
+
+
+def test_a_model_cut_piece_by_piece_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search goes through all modules, and a step must not pay for it each time."""
+    import torch
+
+    from commtrace.hooks import dtensor, jobs
+
+    looked: list[bool] = []
+
+    def root() -> None:
+        looked.append(True)
+
+    monkeypatch.setattr(dtensor.cuts, "root", root)
+    monkeypatch.setattr(jobs, "any_known", lambda: False)
+    pieces = [torch.nn.Linear(1, 1) for _ in range(3)]
+    optimizer = torch.optim.SGD(pieces[0].parameters())
+    dtensor.cuts.clear()
+    dtensor._stepping(optimizer)
+    assert not looked  # nothing is cut
+    for piece in pieces[:2]:
+        dtensor.cuts.note(piece, None, "style", None)
+    with monkeypatch.context() as compiling:
+        compiling.setattr(torch.compiler, "is_compiling", lambda: True)
+        dtensor._stepping(optimizer)
+    assert not looked  # nothing of a hook is compiled
+    for _ in range(3):
+        dtensor._stepping(optimizer)
+    assert len(looked) == 1
+    dtensor.cuts.note(pieces[2], None, "style", None)
+    dtensor._stepping(optimizer)
+    assert len(looked) == 2
+    assert [*dtensor.roles(pieces[0])] == []  # no mesh was given
+    dtensor.cuts.clear()

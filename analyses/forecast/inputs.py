@@ -133,6 +133,7 @@ def _read_yaml(name: str) -> Mapping[str, Any]:
 
 
 def _of_gpt_neox(files: Sequence[str], world: int, options: Options) -> Plan:
+    from commtrace.workloads.gpt_neox.checks import check_engine
     from commtrace.workloads.gpt_neox.config import load_config
     from commtrace.workloads.gpt_neox.deepspeed_settings import deepspeed_config
     from commtrace.workloads.gpt_neox.errors import WorkloadError
@@ -146,6 +147,7 @@ def _of_gpt_neox(files: Sequence[str], world: int, options: Options) -> Plan:
     }
     try:
         config = load_config(files, overrides)
+        check_engine(config, options.engine or "deepspeed")
         data = config.data_parallel(world)
         layout = Layout(world, data, *config.batch_shape(data), **config.shared)
     except WorkloadError as error:

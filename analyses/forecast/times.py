@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from commtrace.analyses.theory import Message, Prediction
+from commtrace.analyses.theory.fsdp import COPIES
 from commtrace.network.networks import DESCRIBED, EXTRAPOLATED, FITTED, LOCAL, Network, hosts_of
 
 from .tables import Forecast, parts
@@ -64,8 +65,10 @@ def _time(found: Forecast, prediction: Prediction, network: Network, messages: I
 
 def _sum(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
     some = list(rows)
-    sums = {name: sum(row[name] or 0 for row in some) for name in ("calls", "calls_without_time", *_PARTS)}
-    return {**sums, "how": weakest([row["how"] for row in some if row["how"] is not None])}
+    sums: dict[str, Any] = {name: sum(row[name] for row in some) for name in ("calls", "calls_without_time")}
+    known = [row for row in some if row["time_us"] is not None]
+    told = {name: sum(row[name] for row in known) if known or not some else None for name in _PARTS}
+    return {**sums, **told, "how": weakest([row["how"] for row in some if row["how"] is not None])}
 
 
 _PARTS = ("latency_us", "bandwidth_us", "time_us")
@@ -79,8 +82,23 @@ def weakest(sources: Iterable[str]) -> str | None:
 
 def hosts(found: Forecast, message: Message, ranks: int, ranks_per_node: int) -> int:
     """Hosts of the group of a role, of so many ranks; of a message, whether it leaves its host: 1 or 2."""
-    layout = found.plan.layout
-    inner = layout.tensor * layout.sequence * layout.context
-    strides = {"data": inner, "expert": inner, "pipeline": found.ranks_of_a_kind}
-    some = 2 if message.op in ("send", "recv", "sendrecv") else ranks
-    return hosts_of(some, strides.get(message.role, 1), ranks_per_node)
+    stages, of_a_stage = len(found.kinds), found.ranks_of_a_kind
+    if message.role == "model":
+        places = {stage * of_a_stage + part for stage in range(stages) for part in range(found.plan.layout.tensor)}
+        return len({place // ranks_per_node for place in places})
+    some = 2 if message.op in _MESSAGES else ranks
+    return hosts_of(some, _stride(found, message, some), ranks_per_node)
+
+
+_MESSAGES = ("send", "recv", "sendrecv")
+
+
+def _stride(found: Forecast, message: Message, ranks: int) -> int:
+    """From one rank of a role's group to the next."""
+    layout, of_a_stage = found.plan.layout, found.ranks_of_a_kind
+    if message.role == "pipeline":  # of some of the stages: the first and the last, which share weights
+        return of_a_stage if message.op in _MESSAGES else of_a_stage * ((len(found.kinds) - 1) // max(ranks - 1, 1))
+    if message.role == "data" and (message.cause == COPIES or (layout.experts > 1 and message.ranks)):
+        return of_a_stage // ranks  # between them are those that have the other parts, or the other experts
+    # Ranks that share sequences reduce gradients together with the others.
+    return layout.tensor if message.role in ("data", "expert") else 1

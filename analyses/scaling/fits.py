@@ -179,7 +179,7 @@ def _projected(
     moved = table["calls"] * transfer.alpha + table["wire_bytes"] * transfer.beta
     late = float(table["late_ns"].iloc[-1] / moved.iloc[-1]) if moved.iloc[-1] else 0.0
     rows = []
-    for n in [*ranks, *(ranks[-1] * more for more in FURTHER)]:
+    for n in [*dict.fromkeys(ranks), *(ranks[-1] * more for more in FURTHER)]:
         at = np.flatnonzero(ranks == n)
         load = float(work[at[0]]) if len(at) else float(work[-1] * (n / ranks[-1] if grows else 1))
         latency = rules["calls"](n) * transfer.alpha

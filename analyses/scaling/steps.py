@@ -34,6 +34,7 @@ MOST: Final = 200
 
 _DEVICE: Final = (int(Clock.DEVICE), int(Clock.DEVICE_WAIT))
 _WAITED: Final = (int(Clock.WAIT), int(Clock.FUTURE))
+_ONE_SIDED: Final = ("put", "get", "accumulate")
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class StepTimes:
 
 def step_times(run: Run) -> StepTimes:
     """Measure a run. Raises LogError where its times mean nothing, or where no step is whole."""
-    if any(process.tables.process.get("simulated") for process in run.processes):
+    if run.simulated:
         raise LogError(f"{run.log.path}: a dry run has no times; give a run that happened")
     spans = [_spans(process, names) for process, names in zip(run.processes, run.names, strict=True)]
     if not spans or any(not len(one) for one in spans):
@@ -172,7 +173,8 @@ def _with_late(calls: pd.DataFrame, run: Run) -> pd.DataFrame:
     # A send that is buffered does not wait for its receiver; what a receive waits for is that the send has begun.
     began = calls["t_begin"].where(calls["op"] == "send").groupby(call).transform("max")
     last = last.where(~message, began)
-    whole = there == np.where(message, 2, calls["ranks"])
+    # Nobody waits for anybody in a one-sided call.
+    whole = (there == np.where(message, 2, calls["ranks"])) & ~calls["op"].isin(_ONE_SIDED)
     return calls.assign(last_begin=last.where(whole, 0).fillna(0).astype(np.int64))
 
 

@@ -11,8 +11,9 @@ and means over its ranks for the parts:
     compute_ns                      the step without `blocked_ns`; missing where a device's clock saw ends
     blocked_ns, late_ns, in_flight_ns    `commtrace.analyses.scaling.steps`; late is a part of blocked
     calls, payload_bytes, wire_bytes     of a rank and step, means; the payload of a message counts where it is sent
-    expected_wire_bytes, closed_form_bytes    of the lowest rank's last whole step, where theory has rules for the job
+    expected_wire_bytes, closed_form_bytes    of a step of the lowest rank, where theory has rules for its job
     communication_per_compute       blocked_ns / compute_ns
+    late_known                      share of the time in calls for which it is known who was late
     shared_cores                    "4 ranks on 2 cores" where ranks of a host take turns, else ""
 
 `scaling_ranks`, a row per run and rank: the same times and volumes.
@@ -36,8 +37,8 @@ from typing import Any, Final
 
 import pandas as pd
 
-from commtrace.analyses import reconciliation
-from commtrace.analyses.fold import NamedTables, fold
+from commtrace.analyses.fold import NamedTables
+from commtrace.analyses.theory import NotPredictedError, predict
 from commtrace.errors import CommtraceError, LogError
 from commtrace.reading.run import Run
 from commtrace.reading.tables import whole
@@ -116,13 +117,24 @@ def tokens_of(run: Run) -> int | None:
     if not isinstance(model, Mapping):
         return None
     names = ("train_micro_batch_size_per_gpu", "seq_length", "gradient_accumulation_steps")
-    found = [whole(model.get(name)) for name in names] + [whole(job.get("data_parallel_size"))]
+    found = [whole(model.get(name)) for name in names] + [_samples_of_their_own(run, job, model)]
     product = 1
     for number in found:
         if not number:
             return None
         product *= number
     return product
+
+
+def _samples_of_their_own(run: Run, job: Mapping[str, Any], model: Mapping[str, Any]) -> int | None:
+    """Ranks that get samples of their own. To DDP and DeepSpeed those that share sequences in a ring are such, too."""
+    told = whole(job.get("data_parallel_size"))
+    if not told or run.world_size is None:
+        return told
+    shared = whole(job.get("pipeline_stages")) or 1
+    for name in ("model_parallel_size", "sequence_parallel_size", "context_parallel_size"):
+        shared *= whole(model.get(name)) or 1
+    return min(told, run.world_size // shared)
 
 
 def _row(
@@ -150,14 +162,16 @@ def _row(
 
 
 def _expected(run: Run) -> dict[str, object]:
-    bars = fold(run, [reconciliation.ANALYSIS])["waterfall"]
-    sums = bars.groupby("kind")["bytes"].sum()
-    known = {str(kind): int(value) for kind, value in sums.items()}
-    form = known.get("closed form")
-    return {
-        "closed_form_bytes": form,
-        "expected_wire_bytes": None if form is None else form + known.get("cause", 0),
-    }
+    jobs = next((process.tables.jobs for process in run.processes if process.tables.jobs), {})
+    try:
+        if len(jobs) != 1:
+            raise NotPredictedError(f"{len(jobs)} models")
+        prediction = predict(next(iter(jobs.values())))
+    except NotPredictedError:
+        return {"closed_form_bytes": None, "expected_wire_bytes": None}
+    form = prediction.closed_form.bytes
+    expected = form + sum(bar.bytes for bar in prediction.bars)
+    return {"closed_form_bytes": round(form), "expected_wire_bytes": round(expected)}
 
 
 def shared_cores(run: Run) -> str:

@@ -16,6 +16,8 @@ PARTS: Final = {
     "late_ns": "waiting for ranks that are late",
 }
 
+COMPUTATION: Final = "computation that shrinks with the ranks"
+
 
 def sentences(tables: NamedTables) -> list[str]:
     """Beginning with what must be known before any number is believed."""
@@ -49,11 +51,11 @@ def _warnings(table: pd.DataFrame) -> Iterator[str]:
 def _losses(table: pd.DataFrame) -> Iterator[str]:
     """Where the time beyond a perfect division of the first run's work went."""
     parts = table.assign(transfer_ns=table["blocked_ns"] - table["late_ns"])
-    first = parts.iloc[0]
+    first, counted = parts.iloc[0], table["tokens_per_step"].notna().all()
     for _, row in parts.iloc[1:].iterrows():
         if not known(row["compute_ns"]) or not known(first["compute_ns"]):
             continue
-        load = row["tokens_per_step"] / first["tokens_per_step"] if known(row["tokens_per_step"]) else 1.0
+        load = row["tokens_per_step"] / first["tokens_per_step"] if counted else 1.0
         fair = load * first["ranks"] / row["ranks"]
         beyond = {name: float(row[name] - fair * first[name]) for name in PARTS}
         lost = float(row["step_ns"] - fair * first["step_ns"])
@@ -79,14 +81,14 @@ def _growth(table: pd.DataFrame) -> Iterator[str]:
     few, many = sent.iloc[0], sent.iloc[-1]
     change = float(many["wire_bytes"] / few["wire_bytes"])
     work = float(few["ranks"] / many["ranks"])
-    if known(many["tokens_per_step"]):
+    if table["tokens_per_step"].notna().all():
         work *= float(many["tokens_per_step"] / few["tokens_per_step"])
     changes = "stays as it is" if abs(work - 1) < 0.005 else f"changes by a factor of {work:.3g}"
     stays = "stays at" if abs(change - 1) < 0.005 else f"goes from {size(few['wire_bytes'])} to"
     yield (
         f"From {int(few['ranks'])} to {int(many['ranks'])} ranks what a rank must send in a step {stays} "
         f"{size(many['wire_bytes'])}, while its share of the work {changes}: communication per "
-        f"computation grows {change / work:.3g} times."
+        f"computation is {change / work:.3g} times what it was."
     )
 
 
@@ -125,20 +127,23 @@ def _ahead(tables: NamedTables) -> Iterator[str]:
         return
     further = ahead.iloc[0]
     costs = {
-        "computation shrink with the ranks": float(further["compute_ns"]),
+        COMPUTATION: float(further["compute_ns"] - _divided_further(tables, ran.iloc[-1], further)),
         "half as many calls, or half the latency": float(further["latency_ns"]) / 2,
         "half the bytes, or twice the bandwidth": float(further["bandwidth_ns"]) / 2,
         "ranks that are never late": float(further["late_ns"]),
     }
-    fixed = tables["scaling"]["compute_ns"].iloc[-1]
-    costs["computation shrink with the ranks"] -= float(fixed) * float(
-        tables["scaling"]["ranks"].iloc[-1] / further["ranks"]
-    )
     best = max(costs, key=lambda name: costs[name])
     saved = further["step_ns"] / (further["step_ns"] - costs[best]) if costs[best] > 0 else 1.0
-    change = (
-        f" What would change most there: {best}, {saved:.2f} times as fast." if saved > 1.02 else ""
-    )  # fmt: skip
+    change = f" What would change most there: {best}, {saved:.2f} times as fast." if saved > 1.02 else ""
+    alone = " No two runs have different numbers of ranks above one, so a rank's calls and bytes are taken to stay."
+    assumed = alone if tables["scaling"]["ranks"].loc[tables["scaling"]["ranks"] > 1].nunique() == 1 else ""
     yield (
         f"With {int(further['ranks'])} ranks (not run): an efficiency of about {share(further['efficiency'])}.{change}"
+        f"{assumed}"
     )
+
+
+def _divided_further(tables: NamedTables, last: Any, further: Any) -> float:
+    """ns that a rank would compute for, if the last run's computation were divided perfectly from there on."""
+    work = further["speedup"] * further["step_ns"] / (last["speedup"] * last["step_ns"])
+    return float(tables["scaling"]["compute_ns"].iloc[-1] * work * last["ranks"] / further["ranks"])

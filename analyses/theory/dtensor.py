@@ -75,7 +75,9 @@ def predict(job: Job) -> Prediction:
 def added(job: Job, data: Prediction) -> Prediction:
     """With what FSDP does beside it. Raises NotPredictedError where the model's architecture is not told."""
     if "model" not in job.row:
-        raise NotPredictedError("a tensor-parallel model that does not say its architecture (neox_args)")
+        raise NotPredictedError(
+            "a tensor-parallel model that does not say its architecture (neox_args) has no rules yet"
+        )
     plan = styles(job)
     own = (*activations(job, plan), *norm_gradients(job, plan), *clipping(job, plan))
     form, bars = _bars(job, own)
@@ -266,7 +268,7 @@ def norm_gradients(job: Job, plan: Sequence[Style]) -> list[Message]:
     else:
         if job.fact("foreach") is not False or job.fact("optimizer") not in ("Adam", "AdamW"):
             raise NotPredictedError(
-                "sequence parallelism with another optimizer than Adam, foreach=False, has no rules"
+                "sequence parallelism with another optimizer than Adam, foreach=False, has no rules yet"
             )
         size, times = parameter_size(job), 3 + clips(job)
     return [Message("all_reduce", elements * size, NORMS, times, role=ROLE) for elements in parameters]

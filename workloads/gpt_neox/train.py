@@ -22,11 +22,13 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from .checks import check_engine
 from .config import NeoxConfig, load_config
 from .data import RankData, load_samples
 from .ddp_engine import DdpEngine
 from .deepspeed_engine import DeepSpeedEngine, check_quantization, check_zero_block, prepare_import
 from .errors import ConfigError, WorkloadError
+from .fsdp_settings import FsdpSettings
 from .launch import Process, find_process
 from .leave import let_threads_finish
 from .options import arguments, overrides
@@ -78,25 +80,9 @@ def notices(config: NeoxConfig, engine: str) -> list[str]:
         found.append(f"keys without a meaning here, ignored: {', '.join(config.unknown_keys)}")
     if engine != "deepspeed" and config.deepspeed_keys:
         found.append(f"DeepSpeed's keys, ignored with --engine {engine}: {', '.join(sorted(config.deepspeed_keys))}")
+    if engine != "fsdp" and config.fsdp != FsdpSettings():
+        found.append(f"the block fsdp, ignored with --engine {engine}")
     return found
-
-
-def check_shared_sequences(config: NeoxConfig, engine: str) -> None:
-    """Raise :class:`ConfigError` for ways to share sequences that the engine does not have."""
-    if config.sequence_parallel_size > 1 and engine != "deepspeed":
-        raise ConfigError(f"sequence_parallel_size is DeepSpeed's; set it to 1 with --engine {engine}")
-    if config.context_parallel_size > 1 and engine == "fsdp":
-        raise ConfigError("attention in a ring goes with DDP and DeepSpeed here; set context_parallel_size to 1")
-    if config.sequence_parallel and engine == "fsdp":
-        raise ConfigError("sequence_parallel is Megatron's; with --engine fsdp say fsdp.sequence_parallel instead")
-    if config.sequence_parallel_size > 1 and config.zero_stage == 3:
-        raise ConfigError("Ulysses goes with ZeRO 0 to 2 here; set sequence_parallel_size to 1 with ZeRO-3")
-
-
-def check_experts(config: NeoxConfig, engine: str) -> None:
-    """Raise :class:`ConfigError` for experts that the engine does not have."""
-    if config.moe_num_experts > 1 and (engine != "deepspeed" or config.zero_stage == 3):
-        raise ConfigError("experts are DeepSpeed's, with ZeRO 0 to 2; leave moe_num_experts out, or change the engine")
 
 
 def seed_everything(seed: int) -> None:
@@ -169,10 +155,7 @@ def run(options: Namespace, process: Process) -> None:
     data_parallel = config.data_parallel(process.world_size)
     if options.engine == "fsdp":
         config.fsdp.shards(data_parallel)
-    if config.model_parallel_size > 1 and config.zero_stage == 3:
-        raise ConfigError("tensor parallelism goes with ZeRO 0 to 2 here; set model_parallel_size to 1 with ZeRO-3")
-    check_shared_sequences(config, options.engine)
-    check_experts(config, options.engine)
+    check_engine(config, options.engine)
     batch_shape = config.batch_shape(data_parallel)
     tokens = batch_shape[0] * config.seq_length
     if config.moe_num_experts > 1 and tokens < config.moe_min_capacity:
