@@ -39,13 +39,14 @@ def main() -> None:
         help=f"{PRECISE!r} alone, {PRECISE_PAIRS} rounds of {PRECISE_STEPS} steps: tells one percent, in half an hour",
     )
     options = results.parsed(parser, steps=1)
-    section = "step_time"
     if options.precise:
-        section, options.only = "step_time_precise", PRECISE
+        if options.results == results.FILE:
+            parser.error(f"--precise: not into {results.FILE.name}, which has all sides; give --results")
+        options.only = PRECISE
         if not options.quick:
             options.steps, options.pairs = PRECISE_STEPS, PRECISE_PAIRS // NATIVE_PAIRS
     rows = [row for program in (ddp, by_hand) for row in groups.run(program, options, backend="gloo")]
-    results.write(section, rows, options)
+    results.write("step_time", rows, options)
 
 
 def ddp(options: argparse.Namespace) -> list[Row]:
