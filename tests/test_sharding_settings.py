@@ -151,33 +151,33 @@ def test_a_hook_that_fails_is_not_felt(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError
 
     monkeypatch.setattr(fsdp, "describe", fails)
-    monkeypatch.setattr(dtensor.cuts, "note", fails)
+    monkeypatch.setattr(dtensor_job.cuts, "note", fails)
     module = torch.nn.Linear(1, 1)
     fsdp._complete(lambda state: None)(SimpleNamespace(_is_root=None, _modules=[module]))
     assert dtensor._noted(lambda module, mesh, plan: module)(module, "mesh", "plan") is module
-    dtensor.cuts.clear()
+    dtensor_job.cuts.clear()
 
 
 def test_a_model_cut_piece_by_piece_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search goes through all modules, and a step must not pay for it each time."""
     import torch
 
-    from commtrace.hooks import dtensor, jobs
+    from commtrace.hooks import dtensor, dtensor_job, jobs
 
     looked: list[bool] = []
 
     def root() -> None:
         looked.append(True)
 
-    monkeypatch.setattr(dtensor.cuts, "root", root)
+    monkeypatch.setattr(dtensor_job.cuts, "root", root)
     monkeypatch.setattr(jobs, "any_known", lambda: False)
     pieces = [torch.nn.Linear(1, 1) for _ in range(3)]
     optimizer = torch.optim.SGD(pieces[0].parameters())
-    dtensor.cuts.clear()
+    dtensor_job.cuts.clear()
     dtensor._stepping(optimizer)
     assert not looked  # nothing is cut
     for piece in pieces[:2]:
-        dtensor.cuts.note(piece, None, "style", None)
+        dtensor_job.cuts.note(piece, None, "style", None)
     with monkeypatch.context() as compiling:
         compiling.setattr(torch.compiler, "is_compiling", lambda: True)
         dtensor._stepping(optimizer)
@@ -185,8 +185,8 @@ def test_a_model_cut_piece_by_piece_is_looked_for_once(monkeypatch: pytest.Monke
     for _ in range(3):
         dtensor._stepping(optimizer)
     assert len(looked) == 1
-    dtensor.cuts.note(pieces[2], None, "style", None)
+    dtensor_job.cuts.note(pieces[2], None, "style", None)
     dtensor._stepping(optimizer)
     assert len(looked) == 2
-    assert [*dtensor.roles(pieces[0])] == []  # no mesh was given
-    dtensor.cuts.clear()
+    assert [*dtensor_job.roles(pieces[0])] == []  # no mesh was given
+    dtensor_job.cuts.clear()
