@@ -145,7 +145,7 @@ def test_hooks_put_everything_back() -> None:
 def test_a_hook_that_fails_is_not_felt(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from commtrace.hooks import dtensor, fsdp
+    from commtrace.hooks import dtensor, dtensor_job, fsdp
 
     def fails(*_: Any) -> None:
         raise RuntimeError
