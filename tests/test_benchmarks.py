@@ -125,7 +125,7 @@ EXPECTED = {
 }
 
 
-SLOW = ("step_time", "call_cost", "own_cost", "mpi_cost", "bench_loop")
+SLOW = ("step_time", "call_cost", "own_cost", "mpi_cost", "bench_loop", "report", "log_size")
 
 
 @pytest.mark.parametrize(
