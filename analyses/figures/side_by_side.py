@@ -134,18 +134,7 @@ def role_volumes(table: pd.DataFrame) -> go.Figure:
                 "<br>%{customdata[2]} payload<extra></extra>",
             )
         )
-    figure.add_trace(
-        go.Scatter(
-            x=scale.axis(totals),
-            y=[label(run) for run in totals.index],
-            mode="text",
-            text=[f" {size(value)}" for value in totals],
-            textposition="middle right",
-            cliponaxis=False,
-            hoverinfo="skip",
-            showlegend=False,
-        )
-    )
+    _sums(figure, totals, scale)
     title = f"bytes a rank sends in the whole run, at least, {scale.unit}"
     figure.update_xaxes(title_text=title, range=[0, 1.3 * scale.reach(totals)])
     _runs_axis(figure, table)
@@ -233,7 +222,7 @@ def _stack(figure: go.Figure, op: str, part: pd.DataFrame, scale: Scale, row: in
     )
 
 
-def _sums(figure: go.Figure, totals: pd.Series[float], scale: Scale, row: int) -> None:
+def _sums(figure: go.Figure, totals: pd.Series[float], scale: Scale, row: int | None = None) -> None:
     """What the stacks add up to, behind their ends."""
     figure.add_trace(
         go.Scatter(
@@ -244,9 +233,10 @@ def _sums(figure: go.Figure, totals: pd.Series[float], scale: Scale, row: int) -
             textposition="middle right",
             cliponaxis=False,
             hoverinfo="skip",
+            showlegend=False,
         ),
         row=row,
-        col=1,
+        col=None if row is None else 1,
     )
 
 

@@ -292,7 +292,7 @@ def in_parts(job: Job, stage: Stage) -> bool:
 @rule("megatron.model.gpt2_model.GPT2ModelPipe.init_specs (what passes between the layers)", GPT_NEOX)
 def hidden_bytes(job: Job) -> int:
     """b s h numbers of the parameters' type."""
-    return _elements(job) * parameter_size(job)
+    return tensor.elements(job) * parameter_size(job)
 
 
 @rule("deepspeed.runtime.pipe.engine.PipelineEngine._exec_send_activations (has_attention_mask)", DEEPSPEED)
@@ -428,7 +428,7 @@ def whole_parameters(job: Job) -> int:
 
 
 def _pipeline_part(job: Job, stage: Stage, own: Iterable[Message], size: int) -> tuple[Bar, list[Bar]]:
-    batch, length, hidden = _shape(job)
+    batch, length, hidden = tensor.shape(job)
     form = Fraction(pipeline_form(batch, length, hidden, stage.stages) * size)
     one = Fraction(stage.neighbours * hidden_bytes(job))
     levels = {
@@ -443,12 +443,12 @@ def _pipeline_part(job: Job, stage: Stage, own: Iterable[Message], size: int) ->
 
 
 def _tensor_part(job: Job, stage: Stage, own: Iterable[Message], size: int) -> tuple[Bar, list[Bar]]:
-    batch, length, hidden = _shape(job)
+    batch, length, hidden = tensor.shape(job)
     layers = Fraction(int(job.model("num_layers")), stage.stages)
     form = tensor_parallel(batch, length, hidden, layers, job.tensor) * size
 
     def volume(sums: int) -> Fraction:
-        return sums * all_reduce(_elements(job), job.tensor) * size
+        return sums * all_reduce(tensor.elements(job), job.tensor) * size
 
     summed = forward_sums(job, stage) + backward_sums(stage)
     again = summed + recomputed_sums(job, stage)
@@ -465,15 +465,3 @@ def _tensor_part(job: Job, stage: Stage, own: Iterable[Message], size: int) -> t
     }
     bars = [replace(bar, role=tensor.ROLE) for bar in telescope(form, levels)]
     return Bar("equation 5 with L/p layers: (12 L/p + 2) b s h (t-1)/t", form, tensor.ROLE), bars
-
-
-def _shape(job: Job) -> tuple[int, int, int]:
-    """b, s, h."""
-    names = ("train_micro_batch_size_per_gpu", "seq_length", "hidden_size")
-    batch, length, hidden = (int(job.model(name)) for name in names)
-    return batch, length, hidden
-
-
-def _elements(job: Job) -> int:
-    batch, length, hidden = _shape(job)
-    return batch * length * hidden
