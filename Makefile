@@ -35,7 +35,7 @@ $(READY): setup.cfg setup.py constraints.txt requirements-dev.txt
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --constraint constraints.txt --editable '.[html,parquet,workloads]'
 	touch $(READY)
 
-bench: $(READY)  ## what tracing costs, beside a control and other tools: about half an hour; writes the README's tables
+bench: $(READY)  ## what tracing costs, beside a control and other tools: about an hour; writes the README's tables
 	-$(BIN)/commtrace build
 	test -x build/plain/bin/python || $(PYTHON) -m venv build/plain
 	build/plain/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall .
@@ -45,6 +45,7 @@ bench: $(READY)  ## what tracing costs, beside a control and other tools: about 
 	$(BIN)/python benchmarks/call_cost.py
 	$(BIN)/python benchmarks/mpi_cost.py
 	$(BIN)/python benchmarks/step_time.py
+	$(BIN)/python benchmarks/native_step.py
 	$(BIN)/python benchmarks/bench_loop.py
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check duckdb
 	$(BIN)/python benchmarks/report.py

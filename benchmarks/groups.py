@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import os
 import socket
@@ -46,6 +47,7 @@ def free_port() -> int:
 def _rank(rank: int, port: int, backend: str, program: Callable[[Any], list[Row]], options: Any, queue: Any) -> None:
     warnings.filterwarnings("ignore")  # of torch, in the middle of what is timed, each time that filters have changed
     torch.set_num_threads(1)
+    keep_memory()
     if backend == "fake":
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     else:
@@ -61,6 +63,21 @@ def _rank(rank: int, port: int, backend: str, program: Callable[[Any], list[Row]
     dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)  # gloo's threads may still be there, and abort a process that ends in the usual way
+
+
+def keep_memory() -> None:
+    """Have malloc keep what is freed, and for large blocks, too, as the allocators of trainings do.
+
+    Otherwise it gives the top of the heap back whenever enough of it is free, and touches it anew: how much that is
+    depends on where the last small object happens to lie, so that whatever allocates between two steps, were it a
+    list, makes the next step of 90 ms 3 % slower or faster (1,800 page faults, seen by getrusage).
+    """
+    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # of mallopt(3)
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # glibc
+        for parameter, value in ((mmap_threshold, 32 << 20), (trim_threshold, 1 << 30), (top_pad, 1 << 20)):
+            if not libc.mallopt(parameter, value):
+                raise RuntimeError(f"mallopt({parameter}, {value}) was refused")
 
 
 class Block(NamedTuple):

@@ -2,7 +2,7 @@
 
 Two programs: a model under DDP, in many small buckets that are reduced while backward goes on, and steps written by
 hand, which compute, all_reduce and all_gather in turn. Both ranks switch at the same time; what is timed are blocks of
-steps, as the slower rank saw them.
+steps, as the slower rank saw them. (`native_step` tells of the native recorder what this is too coarse for.)
 """
 
 from __future__ import annotations
@@ -24,34 +24,23 @@ from torch.nn.parallel import DistributedDataParallel
 LAYERS, WIDTH, SAMPLES = 24, 64, 6000
 BUCKET_MIB = 0.01  # less than a layer's 0.016: each layer is reduced by itself
 EXCHANGES, SIZE, COMPUTE = 12, 1024, 448
-NATIVE_PAIRS = 2  # times as many: it adds least, and takes the most pairs to be told from nothing
-PRECISE = "commtrace, native, with call sites"
-PRECISE_STEPS, PRECISE_PAIRS = 8, 260
+CALLS = 24  # of a step of either program
+DDP = f"step of DDP, {LAYERS} all_reduces"
+BY_HAND = f"step by hand, {EXCHANGES} all_reduces and {EXCHANGES} all_gathers"
 
 
 def main() -> None:
     """Measure both programs."""
     parser = results.parser(__doc__, pairs=60, settle=0.15)
     parser.add_argument("--steps", type=int, default=6, help="steps of one block")
-    parser.add_argument(
-        "--precise",
-        action="store_true",
-        help=f"{PRECISE!r} alone, {PRECISE_PAIRS} rounds of {PRECISE_STEPS} steps: tells one percent, in half an hour",
-    )
     options = results.parsed(parser, steps=1)
-    if options.precise:
-        if options.results == results.FILE:
-            parser.error(f"--precise: not into {results.FILE.name}, which has all sides; give --results")
-        options.only = PRECISE
-        if not options.quick:
-            options.steps, options.pairs = PRECISE_STEPS, PRECISE_PAIRS // NATIVE_PAIRS
     rows = [row for program in (ddp, by_hand) for row in groups.run(program, options, backend="gloo")]
     results.write("step_time", rows, options)
 
 
 def ddp(options: argparse.Namespace) -> list[Row]:
     """DeepSpeed's comms logger is not here: it does not see these calls, which are made in C++."""
-    case, step = f"step of DDP, {LAYERS} all_reduces", ddp_step()
+    case, step = DDP, ddp_step()
     rows = measure(case, {**sides.commtrace_sides(), "torch.profiler": sides.profiler}, step, options)
 
     def step_in_mode() -> None:  # entered for each step, as it fails at the second forward of a module
@@ -63,7 +52,7 @@ def ddp(options: argparse.Namespace) -> list[Row]:
 
 def by_hand(options: argparse.Namespace) -> list[Row]:
     """DeepSpeed's comms logger sees calls of `deepspeed.comm` only: its bare side makes the same calls there."""
-    case = f"step by hand, {EXCHANGES} all_reduces and {EXCHANGES} all_gathers"
+    case = BY_HAND
     rows = measure(case, {**sides.commtrace_sides(), **sides.torch_sides()}, hand_written_step(dist), options)
     comm = sides.deepspeed_comm()
     if comm is not None:
@@ -85,8 +74,7 @@ def measure(
     rows = []
     for name, switch in switches.items():
         if options.only in name:
-            more = NATIVE_PAIRS if name.startswith("commtrace, native") and not options.quick else 1
-            amount = groups.Amount(options.steps, options.pairs * more, options.settle)
+            amount = groups.Amount(options.steps, options.pairs, options.settle)
             rows += groups.Comparison(case, name, switch, step, step_with).milliseconds(amount)
     return rows
 

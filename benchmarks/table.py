@@ -106,6 +106,12 @@ def by_case_alone(rows: Sequence[Row]) -> str:
     return markdown(["", *names], [[case, *(cells.get((case, name), "") for name in names)] for case in cases])
 
 
+def native_step(rows: Sequence[Row]) -> str:
+    """Both programs as in the table of steps; then the recording's thread."""
+    compared = [row for row in rows if row.ratio is not None]
+    return f"{by_case(compared)}\n\n{by_case_alone([row for row in rows if row.ratio is None])}"
+
+
 def bench_loop(rows: Sequence[Row]) -> str:
     """What both measured of a call; then the errors of the fit."""
     compared = [row for row in rows if row.bare is not None]
@@ -144,6 +150,10 @@ def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "step_time": ("A training step of two ranks, bare and what is added; its ratio, and bare to bare", by_case),
+    "native_step": (
+        "A training step of two ranks, the native recorder put in and taken out from step to step; ratios as above",
+        native_step,
+    ),
     "mpi_cost": ("A call of mpi4py, bare and what is added; its ratio, and bare to bare", by_case),
     "call_cost": ("A call, bare and what is added; its ratio, and bare to bare", by_case),
     "own_cost": ("What commtrace adds to a call, and what its report says that it adds", own_cost),

@@ -14,6 +14,8 @@ import mpi_launch
 import processes
 import pytest
 
+from commtrace.hooks.native import library
+
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -117,6 +119,7 @@ EXPECTED = {
     "call_cost": COMMTRACE | {"CommDebugMode", "torch.profiler"},
     "mpi_cost": COMMTRACE | {f"commtrace, native, {words} call sites" for words in ("with", "without")},
     "step_time": COMMTRACE | {"CommDebugMode", "torch.profiler"},
+    "native_step": {"commtrace, native, with call sites", "commtrace, native, with call sites: its thread"},
     "own_cost": {f"{name}: {what}" for name in COMMTRACE for what in ("mean", "99th percentile")},
     "log_size": {"commtrace, 100 calls", "commtrace, 1,000 calls", "torch.profiler's trace.json, 100 calls"},
     "startup": {"tracing off", "tracing on"},
@@ -125,7 +128,7 @@ EXPECTED = {
 }
 
 
-SLOW = ("step_time", "call_cost", "own_cost", "mpi_cost", "bench_loop", "report", "log_size")
+SLOW = ("step_time", "native_step", "call_cost", "own_cost", "mpi_cost", "bench_loop", "report", "log_size")
 
 
 @pytest.mark.parametrize(
@@ -134,6 +137,8 @@ SLOW = ("step_time", "call_cost", "own_cost", "mpi_cost", "bench_loop", "report"
 def test_a_benchmark_runs(benchmark: str, tmp_path: Path) -> None:
     if benchmark != "startup":
         pytest.importorskip("torch")
+    if benchmark == "native_step" and not library.path().exists():
+        pytest.skip("the native recorder is not built")
     if benchmark == "mpi_cost":
         mpi_launch.needs("mpich")
     section = run(benchmark, tmp_path / "results.json")
@@ -144,7 +149,7 @@ def test_a_benchmark_runs(benchmark: str, tmp_path: Path) -> None:
         assert any(name.startswith("DeepSpeed comms logger") for name in names)
     assert len({(row.case, row.name) for row in rows}) == len(rows)
     for row in rows:
-        check(row, is_compared=benchmark in ("call_cost", "mpi_cost", "step_time", "startup"))
+        check(row, is_compared=benchmark in ("call_cost", "mpi_cost", "step_time", "startup") or row.ratio is not None)
     assert section["machine"]["cores"] >= 1
     assert table.rendered({benchmark: section}).count("\n| ") >= len(names)
 
