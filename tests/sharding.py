@@ -124,9 +124,9 @@ MORE_NAMES: Final = (*MORE, *MANY)
 
 
 def wanted(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """These; ZeRO-3 last: it changes linear layers for the rest of its process."""
+    """These."""
     every = {**SHARDED, **MORE, **WIDE, **drawn()}
-    return {name: every[name] for name in sorted(names, key=lambda name: "zero" in name)}
+    return {name: every[name] for name in names}
 
 
 @trainings.once

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from .job import Job, Tensor
@@ -15,10 +15,22 @@ from .rules import DEEPSPEED, TORCH, WORKLOAD, rule
 def gradient_order(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Backward passes layers in the reverse of forward, which is taken for the order of registration.
 
-    True to the byte where modules run in the order in which they were made; within a linear layer autograd
-    hands out the bias's gradient first, which is the reverse of registration as well.
+    True to the byte where modules run in the order in which they were made. Within a module: `as_handed_out`.
     """
-    return list(reversed(parameters))
+    return as_handed_out(list(reversed(parameters)))
+
+
+@rule(
+    "torch/csrc/autograd/engine.cpp Engine::evaluate_function; torch/csrc/autograd/functions/accumulate_grad.h", TORCH
+)
+def as_handed_out(order: Sequence[Tensor]) -> list[Tensor]:
+    """A module's own two parameters as autograd's engine hands out their gradients, when the bias came first.
+
+    A gradient that a node gives to a parameter is accumulated before any other node runs, in the order of the
+    node's inputs. Norms and convolutions have (input, weight, bias): the weight is first. A linear layer has (bias,
+    input, transposed weight), and the transposition is a node of its own, behind the bias.
+    """
+    return _swapped(order, lambda weight, bias: not _linear(weight, bias))
 
 
 def backward_order(job: Job, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -54,13 +66,22 @@ def weights_first(parameters: Sequence[Tensor]) -> list[Tensor]:
 
     Their backward returns the weight's gradient before the bias's.
     """
-    result = list(parameters)
+    return _swapped(parameters, _linear)
+
+
+def _swapped(order: Sequence[Tensor], which: Callable[[Tensor, Tensor], bool]) -> list[Tensor]:
+    """With the weight before the bias, where a module's bias is in front of its weight and `which` says so of both."""
+    result = list(order)
     for at in range(len(result) - 1):
-        if _linear(result[at + 1], result[at]):
-            result[at], result[at + 1] = result[at + 1], result[at]
+        bias, weight = result[at], result[at + 1]
+        if _of_one_module(weight, bias) and which(weight, bias):
+            result[at], result[at + 1] = weight, bias
     return result
 
 
+def _of_one_module(weight: Tensor, bias: Tensor) -> bool:
+    return weight.name.endswith("weight") and bias.name == weight.name.removesuffix("weight") + "bias"
+
+
 def _linear(weight: Tensor, bias: Tensor) -> bool:
-    same = weight.name.rpartition(".")[0] == bias.name.rpartition(".")[0]
-    return same and len(weight.shape) == 2 and bias.shape == weight.shape[:1]
+    return len(weight.shape) == 2 and bias.shape == weight.shape[:1]
