@@ -1,9 +1,10 @@
 """`commtrace bench` beside a loop written by hand, on two gloo ranks; and how well its fit predicts sizes it never saw.
 
 The loop is what one writes: some calls, a barrier, the clock, many calls, the clock, the slowest rank. Loop, loop again
-and bench are measured in turn, so that the control shows what the same thing differs by in the same minutes. Then bench
-measures powers of two, and the loop sizes between them, half as large again as each, in turn; a fit of the former
-predicts the latter. Its errors stand beside what the fit says of itself.
+and bench are measured in turn, each for as long as the others (a longer mean has more of a machine's rare long calls
+in it), so that the control shows what the same thing differs by in the same minutes. Then bench measures powers of
+two, and the loop sizes between them, half as large again as each, in turn; a fit of the former predicts the latter, as
+the median of blocks, which is what is fitted. Its errors stand beside what the fit says of itself.
 """
 
 from __future__ import annotations
@@ -21,27 +22,24 @@ import torch.distributed as dist
 from measuring import Round, Row, compared, in_turn
 
 from commtrace.network.fit import fit
+from commtrace.network.measuring import ROUNDS, measure
 from commtrace.network.measuring import Row as Measured
-from commtrace.network.measuring import measure
 from commtrace.network.operations import ELEMENT, PING_PONG, elements, sizes
 from commtrace.network.torch_library import TorchGroup
 
 NAME = "commtrace bench"
 OPERATIONS = ("all_reduce", "all_gather", PING_PONG)
 SIZES = (8, 4 << 10, 256 << 10, 4 << 20)
-SMALL = 64 << 10
+WARM = 2  # calls before those that count, of the loop
 
 
 def main() -> None:
     """Measure both."""
     parser = results.parser(__doc__, pairs=18)
-    parser.add_argument(
-        "--calls", type=int, default=200, help="calls of the loop, a tenth above 64 KiB, 4 above 16 MiB (200)"
-    )
-    parser.add_argument("--seconds", type=float, default=0.2, help="bench's --seconds (0.2)")
+    parser.add_argument("--seconds", type=float, default=0.2, help="of one measurement; bench's --seconds (0.2)")
     parser.add_argument("--passes", type=int, default=5, help="over all sizes, for the fit (5)")
     parser.add_argument("--max-bytes", type=int, default=64 << 20, help="largest size, for the fit (64 MiB)")
-    options = results.parsed(parser, calls=10, seconds=0.001, passes=1, max_bytes=1 << 10)
+    options = results.parsed(parser, seconds=0.001, passes=1, max_bytes=1 << 10)
     results.write("bench_loop", groups.run(both, options, backend="gloo"), options)
 
 
@@ -54,7 +52,7 @@ def both(options: argparse.Namespace) -> list[Row]:
 
 def agreement(group: TorchGroup, op: str, size: int, options: argparse.Namespace) -> Row:
     """Loop, loop again and bench."""
-    by_hand = partial(loop, op, size, options)
+    by_hand = partial(loop, op, size, options.seconds)
     rounds = in_turn(by_hand, lambda: bench(group, op, size, options).avg_us, options.pairs)
     return groups.shown(compared(f"{op}, {size:,} bytes", NAME, "us", [Round(*one) for one in rounds]))
 
@@ -69,7 +67,7 @@ def held_out(group: TorchGroup, op: str, options: argparse.Namespace) -> list[Ro
         for power, size in zip(powers, [*between, None], strict=True):
             fitted[power].append(bench(group, op, power, options))
             if size is not None:
-                seen[size].append(loop(op, size, options))
+                seen[size] += [loop(op, size, options.seconds / ROUNDS) for _ in range(ROUNDS)]
     found = fit(op, 2, 1, [sorted(some, key=lambda row: row.median_us)[len(some) // 2] for some in fitted.values()])
     payloads = {size: elements(op, size, 2) * ELEMENT for size in between}
     errors = [abs(found.time_us(payloads[size]) / statistics.median(times) - 1) * 100 for size, times in seen.items()]
@@ -90,17 +88,21 @@ def bench(group: TorchGroup, op: str, size: int, options: argparse.Namespace) ->
     return row
 
 
-def loop(op: str, size: int, options: argparse.Namespace) -> float:
-    """Microseconds of a call, of the slower rank; of a ping-pong, of one way."""
+def loop(op: str, size: int, seconds: float) -> float:
+    """Microseconds of a call, of the slower rank, over so long; of a ping-pong, of one way."""
     call, part = by_hand(op, elements(op, size, 2))
-    calls = options.calls if size <= SMALL else max(2, options.calls // 10) if size <= 256 * SMALL else 4
-    for _ in range(max(2, calls // 10)):
-        call()
+    timed(call, WARM)
+    calls = max(2, round(seconds / timed(call, WARM)))
+    return timed(call, calls) * part * 1e6
+
+
+def timed(call: Callable[[], object], calls: int) -> float:
+    """Seconds of one of so many, of the slower rank."""
     dist.barrier()
     begin = time.perf_counter()
     for _ in range(calls):
         call()
-    return groups.over_ranks((time.perf_counter() - begin) / calls * part * 1e6, dist.ReduceOp.MAX)
+    return groups.over_ranks((time.perf_counter() - begin) / calls, dist.ReduceOp.MAX)
 
 
 def by_hand(op: str, count: int) -> tuple[Callable[[], object], float]:
