@@ -138,13 +138,13 @@ def run_missing(
     jobs: int,
     ended: Callable[[Experiment, str | None], None],
 ) -> dict[str, str]:
-    """Run those that are not done, `jobs` at a time, the longest first; why each that failed did, by its key.
+    """Run those that are not done, `jobs` at a time, in their order; why each that failed did, by its key.
 
     `ended` is told of each, with the reason where it failed. An interruption ends all that is under way.
     """
     folder.mkdir(parents=True, exist_ok=True)
     done = found(experiments, folder)
-    missing = sorted((one for one in experiments if one.key not in done), key=lambda one: -one.seconds)
+    missing = [one for one in experiments if one.key not in done]
     failures: dict[str, str] = {}
 
     def tell(one: Experiment, why: str | None) -> None:
