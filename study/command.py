@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Final
 from commtrace.errors import CommtraceError
 
 if TYPE_CHECKING:
-    from .parts import Experiment, Options, Part, Section
+    from .page import Study
+    from .parts import Experiment, Options, Part
 
 # Name: module that has the class Part, in the order of the page. Names, so that nothing is imported.
 PARTS: Final[dict[str, str]] = {
@@ -55,7 +56,12 @@ class Command:
             "of a shipped one (all that are shipped)",
         )
         add("--no-run", action="store_true", help="run nothing; make the page from what is there")
-        add("--pictures", metavar="DIR", type=Path, help="also draw each figure into a file (needs playwright)")
+        add(
+            "--document",
+            metavar="DIR",
+            type=Path,
+            help="also write DIR/study.md, with the figures as pictures in DIR/study (needs playwright)",
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Run what is not done yet, and write the page."""
@@ -76,10 +82,11 @@ class Command:
                     for name, experiments in wanted.items():
                         failures |= run_missing(experiments, directory / name, jobs, ended)
             done = {name: found(experiments, directory / name) for name, experiments in wanted.items()}
-            sections = [one for name, part in parts.items() for one in part.sections(options, done[name])]
-            write(directory, Study(options, wanted, done, sections, failures))
-            if arguments.pictures is not None:
-                _draw(sections, arguments.pictures)
+            sections = {name: part.sections(options, done[name]) for name, part in parts.items()}
+            study = Study(options, wanted, done, sections, failures)
+            write(directory, study)
+            if arguments.document is not None:
+                _document(arguments.document, study)
         print(f"{directory / PAGE}: {_say(wanted, done)}, to be opened in a browser; tables in {directory / DATA}")
         return 1 if any(len(done[name]) < len(wanted[name]) for name in wanted) else 0
 
@@ -120,11 +127,11 @@ def _alias(name: str) -> str:
     return "1-3B" if name == "1.3B" else name
 
 
-def _draw(sections: Sequence[Section], folder: Path) -> None:
-    from .pictures import draw
+def _document(folder: Path, study: Study) -> None:
+    from . import document, pictures
 
-    files = draw(sections, folder)
-    print(f"{folder}: {len(files)} pictures")
+    drawn = pictures.draw(study.every, folder / document.PICTURES)
+    print(f"{document.write(folder, study)}: with {len(drawn)} pictures")
 
 
 def _say(wanted: Mapping[str, Sequence[Experiment]], done: Mapping[str, Mapping[str, Path]]) -> str:

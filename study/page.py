@@ -29,6 +29,7 @@ PAPER: Final = (
     "arXiv 2408.10197)"
 )
 _MOST_ROWS: Final = 40
+_FEW: Final = 6
 _LONG: Final = 32
 """Letters from which a word may be broken."""
 
@@ -41,9 +42,15 @@ class Study:
     wanted: Mapping[str, Sequence[Experiment]]
     """By part."""
     done: Mapping[str, Mapping[str, Path]]
-    sections: Sequence[Section]
+    sections: Mapping[str, Sequence[Section]]
+    """By part."""
     failures: Mapping[str, str]
     """Why an experiment failed, by its key."""
+
+    @property
+    def every(self) -> list[Section]:
+        """The sections of all parts."""
+        return [one for some in self.sections.values() for one in some]
 
     @property
     def missing(self) -> list[Experiment]:
@@ -61,7 +68,7 @@ def write(directory: Path, study: Study) -> None:
     """Write the page and the tables; those of an earlier time are replaced. Raises OutputError."""
     data = directory / DATA
     data.mkdir(exist_ok=True)
-    for section in study.sections:
+    for section in study.every:
         for name, table in section.tables.items():
             _write_table(data, name, table)
     with whole_file(directory / PAGE, force=True) as part:
@@ -78,7 +85,8 @@ def _write_table(data: Path, name: str, table: pd.DataFrame) -> None:
 
 def page(study: Study) -> str:
     """The page, which needs no other file."""
-    missing = [f"not done: {one.title}{_because(study.failures.get(one.key))}" for one in study.missing]
+    failed = [f"failed: {one.title}: {study.failures[one.key]}" for one in study.missing if one.key in study.failures]
+    missing = [one.title for one in study.missing if one.key not in study.failures]
     asked = sum(map(len, study.wanted.values()))
     return render(
         Page(
@@ -86,28 +94,31 @@ def page(study: Study) -> str:
             subtitle=f"The experiments of {PAPER}, repeated, with theory beside every figure.",
             tiles=[*_tiles(study, asked)],
             findings=[],
-            warnings=missing,
+            warnings=[*failed, *([f"not done: {few(missing)}"] if missing else [])],
             facts=[*_facts(study)],
             lists=[],
-            sections=[_section(number, one) for number, one in enumerate(study.sections)],
+            sections=[_section(number, one) for number, one in enumerate(study.every)],
             facts_title="What was run, and what it took",
         )
     )
 
 
-def _because(why: str | None) -> str:
-    return f": {why}" if why else ""
+def few(titles: Sequence[str]) -> str:
+    """The first of many."""
+    more = f" and {len(titles) - _FEW:,} more" if len(titles) > _FEW else ""
+    return "; ".join(titles[:_FEW]) + more
 
 
 def _tiles(study: Study, asked: int) -> Iterator[Tile]:
     done = asked - len(study.missing)
     yield Tile("experiments", count(done), f"of {count(asked)}", done < asked)
-    yield Tile("figures", count(sum(len(one.figures) for one in study.sections)), "with their tables in data/")
+    yield Tile("figures", count(sum(len(one.figures) for one in study.every)), "with their tables in data/")
     for name, _, wall, cpu in study.costs():
-        yield Tile(f"{name}: CPU time", duration(cpu * 1e9), f"{_minutes(cpu)}; {_minutes(wall)} one after the other")
+        yield Tile(f"{name}: CPU time", duration(cpu * 1e9), f"{minutes(cpu)}; {minutes(wall)} one after the other")
 
 
-def _minutes(seconds: float) -> str:
+def minutes(seconds: float) -> str:
+    """90 -> "1.5 min"."""
     return f"{seconds / 60:.1f} min"
 
 
@@ -115,7 +126,7 @@ def _facts(study: Study) -> Iterator[tuple[str, str]]:
     yield "models", ", ".join(study.options.models)
     yield "page made", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     for name, done, wall, cpu in study.costs():
-        yield name, f"{plural(done, 'experiment')}: {_minutes(cpu)} of CPU time; {_minutes(wall)} if run one by one"
+        yield name, f"{plural(done, 'experiment')}: {minutes(cpu)} of CPU time; {minutes(wall)} if run one by one"
     for name, places in study.done.items():
         for key, place in places.items():
             told = facts(place)
@@ -125,9 +136,7 @@ def _facts(study: Study) -> Iterator[tuple[str, str]]:
 
 def _section(number: int, section: Section) -> PageSection:
     title = f"Figure {section.number}: {section.title}" if section.number else section.title
-    absent = (
-        f"Missing, so that this may be less than it seems: {'; '.join(section.missing)}." if section.missing else ""
-    )
+    absent = f"Not done, so that this may be less than it seems: {few(section.missing)}." if section.missing else ""
     drawings: list[Drawing] = [drawing(name, figure) for name, figure in section.figures.items()]
     return PageSection(
         f"section-{number}",
@@ -141,9 +150,17 @@ def _section(number: int, section: Section) -> PageSection:
     )
 
 
-def _pieces(paragraph: str) -> list[tuple[bool, str]]:
-    """What stands between backquotes is code."""
-    return [(bool(number % 2), piece) for number, piece in enumerate(paragraph.split("`")) if piece]
+_MARKED: Final = re.compile(r"`(?P<code>[^`]+)`|\*\*(?P<strong>[^*]+)\*\*")
+
+
+def _pieces(paragraph: str) -> list[tuple[str, str]]:
+    """What stands between backquotes is code, and between pairs of stars strong."""
+    pieces, at = [], 0
+    for found in _MARKED.finditer(paragraph):
+        kind = found.lastgroup or ""
+        pieces += [("", paragraph[at : found.start()]), (kind, found[kind])]
+        at = found.end()
+    return [(kind, piece) for kind, piece in (*pieces, ("", paragraph[at:])) if piece]
 
 
 def _title(name: str, table: pd.DataFrame) -> str:

@@ -28,12 +28,12 @@ def draw(sections: Sequence[Section], folder: Path) -> list[Path]:
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
-        raise MissingLibraryError("--pictures: needs playwright; pip install playwright") from None
+        raise MissingLibraryError("--document: needs playwright; pip install playwright") from None
     from plotly.offline import get_plotlyjs
 
     browser_path = next((path for name in _BROWSERS if (path := shutil.which(name))), None)
     if browser_path is None:
-        raise CommtraceError(f"--pictures: no browser on PATH; one of {', '.join(_BROWSERS)} is needed")
+        raise CommtraceError(f"--document: no browser on PATH; one of {', '.join(_BROWSERS)} is needed")
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     with tempfile.TemporaryDirectory() as place, sync_playwright() as playwright:

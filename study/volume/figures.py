@@ -288,8 +288,9 @@ def _panels(table: pd.DataFrame, draw: Draw, *, bars: int, upright: bool = False
 
 
 def _headed(figure: go.Figure) -> go.Figure:
-    """The panels' titles, as the page has its own."""
+    """Room for the panels' titles: the page takes the figure's own away, and its room."""
     figure.update_annotations(font={"size": 13}, yshift=4)
+    figure.update_layout(margin={"t": 56})
     return figure
 
 

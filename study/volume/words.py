@@ -15,7 +15,7 @@ CONTRADICTED: Final = "Contradicted"
 
 def finding(paper: str, verdict: str, *found: str) -> str:
     """A statement of the paper, and what the data say of it."""
-    return f"The paper: {paper} {verdict}: {' '.join(part for part in found if part)}"
+    return f"The paper: {paper} **{verdict}**: {' '.join(part for part in found if part)}"
 
 
 def between(values: Iterable[float], words: str = "share") -> str:

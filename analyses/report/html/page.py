@@ -75,8 +75,8 @@ class Section:
     absent: str = ""
     table: Table | None = None
     table_title: str = ""
-    paragraphs: Sequence[Sequence[tuple[bool, str]]] = ()
-    """Each in pieces: whether a piece is code, and the piece."""
+    paragraphs: Sequence[Sequence[tuple[str, str]]] = ()
+    """Each in pieces: what a piece is ("code", "strong" or ""), and the piece."""
     drawings: Sequence[Drawing] = ()
     tables: Sequence[tuple[str, Table]] = ()
     commands: Sequence[str] = ()
