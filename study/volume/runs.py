@@ -264,10 +264,10 @@ class Plan:
 
     @property
     def all(self) -> tuple[DryRun, ...]:
-        """Each once."""
+        """Each once; what the paper has comes first."""
         some = (
-            self.node, self.sizes, self.scaled, self.divided, self.combined, self.lengths, self.switched, self.alike,
-            self.batches,
+            self.node, self.sizes, self.switched, self.divided, self.batches, self.lengths, self.alike, self.combined,
+            self.scaled,
         )  # fmt: skip
         return tuple(dict.fromkeys(one for of in some for one in of))
 
