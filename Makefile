@@ -26,7 +26,7 @@ lint: $(READY) types
 # mypy knows packages by their folders: show it the folders where the installed package has them.
 types:
 	rm -rf build/types && mkdir -p build/types/commtrace
-	ln -s $(CURDIR)/commtrace/* $(CURDIR)/dryrun $(CURDIR)/hooks $(CURDIR)/analyses $(CURDIR)/network $(CURDIR)/workloads build/types/commtrace/
+	ln -s $(CURDIR)/commtrace/* $(CURDIR)/dryrun $(CURDIR)/hooks $(CURDIR)/analyses $(CURDIR)/network $(CURDIR)/study $(CURDIR)/workloads build/types/commtrace/
 
 $(READY): setup.cfg setup.py constraints.txt requirements-dev.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -44,6 +44,10 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
         "commtrace.dryrun.command",
         "Run a training program as any rank of a job of any size, on this machine.",
     ),
+    "study": (
+        "commtrace.study.command",
+        "Repeat the experiments of the paper on communication in transformer training, with theory beside them.",
+    ),
     "build": ("commtrace.hooks.native.command", "Build the native recorder for this environment."),
     "salvage": ("commtrace.commands.salvage", "Bring home what killed processes left in this host's memory."),
     "export": ("commtrace.commands.export", "Write every event of a run to a CSV or Parquet file."),

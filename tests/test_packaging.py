@@ -18,7 +18,7 @@ import pytest
 from processes import Result
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("commtrace", "dryrun", "hooks", "analyses", "network", "workloads")
+FOLDERS = ("commtrace", "dryrun", "hooks", "analyses", "network", "study", "workloads")
 SOURCES = ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE", *FOLDERS)
 STATE = (
     "import sys; on = 'commtrace.startup' in sys.modules\n"

@@ -54,8 +54,18 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Drawing:
+    """A figure as the page has it: plotly's JSON, what it is called, and its height in px."""
+
+    name: str
+    title: str
+    figure: str
+    height: int
+
+
+@dataclass(frozen=True)
 class Section:
-    """A part of the page: a figure, or the sentence why there is none; and a table."""
+    """A part of the page: a figure, or the sentence why there is none; and a table. Or several of each."""
 
     name: str
     title: str
@@ -65,6 +75,11 @@ class Section:
     absent: str = ""
     table: Table | None = None
     table_title: str = ""
+    paragraphs: Sequence[Sequence[tuple[str, str]]] = ()
+    """Each in pieces: what a piece is ("code", "strong" or ""), and the piece."""
+    drawings: Sequence[Drawing] = ()
+    tables: Sequence[tuple[str, Table]] = ()
+    commands: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -79,12 +94,14 @@ class Page:
     facts: Sequence[tuple[str, str]]
     lists: Sequence[tuple[str, Sequence[str]]]
     sections: Sequence[Section]
+    facts_title: str = ""
+    """Of the last part; "The log" or "The logs" unless said."""
 
 
 def page_of_run(name: str, run: Run, tables: NamedTables, *, sites: int = SITES) -> str:
     """The page of one run. `tables` with those of DETAILS; `sites`: lines of code to show, 0: all."""
     sections = [_figure(key, kind, tables, _NUMBERS.get(key)) for key, kind in figures.FIGURES.items()]
-    return _render(
+    return render(
         Page(
             title=name,
             subtitle=preface.job_line(run) or "what was trained was not captured",
@@ -117,7 +134,7 @@ def page_of_runs(runs: Mapping[str, Run], tables: Mapping[str, NamedTables]) -> 
     )
     sections = [_figure(key, kind, both, _NUMBERS.get(key)) for key, kind in figures.COMPARISONS.items()]
     incomplete = {name: [*_warnings(told)] for name, told in tables.items()}
-    return _render(
+    return render(
         Page(
             title=", ".join(runs),
             subtitle=f"{plural(len(runs), 'run')} side by side",
@@ -150,7 +167,7 @@ def page_of_scaling(runs: Mapping[str, Run], tables: NamedTables, sentences: Seq
         table=_table(ahead, _AHEAD) if len(ahead) else None,
         absent="" if len(ahead) else "There is no model: calls have one size only, or their times are not known.",
     )
-    return _render(
+    return render(
         Page(
             title=", ".join(runs),
             subtitle=f"scaling from {tables['scaling']['ranks'].min():,} to {tables['scaling']['ranks'].max():,} ranks",
@@ -275,6 +292,12 @@ def _figure(name: str, kind: figures.Figure, tables: NamedTables, numbers: Numbe
         table=shown,
         table_title=f"{numbers.title}{more}" if numbers is not None else "",
     )
+
+
+def drawing(name: str, figure: Any) -> Drawing:
+    """A plotly figure for the page."""
+    layout = figure.layout
+    return Drawing(name, layout.title.text or name, _json(json.loads(figure.to_json())), int(layout.height))
 
 
 def _why_not_predicted(table: str, tables: NamedTables) -> str:
@@ -469,7 +492,8 @@ def _network(tables: NamedTables) -> list[Section]:
 # --- the page -------------------------------------------------------------------------------------------------------
 
 
-def _render(page: Page) -> str:
+def render(page: Page) -> str:
+    """The whole page, which needs nothing else."""
     parts = {name: resources.files(__package__).joinpath(name).read_text("utf-8") for name in _PARTS}
     scripts = [_script(get_plotlyjs()), _script(parts["page.js"])]
     return _template(parts["page.html"]).render(

@@ -1,0 +1,305 @@
+"""`commtrace study`: experiments that are run once and kept, and what the figures say of real dry runs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import pandas as pd
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("deepspeed")
+pytest.importorskip("plotly", reason="plotly is not installed")
+pytest.importorskip("jinja2", reason="jinja2 is not installed")
+
+from commtrace.cli import main
+from commtrace.errors import CommtraceError
+from commtrace.reading.run import open_run
+from commtrace.study import experiments as kept
+from commtrace.study.experiments import ExperimentError, execute, found, only_one, run_missing
+from commtrace.study.parts import Experiment, Options
+from commtrace.study.volume import part
+from commtrace.study.volume.runs import DDP, ZERO_1, ZERO_3, DryRun, Plan, plan
+from commtrace.study.volume.words import falling, finding, growing
+
+LIMIT_SECONDS: Final = 240
+
+
+def experiment(key: str, run: Callable[[Path], None], *, alone: bool = False) -> Experiment:
+    """One that takes no time."""
+    return Experiment(key, f"title of {key}", run, 1.0, alone, f"command of {key}")
+
+
+class Counting:
+    """Leaves a file, and knows how often it was run."""
+
+    def __init__(self, then: Callable[[], None] = lambda: None) -> None:
+        self.times, self.then = 0, then
+
+    def __call__(self, folder: Path) -> None:
+        self.times += 1
+        assert not [*folder.iterdir()], "what an earlier attempt left is gone"
+        (folder / "half.txt").write_text("half")
+        self.then()
+        (folder / "whole.txt").write_text("whole")
+
+
+def fail() -> None:
+    raise ExperimentError("ended with status 7\n    its last words")
+
+
+# ---- experiments -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_done_is_not_run_again_and_what_failed_is(tmp_path: Path) -> None:
+    good, bad, last = Counting(), Counting(fail), Counting()
+    some = [experiment("good", good), experiment("bad", bad), experiment("last", last, alone=True)]
+    told: list[tuple[str, str | None]] = []
+    failures = run_missing(some, tmp_path, 2, lambda one, why: told.append((one.key, why)))
+    assert failures == {"bad": "ended with status 7\n    its last words"}
+    assert dict(told) == {"good": None, "bad": failures["bad"], "last": None}
+    assert told[-1][0] == "last", "what must be alone waits for the others"
+    assert {*found(some, tmp_path)} == {"good", "last"}
+    assert kept.facts(tmp_path / "good")["title"] == "title of good"
+
+    bad.then = lambda: None
+    assert run_missing(some, tmp_path, 1, lambda one, why: None) == {}
+    assert (good.times, bad.times, last.times) == (1, 2, 1)
+    assert {*found(some, tmp_path)} == {"good", "bad", "last"}
+    assert (tmp_path / "bad" / "whole.txt").read_text() == "whole"
+
+
+def test_an_interrupted_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    first, second = Counting(), Counting(interrupt)
+    some = [experiment("a-first", first), experiment("b-second", second)]
+    with pytest.raises(KeyboardInterrupt):
+        run_missing(some, tmp_path, 1, lambda one, why: None)
+    assert {*found(some, tmp_path)} == {"a-first"}
+    assert (tmp_path / ".b-second.part" / "half.txt").exists()
+    second.then = lambda: None
+    assert run_missing(some, tmp_path, 1, lambda one, why: None) == {}
+    assert (first.times, second.times) == (1, 2)
+
+
+def test_a_fault_in_an_experiment_is_a_failure_of_that_one(tmp_path: Path) -> None:
+    def fault() -> None:
+        raise ValueError("no such thing")
+
+    some = [experiment("faulty", Counting(fault)), experiment("good", Counting())]
+    assert run_missing(some, tmp_path, 1, lambda one, why: None) == {"faulty": "ValueError: no such thing"}
+    assert {*found(some, tmp_path)} == {"good"}
+
+
+def test_a_program_that_fails_is_told_with_the_end_of_its_output(tmp_path: Path) -> None:
+    program = "import sys; print(*range(100), sep='\\n'); sys.exit('its last words')"
+    with pytest.raises(ExperimentError, match=r"ended with status 1\n(.|\n)*    its last words$") as error:
+        execute([sys.executable, "-c", program], tmp_path)
+    assert "    50\n" not in str(error.value)
+    assert "50\n" in (tmp_path / kept.OUTPUT).read_text()
+    with pytest.raises(ExperimentError, match="not done after 1 s"):
+        execute([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path, limit_seconds=1)
+
+
+def test_what_a_program_took_is_kept(tmp_path: Path) -> None:
+    busy = "import time\nwhile time.process_time() < 0.3: pass"
+
+    def run(folder: Path) -> None:
+        execute([sys.executable, "-c", busy], folder)
+        execute([sys.executable, "-c", busy], folder)
+
+    assert not run_missing([experiment("busy", run)], tmp_path, 1, lambda one, why: None)
+    assert 0.6 <= kept.facts(tmp_path / "busy")["cpu_seconds"] < 60
+
+
+def test_two_studies_do_not_write_to_one_place(tmp_path: Path) -> None:
+    with only_one(tmp_path), pytest.raises(CommtraceError, match="another study"), only_one(tmp_path):
+        pass
+
+
+# ---- which dry runs --------------------------------------------------------------------------------------------------
+
+
+def test_keys_tell_apart_what_differs_and_find_what_is_the_same() -> None:
+    runs = plan(["19M", "125M", "1-3B", "13B"], quick=False).all
+    keys = [run.key for run in runs]
+    assert len({*keys}) == len(keys)
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]{1,120}", key) for key in keys)
+    assert DryRun("19M", 8, ZERO_1).key == DryRun("19M", 8, ZERO_1).key != DryRun("19M", 16, ZERO_1).key
+    assert DryRun("19M", 8, ZERO_1).key != DryRun("19M", 8, ZERO_1, switches='{"gradient_clipping": 0}').key
+
+
+def test_the_plan_has_the_papers_points_and_says_what_cannot_be() -> None:
+    found = plan(["19M", "125M", "1-3B", "13B"], quick=False)
+    assert {(run.name, run.world) for run in found.node} == {("19M", 8), ("125M", 8), ("1.3B", 8), ("13B", 16)}
+    assert max(run.world for run in found.all) == 1024
+    lengths = {(run.division, run.settings.get("seq_length", 2048)) for run in found.lengths}
+    assert {length for _, length in lengths} == {512, 1024, 2048, 4096, 8192}
+    # The paper's footnote 4: 12 heads cannot be divided by 8.
+    impossible = {(run.name, run.pipeline, run.tensor): why for run, why in found.impossible.items()}
+    assert "num_attention_heads, which is 12" in impossible["125M", 1, 8]
+    assert "num_layers is 6" in DryRun("19M", 8, pipeline=8).impossible()
+
+
+def test_a_model_that_does_not_exist_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["study", str(tmp_path / "s"), "--models", "7M"]) == 1
+    assert "7M: no such file" in capsys.readouterr().err
+
+
+# ---- a small study, from the command to the page ---------------------------------------------------------------------
+
+ZERO: Final = DryRun("tiny", 2, ZERO_1)
+STAGES: Final = DryRun("tiny", 2, pipeline=2)
+FAILING: Final = DryRun("tiny", 4, DDP, switches='{"num_layers": "none"}', note="broken")
+
+
+def small(**lists: tuple[DryRun, ...]) -> Plan:
+    """A plan of these alone."""
+    names = ("node", "sizes", "scaled", "divided", "combined", "lengths", "switched", "alike", "batches")
+    return Plan(**{name: lists.get(name, ()) for name in names}, impossible={})
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of two dry runs, and one that fails."""
+    folder = tmp_path_factory.mktemp("study") / "results"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part, "plan", lambda models, quick: small(node=(ZERO,), divided=(STAGES,), scaled=(FAILING,)))
+        with contextlib.redirect_stderr(io.StringIO()) as errors:
+            assert main(["study", str(folder), "--part", "volume", "--models", "tiny"]) == 1
+        (folder / "errors.txt").write_text(errors.getvalue())
+        (folder / "study.html").rename(folder / "incomplete.html")
+        patch.setattr(part, "plan", lambda models, quick: small(node=(ZERO,), divided=(STAGES,)))
+        before = (folder / "volume" / ZERO.key / kept.FACTS).read_text()
+        assert main(["study", str(folder), "--part", "volume", "--models", "tiny"]) == 0
+        assert (folder / "volume" / ZERO.key / kept.FACTS).read_text() == before
+    return folder
+
+
+# The model of tiny.yml: 2 layers, hidden size 96, 256 ids, untied, fp32; sequences of 32, 4 of them a micro-batch.
+HIDDEN, LAYERS, IDS, SEQUENCE, BATCH, ELEMENT = 96, 2, 256, 32, 4, 4
+BYTES: Final = ELEMENT * (2 * IDS * HIDDEN + LAYERS * (12 * HIDDEN**2 + 13 * HIDDEN) + 2 * HIDDEN)
+
+
+def test_the_figures_say_what_can_be_calculated_by_hand(study: Path) -> None:
+    zero = pd.read_csv(study / "data" / "figure-08-step.csv").set_index("op")["payload_bytes"]
+    assert zero["all_reduce"] - BYTES < 100, "all gradients, and a few norms"
+    assert zero["all_reduce"] >= BYTES
+    assert zero["all_gather"] == BYTES
+    (against,) = pd.read_csv(study / "data" / "figure-10.csv").to_dict("records")
+    assert against["closed_form_bytes"] == 2 * BYTES / 2, "equation 2 of two ranks"
+    assert against["equal"] == "yes"
+    assert 1.49 < against["times"] < 1.51
+    (stages,) = pd.read_csv(study / "data" / "figure-13-pipeline.csv").to_dict("records")
+    assert stages["closed_form_bytes"] == 2 * BATCH * SEQUENCE * HIDDEN * ELEMENT, "equation 4 of two stages"
+    mask = 2 * SEQUENCE**2
+    assert stages["recorded_bytes"] == stages["exact_bytes"] == stages["closed_form_bytes"] + mask
+    assert "attention mask" in stages["why_not_closed_form"]
+
+
+def test_the_page_shows_the_same_numbers_and_every_point(study: Path) -> None:
+    page = (study / "study.html").read_text()
+    figures = [json.loads(text) for text in re.findall(r'<script type="application/json">(.*?)</script>', page)]
+    bars = {
+        (figure["layout"]["title"]["text"], trace["name"]): trace
+        for figure in figures
+        for trace in figure["data"]
+        if trace.get("name")
+    }
+    gathered = bars["Volume of each operation in a step", "all_gather"]
+    assert values(gathered["x"]) == [BYTES / (1 << 20)]
+    points = pd.read_csv(study / "data" / "points.csv")
+    assert sorted(points["rank"]) == [0, 0, 1], "rank 0 of ZeRO-1, and both stages"
+    assert set(points["equal"]) == {"yes"}
+    assert (points["recorded_bytes"] == points["exact_bytes"]).all()
+    assert "Not done" not in page
+    assert "<strong>Contradicted</strong>" in page
+
+
+def values(some: Any) -> list[float]:
+    """Of a trace: a list, or what plotly packs."""
+    if isinstance(some, dict):
+        import base64
+
+        import numpy as np
+
+        return [float(value) for value in np.frombuffer(base64.b64decode(some["bdata"]), some["dtype"])]
+    return [float(value) for value in some]
+
+
+def test_each_experiment_is_an_ordinary_log(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for run in (ZERO, STAGES):
+        folder = study / "volume" / run.key
+        assert not open_run(folder).notes
+        assert main(["check", str(folder)]) == 0
+        assert main(["report", str(folder)]) == 0
+    assert "simulated" in capsys.readouterr().out
+
+
+def test_a_failed_experiment_is_named_and_the_page_says_what_is_missing(study: Path) -> None:
+    error = " ".join((study / "errors.txt").read_text().split())
+    assert f"failed: {FAILING.label}" in error
+    assert "num_layers" in error, "the end of the program's output"
+    assert f"failed: {FAILING.label}" in (study / "incomplete.html").read_text()
+    assert FAILING.label not in (study / "study.html").read_text()
+
+
+def test_sentences_follow_the_data() -> None:
+    assert falling([3.0, 2.0, 1.0], 1.0)
+    assert not falling([3.0, 2.0, 2.5], 0.1)
+    assert not falling([3.0, 2.9], 0.5)
+    assert growing([1, 1, 2])
+    assert not growing([2, 1, 3])
+    assert finding("it rains.", "Confirmed", "it does.", "") == "The paper: it rains. **Confirmed**: it does."
+
+
+def test_a_study_that_is_ended_ends_what_it_started(tmp_path: Path) -> None:
+    arguments = ["study", str(tmp_path / "s"), "--part", "volume", "--models", "tiny", "--quick", "--jobs", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "commtrace.cli", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not [*(tmp_path / "s" / "volume").glob(f".*.part/{kept.OUTPUT}")]:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(LIMIT_SECONDS) == 128 + signal.SIGTERM
+    assert not _at_work(str(tmp_path)), "no dry run goes on"
+
+
+def _at_work(word: str) -> list[str]:
+    """Processes with this word in their command."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                command = (entry / "cmdline").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            if word in command:
+                found.append(command)
+    return found
+
+
+@pytest.mark.long
+def test_the_quick_study_equals_theory_in_every_point(tmp_path: Path) -> None:
+    assert main(["study", str(tmp_path), "--part", "volume", "--models", "tiny", "--quick"]) == 0
+    points = pd.read_csv(tmp_path / "data" / "points.csv")
+    assert set(points["equal"]) == {"yes"}
+    done = part.results_of(Options(("tiny",), quick=True), found(part.Part().experiments(Options(("tiny",), True)),
+                                                                 tmp_path / "volume"))  # fmt: skip
+    assert {run.scheme for run in done.recorded} >= {DDP, ZERO_1, ZERO_3}
