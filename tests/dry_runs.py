@@ -54,7 +54,7 @@ def simulated(program: str, folder: Path, world: int, *arguments: object, small:
     mail.mkdir(parents=True)
     path = processes.PROGRAMS / f"{program}.py"
     started = trainings.parent().start(
-        "simulate", log or folder / "log", small, world, mail, path, *arguments, ranks=1, traced=log is not None
+        "simulate", folder / "log", small, world, mail, path, *arguments, ranks=1, traced=False
     )
     assert started.wait(LIMIT_SECONDS) == [0], started.output(0)[-4000:]
 

@@ -39,7 +39,8 @@ def script(name: str) -> Path:
 
 def real(name: str, folder: Path, *arguments: object) -> Run:
     """On two ranks."""
-    started = trainings.parent().start(f"user_{name}", folder / "real", *arguments, recorder="python")
+    program = (folder / "real", script(name), *arguments)
+    started = trainings.parent().start("traced", folder / "logs", *program, traced=False)
     assert started.wait(dry_runs.LIMIT_SECONDS) == [0, 0], started.output(0)[-4000:]
     return open_run(folder / "real")
 
@@ -97,5 +98,6 @@ def test_a_loop_like_hugging_faces_trainer(tmp_path: Path) -> None:
     """With accumulation that does not synchronise, recomputation, predictions of all ranks, early stopping."""
     expected = real("trainer", tmp_path, f"output={tmp_path / 'real-out'}")
     log = tmp_path / "dry"
-    dry_runs.simulated("user_trainer", tmp_path / "x", 2, f"output={tmp_path / 'out'}", small=SMALL, log=log)
+    program = (log, script("trainer"), f"output={tmp_path / 'out'}")
+    dry_runs.simulated("traced", tmp_path / "simulated", 2, *program, small=SMALL)
     dry_runs.assert_same(expected, open_run(log))

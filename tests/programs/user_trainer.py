@@ -201,7 +201,8 @@ class Trainer:
             # The mean over all ranks, as each has its own.
             loss = self.gather(self.tr_loss.repeat(1)).mean().item() / self.args.logging_steps
             self.tr_loss -= self.tr_loss
-            self.log({"loss": loss, "grad_norm": norm.item(), "learning_rate": float(self.schedule.get_last_lr()[0])})
+            logs = {"loss": loss, "grad_norm": norm.item(), "learning_rate": float(self.schedule.get_last_lr()[0])}
+            self.log(logs)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
