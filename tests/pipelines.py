@@ -94,25 +94,7 @@ def draw(chance: random.Random, ranks: int) -> dict[str, Any]:
     """A model in stages, on so many ranks."""
     stages = chance.choice([one for one in (2, 4) if one <= ranks])
     tensor = chance.choice([one for one in (1, 2, 4) if stages * one <= ranks])
-    heads = tensor * chance.randint(1, 2)
-    keys = {
-        "num_layers": chance.randint(stages, stages + 4),
-        "num_attention_heads": heads,
-        "hidden_size": heads * chance.choice((8, 16)),
-        "seq_length": chance.randint(4, 12),
-        "max_position_embeddings": 16,
-        "make_vocab_size_divisible_by": chance.choice((1, 37, 128)),
-        "train_micro_batch_size_per_gpu": chance.randint(1, 3),
-        "gradient_clipping": chance.choice((0.0, 1.0)),
-        "gpt_j_residual": chance.random() < 0.5,
-        "no_weight_tying": chance.random() < 0.5,
-        "fp32_allreduce": chance.random() < 0.3,
-        "checkpoint_activations": chance.random() < 0.6,
-        "checkpoint_num_layers": chance.randint(1, 3),
-        "checkpoint_reentrant": chance.random() < 0.5,
-        "zero_optimization": {"reduce_bucket_size": chance.randint(2_000, 60_000)},
-        **chance.choice(({}, _summed_in_fp32())),
-    }
+    keys = trainings.draw_cut(chance, tensor, (stages, stages + 4)) | chance.choice(({}, _summed_in_fp32()))
     zero, precision = chance.choice((0, 1)), chance.choice(("fp32", "bf16"))
     if precision == "fp32" or zero == 0:  # DeepSpeed refuses to sum in another type there
         keys.pop("data_types", None)

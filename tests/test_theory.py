@@ -24,17 +24,19 @@ from commtrace.analyses.theory.buckets import filled, fitting, most_filled, most
 from commtrace.analyses.theory.messages import sent
 from commtrace.reading.run import Run
 
+pytestmark = trainings.TIMEOUT
+
 SHAPES = [
-    f"{number}-{engine}-{precision}-{parts}"
-    for number in range(3)
-    for engine in ("ddp", "zero0", "zero1", "zero2", "zero3")
-    for precision in ("fp32", "bf16")
-    for parts in (1, 4)
+    *(pytest.param(trainings.shapes, name) for name in trainings.SHAPES),
+    *(pytest.param(trainings.more_shapes, name, marks=pytest.mark.long) for name in trainings.MORE_SHAPES),
 ]
 
 
+Runs = Callable[[], dict[str, Run]]
+
+
 @functools.cache
-def tables(of: Callable[[], dict[str, Run]], name: str) -> NamedTables:
+def tables(of: Runs, name: str) -> NamedTables:
     """The tables of theory of one training."""
     return fold(of()[name], [reconciliation.ANALYSIS])
 
@@ -59,10 +61,10 @@ def assert_exact(found: NamedTables, seen: Run) -> None:
     assert bars["bytes"].iloc[-1] == round(step["wire_bytes"].sum())
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_models_drawn_at_random_are_exact(name: str) -> None:
+@pytest.mark.parametrize(("runs", "name"), SHAPES)
+def test_models_drawn_at_random_are_exact(runs: Runs, name: str) -> None:
     print(f"THEORY_SEED={trainings.seed()}")
-    assert_exact(tables(trainings.shapes, name), trainings.shapes()[name])
+    assert_exact(tables(runs, name), runs()[name])
 
 
 @pytest.mark.parametrize("name", trainings.VARIANTS)
@@ -91,19 +93,18 @@ def test_tensor_parallel_models_are_exact(name: str) -> None:
     assert_exact(tables(trainings.shared, name), trainings.shared()[name])
 
 
-DESCRIBED = [*SHAPES, *(name for name, one in trainings.VARIANTS.items() if "model" in one), *FOUR]
+DESCRIBED = [
+    *SHAPES,
+    *(pytest.param(trainings.variants, name) for name, one in trainings.VARIANTS.items() if "model" in one),
+    *(pytest.param(trainings.shared, name) for name in FOUR),
+]
 
 
-@pytest.mark.parametrize("name", DESCRIBED)
-def test_a_job_told_from_its_configuration_is_the_one_that_was_captured(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("runs", "name"), DESCRIBED)
+def test_a_job_told_from_its_configuration_is_the_one_that_was_captured(runs: Runs, name: str, tmp_path: Path) -> None:
     """Whatever theory asks for, the list of parameters included; and so it predicts the same."""
-    if name in SHAPES:
-        run, one = trainings.shapes()[name], trainings.wanted_shapes()[name]
-    elif name in FOUR:
-        run, one = trainings.shared()[name], {**trainings.SHARED, **trainings.drawn()}[name]
-    else:
-        run, one = trainings.variants()[name], trainings.VARIANTS[name]
-    assert_described(one, run, tmp_path)
+    wanted = {**trainings.wanted_shapes(), **trainings.VARIANTS, **trainings.SHARED, **trainings.drawn()}
+    assert_described(wanted[name], runs()[name], tmp_path)
 
 
 def assert_described(one: dict[str, Any], run: Run, folder: Path) -> None:

@@ -25,6 +25,8 @@ from commtrace.analyses.theory.described_pipeline import balanced, uniform
 from commtrace.cli import main
 from commtrace.reading.run import Run
 
+pytestmark = trainings.TIMEOUT
+
 
 @functools.cache
 def tables(name: str) -> NamedTables:

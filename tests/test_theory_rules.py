@@ -30,6 +30,8 @@ from commtrace.analyses.theory.rules import DEEPSPEED, GPT_NEOX, RULES, TORCH, W
 from commtrace.reading.run import Run
 from commtrace.schema import Records
 
+pytestmark = trainings.TIMEOUT
+
 Steps = dict[int, list[tuple[Key, Calls]]]
 
 

@@ -20,6 +20,8 @@ from commtrace.analyses import reconciliation
 from commtrace.analyses.reconciliation import Calls, compare
 from commtrace.analyses.theory import Message
 
+pytestmark = trainings.TIMEOUT
+
 OF = {
     **dict.fromkeys(sequence_trainings.FIXED, sequence_trainings.runs),
     **dict.fromkeys(sequence_trainings.MORE, sequence_trainings.more),

@@ -21,6 +21,8 @@ from commtrace.analyses.fold import NamedTables, fold
 from commtrace.analyses.theory import predict
 from commtrace.reading.run import Run
 
+pytestmark = trainings.TIMEOUT
+
 EVERY: Final = [
     *(pytest.param(sharding.sharded, name) for name in sharding.NAMES),
     *(pytest.param(sharding.more, name, marks=pytest.mark.long) for name in sharding.MORE_NAMES),

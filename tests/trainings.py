@@ -1,8 +1,9 @@
 """Real trainings to hold theory against: many in one start of two or three processes, each with a log of its own.
 
 `shapes()`: three models drawn at random (THEORY_SEED draws them again), each under DDP and ZeRO-0 to 3, in fp32 and
-bf16, with one and four micro-batches. `variants()`: settings that change what DDP and DeepSpeed communicate, on three
-ranks, whose number divides few sizes. `shared()`: tensor-parallel models, on four ranks.
+bf16, with one and four micro-batches; `more_shapes()`: the other pairs of precision and micro-batches. `variants()`:
+settings that change what DDP and DeepSpeed communicate, on three ranks, whose number divides few sizes. `shared()`:
+tensor-parallel models, on four ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import processes
+import pytest
 import ranks
 
 from commtrace.reading.run import Run, open_run
@@ -28,7 +30,10 @@ if TYPE_CHECKING:
     from commtrace.analyses.forecast import Plan
 
 ENGINES: Final = ("ddp", "0", "1", "2", "3")
-LIMIT_SECONDS: Final = 480
+SECONDS_A_RANK: Final = 150
+"""That a start has for all of its trainings: ranks share two cores."""
+TIMEOUT: Final = pytest.mark.timeout(8 * SECONDS_A_RANK + 100)
+"""Of the test that comes first and waits for such a start."""
 
 # What a rank would otherwise import at its first optimizer: seconds for each of them.
 _IMPORTS: Final = (
@@ -36,6 +41,8 @@ _IMPORTS: Final = (
     "deepspeed.runtime.zero.stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "commtrace.workloads.gpt_neox.train",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
 )
 _VARIABLES: Final = {"DS_ACCELERATOR": "cpu", "TORCHINDUCTOR_COMPILE_THREADS": 1, "COMMTRACE": ""}
 
@@ -89,27 +96,42 @@ def once(train_all: Callable[[], dict[str, Run]]) -> Callable[[], dict[str, Run]
     return runs
 
 
-@once
-def shapes() -> dict[str, Run]:
-    """Runs of three models by number, engine, precision and micro-batches: "0-zero3-bf16-4"."""
-    print(f"THEORY_SEED={seed()}")
-    return trained(wanted_shapes(), processes=2)
-
-
 def wanted_shapes() -> dict[str, dict[str, Any]]:
-    """What `shapes` trains."""
+    """Three models, each with every engine, precision and number of micro-batches: "0-zero3-bf16-4"."""
     chance = random.Random(seed())
-    wanted: dict[str, dict[str, Any]] = {}
     models = [draw(chance) for _ in range(3)]
-    # ZeRO-3 last: it changes linear layers for the rest of its process.
-    for engine, (number, model), precision, parts in itertools.product(
-        ENGINES, enumerate(models), ("fp32", "bf16"), (1, 4)
-    ):
+    wanted: dict[str, dict[str, Any]] = {}
+    for engine, number, precision, parts in _SHAPES:
         which = ("--engine", "ddp") if engine == "ddp" else ("--zero-stage", engine)
         options = (*which, "--precision", precision, "--gradient-accumulation", str(parts))
-        name = f"{number}-{engine if engine == 'ddp' else f'zero{engine}'}-{precision}-{parts}"
-        wanted[name] = {"model": model, "options": options}
+        wanted[_shape(engine, number, precision, parts)] = {"model": models[number], "options": options}
     return wanted
+
+
+def _shape(engine: str, number: int, precision: str, parts: int) -> str:
+    return f"{number}-{engine if engine == 'ddp' else f'zero{engine}'}-{precision}-{parts}"
+
+
+_SHAPES: Final = tuple(itertools.product(ENGINES, range(3), ("fp32", "bf16"), (1, 4)))
+SHAPES: Final = tuple(
+    _shape(engine, number, precision, parts)
+    for engine, number, precision, parts in _SHAPES
+    if ((precision, parts) in (("fp32", 1), ("bf16", 4))) == (number != 1)
+)
+"""Those of every run of the tests: each model with each engine, in both precisions, with one and four micro-batches."""
+MORE_SHAPES: Final = tuple(_shape(*one) for one in _SHAPES if _shape(*one) not in SHAPES)
+
+
+@once
+def shapes() -> dict[str, Run]:
+    """Runs of SHAPES by name."""
+    return trained({name: wanted_shapes()[name] for name in SHAPES}, processes=2)
+
+
+@once
+def more_shapes() -> dict[str, Run]:
+    """Runs of MORE_SHAPES by name."""
+    return trained({name: wanted_shapes()[name] for name in MORE_SHAPES}, processes=2)
 
 
 def _zero(stage: int, precision: str = "fp32", top: dict[str, Any] | None = None, **zero: Any) -> dict[str, Any]:
@@ -201,12 +223,11 @@ SHARED: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def draw_shared(chance: random.Random) -> dict[str, Any]:
-    """A tensor-parallel model."""
-    ranks = chance.choice((2, 4))
+def draw_cut(chance: random.Random, ranks: int, layers: tuple[int, int]) -> dict[str, Any]:
+    """Keys of a GPT-NeoX model that so many tensor-parallel ranks share; of least and most layers."""
     heads = ranks * chance.randint(1, 2)
-    keys = {
-        "num_layers": chance.randint(1, 4),
+    return {
+        "num_layers": chance.randint(*layers),
         "num_attention_heads": heads,
         "hidden_size": heads * chance.choice((8, 16)),
         "seq_length": chance.randint(4, 12),
@@ -220,11 +241,15 @@ def draw_shared(chance: random.Random) -> dict[str, Any]:
         "checkpoint_activations": chance.random() < 0.7,
         "checkpoint_num_layers": chance.randint(1, 3),
         "checkpoint_reentrant": chance.random() < 0.5,
-        "zero_optimization": {
-            "overlap_comm": chance.random() < 0.5,
-            "reduce_bucket_size": chance.randint(2_000, 60_000),
-        },
+        "zero_optimization": {"reduce_bucket_size": chance.randint(2_000, 60_000)},
     }
+
+
+def draw_shared(chance: random.Random) -> dict[str, Any]:
+    """A tensor-parallel model."""
+    ranks = chance.choice((2, 4))
+    keys = draw_cut(chance, ranks, (1, 4))
+    keys["zero_optimization"]["overlap_comm"] = chance.random() < 0.5
     return _shared(ranks, chance.choice(("ddp", "0", "1", "2")), chance.choice(("fp32", "bf16")), **keys)
 
 
@@ -279,7 +304,7 @@ def train(wanted: dict[str, dict[str, Any]], folder: Path, number: int) -> dict[
     orders = folder / "orders.json"
     orders.write_text(json.dumps([_order(folder, name, one) for name, one in wanted.items()]))
     started = parent().start("theory", folder / "logs", orders, ranks=number, traced=False)
-    statuses = started.wait(LIMIT_SECONDS)
+    statuses = started.wait(SECONDS_A_RANK * number)
     assert statuses == [0] * number, "\n".join(started.output(rank)[-4000:] for rank in range(number))
     return {name: open_run(folder / name) for name in wanted}
 

@@ -8,6 +8,7 @@ is its own, because a process records from its first communication call on, whic
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -78,6 +79,10 @@ def serve() -> bool:
 
 for module in sys.argv[1:]:
     importlib.import_module(module)
+# What is there by now stays: ranks that look for garbage, as each training does at its end, need not go through it,
+# which would also copy the memory that they share with this process.
+gc.collect()
+gc.freeze()
 
 if serve():
     runpy.run_path(sys.argv[0], run_name="__main__")
