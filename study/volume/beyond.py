@@ -91,7 +91,7 @@ def _every(results: Results) -> Section:
     compared = "all" if equal == len(table) else f"{equal:,}"
     texts = [
         f"{plural(len(results.recorded), 'dry run')}, {plural(len(table), 'rank')} run, {table['calls'].sum():,} calls.",
-        f"For {compared} of these ranks every call, from start-up to the last step, is the one that theory expects, in "
+        f". For {compared} of these ranks every call, from start-up to the last step, is the one that theory expects, in "
         "operation, size, number and group (`commtrace check`).",
     ]
     wrong = table.loc[table["equal"] != "yes"]
