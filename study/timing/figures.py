@@ -262,4 +262,4 @@ def transfer_by_size(sizes: pd.DataFrame) -> go.Figure:
     names = [size(one).replace(".00 ", " ").replace(".0 ", " ") for one in ticks]
     figure.update_xaxes(title_text="message", type="log", tickvals=ticks, ticktext=names, tickangle=-45)
     figure.update_yaxes(title_text="transfer, ms", type="log", dtick=1)
-    return finish(figure, "Transfers by size, cold and warm", 430)
+    return finish(figure, "Transfers by size, cold and warm: medians, and between the quartiles", 430)

@@ -16,8 +16,9 @@ overlapped; they add up to the step.
 whole job, `gflop_per_s` of a rank (the model's, without recomputation), `recorder`, `cores`, `shared_cores`,
 `others_cores` (`machine`), `late_known`.
 
-`time_points`, a row per point: of its repeats `repeats`, median, `_least` and `_most` of `step_ns`, `tokens_per_s` and
-`gflop_per_s`; the parts of the repeat with the median step; `in_calls_share`, of a step in that one.
+`time_points`, a row per point: `repeats`, and `steps` of all; of the repeat with the median step (of two, the faster)
+`step_ns`, `tokens_per_s`, `gflop_per_s`, the parts, and `in_calls_share`, the share of a step that a rank stands in
+calls; and of the first three `_least` and `_most` of any repeat.
 
 `time_bandwidths`, a row per point, operation and size, of the size that has most of the operation's bytes: `calls` and
 `busbw_gb_per_s` with `_least` and `_most`: bytes / transfer time, from the moment when the last rank was there.
@@ -171,13 +172,12 @@ def _points(runs: pd.DataFrame, median: Sequence[int]) -> pd.DataFrame:
     spread = values.agg(
         repeats=("repeat", "nunique"),
         steps=("steps", "sum"),
-        **{name: (name, "median") for name in _SPREAD},
         **{f"{name}_least": (name, "min") for name in _SPREAD},
         **{f"{name}_most": (name, "max") for name in _SPREAD},
     )
-    parts = runs.loc[[*median], [*POINT, *PARTS]].set_index(POINT)
-    in_calls = (parts["communicating_ns"] + parts["waiting_ns"]) / parts.sum(axis=1)
-    return spread.join(parts).assign(in_calls_share=in_calls).reset_index()
+    middle = runs.loc[[*median], [*POINT, *_SPREAD, *PARTS]].set_index(POINT).astype(float)
+    in_calls = (middle["communicating_ns"] + middle["waiting_ns"]) / middle[PARTS].sum(axis=1)
+    return spread.join(middle).assign(in_calls_share=in_calls).reset_index()
 
 
 def _bandwidths(results: Sequence[Result]) -> pd.DataFrame:

@@ -138,8 +138,8 @@ def by_kind(table: pd.DataFrame) -> pd.DataFrame:
 def transfers_by_size(receives: pd.DataFrame, messages: pd.DataFrame) -> pd.DataFrame:
     """Cold and warm transfers of a pipeline and of bare messages, a row per `which` and `payload_bytes`.
 
-    `transfer_ns` (median), `transfer_ns_least`, `transfer_ns_most`, `transfers`. Masks are left out: they follow right
-    behind the hidden states, on a connection that those have warmed.
+    `transfer_ns` (median), `transfer_ns_least`, `transfer_ns_most` (quartiles), `transfers`. Masks are left out: they
+    follow right behind the hidden states, on a connection that those have warmed.
     """
     parts = []
     known = receives.loc[receives["what"].isin([HAND_SHAKE, METADATA, HIDDEN_STATES]) & receives["transfer_ns"].notna()]
@@ -159,7 +159,15 @@ def transfers_by_size(receives: pd.DataFrame, messages: pd.DataFrame) -> pd.Data
             transfers=("transfer_ns", "size"),
             **{
                 f"transfer_ns{end}": ("transfer_ns", how)
-                for end, how in (("", "median"), ("_least", "min"), ("_most", "max"))
+                for end, how in (("", "median"), ("_least", _quarter), ("_most", _three_quarters))
             },
         )
     )
+
+
+def _quarter(values: pd.Series[Any]) -> float:
+    return float(values.quantile(0.25))
+
+
+def _three_quarters(values: pd.Series[Any]) -> float:
+    return float(values.quantile(0.75))
