@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 from factory import RECV, SEND, WORLD, LogFactory, ProcessFactory, record
 
+from commtrace import cli
 from commtrace.analyses.scaling.steps import calls_of, step_times
 from commtrace.errors import CommtraceError, LogError
 from commtrace.reading.run import open_run
@@ -470,6 +471,25 @@ def test_sections_say_what_they_lack(tmp_path: Path) -> None:
     assert "not run: DDP, hidden 256, sequence 256, time 1; ZeRO-1, hidden 256, sequence 256, time 1; " in missing
     assert "not run: messages" in sections[3].missing[-1]
     assert sections[3].text[-1] == "No pipeline was measured."
+
+
+def test_the_command_shows_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("plotly")
+    pytest.importorskip("jinja2")
+    told = {"title": "t", "command": "c", "ended": "2026-11-21 18:00:00", "wall_seconds": 1.0, "cpu_seconds": 1.0}
+    for of, make in ((point(), data_parallel), (point(PIPELINE), pipeline)):
+        folder = make(tmp_path / "time" / of.key)
+        (folder / "experiment.json").write_text(json.dumps(told))
+    arguments = ["study", str(tmp_path), "--part", "time", "--quick", "--no-run"]
+    assert cli.main(arguments) == 1  # 2 of 14 experiments
+    page = (tmp_path / "study.html").read_text()
+    assert "The cold first receive of a pipeline" in page
+    assert "it is the wait for the first forward pass of the stage before" in page
+    assert "echo &#39;{&#34;num_layers&#34;: 4" in page
+    points = pd.read_csv(tmp_path / "data" / "time_points.csv").set_index("scheme")
+    assert points.loc["DDP", "step_ns"] == 2_000 * US
+    assert cli.main([*arguments, "--ranks", "1"]) == 1
+    assert "--ranks 1: one rank has nobody to communicate with" in capsys.readouterr().err
 
 
 def test_every_point_is_run_before_any_is_run_again() -> None:
