@@ -307,6 +307,11 @@ def test_sentences_about_receives_are_made_of_the_numbers(results: list[Any], tm
     assert "The 256 KiB of hidden states right behind it take 45.0 us." in told
     assert "the first receive is of hidden states: 425 us, 94.1 % of it waiting" in told
     assert "Before training, 4 B are sent to make connections" in told
+    quick = {"late_ns": 0.0, "transfer_ns": 920e3, "transfer_ns_median": 920e3}
+    (other,) = verdicts.of_small_messages(kinds.assign(**{name: kinds[name].mask(kinds["what"] == "metadata", value)
+                                                          for name, value in quick.items()}))  # fmt: skip
+    assert "**Confirmed**" in other
+    assert "first forward pass" not in other
     assert "90.0 us, 44.4 % of it waiting" in told
     (told,) = verdicts.of_causes(sizes)
     assert "a connection that is new +30.0 us at 1.00 KiB" in told
@@ -484,7 +489,7 @@ def test_the_command_shows_what_there_is(tmp_path: Path, capsys: pytest.CaptureF
     assert cli.main(arguments) == 1  # 2 of 14 experiments
     page = (tmp_path / "study.html").read_text()
     assert "The cold first receive of a pipeline" in page
-    assert "it is the wait for the first forward pass of the stage before" in page
+    assert "It is the wait for the first forward pass of the stage before" in page
     assert "echo &#39;{&#34;num_layers&#34;: 4" in page
     points = pd.read_csv(tmp_path / "data" / "time_points.csv").set_index("scheme")
     assert points.loc["DDP", "step_ns"] == 2_000 * US

@@ -172,15 +172,21 @@ def of_small_messages(kinds: pd.DataFrame) -> Iterator[str]:
         return
     waiting = metadata.late_ns / metadata.receive_ns
     computing = metadata.sender_computing_ns / metadata.late_ns if metadata.late_ns else 0.0
+    later = rows.get((HIDDEN_STATES, LATER_FIRST))
+    slow = later is not None and metadata.transfer_ns_median > COLDER * later.transfer_ns_median
+    verdict = SHARPENED if waiting > MOSTLY else CONFIRMED if slow else CONTRADICTED
+    waits = (
+        " It is the wait for the first forward pass of the stage before, and the message is small because DeepSpeed "
+        "sends the shapes before the first activations."
+    )
     yield finding(
         'this is so "particularly in small message sizes (first iteration receive operations can cause on overhead on '
         'the order of thousands of milliseconds)".',
-        SHARPENED if waiting > MOSTLY else CONTRADICTED,
+        verdict,
         f"The first receive of the first step is {size(metadata.payload_bytes)} of metadata and takes "
         f"{_took(metadata)}; {share(waiting)} of it is before the sender begins to send, and {share(computing)} of "
-        "that the sender computes: it is the wait for the first forward pass of the stage before, and the message is "
-        "small because DeepSpeed sends the shapes before the first activations.",
-        _beside(rows.get((HIDDEN_STATES, FIRST)), rows.get((HIDDEN_STATES, LATER_FIRST))),
+        f"that the sender computes.{waits if verdict == SHARPENED else ''}",
+        _beside(rows.get((HIDDEN_STATES, FIRST)), later),
         _shaken(shake),
     )
 

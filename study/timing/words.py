@@ -110,8 +110,8 @@ def _activations(rows: dict[Any, Any]) -> Iterator[str]:
             f"The first {what}, {size(first.payload_bytes)}: a transfer of {time(first.transfer_ns_median)}, "
             f"{ratio:.2f} times the later ones' median ({time(later.transfer_ns_median)}; "
             f"{time(later.transfer_ns_least)} to {time(later.transfer_ns_most)}), {'within' if within else 'outside'} "
-            f"their spread. Of all the time in later receives of {what} {share(later.late_ns / later.receive_ns)} is "
-            "waiting for the sender."
+            f"their spread. Behind the first micro-batch of later steps, {share(later.late_ns / later.receive_ns)} of "
+            f"the time in receives of {what} is waiting for the sender."
         )
 
 
