@@ -122,8 +122,7 @@ class Collectives:
         own, to = call.global_rank(call.group.rank()), call.global_rank(call["dst"])
         for tensor in tensors:
             where = self._where(call, own, to, call["tag"])
-            if tensor not in self._unknown:
-                self._mail.post(where, tensor)
+            self._mail.post(where, tensor, known=tensor not in self._unknown)
 
     def _receive(self, call: Call, tensors: list[torch.Tensor]) -> None:
         source = -1 if call["src"] is None else call.global_rank(call["src"])
@@ -149,8 +148,8 @@ class Collectives:
             return
         shares = call["input_tensors"][0] if call.name == "scatter_" else None
         for number, tensor in enumerate(outputs if shares is None else shares):
-            if tensor not in self._unknown:
-                self._mail.post((*where, number, 0) if shares is not None else (*where, 0, number), tensor)
+            place = (*where, number, 0) if shares is not None else (*where, 0, number)
+            self._mail.post(place, tensor, known=tensor not in self._unknown)
         if shares is not None:
             self._copy(shares[call.group.rank()], outputs[0])
 

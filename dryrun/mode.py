@@ -13,6 +13,7 @@ It stands below autograd, DDP's reducer and DTensor, and sees plain operators on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -35,6 +36,10 @@ _SHAPED: Final = "makes a shape from numbers that a dry run does not compute; it
 
 _disabled: Final = torch._C._disabled_torch_dispatch_impl
 
+_dtype: Final = attrgetter("dtype")
+_is_meta: Final = attrgetter("is_meta")
+_layout: Final = attrgetter("layout")
+
 functional: Final[Any] = torch.ops._c10d_functional
 
 
@@ -55,7 +60,7 @@ class DryRun(TorchDispatchMode):
             Sort.NUMBER: self._number,
             Sort.SHAPE: self._shape,
             Sort.INDEX: self._index,
-            Sort.JOIN: self._join,
+            Sort.JOIN: self._new,
             Sort.COPY: self._copy,
         }
 
@@ -85,6 +90,10 @@ class DryRun(TorchDispatchMode):
             if plan.sort is Sort.REAL:
                 self._real[func] = func._op
             return func(*args, **kwargs)
+        if plan.sort is Sort.JOIN:
+            joined = self._joined(func, args, kwargs)
+            if joined is not None:
+                return joined
         tensors = [*tensors_in(args), *tensors_in([*kwargs.values()])]
         if _is_shapes_only(tensors, kwargs):
             return func(*args, **kwargs)
@@ -144,17 +153,21 @@ class DryRun(TorchDispatchMode):
         self.unknown.add(tensors_in(result))
         return result
 
-    def _join(
-        self, func: Any, plan: Plan, tensors: list[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        first, dim = tensors[0], args[1] if len(args) > 1 else 0
-        alike = first.dim() == 1 and all(tensor.dim() == 1 and tensor.dtype == first.dtype for tensor in tensors)
-        length = sum(tensor.numel() for tensor in tensors) if alike and dim in (0, -1) else 0
-        if length <= (SMALL if self.unknown.any(tensors) else _LOADED):
-            return self._new(func, plan, tensors, args, kwargs)
-        result = memory.empty((length,), (1,), first.dtype)
-        self.unknown.add([result])
-        return result
+    def _joined(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """Of pieces that have one dimension, as ZeRO-3 has thousands. None where they are others."""
+        pieces, dim = args[0], args[1] if len(args) > 1 else 0
+        if dim not in (0, -1) or {*map(torch.Tensor.dim, pieces)} != {1} or any(map(_is_meta, pieces)):
+            return None
+        dtypes = {*map(_dtype, pieces)}
+        if len(dtypes) > 1 or {*map(_layout, pieces)} != {torch.strided}:
+            return None
+        length, unknown = sum(map(torch.Tensor.numel, pieces)), self.unknown.any(pieces)
+        if length <= (SMALL if unknown else _LOADED):
+            joined: torch.Tensor = self._computed(func, args, kwargs, unknown)
+            return joined
+        joined = memory.empty((length,), (1,), dtypes.pop())
+        self.unknown.add([joined])
+        return joined
 
     def _computed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], unknown: bool) -> Any:
         result = func(*args, **kwargs)

@@ -31,9 +31,12 @@ _rows: list[dict[str, Any]] = []
 _told = 0
 
 
-def notice(what: str) -> None:
-    """The program asks for something that is not there; `what` says it, and what is done in place of it."""
-    frame = _asking()
+def notice(what: str, *, led_to: bool = False) -> None:
+    """The program asks for something that is not there; `what` says it, and what is done in place of it.
+
+    `led_to`: also where torch or DeepSpeed asks, as the line of the program has it do.
+    """
+    frame = _asking(led_to)
     if frame is None:
         return
     file, line = frame.f_code.co_filename, frame.f_lineno
@@ -56,14 +59,20 @@ def tell() -> None:
             recorder.tables.add("notices", **_rows[_told - 1])
 
 
-def _asking() -> FrameType | None:
-    """The innermost frame that does not just pass a request on; None where that is torch's own, or DeepSpeed's."""
+def _asking(led_to: bool) -> FrameType | None:
+    """The innermost frame that does not just pass a request on; None where that is torch's own, or DeepSpeed's.
+
+    Those are passed over as well where it is the program's line that is wanted.
+    """
     torch, passing = _folder("torch"), tuple(_folder("torch") + file for file in _PASSING_ON)
+    libraries = (torch, _folder("deepspeed"))
+    if led_to:
+        passing += libraries
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(("<", _folder("numpy"), *passing, *_OWN)) and not _is_standard(file):
-            return None if file.startswith((torch, _folder("deepspeed"))) else frame
+            return None if file.startswith(libraries) else frame
         frame = frame.f_back
     return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -21,6 +22,7 @@ _LAUNCHERS: Final = (
     "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE",
 )  # fmt: skip
 _POLL_SECONDS: Final = 0.02
+_LAST_WORDS_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True)
@@ -208,9 +210,19 @@ def _ended(process: subprocess.Popen[bytes], deadline: float) -> tuple[int, int,
             process.returncode = os.waitstatus_to_exitcode(status)
             return process.returncode, usage.ru_maxrss << 10, timed_out
         if time.monotonic() > deadline:
-            timed_out = True
-            _kill(process)
+            if timed_out:
+                _kill(process)
+            else:
+                timed_out, deadline = True, deadline + _LAST_WORDS_SECONDS
+                _ask_where_it_is(process)
         time.sleep(_POLL_SECONDS)
+
+
+def _ask_where_it_is(process: subprocess.Popen[bytes]) -> None:
+    """On SIGABRT a simulated rank writes the stacks of its threads, and ends."""
+    with contextlib.suppress(OSError):
+        resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))
+        os.killpg(process.pid, signal.SIGABRT)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

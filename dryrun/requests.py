@@ -49,7 +49,7 @@ def _saving(unknown: Unknown) -> Callable[[Callable[..., Any]], Callable[..., An
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
             if any(tensor.numel() > SMALL and tensor in unknown for tensor in _held(obj)):
-                notice(_SAVED)
+                notice(_SAVED, led_to=True)
                 return None
             return original(obj, *args, **kwargs)
 

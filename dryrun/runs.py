@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -15,6 +15,7 @@ from typing import Final
 from commtrace import settings as all_settings
 from commtrace.commands.run import traced
 from commtrace.errors import CommtraceError, LogError
+from commtrace.log_writer import say
 from commtrace.reading.log import Log, open_log
 from commtrace.reading.names import compact
 from commtrace.reading.run import Run
@@ -56,15 +57,23 @@ class Request:
     limit_seconds: float
 
 
+class _RankFailedError(DryRunError):
+    """A rank did not end well; `output` are its last lines."""
+
+    def __init__(self, what: str, output: str) -> None:
+        super().__init__(what)
+        self.output = output
+
+
 def dry_run(request: Request) -> int:
     """Run what is asked for, write the log, print a line a rank. Raises CommtraceError."""
     command = _program(request.command)
     ranks = _ranks(request.ranks, request.world_size)
-    problem = obstacle()
+    out = Path(os.path.abspath(request.out or all_settings.DEFAULT_DIRECTORY))
+    problem = obstacle() or _unwritable(out)
     if problem:
         raise DryRunError(problem)
-    out = os.path.abspath(request.out or all_settings.DEFAULT_DIRECTORY)
-    environment = traced(os.environ, out)
+    environment = traced(os.environ, str(out))
     settings = all_settings.from_environment(environment)
     assert settings is not None
     with tempfile.TemporaryDirectory(prefix="commtrace-dryrun-") as folder:
@@ -84,12 +93,51 @@ def dry_run(request: Request) -> int:
         def run(some: Sequence[int]) -> None:
             _check(simulate(job, some, at_once, outcomes))
 
-        run(ranks)
-        alike = _alike(request.world_size, outcomes, run) if request.ranks == ALL_DISTINCT else {}
-        for rank in sorted(alike) or ranks:
-            print(_publish(outcomes[rank], Path(out), settings, alike.get(rank, ())), flush=True)
-    print(f"the log of run {job.run} is in {out}")
+        try:
+            run(ranks)
+            alike = _alike(request.world_size, outcomes, run) if request.ranks == ALL_DISTINCT else {}
+        except _RankFailedError as error:
+            # Of ranks that were found here nobody knows yet for which others they stand.
+            whole = [rank for rank in ranks if rank in outcomes and not outcomes[rank].status]
+            if request.ranks == ALL_DISTINCT or not whole:
+                raise DryRunError(f"{error}; no log was written{error.output}") from None
+            where = _publish_all(job, {rank: outcomes[rank] for rank in whole}, out, settings, {})
+            raise DryRunError(
+                f"{error}; the log of rank{'s' * (len(whole) > 1)} {compact(whole)}, done before, is in {where}"
+                f"{error.output}"
+            ) from None
+        written = _publish_all(job, {rank: outcomes[rank] for rank in sorted(alike) or ranks}, out, settings, alike)
+    print(f"the log of run {job.run} is in {written}")
     return 0
+
+
+def _unwritable(out: Path) -> str:
+    """Why no log can be written there; "" where one can be. It is made when there is something to write."""
+    there = next(folder for folder in (out, *out.parents) if os.path.lexists(folder))
+    if not there.is_dir():
+        return f"--out {out}: {there} is not a folder"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"--out {out}: nothing can be written into {there}; choose another folder"
+    return ""
+
+
+def _publish_all(
+    job: Job, outcomes: Mapping[int, Outcome], out: Path, settings: Settings, alike: Mapping[int, Sequence[int]]
+) -> Path:
+    """Write the logs of ranks and say what each took; returns where they are.
+
+    Where the folder has no room for them they go into one for temporary files: hours of work may be behind them.
+    """
+    try:
+        lines = [_publish(outcome, out, settings, alike.get(rank, ())) for rank, outcome in outcomes.items()]
+    except OSError as error:
+        shutil.rmtree(out / job.run, ignore_errors=True)
+        refuge = Path(tempfile.mkdtemp(prefix="commtrace-logs-"))
+        say(f"{out}: {error.strerror}; the log goes to {refuge}")
+        out = refuge
+        lines = [_publish(outcome, out, settings, alike.get(rank, ())) for rank, outcome in outcomes.items()]
+    print("\n".join(lines), flush=True)
+    return out
 
 
 def _alike(
@@ -149,23 +197,31 @@ def _ranks(text: str, world_size: int) -> list[int]:
 
 
 def _check(outcomes: Mapping[int, Outcome]) -> None:
-    """Raises DryRunError where a rank failed."""
+    """Raises _RankFailedError where a rank failed."""
     for outcome in outcomes.values():
         if outcome.status:
             salvage(outcome.log)  # nothing of it stays in memory
-        if outcome.timed_out:
-            raise DryRunError(
-                f"rank {outcome.rank} was not done after {outcome.seconds:.0f} s; --limit gives it longer"
-            )
-        if outcome.status:
-            how = f"by signal {-outcome.status}" if outcome.status < 0 else f"with status {outcome.status}"
-            output = "".join(f"\n    {line}" for line in _last_lines(outcome.output))
-            raise DryRunError(f"rank {outcome.rank} ended {how}; no log was written{output}")
+            raise _RankFailedError(_how(outcome), _last_lines(outcome))
 
 
-def _last_lines(file: Path) -> Iterator[str]:
-    text = file.read_bytes().decode(errors="replace")
-    yield from text.splitlines()[-_LAST_LINES:]
+def _how(outcome: Outcome) -> str:
+    """A rank ended that should not have ended so."""
+    if outcome.timed_out:
+        return f"rank {outcome.rank} was not done after {outcome.seconds:.0f} s (--limit gives it longer)"
+    how = f"by signal {-outcome.status}" if outcome.status < 0 else f"with status {outcome.status}"
+    return f"rank {outcome.rank} ended {how}"
+
+
+def _last_lines(outcome: Outcome) -> str:
+    """Of what a rank wrote, below a line of their own; all of it is kept where that is more."""
+    lines = outcome.output.read_text(errors="replace").splitlines()
+    shown = "".join(f"\n    {line}" for line in lines[-_LAST_LINES:])
+    if len(lines) <= _LAST_LINES:
+        return shown
+    handle, kept = tempfile.mkstemp(prefix=f"commtrace-dryrun-rank{outcome.rank:05d}-", suffix=".txt")
+    os.close(handle)
+    shutil.copyfile(outcome.output, kept)
+    return f"{shown}\nall that it wrote is in {kept}"
 
 
 def _log_of(outcome: Outcome) -> Log:

@@ -7,6 +7,8 @@ there gets an error.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import faulthandler
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -70,6 +72,9 @@ def uninstall() -> None:
 def _simulate(run: str, folder: Path, environ: Mapping[str, str]) -> _Rank:
     rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     memory.prepare()
+    if not faulthandler.is_enabled():
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # a stderr that is no file
+            faulthandler.enable()  # where it was, when it is ended: `ranks`
     unknown, topology = Unknown(), Topology()
     simulated = _Rank(
         DryRun(unknown),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,9 +31,11 @@ def calls(run: Run) -> pd.DataFrame:
     return events[SAME].astype(object).assign(flags=flags).fillna("missing")
 
 
-def assert_same(real: Run, dry: Run) -> None:
-    """Rank by rank and call by call the same, and there are calls."""
+def assert_same(real: Run, dry: Run, ranks: Sequence[int] = ()) -> None:
+    """Rank by rank (of `ranks`, where there are some) and call by call the same, and there are calls."""
     expected, found = calls(real), calls(dry)
+    if ranks:
+        expected = expected.loc[expected["rank"].isin(ranks)]
     assert sorted(set(found["rank"])) == sorted(set(expected["rank"]))
     assert len(expected)
     for rank, part in expected.groupby("rank"):
@@ -42,13 +45,16 @@ def assert_same(real: Run, dry: Run) -> None:
         assert len(other) == len(part), f"rank {rank}"
 
 
-def simulated(program: str, folder: Path, world: int, *arguments: object, small: int) -> None:
-    """Run a program of `tests/programs` as every rank of a dry run; tensors of up to `small` elements are computed."""
+def simulated(program: str, folder: Path, world: int, *arguments: object, small: int, log: Path | None = None) -> None:
+    """Run a program of `tests/programs` as every rank of a dry run; tensors of up to `small` elements are computed.
+
+    It begins its logs itself, or has one in `log`.
+    """
     mail = folder / "mail"
     mail.mkdir(parents=True)
     path = processes.PROGRAMS / f"{program}.py"
     started = trainings.parent().start(
-        "simulate", folder / "log", small, world, mail, path, *arguments, ranks=1, traced=False
+        "simulate", log or folder / "log", small, world, mail, path, *arguments, ranks=1, traced=log is not None
     )
     assert started.wait(LIMIT_SECONDS) == [0], started.output(0)[-4000:]
 

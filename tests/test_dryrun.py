@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -179,6 +180,61 @@ def test_what_cannot_be_is_said(
     assert main(["dryrun", *options, "--out", str(tmp_path / "log"), *command]) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "log").exists()
+
+
+FAILING: Final = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(3))
+if dist.get_rank() == 2:
+    print(*(f"line {number}" for number in range(40)), sep="\\n", flush=True)
+    raise RuntimeError("the third rank does not like it")
+if dist.get_rank() == 3:
+    time.sleep(600)
+"""
+
+
+def test_what_was_recorded_before_a_rank_failed_is_not_lost(tmp_path: Path) -> None:
+    """Nor what the rank wrote, nor the log where its folder takes nothing."""
+    result = dry_run(tmp_path, "--world-size", "4", "--ranks", "0,2", script=FAILING)
+    assert result.status == 1
+    assert "rank 2 ended with status 1; the log of rank 0, done before, is in" in result.err
+    assert "RuntimeError: the third rank does not like it" in result.err
+    assert "line 39" in result.err
+    assert "line 0\n" not in result.err
+    kept = Path(result.err.strip().rpartition("all that it wrote is in ")[2])
+    assert kept.read_text().startswith("line 0\nline 1\n")
+    kept.unlink()
+    assert open_run(tmp_path / "log").events()["rank"].unique().tolist() == [0]
+
+    (tmp_path / "log" / open_run(tmp_path / "log").id).rename(tmp_path / "other")
+    (tmp_path / "log").rmdir()
+    (tmp_path / "log").symlink_to("/proc/self/fdinfo")
+    result = dry_run(tmp_path, "--world-size", "4", "--ranks", "0", script=FAILING)
+    assert result.status == 0, result.err
+    refuge = Path(result.out.strip().rpartition(" is in ")[2])
+    assert f"the log goes to {refuge}" in result.err
+    assert len(open_run(refuge).events())
+    shutil.rmtree(refuge)
+
+
+def test_a_rank_that_hangs_says_where(tmp_path: Path) -> None:
+    result = dry_run(tmp_path, "--world-size", "4", "--ranks", "3", "--limit", "20", script=FAILING)
+    assert result.status == 1
+    assert "rank 3 was not done after" in result.err
+    assert f'train.py", line {1 + FAILING.splitlines().index("    time.sleep(600)")} in <module>' in result.err
+    assert not (tmp_path / "log").exists()
+
+
+def test_a_folder_that_cannot_be_is_named_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(["dryrun", "--world-size", "2", "--out", str(tmp_path / "file" / "log"), "true"]) == 1
+    assert f"{tmp_path / 'file'} is not a folder" in capsys.readouterr().err
 
 
 def test_a_limited_address_space_is_named(tmp_path: Path) -> None:

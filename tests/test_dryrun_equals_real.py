@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import pytest
 
@@ -13,23 +14,82 @@ pytest.importorskip("deepspeed")
 pytest.importorskip("yaml")
 
 import dry_runs
+import pipelines
 import processes
+import sequence_trainings
+import sharding
 import trainings
 
 from commtrace.reading.run import Run, open_run
 
-SMALL = 512
+SMALL: Final = 512
 """So few that most of a tiny model is not computed either."""
 
-VARIANTS = ("ddp", "zero1-round", "zero3-limits")
-MORE_VARIANTS = ("ddp-static", "zero0", "zero2-owners")
-SHARED = ("tp2-ddp", "tp2-zero1-early", "tp4-zero1")
+Runs = Callable[[], dict[str, Run]]
+
+
+class Start(NamedTuple):
+    """Trainings that are dry-run in one start, of so many ranks; the real ones are those of other tests."""
+
+    ranks: int
+    real: dict[str, Runs]
+    wanted: Mapping[str, Any]
+
+
+def of(ranks: int, runs: Runs, wanted: Mapping[str, Any], *names: str) -> Start:
+    """All of some trainings, or those of these names."""
+    return Start(ranks, dict.fromkeys(names or wanted, runs), wanted)
+
+
+def together(*starts: Start) -> Start:
+    """In one start."""
+    real = {name: runs for start in starts for name, runs in start.real.items()}
+    return Start(starts[0].ranks, real, {name: one for start in starts for name, one in start.wanted.items()})
+
+
+# Their calls depend on what is computed: how many tokens go to which expert.
+SUITABLE: Final = {
+    name: one for name, one in sequence_trainings.FIXED.items() if name not in sequence_trainings.BOUNDED
+}
+
+STARTS: Final = {
+    "four": together(
+        of(4, trainings.shared, trainings.SHARED, "tp2-zero1"),
+        of(4, sequence_trainings.runs, SUITABLE, "sp2-zero0", "ulysses2-zero0", "ring2-ddp", "moe4x4-zero1"),
+        of(4, pipelines.RUNS[4], pipelines.FOUR, "pp2tp2"),
+    ),
+    "two": of(2, pipelines.RUNS[2], pipelines.TWO, "pp2-tied"),
+    "eight": of(8, pipelines.RUNS[8], pipelines.EIGHT),
+}
+"""The GPT-NeoX workload: tensor, sequence, context and expert parallel, pipelines, and three at once."""
+
+MORE_STARTS: Final = {
+    "ddp and zero": of(
+        3,
+        trainings.variants,
+        trainings.VARIANTS,
+        *("ddp", "ddp-static", "zero0", "zero1-round", "zero2-owners", "zero3-limits"),
+    ),
+    "tensor": of(4, trainings.shared, trainings.SHARED),
+    "sequence": of(4, sequence_trainings.runs, SUITABLE),
+    "pipelines of two": of(2, pipelines.RUNS[2], pipelines.TWO),
+    "pipelines of four": of(4, pipelines.RUNS[4], pipelines.FOUR),
+    "sharded": of(4, sharding.sharded, sharding.SHARDED),
+}
 
 
 @functools.cache
-def dry_variants(folder: Path, names: tuple[str, ...]) -> dict[str, Run]:
-    """Dry runs of some of trainings.VARIANTS, on three ranks."""
-    return dry_runs.trained({name: trainings.VARIANTS[name] for name in names}, folder, 3, SMALL)
+def dry(folder: Path, which: str) -> dict[str, Run]:
+    """Dry runs of a start."""
+    start = {**STARTS, **MORE_STARTS}[which]
+    # ZeRO-3 last: it changes linear layers for the rest of its process.
+    names = sorted(start.real, key=lambda name: "zero3" in name)
+    return dry_runs.trained({name: start.wanted[name] for name in names}, folder / which, start.ranks, SMALL)
+
+
+def listed(starts: dict[str, Start]) -> list[tuple[str, str]]:
+    """(start, training)."""
+    return [(which, name) for which, start in starts.items() for name in start.real]
 
 
 @pytest.fixture(scope="module")
@@ -38,34 +98,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("dry")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", VARIANTS)
-def test_ddp_and_every_stage_of_zero(name: str, folder: Path) -> None:
-    dry_runs.assert_same(trainings.variants()[name], dry_variants(folder / "variants", VARIANTS)[name])
+@pytest.mark.parametrize(("which", "name"), listed(STARTS))
+def test_the_workload_in_every_way(which: str, name: str, folder: Path) -> None:
+    dry_runs.assert_same(STARTS[which].real[name]()[name], dry(folder, which)[name])
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", MORE_VARIANTS)
-def test_further_settings_of_ddp_and_zero(name: str, folder: Path) -> None:
-    dry_runs.assert_same(trainings.variants()[name], dry_variants(folder / "more", MORE_VARIANTS)[name])
+@pytest.mark.parametrize(("which", "name"), listed(MORE_STARTS))
+def test_the_workload_in_more_ways(which: str, name: str, folder: Path) -> None:
+    dry_runs.assert_same(MORE_STARTS[which].real[name]()[name], dry(folder, which)[name])
 
 
-@functools.cache
-def dry_shared(folder: Path) -> dict[str, Run]:
-    """Dry runs of some of trainings.SHARED, on four ranks."""
-    wanted: dict[str, dict[str, Any]] = {name: trainings.SHARED[name] for name in SHARED}
-    return dry_runs.trained(wanted, folder, 4, SMALL)
+# ---- small models divided in torch's and DeepSpeed's own ways --------------------------------------------------------
 
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", SHARED)
-def test_tensor_parallelism(name: str, folder: Path) -> None:
-    dry_runs.assert_same(trainings.shared()[name], dry_shared(folder / "shared")[name])
-
-
-WAYS: Final = {"fsdp2": 2, "tensor": 2}
+WAYS: Final = {"fsdp1": 2, "fsdp2": 2, "tensor": 2, "pipeline": 2}
 """Functions of tests/programs/sharded.py, and on how many ranks."""
-MORE_WAYS: Final = {"pipeline": 2, "hsdp": 4, "sharded_tensor": 4, "deepspeed_pipeline": 4}
+MORE_WAYS: Final = {"hsdp": 4, "sharded_tensor": 4, "deepspeed_pipeline": 4}
 
 
 def orders(folder: Path, ways: list[str]) -> Path:
@@ -79,7 +127,7 @@ def orders(folder: Path, ways: list[str]) -> Path:
 
 @functools.cache
 def both(folder: Path, ways: tuple[str, ...], world: int) -> None:
-    """Real runs and dry ones; those that wait for each other's messages in a start of their own."""
+    """Real runs and dry ones."""
     real = trainings.parent().start(
         "sharded", folder / "log", orders(folder / "real", [*ways]), ranks=world, traced=False
     )
@@ -89,17 +137,14 @@ def both(folder: Path, ways: tuple[str, ...], world: int) -> None:
 
 
 def assert_same(way: str, ways: dict[str, int], folder: Path) -> None:
-    """What runs alone is a start of its own, everything else is one."""
-    together = tuple(other for other in ways if "pipeline" not in other)
-    run = (way,) if "pipeline" in way else together
-    here = folder / run[0]
-    here.mkdir(exist_ok=True)
-    both(here, run, ways[way])
+    """All in one start."""
+    here = folder / "-".join(ways)
+    both(here, (*ways,), ways[way])
     dry_runs.assert_same(open_run(here / "real" / way), open_run(here / "dry" / way))
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_sharding_tensors_and_pipelines(way: str, folder: Path) -> None:
+def test_ways_of_torch(way: str, folder: Path) -> None:
     assert_same(way, WAYS, folder)
 
 

@@ -41,7 +41,8 @@ def become_rank(order: dict[str, Any], rank: int) -> None:
     os.dup2(1, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    world = {"RANK": rank, "WORLD_SIZE": order["ranks"], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": order["port"]}
+    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": order["ranks"]}
+    world.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=order["port"])
     os.environ.update({name: str(value) for name, value in world.items()})
     os.environ.update(order["settings"])
     session.settings = settings.for_directory(order["directory"], os.environ) if order["directory"] else None

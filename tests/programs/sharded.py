@@ -66,6 +66,25 @@ def fsdp2() -> None:
     train(whole, clipped=True)
 
 
+def fsdp1() -> None:
+    """The same by the class that came before, whose parameters are flat."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    whole = FullyShardedDataParallel(
+        model(),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
+        device_id=torch.device("cpu"),
+    )
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        whole(torch.randn(2, 6, WIDTH)).float().square().mean().backward()
+        whole.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def hsdp() -> None:
     """Sharded over pairs, replicated over them."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
@@ -158,6 +177,5 @@ def main(orders: list[dict[str, Any]]) -> None:
         commtrace.stop()
 
 
-os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
 with open(sys.argv[1]) as file:
     main(json.load(file))

@@ -1,44 +1,41 @@
-"""python simulate.py SMALL WORLD MAIL PROGRAM [ARGUMENT ...]: a program as every rank of a dry run, one by one.
+"""python simulate.py SMALL WORLD MAIL PROGRAM [ARGUMENT ...]: a program as every rank of a dry run, all at once.
 
-SMALL: elements up to which tensors are computed; MAIL: an empty folder in one that lies beside the logs. A rank is a
-fork of this process, which has imported torch.
+SMALL: elements up to which tensors are computed; MAIL: an empty folder. A rank is a fork of this process, which has
+imported torch. One that needs what another rank has not sent yet waits for it here, where `commtrace dryrun` would run
+it again: many trainings in one start would begin anew many times.
 """
 
 from __future__ import annotations
 
 import os
 import runpy
+import signal
 import sys
+import time
 from pathlib import Path
 
 from commtrace.dryrun import memory
-from commtrace.session import session
 
 small, world, mail, *program = sys.argv[1:]
 memory.SMALL = int(small)  # type: ignore[misc]
 
 
 def main() -> bool:
-    """Every rank until it is done; True in a rank."""
-    from commtrace.dryrun.mail import WAITING
-
-    waiting = [*range(int(world))]
-    attempts = 0
-    while waiting:
-        rank, attempts = waiting.pop(0), attempts + 1
-        assert attempts < 100, "ranks wait for each other"
+    """Every rank until all are done; True in a rank."""
+    running: dict[int, int] = {}
+    for rank in range(int(world)):
         pid = os.fork()
         if pid == 0:
             return become(rank)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if status == WAITING:
-            waiting.append(rank)
-            for file in Path(mail).parents[1].glob(f"*/*/*/rank{rank:05d}-*"):
-                file.unlink()
-        elif status:
-            sys.exit(status)
-        else:
-            Path(mail, f"done-{rank:05d}").touch()
+        running[pid] = rank
+    while running:
+        pid, status = os.wait()
+        rank = running.pop(pid)
+        if status:
+            for other in running:
+                os.kill(other, signal.SIGKILL)
+            sys.exit(f"rank {rank} ended with status {os.waitstatus_to_exitcode(status)}")
+        Path(mail, f"done-{rank:05d}").touch()
     return False
 
 
@@ -47,7 +44,9 @@ def become(rank: int) -> bool:
     os.environ.update(RANK=str(rank), WORLD_SIZE=world, LOCAL_RANK=str(rank), COMMTRACE_SIMULATED=f"0:simulated:{mail}")
     sys.argv = program
     from commtrace.dryrun import simulation
+    from commtrace.dryrun.mail import Mail
 
+    Mail._wait_for = lambda self, source: time.sleep(0.005)  # type: ignore[method-assign]
     simulation.install()
     if "deepspeed" in sys.modules:
         from commtrace.dryrun import deepspeed
@@ -57,5 +56,4 @@ def become(rank: int) -> bool:
 
 
 if main():
-    assert session.settings is None
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,101 @@
+"""Users' own scripts, which know nothing of commtrace, dry-run without an edit: the calls are those of real runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import dry_runs
+import processes
+import pytest
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("yaml")
+
+import trainings
+
+from commtrace.reading.run import Run, open_run
+
+SMALL: Final = 512
+CONFIG: Final[dict[str, Any]] = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "steps_per_print": 1000,
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 20_000},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+}
+"""What a DeepSpeed script is configured with; torch's AdamW, so that the real run compiles nothing."""
+
+
+def script(name: str) -> Path:
+    """The script of a name."""
+    return processes.PROGRAMS / f"user_{name}.py"
+
+
+def real(name: str, folder: Path, *arguments: object) -> Run:
+    """On two ranks."""
+    started = trainings.parent().start(f"user_{name}", folder / "real", *arguments, recorder="python")
+    assert started.wait(dry_runs.LIMIT_SECONDS) == [0, 0], started.output(0)[-4000:]
+    return open_run(folder / "real")
+
+
+def dry(name: str, folder: Path, *arguments: object, ranks: str = "all") -> tuple[Run, processes.Result]:
+    """By the command."""
+    command = [sys.executable, "-m", "commtrace.cli", "dryrun", "--world-size", "2", "--ranks", ranks, "--jobs", "2"]
+    program = [sys.executable, str(script(name)), *map(str, arguments)]
+    result = processes.run([*command, "--out", str(folder / "dry"), *program], limit=dry_runs.LIMIT_SECONDS, cwd=folder)
+    assert result.status == 0, result.err
+    return open_run(folder / "dry"), result
+
+
+def line_of(name: str, text: str) -> int:
+    """Of a script."""
+    return next(number for number, line in enumerate(script(name).read_text().splitlines(), 1) if text in line)
+
+
+def noticed(run: Run) -> dict[int, str]:
+    """Lines of the script that asked for what a dry run does not have."""
+    rows = run.processes[0].tables.notices
+    return {row["line"]: row["what"] for row in rows if "user_" in row["file"]}
+
+
+def test_a_plain_loop_under_ddp(tmp_path: Path) -> None:
+    """With loaders that have workers, mixed precision, a gradient scaler, clipping, checkpoints, printed losses."""
+    options = ("--batch-size", 16, "--checkpoints")
+    expected = real("ddp", tmp_path, *options, tmp_path / "real-checkpoints")
+    run, result = dry("ddp", tmp_path, *options, tmp_path / "checkpoints")
+    dry_runs.assert_same(expected, run)
+    assert result.out.count("% right") == 2
+    assert len([*(tmp_path / "real-checkpoints").iterdir()]) == 2
+    assert not [*(tmp_path / "checkpoints").iterdir()]
+    told = noticed(run)
+    assert "no file is written" in told[line_of("ddp", "torch.save(")]
+    assert "reads a number" in told[line_of("ddp", "total.item()")]
+
+
+def test_a_script_as_in_deepspeeds_tutorial(tmp_path: Path) -> None:
+    """The real one with torch's AdamW; the dry one with DeepSpeed's, which is in C++ and is not compiled here."""
+    config = tmp_path / "ds.json"
+    options = ("--deepspeed", "--deepspeed_config", config, "--save-dir")
+    config.write_text(json.dumps(CONFIG))
+    expected = real("deepspeed", tmp_path, *options, tmp_path / "real-saved")
+    config.write_text(json.dumps({**CONFIG, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}))
+    run, result = dry("deepspeed", tmp_path, *options, tmp_path / "saved", ranks="0")
+    dry_runs.assert_same(expected, run, ranks=[0])
+    assert "Finished training" in result.out
+    assert [*(tmp_path / "real-saved").rglob("*states.pt")]
+    assert not [*(tmp_path / "saved").rglob("*states.pt")]
+    assert "no file is written" in noticed(run)[line_of("deepspeed", "engine.save_checkpoint(")]
+
+
+def test_a_loop_like_hugging_faces_trainer(tmp_path: Path) -> None:
+    """With accumulation that does not synchronise, recomputation, predictions of all ranks, early stopping."""
+    expected = real("trainer", tmp_path, f"output={tmp_path / 'real-out'}")
+    log = tmp_path / "dry"
+    dry_runs.simulated("user_trainer", tmp_path / "x", 2, f"output={tmp_path / 'out'}", small=SMALL, log=log)
+    dry_runs.assert_same(expected, open_run(log))
