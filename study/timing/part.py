@@ -118,7 +118,7 @@ def _not_run(wanted: Sequence[Point] | Sequence[Messages], found: Mapping[str, P
     """The first few by name."""
     missing = [one.title for one in wanted if one.key not in found]
     more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-    return [f"not run: {'; '.join(missing[:_NAMED])}{more}"] if missing else []
+    return [f"{'; '.join(missing[:_NAMED])}{more}"] if missing else []
 
 
 def _iterations(tables: NamedTables, missing: Sequence[str]) -> Section:
