@@ -19,6 +19,7 @@ _BROWSERS: Final = ("chromium", "chromium-browser", "google-chrome", "google-chr
 _PAGE: Final = "<!DOCTYPE html><meta charset='utf-8'><script src='plotly.js'></script>"
 _DRAW: Final = """([figure, width]) => {
     const one = JSON.parse(figure);
+    one.layout.margin = {...one.layout.margin, t: 76};
     return Plotly.toImage(one, {format: 'svg', width, height: one.layout.height});
 }"""
 

@@ -88,10 +88,11 @@ def _combined(results: Results, some: list[Recorded]) -> Section:
 def _every(results: Results) -> Section:
     table = points(results.recorded.values())
     equal = int((table["equal"] == "yes").sum())
+    compared = "all" if equal == len(table) else f"{equal:,}"
     texts = [
-        f"{plural(len(results.recorded), 'dry run')}, {plural(len(table), 'rank')} run, "
-        f"{int(table['calls'].sum()):,} calls. For {equal} of these ranks every call, from start-up to the last step, "
-        "is the one that theory expects, in operation, size, number and group (`commtrace check`)."
+        f"{plural(len(results.recorded), 'dry run')}, {plural(len(table), 'rank')} run, {table['calls'].sum():,} calls. "
+        f"For {compared} of these ranks every call, from start-up to the last step, is the one that theory expects, in "
+        "operation, size, number and group (`commtrace check`)."
     ]
     wrong = table.loc[table["equal"] != "yes"]
     texts += [

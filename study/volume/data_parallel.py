@@ -20,6 +20,8 @@ from .words import CONFIRMED, CONTRADICTED, SHARPENED, between, falling, finding
 STEPS: Final = (1, 10, 100)
 """Lengths of a run for which the share of its beginning is told."""
 SMALL: Final = 1 << 20
+NOTABLE: Final = 0.005
+"""A difference between shares."""
 ALIGNED: Final = 0.1
 """What the paper's "aligns well" is taken for: within a tenth."""
 
@@ -33,10 +35,11 @@ def sections(results: Results) -> Iterator[Section]:
         missing = results.missing(results.plan.node)
         yield _shares(results, node, missing)
         yield _volumes(results, node, missing)
-        yield _predicted(results, node, missing)
     sizes = results.of(results.plan.sizes)
     if sizes:
         yield _sizes(results, sizes)
+    if node:
+        yield _predicted(results, node, results.missing(results.plan.node))
 
 
 def against_formula(some: list[Recorded]) -> pd.DataFrame:
@@ -117,22 +120,26 @@ def _all_reduce_stays(results: Results, node: list[Recorded]) -> Iterator[str]:
 
 def _broadcast_falls(runs: pd.DataFrame) -> Iterator[str]:
     """Broadcasts at start-up, over models for runs of one length, and over lengths for one model."""
-    zero = runs.loc[runs["name"] != DDP]
-    by_steps = {steps: _share(zero.loc[zero["steps"] == steps], "broadcast") for steps in STEPS}
-    middle = [*by_steps[STEPS[1]].values()]
-    if len(middle) < 2:
+    middle = runs.loc[(runs["steps"] == STEPS[1]) & (runs["name"] != DDP)]
+    shares = {str(name): _share(part, "broadcast") for name, part in middle.groupby("name", sort=False)}
+    shares = {name: of for name, of in shares.items() if len(of) > 1}
+    if not shares:
         return
-    falls = falling(middle, 0.01)
-    told = ", ".join(f"{share(value)} for {model}" for model, value in by_steps[STEPS[1]].items())
-    lengths = ", ".join(f"{between(by_steps[steps].values())} after {plural(steps, 'step')}" for steps in STEPS)
-    why = "" if falls else (
-        " The parameters are broadcast once and gathered in every step, so their share follows from the number of "
-        "steps that a run has, not from the size of its model."
-    )  # fmt: skip
+    falls = [name for name, of in shares.items() if falling([*of.values()], NOTABLE)]
+    told = []
+    for name, of in shares.items():
+        same = max(of.values()) - min(of.values()) < NOTABLE
+        each = ", ".join(f"{share(value)} ({model})" for model, value in of.items())
+        told.append(f"{name} {between(of.values())} for every model" if same else f"{name} {each}")
+    by_steps = {
+        steps: _share(runs.loc[(runs["steps"] == steps) & (runs["name"] != DDP)], "broadcast") for steps in STEPS
+    }
+    lengths = ", ".join(f"{between(by_steps[steps].values())} of {plural(steps, 'step')}" for steps in STEPS)
     yield finding(
         "the impact of broadcast at the start decreases as the model size increases.",
-        CONFIRMED if falls else CONTRADICTED,
-        f"in runs of {STEPS[1]} steps, ZeRO-1 to 3 together, it is {told} of the payload; {lengths}.{why}",
+        CONFIRMED if len(falls) == len(shares) else SHARPENED if falls else CONTRADICTED,
+        f"its share of the payload of start-up and {STEPS[1]} steps: {'; '.join(told)}.",
+        f"It follows from the number of steps far more: it is {lengths}.",
     )
 
 
@@ -170,8 +177,9 @@ def _ratios(node: list[Recorded]) -> Iterator[str]:
             # DDP reduces gradients in the type of its parameters, as ZeRO does: bytes compare.
             near = all(abs(value / wanted - 1) < 0.01 for value in found.values())
             each = ", ".join(f"{times(value)} ({model})" for model, value in found.items())
+            paper = "" if wanted == 1 else f"{wanted:g} times "
             yield finding(
-                f"{scheme} has {wanted:g} times the communication volume of data parallelism.",
+                f"{scheme} has {paper}the communication volume of data parallelism.",
                 CONFIRMED if near else CONTRADICTED,
                 f"what a rank must send in a step is, by that of DDP, {each}.",
             )
@@ -285,8 +293,13 @@ def _switched(results: Results) -> Iterator[str]:
         if one.closed_form:
             yield (
                 f"With `{one.run.switches}`, {one.run.name} under {one.run.division} on {one.run.world} ranks sends "
-                f"{times(one.sent() / one.closed_form)} times the closed form."
+                f"{times(one.sent() / one.closed_form)} times the closed form{_still(one)}."
             )
+
+
+def _still(one: Recorded) -> str:
+    why = one.reasons(least=0.001)
+    return f": {in_words(why)}" if why else ""
 
 
 def _equation_1(node: list[Recorded]) -> Iterator[str]:

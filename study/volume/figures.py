@@ -38,7 +38,7 @@ _THREE: Final = {
 }
 _BAR: Final = 27
 """Height of a bar, px."""
-_ROOM: Final = 74
+_ROOM: Final = 92
 """Around each panel: its title, its axis."""
 
 
@@ -290,7 +290,7 @@ def _panels(table: pd.DataFrame, draw: Draw, *, bars: int, upright: bool = False
 def _headed(figure: go.Figure) -> go.Figure:
     """Room for the panels' titles: the page takes the figure's own away, and its room."""
     figure.update_annotations(font={"size": 13}, yshift=4)
-    figure.update_layout(margin={"t": 56})
+    figure.update_layout(margin={"t": 36})
     return figure
 
 

@@ -147,22 +147,26 @@ def _gathers(mixed: list[Recorded]) -> Iterator[str]:
     if not mixed:
         return
     ratios, of_all, of_deepspeed = [], [], []
+    largest: list[str] = []
     for one in mixed:
         payload = one.per_rank(one.steady, "payload_bytes")
         ratios.append(float(payload.get("all_gather", 0.0)) / float(payload.get(SEND, 1.0) or 1.0))
         of_all.append(float(payload.get("all_gather", 0.0)) / float(payload.sum()))
-        own = one.per_rank(one.steady.loc[one.steady["site"].str.startswith(_DEEPSPEED)], "payload_bytes")
+        largest.append(str(payload.idxmax()))
+        theirs = one.steady["site"].str.startswith(_DEEPSPEED) & (one.steady["group_size"] > 1)
+        own = one.per_rank(one.steady.loc[theirs], "payload_bytes")
         of_deepspeed.append(float(own.get("all_gather", 0.0)) / float(own.sum() or 1.0))
     most = all(value > 0.5 for value in of_all)
     of_own = (
-        f"Of the payload that DeepSpeed's own lines send, which is all that its logger sees, it is "
-        f"{between(of_deepspeed)}; the all_reduces of the layers are the model's own calls."
+        "Of what DeepSpeed's own lines communicate, which is all that its logger sees, and beyond one rank, they are "
+        f"{between(of_deepspeed)}: the all_reduces of the layers are the model's own calls."
     )
     why = {label for one in mixed for label, more in one.reasons("tensor", _LEAST) if more > 0 and "gather" in label}
     yield finding(
         "all_gather dominates in any mix of pipeline and tensor parallelism, despite point-to-point operations.",
-        CONFIRMED if most else SHARPENED if min(ratios) > 1 else CONTRADICTED,
-        f"all_gathers have {between(ratios, 'times')} times the payload of sends, and are {between(of_all)} of all.",
+        CONFIRMED if most else CONTRADICTED,
+        f"all_gathers have {between(ratios, 'times')} times the payload of sends, and are {between(of_all)} of all; "
+        f"most is {listed(largest)}.",
         of_own,
         f"They are there because of: {listed(sorted(why))}." if why else "",
     )

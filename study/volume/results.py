@@ -160,6 +160,7 @@ class Recorded:
             table = table.loc[table["role"] == role]
         form = float(table.loc[table["kind"] == "closed form", "bytes"].sum())
         causes = [(str(row.label), int(row.bytes)) for row in rows_of(table) if row.kind in ("cause", UNEXPLAINED)]
+        causes = [one for one in causes if -one[1] not in (more for _, more in causes)]  # what cancels out
         some = [one for one in causes if abs(one[1]) > least * form]
         return sorted(some, key=lambda one: -abs(one[1]))
 

@@ -84,19 +84,19 @@ def _form(one: Recorded, op: str) -> float | None:
 def _gathers(some: list[Recorded], missing: list[str]) -> Section:
     table = by_length(some, "all_gather")
     still, moving = _split(table)
-    texts = [
-        finding(
-            "the all_gather volume, of data and model parallelism, does not change with the length of sequences.",
-            SHARPENED if still and moving else CONFIRMED if still else CONTRADICTED,
-            f"it does not for {listed(still)}" + ("." if not moving else "; it does for " + _growths(table, moving)),
-            _why_gathered(some, moving),
-        )
-    ]
+    text = finding(
+        "the all_gather volume, of data and model parallelism, does not change with the length of sequences.",
+        SHARPENED if still and moving else CONFIRMED if still else CONTRADICTED,
+        f"it does not for {listed(still)}" + ("; it does for " + _growths(table, moving) if moving else "."),
+        _why_gathered(some, moving),
+    )
     return Section(
         "14",
         "All_gather volume over the length of sequences",
-        texts,
-        figures={"figure-14": figures.by_length(table, "All_gathers of a step", "payload of a rank")},
+        [text] if len(table) else [],
+        figures=(
+            {"figure-14": figures.by_length(table, "All_gathers of a step", "payload of a rank")} if len(table) else {}
+        ),
         tables={"figure-14": table},
         commands=[_COMMAND],
         missing=missing,
@@ -148,13 +148,13 @@ def _messages(some: list[Recorded], missing: list[str]) -> Section:
         "Send, receive and all_reduce volumes over the length of sequences",
         [text for text in texts if text],
         figures={
-            "figure-15-send": figures.by_length(sends, "Sends of a step", "payload of a rank"),
-            "figure-15-recv": figures.by_length(receives, "Receives of a step", "payload of a rank"),
-            **(
-                {"figure-15-tensor": figures.by_length(tensor, "Tensor parallelism", "bytes sent by rank 0")}
-                if len(tensor)
-                else {}
-            ),
+            name: figures.by_length(table, title, axis)
+            for name, table, title, axis in (
+                ("figure-15-send", sends, "Sends of a step", "payload of a rank"),
+                ("figure-15-recv", receives, "Receives of a step", "payload of a rank"),
+                ("figure-15-tensor", tensor, "Tensor parallelism", "bytes sent by rank 0"),
+            )
+            if len(table)
         },
         tables={"figure-15-send": sends, "figure-15-recv": receives, "figure-15-tensor": tensor},
         commands=[_COMMAND],
