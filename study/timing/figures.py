@@ -65,7 +65,7 @@ def step_parts(points: pd.DataFrame) -> go.Figure:
         figure.update_xaxes(title_text=f"a training step, {scale.unit}", rangemode="tozero", row=1, col=column)
     figure.update_yaxes(autorange="reversed", showgrid=False, type="category")
     figure.update_layout(barmode="stack")
-    return finish(figure, "Where the time of a step goes", 190 + 34 * points["scheme"].nunique())
+    return finish(figure, "Where the time of a step goes", 206 + 34 * points["scheme"].nunique())
 
 
 def _whiskers(figure: go.Figure, part: pd.DataFrame, divisor: float, column: int) -> None:
@@ -87,8 +87,9 @@ def _spread(table: pd.DataFrame, name: str, divisor: float = 1.0) -> dict[str, A
 
 def _panels(titles: Sequence[str], **options: Any) -> go.Figure:
     figure = make_subplots(rows=1, cols=len(titles), subplot_titles=titles, horizontal_spacing=0.13, **options)
-    figure.update_annotations(font_size=12)
-    return figure
+    figure.update_annotations(font_size=12, yshift=4)
+    # Room for the panels' titles: the page takes the figure's own away, and its room.
+    return figure.update_layout(margin={"t": 36})
 
 
 def operation_times(operations: pd.DataFrame) -> go.Figure:
@@ -111,7 +112,7 @@ def operation_times(operations: pd.DataFrame) -> go.Figure:
         figure.update_yaxes(categoryorder="array", categoryarray=order[::-1], row=1, col=column)
     figure.update_yaxes(showgrid=False, type="category")
     figure.update_layout(barmode="stack")
-    return finish(figure, "Time in calls, by operation", 170 + 34 * operations["scheme"].nunique())
+    return finish(figure, "Time in calls, by operation", 190 + 34 * operations["scheme"].nunique())
 
 
 def throughput(points: pd.DataFrame, title: str) -> go.Figure:

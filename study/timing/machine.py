@@ -27,10 +27,14 @@ def execute_watched(command: Sequence[str], folder: Path, environment: Mapping[s
     if before is not None and after is not None:
         others = max(0.0, after - before - cost.cpu_seconds) / cost.wall_seconds
     told = {
-        "cores": len(os.sched_getaffinity(0)), "wall_seconds": cost.wall_seconds, "cpu_seconds": cost.cpu_seconds,
+        "cores": _cores(), "wall_seconds": cost.wall_seconds, "cpu_seconds": cost.cpu_seconds,
         "others_cores": others,
     }  # fmt: skip
     (folder / FILE).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def busy_seconds(stat: Path = _STAT) -> float | None:
