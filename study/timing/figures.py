@@ -108,8 +108,8 @@ def operation_times(operations: pd.DataFrame) -> go.Figure:
                 hovertemplate=f"%{{y}}: {op}<br>%{{customdata}}<extra></extra>", row=1, col=column,
             )  # fmt: skip
         figure.update_xaxes(title_text=f"a rank and step, {scale.unit}", rangemode="tozero", row=1, col=column)
-        order = [*dict.fromkeys(operations["scheme"])]
-        figure.update_yaxes(categoryorder="array", categoryarray=order[::-1], row=1, col=column)
+        order = [scheme.name for scheme in reversed(SCHEMES) if scheme.name in {*part["scheme"]}]
+        figure.update_yaxes(categoryorder="array", categoryarray=order, row=1, col=column)
     figure.update_yaxes(showgrid=False, type="category")
     figure.update_layout(barmode="stack")
     return finish(figure, "Time in calls, by operation", 190 + 34 * operations["scheme"].nunique())
