@@ -89,10 +89,11 @@ def _every(results: Results) -> Section:
     table = points(results.recorded.values())
     equal = int((table["equal"] == "yes").sum())
     compared = "all" if equal == len(table) else f"{equal:,}"
+    runs, calls = len(results.recorded), int(table["calls"].sum())
     texts = [
-        f"{plural(len(results.recorded), 'dry run')}, {plural(len(table), 'rank')} run, {table['calls'].sum():,} calls. "
-        f"For {compared} of these ranks every call, from start-up to the last step, is the one that theory expects, in "
-        "operation, size, number and group (`commtrace check`)."
+        f"{plural(runs, 'dry run')}, {plural(len(table), 'rank')} run, {calls:,} calls. For {compared} of these ranks "
+        "every call, from start-up to the last step, is the one that theory expects, in operation, size, number and "
+        "group (`commtrace check`)."
     ]
     wrong = table.loc[table["equal"] != "yes"]
     texts += [
