@@ -225,7 +225,8 @@ def _sizes(results: Results, some: list[Recorded]) -> Section:
             texts.append(
                 f"Sizes are chosen by settings: {one.run.name} on {one.run.world} ranks makes "
                 f"{plural(before, 'all_gather')} a step, and {count(mine['calls'].sum())} with "
-                "`stage3_prefetch_bucket_size`, `stage3_max_reuse_distance` and `stage3_param_persistence_threshold` 0."
+                "`stage3_prefetch_bucket_size`, `stage3_max_reuse_distance` and `stage3_param_persistence_threshold` 0 "
+                "and nothing recomputed."
             )
     return Section(
         "9",

@@ -148,6 +148,7 @@ def _gathers(mixed: list[Recorded]) -> Iterator[str]:
         return
     ratios, of_all, of_deepspeed = [], [], []
     largest: list[str] = []
+    seen = True  # by DeepSpeed's logger, as the largest
     for one in mixed:
         payload = one.per_rank(one.steady, "payload_bytes")
         ratios.append(float(payload.get("all_gather", 0.0)) / float(payload.get(SEND, 1.0) or 1.0))
@@ -155,6 +156,7 @@ def _gathers(mixed: list[Recorded]) -> Iterator[str]:
         largest.append(str(payload.idxmax()))
         theirs = one.steady["site"].str.startswith(_DEEPSPEED) & (one.steady["group_size"] > 1)
         own = one.per_rank(one.steady.loc[theirs], "payload_bytes")
+        seen &= len(own) > 0 and own.idxmax() == "all_gather"
         of_deepspeed.append(float(own.get("all_gather", 0.0)) / float(own.sum() or 1.0))
     most = all(value > 0.5 for value in of_all)
     of_own = (
@@ -164,7 +166,7 @@ def _gathers(mixed: list[Recorded]) -> Iterator[str]:
     why = {label for one in mixed for label, more in one.reasons("tensor", _LEAST) if more > 0 and "gather" in label}
     yield finding(
         "all_gather dominates in any mix of pipeline and tensor parallelism, despite point-to-point operations.",
-        CONFIRMED if most else CONTRADICTED,
+        CONFIRMED if most else SHARPENED if seen else CONTRADICTED,
         f"all_gathers have {between(ratios, 'times')} times the payload of sends, and are {between(of_all)} of all; "
         f"most is {listed(largest)}.",
         of_own,

@@ -233,7 +233,7 @@ QUICK_DIVISIONS: Final[tuple[Division, ...]] = ((2, 1), (1, 2), (2, 2))
 OWNERS: Final = '{"zero_optimization": {"use_multi_rank_bucket_allreduce": false}}'
 RELEASE: Final = (
     '{"zero_optimization": {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, '
-    '"stage3_param_persistence_threshold": 0}}'
+    '"stage3_param_persistence_threshold": 0}, "checkpoint_activations": false}'
 )
 
 
