@@ -194,7 +194,7 @@ def receive_parts(summary: pd.DataFrame) -> go.Figure:
         textposition="middle right",
     )  # fmt: skip
     figure.update_xaxes(
-        title_text=f"a receive, means, {scale.unit}", range=[0, 1.35 * scale.reach(summary["receive_ns"])]
+        title_text=f"a receive, means, {scale.unit}", range=[0, 1.5 * scale.reach(summary["receive_ns"])]
     )
     figure.update_yaxes(autorange="reversed", showgrid=False, type="category")
     figure.update_layout(barmode="stack")
