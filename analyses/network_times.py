@@ -85,7 +85,7 @@ def _operations(block: Block) -> pd.DataFrame:
     whole = np.isin(block.names.name("op", block["kind"]).astype(str), TOGETHER)
     at = np.flatnonzero(whole & sampled(block["seq"]) & (block.names.group_sizes(block["group"]) > 1))
     begin, end = _span(block)
-    exact = _exact(block) & (begin > 0) & (end > begin) & ~_overlapped(block, begin, end)
+    exact = exact_ends(block) & (begin > 0) & (end > begin) & ~_overlapped(block, begin, end)
     return _table(
         block,
         at,
@@ -125,7 +125,7 @@ def _span(block: Block) -> tuple[Array, Array]:
     return np.where(block["t_start"] > 0, block["t_start"], block["t_begin"]), block["t_end"]
 
 
-def _exact(block: Block) -> Array:
+def exact_ends(block: Block) -> Array:
     """Whether the end that is known is the end: not one that somebody saw late."""
     flags, clock = block["flags"], block["clock"]
     ended = np.isin(clock, (int(Clock.RETURN), int(Clock.FUTURE)))

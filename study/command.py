@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # Name: module that has the class Part, in the order of the page. Names, so that nothing is imported.
 PARTS: Final[dict[str, str]] = {
     "volume": "commtrace.study.volume.part",
+    "time": "commtrace.study.timing.part",
 }
 MODELS: Final = ("19M", "125M", "1-3B", "13B")
 QUICK_MODELS: Final = ("19M", "125M")
@@ -30,15 +31,16 @@ class Command:
 
     The paper is "Demystifying the Communication Characteristics for Distributed Transformer Models" (Anthony et al.,
     2024). Its figures about volume are made from dry runs: the real training of GPT-NeoX's 19M, 125M, 1.3B and 13B, as
-    the ranks of jobs of up to 1,024 ranks, on this machine (`commtrace dryrun`).
+    the ranks of jobs of up to 1,024 ranks, on this machine (`commtrace dryrun`). Those about time are measured: small
+    shapes on real ranks of this machine, one after the other, each several times.
 
         commtrace study logs/study                     all of it
         commtrace study logs/study --quick             few points of small models, in minutes
         commtrace study logs/study --network slingshot-11
 
     DIR gets study.html, the tables (data/*.csv, and *.parquet where pyarrow is installed), and of each experiment an
-    ordinary log (volume/*), so that `commtrace report` and `commtrace check` work on each. An interrupted study goes on
-    where it stopped; what is done is not run again. The status is 1 where an experiment failed.
+    ordinary log (volume/*, time/*/log), so that `commtrace report` and `commtrace check` work on each. An interrupted
+    study goes on where it stopped; what is done is not run again. The status is 1 where an experiment failed.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
@@ -55,6 +57,7 @@ class Command:
             help="predict communication times on this network: a file of commtrace bench or a description, or the name "
             "of a shipped one (all that are shipped)",
         )
+        add("--ranks", metavar="N", type=_positive, default=2, help="real ranks that the time part trains with (2)")
         add("--no-run", action="store_true", help="run nothing; make the page from what is there")
         add(
             "--document",
@@ -119,7 +122,7 @@ def _options(arguments: argparse.Namespace) -> Options:
         models = tuple(_alias(name.strip()) for name in arguments.models.split(",") if name.strip())
     if not models:
         raise CommtraceError("--models: no model is named; give 19M,125M say")
-    return Options(models, arguments.quick, arguments.network)
+    return Options(models, arguments.quick, arguments.network, arguments.ranks)
 
 
 def _alias(name: str) -> str:

@@ -22,6 +22,8 @@ class Options:
     """Few points: what shows that everything works."""
     network: str | None = None
     """A file of `commtrace bench`, a description of a network, or the name of a shipped one."""
+    ranks: int = 2
+    """Real ranks of this machine that the time part trains with."""
 
 
 @dataclass(frozen=True)

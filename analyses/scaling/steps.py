@@ -23,6 +23,7 @@ import numpy as np
 import pandas as pd
 
 from commtrace.analyses.fold import Array, Block
+from commtrace.analyses.network_times import exact_ends
 from commtrace.errors import LogError
 from commtrace.reading.log import Process
 from commtrace.reading.names import Names
@@ -43,8 +44,8 @@ class StepTimes:
 
     `steps`: a row per `rank` and `step` with `step_ns`, `blocked_ns`, `late_ns`, `in_flight_ns`, `calls`,
     `payload_bytes`, `wire_bytes` (a message counts where it is sent; missing where it does not follow).
-    `messages`: a row per call whose transfer was seen whole (blocked, all ranks there): `op`, `ranks`, `bytes` (wire
-    bytes of the rank), `transfer_ns` from the moment when the last rank was there to the end.
+    `messages`: a row per call whose transfer was seen whole (all ranks there, its end exact): `op`, `ranks`, `bytes`
+    (wire bytes of the rank), `transfer_ns` from the moment when the last rank was there to the end.
     """
 
     steps: pd.DataFrame
@@ -69,11 +70,7 @@ def step_times(run: Run) -> StepTimes:
         raise LogError(
             f"{run.log.path}: no training step is over on every rank; let the program run for three steps or more"
         )
-    calls = [
-        _calls(process, names, span, chosen)
-        for process, names, span in zip(run.processes, run.names, spans, strict=True)
-    ]
-    whole = _with_late(pd.concat(calls, ignore_index=True), run)
+    whole = calls_of(run, chosen)
     steps = pd.concat(
         [_of_process(part, run.names[int(number)], spans[int(number)], chosen) for number, part in by_process(whole)],
         ignore_index=True,
@@ -83,6 +80,21 @@ def step_times(run: Run) -> StepTimes:
     known = float(blocked[whole["last_begin"] > 0].sum())
     on_device = bool(whole["clock"].isin(_DEVICE).any())
     return StepTimes(steps, _messages(whole), marked, on_device, known / total if total else 1.0)
+
+
+def calls_of(run: Run, steps: Array | None = None, words: Sequence[str] = ()) -> pd.DataFrame:
+    """The calls of these steps, of all where unsaid, whose times are known: a row per call, by process and time.
+
+    Beside fields of the record (times in ns of the host's clock, 0: not known): `process` (position in the log),
+    `rank`, `op`, `members` (the group), `ranks` (its size), `wire_bytes`, `words` (columns of the normal form), and
+
+        t_wait         when the program began to wait, where it stood still
+        until          until when the call held a thread of the program, as far as the host knows
+        exact          whether t_end is the end of the call, and not when somebody saw it
+        last_begin     when the last rank of the call was there, on the clock of its host; 0: not known
+    """
+    parts = [_calls(process, names, steps, words) for process, names in zip(run.processes, run.names, strict=True)]
+    return _with_late(pd.concat(parts, ignore_index=True), run)
 
 
 def by_process(table: pd.DataFrame) -> Iterator[tuple[Any, pd.DataFrame]]:
@@ -120,11 +132,12 @@ def _chosen(spans: Sequence[pd.DataFrame]) -> tuple[Array, bool]:
     return np.array([-1], np.int64), False
 
 
-def _calls(process: Process, names: Names, span: pd.DataFrame, chosen: Array) -> pd.DataFrame:
+def _calls(process: Process, names: Names, chosen: Array | None, words: Sequence[str]) -> pd.DataFrame:
     """The calls of the chosen steps, with what tells the ranks of one call apart from those of another."""
     parts = []
     for block in _blocks(process, names):
-        use = np.flatnonzero(np.isin(block["step"], chosen) & (block["t_begin"] > 0))
+        wanted = np.ones(len(block), bool) if chosen is None else np.isin(block["step"], chosen)
+        use = np.flatnonzero(wanted & (block["t_begin"] > 0))
         real = (block["flags"][use] & int(Flag.CAPTURED | Flag.SIMULATED)) == 0
         use = use[real]
         on_host = np.isin(block["clock"][use], _WAITED)
@@ -138,24 +151,26 @@ def _calls(process: Process, names: Names, span: pd.DataFrame, chosen: Array) ->
                     "members": block.names.name("group", block["group"][use]),
                     "ranks": block.names.group_sizes(block["group"][use]),
                     "wire_bytes": names.wire_bytes(block)[use],
+                    "exact": exact_ends(block)[use],
+                    **{word: block.names.name(word, block.names.numbers(word, block)[use]) for word in words},
                     **{
                         name: block[name][use].astype(np.int64)
                         for name in (
-                            "step", "t_begin", "t_return", "t_start", "t_end", "payload", "seq", "peer", "tag", "clock",
-                            "batch",
+                            "step", "micro_batch", "t_begin", "t_return", "t_start", "t_end", "payload", "seq", "peer",
+                            "tag", "clock", "batch",
                         )
                     },
                     "t_wait": t_wait,
                 }
             )
         )  # fmt: skip
-    table = pd.concat(parts, ignore_index=True)
+    table = pd.concat(parts, ignore_index=True).sort_values("t_begin", kind="stable", ignore_index=True)
     # Until when this call holds a thread of the program, as far as the host knows.
     return table.assign(until=np.maximum(table["t_return"], np.where(table["t_wait"] > 0, table["t_end"], 0)))
 
 
 def _with_late(calls: pd.DataFrame, run: Run) -> pd.DataFrame:
-    """`last_begin`: when the last rank of the call was there, on the clock of its host; 0: not known."""
+    """With `last_begin`."""
     boots = [(process.host, str(process.tables.process.get("boot_id"))) for process in run.processes]
     host = pd.factorize(pd.Series(boots))[0][calls["process"]]
     message = calls["op"].isin(["send", "recv"])
@@ -182,8 +197,6 @@ def _of_process(calls: pd.DataFrame, names: Names, span: pd.DataFrame, chosen: A
     """Its rows of `StepTimes.steps`."""
     begin = span.loc[chosen, "begin"].to_numpy()
     end = span.loc[chosen + 1, "begin"].to_numpy() if chosen[0] >= 0 else span.loc[chosen, "end"].to_numpy()
-    inside = _pairs(calls["t_begin"], calls["t_return"])
-    waiting = _pairs(calls["t_wait"].where(calls["t_wait"] > 0, calls["t_end"]), calls["t_end"])
     known = calls.loc[calls["last_begin"] > 0]
     held_back = np.minimum(known["until"], known["last_begin"])
     late = _pairs(known["t_begin"], np.minimum(held_back, known["t_return"]))
@@ -198,14 +211,21 @@ def _of_process(calls: pd.DataFrame, names: Names, span: pd.DataFrame, chosen: A
             "rank": np.full(len(chosen), names.rank),
             "step": chosen,
             "step_ns": end - begin,
-            "blocked_ns": _covered(np.concatenate([inside, waiting]), begin, end),
-            "late_ns": _covered(np.concatenate([late, late_wait]), begin, end),
-            "in_flight_ns": _covered(under_way, begin, end),
+            "blocked_ns": covered(held(calls), begin, end),
+            "late_ns": covered(np.concatenate([late, late_wait]), begin, end),
+            "in_flight_ns": covered(under_way, begin, end),
             "calls": of_step.size().reindex(chosen, fill_value=0).to_numpy(),
             "payload_bytes": moved.reindex(chosen, fill_value=0).to_numpy(),
             "wire_bytes": sent.reindex(chosen, fill_value=0.0).to_numpy(),
         }
     )
+
+
+def held(calls: pd.DataFrame) -> Array:
+    """When the program stood in these calls: intervals in ns, shape (n, 2)."""
+    inside = _pairs(calls["t_begin"], calls["t_return"])
+    waiting = _pairs(calls["t_wait"].where(calls["t_wait"] > 0, calls["t_end"]), calls["t_end"])
+    return np.concatenate([inside, waiting])
 
 
 def _pairs(begin: Any, end: Any) -> Array:
@@ -214,7 +234,7 @@ def _pairs(begin: Any, end: Any) -> Array:
     return pairs[pairs[:, 1] > pairs[:, 0]]
 
 
-def _covered(intervals: Array, begin: Array, end: Array) -> Array:
+def covered(intervals: Array, begin: Array, end: Array) -> Array:
     """ns between `begin` and `end` (both (n,)) that at least one of the intervals (m, 2) covers."""
     if not len(intervals):
         return np.zeros(len(begin), np.int64)
@@ -229,22 +249,26 @@ def _covered(intervals: Array, begin: Array, end: Array) -> Array:
         open_ = np.where(at > 0, np.minimum(moments, ends[at - 1]) - starts[at - 1], 0)
         return np.where(at > 0, before[np.maximum(at - 1, 0)] + open_, 0)
 
-    covered: Array = until(end) - until(begin)
-    return covered
+    total: Array = until(end) - until(begin)
+    return total
 
 
 def _messages(calls: pd.DataFrame) -> pd.DataFrame:
-    """See `StepTimes`. A message is looked at where it is received, as a send may return before its bytes are gone."""
+    """See `StepTimes`. A message is looked at where it is received, as a send may return before its bytes are gone.
+
+    Of a call that goes on behind the program's back its return tells nothing: DDP's take a tenth of a millisecond to
+    start, whatever their size.
+    """
     seen = calls.loc[
         (calls["last_begin"] > 0)
         & (calls["ranks"] > 1)
         & (calls["batch"] == 0)
+        & calls["exact"]
         & ~calls["clock"].isin(_DEVICE)
         & (calls["op"] != "send")
         & calls["wire_bytes"].notna()
     ]
-    end = seen["until"]
-    transfer = end - np.maximum(seen["last_begin"], seen["t_begin"])
+    transfer = seen["t_end"] - np.maximum(seen["last_begin"], seen["t_begin"])
     size = np.where(seen["op"] == "recv", seen["payload"], seen["wire_bytes"])
     table = pd.DataFrame({"op": seen["op"], "ranks": seen["ranks"], "bytes": size, "transfer_ns": transfer})
     return table.loc[transfer > 0].reset_index(drop=True)

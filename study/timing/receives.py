@@ -1,0 +1,173 @@
+"""Receives of a pipeline, one by one: what each was, how long it held its rank, and how much of that was waiting.
+
+`receives`, a row per receive:
+
+    rank, step (-1: before the first), micro_batch, what, payload_bytes
+    when               "start" (before the first step), "first" (the first step's first micro-batch), "first step" (its
+                       other ones), "later first" (later steps' first micro-batches), "later" (their other ones)
+    receive_ns         from the call to its end
+    late_ns            of it, before the sender began to send: a late sender (Scalasca's Late Sender)
+    sender_computing_ns, sender_in_calls_ns      what the sender did during late_ns
+    transfer_ns        the rest: both were there
+
+missing where the sender's clock is another one's. What a receive is, its line of code says; of activations each
+micro-batch has two, the hidden states and then the mask.
+
+`forwards`, a row per step: how long the first stage computed before it sent its first micro-batch (`before_first_ns`,
+since its last call), and for the forward pass of the second (`second_forward_ns`: nothing else is between its calls).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+
+from commtrace.analyses.scaling.steps import covered, held
+
+HAND_SHAKE, METADATA, HIDDEN_STATES, MASK, GRADIENTS = "hand-shake", "metadata", "hidden states", "mask", "gradients"
+START, FIRST, FIRST_STEP, LATER_FIRST, LATER = "start", "first", "first step", "later first", "later"
+
+_LINES: Final = {
+    "__init__": HAND_SHAKE,
+    "_recv_tensor_meta": METADATA,
+    "_exec_recv_activations": HIDDEN_STATES,
+    "_exec_recv_grads": GRADIENTS,
+}
+"""DeepSpeed's functions (runtime/pipe/engine.py) that receive."""
+
+COLUMNS: Final = [
+    "rank", "step", "micro_batch", "what", "when", "payload_bytes", "receive_ns", "late_ns", "sender_computing_ns",
+    "sender_in_calls_ns", "transfer_ns",
+]  # fmt: skip
+
+
+def receives(calls: pd.DataFrame) -> pd.DataFrame:
+    """Of a pipeline's calls (`calls_of` with `site`), all steps."""
+    found = calls.loc[calls["op"] == "recv"].copy()
+    found["what"] = what_they_are(found)
+    found["when"] = when_they_are(found)
+    found["receive_ns"] = found["until"] - found["t_begin"]
+    known = found["last_begin"] > 0
+    waited = found[["until", "last_begin"]].min(axis=1).clip(lower=found["t_begin"])
+    found["late_ns"] = (waited - found["t_begin"]).where(known)
+    found["transfer_ns"] = (found["until"] - waited).where(known)
+    found["sender_in_calls_ns"] = _in_calls(calls, found, waited).where(known)
+    found["sender_computing_ns"] = found["late_ns"] - found["sender_in_calls_ns"]
+    return found.rename(columns={"payload": "payload_bytes"})[COLUMNS].reset_index(drop=True)
+
+
+def what_they_are(found: pd.DataFrame) -> pd.Series[str]:
+    """By the function that receives; "other" for one that is not DeepSpeed's."""
+    what = function(found).map(_LINES).fillna("other")
+    among = found.groupby([found["rank"], found["step"], found["micro_batch"], what]).cumcount()
+    return what.mask((what == HIDDEN_STATES) & (among > 0), MASK)
+
+
+def function(calls: pd.DataFrame) -> pd.Series[str]:
+    """The function of each call's line of code, without its class."""
+    named: pd.Series[str] = calls["site"].astype(str).str.extract(r"(\w+)$", expand=False)
+    return named
+
+
+def when_they_are(found: pd.DataFrame) -> pd.Series[str]:
+    """Before training, in the first step's first micro-batch, in the others of the first step, or later."""
+    first = found["micro_batch"] <= 0
+    chosen = [found["step"] < 0, (found["step"] == 0) & first, found["step"] == 0, first]
+    return pd.Series(np.select(chosen, [START, FIRST, FIRST_STEP, LATER_FIRST], LATER), index=found.index, dtype=object)
+
+
+def _in_calls(calls: pd.DataFrame, found: pd.DataFrame, waited: pd.Series[Any]) -> pd.Series[Any]:
+    """ns of [t_begin, waited] in which the sender stood in calls of its own."""
+    result = pd.Series(0, index=found.index, dtype=np.int64)
+    for sender, part in found.groupby("peer"):
+        its = held(calls.loc[calls["rank"] == sender])
+        result[part.index] = covered(its, part["t_begin"].to_numpy(), waited[part.index].to_numpy())
+    return result
+
+
+def forwards(calls: pd.DataFrame) -> pd.DataFrame:
+    """Of the first stage: the rank that sends activations and receives none."""
+    called = function(calls)
+    senders, receivers = (
+        {*calls.loc[called == name, "rank"]} for name in ("_exec_send_activations", "_exec_recv_activations")
+    )
+    rows = []
+    for rank in sorted(senders - receivers):
+        own = calls.loc[calls["rank"] == rank].sort_values("t_begin", ignore_index=True)
+        ended = np.maximum.accumulate(own["until"].to_numpy())
+        first = (own["op"] == "send") & (own["step"] >= 0) & (own["micro_batch"] == 0)
+        for step, part in own.loc[first].groupby("step"):
+            begins, ends = int(part.index[0]), int(part.index[-1])
+            if begins == 0 or ends + 1 >= len(own):
+                continue
+            rows.append(
+                {
+                    "rank": rank,
+                    "step": step,
+                    "before_first_ns": own["t_begin"].iloc[begins] - ended[begins - 1],
+                    "second_forward_ns": own["t_begin"].iloc[ends + 1] - ended[ends],
+                }
+            )
+    return pd.DataFrame(rows, columns=["rank", "step", "before_first_ns", "second_forward_ns"])
+
+
+TIMES: Final = ["receive_ns", "late_ns", "sender_computing_ns", "sender_in_calls_ns", "transfer_ns"]
+_KINDS: Final = (HAND_SHAKE, METADATA, HIDDEN_STATES, MASK, GRADIENTS)
+_WHENS: Final = (START, FIRST, FIRST_STEP, LATER_FIRST, LATER)
+
+
+def by_kind(table: pd.DataFrame) -> pd.DataFrame:
+    """Of receives of one point: a row per `what`, `payload_bytes` and `when`, with `receives`, and of each of TIMES the
+    mean (means add up), `_median`, `_least` and `_most`.
+    """
+    keys = ["what", "payload_bytes", "when"]
+    groups = table.astype(dict.fromkeys(TIMES, float)).groupby(keys, sort=False)
+    hows = (("", "mean"), ("_median", "median"), ("_least", "min"), ("_most", "max"))
+    found = groups.agg(
+        receives=("receive_ns", "size"), **{f"{name}{end}": (name, how) for name in TIMES for end, how in hows}
+    ).reset_index()
+    order = found.assign(
+        kind=found["what"].map(dict(zip(_KINDS, range(len(_KINDS)), strict=True))).fillna(len(_KINDS)),
+        moment=found["when"].map(dict(zip(_WHENS, range(len(_WHENS)), strict=True))),
+    ).sort_values(["kind", "moment"], kind="stable")
+    return found.loc[order.index].reset_index(drop=True)
+
+
+def transfers_by_size(receives: pd.DataFrame, messages: pd.DataFrame) -> pd.DataFrame:
+    """Cold and warm transfers of a pipeline and of bare messages, a row per `which` and `payload_bytes`.
+
+    `transfer_ns` (median), `transfer_ns_least`, `transfer_ns_most` (quartiles), `transfers`. Masks are left out: they
+    follow right behind the hidden states, on a connection that those have warmed.
+    """
+    parts = []
+    known = receives.loc[receives["what"].isin([HAND_SHAKE, METADATA, HIDDEN_STATES]) & receives["transfer_ns"].notna()]
+    for name, whens in (("pipeline, first", (START, FIRST)), ("pipeline, later", (LATER_FIRST, LATER))):
+        parts.append(known.loc[known["when"].isin(whens)].assign(which=name))
+    if len(messages):
+        when_used = messages["connections"] == "when used"
+        first = messages["what"].str.startswith("first")
+        which = "alone, " + messages["what"]
+        which = which.mask(first, "alone, first, connections made at once")
+        parts.append(messages.assign(which=which.mask(first & when_used, "alone, first, connections made when used")))
+    pooled = pd.concat([part[["which", "payload_bytes", "transfer_ns"]] for part in parts], ignore_index=True)
+    return (
+        pooled.astype({"transfer_ns": float})
+        .groupby(["which", "payload_bytes"], as_index=False, sort=False)
+        .agg(
+            transfers=("transfer_ns", "size"),
+            **{
+                f"transfer_ns{end}": ("transfer_ns", how)
+                for end, how in (("", "median"), ("_least", _quarter), ("_most", _three_quarters))
+            },
+        )
+    )
+
+
+def _quarter(values: pd.Series[Any]) -> float:
+    return float(values.quantile(0.25))
+
+
+def _three_quarters(values: pd.Series[Any]) -> float:
+    return float(values.quantile(0.75))
