@@ -113,7 +113,7 @@ def _tiles(study: Study, asked: int) -> Iterator[Tile]:
     done = asked - len(study.missing)
     yield Tile("experiments", count(done), f"of {count(asked)}", done < asked)
     yield Tile("figures", count(sum(len(one.figures) for one in study.every)), "with their tables in data/")
-    for name, _, wall, cpu in study.costs():
+    for name, _, _, cpu in study.costs():
         yield Tile(f"{name}: CPU time", duration(cpu * 1e9), minutes(cpu))
 
 
@@ -128,7 +128,8 @@ def _facts(study: Study) -> Iterator[tuple[str, str]]:
     for name, done, wall, cpu in study.costs():
         yield (
             name,
-            f"{plural(done, 'experiment')}: {minutes(cpu)} of CPU time; wall times, several at a time, add up to {minutes(wall)}",
+            f"{plural(done, 'experiment')}: {minutes(cpu)} of CPU time; wall times, several at a time, add up to "
+            f"{minutes(wall)}",
         )
     for name, places in study.done.items():
         for key, place in places.items():
