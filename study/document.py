@@ -35,8 +35,8 @@ def lines(study: Study) -> Iterator[str]:
         for part, done, wall, cpu in study.costs():
             if part == name:
                 yield (
-                    f"{done:,} experiments, {minutes(cpu)} of CPU time and {minutes(wall)} when run one by one on the "
-                    "machine that wrote this."
+                    f"{done:,} experiments, {minutes(cpu)} of CPU time on the machine that wrote this; their wall "
+                    f"times, with several at a time, add up to {minutes(wall)}."
                 )
         for section in sections:
             yield from _section(section)

@@ -113,8 +113,8 @@ def _tiles(study: Study, asked: int) -> Iterator[Tile]:
     done = asked - len(study.missing)
     yield Tile("experiments", count(done), f"of {count(asked)}", done < asked)
     yield Tile("figures", count(sum(len(one.figures) for one in study.every)), "with their tables in data/")
-    for name, _, wall, cpu in study.costs():
-        yield Tile(f"{name}: CPU time", duration(cpu * 1e9), f"{minutes(cpu)}; {minutes(wall)} one after the other")
+    for name, _, _, cpu in study.costs():
+        yield Tile(f"{name}: CPU time", duration(cpu * 1e9), minutes(cpu))
 
 
 def minutes(seconds: float) -> str:
@@ -126,7 +126,11 @@ def _facts(study: Study) -> Iterator[tuple[str, str]]:
     yield "models", ", ".join(study.options.models)
     yield "page made", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     for name, done, wall, cpu in study.costs():
-        yield name, f"{plural(done, 'experiment')}: {minutes(cpu)} of CPU time; {minutes(wall)} if run one by one"
+        yield (
+            name,
+            f"{plural(done, 'experiment')}: {minutes(cpu)} of CPU time; wall times, several at a time, add up to "
+            f"{minutes(wall)}",
+        )
     for name, places in study.done.items():
         for key, place in places.items():
             told = facts(place)

@@ -253,8 +253,8 @@ Draw = Callable[[go.Figure, pd.DataFrame, dict[str, int]], None]
 def _panels(table: pd.DataFrame, draw: Draw, *, bars: int, upright: bool = False) -> go.Figure:
     """A panel for each model, two beside each other. `upright`: no bars lie in it."""
     models = [*table["model"].drop_duplicates()]
-    columns = min(2, len(models))
-    rows = math.ceil(len(models) / columns)
+    columns = max(1, min(2, len(models)))
+    rows = max(1, math.ceil(len(models) / columns))
     panel = _ROOM + _BAR * max(bars, 3)
     height = 50 + rows * panel
     figure = make_subplots(

@@ -17,7 +17,7 @@ from . import figures
 from .model_parallel import within_layers
 from .results import SEND, Recorded
 from .runs import DATA_PARALLEL, shape_of
-from .tables import Results
+from .tables import LEAST, Results
 from .words import CONFIRMED, CONTRADICTED, SHARPENED, between, finding, listed
 
 _COMMAND = "commtrace study DIR --part volume"
@@ -139,8 +139,10 @@ def _why_gathered(some: list[Recorded], moving: list[str]) -> str:
 def _messages(some: list[Recorded], missing: list[str]) -> Section:
     sends, receives = by_length(some, SEND), by_length(some, "recv")
     tensor = _sequences(within_layers(some), some)
-    texts = [_doubling("receive volumes double with the length", receives), _doubling(
-        "send volumes double, or grow slightly more than twofold", sends)]  # fmt: skip
+    texts = [
+        _doubling("receive volumes double with the length", receives),
+        _doubling("send volumes double, or grow slightly more than twofold", sends, _beyond(some)),
+    ]
     if len(tensor):
         texts.append(_doubling("volumes of tensor parallelism increase with the length", tensor))
     return Section(
@@ -170,7 +172,13 @@ def _sequences(table: pd.DataFrame, some: list[Recorded]) -> pd.DataFrame:
     return filled.sort_values("sequence", kind="stable", ignore_index=True)
 
 
-def _doubling(paper: str, table: pd.DataFrame) -> str:
+def _beyond(some: list[Recorded]) -> str:
+    """What stages send to each other that the formula does not count."""
+    why = listed(label for one in some for label, more in one.reasons("pipeline", LEAST) if more > 0)
+    return f"What is beyond the formula: {why}." if why != "none" else ""
+
+
+def _doubling(paper: str, table: pd.DataFrame, why: str = "") -> str:
     """By how much the volume grows from one length to its double (or the next one that was run)."""
     told, all_ratios = [], []
     for name, part in table.groupby("name", sort=False):
@@ -185,4 +193,4 @@ def _doubling(paper: str, table: pd.DataFrame) -> str:
     verdict = CONFIRMED if all(1.99 < ratio < 2.01 for ratio in all_ratios) else SHARPENED
     closed = (table["recorded_bytes"] - table["closed_form_bytes"]).dropna()
     more = f"Beyond the formula are {between(closed.clip(lower=0), 'bytes')}." if len(closed) else ""
-    return finding(f"{paper}.", verdict, f"with every doubling of the length: {'; '.join(told)}.", more)
+    return finding(f"{paper}.", verdict, f"with every doubling of the length: {'; '.join(told)}.", more, why)
