@@ -48,7 +48,7 @@ def _watch(name: str, unknown: Unknown) -> None:
 def _saving(unknown: Unknown) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
-            if any(tensor.numel() > SMALL and tensor in unknown for tensor in _held(obj)):
+            if any(tensor.numel() > SMALL and tensor in unknown for tensor in _held(obj, set())):
                 notice(_SAVED, led_to=True)
                 return None
             return original(obj, *args, **kwargs)
@@ -58,14 +58,20 @@ def _saving(unknown: Unknown) -> Callable[[Callable[..., Any]], Callable[..., An
     return wrapper
 
 
-def _held(value: Any) -> list[torch.Tensor]:
+def _held(value: Any, seen: set[int]) -> list[torch.Tensor]:
+    """The tensors of whatever is pickled: modules, optimizers, and a program's own objects around them."""
+    if id(value) in seen:
+        return []
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        return [*tensors_in(value)]
     if isinstance(value, torch.nn.Module):
-        value = value.state_dict()
+        return [*value.parameters(), *value.buffers()]
     if isinstance(value, dict):
         value = [*value.values()]
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _held(item)]
-    return [*tensors_in(value)]
+    elif not isinstance(value, list | tuple | type):
+        value = [*getattr(value, "__dict__", {}).values()]
+    return [tensor for item in value for tensor in _held(item, seen)] if isinstance(value, list | tuple) else []
 
 
 def _compiling(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -226,12 +226,18 @@ def _last_lines(outcome: Outcome) -> str:
 
 def _log_of(outcome: Outcome) -> Log:
     try:
-        return open_log(outcome.log)
+        log = open_log(outcome.log)
     except LogError:
         raise DryRunError(
             f"rank {outcome.rank} made no communication call: a script for one process, or one that needs other "
             "variables than RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT to know its place"
         ) from None
+    if any(kind.api == "mpi" for process in log.processes for kind in process.tables.kinds.values()):
+        raise DryRunError(
+            f"rank {outcome.rank} communicated by MPI, where it was alone: a dry run simulates torch's process groups "
+            "and no MPI; no log was written"
+        )
+    return log
 
 
 def _publish(outcome: Outcome, out: Path, settings: Settings, alike: Sequence[int]) -> str:

@@ -55,8 +55,14 @@ dist.all_reduce(count)
 told = [{"rank": dist.get_rank()}]
 dist.broadcast_object_list(told, src=0)
 assert told == [{"rank": 0}], told             # what rank 0 sends is known
-torch.save(model.state_dict(), "never.pt")
-assert not os.path.exists("never.pt")
+class Kept: pass
+kept = Kept()
+kept.parts = {"model": [model.module]}
+for whole in (model.state_dict(), model, {"state": optimizer.state_dict()}, kept):
+    torch.save(whole, "never.pt")
+    assert not os.path.exists("never.pt")
+torch.save({"epoch": 3, "batch": batch}, "now.pt")
+assert torch.load("now.pt")["epoch"] == 3
 print("done", dist.get_rank(), count.item())
 dist.destroy_process_group()
 """
@@ -197,6 +203,7 @@ if dist.get_rank() == 3:
 """
 
 
+@pytest.mark.long
 def test_what_was_recorded_before_a_rank_failed_is_not_lost(tmp_path: Path) -> None:
     """Nor what the rank wrote, nor the log where its folder takes nothing."""
     result = dry_run(tmp_path, "--world-size", "4", "--ranks", "0,2", script=FAILING)
@@ -221,11 +228,22 @@ def test_what_was_recorded_before_a_rank_failed_is_not_lost(tmp_path: Path) -> N
     shutil.rmtree(refuge)
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_says_where(tmp_path: Path) -> None:
     result = dry_run(tmp_path, "--world-size", "4", "--ranks", "3", "--limit", "20", script=FAILING)
     assert result.status == 1
     assert "rank 3 was not done after" in result.err
     assert f'train.py", line {1 + FAILING.splitlines().index("    time.sleep(600)")} in <module>' in result.err
+    assert not (tmp_path / "log").exists()
+
+
+def test_a_rank_that_communicates_by_mpi_is_an_error(tmp_path: Path) -> None:
+    """It would have found itself alone, which says nothing of the job."""
+    pytest.importorskip("mpi4py")
+    script = "from mpi4py import MPI\nimport torch\nprint(MPI.COMM_WORLD.allreduce(1))\n"
+    result = dry_run(tmp_path, "--world-size", "4", script=script)
+    assert result.status == 1
+    assert "rank 0 communicated by MPI" in result.err
     assert not (tmp_path / "log").exists()
 
 

@@ -55,13 +55,10 @@ SUITABLE: Final = {
 STARTS: Final = {
     "four": together(
         of(4, trainings.shared, trainings.SHARED, "tp2-zero1"),
-        of(4, sequence_trainings.runs, SUITABLE, "sp2-zero0", "ulysses2-zero0", "ring2-ddp", "moe4x4-zero1"),
-        of(4, pipelines.RUNS[4], pipelines.FOUR, "pp2tp2"),
+        of(4, sequence_trainings.runs, SUITABLE, "sp2-zero0"),
     ),
-    "two": of(2, pipelines.RUNS[2], pipelines.TWO, "pp2-tied"),
-    "eight": of(8, pipelines.RUNS[8], pipelines.EIGHT),
 }
-"""The GPT-NeoX workload: tensor, sequence, context and expert parallel, pipelines, and three at once."""
+"""The GPT-NeoX workload, its model cut by Megatron's ways."""
 
 MORE_STARTS: Final = {
     "ddp and zero": of(
@@ -74,8 +71,10 @@ MORE_STARTS: Final = {
     "sequence": of(4, sequence_trainings.runs, SUITABLE),
     "pipelines of two": of(2, pipelines.RUNS[2], pipelines.TWO),
     "pipelines of four": of(4, pipelines.RUNS[4], pipelines.FOUR),
+    "three at once": of(8, pipelines.RUNS[8], pipelines.EIGHT),
     "sharded": of(4, sharding.sharded, sharding.SHARDED),
 }
+"""Ulysses, rings, experts, pipelines, and their combinations."""
 
 
 @functools.cache
