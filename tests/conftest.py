@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Iterator
 
+import mpi_launch
 import processes
 import pytest
 import ranks
@@ -52,3 +53,22 @@ def nursery(recorder: str) -> Iterator[ranks.Nursery]:
     """A process that has imported torch once, and forks ranks of small programs, which `recorder` records."""
     with ranks.Nursery(recorder) as parent:
         yield parent
+
+
+@pytest.fixture(scope="module", params=mpi_launch.NAMES)
+def mpi(request: pytest.FixtureRequest) -> str:
+    """An MPI that is installed: whatever asks for this runs once under each."""
+    name: str = request.param
+    mpi_launch.needs(name)
+    return name
+
+
+@pytest.fixture(scope="module", params=RECORDERS)
+def mpi_recorder(request: pytest.FixtureRequest, mpi: str) -> str:
+    """Which recorder the programs of `mpi` use; the native one is a library of its own, and needs no torch."""
+    name: str = request.param
+    if name == "native":
+        from commtrace.hooks.native import mpi_library
+
+        mpi_library.build()
+    return name

@@ -20,7 +20,6 @@ pytest.importorskip("mpi4py")
 
 RANKS = 3
 ASYNC, COALESCED, OBJECT, UNEVEN, NONE = Flag.ASYNC, Flag.COALESCED, Flag.OBJECT, Flag.UNEVEN, Flag(0)
-RECORDERS = ("python", "native")
 
 
 @functools.cache
@@ -47,21 +46,9 @@ def gave(stem: Path) -> list[dict[str, Any]]:
     return [json.loads(Path(f"{stem}.{rank}").read_text()) for rank in range(RANKS)]
 
 
-@pytest.fixture(params=mpi_launch.NAMES, scope="module")
-def mpi(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    mpi_launch.needs(name)
-    return name
-
-
-@pytest.fixture(params=RECORDERS, scope="module")
-def logs(request: pytest.FixtureRequest, mpi: str) -> list[Log]:
-    recorder: str = request.param
-    if recorder == "native":
-        from commtrace.hooks.native import mpi_library
-
-        mpi_library.build()
-    return traced(mpi, recorder)[1]
+@pytest.fixture
+def logs(mpi: str, mpi_recorder: str) -> list[Log]:
+    return traced(mpi, mpi_recorder)[1]
 
 
 class Row(NamedTuple):
@@ -286,8 +273,8 @@ def test_record(logs: list[Log], name: str) -> None:
         assert [row(call) for call in of_case(log, name)] == expected, f"rank {rank}"
 
 
-def test_the_log_names_who_recorded(logs: list[Log], request: pytest.FixtureRequest) -> None:
-    assert {log.tables["process"][0]["recorder"] for log in logs} == {request.node.callspec.params["logs"]}
+def test_the_log_names_who_recorded(logs: list[Log], mpi_recorder: str) -> None:
+    assert {log.tables["process"][0]["recorder"] for log in logs} == {mpi_recorder}
 
 
 def test_nothing_failed_or_was_lost(logs: list[Log]) -> None:
@@ -418,12 +405,5 @@ def test_groups(logs: list[Log]) -> None:
         assert ([0, 1, 2], "of mine", 0) in names
 
 
-def test_results_are_as_without_tracing(mpi: str) -> None:
-    assert untraced(mpi) == traced(mpi, "python")[0]
-
-
-def test_results_are_as_without_tracing_in_c(mpi: str) -> None:
-    from commtrace.hooks.native import mpi_library
-
-    mpi_library.build()
-    assert untraced(mpi) == traced(mpi, "native")[0]
+def test_results_are_as_without_tracing(mpi: str, mpi_recorder: str) -> None:
+    assert untraced(mpi) == traced(mpi, mpi_recorder)[0]

@@ -11,13 +11,6 @@ import pytest
 pytest.importorskip("mpi4py")
 
 
-@pytest.fixture(params=mpi_launch.NAMES)
-def mpi(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    mpi_launch.needs(name)
-    return name
-
-
 def operations(left: processes.Left) -> list[str]:
     """In the order in which they were called."""
     kinds = {row["id"]: row["variant"] for row in left.tables["kinds"]}

@@ -23,7 +23,6 @@ pytest.importorskip("mpi4py")
 
 RANKS = 3
 DOUBLE = 8
-RECORDERS = ("python", "native")
 
 
 class Ran(NamedTuple):
@@ -57,21 +56,9 @@ def ran(mpi: str, recorder: str) -> list[Ran]:
         shutil.rmtree(folder)
 
 
-@pytest.fixture(params=mpi_launch.NAMES, scope="module")
-def mpi(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    mpi_launch.needs(name)
-    return name
-
-
-@pytest.fixture(params=RECORDERS, scope="module")
-def traced(request: pytest.FixtureRequest, mpi: str) -> list[Ran]:
-    recorder: str = request.param
-    if recorder == "native":
-        from commtrace.hooks.native import mpi_library
-
-        mpi_library.build()
-    return ran(mpi, recorder)
+@pytest.fixture
+def traced(mpi: str, mpi_recorder: str) -> list[Ran]:
+    return ran(mpi, mpi_recorder)
 
 
 class Place(NamedTuple):
@@ -358,9 +345,8 @@ def test_nothing_failed_or_was_lost(traced: list[Ran]) -> None:
         assert one.log.stats["dropped"] == one.log.stats["lost"] == 0
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
-def test_a_program_gets_what_it_gets_untraced(mpi: str, recorder: str) -> None:
-    for rank, (bare, one) in enumerate(zip(ran(mpi, ""), ran(mpi, recorder), strict=True)):
+def test_a_program_gets_what_it_gets_untraced(mpi: str, traced: list[Ran]) -> None:
+    for rank, (bare, one) in enumerate(zip(ran(mpi, ""), traced, strict=True)):
         assert set(bare.gave) == set(one.gave)
         different = {name: (bare.gave[name], one.gave[name]) for name in bare.gave if bare.gave[name] != one.gave[name]}
         assert not different, f"rank {rank}"

@@ -129,14 +129,6 @@ def communicated(log: processes.Left) -> Counts:
     return Counter(row for row in rows if row[0] != "barrier")
 
 
-@pytest.fixture(params=mpi_launch.NAMES)
-def mpi(request: pytest.FixtureRequest) -> str:
-    """An MPI that is installed."""
-    name: str = request.param
-    mpi_launch.needs(name)
-    return name
-
-
 MODES = [
     *((name, ranks) for ranks in (2, 4) for name in CASES),
     *(pytest.param(name, 8, marks=pytest.mark.long) for name in WIDE),

@@ -6,6 +6,7 @@ that communicates, records for itself.
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import signal
@@ -45,7 +46,8 @@ def wait(pids: list[int]) -> int:
 def main() -> bool:
     """True in a rank."""
     if os.environ.get("LAUNCH_DEEPSPEED") == "1":
-        import deepspeed  # noqa: F401
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  (all that its first optimizer imports)
+    gc.freeze()  # ranks that look for garbage need not go through what they share
     ranks, pids = int(sys.argv[1]), []
     world: dict[str, Any] = {
         "WORLD_SIZE": ranks,

@@ -4,10 +4,12 @@
 // are, and the Works themselves are not, until they are waited for or finish() is called. It coalesces: calls between
 // startCoalescing and endCoalescing have one Work together.
 
-#include <torch/extension.h>
-
+// Not torch/extension.h, which has all of torch and takes three times as long to compile.
+#include <ATen/core/ivalue.h>
+#include <ATen/core/jit_type.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
 

@@ -5,12 +5,15 @@
 // the test says. A device that is held begins with it when it is released, however long the host took to submit it: then
 // no time depends on how busy this machine is.
 
-#include <torch/extension.h>
-
+// Not torch/extension.h, which has all of torch and takes three times as long to compile.
 #include <ATen/EmptyTensor.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/jit_type.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <atomic>
