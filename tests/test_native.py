@@ -39,13 +39,14 @@ def test_either_recorder_may_follow_the_other(tmp_path: Path) -> None:
     code = f"""
 import os, commtrace, torch, torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+tensor = torch.ones(3)  # kept: gloo's thread would abort the process if it had to free it while Python ends
 for number, recorder in enumerate({order}):
     os.environ["COMMTRACE_RECORDER"] = recorder
     commtrace.start(os.path.join({str(tmp_path)!r}, str(number)))
     for _ in range(number + 1):
-        dist.all_reduce(torch.ones(3))
+        dist.all_reduce(tensor)
     commtrace.stop()
-    dist.all_reduce(torch.ones(3))
+    dist.all_reduce(tensor)
 """
     result = processes.python(code)
     assert result.status == 0, result.err

@@ -56,7 +56,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("wheels")
     source = copy_sources(base / "source")
     sdist = build(source, "build_sdist", base / "sdist")
-    shutil.unpack_archive(sdist, base / "unpacked", filter="data")
+    shutil.unpack_archive(sdist, base / "unpacked")
     (unpacked,) = (base / "unpacked").iterdir()
     return {
         "plain": build(source, "build_wheel", base / "plain"),

@@ -85,13 +85,17 @@ def _bars(job: Job, parts: list[Traffic], step: tuple[Message, ...]) -> Iterator
     fetched = sum(
         elements[number] for part in parts for gathered in (*part.gathers, *part.within) for number in gathered
     )
+    gathered_once_a_pass = twice * (sum(elements) - small) + small
+    less_or_more = (
+        "parameters still there when they are used again"
+        if fetched <= gathered_once_a_pass
+        else "parameters gathered more than twice (recomputation, shared weights)"
+    )
     apart = replace_ranks(_about(step, PARAMETERS, PERSISTENT))
     levels = {
         f"parameters pass twice in each of {job.micro_batches} micro-batches": third * twice,
-        "small parameters gathered once (persistence threshold)": volume(
-            twice * (sum(elements) - small) + small, parameter_size(job)
-        ),
-        "parameters still there when they are used again": volume(fetched, parameter_size(job)),
+        "small parameters gathered once (persistence threshold)": volume(gathered_once_a_pass, parameter_size(job)),
+        less_or_more: volume(fetched, parameter_size(job)),
         "padding of parameters to equal parts": wire(apart, job.ranks),
         "gathered from fewer ranks (hpZ)": wire(_about(step, PARAMETERS, PERSISTENT), job.ranks),
     }
