@@ -151,7 +151,7 @@ def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "step_time": ("A training step of two ranks, bare and what is added; its ratio, and bare to bare", by_case),
     "native_step": (
-        "A training step of two ranks, the native recorder put in and taken out from step to step; ratios as above",
+        "A training step of two ranks, bare and with the native recorder, step by step; its ratio, and bare to bare",
         native_step,
     ),
     "mpi_cost": ("A call of mpi4py, bare and what is added; its ratio, and bare to bare", by_case),
