@@ -190,10 +190,17 @@ class Recorder:
                 return
             self._pending[slot] = None
             at = ring.RECORDS_AT + slot * _SIZE
-            _pack_time(self._buffer, at + _T_WAIT, t_wait)
-            _pack_time(self._buffer, at + _T_END, t_end)
-            self._buffer[at + _CLOCK] = clock
-            self._buffer[at + _STATE] = state
+            try:
+                self._write_end(at, t_wait, t_end, clock, state)
+            except BaseException:  # a signal handler's, for instance: half an end would contradict itself
+                self._write_end(at, t_wait, t_end, clock, state)
+                raise
+
+    def _write_end(self, at: int, t_wait: int, t_end: int, clock: Clock, state: int) -> None:
+        _pack_time(self._buffer, at + _T_WAIT, t_wait)
+        _pack_time(self._buffer, at + _T_END, t_end)
+        self._buffer[at + _CLOCK] = clock
+        self._buffer[at + _STATE] = state
 
     def fault(self) -> None:
         """A hook failed (call this in its `except`): counted, the first one kept for the report, never raised.
