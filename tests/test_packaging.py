@@ -9,7 +9,7 @@ import sys
 import venv
 import zipfile
 from collections.abc import Callable
-from importlib.util import find_spec
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,11 @@ STATE = (
     "print(on and sys.modules['commtrace.session'].session.settings.directory)"
 )
 
+# Not by find_spec: when pip is looked for, setuptools no longer replaces distutils, and torch's cpp_extension, which
+# another test imports later, stumbles over that.
 pytestmark = pytest.mark.skipif(
-    find_spec("pip") is None or find_spec("setuptools") is None, reason="pip and setuptools are not installed"
+    not {"pip", "setuptools"} <= {one.name for one in metadata.distributions()},
+    reason="pip and setuptools are not installed",
 )
 
 
