@@ -17,10 +17,9 @@ from .data_parallel import against_formula
 from .model_parallel import between_stages, within_layers
 from .results import Recorded
 from .tables import Results, by_role, points
-from .words import between, listed
+from .words import COMMAND, between, listed
 
 _MESSAGES: Final = ("send", "recv")
-_COMMAND: Final = "commtrace study DIR --part volume"
 
 
 def sections(results: Results) -> Iterator[Section]:
@@ -56,7 +55,7 @@ def _scales(results: Results, some: list[Recorded]) -> Section:
         ],
         figures={"scale": figures.by_ranks(table, "What a rank sends in a step, by ranks", "bytes sent")},
         tables={"scale": table},
-        commands=[_COMMAND],
+        commands=[COMMAND],
         missing=results.missing(results.plan.scaled),
         look_for="Lines are recorded, rings the exact expectation, dotted the closed form.",
     )
@@ -76,7 +75,7 @@ def _combined(results: Results, some: list[Recorded]) -> Section:
         ],
         figures={"combined": figures.totals(by_role(some), "What a rank sends in a step, by dimension", "bytes sent")},
         tables={"combined": table},
-        commands=[_COMMAND],
+        commands=[COMMAND],
         missing=results.missing(results.plan.combined),
         look_for="Mean over the ranks of the job.",
     )

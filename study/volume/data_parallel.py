@@ -15,7 +15,7 @@ from . import figures
 from .results import Recorded, in_words
 from .runs import DDP, ZERO_1, ZERO_2, ZERO_3, shape_of
 from .tables import Results, by_operation, compared, sizes_of
-from .words import CONFIRMED, CONTRADICTED, SHARPENED, between, falling, finding, growing, listed, times
+from .words import COMMAND, CONFIRMED, CONTRADICTED, SHARPENED, between, falling, finding, growing, listed, times
 
 STEPS: Final = (1, 10, 100)
 """Lengths of a run for which the share of its beginning is told."""
@@ -24,8 +24,6 @@ NOTABLE: Final = 0.005
 """A difference between shares."""
 ALIGNED: Final = 0.1
 """What the paper's "aligns well" is taken for: within a tenth."""
-
-_COMMAND: Final = "commtrace study DIR --part volume"
 
 
 def sections(results: Results) -> Iterator[Section]:
@@ -76,7 +74,7 @@ def _shares(results: Results, node: list[Recorded], missing: list[str]) -> Secti
             ),
         },
         tables={"figure-07-step": step, "figure-07-run": runs},
-        commands=[_COMMAND, *(_report(one) for one in _schemes(node, ZERO_1)[:1])],
+        commands=[COMMAND, *(_report(one) for one in _schemes(node, ZERO_1)[:1])],
         missing=missing,
         look_for="Shares of the payload of a rank; first of a training step once steps are alike, then with start-up.",
     )
@@ -159,7 +157,7 @@ def _volumes(results: Results, node: list[Recorded], missing: list[str]) -> Sect
             ),
         },
         tables={"figure-08-step": step, "figure-08-run": whole},
-        commands=[_COMMAND],
+        commands=[COMMAND],
         missing=missing,
         look_for="Each panel has its own unit. A buffer counts once here, whatever is done with it.",
     )
@@ -234,7 +232,7 @@ def _sizes(results: Results, some: list[Recorded]) -> Section:
         texts,
         figures={"figure-09": figures.message_sizes(table, "All_gathers of a step by message size, ZeRO-3")},
         tables={"figure-09": table},
-        commands=[_COMMAND, *(_report(one) for one in some[-1:])],
+        commands=[COMMAND, *(_report(one) for one in some[-1:])],
         missing=results.missing(results.plan.sizes),
         look_for="Left how many calls have a size, right how many bytes they move; sizes are whole outputs.",
     )
@@ -257,7 +255,7 @@ def _predicted(results: Results, node: list[Recorded], missing: list[str]) -> Se
         texts,
         figures={"figure-10": figures.against(table, "What a rank sends in a step", "bytes sent")},
         tables={"figure-10": table},
-        commands=[_COMMAND, *(f"commtrace check DIR/volume/{one.folder.name}" for one in node[-1:])],
+        commands=[COMMAND, *(f"commtrace check DIR/volume/{one.folder.name}" for one in node[-1:])],
         missing=missing,
         look_for="The closed form is equation 2 or 3 with the parameters that the model really has; x is recorded by "
         "closed form. Where green and red are as long as each other every call is as expected, one by one.",

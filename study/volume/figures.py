@@ -62,9 +62,7 @@ def shares(table: pd.DataFrame, title: str) -> go.Figure:
             )
         figure.update_xaxes(range=[0, 100], ticksuffix=" %", **place)
 
-    figure = _panels(table, draw, bars=int(table.groupby("model")["name"].nunique().max()))
-    figure.update_layout(barmode="stack")
-    return finish(figure, title, figure.layout.height)
+    return _stacked(table, draw, title)
 
 
 def volumes(table: pd.DataFrame, title: str, axis: str) -> go.Figure:
@@ -80,9 +78,7 @@ def volumes(table: pd.DataFrame, title: str, axis: str) -> go.Figure:
         figure.add_trace(_sums(totals, scale.axis(totals)), **place)
         figure.update_xaxes(title_text=f"{axis}, {scale.unit}", range=[0, 1.25 * scale.reach(totals)], **place)
 
-    figure = _panels(table, draw, bars=int(table.groupby("model")["name"].nunique().max()))
-    figure.update_layout(barmode="stack")
-    return finish(figure, title, figure.layout.height)
+    return _stacked(table, draw, title)
 
 
 def totals(table: pd.DataFrame, title: str, axis: str) -> go.Figure:
@@ -101,9 +97,7 @@ def totals(table: pd.DataFrame, title: str, axis: str) -> go.Figure:
         figure.add_trace(_sums(sums, scale.axis(sums)), **place)
         figure.update_xaxes(title_text=f"{axis}, {scale.unit}", range=[0, 1.25 * scale.reach(sums)], **place)
 
-    figure = _panels(table, draw, bars=int(table.groupby("model")["name"].nunique().max()))
-    figure.update_layout(barmode="stack")
-    return finish(figure, title, figure.layout.height)
+    return _stacked(table, draw, title)
 
 
 def against(table: pd.DataFrame, title: str, axis: str) -> go.Figure:
@@ -205,9 +199,7 @@ def times_of(table: pd.DataFrame, title: str) -> go.Figure:
         figure.add_trace(_sums(sums, scale.axis(sums), time), **place)
         figure.update_xaxes(title_text=f"time of a step, {scale.unit}", range=[0, 1.25 * scale.reach(sums)], **place)
 
-    figure = _panels(table, draw, bars=int(table.groupby("model")["name"].nunique().max()))
-    figure.update_layout(barmode="stack")
-    return finish(figure, title, figure.layout.height)
+    return _stacked(table, draw, title)
 
 
 # ---- what they are made of -------------------------------------------------------------------------------------------
@@ -308,6 +300,13 @@ def _bar(part: pd.DataFrame, name: str, x: Sequence[Any] | pd.Series[Any], **tol
         hovertemplate="%{y}<br>%{customdata}<extra></extra>",
         **text,
     )
+
+
+def _stacked(table: pd.DataFrame, draw: Draw, title: str) -> go.Figure:
+    """A panel for each model, with a stack for each name."""
+    figure = _panels(table, draw, bars=int(table.groupby("model")["name"].nunique().max()))
+    figure.update_layout(barmode="stack")
+    return finish(figure, title, figure.layout.height)
 
 
 def _sums(totals: pd.Series[float], x: Sequence[Any], words: Callable[[Any], str] = size) -> go.Scatter:

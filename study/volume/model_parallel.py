@@ -13,9 +13,8 @@ from commtrace.study.parts import Section
 from . import figures
 from .results import SEND, Recorded, in_words
 from .tables import LEAST, Results, by_operation, by_role, compared
-from .words import CONFIRMED, CONTRADICTED, SHARPENED, between, finding, listed
+from .words import COMMAND, CONFIRMED, CONTRADICTED, SHARPENED, between, finding, listed
 
-_COMMAND: Final = "commtrace study DIR --part volume"
 _DEEPSPEED: Final = "deepspeed/"
 """Where lines of code of DeepSpeed begin."""
 _LEAST: Final = 0.01
@@ -67,7 +66,7 @@ def _totals(results: Results, some: list[Recorded], missing: list[str]) -> Secti
         [*_more(table), *_impossible(results)],
         figures={"figure-11": figures.totals(table, "What a rank sends in a step, by dimension", "bytes sent")},
         tables={"figure-11": table},
-        commands=[_COMMAND],
+        commands=[COMMAND],
         missing=missing,
         look_for="Mean over the ranks of the job, with one copy of the model and one micro-batch. What a rank sends to "
         "itself is nothing.",
@@ -116,7 +115,7 @@ def _breakdown(results: Results, some: list[Recorded], missing: list[str]) -> Se
         texts,
         figures={"figure-12": figures.volumes(table, "Payload of each operation in a step", "payload of a rank")},
         tables={"figure-12": table, "figure-12-callers": _by_caller(some)},
-        commands=[_COMMAND, *(f"commtrace report DIR/volume/{one.folder.name}" for one in mixed[:1])],
+        commands=[COMMAND, *(f"commtrace report DIR/volume/{one.folder.name}" for one in mixed[:1])],
         missing=missing,
         look_for="Payload, mean over the ranks: what a logger counts. An all_reduce within a group of one rank has "
         "payload, and sends nothing.",
@@ -208,7 +207,7 @@ def _against(results: Results, some: list[Recorded], missing: list[str]) -> Sect
         [*_extra(results, some), *_more_than_5(some, tensor)],
         figures=drawn,
         tables=tables,
-        commands=[_COMMAND, *(f"commtrace check DIR/volume/{one.folder.name}" for one in some[:1])],
+        commands=[COMMAND, *(f"commtrace check DIR/volume/{one.folder.name}" for one in some[:1])],
         missing=missing,
         look_for="First equation 4, of all stages together; then equation 5, of a rank. x is recorded by closed form.",
     )

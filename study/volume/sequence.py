@@ -18,9 +18,7 @@ from .model_parallel import within_layers
 from .results import SEND, Recorded
 from .runs import DATA_PARALLEL, shape_of
 from .tables import LEAST, Results
-from .words import CONFIRMED, CONTRADICTED, SHARPENED, between, finding, listed
-
-_COMMAND = "commtrace study DIR --part volume"
+from .words import COMMAND, CONFIRMED, CONTRADICTED, SHARPENED, between, finding, listed
 
 
 def sections(results: Results) -> Iterator[Section]:
@@ -98,7 +96,7 @@ def _gathers(some: list[Recorded], missing: list[str]) -> Section:
             {"figure-14": figures.by_length(table, "All_gathers of a step", "payload of a rank")} if len(table) else {}
         ),
         tables={"figure-14": table},
-        commands=[_COMMAND],
+        commands=[COMMAND],
         missing=missing,
         look_for=f"{some[0].run.name} on {some[0].run.world} ranks. Lines are recorded, rings the exact expectation, "
         "dotted what the paper's formula has of it.",
@@ -159,7 +157,7 @@ def _messages(some: list[Recorded], missing: list[str]) -> Section:
             if len(table)
         },
         tables={"figure-15-send": sends, "figure-15-recv": receives, "figure-15-tensor": tensor},
-        commands=[_COMMAND],
+        commands=[COMMAND],
         missing=missing,
         look_for=f"{some[0].run.name} on {some[0].run.world} ranks; dotted the paper's formula. Mean over the stages.",
     )

@@ -8,6 +8,9 @@ from typing import Final
 
 from commtrace.analyses.report.units import share, size
 
+COMMAND: Final = "commtrace study DIR --part volume"
+"""Repeats what a section shows."""
+
 CONFIRMED: Final = "Confirmed"
 SHARPENED: Final = "Sharpened"
 CONTRADICTED: Final = "Contradicted"
