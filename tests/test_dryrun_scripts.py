@@ -104,3 +104,20 @@ def test_a_loop_like_hugging_faces_trainer(tmp_path: Path) -> None:
     """With accumulation that does not synchronise, recomputation, predictions of all ranks, early stopping."""
     expected = real("trainer", tmp_path, f"output={tmp_path / 'real-out'}")
     dry_runs.assert_same(expected, dry_here("trainer", tmp_path, f"output={tmp_path / 'out'}"))
+
+
+@pytest.mark.parametrize("stage", [None, 2, 3])
+def test_hugging_faces_trainer_itself(stage: int | None, tmp_path: Path) -> None:
+    """With DDP or DeepSpeed underneath, accumulation, clipping, evaluation. Not among what the tests install."""
+    pytest.importorskip("transformers", reason="needs `pip install transformers accelerate`")
+    pytest.importorskip("accelerate", reason="needs `pip install transformers accelerate`")
+    options: list[object] = []
+    if stage is not None:
+        config = tmp_path / "ds.json"
+        zero = {"stage": stage, "reduce_bucket_size": 20_000, "stage3_param_persistence_threshold": 100}
+        batch = {f"{name}": "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")}
+        config.write_text(json.dumps({**batch, "gradient_clipping": "auto", "zero_optimization": zero}))
+        options.append(config)
+    expected = real("transformers", tmp_path, *options)
+    run, _ = dry("transformers", tmp_path, *options)
+    dry_runs.assert_same(expected, run)
