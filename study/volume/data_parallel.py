@@ -204,7 +204,7 @@ def _sizes(results: Results, some: list[Recorded]) -> Section:
         finding(
             "as the model size increases, more message sizes are utilized for each communication call, and to varying "
             "frequency.",
-            CONFIRMED if growing([*kinds]) else CONTRADICTED,
+            CONFIRMED if growing([*kinds]) else SHARPENED if kinds.iloc[-1] > kinds.iloc[0] else CONTRADICTED,
             "distinct sizes of all_gathers in a step of ZeRO-3: "
             f"{', '.join(f'{count(number)} ({model})' for model, number in kinds.items())}.",
         ),

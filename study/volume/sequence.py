@@ -172,7 +172,8 @@ def _sequences(table: pd.DataFrame, some: list[Recorded]) -> pd.DataFrame:
 
 def _beyond(some: list[Recorded]) -> str:
     """What stages send to each other that the formula does not count."""
-    why = listed(label for one in some for label, more in one.reasons("pipeline", LEAST) if more > 0)
+    staged = [one for one in some if (one.steady["op"] == SEND).any()]
+    why = listed(label for one in staged for label, more in one.reasons("pipeline", LEAST) if more > 0)
     return f"What is beyond the formula: {why}." if why != "none" else ""
 
 
