@@ -1,10 +1,12 @@
-"""`commtrace bench` beside a loop written by hand, on two gloo ranks; and how well its fit predicts sizes it never saw.
+"""`commtrace bench` beside a loop written by hand, on two ranks; and how well its fit predicts sizes it never saw.
 
 The loop is what one writes: some calls, a barrier, the clock, many calls, the clock, the slowest rank. Loop, loop again
 and bench are measured in turn, each for as long as the others (a longer mean has more of a machine's rare long calls
 in it), so that the control shows what the same thing differs by in the same minutes. Then bench measures powers of
 two, and the loop sizes between them, half as large again as each, in turn; a fit of the former predicts the latter, as
 the median of blocks, which is what is fitted. Its errors stand beside what the fit says of itself.
+
+All of it over gloo, and over MPI by mpi4py, whose ranks are bound to a core each, as bench binds those it starts.
 """
 
 from __future__ import annotations
@@ -12,19 +14,24 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import groups
+import mpi_groups
+import numpy as np
 import results
 import torch
 import torch.distributed as dist
 from measuring import Round, Row, compared, in_turn
 
 from commtrace.network.fit import fit
-from commtrace.network.measuring import ROUNDS, measure
+from commtrace.network.measuring import ROUNDS, Group, Memory, measure
 from commtrace.network.measuring import Row as Measured
 from commtrace.network.operations import ELEMENT, PING_PONG, elements, sizes
+from commtrace.network.ranks import bind
 from commtrace.network.torch_library import TorchGroup
 
 NAME = "commtrace bench"
@@ -32,32 +39,164 @@ OPERATIONS = ("all_reduce", "all_gather", PING_PONG)
 SIZES = (8, 4 << 10, 256 << 10, 4 << 20)
 WARM = 2  # calls before those that count, of the loop
 
+Call = Callable[[], object]
+
 
 def main() -> None:
-    """Measure both."""
+    """Measure both, over both."""
     parser = results.parser(__doc__, pairs=18)
     parser.add_argument("--seconds", type=float, default=0.2, help="of one measurement; bench's --seconds (0.2)")
     parser.add_argument("--passes", type=int, default=5, help="over all sizes, for the fit (5)")
     parser.add_argument("--max-bytes", type=int, default=64 << 20, help="largest size, for the fit (64 MiB)")
     options = results.parsed(parser, seconds=0.001, passes=1, max_bytes=1 << 10)
-    results.write("bench_loop", groups.run(both, options, backend="gloo"), options)
+    rows: list[Row] = []
+    if not mpi_groups.inside():
+        with groups.cores_awake():
+            rows += groups.run(over_gloo, options, backend="gloo")
+    results.write("bench_loop", rows + mpi_groups.run(over_mpi, options), options)
 
 
-def both(options: argparse.Namespace) -> list[Row]:
+class Network(ABC):
+    """What one writes a loop with, and what bench has of the same ranks."""
+
+    name: str
+    group: Group
+
+    def __init__(self, most: int) -> None:
+        self.memory = Memory(self.group, most)  # bench's
+
+    @abstractmethod
+    def call(self, op: str, count: int) -> Call:
+        """By hand, on so many elements (nccl-tests' size)."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Of all ranks."""
+
+    @abstractmethod
+    def slowest(self, seconds: float) -> float:
+        """Of all ranks."""
+
+    def shown(self, row: Row) -> Row:
+        """A row that rank 0 has printed."""
+        if self.group.rank == 0:
+            results.show(row)
+        return row
+
+
+class Gloo(Network):
+    """torch.distributed."""
+
+    name = "gloo"
+
+    def __init__(self, most: int) -> None:
+        self.group = TorchGroup(dist.group.WORLD, torch.device("cpu"))
+        self._given, self._taken = torch.zeros(most // ELEMENT), torch.zeros(most // ELEMENT)
+        super().__init__(most)
+
+    def call(self, op: str, count: int) -> Call:
+        """See Network."""
+        given, taken, rank = self._given[:count], self._taken[:count], self.group.rank
+        if op == "all_reduce":
+            return partial(dist.all_reduce, taken)
+        if op == "all_gather":
+            all_gather = (
+                getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            )  # its name from 2.13 on
+            return partial(all_gather, taken, given[: count // 2])
+
+        def ping_pong() -> None:
+            if rank == 0:
+                dist.send(given, 1)
+                dist.recv(taken, 1)
+            else:
+                dist.recv(taken, 0)
+                dist.send(given, 0)
+
+        return ping_pong
+
+    def barrier(self) -> None:
+        """See Network."""
+        dist.barrier()
+
+    def slowest(self, seconds: float) -> float:
+        """See Network."""
+        return groups.over_ranks(seconds, dist.ReduceOp.MAX)
+
+
+class Mpi(Network):
+    """mpi4py."""
+
+    def __init__(self, most: int) -> None:
+        from mpi4py import MPI
+
+        from commtrace.network.mpi_library import MpiGroup
+
+        self._world: Any = MPI.COMM_WORLD
+        self._max = MPI.MAX
+        bind(self._world.Get_rank(), self._world.Get_size())
+        self.name, self.group = MPI.get_vendor()[0], MpiGroup(self._world)
+        # Of ones: pages of zeros that were never written are one page, which both ranks read.
+        self._given, self._taken = np.ones(most // ELEMENT, np.float32), np.ones(most // ELEMENT, np.float32)
+        super().__init__(most)
+
+    def call(self, op: str, count: int) -> Call:
+        """See Network."""
+        given, taken, world = self._given[:count], self._taken[:count], self._world
+        if op == "all_reduce":
+            return partial(world.Allreduce, given, taken)
+        if op == "all_gather":
+            return partial(world.Allgather, given[: count // 2], taken)
+
+        def ping_pong() -> None:
+            if world.rank == 0:
+                world.Send(given, 1)
+                world.Recv(taken, 1)
+            else:
+                world.Recv(taken, 0)
+                world.Send(given, 0)
+
+        return ping_pong
+
+    def barrier(self) -> None:
+        """See Network."""
+        self._world.Barrier()
+
+    def slowest(self, seconds: float) -> float:
+        """See Network."""
+        return float(self._world.allreduce(seconds, self._max))
+
+
+def over_gloo(options: argparse.Namespace) -> list[Row]:
     """What a rank does."""
-    group = TorchGroup(dist.group.WORLD, torch.device("cpu"))
-    rows = [agreement(group, op, size, options) for op in OPERATIONS for size in SIZES if options.only in op]
-    return [*rows, *(row for op in OPERATIONS if options.only in op for row in held_out(group, op, options))]
+    return both(Gloo(most(options)), options)
 
 
-def agreement(group: TorchGroup, op: str, size: int, options: argparse.Namespace) -> Row:
+def over_mpi(options: argparse.Namespace) -> list[Row]:
+    """What a rank does."""
+    return both(Mpi(most(options)), options)
+
+
+def most(options: argparse.Namespace) -> int:
+    """Bytes of the largest message."""
+    return max(*SIZES, int(options.max_bytes))
+
+
+def both(network: Network, options: argparse.Namespace) -> list[Row]:
+    """Bench beside the loop, and the fit."""
+    operations = [op for op in OPERATIONS if options.only in f"{network.name}: {op}"]
+    rows = [agreement(network, op, size, options) for op in operations for size in SIZES]
+    return [*rows, *(row for op in operations for row in held_out(network, op, options))]
+
+
+def agreement(network: Network, op: str, size: int, options: argparse.Namespace) -> Row:
     """Loop, loop again and bench."""
-    by_hand = partial(loop, op, size, options.seconds)
-    rounds = in_turn(by_hand, lambda: bench(group, op, size, options).avg_us, options.pairs)
-    return groups.shown(compared(f"{op}, {size:,} bytes", NAME, "us", [Round(*one) for one in rounds]))
+    by_hand = partial(loop, network, op, size, options.seconds)
+    rounds = in_turn(by_hand, lambda: bench(network, op, size, options).avg_us, options.pairs)
+    return network.shown(compared(f"{network.name}: {op}, {size:,} bytes", NAME, "us", [Round(*one) for one in rounds]))
 
 
-def held_out(group: TorchGroup, op: str, options: argparse.Namespace) -> list[Row]:
+def held_out(network: Network, op: str, options: argparse.Namespace) -> list[Row]:
     """Errors of the fit, in percent, at sizes that it was not fitted to, and the error that it says it has."""
     powers = [*sizes(2 * ELEMENT, options.max_bytes)]
     between = [size + size // 2 for size in powers[:-1]]
@@ -65,64 +204,44 @@ def held_out(group: TorchGroup, op: str, options: argparse.Namespace) -> list[Ro
     seen: dict[int, list[float]] = {size: [] for size in between}
     for _ in range(options.passes):
         for power, size in zip(powers, [*between, None], strict=True):
-            fitted[power].append(bench(group, op, power, options))
+            fitted[power].append(bench(network, op, power, options))
             if size is not None:
-                seen[size] += [loop(op, size, options.seconds / ROUNDS) for _ in range(ROUNDS)]
+                seen[size] += [loop(network, op, size, options.seconds / ROUNDS) for _ in range(ROUNDS)]
     found = fit(op, 2, 1, [sorted(some, key=lambda row: row.median_us)[len(some) // 2] for some in fitted.values()])
     payloads = {size: elements(op, size, 2) * ELEMENT for size in between}
     errors = [abs(found.time_us(payloads[size]) / statistics.median(times) - 1) * 100 for size, times in seen.items()]
-    case = f"{op}, {len(between)} sizes between those fitted"
+    case = f"{network.name}: {op}, {len(between)} sizes between those fitted"
     return [
-        groups.shown(Row(case, "median error", "%", statistics.median(errors))),
-        groups.shown(Row(case, "of nine in ten at most", "%", sorted(errors)[-1 - len(errors) // 10])),
-        groups.shown(Row(case, "worst error", "%", max(errors))),
-        groups.shown(Row(case, "median error by the fit itself", "%", 100 * (found.held_out_median or 0.0))),
+        network.shown(Row(case, "median error", "%", statistics.median(errors))),
+        network.shown(Row(case, "of nine in ten at most", "%", sorted(errors)[-1 - len(errors) // 10])),
+        network.shown(Row(case, "worst error", "%", max(errors))),
+        network.shown(Row(case, "median error by the fit itself", "%", 100 * (found.held_out_median or 0.0))),
     ]
 
 
-def bench(group: TorchGroup, op: str, size: int, options: argparse.Namespace) -> Measured:
+def bench(network: Network, op: str, size: int, options: argparse.Namespace) -> Measured:
     """What commtrace bench measures."""
-    row = measure(group, op, size, 1, options.seconds)
+    row = measure(network.group, op, size, 1, options.seconds, network.memory)
     assert row is not None
     assert not row.wrong, row
     return row
 
 
-def loop(op: str, size: int, seconds: float) -> float:
+def loop(network: Network, op: str, size: int, seconds: float) -> float:
     """Microseconds of a call, of the slower rank, over so long; of a ping-pong, of one way."""
-    call, part = by_hand(op, elements(op, size, 2))
-    timed(call, WARM)
-    calls = max(2, round(seconds / timed(call, WARM)))
-    return timed(call, calls) * part * 1e6
+    call = network.call(op, elements(op, size, 2))
+    timed(network, call, WARM)
+    calls = max(2, round(seconds / timed(network, call, WARM)))
+    return timed(network, call, calls) * (0.5 if op == PING_PONG else 1.0) * 1e6
 
 
-def timed(call: Callable[[], object], calls: int) -> float:
+def timed(network: Network, call: Call, calls: int) -> float:
     """Seconds of one of so many, of the slower rank."""
-    dist.barrier()
+    network.barrier()
     begin = time.perf_counter()
     for _ in range(calls):
         call()
-    return groups.over_ranks((time.perf_counter() - begin) / calls, dist.ReduceOp.MAX)
-
-
-def by_hand(op: str, count: int) -> tuple[Callable[[], object], float]:
-    """A call on `count` elements (nccl-tests' size), and the part of its time that counts."""
-    if op == "all_reduce":
-        return partial(dist.all_reduce, torch.zeros(count)), 1.0
-    if op == "all_gather":
-        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name from 2.13 on
-        return partial(all_gather, torch.zeros(count), torch.zeros(count // 2)), 1.0
-    there, back, rank = torch.zeros(count), torch.zeros(count), dist.get_rank()
-
-    def ping_pong() -> None:
-        if rank == 0:
-            dist.send(there, 1)
-            dist.recv(back, 1)
-        else:
-            dist.recv(back, 0)
-            dist.send(there, 0)
-
-    return ping_pong, 0.5
+    return network.slowest((time.perf_counter() - begin) / calls)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """What tracing adds to calls of mpi4py, in us: an Allreduce of 8 bytes, and a message of 8 bytes there and back.
 
-Started by itself, it starts two ranks of itself with the `mpiexec` that is beside this Python, or with the command of
-MPIEXEC. On two ranks the difference is what a program waits; ranks that share a core wait for each other's turn, too,
+On two ranks the difference is what a program waits; ranks that share a core wait for each other's turn, too,
 which the control shows. On one rank, alone in MPI.COMM_SELF, what is left is the way into mpi4py, and tracing.
 """
 
@@ -9,17 +8,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import mpi_groups
 import numpy as np
 import results
 from measuring import Round, Row, compared, in_turn
@@ -32,26 +28,17 @@ Switch = Callable[[], AbstractContextManager[object]]
 
 
 def main() -> None:
-    """Start the ranks, or be one of them."""
+    """Measure."""
     parser = results.parser(__doc__, pairs=36, settle=0.03)
     parser.add_argument("--calls", type=int, default=2000, help="calls of one block")
     options = results.parsed(parser, calls=20)
-    if "COMMTRACE_BENCHMARK_RANK" in os.environ:
-        rank(options)
-        return
-    mpi_library.build()
-    mpiexec = shlex.split(os.environ.get("MPIEXEC", str(Path(sys.prefix) / "bin" / "mpiexec")))
-    status = subprocess.run(
-        [*mpiexec, "-n", "2", sys.executable, __file__, *sys.argv[1:]],
-        env={**os.environ, "COMMTRACE_BENCHMARK_RANK": "1", "OMP_NUM_THREADS": "1"},
-        check=False,
-    ).returncode
-    sys.exit(status)
+    if not mpi_groups.inside():
+        mpi_library.build()
+    results.write("mpi_cost", mpi_groups.run(calls, options), options)
 
 
-def rank(options: argparse.Namespace) -> None:
-    """Measure; the first rank writes."""
-    os.environ.pop("COMMTRACE_BENCHMARK_RANK")  # no setting of commtrace
+def calls(options: argparse.Namespace) -> list[Row]:
+    """What a rank does."""
     from mpi4py import MPI
 
     world: Any = MPI.COMM_WORLD
@@ -67,8 +54,7 @@ def rank(options: argparse.Namespace) -> None:
         for name, switch in sides().items():
             if options.only in name:
                 rows.append(measure(f"{case}, 8 bytes, {vendor}", name, switch, call, world, options))
-    if world.Get_rank() == 0:
-        results.write("mpi_cost", rows, options)
+    return rows
 
 
 def ping(world: Any, given: Any, into: Any) -> None:

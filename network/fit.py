@@ -9,8 +9,9 @@ Computing 20, 1994, for two processes; Thakur, Rabenseifner and Gropp 2005, doi:
 negative. What is fitted is the median over rounds.
 
 **Pieces.** Libraries switch protocols with the size, and caches end. A fit has one piece unless the sizes that were
-held out demand more: two or three pieces (a latency and a bandwidth each, from some size on) are taken if they lower
-the mean held-out error by a tenth of it and one percentage point, at least.
+held out demand more: up to five pieces (a latency and a bandwidth each, from some size on) are taken if they lower
+the mean held-out error by a tenth of it and one percentage point, at least. A large message passes an eager and a
+rendezvous protocol and up to three levels of memory; the last of them may begin at 32 MiB, and have two sizes.
 
 **Held out.** The error beside a fit is that of sizes it has not seen: each size in turn is left out, everything is
 fitted anew to the others, where pieces begin included, and the size left out is predicted.
@@ -31,8 +32,8 @@ from .operations import bus_bytes
 
 Array = npt.NDArray[np.float64]
 
-MOST_PIECES: Final = 3
-_PIECE_SIZES: Final = 3
+MOST_PIECES: Final = 5
+_PIECE_SIZES: Final = 2
 """Sizes that a piece is fitted to, at least."""
 _WORTH: Final = 0.9
 _WORTH_POINTS: Final = 0.01

@@ -20,7 +20,7 @@ from commtrace.errors import CommtraceError
 
 from . import NetworkError
 from .library import Library, connect
-from .measuring import Group, Row, measure
+from .measuring import Group, Memory, Row, measure
 from .operations import BARRIER, POINT_TO_POINT, sizes
 from .plan import Plan
 from .results import Results, write
@@ -142,14 +142,25 @@ def _free_port() -> int:
 def started() -> int:
     """A process that `start` has started: its status."""
     try:
-        return be_a_rank(Plan.from_json(sys.argv[1]))
+        return be_a_rank(Plan.from_json(sys.argv[1]), bound=True)
     except NetworkError as error:
         print(f"commtrace: {error}", file=sys.stderr, flush=True)
         return 1
 
 
-def be_a_rank(plan: Plan) -> int:
+def bind(rank: int, ranks: int) -> None:
+    """A core for each of the ranks of one host, where there are enough: ranks of MPI spin while they wait, and the
+    kernel now and then puts two of them on one core and leaves another idle, where a call takes four times as long.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if ranks <= len(cores):
+        os.sched_setaffinity(0, {cores[rank]})
+
+
+def be_a_rank(plan: Plan, *, bound: bool = False) -> int:
     """Measure with the other ranks; rank 0 prints and keeps the results. Returns the status of this process.
+
+    bound: bind ranks of MPI to cores. torch's are not: gloo has threads of its own, which wait for each other's locks.
 
     Raises NetworkError before the ranks are connected; from then on, says on stderr which rank failed, and how.
     """
@@ -157,6 +168,8 @@ def be_a_rank(plan: Plan) -> int:
         _complete_environment()
     library = connect(plan)
     try:
+        if bound and plan.through == "mpi4py":
+            bind(library.local_rank, library.size)
         results = _measured(plan, library)
         if library.rank == 0:
             write(results, Path(plan.out), force=plan.force)
@@ -224,10 +237,11 @@ def groups(plan: Plan, hosts: Sequence[str]) -> dict[tuple[int, ...], list[str]]
 
 
 def _sized(group: Group, op: str, hosts: int, plan: Plan, abort: Callable[[], None]) -> Iterator[Row]:
+    memory = Memory(group, 0 if op == BARRIER else plan.max_bytes)
     for size in [0] if op == BARRIER else sizes(plan.min_bytes, plan.max_bytes):
         try:
             with limited(plan.timeout_s if plan.through == "mpi4py" else None, f"{op} of {size:,} bytes", abort):
-                row = measure(group, op, size, hosts, plan.seconds)
+                row = measure(group, op, size, hosts, plan.seconds, memory)
         except (RuntimeError, MemoryError) as error:  # what torch and mpi4py raise of theirs
             raise NetworkError(f"{op} of {size:,} bytes among {group.size} ranks: {_words_of(error)}") from error
         if row is not None:

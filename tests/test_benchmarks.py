@@ -139,7 +139,7 @@ def test_a_benchmark_runs(benchmark: str, tmp_path: Path) -> None:
         pytest.importorskip("torch")
     if benchmark == "native_step" and not library.path().exists():
         pytest.skip("the native recorder is not built")
-    if benchmark == "mpi_cost":
+    if benchmark in ("mpi_cost", "bench_loop"):
         mpi_launch.needs("mpich")
     section = run(benchmark, tmp_path / "results.json")
     rows = results.rows(section)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from commtrace.network import NetworkError
-from commtrace.network.measuring import Call, Group, measure
+from commtrace.network.measuring import Call, Group, Memory, Row, measure
 from commtrace.network.operations import (
     OPERATIONS,
     Values,
@@ -24,7 +24,7 @@ from commtrace.network.operations import (
     window,
 )
 from commtrace.network.plan import Plan, chosen
-from commtrace.network.ranks import check_memory, first_host, groups, limited
+from commtrace.network.ranks import bind, check_memory, first_host, groups, limited
 
 
 class Ranks(Group):
@@ -102,6 +102,10 @@ def _moved(op: str, rank: int, size: int, source: Values, result: Values) -> Val
     return None if op == "send_recv_window" and not rank else inputs[1 - rank]
 
 
+def measured(group: Group, op: str, size: int, hosts: int, seconds: float, clock: Callable[[], float]) -> Row | None:
+    return measure(group, op, size, hosts, seconds, Memory(group, size), clock)
+
+
 def ranks_of(op: str) -> int:
     return 2 if op.startswith("send_recv") else 3
 
@@ -110,7 +114,7 @@ def ranks_of(op: str) -> int:
 def test_right_data_is_right_and_wrong_data_is_counted(op: str) -> None:
     size = ranks_of(op)
     for rank in range(size):
-        row = measure(Ranks(rank, size), op, 3 * 4 * 1000, 1, 0.001, clock=lambda: 0.0)
+        row = measured(Ranks(rank, size), op, 3 * 4 * 1000, 1, 0.001, clock=lambda: 0.0)
         assert row is not None
         assert row.wrong == 0, (op, rank)
 
@@ -119,7 +123,7 @@ def test_right_data_is_right_and_wrong_data_is_counted(op: str) -> None:
         values[-1] = 0.5
 
     counts = [
-        measure(Ranks(rank, size, damage=spoil), op, 3 * 4 * 1000, 1, 0.001, clock=lambda: 0.0) for rank in range(size)
+        measured(Ranks(rank, size, damage=spoil), op, 3 * 4 * 1000, 1, 0.001, clock=lambda: 0.0) for rank in range(size)
     ]
     found = [0 if row is None else row.wrong for row in counts]
     checked = (
@@ -135,14 +139,14 @@ def test_a_share_in_the_wrong_place_is_seen() -> None:
         half = len(values) // 2
         values[:] = np.concatenate([values[half:], values[:half]])
 
-    row = measure(Ranks(0, 4, damage=swap), "all_gather", 1 << 16, 1, 0.001, clock=lambda: 0.0)
+    row = measured(Ranks(0, 4, damage=swap), "all_gather", 1 << 16, 1, 0.001, clock=lambda: 0.0)
     assert row is not None
     assert row.wrong > 1000
 
 
 def test_a_round_is_of_calls_alone_and_of_the_slowest_rank() -> None:
     group = Ranks(0, 2, others=(1.0, 1.5))
-    row = measure(group, "all_reduce", 1024, 1, 0.01, clock=group.clock)
+    row = measured(group, "all_reduce", 1024, 1, 0.01, clock=group.clock)
     assert row is not None
     assert (row.op, row.ranks, row.payload_bytes, row.rounds) == ("all_reduce", 2, 1024, 10)
     assert row.calls == math.ceil(0.01 / 10 / 15e-6)
@@ -155,7 +159,7 @@ def test_a_round_is_of_calls_alone_and_of_the_slowest_rank() -> None:
 
 def test_calls_before_the_clock_do_not_count() -> None:
     group = Ranks(0, 2, call_us=lambda op, calls: 1000.0 if calls <= 22 else 10.0)
-    row = measure(group, "all_reduce", 1024, 1, 0.01, clock=group.clock)
+    row = measured(group, "all_reduce", 1024, 1, 0.01, clock=group.clock)
     assert row is not None
     assert row.max_us == pytest.approx(10.0)
 
@@ -163,7 +167,7 @@ def test_calls_before_the_clock_do_not_count() -> None:
 def test_spread_is_of_rounds() -> None:
     slow = 22 + 5 * 3  # three calls of each round: the sixth round is slower
     group = Ranks(0, 2, call_us=lambda op, calls: 100.0 if slow < calls <= slow + 3 else 10.0)
-    row = measure(group, "all_reduce", 1024, 1, 3e-4, clock=group.clock)
+    row = measured(group, "all_reduce", 1024, 1, 3e-4, clock=group.clock)
     assert row is not None
     assert (row.calls, row.rounds) == (3, 10)
     assert (row.min_us, row.median_us, row.max_us) == pytest.approx((10.0, 10.0, 100.0))
@@ -172,7 +176,7 @@ def test_spread_is_of_rounds() -> None:
 
 def test_what_is_slow_is_called_a_few_times() -> None:
     group = Ranks(0, 2, call_us=lambda op, calls: 1e6)
-    row = measure(group, "all_reduce", 1 << 20, 1, 0.2, clock=group.clock)
+    row = measured(group, "all_reduce", 1 << 20, 1, 0.2, clock=group.clock)
     assert row is not None
     assert (row.calls, row.rounds) == (1, 3)
 
@@ -180,15 +184,36 @@ def test_what_is_slow_is_called_a_few_times() -> None:
 def test_of_a_ping_pong_half_counts_and_of_a_window_one_message() -> None:
     for op, part in (("send_recv", 1 / 2), ("send_recv_window", 1 / 64)):
         group = Ranks(0, 2)
-        row = measure(group, op, 4096, 2, 0.01, clock=group.clock)
+        row = measured(group, op, 4096, 2, 0.01, clock=group.clock)
         assert row is not None
         assert row.hosts == 2
         assert row.avg_us == pytest.approx(10.0 * part)
 
 
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_sizes_share_memory_and_nothing_else(op: str) -> None:
+    """What a larger size has left there is neither moved nor counted, and no size has memory of its own."""
+    seen: list[tuple[int, int]] = []
+
+    class Watched(Ranks):
+        def call(self, op: str, source: Values, result: Values, messages: int) -> Call:
+            assert not source.any()
+            assert not result.any()
+            seen.append((source.ctypes.data, result.ctypes.data))
+            return super().call(op, source, result, messages)
+
+    def spoil(values: Values) -> None:
+        values[:] = 3.5
+
+    memory = Memory(group := Watched(size=ranks_of(op), damage=spoil), 1 << 14)
+    for size in (1 << 14, 24, 3 << 10):
+        assert measure(group, op, size, 1, 0.001, memory, clock=lambda: 0.0) is not None
+    assert len(set(seen)) == 1
+
+
 def test_a_size_without_equal_shares_is_left_out_or_rounded_down() -> None:
-    assert measure(Ranks(0, 4), "all_gather", 12, 1, 0.01) is None
-    row = measure(Ranks(0, 3), "all_to_all", 64, 1, 0.001, clock=lambda: 0.0)
+    assert measured(Ranks(0, 4), "all_gather", 12, 1, 0.01, clock=lambda: 0.0) is None
+    row = measured(Ranks(0, 3), "all_to_all", 64, 1, 0.001, clock=lambda: 0.0)
     assert row is not None
     assert row.payload_bytes == 60
     assert [elements(op, 64, 3) for op in ("all_reduce", "all_gather", "broadcast")] == [16, 15, 16]
@@ -253,6 +278,17 @@ def test_more_memory_than_there_is_is_refused_before_it_is_taken(monkeypatch: py
     check_memory(Plan(), 2)
     with pytest.raises(NetworkError, match=r"3 ranks of a host need 1,152 MiB .* 1,024 MiB are available.*--max-bytes"):
         check_memory(Plan(), 3)
+
+
+def test_ranks_have_a_core_each_where_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[set[int]] = []
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {3, 5, 8})
+    monkeypatch.setattr("os.sched_setaffinity", lambda process, cores: bound.append(cores))
+    for rank in range(3):
+        bind(rank, 3)
+    assert bound == [{3}, {5}, {8}]
+    bind(3, 4)
+    assert len(bound) == 3
 
 
 def test_what_takes_too_long_is_aborted_and_said(capsys: pytest.CaptureFixture[str]) -> None:
