@@ -6,12 +6,11 @@ import ctypes
 import datetime
 import os
 import socket
-import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,31 +27,19 @@ PROCESSOR = ", processor time"
 TIMEOUT = datetime.timedelta(seconds=120)
 
 
-def run(program: Callable[[Any], list[Row]], options: Any, *, backend: str) -> list[Row]:
-    """What rank 0 returns of a program. "fake" is one process that sends nothing to seven others that are not there."""
+def run(program: Callable[[Any], list[Row]], options: Any, *, backend: str, bound: bool = True) -> list[Row]:
+    """What rank 0 returns of a program. "fake" is one process that sends nothing to seven others that are not there.
+
+    bound: each rank has a core of its own, as launchers bind ranks: most of the noise of a small machine is gone. Where
+    nothing is computed, gloo's threads hold each other up on that core, for milliseconds.
+    """
     processes: Any = torch.multiprocessing
     queue = processes.get_context("spawn").SimpleQueue()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch.profiler tells of each of its beginnings and ends
-    processes.spawn(_rank, (free_port(), backend, program, options, queue), RANKS[backend])
+    processes.spawn(_rank, (free_port(), backend, bound, program, options, queue), RANKS[backend])
     rows: list[Row] = queue.get()
     return rows
-
-
-@contextmanager
-def cores_awake() -> Iterator[None]:
-    """No core falls asleep: those of a virtual machine take long to wake up, now more, now less, at each message.
-
-    What keeps them awake runs only where nothing else wants to (SCHED_IDLE). Steps then differ by a quarter less.
-    """
-    program = "import os\nos.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: pass"
-    spinning = [subprocess.Popen([sys.executable, "-S", "-c", program]) for _ in os.sched_getaffinity(0)]
-    try:
-        yield
-    finally:
-        for process in spinning:
-            process.kill()
-            process.wait()
 
 
 def free_port() -> int:
@@ -62,16 +49,30 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _rank(rank: int, port: int, backend: str, program: Callable[[Any], list[Row]], options: Any, queue: Any) -> None:
+@contextmanager
+def sleepless() -> Iterator[None]:
+    """Idle cores poll and do not sleep (PM QoS of the kernel, root's): a virtual core takes long to wake up, now more,
+    now less. Where that cannot be asked for, they sleep.
+    """
+    with ExitStack() as stack:
+        with suppress(OSError):
+            request = stack.enter_context(open("/dev/cpu_dma_latency", "wb", buffering=0))
+            request.write((0).to_bytes(4, "little"))  # microseconds until a core runs; as long as it is open
+        yield
+
+
+def _rank(
+    rank: int, port: int, backend: str, bound: bool, program: Callable[[Any], list[Row]], options: Any, queue: Any
+) -> None:
     warnings.filterwarnings("ignore")  # of torch, in the middle of what is timed, each time that filters have changed
     torch.set_num_threads(1)
     keep_memory()
     if backend == "fake":
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     else:
-        cores = sorted(os.sched_getaffinity(0))
-        # As launchers bind ranks: threads that wander between the cores are most of the noise of a small machine.
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+        if bound:
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cores[rank % len(cores)]})
         address = f"tcp://127.0.0.1:{port}"
         dist.init_process_group(backend, init_method=address, rank=rank, world_size=RANKS[backend], timeout=TIMEOUT)
     rows = program(options)
