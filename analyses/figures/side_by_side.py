@@ -30,6 +30,7 @@ from .style import (
     in_order,
     label,
     paint,
+    sums_of_stacks,
     words_places,
 )
 
@@ -93,7 +94,7 @@ def operation_volumes(table: pd.DataFrame) -> go.Figure:
         scale = bytes_scale(totals)
         for op in operations:
             _stack(figure, op, rows.loc[rows["op"] == op], scale, row)
-        _sums(figure, totals, scale, row)
+        figure.add_trace(_sums(totals, scale), row=row, col=1)
         title, room = f"payload per rank, {words}, {scale.unit}", 1.3 * scale.reach(totals)
         figure.update_xaxes(title_text=title, range=[0, room], row=row, col=1)
         _runs_axis(figure, table, row)
@@ -134,7 +135,7 @@ def role_volumes(table: pd.DataFrame) -> go.Figure:
                 "<br>%{customdata[2]} payload<extra></extra>",
             )
         )
-    _sums(figure, totals, scale)
+    figure.add_trace(_sums(totals, scale))
     title = f"bytes a rank sends in the whole run, at least, {scale.unit}"
     figure.update_xaxes(title_text=title, range=[0, 1.3 * scale.reach(totals)])
     _runs_axis(figure, table)
@@ -222,22 +223,9 @@ def _stack(figure: go.Figure, op: str, part: pd.DataFrame, scale: Scale, row: in
     )
 
 
-def _sums(figure: go.Figure, totals: pd.Series[float], scale: Scale, row: int | None = None) -> None:
-    """What the stacks add up to, behind their ends."""
-    figure.add_trace(
-        go.Scatter(
-            x=scale.axis(totals),
-            y=[label(run) for run in totals.index],
-            mode="text",
-            text=[f" {size(value)}" for value in totals],
-            textposition="middle right",
-            cliponaxis=False,
-            hoverinfo="skip",
-            showlegend=False,
-        ),
-        row=row,
-        col=None if row is None else 1,
-    )
+def _sums(totals: pd.Series[float], scale: Scale) -> go.Scatter:
+    """Of each run."""
+    return sums_of_stacks(scale.axis(totals), [label(run) for run in totals.index], map(size, totals))
 
 
 def _runs_axis(figure: go.Figure, table: pd.DataFrame, row: int | None = None) -> None:

@@ -150,6 +150,21 @@ def time_scale(values_ns: Iterable[float]) -> Scale:
     return Scale(1.0, "ns")
 
 
+def sums_of_stacks(x: Sequence[Any], y: Sequence[Any], words: Iterable[str]) -> go.Scatter:
+    """What stacks add up to, behind their ends."""
+    return go.Scatter(
+        x=x,
+        y=y,
+        mode="text",
+        text=[f" {word}" for word in words],
+        textposition="middle right",
+        cliponaxis=False,
+        hoverinfo="skip",
+        showlegend=False,
+        name="",
+    )
+
+
 def _largest(values: Iterable[float]) -> float:
     return max((abs(float(value)) for value in values if not pd.isna(value)), default=0.0)
 

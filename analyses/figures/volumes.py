@@ -12,7 +12,7 @@ from plotly.subplots import make_subplots
 from commtrace.analyses.fold import rows_of
 from commtrace.analyses.report.units import count, share, size
 
-from .style import GREY, Scale, bytes_scale, finish, in_order, label, paint, words_places
+from .style import GREY, Scale, bytes_scale, finish, in_order, label, paint, sums_of_stacks, words_places
 
 ROW = 38
 """Height of a bar and what is between it and the next, px."""
@@ -32,7 +32,7 @@ def volume(table: pd.DataFrame) -> go.Figure:
     _operations(figure, operations, float(roles.max()), scale)
     for op in in_order(table["op"]):
         _in_roles(figure, op, table.loc[table["op"] == op], [*roles.index], scale)
-    _sums(figure, roles, scale)
+    figure.add_trace(sums_of_stacks(scale.axis(roles), [*range(len(roles))], map(size, roles)), row=2, col=1)
     figure.update_xaxes(range=[0, 1.3 * scale.reach([*operations["wire_bytes"], *roles])])
     figure.update_xaxes(title_text=f"payload, {scale.unit}, sum over the ranks seen", row=2, col=1)
     for row, names in enumerate((operations["op"], roles.index), start=1):
@@ -119,24 +119,6 @@ def _in_roles(figure: go.Figure, op: str, part: pd.DataFrame, roles: Sequence[st
                 for role, payload in zip(part["role"], part["payload_bytes"], strict=True)
             ],
             hovertemplate="%{customdata[0]}: %{customdata[1]}<br>payload %{customdata[2]}<extra></extra>",
-        ),
-        row=2,
-        col=1,
-    )
-
-
-def _sums(figure: go.Figure, roles: pd.Series[int], scale: Scale) -> None:
-    """What the stacks add up to, behind their ends."""
-    figure.add_trace(
-        go.Scatter(
-            x=scale.axis(roles),
-            y=list(range(len(roles))),
-            mode="text",
-            text=[f" {size(payload)}" for payload in roles],
-            textposition="middle right",
-            cliponaxis=False,
-            hoverinfo="skip",
-            showlegend=False,
         ),
         row=2,
         col=1,

@@ -25,6 +25,7 @@ from commtrace.analyses.figures.style import (
     label,
     paint,
     power_of_two,
+    sums_of_stacks,
     time_scale,
 )
 from commtrace.analyses.fold import rows_of
@@ -310,15 +311,5 @@ def _stacked(table: pd.DataFrame, draw: Draw, title: str) -> go.Figure:
 
 
 def _sums(totals: pd.Series[float], x: Sequence[Any], words: Callable[[Any], str] = size) -> go.Scatter:
-    """What the stacks add up to, behind their ends."""
-    return go.Scatter(
-        x=x,
-        y=[label(name) for name in totals.index],
-        mode="text",
-        text=[f" {words(value)}" for value in totals],
-        textposition="middle right",
-        cliponaxis=False,
-        hoverinfo="skip",
-        showlegend=False,
-        name="",
-    )
+    """Of each line."""
+    return sums_of_stacks(x, [label(name) for name in totals.index], map(words, totals))
