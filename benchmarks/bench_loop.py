@@ -1,10 +1,12 @@
 """`commtrace bench` beside a loop written by hand, on two ranks; and how well its fit predicts sizes it never saw.
 
-The loop is what one writes: some calls, a barrier, the clock, many calls, the clock, the slowest rank. Loop, loop again
-and bench are measured in turn, each for as long as the others (a longer mean has more of a machine's rare long calls
-in it), so that the control shows what the same thing differs by in the same minutes. Then bench measures powers of
-two, and the loop sizes between them, half as large again as each, in turn; a fit of the former predicts the latter, as
-the median of blocks, which is what is fitted. Its errors stand beside what the fit says of itself.
+The loop is what one writes: some calls, a barrier, the clock, many calls, the clock, the slowest rank; ten times, and
+the mean. Loop, loop again and bench are measured in turn, each for as long as the others (a longer mean has more of a
+machine's rare long calls in it, and gloo's threads, which are more than the cores, fall into other patterns the longer
+no barrier ends them), so that the control shows what the same thing differs by in the same minutes. Then bench measures
+powers of two, and the loop sizes between them, half as large again as each, in turn; a fit of the former predicts the
+latter, as the median of blocks, which is what is fitted. Its errors stand beside what the fit says of itself, and
+beside how far apart medians of every other pass are: no fit can be closer to what varies than it is to itself.
 
 All of it over gloo, and over MPI by mpi4py, whose ranks are bound to a core each, as bench binds those it starts.
 """
@@ -15,7 +17,7 @@ import argparse
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,9 +48,9 @@ def main() -> None:
     """Measure both, over both."""
     parser = results.parser(__doc__, pairs=18)
     parser.add_argument("--seconds", type=float, default=0.2, help="of one measurement; bench's --seconds (0.2)")
-    parser.add_argument("--passes", type=int, default=5, help="over all sizes, for the fit (5)")
+    parser.add_argument("--passes", type=int, default=7, help="over all sizes, for the fit, 2 or more (7)")
     parser.add_argument("--max-bytes", type=int, default=64 << 20, help="largest size, for the fit (64 MiB)")
-    options = results.parsed(parser, seconds=0.001, passes=1, max_bytes=1 << 10)
+    options = results.parsed(parser, seconds=0.001, passes=2, max_bytes=1 << 10)
     rows: list[Row] = []
     if not mpi_groups.inside():
         with groups.sleepless():
@@ -191,8 +193,8 @@ def both(network: Network, options: argparse.Namespace) -> list[Row]:
 
 def agreement(network: Network, op: str, size: int, options: argparse.Namespace) -> Row:
     """Loop, loop again and bench."""
-    by_hand = partial(loop, network, op, size, options.seconds)
-    rounds = in_turn(by_hand, lambda: bench(network, op, size, options).avg_us, options.pairs)
+    loops = partial(by_hand, network, op, size, options.seconds)
+    rounds = in_turn(loops, lambda: bench(network, op, size, options).avg_us, options.pairs)
     return network.shown(compared(f"{network.name}: {op}, {size:,} bytes", NAME, "us", [Round(*one) for one in rounds]))
 
 
@@ -208,15 +210,32 @@ def held_out(network: Network, op: str, options: argparse.Namespace) -> list[Row
             if size is not None:
                 seen[size] += [loop(network, op, size, options.seconds / ROUNDS) for _ in range(ROUNDS)]
     found = fit(op, 2, 1, [sorted(some, key=lambda row: row.median_us)[len(some) // 2] for some in fitted.values()])
+    times = {size: statistics.median(some) for size, some in seen.items()}
     payloads = {size: elements(op, size, 2) * ELEMENT for size in between}
-    errors = [abs(found.time_us(payloads[size]) / statistics.median(times) - 1) * 100 for size, times in seen.items()]
+    errors = sorted(abs(found.time_us(payloads[size]) / time - 1) * 100 for size, time in times.items())
+    noise = sorted(abs(_every_other_pass(some, 0) / _every_other_pass(some, 1) - 1) * 100 for some in seen.values())
     case = f"{network.name}: {op}, {len(between)} sizes between those fitted"
     return [
-        network.shown(Row(case, "median error", "%", statistics.median(errors))),
-        network.shown(Row(case, "of nine in ten at most", "%", sorted(errors)[-1 - len(errors) // 10])),
-        network.shown(Row(case, "worst error", "%", max(errors))),
-        network.shown(Row(case, "median error by the fit itself", "%", 100 * (found.held_out_median or 0.0))),
+        network.shown(Row(case, name, "%", value))
+        for name, value in (
+            ("median error", statistics.median(errors)),
+            ("of nine in ten at most", _of_nine_in_ten(errors)),
+            ("worst error", errors[-1]),
+            ("median error by the fit itself", 100 * (found.held_out_median or 0.0)),
+            ("every other pass of the loop against the others: median", statistics.median(noise)),
+            ("every other pass: of nine in ten at most", _of_nine_in_ten(noise)),
+        )
     ]
+
+
+def _every_other_pass(blocks: Sequence[float], first: int) -> float:
+    """The median of these passes' blocks."""
+    return statistics.median(time for at, time in enumerate(blocks) if at // ROUNDS % 2 == first)
+
+
+def _of_nine_in_ten(values: Sequence[float]) -> float:
+    """The largest but for a tenth, of values in order."""
+    return values[-1 - len(values) // 10]
 
 
 def bench(network: Network, op: str, size: int, options: argparse.Namespace) -> Measured:
@@ -225,6 +244,11 @@ def bench(network: Network, op: str, size: int, options: argparse.Namespace) -> 
     assert row is not None
     assert not row.wrong, row
     return row
+
+
+def by_hand(network: Network, op: str, size: int, seconds: float) -> float:
+    """Microseconds of a call by so many blocks of calls as bench has rounds, in so long, as their mean."""
+    return statistics.fmean(loop(network, op, size, seconds / ROUNDS) for _ in range(ROUNDS))
 
 
 def loop(network: Network, op: str, size: int, seconds: float) -> float:

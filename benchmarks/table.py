@@ -116,10 +116,10 @@ def bench_loop(rows: Sequence[Row]) -> str:
     """What both measured of a call; then the errors of the fit."""
     compared = [row for row in rows if row.bare is not None]
     lines = [
-        [row.case, f"{number(row.bare or 0)} us", f"{number(row.side)} us", f"{row.ratio:.3f}", f"{row.control:.3f}"]
+        [row.case, f"{number(row.bare or 0)} us", f"{number(row.side)} us", spread(row), f"{row.control:.3f}"]
         for row in compared
     ]
-    times = markdown(["", "loop by hand", "commtrace bench", "bench / loop", "loop again / loop"], lines)
+    times = markdown(["", "loop by hand", "commtrace bench", "bench / loop (quartiles)", "loop again / loop"], lines)
     return f"{times}\n\n{by_case_alone([row for row in rows if row.bare is None])}"
 
 
@@ -128,6 +128,14 @@ def comparison(row: Row) -> str:
     if row.bare is None or row.ratio is None or row.control is None:
         raise ValueError(f"{row.case}, {row.name}: nothing was compared")
     return f"{number(row.bare)} {signed(row.difference)} {row.unit}, {row.ratio:.3f} ({row.control:.3f})"
+
+
+def spread(row: Row) -> str:
+    """A ratio, and between which ones half of its rounds are."""
+    if row.ratio is None or row.ratio_quartiles is None:
+        raise ValueError(f"{row.case}, {row.name}: nothing was compared")
+    low, high = row.ratio_quartiles
+    return f"{row.ratio:.3f} ({low:.2f} to {high:.2f})"
 
 
 def signed(value: float | None) -> str:
