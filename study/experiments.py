@@ -69,7 +69,8 @@ def execute(
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **(environment or {})},
+            # What a program says last is then last in the file, whichever of the two streams it says it on.
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
             start_new_session=True,
         )
         try:
