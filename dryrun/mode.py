@@ -83,6 +83,8 @@ class DryRun(TorchDispatchMode):
         if real is not None:  # views mostly, of which ZeRO-3 makes a million a step on a thousand ranks
             return real(*args, **kwargs) if kwargs else real(*args)
         kwargs = kwargs or {}
+        if _fake_mode() is not None:
+            return func(*args, **kwargs)  # the same, of tensors that it makes: that mode is asked after all others
         plan = self._plans.get(func)
         if plan is None:
             plan = self._plans[func] = plan_of(func)
@@ -222,6 +224,11 @@ class DryRun(TorchDispatchMode):
                 else args[0].clone(memory_format=torch.contiguous_format)
             )
         return getattr(functional, name).default(copies, *args[1:], **kwargs)
+
+
+def _fake_mode() -> Any:
+    """The FakeTensorMode that is entered, if any."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
 def _is_shapes_only(tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:

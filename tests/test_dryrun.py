@@ -237,6 +237,27 @@ def test_a_rank_that_hangs_says_where(tmp_path: Path) -> None:
     assert not (tmp_path / "log").exists()
 
 
+SHARDED = """
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.Linear(4096, 1024))
+fully_shard(model)
+model(torch.ones(2, 1024)).sum().backward()
+"""
+
+
+def test_large_weights_are_sharded_by_fsdp2(tmp_path: Path) -> None:
+    """Whose DTensor works out shapes by tensors of its own that have no memory at all."""
+    result = dry_run(tmp_path, "--world-size", "4", script=SHARDED)
+    assert result.status == 0, result.err
+    volume = open_run(tmp_path / "log").events().groupby("op")["payload_bytes"].sum()
+    parameters = 4 * (2 * 1024 * 4096 + 1024 + 4096)
+    assert volume["all_gather"] == volume["reduce_scatter"] == parameters
+
+
 def test_a_rank_that_communicates_by_mpi_is_an_error(tmp_path: Path) -> None:
     """It would have found itself alone, which says nothing of the job."""
     pytest.importorskip("mpi4py")
