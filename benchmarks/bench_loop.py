@@ -79,6 +79,20 @@ class Network(ABC):
     def slowest(self, seconds: float) -> float:
         """Of all ranks."""
 
+    def ping_pong(self, send: Callable[[int], object], recv: Callable[[int], object]) -> Call:
+        """There and back, by what sends to a rank and what receives from one."""
+        other = 1 - self.group.rank
+
+        def first() -> None:
+            send(other)
+            recv(other)
+
+        def second() -> None:
+            recv(other)
+            send(other)
+
+        return second if self.group.rank else first
+
     def shown(self, row: Row) -> Row:
         """A row that rank 0 has printed."""
         if self.group.rank == 0:
@@ -98,24 +112,14 @@ class Gloo(Network):
 
     def call(self, op: str, count: int) -> Call:
         """See Network."""
-        given, taken, rank = self._given[:count], self._taken[:count], self.group.rank
+        given, taken = self._given[:count], self._taken[:count]
         if op == "all_reduce":
             return partial(dist.all_reduce, taken)
         if op == "all_gather":
-            all_gather = (
-                getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            )  # its name from 2.13 on
+            # Its name from torch 2.13 on, and the one before.
+            all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             return partial(all_gather, taken, given[: count // 2])
-
-        def ping_pong() -> None:
-            if rank == 0:
-                dist.send(given, 1)
-                dist.recv(taken, 1)
-            else:
-                dist.recv(taken, 0)
-                dist.send(given, 0)
-
-        return ping_pong
+        return self.ping_pong(partial(dist.send, given), partial(dist.recv, taken))
 
     def barrier(self) -> None:
         """See Network."""
@@ -149,16 +153,7 @@ class Mpi(Network):
             return partial(world.Allreduce, given, taken)
         if op == "all_gather":
             return partial(world.Allgather, given[: count // 2], taken)
-
-        def ping_pong() -> None:
-            if world.rank == 0:
-                world.Send(given, 1)
-                world.Recv(taken, 1)
-            else:
-                world.Recv(taken, 0)
-                world.Send(given, 0)
-
-        return ping_pong
+        return self.ping_pong(partial(world.Send, given), partial(world.Recv, taken))
 
     def barrier(self) -> None:
         """See Network."""

@@ -163,7 +163,6 @@ def _prepared(group: Group, op: str, count: int, messages: int, memory: Memory) 
     """The call on buffers of zeros, and how many elements of all ranks were wrong when they held values."""
     values = pattern(count)
     source, result = memory.of(op, count, group.size)
-    _clear(group, source, result)  # of what another size has left
     call = group.call(op, source, result, messages)
     if op == BARRIER:
         return call, 0
@@ -175,13 +174,9 @@ def _prepared(group: Group, op: str, count: int, messages: int, memory: Memory) 
     group.settle()
     right = expected(op, values, group.rank, group.size)
     wrong = 0 if right is None else int((group.values(result) != right).sum())
-    _clear(group, source, result)  # zeros stay zeros, however often they are summed
-    return call, int(sum(found for (found,) in group.gather([wrong])))
-
-
-def _clear(group: Group, *buffers: Any) -> None:
-    for buffer in buffers:
+    for buffer in (source, result):  # zeros stay zeros, however often they are summed, and are the next size's
         group.fill(buffer, group.values(buffer) * 0)
+    return call, int(sum(found for (found,) in group.gather([wrong])))
 
 
 def _in_place(op: str) -> bool:
