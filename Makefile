@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 demo: $(READY)  ## train a small GPT-NeoX under DDP and ZeRO 0 to 3, and show what each communicated, ending with a page
 	rm -rf demo-logs
 	-$(BIN)/commtrace build
-	$(BIN)/python -m commtrace.workloads.demo demo-logs
+	$(BIN)/python -m examples.demo demo-logs
 
 test: lint  ## everything that must hold
 	-$(BIN)/commtrace build
@@ -21,18 +21,18 @@ lint: $(READY) types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --package commtrace
-	$(BIN)/mypy tests benchmarks docs
+	$(BIN)/mypy tests benchmarks docs examples
 
 # mypy knows packages by their folders: show it the folders where the installed package has them.
 types:
-	rm -rf build/types && mkdir -p build/types/commtrace
-	ln -s $(CURDIR)/commtrace/* $(CURDIR)/dryrun $(CURDIR)/hooks $(CURDIR)/analyses $(CURDIR)/network $(CURDIR)/study $(CURDIR)/workloads build/types/commtrace/
+	rm -rf build/types
+	$(BIN)/python setup.py --quiet build_py --build-lib build/types
 
 $(READY): setup.cfg setup.py constraints.txt requirements-dev.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --requirement requirements-dev.txt
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --constraint constraints.txt --editable '.[html,parquet,workloads]'
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --constraint constraints.txt --editable '.[html,parquet,examples]'
 	touch $(READY)
 
 bench: $(READY)  ## what tracing costs, beside a control and other tools: about an hour; writes the README's tables

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pandas as pd
 
-    from commtrace.reading.run import Run
+    from commtrace.reading.run import RecordedRun
 
 
-def analyse(run: Run, executor: Executor | None = None, *, details: bool = False) -> dict[str, pd.DataFrame]:
+def analyse(run: RecordedRun, executor: Executor | None = None, *, details: bool = False) -> dict[str, pd.DataFrame]:
     """The tables of all analyses by name, in one pass over the records; the executor, if any, works on the segments.
 
     `details`: with those tables that only figures are drawn from.
@@ -35,7 +35,7 @@ def analyse(run: Run, executor: Executor | None = None, *, details: bool = False
     return fold(run, (*ANALYSES, *DETAILS.values()) if details else ANALYSES, executor)
 
 
-def detail(run: Run, name: str) -> pd.DataFrame | None:
+def detail(run: RecordedRun, name: str) -> pd.DataFrame | None:
     """A table that only figures are drawn from; None where none is called so."""
     from .catalog import DETAILS
     from .fold import fold

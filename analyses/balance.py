@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from commtrace.reading.run import Run
+from commtrace.reading.run import RecordedRun
 
 from .fold import Analysis, Block, NamedTables, known_wire, merge_sums, summed
 
@@ -32,7 +32,7 @@ def _partial(block: Block) -> pd.DataFrame:
     return pd.DataFrame({"rank": np.full(size, block.names.rank, np.int64), **sums})
 
 
-def _finish(table: pd.DataFrame, run: Run) -> NamedTables:
+def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     ranks = pd.DataFrame({"rank": sorted({process.rank for process in run.processes})}, dtype=np.int64)
     # A rank without records is known to have none in the log: 0 is true.
     both = known_wire(ranks.merge(table, on="rank", how="left").fillna(0).astype(table.dtypes.to_dict()))

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Final
 
-from .theory import Prediction
-from .theory.messages import sorted_messages
+from commtrace.theory import Prediction
+from commtrace.theory.expected_calls import sorted_messages
 
 UNEXPLAINED: Final = "unexplained"
 OTHER_PIECES: Final = "the same bytes in other pieces: another order"

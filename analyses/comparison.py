@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import pandas as pd
 
-from commtrace.reading.run import Run
+from commtrace.run import Run
 
 from .fold import NamedTables
 from .report.preface import job_line

@@ -19,8 +19,8 @@ import numpy as np
 import pandas as pd
 
 from commtrace.reading.log import Process
-from commtrace.reading.run import Run
-from commtrace.reading.tables import whole
+from commtrace.reading.run import RecordedRun
+from commtrace.reading.table_reader import integer_or_none
 
 from .fold import Analysis, Block, NamedTables, merge_by
 
@@ -40,7 +40,7 @@ def _merge(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     return merge_by(("process",), {"first_ns": "min", "last_ns": "max"}, tables)
 
 
-def _finish(table: pd.DataFrame, run: Run) -> NamedTables:
+def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     spans = {number: (first, last) for number, first, last in table.itertuples(index=False)}
     rows = [
         _row(process, spans.get(number, ())) for number, process in enumerate(run.processes) if process.tables.stats
@@ -53,16 +53,16 @@ def _finish(table: pd.DataFrame, run: Run) -> NamedTables:
 
 def _row(process: Process, seen: Sequence[int]) -> dict[str, object]:
     stats = process.tables.stats or {}
-    calls, samples, total = (whole(stats.get(name)) for name in ("calls", "cost_samples", "cost_ns"))
+    calls, samples, total = (integer_or_none(stats.get(name)) for name in ("calls", "cost_samples", "cost_ns"))
     mean = total / samples if samples and total is not None else None
     calls_ns = round(mean * calls) if mean is not None and calls is not None else None
-    drain, span = whole(stats.get("drain_cpu_ns")), _span(process, seen)
+    drain, span = integer_or_none(stats.get("drain_cpu_ns")), _span(process, seen)
     return {
         "rank": process.rank,
         "pid": process.pid,
         "calls": calls,
         "mean_ns": None if mean is None else round(mean),
-        "p99_ns": whole(stats.get("cost_p99_ns")) if samples else None,
+        "p99_ns": integer_or_none(stats.get("cost_p99_ns")) if samples else None,
         "calls_ns": calls_ns,
         "drain_ns": drain,
         "span_ns": span,
@@ -72,7 +72,7 @@ def _row(process: Process, seen: Sequence[int]) -> dict[str, object]:
 
 def _span(process: Process, seen: Sequence[int]) -> int | None:
     rows = (process.tables.process, process.tables.stats or {}, process.tables.end or {})
-    times = [int(time) for time in seen] + [time for row in rows if (time := whole(row.get("mono_ns")))]
+    times = [int(time) for time in seen] + [time for row in rows if (time := integer_or_none(row.get("mono_ns")))]
     return max(times) - min(times) if times else None
 
 

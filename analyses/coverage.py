@@ -27,9 +27,9 @@ import numpy as np
 import pandas as pd
 
 from commtrace.reading.log import Process
-from commtrace.reading.names import compact
-from commtrace.reading.run import Run
-from commtrace.reading.tables import whole
+from commtrace.reading.names import format_ranks
+from commtrace.reading.run import RecordedRun
+from commtrace.reading.table_reader import integer_or_none
 
 from .fold import Analysis, Block, NamedTables, merge_sums, table_by
 
@@ -42,7 +42,7 @@ def _partial(block: Block) -> pd.DataFrame:
     return table
 
 
-def _finish(table: pd.DataFrame, run: Run) -> NamedTables:
+def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     processes = _processes(table, run)
     return {
         "coverage": pd.DataFrame([_coverage(processes, run)]),
@@ -62,7 +62,7 @@ def _states(table: pd.DataFrame) -> pd.DataFrame:
     return states.sort_values("calls", ascending=False, kind="stable", ignore_index=True)
 
 
-def _processes(table: pd.DataFrame, run: Run) -> pd.DataFrame:
+def _processes(table: pd.DataFrame, run: RecordedRun) -> pd.DataFrame:
     records = table.groupby("process")["calls"].sum().to_dict()
     rows = [_process(process, int(records.get(number, 0))) for number, process in enumerate(run.processes)]
     columns = [
@@ -84,7 +84,7 @@ def _processes(table: pd.DataFrame, run: Run) -> pd.DataFrame:
 
 def _process(process: Process, records: int) -> dict[str, object]:
     facts, stats, end = process.tables.process, process.tables.stats or {}, process.tables.end
-    counters = {name: whole(stats.get(name)) for name in COUNTERS}
+    counters = {name: integer_or_none(stats.get(name)) for name in COUNTERS}
     error = stats.get("first_error")
     return {
         "rank": process.rank,
@@ -92,7 +92,7 @@ def _process(process: Process, records: int) -> dict[str, object]:
         "pid": process.pid,
         "recorder": str(facts["recorder"]) if "recorder" in facts else None,
         "simulated": bool(facts.get("simulated")),
-        "started_unix_ns": whole(facts.get("unix_ns")),
+        "started_unix_ns": integer_or_none(facts.get("unix_ns")),
         "records": records,
         **counters,
         "first_error": str(error) if error else None,
@@ -107,7 +107,7 @@ def _not_found(counters: dict[str, int | None], records: int) -> int | None:
     return None if calls is None or None in gone else max(0, calls - sum(one or 0 for one in gone) - records)
 
 
-def _coverage(processes: pd.DataFrame, run: Run) -> dict[str, object]:
+def _coverage(processes: pd.DataFrame, run: RecordedRun) -> dict[str, object]:
     missing = sorted(set(range(run.world_size or 0)) - set(run.ranks))
     files = Counter(note.kind for note in run.notes)
     errors = processes["first_error"].dropna()
@@ -115,7 +115,7 @@ def _coverage(processes: pd.DataFrame, run: Run) -> dict[str, object]:
         "run": run.id,
         "ranks_seen": len(run.ranks),
         "world_size": run.world_size,
-        "ranks_missing": compact(missing) if run.world_size else None,
+        "ranks_missing": format_ranks(missing) if run.world_size else None,
         "hosts": processes["host"].nunique(),
         "processes": len(processes),
         "without_end": int(processes["end"].isna().sum()),
@@ -132,7 +132,7 @@ def _sum(column: pd.Series[int]) -> int | None:
     return None if column.isna().any() else int(column.sum())
 
 
-def _blind_spots(run: Run) -> pd.DataFrame:
+def _blind_spots(run: RecordedRun) -> pd.DataFrame:
     spots: Counter[str] = Counter()
     for process in run.processes:
         told = process.tables.process.get("blind_spots")

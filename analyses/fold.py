@@ -20,9 +20,9 @@ import pandas as pd
 
 from commtrace.reading.log import Process
 from commtrace.reading.names import WORDS, Names
-from commtrace.reading.run import Run
-from commtrace.reading.segments import BLOCK, Segment
-from commtrace.reading.tables import Tables
+from commtrace.reading.run import RecordedRun
+from commtrace.reading.segment_reader import BLOCK, Segment
+from commtrace.reading.table_reader import ProcessTables
 from commtrace.schema import RECORD, Records
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -142,12 +142,12 @@ class Analysis:
     name: str
     partial: Callable[[Block], pd.DataFrame]
     merge: Callable[[Sequence[pd.DataFrame]], pd.DataFrame]
-    finish: Callable[[pd.DataFrame, Run], NamedTables]
-    needed: Callable[[Run], bool] | None = None
+    finish: Callable[[pd.DataFrame, RecordedRun], NamedTables]
+    needed: Callable[[RecordedRun], bool] | None = None
     """Whether the records of this run matter at all; None: of any."""
 
 
-def fold(run: Run, analyses: Sequence[Analysis], executor: Executor | None = None) -> NamedTables:
+def fold(run: RecordedRun, analyses: Sequence[Analysis], executor: Executor | None = None) -> NamedTables:
     """All tables of these analyses, in one pass over the records of the run."""
     gather = {analysis.name: _Gather(analysis) for analysis in analyses}
     tasks = _tasks(run)
@@ -170,7 +170,7 @@ def partials_of(analysis: Analysis, blocks: Iterable[Block]) -> pd.DataFrame:
     return gather.table()
 
 
-def _tasks(run: Run) -> Iterator[Work]:
+def _tasks(run: RecordedRun) -> Iterator[Work]:
     task: Work = []
     for names, process in zip(run.names, run.processes, strict=True):
         for segment in process.segments:
@@ -290,7 +290,7 @@ def rows_of(table: pd.DataFrame) -> Iterator[Any]:
     return table.itertuples(index=False)
 
 
-_NOBODY: Final = Process(Path(), -1, -1, "", Tables(), ())
+_NOBODY: Final = Process(Path(), -1, -1, "", ProcessTables(), ())
 
 NOTHING: Final = Block(np.zeros(0, RECORD), Names(-1, _NOBODY, {}, {}))
 """A block without records: gives every table its columns."""

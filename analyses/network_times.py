@@ -33,7 +33,7 @@ import numpy as np
 import pandas as pd
 
 from commtrace.network.networks import Network
-from commtrace.reading.run import Run
+from commtrace.reading.run import RecordedRun
 from commtrace.schema import Clock, Flag
 
 from .fold import Analysis, Array, Block, NamedTables, grouped, merge_by
@@ -156,7 +156,7 @@ def _merge(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     return merge_by(_KEYS, {"exact": "min", "shortest_ns": "min"}, tables)
 
 
-def _finish(network: Network, table: pd.DataFrame, run: Run) -> NamedTables:
+def _finish(network: Network, table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     hosts = {process.rank: str(process.tables.process.get("host")) for process in run.processes}
     table = table.assign(hosts=_hosts(table, hosts))
     known = table.loc[(table["seq"] >= 0) & (table["seen"] == table["ranks"]) & (table["exact"] == 1)]

@@ -42,15 +42,15 @@ from typing import Any, Final
 import pandas as pd
 
 from commtrace.reading.log import Process
-from commtrace.reading.run import Run
-from commtrace.reading.tables import whole
+from commtrace.reading.run import RecordedRun
+from commtrace.reading.table_reader import integer_or_none
+from commtrace.theory import ExpectedCall, NotPredictedError, Prediction, predict
+from commtrace.theory.expected_calls import Bar, sent
+from commtrace.theory.rules.registry import DEEPSPEED, TORCH
 
 from . import measured
 from .causes import UNEXPLAINED, Context, Leftover, explain
 from .fold import Analysis, NamedTables
-from .theory import Message, NotPredictedError, Prediction, predict
-from .theory.messages import Bar, sent
-from .theory.rules import DEEPSPEED, TORCH
 
 EXPECTED: Final = "expected"
 BELOW: Final = "sizes that depend on the data: below their bound"
@@ -116,7 +116,7 @@ class Cell:
     """Wire bytes of calls whose size was only bounded, less those of the most: 0 or below."""
 
 
-def _finish(table: pd.DataFrame, run: Run, jobs: Sequence[Mapping[str, Any]] = ()) -> NamedTables:
+def _finish(table: pd.DataFrame, run: RecordedRun, jobs: Sequence[Mapping[str, Any]] = ()) -> NamedTables:
     rows: dict[str, list[dict[str, object]]] = {name: [] for name in COLUMNS}
     last = int(max(table["step"], default=-1))
     measured_of = dict(iter(table.groupby("process")))
@@ -187,7 +187,7 @@ def _job(process: Process) -> Mapping[str, Any]:
 
 def _lost(process: Process) -> int:
     stats = process.tables.stats or {}
-    return sum(whole(stats.get(name)) or 0 for name in ("dropped", "removed", "lost"))
+    return sum(integer_or_none(stats.get(name)) or 0 for name in ("dropped", "removed", "lost"))
 
 
 def _other_versions(process: Process) -> str | None:
@@ -217,7 +217,7 @@ def steps_of(table: pd.DataFrame) -> dict[int, list[tuple[Key, Calls]]]:
 
 
 def compare(
-    expected: Iterable[Message], found: Iterable[tuple[Key, Calls]], ranks_of: Callable[[str], int]
+    expected: Iterable[ExpectedCall], found: Iterable[tuple[Key, Calls]], ranks_of: Callable[[str], int]
 ) -> list[Cell]:
     """The cells of one step. `ranks_of`: the size of the group of a role."""
     wanted: dict[Key, Wanted] = defaultdict(lambda: defaultdict(int))
@@ -298,8 +298,8 @@ def _missing(key: Key, size: int, count: int, ranks: int) -> Leftover:
 # --- tables ---------------------------------------------------------------------------------------------------------
 
 
-def _expected(rank: int, step: int, messages: Iterable[Message]) -> Iterator[dict[str, object]]:
-    groups: dict[Key, list[Message]] = defaultdict(list)
+def _expected(rank: int, step: int, messages: Iterable[ExpectedCall]) -> Iterator[dict[str, object]]:
+    groups: dict[Key, list[ExpectedCall]] = defaultdict(list)
     for one in messages:
         groups[one.role, one.op].append(one)
     for (role, op), some in sorted(groups.items()):
@@ -384,10 +384,10 @@ def waterfall(
     for (role, _), calls in found[step]:
         totals[role] += calls.wire or Fraction(0)
     label = f"measured, rank {process.rank}, step {step}"
-    whole = _from_form_to_measured(
+    integer_or_none = _from_form_to_measured(
         prediction.closed_form, [part[1:] for part in parts], sum(totals.values(), Fraction(0)), label
     )
-    return whole, [*_by_role(prediction, parts, totals, label)]
+    return integer_or_none, [*_by_role(prediction, parts, totals, label)]
 
 
 def _by_role(
@@ -431,7 +431,7 @@ def _rounded(parts: Iterable[tuple[str, Fraction, str]]) -> list[dict[str, objec
     return rows
 
 
-def _needed(run: Run) -> bool:
+def _needed(run: RecordedRun) -> bool:
     """Some process tells of a model that it trained."""
     return any(process.tables.jobs for process in run.processes)
 

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from commtrace.reading.run import Run
+from commtrace.reading.run import RecordedRun
 
 from .fold import Analysis, Array, Block, NamedTables, merge_sums, table_by
 
@@ -35,7 +35,7 @@ def _partial(block: Block) -> pd.DataFrame:
     return table_by(block.cells, ("op", "payload_bytes"), {})
 
 
-def _finish(table: pd.DataFrame, run: Run) -> NamedTables:
+def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     sizes = table.assign(sum_bytes=table["payload_bytes"] * table["calls"])
     both = sizes.assign(exponent=exponents(sizes["payload_bytes"].to_numpy()))
     sums = both.groupby(["op", "exponent"], as_index=False)[["calls", "sum_bytes"]].sum()

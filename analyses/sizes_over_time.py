@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from commtrace.reading.run import Run
+from commtrace.reading.run import RecordedRun
 
 from .fold import Analysis, Array, Block, NamedTables, grouped, merge_by, summed
 from .sizes import exponents, power_bins
@@ -66,7 +66,7 @@ def _merge(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     return merge_by(_KEYS, {}, [both])
 
 
-def _finish(table: pd.DataFrame, run: Run) -> NamedTables:
+def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     length = 1 << int(table["shift"].max()) if len(table) else 1
     begin = (table["span"] - (table["span"].min() if len(table) else 0)) * length / 1e9
     sizes = power_bins(table["exponent"])

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from commtrace.reading.run import Run
+from commtrace.reading.run import RecordedRun
 
 from .fold import Analysis, Block, NamedTables, known_wire, merge_sums, table_by
 
@@ -30,7 +30,7 @@ def _partial(block: Block) -> pd.DataFrame:
     return table_by(block.cells, ("step", "op"), block.cells.volumes)
 
 
-def _finish(table: pd.DataFrame, run: Run) -> NamedTables:
+def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     steps = table.groupby("step", as_index=False)[_SUMS].sum()
     training = steps.loc[steps["step"] >= 0].assign(op=ALL)
     # The sum first, so that the stable sort below keeps it before an operation that is all there is.

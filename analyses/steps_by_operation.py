@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from commtrace.reading.run import Run
+from commtrace.reading.run import RecordedRun
 
 from .fold import Analysis, Block, NamedTables, known_wire, merge_sums, table_by
 from .times import MEASURES, durations
@@ -30,7 +30,7 @@ def _partial(block: Block) -> pd.DataFrame:
     return table_by(block, ("step", "op"), values)
 
 
-def _finish(table: pd.DataFrame, run: Run) -> NamedTables:
+def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     ranks = max(1, len({process.rank for process in run.processes}))
     result = known_wire(table)[["step", "op"]]
     for column in ("calls", "payload_bytes", "wire_bytes"):

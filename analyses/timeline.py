@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from commtrace.reading.run import Run
+from commtrace.reading.run import RecordedRun
 
 from .fold import Analysis, Block, NamedTables
 from .times import durations
@@ -73,7 +73,7 @@ def _merge(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     return _kept(pd.concat([table for table in tables if len(table)] or [tables[0]], ignore_index=True))
 
 
-def _finish(table: pd.DataFrame, run: Run) -> NamedTables:
+def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     offsets = _offsets(run)
     part = table.loc[(table["step"] == _step(table)) & table["process"].isin([*offsets])]
     by_process = part.groupby("process")["process"]
@@ -101,7 +101,7 @@ def _step(table: pd.DataFrame) -> int:
     raise AssertionError("unreachable")
 
 
-def _offsets(run: Run) -> dict[int, int]:
+def _offsets(run: RecordedRun) -> dict[int, int]:
     """What makes wall-clock ns of a process's monotonic ones, where it is told: the same for one boot of a host."""
     hosts = [(process.host, str(process.tables.process.get("boot_id"))) for process in run.processes]
     told = {

@@ -28,7 +28,7 @@ import numpy as np
 import pandas as pd
 
 from commtrace.reading.names import Names
-from commtrace.reading.run import Run
+from commtrace.reading.run import RecordedRun
 from commtrace.schema import Clock, Flag
 from commtrace.volume import busbw_factor
 
@@ -93,7 +93,7 @@ def _histogram(measure: str, block: Block) -> pd.DataFrame:
     )
 
 
-def _finish(table: pd.DataFrame, run: Run) -> NamedTables:
+def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     rows = [_row(str(op), str(measure), part) for (op, measure), part in table.groupby(["op", "measure"])]
     columns = ["op", "measure", "calls_known", "calls_unknown", "p50_ns", "p99_ns", "max_ns", "sum_ns"]
     result = pd.DataFrame(rows, columns=columns)
@@ -167,7 +167,7 @@ def _busbw_factors(names: Names, kinds: Array, sizes: Array) -> Array:
     return result
 
 
-def _bandwidth_finish(table: pd.DataFrame, run: Run) -> NamedTables:
+def _bandwidth_finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     # bytes per ns are GB/s. An operation has a factor for all of its calls or for none.
     factor = table["op"].map(lambda op: busbw_factor(op, 2) is not None).astype(bool)
     algbw, busbw = table["payload_bytes"] / table["time_ns"], table["bus_bytes"] / table["time_ns"]

@@ -16,7 +16,7 @@ from typing import Final
 
 import pandas as pd
 
-from commtrace.reading.run import Run
+from commtrace.reading.run import RecordedRun
 
 from .fold import Analysis, Block, NamedTables, known_wire, merge_sums, table_by
 
@@ -33,7 +33,7 @@ def _partial(keys: tuple[str, ...], block: Block) -> pd.DataFrame:
     return table_by(block.cells, keys, block.cells.volumes)
 
 
-def _finish(name: str, table: pd.DataFrame, run: Run) -> NamedTables:
+def _finish(name: str, table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     total = table["payload_bytes"].sum()
     shares = table["payload_bytes"] / total if total else float("nan")
     result = known_wire(table).assign(payload_share=shares)

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from commtrace.reading.run import Run
+from commtrace.reading.run import RecordedRun
 
 from .fold import Analysis, Block, NamedTables, known_wire, merge_sums, table_by
 
@@ -29,7 +29,7 @@ def _partial(block: Block) -> pd.DataFrame:
     return table
 
 
-def _finish(table: pd.DataFrame, run: Run) -> NamedTables:
+def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     counts = {number: process.tables.stands_for[1] for number, process in enumerate(run.processes)}
     if not run.simulated or sum(run.stands_for.values()) != run.world_size:
         table = table.iloc[:0]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.profiler
 from measuring import Row
 
-from commtrace.reading.run import Run
+from commtrace.run import Run
 
 CASE = "bytes on disk per call"
 RING_RECORDS = 1 << 18  # calls come here as fast as a loop can make them, and none may be lost

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from measuring import Round, Row, compared, in_turn
 
-from commtrace.hooks import torch as torch_hook
-from commtrace.reading.run import Run
+from commtrace.hooks.torch import hook as torch_hook
+from commtrace.run import Run
 
 NAME = "commtrace, native, with call sites"  # as it is unless something else is set
 THREAD = f"{NAME}: its thread"

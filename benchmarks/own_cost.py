@@ -20,7 +20,7 @@ import torch.distributed as dist
 from groups import Amount, Block, Comparison
 from measuring import Row, quartiles
 
-from commtrace.reading.run import Run
+from commtrace.run import Run
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from measuring import Row
 
 import commtrace
-from commtrace.reading.run import Run
+from commtrace.run import Run
 from commtrace.schema import Records
 
 CASE = "report over {:,} events"

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import commtrace
-from commtrace.hooks import torch as torch_hook
 from commtrace.hooks.native import library
-from commtrace.reading.run import Run
+from commtrace.hooks.torch import hook as torch_hook
+from commtrace.run import Run
 
 Switch = Callable[[], AbstractContextManager[object]]
 

@@ -18,6 +18,12 @@ A program may mark what commtrace cannot know by itself: `commtrace.step()` wher
 
 from __future__ import annotations
 
+import os
+
+# In a checkout, `hooks/` and `analyses/` lie beside this folder and not in it; installed, they are sub-packages.
+if not os.path.isdir(os.path.join(__path__[0], "hooks")):
+    __path__.append(os.path.dirname(__path__[0]))
+
 from commtrace.api import open, phase, start, step, stop
 from commtrace.errors import CommtraceError
 

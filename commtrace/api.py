@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     import os
     from contextlib import AbstractContextManager
 
-    from commtrace.reading.run import Run
+    from commtrace.run import Run
 
 
 def start(directory: str | os.PathLike[str] = "commtrace-logs") -> None:
@@ -45,8 +45,22 @@ def phase(name: str) -> AbstractContextManager[None]:
     return progress.marked(name)
 
 
-def open(directory: str | os.PathLike[str]) -> Run:
-    """The log in `directory`, for asking. Raises CommtraceError where there is none that can be read."""
-    from commtrace.reading.run import open_run
+def open(directory: str | os.PathLike[str], *, recover: bool = True) -> Run:
+    """Open the newest run in a log directory.
 
-    return open_run(directory)
+    A process that is killed leaves its last records in its host's shared memory. Opening its run on that host first
+    recovers them: it writes them to the log and removes them from /dev/shm.
+
+    Args:
+        directory: What `COMMTRACE` named, or the directory of one run in it.
+        recover: Whether to recover such records. False: open the log as it is, and write nothing.
+
+    Returns:
+        The run: `events()`, `table(name)`, `figure(name)`.
+
+    Raises:
+        CommtraceError: The directory holds no run that can be read.
+    """
+    from commtrace.run import open_run
+
+    return open_run(directory, recover=recover)

@@ -22,34 +22,33 @@ from commtrace.errors import CommtraceError
 
 # Name: (module that has the class Command, the first line of its docstring). Names, so that nothing is imported.
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
-    "report": ("commtrace.analyses.report.command", "Show what a run communicated."),
+    "report": ("commtrace.commands.report", "Show what a run communicated."),
     "scaling": (
-        "commtrace.analyses.scaling.command",
+        "commtrace.commands.scaling",
         "Compare runs of one program on more and more ranks, and say what stops the scaling.",
     ),
     "check": (
-        "commtrace.analyses.check.command",
+        "commtrace.commands.check",
         "Compare a run with theory, for continuous integration: status 0 when they are equal.",
     ),
     "theory": (
-        "commtrace.analyses.forecast.command",
+        "commtrace.commands.theory",
         "Predict what a training will communicate, from its configuration alone.",
     ),
     "bench": (
-        "commtrace.network.command",
+        "commtrace.commands.bench",
         "Measure what the network can do: collectives and messages by size, as nccl-tests and OMB do.",
     ),
     "run": ("commtrace.commands.run", "Run a program with tracing on."),
     "dryrun": (
-        "commtrace.dryrun.command",
+        "commtrace.commands.dryrun",
         "Run a training program as any rank of a job of any size, on this machine.",
     ),
-    "study": (
-        "commtrace.study.command",
-        "Repeat the experiments of the paper on communication in transformer training, with theory beside them.",
+    "build": ("commtrace.commands.build", "Build the native recorder for this environment."),
+    "recover": (
+        "commtrace.commands.recover",
+        "Recover records of killed processes from this host's shared memory.",
     ),
-    "build": ("commtrace.hooks.native.command", "Build the native recorder for this environment."),
-    "salvage": ("commtrace.commands.salvage", "Bring home what killed processes left in this host's memory."),
     "export": ("commtrace.commands.export", "Write every event of a run to a CSV or Parquet file."),
 }
 

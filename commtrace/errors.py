@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class CommtraceError(Exception):
-    """Something that the user can mend. The command line prints it in a line and returns 1."""
+    """An error that the user can fix. The command line prints its message in one line and returns status 1."""
 
 
 class SettingsError(CommtraceError):
@@ -33,3 +33,11 @@ class OutputError(CommtraceError):
 
 class MissingLibraryError(CommtraceError):
     """An optional library is needed for this."""
+
+
+class LaunchError(CommtraceError):
+    """The launcher's environment does not say enough to find the other processes, or there is no launcher."""
+
+
+class ConfigError(CommtraceError):
+    """A setting of a model's configuration is missing, has a wrong value, or asks for what is not supported."""

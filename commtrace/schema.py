@@ -124,8 +124,8 @@ OPERATIONS: Final = (
 )
 
 # Columns of the normal form (`Run.events()`, `commtrace export`): public, in this order, under NORMAL_FORM_VERSION.
-NORMAL_FORM_VERSION: Final = 1
-NORMAL_FORM: Final = (
+EVENT_TABLE_VERSION: Final = 1
+EVENT_COLUMNS: Final = (
     "rank",
     "op",
     "variant",

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 # Library -> the module with its hook, a reversible pair `install()` and `uninstall()`.
 HOOKS = {
-    "torch": "commtrace.hooks.torch",
-    "mpi4py.MPI": "commtrace.hooks.mpi",
-    "deepspeed": "commtrace.hooks.deepspeed",
-    "torch.distributed.tensor.parallel.api": "commtrace.hooks.dtensor",
-    "torch.distributed.fsdp._fully_shard._fsdp_state": "commtrace.hooks.fsdp",
-    "megatron.core.parallel_state": "commtrace.hooks.megatron_core",
-    "megatron.mpu.initialize": "commtrace.hooks.gpt_neox",
+    "torch": "commtrace.hooks.torch.hook",
+    "mpi4py.MPI": "commtrace.hooks.mpi.hook",
+    "deepspeed": "commtrace.hooks.deepspeed.hook",
+    "torch.distributed.tensor.parallel.api": "commtrace.hooks.torch.dtensor",
+    "torch.distributed.fsdp._fully_shard._fsdp_state": "commtrace.hooks.torch.fsdp",
+    "megatron.core.parallel_state": "commtrace.hooks.megatron.core",
+    "megatron.mpu.initialize": "commtrace.hooks.megatron.gpt_neox",
 }
 
 # What makes the process a simulated rank (`commtrace dryrun`), put in behind the hooks.
@@ -60,7 +60,7 @@ def start(directory: str | os.PathLike[str]) -> None:
     """For programs: see `commtrace.start`."""
     from commtrace import settings
     from commtrace.errors import CommtraceError
-    from commtrace.session import session
+    from commtrace.recording.session import session
 
     if session.settings is not None:
         raise CommtraceError(f"tracing is on already, into {session.settings.directory}; call commtrace.stop() first")
@@ -69,7 +69,7 @@ def start(directory: str | os.PathLike[str]) -> None:
 
 def stop() -> None:
     """For programs: see `commtrace.stop`."""
-    from commtrace.session import session
+    from commtrace.recording.session import session
 
     session.end("stop")
     _follower.wanted.clear()
@@ -80,7 +80,7 @@ def stop() -> None:
 
 
 def _switch_on(settings: Settings | None) -> None:
-    from commtrace.session import session
+    from commtrace.recording.session import session
 
     if settings is None or session.settings is not None:
         return  # off; or on already: a .pth line may run twice in one interpreter
@@ -98,7 +98,7 @@ _done: list[bool] = []
 
 
 def _once() -> None:
-    from commtrace.session import session
+    from commtrace.recording.session import session
 
     if not _done:
         _done.append(True)
@@ -153,7 +153,7 @@ class _Follower:
         self._simulate(name)
 
     def _simulate(self, name: str) -> None:
-        from commtrace.session import session
+        from commtrace.recording.session import session
 
         if name in SIMULATIONS and session.settings is not None and session.settings.simulated:
             import_module(SIMULATIONS[name]).install()

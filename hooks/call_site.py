@@ -13,7 +13,8 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Final
 
-from commtrace.tables import Tables
+import commtrace
+from commtrace.recording.table_writer import TableWriter
 
 # What a frame tells, as bits.
 WRAPPER: Final = 1  # only passes a call on
@@ -95,7 +96,7 @@ _MOST_CODES: Final = 50_000
 class CallSites:
     """Numbers of call sites, in the tables of one recorder."""
 
-    def __init__(self, tables: Tables) -> None:
+    def __init__(self, tables: TableWriter) -> None:
         self._tables = tables
         # By id, because hashing a code object reads all of it; the object is kept so that its id stays its own.
         self._kinds: dict[int, tuple[CodeType, int]] = {}
@@ -202,7 +203,7 @@ def _classify(code: CodeType) -> int:
 _ROOTS: Final = ("/site-packages/", "/dist-packages/")
 _STANDARD: Final = os.path.dirname(os.__file__).replace("\\", "/") + "/"
 _OWN: Final = os.path.dirname(__file__).replace("\\", "/") + "/"
-_SIMULATION: Final = os.path.join(os.path.dirname(_OWN.rstrip("/")), "dryrun").replace("\\", "/") + "/"
+_SIMULATION: Final = os.path.join(os.path.dirname(commtrace.__file__), "dryrun").replace("\\", "/") + "/"
 
 
 def _below_packages(path: str) -> str:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from commtrace.tables import Tables
+from commtrace.recording.table_writer import TableWriter
 
 
 class Group:
@@ -53,7 +53,7 @@ _Group = TypeVar("_Group", bound=Group)
 class Groups(Generic[_Group]):
     """The groups of one library in one recorder's tables, found by the library's own object."""
 
-    def __init__(self, tables: Tables) -> None:
+    def __init__(self, tables: TableWriter) -> None:
         self._tables = tables
         self._known: dict[int, _Group] = {}
         self._created: Counter[tuple[tuple[int, ...], str]] = Counter()

@@ -10,13 +10,13 @@ import pandas as pd
 import processes
 import trainings
 
-from commtrace.reading.run import Run, open_run
-from commtrace.schema import NORMAL_FORM
+from commtrace.run import Run, open_run
+from commtrace.schema import EVENT_COLUMNS
 
 LIMIT_SECONDS: Final = 300
 
 SAME: Final = [
-    name for name in NORMAL_FORM if not name.endswith("_ns") and name not in ("state", "flags") and name != "group"
+    name for name in EVENT_COLUMNS if not name.endswith("_ns") and name not in ("state", "flags") and name != "group"
 ]
 """Columns of the normal form in which a dry run and a real one must be equal, call by call."""
 

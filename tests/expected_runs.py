@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from factory import ALONE, PAIR, WORLD, LogFactory, record
 
-from commtrace.analyses.theory import Message, predict
-from commtrace.reading.run import Run, open_run
+from commtrace.run import Run, open_run
 from commtrace.schema import Phase, Records
+from commtrace.theory import ExpectedCall, predict
 
 RANKS: Final = 3
 STEPS: Final = 3
@@ -59,7 +59,7 @@ ZERO_1: Final[dict[str, Any]] = {
 }
 
 
-def call(message: Message, step: int, **fields: int) -> Records:
+def call(message: ExpectedCall, step: int, **fields: int) -> Records:
     """A record of one call of a message."""
     phase = Phase.INIT if step < 0 else Phase.OPTIMIZER
     local = message.payload // RANKS if message.op == "all_gather" else 0
@@ -127,7 +127,7 @@ def without_a_check(rows: list[Records]) -> list[Records]:
 
 def with_call(op: str, payload: int, **fields: int) -> Callable[[list[Records]], list[Records]]:
     """One more in step 1."""
-    return lambda rows: [*rows, call(Message(op, payload, ""), 1, **fields)]
+    return lambda rows: [*rows, call(ExpectedCall(op, payload, ""), 1, **fields)]
 
 
 def in_other_pieces(rows: list[Records]) -> list[Records]:

@@ -10,7 +10,8 @@ from typing import Any
 import processes
 import pytest
 
-from commtrace.workloads.mpi import WorkloadError, launch
+from commtrace.network import mpiexec as launch
+from examples.mpi_common import ExampleError
 
 PROGRAM = Path(__file__).parent / "mpi_programs" / "workloads.py"
 LIMIT_S = 120
@@ -20,7 +21,7 @@ def has_mpiexec() -> bool:
     """Whether ranks can be started here."""
     try:
         launch.mpiexec()
-    except WorkloadError:
+    except ExampleError:
         return False
     return True
 

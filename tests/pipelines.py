@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import trainings
 
-from commtrace.reading.run import Run
+from commtrace.run import Run
 
 
 def _piped(

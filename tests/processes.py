@@ -24,15 +24,16 @@ import numpy.typing as npt
 import recorders
 
 from commtrace.identity import Member as Member
-from commtrace.recorder import Recorder as Recorder
-from commtrace.ring import Ring
-from commtrace.salvage import salvage
+from commtrace.recording.recorder import Recorder as Recorder
+from commtrace.recording.recovery import recover_records
+from commtrace.recording.ring import Ring
+from commtrace.recording.slots import Slots
 from commtrace.schema import RECORD
 from commtrace.settings import Settings as Settings
-from commtrace.slots import Slots
 
 LIMIT_SECONDS = 60
 PROGRAMS = Path(__file__).with_name("programs")
+ROOT = Path(__file__).parent.parent
 SHM = Path("/dev/shm")
 
 Records = npt.NDArray[np.void]
@@ -49,6 +50,7 @@ def environment(**changes: object) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONWARNINGS": "ignore",
         "COMMTRACE_RECORDER": "python",
+        "PYTHONPATH": str(ROOT),  # for `examples`, which no installation contains
     }
     return {**kept, **quiet, **{name: str(value) for name, value in changes.items()}}
 
@@ -75,7 +77,6 @@ def run(
     with subprocess.Popen(
         [str(argument) for argument in arguments],
         env=environment(**variables),
-        # Not the checkout, whose folder `commtrace` is not the whole package.
         cwd=cwd or tempfile.gettempdir(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -239,7 +240,7 @@ def read_one(directory: Path) -> Left:
 
 def salvaged(directory: Path) -> list[Left]:
     """As `read_all`, after what killed processes left has been brought home."""
-    salvage(directory)
+    recover_records(directory)
     return read_all(directory)
 
 

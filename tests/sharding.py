@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import trainings
 
-from commtrace.reading.run import Run
+from commtrace.run import Run
 
 RANKS: Final = 4
 

@@ -15,7 +15,7 @@ from pandas.testing import assert_frame_equal
 from commtrace.analyses.catalog import ANALYSES, DETAILS
 from commtrace.analyses.fold import NOTHING, Analysis, Block, grouped, partials_of, summed
 from commtrace.reading.names import Names
-from commtrace.reading.run import open_run
+from commtrace.run import open_run
 
 
 @pytest.fixture(scope="module")

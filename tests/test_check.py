@@ -23,9 +23,9 @@ from expected_runs import (
 )
 
 from commtrace.analyses.check.verdict import numbers
-from commtrace.analyses.theory import Message
 from commtrace.cli import main
 from commtrace.schema import Phase, Records
+from commtrace.theory import ExpectedCall
 
 Change = Callable[[list[Records]], list[Records]]
 Captured = pytest.CaptureFixture[str]
@@ -135,7 +135,7 @@ def test_no_log_is_an_error(tmp_path: Path, capsys: Captured) -> None:
 def test_many_differences_are_cut(tmp_path: Path, capsys: Captured) -> None:
     rows = every_step()
     for size in range(700, 760):
-        rows.append(call(Message("broadcast", size, ""), size))
+        rows.append(call(ExpectedCall("broadcast", size, ""), size))
     run_of(tmp_path, rows, ZERO_1)
     status, out = check(tmp_path, capsys)
     assert status == 1
@@ -149,7 +149,7 @@ def test_numbers() -> None:
 
 
 def test_shares_are_exact() -> None:
-    from commtrace.analyses.check.command import tolerance
+    from commtrace.commands.check import tolerance
 
     assert tolerance("0.1") == Fraction(1, 10)
 
@@ -157,7 +157,7 @@ def test_shares_are_exact() -> None:
 def test_against_a_configuration(tmp_path: Path, capsys: Captured) -> None:
     """What ran is held against what was meant to run: the same, and with another stage."""
     pytest.importorskip("yaml")
-    from commtrace.analyses.forecast import Options, forecast
+    from commtrace.theory.forecast import Options, forecast
 
     row = dict(forecast(["tiny"], RANKS, Options(zero_stage=1)).plan.row)
     run_of(tmp_path, calls(row, range(-1, 3)))

@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 
 import commtrace
 from commtrace.cli import main
-from commtrace.reading.run import Run, open_run
+from commtrace.run import Run, open_run
 from commtrace.schema import RECORD, Flag, State
 
 LIMIT_SECONDS: Final = 240
@@ -301,7 +301,7 @@ def test_a_script_that_starts_ranks_itself_gets_an_error(tmp_path: Path) -> None
 
 def test_tables_of_a_dry_run_are_read(tmp_path: Path) -> None:
     """Rows of a dry run that a hand wrote."""
-    from commtrace.reading.tables import read_tables
+    from commtrace.reading.table_reader import read_tables
 
     rows = [
         {"table": "notices", "file": "a.py", "line": 3, "function": "f", "what": "reads"},

@@ -20,7 +20,7 @@ import sequence_trainings
 import sharding
 import trainings
 
-from commtrace.reading.run import Run, open_run
+from commtrace.run import Run, open_run
 
 SMALL: Final = 512
 """So few that most of a tiny model is not computed either."""

@@ -16,7 +16,7 @@ pytest.importorskip("yaml")
 
 import trainings
 
-from commtrace.reading.run import Run, open_run
+from commtrace.run import Run, open_run
 
 SMALL: Final = 512
 CONFIG: Final[dict[str, Any]] = {

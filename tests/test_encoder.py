@@ -11,11 +11,11 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("mpi4py")
 
-from commtrace.analyses.theory.messages import Message, sorted_messages, wire
-from commtrace.analyses.theory.mpi_transformers import model_parallel, pipeline, shared_heads, tensor_parallel
-from commtrace.workloads.encoder.layers import Shape
-from commtrace.workloads.encoder.schedules import SCHEDULES, Task
-from commtrace.workloads.mpi import ShapeError
+from commtrace.theory.expected_calls import ExpectedCall, sorted_messages, wire
+from examples.mpi_common import ShapeError
+from examples.mpi_common.expected_calls import model_parallel, pipeline, shared_heads, tensor_parallel
+from examples.mpi_encoder.layers import Shape
+from examples.mpi_encoder.schedules import SCHEDULES, Task
 
 pytestmark = mpi_ranks.needs_mpiexec
 
@@ -58,7 +58,7 @@ def found(ranks: int) -> dict[str, list[dict[str, Any]]]:
     return dict(zip(CASES, results, strict=True))
 
 
-def messages(case: str, ranks: int, rank: int) -> list[Message]:
+def messages(case: str, ranks: int, rank: int) -> list[ExpectedCall]:
     """Of one step."""
     backward, micro_batches = "--forward-only" not in CASES[case], option("--micro-batches", case)
     if "pipeline" in CASES[case]:

@@ -14,8 +14,8 @@ from pandas.testing import assert_frame_equal
 import commtrace.reading.export
 from commtrace.errors import MissingLibraryError, OutputError
 from commtrace.reading.export import export
-from commtrace.reading.run import Run, open_run
-from commtrace.schema import NORMAL_FORM, NORMAL_FORM_VERSION
+from commtrace.run import Run, open_run
+from commtrace.schema import EVENT_COLUMNS, EVENT_TABLE_VERSION
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_csv(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "events.csv"
     assert export(run, out, "csv") == 16
     text = out.read_text().splitlines()
-    assert text[0] == ",".join(NORMAL_FORM)
+    assert text[0] == ",".join(EVENT_COLUMNS)
     assert len(text) == 17
     events = pd.read_csv(out, keep_default_na=False, na_values={"wire_bytes": [""], "group_size": [""]})
     expected = pd.concat(run.blocks(), ignore_index=True)
@@ -44,7 +44,7 @@ def test_parquet(run: Run, tmp_path: Path) -> None:
     assert export(run, out, "parquet") == 16
     assert_frame_equal(pd.read_parquet(out), pd.concat(run.blocks(), ignore_index=True))
     metadata = parquet.read_schema(out).metadata
-    assert metadata[b"commtrace.normal_form_version"] == str(NORMAL_FORM_VERSION).encode()
+    assert metadata[b"commtrace.normal_form_version"] == str(EVENT_TABLE_VERSION).encode()
 
 
 @pytest.mark.parametrize("form", ["csv", "parquet"])
@@ -53,7 +53,7 @@ def test_a_run_without_events_gives_the_columns(tmp_path: Path, form: str) -> No
     out = tmp_path / f"events.{form}"
     assert export(open_run(tmp_path / "log"), out, form) == 0
     frame = pd.read_csv(out) if form == "csv" else pd.read_parquet(out)
-    assert tuple(frame.columns) == NORMAL_FORM
+    assert tuple(frame.columns) == EVENT_COLUMNS
 
 
 def test_an_existing_file_is_kept_unless_forced(run: Run, tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import pytest
 from processes import Left, NewRecorder
 from ranks import Nursery
 
-from commtrace import log_writer, segments
+from commtrace.recording import log_writer
+from commtrace.recording import segment_writer as segments
 from commtrace.schema import Clock, State
 
 CALLS = 2 * 20 + 1  # of training.py with 20 steps
@@ -249,7 +250,7 @@ def test_a_disk_that_stays_full(
     assert len(ring) == 1
     # The process lives on, and its ring with it; another process takes it over when it has ended.
     os.close(recorder.ring._fd)
-    from commtrace import ring as rings
+    from commtrace.recording import ring as rings
 
     rings._mine.clear()
     (left,) = processes.salvaged(tmp_path / "log")

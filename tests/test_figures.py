@@ -20,7 +20,7 @@ from commtrace.analyses.figures import style  # noqa: E402
 from commtrace.analyses.timeline import MOST, shown  # noqa: E402
 from commtrace.cli import main  # noqa: E402
 from commtrace.errors import CommtraceError, NoSuchFigureError  # noqa: E402
-from commtrace.reading.run import Run, open_run  # noqa: E402
+from commtrace.run import Run, open_run  # noqa: E402
 
 MIB = 1 << 20
 EVIL = "<script>alert(1)</script><a href='javascript:alert(2)'>x</a>&amp;\u202e%{x}"

@@ -13,11 +13,11 @@ import pytest
 
 pytest.importorskip("yaml")
 
-from commtrace.analyses.forecast import Options, PlanError, forecast
-from commtrace.analyses.forecast.tables import bins, document, sizes, volumes, waterfall
-from commtrace.analyses.theory import hugging_face
-from commtrace.analyses.theory.architecture import Figures, Part, facts, gpt_neox
 from commtrace.cli import main
+from commtrace.theory.configs import hugging_face
+from commtrace.theory.forecast import Options, PlanError, forecast
+from commtrace.theory.forecast.forecast_tables import bins, document, sizes, volumes, waterfall
+from commtrace.theory.model_shapes import ModelShape, Part, facts, gpt_neox
 
 LLAMA = {
     "model_type": "llama",
@@ -97,8 +97,8 @@ def test_models_have_the_parameters_that_they_are_known_for(config: dict[str, An
 def test_gpt_neox_has_the_parameters_that_it_counts(tensor: int, layers: int, hidden: int, vocabulary: int) -> None:
     whole = 2 * vocabulary * hidden + layers * (12 * hidden**2 + 13 * hidden) + 2 * hidden
     shared = layers * 6 * hidden + 2 * hidden  # norms, and the biases behind row-parallel matrices
-    assert count(gpt_neox(Figures(layers, hidden, vocabulary, tensor=tensor))) == (whole - shared) // tensor + shared
-    tied = count(gpt_neox(Figures(layers, hidden, vocabulary, tied=True, tensor=tensor)))
+    assert count(gpt_neox(ModelShape(layers, hidden, vocabulary, tensor=tensor))) == (whole - shared) // tensor + shared
+    tied = count(gpt_neox(ModelShape(layers, hidden, vocabulary, tied=True, tensor=tensor)))
     assert tied == (whole - shared - vocabulary * hidden) // tensor + shared
 
 

@@ -10,9 +10,9 @@ import processes
 from processes import NewRecorder
 from ranks import Nursery
 
-from commtrace.salvage import salvage
+from commtrace.recording.recovery import recover_records
+from commtrace.recording.session import Session
 from commtrace.schema import Clock, State
-from commtrace.session import Session
 
 
 def test_children_of_a_training(nursery: Nursery, tmp_path: Path) -> None:
@@ -102,6 +102,6 @@ def test_the_childs_end_is_not_the_parents(tmp_path: Path, new_recorder: NewReco
     processes.call(recorder, 0)
     assert processes.in_child(lambda: session.end("exit")) == 0  # even where nobody told the child of the fork
     assert len(processes.rings(tmp_path / "log")) == 1
-    assert processes.in_child(lambda: os._exit(len(salvage(tmp_path / "log")))) == 0
+    assert processes.in_child(lambda: os._exit(len(recover_records(tmp_path / "log")))) == 0
     session.end("stop")
     assert len(processes.read_one(tmp_path / "log").records) == 1

@@ -10,11 +10,11 @@ import pytest
 pytest.importorskip("yaml")
 pytest.importorskip("torch")
 
-from commtrace.workloads.gpt_neox import ConfigError, NeoxConfig, load_config
-from commtrace.workloads.gpt_neox.deepspeed_settings import deepspeed_config
-from commtrace.workloads.gpt_neox.options import arguments, overrides
-from commtrace.workloads.gpt_neox.schedule import learning_rate
-from commtrace.workloads.gpt_neox.settings import SHIPPED
+from commtrace.theory.configs.gpt_neox.deepspeed_settings import deepspeed_config
+from commtrace.theory.configs.gpt_neox.yaml_files import SHIPPED
+from examples.gpt_neox import ConfigError, NeoxConfig, load_config
+from examples.gpt_neox.options import arguments, overrides
+from examples.gpt_neox.schedule import learning_rate
 
 
 def write(folder: Path, text: str, name: str = "given.yml") -> str:

@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("yaml")
 
-from commtrace.workloads.gpt_neox import DataError, load_config
-from commtrace.workloads.gpt_neox.data import RankData, Samples, load_samples, read_text
-from commtrace.workloads.gpt_neox.tokenizers import ByteTokenizer, WordTokenizer
+from examples.gpt_neox import DataError, load_config
+from examples.gpt_neox.data import RankData, Samples, load_samples, read_text
+from examples.gpt_neox.tokenizers import ByteTokenizer, WordTokenizer
 
 STRANGE = [b"", b" ", b"\n\t  x", b"Hello, world! 42 times", "Grüße, мир, 世界".encode(), bytes(range(256)) * 2]
 

@@ -14,9 +14,9 @@ pytest.importorskip("yaml")
 
 import torch
 
-from commtrace.workloads.gpt_neox import GPTNeoX, NeoxConfig, load_config
-from commtrace.workloads.gpt_neox.layers import Block, rotate
-from commtrace.workloads.gpt_neox.model import language_model_loss, layer_specs, weight_decay_groups
+from examples.gpt_neox import GPTNeoX, NeoxConfig, load_config
+from examples.gpt_neox.layers import Block, rotate
+from examples.gpt_neox.model import language_model_loss, layer_specs, weight_decay_groups
 
 
 def tiny(**changes: Any) -> NeoxConfig:

@@ -23,11 +23,11 @@ pytest.importorskip("yaml")
 
 import trainings
 
-from commtrace.workloads.gpt_neox import LaunchError
-from commtrace.workloads.gpt_neox.launch import find_process
-from commtrace.workloads.gpt_neox.leave import let_threads_finish
+from commtrace.launchers import find_process
+from commtrace.network.process_exit import wait_for_threads
+from examples.gpt_neox import LaunchError
 
-MODULE = "commtrace.workloads.gpt_neox.train"
+MODULE = "examples.gpt_neox.train"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", MODULE)
 LIMIT_S = 90
 
@@ -208,7 +208,7 @@ def test_the_end_waits_for_busy_threads_but_not_for_ever() -> None:
     thread.start()
     threading.Timer(0.3, stop.set).start()
     begin = time.monotonic()
-    let_threads_finish()
+    wait_for_threads()
     assert stop.is_set()
     assert time.monotonic() - begin < 5
     thread.join()

@@ -11,7 +11,7 @@ pytest.importorskip("deepspeed")
 
 import trainings
 
-from commtrace.reading.run import open_run
+from commtrace.run import open_run
 
 # A global of the module -> its groups, of which each rank has its own; in a list where there may be several.
 CORE = {

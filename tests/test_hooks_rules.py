@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from commtrace.hooks.c10d_operators import IGNORED, Operator, known_operators, nbytes
+from commtrace.hooks.torch.c10d_operators import IGNORED, Operator, known_operators, nbytes
 
 OPERATORS: dict[str, Operator] = {operator.variant: operator for operator in known_operators()[0]}
 

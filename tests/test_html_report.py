@@ -22,7 +22,7 @@ pytest.importorskip("jinja2", reason="jinja2 is not installed")
 from commtrace.analyses import analyse, figures
 from commtrace.analyses.report.html.page import page_of_run, page_of_runs
 from commtrace.cli import main
-from commtrace.reading.run import open_run
+from commtrace.run import open_run
 
 CHROMIUM = next(
     (

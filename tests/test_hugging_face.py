@@ -13,8 +13,8 @@ pytest.importorskip("transformers", reason="transformers is not installed: its m
 import torch
 import transformers
 
-from commtrace.analyses.theory import hugging_face
-from commtrace.analyses.theory.architecture import facts
+from commtrace.theory.configs import hugging_face
+from commtrace.theory.model_shapes import facts
 
 SIZES = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 100, "vocab_size": 131,

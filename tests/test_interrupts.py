@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from commtrace.interrupts import let_through
+from commtrace.recording.interrupts import reraise_if_from_signal_handler
 
 
 class AlarmError(Exception):
@@ -56,7 +56,7 @@ def guarded(work: Callable[[], object]) -> None:
     try:
         work()
     except Exception:
-        let_through()
+        reraise_if_from_signal_handler()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -69,7 +69,7 @@ def test_a_handlers_exception_goes_on(kind: str) -> None:
 def test_a_fault_of_ours_does_not() -> None:
     signal.signal(signal.SIGUSR1, KINDS["method"])
     guarded(lambda: int("x"))
-    let_through()
+    reraise_if_from_signal_handler()
 
 
 def test_in_another_thread_there_are_no_handlers() -> None:

@@ -15,7 +15,8 @@ import pytest
 from processes import Left
 from ranks import Nursery
 
-from commtrace import log_writer, ring, segments, slots
+from commtrace.recording import log_writer, ring, slots
+from commtrace.recording import segment_writer as segments
 from commtrace.schema import Records, State
 
 KILLS = 25  # with each recorder
@@ -144,7 +145,7 @@ STEPS: dict[str, tuple[object, str, Callable[..., object]]] = {
     "after records": (segments.SegmentSeries, "append", written_then_die),
     "before slots are freed": (slots.Slots, "release", die),
     "within the counters": (ring.Ring, "_put", torn_put),
-    "before a segment is closed": (segments.Segment, "close", die),
+    "before a segment is closed": (segments.WrittenSegment, "close", die),
     "before a closed segment is renamed": (os, "rename", die),
 }
 
@@ -182,7 +183,7 @@ def test_killed_while_the_ring_is_made(tmp_path: Path, monkeypatch: pytest.Monke
 
     assert processes.in_child(record) == -signal.SIGKILL
     assert [path.suffix for path in sorted(shm.iterdir())] == [".jsonl", ".new"]
-    monkeypatch.setattr("commtrace.salvage.STALE_SECONDS", -1)
+    monkeypatch.setattr("commtrace.recording.recovery.STALE_SECONDS", -1)
     monkeypatch.setenv("COMMTRACE_SHM", str(shm))
     assert processes.salvaged(tmp_path / "log") == []
     assert [path.suffix for path in shm.iterdir()] == []

@@ -56,9 +56,9 @@ def test_the_code_reads_a_log(page: dict[str, Any], log: Path) -> None:
 
 
 def test_the_code_reads_an_open_segment(page: dict[str, Any], log: Path, tmp_path: Path) -> None:
-    from commtrace.segments import Segment
+    from commtrace.recording.segment_writer import WrittenSegment
 
-    segment = Segment(tmp_path / "x.00000.npy")
+    segment = WrittenSegment(tmp_path / "x.00000.npy")
     segment.append(np.ones(3, RECORD))
     path = tmp_path / "x.00000.npy.open"
     path.write_bytes(path.read_bytes()[:-1])

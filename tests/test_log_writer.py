@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from commtrace import log_writer
-from commtrace.log_writer import LogWriter
+from commtrace.recording import log_writer
+from commtrace.recording.log_writer import LogWriter
+from commtrace.recording.segment_writer import EMPTY, unlinked
 from commtrace.schema import RECORD, Records
-from commtrace.segments import EMPTY, unlinked
 from commtrace.settings import Settings
 
 LINES = [b'{"table": "process"}\n', b'{"table": "kinds", "id": 1}\n']

@@ -15,10 +15,10 @@ pytest.importorskip("mpi4py.MPI", exc_type=(ImportError, RuntimeError))  # type:
 
 from mpi4py import MPI
 
-from commtrace.hooks import mpi as hook
-from commtrace.hooks.extension_types import namespace
-from commtrace.hooks.mpi_methods import METHODS
-from commtrace.hooks.mpi_wrappers import ENDS
+from commtrace.hooks.mpi import hook
+from commtrace.hooks.mpi.extension_types import namespace
+from commtrace.hooks.mpi.methods import METHODS
+from commtrace.hooks.mpi.wrappers import ENDS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "mpi.md").read_text()
 CLASSES = (

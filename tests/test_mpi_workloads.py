@@ -15,10 +15,10 @@ pytest.importorskip("mpi4py")
 
 import torch
 
-from commtrace.workloads.mpi import TransportError, WorkloadError, tables
-from commtrace.workloads.mpi.dropout import Place, dropout
-from commtrace.workloads.mpi.options import make_transport
-from commtrace.workloads.mpi.outcome import Outcome, RankOutcome
+from examples.mpi_common import ExampleError, TransportError, tables
+from examples.mpi_common.dropout import Place, dropout
+from examples.mpi_common.options import make_transport
+from examples.mpi_common.outcome import Outcome, RankOutcome
 
 pytestmark = mpi_ranks.needs_mpiexec
 
@@ -105,7 +105,7 @@ def test_an_outcome_comes_back_from_its_file(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_outcome_is_named(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(WorkloadError, match=r"run\.json is not what a run writes"):
+    with pytest.raises(ExampleError, match=r"run\.json is not what a run writes"):
         Outcome.read(tmp_path / "run.json")
 
 
@@ -123,9 +123,7 @@ def test_a_file_that_is_no_outcome_is_named(tmp_path: Path) -> None:
 def test_scaling_makes_the_table(workload: str, options: list[str], shown: list[str]) -> None:
     """From nothing but one command."""
     arguments = ["--ranks", "1", "2", "--iterations", "1", "--check", "--dtype", "float64", *options]
-    result = processes.run(
-        [sys.executable, "-m", f"commtrace.workloads.{workload}.scaling", *arguments], limit=mpi_ranks.LIMIT_S
-    )
+    result = processes.run([sys.executable, "-m", f"examples.{workload}.scaling", *arguments], limit=mpi_ranks.LIMIT_S)
     assert result.status == 0, result.out + result.err
     table = result.out.partition("Here (")[2]
     assert [line.split()[0] for line in table.splitlines() if line[:1].isdigit()][:2] == ["1", "2"]

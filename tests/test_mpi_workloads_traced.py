@@ -24,9 +24,9 @@ import processes
 import test_encoder as encoder
 import test_sequence_parallel as sequence
 
-from commtrace.analyses.theory.messages import Message
-from commtrace.analyses.theory.mpi_transformers import model_parallel, pipeline, tensor_parallel
 from commtrace.schema import Flag
+from commtrace.theory.expected_calls import ExpectedCall
+from examples.mpi_common.expected_calls import model_parallel, pipeline, tensor_parallel
 
 Counts = Counter[tuple[str, int]]
 
@@ -38,7 +38,7 @@ class Case(NamedTuple):
     arguments: tuple[str, ...]
     iterations: int
     staged: bool
-    messages: Callable[[int, int], list[Message]]
+    messages: Callable[[int, int], list[ExpectedCall]]
     """Of (ranks, rank)."""
 
     def expected(self, ranks: int, rank: int) -> Counts:
@@ -58,8 +58,8 @@ def of_encoder(name: str) -> Case:
 def of_layer(case: sequence.Case) -> Case:
     """A mode of test_sequence_parallel.py."""
 
-    def messages(ranks: int, rank: int) -> list[Message]:
-        return [Message(op, size, "", calls) for op, size, calls in sequence.expected(case, ranks)]
+    def messages(ranks: int, rank: int) -> list[ExpectedCall]:
+        return [ExpectedCall(op, size, "", calls) for op, size, calls in sequence.expected(case, ranks)]
 
     return Case("sequence_parallel", tuple(sequence.CASES[case]), sequence.ITERATIONS, "staged" in case[2], messages)
 
@@ -70,7 +70,7 @@ CASES = {
 }
 
 
-def wide_encoder(arguments: str, messages: Callable[[int], list[Message]]) -> Case:
+def wide_encoder(arguments: str, messages: Callable[[int], list[ExpectedCall]]) -> Case:
     """An encoder of as many layers as there are ranks; its calls by rank."""
     options = (*encoder.COMMON, *arguments.split(), "--layers", "8")
     return Case("encoder", options, encoder.STEPS, False, lambda ranks, rank: messages(rank))

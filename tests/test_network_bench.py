@@ -17,7 +17,7 @@ from commtrace.cli import main
 from commtrace.network import NetworkError
 from commtrace.network.library import connect
 from commtrace.network.operations import COLLECTIVES, OPERATIONS, POINT_TO_POINT
-from commtrace.network.plan import Plan
+from commtrace.network.plan import BenchPlan
 from commtrace.network.results import Results, read, write
 from commtrace.network.tables import lines
 
@@ -218,4 +218,4 @@ def test_a_backend_that_there_is_not(backend: str, words: str) -> None:
     if torch.distributed.is_mpi_available() if backend == "mpi" else torch.cuda.is_available():
         pytest.skip("this torch has it")
     with pytest.raises(NetworkError, match=words):
-        connect(Plan(backend=backend))
+        connect(BenchPlan(backend=backend))

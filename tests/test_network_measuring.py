@@ -23,7 +23,7 @@ from commtrace.network.operations import (
     taken,
     window,
 )
-from commtrace.network.plan import Plan, chosen
+from commtrace.network.plan import BenchPlan, chosen
 from commtrace.network.ranks import bind, check_memory, first_host, groups, limited
 
 
@@ -243,14 +243,14 @@ def test_sizes_are_powers_of_two() -> None:
 
 
 def test_a_plan_survives_the_way_to_another_process() -> None:
-    plan = Plan(operations=("send_recv", "barrier"), group_sizes=(2, 4), out="a b.json")
-    assert Plan.from_json(plan.to_json()) == plan
+    plan = BenchPlan(operations=("send_recv", "barrier"), group_sizes=(2, 4), out="a b.json")
+    assert BenchPlan.from_json(plan.to_json()) == plan
 
 
 def test_group_sizes_are_those_that_there_can_be() -> None:
-    assert Plan(group_sizes=(4, 2)).groups(8) == [2, 4, 8]
-    assert Plan().groups(3) == [3]
-    for plan, world in ((Plan(group_sizes=(9,)), 8), (Plan(group_sizes=(1,)), 8), (Plan(), 1)):
+    assert BenchPlan(group_sizes=(4, 2)).groups(8) == [2, 4, 8]
+    assert BenchPlan().groups(3) == [3]
+    for plan, world in ((BenchPlan(group_sizes=(9,)), 8), (BenchPlan(group_sizes=(1,)), 8), (BenchPlan(), 1)):
         with pytest.raises(NetworkError, match="--"):
             plan.groups(world)
 
@@ -262,22 +262,22 @@ def test_an_unknown_operation_is_said() -> None:
 
 
 def test_messages_are_measured_within_a_host_and_between_two() -> None:
-    plan = Plan(operations=("all_reduce", "send_recv"), group_sizes=(2,))
+    plan = BenchPlan(operations=("all_reduce", "send_recv"), group_sizes=(2,))
     assert groups(plan, ["a", "a", "b", "b"]) == {
         (0, 1): ["all_reduce", "send_recv"],
         (0, 1, 2, 3): ["all_reduce"],
         (0, 2): ["send_recv"],
     }
-    assert groups(Plan(operations=("send_recv",)), ["a"] * 3) == {(0, 1): ["send_recv"]}
+    assert groups(BenchPlan(operations=("send_recv",)), ["a"] * 3) == {(0, 1): ["send_recv"]}
 
 
 def test_more_memory_than_there_is_is_refused_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     import commtrace.network.ranks as module
 
     monkeypatch.setattr(module, "_available", lambda: 1 << 30)
-    check_memory(Plan(), 2)
+    check_memory(BenchPlan(), 2)
     with pytest.raises(NetworkError, match=r"3 ranks of a host need 1,152 MiB .* 1,024 MiB are available.*--max-bytes"):
-        check_memory(Plan(), 3)
+        check_memory(BenchPlan(), 3)
 
 
 def test_ranks_have_a_core_each_where_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:

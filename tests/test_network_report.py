@@ -15,15 +15,15 @@ from networks import ideal, results
 
 import commtrace
 from commtrace.analyses.fold import fold
-from commtrace.analyses.forecast import Options
-from commtrace.analyses.forecast import forecast as forecasted
-from commtrace.analyses.forecast.times import _sum
-from commtrace.analyses.forecast.times import hosts as hosts_in
 from commtrace.analyses.network_times import analysis, sampled
 from commtrace.cli import main
 from commtrace.network.networks import MeasuredNetwork, Network
 from commtrace.network.results import write
 from commtrace.schema import Clock, Flag, State
+from commtrace.theory.forecast import Options
+from commtrace.theory.forecast import forecast as forecasted
+from commtrace.theory.forecast.forecast_times import _sum
+from commtrace.theory.forecast.forecast_times import hosts as hosts_in
 
 NETWORK = MeasuredNetwork("it", results([*ideal("all_reduce", 2), *ideal("send_recv", 2)]))
 

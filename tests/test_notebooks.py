@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from commtrace.reading.run import Run, open_run
+from commtrace.run import Run, open_run
 
 go = pytest.importorskip("plotly.graph_objects", reason="plotly is not installed")
 

@@ -22,7 +22,7 @@ FOLDERS = ("commtrace", "dryrun", "hooks", "analyses", "network", "study", "work
 SOURCES = ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE", *FOLDERS)
 STATE = (
     "import sys; on = 'commtrace.startup' in sys.modules\n"
-    "print(on and sys.modules['commtrace.session'].session.settings.directory)"
+    "print(on and sys.modules['commtrace.recording.session'].session.settings.directory)"
 )
 
 # Not by find_spec: when pip is looked for, setuptools no longer replaces distutils, and torch's cpp_extension, which

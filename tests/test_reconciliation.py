@@ -29,9 +29,9 @@ from factory import LogFactory, record
 from commtrace.analyses import reconciliation
 from commtrace.analyses.causes import CAUSES, UNEXPLAINED
 from commtrace.analyses.measured import DETAILED_STEPS
-from commtrace.analyses.theory import Message
-from commtrace.reading.run import Run, open_run
+from commtrace.run import Run, open_run
 from commtrace.schema import Phase, Records
+from commtrace.theory import ExpectedCall
 
 
 def differing(run: Run, rank: int = 0) -> dict[str, tuple[int, int, int]]:
@@ -132,7 +132,7 @@ def assert_adds_up(run: Run) -> None:
 
 
 def test_the_waterfall_of_an_unexplained_call(tmp_path: Path) -> None:
-    extra = call(Message("all_reduce", 600, ""), 2)
+    extra = call(ExpectedCall("all_reduce", 600, ""), 2)
     bars = run_of(tmp_path, [*every_step(), extra], ZERO_1).table("waterfall")
     rows = {(row.label, row.kind): row.bytes for row in bars.itertuples()}
     assert rows["equation 2: 2 P (d-1)/d", "closed form"] == round(2 * 73 * 2 / 3 * 2)

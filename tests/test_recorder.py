@@ -16,8 +16,8 @@ import processes
 import pytest
 from processes import NewRecorder
 
-from commtrace.log_writer import LogWriter
-from commtrace.recorder import Call
+from commtrace.recording.log_writer import LogWriter
+from commtrace.recording.recorder import Call
 from commtrace.schema import Clock, State
 
 

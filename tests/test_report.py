@@ -17,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from commtrace.analyses.report import units
+from commtrace import formatting as units
 from commtrace.analyses.report.document import plain, to_json
 from commtrace.analyses.report.layout import Column, fit, shorten, word
 from commtrace.analyses.report.terminal import render
 from commtrace.cli import main
-from commtrace.reading.run import open_run
+from commtrace.run import open_run
 from commtrace.schema import State
 
 
@@ -72,7 +72,7 @@ def test_numbers_are_whole_at_any_width(tmp_path: Path, width: int) -> None:
     table = open_run(tmp_path).table("volume_by_operation")
     for row in table.itertuples():
         assert f"{row.calls:,}" in text
-        assert units.size(row.payload_bytes) in text
+        assert units.format_bytes(row.payload_bytes) in text
 
 
 def test_a_report_begins_with_coverage_cost_and_blind_spots(tmp_path: Path) -> None:
@@ -199,8 +199,8 @@ def test_worker_processes_give_the_same_report(
     training(tmp_path, ranks=3)
     assert main(["report", str(tmp_path)]) == 0
     alone = capsys.readouterr().out
-    monkeypatch.setattr("commtrace.analyses.report.command.PARALLEL_FROM", 1)
-    monkeypatch.setattr("commtrace.analyses.report.command.workers", lambda: 2)
+    monkeypatch.setattr("commtrace.commands.report.PARALLEL_FROM", 1)
+    monkeypatch.setattr("commtrace.commands.report.workers", lambda: 2)
     monkeypatch.setattr("commtrace.analyses.fold.TASK", 1)
     assert main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out == alone
@@ -227,7 +227,7 @@ def test_numbers_that_json_lacks_are_null() -> None:
     ],
 )
 def test_sizes(value: Any, text: str) -> None:
-    assert units.size(value) == text
+    assert units.format_bytes(value) == text
 
 
 @pytest.mark.parametrize(
@@ -243,14 +243,14 @@ def test_sizes(value: Any, text: str) -> None:
     ],
 )
 def test_times(value: Any, text: str) -> None:
-    assert units.time(value) == text
+    assert units.format_duration(value) == text
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(0, "0.0 %"), (0.0001, "<0.1 %"), (0.1234, "12.3 %"), (1, "100.0 %"), (math.nan, "-")]
 )
 def test_shares(value: Any, text: str) -> None:
-    assert units.share(value) == text
+    assert units.format_share(value) == text
 
 
 @given(st.text(min_size=1, max_size=60), st.integers(1, 200))

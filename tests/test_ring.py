@@ -10,8 +10,8 @@ from pathlib import Path
 import processes
 import pytest
 
-from commtrace import ring
-from commtrace.ring import LeftRing, Ring
+from commtrace.recording import ring
+from commtrace.recording.ring import OrphanedRing, Ring
 
 IDENTITY = {"directory": "/log", "run": "run", "host": "host", "stem": "rank00000-1"}
 
@@ -30,7 +30,7 @@ def test_what_is_left_can_be_read(tmp_path: Path) -> None:
     made.count_dropped(3)
     made.keep_table_line(b"one\n")
     made.records[7]["t_begin"], made.records[7]["state"] = 11, 3
-    with LeftRing(dead(made)) as left:
+    with OrphanedRing(dead(made)) as left:
         assert left.dead
         assert left.identity == {"format": "commtrace-ring", "capacity": 16, **IDENTITY}
         assert left.counters == {"calls": 5}
@@ -55,7 +55,7 @@ def test_the_later_copy_counts_and_a_torn_one_does_not(tmp_path: Path) -> None:
     for start in (ring.COUNTERS_AT, ring.IDENTITY_AT):
         newest = start + made._turns[start] % 2 * ring.COPY_BYTES
         made.buffer[newest + 30] = ord("x")
-    with LeftRing(dead(made)) as left:
+    with OrphanedRing(dead(made)) as left:
         assert left.counters == {"calls": 4}
         assert left.identity["stem"] == "4"
 
@@ -63,7 +63,7 @@ def test_the_later_copy_counts_and_a_torn_one_does_not(tmp_path: Path) -> None:
 def test_counters_that_are_too_long_keep_their_numbers(tmp_path: Path) -> None:
     made = ring.make(16, str(tmp_path), "1-2-3", IDENTITY)
     made.count({"calls": 5, "first_error": "ü" * 4000})
-    with LeftRing(dead(made)) as left:
+    with OrphanedRing(dead(made)) as left:
         assert left.counters == {"calls": 5}
 
 
@@ -134,13 +134,13 @@ def test_a_living_process_keeps_its_ring(tmp_path: Path) -> None:
     child = int(os.read(told, 20))
     try:
         (path,) = tmp_path.glob("*.ring")
-        with LeftRing(path) as left:
+        with OrphanedRing(path) as left:
             assert not left.dead
     finally:
         os.kill(owner, signal.SIGKILL)
         os.waitpid(owner, 0)
     try:
-        with LeftRing(path) as left:
+        with OrphanedRing(path) as left:
             assert left.dead
     finally:
         os.kill(child, signal.SIGKILL)
@@ -155,7 +155,7 @@ def test_a_ring_that_somebody_else_finished_with_meanwhile(tmp_path: Path, monke
         return original(fd)
 
     monkeypatch.setattr(ring, "_lock", lock)
-    with LeftRing(path) as left:
+    with OrphanedRing(path) as left:
         assert not left.dead
 
 
@@ -167,5 +167,5 @@ def test_a_short_write_of_a_table_line_ends_the_copy(tmp_path: Path, monkeypatch
         patched.setattr(os, "write", lambda fd, data: original(fd, data[:2]))
         made.keep_table_line(b"two\n")
     made.keep_table_line(b"three\n")
-    with LeftRing(dead(made)) as left:
+    with OrphanedRing(dead(made)) as left:
         assert left.tables() == b"one\ntw"

@@ -10,10 +10,10 @@ import pytest
 from factory import ALL_GATHER, ALL_REDUCE, ALONE, PAIR, RECV, SEND, WORLD, LogFactory, record, training
 
 from commtrace.errors import NoSuchTableError
-from commtrace.reading.names import compact, group_label, short_paths
-from commtrace.reading.run import open_run
-from commtrace.reading.tables import Group
-from commtrace.schema import NORMAL_FORM, Flag, Phase, State
+from commtrace.reading.names import format_ranks, group_label, short_paths
+from commtrace.reading.table_reader import Group
+from commtrace.run import open_run
+from commtrace.schema import EVENT_COLUMNS, Flag, Phase, State
 
 
 def one(tmp_path: Path, rank: int = 0, **fields: int) -> pd.Series:
@@ -26,7 +26,7 @@ def one(tmp_path: Path, rank: int = 0, **fields: int) -> pd.Series:
 def test_columns_are_the_normal_form(tmp_path: Path) -> None:
     training(tmp_path)
     events = open_run(tmp_path).events()
-    assert tuple(events.columns) == NORMAL_FORM
+    assert tuple(events.columns) == EVENT_COLUMNS
     assert len(events) == 2 * 7
     assert events["payload_bytes"].dtype == np.int64
 
@@ -34,7 +34,7 @@ def test_columns_are_the_normal_form(tmp_path: Path) -> None:
 def test_columns_are_there_without_events(tmp_path: Path) -> None:
     LogFactory(tmp_path).process()
     events = open_run(tmp_path).events()
-    assert tuple(events.columns) == NORMAL_FORM
+    assert tuple(events.columns) == EVENT_COLUMNS
     assert len(events) == 0
 
 
@@ -133,7 +133,7 @@ def test_a_group_name_that_is_used_again_is_another_group() -> None:
     ],
 )
 def test_compact_ranks(ranks: tuple[int, ...], text: str) -> None:
-    assert compact(ranks) == text
+    assert format_ranks(ranks) == text
 
 
 def test_wire_bytes_of_a_message_to_oneself(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 MAIN = "import sys; from commtrace.cli import main; sys.exit(main())"
 STATE = (
     "import sys; on = 'commtrace.startup' in sys.modules\n"
-    "print(on and sys.modules['commtrace.session'].session.settings.directory)"
+    "print(on and sys.modules['commtrace.recording.session'].session.settings.directory)"
 )
 
 

@@ -13,8 +13,12 @@ import processes
 import pytest
 
 import commtrace
-from commtrace import identity, ring, salvage, segments, tables
-from commtrace.ring import LeftRing
+from commtrace import identity
+from commtrace.recording import recovery as salvage
+from commtrace.recording import ring
+from commtrace.recording import segment_writer as segments
+from commtrace.recording import table_writer as tables
+from commtrace.recording.ring import OrphanedRing
 
 
 @pytest.fixture
@@ -51,15 +55,15 @@ def assert_all(log: Path, calls: int = 100) -> None:
 
 def test_records_tables_and_counters_come_home(log: Path) -> None:
     leave(log)
-    (note,) = salvage.salvage(log)
+    (note,) = salvage.recover_records(log)
     assert "100 records of a process that ended early were recovered" in note
     assert_all(log)
-    assert salvage.salvage(log) == []
+    assert salvage.recover_records(log) == []
 
 
 def test_dropped_calls_are_counted_to_the_moment_of_the_kill(log: Path) -> None:
     leave(log, 100, ring_records=16)
-    salvage.salvage(log)
+    salvage.recover_records(log)
     left = processes.read_one(log)
     assert len(left.records) == 16
     assert left.stats["dropped"] == 84
@@ -68,23 +72,23 @@ def test_dropped_calls_are_counted_to_the_moment_of_the_kill(log: Path) -> None:
 
 def test_a_process_killed_while_it_began_leaves_nothing(log: Path) -> None:
     def record() -> None:
-        tables.Tables.add = die  # type: ignore[method-assign]  # only this child lives to see it
+        tables.TableWriter.add = die  # type: ignore[method-assign]  # only this child lives to see it
         processes.recorder(log)
 
     assert processes.in_child(record) == -signal.SIGKILL
     assert len(processes.rings(log)) == 1
-    assert salvage.salvage(log) == []
+    assert salvage.recover_records(log) == []
     assert not processes.rings(log)
     assert not log.exists()
 
 
 SALVAGE_STEPS: dict[str, tuple[object, str]] = {
-    "before the segment": (segments.Segment, "__init__"),
-    "before its records": (segments.Segment, "append"),
-    "before it is closed": (segments.Segment, "close"),
+    "before the segment": (segments.WrittenSegment, "__init__"),
+    "before its records": (segments.WrittenSegment, "append"),
+    "before it is closed": (segments.WrittenSegment, "close"),
     "before the tables": (salvage, "_complete_tables"),
     "before the tables are in place": (os, "replace"),
-    "before the ring is removed": (LeftRing, "remove"),
+    "before the ring is removed": (OrphanedRing, "remove"),
 }
 
 
@@ -95,10 +99,10 @@ def test_a_salvage_that_is_killed_is_repeated(step: str, log: Path) -> None:
 
     def interrupted() -> None:
         setattr(owner, name, die)
-        salvage.salvage(log)
+        salvage.recover_records(log)
 
     assert processes.in_child(interrupted) == -signal.SIGKILL
-    salvage.salvage(log)
+    salvage.recover_records(log)
     assert_all(log)
 
 
@@ -111,10 +115,10 @@ def test_a_full_disk_leaves_everything_where_it_is(log: Path, monkeypatch: pytes
 
     with monkeypatch.context() as patched:
         patched.setattr(segments, "write_all", no_room)
-        (note,) = salvage.salvage(log)
+        (note,) = salvage.recover_records(log)
     assert "No space left on device" in note
     assert len(processes.rings(log)) == 1
-    salvage.salvage(log)
+    salvage.recover_records(log)
     assert_all(log)
 
 
@@ -129,7 +133,7 @@ def test_the_ring_of_a_living_process_is_left_alone(log: Path) -> None:
         recorder.close("exit")
         os._exit(0)
     os.read(ready[0], 1)
-    assert salvage.salvage(log) == []
+    assert salvage.recover_records(log) == []
     assert len(processes.rings(log)) == 1
     os.write(go_on[1], b"x")
     assert processes.wait_pid(pid) == 0
@@ -140,8 +144,8 @@ def test_a_process_may_salvage_while_it_records(log: Path) -> None:
     """A lock does not keep its own process out, and closing any descriptor of the file would give it up."""
     recorder = processes.recorder(log, drain_ms=60_000)
     processes.call(recorder, 0)
-    assert salvage.salvage(log) == []
-    assert processes.in_child(lambda: os._exit(len(salvage.salvage(log)))) == 0, "the lock was given up"
+    assert salvage.recover_records(log) == []
+    assert processes.in_child(lambda: os._exit(len(salvage.recover_records(log)))) == 0, "the lock was given up"
     assert len(processes.rings(log)) == 1
     recorder.close("stop")
     left = processes.read_one(log)
@@ -152,22 +156,22 @@ def test_a_process_may_salvage_while_it_records(log: Path) -> None:
 def test_only_the_directory_that_was_asked_for(log: Path, tmp_path: Path) -> None:
     leave(log)
     (tmp_path / "log2").mkdir()
-    assert salvage.salvage(tmp_path / "log2") == []
-    assert salvage.salvage(tmp_path) == []
+    assert salvage.recover_records(tmp_path / "log2") == []
+    assert salvage.recover_records(tmp_path) == []
     whose = _identity(log)
-    assert len(salvage.salvage(log / whose["run"] / whose["host"])) == 1
+    assert len(salvage.recover_records(log / whose["run"] / whose["host"])) == 1
     assert_all(log)
 
 
 def test_a_run_in_a_directory(log: Path) -> None:
     leave(log)
-    assert len(salvage.salvage(log / _identity(log)["run"])) == 1
+    assert len(salvage.recover_records(log / _identity(log)["run"])) == 1
     assert_all(log)
 
 
 def _identity(log: Path) -> dict[str, str]:
     (path,) = processes.rings(log)
-    with LeftRing(path) as left:
+    with OrphanedRing(path) as left:
         return left.identity
 
 
@@ -177,7 +181,7 @@ def test_another_salvage_is_waited_for(log: Path) -> None:
     other = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE)
     assert other.stdout is not None
     assert other.stdout.readline() == b"held\n"
-    assert len(salvage.salvage(log)) == 1
+    assert len(salvage.recover_records(log)) == 1
     assert other.wait(timeout=20) == 0
     assert_all(log)
 
@@ -196,9 +200,9 @@ def test_rings_of_other_logs_are_not_locked(log: Path, tmp_path: Path, monkeypat
     locked: list[int] = []
     with monkeypatch.context() as patch:
         patch.setattr(ring, "_lock", locked.append)
-        assert salvage.salvage(tmp_path / "other") == []
+        assert salvage.recover_records(tmp_path / "other") == []
     assert locked == []
-    assert len(salvage.salvage(log)) == 1
+    assert len(salvage.recover_records(log)) == 1
 
 
 @pytest.mark.parametrize("name", ["run", "host", "stem"])
@@ -211,7 +215,7 @@ def test_names_that_lead_elsewhere_are_refused(name: str, value: str, log: Path,
     assert made.path is not None
     ring._mine.clear()
     os.close(made._fd)
-    assert salvage.salvage(log, shm=str(shm)) == []
+    assert salvage.recover_records(log, shm=str(shm)) == []
     assert not log.exists()
 
 
@@ -223,8 +227,8 @@ def test_what_is_no_ring_is_left_alone(log: Path, tmp_path: Path) -> None:
     (shm / "commtrace-link.ring").symlink_to(shm / "commtrace-1.ring")
     os.mkfifo(shm / "commtrace-pipe.ring")
     log.mkdir()
-    assert salvage.salvage(log, shm=str(shm)) == []
-    assert salvage.salvage(log, shm=str(tmp_path / "nowhere")) == []
+    assert salvage.recover_records(log, shm=str(shm)) == []
+    assert salvage.recover_records(log, shm=str(tmp_path / "nowhere")) == []
     assert len(list(shm.iterdir())) == 7
 
 
@@ -251,7 +255,7 @@ def test_the_tables_in_memory_were_cut(log: Path) -> None:
     (path,) = processes.rings(log)
     tables = path.with_suffix(".jsonl")
     tables.write_bytes(tables.read_bytes() + b'{"table": "sites", "id": 1, "fi')
-    salvage.salvage(log)
+    salvage.recover_records(log)
     assert_all(log)
     assert "sites" not in processes.read_one(log).tables
 
@@ -291,7 +295,7 @@ def test_what_was_written_already_is_known_by_its_call(log: Path) -> None:
         recorder.close("exit")
 
     assert processes.in_child(record) == -signal.SIGKILL
-    salvage.salvage(log)
+    salvage.recover_records(log)
     left = processes.read_one(log)
     assert sorted(left.records["seq"].tolist()) == [0, 1, 2]
     assert left.tables["salvage"][0]["records"] == 0

@@ -12,14 +12,14 @@ import pytest
 from factory import WORLD, LogFactory, record
 
 from commtrace import cli
-from commtrace.analyses.forecast import Options, plan
 from commtrace.analyses.scaling import scaling
+from commtrace.analyses.scaling.findings import _divided_further, sentences
+from commtrace.analyses.scaling.scaling_tables import cores_of, tokens_of
 from commtrace.analyses.scaling.steps import step_times
-from commtrace.analyses.scaling.tables import cores_of, tokens_of
-from commtrace.analyses.scaling.words import _divided_further, sentences
 from commtrace.errors import CommtraceError
-from commtrace.reading.run import Run, open_run
+from commtrace.run import Run, open_run
 from commtrace.schema import Clock
+from commtrace.theory.forecast import Options, plan
 
 ALPHA, BETA = 50_000, 0.25  # ns, ns for a byte
 FIXED, DIVIDED, LATE = 1_000_000, 16_000_000, 300_000

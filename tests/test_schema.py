@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from commtrace.schema import NORMAL_FORM, RECORD, RECORD_STRUCT, Clock, Flag, Phase, State
+from commtrace.schema import EVENT_COLUMNS, RECORD, RECORD_STRUCT, Clock, Flag, Phase, State
 
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "log-format.md").read_text()
 
@@ -41,4 +41,4 @@ def test_the_document_names_every_code() -> None:
 
 
 def test_normal_form_has_no_column_twice() -> None:
-    assert len(set(NORMAL_FORM)) == len(NORMAL_FORM) == 25
+    assert len(set(EVENT_COLUMNS)) == len(EVENT_COLUMNS) == 25

@@ -11,9 +11,9 @@ import numpy as np
 import processes
 import pytest
 
-from commtrace import segments
+from commtrace.recording import segment_writer as segments
+from commtrace.recording.segment_writer import HEADER_BYTES, SegmentSeries, WrittenSegment, read_records
 from commtrace.schema import RECORD, Records
-from commtrace.segments import HEADER_BYTES, Segment, SegmentSeries, read_records
 
 
 def some(count: int, first: int = 0) -> Records:
@@ -33,7 +33,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_a_closed_segment_is_an_ordinary_npy_file(tmp_path: Path) -> None:
-    segment = Segment(tmp_path / "a.npy")
+    segment = WrittenSegment(tmp_path / "a.npy")
     segment.append(some(3))
     assert names(tmp_path) == ["a.npy.open"]
     segment.append(some(2, 3))
@@ -46,7 +46,7 @@ def test_a_closed_segment_is_an_ordinary_npy_file(tmp_path: Path) -> None:
 
 
 def test_an_open_segment_may_end_anywhere(tmp_path: Path) -> None:
-    segment = Segment(tmp_path / "a.npy")
+    segment = WrittenSegment(tmp_path / "a.npy")
     segment.append(some(3))
     segment.abandon()
     os.truncate(tmp_path / "a.npy.open", HEADER_BYTES + 2 * 96 + 50)
@@ -58,14 +58,14 @@ def test_an_open_segment_may_end_anywhere(tmp_path: Path) -> None:
 
 
 def test_an_empty_segment_leaves_no_file(tmp_path: Path) -> None:
-    Segment(tmp_path / "a.npy").close()
+    WrittenSegment(tmp_path / "a.npy").close()
     assert names(tmp_path) == []
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "a.npy.open").write_text("somebody's")
     with pytest.raises(FileExistsError):
-        Segment(tmp_path / "a.npy")
+        WrittenSegment(tmp_path / "a.npy")
     assert (tmp_path / "a.npy.open").read_text() == "somebody's"
 
 
@@ -140,7 +140,7 @@ def test_after_an_error_the_rest_is_written_where_it_belongs(
 
 
 def test_what_cannot_be_taken_back_is_cut_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    segment = Segment(tmp_path / "a.npy")
+    segment = WrittenSegment(tmp_path / "a.npy")
     segment.append(some(2))
     with monkeypatch.context() as patched:
         patched.setattr(segments, "write_all", failing(1))

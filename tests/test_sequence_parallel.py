@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("mpi4py")
 
-from commtrace.analyses.theory.messages import sorted_messages, wire
-from commtrace.analyses.theory.mpi_transformers import layer_parameters, sequence_parallel
-from commtrace.workloads.sequence_parallel.layer import Shape
+from commtrace.theory.expected_calls import sorted_messages, wire
+from examples.mpi_common.expected_calls import layer_parameters, sequence_parallel
+from examples.mpi_sequence_parallel.layer import Shape
 
 pytestmark = mpi_ranks.needs_mpiexec
 
@@ -134,7 +134,7 @@ def test_parameters_are_counted_right() -> None:
     ],
 )
 def test_what_does_not_divide_is_said(shape: Shape, ranks: int, attention: str, message: str) -> None:
-    from commtrace.workloads.mpi import ShapeError
+    from examples.mpi_common import ShapeError
 
     with pytest.raises(ShapeError, match=message):
         shape.check(ranks, attention)
@@ -147,14 +147,14 @@ def test_what_does_not_divide_is_said(shape: Shape, ranks: int, attention: str, 
 )
 def test_one_rank_says_what_is_impossible(arguments: list[str]) -> None:
     """And all leave, with a status that is not 0."""
-    result = mpi_ranks.mpiexec(2, "-m", "commtrace.workloads.sequence_parallel", *arguments)
+    result = mpi_ranks.mpiexec(2, "-m", "examples.mpi_sequence_parallel", *arguments)
     assert result.status == 2, result.err
     assert result.err.count("error: ") == 1
 
 
 def test_an_exception_on_one_rank_ends_all() -> None:
     code = (
-        "import sys; from commtrace.workloads.mpi import program\n"
+        "import sys; from examples.mpi_common import program\n"
         "def work(argv, comm):\n"
         "    if comm.Get_rank() == 1: raise KeyError('only here')\n"
         "    comm.Barrier()\n"

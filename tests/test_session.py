@@ -12,10 +12,10 @@ import pytest
 from ranks import Nursery
 from recorders import FORGOTTEN, end
 
-from commtrace import recorder as recorder_module
 from commtrace.identity import Member
+from commtrace.recording import recorder as recorder_module
+from commtrace.recording.session import Session
 from commtrace.schema import State
-from commtrace.session import Session
 from commtrace.settings import Settings
 
 

@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("yaml")
 
-from commtrace.analyses.forecast import Options, forecast
-from commtrace.analyses.forecast.tables import volumes
-from commtrace.workloads.gpt_neox import ConfigError, NeoxConfig, load_config
+from commtrace.theory.forecast import Options, forecast
+from commtrace.theory.forecast.forecast_tables import volumes
+from examples.gpt_neox import ConfigError, NeoxConfig, load_config
 
 LLAMA = {
     "model_type": "llama",
@@ -67,7 +67,7 @@ def test_what_the_block_cannot_be(block: Any, words: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("key", ["mics_shard_size", "mics_hierarchical_params_gather"])
 def test_mics_is_refused_in_deepspeed_s_words(key: str, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    from commtrace.workloads.gpt_neox.deepspeed_engine import check_zero_block
+    from examples.gpt_neox.deepspeed_engine import check_zero_block
 
     config = configured(tmp_path, zero_optimization={"stage": 3, key: 2})
     with pytest.raises(ConfigError, match=f"MiCS ZeRO-3 sharding has been removed; 'zero_optimization.{key}'"):
@@ -78,7 +78,7 @@ def test_quantization_without_a_gpu_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     import torch
 
-    from commtrace.workloads.gpt_neox.deepspeed_engine import check_quantization
+    from examples.gpt_neox.deepspeed_engine import check_quantization
 
     config = configured(tmp_path, zero_optimization={"stage": 3, "zero_quantized_weights": True})
     with pytest.raises(ConfigError, match="zero_quantized_weights needs a GPU"):
@@ -107,8 +107,8 @@ def test_hpz_and_fsdp_of_a_gpt_neox_file(tmp_path: Path) -> None:
 
 
 def test_a_sequence_that_cannot_be_divided_is_refused(tmp_path: Path) -> None:
-    from commtrace.workloads.gpt_neox.checks import check_engine
-    from commtrace.workloads.gpt_neox.train import notices
+    from commtrace.theory.configs.gpt_neox.engine_checks import check_engine
+    from examples.gpt_neox.train import notices
 
     odd = configured(tmp_path, model_parallel_size=2, seq_length=31, fsdp={"sequence_parallel": True})
     with pytest.raises(ConfigError, match="which is 2, must divide seq_length, which is 31"):
@@ -123,7 +123,7 @@ def test_hooks_put_everything_back() -> None:
     from torch.distributed.tensor import parallel
     from torch.distributed.tensor.parallel import api
 
-    from commtrace.hooks import dtensor, fsdp
+    from commtrace.hooks.torch import dtensor, fsdp
 
     before = FSDPState._lazy_init, api.parallelize_module, parallel.parallelize_module
     for hook in (fsdp, dtensor):
@@ -145,7 +145,7 @@ def test_hooks_put_everything_back() -> None:
 def test_a_hook_that_fails_is_not_felt(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from commtrace.hooks import dtensor, dtensor_job, fsdp
+    from commtrace.hooks.torch import dtensor, dtensor_job, fsdp
 
     def fails(*_: Any) -> None:
         raise RuntimeError
@@ -162,7 +162,8 @@ def test_a_model_cut_piece_by_piece_is_looked_for_once(monkeypatch: pytest.Monke
     """A search goes through all modules, and a step must not pay for it each time."""
     import torch
 
-    from commtrace.hooks import dtensor, dtensor_job, jobs
+    from commtrace.hooks.torch import captured_jobs as jobs
+    from commtrace.hooks.torch import dtensor, dtensor_job
 
     looked: list[bool] = []
 

@@ -14,7 +14,7 @@ from ranks import Nursery
 
 import commtrace
 from commtrace import startup
-from commtrace.session import session
+from commtrace.recording.session import session
 
 # Standard modules that cost milliseconds, and others' libraries.
 HEAVY = ("numpy", "torch", "pandas", "rich", "dataclasses", "inspect", "json", "mmap", "socket", "logging", "asyncio")
@@ -66,7 +66,7 @@ def test_processes_that_never_communicate_leave_nothing(tmp_path: Path) -> None:
 )
 def test_wrong_settings_are_one_line(variables: dict[str, Any], words: list[str], tmp_path: Path) -> None:
     code = (
-        "import sys; from commtrace.session import session\n"
+        "import sys; from commtrace.recording.session import session\n"
         "print('out'); sys.exit(7 if session.settings is None else 8)"
     )
     result = python(code, cwd=tmp_path, **variables)
@@ -80,7 +80,7 @@ def test_wrong_settings_are_one_line(variables: dict[str, Any], words: list[str]
 
 
 BEGIN = (
-    "import os, sys; from commtrace.identity import Member; from commtrace.session import session\n"
+    "import os, sys; from commtrace.identity import Member; from commtrace.recording.session import session\n"
     "recorder = session.begin(lambda: Member(0, 1), blind_spots=['none'])\n"
     "recorder.begin(1, 1, 0, 8, 0, -1, -1, 0, -1, -1, 0, 0, 0)\n"
 )
@@ -112,7 +112,7 @@ def test_a_directory_that_turns_out_to_be_unwritable(tmp_path: Path) -> None:
 
 def test_a_recorder_that_cannot_begin(tmp_path: Path) -> None:
     code = (
-        "from commtrace.session import session\n"
+        "from commtrace.recording.session import session\n"
         "def member(): raise RuntimeError('no store')\n"
         "print([session.begin(member, blind_spots=[]) for _ in range(3)])\n"
     )

@@ -25,13 +25,13 @@ pytest.importorskip("jinja2", reason="jinja2 is not installed")
 
 from commtrace.cli import main
 from commtrace.errors import CommtraceError
-from commtrace.reading.run import open_run
-from commtrace.study import experiments as kept
-from commtrace.study.experiments import ExperimentError, execute, found, only_one, run_missing
-from commtrace.study.parts import Experiment, Options
-from commtrace.study.volume import part
-from commtrace.study.volume.runs import DDP, ZERO_1, ZERO_3, DryRun, Plan, plan
-from commtrace.study.volume.words import falling, finding, growing
+from commtrace.run import open_run
+from examples.paper_study import experiments as kept
+from examples.paper_study.experiments import ExperimentError, exclusive_lock, execute, found, run_missing
+from examples.paper_study.parts import Experiment, Options
+from examples.paper_study.volume import part
+from examples.paper_study.volume.runs import DDP, ZERO_1, ZERO_3, DryRun, Plan, plan
+from examples.paper_study.volume.words import falling, finding, growing
 
 LIMIT_SECONDS: Final = 240
 
@@ -126,7 +126,7 @@ def test_what_a_program_took_is_kept(tmp_path: Path) -> None:
 
 
 def test_two_studies_do_not_write_to_one_place(tmp_path: Path) -> None:
-    with only_one(tmp_path), pytest.raises(CommtraceError, match="another study"), only_one(tmp_path):
+    with exclusive_lock(tmp_path), pytest.raises(CommtraceError, match="another study"), exclusive_lock(tmp_path):
         pass
 
 

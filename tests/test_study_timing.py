@@ -14,14 +14,14 @@ from factory import RECV, SEND, WORLD, LogFactory, ProcessFactory, record
 from commtrace import cli
 from commtrace.analyses.scaling.steps import calls_of, step_times
 from commtrace.errors import CommtraceError, LogError
-from commtrace.reading.run import open_run
+from commtrace.run import open_run
 from commtrace.schema import Clock, Flag
-from commtrace.study.parts import Options
-from commtrace.study.timing import machine, verdicts, words
-from commtrace.study.timing.measured import message_times, result_of, tables_of, whole_run
-from commtrace.study.timing.messages import FIRST as FIRST_TAG
-from commtrace.study.timing.messages import TOUCHED, UNTOUCHED
-from commtrace.study.timing.points import (
+from examples.paper_study.parts import Options
+from examples.paper_study.timing import machine, verdicts, words
+from examples.paper_study.timing.measured import message_times, result_of, tables_of, whole_run
+from examples.paper_study.timing.messages import FIRST as FIRST_TAG
+from examples.paper_study.timing.messages import TOUCHED, UNTOUCHED
+from examples.paper_study.timing.points import (
     DDP,
     HIDDEN,
     PIPELINE,
@@ -33,7 +33,7 @@ from commtrace.study.timing.points import (
     points,
     schemes,
 )
-from commtrace.study.timing.receives import TIMES, by_kind, forwards, receives, transfers_by_size
+from examples.paper_study.timing.receives import TIMES, by_kind, forwards, receives, transfers_by_size
 
 US = 1_000
 SMALL, LARGE = 1 << 20, 8 << 20
@@ -463,7 +463,7 @@ def test_a_log_that_is_not_whole_is_an_error_that_says_so(tmp_path: Path, damage
 
 def test_sections_say_what_they_lack(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
-    from commtrace.study.timing.part import Part
+    from examples.paper_study.timing.part import Part
 
     options = Options(models=(), quick=True)
     assert len(Part().sections(options, {})) == 1
@@ -525,7 +525,7 @@ def test_the_machines_work_is_read(tmp_path: Path) -> None:
 def test_a_real_pipeline_and_real_messages(tmp_path: Path) -> None:
     """As the study runs them: a training of two stages, and messages on new connections."""
     pytest.importorskip("deepspeed")
-    from commtrace.study.timing.part import run
+    from examples.paper_study.timing.part import run
 
     of, alone = point(PIPELINE, seq_length=32, hidden=64), messages(quick=True)[1]
     for one, folder in ((of, tmp_path / "pipeline"), (alone, tmp_path / "messages")):

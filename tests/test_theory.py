@@ -19,10 +19,11 @@ import trainings
 
 from commtrace.analyses import reconciliation
 from commtrace.analyses.fold import NamedTables, fold
-from commtrace.analyses.theory import NotPredictedError, closed_forms, further_forms, predict
-from commtrace.analyses.theory.buckets import filled, fitting, most_filled, most_fitting, overfull
-from commtrace.analyses.theory.messages import sent
-from commtrace.reading.run import Run
+from commtrace.run import Run
+from commtrace.theory import NotPredictedError, closed_forms, predict
+from commtrace.theory import closed_forms_extended as further_forms
+from commtrace.theory.expected_calls import sent
+from commtrace.theory.rules.buckets import filled, fitting, most_filled, most_fitting, overfull
 
 pytestmark = trainings.TIMEOUT
 
@@ -134,7 +135,7 @@ def test_zero_2_with_owners_measures_what_equation_2_says() -> None:
 
 
 def test_theory_imports_neither_torch_nor_deepspeed() -> None:
-    code = "import sys, commtrace.analyses.theory; print(sorted({'torch', 'deepspeed'} & set(sys.modules)))"
+    code = "import sys, commtrace.theory; print(sorted({'torch', 'deepspeed'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -14,10 +14,10 @@ pytest.importorskip("yaml")
 
 import torch
 
-from commtrace.analyses.theory.gradients import gradient_order, weights_first
-from commtrace.analyses.theory.job import Tensor
-from commtrace.workloads.gpt_neox import load_config
-from commtrace.workloads.gpt_neox.model import GPTNeoX, language_model_loss
+from commtrace.theory.job import Tensor
+from commtrace.theory.rules.gradients import gradient_order, weights_first
+from examples.gpt_neox import load_config
+from examples.gpt_neox.model import GPTNeoX, language_model_loss
 
 
 def tensors(model: Any) -> list[Tensor]:

@@ -18,12 +18,12 @@ from test_theory import assert_exact
 
 from commtrace.analyses import reconciliation
 from commtrace.analyses.fold import NamedTables, fold
-from commtrace.analyses.forecast import Options, PlanError, forecast
-from commtrace.analyses.forecast.tables import bins, document, sizes, volumes
-from commtrace.analyses.theory import NotPredictedError, closed_forms, predict
-from commtrace.analyses.theory.described_pipeline import balanced, uniform
 from commtrace.cli import main
-from commtrace.reading.run import Run
+from commtrace.run import Run
+from commtrace.theory import NotPredictedError, closed_forms, predict
+from commtrace.theory.configs.pipeline_rows import balanced, uniform
+from commtrace.theory.forecast import Options, PlanError, forecast
+from commtrace.theory.forecast.forecast_tables import bins, document, sizes, volumes
 
 pytestmark = trainings.TIMEOUT
 
@@ -249,8 +249,8 @@ def test_impossible_divisions_are_said(keys: dict[str, Any], options: Options, w
     ],
 )
 def test_stages_that_deepspeed_would_hang_in_are_refused(keys: dict[str, Any], words: str, tmp_path: Path) -> None:
-    from commtrace.workloads.gpt_neox import ConfigError, load_config
-    from commtrace.workloads.gpt_neox.pipeline_engine import check_stages
+    from examples.gpt_neox import ConfigError, load_config
+    from examples.gpt_neox.pipeline_engine import check_stages
 
     config = load_config(staged(tmp_path, **keys))
     if words:

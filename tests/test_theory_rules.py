@@ -25,10 +25,10 @@ import trainings
 from commtrace.analyses import measured, reconciliation
 from commtrace.analyses.fold import Block
 from commtrace.analyses.reconciliation import Calls, Key, compare
-from commtrace.analyses.theory import Message, NotPredictedError, predict
-from commtrace.analyses.theory.rules import DEEPSPEED, GPT_NEOX, RULES, TORCH, WORKLOAD, Rule
-from commtrace.reading.run import Run
+from commtrace.run import Run
 from commtrace.schema import Records
+from commtrace.theory import ExpectedCall, NotPredictedError, predict
+from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, RULES, TORCH, WORKLOAD, Rule
 
 pytestmark = trainings.TIMEOUT
 
@@ -151,7 +151,7 @@ def wrong(value: Any) -> Any:
         return frozenset([*value][1:]) if value else frozenset([0])
     if isinstance(value, dict):
         return {key: wrong(one) for key, one in value.items()}
-    if isinstance(value, Message):
+    if isinstance(value, ExpectedCall):
         return replace(value, payload=value.payload + 1)
     if isinstance(value, tuple):
         return value[::-1]  # bounds
@@ -168,9 +168,9 @@ def wrong(value: Any) -> Any:
 def wrong_list(value: list[Any]) -> list[Any]:
     """Another size of the first message or number, another order, other buckets."""
     if not value:
-        return [Message("all_reduce", 3, "wrong")]
+        return [ExpectedCall("all_reduce", 3, "wrong")]
     first = value[0]
-    if isinstance(first, Message):
+    if isinstance(first, ExpectedCall):
         return [replace(first, payload=first.payload + 1), *value[1:]]
     if isinstance(first, list):
         return [[*first, *value[1]], *value[2:]] if len(value) > 1 else [first[:1], first[1:]]
@@ -182,7 +182,7 @@ def wrong_list(value: list[Any]) -> list[Any]:
 def places(function: Callable[..., Any]) -> Iterator[tuple[Any, str]]:
     """Every module of theory that knows the function, and its name there."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("commtrace.analyses.theory"):
+        if name.startswith("commtrace.theory"):
             yield from ((module, known_as) for known_as, one in vars(module).items() if one is function)
 
 

@@ -18,7 +18,7 @@ from test_theory import assert_described, assert_exact, tables
 
 from commtrace.analyses import reconciliation
 from commtrace.analyses.reconciliation import Calls, compare
-from commtrace.analyses.theory import Message
+from commtrace.theory import ExpectedCall
 
 pytestmark = trainings.TIMEOUT
 
@@ -76,7 +76,7 @@ def test_sizes_that_depend_on_the_data_are_within_their_bounds(name: str) -> Non
 
 
 def test_a_size_beyond_its_bounds_shows() -> None:
-    bounded = Message("all_to_all", 100, "tokens", 2, role="expert", least=40)
+    bounded = ExpectedCall("all_to_all", 100, "tokens", 2, role="expert", least=40)
     key = ("expert", "all_to_all")
 
     def calls(size: int, bytes_: int = 0) -> Calls:

@@ -18,8 +18,8 @@ from test_theory import assert_exact
 
 from commtrace.analyses import reconciliation
 from commtrace.analyses.fold import NamedTables, fold
-from commtrace.analyses.theory import predict
-from commtrace.reading.run import Run
+from commtrace.run import Run
+from commtrace.theory import predict
 
 pytestmark = trainings.TIMEOUT
 

@@ -24,10 +24,10 @@ import processes
 import pytest
 import ranks
 
-from commtrace.reading.run import Run, open_run
+from commtrace.run import Run, open_run
 
 if TYPE_CHECKING:
-    from commtrace.analyses.forecast import Plan
+    from commtrace.theory.forecast import JobPlan
 
 ENGINES: Final = ("ddp", "0", "1", "2", "3")
 SECONDS_A_RANK: Final = 150
@@ -40,7 +40,7 @@ _IMPORTS: Final = (
     "deepspeed",
     "deepspeed.runtime.zero.stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
-    "commtrace.workloads.gpt_neox.train",
+    "examples.gpt_neox.train",
     "torch._dynamo",
     "torch.distributed.fsdp",
 )
@@ -273,10 +273,10 @@ def described(one: dict[str, Any], ranks: int, folder: Path) -> dict[str, Any]:
     return dict(planned(one, ranks, folder).row)
 
 
-def planned(one: dict[str, Any], ranks: int, folder: Path) -> Plan:
+def planned(one: dict[str, Any], ranks: int, folder: Path) -> JobPlan:
     """What `commtrace theory` makes of a training's configuration."""
-    from commtrace.analyses.forecast import Options, plan
-    from commtrace.workloads.gpt_neox.options import arguments
+    from commtrace.theory.forecast import Options, plan
+    from examples.gpt_neox.options import arguments
 
     config = folder / "described.yml"
     config.write_text(json.dumps(one["model"]))

@@ -31,13 +31,7 @@ from .catalog import COMPARISONS, FIGURES, SCALING, Figure
 from .per_rank import timeline
 from .per_step import steps
 from .scaling import speedup, step_parts
-from .side_by_side import (
-    measured_and_predicted,
-    operation_shares,
-    operation_volumes,
-    predicted_by_role,
-    role_volumes,
-)
+from .side_by_side import measured_and_predicted, operation_shares, operation_volumes, predicted_by_role, role_volumes
 from .sizes import message_sizes, sizes_over_time
 from .theory import expected_and_measured, waterfall, waterfall_by_role
 from .volumes import volume
@@ -45,7 +39,7 @@ from .volumes import volume
 if TYPE_CHECKING:
     import pandas as pd
 
-    from commtrace.reading.run import Run
+    from commtrace.run import Run
 
 __all__ = [
     "COMPARISONS",

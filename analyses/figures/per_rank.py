@@ -9,7 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from commtrace.analyses.fold import rows_of
-from commtrace.analyses.report.units import count, size, time
+from commtrace.formatting import format_bytes, format_count, format_duration
 
 from .style import finish, in_order, label, paint, time_scale
 
@@ -97,10 +97,10 @@ def _joined(spans: pd.DataFrame, gap: float) -> pd.DataFrame:
 
 
 def _told(row: Any) -> str:
-    what = label(row.op) if row.calls == 1 else f"{count(row.calls)} calls of {label(row.op)}, drawn as one"
-    length = time(row.end - row.begin)
+    what = label(row.op) if row.calls == 1 else f"{format_count(row.calls)} calls of {label(row.op)}, drawn as one"
+    length = format_duration(row.end - row.begin)
     inside = f"{length} inside {'the call' if row.calls == 1 else 'the calls'}; the end was not seen"
-    parts = [f"{what}, payload {size(row.payload_bytes)}", length if row.ended else inside]
+    parts = [f"{what}, payload {format_bytes(row.payload_bytes)}", length if row.ended else inside]
     if row.calls == 1:
         parts += [f"phase {label(row.phase)}", label(row.site or "line not recorded")]
     return "<br>".join(parts)

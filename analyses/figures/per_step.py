@@ -9,7 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from commtrace.analyses.report.units import size, time
+from commtrace.formatting import format_bytes, format_duration
 
 from .style import bytes_scale, finish, in_order, label, paint, time_scale
 
@@ -42,7 +42,7 @@ def steps(table: pd.DataFrame) -> go.Figure:
                 width=width * (0.8 if len(volumes) <= 60 else 1),
                 name=label(op),
                 marker={**paint(op), "line": {"width": 0}},
-                customdata=[[label(op), _steps(step, width), size(value)] for step, value in part.items()],
+                customdata=[[label(op), _steps(step, width), format_bytes(value)] for step, value in part.items()],
                 hovertemplate="%{customdata[0]}<br>%{customdata[1]}<br>%{customdata[2]}<extra></extra>",
             ),
             row=1,
@@ -71,7 +71,7 @@ def _host_time(figure: go.Figure, table: pd.DataFrame, width: int) -> None:
                     mode="lines+markers" if len(times) <= 60 else "lines",
                     line=line,
                     name=name,
-                    customdata=[[_steps(step, width), time(value)] for step, value in times[column].items()],
+                    customdata=[[_steps(step, width), format_duration(value)] for step, value in times[column].items()],
                     hovertemplate=name + "<br>%{customdata[0]}<br>%{customdata[1]}<extra></extra>",
                 ),
                 row=2,

@@ -6,7 +6,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from commtrace.analyses.report.units import share, time
+from commtrace.formatting import format_duration, format_share
 
 from .style import BLUE, CLOSED_FORM, GREY, ORANGE, VERMILION, finish, label, time_scale
 
@@ -16,7 +16,7 @@ def speedup(table: pd.DataFrame) -> go.Figure:
     ranks, first = table["ranks"], table["ranks"].iloc[0]
     figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.12)
     told = [
-        f"{label(run)}<br>{count} ranks<br>{ratio:.2f}x, {share(part)}"
+        f"{label(run)}<br>{count} ranks<br>{ratio:.2f}x, {format_share(part)}"
         for run, count, ratio, part in zip(table["run"], ranks, table["speedup"], table["efficiency"], strict=True)
     ]
     ideal = {"mode": "lines", "line": {"color": CLOSED_FORM, "dash": "dot"}, "hoverinfo": "skip"}
@@ -51,7 +51,7 @@ def step_parts(table: pd.DataFrame) -> go.Figure:
     for name, (values, colour) in parts.items():
         figure.add_bar(
             orientation="h", y=runs, x=scale.axis(values), name=name, marker={"color": colour},
-            customdata=[time(value) for value in values],
+            customdata=[format_duration(value) for value in values],
             hovertemplate=f"%{{y}}: {name}<br>%{{customdata}}<extra></extra>",
         )  # fmt: skip
     figure.update_xaxes(title_text=f"a training step, {scale.unit}", rangemode="tozero")

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from commtrace.analyses.comparison import STEP, WHOLE
-from commtrace.analyses.report.units import count, share, size
+from commtrace.formatting import format_bytes, format_count, format_share
 from commtrace.schema import ROLES
 
 from .style import (
@@ -65,7 +65,7 @@ def operation_shares(table: pd.DataFrame) -> go.Figure:
                 x=part["share"] * 100,
                 name=label(op),
                 marker=paint(op),
-                text=[share(value) if value >= 0.04 else "" for value in part["share"]],
+                text=[format_share(value) if value >= 0.04 else "" for value in part["share"]],
                 textposition="inside",
                 insidetextanchor="middle",
                 customdata=_told(part),
@@ -128,7 +128,7 @@ def role_volumes(table: pd.DataFrame) -> go.Figure:
                 name=label(role),
                 marker={"color": colour, "pattern": {"shape": shape, "fillmode": "overlay", "size": 6}},
                 customdata=[
-                    [label(role), size(wire), size(payload)]
+                    [label(role), format_bytes(wire), format_bytes(payload)]
                     for wire, payload in zip(part["wire_bytes_per_rank"], part["payload_bytes_per_rank"], strict=True)
                 ],
                 hovertemplate="%{y}: %{customdata[0]}<br>%{customdata[1]} per rank, at least"
@@ -178,12 +178,14 @@ def _against(table: pd.DataFrame, axis: str, title: str) -> go.Figure:
                 x=scale.axis(values),
                 name=name,
                 marker={"color": colour},
-                text=[size(value) + (times[at] if what == "measured" else "") for at, value in enumerate(values)],
+                text=[
+                    format_bytes(value) + (times[at] if what == "measured" else "") for at, value in enumerate(values)
+                ],
                 textposition=words_places(values, both),
                 insidetextanchor="start",
                 textangle=0,
                 cliponaxis=False,
-                customdata=[[what, count(value)] for value in values],
+                customdata=[[what, format_count(value)] for value in values],
                 hovertemplate="%{y}, %{customdata[0]}<br>%{customdata[1]} bytes<extra></extra>",
             )
         )
@@ -203,7 +205,9 @@ def _that_move_bytes(table: pd.DataFrame) -> list[str]:
 
 
 def _told(part: pd.DataFrame) -> list[list[str]]:
-    return [[label(op), size(value)] for op, value in zip(part["op"], part["payload_bytes_per_rank"], strict=True)]
+    return [
+        [label(op), format_bytes(value)] for op, value in zip(part["op"], part["payload_bytes_per_rank"], strict=True)
+    ]
 
 
 def _stack(figure: go.Figure, op: str, part: pd.DataFrame, scale: Scale, row: int) -> None:
@@ -225,7 +229,7 @@ def _stack(figure: go.Figure, op: str, part: pd.DataFrame, scale: Scale, row: in
 
 def _sums(totals: pd.Series[float], scale: Scale) -> go.Scatter:
     """Of each run."""
-    return sums_of_stacks(scale.axis(totals), [label(run) for run in totals.index], map(size, totals))
+    return sums_of_stacks(scale.axis(totals), [label(run) for run in totals.index], map(format_bytes, totals))
 
 
 def _runs_axis(figure: go.Figure, table: pd.DataFrame, row: int | None = None) -> None:

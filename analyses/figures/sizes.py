@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from commtrace.analyses.fold import rows_of
-from commtrace.analyses.report.units import count, size
+from commtrace.formatting import format_bytes, format_count
 
 from .style import SCALE, bytes_scale, finish, in_order, label, paint, power_of_two
 
@@ -86,7 +86,7 @@ def sizes_over_time(table: pd.DataFrame) -> go.Figure:
         calls[cell.exponent - low, at] = cell.calls
         ops = label(names[cell.from_s, cell.exponent])
         told[cell.exponent - low, at] = (
-            f"{_span(cell.exponent)}<br>{count(cell.calls)} calls, {size(cell.sum_bytes)}<br>{ops}"
+            f"{_span(cell.exponent)}<br>{format_count(cell.calls)} calls, {format_bytes(cell.sum_bytes)}<br>{ops}"
         )
     most = float(np.nanmax(calls)) if len(cells) else 1.0
     ticks = _call_ticks(most)
@@ -105,7 +105,7 @@ def sizes_over_time(table: pd.DataFrame) -> go.Figure:
             colorbar={
                 "title": {"text": "calls", "side": "top"},
                 "tickvals": np.log10(ticks),
-                "ticktext": [count(tick) for tick in ticks],
+                "ticktext": [format_count(tick) for tick in ticks],
                 "thickness": 12,
                 "outlinewidth": 0,
             },
@@ -135,7 +135,10 @@ def _exponents(from_bytes: pd.Series[Any]) -> pd.Series[Any]:
 
 
 def _told(part: pd.DataFrame) -> list[list[str]]:
-    return [[label(row.op), _span(row.exponent), count(row.calls), size(row.sum_bytes)] for row in rows_of(part)]
+    return [
+        [label(row.op), _span(row.exponent), format_count(row.calls), format_bytes(row.sum_bytes)]
+        for row in rows_of(part)
+    ]
 
 
 def _span(exponent: Any) -> str:

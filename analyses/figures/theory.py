@@ -9,7 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from commtrace.analyses.fold import rows_of
-from commtrace.analyses.report.units import count, size
+from commtrace.formatting import format_bytes, format_count
 
 from .style import (
     CLOSED_FORM,
@@ -55,7 +55,7 @@ def _drawn(table: pd.DataFrame, roles: Sequence[str], title: str) -> go.Figure:
     top = running.where(~total, table["bytes"])
     base = (top - table["bytes"]).where(~total, 0)
     scale = bytes_scale([*top, *base])
-    words = [size(value) if all_ else _signed(value) for value, all_ in zip(table["bytes"], total, strict=True)]
+    words = [format_bytes(value) if all_ else _signed(value) for value, all_ in zip(table["bytes"], total, strict=True)]
     labels = [f"{role}: {name}" if role else str(name) for role, name in zip(roles, table["label"], strict=True)]
     told = zip(labels, words, table["bytes"], strict=True)
     figure = go.Figure(
@@ -75,7 +75,7 @@ def _drawn(table: pd.DataFrame, roles: Sequence[str], title: str) -> go.Figure:
             insidetextanchor="end",
             textangle=0,
             cliponaxis=False,
-            customdata=[[wrapped(name), word, count(float(value))] for name, word, value in told],
+            customdata=[[wrapped(name), word, format_count(float(value))] for name, word, value in told],
             hovertemplate="%{customdata[0]}<br>%{customdata[1]}<br>%{customdata[2]} bytes<extra></extra>",
         )
     )
@@ -118,7 +118,7 @@ def _colour(kind: str, value: float) -> str:
 
 
 def _signed(value: float) -> str:
-    return f"+{size(value)}" if value > 0 else f"-{size(-value)}" if value < 0 else "±0"
+    return f"+{format_bytes(value)}" if value > 0 else f"-{format_bytes(-value)}" if value < 0 else "±0"
 
 
 def expected_and_measured(table: pd.DataFrame) -> go.Figure:
@@ -146,11 +146,11 @@ def expected_and_measured(table: pd.DataFrame) -> go.Figure:
                     offsetgroup=what,
                     marker={**paint(op), "opacity": opacity},
                     showlegend=False,
-                    text=[size(volume)],
+                    text=[format_bytes(volume)],
                     textposition="outside",
                     textangle=0,
                     cliponaxis=False,
-                    customdata=[[label(op), what, size(volume), count(calls)]],
+                    customdata=[[label(op), what, format_bytes(volume), format_count(calls)]],
                     hovertemplate="%{customdata[0]}, %{customdata[1]}<br>payload %{customdata[2]}"
                     "<br>%{customdata[3]} calls<extra></extra>",
                 )

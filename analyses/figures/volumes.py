@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from commtrace.analyses.fold import rows_of
-from commtrace.analyses.report.units import count, share, size
+from commtrace.formatting import format_bytes, format_count, format_share
 
 from .style import GREY, Scale, bytes_scale, finish, in_order, label, paint, sums_of_stacks, words_places
 
@@ -32,7 +32,7 @@ def volume(table: pd.DataFrame) -> go.Figure:
     _operations(figure, operations, float(roles.max()), scale)
     for op in in_order(table["op"]):
         _in_roles(figure, op, table.loc[table["op"] == op], [*roles.index], scale)
-    figure.add_trace(sums_of_stacks(scale.axis(roles), [*range(len(roles))], map(size, roles)), row=2, col=1)
+    figure.add_trace(sums_of_stacks(scale.axis(roles), [*range(len(roles))], map(format_bytes, roles)), row=2, col=1)
     figure.update_xaxes(range=[0, 1.3 * scale.reach([*operations["wire_bytes"], *roles])])
     figure.update_xaxes(title_text=f"payload, {scale.unit}, sum over the ranks seen", row=2, col=1)
     for row, names in enumerate((operations["op"], roles.index), start=1):
@@ -76,12 +76,19 @@ def _operations(figure: go.Figure, operations: pd.DataFrame, longest: float, sca
                 name=label(row.op),
                 marker=paint(str(row.op)),
                 legendgroup=label(row.op),
-                text=[f"{size(row.payload_bytes)} · {share(row.share)}"],
+                text=[f"{format_bytes(row.payload_bytes)} · {format_share(row.share)}"],
                 textposition=place,
                 insidetextanchor="end",
                 textangle=0,
                 cliponaxis=False,
-                customdata=[[label(row.op), size(row.payload_bytes), size(row.wire_bytes), count(row.calls)]],
+                customdata=[
+                    [
+                        label(row.op),
+                        format_bytes(row.payload_bytes),
+                        format_bytes(row.wire_bytes),
+                        format_count(row.calls),
+                    ]
+                ],
                 hovertemplate="%{customdata[0]}<br>payload %{customdata[1]}<br>wire, at least %{customdata[2]}"
                 "<br>%{customdata[3]} calls<extra></extra>",
             ),
@@ -115,7 +122,7 @@ def _in_roles(figure: go.Figure, op: str, part: pd.DataFrame, roles: Sequence[st
             legendgroup=label(op),
             showlegend=False,
             customdata=[
-                [label(role), label(op), size(payload)]
+                [label(role), label(op), format_bytes(payload)]
                 for role, payload in zip(part["role"], part["payload_bytes"], strict=True)
             ],
             hovertemplate="%{customdata[0]}: %{customdata[1]}<br>payload %{customdata[2]}<extra></extra>",

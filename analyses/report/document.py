@@ -30,12 +30,12 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from commtrace.reading.run import Run
+from commtrace.reading.run import RecordedRun
 
 VERSION: Final = 1
 
 
-def to_json(run: Run, tables: Mapping[str, pd.DataFrame]) -> str:
+def to_json(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> str:
     """The document, indented, without a newline at its end."""
     document = {
         "format": "commtrace-report",

@@ -8,9 +8,10 @@ from typing import Any, Final
 import pandas as pd
 from rich.console import RenderableType
 
+from commtrace.formatting import format_bytes, format_count, format_duration, format_share
+
 from .layout import Column, paragraph, word
 from .theory import Page
-from .units import count, share, size, time
 
 FEW_ROWS: Final = 20
 
@@ -42,13 +43,13 @@ def render(page: Page) -> Iterator[RenderableType]:
     some = frame.head(FEW_ROWS)
     columns: dict[str, tuple[Column, Callable[[Any], str]]] = {
         "op": (word("operation"), str),
-        "ranks": (Column("ranks"), count),
-        "payload_bytes": (Column("payload"), size),
-        "calls": (Column("calls"), count),
-        "timed": (Column("timed", optional=True), count),
-        "measured_ns": (Column("measured"), time),
-        "expected_ns": (Column("expected"), time),
-        "efficiency": (Column("efficiency"), share),
+        "ranks": (Column("ranks"), format_count),
+        "payload_bytes": (Column("payload"), format_bytes),
+        "calls": (Column("calls"), format_count),
+        "timed": (Column("timed", optional=True), format_count),
+        "measured_ns": (Column("measured"), format_duration),
+        "expected_ns": (Column("expected"), format_duration),
+        "efficiency": (Column("efficiency"), format_share),
         "how": (Column("", number=False, optional=True), lambda how: "" if pd.isna(how) else str(how)),
     }
     yield page.table(columns, some)

@@ -11,12 +11,19 @@ import pandas as pd
 from rich.console import RenderableType
 from rich.text import Text
 
+from commtrace.formatting import (
+    format_count,
+    format_duration,
+    format_plural,
+    format_share,
+    format_small_share,
+    is_known,
+)
 from commtrace.reading.notes import Note
-from commtrace.reading.run import Run
-from commtrace.reading.tables import Row
+from commtrace.reading.run import RecordedRun
+from commtrace.reading.table_reader import Row
 
 from .layout import paragraph
-from .units import count, known, plural, share, small_share, time
 
 NOTES: Final = 12
 """Notes that are shown; the rest are counted."""
@@ -25,7 +32,7 @@ _LABEL: Final = 14
 _WARNING: Final = "yellow"
 
 
-def render(run: Run, tables: Mapping[str, pd.DataFrame], width: int) -> Iterator[RenderableType]:
+def render(run: RecordedRun, tables: Mapping[str, pd.DataFrame], width: int) -> Iterator[RenderableType]:
     """The preface, top to bottom."""
     yield Text(f"Run {run.id}" + (", simulated" if run.simulated else ""), style="bold")
     for note in newest(run):
@@ -37,7 +44,7 @@ def render(run: Run, tables: Mapping[str, pd.DataFrame], width: int) -> Iterator
     yield from _list("Notes on this log:", notes(run), width)
 
 
-def facts(run: Run, tables: Mapping[str, pd.DataFrame]) -> list[tuple[str, str]]:
+def facts(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> list[tuple[str, str]]:
     """What is known of the run and of the log, as names and texts."""
     coverage = tables["coverage"].iloc[0]
     lines = [
@@ -57,7 +64,7 @@ def facts(run: Run, tables: Mapping[str, pd.DataFrame]) -> list[tuple[str, str]]
     return [(name, text) for name, text in lines if text]
 
 
-def newest(run: Run) -> list[str]:
+def newest(run: RecordedRun) -> list[str]:
     """That the directory holds other runs too, where it does."""
     return [f"{note.path} {note.what}; {note.consequence}" for note in run.notes if note.kind == "runs"]
 
@@ -67,14 +74,14 @@ def blind_spots(tables: Mapping[str, pd.DataFrame]) -> list[str]:
     return [str(spot) for spot in tables["blind_spots"]["blind_spot"]]
 
 
-def unknown(run: Run) -> list[str]:
+def unknown(run: RecordedRun) -> list[str]:
     """Of a dry run: the program's lines that asked for numbers which it does not compute, and how it went on."""
     rows = [row for process in run.processes for row in process.tables.notices]
     texts = (f"{row.get('file')}:{row.get('line')} {row.get('function')}: {row.get('what')}" for row in rows)
     return list(dict.fromkeys(texts))
 
 
-def notes(run: Run) -> list[str]:
+def notes(run: RecordedRun) -> list[str]:
     """What is damaged in the log, and what follows from it."""
     return [_note(note, run) for note in run.notes if note.kind != "runs"]
 
@@ -89,7 +96,7 @@ def _list(title: str, texts: list[str], width: int) -> Iterator[RenderableType]:
         yield paragraph(f"and {len(texts) - NOTES:,} more, all in --json", width, first="- ")
 
 
-def _note(note: Note, run: Run) -> str:
+def _note(note: Note, run: RecordedRun) -> str:
     if note.kind == "salvage":
         return note.what
     path = note.path.relative_to(run.log.path) if note.path.is_relative_to(run.log.path) else note.path
@@ -98,12 +105,12 @@ def _note(note: Note, run: Run) -> str:
 
 def _began(processes: pd.DataFrame) -> str:
     first = processes["started_unix_ns"].min()
-    if not known(first):
+    if not is_known(first):
         return ""
     return datetime.fromtimestamp(int(first) // 10**9, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def job_line(run: Run) -> str:
+def job_line(run: RecordedRun) -> str:
     """What is trained, in a line; "" where nothing was captured."""
     job = run.job
     if job is None:
@@ -131,10 +138,10 @@ def parameters(job: Row | None) -> int | None:
 
 
 def _ranks(coverage: pd.Series[Any]) -> str:
-    hosts = f"on {plural(int(coverage['hosts']), 'host')}"
+    hosts = f"on {format_plural(int(coverage['hosts']), 'host')}"
     seen = int(coverage["ranks_seen"])
-    if not known(coverage["world_size"]):
-        return f"{plural(seen, 'rank')} seen, {hosts}; how many there are is not known"
+    if not is_known(coverage["world_size"]):
+        return f"{format_plural(seen, 'rank')} seen, {hosts}; how many there are is not known"
     text = f"{seen:,} of {int(coverage['world_size']):,} seen, {hosts}"
     return text + (f"; missing: {coverage['ranks_missing']}" if coverage["ranks_missing"] else "")
 
@@ -146,11 +153,11 @@ def _processes(coverage: pd.Series[Any]) -> str:
 
 def _calls(coverage: pd.Series[Any]) -> str:
     text = f"{coverage['records']:,} recorded"
-    if known(coverage["calls"]):
+    if is_known(coverage["calls"]):
         gone = [f"{int(coverage[name]):,} {name}" for name in ("dropped", "removed", "lost") if coverage[name]]
         gone += (
             [f"{int(coverage['not_found']):,} not found"]
-            if known(coverage["not_found"]) and coverage["not_found"]
+            if is_known(coverage["not_found"]) and coverage["not_found"]
             else []
         )
         return f"{text} of {int(coverage['calls']):,} counted" + (f": {', '.join(gone)}" if gone else "")
@@ -160,10 +167,12 @@ def _calls(coverage: pd.Series[Any]) -> str:
 def _states(states: pd.DataFrame) -> str:
     if not len(states):
         return "no call"
-    return ", ".join(f"{row.state} {share(row.share)} ({count(row.calls)})" for row in states.itertuples(index=False))
+    return ", ".join(
+        f"{row.state} {format_share(row.share)} ({format_count(row.calls)})" for row in states.itertuples(index=False)
+    )
 
 
-def _simulated(run: Run) -> str:
+def _simulated(run: RecordedRun) -> str:
     if not run.simulated:
         return ""
     told = "simulated: the calls are the job's, nothing was sent, and there are no times"
@@ -171,17 +180,17 @@ def _simulated(run: Run) -> str:
     if stood_for == len(run.ranks):
         return told
     every = "all" if stood_for == run.world_size else ""
-    return f"{told}; the {plural(len(run.ranks), 'rank')} run stand for {every or f'{stood_for:,}'} of the job"
+    return f"{told}; the {format_plural(len(run.ranks), 'rank')} run stand for {every or f'{stood_for:,}'} of the job"
 
 
 def _hook_errors(coverage: pd.Series[Any]) -> str:
     errors = coverage["hook_errors"]
-    if not known(errors) or (not errors and not known(coverage["first_error"])):
+    if not is_known(errors) or (not errors and not is_known(coverage["first_error"])):
         return ""
-    return f"{int(errors):,}" + (f"; the first: {coverage['first_error']}" if known(coverage["first_error"]) else "")
+    return f"{int(errors):,}" + (f"; the first: {coverage['first_error']}" if is_known(coverage["first_error"]) else "")
 
 
-def _damage(run: Run) -> str:
+def _damage(run: RecordedRun) -> str:
     words = {
         "cut": "cut",
         "foreign": "foreign",
@@ -190,7 +199,7 @@ def _damage(run: Run) -> str:
         "garbled": "garbled",
     }
     found = [(sum(note.kind == kind for note in run.notes), text) for kind, text in words.items()]
-    return "; ".join(f"{plural(number, 'file')} {text}" for number, text in found if number)
+    return "; ".join(f"{format_plural(number, 'file')} {text}" for number, text in found if number)
 
 
 def recorder_line(processes: pd.DataFrame) -> str:
@@ -199,7 +208,7 @@ def recorder_line(processes: pd.DataFrame) -> str:
     if not len(names):
         return ""
     told = (
-        " and ".join(f"{name} in {count(number)}" for name, number in names.items())
+        " and ".join(f"{name} in {format_count(number)}" for name, number in names.items())
         if len(names) > 1
         else names.index[0]
     )
@@ -214,9 +223,13 @@ def _cost(cost: pd.DataFrame, processes: int) -> str:
         return "not known"
     worst = known_cost.iloc[[int(known_cost["share"].to_numpy().argmax())]]
     mean = known_cost["calls_ns"].sum() / known_cost["calls"].sum() if known_cost["calls"].sum() else None
-    each = f"{time(mean)} a call, p99 {time(known_cost['p99_ns'].max())}"
+    each = f"{format_duration(mean)} a call, p99 {format_duration(known_cost['p99_ns'].max())}"
     most = (
-        f", at most {small_share(worst['share'].iloc[0])} (rank {worst['rank'].iloc[0]})" if len(known_cost) > 1 else ""
+        f", at most {format_small_share(worst['share'].iloc[0])} (rank {worst['rank'].iloc[0]})"
+        if len(known_cost) > 1
+        else ""
     )
     told = f"on {len(known_cost):,} of {processes:,} processes: " if len(known_cost) < processes else ""
-    return f"{told}{each}; with writing to disk {small_share(known_cost['share'].mean())} of the run's time{most}"
+    return (
+        f"{told}{each}; with writing to disk {format_small_share(known_cost['share'].mean())} of the run's time{most}"
+    )

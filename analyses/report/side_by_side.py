@@ -10,10 +10,10 @@ from rich.text import Text
 
 from commtrace.analyses.comparison import STEP, WHOLE
 from commtrace.analyses.fold import rows_of
+from commtrace.formatting import format_bytes, format_count, format_small_share, is_known
 
 from .layout import Column, fit, paragraph, word
 from .terminal import heading
-from .units import count, known, size, small_share
 
 
 def render(tables: Mapping[str, pd.DataFrame], width: int, *, letters: bool = True) -> Iterator[RenderableType]:
@@ -36,12 +36,12 @@ def render(tables: Mapping[str, pd.DataFrame], width: int, *, letters: bool = Tr
         [
             str(row.run),
             _ranks(row.ranks_seen, row.world_size),
-            count(row.steps),
-            count(row.calls_per_rank),
-            size(row.payload_bytes_per_rank),
-            size(row.wire_bytes_per_rank),
-            size(predicted[row.run]),
-            small_share(row.tracing_share),
+            format_count(row.steps),
+            format_count(row.calls_per_rank),
+            format_bytes(row.payload_bytes_per_rank),
+            format_bytes(row.wire_bytes_per_rank),
+            format_bytes(predicted[row.run]),
+            format_small_share(row.tracing_share),
         ]
         for row in rows_of(runs)
     ]
@@ -56,7 +56,7 @@ def render(tables: Mapping[str, pd.DataFrame], width: int, *, letters: bool = Tr
 
 
 def _ranks(seen: object, world: object) -> str:
-    return f"{count(seen)} of {count(world)}" if known(world) else count(seen)
+    return f"{format_count(seen)} of {format_count(world)}" if is_known(world) else format_count(seen)
 
 
 def _by_operation(table: pd.DataFrame, runs: list[str], part: str, width: int, dots: str) -> RenderableType:
@@ -70,5 +70,7 @@ def _by_operation(table: pd.DataFrame, runs: list[str], part: str, width: int, d
     told = {str(run) for run in table.loc[table["part"] == part, "run"]}
     cells = some.set_index(["run", "op"])["payload_bytes_per_rank"].to_dict()
     columns = [word("run", gives=True), *(Column(op, optional=at > 0) for at, op in enumerate(operations))]
-    rows = [[run, *(size(cells.get((run, op), 0.0 if run in told else None)) for op in operations)] for run in runs]
+    rows = [
+        [run, *(format_bytes(cells.get((run, op), 0.0 if run in told else None)) for op in operations)] for run in runs
+    ]
     return fit(columns, rows, width, dots)

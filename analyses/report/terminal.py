@@ -10,11 +10,18 @@ import pandas as pd
 from rich.console import RenderableType
 from rich.text import Text
 
-from commtrace.reading.run import Run
+from commtrace.formatting import (
+    format_bandwidth,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_plural,
+    format_share,
+)
+from commtrace.reading.run import RecordedRun
 
 from . import network, preface, theory
 from .layout import Column, fit, paragraph, word
-from .units import count, plural, rate, share, size, time
 
 FEW_RANKS = 16
 FEW_SIZES = 10
@@ -24,7 +31,7 @@ Columns = dict[str, tuple[Column, Cells]]
 
 
 def render(
-    run: Run, tables: Mapping[str, pd.DataFrame], width: int, *, sites: int = 10, letters: bool = True
+    run: RecordedRun, tables: Mapping[str, pd.DataFrame], width: int, *, sites: int = 10, letters: bool = True
 ) -> Iterator[RenderableType]:
     """The parts of the report, top to bottom, no line longer than `width`.
 
@@ -69,10 +76,10 @@ def heading(text: str) -> Text:
 
 
 _VOLUME: Columns = {
-    "calls": (Column("calls"), count),
-    "payload_bytes": (Column("payload"), size),
-    "wire_bytes": (Column("wire, at least"), size),
-    "payload_share": (Column("payload share"), share),
+    "calls": (Column("calls"), format_count),
+    "payload_bytes": (Column("payload"), format_bytes),
+    "wire_bytes": (Column("wire, at least"), format_bytes),
+    "payload_share": (Column("payload share"), format_share),
 }
 
 
@@ -120,15 +127,15 @@ def _steps(page: Page) -> Iterator[RenderableType]:
     yield heading(f"A training step, mean per rank seen: {_alike(steady)}")
     columns: Columns = {
         "op": (word("operation"), str),
-        "calls_per_rank": (Column("calls"), count),
-        "payload_bytes_per_rank": (Column("payload"), size),
-        "wire_bytes_per_rank": (Column("wire, at least"), size),
-        "differing_steps": (Column("differing steps", optional=True), count),
+        "calls_per_rank": (Column("calls"), format_count),
+        "payload_bytes_per_rank": (Column("payload"), format_bytes),
+        "wire_bytes_per_rank": (Column("wire, at least"), format_bytes),
+        "differing_steps": (Column("differing steps", optional=True), format_count),
     }
     yield page.table(columns, steady)
     calls, payload = start["calls"].sum(), start["payload_bytes"].sum()
     yield paragraph(
-        f"Start-up, before the first step: {plural(int(calls), 'call')}, payload {size(payload)}, over all ranks.",
+        f"Start-up, before the first step: {format_plural(int(calls), 'call')}, payload {format_bytes(payload)}, over all ranks.",
         page.width,
     )
 
@@ -155,8 +162,8 @@ def _sites(page: Page) -> Iterator[RenderableType]:
         "op": (word("operation"), str),
         **_VOLUME,
     }
-    columns["payload_share"] = (Column("share"), share)
-    columns["wire_bytes"] = (Column("wire, at least", optional=True), size)
+    columns["payload_share"] = (Column("share"), format_share)
+    columns["wire_bytes"] = (Column("wire, at least", optional=True), format_bytes)
     yield page.table(columns, some)
 
 
@@ -170,9 +177,9 @@ def _sizes(page: Page) -> Iterator[RenderableType]:
     columns: Columns = {
         "op": (word("operation"), str),
         "span": (word("payload of a call"), str),
-        "calls": (Column("calls"), count),
+        "calls": (Column("calls"), format_count),
     }
-    yield page.table({**columns, "sum_bytes": (Column("sum"), size), "bar": (word(""), str)}, frame)
+    yield page.table({**columns, "sum_bytes": (Column("sum"), format_bytes), "bar": (word(""), str)}, frame)
     sizes = page.tables["message_sizes"].sort_values("sum_bytes", ascending=False, kind="stable")
     yield Text()
     yield heading(
@@ -180,10 +187,10 @@ def _sizes(page: Page) -> Iterator[RenderableType]:
     )
     exact: Columns = {
         "op": (word("operation"), str),
-        "payload_bytes": (Column("bytes of a call"), count),
-        "calls": (Column("calls"), count),
+        "payload_bytes": (Column("bytes of a call"), format_count),
+        "calls": (Column("calls"), format_count),
     }
-    yield page.table({**exact, "sum_bytes": (Column("sum"), size)}, sizes.head(FEW_SIZES))
+    yield page.table({**exact, "sum_bytes": (Column("sum"), format_bytes)}, sizes.head(FEW_SIZES))
 
 
 def _span(low: int, below: int) -> str:
@@ -215,9 +222,9 @@ def _times(page: Page) -> Iterator[RenderableType]:
             continue
         columns: Columns = {
             "op": (word("operation"), str),
-            "calls_known": (Column("known"), count),
-            "calls_unknown": (Column("not known"), count),
-            **{f"{name}_ns": (Column(name), time) for name in ("p50", "p99", "max", "sum")},
+            "calls_known": (Column("known"), format_count),
+            "calls_unknown": (Column("not known"), format_count),
+            **{f"{name}_ns": (Column(name), format_duration) for name in ("p50", "p99", "max", "sum")},
         }
         yield page.table(columns, part)
 
@@ -231,11 +238,11 @@ def _bandwidth(page: Page) -> Iterator[RenderableType]:
     columns: Columns = {
         "op": (word("operation"), str),
         "end_seen_by": (word("end seen by"), str),
-        "calls": (Column("calls"), count),
-        "payload_bytes": (Column("payload"), size),
-        "time_ns": (Column("time"), time),
-        "algbw_gb_per_s": (Column("algbw"), rate),
-        "busbw_gb_per_s": (Column("busbw"), rate),
+        "calls": (Column("calls"), format_count),
+        "payload_bytes": (Column("payload"), format_bytes),
+        "time_ns": (Column("time"), format_duration),
+        "algbw_gb_per_s": (Column("algbw"), format_bandwidth),
+        "busbw_gb_per_s": (Column("busbw"), format_bandwidth),
     }
     yield page.table(columns, frame)
     if frame["end_seen_by"].isin(["wait", "poll"]).any():
@@ -246,17 +253,20 @@ def _ranks(page: Page) -> Iterator[RenderableType]:
     frame = page.tables["ranks"]
     yield heading("Balance of the ranks")
     if len(frame) > 1 and all(frame[column].nunique() == 1 for column in ("calls", "payload_bytes")):
-        calls, payload = plural(int(frame["calls"].iloc[0]), "call"), size(frame["payload_bytes"].iloc[0])
+        calls, payload = (
+            format_plural(int(frame["calls"].iloc[0]), "call"),
+            format_bytes(frame["payload_bytes"].iloc[0]),
+        )
         yield paragraph(
             f"The {len(frame):,} ranks seen are alike: {calls} and a payload of {payload} each.", page.width
         )
         return
     columns: Columns = {
         "rank": (Column("rank"), lambda rank: str(rank) if rank >= 0 else "-"),
-        "calls": (Column("calls"), count),
-        "payload_bytes": (Column("payload"), size),
-        "wire_bytes": (Column("wire, at least"), size),
-        "training_payload_bytes": (Column("in training steps"), size),
+        "calls": (Column("calls"), format_count),
+        "payload_bytes": (Column("payload"), format_bytes),
+        "wire_bytes": (Column("wire, at least"), format_bytes),
+        "training_payload_bytes": (Column("in training steps"), format_bytes),
         "payload_of_median": (Column("x median"), lambda value: "-" if pd.isna(value) else f"{value:.2f}"),
     }
     yield page.table(columns, _extremes(frame))

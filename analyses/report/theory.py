@@ -9,8 +9,9 @@ import pandas as pd
 from rich.console import RenderableType
 from rich.text import Text
 
+from commtrace.formatting import format_bytes, format_plural, format_share
+
 from .layout import Column, paragraph, word
-from .units import plural, share, size
 
 FEW_CAUSES: Final = 8
 FEW_SITES: Final = 3
@@ -37,7 +38,7 @@ def render(page: Page) -> Iterator[RenderableType]:
     reasons = told["not_predicted"].dropna().unique()
     compared = told.loc[told["not_predicted"].isna()]
     if len(reasons):
-        where = "" if not len(compared) else f" for {plural(len(told) - len(compared), 'process', 'processes')}"
+        where = "" if not len(compared) else f" for {format_plural(len(told) - len(compared), 'process', 'processes')}"
         yield paragraph(f"Not compared{where}: {'; '.join(reasons)}.", page.width)
     if not len(compared):
         return
@@ -53,12 +54,14 @@ def _agreement(compared: pd.DataFrame) -> str:
     measured, matched = int(compared["measured_bytes"].sum()), int(compared["matched_bytes"].sum())
     named, rest = int(compared["named_bytes"].sum()), int(compared["unexplained_bytes"].sum())
     schemes = ", ".join(compared["scheme"].unique())
-    part = "all" if matched == measured else share(matched / measured) if measured else "none"
+    part = "all" if matched == measured else format_share(matched / measured) if measured else "none"
     differs = (
-        f"other, with a known cause: {size(named)}; unexplained: {size(rest)}" if named or rest else "nothing differs"
+        f"other, with a known cause: {format_bytes(named)}; unexplained: {format_bytes(rest)}"
+        if named or rest
+        else "nothing differs"
     )
-    where = plural(compared["rank"].nunique(), "rank")
-    return f"{schemes}: {part} of the payload of {where}, {size(measured)}, is as expected, call by call; {differs}."
+    where = format_plural(compared["rank"].nunique(), "rank")
+    return f"{schemes}: {part} of the payload of {where}, {format_bytes(measured)}, is as expected, call by call; {differs}."
 
 
 def _causes(page: Page) -> Iterator[RenderableType]:
@@ -77,11 +80,13 @@ def _causes(page: Page) -> Iterator[RenderableType]:
 def _cause(cause: str, part: pd.DataFrame) -> str:
     """ "unexplained: 3 calls more and 1 missing of all_reduce, +12 B, in 3 steps, from train.py:40 main"."""
     more, missing = int(part["measured_calls"].sum()), int(part["expected_calls"].sum())
-    calls = [f"{plural(more, 'call')} more"] * bool(more) + [f"{plural(missing, 'call')} missing"] * bool(missing)
+    calls = [f"{format_plural(more, 'call')} more"] * bool(more) + [f"{format_plural(missing, 'call')} missing"] * bool(
+        missing
+    )
     sites = sorted({site for sites in part["sites"] for site in sites.split("; ") if site})
     places = f", from {'; '.join(sites[:FEW_SITES])}{' ...' * (len(sites) > FEW_SITES)}" if sites else ""
     steps, training = part["step"].nunique(), part["step"] >= 0
-    where = f"in {plural(steps, 'step')}"
+    where = f"in {format_plural(steps, 'step')}"
     if not training.all():
         where = "in steps and start-up" if training.any() else "in start-up"
     ops = ", ".join(sorted(part["op"].unique()))
@@ -103,17 +108,19 @@ def _from_form_to_measured(page: Page, frame: pd.DataFrame, title: str) -> Itera
     whole = int(frame["bytes"].iloc[0])
     form = frame["kind"].isin(["closed form", "measured"])
     frame = frame.assign(
-        written=[size(value) if full else _signed(value) for value, full in zip(frame["bytes"], form, strict=True)],
+        written=[
+            format_bytes(value) if full else _signed(value) for value, full in zip(frame["bytes"], form, strict=True)
+        ],
         part=frame["bytes"] / whole if whole else float("nan"),
     )
     columns: dict[str, tuple[Column, Callable[[Any], str]]] = {
         "label": (word(title, gives=True), str),
         "written": (Column("wire"), str),
-        "part": (Column("of the formula", optional=True), share),
+        "part": (Column("of the formula", optional=True), format_share),
     }
     yield Text()
     yield page.table(columns, frame)
 
 
 def _signed(value: Any) -> str:
-    return f"{'+' if value > 0 else '-' if value < 0 else ''}{size(abs(value))}"
+    return f"{'+' if value > 0 else '-' if value < 0 else ''}{format_bytes(abs(value))}"

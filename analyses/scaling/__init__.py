@@ -8,6 +8,6 @@ words       what stops the scaling, in sentences
 
 from __future__ import annotations
 
-from .tables import scaling
+from .scaling_tables import scaling
 
 __all__ = ["scaling"]

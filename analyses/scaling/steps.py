@@ -27,7 +27,7 @@ from commtrace.analyses.network_times import exact_ends
 from commtrace.errors import LogError
 from commtrace.reading.log import Process
 from commtrace.reading.names import Names
-from commtrace.reading.run import Run
+from commtrace.reading.run import RecordedRun
 from commtrace.schema import Clock, Flag
 
 MOST: Final = 200
@@ -58,7 +58,7 @@ class StepTimes:
     """Share of the blocked time in calls of which all ranks are on one host and in the log."""
 
 
-def step_times(run: Run) -> StepTimes:
+def step_times(run: RecordedRun) -> StepTimes:
     """Measure a run. Raises LogError where its times mean nothing, or where no step is whole."""
     if run.simulated:
         raise LogError(f"{run.log.path}: a dry run has no times; give a run that happened")
@@ -82,7 +82,7 @@ def step_times(run: Run) -> StepTimes:
     return StepTimes(steps, _messages(whole), marked, on_device, known / total if total else 1.0)
 
 
-def calls_of(run: Run, steps: Array | None = None, words: Sequence[str] = ()) -> pd.DataFrame:
+def calls_of(run: RecordedRun, steps: Array | None = None, words: Sequence[str] = ()) -> pd.DataFrame:
     """The calls of these steps, of all where unsaid, whose times are known: a row per call, by process and time.
 
     Beside fields of the record (times in ns of the host's clock, 0: not known): `process` (position in the log),
@@ -169,7 +169,7 @@ def _calls(process: Process, names: Names, chosen: Array | None, words: Sequence
     return table.assign(until=np.maximum(table["t_return"], np.where(table["t_wait"] > 0, table["t_end"], 0)))
 
 
-def _with_late(calls: pd.DataFrame, run: Run) -> pd.DataFrame:
+def _with_late(calls: pd.DataFrame, run: RecordedRun) -> pd.DataFrame:
     """With `last_begin`."""
     boots = [(process.host, str(process.tables.process.get("boot_id"))) for process in run.processes]
     host = pd.factorize(pd.Series(boots))[0][calls["process"]]

@@ -28,7 +28,7 @@ class Command:
         """Write the file; what is damaged in the log goes to stderr."""
         from commtrace.errors import OutputError
         from commtrace.reading.export import WRITERS, export
-        from commtrace.reading.run import open_run
+        from commtrace.run import open_run
 
         out: Path = arguments.out
         form = arguments.format or out.suffix.lstrip(".").lower()

@@ -15,22 +15,23 @@ from pathlib import Path
 from typing import Any, Final
 
 from commtrace.errors import MissingLibraryError
-from commtrace.reading.output import whole_file
-from commtrace.reading.run import Run
-from commtrace.schema import NORMAL_FORM_VERSION
+from commtrace.output_files import atomic_write
+from commtrace.schema import EVENT_TABLE_VERSION
+
+from .run import RecordedRun
 
 
-def export(run: Run, out: Path, form: str, *, force: bool = False) -> int:
+def export(run: RecordedRun, out: Path, form: str, *, force: bool = False) -> int:
     """Write a run's events as "csv" or "parquet"; returns the number of rows.
 
     Memory stays constant; rows come process by process, in the order of the files. The file appears under its name only
     when it is whole, and nothing is left behind after an error. Raises OutputError or MissingLibraryError.
     """
-    with whole_file(out, force=force) as part:
+    with atomic_write(out, force=force) as part:
         return WRITERS[form](run, part)
 
 
-def _write_csv(run: Run, path: Path) -> int:
+def _write_csv(run: RecordedRun, path: Path) -> int:
     rows = 0
     with open(path, "x", encoding="utf-8", newline="") as file:
         for number, block in enumerate(run.blocks()):
@@ -39,12 +40,12 @@ def _write_csv(run: Run, path: Path) -> int:
     return rows
 
 
-def _write_parquet(run: Run, path: Path) -> int:
+def _write_parquet(run: RecordedRun, path: Path) -> int:
     pyarrow, parquet = _pyarrow()
     blocks = run.blocks()
     schema = pyarrow.Schema.from_pandas(next(blocks), preserve_index=False)
     schema = schema.with_metadata(
-        {**schema.metadata, "commtrace.normal_form_version": str(NORMAL_FORM_VERSION), "commtrace.run": run.id}
+        {**schema.metadata, "commtrace.normal_form_version": str(EVENT_TABLE_VERSION), "commtrace.run": run.id}
     )
     rows = 0
     with open(path, "xb") as file, parquet.ParquetWriter(file, schema) as writer:
@@ -63,4 +64,4 @@ def _pyarrow() -> tuple[Any, Any]:
         ) from None
 
 
-WRITERS: Final[dict[str, Callable[[Run, Path], int]]] = {"csv": _write_csv, "parquet": _write_parquet}
+WRITERS: Final[dict[str, Callable[[RecordedRun, Path], int]]] = {"csv": _write_csv, "parquet": _write_parquet}

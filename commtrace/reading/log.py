@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Final
 
 from commtrace.errors import LogError
-from commtrace.salvage import salvage
+from commtrace.recording.recovery import recover_records
 
 from .notes import Note, reason
-from .segments import Segment, inspect_segment
-from .tables import Tables, read_tables, whole
+from .segment_reader import Segment, inspect_segment
+from .table_reader import ProcessTables, integer_or_none, read_tables
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Process:
     rank: int
     pid: int
     host: str
-    tables: Tables
+    tables: ProcessTables
     segments: tuple[Segment, ...]
 
     @property
@@ -48,7 +48,7 @@ class Process:
     @property
     def started_ns(self) -> int:
         """Wall-clock time of its first line, 0 where it is not known."""
-        return whole(self.tables.process.get("unix_ns")) or 0
+        return integer_or_none(self.tables.process.get("unix_ns")) or 0
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Log:
     @property
     def world_size(self) -> int | None:
         """Ranks of the run, None where no process says."""
-        sizes = [whole(process.tables.process.get("world_size")) for process in self.processes]
+        sizes = [integer_or_none(process.tables.process.get("world_size")) for process in self.processes]
         return max((size for size in sizes if size), default=None)
 
 
@@ -73,14 +73,14 @@ _TABLES: Final = re.compile(_STEM + r"\.jsonl")
 _SEGMENT: Final = re.compile(_STEM + r"\.(?P<part>\d+|salvaged)\.npy(?P<open>\.open)?")
 
 
-def open_log(path: Path) -> Log:
+def open_log(path: Path, *, recover: bool = True) -> Log:
     """The newest run below `path`: what COMMTRACE named, a run's folder in it, or a host's folder in that.
 
     Raises LogError where there is none, NewerLogError where it is of a later format.
     """
     path = Path(os.path.abspath(path.expanduser()))
     notes: list[Note] = []
-    salvaged = salvage(path)
+    salvaged = recover_records(path) if recover else []
     runs = _find_runs(path, notes)
     if not runs:
         raise LogError(_nothing_in(path, notes))
@@ -169,7 +169,7 @@ def _started(folder: Path, hosts: list[Path]) -> int:
 def _first_moment(tables: Path) -> int | None:
     try:
         with open(tables, "rb") as file:
-            return whole(json.loads(file.readline(1 << 20))["unix_ns"])
+            return integer_or_none(json.loads(file.readline(1 << 20))["unix_ns"])
     except (OSError, KeyError, TypeError, ValueError, RecursionError):
         return None
 
@@ -215,7 +215,7 @@ def _first_natural(value: object, text: str | None) -> int:
     return value if type(value) is int and value >= 0 else int(text) if text else -1
 
 
-def _missing_segments(path: Path, tables: Tables, numbers: list[int]) -> Iterator[Note]:
+def _missing_segments(path: Path, tables: ProcessTables, numbers: list[int]) -> Iterator[Note]:
     stats = tables.stats or {}
     if not numbers and stats.get("calls"):
         yield Note(
@@ -243,7 +243,7 @@ def _process_notes(processes: list[Process]) -> Iterator[Note]:
         if process.rank == after.rank >= 0:
             what = f"rank {process.rank} has more than one process (process ids {process.pid} and {after.pid})"
             yield Note("process", after.path, what, "both are counted")
-    sizes = {size for process in processes if (size := whole(process.tables.process.get("world_size")))}
+    sizes = {size for process in processes if (size := integer_or_none(process.tables.process.get("world_size")))}
     if len(sizes) > 1:
         what = f"its processes disagree on the number of ranks: {', '.join(map(str, sorted(sizes)))}"
         yield Note("process", processes[0].path.parent.parent, what, "the largest is taken")

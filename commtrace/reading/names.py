@@ -12,9 +12,9 @@ import pandas as pd
 from commtrace.schema import ROLES, Flag, Phase, State
 from commtrace.volume import wire_bytes
 
+from .group_roles import described
 from .log import Log, Process
-from .roles import described
-from .tables import Group, Site, whole
+from .table_reader import Group, Site, integer_or_none
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -69,7 +69,7 @@ class Names:
         self.number = number
         self.rank = process.rank
         tables = process.tables
-        moments = [whole(tables.process.get(name)) for name in ("unix_ns", "mono_ns")]
+        moments = [integer_or_none(tables.process.get(name)) for name in ("unix_ns", "mono_ns")]
         self.unix_minus_mono_ns = None if moments[0] is None or moments[1] is None else moments[0] - moments[1]
         self._ids: dict[str, Array] = {}
         self._values: dict[str, Array] = {}
@@ -81,7 +81,7 @@ class Names:
         )
         self._add("group", groups, {
             "group": [group_label(group) for group in groups.values()],
-            "group_ranks": [compact(group.ranks) for group in groups.values()],
+            "group_ranks": [format_ranks(group.ranks) for group in groups.values()],
         })  # fmt: skip
         told = {number: roles.get(group, UNKNOWN) for number, group in groups.items()}
         messages = {number | _MESSAGES: (message_roles or {}).get(group) for number, group in groups.items()}
@@ -163,7 +163,7 @@ class Names:
         return result
 
 
-def compact(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Ascending ranks as text: "0-3", "0,2,4", "0-3,8-11"."""
     spans: list[list[int]] = []
     for rank in ranks:
@@ -176,7 +176,11 @@ def compact(ranks: Sequence[int]) -> str:
 
 def group_label(group: Group) -> str:
     """One name for a group on all its ranks: ranks, the library's name, and a number where that was used again."""
-    return compact(group.ranks) + (f"/{group.name}" if group.name else "") + (f"#{group.index}" if group.index else "")
+    return (
+        format_ranks(group.ranks)
+        + (f"/{group.name}" if group.name else "")
+        + (f"#{group.index}" if group.index else "")
+    )
 
 
 def _site_label(site: Site, files: Mapping[str, str]) -> str:

@@ -11,34 +11,27 @@ name the small result.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
+from collections.abc import Iterator
 from functools import cached_property
-from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from commtrace.errors import NoSuchTableError
-
-from .log import Log, Process, open_log
+from .event_table import EventTable
+from .log import Log, Process
 from .names import WORDS, Names, message_roles_of, roles_of, short_paths
-from .normal_form import NormalForm
 from .notes import Note
-from .tables import Row
+from .table_reader import Row
 
 if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
+    pass
 
 
-class Run:
+class RecordedRun:
     """One run of a program: all that its ranks recorded. Nothing but small tables is read before it is asked for."""
 
     def __init__(self, log: Log) -> None:
         self.log = log
-        self._details: dict[str, pd.DataFrame] = {}
 
     def __repr__(self) -> str:
         ranks = f"{len(self.ranks)} of {self.world_size or 'unknown'} ranks"
@@ -98,7 +91,7 @@ class Run:
 
     def blocks(self) -> Iterator[pd.DataFrame]:
         """The events in normal form, a bounded number at a time, process by process; first a frame without rows."""
-        form = NormalForm(self.names)
+        form = EventTable(self.names)
         yield form.empty()
         for names, process in zip(self.names, self.log.processes, strict=True):
             for segment in process.segments:
@@ -115,47 +108,3 @@ class Run:
         for column in WORDS:
             events[column] = events[column].cat.remove_unused_categories()
         return events.sort_values(["rank", "t_begin_ns"], kind="stable", ignore_index=True)
-
-    def tables(self, executor: Executor | None = None) -> dict[str, pd.DataFrame]:
-        """The tables of every analysis by name, the same as `commtrace report --json` gives.
-
-        The executor runs over the segments; None: in this process. The result for None is kept.
-        """
-        if executor is None:
-            return self._tables
-        return self._analyse(executor)
-
-    def table(self, name: str) -> pd.DataFrame:
-        """One table: of the report, or one that a figure is drawn from (`timeline`, say).
-
-        Raises NoSuchTableError for a name that no analysis has.
-        """
-        if name not in self._details and (table := import_module("commtrace.analyses").detail(self, name)) is not None:
-            self._details[name] = table
-        tables = self._details if name in self._details else self.tables()
-        if name not in tables:
-            raise NoSuchTableError(f"no table is called {name!r}; there are {', '.join(tables)}")
-        return tables[name]
-
-    def figure(self, name: str) -> Figure:
-        """A plotly figure: one of `commtrace.analyses.figures.FIGURES`, drawn from this run.
-
-        Raises NoSuchFigureError for a name that no figure has, or where the log lacks what it is drawn from, and
-        MissingLibraryError without plotly.
-        """
-        draw: Callable[[Run, str], Figure] = import_module("commtrace.analyses.figures").figure
-        return draw(self, name)
-
-    @cached_property
-    def _tables(self) -> dict[str, pd.DataFrame]:
-        return self._analyse(None)
-
-    def _analyse(self, executor: Executor | None) -> dict[str, pd.DataFrame]:
-        # By name: the core knows that there are analyses, and not which.
-        analyse: Callable[[Run, Executor | None], dict[str, pd.DataFrame]] = import_module("commtrace.analyses").analyse
-        return analyse(self, executor)
-
-
-def open_run(directory: str | os.PathLike[str]) -> Run:
-    """The newest run in a directory: what COMMTRACE named, or a run's folder in it. Raises LogError for no run."""
-    return Run(open_log(Path(directory)))

@@ -1,4 +1,4 @@
-"""The native recorder: the kernels of hooks/torch_kernels.py once more, in C++, for a thirtieth of their cost or less.
+"""The native recorder: the kernels of hooks/torch/kernels.py once more, in C++, for a thirtieth of their cost or less.
 
 Everything above the kernels is shared with the portable recorder: settings, session, ring, tables, drain, log. Python
 still numbers rows of tables (`rows`), and keeps progress, jobs and roles; C++ asks it once per row.

@@ -1,5 +1,5 @@
 // What stands in the place of mpi4py's methods, in C: blocking calls on buffers in the usual forms are recorded here, and
-// everything else goes to the same wrapper in Python, which is the reference (hooks/mpi_wrappers.py).
+// everything else goes to the same wrapper in Python, which is the reference (hooks/mpi/wrappers.py).
 //
 // It knows neither torch nor MPI: it needs Python's headers and nothing else. All of it runs with the GIL, which a method
 // of mpi4py is called with, and writes into places that it takes from the recorder's own list, as Python's wrapper does;

@@ -1,4 +1,4 @@
-// What the arguments of an operator mean, as hooks/c10d_operators.py has it, and how many bytes a call moves.
+// What the arguments of an operator mean, as hooks/torch/c10d_operators.py has it, and how many bytes a call moves.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -9,7 +9,7 @@
 
 namespace commtrace {
 
-// The forms of hooks/c10d_operators.py, which explains them.
+// The forms of hooks/torch/c10d_operators.py, which explains them.
 enum class Form { kNothing, kBuffers, kPair, kLists, kRooted, kAllToAll, kAllToAllSingle };
 
 constexpr int kMostPlans = 63;

@@ -6,14 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from commtrace.errors import CommtraceError
-from commtrace.hooks import torch_kernels, torch_tracer
-from commtrace.hooks.beginning import InPlace, fault
-from commtrace.hooks.c10d_operators import Operator
-from commtrace.hooks.torch_tracer import TorchTracer
-from commtrace.log_writer import say
-from commtrace.recorder import Recorder
-from commtrace.ring import Ring
-from commtrace.session import session
+from commtrace.hooks.recorder_setup import KernelBackend, fault
+from commtrace.hooks.torch import kernels as torch_kernels
+from commtrace.hooks.torch import tracer as torch_tracer
+from commtrace.hooks.torch.c10d_operators import Operator
+from commtrace.hooks.torch.tracer import TorchTracer
+from commtrace.recording.log_writer import say
+from commtrace.recording.recorder import Recorder
+from commtrace.recording.ring import Ring
+from commtrace.recording.session import session
 
 from . import library, works
 from .rows import Rows
@@ -43,7 +44,7 @@ def usable() -> bool:
 
 def install(operators: Sequence[Operator], functional: Sequence[str]) -> None:
     """Put kernels before these operators of c10d and of _c10d_functional, once, and follow the waits."""
-    torch_kernels.put_in_place(InPlace(_library.crossing, _make_slots))
+    torch_kernels.put_in_place(KernelBackend(_library.crossing, _make_slots))
     torch_tracer.started.insert(0, _go)
     works.install(_library)
     if not _operators:

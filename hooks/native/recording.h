@@ -89,7 +89,7 @@ class Recording {
  public:
   explicit Recording(uint32_t capacity) : slots(capacity), waits(capacity), devices(slots), callsites(ask) { sem_init(&woken_, 0, 0); }
 
-  // With the GIL. `ring` is its memory, as commtrace.ring lays it out.
+  // With the GIL. `ring` is its memory, as commtrace.recording.ring lays it out.
   void open(char* ring, size_t dropped_at, size_t records_at, bool sites, bool device_times, Progress* cells) {
     for (auto& kind : kinds_) kind.store(0, std::memory_order_relaxed);
     backward_.store(~0ULL);

@@ -10,8 +10,8 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
-from commtrace.hooks.c10d_operators import Operator
-from commtrace.hooks.torch_tracer import TorchTracer
+from commtrace.hooks.torch.c10d_operators import Operator
+from commtrace.hooks.torch.tracer import TorchTracer
 
 _Answer = TypeVar("_Answer")
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from commtrace.progress import progress
-from commtrace.ring import DROPPED_AT, RECORDS_AT, Ring
+from commtrace.recording.ring import DROPPED_AT, RECORDS_AT, Ring
+from commtrace.recording.session import session
+from commtrace.recording.slots import Numbers, Slots
 from commtrace.schema import RECORD, Records, State
-from commtrace.session import session
-from commtrace.slots import Numbers, Slots
 
 
 class _Free:

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commtrace.hooks.beginning import fault
-from commtrace.hooks.patching import Patches
-from commtrace.hooks.torch_kernels import begin
-from commtrace.hooks.torch_tracer import TorchTracer, current
-from commtrace.session import session
+from commtrace.hooks.recorder_setup import fault
+from commtrace.hooks.torch.kernels import begin
+from commtrace.hooks.torch.tracer import TorchTracer, current
+from commtrace.patching import Patches
+from commtrace.recording.session import session
 
 from .slots import NativeSlots
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed
 
 import commtrace
-from commtrace.session import session
+from commtrace.recording.session import session
 
 StorageWeakRef: Any = torch.multiprocessing.reductions.StorageWeakRef
 dist: Any = torch.distributed  # its stubs leave out half of it
@@ -45,7 +45,7 @@ def initialise() -> None:
 
 
 def check_install_and_uninstall() -> None:
-    from commtrace.hooks import torch as hook
+    from commtrace.hooks.torch import hook
 
     for _ in range(2):
         hook.install()
@@ -60,8 +60,8 @@ def check_install_and_uninstall() -> None:
 
 
 def check_half_an_install_is_taken_back() -> None:
-    from commtrace.hooks import torch as hook
-    from commtrace.hooks import torch_training
+    from commtrace.hooks.torch import hook
+    from commtrace.hooks.torch import training as torch_training
 
     original: Any = torch_training.install
 
@@ -176,7 +176,7 @@ def check_exec_does_not_fill_memory() -> None:
     most, call_site._MOST_CODES = call_site._MOST_CODES, 64
     for number in range(200):
         exec(compile("dist.all_reduce(torch.ones(1))", f"<made {number}>", "exec"), globals())
-    from commtrace.hooks.torch_tracer import current
+    from commtrace.hooks.torch.tracer import current
 
     tracer = current()
     assert tracer is not None

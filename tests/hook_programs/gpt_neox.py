@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from commtrace.workloads.gpt_neox.train import main
+from examples.gpt_neox.train import main
 
 COMMON = ("tiny", "--train-iters", "2", "--micro-batch", "2", "--gradient-accumulation", "2")
 told: dict[str, dict[str, int]] = {}

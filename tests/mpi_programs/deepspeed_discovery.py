@@ -8,7 +8,7 @@ import deepspeed
 import torch
 from mpi4py import MPI
 
-from commtrace.workloads.gpt_neox.deepspeed_engine import forbid_compiling
+from examples.gpt_neox.deepspeed_engine import forbid_compiling
 
 forbid_compiling()
 deepspeed.init_distributed("gloo", auto_mpi_discovery=True, distributed_port=int(sys.argv[1]), verbose=False)

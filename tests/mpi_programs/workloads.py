@@ -19,7 +19,7 @@ import torch
 from mpi4py import MPI
 
 import commtrace
-from commtrace.workloads.mpi.options import make_transport
+from examples.mpi_common.options import make_transport
 
 # Which argument of a method is the payload: all_gather's is what is received, other collectives' what is given.
 PAYLOAD = {
@@ -58,7 +58,7 @@ class CountingComm:
 
 def run(workload: str, arguments: list[str], staged: bool) -> dict[str, Any]:
     """One case on this rank."""
-    package = f"commtrace.workloads.{workload}"
+    package = f"examples.{workload}"
     options = importlib.import_module(f"{package}.options").parse(arguments, MPI.COMM_WORLD.Get_rank())
     counts: Counter[tuple[str, int]] = Counter()
     transport = make_transport(options.transport, CountingComm(MPI.COMM_WORLD, counts), torch.device("cpu"))

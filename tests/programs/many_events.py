@@ -23,7 +23,7 @@ import torch.distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import commtrace
-from commtrace.session import session
+from commtrace.recording.session import session
 
 dist: Any = torch.distributed  # its stubs leave out half of it
 

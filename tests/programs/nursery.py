@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed  # noqa: F401
 
 from commtrace import settings
-from commtrace.session import session
+from commtrace.recording.session import session
 
 
 def fork_ranks(order: dict[str, Any]) -> list[int] | None:

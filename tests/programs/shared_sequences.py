@@ -13,12 +13,12 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from commtrace.workloads.gpt_neox.config import NeoxConfig, load_config
-from commtrace.workloads.gpt_neox.deepspeed_engine import forbid_compiling
-from commtrace.workloads.gpt_neox.model import GPTNeoX, language_model_loss
-from commtrace.workloads.gpt_neox.mpu import make_mpu, shares_of
-from commtrace.workloads.gpt_neox.sequence import ULYSSES
-from commtrace.workloads.gpt_neox.tensor_parallel import ALONE, Shares
+from commtrace.theory.configs.gpt_neox.config import NeoxConfig, load_config
+from examples.gpt_neox.deepspeed_engine import forbid_compiling
+from examples.gpt_neox.model import GPTNeoX, language_model_loss
+from examples.gpt_neox.mpu import make_mpu, shares_of
+from examples.gpt_neox.sequence import ULYSSES
+from examples.gpt_neox.tensor_parallel import ALONE, Shares
 
 
 def trained(config: NeoxConfig, shares: Shares, tokens: torch.Tensor) -> tuple[GPTNeoX, torch.Tensor, torch.Tensor]:

@@ -35,7 +35,7 @@ import torch.distributed._functional_collectives
 from torch.utils.data import DataLoader, Dataset
 
 import commtrace
-from commtrace.session import session
+from commtrace.recording.session import session
 
 dist: Any = torch.distributed  # its stubs leave out half of it
 functional: Any = torch.distributed._functional_collectives

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commtrace.workloads.gpt_neox.config import NeoxConfig, load_config
-from commtrace.workloads.gpt_neox.model import GPTNeoX, language_model_loss
-from commtrace.workloads.gpt_neox.mpu import make_mpu, shares_of
-from commtrace.workloads.gpt_neox.tensor_parallel import ALONE, Shares, clip_gradients, is_part
+from commtrace.theory.configs.gpt_neox.config import NeoxConfig, load_config
+from examples.gpt_neox.model import GPTNeoX, language_model_loss
+from examples.gpt_neox.mpu import make_mpu, shares_of
+from examples.gpt_neox.tensor_parallel import ALONE, Shares, clip_gradients, is_part
 
 
 def trained(config: NeoxConfig, shares: Shares, tokens: torch.Tensor) -> tuple[GPTNeoX, torch.Tensor, torch.Tensor]:

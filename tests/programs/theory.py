@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import commtrace
-from commtrace.workloads.gpt_neox import train
+from examples.gpt_neox import train
 
 
 def ddp(arguments: dict[str, Any]) -> None:

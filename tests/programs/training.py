@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commtrace.drain import Drain
-from commtrace.recorder import Recorder
-from commtrace.session import session
+from commtrace.recording.drain import Drain
+from commtrace.recording.recorder import Recorder
+from commtrace.recording.session import session
 
 
 def fail(*_: Any, **__: Any) -> Any:
@@ -38,7 +38,7 @@ def inject(name: str, argument: str) -> Callable[[int], None]:
 
         Groups.of = fail  # type: ignore[method-assign]
     elif name == "kind":
-        from commtrace.hooks.torch_tracer import TorchTracer
+        from commtrace.hooks.torch.tracer import TorchTracer
 
         TorchTracer.kind = fail  # type: ignore[method-assign]
     elif name == "line":

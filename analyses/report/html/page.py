@@ -17,10 +17,19 @@ from commtrace.analyses import figures
 from commtrace.analyses.comparison import compare
 from commtrace.analyses.fold import NamedTables, rows_of
 from commtrace.analyses.report import network, preface
-from commtrace.analyses.report.units import count, known, plural, share, size, small_share, time
 from commtrace.analyses.steps import ALL
 from commtrace.errors import MissingLibraryError
-from commtrace.reading.run import Run
+from commtrace.formatting import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_plural,
+    format_share,
+    format_small_share,
+    is_known,
+)
+from commtrace.reading.run import RecordedRun
+from commtrace.run import Run
 
 try:
     import jinja2
@@ -98,7 +107,7 @@ class Page:
     """Of the last part; "The log" or "The logs" unless said."""
 
 
-def page_of_run(name: str, run: Run, tables: NamedTables, *, sites: int = SITES) -> str:
+def page_of_run(name: str, run: RecordedRun, tables: NamedTables, *, sites: int = SITES) -> str:
     """The page of one run. `tables` with those of DETAILS; `sites`: lines of code to show, 0: all."""
     sections = [_figure(key, kind, tables, _NUMBERS.get(key)) for key, kind in figures.FIGURES.items()]
     return render(
@@ -137,7 +146,7 @@ def page_of_runs(runs: Mapping[str, Run], tables: Mapping[str, NamedTables]) -> 
     return render(
         Page(
             title=", ".join(runs),
-            subtitle=f"{plural(len(runs), 'run')} side by side",
+            subtitle=f"{format_plural(len(runs), 'run')} side by side",
             tiles=[],
             findings=[],
             warnings=[f"{name}: {text}" for name, texts in incomplete.items() for text in texts],
@@ -187,24 +196,32 @@ def page_of_scaling(runs: Mapping[str, Run], tables: NamedTables, sentences: Seq
 def _tiles(tables: NamedTables) -> Iterator[Tile]:
     coverage = tables["coverage"].iloc[0]
     seen, world = int(coverage["ranks_seen"]), coverage["world_size"]
-    missing = bool(known(world)) and seen < int(world)
-    of = f"of {count(world)}" if known(world) else "of an unknown number"
-    yield Tile("ranks seen", count(seen), f"{of}, on {plural(int(coverage['hosts']), 'host')}", missing)
+    missing = bool(is_known(world)) and seen < int(world)
+    of = f"of {format_count(world)}" if is_known(world) else "of an unknown number"
+    yield Tile("ranks seen", format_count(seen), f"{of}, on {format_plural(int(coverage['hosts']), 'host')}", missing)
     counted = coverage["calls"]
-    recorded = share(coverage["records"] / counted) + " of those counted" if known(counted) and counted else ""
-    yield Tile("calls recorded", count(coverage["records"]), recorded, recorded != "" and coverage["records"] < counted)
+    recorded = (
+        format_share(coverage["records"] / counted) + " of those counted" if is_known(counted) and counted else ""
+    )
+    yield Tile(
+        "calls recorded", format_count(coverage["records"]), recorded, recorded != "" and coverage["records"] < counted
+    )
     steady = tables["steady_step"]
     for _, step in steady.loc[steady["op"] == ALL].iterrows():
-        yield Tile("training steps", count(step["steps"]), _alike(step))
-        calls = f"{count(step['calls_per_rank'])} calls"
-        yield Tile("payload of a step", size(step["payload_bytes_per_rank"]), f"per rank, in {calls}")
-        yield Tile("sent in a step", size(step["wire_bytes_per_rank"]), "per rank, at least")
+        yield Tile("training steps", format_count(step["steps"]), _alike(step))
+        calls = f"{format_count(step['calls_per_rank'])} calls"
+        yield Tile("payload of a step", format_bytes(step["payload_bytes_per_rank"]), f"per rank, in {calls}")
+        yield Tile("sent in a step", format_bytes(step["wire_bytes_per_rank"]), "per rank, at least")
     cost = tables["tracing_cost"].dropna(subset=["share"])
     if coverage["simulated"]:
         yield Tile("times", "none", "simulated: nothing was sent")
     elif len(cost):
         mean = cost["calls_ns"].sum() / cost["calls"].sum() if cost["calls"].sum() else None
-        yield Tile("cost of tracing", small_share(cost["share"].mean()), f"of the run's time; {time(mean)} a call")
+        yield Tile(
+            "cost of tracing",
+            format_small_share(cost["share"].mean()),
+            f"of the run's time; {format_duration(mean)} a call",
+        )
     else:
         yield Tile("cost of tracing", "not known")
 
@@ -222,22 +239,22 @@ def _findings(tables: NamedTables) -> Iterator[str]:
     if total:
         most = steady.nlargest(3, "payload_bytes_per_rank")
         parts = [
-            f"{share(row.payload_bytes_per_rank / total)} {row.op}"
+            f"{format_share(row.payload_bytes_per_rank / total)} {row.op}"
             for row in rows_of(most)
             if row.payload_bytes_per_rank / total >= 0.01
         ]
-        yield f"A training step moves {size(total)} per rank: {', '.join(parts)}."
+        yield f"A training step moves {format_bytes(total)} per rank: {', '.join(parts)}."
     sites = tables["volume_by_site"]
-    if len(sites) and known(sites["payload_share"].iloc[0]) and sites["payload_bytes"].iloc[0]:
+    if len(sites) and is_known(sites["payload_share"].iloc[0]) and sites["payload_bytes"].iloc[0]:
         first = sites.iloc[0]
         place = first["site"] or "a line that was not recorded"
-        yield f"{share(first['payload_share'])} of the payload comes from one line, {place}."
+        yield f"{format_share(first['payload_share'])} of the payload comes from one line, {place}."
     waterfall = tables.get("waterfall")
     if waterfall is not None and len(waterfall):
         sums = waterfall.groupby("kind")["bytes"].sum()
         form, measured = sums.get("closed form", 0), sums.get("measured", 0)
         if form:
-            yield f"A rank sends {measured / form:.2f} times what the closed form predicts, {size(form)} a step."
+            yield f"A rank sends {measured / form:.2f} times what the closed form predicts, {format_bytes(form)} a step."
 
 
 def _warnings(tables: NamedTables) -> Iterator[str]:
@@ -245,21 +262,23 @@ def _warnings(tables: NamedTables) -> Iterator[str]:
     coverage = tables["coverage"].iloc[0]
     if coverage["ranks_missing"]:
         yield f"Ranks {coverage['ranks_missing']} left no log: sums and means are of the ranks seen."
-    gone = [f"{count(coverage[name])} {name}" for name in ("dropped", "removed", "lost") if coverage[name]]
+    gone = [f"{format_count(coverage[name])} {name}" for name in ("dropped", "removed", "lost") if coverage[name]]
     gone += (
-        [f"{count(coverage['not_found'])} not found"] if known(coverage["not_found"]) and coverage["not_found"] else []
+        [f"{format_count(coverage['not_found'])} not found"]
+        if is_known(coverage["not_found"]) and coverage["not_found"]
+        else []
     )
     if gone:
         yield f"Some calls are counted and not recorded ({', '.join(gone)}): volumes are lower bounds."
     if coverage["without_end"]:
-        yield f"{plural(int(coverage['without_end']), 'process', 'processes')} ended early, or still run."
+        yield f"{format_plural(int(coverage['without_end']), 'process', 'processes')} ended early, or still run."
     if coverage["simulated"]:
         yield "Simulated, a dry run: the calls are the job's, nothing was sent, and there are no times."
-    if known(coverage["hook_errors"]) and coverage["hook_errors"]:
-        yield f"The hooks failed on {plural(int(coverage['hook_errors']), 'call')}: what they saw of them is missing."
+    if is_known(coverage["hook_errors"]) and coverage["hook_errors"]:
+        yield f"The hooks failed on {format_plural(int(coverage['hook_errors']), 'call')}: what they saw of them is missing."
     damaged = sum(int(coverage[f"files_{kind}"]) for kind in ("cut", "foreign", "unreadable", "missing", "garbled"))
     if damaged:
-        yield f"{plural(damaged, 'file')} of the log are damaged or foreign; the notes below say which."
+        yield f"{format_plural(damaged, 'file')} of the log are damaged or foreign; the notes below say which."
 
 
 # --- sections -------------------------------------------------------------------------------------------------------
@@ -319,7 +338,7 @@ def _table(frame: pd.DataFrame, numbers: Numbers) -> Table:
 
 
 def _word(value: Any) -> str:
-    return str(value) if known(value) else "-"
+    return str(value) if is_known(value) else "-"
 
 
 def _text(value: Any) -> str:
@@ -334,11 +353,11 @@ _KINDS: Final[dict[Cells, str]] = {_word: "word", _text: "text", _site: "text"}
 
 
 def _signed(value: Any) -> str:
-    return f"{value:+,.0f}" if known(value) else "-"
+    return f"{value:+,.0f}" if is_known(value) else "-"
 
 
 def _ratio(value: Any) -> str:
-    return f"{value:.2f}" if known(value) else "-"
+    return f"{value:.2f}" if is_known(value) else "-"
 
 
 def _differences(reconciliation: pd.DataFrame) -> pd.DataFrame:
@@ -350,15 +369,15 @@ def _differences(reconciliation: pd.DataFrame) -> pd.DataFrame:
 
 
 _VOLUME: Final[dict[str, tuple[str, Cells]]] = {
-    "calls": ("calls", count),
-    "payload_bytes": ("payload", size),
-    "wire_bytes": ("wire, at least", size),
-    "payload_share": ("share of payload", share),
+    "calls": ("calls", format_count),
+    "payload_bytes": ("payload", format_bytes),
+    "wire_bytes": ("wire, at least", format_bytes),
+    "payload_share": ("share of payload", format_share),
 }
 _PER_RANK: Final[dict[str, tuple[str, Cells]]] = {
-    "calls_per_rank": ("calls", count),
-    "payload_bytes_per_rank": ("payload", size),
-    "wire_bytes_per_rank": ("wire, at least", size),
+    "calls_per_rank": ("calls", format_count),
+    "payload_bytes_per_rank": ("payload", format_bytes),
+    "wire_bytes_per_rank": ("wire, at least", format_bytes),
 }
 _OPERATION: Final[dict[str, tuple[str, Cells]]] = {"op": ("operation", _word)}
 
@@ -367,47 +386,47 @@ _RUNS: Final = Numbers(
     {
         "run": ("run", _word),
         "job": ("job", _text),
-        "ranks_seen": ("ranks", count),
-        "steps": ("steps", count),
+        "ranks_seen": ("ranks", format_count),
+        "steps": ("steps", format_count),
         **_PER_RANK,
-        "tracing_share": ("cost of tracing", small_share),
+        "tracing_share": ("cost of tracing", format_small_share),
     }
 )
 _SENT: Final = Numbers(
     {
         "run": ("run", _word),
-        "ranks": ("ranks", count),
-        "calls": ("calls", count),
-        "payload_bytes": ("payload", size),
-        "wire_bytes": ("wire, at least", size),
-        "expected_wire_bytes": ("expected", size),
-        "closed_form_bytes": ("closed form", size),
+        "ranks": ("ranks", format_count),
+        "calls": ("calls", format_count),
+        "payload_bytes": ("payload", format_bytes),
+        "wire_bytes": ("wire, at least", format_bytes),
+        "expected_wire_bytes": ("expected", format_bytes),
+        "closed_form_bytes": ("closed form", format_bytes),
     }
 )
 _AHEAD: Final = Numbers(
     {
-        "ranks": ("ranks", count),
-        "step_ns": ("a step", time),
-        "measured_ns": ("measured", time),
-        "efficiency": ("efficiency", share),
-        "compute_ns": ("computing", time),
-        "latency_ns": ("latency", time),
-        "bandwidth_ns": ("bandwidth", time),
-        "late_ns": ("waiting", time),
+        "ranks": ("ranks", format_count),
+        "step_ns": ("a step", format_duration),
+        "measured_ns": ("measured", format_duration),
+        "efficiency": ("efficiency", format_share),
+        "compute_ns": ("computing", format_duration),
+        "latency_ns": ("latency", format_duration),
+        "bandwidth_ns": ("bandwidth", format_duration),
+        "late_ns": ("waiting", format_duration),
     }
 )
 _NETWORK: Final = Numbers(
     {
         **_OPERATION,
-        "ranks": ("ranks", count),
-        "hosts": ("hosts", count),
-        "payload_bytes": ("payload", size),
-        "calls": ("calls", count),
-        "timed": ("timed", count),
-        "measured_ns": ("measured", time),
-        "expected_ns": ("expected", time),
-        "latency_ns": ("of it latency", time),
-        "efficiency": ("efficiency", share),
+        "ranks": ("ranks", format_count),
+        "hosts": ("hosts", format_count),
+        "payload_bytes": ("payload", format_bytes),
+        "calls": ("calls", format_count),
+        "timed": ("timed", format_count),
+        "measured_ns": ("measured", format_duration),
+        "expected_ns": ("expected", format_duration),
+        "latency_ns": ("of it latency", format_duration),
+        "efficiency": ("efficiency", format_share),
         "how": ("expected how", _word),
         "why_not": ("", _text),
     }
@@ -416,36 +435,36 @@ _NUMBERS: Final[dict[str, Numbers]] = {
     "speedup": Numbers(
         {
             "run": ("run", _word),
-            "ranks": ("ranks", count),
-            "steps": ("steps", count),
-            "step_ns": ("a step", time),
+            "ranks": ("ranks", format_count),
+            "steps": ("steps", format_count),
+            "step_ns": ("a step", format_duration),
             "speedup": ("speedup", _ratio),
-            "efficiency": ("efficiency", share),
-            "tokens_per_s": ("tokens/s", count),
+            "efficiency": ("efficiency", format_share),
+            "tokens_per_s": ("tokens/s", format_count),
         }
     ),
     "step_parts": Numbers(
         {
             "run": ("run", _word),
-            "compute_ns": ("computing", time),
-            "blocked_ns": ("in communication", time),
-            "late_ns": ("of it, others late", time),
-            "in_flight_ns": ("under way", time),
+            "compute_ns": ("computing", format_duration),
+            "blocked_ns": ("in communication", format_duration),
+            "late_ns": ("of it, others late", format_duration),
+            "in_flight_ns": ("under way", format_duration),
             "communication_per_compute": ("comm/compute", _ratio),
         }
     ),
     "volume": Numbers({"role": ("dimension", _word), **_OPERATION, **_VOLUME}),
-    "waterfall": Numbers({"label": ("cause", _text), "bytes": ("bytes", count)}),
+    "waterfall": Numbers({"label": ("cause", _text), "bytes": ("bytes", format_count)}),
     "waterfall_by_role": Numbers(
-        {"role": ("dimension", _word), "label": ("cause", _text), "bytes": ("bytes", count)},
+        {"role": ("dimension", _word), "label": ("cause", _text), "bytes": ("bytes", format_count)},
     ),
     "expected_and_measured": Numbers(
         {
             "role": ("dimension", _word),
             **_OPERATION,
             "cause": ("cause", _text),
-            "expected_calls": ("expected calls", count),
-            "measured_calls": ("measured calls", count),
+            "expected_calls": ("expected calls", format_count),
+            "measured_calls": ("measured calls", format_count),
             "difference_bytes": ("difference, bytes", _signed),
             "sites": ("lines", _text),
         },
@@ -455,15 +474,19 @@ _NUMBERS: Final[dict[str, Numbers]] = {
     "message_sizes": Numbers(
         {
             **_OPERATION,
-            "from_bytes": ("from", size),
-            "below_bytes": ("below", size),
-            "calls": ("calls", count),
-            "sum_bytes": ("bytes in all", size),
+            "from_bytes": ("from", format_bytes),
+            "below_bytes": ("below", format_bytes),
+            "calls": ("calls", format_count),
+            "sum_bytes": ("bytes in all", format_bytes),
         }
     ),
     "operation_volumes": Numbers({"run": ("run", _word), "part": ("part", _word), **_OPERATION, **_PER_RANK}),
     "measured_and_predicted": Numbers(
-        {"run": ("run", _word), "predicted_bytes": ("predicted", size), "measured_bytes": ("measured", size)}
+        {
+            "run": ("run", _word),
+            "predicted_bytes": ("predicted", format_bytes),
+            "measured_bytes": ("measured", format_bytes),
+        }
     ),
 }
 

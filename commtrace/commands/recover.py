@@ -1,0 +1,28 @@
+"""`commtrace recover`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+class Command:
+    """Recover records of killed processes from this host's shared memory.
+
+    A process that is killed leaves its last records in /dev/shm. `commtrace report` recovers those of the host that
+    it runs on, and so does any process of the run that ends in order. On the other hosts of a cluster, run this
+    command before they are restarted or cleaned:
+    `srun --ntasks-per-node=1 commtrace recover logs/run1`.
+    """
+
+    def prepare(self, parser: argparse.ArgumentParser) -> None:
+        """Add the arguments."""
+        parser.add_argument("directory", metavar="DIR", type=Path, help="what COMMTRACE named")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Recover the records, and print what was found."""
+        from commtrace.recording.recovery import recover_records
+
+        notes = recover_records(arguments.directory)
+        print("\n".join(notes) if notes else f"nothing of {arguments.directory} was left in this host's memory")
+        return 0

@@ -1,0 +1,190 @@
+"""`commtrace report`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from commtrace.errors import CommtraceError
+
+if TYPE_CHECKING:
+    from commtrace.analyses.fold import Analysis, NamedTables
+    from commtrace.run import Run
+
+PARALLEL_FROM: Final = 8_000_000
+"""Records above which worker processes are worth their start."""
+
+NARROWEST: Final = 72
+
+
+class Command:
+    """Show what a run communicated.
+
+    Begins with what the log covers, what tracing cost, and what the hooks cannot see; then volumes by operation,
+    parallel dimension, phase, step and line of code, message sizes, times and the balance of the ranks. DIR may hold
+    several runs: the newest is shown. A damaged log is reported as far as it goes. Several DIRs are shown side by side.
+    """
+
+    def prepare(self, parser: argparse.ArgumentParser) -> None:
+        """Add the arguments."""
+        parser.add_argument(
+            "directories",
+            metavar="DIR",
+            type=Path,
+            nargs="+",
+            help="what COMMTRACE named, or the folder of one run in it; several: runs side by side",
+        )
+        form = parser.add_mutually_exclusive_group()
+        form.add_argument("--json", action="store_true", help="all tables, with exact numbers, as one JSON document")
+        form.add_argument(
+            "--html", metavar="FILE", type=Path, help="write a page with figures to FILE; it needs no network"
+        )
+        parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
+        parser.add_argument(
+            "--network",
+            metavar="NET",
+            help="compare times with a network's: a file of commtrace bench or a description, or a shipped one's name",
+        )
+        parser.add_argument(
+            "--sites", metavar="N", type=_natural, default=None, help="lines of code to show (10, on a page 40; 0: all)"
+        )
+        parser.add_argument("--width", metavar="N", type=_width, default=None, help="columns of text, or auto (auto)")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Print the report, or write the page."""
+        from commtrace.analyses.comparison import names_of
+        from commtrace.run import open_run
+
+        if arguments.network is not None and len(arguments.directories) > 1:
+            raise CommtraceError("--network compares one run with a network; give one directory")
+        if arguments.html is not None:
+            return _write_page(arguments)
+        runs = {name: open_run(path) for name, path in names_of(arguments.directories).items()}
+        tables = {name: _tables(run, network=arguments.network) for name, run in runs.items()}
+        (_print_json if arguments.json else _print_text)(arguments, runs, tables)
+        return 0
+
+
+def _write_page(arguments: argparse.Namespace) -> int:
+    from commtrace.analyses.comparison import names_of
+    from commtrace.analyses.report.html.page import (  # first of all: it tells what is not installed
+        SITES,
+        page_of_run,
+        page_of_runs,
+    )
+    from commtrace.output_files import atomic_write
+    from commtrace.run import open_run
+
+    runs = {name: open_run(path) for name, path in names_of(arguments.directories).items()}
+    tables = {name: _tables(run, details=len(runs) == 1, network=arguments.network) for name, run in runs.items()}
+    if len(runs) > 1:
+        what, page = f"{len(runs)} runs", page_of_runs(runs, tables)
+    else:
+        ((name, run),) = runs.items()
+        sites = SITES if arguments.sites is None else arguments.sites
+        what, page = f"run {run.id}", page_of_run(name, run, tables[name], sites=sites)
+    with atomic_write(arguments.html, force=arguments.force) as part:
+        part.write_text(page, encoding="utf-8")
+    print(f"{arguments.html}: {what}, to be opened in a browser")
+    return 0
+
+
+def _print_json(arguments: argparse.Namespace, runs: Mapping[str, Run], tables: Mapping[str, NamedTables]) -> None:
+    """The tables of one run, or those of several side by side."""
+    from commtrace.analyses.comparison import compare
+    from commtrace.analyses.report.document import comparison_to_json, to_json
+
+    if len(runs) > 1:
+        print(comparison_to_json(compare(runs, tables)))
+    else:
+        ((name, run),) = runs.items()
+        print(to_json(run, tables[name]))
+
+
+def _print_text(arguments: argparse.Namespace, runs: Mapping[str, Run], tables: Mapping[str, NamedTables]) -> None:
+    """The report of one run, or what matters of several side by side."""
+    from rich.console import Console
+
+    from commtrace.analyses.comparison import compare
+    from commtrace.analyses.report import side_by_side, terminal
+
+    width = arguments.width or max(NARROWEST, shutil.get_terminal_size((80, 24)).columns)
+    console = Console(width=width, highlight=False, markup=False, emoji=False, soft_wrap=False)
+    if len(runs) > 1:
+        parts = side_by_side.render(compare(runs, tables), width, letters=_letters())
+    else:
+        ((name, run),) = runs.items()
+        sites = 10 if arguments.sites is None else arguments.sites
+        parts = terminal.render(run, tables[name], width, sites=sites, letters=_letters())
+    for part in parts:
+        console.print(part)
+
+
+def _tables(run: Run, *, details: bool = False, network: str | None = None) -> NamedTables:
+    from commtrace.analyses import analyse
+
+    question = None if network is None else _network(network)
+    with _executor(run) as executor:
+        tables = analyse(run, executor, details=details)
+        if question is not None:
+            from commtrace.analyses.fold import fold
+
+            tables |= fold(run, [question], executor)
+        return tables
+
+
+def _network(name: str) -> Analysis:
+    from commtrace.analyses.network_times import analysis
+    from commtrace.network.networks import open_network
+
+    return analysis(open_network(name))
+
+
+def _natural(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0")
+    return int(text)
+
+
+def _width(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdigit() or int(text) < NARROWEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number from {NARROWEST}")
+    return int(text)
+
+
+def _letters() -> bool:
+    """Whether stdout takes more than ASCII."""
+    return (sys.stdout.encoding or "ascii").lower().replace("-", "").startswith("utf")
+
+
+def workers() -> int:
+    """Processes that may run at once."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def _executor(run: Run) -> Iterator[Executor | None]:
+    """Worker processes where there is much to read, else None."""
+    records = sum(segment.count for process in run.processes for segment in process.segments)
+    if records < PARALLEL_FROM or workers() < 2:
+        yield None
+        return
+    try:
+        # A fork has pandas imported already, which takes a second, but copies the locks of other threads.
+        how = multiprocessing.get_context("fork" if threading.active_count() == 1 else "spawn")
+        with ProcessPoolExecutor(min(workers(), 16), how) as executor:
+            yield executor
+    except BrokenProcessPool:
+        raise CommtraceError(f"{run.log.path}: a worker process was killed, probably for want of memory") from None

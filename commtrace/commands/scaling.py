@@ -1,0 +1,189 @@
+"""`commtrace scaling`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from .report import NARROWEST
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from commtrace.analyses.fold import NamedTables
+
+VERSION: Final = 1
+
+
+class Command:
+    """Compare runs of one program on more and more ranks, and say what stops the scaling.
+
+    For each run: the time of a training step, speedup and efficiency against the run with the fewest ranks, tokens a
+    second, where the time of a step goes (computation, communication, waiting for ranks that are late), and what a rank
+    sends, beside what theory expects of the job. Then Amdahl's law, and a model of latency and bandwidth, with their
+    errors, and what they say of more ranks. Steps are those that the program marks, or that commtrace finds.
+    """
+
+    def prepare(self, parser: argparse.ArgumentParser) -> None:
+        """Add the arguments."""
+        parser.add_argument(
+            "directories",
+            metavar="DIR",
+            type=Path,
+            nargs="+",
+            help="what COMMTRACE named, one for each run; two or more",
+        )
+        parser.add_argument(
+            "--tokens",
+            metavar="N",
+            type=_positive,
+            action="append",
+            help="tokens of a step of the whole job, where the log does not say; once, or for each run in turn",
+        )
+        form = parser.add_mutually_exclusive_group()
+        form.add_argument("--json", action="store_true", help="all tables, with exact numbers, as one JSON document")
+        form.add_argument(
+            "--html", metavar="FILE", type=Path, help="write a page with figures to FILE; it needs no network"
+        )
+        parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Print the comparison, or write the page."""
+        from commtrace.analyses.comparison import names_of
+        from commtrace.analyses.scaling.scaling_tables import scaling
+        from commtrace.run import open_run
+
+        runs = {name: open_run(path) for name, path in names_of(arguments.directories).items()}
+        tables = scaling(runs, arguments.tokens)
+        if arguments.html is not None:
+            from commtrace.analyses.report.html.page import page_of_scaling
+            from commtrace.analyses.scaling.findings import sentences
+            from commtrace.output_files import atomic_write
+
+            page = page_of_scaling(runs, tables, sentences(tables))
+            with atomic_write(arguments.html, force=arguments.force) as part:
+                part.write_text(page, encoding="utf-8")
+            print(f"{arguments.html}: {len(runs)} runs, to be opened in a browser")
+        elif arguments.json:
+            print(document(tables))
+        else:
+            _print(tables)
+        return 0
+
+
+def document(tables: NamedTables) -> str:
+    """The tables as JSON, as `commtrace report --json` writes them, and the sentences."""
+    from commtrace.analyses.report.document import plain
+    from commtrace.analyses.scaling.findings import sentences
+
+    rows = {name: [plain(row) for row in table.to_dict("records")] for name, table in tables.items()}
+    told = {"format": "commtrace-scaling", "version": VERSION, "tables": rows, "sentences": sentences(tables)}
+    return json.dumps(told, indent=1, allow_nan=False)
+
+
+def _print(tables: NamedTables) -> None:
+    from rich.console import Console
+
+    width = max(NARROWEST, shutil.get_terminal_size((80, 24)).columns)
+    console = Console(width=width, highlight=False, markup=False, emoji=False, soft_wrap=False)
+    for part in render(tables, width):
+        console.print(part)
+
+
+def render(tables: NamedTables, width: int) -> Iterator[RenderableType]:
+    """The comparison as text of at most `width` columns."""
+    from commtrace.analyses.fold import rows_of
+    from commtrace.analyses.report.layout import Column, fit, paragraph, word
+    from commtrace.analyses.scaling.findings import sentences
+    from commtrace.formatting import format_bytes, format_count, format_duration, format_share, is_known
+
+    def number(title: str, *, optional: bool = False) -> Column:
+        return Column(title, optional=optional)
+
+    def times(value: object) -> str:
+        return f"{value:.2f}x" if is_known(value) else "-"
+
+    table = tables["scaling"]
+    yield "Speed"
+    yield fit(
+        [
+            word("run", gives=True), number("ranks"), number("hosts", optional=True), number("steps"), number("a step"),
+            number("speedup"), number("efficiency"), number("tokens/s"),
+        ],
+        [
+            [
+                row.run, format_count(row.ranks), format_count(row.hosts), format_count(row.steps), format_duration(row.step_ns), times(row.speedup),
+                format_share(row.efficiency), format_count(round(row.tokens_per_s)) if is_known(row.tokens_per_s) else "-",
+            ]
+            for row in rows_of(table)
+        ],
+        width, "...",
+    )  # fmt: skip
+    yield ""
+    yield "Where the time of a step goes, means over the ranks"
+    yield fit(
+        [
+            word("run", gives=True), number("ranks"), number("computing"), number("in communication"),
+            number("of it, others late"), number("under way", optional=True), number("comm/compute"),
+        ],
+        [
+            [
+                row.run, format_count(row.ranks), format_duration(row.compute_ns), format_duration(row.blocked_ns), format_duration(row.late_ns),
+                format_duration(row.in_flight_ns),
+                f"{row.communication_per_compute:.2f}" if is_known(row.communication_per_compute) else "-",
+            ]
+            for row in rows_of(table)
+        ],
+        width, "...",
+    )  # fmt: skip
+    yield ""
+    yield "What a rank sends in a step"
+    yield fit(
+        [
+            word("run", gives=True), number("ranks"), number("calls"), number("payload"), number("wire, at least"),
+            number("expected"), number("closed form"),
+        ],
+        [
+            [
+                row.run, format_count(row.ranks), format_count(round(row.calls, 1)), format_bytes(row.payload_bytes), format_bytes(row.wire_bytes),
+                format_bytes(row.expected_wire_bytes), format_bytes(row.closed_form_bytes),
+            ]
+            for row in rows_of(table)
+        ],
+        width, "...",
+    )  # fmt: skip
+    projection = tables["scaling_projection"]
+    if len(projection):
+        yield ""
+        yield "The model: computing, latency, bandwidth, waiting"
+        yield fit(
+            [
+                number("ranks"), number("a step"), number("measured"), number("efficiency"), number("computing"),
+                number("latency"), number("bandwidth"), number("waiting"),
+            ],
+            [
+                [
+                    format_count(row.ranks), format_duration(row.step_ns), format_duration(row.measured_ns) if is_known(row.measured_ns) else "not run",
+                    format_share(row.efficiency), format_duration(row.compute_ns), format_duration(row.latency_ns), format_duration(row.bandwidth_ns),
+                    format_duration(row.late_ns),
+                ]
+                for row in rows_of(projection)
+            ],
+            width, "...",
+        )  # fmt: skip
+    yield ""
+    for sentence in sentences(tables):
+        yield paragraph(sentence, width, first="- ")
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
+    return int(text)
+
+
+__all__: Sequence[str] = ["Command", "document", "render"]

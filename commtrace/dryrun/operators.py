@@ -1,0 +1,86 @@
+"""What kind of thing each operator of torch is, told by its schema: a view, a write, a new tensor, a number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum, auto
+from typing import Any, Final, NamedTuple
+
+import torch
+
+
+class OperatorKind(Enum):
+    """How a dry run treats an operator."""
+
+    REAL = auto()  # only looks at metadata, or makes a view: done as it is
+    WRITE = auto()  # writes into a tensor that it is given: left out, where that one is large
+    NEW = auto()  # makes tensors, whose shapes follow from those of its arguments
+    NUMBER = auto()  # gives a number that the program may branch on
+    SHAPE = auto()  # makes tensors whose shapes follow from numbers
+    JOIN = auto()  # makes one tensor of many: ZeRO-3 joins a thousand pieces of each gradient
+    INDEX = auto()  # x[i, mask]: only a mask's numbers decide the shape
+    COPY = auto()  # a functional collective that copies its input first
+
+
+class OperatorPlan(NamedTuple):
+    """An operator."""
+
+    sort: OperatorKind
+    writes: tuple[tuple[int, str], ...] = ()
+    """Position and name of each argument that is written to."""
+    returns: int = 0
+    pointwise: bool = False
+    fills: bool = False
+    """Overwrites all of its first argument, whatever that held."""
+    leaves_empty: bool = False
+    """Makes a tensor with whatever its memory held before."""
+
+
+# Writes to metadata: the storage behind a tensor, its length, its strides.
+_METADATA: Final = frozenset(
+    (
+        "set_", "resize_", "resize_as_", "detach_", "t_", "transpose_", "unsqueeze_", "squeeze_", "swapaxes_",
+        "swapdims_", "as_strided_", "lift_fresh", "_unsafe_view", "_reshape_alias", "requires_grad_", "record_stream",
+    )
+)  # fmt: skip
+_COPIES: Final = frozenset(("all_reduce", "all_reduce_coalesced", "broadcast"))
+_FILLS: Final = frozenset(("zero_", "fill_", "copy_", "normal_", "uniform_"))
+
+
+def plan_of(operator: Any) -> OperatorPlan:
+    """The plan of an OpOverload."""
+    schema = operator._schema
+    space, _, name = schema.name.partition("::")
+    if space in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+        return OperatorPlan(OperatorKind.COPY if name in _COPIES and not schema.is_mutable else OperatorKind.REAL)
+    if name in _METADATA:
+        return OperatorPlan(OperatorKind.REAL)
+    writes = tuple(
+        (place, argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    # One that writes and makes new tensors as well (batch norm) is taken by its tensors.
+    if writes and all(result.alias_info is not None for result in schema.returns):
+        return OperatorPlan(OperatorKind.WRITE, writes, len(schema.returns), fills=name in _FILLS)
+    if torch.Tag.data_dependent_output in operator.tags:
+        return OperatorPlan(OperatorKind.NUMBER)
+    if operator is torch.ops.aten.cat.default:
+        return OperatorPlan(OperatorKind.JOIN)
+    if operator is torch.ops.aten.index.Tensor:
+        return OperatorPlan(OperatorKind.INDEX)
+    if torch.Tag.dynamic_output_shape in operator.tags and "ctc_loss" not in name:
+        return OperatorPlan(OperatorKind.SHAPE)
+    views = any(result.alias_info is not None for result in schema.returns)
+    if views or not any("Tensor" in str(result.type) for result in schema.returns):
+        return OperatorPlan(OperatorKind.REAL)
+    return OperatorPlan(OperatorKind.NEW, pointwise=torch.Tag.pointwise in operator.tags, leaves_empty="empty" in name)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of an argument, however deep they lie in its lists."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)

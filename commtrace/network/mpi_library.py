@@ -1,0 +1,144 @@
+"""MPI by mpi4py's buffer methods (the upper-case ones, which copy and pickle nothing), measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from . import NetworkError
+from .library import Library
+from .measuring import Call, Group
+from .operations import PING_PONG, Values
+from .plan import BenchPlan
+
+try:
+    from mpi4py import MPI
+except (ImportError, RuntimeError) as error:  # mpi4py raises the latter where it finds no MPI
+    raise NetworkError(f"--through mpi4py: mpi4py or its MPI cannot be loaded ({error})") from error
+
+
+_LOOK_S: Final = 0.001
+
+
+def connect(plan: BenchPlan) -> MpiLibrary:
+    """The ranks of MPI.COMM_WORLD."""
+    return MpiLibrary(MPI.COMM_WORLD)
+
+
+class MpiLibrary(Library):
+    """See Library."""
+
+    def __init__(self, world: Any) -> None:
+        self._world = world
+        self.rank, self.size = world.Get_rank(), world.Get_size()
+        self.local_rank = world.Split_type(MPI.COMM_TYPE_SHARED).Get_rank()
+
+    def group(self, ranks: Sequence[int]) -> Group | None:
+        """See Library."""
+        found = self._world.Create(self._world.Get_group().Incl([*ranks]))
+        return MpiGroup(found) if found != MPI.COMM_NULL else None
+
+    def everyone(self, value: Any) -> list[Any]:
+        """See Library."""
+        found: list[Any] = self._world.allgather(value)
+        return found
+
+    def wait(self) -> None:
+        """See Library."""
+        request = self._world.Ibarrier()
+        while not request.Test():
+            time.sleep(_LOOK_S)
+
+    def facts(self) -> Mapping[str, str]:
+        """See Library."""
+        import mpi4py
+
+        name, numbers = MPI.get_vendor()
+        return {"mpi4py": mpi4py.__version__, "mpi": f"{name} {'.'.join(map(str, numbers))}"}
+
+    def close(self) -> None:
+        """See Library: MPI ends with the process."""
+        self._world.Barrier()
+
+    def abort(self) -> None:
+        """See Library."""
+        self._world.Abort(1)
+
+
+class MpiGroup(Group):
+    """A communicator."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+
+    def buffer(self, count: int) -> Values:
+        """See Group."""
+        return np.zeros(count, np.float32)
+
+    def fill(self, buffer: Values, values: Values) -> None:
+        """See Group."""
+        buffer[:] = values
+
+    def values(self, buffer: Values) -> Values:
+        """See Group."""
+        return buffer
+
+    def settle(self) -> None:
+        """See Group: blocking calls are complete when they return."""
+
+    def barrier(self) -> None:
+        """See Group."""
+        self._comm.Barrier()
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """See Group."""
+        found: list[list[float]] = self._comm.allgather([*values])
+        return found
+
+    def call(self, op: str, source: Values, result: Values, messages: int) -> Call:
+        """See Group."""
+        if op.startswith("send_recv"):
+            return self._ping_pong(source, result) if op == PING_PONG else self._window(source, result, messages)
+        comm, at_root = self._comm, self.rank == 0
+        calls: dict[str, Call] = {
+            "all_reduce": lambda: comm.Allreduce(source, result),
+            "all_gather": lambda: comm.Allgather(source, result),
+            "reduce_scatter": lambda: comm.Reduce_scatter_block(source, result),
+            "broadcast": lambda: comm.Bcast(result, 0),
+            "reduce": lambda: comm.Reduce(source, result if at_root else None, root=0),
+            "all_to_all": lambda: comm.Alltoall(source, result),
+            "gather": lambda: comm.Gather(source, result if at_root else None, 0),
+            "scatter": lambda: comm.Scatter(source if at_root else None, result, 0),
+            "barrier": comm.Barrier,
+        }
+        return calls[op]
+
+    def _ping_pong(self, source: Values, result: Values) -> Call:
+        comm, other = self._comm, 1 - self.rank
+
+        def first() -> None:
+            comm.Send(source, other)
+            comm.Recv(result, other)
+
+        def second() -> None:
+            comm.Recv(result, other)
+            comm.Send(source, other)
+
+        return second if self.rank else first
+
+    def _window(self, source: Values, result: Values, messages: int) -> Call:
+        comm, answer = self._comm, np.zeros(1, np.float32)
+
+        def sender() -> None:
+            MPI.Request.Waitall([comm.Isend(source, 1) for _ in range(messages)])
+            comm.Recv(answer, 1)
+
+        def receiver() -> None:
+            MPI.Request.Waitall([comm.Irecv(result, 0) for _ in range(messages)])
+            comm.Send(answer, 0)
+
+        return receiver if self.rank else sender

@@ -1,0 +1,149 @@
+"""What `commtrace bench` measured, as it is kept: one JSON document.
+
+{
+  "format": "commtrace-network", "version": 1,
+  "through": "torch", "backend": "gloo",
+  "versions": {"python": "3.11.7", "commtrace": "0.1.0", "torch": "2.13.0"},
+  "hosts": [{"host": "node17", "ranks": 2}],
+  "machine": {"cpu": "AMD EPYC 7763", "cores": 2, "system": "Linux 6.1"},      of the host of rank 0
+  "environment": {"NCCL_ALGO": "Ring"},     variables that choose transports
+  "date": "2026-11-21", "traced": false, "seconds": 0.2,
+  "rows": [{"op": "all_reduce", "ranks": 2, "hosts": 1, "payload_bytes": 4, "calls": 400, "rounds": 10,
+            "min_us": 101.2, ...}, ...],    `measuring.Row` says what the fields are
+  "fits": [{"op": "all_reduce", ...}]       what was fitted to the rows; whoever reads a file here fits anew
+}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from commtrace import identity
+from commtrace.output_files import atomic_write
+
+from . import NetworkError
+from .fit import Fit, fitted
+from .measuring import Row
+from .plan import BenchPlan
+
+FORMAT, VERSION = "commtrace-network", 1
+
+TRANSPORTS: Final = (
+    "NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_", "OMPI_MCA_", "MPICH_", "MPIR_CVAR_", "I_MPI_", "OMP_NUM_THREADS",
+)  # fmt: skip
+"""Beginnings of the names of variables that choose how messages travel. An allow-list: others may hold secrets."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """See the module."""
+
+    through: str
+    backend: str
+    versions: Mapping[str, str]
+    hosts: Sequence[Mapping[str, Any]]
+    machine: Mapping[str, Any]
+    environment: Mapping[str, str]
+    date: str
+    traced: bool
+    """commtrace was recording: its cost is in every time."""
+    seconds: float
+    rows: tuple[Row, ...]
+
+    @staticmethod
+    def of(plan: BenchPlan, hosts: Sequence[str], facts: Mapping[str, str], rows: Sequence[Row]) -> Results:
+        """What was measured just now, on the host of this process and others; `hosts` is that of each rank."""
+        return Results(
+            plan.through,
+            plan.backend if plan.through == "torch" else "mpi",
+            {**identity.versions(), **facts},
+            [{"host": host, "ranks": ranks} for host, ranks in Counter(hosts).items()],
+            {"cpu": _cpu(), "cores": _cores(), "system": f"{platform.system()} {platform.release()}"},
+            {name: os.environ[name] for name in sorted(os.environ) if name.startswith(TRANSPORTS)},
+            time.strftime("%Y-%m-%d"),
+            os.environ.get("COMMTRACE", "0") not in ("", "0"),
+            plan.seconds,
+            tuple(rows),
+        )
+
+    @cached_property
+    def fits(self) -> tuple[Fit, ...]:
+        """One of each operation and group."""
+        return fitted(self.rows)
+
+    @property
+    def title(self) -> str:
+        """ "gloo, 2 ranks of 1 host"."""
+        ranks = sum(int(one["ranks"]) for one in self.hosts)
+        hosts = f"{len(self.hosts)} host{'s' * (len(self.hosts) != 1)}"
+        name = self.backend if self.through == "torch" else self.versions.get("mpi", "MPI")
+        return f"{name} through {self.through}, {ranks} ranks on {hosts}"
+
+
+def write(results: Results, path: Path, *, force: bool = False) -> None:
+    """Keep them. Raises OutputError where the file exists (without `force`) or cannot be written."""
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        **{field.name: getattr(results, field.name) for field in fields(results) if field.name != "rows"},
+        "rows": [{name: _rounded(value) for name, value in asdict(row).items()} for row in results.rows],
+        "fits": [asdict(fit) for fit in results.fits],
+    }
+    with atomic_write(path, force=force) as part:
+        part.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def read(path: Path) -> Results:
+    """What was kept. Raises NetworkError for a file that is not of this kind."""
+    document = read_json(path)
+    if document.get("format") != FORMAT:
+        raise NetworkError(f"{path}: not a file that commtrace bench has written (its format is not {FORMAT!r})")
+    if document.get("version") != VERSION:
+        raise NetworkError(f"{path}: version {document.get('version')!r} of the format; this commtrace reads {VERSION}")
+    try:
+        rows = tuple(Row(**row) for row in document["rows"])
+        return Results(
+            **{field.name: document[field.name] for field in fields(Results) if field.name != "rows"}, rows=rows
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise NetworkError(f"{path}: damaged ({type(error).__name__}: {error}); measure again") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object of keys and values. Raises NetworkError."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise NetworkError(f"{path}: cannot be read ({error.strerror}); commtrace bench writes such a file") from error
+    except ValueError as error:
+        raise NetworkError(f"{path}: not JSON ({error})") from error
+    if not isinstance(document, dict):
+        raise NetworkError(f"{path}: an object of keys and values is expected, and this is {document!r:.40}")
+    return document
+
+
+def _rounded(value: Any) -> Any:
+    """To six digits: the rest is noise."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def _cpu() -> str:
+    try:
+        told = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.machine()
+    names = (line.partition(":")[2].strip() for line in told.splitlines() if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,192 @@
+"""torch.distributed, measured: gloo, nccl, and mpi where torch has it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+try:
+    import torch
+    import torch.distributed as dist
+except ImportError as error:
+    from . import NetworkError
+
+    raise NetworkError(f"this measures torch.distributed, and torch cannot be imported ({error})") from error
+
+from . import NetworkError
+from .library import Library
+from .measuring import Call, Group
+from .operations import PING_PONG, Values
+from .plan import BenchPlan
+
+# torch 2.13 has new names for these two, and warns of the old ones.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def connect(plan: BenchPlan) -> TorchLibrary:
+    """Join the process group that the environment names (RANK, WORLD_SIZE, MASTER_ADDR ...)."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    _check(plan.backend, local_rank)
+    device = torch.device("cuda", local_rank) if plan.backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group(
+            plan.backend,
+            timeout=timedelta(seconds=plan.timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise NetworkError(f"the ranks did not find each other ({plan.backend}): {_first_line(error)}") from error
+    return TorchLibrary(device, local_rank, plan.backend)
+
+
+def _check(backend: str, local_rank: int) -> None:
+    if not dist.is_available():
+        raise NetworkError("this torch was built without torch.distributed")
+    if backend == "mpi" and not dist.is_mpi_available():
+        raise NetworkError("this torch was built without MPI; measure MPI by --through mpi4py, or take --backend gloo")
+    if backend == "nccl":
+        if not torch.cuda.is_available() or not dist.is_nccl_available():
+            raise NetworkError("--backend nccl needs a torch with NCCL and a GPU for each rank; here is none")
+        if local_rank >= torch.cuda.device_count():
+            raise NetworkError(
+                f"--backend nccl: local rank {local_rank} has no GPU of its own, there are {torch.cuda.device_count()}"
+            )
+
+
+class TorchLibrary(Library):
+    """See Library."""
+
+    def __init__(self, device: torch.device, local_rank: int, backend: str) -> None:
+        self.rank, self.size, self.local_rank = dist.get_rank(), dist.get_world_size(), local_rank
+        self._device, self._backend = device, backend
+
+    def group(self, ranks: Sequence[int]) -> Group | None:
+        """See Library."""
+        group = dist.new_group([*ranks])
+        return TorchGroup(group, self._device) if self.rank in ranks else None
+
+    def everyone(self, value: Any) -> list[Any]:
+        """See Library."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
+    def wait(self) -> None:
+        """See Library: gloo's threads sleep; NCCL's ranks have a device each."""
+        dist.barrier()
+
+    def facts(self) -> Mapping[str, str]:
+        """See Library."""
+        nccl = {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if self._backend == "nccl" else {}
+        return {"torch": str(torch.__version__), **nccl}
+
+    def close(self) -> None:
+        """See Library."""
+        dist.barrier()
+        dist.destroy_process_group()
+
+    def abort(self) -> None:
+        """See Library: peers of a process that ends see their connections break."""
+
+
+class TorchGroup(Group):
+    """A process group."""
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def buffer(self, count: int) -> torch.Tensor:
+        """See Group."""
+        return torch.zeros(count, dtype=torch.float32, device=self._device)
+
+    def fill(self, buffer: torch.Tensor, values: Values) -> None:
+        """See Group."""
+        buffer.copy_(torch.from_numpy(values))
+
+    def values(self, buffer: torch.Tensor) -> Values:
+        """See Group."""
+        found: Values = buffer.cpu().numpy()
+        return found
+
+    def settle(self) -> None:
+        """See Group."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def barrier(self) -> None:
+        """See Group."""
+        dist.barrier(self._group)
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """See Group."""
+        mine = torch.tensor(values, dtype=torch.float64, device=self._device)
+        everyone = torch.empty(self.size * len(values), dtype=torch.float64, device=self._device)
+        _all_gather(everyone, mine, group=self._group)
+        found: list[list[float]] = everyone.view(self.size, -1).tolist()
+        return found
+
+    def call(self, op: str, source: torch.Tensor, result: torch.Tensor, messages: int) -> Call:
+        """See Group."""
+        if op in ("gather", "scatter"):
+            return self._rooted(op, source, result)
+        if op.startswith("send_recv"):
+            return self._ping_pong(source, result) if op == PING_PONG else self._window(source, result, messages)
+        group = self._group
+        calls: dict[str, Call] = {
+            "all_reduce": lambda: dist.all_reduce(result, group=group),
+            "all_gather": lambda: _all_gather(result, source, group=group),
+            "reduce_scatter": lambda: _reduce_scatter(result, source, group=group),
+            "broadcast": lambda: dist.broadcast(result, group=group, group_src=0),
+            "reduce": lambda: dist.reduce(result, group=group, group_dst=0),
+            "all_to_all": lambda: dist.all_to_all_single(result, source, group=group),
+            "barrier": lambda: dist.barrier(group),
+        }
+        return calls[op]
+
+    def _rooted(self, op: str, source: torch.Tensor, result: torch.Tensor) -> Call:
+        """Lists of the shares are made before, as a program would keep them."""
+        group, is_root = self._group, self.rank == 0
+        shares = [*(result if op == "gather" else source).chunk(self.size)] if is_root else None
+        if op == "gather":
+            return lambda: dist.gather(source, shares, group=group, group_dst=0)
+        return lambda: dist.scatter(result, shares, group=group, group_src=0)
+
+    def _ping_pong(self, source: torch.Tensor, result: torch.Tensor) -> Call:
+        group, other = self._group, 1 - self.rank
+
+        def first() -> None:
+            dist.send(source, group=group, group_dst=other)
+            dist.recv(result, group=group, group_src=other)
+
+        def second() -> None:
+            dist.recv(result, group=group, group_src=other)
+            dist.send(source, group=group, group_dst=other)
+
+        return second if self.rank else first
+
+    def _window(self, source: torch.Tensor, result: torch.Tensor, messages: int) -> Call:
+        group, answer = self._group, self.buffer(1)
+
+        def sender() -> None:
+            works = [dist.isend(source, group=group, group_dst=1) for _ in range(messages)]
+            for work in works:
+                work.wait()  # type: ignore[union-attr]  # this rank is in the group
+            dist.recv(answer, group=group, group_src=1)
+
+        def receiver() -> None:
+            works = [dist.irecv(result, group=group, group_src=0) for _ in range(messages)]
+            for work in works:
+                work.wait()  # type: ignore[union-attr]  # this rank is in the group
+            dist.send(answer, group=group, group_dst=0)
+
+        return receiver if self.rank else sender
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

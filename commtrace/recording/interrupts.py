@@ -1,0 +1,41 @@
+"""Exceptions that belong to the program although they arose in our code: those of its signal handlers.
+
+A handler runs between any two instructions of the main thread. Where it raises (a time limit on a call, say), the
+exception passes through whatever was going on, and must not be taken for a fault of ours and kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import CodeType, TracebackType
+from typing import Any
+
+
+def reraise_if_from_signal_handler() -> None:
+    """Within an `except`: raise the exception again if a signal handler of the program raised it."""
+    error = sys.exc_info()[1]
+    if error is not None and threading.current_thread() is threading.main_thread():
+        handlers = {code for code in map(_code, map(signal.getsignal, signal.valid_signals())) if code is not None}
+        if handlers and any(code in handlers for code in _codes(error.__traceback__)):
+            raise error
+
+
+def _code(handler: Any) -> CodeType | None:
+    """The code of a signal handler: a function, a method, a partial, or an object that can be called."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    function = getattr(handler, "__func__", handler)
+    if not hasattr(function, "__code__"):
+        function = vars(type(handler)).get("__call__")
+    code = getattr(function, "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def _codes(traceback: TracebackType | None) -> Iterator[CodeType]:
+    while traceback is not None:
+        yield traceback.tb_frame.f_code
+        traceback = traceback.tb_next

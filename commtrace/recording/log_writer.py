@@ -1,0 +1,176 @@
+"""Writes one process's tables and records to the log directory, and lives through whatever the store does.
+
+Only the drain thread comes here: no call of the program ever waits for the store. An error is counted, said once on
+stderr, and tried again from time to time; the records stay in the ring until then.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from commtrace.schema import Records
+from commtrace.settings import Settings
+
+from .segment_writer import EMPTY, SegmentSeries, cut, unlinked, write_all
+
+RETRY_SECONDS: Final = 5.0
+LOOK_SECONDS: Final = 1.0
+"""How often to look whether the files are still there: on shared storage even that is a request to a server."""
+
+_GONE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+
+
+class LogWriter:
+    """The files of one process, made when the first record comes."""
+
+    def __init__(
+        self, folder: Path, stem: str, settings: Settings, renamed: Callable[[str], None] = lambda stem: None
+    ) -> None:
+        """`renamed` is told the stem that the files have in the end, before they are made."""
+        self.folder = folder
+        self._stem = stem
+        self._renamed = renamed
+        self._tables_path = folder / f"{stem}.jsonl"
+        self._tables_fd = -1
+        self._lines_written = self._tables_size = 0
+        self._series = SegmentSeries(
+            folder,
+            stem,
+            smallest=settings.segment_min_bytes,
+            largest=settings.segment_max_bytes,
+            max_bytes=settings.max_bytes,
+        )
+        self._retry_at = self._look_at = 0.0
+        self.lost = 0
+        """Records in files that somebody removed while the log was written."""
+        self.errors = 0
+        """Times that the store refused."""
+        self.last_error = ""
+
+    @property
+    def removed(self) -> int:
+        """Records in segments that were removed to keep the log below its bound."""
+        return self._series.removed
+
+    @property
+    def ready(self) -> bool:
+        """The store did not refuse a moment ago."""
+        return time.monotonic() >= self._retry_at
+
+    def retry(self) -> None:
+        """This is the last chance: look at the files and write whatever was the matter a moment ago."""
+        self._retry_at = self._look_at = 0.0
+
+    def write(self, lines: list[bytes], records: Records) -> int:
+        """Bring the log up to date: all table lines so far, and these records.
+
+        Returns how many of the records need no more care, because they are written. Never raises OSError.
+        """
+        before = self._series.written
+        if self.ready:
+            try:
+                self._make_files()
+                try:
+                    self._write_all(lines, records)
+                except OSError as error:
+                    if error.errno not in _GONE:
+                        raise
+                    self._start_over()
+                    self._make_files()
+                    self._write_all(lines, records[self._series.written - before :])
+            except OSError as error:
+                self._note(error)
+        return self._series.written - before
+
+    def unwritten(self, lines: list[bytes]) -> int:
+        """How many of these table lines the log does not have."""
+        return len(lines) - self._lines_written
+
+    def finish(self, lines: list[bytes]) -> None:
+        """Write the last lines and finish the open segment. Never raises OSError."""
+        self._retry_at = 0.0
+        self.write(lines, EMPTY)
+        for close in (self._series.close, self._close_tables):
+            try:
+                close()
+            except OSError as error:
+                self._note(error)
+
+    def _write_all(self, lines: list[bytes], records: Records) -> None:
+        # Lines come first: a record on disk never refers to a row that is not.
+        self._write_lines(lines)
+        self._series.append(records)
+
+    def _make_files(self) -> None:
+        if self._tables_fd >= 0 and time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + LOOK_SECONDS
+            if unlinked(self._tables_fd) or self._series.vanished():
+                self._start_over()
+        if self._tables_fd < 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._open_tables()
+
+    def _open_tables(self) -> None:
+        # A name may be taken: by a process of the same number in another container, or before an exec.
+        head, _, pid = self._stem.rpartition("-")
+        for number in itertools.count(1):
+            stem = self._stem if number == 1 else f"{head}-{number}-{pid}"
+            try:
+                self._tables_fd = self._create_tables(stem)
+            except FileExistsError:
+                continue
+            self._series.stem = stem
+            return
+
+    def _create_tables(self, stem: str) -> int:
+        path = self.folder / f"{stem}.jsonl"
+        if path != self._tables_path:
+            self._renamed(stem)
+            self._tables_path = path
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_EXCL, 0o666)
+
+    def _start_over(self) -> None:
+        # Somebody removed or moved our files. What comes from here on is still worth having, with its tables whole.
+        self.lost += self._series.forget_missing()
+        if unlinked(self._tables_fd) or not self._tables_path.exists():
+            self._lines_written = self._tables_size = 0
+            self._close_tables()
+        self._note(FileNotFoundError(errno.ENOENT, "the log was removed while it was written", str(self.folder)))
+        self._retry_at = 0.0
+
+    def _close_tables(self) -> None:
+        fd, self._tables_fd = self._tables_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _write_lines(self, lines: list[bytes]) -> None:
+        while self._lines_written < len(lines):
+            chunk = lines[self._lines_written : self._lines_written + 1000]
+            data = b"".join(chunk)
+            cut(self._tables_fd, self._tables_size)  # what an earlier attempt may have left
+            write_all(self._tables_fd, data)
+            self._tables_size += len(data)
+            self._lines_written += len(chunk)
+
+    def _note(self, error: OSError) -> None:
+        self.last_error = f"{error.strerror or error} ({error.filename or self.folder})"
+        if self.errors == 0:
+            say(f"cannot write the log: {self.last_error}. The program goes on; writing is tried again.")
+        self.errors += 1
+        self._retry_at = time.monotonic() + RETRY_SECONDS
+
+
+def say(message: str) -> None:
+    """One line on stderr. Tracing never prints to stdout, which belongs to the program."""
+    try:
+        sys.stderr.write(f"commtrace: {message}\n")
+        sys.stderr.flush()
+    except Exception:
+        pass  # stderr is closed, or the program's own; there is nobody to tell

@@ -1,0 +1,263 @@
+"""The portable recorder: what hooks call, on the way of every communication call.
+
+It writes a record when a call begins, adds to it when the call returns and when its end is seen, and leaves the rest to
+a thread that empties the ring (`commtrace.recording.drain`). Nothing here raises into the program, takes a lock that another
+thread holds for long, or touches the store.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from struct import Struct
+from typing import Any, Final
+
+from commtrace import identity
+from commtrace.schema import FORMAT, RECORD, RECORD_STRUCT, VERSION, Clock, State
+from commtrace.settings import Settings
+
+from . import ring
+from .drain import Drain
+from .interrupts import reraise_if_from_signal_handler
+from .log_writer import LogWriter
+from .slots import Call, Slots
+from .table_writer import TableWriter
+
+__all__ = ["Call", "Recorder", "now"]
+
+now: Final = time.monotonic_ns
+
+_pack: Final = Struct(RECORD_STRUCT).pack_into
+_pack_time: Final = Struct("<q").pack_into
+_pack_size: Final = Struct("<2q").pack_into  # payload, local
+_pack_seq: Final = Struct("<I").pack_into
+_pack_peer: Final = Struct("<2i").pack_into  # peer, tag
+_SIZE: Final = RECORD.itemsize
+_T_RETURN, _T_WAIT, _T_END, _PAYLOAD, _SEQ, _PEER, _CLOCK, _STATE = (
+    RECORD.fields[name][1]  # type: ignore[index]
+    for name in ("t_return", "t_wait", "t_end", "payload", "seq", "peer", "clock", "state")
+)
+_FREE, _BEGUN, _RETURNED, _COMPLETE, _UNOBSERVABLE, _FAILED = (int(state) for state in State)
+
+COST_SAMPLES: Final = 1024
+
+
+class Recorder:
+    """One process's recording, from its first communication call on."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        member: identity.Member,
+        *,
+        blind_spots: list[str],
+        calibrate: Callable[[], int] | None = None,
+        make_slots: Callable[[ring.Ring], Slots] | None = None,
+    ) -> None:
+        """`calibrate` measures, in ns, what a call costs before and after the hook can look at a clock.
+
+        `make_slots` gives the ring's slots: those of the native recorder are taken by C++, too.
+        """
+        self.pid = os.getpid()
+        run, host = identity.agree_on_run(member), identity.host()
+        whose = {"directory": settings.directory, "run": run, "host": host, "pid": self.pid}
+        stem = f"rank{member.rank:05d}-{self.pid}"
+        name = f"{os.getuid()}-{self.pid}-{os.urandom(4).hex()}"
+        self.member = member
+        self.sites = settings.sites
+        self.hook_errors = 0
+        self.first_error = ""
+        self.untimed = 0
+        self.device_clock_ns = 0
+        self.cost_samples: deque[int] = deque(maxlen=COST_SAMPLES)
+        self.each_drain: list[Callable[[], None]] = []
+        """Called by the drain thread, for hooks that have something to let go of."""
+        self._threads = itertools.count(1)
+        self._thread = threading.local()
+        self.ring = ring.make(settings.ring_records, settings.shm, name, {**whose, "stem": stem})
+        try:
+            self._buffer: Any = self.ring.buffer
+            self._slots = (make_slots or Slots)(self.ring)
+            self._free, self._pending = self._slots.free, self._slots.pending
+            self._half = self.ring.capacity // 2
+            self.tables = TableWriter(self.ring)
+            self.tables.add("process", **_process_row(run, host, member, settings, blind_spots, self._slots.recorder))
+            writer = LogWriter(
+                Path(settings.directory) / run / host,
+                stem,
+                settings,
+                renamed=lambda stem: self.ring.describe({**whose, "stem": stem}),
+            )
+            self._drain = Drain(self, self._slots, writer, settings, calibrate)
+        except BaseException:
+            self.ring.remove()
+            raise
+
+    @property
+    def slots(self) -> Slots:
+        """Of its ring."""
+        return self._slots
+
+    def thread(self) -> int:
+        """Number of the calling thread."""
+        try:
+            return self._thread.number  # type: ignore[no-any-return]
+        except AttributeError:
+            number = self._thread.number = min(next(self._threads), 65535)
+            return number
+
+    def begin(
+        self, kind: int, group: int, seq: int, payload: int, local: int, peer: int, tag: int,
+        site: int, step: int, micro_batch: int, batch: int, phase: int, flags: int,
+    ) -> int:  # fmt: skip
+        """A call is about to be made: the slot of its record, or -1 where the ring is full (counted).
+
+        Raises struct.error for a number that does not fit into its field.
+        """
+        slot = -1
+        try:
+            slot = self._free.popleft()
+            if len(self._free) == self._half:
+                self._slots.wake()
+            _pack(
+                self._buffer, ring.RECORDS_AT + slot * _SIZE, now(), 0, 0, 0, 0, payload, local, seq & 0xFFFFFFFF,
+                group, site, step, micro_batch, peer, tag, batch, kind, self.thread(), phase, 0, flags, _BEGUN,
+            )  # fmt: skip
+            return slot
+        except IndexError:
+            self._slots.drop(1)
+            return -1
+        except BaseException:  # a signal handler's, for instance
+            if slot >= 0:
+                self._buffer[ring.RECORDS_AT + slot * _SIZE + _STATE] = _FREE
+                self._free.append(slot)
+            raise
+
+    def returned(self, slot: int, t_return: int, *, observable: bool) -> Call | None:
+        """The call came back. Gives a handle on its end if one can be seen."""
+        if slot < 0:
+            return None
+        at = ring.RECORDS_AT + slot * _SIZE
+        _pack_time(self._buffer, at + _T_RETURN, t_return)
+        if not observable:
+            self._buffer[at + _STATE] = _UNOBSERVABLE
+            return None
+        call = self._pending[slot] = Call(slot)
+        self._buffer[at + _STATE] = _RETURNED
+        return call
+
+    def measured(self, slot_or_call: int | Call, payload: int, local: int = 0) -> None:
+        """How large a call was, where that shows only once it is made; before anything is said of its end."""
+        with self._slots.lock:
+            slot = slot_or_call.slot if isinstance(slot_or_call, Call) else slot_or_call
+            if slot >= 0:
+                _pack_size(self._buffer, ring.RECORDS_AT + slot * _SIZE + _PAYLOAD, payload, local)
+
+    def addressed(self, slot_or_call: int | Call, peer: int, tag: int, seq: int) -> None:
+        """Whom a message came from, where that shows only once it is there; before anything is said of its end."""
+        with self._slots.lock:
+            slot = slot_or_call.slot if isinstance(slot_or_call, Call) else slot_or_call
+            if slot >= 0:
+                at = ring.RECORDS_AT + slot * _SIZE
+                _pack_peer(self._buffer, at + _PEER, peer, tag)
+                _pack_seq(self._buffer, at + _SEQ, seq & 0xFFFFFFFF)
+
+    def ended(self, call: Call, t_wait: int, t_end: int, clock: Clock) -> None:
+        """The end of a call was seen: `t_wait` (0: nobody waited), `t_end`, and who saw it."""
+        self._finish(call, t_wait, t_end, clock, _COMPLETE)
+
+    def unobservable(self, call: Call, t_wait: int = 0) -> None:
+        """Nobody can see the end of this call any more."""
+        self._finish(call, t_wait, 0, Clock.NONE, _UNOBSERVABLE)
+
+    def failed(self, slot_or_call: int | Call, t_return: int = 0) -> None:
+        """The call, or the wait for it, raised an exception."""
+        if isinstance(slot_or_call, Call):
+            self._finish(slot_or_call, 0, 0, Clock.NONE, _FAILED)
+        elif slot_or_call >= 0:
+            at = ring.RECORDS_AT + slot_or_call * _SIZE
+            _pack_time(self._buffer, at + _T_RETURN, t_return)
+            self._buffer[at + _STATE] = _FAILED
+
+    def _finish(self, call: Call, t_wait: int, t_end: int, clock: Clock, state: int) -> None:
+        with self._slots.lock:
+            slot, call.slot = call.slot, -1
+            if slot < 0:
+                return
+            self._pending[slot] = None
+            at = ring.RECORDS_AT + slot * _SIZE
+            try:
+                self._write_end(at, t_wait, t_end, clock, state)
+            except BaseException:  # a signal handler's, for instance: half an end would contradict itself
+                self._write_end(at, t_wait, t_end, clock, state)
+                raise
+
+    def _write_end(self, at: int, t_wait: int, t_end: int, clock: Clock, state: int) -> None:
+        _pack_time(self._buffer, at + _T_WAIT, t_wait)
+        _pack_time(self._buffer, at + _T_END, t_end)
+        self._buffer[at + _CLOCK] = clock
+        self._buffer[at + _STATE] = state
+
+    def fault(self) -> None:
+        """A hook failed (call this in its `except`): counted, the first one kept for the report, never raised.
+
+        What does go on is an exception of the program itself, from a signal handler that struck in the hook.
+        """
+        reraise_if_from_signal_handler()
+        with self._slots.lock:
+            self.hook_errors += 1
+            first = self.hook_errors == 1
+        if first:
+            try:
+                self.first_error = traceback.format_exc(limit=-4)[-2000:]
+            except Exception as error:  # an exception of the program whose text cannot be had
+                self.first_error = type(error).__name__
+
+    def close(self, reason: str) -> None:
+        """Write out everything and end the log; `reason` is "exit" or "stop". Waits `exit_seconds` at most."""
+        self._drain.close(reason)
+
+    def stats(self) -> dict[str, Any]:
+        """The counters of docs/log-format.md, as of now."""
+        return self._drain.stats()
+
+    def forked(self) -> None:
+        """In a child, which has a copy of this: whatever it does with it must not reach the parent's ring or log.
+
+        An operation that was in flight may still be waited for, or forgotten, in the child.
+        """
+        self._slots.forked()
+        self.tables.forked()
+        self.ring.forked()
+        self._buffer = self.ring.buffer
+
+
+def _process_row(
+    run: str, host: str, member: identity.Member, settings: Settings, blind_spots: list[str], recorder: str
+) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "run": run,
+        "rank": member.rank,
+        "world_size": member.world_size,
+        "local_rank": identity.local_rank(),
+        "host": host,
+        "pid": os.getpid(),
+        "boot_id": identity.boot_id(),
+        "cores": identity.cores(),
+        "recorder": recorder,
+        "versions": identity.versions(),
+        "environment": identity.environment(),
+        "launcher": identity.launcher(),
+        "settings": settings.as_dict(),
+        **identity.moment(),
+        "simulated": False,
+        "blind_spots": blind_spots,
+    }

@@ -1,0 +1,262 @@
+"""The records of one process that are not on disk yet, in memory that outlives the process.
+
+A ring is a file under /dev/shm, mapped into the process: writing a record is a store to memory, and when the process
+is killed its ring still lies there for the next commtrace on that host (`commtrace.recording.recovery`). Never a file on shared
+storage: a page that cannot be backed kills the process with SIGBUS. Space is reserved when the ring is made, which
+tmpfs honours; where there is no room, private memory serves, and only the salvage is lost.
+
+    offset 0        identity, twice: checksum and JSON (pid, log directory, stem of the log's files ...)
+    offset 8192     the last counters, twice
+    offset 16376    calls that found the ring full, up to this moment
+    offset 16384    the records, 96 bytes each; a record whose state byte is not 0 is whole and not on disk yet
+
+What is there twice is written in turn, because a kill may hit in the middle of a store. Beside the ring, under the same
+name in `.jsonl`, lie the process's tables. A lock on the ring (POSIX, so neither inherited by forked children nor tied
+to process numbers, which containers reuse) says that its process lives. Such a lock does not keep its own process out,
+and is gone as soon as that closes any descriptor of the file: nothing in a process may ever open its own ring again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import struct
+import time
+import zlib
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from commtrace.schema import RECORD, Records
+
+IDENTITY_AT: Final = 0
+COUNTERS_AT: Final = 8192
+DROPPED_AT: Final = 16376
+RECORDS_AT: Final = 16384
+COPY_BYTES: Final = 4080
+"""Room for one of the two copies of identity or counters."""
+RING_FORMAT: Final = "commtrace-ring"
+SALVAGE_SECONDS: Final = 5.0
+"""How long another salvage of the same ring is waited for."""
+
+_NUMBER: Final = struct.Struct("<Q")
+_mine: Final[set[Path]] = set()
+
+
+class Ring:
+    """A fixed number of record slots; `buffer` is their memory, `records` the same as a numpy array."""
+
+    def __init__(self, capacity: int, path: Path | None, identity: dict[str, Any]) -> None:
+        """Raises OSError or ValueError where `path` cannot be had; with None, the memory is private."""
+        self.capacity = capacity
+        self.path: Path | None = path
+        self.tables_path: Path | None = None if path is None else path.with_suffix(".jsonl")
+        self._fd = self._tables_fd = -1
+        self._turns = {IDENTITY_AT: 0, COUNTERS_AT: 0}
+        size = RECORDS_AT + capacity * RECORD.itemsize
+        if path is None:
+            self.buffer: mmap.mmap | bytearray = mmap.mmap(-1, size)
+        else:
+            self._create(path, size, identity)
+        self.records: Records = np.frombuffer(self.buffer, RECORD, capacity, RECORDS_AT)
+
+    def _create(self, path: Path, size: int, identity: dict[str, Any]) -> None:
+        # Under another name until it is locked and says whose it is, so that nobody takes it for a dead process's.
+        unfinished = path.with_suffix(".new")
+        try:
+            self._fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.posix_fallocate(self._fd, 0, size)
+            self.buffer = mmap.mmap(self._fd, size)
+            self.describe(identity)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+            self._tables_fd = os.open(path.with_suffix(".jsonl"), flags, 0o600)
+            _mine.add(path)
+            os.rename(unfinished, path)
+        except BaseException:
+            self.remove()
+            unfinished.unlink(missing_ok=True)
+            raise
+
+    def describe(self, identity: dict[str, Any]) -> None:
+        """Say whose ring this is. Raises ValueError where the description is too long for its place."""
+        if not self._put(IDENTITY_AT, {"format": RING_FORMAT, "capacity": self.capacity, **identity}):
+            raise ValueError(f"the description of a ring does not fit into {COPY_BYTES} bytes")
+
+    def count(self, counters: dict[str, Any]) -> None:
+        """Leave the counters where a salvage finds them."""
+        if not self._put(COUNTERS_AT, counters):  # long messages; the numbers always fit
+            self._put(COUNTERS_AT, {name: value for name, value in counters.items() if isinstance(value, int)})
+
+    def count_dropped(self, dropped: int) -> None:
+        """Leave this counter, which says what is missing among the records, at once."""
+        _NUMBER.pack_into(self.buffer, DROPPED_AT, dropped)
+
+    @property
+    def dropped(self) -> int:
+        """Calls that found the ring full."""
+        return int(_NUMBER.unpack_from(self.buffer, DROPPED_AT)[0])
+
+    def _put(self, start: int, value: dict[str, Any]) -> bool:
+        turn = self._turns[start] + 1
+        text = json.dumps({"turn": turn, **value}).encode()
+        data = b"%08x %s" % (zlib.crc32(text), text)
+        if len(data) > COPY_BYTES:
+            return False
+        at = start + turn % 2 * COPY_BYTES
+        self.buffer[at : at + COPY_BYTES] = data.ljust(COPY_BYTES)
+        self._turns[start] = turn
+        return True
+
+    def keep_table_line(self, line: bytes) -> None:
+        """A copy of a table line for the salvage; the log gets it by another way."""
+        if self._tables_fd >= 0:
+            try:
+                whole = os.write(self._tables_fd, line) == len(line)
+            except OSError:
+                whole = False
+            if not whole:  # no room: a salvage then finds tables as far as they go
+                os.close(self._tables_fd)
+                self._tables_fd = -1
+
+    def forked(self) -> None:
+        """In a child: ring and files are the parent's. Nothing is closed; a number may be another file's by now."""
+        self.buffer = bytearray(len(self.buffer))
+        self._fd = self._tables_fd = -1
+        self.path = self.tables_path = None
+
+    def remove(self) -> None:
+        """The ring has served: everything in it is on disk."""
+        path, tables_path, self.path, self.tables_path = self.path, self.tables_path, None, None
+        for file in (path, tables_path):
+            if file is not None:
+                file.unlink(missing_ok=True)
+        for fd in (self._fd, self._tables_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._tables_fd = -1
+        if path is not None:
+            _mine.discard(path)
+
+
+def make(capacity: int, folder: str, name: str, identity: dict[str, Any]) -> Ring:
+    """A ring in `folder` (memory-backed), or in private memory where that has no room for it."""
+    try:
+        return Ring(capacity, Path(folder) / f"commtrace-{name}.ring", identity)
+    except (OSError, ValueError):
+        return Ring(capacity, None, identity)
+
+
+def others(folder: str) -> list[Path]:
+    """Rings in `folder` that are not this process's."""
+    return sorted(path for path in Path(folder).glob("commtrace-*.ring") if path not in _mine)
+
+
+class OrphanedRing:
+    """A ring found in `/dev/shm`, opened for reading; a context manager."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError or ValueError for a file that cannot be read or is no ring.
+
+        What it holds is read only if it is `dead`.
+        """
+        self.path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            # The lock is tried before anything is read: nobody writes any more once it is ours. A file without a name
+            # is one that its process, or another salvage, has finished with since it was found.
+            self.dead = _lock_of_dead(self._fd) and os.fstat(self._fd).st_nlink > 0
+            if self.dead:
+                self._read(os.pread(self._fd, os.fstat(self._fd).st_size, 0))
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def _read(self, data: bytes) -> None:
+        self.identity = _latest(data, IDENTITY_AT)
+        self.counters = _latest(data, COUNTERS_AT)
+        if self.identity.get("format") != RING_FORMAT:
+            raise ValueError("not a ring of commtrace")
+        (self.dropped,) = _NUMBER.unpack_from(data, DROPPED_AT)
+        records = np.frombuffer(data, RECORD, int(self.identity["capacity"]), RECORDS_AT)
+        self.records: Records = records[records["state"] != 0]
+
+    def tables(self) -> bytes:
+        """The process's tables, as JSON lines; the last one may be cut."""
+        try:
+            return self.path.with_suffix(".jsonl").read_bytes()
+        except OSError:
+            return b""
+
+    def remove(self) -> None:
+        """Its content is safe elsewhere."""
+        self.path.unlink(missing_ok=True)
+        self.path.with_suffix(".jsonl").unlink(missing_ok=True)
+
+    def __enter__(self) -> OrphanedRing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+
+def _latest(data: bytes, start: int) -> dict[str, Any]:
+    """The later of the two copies that is whole."""
+    copies = (_whole(data[at : at + COPY_BYTES]) for at in (start, start + COPY_BYTES))
+    return max(copies, key=lambda copy: int(copy.pop("turn", 0)))
+
+
+def _whole(copy: bytes) -> dict[str, Any]:
+    checksum, _, text = copy.rstrip(b"\0 ").partition(b" ")
+    if checksum != b"%08x" % zlib.crc32(text):
+        return {}
+    value: dict[str, Any] = json.loads(text)
+    return value
+
+
+def identity_of(path: Path) -> dict[str, Any]:
+    """Whose ring this is, without disturbing whoever looks at it or uses it. {}: it cannot be read, or is no ring."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe must not be waited for
+        try:
+            identity = _latest(os.pread(fd, COUNTERS_AT, 0), IDENTITY_AT)
+        finally:
+            os.close(fd)
+    except (OSError, ValueError):
+        return {}
+    return identity if identity.get("format") == RING_FORMAT else {}
+
+
+def _lock_of_dead(fd: int) -> bool:
+    """Get the lock unless the ring's own process has it; another salvage, which has it for a moment, is waited for."""
+    deadline = time.monotonic() + SALVAGE_SECONDS
+    while not _lock(fd):
+        holder = _holder(fd)
+        owner = _latest(os.pread(fd, COUNTERS_AT, 0), IDENTITY_AT).get("pid")
+        if holder in (owner, None) or time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _holder(fd: int) -> int | None:
+    """Process that has the lock; 0: none any more, None: one that cannot be named from here."""
+    asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, asked))
+    if kind == fcntl.F_UNLCK:
+        return 0
+    return int(pid) or None
+
+
+_FLOCK: Final = "hhqqi4x"  # struct flock of Linux on 64 bits: type, whence, start, length, process
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

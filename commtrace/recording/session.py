@@ -1,0 +1,108 @@
+"""Tracing of this process as a whole: off, on, or on and recording.
+
+It is on from start-up, and records from the first communication call on: a process that never communicates (a launcher,
+a DataLoader's worker) leaves no trace. Hooks look at `session.recorder` on each call.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from commtrace.identity import Member
+    from commtrace.settings import Settings
+
+    from .recorder import Recorder
+    from .ring import Ring
+    from .slots import Slots
+
+
+class Session:
+    """At most one recorder, made when it is first needed."""
+
+    def __init__(self) -> None:
+        self.settings: Settings | None = None
+        self.recorder: Recorder | None = None
+        self._lock = threading.RLock()
+        self._beginning = False
+        self._is_fork = False
+
+    def begin(
+        self,
+        member: Callable[[], Member],
+        *,
+        blind_spots: Sequence[str],
+        calibrate: Callable[[], int] | None = None,
+        make_slots: Callable[[Ring], Slots] | None = None,
+    ) -> Recorder | None:
+        """The first call of this process: begin to record, as `Recorder` has it.
+
+        None where tracing is off or cannot work (said once).
+        """
+        if self.settings is None:
+            return None
+        with self._lock:
+            # A signal handler that communicates may come here while we are at it: its call is not traced.
+            if self.recorder is None and self.settings is not None and not self._beginning:
+                self._beginning = True
+                try:
+                    self._begin(self.settings, member, list(blind_spots), calibrate, make_slots)
+                finally:
+                    self._beginning = False
+        return self.recorder
+
+    def _begin(
+        self,
+        settings: Settings,
+        member: Callable[[], Member],
+        blind_spots: list[str],
+        calibrate: Callable[[], int] | None,
+        make_slots: Callable[[Ring], Slots] | None,
+    ) -> None:
+        from .interrupts import reraise_if_from_signal_handler
+        from .log_writer import say
+
+        try:
+            from .recorder import Recorder
+
+            self.recorder = Recorder(
+                settings, member(), blind_spots=blind_spots, calibrate=calibrate, make_slots=make_slots
+            )
+            if self._is_fork:
+                self._end_with_multiprocessing()
+        except Exception as error:
+            reraise_if_from_signal_handler()
+            self.settings = None
+            say(f"cannot record: {type(error).__name__}: {error}. The program goes on untraced.")
+
+    def _end_with_multiprocessing(self) -> None:
+        # Processes that multiprocessing forks end by os._exit, without atexit but with its own finalizers: ours last.
+        util, process = sys.modules.get("multiprocessing.util"), sys.modules.get("multiprocessing.process")
+        if util is not None and process is not None and process.parent_process() is not None:
+            util.Finalize(None, self.end, args=("exit",), exitpriority=-1000)
+
+    def end(self, reason: str) -> None:
+        """Close the log and switch off."""
+        recorder, self.recorder, self.settings = self.recorder, None, None
+        if recorder is not None and recorder.pid == os.getpid():
+            recorder.close(reason)
+
+    def forked(self) -> None:
+        """In a forked child: ring and log are the parent's. If the child communicates itself, it gets its own."""
+        recorder, self.recorder = self.recorder, None
+        self._lock = threading.RLock()
+        self._beginning = False
+        self._is_fork = True
+        if recorder is not None:
+            from commtrace import identity
+
+            recorder.forked()
+            identity.forked()
+
+
+session = Session()

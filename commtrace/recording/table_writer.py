@@ -1,0 +1,59 @@
+"""What records refer to by number, and the facts of a run, as JSON lines (docs/log-format.md).
+
+A sample of what a process writes:
+
+    {"table": "process", "format": "commtrace", "version": 1, "run": "20261121-045421-3f9a1c", "rank": 0, ...}
+    {"table": "kinds", "id": 1, "op": "all_reduce", "variant": "allreduce_", "api": "torch", "dtype": "float32", ...}
+    {"table": "groups", "id": 1, "ranks": [0, 1], "name": "0", "desc": "default_pg", "index": 0, "backend": "gloo"}
+    {"table": "sites", "id": 1, "file": "/home/me/train.py", "line": 31, "function": "main"}
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from .ring import Ring
+
+
+class TableWriter:
+    """The tables of one process. Rows are numbered from 1 in each table; any thread may add."""
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+        self._lock = threading.RLock()  # reentrant: a signal handler may communicate
+        self._numbers: dict[tuple[str, Hashable], int] = {}
+        self._last: dict[str, int] = {}
+        self.lines: list[bytes] = []
+        """Every line so far, in order; the drain thread writes them to the log."""
+
+    def add(self, table: str, **row: Any) -> None:
+        """Append a row."""
+        line = json.dumps({"table": table, **row}, default=str).encode() + b"\n"
+        with self._lock:
+            self._ring.keep_table_line(line)
+            self.lines.append(line)
+
+    def number(self, table: str, key: Hashable, row: Callable[[], dict[str, Any]]) -> int:
+        """The number of the row with this key, added with what `row` gives if there is none yet."""
+        number = self._numbers.get((table, key))
+        if number is None:
+            with self._lock:
+                number = self._numbers.get((table, key))
+                if number is None:
+                    number = self.new(table, row())
+                    self._numbers[table, key] = number
+        return number
+
+    def new(self, table: str, row: dict[str, Any]) -> int:
+        """Append a row under the table's next number, which is returned."""
+        with self._lock:
+            number = self._last[table] = self._last.get(table, 0) + 1
+            self.add(table, id=number, **row)
+            return number
+
+    def forked(self) -> None:
+        """In a child: another thread may have held the lock."""
+        self._lock = threading.RLock()

@@ -1,0 +1,100 @@
+"""The facade of a run: its events, and the table and the figure of every analysis by name.
+
+`commtrace.open` returns it. It is a module of its own because it imports pandas: `commtrace.api`, which every training
+process imports, must not. Together with `commtrace.commands` it is the only product code outside `analyses/` that
+imports the analyses (docs/architecture.md).
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Executor
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from commtrace.errors import NoSuchTableError
+from commtrace.reading.log import open_log
+from commtrace.reading.run import RecordedRun
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+
+class Run(RecordedRun):
+    """One run of a program: everything that its ranks recorded, and what the analyses make of it.
+
+    Example:
+        run = commtrace.open("logs/run1")
+        run.events()                       # the event table, one row per call
+        run.table("volume_by_operation")   # one table of the report
+        run.figure("message_sizes")        # one figure of the page
+
+    Records are read when a table or figure is asked for, not before.
+    """
+
+    @cached_property
+    def _tables(self) -> dict[str, pd.DataFrame]:
+        return self._analyse(None)
+
+    @cached_property
+    def _figure_tables(self) -> dict[str, pd.DataFrame]:
+        return {}
+
+    def _analyse(self, executor: Executor | None) -> dict[str, pd.DataFrame]:
+        from commtrace.analyses import analyse
+
+        return analyse(self, executor)
+
+    def tables(self, executor: Executor | None = None) -> dict[str, pd.DataFrame]:
+        """Return the tables of every analysis by name, as `commtrace report --json` shows them.
+
+        Args:
+            executor: Runs the analyses over the segments of the log. None: this process does, and keeps the result.
+        """
+        return self._tables if executor is None else self._analyse(executor)
+
+    def table(self, name: str) -> pd.DataFrame:
+        """Return one table: of the report, or one that only a figure is drawn from (`timeline`, for example).
+
+        Raises:
+            NoSuchTableError: No analysis has a table of this name.
+        """
+        from commtrace.analyses import detail
+
+        if name not in self._figure_tables and (table := detail(self, name)) is not None:
+            self._figure_tables[name] = table
+        tables = self._figure_tables if name in self._figure_tables else self.tables()
+        if name not in tables:
+            raise NoSuchTableError(f"no table is called {name!r}; there are {', '.join(tables)}")
+        return tables[name]
+
+    def figure(self, name: str) -> Figure:
+        """Return a plotly figure of this run.
+
+        Args:
+            name: One of `commtrace.analyses.figures.FIGURES`.
+
+        Raises:
+            NoSuchFigureError: No figure has this name, or the log lacks what it is drawn from.
+            MissingLibraryError: plotly is not installed.
+        """
+        from commtrace.analyses.figures import figure
+
+        return figure(self, name)
+
+
+def open_run(directory: str | os.PathLike[str], *, recover: bool = True) -> Run:
+    """Return the newest run in a directory: the one that COMMTRACE named, or the directory of one run in it.
+
+    Args:
+        directory: A log directory.
+        recover: First recover records that killed processes of the run left in this host's shared memory. This
+            writes them to the log and removes them from /dev/shm. False: write nothing.
+
+    Raises:
+        LogError: The directory holds no run that can be read.
+    """
+    return Run(open_log(Path(directory), recover=recover))

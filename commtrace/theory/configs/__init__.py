@@ -1,0 +1,1 @@
+"""Configuration files as job descriptions: GPT-NeoX, DeepSpeed, Hugging Face."""

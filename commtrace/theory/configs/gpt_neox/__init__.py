@@ -1,0 +1,1 @@
+"""GPT-NeoX's YAML files: read, checked, and typed."""

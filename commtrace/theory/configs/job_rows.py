@@ -1,0 +1,283 @@
+"""Job rows from configurations, as the hooks would capture them when the job is set up.
+
+A row has what the schemes ask for: a model's lists (`architecture.facts`), and the settings with the values that
+DeepSpeed and DDP give to those that the configuration leaves out. Those are of the versions that the rules mirror.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any, Final
+
+from commtrace.theory.job import NotPredictedError
+from commtrace.theory.model_shapes import Facts, Part, facts
+from commtrace.theory.rules.registry import DEEPSPEED, TORCH, rule
+
+TYPES: Final = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+"""torch's names of the element types that DeepSpeed names."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks by parallel dimension, and a step's batches."""
+
+    world: int
+    data: int
+    micro_batch: int = 1
+    """Sequences of one rank in one micro-batch."""
+    accumulation: int = 1
+    """Micro-batches of one step."""
+    tensor: int = 1
+    """Ranks that share a model."""
+    sequence: int = 1
+    """Ranks that share sequences as DeepSpeed's Ulysses does."""
+    context: int = 1
+    """Ranks that share sequences in a ring; to DDP and DeepSpeed they are data-parallel ones."""
+
+    experts: int = 0
+    """Ranks that have different experts; 0 where there are none."""
+
+    @property
+    def reducing(self) -> int:
+        """Ranks that reduce gradients together."""
+        return self.data * self.sequence * self.context
+
+
+def ddp_row(model: Part, precision: str, layout: Layout) -> dict[str, Any]:
+    """A model under DistributedDataParallel with default settings, all of it in one element type."""
+    found = facts(model, TYPES[precision])
+    return {
+        "source": "ddp",
+        "engine": "DistributedDataParallel",
+        **ddp_defaults(),
+        "data_parallel_size": layout.reducing,
+        "ignored": [],
+        "mixed_precision": None,
+        "parameters": found.parameters,
+        "buffers": found.buffers,
+    }
+
+
+def deepspeed_row(
+    model: Part, config: Mapping[str, Any], layout: Layout, *, groups: int = 2, optimizer: str = "AdamW"
+) -> dict[str, Any]:
+    """A model under DeepSpeed's engine with this configuration (DeepSpeed's JSON, without "auto").
+
+    `groups`: 2 where biases and norms are a group of the optimizer of their own, which is not decayed, else 1.
+    `optimizer`: class of the one that the program makes itself, if the configuration names none.
+    Raises NotPredictedError for settings that have no rules.
+    """
+    precision = precision_of(config)
+    zero = zero_settings(_block(config, "zero_optimization"))
+    found = facts(model, TYPES[precision])
+    wanted = [found.decaying, found.plain] if groups == 2 else [[*range(len(found.parameters))]]
+    wanted = experts_apart(found, wanted)
+    stage = int(zero["stage"])
+    parts = [part for group in wanted if group for part in sub_groups(found, group, zero, layout.reducing)]
+    return {
+        "source": "deepspeed",
+        "engine": "DeepSpeedEngine",
+        "zero_stage": stage,
+        "zero": zero,
+        "world_size": layout.world,
+        "data_parallel_size": layout.data * layout.context,
+        "sequence_parallel_size": layout.sequence,
+        "sequence_data_parallel_size": layout.reducing,
+        "tensor_parallel_size": layout.tensor,
+        "pipeline_stages": 1,
+        "micro_batch_size": layout.micro_batch,
+        "gradient_accumulation_steps": layout.accumulation,
+        "train_batch_size": layout.micro_batch * layout.accumulation * layout.data * layout.context,
+        "precision": precision,
+        "communication_data_type": communication(config, precision, layout.sequence),
+        "gradient_clipping": float(config.get("gradient_clipping") or 0.0),
+        "optimizer": wrapper(config, precision, stage, optimizer),
+        "basic_optimizer": basic_optimizer(config, optimizer),
+        "optimizer_groups": parts,
+        **({"check_grad_overflow": checks_overflow(config, precision)} if stage in (1, 2) else {}),
+        "norm_dtype": "float64",
+        "moe": any("expert" in one for one in found.parameters),
+        "expert_parallel_sizes": [layout.experts] if layout.experts else [],
+        "parameters": found.parameters,
+        "buffers": found.buffers,
+        **({"modules": found.modules} if stage == 3 else {}),
+    }
+
+
+def precision_of(config: Mapping[str, Any]) -> str:
+    """The block that is enabled, else fp32."""
+    blocks = {"fp16": ("fp16",), "bf16": ("bf16", "bfloat16")}
+    enabled = [name for name, keys in blocks.items() if any(_block(config, key).get("enabled") for key in keys)]
+    if len(enabled) > 1:
+        raise NotPredictedError("fp16 and bf16 are both enabled")
+    return enabled[0] if enabled else "fp32"
+
+
+def _block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = config.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise NotPredictedError(f"{key} is not a block of keys and values: {value!r:.60}")
+    return value
+
+
+# --- rules ----------------------------------------------------------------------------------------------------------
+
+
+@rule("torch.nn.parallel.DistributedDataParallel.__init__ (its defaults)", TORCH)
+def ddp_defaults() -> dict[str, Any]:
+    """Buckets of 25 MiB, the first of 1 MiB; broadcasts of 250 MiB."""
+    return {
+        "broadcast_buffers": True,
+        "broadcast_bucket_size": 250 << 20,
+        "bucket_bytes_cap": 25 << 20,
+        "first_bucket_bytes_cap": 1 << 20,
+        "bucket_bytes_caps": [],
+        "find_unused_parameters": False,
+        "static_graph": False,
+    }
+
+
+_ZERO: Final[dict[str, Any]] = {
+    "stage": 0,
+    "contiguous_gradients": True,
+    "reduce_scatter": True,
+    "reduce_bucket_size": 500_000_000,
+    "use_multi_rank_bucket_allreduce": True,
+    "overlap_comm": None,
+    "compute_grad_norm": True,
+    "sub_group_size": 1_000_000_000,
+    "prefetch_bucket_size": 50_000_000,
+    "param_persistence_threshold": 100_000,
+    "model_persistence_threshold": sys.maxsize,
+    "max_live_parameters": 1_000_000_000,
+    "max_reuse_distance": 1_000_000_000,
+    "module_granularity_threshold": 0,
+    "use_all_reduce_for_fetch_params": False,
+    "allgather_sequential": False,
+    "round_robin_gradients": False,
+    "parameter_alignment": False,
+    "zero_hpz_partition_size": 1,
+    "zero_quantized_weights": False,
+    "zero_quantized_nontrainable_weights": False,
+    "zero_quantized_gradients": False,
+    "memory_efficient_linear": True,
+    "enable_sanity_checks": False,
+}
+
+
+@rule("deepspeed.runtime.zero.config.DeepSpeedZeroConfig; "
+      "deepspeed.runtime.engine.DeepSpeedEngine._configure_zero_optimizer (allgather_sequential)",
+      DEEPSPEED)  # fmt: skip
+def zero_settings(block: Mapping[str, Any]) -> dict[str, Any]:
+    """The block with what it leaves out; names without the prefix "stage3_"."""
+    given = {key.removeprefix("stage3_"): value for key, value in block.items()}
+    found = {name: given.get(name, default) for name, default in _ZERO.items()}
+    found = {name: _like(name, value, _ZERO[name]) for name, value in found.items()}
+    if found["stage"] not in range(4):
+        raise NotPredictedError(f"zero_optimization.stage is {found['stage']}; ZeRO's stages are 0 to 3")
+    if found["overlap_comm"] is None:
+        found["overlap_comm"] = found["stage"] == 3
+    if found["allgather_sequential"] and found["stage"] == 3:
+        found["prefetch_bucket_size"] = 1  # the engine sets it
+    for name in ("mics_shard_size", "mics_hierarchical_params_gather"):
+        if name in given:
+            raise NotPredictedError(f"zero_optimization.{name}: MiCS is gone from DeepSpeed, {DEEPSPEED[1]} refuses it")
+    for name in ("offload_param", "offload_optimizer", "zenflow"):
+        if given.get(name) not in (None, {}, -1):
+            raise NotPredictedError(f"zero_optimization.{name} has no rules yet")
+    if found["module_granularity_threshold"]:
+        raise NotPredictedError("zero_optimization.stage3_module_granularity_threshold has no rules yet")
+    return found
+
+
+def _like(name: str, value: Any, default: Any) -> Any:
+    """The value as the type of the default; 5e8 is a whole number."""
+    wanted = type(default)
+    if wanted is int and isinstance(value, float) and value == int(value):
+        return int(value)
+    if default is not None and (not isinstance(value, wanted) or (wanted is int and isinstance(value, bool))):
+        kind = "a whole number" if wanted is int else "true or false"
+        raise NotPredictedError(f"zero_optimization.{name} is {value!r}; it is {kind}")
+    return value
+
+
+@rule("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._create_fp16_sub_groups", DEEPSPEED)
+def sub_groups(found: Facts, group: Sequence[int], zero: Mapping[str, Any], ranks: int) -> list[list[int]]:
+    """ZeRO-3 cuts a group of the optimizer where a rank's parts of it reach sub_group_size elements."""
+    if int(zero["stage"]) < 3:
+        return [[*group]]
+    parts: list[list[int]] = [[]]
+    held = 0
+    for number in group:
+        if held >= int(zero["sub_group_size"]):
+            parts.append([])
+            held = 0
+        parts[-1].append(number)
+        held += ceil(_elements(found, number) / ranks)
+    return parts
+
+
+def _elements(found: Facts, number: int) -> int:
+    product = 1
+    for size in found.parameters[number]["shape"]:
+        product *= size
+    return product
+
+
+_EXPERT_ELEMENTS: Final = 178_956_971  # max_group_size: not a setting of GPT-NeoX
+
+
+@rule("deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer", DEEPSPEED)
+def experts_apart(found: Facts, groups: Sequence[list[int]]) -> list[list[int]]:
+    """Experts are groups of their own, behind the others; of so many elements at the most."""
+    others = [[number for number in group if "expert" not in found.parameters[number]] for group in groups]
+    experts: list[list[int]] = []
+    for group in groups:
+        held = _EXPERT_ELEMENTS + 1
+        for number in (number for number in group if "expert" in found.parameters[number]):
+            if held + _elements(found, number) > _EXPERT_ELEMENTS:
+                experts.append([])
+                held = 0
+            experts[-1].append(number)
+            held += _elements(found, number)
+    return [*others, *experts]
+
+
+@rule("deepspeed.runtime.engine.DeepSpeedEngine.communication_data_type (from the configuration)", DEEPSPEED)
+def communication(config: Mapping[str, Any], precision: str, sequence: int = 1) -> str:
+    """What the configuration says, else the type of the parameters; fp32 where ranks share sequences."""
+    key, otherwise = ("", precision) if sequence == 1 else ("seq_parallel_", "fp32")
+    named = str(config.get(f"{key}communication_data_type") or otherwise).lower()
+    if named not in TYPES:
+        raise NotPredictedError(f"communication_data_type is {named}; DeepSpeed knows fp32, fp16 and bf16")
+    return TYPES[named]
+
+
+@rule("deepspeed.runtime.engine.DeepSpeedEngine._configure_zero_optimizer (check_grad_overflow)", DEEPSPEED)
+def checks_overflow(config: Mapping[str, Any], precision: str) -> bool:
+    """In fp16 always, in bf16 unless it is switched off."""
+    if precision == "bf16":
+        return bool((_block(config, "bf16") or _block(config, "bfloat16")).get("check_grad_overflow", True))
+    return precision == "fp16"
+
+
+@rule("deepspeed.runtime.engine.DeepSpeedEngine._do_optimizer_sanity_check", DEEPSPEED)
+def wrapper(config: Mapping[str, Any], precision: str, stage: int, optimizer: str) -> str:
+    """The class that DeepSpeed puts around the optimizer."""
+    accumulated = _block(config, "data_types").get("grad_accum_dtype")
+    if stage == 0:
+        return basic_optimizer(config, optimizer) if precision == "fp32" else "FP16_UnfusedOptimizer"
+    if stage == 1 and precision == "bf16" and accumulated in ("fp32", "float32"):
+        return "BF16_Optimizer"
+    return "DeepSpeedZeroOptimizer_Stage3" if stage == 3 else "DeepSpeedZeroOptimizer"
+
+
+def basic_optimizer(config: Mapping[str, Any], optimizer: str) -> str:
+    """The class of the optimizer itself: DeepSpeed's Adam, on a device FusedAdam, communicates as torch's does."""
+    named = _block(config, "optimizer").get("type")
+    if named is None:
+        return optimizer
+    return "AdamW" if str(named).lower() in ("adam", "adamw") else str(named)

@@ -1,0 +1,9 @@
+"""What a training is going to communicate, told from its configuration files and the number of ranks: nothing runs."""
+
+from __future__ import annotations
+
+from commtrace.theory.configs.inputs import JobPlan, Options, PlanError, plan
+
+from .forecast_tables import Forecast, forecast
+
+__all__ = ["Forecast", "JobPlan", "Options", "PlanError", "forecast", "plan"]

@@ -1,0 +1,149 @@
+"""Mixtures of experts by DeepSpeed's MoE (arXiv 2201.05596): what ranks that have different experts send each other.
+
+Two all_to_alls in each layer with experts, dispatch and combine, forward and again backward. Their size follows from
+the experts' capacity where tokens beyond it are dropped; otherwise on the data, and only its bounds are told.
+Gradients of experts are reduced among the ranks that have the same ones (`Job.copies`), in `zero` and `zero12`.
+
+Assumed, as for tensor parallelism: every micro-batch has the configured size and length.
+"""
+
+from __future__ import annotations
+
+import struct
+from fractions import Fraction
+from math import ceil
+from typing import Final
+
+from commtrace.theory.closed_forms_extended import expert_layer
+from commtrace.theory.expected_calls import Bar, ExpectedCall, Prediction, additions, telescope, wire
+from commtrace.theory.job import Job, NotPredictedError, element_size
+from commtrace.theory.rules.megatron import tensor_parallel as tensor
+from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, TORCH, rule
+
+from .engine import NORM, OVERFLOW, parameter_size
+
+ROLE: Final = "expert"
+TOKENS: Final = "tokens to their experts and back"
+CAPACITY: Final = "capacity for the expert that most tokens chose"
+
+
+def applies(job: Job) -> bool:
+    """Whether the model has experts."""
+    return bool(job.row.get("moe"))
+
+
+def added(job: Job, data: Prediction) -> Prediction:
+    """The prediction of a job, from what it does among ranks that reduce gradients together.
+
+    Raises NotPredictedError where the job does not have the model's architecture, or experts as DeepSpeed makes them.
+    """
+    if "model" not in job.row:
+        raise NotPredictedError("experts of a model that does not say its architecture (neox_args) have no rules yet")
+    if int(job.fact("zero_stage")) and not (job.zero("contiguous_gradients") and job.zero("reduce_scatter")):
+        raise NotPredictedError("experts with reduce_scatter or contiguous_gradients off have no rules yet")
+    own = (*exchanges(job), *capacities(job), *overflow_check(job), *expert_norms(job))
+    form, bars = _bars(job, own)
+    scheme = f"{data.scheme}, {int(job.model('moe_num_experts'))} experts over {job.experts_over}"
+    return tensor.joined(job, data, own, form, bars, scheme, {ROLE: job.experts_over, "self": 1})
+
+
+def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> tuple[Bar, list[Bar]]:
+    steps, ranks = tensor.micro_batches(job), job.experts_over
+    hidden, chosen = int(job.model("hidden_size")), int(job.model("moe_top_k"))
+    form = Fraction(layers(job) * expert_layer(tokens(job), hidden, chosen, ranks) * parameter_size(job))
+    exact = wire((one for one in own if one.cause == TOKENS), ranks) / steps
+    label = "experts: capacity" if job.model("moe_token_dropping") else "experts: capacity, at the most"
+    levels = {
+        label: exact * 4 / (4 + 2 * again(job)),
+        "experts: activations recomputed": exact,
+        f"experts: in each of {steps} micro-batches": exact * steps,
+    }
+    rest = [one for one in own if one.cause != TOKENS]
+    return Bar("experts: 4 k T h (E-1)/E a layer", form), [
+        *telescope(form, levels),
+        *additions(rest, ranks, "experts: "),
+    ]
+
+
+def tokens(job: Job) -> int:
+    """Of a rank's micro-batch."""
+    batch, length, _ = tensor.shape(job)
+    return batch * length
+
+
+def _single(value: float) -> float:
+    """As a 32-bit number has it."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+# --- rules ----------------------------------------------------------------------------------------------------------
+
+
+@rule("megatron.model.transformer.ParallelTransformerLayer (moe_expert_interval)", GPT_NEOX)
+def layers(job: Job) -> int:
+    """Every so many-th layer has experts, the first one on."""
+    return ceil(int(job.model("num_layers")) / int(job.model("moe_expert_interval")))
+
+
+@rule("deepspeed.moe.sharded_moe._capacity; deepspeed.moe.sharded_moe.top2gating; deepspeed.moe.sharded_moe.topkgating",
+      DEEPSPEED)  # fmt: skip
+def capacity(job: Job) -> int:
+    """Tokens that an expert takes of one rank: the factor's share, in 32-bit numbers, and the least at least."""
+    factor = _single(float(job.model("moe_train_capacity_factor")) * int(job.model("moe_top_k")))
+    share = _single(_single(tokens(job) / int(job.model("moe_num_experts"))) * factor)
+    return max(ceil(share), int(job.model("moe_min_capacity")))
+
+
+@rule(
+    "deepspeed.moe.sharded_moe.top1gating (drop_tokens); deepspeed.moe.sharded_moe.topkgating (drop_tokens)", DEEPSPEED
+)
+def bounds(job: Job) -> tuple[int, int]:
+    """The least and the most tokens that an expert takes where none is dropped: evenly chosen, and always the same."""
+    even = ceil(tokens(job) * int(job.model("moe_top_k")) / int(job.model("moe_num_experts")))
+    return even, tokens(job)
+
+
+@rule("torch.utils.checkpoint.CheckpointFunction (experts); "
+      "torch.utils.checkpoint._checkpoint_without_reentrant_generator (experts)", TORCH)  # fmt: skip
+def again(job: Job) -> int:
+    """Recomputation repeats dispatch and combine, whichever way is taken: backward needs what comes behind them."""
+    return 1 if job.model("checkpoint_activations", False) else 0
+
+
+@rule("deepspeed.moe.sharded_moe.MOELayer.forward; deepspeed.moe.sharded_moe._AllToAll.backward", DEEPSPEED)
+def exchanges(job: Job) -> list[ExpectedCall]:
+    """Room for the capacity of every expert, of the parameters' type: two forward, two backward in each layer."""
+    if job.experts_over == 1:
+        return []
+    of_one = int(job.model("moe_num_experts")) * int(job.model("hidden_size")) * parameter_size(job)
+    calls = (4 + 2 * again(job)) * layers(job) * tensor.micro_batches(job)
+    if job.model("moe_token_dropping"):
+        return [ExpectedCall("all_to_all", capacity(job) * of_one, TOKENS, calls, role=ROLE)]
+    least, most = bounds(job)
+    return [ExpectedCall("all_to_all", most * of_one, TOKENS, calls, role=ROLE, least=least * of_one)]
+
+
+@rule("deepspeed.moe.sharded_moe.top1gating (all_reduce); deepspeed.moe.sharded_moe.top2gating (all_reduce)", DEEPSPEED)
+def capacities(job: Job) -> list[ExpectedCall]:
+    """Where none is dropped, ranks agree on a capacity: a 64-bit number in each forward pass of a layer."""
+    if job.model("moe_token_dropping") or job.experts_over == 1:
+        return []
+    calls = (1 + again(job)) * layers(job) * tensor.micro_batches(job)
+    return [ExpectedCall("all_reduce", element_size("int64"), CAPACITY, calls, role=ROLE)]
+
+
+@rule("deepspeed.runtime.utils.CheckOverflow.has_overflow (with experts)", DEEPSPEED)
+def overflow_check(job: Job) -> list[ExpectedCall]:
+    """Without ZeRO, in 16 bits: a byte among ranks with different experts."""
+    if int(job.fact("zero_stage")) or job.fact("precision") == "fp32":
+        return []
+    return [ExpectedCall("all_reduce", 1, OVERFLOW, role=ROLE).among(job.experts_over)]
+
+
+@rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer._average_expert_grad_norms", DEEPSPEED)
+def expert_norms(job: Job) -> list[ExpectedCall]:
+    """The norm of each group of experts is averaged once more among ranks that have the same ones."""
+    if not int(job.fact("zero_stage")) or not job.zero("compute_grad_norm"):
+        return []
+    groups = [group for group in job.groups if job.parameters[group[0]].expert]
+    return [ExpectedCall("all_reduce", 4, NORM).among(job.copies(job.parameters[group[0]])) for group in groups]

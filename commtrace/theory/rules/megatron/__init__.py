@@ -1,0 +1,1 @@
+"""Rules that mirror Megatron-LM and GPT-NeoX's model parallelism."""

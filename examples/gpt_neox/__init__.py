@@ -1,0 +1,37 @@
+"""A GPT-NeoX-style decoder language model, trained with DeepSpeed or plain PyTorch data parallelism.
+
+It reads GPT-NeoX's YAML files and builds the model that GPT-NeoX builds from them, parameter for parameter::
+
+    torchrun --nproc_per_node 2 -m examples.gpt_neox.train demo.yml --zero-stage 2
+    torchrun --nproc_per_node 2 -m examples.gpt_neox.train demo.yml --engine ddp
+
+From Python::
+
+    from examples.gpt_neox import GPTNeoX, load_config
+
+    config = load_config(["125M.yml"])
+    model = GPTNeoX(config)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from commtrace.errors import ConfigError, LaunchError
+from commtrace.theory.configs.gpt_neox.config import NeoxConfig, load_config
+
+from .errors import DataError
+
+if TYPE_CHECKING:
+    from .model import GPTNeoX
+
+__all__ = ["ConfigError", "DataError", "GPTNeoX", "LaunchError", "NeoxConfig", "load_config"]
+
+
+def __getattr__(name: str) -> Any:
+    """The model when it is asked for: it brings torch, which who only reads configurations need not have."""
+    if name == "GPTNeoX":
+        from .model import GPTNeoX
+
+        return GPTNeoX
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,126 @@
+"""Training with DeepSpeed's engine: ZeRO 0 to 3, configured from GPT-NeoX's keys as GPT-NeoX does it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from commtrace.errors import ConfigError
+from commtrace.theory.configs.gpt_neox.config import NeoxConfig
+from commtrace.theory.configs.gpt_neox.deepspeed_settings import deepspeed_config
+from commtrace.theory.configs.gpt_neox.neox_args import neox_args
+
+from .experts import apart
+from .model import GPTNeoX, language_model_loss, weight_decay_groups
+from .mpu import make_mpu, shares_of
+from .schedule import make_scheduler
+
+
+def forbid_compiling() -> None:
+    """Keep DeepSpeed from compiling its shared-memory operator on CPU machines.
+
+    ``init_distributed`` builds it just in time wherever the table of compatible operators has it, and the table has
+    it on every Linux, with or without a compiler. Training never uses it (``inference_all_reduce`` alone does), so
+    nothing is lost. There is no switch; DeepSpeed computes the table once and says that edits to it persist.
+    """
+    import deepspeed  # type: ignore[import-untyped, unused-ignore]
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def prepare_import(device: torch.device, verbose: bool) -> None:
+    """What has to be said before DeepSpeed is imported for the first time."""
+    if device.type == "cpu":
+        # Or DeepSpeed looks for devices and warns on every rank that it found none.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if not verbose:
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        # DeepSpeed calls functions that newer versions of PyTorch rename, several times a step.
+        warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)
+
+
+class DeepSpeedEngine:
+    """The model under DeepSpeed's engine."""
+
+    def __init__(
+        self, config: NeoxConfig, device: torch.device, micro_batch: int, accumulation: int, verbose: bool
+    ) -> None:
+        import deepspeed
+
+        settings = deepspeed_config(config, micro_batch, accumulation, verbose)
+        # ZeRO-3 takes the model apart while it is being built, so that no rank ever holds all of it.
+        mpu = make_mpu(config)
+        self._shares = shares_of(config, mpu)
+        self._part = self._shares.parts.of
+        with deepspeed.zero.Init(config_dict_or_path=settings, enabled=config.zero_stage == 3), device:
+            model = GPTNeoX(config, self._shares)
+        model.neox_args = neox_args(config, micro_batch, accumulation)
+        groups = weight_decay_groups(model, config.weight_decay)
+        if config.moe_num_experts > 1:
+            groups = apart(groups)
+        optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(config.betas[0], config.betas[1]), eps=config.eps)
+        # The schedule sets the first step's rate now: in 16 bits without ZeRO DeepSpeed takes a step on zero gradients
+        # right away, to allocate Adam's state, and weight decay would act with whatever rate it finds.
+        scheduler = make_scheduler(config, optimizer)
+        self._engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, lr_scheduler=scheduler, config=settings, mpu=mpu
+        )
+
+    @staticmethod
+    def initialise(backend: str, verbose: bool) -> None:
+        """Create the process group, from the environment."""
+        import deepspeed
+
+        forbid_compiling()
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=verbose)
+
+    def train_step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One optimizer step; the mean loss of this rank's micro-batches (a scalar, without gradient)."""
+        losses = []
+        for batch in micro_batches:
+            loss = language_model_loss(self._engine(self._part(batch[:, :-1])), self._part(batch[:, 1:]), self._shares)
+            balance = self._engine.module.balance
+            self._engine.backward(loss if balance is None else loss + balance)
+            self._engine.step()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
+
+    def close(self) -> None:
+        """Take DeepSpeed's hooks off and leave the process group."""
+        import deepspeed
+
+        self._engine.destroy()
+        deepspeed.comm.destroy_process_group()  # and with it what DeepSpeed remembers of its groups
+
+
+_QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+
+
+def check_quantization(config: NeoxConfig, device: torch.device) -> None:
+    """Raise :class:`ConfigError` where ZeRO++ would quantize without a GPU: DeepSpeed fails at it, on its way."""
+    asked = [name for name in _QUANTIZED if config.zero_optimization.get(name)]
+    if asked and device.type == "cpu":
+        origin = config.origins.get("zero_optimization", "no file")
+        raise ConfigError(
+            f"{origin}: zero_optimization: {asked[0]} needs a GPU; on a CPU DeepSpeed says, late, "
+            '"This op had not been implemented on CPU backend.": leave it out'
+        )
+
+
+def check_zero_block(config: NeoxConfig) -> None:
+    """Raise :class:`ConfigError` for a ``zero_optimization`` block that DeepSpeed would refuse."""
+    from deepspeed.runtime import config as known  # type: ignore[import-untyped, unused-ignore]
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # type: ignore[import-untyped, unused-ignore]
+
+    # Settings of features that DeepSpeed had once, as MiCS, it refuses elsewhere.
+    refuse = getattr(known, "_reject_removed_config_keys", lambda _: None)
+    try:
+        refuse({"zero_optimization": dict(config.zero_optimization)})
+        DeepSpeedZeroConfig(**config.zero_optimization)
+    except (TypeError, ValueError, known.DeepSpeedConfigError) as error:
+        origin = config.origins.get("zero_optimization", "no file")
+        raise ConfigError(f"{origin}: zero_optimization: DeepSpeed does not accept this block: {error}") from error

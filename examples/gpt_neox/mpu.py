@@ -1,0 +1,114 @@
+"""The model-parallel unit: which processes share the parts of a model, and which hold the same part.
+
+Ranks in GPT-NeoX's order, tensor parallelism innermost: with two tensor-parallel ranks of eight, 0 and 1 share a model,
+and 0, 2, 4 and 6 hold the same half of it. Methods have the names of GPT-NeoX's `megatron.mpu`, which DeepSpeed asks
+for; groups carry the descriptions that Megatron-Core gives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+
+from commtrace.theory.configs.gpt_neox.config import NeoxConfig
+
+from .sequence import RING, ULYSSES, WHOLE, Parts
+from .tensor_parallel import ALONE, Shares
+
+
+class Mpu:
+    """Groups of this process for tensor parallelism over `tensor` neighbouring ranks. All ranks make it at once."""
+
+    def __init__(self, tensor: int) -> None:
+        world = dist.get_world_size()
+        self._tensor = tensor_group(tensor)
+        self._data = _own_group((range(at, world, tensor) for at in range(tensor)), "DATA_PARALLEL_GROUP")
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that share a model; in GPT-NeoX the tensor-parallel ones alone."""
+        return self._tensor
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank among those that share its model."""
+        return self._tensor.rank()
+
+    def get_model_parallel_world_size(self) -> int:
+        """How many ranks share a model."""
+        return self._tensor.size()
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same part of the model."""
+        return self._data
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank among them."""
+        return self._data.rank()
+
+    def get_data_parallel_world_size(self) -> int:
+        """How many they are."""
+        return self._data.size()
+
+
+def tensor_group(tensor: int) -> dist.ProcessGroup:
+    """This rank's tensor-parallel group: so many neighbouring ranks."""
+    starts = range(0, dist.get_world_size(), tensor)
+    return _own_group((range(at, at + tensor) for at in starts), "TENSOR_MODEL_PARALLEL_GROUP")
+
+
+def _own_group(groups: Iterable[range], description: str) -> dist.ProcessGroup:
+    """Make all of these groups, on every rank in the same order; the one that this rank is in."""
+    own: dist.ProcessGroup | None = None
+    for ranks in groups:
+        group = dist.new_group([*ranks], group_desc=description)
+        if dist.get_rank() in ranks:
+            own = group
+    assert own is not None
+    return own
+
+
+def make_mpu(config: NeoxConfig) -> Any:
+    """The unit of a model, once the process group is there; None where ranks share neither models nor sequences.
+
+    Of sequences that ranks share as DeepSpeed's Ulysses has it: DeepSpeed's own module, which serves as one.
+    """
+    if config.sequence_parallel_size > 1:
+        from deepspeed.runtime.sequence_parallel import parallel_state_sp  # type: ignore[import-untyped, unused-ignore]
+
+        parallel_state_sp.initialize_sequence_parallel(config.sequence_parallel_size)
+        return parallel_state_sp
+    return Mpu(config.model_parallel_size) if config.model_parallel_size > 1 else None
+
+
+def parts_of(config: NeoxConfig, mpu: Any) -> Parts:
+    """This rank's part of each sequence."""
+    if config.sequence_parallel_size > 1:
+        group, way = mpu.get_sequence_parallel_group(), ULYSSES
+    elif config.context_parallel_size > 1:
+        size = config.context_parallel_size
+        every = range(0, dist.get_world_size(), size)
+        group, way = _own_group((range(at, at + size) for at in every), "CONTEXT_PARALLEL_GROUP"), RING
+    else:
+        return WHOLE
+    return Parts(group.rank(), group.size(), group, way)
+
+
+def shares_of(config: NeoxConfig, mpu: Any) -> Shares:
+    """This rank's part of the model, or of the sequences. All ranks ask at once."""
+    if config.model_parallel_size == 1:
+        return Shares(parts=parts_of(config, mpu))
+    return _shares(config, mpu.get_model_parallel_group())
+
+
+def tensor_shares(config: NeoxConfig) -> Shares:
+    """The same in a pipeline, whose other groups DeepSpeed makes itself."""
+    return _shares(config, tensor_group(config.model_parallel_size)) if config.model_parallel_size > 1 else ALONE
+
+
+def _shares(config: NeoxConfig, group: dist.ProcessGroup) -> Shares:
+    return Shares(group.rank(), group.size(), group, wide=config.fp32_allreduce, sequence=config.sequence_parallel)

@@ -1,0 +1,94 @@
+"""Training with DeepSpeed's pipeline: stages that each hold some of the layers, and pass activations on.
+
+Ranks in GPT-NeoX's order: stages outermost, then data parallelism, tensor parallelism innermost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+
+import torch
+
+from commtrace.errors import ConfigError
+from commtrace.theory.configs.gpt_neox.config import NeoxConfig
+from commtrace.theory.configs.gpt_neox.deepspeed_settings import deepspeed_config
+from commtrace.theory.configs.gpt_neox.neox_args import neox_args
+
+from .deepspeed_engine import forbid_compiling
+from .model import weight_decay_groups
+from .mpu import tensor_shares
+from .schedule import make_scheduler
+
+
+class PipelineEngine:
+    """This rank's stage under DeepSpeed's pipeline engine. Micro-batches are the steps of gradient accumulation."""
+
+    def __init__(
+        self, config: NeoxConfig, device: torch.device, micro_batch: int, accumulation: int, verbose: bool
+    ) -> None:
+        import deepspeed  # type: ignore[import-untyped, unused-ignore]
+        from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+        from .pipeline_model import GPT2ModelPipe, attention_mask
+
+        settings = deepspeed_config(config, micro_batch, accumulation, verbose)
+        data = config.data_parallel(torch.distributed.get_world_size())
+        topology = PipeModelDataParallelTopology(
+            num_pp=config.pipe_parallel_size, num_mp=config.model_parallel_size, num_dp=data
+        )
+        # DeepSpeed prints the topology and the division of the layers.
+        with contextlib.nullcontext() if verbose else contextlib.redirect_stdout(io.StringIO()):
+            with device:
+                model = GPT2ModelPipe(config, tensor_shares(config), topology)
+            model.neox_args = neox_args(config, micro_batch, accumulation)
+            groups = [group for group in weight_decay_groups(model, config.weight_decay) if group["params"]]
+            optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(config.betas[0], config.betas[1]), eps=config.eps)
+            scheduler = make_scheduler(config, optimizer)
+            self._engine, *_ = deepspeed.initialize(
+                model=model, optimizer=optimizer, lr_scheduler=scheduler, config=settings
+            )
+        self._mask = attention_mask(config.seq_length, device)
+
+    @staticmethod
+    def initialise(backend: str, verbose: bool) -> None:
+        """Create the process group, from the environment."""
+        import deepspeed
+
+        forbid_compiling()
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=verbose)
+
+    def train_step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One optimizer step; the mean loss of this pipeline's micro-batches (a scalar, without gradient)."""
+        self._engine.train_batch(iter([((batch[:, :-1], self._mask), batch[:, 1:]) for batch in micro_batches]))
+        loss: torch.Tensor = self._engine.dp_group_loss
+        return loss
+
+    def close(self) -> None:
+        """Take DeepSpeed's hooks off and leave the process group."""
+        import deepspeed
+
+        self._engine.destroy()
+        deepspeed.comm.destroy_process_group()  # and with it what DeepSpeed remembers of its groups
+
+
+def check_stages(config: NeoxConfig) -> None:
+    """Raise :class:`ConfigError` for stages that DeepSpeed's pipeline would hang or fail in.
+
+    A stage without transformer layers has no biases or norms, and so a group of the optimizer less than the others,
+    with which it compares a number for each. And only hidden states with a mask can be passed on (DeepSpeed takes
+    whatever comes last for the mask): the function that drops it belongs into the last stage.
+    """
+    from .pipeline_model import divided
+
+    *stages, last = divided(config)
+    empty = [number for number, names in enumerate(stages) if "ParallelTransformerLayerPipe" not in names]
+    if empty or "_post_transformer_block" not in last:
+        origin = config.origins.get("pipe_parallel_size", "no file")
+        what = f"stage {empty[0]} would have" if empty else "the last one would begin behind"
+        raise ConfigError(
+            f"{origin}: pipe_parallel_size: {config.pipe_parallel_size} stages of {config.num_layers} transformer "
+            f"layers: {what} {'none' if empty else 'all'} of them (pipe_partition_method "
+            f"{config.pipe_partition_method}); take fewer stages, or another method"
+        )

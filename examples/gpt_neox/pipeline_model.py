@@ -1,0 +1,181 @@
+"""The model as DeepSpeed's PipelineModule, laid out as GPT-NeoX's `GPT2ModelPipe` is.
+
+The layers are those of `model.GPTNeoX`, and draw the same numbers; between stages travel the hidden states and, as in
+GPT-NeoX, the attention mask. GPT-NeoX also turns (b, s, h) into (s, b, h) between its two functions around the blocks,
+which changes no byte of what is sent and is left out; the functions stay, because they count where layers are divided
+over stages ("type:transformer|mlp" finds their names).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, Final
+
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec  # type: ignore[import-untyped, unused-ignore]
+from deepspeed.runtime.utils import (  # type: ignore[import-untyped, unused-ignore]
+    partition_balanced,
+    partition_uniform,
+)
+from torch import nn
+from torch.nn import functional
+
+from commtrace.theory.configs.gpt_neox.config import NeoxConfig
+
+from .layers import Block, Embedding, Head
+from .model import language_model_loss, layer_specs
+from .tensor_parallel import Shares
+
+Passed = tuple[torch.Tensor, torch.Tensor]
+"""Hidden states (b, s, h) and the attention mask (1, 1, s, s), true where nothing is seen."""
+
+CHECKPOINTABLE: Final = ["GMLPBlock", "ParallelTransformerLayerPipe", "ParallelMambaResidualLayerPipe"]
+
+
+class EmbeddingPipe(Embedding):
+    """Tokens to hidden states; a head that shares the matrix is the same class."""
+
+    def __init__(self, config: NeoxConfig, shares: Shares, state: torch.Tensor) -> None:
+        set_random_state(state)
+        super().__init__(config, shares)
+
+    def forward(self, inputs: Passed) -> Passed:  # type: ignore[override]
+        """Tokens (b, s) and the mask."""
+        tokens, mask = inputs
+        return super().forward(tokens), mask
+
+
+class ParallelTransformerLayerPipe(Block):
+    """A transformer layer that hands the mask on. It does not look at it: its attention is causal by itself."""
+
+    def __init__(self, config: NeoxConfig, shares: Shares, state: torch.Tensor) -> None:
+        set_random_state(state)
+        super().__init__(config, shares)
+
+    def forward(self, inputs: Passed) -> Passed:  # type: ignore[override]
+        """Hidden states and the mask."""
+        x, mask = inputs
+        return super().forward(x), mask
+
+
+class NormPipe(nn.LayerNorm):
+    """The norm behind the last transformer layer."""
+
+
+class ParallelLinearPipe(Head):
+    """The head, with a matrix of its own."""
+
+    def __init__(self, config: NeoxConfig, shares: Shares, state: torch.Tensor) -> None:
+        set_random_state(state)
+        super().__init__(config, None, shares)
+
+
+def _pre_transformer_block(inputs: Passed) -> Passed:
+    return inputs
+
+
+def _post_transformer_block(inputs: Passed) -> torch.Tensor:
+    return inputs[0]
+
+
+def _tied_head(embedding: EmbeddingPipe, x: torch.Tensor) -> torch.Tensor:
+    return functional.linear(embedding.shares.copied(x), embedding.weight)
+
+
+class GPT2ModelPipe(PipelineModule):  # type: ignore[misc, unused-ignore]
+    """The stage of this rank. DeepSpeed knows the class by its name: what it passes on ends with an attention mask."""
+
+    def __init__(self, config: NeoxConfig, shares: Shares, topology: Any) -> None:
+        interval = config.checkpoint_num_layers if config.checkpoint_activations else 0
+        super().__init__(
+            layers=pipe_specs(config, shares, random_states(config, shares)),
+            topology=topology,
+            loss_fn=partial(_loss, shares),
+            partition_method=config.pipe_partition_method,
+            activation_checkpoint_interval=interval,
+            checkpointable_layers=CHECKPOINTABLE,
+        )
+
+
+def _loss(shares: Shares, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return language_model_loss(logits, labels, shares)
+
+
+def pipe_specs(config: NeoxConfig, shares: Shares, states: Sequence[torch.Tensor]) -> list[Any]:
+    """GPT-NeoX's layers in order, of which each stage builds its own. `states`: what `random_states` gives."""
+    first, *blocks, _, last = states
+    norm = LayerSpec(NormPipe, config.hidden_size, eps=config.layernorm_epsilon)
+    layers = (LayerSpec(ParallelTransformerLayerPipe, config, shares, state) for state in blocks)
+    inner = [_pre_transformer_block, *layers, _post_transformer_block, norm]
+    if config.no_weight_tying:
+        embedding = LayerSpec(EmbeddingPipe, config, shares, first)
+        return [embedding, *inner, LayerSpec(ParallelLinearPipe, config, shares, last)]
+    tied = partial(TiedLayerSpec, "embed", EmbeddingPipe, config, shares, first, tied_weight_attr="weight")
+    return [tied(), *inner, tied(forward_fn=_tied_head)]
+
+
+def random_states(config: NeoxConfig, shares: Shares) -> list[torch.Tensor]:
+    """The random numbers in front of each layer of the whole model.
+
+    So that a stage, which builds some of them, draws what it would as a part of the whole. Each layer is drawn once and
+    let go: there is no other way to come past its numbers.
+    """
+    states = []
+    for spec in layer_specs(config, shares):
+        states.append(_random_state())
+        spec.build(None)
+    return states
+
+
+def _random_state() -> torch.Tensor:
+    return torch.cuda.get_rng_state() if _on_cuda() else torch.get_rng_state()
+
+
+def set_random_state(state: torch.Tensor) -> None:
+    """Of the device on which layers are being built."""
+    if _on_cuda():
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)
+
+
+def _on_cuda() -> bool:
+    return torch.get_default_device().type == "cuda"
+
+
+def attention_mask(length: int, device: torch.device) -> torch.Tensor:
+    """(1, 1, s, s), true above the diagonal: what a token must not see."""
+    return torch.ones(1, 1, length, length, device=device).tril() < 0.5
+
+
+# --- how DeepSpeed will divide the layers ---------------------------------------------------------------------------
+
+
+def divided(config: NeoxConfig) -> list[list[str]]:
+    """Names of each stage's layers, told before anything starts."""
+    shares = Shares(0, config.model_parallel_size)
+    specs = pipe_specs(config, shares, [torch.get_rng_state()] * (config.num_layers + 3))
+    names = [spec.typename.__name__ if isinstance(spec, LayerSpec) else spec.__name__ for spec in specs]
+    bounds = _bounds(config, specs, names)
+    return [names[begin:end] for begin, end in pairwise(bounds)]
+
+
+def _bounds(config: NeoxConfig, specs: Sequence[Any], names: Sequence[str]) -> list[int]:
+    method = config.pipe_partition_method.lower()
+    if method == "uniform":
+        return list(partition_uniform(len(specs), config.pipe_parallel_size))
+    if method == "parameters":
+        weights = [_elements(spec) for spec in specs]
+    else:
+        weights = [int(bool(re.search(method.partition(":")[2], name, re.IGNORECASE))) for name in names]
+    return list(partition_balanced(weights, config.pipe_parallel_size))
+
+
+def _elements(spec: Any) -> int:
+    if not isinstance(spec, LayerSpec):
+        return 0
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in spec.build().parameters())

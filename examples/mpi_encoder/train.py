@@ -1,0 +1,200 @@
+"""One run: training steps on every rank, timed, counted, and compared with one process where asked for.
+
+Every run is a pipeline. Divided by tensors, it has one stage, which all ranks share; divided by layers, every rank is
+a stage.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import commtrace
+from examples.mpi_common.errors import TransportError
+from examples.mpi_common.options import DTYPES, choose_device, make_transport
+from examples.mpi_common.outcome import RankOutcome, difference, digest, measure
+from examples.mpi_common.tables import tell
+from examples.mpi_common.transports import Transport
+
+from .layers import EncoderLayer, Shape, Ways, classifier, loss_of, update, whole_layer
+from .options import parse, shape_of
+from .reference import Reference
+from .schedules import SCHEDULES
+
+LEARNING_RATE = 0.1
+
+
+class Run:
+    """This rank's layers, and the input and labels, which are the same in every step."""
+
+    def __init__(self, options: Namespace, transport: Transport, device: torch.device) -> None:
+        self.options, self.shape, self.transport = options, shape_of(options), transport
+        pipelined = options.parallel == "pipeline"
+        self.stage, self.stages = (transport.rank, transport.size) if pipelined else (0, 1)
+        self.ways = divide(self.shape, options.parallel, transport)
+        dtype = DTYPES[options.dtype]
+        self.layers = [self._layer(index, dtype, device) for index in self._indices()]
+        self.head = classifier(self.shape, options.seed).to(device, dtype) if self._last else None
+        self.inputs, self.labels = make_data(options, self.shape, dtype, device)
+        self.schedule = SCHEDULES[options.schedule](self.stage, self.stages, self.shape.micro_batches)
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.logits: dict[int, torch.Tensor] = {}
+        self.input_gradients: dict[int, torch.Tensor] = {}
+
+    @property
+    def transports(self) -> tuple[Transport, ...]:
+        """Those beside the one of all ranks, each once."""
+        return tuple({id(t): t for t in (self.ways.ranks, self.ways.of_head) if t is not self.transport}.values())
+
+    @property
+    def _first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def _last(self) -> bool:
+        return self.stage == self.stages - 1
+
+    def _indices(self) -> range:
+        each = self.shape.layers // self.stages
+        return range(self.stage * each, (self.stage + 1) * each)
+
+    def _layer(self, index: int, dtype: torch.dtype, device: torch.device) -> EncoderLayer:
+        whole = whole_layer(self.shape, self.options.seed, index).to(device, dtype)
+        return EncoderLayer(whole, index, self.shape, self.options.dropout, self.ways)
+
+    def iterate(self, step: int) -> torch.Tensor:
+        """One training step: the mean loss of the batch on ranks that have the last layer, 0 on others."""
+        for _, parameter in self.named_parameters():
+            parameter.grad = None
+        loss = self.inputs.new_zeros(())
+        for task in self.schedule:
+            if task.forward:
+                loss += self._forward(task.micro_batch, step)
+            elif not self.options.forward_only:
+                self._backward(task.micro_batch)
+        self._kept.clear()
+        if self.stages > 1:
+            self.transport.flush()
+        if not self.options.forward_only:
+            with commtrace.phase("optimizer"):
+                update([p for _, p in self.named_parameters()], LEARNING_RATE)
+        return loss
+
+    def _forward(self, number: int, step: int) -> torch.Tensor:
+        """Returns the micro-batch's summand of the loss."""
+        with commtrace.phase("forward"), torch.set_grad_enabled(not self.options.forward_only):
+            rows = self.inputs.shape[0] // self.shape.micro_batches
+            x = self.inputs[number * rows : (number + 1) * rows]
+            if not self._first:
+                x = self.transport.recv(x, self.stage - 1)
+            x = y = x.detach().requires_grad_(not self.options.forward_only)
+            # In a pipeline a stage has its own layers only, whose times have nothing to do with other stages'.
+            watch = self.transport.watch if self.stages == 1 else None
+            for layer in self.layers:
+                y = layer(y, step, number * rows, watch)
+            if self.head is None:
+                self.transport.send(y, self.stage + 1)
+                self._kept[number] = x, y
+                return y.new_zeros(())
+            logits = self.head(y)
+            loss = loss_of(logits, self.labels[number * rows : (number + 1) * rows]) / self.shape.micro_batches
+            self.logits[number] = logits.detach()
+            self._kept[number] = x, loss
+            return loss.detach()
+
+    def _backward(self, number: int) -> None:
+        with commtrace.phase("backward"):
+            x, y = self._kept.pop(number)
+            torch.autograd.backward(y, None if self._last else self.transport.recv(y, self.stage + 1))
+            assert x.grad is not None
+            if self._first:
+                self.input_gradients[number] = x.grad
+            else:
+                self.transport.send(x.grad, self.stage - 1)
+
+    def results(self) -> dict[str, torch.Tensor]:
+        """Of the last step, by name, what this rank has: logits, the input's gradient, parameters and their gradients.
+
+        Names of parameters begin with the number of the layer.
+        """
+        found = {
+            name: torch.cat([by_number[number] for number in sorted(by_number)])
+            for name, by_number in (("logits", self.logits), ("input gradient", self.input_gradients))
+            if by_number
+        }
+        for name, parameter in self.named_parameters():
+            found[name] = parameter.detach()
+            if parameter.grad is not None:
+                found[f"{name} gradient"] = parameter.grad
+        return found
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Of this rank: "2.linear1.weight", "head.bias"."""
+        layers = [(f"{layer.index}.{name}", p) for layer in self.layers for name, p in layer.parameters.items()]
+        head = [] if self.head is None else [(f"head.{name}", p) for name, p in self.head.named_parameters()]
+        return layers + head
+
+
+def divide(shape: Shape, parallel: str, transport: Transport) -> Ways:
+    """Who shares a layer. All ranks call this."""
+    if parallel == "pipeline":
+        alone = transport.blocks(1)
+        return Ways(alone, alone, gathered=False)
+    of_head = transport.blocks(max(1, transport.size // shape.heads))
+    return Ways(transport, of_head, gathered=parallel == "model")
+
+
+def make_data(
+    options: Namespace, shape: Shape, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random inputs (b, s, m), as the original's, and labels (b, s); the same on every rank."""
+    generator = torch.Generator().manual_seed(options.seed)
+    inputs = torch.randn(shape.batch, shape.sequence, shape.model, generator=generator)
+    labels = torch.randint(shape.classes, (shape.batch, shape.sequence), generator=generator)
+    return inputs.to(device, dtype), labels.to(device)
+
+
+def check(run: Run) -> float:
+    """The largest relative difference of this rank's results from those of torch's own layers in one process."""
+    options = run.options
+    reference = Reference(run.shape, options.seed, options.dropout, run.inputs, run.labels)
+    for step in range(options.warmup + options.iterations):
+        reference.step(step, None if options.forward_only else LEARNING_RATE)
+    whole, found = reference.results(), run.results()
+    pieces = {f"{layer.index}.{name}": piece for layer in run.layers for name, piece in layer.pieces.items()}
+    return max(
+        difference(tensor, pieces.get(name.removesuffix(" gradient"), torch.clone)(whole[name]))
+        for name, tensor in found.items()
+    )
+
+
+def train(options: Namespace, transport: Transport, device: torch.device) -> tuple[RankOutcome, Run]:
+    """All steps of this rank."""
+    torch.set_num_threads(options.threads)
+    run = Run(options, transport, device)
+    outcome = measure(run.iterate, transport, run.transports, options.warmup, options.iterations)
+    outcome.digest = digest(run.results().values())
+    if options.check:
+        outcome.error = check(run)
+    return outcome, run
+
+
+def command(argv: Sequence[str], comm: Any) -> int:
+    """The command on one rank. Everything that can be wrong is looked at first."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    options = parse(argv, rank)
+    shape = shape_of(options)
+    shape.check(options.parallel, size)
+    if options.parallel == "pipeline" and options.transport == "nccl":
+        raise TransportError("--parallel pipeline sends both ways at once, in which NCCL's queues block each other; "
+                             "use --transport mpi, mpi-cuda-aware or gloo")  # fmt: skip
+    device = choose_device(options.device, rank)
+    transport = make_transport(options.transport, comm, device)
+    own, _ = train(options, transport, device)
+    transport.close()
+    mode = options.parallel if options.parallel != "pipeline" else f"pipeline ({options.schedule})"
+    return tell(comm, own, "encoder", mode, options, shape.batch * shape.sequence)

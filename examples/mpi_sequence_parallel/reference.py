@@ -1,0 +1,47 @@
+"""What one process computes with torch's own layer: that which every rank's results are compared with."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from examples.mpi_common.dropout import Dropout
+from examples.mpi_common.transports import Transport
+
+from .layer import Layer, Shape, loss_of
+
+
+class Reference:
+    """nn.TransformerEncoderLayer with the parameters of a Layer; only its dropout is ours, for the same masks."""
+
+    def __init__(self, layer: Layer, rate: float) -> None:
+        shape = layer.shape
+        self.module = nn.TransformerEncoderLayer(
+            shape.hidden, shape.heads, shape.feed_forward, 0.0, "gelu", batch_first=True, norm_first=True
+        ).to(layer.output.weight)
+        self.drops = Dropout(rate), Dropout(rate)
+        self.module.dropout1, self.module.dropout2 = self.drops  # type: ignore[assignment]
+        self.module.load_state_dict({_torch_name(name): value for name, value in layer.state_dict().items()})
+        self.names = {_torch_name(name): name for name, _ in layer.named_parameters()}
+
+    def results(self, whole: torch.Tensor, shape: Shape, step: int, transport: Transport) -> dict[str, torch.Tensor]:
+        """What `Run.results` should be on the rank of `transport`."""
+        for number, drop in enumerate(self.drops):
+            drop.key = 2 * step + number
+        with torch.set_grad_enabled(whole.requires_grad):
+            y = self.module(whole)
+        found = {"output": y.detach().chunk(transport.size, 1)[transport.rank]}
+        if not whole.requires_grad:
+            return found
+        loss_of(y, shape).backward()
+        assert whole.grad is not None
+        found["input"] = whole.grad.chunk(transport.size, 1)[transport.rank]
+        for name, parameter in self.module.named_parameters():
+            assert parameter.grad is not None
+            found[self.names[name]] = parameter.grad
+        return found
+
+
+def _torch_name(name: str) -> str:
+    """What nn.TransformerEncoderLayer calls a parameter of Layer."""
+    return name.replace("query_key_value.", "self_attn.in_proj_").replace("output.", "self_attn.out_proj.")

@@ -1,0 +1,104 @@
+"""One run: iterations of the layer on every rank, timed, counted, and compared with one process where asked for."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import commtrace
+from examples.mpi_common.options import DTYPES, choose_device, make_transport
+from examples.mpi_common.outcome import RankOutcome, difference, digest, measure
+from examples.mpi_common.tables import tell
+from examples.mpi_common.transports import Transport
+
+from .layer import Layer, Shape, loss_of
+from .options import parse, shape_of
+from .reference import Reference
+
+
+class Run:
+    """The layer and this rank's part of the input, which is the same in every iteration."""
+
+    def __init__(self, options: Namespace, transport: Transport, device: torch.device) -> None:
+        self.shape = shape_of(options)
+        self.transport = transport
+        self.forward_only: bool = options.forward_only
+        self.layer = make_layer(options, transport).to(device, DTYPES[options.dtype])
+        whole = make_input(options, self.shape).to(DTYPES[options.dtype])
+        self.x = whole.chunk(transport.size, 1)[transport.rank].to(device).requires_grad_(not self.forward_only)
+        self.y = self.x.detach()
+
+    def iterate(self, step: int) -> torch.Tensor:
+        """Forward and, unless left out, backward with the gradients of all ranks added up: this rank's loss."""
+        with commtrace.phase("forward"), torch.set_grad_enabled(not self.forward_only):
+            y = self.layer(self.x, step)
+            loss = loss_of(y, self.shape)
+        self.y = y.detach()
+        if self.forward_only:
+            return loss
+        self.layer.zero_grad()
+        self.x.grad = None
+        with commtrace.phase("backward"):
+            loss.backward()
+            self.layer.add_up_gradients()
+        return loss.detach()
+
+    def results(self) -> dict[str, torch.Tensor]:
+        """Of the last iteration, by name: this rank's output, its input's gradient, and the parameters' gradients."""
+        found = {"output": self.y}
+        if self.x.grad is not None:
+            found["input"] = self.x.grad
+        for name, parameter in self.layer.named_parameters():
+            if parameter.grad is not None:
+                found[name] = parameter.grad
+        return found
+
+
+def make_layer(options: Namespace, transport: Transport) -> Layer:
+    """The same parameters on every rank."""
+    torch.manual_seed(options.seed)
+    return Layer(shape_of(options), options.attention, options.dropout, transport)
+
+
+def make_input(options: Namespace, shape: Shape) -> torch.Tensor:
+    """The whole input (b, s, h), the same on every rank."""
+    generator = torch.Generator().manual_seed(options.seed + 1)
+    return torch.randn(shape.batch, shape.sequence, shape.hidden, generator=generator)
+
+
+def check(run: Run, options: Namespace) -> float:
+    """The largest relative difference of this rank's results from those of torch's own layer in one process."""
+    reference = Reference(run.layer, options.dropout)
+    whole = make_input(options, run.shape).to(run.x).requires_grad_(not run.forward_only)
+    last = options.warmup + options.iterations - 1
+    expected = reference.results(whole, run.shape, last, run.transport)
+    found = run.results()
+    assert found.keys() == expected.keys()
+    return max(difference(found[name], expected[name]) for name in found)
+
+
+def train(options: Namespace, transport: Transport, device: torch.device) -> tuple[RankOutcome, Run]:
+    """All iterations of this rank."""
+    torch.set_num_threads(options.threads)
+    run = Run(options, transport, device)
+    outcome = measure(run.iterate, transport, (), options.warmup, options.iterations)
+    outcome.digest = digest(run.results().values())
+    if options.check:
+        outcome.error = check(run, options)
+    return outcome, run
+
+
+def command(argv: Sequence[str], comm: Any) -> int:
+    """The command on one rank. Everything that can be wrong is looked at first."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    options = parse(argv, rank)
+    shape = shape_of(options)
+    shape.check(size, options.attention)
+    device = choose_device(options.device, rank)
+    transport = make_transport(options.transport, comm, device)
+    own, _ = train(options, transport, device)
+    transport.close()
+    return tell(comm, own, "sequence_parallel", options.attention, options, shape.batch * shape.sequence)

@@ -1,0 +1,59 @@
+"""How busy the machine was: processor time that others took while a program ran."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from examples.paper_study.experiments import execute
+
+FILE: Final = "machine.json"
+_STAT: Final = Path("/proc/stat")
+_IDLE: Final = (3, 4)  # idle, and waiting for a disk
+_COUNTED: Final = 8  # user, nice, system, idle, iowait, irq, softirq, steal; guests are within user and nice
+
+
+def execute_watched(command: Sequence[str], folder: Path, environment: Mapping[str, str], limit_seconds: float) -> None:
+    """`execute`, and `machine.json` in the folder: `cores` that the program may use, `wall_seconds`, `cpu_seconds`,
+    and `others_cores`, how many cores all other programs kept busy meanwhile (None where the system does not tell).
+    """
+    before = busy_seconds()
+    cost = execute(command, folder, environment=environment, limit_seconds=limit_seconds)
+    after = busy_seconds()
+    others = None
+    if before is not None and after is not None:
+        others = max(0.0, after - before - cost.cpu_seconds) / cost.wall_seconds
+    told = {
+        "cores": _cores(), "wall_seconds": cost.wall_seconds, "cpu_seconds": cost.cpu_seconds,
+        "others_cores": others,
+    }  # fmt: skip
+    (folder / FILE).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def busy_seconds(stat: Path = _STAT) -> float | None:
+    """Seconds that all processors together have worked since the start, time taken by the hypervisor included."""
+    try:
+        with stat.open() as file:
+            head, *counts = file.readline().split()
+        ticks = [int(one) for one in counts[:_COUNTED]]
+    except (OSError, ValueError):
+        return None
+    if head != "cpu" or len(ticks) < _COUNTED:
+        return None
+    return sum(one for at, one in enumerate(ticks) if at not in _IDLE) / os.sysconf("SC_CLK_TCK")
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """What `execute_watched` wrote; {} where there is nothing that can be read."""
+    try:
+        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,290 @@
+"""Tables of what was measured, from the logs of all runs.
+
+`time_steps`, a row per run, rank and step (not the first, nor the last, which has no end):
+
+    scheme, hidden, seq_length, ranks, repeat, rank, step
+    step_ns            from the rank's first call of the step to its first call of the next
+    computing_ns       no call of the rank is under way
+    overlapped_ns      it computes while a call is under way
+    communicating_ns   it stands in a call, and all ranks of the call are there: communication that is exposed
+    waiting_ns         it stands in a call that another rank has not come to yet
+
+These are the times of `commtrace.analyses.scaling.steps`: blocked = communicating + waiting, in flight = blocked +
+overlapped; they add up to the step.
+
+`time_runs`, a row per run: their means over ranks and steps, `step_ns` the slowest rank's mean, `tokens_per_s` of the
+whole job, `gflop_per_s` of a rank (the model's, without recomputation), `recorder`, `cores`, `shared_cores`,
+`others_cores` (`machine`), `late_known`.
+
+`time_points`, a row per point: `repeats`, and `steps` of all; of the repeat with the median step (of two, the faster)
+`step_ns`, `tokens_per_s`, `gflop_per_s`, the parts, and `in_calls_share`, the share of a step that a rank stands in
+calls; and of the first three `_least` and `_most` of any repeat.
+
+`time_bandwidths`, a row per point, operation and size, of the size that has most of the operation's bytes: `calls` and
+`busbw_gb_per_s` with `_least` and `_most`: bytes / transfer time, from the moment when the last rank was there.
+
+`time_operations`, a row per point and operation: `standing_ns` of a rank and step, of the repeat with the median step:
+in_call + waiting of `commtrace.analyses.times`.
+
+`time_first_steps`, a row per point and operation, of a rank: what the first step took of it beside the later ones
+(medians over them, then over repeats): `calls`, `standing_ns`, `late_ns`, `transfer_ns`, with `first_` and `later_`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+
+from commtrace.analyses.fold import NamedTables
+from commtrace.analyses.scaling.scaling_tables import shared_cores, tokens_of
+from commtrace.analyses.scaling.steps import StepTimes, calls_of, step_times
+from commtrace.errors import LogError
+from commtrace.run import Run, open_run
+
+from . import machine
+from .messages import TAGS
+from .points import Messages, Point
+from .receives import forwards, receives
+
+LOG: Final = "log"
+BULK: Final = 1 << 16
+"""Bytes from which messages have a bandwidth worth showing: below it is latency."""
+
+POINT: Final = ["scheme", "hidden", "seq_length", "ranks"]
+PARTS: Final = ["computing_ns", "overlapped_ns", "communicating_ns", "waiting_ns"]
+_SPREAD: Final = ["step_ns", "tokens_per_s", "gflop_per_s"]
+_TRANSFERS: Final = ("all_reduce", "all_gather", "reduce_scatter", "recv")
+"""Operations whose bus bandwidth is wire bytes / time (`commtrace.volume.busbw_factor`)."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One training that was measured."""
+
+    point: Point
+    run: Run
+    times: StepTimes
+    calls: pd.DataFrame
+    machine: Mapping[str, Any]
+
+
+def result_of(point: Point, folder: Path) -> Result:
+    """Read and check what a training left. Raises LogError with what is wrong with it."""
+    run = whole_run(folder, point.ranks)
+    return Result(point, run, step_times(run), calls_of(run, words=("site",)), machine.read(folder))
+
+
+def whole_run(folder: Path, ranks: int) -> Run:
+    """The run of an experiment. Raises LogError for one that is damaged, or lacks a rank, or did not end."""
+    run = open_run(folder / LOG)
+    again = f"remove {folder} and run it again"
+    if run.simulated:
+        raise LogError(f"{run.log.path}: a dry run has no times; {again}")
+    if missing := sorted({*range(ranks)} - {*run.ranks}):
+        raise LogError(f"{run.log.path}: rank {missing[0]} left no log; {again}")
+    if damaged := [note for note in run.notes if note.kind != "salvage"]:
+        raise LogError(f"{damaged[0]}; {again}")
+    for process in run.processes:
+        if process.tables.end is None:
+            raise LogError(f"{run.log.path}: rank {process.rank} did not come to its end; {again}")
+        lost = sum(int((process.tables.stats or {}).get(name) or 0) for name in ("dropped", "removed", "lost"))
+        if lost:
+            raise LogError(f"{run.log.path}: {lost} calls of rank {process.rank} were not recorded; {again}")
+    return run
+
+
+def tables_of(results: Sequence[Result]) -> NamedTables:
+    """All tables about steps, of at least one result."""
+    steps = pd.concat([_steps(one) for one in results], ignore_index=True)
+    runs = pd.DataFrame([_run(one, steps) for one in results])
+    median = medians(runs)
+    return {
+        "time_steps": steps,
+        "time_runs": runs,
+        "time_points": _points(runs, median),
+        "time_bandwidths": _bandwidths(results),
+        "time_operations": _operations([results[number] for number in median]),
+        "time_first_steps": _first_steps(results),
+    }
+
+
+def named(point: Point) -> dict[str, Any]:
+    """Its columns POINT, and `repeat`."""
+    return {
+        "scheme": point.scheme.name, "hidden": point.hidden, "seq_length": point.seq_length, "ranks": point.ranks,
+        "repeat": point.repeat,
+    }  # fmt: skip
+
+
+def _steps(result: Result) -> pd.DataFrame:
+    times = result.times.steps
+    return pd.DataFrame(
+        {
+            **{name: [value] * len(times) for name, value in named(result.point).items()},
+            "rank": times["rank"],
+            "step": times["step"],
+            "step_ns": times["step_ns"],
+            "computing_ns": times["step_ns"] - times["in_flight_ns"],
+            "overlapped_ns": times["in_flight_ns"] - times["blocked_ns"],
+            "communicating_ns": times["blocked_ns"] - times["late_ns"],
+            "waiting_ns": times["late_ns"],
+        }
+    )
+
+
+def _run(result: Result, steps: pd.DataFrame) -> dict[str, Any]:
+    of = named(result.point)
+    own = steps.loc[np.logical_and.reduce([steps[name] == value for name, value in of.items()])]
+    by_rank = own.groupby("rank")[["step_ns", *PARTS]].mean()
+    slowest = float(by_rank["step_ns"].max())
+    tokens = tokens_of(result.run)
+    rate = None if tokens is None else tokens / slowest * 1e9
+    flops = result.point.flops_per_token / result.point.ranks
+    return {
+        **of,
+        "steps": own["step"].nunique(),
+        "step_ns": slowest,
+        **{part: float(by_rank[part].mean()) for part in PARTS},
+        "tokens_per_s": rate,
+        "gflop_per_s": None if rate is None else rate * flops / 1e9,
+        "late_known": result.times.late_known,
+        "recorder": result.run.processes[0].tables.process.get("recorder"),
+        "shared_cores": shared_cores(result.run),
+        "cores": result.machine.get("cores"),
+        "others_cores": result.machine.get("others_cores"),
+    }
+
+
+def medians(runs: pd.DataFrame) -> list[int]:
+    """For each point, in order, the row of the repeat with the median step (of two, the faster one)."""
+    ordered = runs.sort_values("step_ns", kind="stable")
+    middle = ordered.groupby(POINT, sort=False)["step_ns"].apply(lambda times: times.index[(len(times) - 1) // 2])
+    return sorted(middle.astype(int).tolist())
+
+
+def _points(runs: pd.DataFrame, median: Sequence[int]) -> pd.DataFrame:
+    values = runs.astype(dict.fromkeys(_SPREAD, float)).groupby(POINT, sort=False)
+    spread = values.agg(
+        repeats=("repeat", "nunique"),
+        steps=("steps", "sum"),
+        **{f"{name}_least": (name, "min") for name in _SPREAD},
+        **{f"{name}_most": (name, "max") for name in _SPREAD},
+    )
+    middle = runs.loc[[*median], [*POINT, *_SPREAD, *PARTS]].set_index(POINT).astype(float)
+    in_calls = (middle["communicating_ns"] + middle["waiting_ns"]) / middle[PARTS].sum(axis=1)
+    return spread.join(middle).assign(in_calls_share=in_calls).reset_index()
+
+
+def _bandwidths(results: Sequence[Result]) -> pd.DataFrame:
+    rows = [row for one in results for row in _of_largest(one)]
+    table = pd.DataFrame(rows, columns=[*POINT, "repeat", "op", "message_bytes", "calls", "busbw_gb_per_s"])
+    return table.groupby([*POINT, "op", "message_bytes"], sort=False, as_index=False).agg(
+        repeats=("repeat", "nunique"),
+        calls=("calls", "sum"),
+        busbw_gb_per_s=("busbw_gb_per_s", "median"),
+        busbw_gb_per_s_least=("busbw_gb_per_s", "min"),
+        busbw_gb_per_s_most=("busbw_gb_per_s", "max"),
+    )
+
+
+def _of_largest(result: Result) -> Iterator[dict[str, Any]]:
+    """Of each operation, the calls of the size that most of its bytes are in."""
+    seen = result.times.messages
+    for op, part in seen.loc[seen["op"].isin(_TRANSFERS)].groupby("op"):
+        sums = part.groupby("bytes", as_index=False).agg(sent=("bytes", "size"))
+        most = float(sums["bytes"].to_numpy()[int((sums["sent"] * sums["bytes"]).to_numpy().argmax())])
+        calls = part.loc[part["bytes"] == most]
+        yield {
+            **named(result.point),
+            "op": op,
+            "message_bytes": int(most),
+            "calls": len(calls),
+            "busbw_gb_per_s": float(calls["bytes"].sum() / calls["transfer_ns"].sum()),
+        }
+
+
+def _operations(results: Sequence[Result]) -> pd.DataFrame:
+    parts = []
+    for one in results:
+        steps = one.times.steps["step"].unique()
+        calls = standing(one.calls.loc[one.calls["step"].isin(steps)])
+        sums = calls.groupby("op")["standing_ns"].sum() / (len(steps) * one.point.ranks)
+        told = {name: value for name, value in named(one.point).items() if name in POINT}
+        parts.append(pd.DataFrame({**told, "op": sums.index, "standing_ns": sums.to_numpy()}))
+    return pd.concat(parts, ignore_index=True)
+
+
+def _first_steps(results: Sequence[Result]) -> pd.DataFrame:
+    measures = ["calls", "standing_ns", "late_ns", "transfer_ns"]
+    parts = []
+    for one in results:
+        training = standing(one.calls.loc[one.calls["step"] >= 0])
+        by_step = training.groupby(["op", "step"])[measures].sum(min_count=1) / one.point.ranks
+        at_first = by_step.index.get_level_values("step") == 0
+        first = by_step.loc[at_first].droplevel("step").add_prefix("first_")
+        later = by_step.loc[~at_first].groupby("op").median().add_prefix("later_")
+        parts.append(first.join(later, how="outer").reset_index().assign(**named(one.point)))
+    table = pd.concat(parts, ignore_index=True)
+    columns = [f"{when}_{measure}" for measure in measures for when in ("first", "later")]
+    return table.groupby([*POINT, "op"], sort=False, as_index=False)[columns].median()
+
+
+def standing(calls: pd.DataFrame) -> pd.DataFrame:
+    """`op`, `step`, `calls` (1), and of each call in ns
+
+    standing_ns    how long it held its rank: in_call + waiting of `commtrace.analyses.times`
+    late_ns        of it, before the last rank was there; missing where that is not known
+    transfer_ns    from when the last rank was there to the end; missing where one of them is not known exactly
+    """
+    begin, back, waits = calls["t_begin"], calls["t_return"], calls["t_wait"]
+    waited = (calls["t_end"] - waits).where(waits > 0, 0).clip(lower=0)
+    known = calls["last_begin"] > 0
+    held_back = np.minimum(calls["until"], calls["last_begin"])
+    late = (np.minimum(held_back, back) - begin).clip(lower=0) + (held_back - waits).where(waits > 0, 0).clip(lower=0)
+    there = np.maximum(calls["last_begin"], begin)
+    return calls[["op", "step"]].assign(
+        calls=1,
+        standing_ns=(back - begin).clip(lower=0) + waited,
+        late_ns=late.where(known),
+        transfer_ns=(calls["t_end"] - there).clip(lower=0).where(known & calls["exact"]),
+    )
+
+
+def receive_tables(results: Sequence[Result]) -> NamedTables:
+    """`time_receives` and `time_forwards` (`receives`) of the pipelines among these, with POINT and `repeat`."""
+    found = [(one, receives(one.calls)) for one in results if (one.calls["op"] == "recv").any()]
+    stages = [(one, forwards(one.calls)) for one, _ in found]
+    return {
+        name: pd.concat([table.assign(**named(one.point)) for one, table in parts], ignore_index=True)
+        for name, parts in (("time_receives", found), ("time_forwards", stages))
+        if parts
+    }
+
+
+def message_times(runs: Sequence[tuple[Messages, Run]]) -> pd.DataFrame:
+    """`time_messages`, a row per bare message: `connections`, `repeat`, `what`, `payload_bytes`, `transfer_ns`.
+
+    The transfer is the receiver's, from the moment when both were there.
+    """
+    parts = [pd.DataFrame(columns=["connections", "repeat", "what", "payload_bytes", "transfer_ns"])]
+    for of, run in runs:
+        calls = calls_of(run)
+        got = calls.loc[(calls["op"] == "recv") & calls["tag"].isin([*TAGS]) & (calls["last_begin"] > 0)]
+        there = np.maximum(got["last_begin"], got["t_begin"])
+        parts.append(
+            pd.DataFrame(
+                {
+                    "connections": "when used" if of.lazy else "at once",
+                    "repeat": of.repeat,
+                    "what": got["tag"].map(TAGS),
+                    "payload_bytes": got["payload"],
+                    "transfer_ns": (got["until"] - there).clip(lower=0),
+                }
+            )
+        )
+    return pd.concat(parts, ignore_index=True)

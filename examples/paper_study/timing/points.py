@@ -1,0 +1,182 @@
+"""What is trained to measure time: GPT-NeoX's schemes in small shapes, on real ranks, each point several times.
+
+A point is one training of a few steps. Sequences of a micro-batch are the same in all of them (one), as in the paper,
+so that a longer sequence is more work; all is computed in fp32 by one thread a rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from commtrace.errors import CommtraceError
+
+STEPS: Final = 7
+"""Of a training. The first is measured for itself, the last has no end, the others count."""
+REPEATS: Final = 3
+LAYERS: Final = 4
+HEADS: Final = 8
+VOCABULARY: Final = 256
+HIDDEN, LARGER_HIDDEN = 256, 512
+LENGTHS: Final = (128, 256, 512, 1024)
+"""Doubling, as in the paper (512 to 4096)."""
+LENGTH: Final = 256
+"""Where schemes and models are compared."""
+MICRO_BATCHES: Final = 4
+"""Of a pipeline's step; other schemes have one."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A way to divide a training over ranks."""
+
+    name: str
+    options: Sequence[str]
+    """Of the training's command line."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """GPT-NeoX's keys."""
+    model_ranks: int = 1
+    """Ranks that share one copy of the model; others are data-parallel."""
+    micro_batches: int = 1
+
+    @property
+    def key(self) -> str:
+        """Its name as a part of a folder's."""
+        return self.name.lower().replace(" ", "-")
+
+
+DDP: Final = Scheme("DDP", ("--engine", "ddp"))
+ZERO: Final = tuple(Scheme(f"ZeRO-{stage}", ("--zero-stage", str(stage))) for stage in (1, 2, 3))
+TENSOR: Final = Scheme("tensor", ("--zero-stage", "0"), {"model_parallel_size": 2}, model_ranks=2)
+PIPELINE: Final = Scheme(
+    "pipeline", ("--zero-stage", "0"), {"pipe_parallel_size": 2}, model_ranks=2, micro_batches=MICRO_BATCHES
+)
+ZERO_AND_TENSOR: Final = Scheme("ZeRO-1 and tensor", ("--zero-stage", "1"), {"model_parallel_size": 2}, model_ranks=2)
+"""What figures 1 and 2 show, of 8 tensor-parallel ranks."""
+
+SCHEMES: Final = (DDP, *ZERO, TENSOR, PIPELINE, ZERO_AND_TENSOR)
+WIDENED: Final = (DDP, ZERO[0], TENSOR, PIPELINE, ZERO_AND_TENSOR)
+"""Of which a wider model is trained as well."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One training."""
+
+    scheme: Scheme
+    hidden: int
+    seq_length: int
+    ranks: int
+    repeat: int
+
+    @property
+    def key(self) -> str:
+        """Names its folder."""
+        return f"{self.scheme.key}-h{self.hidden}-s{self.seq_length}-n{self.ranks}-{self.repeat}"
+
+    @property
+    def title(self) -> str:
+        """For the progress bar."""
+        return f"{self.scheme.name}, hidden {self.hidden}, sequence {self.seq_length}, time {self.repeat}"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What differs from the shipped demo.yml."""
+        return {"num_layers": LAYERS, "hidden_size": self.hidden, "num_attention_heads": HEADS, **self.scheme.settings}
+
+    @property
+    def program(self) -> list[str]:
+        """What torchrun starts, in a folder that has `settings.yml`."""
+        return [
+            "-m", "examples.gpt_neox.train", "demo.yml", "settings.yml", *self.scheme.options,
+            "--micro-batch", "1", "--gradient-accumulation", str(self.scheme.micro_batches),
+            "--seq-length", str(self.seq_length), "--train-iters", str(STEPS), "--precision", "fp32",
+        ]  # fmt: skip
+
+    @property
+    def command(self) -> str:
+        """What a user types."""
+        run = ["COMMTRACE=log", "OMP_NUM_THREADS=1", "torchrun", *torchrun(self.ranks), *self.program]
+        return f"echo '{json.dumps(self.settings)}' > settings.yml; {' '.join(run)}"
+
+    @property
+    def flops_per_token(self) -> float:
+        """Of forward and backward, 72 L h^2 (1 + s / 6h + V / 12Lh): arXiv 2104.04473, eq. 3, without recomputation."""
+        s, h = self.seq_length, self.hidden
+        return 72 * LAYERS * h * h * (1 + s / (6 * h) + VOCABULARY / (12 * LAYERS * h))
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Messages between two ranks that do nothing else, on connections that are new."""
+
+    lazy: bool
+    """Connections are made when they are first used, and not when the group is."""
+    repeat: int
+
+    @property
+    def key(self) -> str:
+        """Names its folder."""
+        return f"messages-{'lazy' if self.lazy else 'eager'}-{self.repeat}"
+
+    @property
+    def title(self) -> str:
+        """For the progress bar."""
+        return f"messages, connections made {'when used' if self.lazy else 'at once'}, time {self.repeat}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """gloo's own switch."""
+        return {"TORCH_GLOO_LAZY_INIT": "1" if self.lazy else "0"}
+
+    @property
+    def program(self) -> list[str]:
+        """What torchrun starts."""
+        return ["-m", "examples.paper_study.timing.messages"]
+
+    @property
+    def command(self) -> str:
+        """What a user types."""
+        told = [f"{name}={value}" for name, value in self.environment.items()]
+        return " ".join(["COMMTRACE=log", "OMP_NUM_THREADS=1", *told, "torchrun", *torchrun(2), *self.program])
+
+
+def torchrun(ranks: int) -> list[str]:
+    """Its options."""
+    return ["--standalone", "--nproc-per-node", str(ranks)]
+
+
+def schemes(ranks: int) -> list[Scheme]:
+    """Those that so many ranks can be divided for: models over two of them, as in the paper's figures 14 and 15.
+
+    Raises CommtraceError for a single rank.
+    """
+    if ranks < 2:
+        raise CommtraceError(f"--ranks {ranks}: one rank has nobody to communicate with; give 2 or more")
+    found = [scheme for scheme in SCHEMES if ranks % scheme.model_ranks == 0]
+    return found if ranks >= 4 else [scheme for scheme in found if scheme != ZERO_AND_TENSOR]
+
+
+def points(ranks: int, *, quick: bool) -> list[Point]:
+    """All trainings, in the order in which they are run: every point once before any is run again.
+
+    So whatever else the machine does meanwhile falls on all points alike.
+    """
+    return [point for repeat in range(1, 2 if quick else REPEATS + 1) for point in _once(ranks, repeat, quick)]
+
+
+def _once(ranks: int, repeat: int, quick: bool) -> Iterator[Point]:
+    found = schemes(ranks)
+    lengths = LENGTHS[:2] if quick else LENGTHS
+    for length in sorted(lengths, key=lambda one: one != LENGTH):
+        swept = found if length == LENGTH else [scheme for scheme in found if scheme != ZERO_AND_TENSOR]
+        yield from (Point(scheme, HIDDEN, length, ranks, repeat) for scheme in swept)
+    if not quick:
+        yield from (Point(scheme, LARGER_HIDDEN, LENGTH, ranks, repeat) for scheme in found if scheme in WIDENED)
+
+
+def messages(*, quick: bool) -> list[Messages]:
+    """All runs of bare messages."""
+    return [Messages(lazy, repeat) for repeat in range(1, 2 if quick else REPEATS + 1) for lazy in (False, True)]

@@ -1,0 +1,347 @@
+"""The dry runs of the volume part: what is trained, divided how, on how many ranks, and which of them are run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from commtrace.errors import CommtraceError, MissingLibraryError
+from examples.paper_study.experiments import execute
+from examples.paper_study.parts import Experiment
+
+try:
+    from commtrace.errors import ConfigError
+    from commtrace.theory.configs.gpt_neox.config import load_config
+    from commtrace.theory.configs.gpt_neox.yaml_files import find_file
+except ImportError as error:
+    raise MissingLibraryError(f"commtrace study: needs {error.name}; pip install 'commtrace[workloads]'") from None
+
+SETTINGS: Final = "settings.yml"
+TRAIN: Final = ("-m", "examples.gpt_neox.train")
+
+DDP: Final = "DDP"
+ZERO_1: Final = "ZeRO-1"
+ZERO_2: Final = "ZeRO-2"
+ZERO_3: Final = "ZeRO-3"
+DATA_PARALLEL: Final = (DDP, ZERO_1, ZERO_2, ZERO_3)
+
+_LIBRARIES: Final = ("torch", "deepspeed", "commtrace")
+_SECONDS_OF_A_RANK: Final = 9.0
+"""CPU time of one rank's process, most of it importing torch and DeepSpeed."""
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A training, as some of its ranks."""
+
+    model: str
+    """A GPT-NeoX file, or the name of a shipped one."""
+    world: int
+    scheme: str = ZERO_1
+    """Of data parallelism; with stages or tensor parallelism that of what is left of the ranks."""
+    pipeline: int = 1
+    tensor: int = 1
+    sequence: int = 0
+    """Tokens of a sequence; 0: as the file says."""
+    micro_batches: int = 1
+    ranks: tuple[int, ...] = ()
+    """Those that are run; none: the first of each stage."""
+    switches: str = "{}"
+    """Settings beside these, as JSON."""
+    note: str = ""
+    """What the switches do, in a word or two."""
+
+    @property
+    def name(self) -> str:
+        """The model, as the paper writes it."""
+        return model_name(self.model)
+
+    @property
+    def division(self) -> str:
+        """How the model is divided, in a few words."""
+        parts = [f"pipeline {self.pipeline}"] * (self.pipeline > 1) + [f"tensor {self.tensor}"] * (self.tensor > 1)
+        return " x ".join(parts) or self.scheme
+
+    @property
+    def label(self) -> str:
+        """Everything that sets it apart, for people."""
+        sequence = f", sequences of {self.sequence:,}" if self.sequence else ""
+        batches = f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
+        note = f", {self.note}" if self.note else ""
+        alike = f", {len(self.ranks)} ranks alike" if self.ranks else ""
+        return f"{self.name} {self.division} on {self.world:,} ranks{sequence}{batches}{note}{alike}"
+
+    @property
+    def data(self) -> int:
+        """Data-parallel ranks."""
+        return self.world // (self.pipeline * self.tensor)
+
+    @property
+    def of_stages(self) -> tuple[int, ...]:
+        """The first rank of each stage: stages are outermost in GPT-NeoX's order of ranks."""
+        return tuple(range(0, self.world, self.world // self.pipeline))
+
+    @property
+    def run(self) -> tuple[int, ...]:
+        """The ranks that are run."""
+        return self.ranks or self.of_stages
+
+    @property
+    def steps(self) -> int:
+        """So many that the last one is like all that would follow: DDP makes its buckets anew in the second step, and
+        ZeRO-3 has learned the order of modules after two; stages tell each other shapes in the first."""
+        return 3 if self.scheme in (DDP, ZERO_3) else 2
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """GPT-NeoX's keys that the model's file is overridden with."""
+        lengths = {"seq_length": self.sequence, "max_position_embeddings": self.sequence} if self.sequence else {}
+        stage = {} if self.scheme == DDP else {"zero_optimization": {"stage": int(self.scheme[-1])}}
+        given = {
+            "pipe_parallel_size": self.pipeline,
+            "model_parallel_size": self.tensor,
+            "gradient_accumulation_steps": self.micro_batches,
+            "train_iters": self.steps,
+            "lr_decay_iters": self.steps,
+            **lengths,
+            **stage,
+        }
+        return _merged(given, json.loads(self.switches))
+
+    @property
+    def arguments(self) -> list[str]:
+        """The training's, after the model's file and SETTINGS."""
+        return ["--engine", "ddp"] if self.scheme == DDP else []
+
+    @property
+    def key(self) -> str:
+        """Names the result: in words, and a digest of all that it depends on."""
+        told = json.dumps([self.settings, self.arguments, self.run, self.world, find_file(self.model).read_text()])
+        digest = hashlib.sha256((told + _versions()).encode()).hexdigest()[:10]
+        note = f"-{self.note}" if self.note else ""
+        words = f"{self.name}-{self.division}{note}-{self.world}"
+        words += f"-{self.sequence}" if self.sequence else ""
+        return f"{re.sub('[^A-Za-z0-9.]+', '-', words)}-{digest}"
+
+    @property
+    def command(self) -> str:
+        """What to type for the same, with the settings in a file."""
+        ranks = ",".join(map(str, self.run))
+        train = shlex.join(["python", *TRAIN, self.model, SETTINGS, *self.arguments])
+        file = f"echo {shlex.quote(json.dumps(self.settings))} > {SETTINGS}"
+        return f"{file}; commtrace dryrun --world-size {self.world} --ranks {ranks} {train}"
+
+    def impossible(self) -> str:
+        """Why it cannot be run, in the words of the configuration's reader; empty if it can."""
+        try:
+            config = load_config([self.model], self.settings)
+            config.batch_shape(config.data_parallel(self.world))
+        except ConfigError as error:
+            return str(error).removeprefix("command line: ")
+        return ""
+
+    def experiment(self) -> Experiment:
+        """To be run, and kept."""
+        ranks = len(self.run)
+        # Ranks that tell each other shapes are run more than once.
+        times = 2 if self.pipeline > 1 and self.tensor > 1 else 1
+        many = self.world / 40 if self.scheme == ZERO_3 else 0
+        seconds = (_SECONDS_OF_A_RANK + many) * ranks * times
+        return Experiment(self.key, self.label, self._run, seconds, command=self.command)
+
+    def _run(self, folder: Path) -> None:
+        (folder / SETTINGS).write_text(json.dumps(self.settings) + "\n")
+        execute(
+            [
+                sys.executable, "-m", "commtrace.cli", "dryrun", "--world-size", str(self.world),
+                "--ranks", ",".join(map(str, self.run)), "--jobs", "1", "--out", str(folder), "--",
+                sys.executable, *TRAIN, str(find_file(self.model)), str(folder / SETTINGS), *self.arguments,
+            ],
+            folder,
+        )  # fmt: skip
+
+
+def model_name(model: str) -> str:
+    """1-3B -> 1.3B; of a file its name."""
+    name = Path(model).name.removesuffix(".yml")
+    return "1.3B" if name == "1-3B" else name
+
+
+def check(model: str) -> None:
+    """Raises CommtraceError for a model that cannot be read."""
+    try:
+        load_config([model])
+    except ConfigError as error:
+        raise CommtraceError(f"--models: {error}") from error
+
+
+def shape_of(model: str) -> dict[str, int]:
+    """`vocabulary` (with padding), `hidden`, `layers`, `sequence` of a model: what equation 1 counts from."""
+    config = load_config([model])
+    return {
+        "vocabulary": config.padded_vocab_size,
+        "hidden": config.hidden_size,
+        "layers": config.num_layers,
+        "sequence": config.seq_length,
+    }
+
+
+def _merged(some: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    blocks = {name: {**some[name], **value} for name, value in more.items() if isinstance(some.get(name), dict)}
+    return {**some, **more, **blocks}
+
+
+def _versions() -> str:
+    return " ".join(f"{name} {_version(name)}" for name in _LIBRARIES)
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"
+
+
+# ---- which ones ------------------------------------------------------------------------------------------------------
+
+NODE: Final = 8
+"""Ranks of a node: the paper's have 8 GCDs."""
+FEW_NODES: Final = 2 * NODE
+"""The paper's figures 9, 14 and 15 are of two nodes."""
+SOME, MANY = 64, 1024
+LENGTHS: Final = (512, 1024, 2048, 4096, 8192)
+LONG_SEQUENCES_OF: Final = "1.3B"
+"""The paper's figures 14 and 15 are of this model."""
+_TOO_LARGE_FOR_A_NODE: Final = ("13B", "20B")
+
+Division: TypeAlias = tuple[int, int]
+"""Stages, and tensor-parallel ranks."""
+
+DIVISIONS: Final[tuple[Division, ...]] = ((2, 1), (4, 1), (1, 2), (1, 4), (1, 8), (2, 2))
+OF_LARGER_MODELS: Final[tuple[Division, ...]] = ((2, 4), (4, 2))
+OF_THE_LARGEST: Final[tuple[Division, ...]] = ((8, 1),)
+QUICK_DIVISIONS: Final[tuple[Division, ...]] = ((2, 1), (1, 2), (2, 2))
+
+OWNERS: Final = '{"zero_optimization": {"use_multi_rank_bucket_allreduce": false}}'
+RELEASE: Final = (
+    '{"zero_optimization": {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, '
+    '"stage3_param_persistence_threshold": 0}, "checkpoint_activations": false}'
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All dry runs, by what they are for. One may be in several lists."""
+
+    node: tuple[DryRun, ...]
+    """Data parallelism on a node; of what the paper could not run on one, on two (figures 7, 8, 10)."""
+    sizes: tuple[DryRun, ...]
+    """ZeRO-3 on two nodes (figure 9)."""
+    scaled: tuple[DryRun, ...]
+    """Data parallelism on more and more ranks."""
+    divided: tuple[DryRun, ...]
+    """Stages, tensor parallelism, both, with no data parallelism (figures 11 to 13)."""
+    combined: tuple[DryRun, ...]
+    """The same at the largest scale, with data parallelism."""
+    lengths: tuple[DryRun, ...]
+    """Over the length of sequences, on two nodes (figures 14, 15)."""
+    switched: tuple[DryRun, ...]
+    """Settings with which the formulas are met."""
+    alike: tuple[DryRun, ...]
+    """Several ranks that should communicate alike."""
+    batches: tuple[DryRun, ...]
+    """Stages with several micro-batches."""
+    impossible: Mapping[DryRun, str]
+    """What cannot be run, and why."""
+
+    @property
+    def all(self) -> tuple[DryRun, ...]:
+        """Each once; what the paper has comes first."""
+        some = (
+            self.node, self.sizes, self.switched, self.divided, self.batches, self.lengths, self.alike, self.combined,
+            self.scaled,
+        )  # fmt: skip
+        return tuple(dict.fromkeys(one for of in some for one in of))
+
+
+def plan(models: Sequence[str], *, quick: bool) -> Plan:
+    """The dry runs for these models. Raises CommtraceError for a model that cannot be read."""
+    for model in models:
+        check(model)
+    # The least costly model is enough where the question is not one of size.
+    least, middle = models[0], next((one for one in models if model_name(one) == LONG_SEQUENCES_OF), models[0])
+    lists: dict[str, list[DryRun]] = {
+        "node": [DryRun(model, _node(model), scheme) for model in models for scheme in DATA_PARALLEL],
+        "sizes": [DryRun(model, FEW_NODES, ZERO_3) for model in models],
+        "divided": [
+            DryRun(model, p * t, pipeline=p, tensor=t) for model in models for p, t in _divisions(model, models, quick)
+        ],
+        "lengths": _by_length(middle, LENGTHS[:3:2] if quick else LENGTHS),
+        "switched": [
+            DryRun(least, NODE, ZERO_2, switches=OWNERS, note="owners"),
+            DryRun(least, NODE, ZERO_3, switches=RELEASE, note="release"),
+        ],
+        "scaled": [],
+        "combined": [],
+        "alike": [],
+        "batches": [],
+    }
+    if not quick:
+        lists |= {
+            "scaled": [
+                *(DryRun(middle, SOME, scheme) for scheme in DATA_PARALLEL),
+                *(DryRun(model, MANY, scheme) for model in models for scheme in DATA_PARALLEL),
+            ],
+            "combined": [
+                *(DryRun(model, MANY, pipeline=p, tensor=NODE) for model in models[-2:] for p in (1, 2)),
+                DryRun(models[-1], MANY, pipeline=NODE),
+            ],
+            "alike": [
+                *(DryRun(least, NODE, scheme, ranks=(0, NODE - 1)) for scheme in DATA_PARALLEL),
+                # First and last rank of each stage, which differ in both other dimensions.
+                DryRun(least, NODE, pipeline=2, tensor=2, ranks=(0, NODE // 2 - 1, NODE // 2, NODE - 1)),
+            ],
+            "batches": [DryRun(middle, 4, pipeline=4, micro_batches=8)],
+        }
+    impossible = {one: why for of in lists.values() for one in of if (why := one.impossible())}
+    return Plan(
+        **{name: tuple(one for one in of if one not in impossible) for name, of in lists.items()},
+        impossible=impossible,
+    )
+
+
+def _divisions(model: str, models: Sequence[str], quick: bool) -> tuple[Division, ...]:
+    """Those of a model: more of larger ones, which are what is divided."""
+    if quick:
+        return QUICK_DIVISIONS
+    larger = OF_LARGER_MODELS if model in models[-2:] else ()
+    return (*DIVISIONS, *larger, *(OF_THE_LARGEST if model == models[-1] else ()))
+
+
+def _by_length(model: str, lengths: Sequence[int]) -> list[DryRun]:
+    """ZeRO, stages, tensor parallelism and both, on two nodes. What is the same for all lengths takes few points."""
+    few = (lengths[0], lengths[len(lengths) // 2], lengths[-1])
+    zero = [DryRun(model, FEW_NODES, scheme, sequence=length) for scheme in DATA_PARALLEL[1:] for length in few]
+    divided = [
+        DryRun(model, FEW_NODES, pipeline=p, tensor=t, sequence=length)
+        for p, t in QUICK_DIVISIONS
+        for length in lengths
+    ]
+    return [_as_the_file_says(one) for one in dict.fromkeys((*zero, *divided))]
+
+
+def _node(model: str) -> int:
+    return FEW_NODES if model_name(model) in _TOO_LARGE_FOR_A_NODE else NODE
+
+
+def _as_the_file_says(run: DryRun) -> DryRun:
+    """Without the length, where it is that of the model's file: the same run for another figure is run once."""
+    return replace(run, sequence=0) if run.sequence == shape_of(run.model)["sequence"] else run

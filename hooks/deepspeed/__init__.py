@@ -1,0 +1,1 @@
+"""Hooks of DeepSpeed. `hook` is the reversible pair that `commtrace.startup` installs."""

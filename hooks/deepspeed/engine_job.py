@@ -1,0 +1,113 @@
+"""The job that a DeepSpeed engine was given: everything that decides what it will communicate.
+
+Read from the engine once, when it is built; a theory can then say what is to be expected without seeing a single call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from commtrace.hooks.torch.model_facts import (
+    architecture,
+    buffers,
+    dtype_name,
+    grouped,
+    known,
+    modules,
+    parameters,
+)
+
+from .pipeline import stages
+
+
+def describe(engine: Any) -> dict[str, Any]:
+    """One row of the `job` table. A setting that this DeepSpeed does not have is left out."""
+    return {
+        "source": "deepspeed",
+        "engine": type(engine).__name__,
+        **known(
+            {
+                "zero_stage": lambda: int(engine.zero_optimization_stage()),
+                "zero": lambda: _plain(engine._config.zero_config),
+                "world_size": lambda: engine.world_size,
+                "data_parallel_size": lambda: _data_parallel(engine),
+                "sequence_data_parallel_size": lambda: engine.seq_dp_world_size,
+                "sequence_parallel_size": lambda: engine.sequence_parallel_size,
+                "tensor_parallel_size": lambda: _tensor_parallel_size(engine),
+                "pipeline_stages": lambda: getattr(engine, "num_stages", 1),
+                "pipeline": lambda: stages(engine),
+                "micro_batch_size": lambda: engine.train_micro_batch_size_per_gpu(),
+                "gradient_accumulation_steps": lambda: engine.gradient_accumulation_steps(),
+                "train_batch_size": lambda: engine.train_batch_size(),
+                "precision": lambda: _precision(engine),
+                "grad_accum_dtype": lambda: dtype_name(engine.get_data_types()[1]),
+                "communication_data_type": lambda: dtype_name(engine.communication_data_type),
+                "gradient_clipping": lambda: engine.gradient_clipping(),
+                "prescale_gradients": lambda: engine._config.prescale_gradients,
+                "gradient_predivide_factor": lambda: engine.gradient_predivide_factor(),
+                "sparse_gradients": lambda: engine._config.sparse_gradients_enabled,
+                "optimizer": lambda: type(engine.optimizer).__name__,
+                "basic_optimizer": lambda: type(engine.basic_optimizer).__name__,
+                "optimizer_groups": lambda: _groups(engine),
+                "check_grad_overflow": lambda: bool(engine.optimizer.check_grad_overflow),
+                "norm_dtype": lambda: _norm_dtype(),
+                "moe": lambda: engine.has_moe_layers,
+                "expert_parallel_sizes": lambda: _expert_parallel_sizes(),
+            }
+        ),
+        "parameters": parameters(engine.module),
+        "buffers": buffers(engine.module),
+        **known({"modules": lambda: _modules(engine), "model": lambda: architecture(engine.module)}),
+    }
+
+
+def _tensor_parallel_size(engine: Any) -> int:
+    """In a pipeline the engine's own word, model parallel, means the stages as well."""
+    grid = getattr(engine, "grid", None)
+    return int(engine.mp_world_size if grid is None else grid.slice_parallel_size)
+
+
+def _data_parallel(engine: Any) -> int:
+    """Not told by a unit that has sequence parallelism alone (DeepSpeed's parallel_state_sp)."""
+    told: int | None = engine.dp_world_size
+    return engine.seq_dp_world_size // engine.sequence_parallel_size if told is None else told
+
+
+def _groups(engine: Any) -> list[list[int]]:
+    """Numbers of the parameters in each group of the optimizer, in its order; ZeRO-3: in each of its sub-groups."""
+    optimizer = engine.optimizer
+    names = ("bit16_groups", "fp16_groups", "bf16_groups")
+    groups = next((found for name in names if (found := getattr(optimizer, name, None))), None)
+    return grouped(engine.module, groups or [group["params"] for group in optimizer.param_groups])
+
+
+def _norm_dtype() -> str:
+    from deepspeed.runtime.zero.utils import get_norm_dtype
+
+    return dtype_name(get_norm_dtype())
+
+
+def _modules(engine: Any) -> list[dict[str, Any]]:
+    """ZeRO-3 gathers parameters where modules run: which ones there are."""
+    if int(engine.zero_optimization_stage()) < 3:
+        raise LookupError
+    from deepspeed.utils.z3_leaf_module import z3_leaf_module
+
+    return modules(engine.module, z3_leaf_module)
+
+
+def _expert_parallel_sizes() -> list[int]:
+    from deepspeed.utils import groups
+
+    return sorted({group.size() for group in groups._EXPERT_PARALLEL_GROUP.values()})
+
+
+def _precision(engine: Any) -> str:
+    if engine.fp16_enabled():
+        return "fp16"
+    return "bf16" if engine.bfloat16_enabled() else "fp32"
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """A pydantic model as what JSON can hold."""
+    return {name: value for name, value in config.model_dump(mode="json").items() if value is not None}

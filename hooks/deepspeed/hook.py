@@ -1,0 +1,206 @@
+"""DeepSpeed: steps, micro-batches and phases of its engines, roles of its groups, and the job it is given.
+
+Its communication itself passes torch's operators and is recorded there, but for the all_reduce through shared memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed.comm.torch import TorchBackend
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule
+
+from commtrace.hooks.torch import training as torch_training
+from commtrace.hooks.torch.c10d_operators import shared_memory_all_reduce
+from commtrace.hooks.torch.captured_jobs import Jobs
+from commtrace.hooks.torch.dispatcher import Kernels
+from commtrace.hooks.torch.kernels import kernel_for
+from commtrace.patching import Patches
+from commtrace.progress import progress
+from commtrace.schema import Phase
+
+from .engine_job import describe
+from .group_roles import message_roles, roles
+from .pipeline import tied_types
+
+_patches = Patches()
+_kernels = Kernels()
+_engines = Jobs(describe, roles, message_roles)
+_instructions: dict[type, Callable[..., Any]] = {}
+_buffers: weakref.WeakKeyDictionary[Any, _Buffers] = weakref.WeakKeyDictionary()
+
+_PHASES = {
+    "LoadMicroBatch": Phase.FORWARD,
+    "RecvActivation": Phase.FORWARD,
+    "ForwardPass": Phase.FORWARD,
+    "SendActivation": Phase.FORWARD,
+    "RecvGrad": Phase.BACKWARD,
+    "BackwardPass": Phase.BACKWARD,
+    "SendGrad": Phase.BACKWARD,
+    "ReduceTiedGrads": Phase.BACKWARD,
+    "ReduceGrads": Phase.BACKWARD,
+    "OptimizerStep": Phase.OPTIMIZER,
+}
+
+
+def install() -> None:
+    """Hook DeepSpeed's engines. Does nothing if they are hooked already."""
+    if _patches:
+        return
+    try:
+        _install()
+    except BaseException:
+        uninstall()  # another version of DeepSpeed, say: half a hook would tell half the truth
+        raise
+
+
+def _install() -> None:
+    for engine in (DeepSpeedEngine, PipelineEngine):
+        _patches.wrap(engine, "__init__", _building)
+    _patches.wrap(DeepSpeedEngine, "forward", _forward)
+    _patches.wrap(DeepSpeedEngine, "backward", _within(Phase.BACKWARD))
+    _patches.wrap(DeepSpeedEngine, "step", _step)
+    _patches.wrap(DeepSpeedEngine, "_take_model_step", _model_step)
+    _patches.wrap(PipelineEngine, "train_batch", _train_batch)
+    _patches.wrap(PipelineModule, "_synchronize_tied_weights", tied_types.noted)
+    _patches.wrap(TorchBackend, "__init__", _backend)
+    # The engine looks its instructions up in this table, not on the class.
+    _instructions.update(PipelineEngine._INSTRUCTION_MAP)
+    for instruction, execute in _instructions.items():
+        PipelineEngine._INSTRUCTION_MAP[instruction] = _instruction(instruction, execute)
+    _engines.install()
+
+
+def uninstall() -> None:
+    """Take everything out again, but the kernels, which only hand on from here on."""
+    _engines.uninstall()
+    _patches.undo()
+    PipelineEngine._INSTRUCTION_MAP.update(_instructions)
+    _instructions.clear()
+    _buffers.clear()
+    torch_training.steps.engine_decides = False
+
+
+def _building(original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        with progress.within(Phase.INIT), torch_training.steps.suspended():
+            original(self, *args, **kwargs)
+        # Of a pipeline's engine, DeepSpeedEngine.__init__ is the first part: its stages are not known yet.
+        if "PipelineEngine" in original.__qualname__ or not isinstance(self, PipelineEngine):
+            torch_training.steps.engine_decides = True
+            _engines.add(self)
+
+    return __init__
+
+
+# ---- training: steps, micro-batches, phases --------------------------------------------------------------------------
+
+
+def _within(phase: Phase) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with progress.within(phase):
+                return original(self, *args, **kwargs)
+
+        return method
+
+    return wrapper
+
+
+def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            progress.activity()
+            if not isinstance(self, PipelineEngine):
+                progress.micro_batch = self.micro_steps % self.gradient_accumulation_steps()
+        with progress.within(Phase.FORWARD):
+            return original(self, *args, **kwargs)
+
+    return forward
+
+
+def _step(original: Callable[..., Any]) -> Callable[..., Any]:
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        progress.micro_batch = -1
+        with progress.within(Phase.OPTIMIZER):
+            return original(self, *args, **kwargs)
+
+    return step
+
+
+def _model_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _take_model_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        progress.activity()
+        progress.micro_batch = -1
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            progress.step_finished()
+            if progress.step == 0:
+                _engines.tell_now()  # groups that the first step has made, MoE's for instance
+
+    return _take_model_step
+
+
+def _train_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    def train_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        progress.activity()
+        _buffers[self] = _Buffers()
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _buffers.pop(self, None)
+
+    return train_batch
+
+
+class _Buffers:
+    """Which micro-batch each pipeline buffer of a stage holds: instructions name the buffer only."""
+
+    def __init__(self) -> None:
+        self._holds: dict[int, int] = {}
+        self._filled: set[int] = set()
+        self._next = 0
+
+    def micro_batch(self, instruction: str, buffer: int) -> int:
+        """Of an instruction on a buffer, which it may fill with the next micro-batch."""
+        filling = instruction in ("LoadMicroBatch", "RecvActivation")
+        if filling and buffer not in self._filled:
+            self._filled.add(buffer)  # first of the two that may fill it
+            self._holds[buffer] = self._next
+            self._next += 1
+        if instruction == "ForwardPass":
+            self._filled.discard(buffer)
+        return self._holds.get(buffer, -1)
+
+
+def _instruction(instruction: type, execute: Callable[..., Any]) -> Callable[..., Any]:
+    name = instruction.__name__
+    phase = _PHASES.get(name, Phase.OTHER)
+
+    def traced(self: Any, *args: Any, **kwargs: Any) -> Any:
+        buffers = _buffers.get(self)  # none in an evaluation
+        buffer = kwargs.get("buffer_id")
+        progress.micro_batch = -1 if buffers is None or buffer is None else buffers.micro_batch(name, buffer)
+        with progress.within(phase):
+            return execute(self, *args, **kwargs)
+
+    return traced
+
+
+# ---- the all_reduce through shared memory ----------------------------------------------------------------------------
+
+
+def _backend(original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        operator = shared_memory_all_reduce()
+        if operator is not None and not _kernels:
+            _kernels.add("deepspeed", operator.variant, kernel_for(operator))
+
+    return __init__

@@ -1,0 +1,73 @@
+"""What of a pipeline decides its communication: stages, what they send, weights that they share."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from commtrace.hooks.torch.model_facts import dtype_name
+
+
+class _TiedTypes:
+    """Element types in which tied weights were first made equal: the engine may cast them afterwards."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], str]] = weakref.WeakKeyDictionary()
+
+    def noted(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Wraps `PipelineModule._synchronize_tied_weights`."""
+
+        def _synchronize_tied_weights(module: Any, *args: Any, **kwargs: Any) -> None:
+            try:
+                self._known[module] = {key: dtype_name(weight.dtype) for key, weight in tied_weights(module)}
+            except Exception:
+                self._known.pop(module, None)  # another version of DeepSpeed: the job does not say it
+            original(module, *args, **kwargs)
+
+        return _synchronize_tied_weights
+
+    def of(self, module: Any) -> dict[tuple[str, str], str]:
+        """By key and attribute of the weight. Raises KeyError where nobody looked."""
+        return self._known[module]
+
+
+tied_types = _TiedTypes()
+
+
+def tied_weights(module: Any) -> Iterator[tuple[tuple[str, str], Any]]:
+    """Weights that other stages hold as well: key of the tied layers and attribute, and this stage's own copy."""
+    for key, tied in module.tied_comms.items():
+        for name in tied["weight_attr"]:
+            yield (key, name), module._recursive_getattr(tied["module"], name)
+
+
+def stages(engine: Any) -> dict[str, Any]:
+    """What a job row says of this rank's stage. Raises AttributeError for an engine that has none."""
+    module = engine.module
+    settings = engine._config.pipeline
+    return {
+        "stage": engine.stage_id,
+        "bounds": [int(bound) for bound in module.parts],
+        "layers": [_name(layer) for layer in module._layer_specs[module._local_start : module._local_stop]],
+        "pipe_partitioned": bool(settings["pipe_partitioned"]),
+        "grad_partitioned": bool(settings["grad_partitioned"]),
+        "activation_checkpoint_interval": int(module.activation_checkpoint_interval),
+        "use_reentrant": bool(settings["use_reentrant"]),
+        "attention_mask": bool(engine.has_attention_mask),
+        "bool_tensors": bool(engine.has_bool_tensors),
+        "dynamic_shape": bool(engine.dynamic_shape),
+        "tied": [_tied(engine, *one) for one in tied_weights(module)],
+    }
+
+
+def _tied(engine: Any, key: tuple[str, str], weight: Any) -> dict[str, Any]:
+    names = [name for name, parameter in engine.module.named_parameters() if parameter is weight]
+    ranks = engine.module.tied_comms[key[0]]["ranks"]
+    return {"parameter": names[0], "ranks": len(ranks), "first_dtype": tied_types.of(engine.module)[key]}
+
+
+def _name(layer: Any) -> str:
+    """As DeepSpeed finds it where it divides layers by type."""
+    made = getattr(layer, "typename", None)
+    return str((made or (layer if hasattr(layer, "__name__") else type(layer))).__name__)

@@ -1,0 +1,1 @@
+"""Hooks of Megatron-LM and GPT-NeoX: the parallel dimensions of their process groups."""

@@ -1,0 +1,17 @@
+"""GPT-NeoX: roles of the groups of `megatron.mpu`. What it calls model-parallel are tensor-parallel ranks alone."""
+
+from __future__ import annotations
+
+from commtrace.hooks.torch.group_registry import Registry
+
+_registry = Registry(
+    "megatron.mpu.initialize",
+    "initialize_model_parallel",
+    {
+        "_MODEL_PARALLEL_GROUP": "tensor",
+        "_PIPE_PARALLEL_GROUP": "pipeline",
+        "_CONTEXT_PARALLEL_GROUP": "context",
+        "_DATA_PARALLEL_GROUP": "data",
+    },
+)
+install, uninstall = _registry.install, _registry.uninstall

@@ -1,0 +1,1 @@
+"""Hooks of mpi4py. `hook` is the reversible pair that `commtrace.startup` installs."""

@@ -1,0 +1,134 @@
+"""mpi4py's communicators and windows as rows of the groups table."""
+
+from __future__ import annotations
+
+import copy
+import re
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from mpi4py import MPI
+
+from commtrace.hooks.groups import Group, GroupRow, Groups
+from commtrace.recording.table_writer import TableWriter
+
+# Open MPI names what nobody has named, by a number that may differ from rank to rank.
+_NO_NAME: Final = re.compile(
+    r"MPI[ _](COMMUNICATOR|COMM|WIN)\b.*\d.*(FROM|DUP|SPLIT).*|MPI (COMMUNICATOR|WIN) \d+", re.I
+)
+
+
+class MpiGroup(Group):
+    """A communicator's group, or a window's."""
+
+    def __init__(
+        self, members: Any, number: int, row: GroupRow, local: Sequence[int], rank: int, remote: Sequence[int] | None
+    ) -> None:
+        """`local`: global ranks of this side; `remote`: of the other side of an intercommunicator, -1: not known."""
+        super().__init__(members, number, row.ranks, rank)
+        self.local = local
+        self.remote = remote
+        self.size = len(local)
+        self.own = local[rank]
+        self.handle = members.handle
+        self._others = local if remote is None else remote
+        self.blocks = len(self._others)
+        """Shares of a collective: one for each rank, of an intercommunicator for each on the other side."""
+        self.sources: int = members.indegree if _is_topology(members) else 0
+        """Neighbours that it gets from in a neighbourhood collective, and ..."""
+        self.destinations: int = members.outdegree if _is_topology(members) else 0
+        """... gives to."""
+
+    def peer(self, rank: int) -> int:
+        """Global rank of a source, destination, target or root; -1: nobody, anybody, or of another world."""
+        return self._others[rank] if 0 <= rank < len(self._others) else -1
+
+    def way(self, peer: int, tag: int, sends: bool) -> Iterator[int]:
+        """Sequence numbers of the messages to, or from, a peer (a global rank)."""
+        return self.messages(self.own, peer, tag) if sends else self.messages(peer, self.own, tag)
+
+    def root(self, rank: int) -> int:
+        """As `peer`, of a root, which may be this very rank on an intercommunicator."""
+        return self.own if rank == MPI.ROOT else self.peer(rank)
+
+    def is_root(self, rank: int) -> bool:
+        """This rank is the root that is given."""
+        return rank == MPI.ROOT if self.remote is not None else rank == self.rank
+
+
+class MpiGroups(Groups[MpiGroup]):
+    """Those of one recorder's tables, found by Python's object, or by MPI's handle where several stand for one."""
+
+    def __init__(self, tables: TableWriter, world: Sequence[int]) -> None:
+        """`world`: global ranks of MPI.COMM_WORLD."""
+        super().__init__(tables)
+        self._world = world
+        self._by_handle: dict[tuple[type, int], MpiGroup] = {}
+        self._backend = MPI.get_vendor()[0]
+
+    def _make(self, members: Any) -> MpiGroup:
+        key = _kind(members), members.handle
+        group = self._by_handle.get(key)
+        if group is None:
+            group = self._by_handle[key] = self._described(members)
+        return _another(group, members)
+
+    def _described(self, members: Any) -> MpiGroup:
+        local = self._ranks(members.Get_group())
+        remote = self._ranks(members.Get_remote_group()) if _is_inter(members) else None
+        # Both sides of an intercommunicator describe it by the same row.
+        known = local if remote is None else sorted({*local, *remote} - {-1})
+        row = GroupRow([rank for rank in known if rank >= 0], _name(members), _describe(members), self._backend)
+        group = members.Get_group()
+        rank = group.Get_rank()
+        group.Free()
+        return MpiGroup(members, self._number(row), row, local, rank, remote)
+
+    def _ranks(self, group: Any) -> list[int]:
+        """Global ranks of an MPI group, -1 for processes of another world. Frees it."""
+        size = group.Get_size()
+        world = MPI.COMM_WORLD.Get_group()
+        translated = MPI.Group.Translate_ranks(group, list(range(size)), world)
+        ranks = [self._world[rank] if rank >= 0 else -1 for rank in translated]
+        world.Free()
+        group.Free()
+        return ranks
+
+    def forget(self, members: Any) -> None:
+        """A communicator or window is about to be freed: another one may get its handle."""
+        self._known.pop(id(members), None)
+        self._by_handle.pop((_kind(members), members.handle), None)
+
+
+def _kind(members: Any) -> type:
+    return MPI.Win if isinstance(members, MPI.Win) else MPI.Comm
+
+
+def _another(group: MpiGroup, members: Any) -> MpiGroup:
+    """The same group for another object that stands for it: one row, one count of calls."""
+    same = copy.copy(group)
+    same.ref = weakref.ref(members)
+    return same
+
+
+def _is_inter(members: Any) -> bool:
+    return isinstance(members, MPI.Comm) and bool(members.Is_inter())
+
+
+def _is_topology(members: Any) -> bool:
+    return isinstance(members, MPI.Topocomm)
+
+
+def _name(members: Any) -> str:
+    name = str(members.Get_name())
+    return "" if _NO_NAME.fullmatch(name) else name
+
+
+def _describe(members: Any) -> str:
+    if isinstance(members, MPI.Win):
+        return "window"
+    if members.Is_inter():
+        return f"intercommunicator, {members.Get_size()} and {members.Get_remote_size()} processes"
+    topology = {MPI.CART: "Cartesian", MPI.GRAPH: "graph", MPI.DIST_GRAPH: "distributed graph"}
+    return topology.get(members.Get_topology(), "intracommunicator")

@@ -1,0 +1,98 @@
+"""mpi4py: every method that communicates, in place, on its own class.
+
+mpi4py's classes are immutable extension types. Their methods are replaced all the same (`extension_types`), so that
+every object is covered that there is or will be, whoever makes it, and stays what it is: no subclass, no wrapper
+object. mpi4py itself calls MPI from C and not its own methods, so a call that pickles is seen once.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from mpi4py import MPI
+
+from commtrace.hooks import recorder_setup as beginning
+from commtrace.hooks.native import mpi_recorder as native
+
+from . import pickled_objects as mpi_pickle
+from . import tracer as mpi_tracer
+from .extension_types import ExtensionPatches, namespace
+from .methods import METHODS
+from .wrappers import (
+    ENDS,
+    SYNCHRONIZATIONS,
+    cancelling,
+    ending,
+    forgetting,
+    freeing,
+    matching,
+    matching_class,
+    planning,
+    recording,
+    starting,
+    starting_all,
+    synchronizing,
+)
+
+_BLIND_SPOTS = (
+    "MPI calls that C or Fortran code makes beside mpi4py, file input and output, and programs that use MPI sessions "
+    "without initializing MPI are not seen",
+    "a Request that is copied, or made from a handle, shows no end to the call that it stands for",
+)
+
+_patches = ExtensionPatches()
+
+
+def install() -> None:
+    """Hook mpi4py. Does nothing if it is hooked already."""
+    if _patches:
+        return
+    try:
+        _install()
+    except BaseException:
+        uninstall()  # half a hook would give half a log
+        raise
+
+
+def _install() -> None:
+    in_c = native.usable()
+    for method in METHODS:
+        if method.name in namespace(method.owner):
+            wrapper = planning(method) if method.returns == "prequest" else recording(method)
+            _patches.wrap(
+                method.owner, method.name, wrapper, functools.partial(native.replacement, method) if in_c else None
+            )
+    if in_c:
+        beginning.compiled.add("mpi4py")
+        mpi_tracer.started.append(native.begins)
+        mpi_tracer.ended.append(native.ends)
+    for name in ENDS:
+        _patches.wrap(MPI.Request, name, ending(name))
+    for name in SYNCHRONIZATIONS:
+        _patches.wrap(MPI.Win, name, synchronizing(name))
+    for name in ("Cancel", "cancel"):
+        _patches.wrap(MPI.Request, name, cancelling)
+    _patches.wrap(MPI.Request, "Free", freeing)
+    _patches.wrap(MPI.Prequest, "Start", starting)
+    _patches.wrap(MPI.Prequest, "Startall", starting_all)
+    for owner, name in ((MPI.Comm, "Free"), (MPI.Comm, "Disconnect"), (MPI.Win, "Free")):
+        _patches.wrap(owner, name, forgetting)
+    for name in ("Mprobe", "Improbe", "mprobe", "improbe"):
+        _patches.wrap(MPI.Comm, name, matching)
+    for name in ("Probe", "Iprobe", "probe", "iprobe"):
+        _patches.wrap(MPI.Message, name, matching_class)
+    mpi_pickle.install()
+    beginning.blind_spots["mpi4py"] = list(_BLIND_SPOTS)
+    beginning.members["mpi4py"] = mpi_tracer.member
+
+
+def uninstall() -> None:
+    """Put every method back."""
+    mpi_pickle.uninstall()
+    _patches.undo()
+    mpi_tracer.started.clear()
+    mpi_tracer.ended.clear()
+    native.ends()
+    beginning.compiled.discard("mpi4py")
+    beginning.blind_spots.pop("mpi4py", None)
+    beginning.members.pop("mpi4py", None)

@@ -1,0 +1,350 @@
+"""From a call of mpi4py to records: what the hook of mpi4py keeps while a recorder runs."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from mpi4py import MPI
+
+from commtrace import identity
+from commtrace.hooks import call_site
+from commtrace.hooks import recorder_setup as beginning
+from commtrace.hooks.call_context import CallContext
+from commtrace.identity import Member
+from commtrace.progress import progress
+from commtrace.recording.recorder import Recorder
+from commtrace.recording.session import session
+from commtrace.schema import Clock, Flag
+
+from .buffers import learn_predefined, simple
+from .communicators import MpiGroup, MpiGroups
+from .methods import Arguments, Message, Method, Size
+from .requests import Receipt, Requests
+from .windows import Windows
+
+now: Final = time.monotonic_ns
+SAMPLE_MASK: Final = 15  # the cost of one call in sixteen is measured
+
+_ASYNC, _COALESCED, _OBJECT, _UNEVEN = (int(flag) for flag in (Flag.ASYNC, Flag.COALESCED, Flag.OBJECT, Flag.UNEVEN))
+_PREDEFINED_OPS: Final = {name: op for name, op in vars(MPI).items() if isinstance(op, MPI.Op) and op != MPI.OP_NULL}
+_REDUCE_OPS: Final = {id(op): name for name, op in _PREDEFINED_OPS.items()}
+_ONE_SIDED: Final = ("put", "get", "accumulate")
+_pickled: Final = threading.local()
+
+
+def member() -> Member | None:
+    """This process among all of MPI.COMM_WORLD; None for one that MPI has started alone, as torchrun's are."""
+    if MPI.Is_initialized() and not MPI.Is_finalized() and MPI.COMM_WORLD.Get_size() > 1:
+        return Member(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), _agree)
+    return None
+
+
+def _agree(proposal: str) -> str:
+    """What all ranks know without a message between them. MPI has no store, and a collective could wait for ever."""
+    size = str(MPI.COMM_WORLD.Get_size())
+    if size in (os.environ.get("MPI_LOCALNRANKS"), os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")):
+        starter = identity.starter()  # of all of them, as they are all on this host
+        return f"mpi-{starter}" if starter else proposal
+    return "" if identity.launcher() else proposal
+
+
+_current: MpiTracer | None = None
+
+started: list[Callable[[MpiTracer], None]] = []
+"""Called with each new tracer."""
+
+ended: list[Callable[[], None]] = []
+"""Called when a tracer's session has ended."""
+
+_starting: Final = threading.RLock()
+
+
+def current() -> MpiTracer | None:
+    """The tracer of this process's recorder; None before there is one, when it is closed, and in a forked child."""
+    tracer = _current
+    return tracer if tracer is not None and tracer.recorder is session.recorder else None
+
+
+def begin() -> MpiTracer | None:
+    """The tracer of this process, made with the first call; None where tracing is off, or MPI."""
+    global _current
+    if session.settings is None and session.recorder is None:
+        return None
+    if MPI.Is_finalized() or not MPI.Is_initialized():
+        return None
+    recorder = session.recorder or beginning.begin()
+    if recorder is None:
+        return None
+    with _starting:
+        tracer = _current
+        if tracer is None or tracer.recorder is not recorder:
+            tracer = _current = MpiTracer(recorder)
+            recorder.each_drain.append(tracer.release)
+            for listener in started:
+                listener(tracer)
+    return tracer
+
+
+class Part:
+    """One record of a call: most calls have one, a Sendrecv has two."""
+
+    __slots__ = ("receipt", "slot")
+
+    def __init__(self, slot: int, receipt: Receipt | None = None) -> None:
+        self.slot = slot
+        self.receipt = receipt
+
+
+class Objects:
+    """What was pickled in one call, and what was unpickled: bytes of each object."""
+
+    __slots__ = ("dumped", "loaded", "outer")
+
+    def __init__(self) -> None:
+        self.dumped: list[int] = []
+        self.loaded: list[int] = []
+        self.outer: Objects | None = None
+
+
+def pickling() -> Objects | None:
+    """The call of this thread that pickles, if one is under way."""
+    return getattr(_pickled, "objects", None)
+
+
+class MethodPlan:
+    """Everything of a call that is known before it is made; of a persistent one, for every time that it is started."""
+
+    __slots__ = ("batched", "flags", "group", "kind", "method", "parts", "peer")
+
+    def __init__(self, method: Method, group: MpiGroup, kind: int, flags: int) -> None:
+        self.method, self.group, self.kind, self.flags = method, group, kind, flags
+        self.peer = -1
+        # (kind, payload, local, peer, tag, whether it receives) of each record
+        self.parts: list[tuple[int, int, int, int, int, bool]] = []
+
+
+class Entry:
+    """A call between its beginning and its return."""
+
+    __slots__ = ("objects", "parts", "plan", "status", "tracer")
+
+    def __init__(self, tracer: MpiTracer, plan: MethodPlan, parts: list[Part]) -> None:
+        self.tracer, self.plan, self.parts = tracer, plan, parts
+        self.status: Any = None
+        self.objects: Objects | None = None
+
+    @property
+    def sampled(self) -> bool:
+        """The cost of this call is to be measured."""
+        return self.parts[0].slot & SAMPLE_MASK == 0
+
+    def enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """The arguments to call the method with: a status of ours where the program wants none and one is needed."""
+        method = self.plan.method
+        if method.objects:
+            self.objects = Objects()
+            self.objects.outer = pickling()
+            _pickled.objects = self.objects
+        at = method.status_at
+        if at is None or not method.receives:
+            return args, kwargs
+        given = kwargs.get("status") if len(args) <= at else args[at]
+        self.status = given if given is not None else MPI.Status()
+        if given is None and len(args) > at:
+            return (*args[:at], self.status, *args[at + 1 :]), kwargs
+        return args, kwargs if given is not None else {**kwargs, "status": self.status}
+
+    def left(self) -> None:
+        """The method came back, one way or the other."""
+        if self.objects is not None:
+            _pickled.objects = self.objects.outer
+
+    def failed(self, t_return: int) -> None:
+        """The method raised."""
+        for part in self.parts:
+            self.tracer.recorder.failed(part.slot, t_return)
+
+    def lost(self, t_return: int) -> None:
+        """The hook failed, so nothing will see the end of this call."""
+        for part in self.parts:
+            self.tracer.recorder.returned(part.slot, t_return, observable=False)
+
+    def after(self, members: Any, result: Any, t_return: int) -> None:
+        """The method returned `result`, of a call that does not block a Request."""
+        tracer, method = self.tracer, self.plan.method
+        if self.objects is not None:
+            self._measure_objects()
+        if self.status is not None:
+            for part in self.parts:
+                if part.receipt is not None:
+                    part.receipt.arrived(tracer.recorder, part.slot, self.status)
+        calls = [tracer.recorder.returned(part.slot, t_return, observable=True) for part in self.parts]
+        if method.returns:
+            tracer.requests.add(result, list(zip(calls, (part.receipt for part in self.parts), strict=True)))
+        elif method.one_sided:
+            tracer.windows.add(self.plan.group, self.plan.peer, calls[0])
+        else:
+            for call in calls:
+                if call is not None:
+                    tracer.recorder.ended(call, 0, t_return, Clock.RETURN)
+
+    def _measure_objects(self) -> None:
+        assert self.objects is not None
+        if self.plan.method.messages:
+            for part in self.parts:
+                if part.receipt is None:
+                    self.tracer.recorder.measured(part.slot, sum(self.objects.dumped))
+        else:
+            payload, local = object_size(self.plan.method.op, self.plan.group, self.objects)
+            self.tracer.recorder.measured(self.parts[0].slot, payload, local)
+
+
+def object_size(op: str, group: MpiGroup, objects: Objects) -> tuple[int, int]:
+    """(payload, own share) of a collective that pickled and unpickled these."""
+    dumped, loaded = objects.dumped, objects.loaded
+    sent, received = sum(dumped), sum(loaded)
+    if op in ("all_gather", "gather"):
+        whole = received if loaded else sent  # of a gather, all but the root know their own share only
+        return whole, sent if group.remote is None and not group.sources else 0
+    if op == "scatter":
+        return sent if dumped else received, received
+    if op == "all_to_all":
+        own = group.rank if group.remote is None and not group.destinations else -1
+        return sent, dumped[own] if 0 <= own < len(dumped) else 0
+    return max(dumped + loaded, default=0), 0  # all of one size; partial results of a reduction are about so
+
+
+class MpiTracer:
+    """Everything that the hook of mpi4py keeps for one recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        learn_predefined()
+        self.recorder = recorder
+        self.groups = MpiGroups(recorder.tables, _world(recorder.member))
+        self.requests = Requests(recorder)
+        self.windows = Windows(recorder)
+        self.whereabouts = CallContext(recorder)
+        self._kinds: dict[tuple[Method, str, str | None, str | None], int] = {}
+        self._batches = beginning.batches
+
+    def release(self) -> None:
+        """By the drain thread: when the session has ended, nothing is followed any more."""
+        if session.recorder is not self.recorder:
+            self.requests.forget()
+            self.windows.forget()
+            for listener in ended:
+                listener()
+
+    def plan(self, method: Method, members: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> MethodPlan | None:
+        """What a call is about to do; None for one that has no communicator."""
+        if not members:
+            return None
+        if method.message_object:
+            found = self.requests.message(members)
+            if found is None:
+                return None
+            return self._matched(method, *found, method.bind(args, kwargs))
+        group = self.groups.of(members)
+        arguments = method.bind(args, kwargs)
+        return self._messages(method, group, arguments) if method.messages else self._shared(method, group, arguments)
+
+    def _shared(self, method: Method, group: MpiGroup, arguments: Arguments) -> MethodPlan:
+        given = 0 if method.root is None else arguments.get(method.root, 0)
+        size = Size(0, 0, False, "object") if method.objects else method.measure(arguments, group, given)
+        plan = MethodPlan(method, group, -1, _UNEVEN if size.uneven else 0)
+        plan.peer = -1 if method.root is None else group.root(given)
+        op = arguments.get("op", MPI.SUM) if method.reduces else None
+        kind = self._kind(method, method.op, size.dtype if method.op != "barrier" else None, op)
+        plan.parts.append((kind, size.payload, size.local, plan.peer, -1, False))
+        return plan
+
+    def _messages(self, method: Method, group: MpiGroup, arguments: Arguments) -> MethodPlan:
+        plan = MethodPlan(method, group, -1, _COALESCED if len(method.messages) > 1 else 0)
+        for message in method.messages:
+            receives = message.op == "recv"
+            peer = arguments.get(message.peer, MPI.ANY_SOURCE)
+            tag = arguments.get(message.tag, MPI.ANY_TAG if receives else 0)
+            nbytes, dtype = _message_size(method, message, arguments, peer)
+            kind = self._kind(method, message.op, dtype, None)
+            plan.parts.append((kind, nbytes, 0, group.peer(peer), max(tag, -1), receives))
+        return plan
+
+    def _matched(self, method: Method, group: MpiGroup, source: int, tag: int, arguments: Arguments) -> MethodPlan:
+        plan = MethodPlan(method, group, -1, 0)
+        nbytes, dtype = (0, "object") if method.objects else simple(arguments["buf"])
+        plan.parts.append((self._kind(method, "recv", dtype, None), nbytes, 0, group.peer(source), tag, True))
+        return plan
+
+    def start(self, plan: MethodPlan, depth: int = 2) -> Entry | None:
+        """Record that a call begins; None where it found the ring full."""
+        method, group, recorder = plan.method, plan.group, self.recorder
+        site, phase, seen = self.whereabouts.find(depth)
+        flags = plan.flags | (_OBJECT if method.objects or seen & call_site.OBJECT else 0)
+        if method.returns:
+            flags |= _ASYNC
+        batch = next(self._batches) & 0xFFFFFFFF if len(plan.parts) > 1 else 0
+        parts = []
+        for kind, payload, local, peer, tag, receives in plan.parts:
+            receipt = Receipt(group, peer, tag) if receives else None
+            seq = self._seq(method, group, peer, tag, receives)
+            slot = recorder.begin(
+                kind, group.number, seq, payload, local, peer, tag,
+                site, progress.step, progress.micro_batch, batch, phase, flags,
+            )  # fmt: skip
+            if slot >= 0:
+                parts.append(Part(slot, receipt))
+        return Entry(self, plan, parts) if parts else None
+
+    @staticmethod
+    def _seq(method: Method, group: MpiGroup, peer: int, tag: int, receives: bool) -> int:
+        if not method.messages and method.op not in _ONE_SIDED:
+            return next(group.collectives)
+        if receives and (peer < 0 or tag < 0):
+            return 0  # shows when the message is there
+        source, destination = (peer, group.own) if receives else (group.own, peer)
+        return group.message(source, destination, tag)
+
+    def kind_of(self, method: Method, message: Any, op: Any) -> int:
+        """The row of a call with this buffer (None: it has none) and reduction, for the wrappers in C."""
+        dtype = None if message is None else simple(message).dtype
+        reduce_op = (MPI.SUM if op is None else op) if method.reduces else None
+        return self._kind(method, method.op, dtype, reduce_op)
+
+    def _kind(self, method: Method, op: str, dtype: str | None, reduce_op: Any) -> int:
+        reduction = None if reduce_op is None else _REDUCE_OPS.get(id(reduce_op)) or _named(reduce_op)
+        key = method, op, dtype, reduction
+        kind = self._kinds.get(key)
+        if kind is None:
+            row = {
+                "op": op,
+                "variant": f"Message.{method.name}" if method.message_object else method.name,
+                "api": "mpi",
+                "dtype": dtype,
+                "reduce_op": reduction,
+            }
+            kind = self._kinds[key] = self.recorder.tables.number("kinds", ("mpi", *row.values()), lambda: row)
+        return kind
+
+
+def _named(reduce_op: Any) -> str:
+    return next((name for name, op in _PREDEFINED_OPS.items() if op == reduce_op), "user")
+
+
+def _message_size(method: Method, message: Message, arguments: Arguments, peer: int) -> tuple[int, str | None]:
+    if message.buffer is None:
+        return 0, "object"
+    if peer == MPI.PROC_NULL:
+        return 0, None  # mpi4py does not look at the buffer
+    blocks = arguments["partitions"] if method.partitions else 1
+    nbytes, dtype = simple(arguments[message.buffer], blocks)
+    return nbytes * blocks, dtype
+
+
+def _world(member: Member) -> list[int]:
+    """Global ranks of MPI.COMM_WORLD."""
+    size = MPI.COMM_WORLD.Get_size()
+    return list(range(size)) if size > 1 else [member.rank]

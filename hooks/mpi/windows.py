@@ -1,0 +1,35 @@
+"""One-sided operations: they are under way until their window is synchronized."""
+
+from __future__ import annotations
+
+from commtrace.recording.recorder import Call, Recorder
+from commtrace.schema import Clock
+
+from .communicators import MpiGroup
+
+
+class Windows:
+    """The operations under way, by window (the number of its group) and target (a global rank)."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._open: dict[int, list[tuple[int, Call]]] = {}
+
+    def add(self, group: MpiGroup, target: int, call: Call | None) -> None:
+        """An operation on this window has begun."""
+        if call is not None:
+            self._open.setdefault(group.number, []).append((target, call))
+
+    def synchronized(self, group: MpiGroup, target: int | None, t_wait: int, t_end: int) -> None:
+        """What goes to this target (None: to any) is complete."""
+        calls = self._open.get(group.number)
+        if not calls:
+            return
+        self._open[group.number] = [each for each in calls if target is not None and each[0] != target]
+        for to, call in calls:
+            if target is None or to == target:
+                self._recorder.ended(call, t_wait, t_end, Clock.WAIT)
+
+    def forget(self) -> None:
+        """The session has ended."""
+        self._open = {}

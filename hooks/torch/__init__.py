@@ -1,0 +1,1 @@
+"""Hooks of PyTorch. `hook` is the reversible pair that `commtrace.startup` installs."""

@@ -1,0 +1,79 @@
+"""PyTorch's own tensor parallelism: how `parallelize_module` cut a model, and the job where nothing else trains it.
+
+Installed when torch.distributed.tensor.parallel is imported. A model that is tensor-parallel alone has no engine whose
+making could be seen: it is known when an optimizer first steps, and neither FSDP, DDP nor DeepSpeed has told a job.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from commtrace.hooks.recorder_setup import fault
+from commtrace.patching import Patches
+
+from . import captured_jobs as jobs
+from .captured_jobs import Jobs
+from .dtensor_job import cuts, describe, roles
+
+API: Final = "torch.distributed.tensor.parallel.api"
+_PACKAGE: Final = API.rpartition(".")[0]
+
+_patches = Patches()
+_alone = Jobs(lambda root: cuts.rows[root], roles)
+_handles: list[Any] = []
+
+
+def install() -> None:
+    """Hook `parallelize_module`. Does nothing if it is hooked already."""
+    if _patches:
+        return
+    # Not by an import statement: the package around it is still being imported, or has the function already.
+    for name in (API, _PACKAGE):
+        if name in sys.modules:
+            _patches.wrap(sys.modules[name], "parallelize_module", _noted)
+    _handles.append(register_optimizer_step_pre_hook(_stepping))
+    _alone.install()
+
+
+def uninstall() -> None:
+    """Take everything out again."""
+    _alone.uninstall()
+    _patches.undo()
+    api, package = (vars(sys.modules[name]) if name in sys.modules else {} for name in (API, _PACKAGE))
+    left = package.get("parallelize_module")
+    if getattr(left, "__wrapped__", None) is api.get("parallelize_module"):  # taken over while it was replaced
+        sys.modules[_PACKAGE].parallelize_module = left.__wrapped__  # type: ignore[attr-defined, union-attr]
+    while _handles:
+        _handles.pop().remove()
+    cuts.clear()
+
+
+def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
+    def parallelize_module(module: Any, device_mesh: Any = None, parallelize_plan: Any = None, **named: Any) -> Any:
+        with cuts.within(module):
+            found = original(module, device_mesh, parallelize_plan, **named)
+        try:
+            cuts.note(module, device_mesh, parallelize_plan, named.get("src_data_rank", 0))
+        except Exception:
+            fault()
+        return found
+
+    return parallelize_module
+
+
+def _stepping(optimizer: Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling() or cuts.looked_at == len(cuts.styles) or cuts.rows or jobs.any_known():
+        return
+    try:
+        cuts.looked_at = len(cuts.styles)
+        root = cuts.root()
+        if root is not None:
+            cuts.rows[root] = describe(root, optimizer)
+            _alone.add(root)
+    except Exception:
+        fault()

@@ -1,0 +1,234 @@
+"""From a `c10d::` call to a record: what the hooks of torch share while a recorder runs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import distributed_c10d
+
+from commtrace.hooks import call_context as whereabouts
+from commtrace.hooks import call_site
+from commtrace.hooks.call_context import CallContext
+from commtrace.hooks.call_site import CallSites
+from commtrace.hooks.groups import Group
+from commtrace.identity import Member
+from commtrace.progress import progress
+from commtrace.recording.recorder import Recorder
+from commtrace.recording.session import session
+from commtrace.schema import Clock, Flag
+
+from .c10d_operators import Operator
+from .call_ends import Batch, Batches, Pending, TensorWaits, Works
+from .process_groups import TorchGroups
+
+now: Final = time.monotonic_ns
+SAMPLE_MASK: Final = 15  # the cost of one call in sixteen is measured
+
+whereabouts.autograd(torch._C._current_graph_task_id, torch.is_grad_enabled)
+_unbox_work: Final = dist.Work.unbox
+_RedOpType: Any = dist.ReduceOp.RedOpType
+_REDUCE_OPS: Final[dict[int, str]] = {int(value): name for name, value in _RedOpType.__members__.items()}
+_ASYNC, _COALESCED, _OBJECT, _SPARSE, _UNEVEN = (
+    int(flag) for flag in (Flag.ASYNC, Flag.COALESCED, Flag.OBJECT, Flag.SPARSE, Flag.UNEVEN)
+)
+
+
+def member() -> Member | None:
+    """This process among all, from the default process group; None without one."""
+    if not dist.is_initialized():
+        return None
+    return Member(dist.get_rank(), dist.get_world_size(), _agree)
+
+
+def _agree(proposal: str) -> str:
+    try:
+        store = distributed_c10d._get_default_store()
+        return str(store.compare_set("commtrace/run", "", proposal).decode())
+    except (RuntimeError, ValueError, NotImplementedError):
+        return proposal  # a store that cannot (a fake one); each process then stands for itself
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """A compiler tracing the program, not communication."""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
+_current: TorchTracer | None = None
+_starting: Final = threading.RLock()
+_thread: Final = threading.local()
+
+started: list[Callable[[TorchTracer], None]] = []
+"""Called with each new tracer: by hooks that know roles and jobs before the first call is made."""
+
+
+def current() -> TorchTracer | None:
+    """The tracer of this process's recorder; None before there is one, when it is closed, and in a forked child."""
+    tracer = _current
+    return tracer if tracer is not None and tracer.recorder is session.recorder else None
+
+
+def start(recorder: Recorder) -> TorchTracer:
+    """The tracer of a recorder, made when it is first asked for."""
+    global _current
+    with _starting:
+        tracer = _current
+        if tracer is None or tracer.recorder is not recorder:
+            tracer = _current = TorchTracer(recorder)
+            recorder.each_drain.append(tracer.release)
+            for listener in started:
+                listener(tracer)
+    return tracer
+
+
+class functional:  # noqa: N801  (used as a function)
+    """Calls of this thread within are waited for by tensor, and not by Work."""
+
+    def __enter__(self) -> None:
+        _thread.functional = getattr(_thread, "functional", 0) + 1
+
+    def __exit__(self, *_: object) -> None:
+        _thread.functional -= 1
+
+
+def _in_functional() -> bool:
+    return getattr(_thread, "functional", 0) > 0
+
+
+class Entry:
+    """A call between its beginning and its return."""
+
+    __slots__ = ("batch", "on_host", "pending", "slot", "tracer")
+
+    def __init__(self, tracer: TorchTracer, slot: int, on_host: bool, batch: Batch | None) -> None:
+        self.tracer, self.slot, self.on_host, self.batch = tracer, slot, on_host, batch
+        self.pending: Pending | None = None
+
+    def failed(self, t_return: int) -> None:
+        """The operator raised."""
+        self.tracer.recorder.failed(self.slot, t_return)
+
+    def after(self, operator: Operator, args: Sequence[Any], result: Any, t_return: int) -> None:
+        """The operator returned `result`: its outputs and a Work, or a Work alone, or neither."""
+        tracer, recorder = self.tracer, self.tracer.recorder
+        boxed = result[-1] if type(result) is tuple else result
+        # A backend may give no Work: NCCL does for a synchronous call, which only orders streams.
+        work = None if boxed is None or operator.blocking else _unbox_work(boxed)
+        observable = work is not None or operator.blocking or self.batch is not None
+        call = recorder.returned(self.slot, t_return, observable=observable)
+        if call is None:
+            return
+        if self.batch is not None:
+            self.batch.calls.append(call)
+            self.batch.on_host |= self.on_host
+        elif operator.blocking:
+            recorder.ended(call, 0, t_return, Clock.RETURN)
+        elif _in_functional():
+            tracer.tensors.add(operator.outputs(args), call, self.on_host)
+        else:
+            self.pending = tracer.works.add(work, [call], self.on_host)
+
+    def lost(self, t_return: int) -> None:
+        """The hook failed, so nothing will see the end of this call."""
+        self.tracer.recorder.returned(self.slot, t_return, observable=False)
+
+    def cost(self, ns: int) -> None:
+        """What this call cost so far; the wait adds its part, if there is one to come."""
+        if self.pending is not None:
+            self.pending.cost = ns
+        else:
+            self.tracer.recorder.cost_samples.append(ns)
+
+
+class TorchTracer:
+    """Everything that the hooks of torch keep for one recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.groups = TorchGroups(recorder.tables)
+        self.works = Works(recorder)
+        self.tensors = TensorWaits(recorder)
+        self.batches = Batches(recorder, self.works)
+        self.whereabouts = CallContext(recorder)
+        self._kinds: dict[tuple[str, torch.dtype | None, int], int] = {}
+
+    @property
+    def sites(self) -> CallSites:
+        """The line of code that makes a call."""
+        return self.whereabouts.sites
+
+    def release(self) -> None:
+        """By the drain thread: let go of what is kept for a moment only."""
+        self.works.release()
+        self.tensors.release()
+
+    def before(self, operator: Operator, args: Sequence[Any]) -> Entry | None:
+        """Record that a call begins; None for a call that is not communication, or that found the ring full."""
+        recorder = self.recorder
+        tensor = operator.sample(args)
+        if tensor is not None and is_fake(tensor):  # before anything asks for its size, which may be symbolic
+            return None
+        group = self.groups.of(operator.group(args))
+        payload, local, uneven = operator.measure(args, group.size, group.rank)
+        peer, tag, seq = self._addressing(operator, args, group)
+        site, phase, seen = self.whereabouts.find(2)
+        batch = self.batches.of(group.number)
+        flags = _flags(operator, args, seen) | (_UNEVEN if uneven else 0)
+        if batch is not None or operator.coalesced:
+            flags |= _COALESCED
+        if tensor is not None and tensor.layout is not torch.strided:
+            flags |= _SPARSE
+        slot = recorder.begin(
+            self._kind(operator, args, tensor), group.number, seq, payload, local, peer, tag,
+            site, progress.step, progress.micro_batch, batch.number if batch is not None else 0, phase, flags,
+        )  # fmt: skip
+        if slot < 0:
+            return None
+        return Entry(self, slot, tensor is None or tensor.is_cpu, batch)
+
+    def _kind(self, operator: Operator, args: Sequence[Any], tensor: torch.Tensor | None) -> int:
+        # By method object: the attribute would be looked up in Python, at twice the time.
+        reduce_op = -1 if operator.reduce_op_at is None else args[operator.reduce_op_at]._get_method("op")()
+        dtype = None if tensor is None or operator.op == "barrier" else tensor.dtype
+        return self.kind(operator, dtype, reduce_op)
+
+    def kind(self, operator: Operator, dtype: torch.dtype | None, reduce_op: int) -> int:
+        """Number of the row of an operator, element type and reduction (-1: the operator takes none)."""
+        key = operator.variant, dtype, reduce_op
+        kind = self._kinds.get(key)
+        if kind is None:
+            row = {
+                "op": operator.op,
+                "variant": operator.variant,
+                "api": "torch",
+                "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+                "reduce_op": operator.reduce_op if reduce_op < 0 else _REDUCE_OPS.get(reduce_op, str(reduce_op)),
+            }
+            kind = self._kinds[key] = self.recorder.tables.number("kinds", key, lambda: row)
+        return kind
+
+    def _addressing(self, operator: Operator, args: Sequence[Any], group: Group) -> tuple[int, int, int]:
+        """(peer as a global rank, tag, sequence number)."""
+        peer = -1 if operator.peer_at is None else group.global_rank(args[operator.peer_at])
+        if not operator.point_to_point:
+            return peer, -1, next(group.collectives)
+        tag = -1 if operator.tag_at is None else int(args[operator.tag_at])
+        own = group.global_rank(group.rank)
+        source, destination = (own, peer) if operator.op == "send" else (peer, own)
+        return peer, tag, group.message(source, destination, tag)
+
+
+def _flags(operator: Operator, args: Sequence[Any], seen: int) -> int:
+    flags = _OBJECT if seen & call_site.OBJECT else 0
+    if operator.point_to_point:
+        # The operator is the same for both; who called it tells whether the caller waits.
+        asynchronous = _in_functional() or (seen & call_site.HANDLE and not seen & call_site.BLOCKING)
+    else:
+        # An argument that equals the schema's default, which is true, does not arrive.
+        asynchronous = operator.async_at is not None and (operator.async_at >= len(args) or args[operator.async_at])
+    return flags | _ASYNC if asynchronous else flags

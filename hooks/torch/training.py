@@ -1,0 +1,103 @@
+"""Steps, phases and roles of plain PyTorch: torch.optim's global step hooks, and DDP.
+
+Phases need no hook: autograd tells of backward, and the frames above a call of forward and optimizer (`torch_tracer`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from commtrace.patching import Patches
+from commtrace.progress import progress
+from commtrace.schema import Phase
+
+from .captured_jobs import Jobs
+from .ddp_job import describe
+
+_handles: list[Any] = []
+_patches = Patches()
+
+
+class _Steps:
+    """An optimizer that steps ends a training step: the first one seen, where there are several (a GAN's, say)."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """No optimizer seen yet."""
+        self.engine_decides = False  # DeepSpeed's engine knows better than the torch optimizer inside it
+        self._first: weakref.ref[Optimizer] | None = None
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """An engine is being built: an optimizer that steps within (16 bits without ZeRO) only allocates its state."""
+        before, self.engine_decides = self.engine_decides, True
+        try:
+            yield
+        finally:
+            self.engine_decides = before
+
+    def begin(self, optimizer: Optimizer, *_: Any) -> None:
+        """Before `optimizer.step()`."""
+        if not torch.compiler.is_compiling() and not self.engine_decides:
+            progress.activity()
+
+    def end(self, optimizer: Optimizer, *_: Any) -> None:
+        """After `optimizer.step()`."""
+        if torch.compiler.is_compiling() or self.engine_decides:
+            return
+        if self._first is None or self._first() is None:
+            self._first = weakref.ref(optimizer)
+        if self._first() is optimizer:
+            progress.step_finished()
+
+
+steps = _Steps()
+
+
+def install() -> None:
+    """Hook the optimizers and DDP."""
+    if _handles:
+        return
+    _handles.append(register_optimizer_step_pre_hook(steps.begin))
+    _handles.append(register_optimizer_step_post_hook(steps.end))
+    _patches.wrap(DistributedDataParallel, "__init__", _setting_up)
+    _replicas.install()
+
+
+def uninstall() -> None:
+    """Take everything out again."""
+    _replicas.uninstall()
+    _patches.undo()
+    while _handles:
+        _handles.pop().remove()
+    steps.reset()
+    progress.reset()
+
+
+def _setting_up(original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        with progress.within(Phase.INIT):
+            original(self, *args, **kwargs)
+        _replicas.add(self)
+
+    return __init__
+
+
+def _roles(replica: Any) -> Iterator[tuple[Any, str, str]]:
+    yield replica.process_group, "data", "torch.nn.parallel.DistributedDataParallel"
+
+
+_replicas = Jobs(describe, _roles)
