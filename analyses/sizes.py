@@ -18,7 +18,7 @@ from .fold import Analysis, Array, Block, NamedTables, merge_sums, table_by
 
 
 def exponents(payload: Array) -> Array:
-    """e of the power of two 2**e at or below each size in bytes, -1 for 0."""
+    """E of the power of two 2**e at or below each size in bytes, -1 for 0."""
     # size = m * 2**e with 0.5 <= m < 1, so the power of two at or below it is 2**(e - 1).
     result: Array = np.frexp(np.maximum(payload, 0).astype(float))[1].astype(np.int64) - 1
     return result

@@ -54,7 +54,7 @@ _UNKNOWN, _ZERO = -2, -1
 
 
 def durations(measure: str, block: Block) -> Array:
-    """ns of each record by one of MEASURES, -1 where it is not known."""
+    """Ns of each record by one of MEASURES, -1 where it is not known."""
     if measure == "in_call":
         return _between(block["t_begin"], block["t_return"], block)
     if measure == "waiting":

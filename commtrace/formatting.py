@@ -40,7 +40,7 @@ def format_bytes(value: Any) -> str:
 
 
 def format_duration(value: Any) -> str:
-    """ns in the unit that suits, three digits: 1500 -> "1.50 us"."""
+    """Ns in the unit that suits, three digits: 1500 -> "1.50 us"."""
     if not is_known(value):
         return NOT_KNOWN
     number = float(value)

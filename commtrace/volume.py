@@ -66,6 +66,6 @@ def wire_bytes(
 
 
 def busbw_factor(op: str, group_size: Number) -> Number | None:
-    """algbw times this is busbw (nccl-tests doc/PERFORMANCE.md); None for an operation that has none, as barrier."""
+    """Algbw times this is busbw (nccl-tests doc/PERFORMANCE.md); None for an operation that has none, as barrier."""
     rule = _BUSBW.get(op)
     return None if rule is None else rule(group_size)

@@ -146,6 +146,6 @@ def _ahead(tables: NamedTables) -> Iterator[str]:
 
 
 def _divided_further(tables: NamedTables, last: Any, further: Any) -> float:
-    """ns that a rank would compute for, if the last run's computation were divided perfectly from there on."""
+    """Ns that a rank would compute for, if the last run's computation were divided perfectly from there on."""
     work = further["speedup"] * further["step_ns"] / (last["speedup"] * last["step_ns"])
     return float(tables["scaling"]["compute_ns"].iloc[-1] * work * last["ranks"] / further["ranks"])

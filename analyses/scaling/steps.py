@@ -235,7 +235,7 @@ def _pairs(begin: Any, end: Any) -> Array:
 
 
 def covered(intervals: Array, begin: Array, end: Array) -> Array:
-    """ns between `begin` and `end` (both (n,)) that at least one of the intervals (m, 2) covers."""
+    """Ns between `begin` and `end` (both (n,)) that at least one of the intervals (m, 2) covers."""
     if not len(intervals):
         return np.zeros(len(begin), np.int64)
     intervals = intervals[np.argsort(intervals[:, 0], kind="stable")]

@@ -74,7 +74,8 @@ def sequence_parallel(
     attention: str, batch: int, sequence: int, hidden: int, feed_forward: int, element: int, ranks: int, backward: bool
 ) -> list[ExpectedCall]:
     """An iteration of the sequence-parallel layer: its attention, and one all_reduce of all gradients (derived: every
-    rank has all parameters, and the gradient of its own tokens only). Nothing else communicates."""
+    rank has all parameters, and the gradient of its own tokens only). Nothing else communicates.
+    """
     found = SEQUENCE_PARALLEL[attention](batch, sequence, hidden, element, ranks, backward)
     if ranks > 1 and backward:
         size = layer_parameters(hidden, feed_forward) * element

@@ -72,7 +72,8 @@ class Ways:
 
 class EncoderLayer:
     """(b, s, m) to (b, s, m), as nn.TransformerEncoderLayer with ReLU, norms behind the residuals, and the paper's
-    dropout: on the output of each sub-layer and nowhere else."""
+    dropout: on the output of each sub-layer and nowhere else.
+    """
 
     def __init__(self, whole: nn.TransformerEncoderLayer, index: int, shape: Shape, rate: float, ways: Ways) -> None:
         self.index, self.shape, self.rate, self.ways = index, shape, rate, ways

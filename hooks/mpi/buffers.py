@@ -138,7 +138,7 @@ def predefined() -> list[tuple[Any, Element]]:
 
 
 def _type_name(datatype: Any) -> str:
-    """numpy's name where numpy has such a type, MPI's (without its prefix) where not; a derived one is "derived"."""
+    """Numpy's name where numpy has such a type, MPI's (without its prefix) where not; a derived one is "derived"."""
     kind = datatype.typestr
     if kind[:1] in _KINDS and kind[1:].isdigit():
         return "bool" if kind[0] == "b" else f"{_KINDS[kind[0]]}{8 * int(kind[1:])}"

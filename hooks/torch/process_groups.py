@@ -34,7 +34,7 @@ def _backend(pg: Any) -> str:
 
 
 def _calls_so_far(pg: Any) -> int:
-    """torch's own count of the group's collectives, so that ranks that start tracing at different times still match."""
+    """Torch's own count of the group's collectives, so that ranks that start tracing at different times still match."""
     try:
         return int(pg._get_sequence_number_for_group())
     except RuntimeError:

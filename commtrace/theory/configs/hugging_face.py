@@ -36,7 +36,7 @@ class Config:
         return float(self._values.get(name) or default)
 
     def flag(self, name: str, default: bool) -> bool:
-        """true or false."""
+        """True or false."""
         value = self._values.get(name)
         return default if value is None else bool(value)
 

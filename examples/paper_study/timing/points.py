@@ -128,7 +128,7 @@ class Messages:
 
     @property
     def environment(self) -> dict[str, str]:
-        """gloo's own switch."""
+        """Gloo's own switch."""
         return {"TORCH_GLOO_LAZY_INIT": "1" if self.lazy else "0"}
 
     @property

@@ -79,7 +79,7 @@ def when_they_are(found: pd.DataFrame) -> pd.Series[str]:
 
 
 def _in_calls(calls: pd.DataFrame, found: pd.DataFrame, waited: pd.Series[Any]) -> pd.Series[Any]:
-    """ns of [t_begin, waited] in which the sender stood in calls of its own."""
+    """Ns of [t_begin, waited] in which the sender stood in calls of its own."""
     result = pd.Series(0, index=found.index, dtype=np.int64)
     for sender, part in found.groupby("peer"):
         its = held(calls.loc[calls["rank"] == sender])

@@ -151,7 +151,8 @@ def _networks(results: Results) -> Iterator[Section]:
 
 def times_on(network: Network, some: Sequence[Recorded]) -> pd.DataFrame:
     """`model`, `name`, `ranks`, `op`, `calls`, `calls_without_time`, `latency_us`, `bandwidth_us`, `time_us`, `how`: of
-    the rank that communicates longest in a step, as if each call waited for the one before it."""
+    the rank that communicates longest in a step, as if each call waited for the one before it.
+    """
     parts = []
     for one in some:
         rows = [_time(network, row) for row in rows_of(one.steady)]

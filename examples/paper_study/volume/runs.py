@@ -97,7 +97,8 @@ class DryRun:
     @property
     def steps(self) -> int:
         """So many that the last one is like all that would follow: DDP makes its buckets anew in the second step, and
-        ZeRO-3 has learned the order of modules after two; stages tell each other shapes in the first."""
+        ZeRO-3 has learned the order of modules after two; stages tell each other shapes in the first.
+        """
         return 3 if self.scheme in (DDP, ZERO_3) else 2
 
     @property

@@ -32,7 +32,8 @@ def sections(results: Results) -> Iterator[Section]:
 
 def by_length(some: list[Recorded], op: str) -> pd.DataFrame:
     """`model`, `name`, `ranks`, `sequence`, `recorded_bytes`, `exact_bytes` (payload of a step, mean over ranks),
-    `closed_form_bytes` (missing where the paper has none), `equal`."""
+    `closed_form_bytes` (missing where the paper has none), `equal`.
+    """
     rows = []
     for one in some:
         exact = _expected(one, op)

@@ -80,7 +80,8 @@ def _points(one: Recorded) -> Iterator[dict[str, object]]:
 
 def by_operation(some: Iterable[Recorded], steps: int | None = None) -> pd.DataFrame:
     """`model`, `name`, `ranks`, `op`, `payload_bytes`: of a step, or with `steps` of start-up and so many, mean over
-    the ranks of the job."""
+    the ranks of the job.
+    """
     parts = []
     for one in some:
         if steps is None:
@@ -116,7 +117,8 @@ Value = Callable[[Recorded], float | None]
 
 def compared(some: Iterable[Recorded], recorded: Value, exact: Value, form: Value, role: str | None) -> pd.DataFrame:
     """`model`, `name`, `ranks`, `sequence`, then `recorded_bytes`, `exact_bytes`, `closed_form_bytes`, `equal`, `times`
-    (recorded / closed form), `why_not_closed_form`. `role`: the parallel dimension that is compared; None: all."""
+    (recorded / closed form), `why_not_closed_form`. `role`: the parallel dimension that is compared; None: all.
+    """
     rows = []
     for one in some:
         values = {"recorded_bytes": recorded(one), "exact_bytes": exact(one), "closed_form_bytes": form(one)}

@@ -294,13 +294,13 @@ def in_parts(job: Job, stage: Stage) -> bool:
 
 @rule("megatron.model.gpt2_model.GPT2ModelPipe.init_specs (what passes between the layers)", GPT_NEOX)
 def hidden_bytes(job: Job) -> int:
-    """b s h numbers of the parameters' type."""
+    """B s h numbers of the parameters' type."""
     return tensor.elements(job) * parameter_size(job)
 
 
 @rule("deepspeed.runtime.pipe.engine.PipelineEngine._exec_send_activations (has_attention_mask)", DEEPSPEED)
 def mask_bytes(job: Job) -> int:
-    """s by s bools for all sequences, sent as 16-bit numbers in every precision."""
+    """S by s bools for all sequences, sent as 16-bit numbers in every precision."""
     return 2 * int(job.model("seq_length")) ** 2
 
 
