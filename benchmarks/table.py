@@ -1,6 +1,6 @@
 """Write the tables of what tracing costs, from the file of results: all numbers there are measured ones.
 
-The README has the comparisons that matter most, docs/benchmarks.md has all.
+The README has the comparisons that matter most, docs/explanation/benchmarks.md has all.
 
 python benchmarks/table.py
 """
@@ -15,7 +15,7 @@ import results
 from measuring import Row
 
 ROOT = Path(__file__).parents[1]
-README, PAGE = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
+README, PAGE = ROOT / "README.md", ROOT / "docs" / "explanation" / "benchmarks.md"
 HEADLINES = ("native_step", "call_cost", "mpi_cost")
 BEGIN, END = "<!-- benchmarks -->\n", "<!-- /benchmarks -->\n"
 

@@ -2,7 +2,7 @@
 
 `commtrace.open` returns it. It is a module of its own because it imports pandas: `commtrace.api`, which every training
 process imports, must not. Together with `commtrace.commands` it is the only product code outside `analyses/` that
-imports the analyses (docs/architecture.md).
+imports the analyses (docs/explanation/architecture.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What one recorded call looks like, in memory, in the ring and on disk.
 
 `RECORD` is the only definition of the binary format: both recorders write it, the reader reads it, and
-`docs/log-format.md` shows how to read it with numpy alone. A sample record, as `numpy` prints it:
+`docs/reference/log-format.md` shows how to read it with numpy alone. A sample record, as `numpy` prints it:
 
     t_begin=8120531  t_return=8129742  t_wait=8130011  t_start=0  t_end=9411873  payload=1048576  local=0
     seq=17  group=1  site=3  step=2  micro_batch=0  peer=-1  tag=-1  batch=0  kind=1  thread=1

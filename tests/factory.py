@@ -1,4 +1,4 @@
-"""Logs on disk, built from what a test says, by docs/log-format.md and not by the recorder.
+"""Logs on disk, built from what a test says, by docs/reference/log-format.md and not by the recorder.
 
 log = LogFactory(tmp_path)
 log.process(rank=0).write([record(payload=1024, step=0)])

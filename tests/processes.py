@@ -213,7 +213,7 @@ def rows(data: bytes) -> Iterator[dict[str, Any]]:
 
 
 def segment(path: Path) -> Records:
-    """Records of one segment, by docs/log-format.md."""
+    """Records of one segment, by docs/reference/log-format.md."""
     body = path.read_bytes()[1024:]
     return np.frombuffer(body[: len(body) // RECORD.itemsize * RECORD.itemsize], RECORD)
 

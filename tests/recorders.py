@@ -1,4 +1,4 @@
-"""The two recorders, and what docs/recorders.md says of them: tests expect exactly that."""
+"""The two recorders, and what docs/explanation/recorders.md says of them: tests expect exactly that."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from commtrace.errors import CommtraceError
 from commtrace.schema import Clock, State
 
 RECORDERS: Final = ("python", "native")
-PAGE: Final = (Path(__file__).parents[1] / "docs" / "recorders.md").read_text()
+PAGE: Final = (Path(__file__).parents[1] / "docs" / "explanation" / "recorders.md").read_text()
 
 End = tuple[State, Clock]
 

@@ -32,7 +32,7 @@ class Row(NamedTuple):
     tag: int = -1
     reduce_op: str | None = None
     how: str = WAITED
-    """What happens to it, as docs/recorders.md calls it."""
+    """What happens to it, as docs/explanation/recorders.md calls it."""
 
 
 def row(call: Call, how: str) -> Row:

@@ -1,4 +1,4 @@
-"""docs/log-format.md is complete and true: its code is executed as it stands, on the log of a real program."""
+"""docs/reference/log-format.md is complete and true: its code runs as it stands, on the log of a real program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ranks import Nursery
 from commtrace import schema
 from commtrace.schema import RECORD
 
-PAGE = (Path(__file__).parents[1] / "docs" / "log-format.md").read_text()
+PAGE = (Path(__file__).parents[1] / "docs" / "reference" / "log-format.md").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Every public method of mpi4py's classes is recorded, shows an end, or is on the list in docs/mpi.md."""
+"""Every public method of mpi4py's classes is recorded, shows an end, or is on the list in docs/reference/mpi4py.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from commtrace.hooks.mpi.extension_types import namespace
 from commtrace.hooks.mpi.methods import METHODS
 from commtrace.hooks.mpi.wrappers import ENDS
 
-PAGE = (Path(__file__).parents[1] / "docs" / "mpi.md").read_text()
+PAGE = (Path(__file__).parents[1] / "docs" / "reference" / "mpi4py.md").read_text()
 CLASSES = (
     "Comm", "Intracomm", "Intercomm", "Topocomm", "Cartcomm", "Graphcomm", "Distgraphcomm", "Request", "Prequest",
     "Grequest", "Message", "Win",

@@ -117,7 +117,7 @@ def rooted(base: str, at: Place, rank: int) -> Sizes:
 
 
 def sizes(base: str, kind: str, rank: int) -> Sizes:
-    """Of a collective by its blocking form, by hand (docs/log-format.md)."""
+    """Of a collective by its blocking form, by hand (docs/reference/log-format.md)."""
     at = place(kind, rank)
     own = 0 if at.inter else 1
     whole = up_to(at.blocks)

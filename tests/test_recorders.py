@@ -1,4 +1,4 @@
-"""The same program under both recorders: equal logs, but for what docs/recorders.md lists, and listed ends."""
+"""The same program under both recorders gives equal logs, but for what docs/explanation/recorders.md lists."""
 
 from __future__ import annotations
 

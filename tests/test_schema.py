@@ -10,7 +10,7 @@ import numpy as np
 
 from commtrace.schema import EVENT_COLUMNS, RECORD, RECORD_STRUCT, Clock, Flag, Phase, State
 
-DOCUMENT = (Path(__file__).parents[1] / "docs" / "log-format.md").read_text()
+DOCUMENT = (Path(__file__).parents[1] / "docs" / "reference" / "log-format.md").read_text()
 
 
 def test_struct_packs_what_the_dtype_reads() -> None:

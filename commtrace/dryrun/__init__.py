@@ -2,5 +2,5 @@
 
 What is communicated does not depend on the numbers that are computed. So tensors have addresses and no memory
 (`memory`, `mode`), collectives go nowhere (`collectives`, `groups`), and everything else is real: the program, torch,
-DeepSpeed, autograd, and the hooks that record. A worked example, and what it cannot do: docs/dryrun.md.
+DeepSpeed, autograd, and the hooks that record. A worked example, and what it cannot do: docs/how-to/dry-run.md.
 """

@@ -6,7 +6,8 @@
             for records in segment.blocks():     # arrays of schema.RECORD; logs may be larger than memory
                 ...
 
-What is damaged is left out and named in `log.notes`; everything else is read. `docs/log-format.md` is the format.
+What is damaged is left out and named in `log.notes`; everything else is read.
+The format: `docs/reference/log-format.md`.
 """
 
 from __future__ import annotations

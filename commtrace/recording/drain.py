@@ -65,7 +65,7 @@ class Drain:
                 say(f"the log could not be finished within {self._settings.exit_seconds:g} s; {self._where()}")
 
     def stats(self) -> dict[str, Any]:
-        """The counters of docs/log-format.md, as of now."""
+        """The counters of docs/reference/log-format.md, as of now."""
         recorder, writer = self._recorder, self._writer
         if self._reason or time.monotonic() >= self._costs_at:
             self._costs_at = time.monotonic() + COST_SECONDS

@@ -1,7 +1,8 @@
 """The portable recorder: what hooks call, on the way of every communication call.
 
 It writes a record when a call begins, adds to it when the call returns and when its end is seen, and leaves the rest to
-a thread that empties the ring (`commtrace.recording.drain`). Nothing here raises into the program, takes a lock that another
+a thread that empties the ring (`commtrace.recording.drain`). Nothing here raises into the program, takes a lock that
+another
 thread holds for long, or touches the store.
 """
 
@@ -224,7 +225,7 @@ class Recorder:
         self._drain.close(reason)
 
     def stats(self) -> dict[str, Any]:
-        """The counters of docs/log-format.md, as of now."""
+        """The counters of docs/reference/log-format.md, as of now."""
         return self._drain.stats()
 
     def forked(self) -> None:

@@ -1,4 +1,4 @@
-"""What records refer to by number, and the facts of a run, as JSON lines (docs/log-format.md).
+"""What records refer to by number, and the facts of a run, as JSON lines (docs/reference/log-format.md).
 
 A sample of what a process writes:
 

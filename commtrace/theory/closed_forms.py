@@ -1,5 +1,7 @@
-"""Equations 1 to 5 of "Demystifying the Communication Characteristics for Distributed Transformer Models"
-(arXiv 2408.10197, section III), as they stand. Where they part from what frameworks do is said in docs/theory.md.
+"""Closed forms of the literature: equations 1 to 5 of arXiv 2408.10197, section III.
+
+The paper is "Demystifying the Communication Characteristics for Distributed Transformer Models".
+docs/explanation/theory.md says where they differ from what frameworks do.
 
 Volumes are elements, by the algorithms that send least; the paper counts one micro-batch a step. Their scopes differ,
 which the paper does not say: equations 2, 3 and 5 are what one rank sends, equation 4 is the sum over all stages; 2
@@ -59,8 +61,8 @@ def three_dimensional(
     """The 3D rule: equation 5 with L/p layers, and the parts add up. `degrees`: data, pipeline, tensor (d, p, t).
 
     Elements, for one micro-batch a step; as the paper adds them, although its parts have different scopes: equation 2
-    of all parameters and equation 5 are of one rank, equation 4 is of all stages. docs/theory.md has what a rank really
-    holds (P/(tp) parameters) and sends.
+    of all parameters and equation 5 are of one rank, equation 4 is of all stages. docs/explanation/theory.md says what
+    a rank really holds (P/(tp) parameters) and sends.
     """
     data, stages, tensor = degrees
     return (

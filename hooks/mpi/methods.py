@@ -1,7 +1,7 @@
 """What the arguments of mpi4py's methods mean: operation, payload, own share, peer, tag.
 
 mpi4py names its methods as MPI does: `Allreduce` blocks, `Iallreduce` gives a Request, `Allreduce_init` a Prequest that
-is started later, and `allreduce` pickles Python objects. Sizes follow docs/log-format.md, as torch's do.
+is started later, and `allreduce` pickles Python objects. Sizes follow docs/reference/log-format.md, as torch's do.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ still numbers rows of tables (`rows`), and keeps progress, jobs and roles; C++ a
     plan.h         what an operator's arguments mean, and its payload
     callsites.h    the line that made a call; frames.* read a thread's frames without the GIL
     works.h        which records a wait is about
-    device.*       times of calls on a device (docs/device-times.md): what is measured, and when it is read
+    device.*       times of calls on a device (docs/how-to/device-times.md): what is measured, and when it is read
     device_events.*  one device: its streams, its capture, its events
     device_clock.h   where its times lie on the host's clock
     slots.h        records, and who may write to them

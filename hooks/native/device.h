@@ -1,5 +1,5 @@
 // Times of calls on a device: events in the streams that the program itself uses, before and after what is measured, read
-// later by the drain thread. docs/device-times.md says what that measures, what it cannot, and what was rejected.
+// later by the drain thread. docs/how-to/device-times.md says what that measures, what it cannot, and what was rejected.
 //
 // Nothing here throws, waits for a device, holds a Work or a tensor, or touches a stream under capture.
 #pragma once

@@ -21,7 +21,7 @@ struct Record {
   uint16_t kind, thread;
   uint8_t phase, clock, flags, state;
 };
-static_assert(sizeof(Record) == 96, "the format of docs/log-format.md");
+static_assert(sizeof(Record) == 96, "the format of docs/reference/log-format.md");
 
 enum State : uint8_t { kFree, kBegun, kReturned, kComplete, kUnobservable, kFailed };
 enum Clock : uint8_t { kNobody, kReturn, kWait, kFuture, kDevice, kTest, kDeviceWait };
