@@ -16,7 +16,7 @@ pytest.importorskip("yaml")
 from commtrace.cli import main
 from commtrace.theory.configs import hugging_face
 from commtrace.theory.forecast import Options, PlanError, forecast
-from commtrace.theory.forecast.forecast_tables import bins, document, sizes, volumes, waterfall
+from commtrace.theory.forecast.predicted_volumes import bins, document, sizes, volumes, waterfall
 from commtrace.theory.model_shapes import ModelShape, Part, facts, gpt_neox
 
 LLAMA = {

@@ -22,8 +22,8 @@ from commtrace.network.results import write
 from commtrace.schema import Clock, Flag, State
 from commtrace.theory.forecast import Options
 from commtrace.theory.forecast import forecast as forecasted
-from commtrace.theory.forecast.forecast_times import _sum
-from commtrace.theory.forecast.forecast_times import hosts as hosts_in
+from commtrace.theory.forecast.predicted_times import _sum
+from commtrace.theory.forecast.predicted_times import hosts as hosts_in
 
 NETWORK = MeasuredNetwork("it", results([*ideal("all_reduce", 2), *ideal("send_recv", 2)]))
 

@@ -19,11 +19,11 @@ from rich.console import Console
 
 from commtrace import formatting as units
 from commtrace.analyses.report.document import plain, to_json
-from commtrace.analyses.report.layout import Column, fit, shorten, word
 from commtrace.analyses.report.terminal import render
 from commtrace.cli import main
 from commtrace.run import open_run
 from commtrace.schema import State
+from commtrace.text_tables import Column, fit, shorten, word
 
 
 def report(directory: Path, width: int = 80, **options: Any) -> str:

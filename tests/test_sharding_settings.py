@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 pytest.importorskip("yaml")
 
 from commtrace.theory.forecast import Options, forecast
-from commtrace.theory.forecast.forecast_tables import volumes
+from commtrace.theory.forecast.predicted_volumes import volumes
 from examples.gpt_neox import ConfigError, NeoxConfig, load_config
 
 LLAMA = {

@@ -21,9 +21,8 @@ from commtrace.analyses import reconciliation
 from commtrace.analyses.fold import NamedTables, fold
 from commtrace.run import Run
 from commtrace.theory import NotPredictedError, closed_forms, predict
-from commtrace.theory import closed_forms_extended as further_forms
 from commtrace.theory.expected_calls import sent
-from commtrace.theory.rules.buckets import filled, fitting, most_filled, most_fitting, overfull
+from commtrace.theory.rules.gradient_buckets import filled, fitting, most_filled, most_fitting, overfull
 
 pytestmark = trainings.TIMEOUT
 
@@ -165,7 +164,7 @@ def test_the_paper_s_formulas_of_pipelines_and_tensor_parallelism() -> None:
 
 def test_further_formulas() -> None:
     """Each by hand, and against the equation that it contains."""
-    forms = further_forms
+    forms = closed_forms
     assert forms.zero_1_bytes(1000, 1000, 8) == closed_forms.data_parallel(1000, 8)
     assert forms.zero_2_bytes(1000, 500, 2, 4) == 4 * 500 + 250
     assert forms.fully_sharded(1000, 8) == closed_forms.zero_3(1000, 8)

@@ -15,7 +15,7 @@ pytest.importorskip("yaml")
 import torch
 
 from commtrace.theory.job import Tensor
-from commtrace.theory.rules.gradients import gradient_order, weights_first
+from commtrace.theory.rules.gradient_order import gradient_order, weights_first
 from examples.gpt_neox import load_config
 from examples.gpt_neox.model import GPTNeoX, language_model_loss
 

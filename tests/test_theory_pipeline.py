@@ -21,9 +21,9 @@ from commtrace.analyses.fold import NamedTables, fold
 from commtrace.cli import main
 from commtrace.run import Run
 from commtrace.theory import NotPredictedError, closed_forms, predict
-from commtrace.theory.configs.pipeline_rows import balanced, uniform
+from commtrace.theory.configs.pipeline_job_rows import balanced, uniform
 from commtrace.theory.forecast import Options, PlanError, forecast
-from commtrace.theory.forecast.forecast_tables import bins, document, sizes, volumes
+from commtrace.theory.forecast.predicted_volumes import bins, document, sizes, volumes
 
 pytestmark = trainings.TIMEOUT
 

@@ -9,8 +9,8 @@ import pandas as pd
 from rich.console import RenderableType
 
 from commtrace.formatting import format_bytes, format_count, format_duration, format_share
+from commtrace.text_tables import Column, paragraph, word
 
-from .layout import Column, paragraph, word
 from .theory import Page
 
 FEW_ROWS: Final = 20

@@ -22,8 +22,7 @@ from commtrace.formatting import (
 from commtrace.reading.notes import Note
 from commtrace.reading.run import RecordedRun
 from commtrace.reading.table_reader import Row
-
-from .layout import paragraph
+from commtrace.text_tables import paragraph
 
 NOTES: Final = 12
 """Notes that are shown; the rest are counted."""

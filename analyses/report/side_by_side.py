@@ -11,8 +11,8 @@ from rich.text import Text
 from commtrace.analyses.comparison import STEP, WHOLE
 from commtrace.analyses.fold import rows_of
 from commtrace.formatting import format_bytes, format_count, format_small_share, is_known
+from commtrace.text_tables import Column, fit, paragraph, word
 
-from .layout import Column, fit, paragraph, word
 from .terminal import heading
 
 

@@ -19,9 +19,9 @@ from commtrace.formatting import (
     format_share,
 )
 from commtrace.reading.run import RecordedRun
+from commtrace.text_tables import Column, fit, paragraph, word
 
 from . import network, preface, theory
-from .layout import Column, fit, paragraph, word
 
 FEW_RANKS = 16
 FEW_SIZES = 10
@@ -135,7 +135,8 @@ def _steps(page: Page) -> Iterator[RenderableType]:
     yield page.table(columns, steady)
     calls, payload = start["calls"].sum(), start["payload_bytes"].sum()
     yield paragraph(
-        f"Start-up, before the first step: {format_plural(int(calls), 'call')}, payload {format_bytes(payload)}, over all ranks.",
+        f"Start-up, before the first step: {format_plural(int(calls), 'call')}, payload {format_bytes(payload)}, "
+        "over all ranks.",
         page.width,
     )
 

@@ -10,8 +10,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from commtrace.formatting import format_bytes, format_plural, format_share
-
-from .layout import Column, paragraph, word
+from commtrace.text_tables import Column, paragraph, word
 
 FEW_CAUSES: Final = 8
 FEW_SITES: Final = 3
@@ -61,7 +60,10 @@ def _agreement(compared: pd.DataFrame) -> str:
         else "nothing differs"
     )
     where = format_plural(compared["rank"].nunique(), "rank")
-    return f"{schemes}: {part} of the payload of {where}, {format_bytes(measured)}, is as expected, call by call; {differs}."
+    return (
+        f"{schemes}: {part} of the payload of {where}, {format_bytes(measured)}, is as expected, call by call; "
+        f"{differs}."
+    )
 
 
 def _causes(page: Page) -> Iterator[RenderableType]:
@@ -78,7 +80,7 @@ def _causes(page: Page) -> Iterator[RenderableType]:
 
 
 def _cause(cause: str, part: pd.DataFrame) -> str:
-    """ "unexplained: 3 calls more and 1 missing of all_reduce, +12 B, in 3 steps, from train.py:40 main"."""
+    """Return "unexplained: 3 calls more and 1 missing of all_reduce, +12 B, in 3 steps, from train.py:40 main"."""
     more, missing = int(part["measured_calls"].sum()), int(part["expected_calls"].sum())
     calls = [f"{format_plural(more, 'call')} more"] * bool(more) + [f"{format_plural(missing, 'call')} missing"] * bool(
         missing

@@ -97,9 +97,9 @@ def _print(tables: NamedTables) -> None:
 def render(tables: NamedTables, width: int) -> Iterator[RenderableType]:
     """The comparison as text of at most `width` columns."""
     from commtrace.analyses.fold import rows_of
-    from commtrace.analyses.report.layout import Column, fit, paragraph, word
     from commtrace.analyses.scaling.findings import sentences
     from commtrace.formatting import format_bytes, format_count, format_duration, format_share, is_known
+    from commtrace.text_tables import Column, fit, paragraph, word
 
     def number(title: str, *, optional: bool = False) -> Column:
         return Column(title, optional=optional)
@@ -116,8 +116,10 @@ def render(tables: NamedTables, width: int) -> Iterator[RenderableType]:
         ],
         [
             [
-                row.run, format_count(row.ranks), format_count(row.hosts), format_count(row.steps), format_duration(row.step_ns), times(row.speedup),
-                format_share(row.efficiency), format_count(round(row.tokens_per_s)) if is_known(row.tokens_per_s) else "-",
+                row.run, format_count(row.ranks), format_count(row.hosts), format_count(row.steps),
+                format_duration(row.step_ns), times(row.speedup),
+                format_share(row.efficiency),
+                format_count(round(row.tokens_per_s)) if is_known(row.tokens_per_s) else "-",
             ]
             for row in rows_of(table)
         ],
@@ -132,7 +134,8 @@ def render(tables: NamedTables, width: int) -> Iterator[RenderableType]:
         ],
         [
             [
-                row.run, format_count(row.ranks), format_duration(row.compute_ns), format_duration(row.blocked_ns), format_duration(row.late_ns),
+                row.run, format_count(row.ranks), format_duration(row.compute_ns),
+                format_duration(row.blocked_ns), format_duration(row.late_ns),
                 format_duration(row.in_flight_ns),
                 f"{row.communication_per_compute:.2f}" if is_known(row.communication_per_compute) else "-",
             ]
@@ -149,7 +152,8 @@ def render(tables: NamedTables, width: int) -> Iterator[RenderableType]:
         ],
         [
             [
-                row.run, format_count(row.ranks), format_count(round(row.calls, 1)), format_bytes(row.payload_bytes), format_bytes(row.wire_bytes),
+                row.run, format_count(row.ranks), format_count(round(row.calls, 1)),
+                format_bytes(row.payload_bytes), format_bytes(row.wire_bytes),
                 format_bytes(row.expected_wire_bytes), format_bytes(row.closed_form_bytes),
             ]
             for row in rows_of(table)
@@ -167,8 +171,10 @@ def render(tables: NamedTables, width: int) -> Iterator[RenderableType]:
             ],
             [
                 [
-                    format_count(row.ranks), format_duration(row.step_ns), format_duration(row.measured_ns) if is_known(row.measured_ns) else "not run",
-                    format_share(row.efficiency), format_duration(row.compute_ns), format_duration(row.latency_ns), format_duration(row.bandwidth_ns),
+                    format_count(row.ranks), format_duration(row.step_ns),
+                    format_duration(row.measured_ns) if is_known(row.measured_ns) else "not run",
+                    format_share(row.efficiency), format_duration(row.compute_ns),
+                    format_duration(row.latency_ns), format_duration(row.bandwidth_ns),
                     format_duration(row.late_ns),
                 ]
                 for row in rows_of(projection)

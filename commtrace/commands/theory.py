@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from commtrace.theory.configs.inputs import Options
+    from commtrace.theory.configs.job_plan import Options
 
 
 class Command:
@@ -40,8 +40,8 @@ class Command:
         import json
 
         from commtrace.network.networks import open_network
-        from commtrace.theory.forecast.forecast_tables import document, forecast
-        from commtrace.theory.forecast.forecast_text import lines, network_document, network_lines
+        from commtrace.theory.forecast.predicted_volumes import document, forecast
+        from commtrace.theory.forecast.text_report import lines, network_document, network_lines
 
         network = None if arguments.network is None else open_network(arguments.network)
         found = forecast(arguments.config, arguments.world, options_of(arguments))
@@ -83,7 +83,7 @@ def add_options(general: argparse._ActionsContainer, figures: argparse._ActionsC
 
 def options_of(arguments: argparse.Namespace) -> Options:
     """Those of the command line."""
-    from commtrace.theory.configs.inputs import Options
+    from commtrace.theory.configs.job_plan import Options
 
     return Options(
         arguments.engine,

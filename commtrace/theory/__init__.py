@@ -1,16 +1,15 @@
-"""What a training job must communicate, told from the job alone: no event is seen, no framework is imported.
+"""Predict what a training job communicates from its description alone: no recorded event, no framework imported.
 
-    predict(job)                 a Prediction: the calls at start-up, and those of each step
-    described                    the same jobs, told from configurations
-    closed_forms, further_forms  the formulas of the literature, as they stand
+    from commtrace.theory import predict
+    prediction = predict(job_row)       # ExpectedCalls of one rank: at start-up and in each training step
 
-A scheme (`schemes`) makes the prediction from rules, one small function each. A rule mirrors one function of a
-framework and names it; `rules.RULES` lists them all with the versions whose sources they were written from.
+`closed_forms` has the volume formulas of the literature. `rules` has exact predictions, one sub-package per library;
+each rule is one small function that mirrors one function of the library. `configs` turns configuration files
+(GPT-NeoX, DeepSpeed, Hugging Face) into job rows, and `forecast` turns their predictions into tables and text.
 """
 
-from .configs import job_rows as described
 from .expected_calls import ExpectedCall, Prediction
 from .job import NotPredictedError
-from .schemes import predict
+from .rules.schemes import predict
 
-__all__ = ["ExpectedCall", "NotPredictedError", "Prediction", "described", "predict"]
+__all__ = ["ExpectedCall", "NotPredictedError", "Prediction", "predict"]

@@ -1,12 +1,14 @@
-"""Closed forms of the literature: equations 1 to 5 of arXiv 2408.10197, section III.
+"""Closed forms: communication volumes from the literature, as published.
 
-The paper is "Demystifying the Communication Characteristics for Distributed Transformer Models".
-docs/explanation/theory.md says where they differ from what frameworks do.
+Equations 1 to 5 and the 3D rule are those of "Demystifying the Communication Characteristics for Distributed
+Transformer Models" (arXiv 2408.10197, section III); docs/explanation/theory.md lists where frameworks differ from them.
+The other forms name their sources.
 
-Volumes are elements, by the algorithms that send least; the paper counts one micro-batch a step. Their scopes differ,
-which the paper does not say: equations 2, 3 and 5 are what one rank sends, equation 4 is the sum over all stages; 2
-and 3 are of one optimizer step, 4 and 5 of one micro-batch. d is the number of data-parallel ranks, p of pipeline
-stages, t of tensor-parallel ranks. `Fraction` keeps them exact: d need not divide anything.
+Volumes are elements, unless the function's name ends in `_bytes`, for the algorithms that send least (a ring, or
+point-to-point). They are exact `Fraction`s, because no parallel degree has to divide anything. Scopes of the paper's
+equations differ, which the paper does not say: 2, 3 and 5 count what one rank sends, 4 is the sum over all stages; 2
+and 3 count one optimizer step (with one micro-batch), 4 and 5 one micro-batch. d is the number of data-parallel ranks,
+p of pipeline stages, t of tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -70,3 +72,119 @@ def three_dimensional(
         + pipeline(batch, sequence, hidden, stages)
         + tensor_parallel(batch, sequence, hidden, Fraction(layers, stages), tensor)
     )
+
+
+# --- further schemes ---
+
+
+def zero_1_bytes(gradient_bytes: int, parameter_bytes: int, ranks: int) -> Fraction:
+    """ZeRO-1, bytes per rank and step: reduce_scatter of gradients, all_gather of parameters (arXiv 1910.02054)."""
+    return all_gather_volume(gradient_bytes, ranks) + all_gather_volume(parameter_bytes, ranks)
+
+
+def zero_2_bytes(gradient_bytes: int, parameter_bytes: int, ranks: int, micro_batches: int) -> Fraction:
+    """ZeRO-2, bytes per rank and step: the reduce_scatter in each of m micro-batches (follows from 1910.02054)."""
+    return micro_batches * all_gather_volume(gradient_bytes, ranks) + all_gather_volume(parameter_bytes, ranks)
+
+
+def fully_sharded(parameters: int, ranks: int, *, kept: bool = False) -> Fraction:
+    """ZeRO-3, FSDP: elements per rank and micro-batch (arXiv 1910.02054).
+
+    Two all_gathers and a reduce_scatter, 3P(n-1)/n; where parameters are `kept` from forward to backward, one
+    all_gather less.
+    """
+    return (2 if kept else 3) * all_gather_volume(parameters, ranks)
+
+
+def hybrid_sharded(parameters: int, shards: int, replicas: int) -> Fraction:
+    """HSDP: elements per rank and micro-batch (arXiv 2304.11277): sharded over F ranks, replicated R times.
+
+    3P(F-1)/F within the group of shards, and an all_reduce of P/F gradients among replicas, 2(P/F)(R-1)/R.
+    """
+    return fully_sharded(parameters, shards) + Fraction(2 * parameters * (replicas - 1), shards * replicas)
+
+
+def zero_plus_plus_bytes(parameters: int, size: int, ranks: int, node: int) -> dict[str, Fraction]:
+    """ZeRO++ (arXiv 2306.10209), bytes per rank and micro-batch without scales, by what is quantized or kept.
+
+    "qwZ": the forward all_gather in INT8. "hpZ": the backward all_gather within a node of `node` ranks, at full
+    precision. "qgZ": gradients in INT4 by all_to_all: within the node, then between nodes. `size`: bytes of a
+    parameter's element.
+    """
+    nodes = Fraction(ranks, node)
+    within = all_gather_volume(parameters, node) / 2
+    between = Fraction(parameters, node) * (nodes - 1) / nodes / 2
+    return {
+        "qwZ": all_gather_volume(parameters, ranks),
+        "hpZ": all_gather_volume(parameters * size, node),
+        "qgZ": within + between,
+    }
+
+
+def tensor_layer(activation: int, ranks: int, *, recomputed: bool) -> Fraction:
+    """Megatron's tensor parallelism: elements per rank, layer and micro-batch (arXiv 1909.08053).
+
+    `activation`: elements of b s h. Two all_reduces forward and two backward, 8S(t-1)/t; two more where activations are
+    recomputed, 12S(t-1)/t.
+    """
+    return (6 if recomputed else 4) * all_reduce(activation, ranks)
+
+
+def vocabulary_loss_bytes(batch: int, sequence: int, ranks: int) -> Fraction:
+    """Megatron's vocabulary-parallel cross entropy: bytes per rank and micro-batch: three all_reduces of b s fp32."""
+    return 3 * all_reduce(4 * batch * sequence, ranks)
+
+
+def sequence_layer(activation: int, ranks: int, *, recomputed: bool, gathered_again: bool) -> Fraction:
+    """Megatron's sequence parallelism: elements per rank, layer and micro-batch (arXiv 2205.05198).
+
+    Each all_reduce of tensor parallelism becomes a reduce_scatter and an all_gather, the same elements; where the
+    gathered inputs of the two column-parallel matrices are not kept for backward, two all_gathers more.
+    """
+    again = 2 * all_gather_volume(activation, ranks) if gathered_again else Fraction(0)
+    return tensor_layer(activation, ranks, recomputed=recomputed) + again
+
+
+def pipeline_stage(activation: int, *, micro_batches: int, chunks: int = 1, tensor: int = 1) -> Fraction:
+    """An inner stage of a pipeline: elements per rank and step (arXiv 2104.04473).
+
+    It sends m activations forward and as many gradients back, v times as many with v chunks of the model a stage; a
+    t-th of each where the message is scattered over the tensor-parallel ranks and gathered on arrival.
+    """
+    return Fraction(2 * micro_batches * chunks * activation, tensor)
+
+
+def ring_attention(batch: int, sequence: int, width: int, ranks: int, *, wide_gradients: bool = False) -> Fraction:
+    """Ring attention, context parallelism: elements per rank, layer and micro-batch (arXiv 2310.01889).
+
+    `width`: of keys (key-value heads times the head's size). A block of keys and values is 2b(s/c)h_kv: c-1 blocks are
+    passed on forward, c-1 again backward, beside as many of their gradients; twice those where gradients are
+    accumulated in elements of twice the size (`wide_gradients`). Some implementations send gradients home in a c-th
+    step: up to one block more.
+    """
+    block = Fraction(2 * batch * sequence * width, ranks)
+    return (4 if wide_gradients else 3) * block * (ranks - 1)
+
+
+def ulysses_layer(batch: int, sequence: int, hidden: int, ranks: int, *, key_share: Fraction = Fraction(1)) -> Fraction:
+    """DeepSpeed Ulysses: elements per rank, layer and micro-batch, forward and backward (arXiv 2309.14509).
+
+    all_to_all of queries, keys, values and the output, of b(s/n)h each, forward and again backward. `key_share`:
+    key-value heads by heads, 1 without grouped queries.
+    """
+    tensors = 2 + 2 * key_share
+    return 2 * tensors * Fraction(batch * sequence * hidden, ranks) * Fraction(ranks - 1, ranks)
+
+
+def expert_layer(tokens: int, hidden: int, chosen: int, ranks: int) -> Fraction:
+    """Mixture of experts, DeepSpeed's: elements per rank, layer and micro-batch, experts over E ranks.
+
+    Four all_to_alls (dispatch and combine, forward and backward) of k T h each: T tokens of this rank, k experts for
+    each, evenly routed. Where experts have a capacity, what it pads counts.
+    """
+    return 4 * all_gather_volume(chosen * tokens * hidden, ranks)
+
+
+def gathered_keys(batch: int, sequence: int, hidden: int, ranks: int) -> Fraction:
+    """Sequence parallelism that gathers keys and values: elements per rank and layer, forward: two all_gathers."""
+    return 2 * all_gather_volume(batch * sequence * hidden, ranks)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from commtrace.theory.configs.inputs import JobPlan, Options, PlanError, plan
+from commtrace.theory.configs.job_plan import JobPlan, Options, PlanError, plan
 
-from .forecast_tables import Forecast, forecast
+from .predicted_volumes import Forecast, forecast
 
 __all__ = ["Forecast", "JobPlan", "Options", "PlanError", "forecast", "plan"]

@@ -13,7 +13,7 @@ from typing import Final
 from commtrace.theory.closed_forms import all_gather_volume, data_parallel
 from commtrace.theory.expected_calls import Bar, ExpectedCall, Prediction, additions, telescope, wire
 from commtrace.theory.job import Job, NotPredictedError, Tensor, element_size
-from commtrace.theory.rules.buckets import overfull
+from commtrace.theory.rules.gradient_buckets import overfull
 from commtrace.theory.rules.registry import DEEPSPEED, rule
 
 GRADIENTS: Final = "gradients"

@@ -14,7 +14,7 @@ from fractions import Fraction
 from math import ceil
 from typing import Final
 
-from commtrace.theory.closed_forms_extended import expert_layer
+from commtrace.theory.closed_forms import expert_layer
 from commtrace.theory.expected_calls import Bar, ExpectedCall, Prediction, additions, telescope, wire
 from commtrace.theory.job import Job, NotPredictedError, element_size
 from commtrace.theory.rules.megatron import tensor_parallel as tensor

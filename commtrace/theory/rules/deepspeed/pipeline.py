@@ -18,7 +18,7 @@ from commtrace.theory.closed_forms import all_reduce, data_parallel, tensor_para
 from commtrace.theory.closed_forms import pipeline as pipeline_form
 from commtrace.theory.expected_calls import Bar, ExpectedCall, Prediction, additions, settled, telescope, wire
 from commtrace.theory.job import Job, NotPredictedError, element_size
-from commtrace.theory.rules.buckets import overfull
+from commtrace.theory.rules.gradient_buckets import overfull
 from commtrace.theory.rules.megatron import tensor_parallel as tensor
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, rule
 

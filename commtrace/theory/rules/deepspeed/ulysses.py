@@ -14,7 +14,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Final
 
-from commtrace.theory.closed_forms_extended import ulysses_layer
+from commtrace.theory.closed_forms import ulysses_layer
 from commtrace.theory.expected_calls import Bar, ExpectedCall, Prediction, additions, telescope, wire
 from commtrace.theory.job import Job, NotPredictedError, element_size
 from commtrace.theory.rules.megatron import tensor_parallel as tensor

@@ -16,8 +16,8 @@ from typing import Final
 from commtrace.theory.closed_forms import all_gather_volume, zero_3
 from commtrace.theory.expected_calls import Bar, ExpectedCall, Prediction, additions, settled, telescope, wire
 from commtrace.theory.job import Job, NotPredictedError, Tensor, element_size
-from commtrace.theory.rules.buckets import fitting, most_fitting
-from commtrace.theory.rules.gradients import gradient_order, weights_first
+from commtrace.theory.rules.gradient_buckets import fitting, most_fitting
+from commtrace.theory.rules.gradient_order import gradient_order, weights_first
 from commtrace.theory.rules.registry import DEEPSPEED, rule
 
 from .engine import (

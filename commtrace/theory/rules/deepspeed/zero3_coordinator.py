@@ -7,8 +7,8 @@ of their use, as many as prefetch_bucket_size and max_live_parameters let, and a
 enough (max_reuse_distance).
 
 Assumed, as the job cannot say it: modules run once each, in the order in which they were made, nested as they are
-registered; the model's input needs no gradient. Modules whose activations are recomputed (`CheckpointedSegment`) run once more
-within the backward pass.
+registered; the model's input needs no gradient. Modules whose activations are recomputed (`CheckpointedSegment`) run
+once more within the backward pass.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Final
 
-from commtrace.theory.closed_forms_extended import ring_attention
+from commtrace.theory.closed_forms import ring_attention
 from commtrace.theory.expected_calls import Bar, ExpectedCall, Prediction, telescope, wire
 from commtrace.theory.job import Job, NotPredictedError, element_size
 from commtrace.theory.rules.deepspeed.engine import parameter_size

@@ -13,8 +13,8 @@ from typing import Final
 from commtrace.theory.closed_forms import data_parallel
 from commtrace.theory.expected_calls import Bar, ExpectedCall, Prediction, additions, settled, telescope, wire
 from commtrace.theory.job import Job, NotPredictedError, Tensor
-from commtrace.theory.rules.buckets import filled, most_filled
-from commtrace.theory.rules.gradients import backward_order
+from commtrace.theory.rules.gradient_buckets import filled, most_filled
+from commtrace.theory.rules.gradient_order import backward_order
 from commtrace.theory.rules.registry import TORCH, rule
 
 GRADIENTS: Final = "gradients"

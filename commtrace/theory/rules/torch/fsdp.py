@@ -17,8 +17,7 @@ from fractions import Fraction
 from math import ceil, prod
 from typing import Any, Final
 
-from commtrace.theory.closed_forms import all_gather_volume, all_reduce
-from commtrace.theory.closed_forms_extended import hybrid_sharded
+from commtrace.theory.closed_forms import all_gather_volume, all_reduce, hybrid_sharded
 from commtrace.theory.expected_calls import Bar, ExpectedCall, Prediction, additions, telescope, wire
 from commtrace.theory.job import Job, NotPredictedError, element_size
 from commtrace.theory.rules.deepspeed.engine import parameter_size

@@ -9,7 +9,7 @@ from commtrace.theory.job import NotPredictedError
 from commtrace.theory.model_shapes import Facts, Part, facts
 from commtrace.theory.rules.registry import WORKLOAD, rule
 
-from .job_rows import TYPES, Layout
+from .rank_layout import TYPES, Layout
 
 _ROWS: Final = ("attention.dense", "mlp.dense_4h_to_h", "embedding")
 _COLUMNS: Final = ("query_key_value", "dense_h_to_4h", "head")

@@ -15,7 +15,7 @@ from commtrace.network.networks import DESCRIBED, EXTRAPOLATED, FITTED, LOCAL, N
 from commtrace.theory import ExpectedCall, Prediction
 from commtrace.theory.rules.torch.fsdp import COPIES
 
-from .forecast_tables import Forecast, parts
+from .predicted_volumes import Forecast, parts
 
 
 def times(found: Forecast, network: Network) -> Iterator[dict[str, Any]]:

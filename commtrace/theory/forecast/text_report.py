@@ -8,8 +8,8 @@ from typing import Any
 from commtrace.formatting import format_bytes, format_count, format_duration, format_plural, format_share
 from commtrace.network.networks import Network
 
-from .forecast_tables import Forecast, bins, document, volumes
-from .forecast_times import times
+from .predicted_times import times
+from .predicted_volumes import Forecast, bins, document, volumes
 
 
 def lines(found: Forecast) -> Iterator[str]:
@@ -34,10 +34,15 @@ def lines(found: Forecast) -> Iterator[str]:
     yield ""
     yield "Message sizes of a rank's step, once steps are alike"
     rows = [
-        (_staged(row, row["role"]), row["op"], f"{format_bytes(row['from_bytes'])} to {format_bytes(row['below_bytes'])}",
-         format_count(row["calls"]), format_bytes(row["sum_bytes"]))
+        (
+            _staged(row, row["role"]),
+            row["op"],
+            f"{format_bytes(row['from_bytes'])} to {format_bytes(row['below_bytes'])}",
+            format_count(row["calls"]),
+            format_bytes(row["sum_bytes"]),
+        )
         for row in bins(found)
-    ]  # fmt: skip
+    ]
     yield from table(("role", "operation", "size", "calls", "payload"), rows, words=3)
 
 

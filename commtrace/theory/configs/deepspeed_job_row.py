@@ -8,57 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import ceil
 from typing import Any, Final
 
 from commtrace.theory.job import NotPredictedError
 from commtrace.theory.model_shapes import Facts, Part, facts
-from commtrace.theory.rules.registry import DEEPSPEED, TORCH, rule
+from commtrace.theory.rules.registry import DEEPSPEED, rule
 
-TYPES: Final = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-"""torch's names of the element types that DeepSpeed names."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Ranks by parallel dimension, and a step's batches."""
-
-    world: int
-    data: int
-    micro_batch: int = 1
-    """Sequences of one rank in one micro-batch."""
-    accumulation: int = 1
-    """Micro-batches of one step."""
-    tensor: int = 1
-    """Ranks that share a model."""
-    sequence: int = 1
-    """Ranks that share sequences as DeepSpeed's Ulysses does."""
-    context: int = 1
-    """Ranks that share sequences in a ring; to DDP and DeepSpeed they are data-parallel ones."""
-
-    experts: int = 0
-    """Ranks that have different experts; 0 where there are none."""
-
-    @property
-    def reducing(self) -> int:
-        """Ranks that reduce gradients together."""
-        return self.data * self.sequence * self.context
-
-
-def ddp_row(model: Part, precision: str, layout: Layout) -> dict[str, Any]:
-    """A model under DistributedDataParallel with default settings, all of it in one element type."""
-    found = facts(model, TYPES[precision])
-    return {
-        "source": "ddp",
-        "engine": "DistributedDataParallel",
-        **ddp_defaults(),
-        "data_parallel_size": layout.reducing,
-        "ignored": [],
-        "mixed_precision": None,
-        "parameters": found.parameters,
-        "buffers": found.buffers,
-    }
+from .rank_layout import TYPES, Layout
 
 
 def deepspeed_row(
@@ -124,20 +81,6 @@ def _block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 # --- rules ----------------------------------------------------------------------------------------------------------
-
-
-@rule("torch.nn.parallel.DistributedDataParallel.__init__ (its defaults)", TORCH)
-def ddp_defaults() -> dict[str, Any]:
-    """Buckets of 25 MiB, the first of 1 MiB; broadcasts of 250 MiB."""
-    return {
-        "broadcast_buffers": True,
-        "broadcast_bucket_size": 250 << 20,
-        "bucket_bytes_cap": 25 << 20,
-        "first_bucket_bytes_cap": 1 << 20,
-        "bucket_bytes_caps": [],
-        "find_unused_parameters": False,
-        "static_graph": False,
-    }
 
 
 _ZERO: Final[dict[str, Any]] = {

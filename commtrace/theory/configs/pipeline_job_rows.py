@@ -13,7 +13,8 @@ from commtrace.theory.model_shapes import ModelShape, Part, container, facts, gp
 from commtrace.theory.rules.deepspeed.pipeline import BLOCK, EMBEDDING
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, rule
 
-from .job_rows import TYPES, Layout, deepspeed_row, precision_of
+from .deepspeed_job_row import deepspeed_row, precision_of
+from .rank_layout import TYPES, Layout
 
 _TIED: Final = "embed"
 

@@ -11,8 +11,8 @@ from commtrace.theory.job import NotPredictedError
 from commtrace.theory.model_shapes import Facts, Part, facts
 from commtrace.theory.rules.registry import TORCH, rule
 
-from .dtensor_rows import cut, part_of
-from .job_rows import TYPES, Layout
+from .dtensor_job_row import cut, part_of
+from .rank_layout import TYPES, Layout
 
 _LAYER: Final = re.compile(r"(?:.*\.)?(?:block_)?\d+(?=\.)")
 """Which part of a parameter's name is the layer's: `layers.block_0`, `model.layers.0`."""

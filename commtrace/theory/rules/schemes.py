@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from .expected_calls import Prediction
-from .job import Job, NotPredictedError
-from .rules.deepspeed import engine as zero
-from .rules.deepspeed import experts, pipeline, ulysses, zero3, zero12
-from .rules.megatron import ring_attention as ring
-from .rules.megatron import sequence_parallel as megatron_sequence
-from .rules.megatron import tensor_parallel as tensor
-from .rules.torch import ddp, dtensor, fsdp
+from commtrace.theory.expected_calls import Prediction
+from commtrace.theory.job import Job, NotPredictedError
+
+from .deepspeed import engine as zero
+from .deepspeed import experts, pipeline, ulysses, zero3, zero12
+from .megatron import ring_attention as ring
+from .megatron import sequence_parallel as megatron_sequence
+from .megatron import tensor_parallel as tensor
+from .torch import ddp, dtensor, fsdp
 
 SCHEMES: Final[dict[tuple[str, str, int | None], Callable[[Job], Prediction]]] = {
     ("ddp", "DistributedDataParallel", None): ddp.predict,

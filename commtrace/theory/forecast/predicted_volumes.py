@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any, Final
 
 from commtrace.theory import ExpectedCall, NotPredictedError, Prediction, predict
-from commtrace.theory.configs.inputs import DEFAULT_OPTIONS, JobPlan, Options, PlanError, plan
+from commtrace.theory.configs.job_plan import DEFAULT_OPTIONS, JobPlan, Options, PlanError, plan
 from commtrace.theory.expected_calls import sent
 
 START: Final = "start-up"

@@ -16,10 +16,12 @@ from commtrace.errors import CommtraceError, ConfigError, MissingLibraryError
 from commtrace.theory.model_shapes import ModelShape, Part, gpt_neox
 
 from . import hugging_face
-from .dtensor_rows import dtensor_row
-from .fsdp_rows import Sharding, fsdp_row
-from .job_rows import TYPES, Layout, ddp_row, deepspeed_row
-from .pipeline_rows import Division, stage_rows
+from .ddp_job_row import ddp_row
+from .deepspeed_job_row import deepspeed_row
+from .dtensor_job_row import dtensor_row
+from .fsdp_job_row import Sharding, fsdp_row
+from .pipeline_job_rows import Division, stage_rows
+from .rank_layout import TYPES, Layout
 
 if TYPE_CHECKING:
     from .gpt_neox.config import NeoxConfig
