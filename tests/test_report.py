@@ -23,7 +23,7 @@ from commtrace.analyses.report.terminal import render
 from commtrace.cli import main
 from commtrace.run import open_run
 from commtrace.schema import State
-from commtrace.text_tables import Column, fit, shorten, word
+from commtrace.text_tables import TextColumn, left_column, shorten_call_site, text_table
 
 
 def report(directory: Path, width: int = 80, **options: Any) -> str:
@@ -255,21 +255,27 @@ def test_shares(value: Any, text: str) -> None:
 
 @given(st.text(min_size=1, max_size=60), st.integers(1, 200))
 def test_shortened_text_fits(text: str, width: int) -> None:
-    assert len(shorten(text, width, "…")) <= width
+    assert len(shorten_call_site(text, width, "…")) <= width
 
 
 def test_long_paths_are_shortened_from_the_left() -> None:
-    assert shorten("deepspeed/runtime/engine.py:2711 allreduce_bucket", 40, "…") == "…/engine.py:2711 allreduce_bucket"
-    assert shorten("deepspeed/engine.py:27 a_very_long_name_of_a_function", 30, "…") == "…/engine.py:27 a_very_long_na…"
+    assert (
+        shorten_call_site("deepspeed/runtime/engine.py:2711 allreduce_bucket", 40, "…")
+        == "…/engine.py:2711 allreduce_bucket"
+    )
+    assert (
+        shorten_call_site("deepspeed/engine.py:27 a_very_long_name_of_a_function", 30, "…")
+        == "…/engine.py:27 a_very_long_na…"
+    )
 
 
 def test_columns_that_may_go_go_before_words_become_unreadable() -> None:
-    columns = [word("line", gives=True), Column("calls"), Column("extra", optional=True)]
+    columns = [left_column("line", shortenable=True), TextColumn("calls"), TextColumn("extra", optional=True)]
     rows = [["x/" * 40 + "file.py:1 f", "1,234,567", "1.00 KiB"]]
     wide = Console(width=200, file=io.StringIO())
     for width, extra in ((120, True), (50, False)):
         wide.file = io.StringIO()
-        wide.print(fit(columns, rows, width, "…"))
+        wide.print(text_table(columns, rows, width, "…"))
         text = wide.file.getvalue()
         assert ("1.00 KiB" in text) is extra
         assert "1,234,567" in text

@@ -9,7 +9,7 @@ import pandas as pd
 from rich.console import RenderableType
 
 from commtrace.formatting import format_bytes, format_count, format_duration, format_share
-from commtrace.text_tables import Column, paragraph, word
+from commtrace.text_tables import TextColumn, left_column, paragraph
 
 from .theory import Page
 
@@ -41,16 +41,16 @@ def render(page: Page) -> Iterator[RenderableType]:
     frame = page.tables["network"]
     yield paragraph(about(page.tables), page.width)
     some = frame.head(FEW_ROWS)
-    columns: dict[str, tuple[Column, Callable[[Any], str]]] = {
-        "op": (word("operation"), str),
-        "ranks": (Column("ranks"), format_count),
-        "payload_bytes": (Column("payload"), format_bytes),
-        "calls": (Column("calls"), format_count),
-        "timed": (Column("timed", optional=True), format_count),
-        "measured_ns": (Column("measured"), format_duration),
-        "expected_ns": (Column("expected"), format_duration),
-        "efficiency": (Column("efficiency"), format_share),
-        "how": (Column("", number=False, optional=True), lambda how: "" if pd.isna(how) else str(how)),
+    columns: dict[str, tuple[TextColumn, Callable[[Any], str]]] = {
+        "op": (left_column("operation"), str),
+        "ranks": (TextColumn("ranks"), format_count),
+        "payload_bytes": (TextColumn("payload"), format_bytes),
+        "calls": (TextColumn("calls"), format_count),
+        "timed": (TextColumn("timed", optional=True), format_count),
+        "measured_ns": (TextColumn("measured"), format_duration),
+        "expected_ns": (TextColumn("expected"), format_duration),
+        "efficiency": (TextColumn("efficiency"), format_share),
+        "how": (TextColumn("", number=False, optional=True), lambda how: "" if pd.isna(how) else str(how)),
     }
     yield page.table(columns, some)
     if len(some) < len(frame):

@@ -11,7 +11,7 @@ from rich.text import Text
 from commtrace.analyses.comparison import STEP, WHOLE
 from commtrace.analyses.fold import rows_of
 from commtrace.formatting import format_bytes, format_count, format_small_share, is_known
-from commtrace.text_tables import Column, fit, paragraph, word
+from commtrace.text_tables import TextColumn, left_column, paragraph, text_table
 
 from .terminal import heading
 
@@ -22,14 +22,14 @@ def render(tables: Mapping[str, pd.DataFrame], width: int, *, letters: bool = Tr
     runs = tables["runs"]
     yield heading("A training step of each run, mean per rank seen")
     columns = [
-        word("run", gives=True),
-        Column("ranks"),
-        Column("steps"),
-        Column("calls"),
-        Column("payload"),
-        Column("wire, at least"),
-        Column("predicted"),
-        Column("tracing cost", optional=True),
+        left_column("run", shortenable=True),
+        TextColumn("ranks"),
+        TextColumn("steps"),
+        TextColumn("calls"),
+        TextColumn("payload"),
+        TextColumn("wire, at least"),
+        TextColumn("predicted"),
+        TextColumn("tracing cost", optional=True),
     ]
     predicted = tables["runs_predicted"].set_index("run")["predicted_bytes"]
     rows = [
@@ -45,7 +45,7 @@ def render(tables: Mapping[str, pd.DataFrame], width: int, *, letters: bool = Tr
         ]
         for row in rows_of(runs)
     ]
-    yield fit(columns, rows, width, dots)
+    yield text_table(columns, rows, width, dots)
     for part, title in ((STEP, "Payload of a training step"), (WHOLE, "Payload of the whole run, start-up included")):
         yield Text()
         yield heading(f"{title}, per rank, by operation")
@@ -69,8 +69,11 @@ def _by_operation(table: pd.DataFrame, runs: list[str], part: str, width: int, d
         return paragraph("There is none in any of these runs.", width)
     told = {str(run) for run in table.loc[table["part"] == part, "run"]}
     cells = some.set_index(["run", "op"])["payload_bytes_per_rank"].to_dict()
-    columns = [word("run", gives=True), *(Column(op, optional=at > 0) for at, op in enumerate(operations))]
+    columns = [
+        left_column("run", shortenable=True),
+        *(TextColumn(op, optional=at > 0) for at, op in enumerate(operations)),
+    ]
     rows = [
         [run, *(format_bytes(cells.get((run, op), 0.0 if run in told else None)) for op in operations)] for run in runs
     ]
-    return fit(columns, rows, width, dots)
+    return text_table(columns, rows, width, dots)

@@ -19,7 +19,7 @@ from commtrace.formatting import (
     format_share,
 )
 from commtrace.reading.run import RecordedRun
-from commtrace.text_tables import Column, fit, paragraph, word
+from commtrace.text_tables import TextColumn, left_column, paragraph, text_table
 
 from . import network, preface, theory
 
@@ -27,7 +27,7 @@ FEW_RANKS = 16
 FEW_SIZES = 10
 
 Cells = Callable[[Any], str]
-Columns = dict[str, tuple[Column, Cells]]
+Columns = dict[str, tuple[TextColumn, Cells]]
 
 
 def render(
@@ -67,7 +67,7 @@ class Page:
             [cells(value) for value, (_, cells) in zip(row, columns.values(), strict=True)]
             for row in frame[[*columns]].itertuples(index=False, name=None)
         ]
-        return fit([column for column, _ in columns.values()], rows, self.width, self.dots)
+        return text_table([column for column, _ in columns.values()], rows, self.width, self.dots)
 
 
 def heading(text: str) -> Text:
@@ -76,16 +76,16 @@ def heading(text: str) -> Text:
 
 
 _VOLUME: Columns = {
-    "calls": (Column("calls"), format_count),
-    "payload_bytes": (Column("payload"), format_bytes),
-    "wire_bytes": (Column("wire, at least"), format_bytes),
-    "payload_share": (Column("payload share"), format_share),
+    "calls": (TextColumn("calls"), format_count),
+    "payload_bytes": (TextColumn("payload"), format_bytes),
+    "wire_bytes": (TextColumn("wire, at least"), format_bytes),
+    "payload_share": (TextColumn("payload share"), format_share),
 }
 
 
 def _operations(page: Page) -> Iterator[RenderableType]:
     yield heading("By operation, sums over the ranks seen")
-    yield page.table({"op": (word("operation"), str), **_VOLUME}, page.tables["volume_by_operation"])
+    yield page.table({"op": (left_column("operation"), str), **_VOLUME}, page.tables["volume_by_operation"])
 
 
 def _whole(tables: Mapping[str, pd.DataFrame]) -> Iterator[Callable[[Page], Iterator[RenderableType]]]:
@@ -96,7 +96,7 @@ def _whole(tables: Mapping[str, pd.DataFrame]) -> Iterator[Callable[[Page], Iter
 
 def _whole_job(page: Page) -> Iterator[RenderableType]:
     yield heading("The whole job, simulated: each rank that was run counted for those that it stands for")
-    columns: Columns = {"part": (word("part"), str), "op": (word("operation"), str), **_VOLUME}
+    columns: Columns = {"part": (left_column("part"), str), "op": (left_column("operation"), str), **_VOLUME}
     del columns["payload_share"]
     yield page.table(columns, page.tables["whole_job"])
 
@@ -109,12 +109,12 @@ def _no_times(page: Page) -> Iterator[RenderableType]:
 def _roles(page: Page) -> Iterator[RenderableType]:
     yield heading("By parallel dimension")
     frame = page.tables["volume_by_role_and_operation"]
-    yield page.table({"role": (word("dimension"), str), "op": (word("operation"), str), **_VOLUME}, frame)
+    yield page.table({"role": (left_column("dimension"), str), "op": (left_column("operation"), str), **_VOLUME}, frame)
 
 
 def _phases(page: Page) -> Iterator[RenderableType]:
     yield heading("By phase of the step")
-    yield page.table({"phase": (word("phase"), str), **_VOLUME}, page.tables["volume_by_phase"])
+    yield page.table({"phase": (left_column("phase"), str), **_VOLUME}, page.tables["volume_by_phase"])
 
 
 def _steps(page: Page) -> Iterator[RenderableType]:
@@ -126,17 +126,17 @@ def _steps(page: Page) -> Iterator[RenderableType]:
         return
     yield heading(f"A training step, mean per rank seen: {_alike(steady)}")
     columns: Columns = {
-        "op": (word("operation"), str),
-        "calls_per_rank": (Column("calls"), format_count),
-        "payload_bytes_per_rank": (Column("payload"), format_bytes),
-        "wire_bytes_per_rank": (Column("wire, at least"), format_bytes),
-        "differing_steps": (Column("differing steps", optional=True), format_count),
+        "op": (left_column("operation"), str),
+        "calls_per_rank": (TextColumn("calls"), format_count),
+        "payload_bytes_per_rank": (TextColumn("payload"), format_bytes),
+        "wire_bytes_per_rank": (TextColumn("wire, at least"), format_bytes),
+        "differing_steps": (TextColumn("differing steps", optional=True), format_count),
     }
     yield page.table(columns, steady)
-    calls, payload = start["calls"].sum(), start["payload_bytes"].sum()
+    calls = format_plural(int(start["calls"].sum()), "call")
+    payload = format_bytes(start["payload_bytes"].sum())
     yield paragraph(
-        f"Start-up, before the first step: {format_plural(int(calls), 'call')}, payload {format_bytes(payload)}, "
-        "over all ranks.",
+        f"Start-up, before the first step: {calls}, payload {payload}, over all ranks.",
         page.width,
     )
 
@@ -159,12 +159,12 @@ def _sites(page: Page) -> Iterator[RenderableType]:
     more = f", the first {len(some)} of {len(frame):,}" if len(some) < len(frame) else ""
     yield heading(f"By line of code{more}")
     columns: Columns = {
-        "site": (word("line", gives=True), lambda site: site or "not recorded"),
-        "op": (word("operation"), str),
+        "site": (left_column("line", shortenable=True), lambda site: site or "not recorded"),
+        "op": (left_column("operation"), str),
         **_VOLUME,
     }
-    columns["payload_share"] = (Column("share"), format_share)
-    columns["wire_bytes"] = (Column("wire, at least", optional=True), format_bytes)
+    columns["payload_share"] = (TextColumn("share"), format_share)
+    columns["wire_bytes"] = (TextColumn("wire, at least", optional=True), format_bytes)
     yield page.table(columns, some)
 
 
@@ -176,22 +176,22 @@ def _sizes(page: Page) -> Iterator[RenderableType]:
     spans = [_span(low, below) for low, below in zip(bins["from_bytes"], bins["below_bytes"], strict=True)]
     frame = bins.assign(span=spans, bar=bars)
     columns: Columns = {
-        "op": (word("operation"), str),
-        "span": (word("payload of a call"), str),
-        "calls": (Column("calls"), format_count),
+        "op": (left_column("operation"), str),
+        "span": (left_column("payload of a call"), str),
+        "calls": (TextColumn("calls"), format_count),
     }
-    yield page.table({**columns, "sum_bytes": (Column("sum"), format_bytes), "bar": (word(""), str)}, frame)
+    yield page.table({**columns, "sum_bytes": (TextColumn("sum"), format_bytes), "bar": (left_column(""), str)}, frame)
     sizes = page.tables["message_sizes"].sort_values("sum_bytes", ascending=False, kind="stable")
     yield Text()
     yield heading(
         "Exact sizes" + (f", the first {FEW_SIZES} of {len(sizes):,} by sum" if len(sizes) > FEW_SIZES else "")
     )
     exact: Columns = {
-        "op": (word("operation"), str),
-        "payload_bytes": (Column("bytes of a call"), format_count),
-        "calls": (Column("calls"), format_count),
+        "op": (left_column("operation"), str),
+        "payload_bytes": (TextColumn("bytes of a call"), format_count),
+        "calls": (TextColumn("calls"), format_count),
     }
-    yield page.table({**exact, "sum_bytes": (Column("sum"), format_bytes)}, sizes.head(FEW_SIZES))
+    yield page.table({**exact, "sum_bytes": (TextColumn("sum"), format_bytes)}, sizes.head(FEW_SIZES))
 
 
 def _span(low: int, below: int) -> str:
@@ -222,10 +222,10 @@ def _times(page: Page) -> Iterator[RenderableType]:
             yield paragraph("Known for no call.", page.width)
             continue
         columns: Columns = {
-            "op": (word("operation"), str),
-            "calls_known": (Column("known"), format_count),
-            "calls_unknown": (Column("not known"), format_count),
-            **{f"{name}_ns": (Column(name), format_duration) for name in ("p50", "p99", "max", "sum")},
+            "op": (left_column("operation"), str),
+            "calls_known": (TextColumn("known"), format_count),
+            "calls_unknown": (TextColumn("not known"), format_count),
+            **{f"{name}_ns": (TextColumn(name), format_duration) for name in ("p50", "p99", "max", "sum")},
         }
         yield page.table(columns, part)
 
@@ -237,13 +237,13 @@ def _bandwidth(page: Page) -> Iterator[RenderableType]:
         yield paragraph("Known for no call.", page.width)
         return
     columns: Columns = {
-        "op": (word("operation"), str),
-        "end_seen_by": (word("end seen by"), str),
-        "calls": (Column("calls"), format_count),
-        "payload_bytes": (Column("payload"), format_bytes),
-        "time_ns": (Column("time"), format_duration),
-        "algbw_gb_per_s": (Column("algbw"), format_bandwidth),
-        "busbw_gb_per_s": (Column("busbw"), format_bandwidth),
+        "op": (left_column("operation"), str),
+        "end_seen_by": (left_column("end seen by"), str),
+        "calls": (TextColumn("calls"), format_count),
+        "payload_bytes": (TextColumn("payload"), format_bytes),
+        "time_ns": (TextColumn("time"), format_duration),
+        "algbw_gb_per_s": (TextColumn("algbw"), format_bandwidth),
+        "busbw_gb_per_s": (TextColumn("busbw"), format_bandwidth),
     }
     yield page.table(columns, frame)
     if frame["end_seen_by"].isin(["wait", "poll"]).any():
@@ -263,12 +263,12 @@ def _ranks(page: Page) -> Iterator[RenderableType]:
         )
         return
     columns: Columns = {
-        "rank": (Column("rank"), lambda rank: str(rank) if rank >= 0 else "-"),
-        "calls": (Column("calls"), format_count),
-        "payload_bytes": (Column("payload"), format_bytes),
-        "wire_bytes": (Column("wire, at least"), format_bytes),
-        "training_payload_bytes": (Column("in training steps"), format_bytes),
-        "payload_of_median": (Column("x median"), lambda value: "-" if pd.isna(value) else f"{value:.2f}"),
+        "rank": (TextColumn("rank"), lambda rank: str(rank) if rank >= 0 else "-"),
+        "calls": (TextColumn("calls"), format_count),
+        "payload_bytes": (TextColumn("payload"), format_bytes),
+        "wire_bytes": (TextColumn("wire, at least"), format_bytes),
+        "training_payload_bytes": (TextColumn("in training steps"), format_bytes),
+        "payload_of_median": (TextColumn("x median"), lambda value: "-" if pd.isna(value) else f"{value:.2f}"),
     }
     yield page.table(columns, _extremes(frame))
     if len(frame) > FEW_RANKS:

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from commtrace.formatting import format_bytes, format_plural, format_share
-from commtrace.text_tables import Column, paragraph, word
+from commtrace.text_tables import TextColumn, left_column, paragraph
 
 FEW_CAUSES: Final = 8
 FEW_SITES: Final = 3
@@ -27,7 +27,7 @@ class Page(Protocol):
     def width(self) -> int:
         """Letters of a line."""
 
-    def table(self, columns: dict[str, tuple[Column, Callable[[Any], str]]], frame: pd.DataFrame) -> RenderableType:
+    def table(self, columns: dict[str, tuple[TextColumn, Callable[[Any], str]]], frame: pd.DataFrame) -> RenderableType:
         """A frame's columns as a table."""
 
 
@@ -60,10 +60,8 @@ def _agreement(compared: pd.DataFrame) -> str:
         else "nothing differs"
     )
     where = format_plural(compared["rank"].nunique(), "rank")
-    return (
-        f"{schemes}: {part} of the payload of {where}, {format_bytes(measured)}, is as expected, call by call; "
-        f"{differs}."
-    )
+    payload = f"{part} of the payload of {where}, {format_bytes(measured)}"
+    return f"{schemes}: {payload}, is as expected, call by call; {differs}."
 
 
 def _causes(page: Page) -> Iterator[RenderableType]:
@@ -80,7 +78,7 @@ def _causes(page: Page) -> Iterator[RenderableType]:
 
 
 def _cause(cause: str, part: pd.DataFrame) -> str:
-    """Return "unexplained: 3 calls more and 1 missing of all_reduce, +12 B, in 3 steps, from train.py:40 main"."""
+    """Describe a cause: "unexplained: 3 calls more and 1 missing of all_reduce, +12 B, in 3 steps, from a.py:4 f"."""
     more, missing = int(part["measured_calls"].sum()), int(part["expected_calls"].sum())
     calls = [f"{format_plural(more, 'call')} more"] * bool(more) + [f"{format_plural(missing, 'call')} missing"] * bool(
         missing
@@ -115,10 +113,10 @@ def _from_form_to_measured(page: Page, frame: pd.DataFrame, title: str) -> Itera
         ],
         part=frame["bytes"] / whole if whole else float("nan"),
     )
-    columns: dict[str, tuple[Column, Callable[[Any], str]]] = {
-        "label": (word(title, gives=True), str),
-        "written": (Column("wire"), str),
-        "part": (Column("of the formula", optional=True), format_share),
+    columns: dict[str, tuple[TextColumn, Callable[[Any], str]]] = {
+        "label": (left_column(title, shortenable=True), str),
+        "written": (TextColumn("wire"), str),
+        "part": (TextColumn("of the formula", optional=True), format_share),
     }
     yield Text()
     yield page.table(columns, frame)

@@ -6,8 +6,6 @@ import argparse
 import contextlib
 import multiprocessing
 import os
-import shutil
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
 
 PARALLEL_FROM: Final = 8_000_000
 """Records above which worker processes are worth their start."""
-
-NARROWEST: Final = 72
 
 
 class Command:
@@ -77,11 +73,7 @@ class Command:
 
 def _write_page(arguments: argparse.Namespace) -> int:
     from commtrace.analyses.comparison import names_of
-    from commtrace.analyses.report.html.page import (  # first of all: it tells what is not installed
-        SITES,
-        page_of_run,
-        page_of_runs,
-    )
+    from commtrace.analyses.report.html.page import SITES, page_of_run, page_of_runs
     from commtrace.output_files import atomic_write
     from commtrace.run import open_run
 
@@ -113,21 +105,20 @@ def _print_json(arguments: argparse.Namespace, runs: Mapping[str, Run], tables: 
 
 def _print_text(arguments: argparse.Namespace, runs: Mapping[str, Run], tables: Mapping[str, NamedTables]) -> None:
     """The report of one run, or what matters of several side by side."""
-    from rich.console import Console
-
     from commtrace.analyses.comparison import compare
     from commtrace.analyses.report import side_by_side, terminal
+    from commtrace.text_tables import console, stdout_takes_unicode, terminal_width
 
-    width = arguments.width or max(NARROWEST, shutil.get_terminal_size((80, 24)).columns)
-    console = Console(width=width, highlight=False, markup=False, emoji=False, soft_wrap=False)
+    width = arguments.width or terminal_width()
+    letters = stdout_takes_unicode()
     if len(runs) > 1:
-        parts = side_by_side.render(compare(runs, tables), width, letters=_letters())
+        parts = side_by_side.render(compare(runs, tables), width, letters=letters)
     else:
         ((name, run),) = runs.items()
         sites = 10 if arguments.sites is None else arguments.sites
-        parts = terminal.render(run, tables[name], width, sites=sites, letters=_letters())
+        parts = terminal.render(run, tables[name], width, sites=sites, letters=letters)
     for part in parts:
-        console.print(part)
+        console(width).print(part)
 
 
 def _tables(run: Run, *, details: bool = False, network: str | None = None) -> NamedTables:
@@ -159,14 +150,11 @@ def _natural(text: str) -> int:
 def _width(text: str) -> int | None:
     if text == "auto":
         return None
-    if not text.isdigit() or int(text) < NARROWEST:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number from {NARROWEST}")
+    from commtrace.text_tables import MIN_WIDTH
+
+    if not text.isdigit() or int(text) < MIN_WIDTH:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number from {MIN_WIDTH}")
     return int(text)
-
-
-def _letters() -> bool:
-    """Whether stdout takes more than ASCII."""
-    return (sys.stdout.encoding or "ascii").lower().replace("-", "").startswith("utf")
 
 
 def workers() -> int:

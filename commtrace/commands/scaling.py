@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
-
-from .report import NARROWEST
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -86,12 +83,10 @@ def document(tables: NamedTables) -> str:
 
 
 def _print(tables: NamedTables) -> None:
-    from rich.console import Console
+    from commtrace.text_tables import console, terminal_width
 
-    width = max(NARROWEST, shutil.get_terminal_size((80, 24)).columns)
-    console = Console(width=width, highlight=False, markup=False, emoji=False, soft_wrap=False)
-    for part in render(tables, width):
-        console.print(part)
+    for part in render(tables, terminal_width()):
+        console(terminal_width()).print(part)
 
 
 def render(tables: NamedTables, width: int) -> Iterator[RenderableType]:
@@ -99,88 +94,128 @@ def render(tables: NamedTables, width: int) -> Iterator[RenderableType]:
     from commtrace.analyses.fold import rows_of
     from commtrace.analyses.scaling.findings import sentences
     from commtrace.formatting import format_bytes, format_count, format_duration, format_share, is_known
-    from commtrace.text_tables import Column, fit, paragraph, word
+    from commtrace.text_tables import TextColumn, left_column, paragraph, text_table
 
-    def number(title: str, *, optional: bool = False) -> Column:
-        return Column(title, optional=optional)
+    def number(title: str, *, optional: bool = False) -> TextColumn:
+        return TextColumn(title, optional=optional)
 
     def times(value: object) -> str:
         return f"{value:.2f}x" if is_known(value) else "-"
 
     table = tables["scaling"]
     yield "Speed"
-    yield fit(
+    yield text_table(
         [
-            word("run", gives=True), number("ranks"), number("hosts", optional=True), number("steps"), number("a step"),
-            number("speedup"), number("efficiency"), number("tokens/s"),
+            left_column("run", shortenable=True),
+            number("ranks"),
+            number("hosts", optional=True),
+            number("steps"),
+            number("a step"),
+            number("speedup"),
+            number("efficiency"),
+            number("tokens/s"),
         ],
         [
             [
-                row.run, format_count(row.ranks), format_count(row.hosts), format_count(row.steps),
-                format_duration(row.step_ns), times(row.speedup),
+                row.run,
+                format_count(row.ranks),
+                format_count(row.hosts),
+                format_count(row.steps),
+                format_duration(row.step_ns),
+                times(row.speedup),
                 format_share(row.efficiency),
                 format_count(round(row.tokens_per_s)) if is_known(row.tokens_per_s) else "-",
             ]
             for row in rows_of(table)
         ],
-        width, "...",
-    )  # fmt: skip
+        width,
+        "...",
+    )
     yield ""
     yield "Where the time of a step goes, means over the ranks"
-    yield fit(
+    yield text_table(
         [
-            word("run", gives=True), number("ranks"), number("computing"), number("in communication"),
-            number("of it, others late"), number("under way", optional=True), number("comm/compute"),
+            left_column("run", shortenable=True),
+            number("ranks"),
+            number("computing"),
+            number("in communication"),
+            number("of it, others late"),
+            number("under way", optional=True),
+            number("comm/compute"),
         ],
         [
             [
-                row.run, format_count(row.ranks), format_duration(row.compute_ns),
-                format_duration(row.blocked_ns), format_duration(row.late_ns),
+                row.run,
+                format_count(row.ranks),
+                format_duration(row.compute_ns),
+                format_duration(row.blocked_ns),
+                format_duration(row.late_ns),
                 format_duration(row.in_flight_ns),
                 f"{row.communication_per_compute:.2f}" if is_known(row.communication_per_compute) else "-",
             ]
             for row in rows_of(table)
         ],
-        width, "...",
-    )  # fmt: skip
+        width,
+        "...",
+    )
     yield ""
     yield "What a rank sends in a step"
-    yield fit(
+    yield text_table(
         [
-            word("run", gives=True), number("ranks"), number("calls"), number("payload"), number("wire, at least"),
-            number("expected"), number("closed form"),
+            left_column("run", shortenable=True),
+            number("ranks"),
+            number("calls"),
+            number("payload"),
+            number("wire, at least"),
+            number("expected"),
+            number("closed form"),
         ],
         [
             [
-                row.run, format_count(row.ranks), format_count(round(row.calls, 1)),
-                format_bytes(row.payload_bytes), format_bytes(row.wire_bytes),
-                format_bytes(row.expected_wire_bytes), format_bytes(row.closed_form_bytes),
+                row.run,
+                format_count(row.ranks),
+                format_count(round(row.calls, 1)),
+                format_bytes(row.payload_bytes),
+                format_bytes(row.wire_bytes),
+                format_bytes(row.expected_wire_bytes),
+                format_bytes(row.closed_form_bytes),
             ]
             for row in rows_of(table)
         ],
-        width, "...",
-    )  # fmt: skip
+        width,
+        "...",
+    )
     projection = tables["scaling_projection"]
     if len(projection):
         yield ""
         yield "The model: computing, latency, bandwidth, waiting"
-        yield fit(
+        yield text_table(
             [
-                number("ranks"), number("a step"), number("measured"), number("efficiency"), number("computing"),
-                number("latency"), number("bandwidth"), number("waiting"),
+                number("ranks"),
+                number("a step"),
+                number("measured"),
+                number("efficiency"),
+                number("computing"),
+                number("latency"),
+                number("bandwidth"),
+                number("waiting"),
             ],
             [
                 [
-                    format_count(row.ranks), format_duration(row.step_ns),
+                    format_count(row.ranks),
+                    format_duration(row.step_ns),
                     format_duration(row.measured_ns) if is_known(row.measured_ns) else "not run",
-                    format_share(row.efficiency), format_duration(row.compute_ns),
-                    format_duration(row.latency_ns), format_duration(row.bandwidth_ns),
+                    format_share(row.efficiency),
+                    format_duration(row.compute_ns),
+                    format_duration(row.latency_ns),
+                    format_duration(row.bandwidth_ns),
                     format_duration(row.late_ns),
                 ]
                 for row in rows_of(projection)
             ],
-            width, "...",
-        )  # fmt: skip
+            width,
+            "...",
+        )
     yield ""
     for sentence in sentences(tables):
         yield paragraph(sentence, width, first="- ")
