@@ -30,7 +30,7 @@ def analyse(run: RecordedRun, executor: Executor | None = None, *, details: bool
     `details`: with those tables that only figures are drawn from.
     """
     from .catalog import ANALYSES, DETAILS
-    from .fold import fold
+    from .engine import fold
 
     return fold(run, (*ANALYSES, *DETAILS.values()) if details else ANALYSES, executor)
 
@@ -38,6 +38,6 @@ def analyse(run: RecordedRun, executor: Executor | None = None, *, details: bool
 def detail(run: RecordedRun, name: str) -> pd.DataFrame | None:
     """A table that only figures are drawn from; None where none is called so."""
     from .catalog import DETAILS
-    from .fold import fold
+    from .engine import fold
 
     return fold(run, [DETAILS[name]])[name] if name in DETAILS else None

@@ -14,7 +14,7 @@ import pandas as pd
 
 from commtrace.reading.run import RecordedRun
 
-from .fold import Analysis, Block, NamedTables, known_wire, merge_sums, summed
+from .engine import Analysis, Block, NamedTables, known_wire, merge_sums, summed
 
 
 def _partial(block: Block) -> pd.DataFrame:

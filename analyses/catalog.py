@@ -4,21 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from . import (
-    balance,
-    cost,
-    coverage,
-    reconciliation,
-    sizes,
-    sizes_over_time,
-    steps,
-    steps_by_operation,
-    timeline,
-    times,
-    volume,
-    whole_job,
-)
-from .fold import Analysis
+from . import balance, coverage, reconciliation, sizes_over_time, steps, steps_by_operation, timeline, volume, whole_job
+from . import call_times as times
+from . import message_sizes as sizes
+from . import tracing_cost as cost
+from .engine import Analysis
 
 ANALYSES: Final[tuple[Analysis, ...]] = (
     coverage.ANALYSIS,

@@ -28,7 +28,7 @@ import pandas as pd
 
 from commtrace.run import Run
 
-from .fold import NamedTables
+from .engine import NamedTables
 from .report.preface import job_line
 from .steps import ALL
 

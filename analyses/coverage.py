@@ -31,7 +31,7 @@ from commtrace.reading.names import format_ranks
 from commtrace.reading.run import RecordedRun
 from commtrace.reading.table_reader import integer_or_none
 
-from .fold import Analysis, Block, NamedTables, merge_sums, table_by
+from .engine import Analysis, Block, NamedTables, merge_sums, table_by
 
 COUNTERS: Final = ("calls", "dropped", "removed", "lost", "hook_errors")
 

@@ -18,8 +18,8 @@ import pandas as pd
 
 from commtrace.reading.run import RecordedRun
 
-from .fold import Analysis, Array, Block, NamedTables, grouped, merge_by, summed
-from .sizes import exponents, power_bins
+from .engine import Analysis, Array, Block, NamedTables, grouped, merge_by, summed
+from .message_sizes import exponents, power_bins
 
 MOST: Final = 160
 """Spans of time."""

@@ -17,8 +17,8 @@ import pandas as pd
 
 from commtrace.reading.run import RecordedRun
 
-from .fold import Analysis, Block, NamedTables, known_wire, merge_sums, table_by
-from .times import MEASURES, durations
+from .call_times import MEASURES, durations
+from .engine import Analysis, Block, NamedTables, known_wire, merge_sums, table_by
 
 
 def _partial(block: Block) -> pd.DataFrame:

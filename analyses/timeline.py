@@ -23,8 +23,8 @@ import pandas as pd
 
 from commtrace.reading.run import RecordedRun
 
-from .fold import Analysis, Block, NamedTables
-from .times import durations
+from .call_times import durations
+from .engine import Analysis, Block, NamedTables
 
 FIRST: Final = 16
 MOST: Final = 4096

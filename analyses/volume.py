@@ -18,7 +18,7 @@ import pandas as pd
 
 from commtrace.reading.run import RecordedRun
 
-from .fold import Analysis, Block, NamedTables, known_wire, merge_sums, table_by
+from .engine import Analysis, Block, NamedTables, known_wire, merge_sums, table_by
 
 KEYS: Final[dict[str, tuple[str, ...]]] = {
     "volume_by_operation": ("op",),

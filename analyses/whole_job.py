@@ -14,7 +14,7 @@ import pandas as pd
 
 from commtrace.reading.run import RecordedRun
 
-from .fold import Analysis, Block, NamedTables, known_wire, merge_sums, table_by
+from .engine import Analysis, Block, NamedTables, known_wire, merge_sums, table_by
 
 START_UP: Final = "start-up"
 TRAINING: Final = "training steps"

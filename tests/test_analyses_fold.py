@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 
 from commtrace.analyses.catalog import ANALYSES, DETAILS
-from commtrace.analyses.fold import NOTHING, Analysis, Block, grouped, partials_of, summed
+from commtrace.analyses.engine import NOTHING, Analysis, Block, grouped, partials_of, summed
 from commtrace.reading.names import Names
 from commtrace.run import open_run
 

@@ -14,8 +14,8 @@ from factory import ALL_GATHER, ALONE, RECV, SEND, WORLD, LogFactory, record, tr
 from networks import ideal, results
 
 import commtrace
-from commtrace.analyses.fold import fold
-from commtrace.analyses.network_times import analysis, sampled
+from commtrace.analyses.engine import fold
+from commtrace.analyses.network_efficiency import analysis, sampled
 from commtrace.cli import main
 from commtrace.network.networks import MeasuredNetwork, Network
 from commtrace.network.results import write

@@ -27,8 +27,8 @@ from expected_runs import (
 from factory import LogFactory, record
 
 from commtrace.analyses import reconciliation
-from commtrace.analyses.causes import CAUSES, UNEXPLAINED
-from commtrace.analyses.measured import DETAILED_STEPS
+from commtrace.analyses.reconciliation.causes import CAUSES, UNEXPLAINED
+from commtrace.analyses.reconciliation.measured_calls import DETAILED_STEPS
 from commtrace.run import Run, open_run
 from commtrace.schema import Phase, Records
 from commtrace.theory import ExpectedCall

@@ -15,7 +15,7 @@ from commtrace import cli
 from commtrace.analyses.scaling import scaling
 from commtrace.analyses.scaling.findings import _divided_further, sentences
 from commtrace.analyses.scaling.scaling_tables import cores_of, tokens_of
-from commtrace.analyses.scaling.steps import step_times
+from commtrace.analyses.scaling.step_times import step_times
 from commtrace.errors import CommtraceError
 from commtrace.run import Run, open_run
 from commtrace.schema import Clock

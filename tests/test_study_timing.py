@@ -12,7 +12,7 @@ import pytest
 from factory import RECV, SEND, WORLD, LogFactory, ProcessFactory, record
 
 from commtrace import cli
-from commtrace.analyses.scaling.steps import calls_of, step_times
+from commtrace.analyses.scaling.step_times import calls_of, step_times
 from commtrace.errors import CommtraceError, LogError
 from commtrace.run import open_run
 from commtrace.schema import Clock, Flag

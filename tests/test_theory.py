@@ -18,7 +18,7 @@ pytest.importorskip("yaml")
 import trainings
 
 from commtrace.analyses import reconciliation
-from commtrace.analyses.fold import NamedTables, fold
+from commtrace.analyses.engine import NamedTables, fold
 from commtrace.run import Run
 from commtrace.theory import NotPredictedError, closed_forms, predict
 from commtrace.theory.expected_calls import sent

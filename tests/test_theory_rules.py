@@ -22,9 +22,10 @@ import sequence_trainings
 import sharding
 import trainings
 
-from commtrace.analyses import measured, reconciliation
-from commtrace.analyses.fold import Block
+from commtrace.analyses import reconciliation
+from commtrace.analyses.engine import Block
 from commtrace.analyses.reconciliation import Calls, Key, compare
+from commtrace.analyses.reconciliation import measured_calls as measured
 from commtrace.run import Run
 from commtrace.schema import Records
 from commtrace.theory import ExpectedCall, NotPredictedError, predict

@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import pandas as pd
 
-from commtrace.analyses.causes import OTHER_PIECES
-from commtrace.analyses.fold import rows_of
+from commtrace.analyses.engine import rows_of
 from commtrace.analyses.reconciliation import EXPECTED
+from commtrace.analyses.reconciliation.causes import OTHER_PIECES
 
 CELL: Final = ("rank", "step", "role", "op")
 NUMBERS: Final = ("expected_calls", "measured_calls", "expected_bytes", "measured_bytes")

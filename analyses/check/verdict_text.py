@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import pandas as pd
 
-from commtrace.analyses.fold import rows_of
+from commtrace.analyses.engine import rows_of
 from commtrace.formatting import format_plural
 
 from .verdict import NUMBERS, Verdict, numbers

@@ -28,12 +28,12 @@ except ImportError:
     raise MissingLibraryError("figures need plotly; pip install 'commtrace[html]'") from None
 
 from .catalog import COMPARISONS, FIGURES, SCALING, Figure
-from .per_rank import timeline
-from .per_step import steps
+from .reconciliation import expected_and_measured, waterfall, waterfall_by_role
+from .run_comparison import measured_and_predicted, operation_shares, operation_volumes, predicted_by_role, role_volumes
 from .scaling import speedup, step_parts
-from .side_by_side import measured_and_predicted, operation_shares, operation_volumes, predicted_by_role, role_volumes
 from .sizes import message_sizes, sizes_over_time
-from .theory import expected_and_measured, waterfall, waterfall_by_role
+from .step_timeline import timeline
+from .step_volumes import steps
 from .volumes import volume
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from commtrace.analyses.comparison import STEP, WHOLE
-from commtrace.analyses.fold import rows_of
+from commtrace.analyses.engine import rows_of
 from commtrace.formatting import format_bytes, format_count, format_small_share, is_known
 from commtrace.text_tables import TextColumn, left_column, paragraph, text_table
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.fold import Array
+from commtrace.analyses.engine import Array
 
 FURTHER: Final = (2, 4, 8)
 """Times the most ranks that were run."""

@@ -9,7 +9,7 @@ and means over its ranks for the parts:
     speedup, efficiency             against the run with the fewest ranks, per token; as if each step had the same work
                                     where tokens are not known
     compute_ns                      the step without `blocked_ns`; missing where a device's clock saw ends
-    blocked_ns, late_ns, in_flight_ns    `commtrace.analyses.scaling.steps`; late is a part of blocked
+    blocked_ns, late_ns, in_flight_ns    `commtrace.analyses.scaling.step_times`; late is a part of blocked
     calls, payload_bytes, wire_bytes     of a rank and step, means; the payload of a message counts where it is sent
     expected_wire_bytes, closed_form_bytes    of a step of the lowest rank, where theory has rules for its job
     communication_per_compute       blocked_ns / compute_ns
@@ -37,14 +37,14 @@ from typing import Any, Final
 
 import pandas as pd
 
-from commtrace.analyses.fold import NamedTables
+from commtrace.analyses.engine import NamedTables
 from commtrace.errors import CommtraceError, LogError
 from commtrace.reading.run import RecordedRun
 from commtrace.reading.table_reader import integer_or_none
 from commtrace.theory import NotPredictedError, predict
 
 from .fits import fitted
-from .steps import StepTimes, step_times
+from .step_times import StepTimes, step_times
 
 PARTS: Final = ["step_ns", "blocked_ns", "late_ns", "in_flight_ns", "calls", "payload_bytes", "wire_bytes"]
 

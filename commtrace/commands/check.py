@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from .theory import add_options, options_of
 
 if TYPE_CHECKING:
-    from commtrace.analyses.fold import Analysis
+    from commtrace.analyses.engine import Analysis
     from commtrace.run import Run
 
 DIFFERS: Final = 1
@@ -53,7 +53,7 @@ class Command:
         """Print the verdict."""
         from commtrace.analyses.check.verdict import judge
         from commtrace.analyses.check.verdict_text import lines
-        from commtrace.analyses.fold import fold
+        from commtrace.analyses.engine import fold
         from commtrace.run import open_run
 
         run = open_run(arguments.directory)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from commtrace.errors import CommtraceError
 
 if TYPE_CHECKING:
-    from commtrace.analyses.fold import Analysis, NamedTables
+    from commtrace.analyses.engine import Analysis, NamedTables
     from commtrace.run import Run
 
 PARALLEL_FROM: Final = 8_000_000
@@ -128,14 +128,14 @@ def _tables(run: Run, *, details: bool = False, network: str | None = None) -> N
     with _executor(run) as executor:
         tables = analyse(run, executor, details=details)
         if question is not None:
-            from commtrace.analyses.fold import fold
+            from commtrace.analyses.engine import fold
 
             tables |= fold(run, [question], executor)
         return tables
 
 
 def _network(name: str) -> Analysis:
-    from commtrace.analyses.network_times import analysis
+    from commtrace.analyses.network_efficiency import analysis
     from commtrace.network.networks import open_network
 
     return analysis(open_network(name))

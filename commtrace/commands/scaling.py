@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from commtrace.analyses.fold import NamedTables
+    from commtrace.analyses.engine import NamedTables
 
 VERSION: Final = 1
 
@@ -91,7 +91,7 @@ def _print(tables: NamedTables) -> None:
 
 def render(tables: NamedTables, width: int) -> Iterator[RenderableType]:
     """The comparison as text of at most `width` columns."""
-    from commtrace.analyses.fold import rows_of
+    from commtrace.analyses.engine import rows_of
     from commtrace.analyses.scaling.findings import sentences
     from commtrace.formatting import format_bytes, format_count, format_duration, format_share, is_known
     from commtrace.text_tables import TextColumn, left_column, paragraph, text_table

@@ -15,7 +15,7 @@ import pandas as pd
 
 from commtrace.analyses import figures
 from commtrace.analyses.comparison import compare
-from commtrace.analyses.fold import NamedTables, rows_of
+from commtrace.analyses.engine import NamedTables, rows_of
 from commtrace.analyses.report import network, preface
 from commtrace.analyses.steps import ALL
 from commtrace.errors import MissingLibraryError

@@ -9,7 +9,7 @@
     communicating_ns   it stands in a call, and all ranks of the call are there: communication that is exposed
     waiting_ns         it stands in a call that another rank has not come to yet
 
-These are the times of `commtrace.analyses.scaling.steps`: blocked = communicating + waiting, in flight = blocked +
+These are the times of `commtrace.analyses.scaling.step_times`: blocked = communicating + waiting, in flight = blocked +
 overlapped; they add up to the step.
 
 `time_runs`, a row per run: their means over ranks and steps, `step_ns` the slowest rank's mean, `tokens_per_s` of the
@@ -24,7 +24,7 @@ calls; and of the first three `_least` and `_most` of any repeat.
 `busbw_gb_per_s` with `_least` and `_most`: bytes / transfer time, from the moment when the last rank was there.
 
 `time_operations`, a row per point and operation: `standing_ns` of a rank and step, of the repeat with the median step:
-in_call + waiting of `commtrace.analyses.times`.
+in_call + waiting of `commtrace.analyses.call_times`.
 
 `time_first_steps`, a row per point and operation, of a rank: what the first step took of it beside the later ones
 (medians over them, then over repeats): `calls`, `standing_ns`, `late_ns`, `transfer_ns`, with `first_` and `later_`.
@@ -40,9 +40,9 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.fold import NamedTables
+from commtrace.analyses.engine import NamedTables
 from commtrace.analyses.scaling.scaling_tables import shared_cores, tokens_of
-from commtrace.analyses.scaling.steps import StepTimes, calls_of, step_times
+from commtrace.analyses.scaling.step_times import StepTimes, calls_of, step_times
 from commtrace.errors import LogError
 from commtrace.run import Run, open_run
 
@@ -237,7 +237,7 @@ def _first_steps(results: Sequence[Result]) -> pd.DataFrame:
 def standing(calls: pd.DataFrame) -> pd.DataFrame:
     """`op`, `step`, `calls` (1), and of each call in ns
 
-    standing_ns    how long it held its rank: in_call + waiting of `commtrace.analyses.times`
+    standing_ns    how long it held its rank: in_call + waiting of `commtrace.analyses.call_times`
     late_ns        of it, before the last rank was there; missing where that is not known
     transfer_ns    from when the last rank was there to the end; missing where one of them is not known exactly
     """

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pandas as pd
 
-from commtrace.analyses.fold import NamedTables
+from commtrace.analyses.engine import NamedTables
 from commtrace.errors import CommtraceError
 from commtrace.run import Run
 from examples.paper_study.parts import Experiment, Options, Section

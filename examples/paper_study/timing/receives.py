@@ -24,7 +24,7 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.scaling.steps import covered, held
+from commtrace.analyses.scaling.step_times import covered, held
 
 HAND_SHAKE, METADATA, HIDDEN_STATES, MASK, GRADIENTS = "hand-shake", "metadata", "hidden states", "mask", "gradients"
 START, FIRST, FIRST_STEP, LATER_FIRST, LATER = "start", "first", "first step", "later first", "later"

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import pandas as pd
 
-from commtrace.analyses.fold import rows_of
+from commtrace.analyses.engine import rows_of
 from commtrace.formatting import format_bytes, format_duration, format_share, is_known
 from examples.paper_study.volume.words import CONFIRMED, CONTRADICTED, SHARPENED, finding, listed
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import pandas as pd
 
-from commtrace.analyses.fold import NamedTables, rows_of
+from commtrace.analyses.engine import NamedTables, rows_of
 from commtrace.formatting import (
     format_bandwidth,
     format_bytes,

@@ -10,6 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from commtrace.analyses.engine import rows_of
 from commtrace.analyses.figures.style import (
     BLUE,
     CLOSED_FORM,
@@ -28,7 +29,6 @@ from commtrace.analyses.figures.style import (
     sums_of_stacks,
     time_scale,
 )
-from commtrace.analyses.fold import rows_of
 from commtrace.formatting import format_bytes, format_count, format_duration, format_share
 
 _LINES: Final = (BLUE, ORANGE, GREEN, PINK, VERMILION, SKY, CLOSED_FORM, MORE)

@@ -13,10 +13,10 @@ from typing import Final, TypeAlias
 import pandas as pd
 
 from commtrace.analyses import reconciliation
-from commtrace.analyses.causes import UNEXPLAINED
 from commtrace.analyses.check.verdict import Verdict, judge
 from commtrace.analyses.check.verdict_text import lines
-from commtrace.analyses.fold import NamedTables, fold, rows_of
+from commtrace.analyses.engine import NamedTables, fold, rows_of
+from commtrace.analyses.reconciliation.causes import UNEXPLAINED
 from commtrace.formatting import format_bytes
 from commtrace.run import Run, open_run
 from commtrace.theory import NotPredictedError, Prediction, predict

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import pandas as pd
 
-from commtrace.analyses.fold import rows_of
+from commtrace.analyses.engine import rows_of
 from examples.paper_study.parts import Options
 
 from .results import Recorded, in_words

@@ -32,7 +32,7 @@ from commtrace.reading.run import RecordedRun
 from commtrace.schema import Clock, Flag
 from commtrace.volume import busbw_factor
 
-from .fold import Analysis, Array, Block, NamedTables, grouped, merge_by, merge_sums, summed
+from .engine import Analysis, Array, Block, NamedTables, grouped, merge_by, merge_sums, summed
 
 MEASURES: Final = ("in_call", "waiting", "to_completion")
 

@@ -41,6 +41,7 @@ from typing import Any, Final
 
 import pandas as pd
 
+from commtrace.analyses.engine import Analysis, NamedTables
 from commtrace.reading.log import Process
 from commtrace.reading.run import RecordedRun
 from commtrace.reading.table_reader import integer_or_none
@@ -48,9 +49,8 @@ from commtrace.theory import ExpectedCall, NotPredictedError, Prediction, predic
 from commtrace.theory.expected_calls import Bar, sent
 from commtrace.theory.rules.registry import DEEPSPEED, TORCH
 
-from . import measured
+from . import measured_calls
 from .causes import UNEXPLAINED, Context, Leftover, explain
-from .fold import Analysis, NamedTables
 
 EXPECTED: Final = "expected"
 BELOW: Final = "sizes that depend on the data: below their bound"
@@ -436,9 +436,9 @@ def _needed(run: RecordedRun) -> bool:
     return any(process.tables.jobs for process in run.processes)
 
 
-ANALYSIS: Final = Analysis("reconciliation", measured.partial, measured.merge, _finish, _needed)
+ANALYSIS: Final = Analysis("reconciliation", measured_calls.partial, measured_calls.merge, _finish, _needed)
 
 
 def analysis_of(*jobs: Mapping[str, Any]) -> Analysis:
     """The same with a job row of one's own in place of those that were captured; of a pipeline one for each stage."""
-    return Analysis("reconciliation", measured.partial, measured.merge, partial(_finish, jobs=jobs))
+    return Analysis("reconciliation", measured_calls.partial, measured_calls.merge, partial(_finish, jobs=jobs))

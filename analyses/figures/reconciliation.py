@@ -8,7 +8,7 @@ from typing import Final
 import pandas as pd
 import plotly.graph_objects as go
 
-from commtrace.analyses.fold import rows_of
+from commtrace.analyses.engine import rows_of
 from commtrace.formatting import format_bytes, format_count
 
 from .style import (

@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from .fold import Block, grouped, merge_sums, summed
+from commtrace.analyses.engine import Block, grouped, merge_sums, summed
 
 DETAILED_STEPS: Final = 64
 """Steps whose message sizes are kept apart, so that a log of many steps stays a small table; later ones have -1."""

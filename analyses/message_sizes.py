@@ -14,7 +14,7 @@ import pandas as pd
 
 from commtrace.reading.run import RecordedRun
 
-from .fold import Analysis, Array, Block, NamedTables, merge_sums, table_by
+from .engine import Analysis, Array, Block, NamedTables, merge_sums, table_by
 
 
 def exponents(payload: Array) -> Array:

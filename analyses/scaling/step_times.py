@@ -22,8 +22,8 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.fold import Array, Block
-from commtrace.analyses.network_times import exact_ends
+from commtrace.analyses.engine import Array, Block
+from commtrace.analyses.network_efficiency import exact_ends
 from commtrace.errors import LogError
 from commtrace.reading.log import Process
 from commtrace.reading.names import Names

@@ -36,7 +36,7 @@ from commtrace.network.networks import Network
 from commtrace.reading.run import RecordedRun
 from commtrace.schema import Clock, Flag
 
-from .fold import Analysis, Array, Block, NamedTables, grouped, merge_by
+from .engine import Analysis, Array, Block, NamedTables, grouped, merge_by
 
 TOGETHER: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 """Operations that no rank can leave before all have come."""

@@ -22,7 +22,7 @@ from commtrace.reading.log import Process
 from commtrace.reading.run import RecordedRun
 from commtrace.reading.table_reader import integer_or_none
 
-from .fold import Analysis, Block, NamedTables, merge_by
+from .engine import Analysis, Block, NamedTables, merge_by
 
 COLUMNS: Final = ("rank", "pid", "calls", "mean_ns", "p99_ns", "calls_ns", "drain_ns", "span_ns", "share")
 
