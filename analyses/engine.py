@@ -117,8 +117,10 @@ _ALIKE: Final = ("step", "kind", "group", "site", "phase", "state", "payload", "
 
 
 class Cells(Columns):
-    """Calls that are alike in `step`, `kind`, `group`, `site`, `phase`, `state`, `payload` and `local`, and in whether
-    this rank is the `peer`. Other fields are those of any of them.
+    """Calls of a block with equal fields, a row per distinct combination.
+
+    Calls of a row are equal in `step`, `kind`, `group`, `site`, `phase`, `state`, `payload` and `local`, and in whether
+    this rank is the `peer`. Other fields are those of any one of them.
     """
 
     def __init__(self, block: Block, first: Array, calls: Array) -> None:

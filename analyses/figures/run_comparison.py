@@ -1,6 +1,7 @@
-"""Runs side by side: figures 7, 8 and 10 of "Demystifying the Communication Characteristics for Distributed Transformer
-Models" (Anthony et al., 2024), there of ZeRO-1, 2 and 3; and 11 to 13, of pipeline and tensor parallelism (12, the
-breakdown by operation, is drawn as 8 is).
+"""Figures that compare runs.
+
+They are figures 7, 8, 10, 11 and 13 of "Demystifying the Communication Characteristics for Distributed Transformer
+Models" (Anthony et al., 2024). Figure 12, tensor parallelism by operation, is drawn as figure 8 is.
 """
 
 from __future__ import annotations

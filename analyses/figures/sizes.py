@@ -142,7 +142,7 @@ def _told(part: pd.DataFrame) -> list[list[str]]:
 
 
 def _span(exponent: Any) -> str:
-    """ "256 KiB to below 512 KiB"."""
+    """Return the limits of a bin as text, such as "256 KiB to below 512 KiB"."""
     if exponent == _NO_PAYLOAD:
         return "no payload"
     return f"{power_of_two(int(exponent))} to below {power_of_two(int(exponent) + 1)}"

@@ -138,9 +138,7 @@ def _typed(table: pd.DataFrame) -> pd.DataFrame:
 def _process(
     process: Process, table: pd.DataFrame, last: int, rows: dict[str, list[Any]], given: Mapping[str, Any] | None
 ) -> None:
-    """All rows of one process, of what was measured of it. `last`: the run's last step; one that this process has no
-    call of is missing there.
-    """
+    """Append the rows of one process to `rows`, from its measured calls. `last`: the run's last step."""
     summary: dict[str, object] = {"rank": process.rank, "other_versions": _other_versions(process)}
     try:
         job = _job(process) if given is None else given

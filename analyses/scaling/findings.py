@@ -43,7 +43,8 @@ def _warnings(table: pd.DataFrame) -> Iterator[str]:
     partly = table.loc[(table["late_known"] < 0.99) & (table["blocked_ns"] > 0)]
     for row in rows_of(partly):
         yield (
-            f"{row.run}: who was late is known for {format_share(row.late_known)} of the time in calls (ranks of one host, "
+            f"{row.run}: who was late is known for {format_share(row.late_known)} of the time in calls (ranks of "
+            "one host, "
             "all of them in the log)."
         )
 
@@ -65,7 +66,8 @@ def _losses(table: pd.DataFrame) -> Iterator[str]:
         named = sorted(((ns, PARTS[name]) for name, ns in beyond.items() if ns > 0), reverse=True)
         told = ", ".join(f"{format_duration(ns)} {words}" for ns, words in named)
         yield (
-            f"{_name(row)}: {format_duration(lost)} a step over a perfect division of the work: {told}. Communication and waiting "
+            f"{_name(row)}: {format_duration(lost)} a step over a perfect division of the work: {told}. "
+            "Communication and waiting "
             f"are {format_share(row['blocked_ns'] / row['step_ns'])} of a step."
         )
 
@@ -120,7 +122,8 @@ def _ahead(tables: NamedTables) -> Iterator[str]:
         f" and {format_bandwidth(width)} GB/s" if is_known(width) else ""
     )
     yield (
-        f"Calls take {told} (mean difference {format_share(link.loc['latency', 'error'])}); with computation and waiting, "
+        f"Calls take {told} (mean difference {format_share(link.loc['latency', 'error'])}); with computation and "
+        "waiting, "
         f"that gives the measured steps within {format_share(miss)}."
     )
     ahead = projection.loc[projection["measured_ns"].isna()]
@@ -140,7 +143,8 @@ def _ahead(tables: NamedTables) -> Iterator[str]:
     alone = " No two runs have different numbers of ranks above one, so a rank's calls and bytes are taken to stay."
     assumed = alone if tables["scaling"]["ranks"].loc[tables["scaling"]["ranks"] > 1].nunique() == 1 else ""
     yield (
-        f"With {int(further['ranks'])} ranks (not run): an efficiency of about {format_share(further['efficiency'])}.{change}"
+        f"With {int(further['ranks'])} ranks (not run): an efficiency of about "
+        f"{format_share(further['efficiency'])}.{change}"
         f"{assumed}"
     )
 

@@ -43,6 +43,7 @@ class Division:
     """Largest relative difference from the points; None where they are too few to differ."""
 
     def __call__(self, ranks: float) -> float:
+        """Return the time with this number of ranks."""
         return self.fixed + self.divided / ranks
 
 

@@ -254,7 +254,9 @@ def _findings(tables: NamedTables) -> Iterator[str]:
         sums = waterfall.groupby("kind")["bytes"].sum()
         form, measured = sums.get("closed form", 0), sums.get("measured", 0)
         if form:
-            yield f"A rank sends {measured / form:.2f} times what the closed form predicts, {format_bytes(form)} a step."
+            yield (
+                f"A rank sends {measured / form:.2f} times what the closed form predicts, {format_bytes(form)} a step."
+            )
 
 
 def _warnings(tables: NamedTables) -> Iterator[str]:
@@ -275,7 +277,8 @@ def _warnings(tables: NamedTables) -> Iterator[str]:
     if coverage["simulated"]:
         yield "Simulated, a dry run: the calls are the job's, nothing was sent, and there are no times."
     if is_known(coverage["hook_errors"]) and coverage["hook_errors"]:
-        yield f"The hooks failed on {format_plural(int(coverage['hook_errors']), 'call')}: what they saw of them is missing."
+        failed = format_plural(int(coverage["hook_errors"]), "call")
+        yield f"The hooks failed on {failed}: what they saw of them is missing."
     damaged = sum(int(coverage[f"files_{kind}"]) for kind in ("cut", "foreign", "unreadable", "missing", "garbled"))
     if damaged:
         yield f"{format_plural(damaged, 'file')} of the log are damaged or foreign; the notes below say which."

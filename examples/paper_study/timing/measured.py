@@ -235,7 +235,7 @@ def _first_steps(results: Sequence[Result]) -> pd.DataFrame:
 
 
 def standing(calls: pd.DataFrame) -> pd.DataFrame:
-    """`op`, `step`, `calls` (1), and of each call in ns
+    """Return `op`, `step`, `calls` (1), and these times of each call in ns.
 
     standing_ns    how long it held its rank: in_call + waiting of `commtrace.analyses.call_times`
     late_ns        of it, before the last rank was there; missing where that is not known

@@ -119,8 +119,9 @@ _WHENS: Final = (START, FIRST, FIRST_STEP, LATER_FIRST, LATER)
 
 
 def by_kind(table: pd.DataFrame) -> pd.DataFrame:
-    """Of receives of one point: a row per `what`, `payload_bytes` and `when`, with `receives`, and of each of TIMES the
-    mean (means add up), `_median`, `_least` and `_most`.
+    """Summarise the receives of one run, a row per `what`, `payload_bytes` and `when`.
+
+    Columns are `receives`, and of each of TIMES the mean (means add up), `_median`, `_least` and `_most`.
     """
     keys = ["what", "payload_bytes", "when"]
     groups = table.astype(dict.fromkeys(TIMES, float)).groupby(keys, sort=False)

@@ -185,7 +185,8 @@ def of_small_messages(kinds: pd.DataFrame) -> Iterator[str]:
         'the order of thousands of milliseconds)".',
         verdict,
         f"The first receive of the first step is {format_bytes(metadata.payload_bytes)} of metadata and takes "
-        f"{_took(metadata)}; {format_share(waiting)} of it is before the sender begins to send, and {format_share(computing)} of "
+        f"{_took(metadata)}; {format_share(waiting)} of it is before the sender begins to send, and "
+        f"{format_share(computing)} of "
         f"that the sender computes.{waits if verdict == SHARPENED else ''}",
         _beside(rows.get((HIDDEN_STATES, FIRST)), later),
         _shaken(shake),
@@ -200,7 +201,8 @@ def _beside(first: Any, later: Any) -> str:
     if first is None or later is None or not is_known(later.late_ns):
         return ""
     return (
-        f"The {format_bytes(first.payload_bytes)} of hidden states right behind it take {_took(first)}. In later steps there "
+        f"The {format_bytes(first.payload_bytes)} of hidden states right behind it take {_took(first)}. In later "
+        "steps there "
         f"is no metadata, and the first receive is of hidden states: {_took(later)}, "
         f"{format_share(later.late_ns / later.receive_ns)} of it waiting for the sender."
     )
@@ -210,7 +212,8 @@ def _shaken(shake: Any) -> str:
     if shake is None or not is_known(shake.transfer_ns_median):
         return ""
     return (
-        f"Before training, {format_bytes(shake.payload_bytes)} are sent to make connections (`PipelineEngine.__init__`): "
+        f"Before training, {format_bytes(shake.payload_bytes)} are sent to make connections "
+        "(`PipelineEngine.__init__`): "
         f"{_took(shake)}, {format_share(shake.late_ns / shake.receive_ns)} of it waiting."
     )
 
@@ -235,7 +238,8 @@ def of_causes(sizes: pd.DataFrame) -> Iterator[str]:
     )
     yield (
         "What else makes a first message slow, measured between ranks that do nothing but meet and send, against "
-        f"{format_duration(table[later].iloc[0])} ({format_bytes(table.index[0])}) and {format_duration(table[later].iloc[-1])} "
+        f"{format_duration(table[later].iloc[0])} ({format_bytes(table.index[0])}) and "
+        f"{format_duration(table[later].iloc[-1])} "
         f"({format_bytes(table.index[-1])}) of later ones: {told}. gloo makes its connections with the group, unless "
         "`TORCH_GLOO_LAZY_INIT=1`; libraries that make them for the first message (NCCL and RCCL make a communicator "
         "for each pair of ranks) have this cost, and theirs, in the hand-shake. How large theirs is cannot be told "

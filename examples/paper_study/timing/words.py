@@ -26,7 +26,7 @@ BUSY: Final = 0.1
 
 
 def spread(write: Callable[[Any], str], middle: Any, least: Any, most: Any) -> str:
-    """ "5 ms (4 ms to 7 ms)", or "5 ms" of a single one."""
+    """Return "5 ms (4 ms to 7 ms)", or "5 ms" for a single value."""
     return write(middle) if least == most else f"{write(middle)} ({write(least)} to {write(most)})"
 
 
@@ -68,7 +68,8 @@ def of_parts(points: pd.DataFrame) -> Iterator[str]:
         beside = f" ({format_share(overlapped)} with a call under way)" if overlapped > 5e-4 else ""
         yield (
             f"{row.scheme}: a step of {spread(format_duration, row.step_ns, row.step_ns_least, row.step_ns_most)} is "
-            f"{format_share(computing)} computing{beside}, {format_share(row.communicating_ns / total)} communication that is "
+            f"{format_share(computing)} computing{beside}, {format_share(row.communicating_ns / total)} "
+            "communication that is "
             f"exposed, {format_share(row.waiting_ns / total)} waiting for another rank."
         )
 
@@ -81,8 +82,10 @@ def of_throughput(points: pd.DataFrame) -> Iterator[str]:
             continue
         first, last = (row for _, row in ends.iterrows())
         yield (
-            f"{scheme}: from {format_count(first['seq_length'])} to {format_count(last['seq_length'])} tokens a sequence "
-            f"{_times(first, last, 'tokens_per_s')} the tokens a second ({format_count(round(first['tokens_per_s']))} to "
+            f"{scheme}: from {format_count(first['seq_length'])} to {format_count(last['seq_length'])} tokens a "
+            "sequence "
+            f"{_times(first, last, 'tokens_per_s')} the tokens a second "
+            f"({format_count(round(first['tokens_per_s']))} to "
             f"{format_count(round(last['tokens_per_s']))}), {_times(first, last, 'gflop_per_s')} the GFLOP/s of a rank."
         )
 
@@ -117,10 +120,13 @@ def _activations(rows: dict[Any, Any]) -> Iterator[str]:
         ratio = first.transfer_ns_median / later.transfer_ns_median if later.transfer_ns_median else float("nan")
         within = later.transfer_ns_least <= first.transfer_ns_median <= later.transfer_ns_most
         yield (
-            f"The first {what}, {format_bytes(first.payload_bytes)}: a transfer of {format_duration(first.transfer_ns_median)}, "
+            f"The first {what}, {format_bytes(first.payload_bytes)}: a transfer of "
+            f"{format_duration(first.transfer_ns_median)}, "
             f"{ratio:.2f} times the later ones' median ({format_duration(later.transfer_ns_median)}; "
-            f"{format_duration(later.transfer_ns_least)} to {format_duration(later.transfer_ns_most)}), {'within' if within else 'outside'} "
-            f"their spread. Behind the first micro-batch of later steps, {format_share(later.late_ns / later.receive_ns)} of "
+            f"{format_duration(later.transfer_ns_least)} to {format_duration(later.transfer_ns_most)}), "
+            f"{'within' if within else 'outside'} "
+            "their spread. Behind the first micro-batch of later steps, "
+            f"{format_share(later.late_ns / later.receive_ns)} of "
             f"the time in receives of {what} is waiting for the sender."
         )
 
@@ -130,9 +136,11 @@ def _warming(forwards: pd.DataFrame) -> Iterator[str]:
     if not len(first) or not len(later):
         return
     yield (
-        f"What the receiver waits for is the stage before: it computes for {format_duration(first['before_first_ns'].median())} "
+        "What the receiver waits for is the stage before: it computes for "
+        f"{format_duration(first['before_first_ns'].median())} "
         "between the hand-shake and its first message, and its second forward pass takes "
-        f"{format_duration(first['second_forward_ns'].median())} in the first step, {format_duration(later['second_forward_ns'].median())} "
+        f"{format_duration(first['second_forward_ns'].median())} in the first step, "
+        f"{format_duration(later['second_forward_ns'].median())} "
         "in later ones. From the last call of a step to the first message of the next, with the optimizer between "
         f"them, it is {format_duration(later['before_first_ns'].median())}."
     )

@@ -51,7 +51,8 @@ def _scales(results: Results, some: list[Recorded]) -> Section:
         [
             f"What a rank sends in a step approaches a bound: the formulas have (d-1)/d in them. Recorded by closed "
             f"form on {largest:,} ranks: {'; '.join(told)}.",
-            f"{int((table['equal'] == 'yes').sum())} of {format_plural(len(table), 'point')} equal the exact expectation.",
+            f"{int((table['equal'] == 'yes').sum())} of {format_plural(len(table), 'point')} equal the exact "
+            "expectation.",
         ],
         figures={"scale": figures.by_ranks(table, "What a rank sends in a step, by ranks", "bytes sent")},
         tables={"scale": table},
@@ -90,7 +91,8 @@ def _every(results: Results) -> Section:
     compared = "all" if equal == len(table) else f"{equal:,}"
     runs, calls = len(results.recorded), int(table["calls"].sum())
     texts = [
-        f"{format_plural(runs, 'dry run')}, {format_plural(len(table), 'rank')} run, {calls:,} calls. For {compared} of these ranks "
+        f"{format_plural(runs, 'dry run')}, {format_plural(len(table), 'rank')} run, {calls:,} calls. For "
+        f"{compared} of these ranks "
         "every call, from start-up to the last step, is the one that theory expects, in operation, size, number and "
         "group (`commtrace check`)."
     ]
@@ -150,8 +152,10 @@ def _networks(results: Results) -> Iterator[Section]:
 
 
 def times_on(network: Network, some: Sequence[Recorded]) -> pd.DataFrame:
-    """`model`, `name`, `ranks`, `op`, `calls`, `calls_without_time`, `latency_us`, `bandwidth_us`, `time_us`, `how`: of
-    the rank that communicates longest in a step, as if each call waited for the one before it.
+    """Return the expected times of the rank that communicates longest in a step, as if calls ran one after the other.
+
+    Columns: `model`, `name`, `ranks`, `op`, `calls`, `calls_without_time`, `latency_us`, `bandwidth_us`, `time_us`,
+    `how`.
     """
     parts = []
     for one in some:
@@ -192,7 +196,7 @@ def _time(network: Network, row: Any) -> dict[str, object]:
 
 
 def _members(compact: str) -> list[int]:
-    """ "0-3,8" -> 0, 1, 2, 3, 8."""
+    """Return the ranks of "0-3,8" as a list."""
     spans = [span.split("-") for span in compact.split(",")]
     return [rank for span in spans for rank in range(int(span[0]), int(span[-1]) + 1)]
 
@@ -204,7 +208,8 @@ def _network(network: Network, table: pd.DataFrame, ranks: int) -> Section:
         mine = {str(name): float(value) for name, value in sums[model].items()}
         order = sorted(mine, key=lambda name: mine[name])
         told.append(
-            f"{model}: from {format_duration(mine[order[0]] * 1e3)} ({order[0]}) to {format_duration(mine[order[-1]] * 1e3)} ({order[-1]})"
+            f"{model}: from {format_duration(mine[order[0]] * 1e3)} ({order[0]}) to "
+            f"{format_duration(mine[order[-1]] * 1e3)} ({order[-1]})"
         )
     without = int(table["calls_without_time"].sum())
     gaps = (

@@ -151,7 +151,8 @@ def message_sizes(table: pd.DataFrame, title: str) -> go.Figure:
         )
         scale = bytes_scale(bins["payload_bytes"])
         hover = [
-            f"{power_of_two(one.exponent)} to below {power_of_two(one.exponent + 1)}<br>{format_count(one.calls)} calls of "
+            f"{power_of_two(one.exponent)} to below {power_of_two(one.exponent + 1)}<br>{format_count(one.calls)} "
+            "calls of "
             f"{format_count(one.kinds)} sizes<br>{format_bytes(one.payload_bytes)}"
             for one in rows_of(bins)
         ]

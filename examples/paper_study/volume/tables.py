@@ -79,8 +79,9 @@ def _points(one: Recorded) -> Iterator[dict[str, object]]:
 
 
 def by_operation(some: Iterable[Recorded], steps: int | None = None) -> pd.DataFrame:
-    """`model`, `name`, `ranks`, `op`, `payload_bytes`: of a step, or with `steps` of start-up and so many, mean over
-    the ranks of the job.
+    """Return `model`, `name`, `ranks`, `op`, `payload_bytes`, a mean over the ranks of the job.
+
+    Bytes are those of a step, or with `steps` those of start-up and so many steps.
     """
     parts = []
     for one in some:
@@ -116,8 +117,10 @@ Value = Callable[[Recorded], float | None]
 
 
 def compared(some: Iterable[Recorded], recorded: Value, exact: Value, form: Value, role: str | None) -> pd.DataFrame:
-    """`model`, `name`, `ranks`, `sequence`, then `recorded_bytes`, `exact_bytes`, `closed_form_bytes`, `equal`, `times`
-    (recorded / closed form), `why_not_closed_form`. `role`: the parallel dimension that is compared; None: all.
+    """Compare recorded bytes with the exact expectation and the closed form, a row per run.
+
+    Columns: `model`, `name`, `ranks`, `sequence`, `recorded_bytes`, `exact_bytes`, `closed_form_bytes`, `equal`,
+    `times` (recorded / closed form), `why_not_closed_form`. `role`: the parallel dimension to compare; None: all.
     """
     rows = []
     for one in some:
