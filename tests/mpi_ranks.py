@@ -10,8 +10,8 @@ from typing import Any
 import processes
 import pytest
 
+from commtrace.errors import CommtraceError
 from commtrace.network import mpiexec as launch
-from examples.mpi_common import ExampleError
 
 PROGRAM = Path(__file__).parent / "mpi_programs" / "workloads.py"
 LIMIT_S = 120
@@ -21,7 +21,7 @@ def has_mpiexec() -> bool:
     """Whether ranks can be started here."""
     try:
         launch.mpiexec()
-    except ExampleError:
+    except CommtraceError:
         return False
     return True
 

@@ -54,7 +54,9 @@ def option(name: str, of: str, default: int = 1) -> int:
 @functools.cache
 def found(ranks: int) -> dict[str, list[dict[str, Any]]]:
     """What each rank found of each case, all cases in one start."""
-    results = mpi_ranks.run_cases(ranks, [("encoder", [*COMMON, *arguments], False) for arguments in CASES.values()])
+    results = mpi_ranks.run_cases(
+        ranks, [("mpi_encoder", [*COMMON, *arguments], False) for arguments in CASES.values()]
+    )
     return dict(zip(CASES, results, strict=True))
 
 
@@ -172,5 +174,5 @@ def test_eight_ranks() -> None:
         ["--parallel", "model", "--heads", "8", "--layers", "8"],
         ["--parallel", "pipeline", "--heads", "2", "--schedule", "1f1b", "--micro-batches", "6", "--layers", "8"],
     ]
-    for ranks in mpi_ranks.run_cases(8, [("encoder", [*COMMON, *case], False) for case in cases]):
+    for ranks in mpi_ranks.run_cases(8, [("mpi_encoder", [*COMMON, *case], False) for case in cases]):
         assert max(rank["error"] for rank in ranks) < 1e-11

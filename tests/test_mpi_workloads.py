@@ -112,9 +112,9 @@ def test_a_file_that_is_no_outcome_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("workload", "options", "shown"),
     [
-        ("sequence_parallel", ["--sequence", "16", "--hidden", "16", "--heads", "2"], ["0.947", "16,218"]),
+        ("mpi_sequence_parallel", ["--sequence", "16", "--hidden", "16", "--heads", "2"], ["0.947", "16,218"]),
         (
-            "encoder",
+            "mpi_encoder",
             ["--batch", "2", "--sequence", "4", "--model", "16", "--hidden", "16", "--heads", "2", "--layers", "2"],
             ["feed-forward"],
         ),

@@ -52,7 +52,7 @@ class Case(NamedTuple):
 def of_encoder(name: str) -> Case:
     """A mode of test_encoder.py."""
     arguments = (*encoder.COMMON, *encoder.CASES[name])
-    return Case("encoder", arguments, encoder.STEPS, False, partial(encoder.messages, name))
+    return Case("mpi_encoder", arguments, encoder.STEPS, False, partial(encoder.messages, name))
 
 
 def of_layer(case: sequence.Case) -> Case:
@@ -61,7 +61,9 @@ def of_layer(case: sequence.Case) -> Case:
     def messages(ranks: int, rank: int) -> list[ExpectedCall]:
         return [ExpectedCall(op, size, "", calls) for op, size, calls in sequence.expected(case, ranks)]
 
-    return Case("sequence_parallel", tuple(sequence.CASES[case]), sequence.ITERATIONS, "staged" in case[2], messages)
+    return Case(
+        "mpi_sequence_parallel", tuple(sequence.CASES[case]), sequence.ITERATIONS, "staged" in case[2], messages
+    )
 
 
 CASES = {
@@ -73,7 +75,7 @@ CASES = {
 def wide_encoder(arguments: str, messages: Callable[[int], list[ExpectedCall]]) -> Case:
     """An encoder of as many layers as there are ranks; its calls by rank."""
     options = (*encoder.COMMON, *arguments.split(), "--layers", "8")
-    return Case("encoder", options, encoder.STEPS, False, lambda ranks, rank: messages(rank))
+    return Case("mpi_encoder", options, encoder.STEPS, False, lambda ranks, rank: messages(rank))
 
 
 def wide_layer(attention: str) -> Case:

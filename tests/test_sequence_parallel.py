@@ -36,7 +36,7 @@ Case = tuple[str, bool, str]
 @functools.cache
 def found(ranks: int) -> dict[Case, list[dict[str, Any]]]:
     """What each rank found of each case, all cases in one start."""
-    cases = [("sequence_parallel", arguments, "staged" in case[2]) for case, arguments in CASES.items()]
+    cases = [("mpi_sequence_parallel", arguments, "staged" in case[2]) for case, arguments in CASES.items()]
     results = mpi_ranks.run_cases(ranks, cases)
     return dict(zip(CASES, results, strict=True))
 

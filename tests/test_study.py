@@ -23,11 +23,12 @@ pytest.importorskip("deepspeed")
 pytest.importorskip("plotly", reason="plotly is not installed")
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
 
-from commtrace.cli import main
+from commtrace import cli
 from commtrace.errors import CommtraceError
 from commtrace.run import open_run
 from examples.paper_study import experiments as kept
-from examples.paper_study.experiments import ExperimentError, exclusive_lock, execute, found, run_missing
+from examples.paper_study.__main__ import main
+from examples.paper_study.experiments import ExperimentError, exclusive_lock, execute, find_done, run_missing
 from examples.paper_study.parts import Experiment, Options
 from examples.paper_study.volume import part
 from examples.paper_study.volume.runs import DDP, ZERO_1, ZERO_3, DryRun, Plan, plan
@@ -70,13 +71,13 @@ def test_what_is_done_is_not_run_again_and_what_failed_is(tmp_path: Path) -> Non
     assert failures == {"bad": "ended with status 7\n    its last words"}
     assert dict(told) == {"good": None, "bad": failures["bad"], "last": None}
     assert told[-1][0] == "last", "what must be alone waits for the others"
-    assert {*found(some, tmp_path)} == {"good", "last"}
+    assert {*find_done(some, tmp_path)} == {"good", "last"}
     assert kept.facts(tmp_path / "good")["title"] == "title of good"
 
     bad.then = lambda: None
     assert run_missing(some, tmp_path, 1, lambda one, why: None) == {}
     assert (good.times, bad.times, last.times) == (1, 2, 1)
-    assert {*found(some, tmp_path)} == {"good", "bad", "last"}
+    assert {*find_done(some, tmp_path)} == {"good", "bad", "last"}
     assert (tmp_path / "bad" / "whole.txt").read_text() == "whole"
 
 
@@ -88,7 +89,7 @@ def test_an_interrupted_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
     some = [experiment("a-first", first), experiment("b-second", second)]
     with pytest.raises(KeyboardInterrupt):
         run_missing(some, tmp_path, 1, lambda one, why: None)
-    assert {*found(some, tmp_path)} == {"a-first"}
+    assert {*find_done(some, tmp_path)} == {"a-first"}
     assert (tmp_path / ".b-second.part" / "half.txt").exists()
     second.then = lambda: None
     assert run_missing(some, tmp_path, 1, lambda one, why: None) == {}
@@ -101,7 +102,7 @@ def test_a_fault_in_an_experiment_is_a_failure_of_that_one(tmp_path: Path) -> No
 
     some = [experiment("faulty", Counting(fault)), experiment("good", Counting())]
     assert run_missing(some, tmp_path, 1, lambda one, why: None) == {"faulty": "ValueError: no such thing"}
-    assert {*found(some, tmp_path)} == {"good"}
+    assert {*find_done(some, tmp_path)} == {"good"}
 
 
 def test_a_program_that_fails_is_told_with_the_end_of_its_output(tmp_path: Path) -> None:
@@ -155,7 +156,7 @@ def test_the_plan_has_the_papers_points_and_says_what_cannot_be() -> None:
 
 
 def test_a_model_that_does_not_exist_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["study", str(tmp_path / "s"), "--models", "7M"]) == 1
+    assert main([str(tmp_path / "s"), "--models", "7M"]) == 1
     assert "7M: no such file" in capsys.readouterr().err
 
 
@@ -179,12 +180,12 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(part, "plan", lambda models, quick: small(node=(ZERO,), divided=(STAGES,), scaled=(FAILING,)))
         with contextlib.redirect_stderr(io.StringIO()) as errors:
-            assert main(["study", str(folder), "--part", "volume", "--models", "tiny"]) == 1
+            assert main([str(folder), "--part", "volume", "--models", "tiny"]) == 1
         (folder / "errors.txt").write_text(errors.getvalue())
         (folder / "study.html").rename(folder / "incomplete.html")
         patch.setattr(part, "plan", lambda models, quick: small(node=(ZERO,), divided=(STAGES,)))
         before = (folder / "volume" / ZERO.key / kept.FACTS).read_text()
-        assert main(["study", str(folder), "--part", "volume", "--models", "tiny"]) == 0
+        assert main([str(folder), "--part", "volume", "--models", "tiny"]) == 0
         assert (folder / "volume" / ZERO.key / kept.FACTS).read_text() == before
     return folder
 
@@ -244,8 +245,8 @@ def test_each_experiment_is_an_ordinary_log(study: Path, capsys: pytest.CaptureF
     for run in (ZERO, STAGES):
         folder = study / "volume" / run.key
         assert not open_run(folder).notes
-        assert main(["check", str(folder)]) == 0
-        assert main(["report", str(folder)]) == 0
+        assert cli.main(["check", str(folder)]) == 0
+        assert cli.main(["report", str(folder)]) == 0
     assert "simulated" in capsys.readouterr().out
 
 
@@ -267,9 +268,9 @@ def test_sentences_follow_the_data() -> None:
 
 
 def test_a_study_that_is_ended_ends_what_it_started(tmp_path: Path) -> None:
-    arguments = ["study", str(tmp_path / "s"), "--part", "volume", "--models", "tiny", "--quick", "--jobs", "1"]
+    arguments = [str(tmp_path / "s"), "--part", "volume", "--models", "tiny", "--quick", "--jobs", "1"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "commtrace.cli", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [sys.executable, "-m", "examples.paper_study", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     deadline = time.monotonic() + LIMIT_SECONDS
     while not [*(tmp_path / "s" / "volume").glob(f".*.part/{kept.OUTPUT}")]:
@@ -297,9 +298,9 @@ def _at_work(word: str) -> list[str]:
 
 @pytest.mark.long
 def test_the_quick_study_equals_theory_in_every_point(tmp_path: Path) -> None:
-    assert main(["study", str(tmp_path), "--part", "volume", "--models", "tiny", "--quick"]) == 0
+    assert main([str(tmp_path), "--part", "volume", "--models", "tiny", "--quick"]) == 0
     points = pd.read_csv(tmp_path / "data" / "points.csv")
     assert set(points["equal"]) == {"yes"}
-    done = part.results_of(Options(("tiny",), quick=True), found(part.Part().experiments(Options(("tiny",), True)),
+    done = part.results_of(Options(("tiny",), quick=True), find_done(part.Part().experiments(Options(("tiny",), True)),
                                                                  tmp_path / "volume"))  # fmt: skip
     assert {run.scheme for run in done.recorded} >= {DDP, ZERO_1, ZERO_3}

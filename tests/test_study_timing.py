@@ -11,11 +11,11 @@ import pandas as pd
 import pytest
 from factory import RECV, SEND, WORLD, LogFactory, ProcessFactory, record
 
-from commtrace import cli
 from commtrace.analyses.scaling.step_times import calls_of, step_times
 from commtrace.errors import CommtraceError, LogError
 from commtrace.run import open_run
 from commtrace.schema import Clock, Flag
+from examples.paper_study.__main__ import main
 from examples.paper_study.parts import Options
 from examples.paper_study.timing import machine, verdicts, words
 from examples.paper_study.timing.measured import message_times, result_of, tables_of, whole_run
@@ -485,16 +485,16 @@ def test_the_command_shows_what_there_is(tmp_path: Path, capsys: pytest.CaptureF
     for of, make in ((point(), data_parallel), (point(PIPELINE), pipeline)):
         folder = make(tmp_path / "time" / of.key)
         (folder / "experiment.json").write_text(json.dumps(told))
-    arguments = ["study", str(tmp_path), "--part", "time", "--quick", "--no-run"]
-    assert cli.main(arguments) == 1  # 2 of 14 experiments
+    arguments = [str(tmp_path), "--part", "time", "--quick", "--no-run"]
+    assert main(arguments) == 1  # 2 of 14 experiments
     page = (tmp_path / "study.html").read_text()
     assert "The cold first receive of a pipeline" in page
     assert "It is the wait for the first forward pass of the stage before" in page
     assert "echo &#39;{&#34;num_layers&#34;: 4" in page
     points = pd.read_csv(tmp_path / "data" / "time_points.csv").set_index("scheme")
     assert points.loc["DDP", "step_ns"] == 2_000 * US
-    assert cli.main([*arguments, "--ranks", "1"]) == 1
-    assert "--ranks 1: one rank has nobody to communicate with" in capsys.readouterr().err
+    assert main([*arguments, "--nproc", "1"]) == 1
+    assert "--nproc 1: one rank has nobody to communicate with" in capsys.readouterr().err
 
 
 def test_every_point_is_run_before_any_is_run_again() -> None:
@@ -506,7 +506,7 @@ def test_every_point_is_run_before_any_is_run_again() -> None:
     assert {one.scheme.name for one in found} == {"DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "tensor", "pipeline"}
     assert "ZeRO-1 and tensor" in {scheme.name for scheme in schemes(4)}
     assert {scheme.name for scheme in schemes(3)} == {"DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"}
-    with pytest.raises(CommtraceError, match="--ranks 1"):
+    with pytest.raises(CommtraceError, match="--nproc 1"):
         points(1, quick=True)
 
 

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .errors import ExampleError
+from commtrace.errors import CommtraceError
 
 
 def run(name: str, work: Callable[[Sequence[str], Any], int], argv: Sequence[str] | None) -> int:
@@ -21,7 +21,7 @@ def run(name: str, work: Callable[[Sequence[str], Any], int], argv: Sequence[str
     comm = MPI.COMM_WORLD
     try:
         return work(sys.argv[1:] if argv is None else argv, comm)
-    except ExampleError as error:
+    except CommtraceError as error:
         if comm.Get_rank() == 0:
             print(f"{name}: error: {error}", file=sys.stderr, flush=True)
         return 2

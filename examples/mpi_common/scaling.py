@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from commtrace.errors import CommtraceError
 from commtrace.network import mpiexec as launch
 
 from . import tables
@@ -29,7 +30,7 @@ def run(workload: str, argv: Sequence[str] | None, published: str, parts: Sequen
     options, passed_on = _parse(workload, argv)
     try:
         outcomes = [Outcome.read(file) for file in options.read or ()] or _run_all(workload, passed_on, options)
-    except ExampleError as error:
+    except CommtraceError as error:
         print(f"{workload}: error: {error}", file=sys.stderr)
         return 2
     except subprocess.CalledProcessError as error:

@@ -19,7 +19,7 @@ PUBLISHED: Final = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command: the status of the first run that failed, else 0."""
-    return scaling.run("encoder", argv, PUBLISHED, PARTS)
+    return scaling.run("mpi_encoder", argv, PUBLISHED, PARTS)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def published() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command: the status of the first run that failed, else 0."""
-    return scaling.run("sequence_parallel", argv, published())
+    return scaling.run("mpi_sequence_parallel", argv, published())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`commtrace study`: the paper's experiments as one command, with theory beside every figure.
+"""`python -m examples.paper_study`: the paper's experiments as one command, with theory beside every figure.
 
 A part (`parts.Part`) says which experiments it needs and what its results show. Experiments are run once each and kept
 (`experiments`), so that an interrupted study goes on where it stopped; the page, the tables and the pictures are made

@@ -1,102 +1,115 @@
-"""`commtrace study`."""
+"""Command line of the study: `python -m examples.paper_study OUT`, in a checkout of commtrace."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from commtrace.errors import CommtraceError
 
-if TYPE_CHECKING:
-    from .page import Study
-    from .parts import Experiment, Options, Part
+from .experiments import exclusive_lock, find_done, run_missing
+from .page import DATA, PAGE, Study, write
+from .parts import Experiment, Options, Part
 
-# Name: module that has the class Part, in the order of the page. Names, so that nothing is imported.
+PROGRAM: Final = "python -m examples.paper_study"
+# Name: module with the class that implements the part, in the order of the page. Imported when the part is run.
 PARTS: Final[dict[str, str]] = {
     "volume": "examples.paper_study.volume.part",
     "time": "examples.paper_study.timing.part",
 }
 MODELS: Final = ("19M", "125M", "1-3B", "13B")
 QUICK_MODELS: Final = ("19M", "125M")
+DESCRIPTION: Final = f"""\
+Repeat the experiments of a paper on communication in transformer training, and compare each with theory.
+
+The paper is "Demystifying the Communication Characteristics for Distributed Transformer Models" (Anthony et al.,
+2024). Its figures about volume are made from dry runs: the training of GPT-NeoX's 19M, 125M, 1.3B and 13B models as
+ranks of jobs of up to 1,024 ranks, on this machine (commtrace dryrun). Its figures about time are measured with small
+models on real ranks of this machine, one experiment after the other, each several times.
+
+    {PROGRAM} logs/study                           everything
+    {PROGRAM} logs/study --quick                   few points of small models, in minutes
+    {PROGRAM} logs/study --network slingshot-11    predict times for one network
+
+OUT gets study.html, the tables (data/*.csv and data/*.json, and *.parquet if pyarrow is installed), and an ordinary
+log of each experiment (volume/*, time/*/log), which commtrace report and commtrace check read. An interrupted study
+continues where it stopped; finished experiments are not run again. The exit status is 1 if an experiment failed.
+"""
 
 
-class Command:
-    """Repeat the experiments of the paper on communication in transformer training, with theory beside them.
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the study; `argv` defaults to the process's arguments. Returns the exit status."""
+    try:
+        return _run(_parser().parse_args(argv))
+    except CommtraceError as error:
+        print(f"paper_study: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
 
-    The paper is "Demystifying the Communication Characteristics for Distributed Transformer Models" (Anthony et al.,
-    2024). Its figures about volume are made from dry runs: the real training of GPT-NeoX's 19M, 125M, 1.3B and 13B, as
-    the ranks of jobs of up to 1,024 ranks, on this machine (`commtrace dryrun`). Those about time are measured: small
-    shapes on real ranks of this machine, one after the other, each several times.
 
-        commtrace study logs/study                     all of it
-        commtrace study logs/study --quick             few points of small models, in minutes
-        commtrace study logs/study --network slingshot-11
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("out", metavar="OUT", type=Path, help="directory of the results")
+    add("--part", choices=[*PARTS], action="append", help="run only this part; may be repeated (default: all)")
+    add("--models", metavar="LIST", help=f"names or GPT-NeoX files, comma-separated (default: {','.join(MODELS)})")
+    add("--quick", action="store_true", help=f"few points, and only the models {', '.join(QUICK_MODELS)}")
+    add("--jobs", metavar="N", type=_positive_integer, help="concurrent dry runs (default: usable cores, at most 4)")
+    add(
+        "--network",
+        metavar="NET",
+        help="predict communication times for this network: a file of commtrace bench, a network description, or the "
+        "name of a shipped one (default: all shipped networks)",
+    )
+    add("--nproc", metavar="N", type=_positive_integer, default=2, help="local ranks of the time part (default: 2)")
+    add("--no-run", action="store_true", help="run nothing; make the page from existing results")
+    add(
+        "--document",
+        metavar="DIR",
+        type=Path,
+        help="also write DIR/study.md, with the figures as pictures in DIR/study (needs playwright)",
+    )
+    return parser
 
-    DIR gets study.html, the tables (data/*.csv, and *.parquet where pyarrow is installed), and of each experiment an
-    ordinary log (volume/*, time/*/log), so that `commtrace report` and `commtrace check` work on each. An interrupted
-    study goes on where it stopped; what is done is not run again. The status is 1 where an experiment failed.
-    """
 
-    def prepare(self, parser: argparse.ArgumentParser) -> None:
-        """Add the arguments."""
-        add = parser.add_argument
-        add("directory", metavar="DIR", type=Path, help="where results are kept")
-        add("--part", choices=[*PARTS], action="append", help="only this part; may be repeated (all)")
-        add("--models", metavar="LIST", help=f"names or GPT-NeoX files, separated by commas ({','.join(MODELS)})")
-        add("--quick", action="store_true", help=f"few points, and of models only {', '.join(QUICK_MODELS)}")
-        add("--jobs", metavar="N", type=_positive, help="experiments at once (as many as there are cores, 4 at most)")
-        add(
-            "--network",
-            metavar="NET",
-            help="predict communication times on this network: a file of commtrace bench or a description, or the name "
-            "of a shipped one (all that are shipped)",
-        )
-        add("--ranks", metavar="N", type=_positive, default=2, help="real ranks that the time part trains with (2)")
-        add("--no-run", action="store_true", help="run nothing; make the page from what is there")
-        add(
-            "--document",
-            metavar="DIR",
-            type=Path,
-            help="also write DIR/study.md, with the figures as pictures in DIR/study (needs playwright)",
-        )
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Run what is not done yet, and write the page."""
-        from .experiments import exclusive_lock, found, run_missing
-        from .page import DATA, PAGE, Study, write
-
-        options = _options(arguments)
-        names = arguments.part or [*PARTS]
-        parts = {name: _part(name) for name in PARTS if name in names}
-        directory: Path = arguments.directory
-        directory.mkdir(parents=True, exist_ok=True)
-        with exclusive_lock(directory):
-            wanted = {name: [*part.experiments(options)] for name, part in parts.items()}
-            failures: dict[str, str] = {}
-            if not arguments.no_run:
-                jobs = arguments.jobs or min(4, _cores())
-                with _terminable(), _progress(directory, wanted) as ended:
-                    for name, experiments in wanted.items():
-                        failures |= run_missing(experiments, directory / name, jobs, ended)
-            done = {name: found(experiments, directory / name) for name, experiments in wanted.items()}
-            sections = {name: part.sections(options, done[name]) for name, part in parts.items()}
-            study = Study(options, wanted, done, sections, failures)
-            write(directory, study)
-            if arguments.document is not None:
-                _document(arguments.document, study)
-        print(f"{directory / PAGE}: {_say(wanted, done)}, to be opened in a browser; tables in {directory / DATA}")
-        return 1 if any(len(done[name]) < len(wanted[name]) for name in wanted) else 0
+def _run(arguments: argparse.Namespace) -> int:
+    options = _options(arguments)
+    names = arguments.part or [*PARTS]
+    parts: dict[str, Part] = {name: import_module(PARTS[name]).Part() for name in PARTS if name in names}
+    out: Path = arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    with exclusive_lock(out):
+        experiments = {name: [*part.experiments(options)] for name, part in parts.items()}
+        failures: dict[str, str] = {}
+        if not arguments.no_run:
+            jobs = arguments.jobs or min(4, _usable_cores())
+            with _exit_on_sigterm(), _progress(out, experiments) as report_end:
+                for name in experiments:
+                    failures |= run_missing(experiments[name], out / name, jobs, report_end)
+        done = {name: find_done(experiments[name], out / name) for name in experiments}
+        sections = {name: part.sections(options, done[name]) for name, part in parts.items()}
+        study = Study(options, experiments, done, sections, failures)
+        write(out, study)
+        if arguments.document is not None:
+            _document(arguments.document, study)
+    total, finished = sum(map(len, experiments.values())), sum(map(len, done.values()))
+    print(f"{out / PAGE}: {finished:,} of {total:,} experiments, to be opened in a browser; tables in {out / DATA}")
+    return 1 if finished < total else 0
 
 
 @contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM, as batch systems send it, ends what was started as well."""
+def _exit_on_sigterm() -> Iterator[None]:
+    """Turn SIGTERM, which batch systems send, into SystemExit, so that started programs are ended too."""
 
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)
@@ -108,26 +121,15 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _part(name: str) -> Part:
-    part: Part = import_module(PARTS[name]).Part()
-    return part
-
-
 def _options(arguments: argparse.Namespace) -> Options:
-    from .parts import Options
-
     if arguments.models is None:
         models: tuple[str, ...] = QUICK_MODELS if arguments.quick else MODELS
     else:
-        models = tuple(_alias(name.strip()) for name in arguments.models.split(",") if name.strip())
+        names = [name.strip() for name in arguments.models.split(",")]
+        models = tuple("1-3B" if name == "1.3B" else name for name in names if name)
     if not models:
-        raise CommtraceError("--models: no model is named; give 19M,125M say")
-    return Options(models, arguments.quick, arguments.network, arguments.ranks)
-
-
-def _alias(name: str) -> str:
-    """The paper's name of a model -> that of its file."""
-    return "1-3B" if name == "1.3B" else name
+        raise CommtraceError("--models: no model is given; give for example --models 19M,125M")
+    return Options(models, arguments.quick, arguments.network, arguments.nproc)
 
 
 def _document(folder: Path, study: Study) -> None:
@@ -137,48 +139,50 @@ def _document(folder: Path, study: Study) -> None:
     print(f"{document.write(folder, study)}: with {len(drawn)} pictures")
 
 
-def _say(wanted: Mapping[str, Sequence[Experiment]], done: Mapping[str, Mapping[str, Path]]) -> str:
-    asked, there = (sum(map(len, of.values())) for of in (wanted, done))
-    return f"{there:,} of {asked:,} experiments"
-
-
 @contextmanager
 def _progress(
-    directory: Path, wanted: Mapping[str, Sequence[Experiment]]
+    out: Path, experiments: Mapping[str, Sequence[Experiment]]
 ) -> Iterator[Callable[[Experiment, str | None], None]]:
-    """A bar over the seconds that are to be expected; failures are printed as they come, with their output's end."""
+    """Show a progress bar weighted by expected seconds; print each failure with the end of its output.
+
+    Yields the function to call at the end of each experiment, with the reason if it failed.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    from .experiments import found
-
     console = Console(stderr=True, highlight=False, markup=False, emoji=False)
-    missing = [one for name, some in wanted.items() for one in some if one.key not in found(some, directory / name)]
+    done = {key for name, planned in experiments.items() for key in find_done(planned, out / name)}
+    missing = [experiment for planned in experiments.values() for experiment in planned if experiment.key not in done]
     columns = (
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeElapsedColumn(),
         TextColumn("left:"), TimeRemainingColumn(elapsed_when_finished=True),
     )  # fmt: skip
     with Progress(*columns, console=console, disable=not missing) as progress:
-        bar = progress.add_task("study", total=sum(one.seconds for one in missing) or 1, count=f"0/{len(missing)}")
+        total = sum(experiment.seconds for experiment in missing) or 1
+        bar = progress.add_task("study", total=total, count=f"0/{len(missing)}")
         ended = 0
 
-        def tell(one: Experiment, why: str | None) -> None:
+        def report_end(experiment: Experiment, failure: str | None) -> None:
             nonlocal ended
             ended += 1
-            progress.update(bar, advance=one.seconds, count=f"{ended}/{len(missing)}")
-            if why is not None:
-                console.print(f"failed: {one.title}: {why}")
+            progress.update(bar, advance=experiment.seconds, count=f"{ended}/{len(missing)}")
+            if failure is not None:
+                console.print(f"failed: {experiment.title}: {failure}")
             elif not console.is_terminal:
-                console.print(f"{ended}/{len(missing)} {one.title}")
+                console.print(f"{ended}/{len(missing)} {experiment.title}")
 
-        yield tell
+        yield report_end
 
 
-def _cores() -> int:
+def _usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _positive(text: str) -> int:
+def _positive_integer(text: str) -> int:
     if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 1")
     return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -121,7 +121,7 @@ def exclusive_lock(folder: Path) -> Iterator[None]:
         yield
 
 
-def found(experiments: Iterable[Experiment], folder: Path) -> dict[str, Path]:
+def find_done(experiments: Iterable[Experiment], folder: Path) -> dict[str, Path]:
     """The folders of those that are done, by their keys."""
     places = {one.key: folder / one.key for one in experiments}
     return {key: place for key, place in places.items() if (place / FACTS).is_file()}
@@ -144,7 +144,7 @@ def run_missing(
     `ended` is told of each, with the reason where it failed. An interruption ends all that is under way.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    done = found(experiments, folder)
+    done = find_done(experiments, folder)
     missing = [one for one in experiments if one.key not in done]
     failures: dict[str, str] = {}
 

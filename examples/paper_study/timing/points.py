@@ -154,7 +154,7 @@ def schemes(ranks: int) -> list[Scheme]:
     Raises CommtraceError for a single rank.
     """
     if ranks < 2:
-        raise CommtraceError(f"--ranks {ranks}: one rank has nobody to communicate with; give 2 or more")
+        raise CommtraceError(f"--nproc {ranks}: one rank has nobody to communicate with; give 2 or more")
     found = [scheme for scheme in SCHEMES if ranks % scheme.model_ranks == 0]
     return found if ranks >= 4 else [scheme for scheme in found if scheme != ZERO_AND_TENSOR]
 

@@ -22,7 +22,7 @@ try:
     from commtrace.theory.configs.gpt_neox.config import load_config
     from commtrace.theory.configs.gpt_neox.yaml_files import find_file
 except ImportError as error:
-    raise MissingLibraryError(f"commtrace study: needs {error.name}; pip install 'commtrace[workloads]'") from None
+    raise MissingLibraryError(f"the study needs {error.name}; pip install '.[examples]' in the checkout") from None
 
 SETTINGS: Final = "settings.yml"
 TRAIN: Final = ("-m", "examples.gpt_neox.train")
@@ -96,8 +96,10 @@ class DryRun:
 
     @property
     def steps(self) -> int:
-        """So many that the last one is like all that would follow: DDP makes its buckets anew in the second step, and
-        ZeRO-3 has learned the order of modules after two; stages tell each other shapes in the first.
+        """Steps to run, so that the last one equals all that would follow.
+
+        DDP rebuilds its buckets in the second step, ZeRO-3 knows the order of modules after two, and stages exchange
+        shapes in the first.
         """
         return 3 if self.scheme in (DDP, ZERO_3) else 2
 
