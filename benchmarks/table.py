@@ -16,7 +16,7 @@ from measuring import Row
 
 ROOT = Path(__file__).parents[1]
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "explanation" / "benchmarks.md"
-HEADLINES = ("native_step", "call_cost", "mpi_cost")
+HEADLINES = ("call_cost",)
 BEGIN, END = "<!-- benchmarks -->\n", "<!-- /benchmarks -->\n"
 
 
