@@ -26,8 +26,8 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
+from commtrace.formatting import format_ranks
 from commtrace.reading.log import Process
-from commtrace.reading.names import format_ranks
 from commtrace.reading.run import RecordedRun
 from commtrace.reading.table_reader import integer_or_none
 

@@ -32,6 +32,7 @@ from typing import Any, Final, TypeAlias, cast
 import numpy as np
 import pandas as pd
 
+from commtrace.formatting import parse_ranks
 from commtrace.network.networks import Network
 from commtrace.reading.run import RecordedRun
 from commtrace.schema import Clock, Flag
@@ -189,7 +190,7 @@ _COLUMNS: Final = [
 
 def _hosts(table: pd.DataFrame, hosts: Mapping[int, str]) -> Array:
     """Hosts of the ranks that each row is about, 0 where some left no log."""
-    of_group = {text: _spread(_ranks(text), hosts) for text in table["group_ranks"].unique()}
+    of_group = {text: _spread(_known_ranks(text), hosts) for text in table["group_ranks"].unique()}
     pairs = zip(table["rank"], table["peer"], table["group_ranks"], strict=True)
     return np.array(
         [of_group[group] if rank < 0 else _spread([rank, peer], hosts) for rank, peer, group in pairs], np.int64
@@ -200,15 +201,12 @@ def _spread(ranks: Sequence[int], hosts: Mapping[int, str]) -> int:
     return len({hosts[rank] for rank in ranks}) if ranks and all(rank in hosts for rank in ranks) else 0
 
 
-def _ranks(compact: str) -> list[int]:
-    """The reverse of `names.compact`; none of what is not known."""
-    found: list[int] = []
-    for span in compact.split(","):
-        low, _, high = span.partition("-")
-        if not low.isdigit():
-            return []
-        found += range(int(low), int(high or low) + 1)
-    return found
+def _known_ranks(text: str) -> list[int]:
+    """Return the ranks of a group, none where they are not known."""
+    try:
+        return parse_ranks(text)
+    except ValueError:
+        return []
 
 
 def _row(network: Network, key: Key, calls: int, timed: int, measured: int | None) -> dict[str, object]:

@@ -17,6 +17,8 @@ from typing import Any
 
 from measuring import Row
 
+from commtrace.launchers import usable_cores
+
 FILE = Path(__file__).with_name("results.json")
 QUICK_PAIRS = 2
 
@@ -97,7 +99,7 @@ def machine() -> dict[str, object]:
     """Where this was measured."""
     return {
         "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "deepspeed", "commtrace")},

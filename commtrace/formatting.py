@@ -1,15 +1,18 @@
-"""Numbers as people read them. "-" is what is not known."""
+"""Numbers, sizes, times and lists of ranks as text.
+
+A value that is not known is None, NaN or pandas' NA, and becomes "-".
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any, Final
-
-import pandas as pd
 
 NOT_KNOWN: Final = "-"
 
-_BYTES: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
-_TIMES: Final = (
+_BYTE_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+# (upper bound in ns, ns per unit, unit)
+_TIME_UNITS: Final = (
     (1_000, 1, "ns"),
     (1_000_000, 1_000, "us"),
     (1_000_000_000, 1_000_000, "ms"),
@@ -18,60 +21,98 @@ _TIMES: Final = (
 
 
 def is_known(value: Any) -> bool:
-    """Whether there is a value."""
+    """Return whether a scalar holds a value: it is not None, NaN or NA."""
+    import pandas as pd  # here, because ranks of a dry run import this module for the text of ranks
+
     return value is not None and not pd.isna(value)
 
 
 def format_count(value: Any) -> str:
-    """1234567 -> "1,234,567"; a mean of counts keeps one digit."""
+    """Format a count with thousands separators: 1234567 -> "1,234,567". A mean of counts keeps one decimal."""
     if not is_known(value):
         return NOT_KNOWN
     return f"{int(value):,}" if float(value).is_integer() else f"{value:,.1f}"
 
 
 def format_bytes(value: Any) -> str:
-    """Bytes in binary units, three digits: 1536 -> "1.50 KiB"."""
+    """Format bytes in binary units with three digits: 1536 -> "1.50 KiB"."""
     if not is_known(value):
         return NOT_KNOWN
     number, unit = float(value), 0
-    while abs(number) >= 999.5 and unit < len(_BYTES) - 1:
+    while abs(number) >= 999.5 and unit < len(_BYTE_UNITS) - 1:
         number, unit = number / 1024, unit + 1
-    return f"{_digits(number, whole=unit == 0)} {_BYTES[unit]}"
+    return f"{_three_digits(number, exact=unit == 0)} {_BYTE_UNITS[unit]}"
 
 
-def format_duration(value: Any) -> str:
-    """Ns in the unit that suits, three digits: 1500 -> "1.50 us"."""
-    if not is_known(value):
+def format_power_of_two(exponent: int) -> str:
+    """Format 2**exponent bytes: 20 -> "1 MiB"."""
+    return f"{1 << exponent % 10} {_BYTE_UNITS[exponent // 10]}"
+
+
+def format_duration(ns: Any) -> str:
+    """Format nanoseconds in the unit that suits, with three digits: 1500 -> "1.50 us"."""
+    if not is_known(ns):
         return NOT_KNOWN
-    number = float(value)
-    scale, unit = next((scale, unit) for below, scale, unit in _TIMES if number < below * 0.9995)
-    return f"{_digits(number / scale, whole=scale == 1)} {unit}"
+    number = float(ns)
+    scale, unit = next((scale, unit) for bound, scale, unit in _TIME_UNITS if number < bound * 0.9995)
+    return f"{_three_digits(number / scale, exact=scale == 1)} {unit}"
 
 
 def format_share(value: Any) -> str:
-    """0.1234 -> "12.3 %"."""
+    """Format a fraction as a percentage: 0.1234 -> "12.3 %"."""
     if not is_known(value):
         return NOT_KNOWN
     return "<0.1 %" if 0 < value < 0.0005 else f"{value:.1%}".replace("%", " %")
 
 
 def format_small_share(value: Any) -> str:
-    """A share of which small parts matter: 0.000512 -> "0.051 %"."""
+    """Format a fraction as a percentage with two significant digits: 0.000512 -> "0.051 %"."""
     return NOT_KNOWN if not is_known(value) else "0 %" if value == 0 else f"{value * 100:.2g} %"
 
 
 def format_bandwidth(value: Any) -> str:
-    """GB/s, three digits."""
+    """Format GB/s with three digits, without the unit."""
     return NOT_KNOWN if not is_known(value) else f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
+def format_signed(value: Any, format_value: Callable[[Any], str] = format_count) -> str:
+    """Format a difference with its sign, "+" or "-"; zero has none: 1536, format_bytes -> "+1.50 KiB"."""
+    if not is_known(value):
+        return NOT_KNOWN
+    return f"{'+' if value > 0 else '-' if value < 0 else ''}{format_value(abs(value))}"
+
+
 def format_plural(number: int, noun: str, many: str = "") -> str:
-    """1, "rank" -> "1 rank"; 2 -> "2 ranks"."""
+    """Format a number with its noun: (1, "rank") -> "1 rank", (2, "rank") -> "2 ranks"."""
     return f"{number:,} {noun if number == 1 else many or noun + 's'}"
 
 
-def _digits(number: float, *, whole: bool) -> str:
-    """Three digits, or all of those before the point."""
-    if whole and number.is_integer():
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Format ranks as ascending ranges, as the kernel writes lists of cores: "0-3,8"."""
+    ranges: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+def parse_ranks(text: str) -> list[int]:
+    """Parse what `format_ranks` writes, and ranges in any order: "8,0-3" -> [0, 1, 2, 3, 8].
+
+    Raises:
+        ValueError: The text is not a list of numbers and ranges.
+    """
+    ranks: set[int] = set()
+    for item in text.split(",") if text else ():
+        first, dash, last = item.partition("-")
+        ranks.update(range(int(first), int(last if dash else first) + 1))
+    return sorted(ranks)
+
+
+def _three_digits(number: float, *, exact: bool) -> str:
+    """Format with three digits, or all of those before the point; `exact`: integers keep all digits."""
+    if exact and number.is_integer():
         return f"{number:,.0f}"
     return f"{number:.2f}" if number < 9.995 else f"{number:.1f}" if number < 99.95 else f"{number:,.0f}"

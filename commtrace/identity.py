@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from commtrace import launchers
+
 # Variables that may be copied into a log. An allow-list: the rest of an environment may hold secrets.
 ENVIRONMENT = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
@@ -21,11 +23,6 @@ ENVIRONMENT = (
     "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_ALGO", "NCCL_PROTO", "NCCL_IB_DISABLE",
     "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TORCH_NCCL_BLOCKING_WAIT", "DS_ACCELERATOR",
 )  # fmt: skip
-
-_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
-# SLURM_NTASKS is of the job: within a batch script, outside srun, it counts tasks that there are not.
-_WORLDS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 
 @dataclass(frozen=True)
@@ -40,17 +37,7 @@ class Member:
 
 def member_from_environment(environ: Mapping[str, str] = os.environ) -> Member:
     """What the launcher says, for programs without a process group of the whole world; else a world of one."""
-    rank, world = _first(environ, _RANKS), _first(environ, _WORLDS)
-    return Member(rank if rank is not None else 0, world)
-
-
-def local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Rank within the host, where the launcher says it."""
-    return _first(environ, _LOCAL_RANKS)
-
-
-def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
-    return next((int(environ[name]) for name in names if environ.get(name, "").isdigit()), None)
+    return Member(launchers.rank(environ) or 0, launchers.world_size(environ))
 
 
 def launcher(environ: Mapping[str, str] = os.environ) -> str:

@@ -1,67 +1,115 @@
-"""Which process this is, whoever started it: torchrun, the deepspeed launcher, mpirun, srun, or nobody."""
+"""Variables that torchrun, deepspeed, mpirun and srun set for each rank, and the cores that it may use."""
 
 from __future__ import annotations
 
+import os
 import socket
 import zlib
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 from commtrace.errors import LaunchError
 
 
-@dataclass(frozen=True)
-class Process:
-    """This process among the others."""
+class Launcher(NamedTuple):
+    """Names of the variables that a launcher sets; "" where it sets none."""
+
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+    job: str
+
+
+TORCH: Final = Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+"""What torchrun and the deepspeed launcher set, and what torch.distributed reads."""
+
+# SLURM_STEP_NUM_TASKS and not SLURM_NTASKS: inside a batch script, outside srun, there is one process however many
+# tasks the job may start.
+SLURM: Final = Launcher(
+    "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID"
+)
+
+LAUNCHERS: Final = (
+    TORCH,
+    Launcher(
+        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "PMIX_NAMESPACE",
+    ),
+    Launcher("PMIX_RANK", "", "", "", "PMIX_NAMESPACE"),
+    Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_JOBID"),
+    # Last: MPICH's mpiexec starts its proxies with srun, and ranks inherit Slurm's variables of the proxy.
+    SLURM,
+)  # fmt: skip
+"""In the order in which they are believed."""
+
+VARIABLE_PREFIXES: Final = (
+    "OMPI_", "PMI", "MPI_LOCAL", "SLURM_PROCID", "SLURM_LOCALID", "TORCHELASTIC_", "GROUP_RANK", "GROUP_WORLD_SIZE",
+    "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE",
+)  # fmt: skip
+"""Prefixes of the variables, besides those of torch.distributed, by which a process could take itself for a rank."""
+
+
+class LaunchedProcess(NamedTuple):
+    """The place of this process in its job."""
 
     rank: int
     world_size: int
     local_rank: int
 
 
-@dataclass(frozen=True)
-class _Launcher:
-    """Names of the variables in which a launcher tells rank, size and local rank, local size and the job's identity."""
-
-    rank: str
-    size: str
-    local_rank: str
-    local_size: str
-    job: str
+def rank(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return the rank that the launcher gave this process; None without a launcher."""
+    return _first_number(environ, [launcher.rank for launcher in LAUNCHERS])
 
 
-_LAUNCHERS = (
-    _Launcher("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-              "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE"),
-    # SLURM_STEP_NUM_TASKS and not SLURM_NTASKS: inside a batch script, outside srun, there is one process however many
-    # tasks the job may start.
-    _Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID"),
-    _Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_JOBID"),
-)  # fmt: skip
+def world_size(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return the number of ranks of the job; None where no launcher tells it."""
+    return _first_number(environ, [launcher.world_size for launcher in LAUNCHERS])
 
 
-def find_process(environ: MutableMapping[str, str]) -> Process:
-    """Read the launcher's variables and complete ``environ`` to what torch.distributed and DeepSpeed expect.
+def local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return the rank within the host; None where no launcher tells it."""
+    return _first_number(environ, [launcher.local_rank for launcher in LAUNCHERS])
 
-    A process that nobody launched is the only one of its job. Raises :class:`LaunchError` when the processes would not
-    find each other.
+
+def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a launcher started this process as a rank. In a batch script Slurm sets the rank as well."""
+    return any(environ.get(launcher.world_size if launcher is SLURM else launcher.rank) for launcher in LAUNCHERS)
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def find_process(environ: MutableMapping[str, str]) -> LaunchedProcess:
+    """Read the launcher's variables and add those that torch.distributed and DeepSpeed expect to `environ`.
+
+    A process without a launcher becomes the only one of its job.
+
+    Raises:
+        LaunchError: The variables do not say where the other processes are, or hold something other than numbers.
     """
-    if "RANK" not in environ or "WORLD_SIZE" not in environ:
-        for launcher in _LAUNCHERS:
-            if launcher.rank in environ and launcher.size in environ:
+    if TORCH.rank not in environ or TORCH.world_size not in environ:
+        for launcher in LAUNCHERS:
+            if launcher is not TORCH and launcher.rank in environ and launcher.world_size in environ:
                 _translate(launcher, environ)
                 break
         else:
             environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
-    environ.setdefault("LOCAL_RANK", environ["RANK"])
-    return Process(*(_integer(environ, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
+    environ.setdefault(TORCH.local_rank, environ[TORCH.rank])
+    return LaunchedProcess(*(_integer(environ, name) for name in (TORCH.rank, TORCH.world_size, TORCH.local_rank)))
 
 
-def _translate(launcher: _Launcher, environ: MutableMapping[str, str]) -> None:
-    environ["RANK"], environ["WORLD_SIZE"] = environ[launcher.rank], environ[launcher.size]
-    environ["LOCAL_RANK"] = environ.get(launcher.local_rank, environ[launcher.rank])
+def _translate(launcher: Launcher, environ: MutableMapping[str, str]) -> None:
+    environ[TORCH.rank], environ[TORCH.world_size] = environ[launcher.rank], environ[launcher.world_size]
+    # Under `srun --mpi=pmi2` PMI gives the rank, and only Slurm the local rank.
+    known_local_rank = local_rank({name: value for name, value in environ.items() if name != TORCH.local_rank})
+    environ[TORCH.local_rank] = environ[launcher.rank] if known_local_rank is None else str(known_local_rank)
     if "MASTER_ADDR" not in environ:
-        if environ.get(launcher.local_size) != environ[launcher.size]:
+        local_sizes = [environ.get(name) for name in (launcher.local_world_size, SLURM.local_world_size)]
+        if environ[launcher.world_size] not in local_sizes:
             raise LaunchError(
                 f"{launcher.rank} is set, but MASTER_ADDR is not, and the processes may run on several hosts; export "
                 "MASTER_ADDR with the name of the host of rank 0 (mpirun: -x MASTER_ADDR)"
@@ -69,6 +117,10 @@ def _translate(launcher: _Launcher, environ: MutableMapping[str, str]) -> None:
         environ["MASTER_ADDR"] = "127.0.0.1"
     # A port from the job's name, so that two jobs on one host do not meet; below the range for outgoing connections.
     environ.setdefault("MASTER_PORT", str(20000 + zlib.crc32(environ.get(launcher.job, "").encode()) % 10000))
+
+
+def _first_number(environ: Mapping[str, str], names: list[str]) -> int | None:
+    return next((int(environ[name]) for name in names if environ.get(name, "").isdigit()), None)
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:

@@ -22,7 +22,6 @@ from expected_runs import (
     without_optimizer,
 )
 
-from commtrace.analyses.check.verdict import numbers
 from commtrace.cli import main
 from commtrace.schema import Phase, Records
 from commtrace.theory import ExpectedCall
@@ -141,11 +140,6 @@ def test_many_differences_are_cut(tmp_path: Path, capsys: Captured) -> None:
     assert status == 1
     assert "more such; the table" in out
     assert len(out.splitlines()) < 250
-
-
-def test_numbers() -> None:
-    assert numbers([5, 0, 1, 2, 1]) == "0-2, 5"
-    assert numbers([]) == ""
 
 
 def test_shares_are_exact() -> None:

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from commtrace import identity
+from commtrace import identity, launchers
 from commtrace.identity import Member
 
 NAME = r"\d{8}-\d{6}-[0-9a-f]{6}"
@@ -34,7 +34,7 @@ def first_recording(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_launchers_say(environ: dict[str, str], rank: int, world: int | None, local: int | None) -> None:
     assert identity.member_from_environment(environ) == Member(rank, world)
-    assert identity.local_rank(environ) == local
+    assert launchers.local_rank(environ) == local
 
 
 @pytest.mark.parametrize(

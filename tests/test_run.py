@@ -10,7 +10,8 @@ import pytest
 from factory import ALL_GATHER, ALL_REDUCE, ALONE, PAIR, RECV, SEND, WORLD, LogFactory, record, training
 
 from commtrace.errors import NoSuchTableError
-from commtrace.reading.names import format_ranks, group_label, short_paths
+from commtrace.formatting import format_ranks, parse_ranks
+from commtrace.reading.names import group_label, short_paths
 from commtrace.reading.table_reader import Group
 from commtrace.run import open_run
 from commtrace.schema import EVENT_COLUMNS, Flag, Phase, State
@@ -129,11 +130,13 @@ def test_a_group_name_that_is_used_again_is_another_group() -> None:
         ((0, 1), "0-1"),
         ((5,), "5"),
         ((0, 1, 4, 5, 9), "0-1,4-5,9"),
+        ((5, 0, 1, 2, 1), "0-2,5"),
         ((), ""),
     ],
 )
-def test_compact_ranks(ranks: tuple[int, ...], text: str) -> None:
+def test_ranks_as_text_and_back(ranks: tuple[int, ...], text: str) -> None:
     assert format_ranks(ranks) == text
+    assert parse_ranks(text) == sorted(set(ranks))
 
 
 def test_wire_bytes_of_a_message_to_oneself(tmp_path: Path) -> None:

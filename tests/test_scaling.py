@@ -14,7 +14,7 @@ from factory import WORLD, LogFactory, record
 from commtrace import cli
 from commtrace.analyses.scaling import scaling
 from commtrace.analyses.scaling.findings import _divided_further, sentences
-from commtrace.analyses.scaling.scaling_tables import cores_of, tokens_of
+from commtrace.analyses.scaling.scaling_tables import tokens_of
 from commtrace.analyses.scaling.step_times import step_times
 from commtrace.errors import CommtraceError
 from commtrace.run import Run, open_run
@@ -208,7 +208,6 @@ def test_ranks_that_take_turns_are_warned_of(tmp_path: Path) -> None:
     table = scaling(both)["scaling"]
     assert table["shared_cores"].tolist() == ["", "4 ranks on 2 cores"]
     assert any("take turns" in sentence for sentence in sentences(scaling(both)))
-    assert cores_of("0-3,8") == {0, 1, 2, 3, 8}
 
 
 def test_a_run_without_whole_steps_is_left_out_and_said(tmp_path: Path) -> None:

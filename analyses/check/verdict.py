@@ -18,6 +18,7 @@ import pandas as pd
 from commtrace.analyses.engine import rows_of
 from commtrace.analyses.reconciliation import EXPECTED
 from commtrace.analyses.reconciliation.causes import OTHER_PIECES
+from commtrace.formatting import format_ranks
 
 CELL: Final = ("rank", "step", "role", "op")
 NUMBERS: Final = ("expected_calls", "measured_calls", "expected_bytes", "measured_bytes")
@@ -91,20 +92,9 @@ def _agrees(cell: Any, tolerance: Fraction) -> bool:
 
 def _not_compared(told: pd.DataFrame, ranks: set[int], world_size: int | None) -> Iterator[str]:
     for reason, some in told.loc[told["not_predicted"].notna()].groupby("not_predicted"):
-        yield f"rank {numbers(some['rank'])}: {reason}"
+        yield f"rank {format_ranks(some['rank'])}: {reason}"
     missing = {*range(world_size or 0)} - ranks
     if missing:
-        yield f"rank {numbers(missing)} of {world_size}: no log is there"
+        yield f"rank {format_ranks(missing)} of {world_size}: no log is there"
     if not len(told):
         yield "no process of the run left a log"
-
-
-def numbers(some: Iterable[int]) -> str:
-    """0, 1, 2, 5 as "0-2, 5"."""
-    parts: list[list[int]] = []
-    for number in sorted({int(one) for one in some}):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1][1:] = [number]
-        else:
-            parts.append([number])
-    return ", ".join("-".join(map(str, part)) for part in parts)

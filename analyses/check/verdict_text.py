@@ -8,9 +8,9 @@ from typing import Any, Final
 import pandas as pd
 
 from commtrace.analyses.engine import rows_of
-from commtrace.formatting import format_plural
+from commtrace.formatting import format_plural, format_ranks
 
-from .verdict import NUMBERS, Verdict, numbers
+from .verdict import NUMBERS, Verdict
 
 MOST: Final = 40
 """Paragraphs that are written."""
@@ -33,12 +33,12 @@ def merged(differences: pd.DataFrame) -> pd.DataFrame:
     by_rank = differences.groupby(["rank", *alike], dropna=False, sort=False)["step"].agg(_steps).reset_index()
     by_rank["first"] = differences.groupby(["rank", *alike], dropna=False, sort=False)["step"].min().to_numpy()
     grouped = by_rank.groupby([*alike, "step"], dropna=False, sort=False)
-    found = grouped.agg(ranks=("rank", numbers), first=("first", "min")).reset_index()
+    found = grouped.agg(ranks=("rank", format_ranks), first=("first", "min")).reset_index()
     return found.rename(columns={"step": "steps"}).sort_values("first", kind="stable", ignore_index=True)
 
 
 def _steps(steps: pd.Series[int]) -> str:
-    training = numbers(step for step in steps if step >= 0)
+    training = format_ranks(step for step in steps if step >= 0)
     parts = ["start-up"] * bool((steps < 0).any()) + [f"step {training}"] * bool(training)
     return " and ".join(parts)
 
@@ -68,7 +68,7 @@ def _difference(one: Any) -> str:
 
 
 def _end(verdict: Verdict) -> str:
-    where = f"{format_plural(verdict.cells, 'cell')} of rank {numbers(verdict.ranks)}"
+    where = f"{format_plural(verdict.cells, 'cell')} of rank {format_ranks(verdict.ranks)}"
     if len(verdict.differences):
         return f"differs from theory: {len(verdict.differences):,} of {where}"
     if not verdict.ranks:

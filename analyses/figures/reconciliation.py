@@ -9,7 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from commtrace.analyses.engine import rows_of
-from commtrace.formatting import format_bytes, format_count
+from commtrace.formatting import format_bytes, format_count, format_signed
 
 from .style import (
     CLOSED_FORM,
@@ -55,7 +55,10 @@ def _drawn(table: pd.DataFrame, roles: Sequence[str], title: str) -> go.Figure:
     top = running.where(~total, table["bytes"])
     base = (top - table["bytes"]).where(~total, 0)
     scale = bytes_scale([*top, *base])
-    words = [format_bytes(value) if all_ else _signed(value) for value, all_ in zip(table["bytes"], total, strict=True)]
+    words = [
+        format_bytes(value) if all_ else format_signed(value, format_bytes)
+        for value, all_ in zip(table["bytes"], total, strict=True)
+    ]
     labels = [f"{role}: {name}" if role else str(name) for role, name in zip(roles, table["label"], strict=True)]
     told = zip(labels, words, table["bytes"], strict=True)
     figure = go.Figure(
@@ -115,10 +118,6 @@ def _colour(kind: str, value: float) -> str:
     if kind == "unexplained":
         return UNEXPLAINED
     return CLOSED_FORM if kind != "cause" else MORE if value >= 0 else LESS
-
-
-def _signed(value: float) -> str:
-    return f"+{format_bytes(value)}" if value > 0 else f"-{format_bytes(-value)}" if value < 0 else "±0"
 
 
 def expected_and_measured(table: pd.DataFrame) -> go.Figure:

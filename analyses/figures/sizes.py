@@ -11,9 +11,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from commtrace.analyses.engine import rows_of
-from commtrace.formatting import format_bytes, format_count
+from commtrace.formatting import format_bytes, format_count, format_power_of_two
 
-from .style import SCALE, bytes_scale, finish, in_order, label, paint, power_of_two
+from .style import SCALE, bytes_scale, finish, in_order, label, paint
 
 _NO_PAYLOAD: Final = -1
 _HOVER: Final = (
@@ -145,7 +145,7 @@ def _span(exponent: Any) -> str:
     """Return the limits of a bin as text, such as "256 KiB to below 512 KiB"."""
     if exponent == _NO_PAYLOAD:
         return "no payload"
-    return f"{power_of_two(int(exponent))} to below {power_of_two(int(exponent) + 1)}"
+    return f"{format_power_of_two(int(exponent))} to below {format_power_of_two(int(exponent) + 1)}"
 
 
 def _size_axis(exponents: Iterable[int]) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def _size_axis(exponents: Iterable[int]) -> dict[str, Any]:
     none = low == _NO_PAYLOAD  # then the edge of 1 B is too close to the place of 0 B for a tick of its own
     edges = [edge for edge in range(max(low, int(none)), high + 2) if edge % step == 0]
     ticks = [*([_NO_PAYLOAD + 0.5] if none else []), *edges]
-    words = [*(["0 B"] if none else []), *map(power_of_two, edges)]
+    words = [*(["0 B"] if none else []), *map(format_power_of_two, edges)]
     return {"tickvals": ticks, "ticktext": words, "range": [low - 0.15, high + 1.15]}
 
 

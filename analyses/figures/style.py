@@ -169,11 +169,6 @@ def _largest(values: Iterable[float]) -> float:
     return max((abs(float(value)) for value in values if not pd.isna(value)), default=0.0)
 
 
-def power_of_two(exponent: int) -> str:
-    """2**exponent bytes: 20 -> "1 MiB"."""
-    return f"{1 << exponent % 10} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB', 'EiB')[exponent // 10]}"
-
-
 def finish(figure: go.Figure, title: str, height: int) -> go.Figure:
     """The figure with what all have in common. `height` in px; the width is that of where it is shown."""
     return figure.update_layout(template=TEMPLATE, title_text=title, height=height, autosize=True)

@@ -16,6 +16,7 @@ from commtrace.formatting import (
     format_count,
     format_duration,
     format_plural,
+    format_power_of_two,
     format_share,
 )
 from commtrace.reading.run import RecordedRun
@@ -195,13 +196,9 @@ def _sizes(page: Page) -> Iterator[RenderableType]:
 
 
 def _span(low: int, below: int) -> str:
-    return "0 B" if below == 1 else "1 B" if below == 2 else f"{_power(low)} to <{_power(below)}"
-
-
-def _power(value: int) -> str:
-    """A power of two, without digits behind the point."""
-    exponent = int(value).bit_length() - 1
-    return f"{1 << exponent % 10} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB', 'EiB')[exponent // 10]}"
+    if below <= 2:
+        return "0 B" if below == 1 else "1 B"
+    return f"{format_power_of_two(low.bit_length() - 1)} to <{format_power_of_two(below.bit_length() - 1)}"
 
 
 _MEASURES = {

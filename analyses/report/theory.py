@@ -9,7 +9,7 @@ import pandas as pd
 from rich.console import RenderableType
 from rich.text import Text
 
-from commtrace.formatting import format_bytes, format_plural, format_share
+from commtrace.formatting import format_bytes, format_plural, format_share, format_signed
 from commtrace.text_tables import TextColumn, left_column, paragraph
 
 FEW_CAUSES: Final = 8
@@ -90,7 +90,7 @@ def _cause(cause: str, part: pd.DataFrame) -> str:
     if not training.all():
         where = "in steps and start-up" if training.any() else "in start-up"
     ops = ", ".join(sorted(part["op"].unique()))
-    payload = _signed(part["difference_bytes"].sum())
+    payload = format_signed(part["difference_bytes"].sum(), format_bytes)
     return f"{cause}: {' and '.join(calls)} of {ops}, {payload} of payload, {where}{places}"
 
 
@@ -109,7 +109,8 @@ def _from_form_to_measured(page: Page, frame: pd.DataFrame, title: str) -> Itera
     form = frame["kind"].isin(["closed form", "measured"])
     frame = frame.assign(
         written=[
-            format_bytes(value) if full else _signed(value) for value, full in zip(frame["bytes"], form, strict=True)
+            format_bytes(value) if full else format_signed(value, format_bytes)
+            for value, full in zip(frame["bytes"], form, strict=True)
         ],
         part=frame["bytes"] / whole if whole else float("nan"),
     )
@@ -120,7 +121,3 @@ def _from_form_to_measured(page: Page, frame: pd.DataFrame, title: str) -> Itera
     }
     yield Text()
     yield page.table(columns, frame)
-
-
-def _signed(value: Any) -> str:
-    return f"{'+' if value > 0 else '-' if value < 0 else ''}{format_bytes(abs(value))}"

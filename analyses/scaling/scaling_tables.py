@@ -39,6 +39,7 @@ import pandas as pd
 
 from commtrace.analyses.engine import NamedTables
 from commtrace.errors import CommtraceError, LogError
+from commtrace.formatting import parse_ranks
 from commtrace.reading.run import RecordedRun
 from commtrace.reading.table_reader import integer_or_none
 from commtrace.theory import NotPredictedError, predict
@@ -182,24 +183,15 @@ def shared_cores(run: RecordedRun) -> str:
     for sets in bound.values():
         if "" in sets:
             continue
-        everywhere = cores_of(",".join(sets))
+        everywhere = parse_ranks(",".join(sets))
         crowded = [
             (sum(sets.values()), len(everywhere)),
-            *((ranks, len(cores_of(text))) for text, ranks in sets.items()),
+            *((ranks, len(parse_ranks(text))) for text, ranks in sets.items()),
         ]
         for ranks, cores in crowded:
             if ranks > cores:
                 return f"{ranks} ranks on {cores} {'core' if cores == 1 else 'cores'}"
     return ""
-
-
-def cores_of(text: str) -> set[int]:
-    """The kernel's list format: "0-3,8" -> {0, 1, 2, 3, 8}."""
-    found: set[int] = set()
-    for span in text.split(","):
-        low, _, high = span.partition("-")
-        found |= set(range(int(low), int(high or low) + 1))
-    return found
 
 
 def _compared(table: pd.DataFrame) -> pd.DataFrame:

@@ -48,6 +48,7 @@ class Command:
         """Measure and print, or only print."""
         from pathlib import Path
 
+        from commtrace.launchers import is_launched
         from commtrace.network import NetworkError, ranks
 
         if arguments.show is not None:
@@ -62,7 +63,7 @@ class Command:
         if arguments.ranks is not None:
             ranks.start(plan, arguments.ranks)
             return 0
-        if plan.through == "torch" and not ranks.launched():
+        if plan.through == "torch" and not is_launched():
             raise NetworkError("say how many ranks to start here: --ranks 2; or start under torchrun, srun or mpiexec")
         return ranks.run_rank(plan)
 

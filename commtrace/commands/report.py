@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import multiprocessing
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from commtrace.errors import CommtraceError
+from commtrace.launchers import usable_cores
 
 if TYPE_CHECKING:
     from commtrace.analyses.engine import Analysis, NamedTables
@@ -157,22 +157,17 @@ def _width(text: str) -> int | None:
     return int(text)
 
 
-def workers() -> int:
-    """Processes that may run at once."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 @contextlib.contextmanager
 def _executor(run: Run) -> Iterator[Executor | None]:
     """Worker processes where there is much to read, else None."""
     records = sum(segment.count for process in run.processes for segment in process.segments)
-    if records < PARALLEL_FROM or workers() < 2:
+    if records < PARALLEL_FROM or usable_cores() < 2:
         yield None
         return
     try:
         # A fork has pandas imported already, which takes a second, but copies the locks of other threads.
         how = multiprocessing.get_context("fork" if threading.active_count() == 1 else "spawn")
-        with ProcessPoolExecutor(min(workers(), 16), how) as executor:
+        with ProcessPoolExecutor(min(usable_cores(), 16), how) as executor:
             yield executor
     except BrokenProcessPool:
         raise CommtraceError(f"{run.log.path}: a worker process was killed, probably for want of memory") from None

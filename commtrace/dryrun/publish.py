@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from commtrace.formatting import format_ranks
 from commtrace.reading.log import Process
-from commtrace.reading.names import format_ranks
 from commtrace.recording.segment_writer import SegmentSeries
 from commtrace.schema import RECORD, Clock, Flag, Records, State
 from commtrace.settings import Settings

@@ -14,13 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from commtrace.launchers import VARIABLE_PREFIXES
+
 from .mail import WAITING
 
-# Variables by which other launchers tell a process who it is.
-_LAUNCHERS: Final = (
-    "OMPI_", "PMI", "MPI_LOCAL", "SLURM_PROCID", "SLURM_LOCALID", "TORCHELASTIC_", "GROUP_RANK", "GROUP_WORLD_SIZE",
-    "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE",
-)  # fmt: skip
 _POLL_SECONDS: Final = 0.02
 _LAST_WORDS_SECONDS: Final = 2.0
 
@@ -47,7 +44,7 @@ class Job:
 
     def environment_of(self, rank: int, log: Path) -> dict[str, str]:
         """As torchrun would set it, of one host after the other."""
-        kept = {name: value for name, value in self.environment.items() if not name.startswith(_LAUNCHERS)}
+        kept = {name: value for name, value in self.environment.items() if not name.startswith(VARIABLE_PREFIXES)}
         local = min(self.ranks_per_node, self.world_size)
         told = {
             "RANK": rank,

@@ -16,8 +16,8 @@ from commtrace import settings as all_settings
 from commtrace.commands.dryrun import ALL_DISTINCT
 from commtrace.commands.run import traced
 from commtrace.errors import CommtraceError, LogError
+from commtrace.formatting import format_ranks, parse_ranks
 from commtrace.reading.log import Log, open_log
-from commtrace.reading.names import format_ranks
 from commtrace.reading.run import RecordedRun
 from commtrace.recording.log_writer import say
 from commtrace.recording.recovery import recover_records
@@ -179,12 +179,11 @@ def _program(command: Sequence[str]) -> list[str]:
 
 
 def _ranks(text: str, world_size: int) -> list[int]:
-    """ "0,3-5" as numbers, ascending; those to begin with where the ranks are to be found. Raises DryRunError."""
+    """Parse "0,3-5", "all" or "all-distinct", of which rank 0 is the first to run. Raises DryRunError."""
     if text in ("all", ALL_DISTINCT):
         return [*range(world_size if text == "all" else 1)]
     try:
-        spans = [[int(end) for end in part.split("-")] for part in text.split(",")]
-        found = sorted({rank for span in spans for rank in range(span[0], span[-1] + 1) if len(span) <= 2})
+        found = parse_ranks(text)
     except ValueError:
         found = []
     if not found:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from commtrace.errors import LaunchError
+from commtrace.launchers import usable_cores
 
 
 def mpiexec() -> str:
@@ -31,7 +32,7 @@ def command(ranks: int, program: Sequence[str]) -> list[str]:
 def variables(ranks: int) -> dict[str, str]:
     """For the environment of `command`: ranks that share cores yield them when they wait."""
     found = {}
-    if ranks > len(os.sched_getaffinity(0)):
+    if ranks > usable_cores():
         found["OMPI_MCA_mpi_yield_when_idle"] = "1"  # Open MPI's
         found["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"  # MPICH's
     if os.geteuid() == 0:  # a container: Open MPI wants to be told twice that this is meant

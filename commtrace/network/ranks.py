@@ -26,18 +26,12 @@ from .plan import BenchPlan
 from .results import Results, write
 from .tables import lines
 
-_LAUNCHERS: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_STEP_NUM_TASKS")
 # Without the working directory on sys.path: in a checkout its folder `commtrace` is not the whole package.
 _PROGRAM: Final = (
     "import sys; sys.path[:1] == [''] and sys.path.pop(0)\n"
     "from commtrace.network.ranks import started; sys.exit(started())"
 )
 _GRACE_S: Final = 5.0
-
-
-def launched(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher has started this process as one of its ranks."""
-    return any(environ.get(name) for name in _LAUNCHERS)
 
 
 # --- starting ranks on this machine ---------------------------------------------------------------------------------
@@ -150,8 +144,10 @@ def started() -> int:
 
 
 def bind(rank: int, ranks: int) -> None:
-    """A core for each of the ranks of one host, where there are enough: ranks of MPI spin while they wait, and the
-    kernel now and then puts two of them on one core and leaves another idle, where a call takes four times as long.
+    """Bind each rank of this host to a core of its own, where there are enough cores.
+
+    Ranks of MPI spin while they wait, and the kernel now and then puts two of them on one core and leaves another idle,
+    where a call takes four times as long.
     """
     cores = sorted(os.sched_getaffinity(0))
     if ranks <= len(cores):
@@ -204,7 +200,7 @@ def _complete_environment() -> None:
 
 
 def first_host(nodes: str) -> str:
-    """ "node[03-07,12],login1" -> "node03": where Slurm puts rank 0 of a step."""
+    """Return the host of rank 0 of a Slurm step: "node[03-07,12],login1" -> "node03"."""
     found = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\])?([^\[,]*)", nodes)
     return "" if found is None else found[1] + (found[2] or "") + (found[3] or "")
 
@@ -224,8 +220,10 @@ def _measured(plan: BenchPlan, library: Library) -> Results:
 
 
 def groups(plan: BenchPlan, hosts: Sequence[str]) -> dict[tuple[int, ...], list[str]]:
-    """The operations to measure among these ranks: collectives among the first of all ranks, by the plan's sizes;
-    messages between the first two ranks, and from the first to one on another host.
+    """Return the operations to measure among each group of ranks.
+
+    Collectives are measured among the first ranks, in the plan's group sizes; messages between the first two ranks, and
+    from the first to one on another host.
     """
     messages = [op for op in plan.operations if op in POINT_TO_POINT]
     collectives = [op for op in plan.operations if op not in POINT_TO_POINT]

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from commtrace import identity
+from commtrace.launchers import usable_cores
 from commtrace.output_files import atomic_write
 
 from . import NetworkError
@@ -67,7 +68,7 @@ class Results:
             plan.backend if plan.through == "torch" else "mpi",
             {**identity.versions(), **facts},
             [{"host": host, "ranks": ranks} for host, ranks in Counter(hosts).items()],
-            {"cpu": _cpu(), "cores": _cores(), "system": f"{platform.system()} {platform.release()}"},
+            {"cpu": _cpu(), "cores": usable_cores(), "system": f"{platform.system()} {platform.release()}"},
             {name: os.environ[name] for name in sorted(os.environ) if name.startswith(TRANSPORTS)},
             time.strftime("%Y-%m-%d"),
             os.environ.get("COMMTRACE", "0") not in ("", "0"),
@@ -82,7 +83,7 @@ class Results:
 
     @property
     def title(self) -> str:
-        """ "gloo, 2 ranks of 1 host"."""
+        """Describe what was measured: "gloo through torch, 2 ranks on 1 host"."""
         ranks = sum(int(one["ranks"]) for one in self.hosts)
         hosts = f"{len(self.hosts)} host{'s' * (len(self.hosts) != 1)}"
         name = self.backend if self.through == "torch" else self.versions.get("mpi", "MPI")
@@ -143,7 +144,3 @@ def _cpu() -> str:
         return platform.machine()
     names = (line.partition(":")[2].strip() for line in told.splitlines() if line.startswith("model name"))
     return next(names, platform.machine())
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from commtrace.formatting import format_ranks
 from commtrace.schema import ROLES, Flag, Phase, State
 from commtrace.volume import wire_bytes
 
@@ -161,17 +162,6 @@ class Names:
             except ValueError:  # an operation without a wire rule
                 continue
         return result
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Ascending ranks as text: "0-3", "0,2,4", "0-3,8-11"."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in spans)
 
 
 def group_label(group: Group) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from struct import Struct
 from typing import Any, Final
 
-from commtrace import identity
+from commtrace import identity, launchers
 from commtrace.schema import FORMAT, RECORD, RECORD_STRUCT, VERSION, Clock, State
 from commtrace.settings import Settings
 
@@ -248,7 +248,7 @@ def _process_row(
         "run": run,
         "rank": member.rank,
         "world_size": member.world_size,
-        "local_rank": identity.local_rank(),
+        "local_rank": launchers.local_rank(),
         "host": host,
         "pid": os.getpid(),
         "boot_id": identity.boot_id(),

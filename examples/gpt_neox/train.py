@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from commtrace.errors import CommtraceError, ConfigError
-from commtrace.launchers import Process, find_process
+from commtrace.launchers import LaunchedProcess, find_process
 from commtrace.network.process_exit import wait_for_threads
 from commtrace.theory.configs.gpt_neox.config import NeoxConfig, load_config
 from commtrace.theory.configs.gpt_neox.engine_checks import check_engine
@@ -46,14 +46,14 @@ class Engine(Protocol):
         """Leave the process group."""
 
 
-def say(process: Process, *lines: str) -> None:
+def say(process: LaunchedProcess, *lines: str) -> None:
     """Print on rank 0, where the progress bar also is."""
     if process.rank == 0:
         for line in lines:
             print(f"gpt_neox: {line}", file=sys.stderr, flush=True)
 
 
-def choose_device(process: Process) -> torch.device:
+def choose_device(process: LaunchedProcess) -> torch.device:
     """This process's GPU, or the CPU where there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -112,7 +112,9 @@ def make_engine(options: Namespace, config: NeoxConfig, device: torch.device, ba
     return kind(config, device, *batch_shape, options.verbose)
 
 
-def train(config: NeoxConfig, engine: Engine, data: RankData, device: torch.device, process: Process) -> list[float]:
+def train(
+    config: NeoxConfig, engine: Engine, data: RankData, device: torch.device, process: LaunchedProcess
+) -> list[float]:
     """All steps; the losses of this rank's own data, one a step."""
     losses = []
     bar = tqdm(total=config.train_iters, desc="training", unit="step", disable=process.rank != 0, dynamic_ncols=True)
@@ -128,13 +130,13 @@ def train(config: NeoxConfig, engine: Engine, data: RankData, device: torch.devi
     return losses
 
 
-def write_losses(path: str, losses: Sequence[float], process: Process) -> None:
+def write_losses(path: str, losses: Sequence[float], process: LaunchedProcess) -> None:
     """Losses as hexadecimal floats, which say every bit, for comparisons of whole runs."""
     content = {"world_size": process.world_size, "rank": process.rank, "losses": [loss.hex() for loss in losses]}
     Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def run(options: Namespace, process: Process) -> None:
+def run(options: Namespace, process: LaunchedProcess) -> None:
     """One training, from the files to the last step. Everything that can be wrong is looked at first."""
     config = load_config(options.configs, overrides(options))
     device = choose_device(process)

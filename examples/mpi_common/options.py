@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 from typing import IO, Any
 
 import torch
+
+from commtrace.launchers import local_rank
 
 from .errors import TransportError
 from .mpi_transport import MpiTransport
@@ -78,9 +79,8 @@ def choose_device(name: str | None, rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise TransportError("--device cuda: torch finds no CUDA device here")
-    names = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-    local = next((int(os.environ[name]) for name in names if name in os.environ), rank)
-    device = torch.device("cuda", local % torch.cuda.device_count())
+    launched = local_rank()
+    device = torch.device("cuda", (rank if launched is None else launched) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import socket
 import time
 from collections import Counter
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 import commtrace
+from commtrace.launchers import usable_cores
 
 from .errors import ExampleError
 from .stopwatch import EXCLUSIVE
@@ -122,7 +122,7 @@ def measure(
     parts["compute"] = seconds - sum(parts.get(name, 0.0) for name in EXCLUSIVE)
     return RankOutcome(
         host=socket.gethostname(),
-        cores=len(os.sched_getaffinity(0)),
+        cores=usable_cores(),
         seconds=seconds,
         parts=parts,
         traffic=_per_iteration([one.traffic for one in (transport, *others)], timed),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from commtrace.errors import CommtraceError
+from commtrace.launchers import usable_cores
 
 from .experiments import exclusive_lock, find_done, run_missing
 from .page import DATA, PAGE, Study, write
@@ -92,7 +92,7 @@ def _run(arguments: argparse.Namespace) -> int:
         experiments = {name: [*part.experiments(options)] for name, part in parts.items()}
         failures: dict[str, str] = {}
         if not arguments.no_run:
-            jobs = arguments.jobs or min(4, _usable_cores())
+            jobs = arguments.jobs or min(4, usable_cores())
             with _exit_on_sigterm(), _progress(out, experiments) as report_end:
                 for name in experiments:
                     failures |= run_missing(experiments[name], out / name, jobs, report_end)
@@ -172,10 +172,6 @@ def _progress(
                 console.print(f"{ended}/{len(missing)} {experiment.title}")
 
         yield report_end
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _positive_integer(text: str) -> int:

@@ -25,6 +25,7 @@ from commtrace.formatting import (
     format_duration,
     format_plural,
     format_share,
+    format_signed,
     format_small_share,
     is_known,
 )
@@ -355,10 +356,6 @@ def _site(value: Any) -> str:
 _KINDS: Final[dict[Cells, str]] = {_word: "word", _text: "text", _site: "text"}
 
 
-def _signed(value: Any) -> str:
-    return f"{value:+,.0f}" if is_known(value) else "-"
-
-
 def _ratio(value: Any) -> str:
     return f"{value:.2f}" if is_known(value) else "-"
 
@@ -468,7 +465,7 @@ _NUMBERS: Final[dict[str, Numbers]] = {
             "cause": ("cause", _text),
             "expected_calls": ("expected calls", format_count),
             "measured_calls": ("measured calls", format_count),
-            "difference_bytes": ("difference, bytes", _signed),
+            "difference_bytes": ("difference, bytes", format_signed),
             "sites": ("lines", _text),
         },
         title="What differs, sums over ranks and training steps",

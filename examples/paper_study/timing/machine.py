@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from commtrace.launchers import usable_cores
 from examples.paper_study.experiments import execute
 
 FILE: Final = "machine.json"
@@ -17,8 +18,10 @@ _COUNTED: Final = 8  # user, nice, system, idle, iowait, irq, softirq, steal; gu
 
 
 def execute_watched(command: Sequence[str], folder: Path, environment: Mapping[str, str], limit_seconds: float) -> None:
-    """`execute`, and `machine.json` in the folder: `cores` that the program may use, `wall_seconds`, `cpu_seconds`,
-    and `others_cores`, how many cores all other programs kept busy meanwhile (None where the system does not tell).
+    """Execute a program as `execute` does, and write `machine.json` to its folder.
+
+    It holds `cores` that the program may use, `wall_seconds`, `cpu_seconds`, and `others_cores`, how many cores all
+    other programs kept busy meanwhile (None where the system does not tell).
     """
     before = busy_seconds()
     cost = execute(command, folder, environment=environment, limit_seconds=limit_seconds)
@@ -27,14 +30,10 @@ def execute_watched(command: Sequence[str], folder: Path, environment: Mapping[s
     if before is not None and after is not None:
         others = max(0.0, after - before - cost.cpu_seconds) / cost.wall_seconds
     told = {
-        "cores": _cores(), "wall_seconds": cost.wall_seconds, "cpu_seconds": cost.cpu_seconds,
+        "cores": usable_cores(), "wall_seconds": cost.wall_seconds, "cpu_seconds": cost.cpu_seconds,
         "others_cores": others,
     }  # fmt: skip
     (folder / FILE).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def busy_seconds(stat: Path = _STAT) -> float | None:

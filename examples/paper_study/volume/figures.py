@@ -25,11 +25,10 @@ from commtrace.analyses.figures.style import (
     in_order,
     label,
     paint,
-    power_of_two,
     sums_of_stacks,
     time_scale,
 )
-from commtrace.formatting import format_bytes, format_count, format_duration, format_share
+from commtrace.formatting import format_bytes, format_count, format_duration, format_power_of_two, format_share
 
 _LINES: Final = (BLUE, ORANGE, GREEN, PINK, VERMILION, SKY, CLOSED_FORM, MORE)
 _THREE: Final = {
@@ -151,8 +150,8 @@ def message_sizes(table: pd.DataFrame, title: str) -> go.Figure:
         )
         scale = bytes_scale(bins["payload_bytes"])
         hover = [
-            f"{power_of_two(one.exponent)} to below {power_of_two(one.exponent + 1)}<br>{format_count(one.calls)} "
-            "calls of "
+            f"{format_power_of_two(one.exponent)} to below {format_power_of_two(one.exponent + 1)}<br>"
+            f"{format_count(one.calls)} calls of "
             f"{format_count(one.kinds)} sizes<br>{format_bytes(one.payload_bytes)}"
             for one in rows_of(bins)
         ]
@@ -174,7 +173,9 @@ def message_sizes(table: pd.DataFrame, title: str) -> go.Figure:
         figure.update_yaxes(title_text=scale.unit, row=row, col=2, rangemode="tozero")
     step = max(1, math.ceil((high + 1 - low) / 6))
     edges = [*range(low, high + 2, step)]
-    figure.update_xaxes(tickvals=edges, ticktext=[power_of_two(edge) for edge in edges], range=[low - 0.2, high + 1.2])
+    figure.update_xaxes(
+        tickvals=edges, ticktext=[format_power_of_two(edge) for edge in edges], range=[low - 0.2, high + 1.2]
+    )
     return finish(_headed(figure), title, height)
 
 
