@@ -1,5 +1,5 @@
 // Where the times of a device lie on the host's clock. Arithmetic alone: it knows neither torch nor a device
-// (tests/native_programs/device_clock.cpp).
+// (tests/support/native_programs/device_clock.cpp).
 #pragma once
 
 #include <algorithm>

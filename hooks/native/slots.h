@@ -1,5 +1,5 @@
 // The records of a ring, and which thread may write to which of them. Knows neither torch nor Python, so that a small
-// program can put it under a thread sanitizer (tests/native_programs/slots_race.cpp).
+// program can put it under a thread sanitizer (tests/support/native_programs/slots_race.cpp).
 #pragma once
 
 #include <atomic>

@@ -1,0 +1,151 @@
+"""The sequence-parallel layer: right whatever the ranks and the attention, and communicating what the formulas say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import mpi_ranks
+import pytest
+from sequence_parallel_cases import (
+    BATCH,
+    CASES,
+    FEED_FORWARD,
+    HIDDEN,
+    ITERATIONS,
+    SEQUENCE,
+    Case,
+    expected,
+    found,
+)
+
+pytest.importorskip("torch")
+pytest.importorskip("mpi4py")
+
+from commtrace.theory.expected_calls import wire
+from examples.mpi_common.expected_calls import layer_parameters, sequence_parallel
+from examples.mpi_sequence_parallel.layer import Shape
+
+pytestmark = mpi_ranks.needs_mpiexec
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_results_are_those_of_one_process(case: Case, ranks: int) -> None:
+    """Output, the input's gradient and every parameter's, dropout included, against torch's own layer."""
+    for rank in found(ranks)[case]:
+        assert rank["error"] < 1e-12
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_calls_and_bytes_are_those_of_the_formula(case: Case, ranks: int) -> None:
+    for rank in found(ranks)[case]:
+        assert [tuple(row) for row in rank["traffic"]] == expected(case, ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("case", [case for case in CASES if case[2] != "gloo"], ids=str)
+def test_mpi_is_called_as_the_formula_says(case: Case, ranks: int) -> None:
+    """Counted between the workload and MPI, over the whole run."""
+    for rank in found(ranks)[case]:
+        calls = [(op, payload, calls * ITERATIONS) for op, payload, calls in expected(case, ranks)]
+        assert [tuple(row) for row in rank["counted"]] == calls
+
+
+@pytest.mark.parametrize("attention", ["all_gather", "ring", "ulysses"])
+def test_copies_by_way_of_the_host_are_parts_of_their_own(attention: str) -> None:
+    """Without a GPU the copies copy nothing; that they are made, timed and harmless can be seen all the same."""
+    for staged, direct in zip(found(2)[attention, True, "staged mpi"], found(2)[attention, True, "mpi"], strict=True):
+        assert staged["digest"] == direct["digest"]
+        assert staged["parts"].keys() - direct["parts"].keys() == {"copy to host", "copy to device"}
+
+
+def losses_of(ranks: list[dict[str, Any]]) -> list[float]:
+    """Of each iteration, all ranks' together."""
+    return [sum(map(float.fromhex, losses)) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)]
+
+
+def test_losses_add_up_to_that_of_one_rank() -> None:
+    """Of every iteration, so that each has its own dropout."""
+    for case in CASES:
+        sums = [losses_of(found(ranks)[case]) for ranks in (1, 2, 4)]
+        assert sums[1] == pytest.approx(sums[0], rel=1e-12)
+        assert sums[2] == pytest.approx(sums[0], rel=1e-12)
+        assert len(set(sums[0])) == ITERATIONS
+
+
+def test_closed_forms() -> None:
+    """Wire bytes of the attention, as docs/mpi-workloads.md has them."""
+    b, s, h, e = BATCH, SEQUENCE, HIDDEN, 8
+    for n in (2, 4, 8):
+        gradients = 2 * layer_parameters(h, FEED_FORWARD) * e * (n - 1) / n
+        for attention, forward, both in (
+            ("all_gather", 2 * b * s * h * e * (n - 1) / n, 4 * b * s * h * e * (n - 1) / n),
+            ("ulysses", 4 * b * s * h * e * (n - 1) / n**2, 8 * b * s * h * e * (n - 1) / n**2),
+            ("ring", 2 * b * s * h * e * (n - 1) / n, 6 * b * s * h * e * (n - 1) / n),
+        ):
+            sizes = (attention, b, s, h, FEED_FORWARD, e, n)
+            assert wire(sequence_parallel(*sizes, False), n) == pytest.approx(forward)
+            assert wire(sequence_parallel(*sizes, True), n) == pytest.approx(both + gradients)
+
+
+@pytest.mark.parametrize(
+    ("attention", "mebibytes"),
+    [("all_gather", (320, 480, 560)), ("ring", (320, 480, 560)), ("ulysses", (320, 240, 140))],
+)
+def test_what_the_original_configuration_sends(attention: str, mebibytes: tuple[int, ...]) -> None:
+    """The table of docs/mpi-workloads.md."""
+    for ranks, size in zip((2, 4, 8), mebibytes, strict=True):
+        calls = sequence_parallel(attention, 4, 4096, 5120, 4 * 5120, 4, ranks, backward=False)
+        assert wire(calls, ranks) == size * 2**20
+
+
+def test_parameters_are_counted_right() -> None:
+    assert layer_parameters(64, 256) == 12 * 64**2 + 13 * 64
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "attention", "message"),
+    [
+        (Shape(2, 10, 16, 4, 64), 4, "all_gather", r"--sequence \(10\) .* the ranks \(4\)"),
+        (Shape(2, 12, 16, 4, 64), 3, "ulysses", r"--heads \(4\) .* the ranks \(3\); --attention ring"),
+        (Shape(2, 12, 18, 4, 64), 1, "ring", r"--hidden \(18\) .* --heads \(4\)"),
+    ],
+)
+def test_what_does_not_divide_is_said(shape: Shape, ranks: int, attention: str, message: str) -> None:
+    from examples.mpi_common import ShapeError
+
+    with pytest.raises(ShapeError, match=message):
+        shape.check(ranks, attention)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--sequence", "7"], ["--attention", "none"]],
+    ids=["sizes", "options"],
+)
+def test_one_rank_says_what_is_impossible(arguments: list[str]) -> None:
+    """And all leave, with a status that is not 0."""
+    result = mpi_ranks.mpiexec(2, "-m", "examples.mpi_sequence_parallel", *arguments)
+    assert result.status == 2, result.err
+    assert result.err.count("error: ") == 1
+
+
+def test_an_exception_on_one_rank_ends_all() -> None:
+    code = (
+        "import sys; from examples.mpi_common import program\n"
+        "def work(argv, comm):\n"
+        "    if comm.Get_rank() == 1: raise KeyError('only here')\n"
+        "    comm.Barrier()\n"
+        "sys.exit(program.run('test', work, []))"
+    )
+    result = mpi_ranks.mpiexec(2, "-c", code)
+    assert result.status not in (0, None)
+    assert "only here" in result.err
+
+
+def test_counter_is_not_empty() -> None:
+    """The comparisons above compare something."""
+    counts = Counter(op for case in CASES for op, _, _ in found(2)[case][0]["traffic"])
+    assert set(counts) == {"all_gather", "reduce_scatter", "all_to_all", "all_reduce", "send", "recv"}

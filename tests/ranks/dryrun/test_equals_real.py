@@ -1,0 +1,153 @@
+"""A dry run records what the real run does, call by call, on every rank, times aside."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import pytest
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("yaml")
+
+import dry_runs
+import pipelines
+import processes
+import sequence_trainings
+import sharding
+import trainings
+
+from commtrace.run import Run, open_run
+
+SMALL: Final = 512
+"""So few that most of a tiny model is not computed either."""
+
+Runs = Callable[[], dict[str, Run]]
+
+
+class Start(NamedTuple):
+    """Trainings that are dry-run in one start, of so many ranks; the real ones are those of other tests."""
+
+    ranks: int
+    real: dict[str, Runs]
+    wanted: Mapping[str, Any]
+
+
+def of(ranks: int, runs: Runs, wanted: Mapping[str, Any], *names: str) -> Start:
+    """All of some trainings, or those of these names."""
+    return Start(ranks, dict.fromkeys(names or wanted, runs), wanted)
+
+
+def together(*starts: Start) -> Start:
+    """In one start."""
+    real = {name: runs for start in starts for name, runs in start.real.items()}
+    return Start(starts[0].ranks, real, {name: one for start in starts for name, one in start.wanted.items()})
+
+
+# Their calls depend on what is computed: how many tokens go to which expert.
+SUITABLE: Final = {
+    name: one for name, one in sequence_trainings.FIXED.items() if name not in sequence_trainings.BOUNDED
+}
+
+STARTS: Final = {
+    "four": together(
+        of(4, trainings.shared, trainings.SHARED, "tp2-zero1"),
+        of(4, sequence_trainings.runs, SUITABLE, "sp2-zero0"),
+    ),
+}
+"""The GPT-NeoX workload, its model cut by Megatron's ways."""
+
+MORE_STARTS: Final = {
+    "ddp and zero": of(
+        3,
+        trainings.variants,
+        trainings.VARIANTS,
+        *("ddp", "ddp-static", "zero0", "zero1-round", "zero2-owners", "zero3-limits"),
+    ),
+    "tensor": of(4, trainings.shared, trainings.SHARED),
+    "sequence": of(4, sequence_trainings.runs, SUITABLE),
+    "pipelines of two": of(2, pipelines.RUNS[2], pipelines.TWO),
+    "pipelines of four": of(4, pipelines.RUNS[4], pipelines.FOUR),
+    "three at once": of(8, pipelines.RUNS[8], pipelines.EIGHT),
+    "sharded": of(4, sharding.sharded, sharding.SHARDED),
+}
+"""Ulysses, rings, experts, pipelines, and their combinations."""
+
+
+@functools.cache
+def dry(folder: Path, which: str) -> dict[str, Run]:
+    """Dry runs of a start."""
+    start = {**STARTS, **MORE_STARTS}[which]
+    # ZeRO-3 last: it changes linear layers for the rest of its process.
+    names = sorted(start.real, key=lambda name: "zero3" in name)
+    return dry_runs.trained({name: start.wanted[name] for name in names}, folder / which, start.ranks, SMALL)
+
+
+def listed(starts: dict[str, Start]) -> list[tuple[str, str]]:
+    """(start, training)."""
+    return [(which, name) for which, start in starts.items() for name in start.real]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all tests of this module."""
+    return tmp_path_factory.mktemp("dry")
+
+
+@pytest.mark.parametrize(("which", "name"), listed(STARTS))
+def test_the_workload_in_every_way(which: str, name: str, folder: Path) -> None:
+    dry_runs.assert_same(STARTS[which].real[name]()[name], dry(folder, which)[name])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("which", "name"), listed(MORE_STARTS))
+def test_the_workload_in_more_ways(which: str, name: str, folder: Path) -> None:
+    dry_runs.assert_same(MORE_STARTS[which].real[name]()[name], dry(folder, which)[name])
+
+
+# ---- small models divided in torch's and DeepSpeed's own ways --------------------------------------------------------
+
+WAYS: Final = {"fsdp1": 2, "fsdp2": 2, "tensor": 2, "pipeline": 2}
+"""Functions of tests/support/programs/sharded.py, and on how many ranks."""
+MORE_WAYS: Final = {"hsdp": 4, "sharded_tensor": 4, "deepspeed_pipeline": 4}
+
+
+def orders(folder: Path, ways: list[str]) -> Path:
+    """What `sharded.py` is to do, each into a log of its own."""
+    folder.mkdir(parents=True)
+    path = folder / "orders.json"
+    order = [{"log": str(folder / way), "port": processes.free_port(), "way": way} for way in ways]
+    path.write_text(json.dumps(order))
+    return path
+
+
+@functools.cache
+def both(folder: Path, ways: tuple[str, ...], world: int) -> None:
+    """Real runs and dry ones."""
+    real = trainings.parent().start(
+        "sharded", folder / "log", orders(folder / "real", [*ways]), ranks=world, traced=False
+    )
+    assert real.wait(dry_runs.LIMIT_SECONDS) == [0] * world, real.output(0)[-4000:]
+    path = orders(folder / "dry", [*ways])
+    dry_runs.simulated("sharded", folder / "dry" / "simulated", world, path, small=SMALL)
+
+
+def assert_same(way: str, ways: dict[str, int], folder: Path) -> None:
+    """All in one start."""
+    here = folder / "-".join(ways)
+    both(here, (*ways,), ways[way])
+    dry_runs.assert_same(open_run(here / "real" / way), open_run(here / "dry" / way))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_of_torch(way: str, folder: Path) -> None:
+    assert_same(way, WAYS, folder)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", MORE_WAYS)
+def test_several_ways_at_once(way: str, folder: Path) -> None:
+    assert_same(way, MORE_WAYS, folder)

@@ -1,0 +1,217 @@
+"""Times of calls on a device, on a simulated one: what is taken is true, and nothing is done to the device for it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import recorders
+from hook_programs.runs import FOLDER
+
+from commtrace.schema import Clock, Flag, State
+
+torch = pytest.importorskip("torch")
+cpp_extension = pytest.importorskip("torch.utils.cpp_extension")
+
+COMPILER = shutil.which("g++")
+MS = 1_000_000
+ROUNDING = 10  # ns: elapsed times come as milliseconds in single precision,
+FAR_ROUNDING = 1000  # of up to four seconds where two calls are compared
+DRIFT_ONE_IN, RESOLUTION = 10_000, 1_000  # as DeviceClock allows
+
+_folders: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def build_folder() -> Path:
+    """Kept between runs of the tests: compiling takes half a minute."""
+    source = (FOLDER / "simulated_device.cpp").read_bytes()
+    key = hashlib.sha256(source + torch.__version__.encode() + sys.version.encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"commtrace-tests-simulated-device-{key}"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+class Ran:
+    """What was recorded, and what the program told."""
+
+    def __init__(self, *arguments: str, **settings: Any) -> None:
+        recorders.needs("native")
+        if not cpp_extension.is_ninja_available():
+            pytest.skip("there is no ninja to build the device with")
+        _folders.append(tempfile.TemporaryDirectory())
+        folder = Path(_folders[-1].name)
+        command: list[str | Path] = [sys.executable, FOLDER / "on_device.py", folder, build_folder(), *arguments]
+        settings = {"COMMTRACE_RECORDER": "native", "COMMTRACE_DRAIN_MS": 20, **settings}
+        result = processes.run(command, limit=240, COMMTRACE=folder / "log", **settings)
+        assert result.status == 0, result.err[-8000:]
+        self.left = processes.read_one(folder / "log")
+        self.told: dict[str, Any] = json.loads((folder / "told.json").read_text())
+
+    def calls(self, name: str) -> list[Any]:
+        """Records of a case, in the order of the calls."""
+        case, records = self.told["cases"][name], self.left.records
+        found = records[(records["t_begin"] >= case["begin"]) & (records["t_begin"] <= case["end"])]
+        return list(found[found["t_begin"].argsort(kind="stable")])
+
+    def truth(self, name: str, number: int = 0) -> tuple[int, int]:
+        """When the n-th collective of a case truly began and ended, on the host's clock."""
+        begin, end = self.told["truth"][self.told["cases"][name]["first"] + number]
+        return int(begin), int(end)
+
+    def counts(self, name: str) -> dict[str, int]:
+        """What was done to the device during a case."""
+        return dict(self.told["cases"][name]["counts"])
+
+
+@functools.cache
+def ran() -> Ran:
+    return Ran(COMMTRACE_DEVICE_TIMES=1)
+
+
+@functools.cache
+def untimed() -> Ran:
+    return Ran()
+
+
+def seen(call: Any) -> tuple[State, Clock]:
+    return State(call["state"]), Clock(call["clock"])
+
+
+def duration(call: Any) -> int:
+    return int(call["t_end"]) - int(call["t_start"])
+
+
+def test_the_recorder_made_no_mistake() -> None:
+    assert ran().left.stats["hook_errors"] == 0, ran().left.stats["first_error"]
+    assert ran().left.tables["process"][0]["recorder"] == "native"
+
+
+@pytest.mark.parametrize(
+    ("name", "durations", "clock"),
+    [
+        ("synchronous", [3, 7], Clock.DEVICE),
+        ("on_two_streams", [2, 5], Clock.DEVICE),
+        ("waited_for", [8], Clock.DEVICE),
+        ("functional", [4], Clock.DEVICE),
+        ("given_up", [6, 1], Clock.DEVICE),
+        ("batch", [5, 5], Clock.DEVICE),
+        ("batch_with_a_work", [6, 6], Clock.DEVICE),
+        ("afterwards", [3], Clock.DEVICE),
+        ("group_is_gone", [5], Clock.DEVICE),
+        # Seen when its stream came past the wait: the end is at or before that.
+        ("hidden", [9], Clock.DEVICE_WAIT),
+    ],
+)
+def test_durations_are_the_devices_own(name: str, durations: list[int], clock: Clock) -> None:
+    calls = ran().calls(name)
+    assert [seen(call) for call in calls] == [(State.COMPLETE, clock)] * len(durations)
+    for call, expected in zip(calls, durations, strict=True):
+        assert abs(duration(call) - expected * MS) <= ROUNDING
+
+
+@pytest.mark.parametrize(
+    "name", ["synchronous", "on_two_streams", "waited_for", "hidden", "functional", "batch", "group_is_gone"]
+)
+def test_a_start_is_early_by_no_more_than_the_clock_allows(name: str) -> None:
+    """An idle stream began with a call this much after the host had begun it: no bound can be looser than the best."""
+    run = ran()
+    idle = run.calls("idle")
+    delays = [run.truth("idle", number)[0] - int(call["t_begin"]) for number, call in enumerate(idle)]
+    for number, call in enumerate(run.calls(name)[:1]):
+        start = run.truth(name, number)[0]
+        drift = (start - int(idle[0]["t_begin"])) // DRIFT_ONE_IN
+        assert int(call["t_begin"]) <= int(call["t_start"])
+        assert -ROUNDING <= start - int(call["t_start"]) <= min(delays) + drift + 2 * RESOLUTION
+
+
+def test_the_error_of_the_clock_is_told() -> None:
+    """As bounds from both sides: looser than what an idle stream shows, tighter than the time between two drains."""
+    assert ran().left.stats["device_clock_ns"] > 0
+
+
+def test_a_call_begins_when_the_one_before_it_on_the_backend_is_done() -> None:
+    calls = ran().calls("one_after_the_other")
+    assert [seen(call) for call in calls] == [(State.COMPLETE, Clock.DEVICE)] * 2
+    for call, expected in zip(calls, [8, 3], strict=True):
+        assert abs(duration(call) - expected * MS) <= FAR_ROUNDING
+
+
+def test_a_call_that_nobody_waits_for_has_no_end() -> None:
+    for name in ("never_waited_for", "future_only"):
+        (call,) = ran().calls(name)
+        assert (seen(call), call["t_start"], call["t_end"]) == ((State.RETURNED, Clock.NONE), 0, 0)
+
+
+def test_a_future_that_is_complete_at_launch_is_not_even_asked_for() -> None:
+    told = ran().told
+    assert told["cases"]["future_only"]["tells"] is True
+    assert told["counts"]["peeks"] == 1  # the program's own
+
+
+def test_nothing_is_held_until_the_device_has_come_to_it() -> None:
+    assert ran().told["cases"]["given_up"]["tells"] == 0
+
+
+def test_nothing_is_put_into_a_stream_under_capture() -> None:
+    assert ran().told["counts"]["trespasses"] == 0
+    assert ran().counts("captured")["records"] == 0
+    calls = ran().calls("captured")
+    assert len(calls) == 3
+    for call in calls:
+        assert Flag(int(call["flags"])) & Flag.CAPTURED
+        assert (seen(call), call["t_start"], call["t_end"]) == ((State.UNOBSERVABLE, Clock.NONE), 0, 0)
+    (call,) = ran().calls("waited_for_under_capture")
+    assert (seen(call), int(call["flags"])) == ((State.UNOBSERVABLE, Clock.NONE), Flag.ASYNC)
+
+
+def test_the_device_is_never_waited_for() -> None:
+    assert ran().told["counts"]["synchronizations"] == 0
+
+
+def test_a_wait_that_raises_has_failed_the_call() -> None:
+    assert "aborted" in ran().told["cases"]["wait_that_raises"]["tells"]
+    assert [seen(call) for call in ran().calls("wait_that_raises")] == [(State.FAILED, Clock.NONE)]
+
+
+def test_calls_beyond_the_events_are_counted() -> None:
+    calls = ran().calls("too_many")
+    states = [State(call["state"]) for call in calls]
+    timed = states.count(State.COMPLETE)
+    assert states == [State.COMPLETE] * timed + [State.UNOBSERVABLE] * (len(calls) - timed)
+    assert 4000 < timed <= 4096
+    others = [call for call in ran().left.records if call["state"] == State.UNOBSERVABLE and not call["flags"]]
+    assert ran().left.stats["untimed"] == len(others) >= len(calls) - timed
+
+
+def test_it_is_off_unless_asked_for() -> None:
+    counts = untimed().told["counts"]
+    assert (counts["records"], counts["queries"], counts["synchronizations"]) == (0, 0, 0)
+    for call in untimed().calls("synchronous") + untimed().calls("waited_for") + untimed().calls("batch"):
+        assert (seen(call), call["t_start"]) == ((State.UNOBSERVABLE, Clock.NONE), 0)
+    assert untimed().left.stats["untimed"] == untimed().left.stats["device_clock_ns"] == 0
+
+
+def test_a_device_that_fails_is_left_alone() -> None:
+    run = Ran("breaks", COMMTRACE_DEVICE_TIMES=1)
+    assert run.left.stats["hook_errors"] == 1
+    assert "the device is gone" in run.left.stats["first_error"]
+    assert [seen(call) for call in run.calls("broken")] == [(State.UNOBSERVABLE, Clock.NONE)] * 2
+    assert run.told["counts"]["records"] == run.told["cases"]["broken"]["counts"]["records"]
+
+
+def test_the_arithmetic_of_the_clock(tmp_path: Path) -> None:
+    if COMPILER is None:
+        pytest.skip("there is no C++ compiler")
+    program = processes.NATIVE_PROGRAMS / "device_clock.cpp"
+    build = processes.run([COMPILER, "-std=c++17", "-O1", "-Wall", "-Werror", program, "-o", tmp_path / "clock"])
+    assert build.status == 0, build.err
+    result = processes.run([tmp_path / "clock"])
+    assert result.status == 0, result.out

@@ -1,0 +1,194 @@
+"""The benchmarks run, their statistics are right, and the README shows what the file of results says."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import mpi_launch
+import processes
+import pytest
+import results
+import table
+from measuring import Round, Row, compared, in_turn, quartiles
+from processes import ROOT
+
+from commtrace.hooks.native import library
+
+# ---- statistics ------------------------------------------------------------------------------------------------------
+
+
+def test_medians_are_of_pairs() -> None:
+    # The medians of bare and side are 20 and 22, but in the middle pair tracing adds 3, and a tenth.
+    rounds = [Round(10, 11, 11), Round(30, 30, 33), Round(20, 18, 25), Round(40, 42, 46), Round(10, 10, 11)]
+    row = compared("case", "name", "ms", rounds)
+    assert (row.bare, row.side, row.pairs) == (20, 25, 5)
+    assert row.difference == 3
+    assert row.ratio == pytest.approx(1.1)
+    assert (row.control_difference, row.control) == (0, 1)
+    assert row.difference_quartiles == (1, 5)
+    assert row.ratio_quartiles == pytest.approx((1.1, 1.15))
+
+
+def test_quartiles_lie_between_values() -> None:
+    assert quartiles([4, 1, 3, 2]) == (1.75, 3.25)
+    assert quartiles([7, 5]) == (5.5, 6.5)
+
+
+def test_rounds_take_every_order() -> None:
+    orders: list[list[str]] = []
+
+    def measured(what: str) -> int:
+        if not orders or len(orders[-1]) == 3:
+            orders.append([])
+        orders[-1].append(what)
+        return len(orders[-1])
+
+    rounds = in_turn(lambda: measured("bare"), lambda: measured("side"), 12)
+    assert Counter(map(tuple, orders)) == {
+        ("bare", "bare", "side"): 4,
+        ("bare", "side", "bare"): 4,
+        ("side", "bare", "bare"): 4,
+    }
+    assert Counter(rounds) == dict.fromkeys(
+        [(1, 2, 3), (2, 1, 3), (1, 3, 2), (3, 1, 2), (2, 3, 1), (3, 2, 1)], 2
+    )  # bare and bare again take turns, too
+
+
+# ---- the tables ------------------------------------------------------------------------------------------------------
+
+
+def section(*rows: Row) -> dict[str, Any]:
+    machine = {"cpu": "a processor", "cores": 2, "python": "3.11", "torch": "2.13", "deepspeed": None}
+    return {
+        "command": "python benchmarks/it.py",
+        "date": "2030-01-02",
+        "machine": machine,
+        "rows": [{name: value for name, value in vars(row).items() if value is not None} for row in rows],
+    }
+
+
+def test_a_table_has_a_line_per_tool_and_a_column_per_case() -> None:
+    rounds = {"slow": [Round(2000, 2000, 2100)] * 2, "fast": [Round(4, 5, 3)] * 2}
+    rows = [compared(case, "this", "us", rounds[case]) for case in rounds]
+    text = table.rendered({"call_cost": section(*rows, compared("slow", "that", "us", rounds["slow"]))})
+    assert "(`python benchmarks/it.py`)" in text
+    assert text.splitlines()[3:7] == [
+        "|  | slow | fast |",
+        "| --- | --- | --- |",
+        "| this | 2,000 + 100 us, 1.050 (1.000) | 4.00 - 1.00 us, 0.750 (1.250) |",
+        "| that | 2,000 + 100 us, 1.050 (1.000) |  |",
+    ]
+    assert text.count("2 cores of a processor, python 3.11, torch 2.13, on 2030-01-02.") == 1
+
+
+def test_the_own_measure_stands_beside_what_is_seen_from_outside() -> None:
+    mean = Row("case", "this: mean", "us", 25.0, bare=-26.5, control_difference=-0.5)
+    text = table.rendered({"own_cost": section(mean, Row("case", "this: 99th percentile", "us", 123.4))})
+    assert "| case: this | -26.5 us (- 0.50) | mean 25.0 us | 99th percentile 123 us |" in text.splitlines()
+
+
+def test_only_what_is_between_the_markers_is_replaced() -> None:
+    text = f"a\n{table.BEGIN}old\n{table.END}b\n"
+    assert table.replaced(text, "new\n") == f"a\n{table.BEGIN}new\n{table.END}b\n"
+    with pytest.raises(ValueError, match="<!-- benchmarks -->"):
+        table.replaced("a\n", "new\n")
+
+
+def test_the_pages_show_the_results() -> None:
+    sections = results.read(results.FILE)
+    for page, tables in ((table.README, table.headlines(sections)), (table.PAGE, table.rendered(sections))):
+        text = page.read_text()
+        assert table.replaced(text, tables) == text
+    assert set(sections) == set(table.SECTIONS)
+
+
+# ---- the benchmarks --------------------------------------------------------------------------------------------------
+
+COMMTRACE = {f"commtrace, python, {words} call sites" for words in ("with", "without")}
+COMPARED = {"bare", "difference", "ratio", "control_difference", "control", "pairs"}
+EXPECTED = {
+    "call_cost": COMMTRACE | {"CommDebugMode", "torch.profiler"},
+    "mpi_cost": COMMTRACE | {f"commtrace, native, {words} call sites" for words in ("with", "without")},
+    "step_time": COMMTRACE | {"CommDebugMode", "torch.profiler"},
+    "native_step": {"commtrace, native, with call sites", "commtrace, native, with call sites: its thread"},
+    "own_cost": {f"{name}: {what}" for name in COMMTRACE for what in ("mean", "99th percentile")},
+    "log_size": {"commtrace, 100 calls", "commtrace, 1,000 calls", "torch.profiler's trace.json, 100 calls"},
+    "startup": {"tracing off", "tracing on"},
+    "report": {"commtrace report"},
+    "bench_loop": {"commtrace bench", "median error", "of nine in ten at most", "worst error"},
+}
+
+
+SLOW = ("step_time", "native_step", "call_cost", "own_cost", "mpi_cost", "bench_loop", "report", "log_size")
+
+
+@pytest.mark.parametrize(
+    "benchmark", [pytest.param(name, marks=pytest.mark.long if name in SLOW else ()) for name in table.SECTIONS]
+)
+def test_a_benchmark_runs(benchmark: str, tmp_path: Path) -> None:
+    if benchmark != "startup":
+        pytest.importorskip("torch")
+    if benchmark == "native_step" and not library.path().exists():
+        pytest.skip("the native recorder is not built")
+    if benchmark in ("mpi_cost", "bench_loop"):
+        mpi_launch.needs("mpich")
+    section = run(benchmark, tmp_path / "results.json")
+    rows = results.rows(section)
+    names = {row.name for row in rows}
+    assert names >= EXPECTED[benchmark]
+    if benchmark in ("call_cost", "step_time") and find_spec("deepspeed") is not None:
+        assert any(name.startswith("DeepSpeed comms logger") for name in names)
+    assert len({(row.case, row.name) for row in rows}) == len(rows)
+    for row in rows:
+        check(row, is_compared=benchmark in ("call_cost", "mpi_cost", "step_time", "startup") or row.ratio is not None)
+    assert section["machine"]["cores"] >= 1
+    assert table.rendered({benchmark: section}).count("\n| ") >= len(names)
+
+
+def run(benchmark: str, file: Path) -> dict[str, Any]:
+    """The section that a quick run writes."""
+    script = ROOT / "benchmarks" / f"{benchmark}.py"
+    result = processes.run([sys.executable, str(script), "--quick", "--results", str(file)], limit=240)
+    assert result.status == 0, result.err
+    sections = json.loads(file.read_text())
+    assert list(sections) == [benchmark]
+    section: dict[str, Any] = sections[benchmark]
+    return section
+
+
+def check(row: Row, *, is_compared: bool) -> None:
+    """Every number is one, and they fit each other."""
+    assert row.side > 0
+    given = {name for name in COMPARED if getattr(row, name) is not None}
+    assert all(math.isfinite(getattr(row, name)) for name in given)
+    if is_compared:
+        assert given == COMPARED
+        assert row.pairs == results.QUICK_PAIRS
+        assert row.ratio_quartiles is not None
+        assert row.ratio_quartiles[0] <= row.ratio <= row.ratio_quartiles[1]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "words"),
+    [
+        ([], {"COMMTRACE": "log"}, "COMMTRACE is set"),
+        (["--quick"], {}, "give --results"),
+        (["--only", "off"], {}, "give --results"),
+        (["--pairs", "1"], {}, "2 or more"),
+    ],
+)
+def test_what_would_give_wrong_results_is_refused(
+    arguments: list[str], variables: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    before = results.FILE.read_bytes()
+    script = ROOT / "benchmarks" / "startup.py"
+    result = processes.run([sys.executable, str(script), *arguments], cwd=tmp_path, **variables)
+    assert result.status == 2
+    assert words in result.err
+    assert results.FILE.read_bytes() == before

@@ -1,0 +1,179 @@
+"""Installing: plain, editable and by way of an sdist, everything is there and the start-up line does its work."""
+
+from __future__ import annotations
+
+import configparser
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+from processes import ROOT, Result
+
+FOLDERS = ("commtrace", "hooks", "analyses")
+SOURCES = ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE", *FOLDERS)
+STATE = (
+    "import sys; on = 'commtrace.startup' in sys.modules\n"
+    "print(on and sys.modules['commtrace.recording.session'].session.settings.directory)"
+)
+
+# Not by find_spec: when pip is looked for, setuptools no longer replaces distutils, and torch's cpp_extension, which
+# another test imports later, stumbles over that.
+pytestmark = pytest.mark.skipif(
+    not {"pip", "setuptools"} <= {one.name for one in metadata.distributions()},
+    reason="pip and setuptools are not installed",
+)
+
+
+def copy_sources(to: Path) -> Path:
+    """The checkout without what is not part of it."""
+    to.mkdir()
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        elif (ROOT / name).exists():
+            shutil.copy(ROOT / name, to / name)
+    return to
+
+
+def build(source: Path, what: str, to: Path) -> Path:
+    """Call the build backend as pip does, offline."""
+    to.mkdir(exist_ok=True)
+    code = f"from setuptools import build_meta; import sys; name = build_meta.{what}({str(to)!r}); print(name)"
+    result = processes.run([sys.executable, "-W", "ignore", "-c", code], cwd=source)
+    assert result.status == 0, result.err
+    return to / result.out.split()[-1]
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Wheels by the way of making them."""
+    base = tmp_path_factory.mktemp("wheels")
+    source = copy_sources(base / "source")
+    sdist = build(source, "build_sdist", base / "sdist")
+    shutil.unpack_archive(sdist, base / "unpacked")
+    (unpacked,) = (base / "unpacked").iterdir()
+    return {
+        "plain": build(source, "build_wheel", base / "plain"),
+        "sdist": build(unpacked, "build_wheel", base / "from_sdist"),
+        "editable": build(source, "build_editable", base / "editable"),
+    }
+
+
+class Environment:
+    """A virtual environment with nothing in it but what is installed from a wheel."""
+
+    def __init__(self, path: Path) -> None:
+        venv.create(path, symlinks=True)
+        self.path = path
+        self.python = path / "bin" / "python"
+        (self.site,) = path.glob("lib/*/site-packages")
+
+    def pip(self, *arguments: str | Path) -> None:
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(self.python)]
+        subprocess.run([*pip, *map(str, arguments)], check=True, capture_output=True, timeout=60)
+
+    def install(self, wheel: Path) -> None:
+        self.pip("install", "--no-deps", "--no-index", "--no-compile", wheel)
+
+    def run(self, code: str = STATE, cwd: Path | None = None, **variables: Any) -> Result:
+        return processes.run([self.python, "-c", code], cwd=cwd, **variables)
+
+
+@pytest.fixture(scope="module")
+def environment(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Environment]:
+    """The environment in which a wheel is installed."""
+    made: dict[str, Environment] = {}
+
+    def make(way: str) -> Environment:
+        if way not in made:
+            made[way] = Environment(tmp_path_factory.mktemp(way) / "venv")
+            made[way].install(wheels[way])
+        return made[way]
+
+    return make
+
+
+def test_every_package_is_listed() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    listed = set(config["options"]["packages"].split())
+    package_dir = dict(line.split(" = ") for line in config["options"]["package_dir"].strip().splitlines())
+    assert set(package_dir.values()) == set(FOLDERS)
+    found = set()
+    for name, folder in package_dir.items():
+        for file in (ROOT / folder).rglob("__init__.py"):
+            found.add(".".join([name, *file.parent.relative_to(ROOT / folder).parts]))
+    assert listed == found
+    for folder in FOLDERS:  # a module in a folder that is no package would be left out without a word
+        for file in (ROOT / folder).rglob("*.py"):
+            assert (file.parent / "__init__.py").exists() or file.parent.name == "bootstrap", file
+
+
+@pytest.mark.parametrize("way", ["plain", "sdist"])
+def test_every_module_is_in_the_wheel(way: str, wheels: dict[str, Path]) -> None:
+    names = set(zipfile.ZipFile(wheels[way]).namelist())
+    expected = {"commtrace.pth", "commtrace.start", "commtrace/py.typed"}
+    for folder in FOLDERS:
+        for file in (ROOT / folder).rglob("*"):
+            if file.suffix in (".py", ".yml", ".html", ".css", ".js", ".json"):
+                path = file.relative_to(ROOT)
+                expected.add(str(path if folder == "commtrace" else "commtrace" / path))
+    assert {name for name in names if ".dist-info/" not in name} >= expected
+    assert not [name for name in names if name.split("/")[0] not in ("commtrace", "commtrace.pth", "commtrace.start")
+                and ".dist-info/" not in name]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["plain", "sdist", "editable"])
+def test_the_variable_switches_on(way: str, environment: Callable[[str], Environment], tmp_path: Path) -> None:
+    installed = environment(way)
+    assert (installed.site / "commtrace.pth").exists()
+    assert installed.run() == (0, "False\n", "")
+    assert installed.run(COMMTRACE="0") == (0, "False\n", "")
+    assert installed.run(COMMTRACE="log", cwd=tmp_path) == (0, f"{tmp_path / 'log'}\n", "")
+    for module in (*(f"commtrace.{folder}" for folder in FOLDERS[1:]), "commtrace.commands.run"):
+        assert installed.run(f"import importlib.util; assert importlib.util.find_spec({module!r})").status == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_line_twice_is_harmless(wheels: dict[str, Path], tmp_path: Path) -> None:
+    installed = Environment(tmp_path / "venv")
+    installed.install(wheels["plain"])
+    shutil.copy(installed.site / "commtrace.pth", installed.site / "another.pth")
+    assert installed.run(COMMTRACE="log", cwd=tmp_path) == (0, f"{tmp_path / 'log'}\n", "")
+    count = "import sys; print(sum(type(finder).__name__ == '_Follower' for finder in sys.meta_path))"
+    assert installed.run(count, COMMTRACE="log").out == "1\n"
+    wrong = installed.run("pass", COMMTRACE="log", COMMTRACE_DRAIN_MS="x")
+    assert wrong.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("way", ["plain", "editable"])
+def test_uninstalling_takes_the_line_away(way: str, wheels: dict[str, Path], tmp_path: Path) -> None:
+    installed = Environment(tmp_path / "venv")
+    installed.install(wheels[way])
+    assert (installed.site / "commtrace.pth").exists()
+    installed.pip("uninstall", "--yes", "commtrace")
+    assert list(installed.path.rglob("*commtrace*")) == []
+    assert installed.run(COMMTRACE="log") == (0, "False\n", "")
+
+
+@pytest.mark.parametrize("damage", ["removed", "broken"])
+def test_a_package_that_is_damaged_stops_no_program(damage: str, wheels: dict[str, Path], tmp_path: Path) -> None:
+    installed = Environment(tmp_path / "venv")
+    installed.install(wheels["plain"])
+    if damage == "removed":
+        shutil.rmtree(installed.site / "commtrace")
+    else:
+        (installed.site / "commtrace" / "startup.py").write_text("this is not Python")
+    program = "import sys; print('out'); sys.exit(3)"
+    assert installed.run(program) == (3, "out\n", "")
+    traced = installed.run(program, COMMTRACE="log")
+    assert (traced.status, traced.out) == (3, "out\n")
+    assert "commtrace.pth" in traced.err  # Python says which start-up file it could not run, and goes on

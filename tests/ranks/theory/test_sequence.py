@@ -1,0 +1,94 @@
+"""Theory against real trainings of models whose sequence, or whose experts, are shared among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("yaml")
+
+import sequence_trainings
+import trainings
+from theory_assertions import assert_described, assert_exact, tables
+
+from commtrace.analyses import reconciliation
+from commtrace.analyses.reconciliation import Calls, compare
+from commtrace.theory import ExpectedCall
+
+pytestmark = trainings.TIMEOUT
+
+OF = {
+    **dict.fromkeys(sequence_trainings.FIXED, sequence_trainings.runs),
+    **dict.fromkeys(sequence_trainings.MORE, sequence_trainings.more),
+    **dict.fromkeys(sequence_trainings.EIGHT, sequence_trainings.eight),
+}
+
+
+def listed(names: Iterable[str]) -> list[Any]:
+    """Names as parameters; of those that are not in every run of the tests, with the mark that says so."""
+    fixed = sequence_trainings.FIXED
+    return [pytest.param(name, marks=[] if name in fixed else pytest.mark.long) for name in names]
+
+
+BOUNDED = sequence_trainings.BOUNDED
+
+
+@pytest.mark.parametrize("name", listed(name for name in OF if name not in BOUNDED))
+def test_shared_sequences_and_experts_are_exact(name: str) -> None:
+    print(f"THEORY_SEED={trainings.seed()}")
+    assert_exact(tables(OF[name], name), OF[name]()[name])
+
+
+@pytest.mark.parametrize("name", listed(OF))
+def test_a_job_told_from_its_configuration_is_the_one_that_was_captured(name: str, tmp_path: Path) -> None:
+    print(f"THEORY_SEED={trainings.seed()}")
+    assert_described(sequence_trainings.wanted(name), OF[name]()[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", listed(BOUNDED))
+def test_sizes_that_depend_on_the_data_are_within_their_bounds(name: str) -> None:
+    """Every call is as expected but for its size, and what it lacks to the bound is a bar of its own."""
+    found, run = tables(OF[name], name), OF[name]()[name]
+    assert set(found["reconciliation"]["cause"]) == {"expected"}
+    events = run.events()
+    told = found["theory"].set_index("rank")
+    assert told["matched_bytes"].to_dict() == events.groupby("rank")["payload_bytes"].sum().to_dict()
+    expected = found["expected"].set_index(["rank", "step", "role", "op"])
+    measured = events.groupby(["rank", "step", "role", "op"], observed=True)["payload_bytes"].agg(["size", "sum"])
+    assert measured["size"].to_dict() == expected["calls"].to_dict()
+    bounded = expected.dropna(subset="payload_bytes_min")
+    assert {key[2:] for key in bounded.index} == {("expert", "all_to_all")}
+    sums = measured["sum"].loc[bounded.index]
+    assert (bounded["payload_bytes_min"] <= sums).all()
+    assert (sums <= bounded["payload_bytes"]).all()
+    others = expected[expected["payload_bytes_min"].isna()]
+    assert (others["payload_bytes"] == measured["sum"].loc[others.index]).all()
+    bars = found["waterfall"]
+    assert "unexplained" not in set(bars["kind"])
+    assert bars["bytes"][:-1].sum() == bars["bytes"].iloc[-1]
+    below = bars.loc[bars["label"] == reconciliation.BELOW, "bytes"]
+    assert (below < 0).all()
+
+
+def test_a_size_beyond_its_bounds_shows() -> None:
+    bounded = ExpectedCall("all_to_all", 100, "tokens", 2, role="expert", least=40)
+    key = ("expert", "all_to_all")
+
+    def calls(size: int, bytes_: int = 0) -> Calls:
+        count = 1 if size >= 0 else 2
+        return Calls(size, count, bytes_ or size, Fraction(bytes_ or size, 2), "forward", "a line")
+
+    def left(*found: Calls) -> list[int]:
+        (cell,) = compare([bounded], [(key, one) for one in found], lambda _: 2)
+        return sorted(one.size * one.calls for one in cell.leftovers)
+
+    assert left(calls(40), calls(100)) == []
+    assert left(calls(39), calls(70)) == [-100, 39]
+    assert left(calls(101), calls(70)) == [-100, 101]
+    assert left(calls(-1, 150)) == []  # sums alone
+    assert left(calls(-1, 79)) != []

@@ -1,0 +1,79 @@
+"""Theory against trainings whose parameters are sharded: FSDP2, HSDP, and what ZeRO-3 has beyond itself."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("yaml")
+
+import sharding
+import trainings
+from theory_assertions import assert_exact
+
+from commtrace.analyses import reconciliation
+from commtrace.analyses.engine import NamedTables, fold
+from commtrace.run import Run
+from commtrace.theory import predict
+
+pytestmark = trainings.TIMEOUT
+
+EVERY: Final = [
+    *(pytest.param(sharding.sharded, name) for name in sharding.NAMES),
+    *(pytest.param(sharding.more, name, marks=pytest.mark.long) for name in sharding.MORE_NAMES),
+    *(pytest.param(sharding.wide, name, marks=pytest.mark.long) for name in sharding.WIDE),
+]
+CONFIGURED: Final = [one for one in EVERY if "script" not in str(one.values[1])]
+
+Runs = Callable[[], dict[str, Run]]
+
+
+@functools.cache
+def tables(runs: Runs, name: str) -> NamedTables:
+    """The tables of theory of one training."""
+    return fold(runs()[name], [reconciliation.ANALYSIS])
+
+
+@pytest.mark.parametrize(("runs", "name"), EVERY)
+def test_sharded_trainings_are_exact(runs: Runs, name: str) -> None:
+    print(f"THEORY_SEED={trainings.seed()}")
+    assert_exact(tables(runs, name), runs()[name])
+
+
+@pytest.mark.parametrize(("runs", "name"), CONFIGURED)
+def test_a_job_told_from_its_configuration_is_the_one_that_was_captured(runs: Runs, name: str, tmp_path: Path) -> None:
+    print(f"THEORY_SEED={trainings.seed()}")
+    run = runs()[name]
+    told, captured = trainings.described(sharding.wanted([name])[name], len(run.ranks), tmp_path), dict(run.job or {})
+    assert predict(told) == predict(captured)
+    zero, known = told.pop("zero", {}), captured.pop("zero", {})
+    assert zero == {key: value for key, value in known.items() if key in zero}
+    assert told == {key: value for key, value in captured.items() if key in told}
+
+
+def test_groups_have_the_roles_of_their_meshes() -> None:
+    """Told by the dimension's name, or by FSDP where the mesh is the whole world."""
+    sizes = {
+        name: {(role, op) for role, op in zip(events["role"], events["op"], strict=True)}
+        for name in ("fsdp-kept", "hsdp-bf16", "fsdp-tp-bf16", "tp-sequence-again")
+        for events in [sharding.sharded()[name].events()]
+    }
+    assert {role for role, _ in sizes["fsdp-kept"]} == {"data"}
+    assert {role for role, _ in sizes["hsdp-bf16"]} == {"data"}
+    assert ("data", "all_reduce") in sizes["hsdp-bf16"]
+    assert {role for role, _ in sizes["fsdp-tp-bf16"]} == {"data", "tensor"}
+    assert {role for role, _ in sizes["tp-sequence-again"]} == {"tensor"}
+
+
+def test_hpz_gathers_from_the_neighbours_what_zero_3_gathers_from_all() -> None:
+    """The same payload; that of two ranks leaves half of it, that of four three quarters."""
+    events = sharding.sharded()["zero3-hpz-again"].events()
+    last = events.loc[(events["rank"] == 0) & (events["step"] == 2) & (events["op"] == "all_gather")]
+    assert set(last["group_size"]) == {2, 4}
+    shares = last["wire_bytes"] / last["payload_bytes"]
+    assert {*zip(last["group_size"], shares, strict=True)} == {(2, 0.5), (4, 0.75)}

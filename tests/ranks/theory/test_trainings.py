@@ -1,0 +1,213 @@
+"""Theory against real trainings: three models drawn at random, and settings that change what is communicated."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from theory_assertions import Runs, assert_described, assert_exact, tables
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("yaml")
+
+import trainings
+
+from commtrace.theory import NotPredictedError, closed_forms, predict
+from commtrace.theory.expected_calls import sent
+from commtrace.theory.rules.gradient_buckets import filled, fitting, most_filled, most_fitting, overfull
+
+pytestmark = trainings.TIMEOUT
+
+SHAPES = [
+    *(pytest.param(trainings.shapes, name) for name in trainings.SHAPES),
+    *(pytest.param(trainings.more_shapes, name, marks=pytest.mark.long) for name in trainings.MORE_SHAPES),
+]
+
+
+@pytest.mark.parametrize(("runs", "name"), SHAPES)
+def test_models_drawn_at_random_are_exact(runs: Runs, name: str) -> None:
+    print(f"THEORY_SEED={trainings.seed()}")
+    assert_exact(tables(runs, name), runs()[name])
+
+
+@pytest.mark.parametrize("name", trainings.VARIANTS)
+def test_settings_that_change_the_communication_are_exact(name: str) -> None:
+    assert_exact(tables(trainings.variants, name), trainings.variants()[name])
+
+
+@pytest.mark.parametrize("name", trainings.VARIANTS)
+def test_expected_and_measured_are_the_same_table(name: str) -> None:
+    """The table `expected` says what the log has, operation by operation, and its bounds hold."""
+    expected = tables(trainings.variants, name)["expected"].set_index(["rank", "step", "role", "op"])
+    events = trainings.variants()[name].events()
+    found = events.groupby(["rank", "step", "role", "op"], observed=True)["payload_bytes"].agg(["size", "sum"])
+    assert found["size"].to_dict() == expected["calls"].to_dict()
+    assert found["sum"].to_dict() == expected["payload_bytes"].to_dict()
+    bounds = expected.dropna(subset="calls_max")
+    assert (bounds["calls"] <= bounds["calls_max"]).all()
+
+
+FOUR = [*trainings.SHARED, *trainings.DRAWN]
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_tensor_parallel_models_are_exact(name: str) -> None:
+    print(f"THEORY_SEED={trainings.seed()}")
+    assert_exact(tables(trainings.shared, name), trainings.shared()[name])
+
+
+DESCRIBED = [
+    *SHAPES,
+    *(pytest.param(trainings.variants, name) for name, one in trainings.VARIANTS.items() if "model" in one),
+    *(pytest.param(trainings.shared, name) for name in FOUR),
+]
+
+
+@pytest.mark.parametrize(("runs", "name"), DESCRIBED)
+def test_a_job_told_from_its_configuration_is_the_one_that_was_captured(runs: Runs, name: str, tmp_path: Path) -> None:
+    """Whatever theory asks for, the list of parameters included; and so it predicts the same."""
+    wanted = {**trainings.wanted_shapes(), **trainings.VARIANTS, **trainings.SHARED, **trainings.drawn()}
+    assert_described(wanted[name], runs()[name], tmp_path)
+
+
+def bars(name: str) -> dict[str, int]:
+    """The waterfall of a variant by label."""
+    found = tables(trainings.variants, name)["waterfall"]
+    return dict(zip(found["label"], found["bytes"], strict=True))
+
+
+def test_zero_2_with_owners_measures_what_equation_2_says() -> None:
+    """The setting that takes the all_reduces away: what stays is micro-batches and padding."""
+    assert "all_reduce in place of reduce_scatter" in bars("zero2")
+    assert "all_reduce in place of reduce_scatter" not in bars("zero2-owners")
+
+
+# --- without a training ---------------------------------------------------------------------------------------------
+
+
+def test_theory_imports_neither_torch_nor_deepspeed() -> None:
+    code = "import sys, commtrace.theory; print(sorted({'torch', 'deepspeed'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_paper_s_formulas() -> None:
+    """Equation 1 for the paper's four models; equations 2 and 3 for eight ranks."""
+    models = ((512, 6, 71_459_840), (768, 12, 163_849_728), (2048, 24, 1_418_596_352), (5120, 40, 13_110_159_360))
+    for hidden, layers, parameters in models:
+        assert closed_forms.parameter_count(50_304, hidden, layers, 2048) == parameters
+    assert closed_forms.data_parallel(1000, 8) == 1750
+    assert closed_forms.zero_3(1000, 8) == 2625
+    assert closed_forms.data_parallel(100, 3) == Fraction(400, 3)
+
+
+def test_the_paper_s_formulas_of_pipelines_and_tensor_parallelism() -> None:
+    """Equations 4 and 5 and their sum, by hand: b = 4, s = 2048, h = 512, L = 6."""
+    activation = 4 * 2048 * 512
+    assert closed_forms.pipeline(4, 2048, 512, 4) == 6 * activation
+    assert closed_forms.pipeline(4, 2048, 512, 1) == 0
+    assert closed_forms.tensor_parallel(4, 2048, 512, 6, 2) == 37 * activation
+    assert closed_forms.tensor_parallel(4, 2048, 512, 6, 1) == 0
+    # Two stages have three layers each: 38 all_reduces' halves in place of 74.
+    whole = closed_forms.three_dimensional(1000, 4, 2048, 512, 6, (2, 2, 2))
+    assert whole == 1000 + 2 * activation + 19 * activation
+    assert closed_forms.three_dimensional(1000, 4, 2048, 512, 6, (8, 1, 1)) == closed_forms.data_parallel(1000, 8)
+
+
+def test_further_formulas() -> None:
+    """Each by hand, and against the equation that it contains."""
+    forms = closed_forms
+    assert forms.zero_1_bytes(1000, 1000, 8) == closed_forms.data_parallel(1000, 8)
+    assert forms.zero_2_bytes(1000, 500, 2, 4) == 4 * 500 + 250
+    assert forms.fully_sharded(1000, 8) == closed_forms.zero_3(1000, 8)
+    assert forms.fully_sharded(1000, 8, kept=True) == 1750
+    assert forms.hybrid_sharded(1200, 4, 3) == 3 * 900 + 2 * 300 * Fraction(2, 3)
+    assert forms.hybrid_sharded(1200, 4, 1) == forms.fully_sharded(1200, 4)
+    parts = forms.zero_plus_plus_bytes(1600, 2, 16, 8)
+    assert parts == {"qwZ": 1500, "hpZ": 2800, "qgZ": 700 + 50}
+    # 6 all_reduces in each of L layers and one at the embedding: equation 5.
+    layers = 6 * forms.tensor_layer(100, 4, recomputed=True) + closed_forms.all_reduce(100, 4)
+    assert layers == closed_forms.tensor_parallel(1, 10, 10, 6, 4)
+    assert forms.tensor_layer(100, 4, recomputed=False) == 8 * 75
+    assert forms.vocabulary_loss_bytes(2, 8, 4) == 3 * 2 * 64 * Fraction(3, 4)
+    kept = forms.sequence_layer(100, 4, recomputed=True, gathered_again=False)
+    assert kept == forms.tensor_layer(100, 4, recomputed=True)
+    assert forms.sequence_layer(100, 4, recomputed=True, gathered_again=True) == kept + 150
+    assert forms.pipeline_stage(100, micro_batches=8) == 1600
+    assert forms.pipeline_stage(100, micro_batches=8, chunks=2, tensor=4) == 800
+    assert forms.ring_attention(2, 64, 16, 4) == 3 * 3 * 1024
+    assert forms.ring_attention(2, 64, 16, 4, wide_gradients=True) == 4 * 3 * 1024
+    assert forms.ulysses_layer(2, 64, 16, 4) == 2 * 4 * 512 * Fraction(3, 4)
+    assert forms.ulysses_layer(2, 64, 16, 4, key_share=Fraction(1, 4)) == 2 * Fraction(5, 2) * 512 * Fraction(3, 4)
+    assert forms.expert_layer(64, 16, 2, 4) == 4 * 2048 * Fraction(3, 4)
+    assert forms.gathered_keys(2, 64, 16, 4) == 2 * 2048 * Fraction(3, 4)
+
+
+def test_wire_bytes_are_exact_where_ranks_do_not_divide() -> None:
+    assert sent("all_reduce", 4, 3) == Fraction(16, 3)
+    assert sent("all_gather", 9, 3) == 6
+    assert sent("barrier", 0, 3) == 0
+
+
+def test_buckets_by_hand() -> None:
+    assert filled([4, 4, 4, 4, 4], [4, 8]) == [[4], [4, 4], [4, 4]]
+    assert filled([3, 3], [10]) == [[3, 3]]
+    assert fitting([3, 3, 5, 20, 0, 1], 8) == [[0, 1], [2], [3], [5]]
+    assert overfull([3, 3, 3, 9, 1], 6) == [9, 9, 1]
+
+
+@pytest.mark.parametrize("limit", [1, 5, 17, 100])
+def test_no_order_makes_more_buckets_than_the_bound(limit: int) -> None:
+    import itertools
+
+    sizes = (1, 2, 3, 5, 8, 4)
+    for order in itertools.permutations(sizes):
+        assert len(fitting(order, limit)) <= most_fitting(sum(sizes), limit, len(sizes))
+        assert len(filled(order, [3, limit])) <= most_filled(sum(sizes), [3, limit])
+
+
+# What this project's workload refuses to build, another program may.
+SHARED_TWICE: dict[str, object] = {
+    "source": "deepspeed",
+    "engine": "DeepSpeedEngine",
+    "zero_stage": 0,
+    "pipeline_stages": 1,
+    "moe": False,
+    "data_parallel_size": 2,
+    "tensor_parallel_size": 2,
+    "sequence_parallel_size": 2,
+    "gradient_clipping": 0.0,
+    "basic_optimizer": "AdamW",
+    "communication_data_type": "float32",
+    "precision": "fp32",
+    "parameters": [],
+    "model": {"model_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (SHARED_TWICE, "tensor parallelism together with shared sequences or experts"),
+        ({}, "there are no rules for None None"),
+        ({"source": "deepspeed", "engine": "PipelineEngine", "zero_stage": 2}, "PipelineEngine with ZeRO stage 2"),
+        ({"source": "deepspeed", "engine": "PipelineEngine", "zero_stage": 1}, "does not say pipeline"),
+        ({"source": "deepspeed", "engine": "DeepSpeedEngine", "zero_stage": 2}, "does not say sequence_parallel_size"),
+        ({"source": "ddp", "engine": "DistributedDataParallel"}, "does not say mixed_precision"),
+        ({"source": "ddp", "engine": "DistributedDataParallel", "mixed_precision": None}, "does not say"),
+    ],
+)
+def test_what_cannot_be_predicted_is_said(row: dict[str, object], reason: str) -> None:
+    with pytest.raises(NotPredictedError, match=reason):
+        predict(row)
+
+
+def test_a_row_of_garbage_is_no_prediction() -> None:
+    for name, garbage in (("parameters", [{"shape": None}]), ("data_parallel_size", "x"), ("buffers", 7)):
+        row = dict(trainings.variants()["ddp"].job or {})
+        row[name] = garbage
+        with pytest.raises(NotPredictedError):
+            predict(row)

@@ -1,0 +1,65 @@
+"""Dry runs of the programs of the tests, and what it means that one did what the real run did."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import pandas as pd
+import processes
+import trainings
+
+from commtrace.run import Run, open_run
+from commtrace.schema import EVENT_COLUMNS
+
+LIMIT_SECONDS: Final = 300
+
+SAME: Final = [
+    name for name in EVENT_COLUMNS if not name.endswith("_ns") and name not in ("state", "flags") and name != "group"
+]
+"""Columns of the normal form in which a dry run and a real one must be equal, call by call."""
+
+
+def calls(run: Run) -> pd.DataFrame:
+    """All calls of a run, by rank and in their order."""
+    events = run.events()
+    flags = [
+        "|".join(flag for flag in str(some).split("|") if flag not in ("simulated", "")) for some in events["flags"]
+    ]
+    return events[SAME].astype(object).assign(flags=flags).fillna("missing")
+
+
+def assert_same(real: Run, dry: Run) -> None:
+    """Rank by rank and call by call the same, and there are calls."""
+    expected, found = calls(real), calls(dry)
+    assert sorted(set(found["rank"])) == sorted(set(expected["rank"]))
+    assert len(expected)
+    for rank, part in expected.groupby("rank"):
+        other = found.loc[found["rank"] == rank]
+        for (_, one), (_, two) in zip(part.iterrows(), other.iterrows(), strict=False):
+            assert one.to_dict() == two.to_dict()
+        assert len(other) == len(part), f"rank {rank}"
+
+
+def simulated(program: str, folder: Path, world: int, *arguments: object, small: int, log: Path | None = None) -> None:
+    """Run a program of `tests/support/programs` as every rank of a dry run.
+
+    Tensors of up to `small` elements are computed. It begins its logs itself, or has one in `log`.
+    """
+    mail = folder / "mail"
+    mail.mkdir(parents=True)
+    path = processes.PROGRAMS / f"{program}.py"
+    started = trainings.parent().start(
+        "simulate", folder / "log", small, world, mail, path, *arguments, ranks=1, traced=False
+    )
+    assert started.wait(LIMIT_SECONDS) == [0], started.output(0)[-4000:]
+
+
+def trained(wanted: dict[str, dict[str, Any]], folder: Path, world: int, small: int) -> dict[str, Run]:
+    """As `trainings.train`, dry."""
+    folder.mkdir(parents=True, exist_ok=True)
+    orders = folder / "orders.json"
+    orders.write_text(json.dumps([trainings._order(folder, name, one) for name, one in wanted.items()]))
+    simulated("theory", folder / "simulated", world, orders, small=small)
+    return {name: open_run(folder / name) for name in wanted}

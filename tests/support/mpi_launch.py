@@ -1,0 +1,100 @@
+"""Running programs of mpi4py under each MPI that is installed, with a time limit."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import processes
+import pytest
+
+with contextlib.suppress(ImportError):
+    import mpi4py
+
+    mpi4py.rc.initialize = mpi4py.rc.finalize = False  # not in the tests' own process
+
+PROGRAMS = Path(__file__).with_name("mpi_programs")
+
+
+class Mpi(NamedTuple):
+    """One MPI from PyPI: how it is started, and where its library is, below the environment's folder."""
+
+    name: str
+    launcher: str
+    options: tuple[str, ...]
+    library: str
+    variables: dict[str, str]
+
+
+MPIS = (
+    Mpi(
+        "openmpi",
+        "prterun",
+        ("--personality", "ompi", "--map-by", ":oversubscribe", "--bind-to", "none"),
+        "libmpi.so.40",
+        {
+            "PRTE_ALLOW_RUN_AS_ROOT": "1",
+            "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+            "OMPI_MCA_btl": "self,sm,tcp",
+        },
+    ),
+    Mpi("mpich", "mpiexec.hydra", (), "libmpi.so.12", {}),
+)
+NAMES = tuple(mpi.name for mpi in MPIS)
+
+
+def obstacle(name: str) -> str:
+    """Why this MPI cannot be used here; "" where it can."""
+    mpi = _mpi(name)
+    if find_spec("mpi4py") is None:
+        return "mpi4py is not installed"
+    if not (_root() / "bin" / mpi.launcher).exists() or not (_root() / "lib" / mpi.library).exists():
+        return f"{name} is not installed (pip install {name})"
+    return ""
+
+
+def needs(name: str) -> None:
+    """Skip the test where this MPI is not installed."""
+    if obstacle(name):
+        pytest.skip(obstacle(name))
+
+
+@functools.cache
+def _mpi(name: str) -> Mpi:
+    return next(mpi for mpi in MPIS if mpi.name == name)
+
+
+def _root() -> Path:
+    return Path(sys.prefix)
+
+
+def run(
+    name: str, program: str | Path, *arguments: object, ranks: int = 3, log: Path | None = None, limit: float = 60,
+    **variables: Any,
+) -> processes.Result:  # fmt: skip
+    """A program of `tests/support/mpi_programs` (or a file), on some ranks, traced into `log` if that is given."""
+    mpi = _mpi(name)
+    path = PROGRAMS / f"{program}.py" if isinstance(program, str) else program
+    settings = {} if log is None else {"COMMTRACE": log}
+    return processes.run(
+        [
+            _root() / "bin" / mpi.launcher, *mpi.options, "-n", str(ranks), sys.executable, path,
+            *map(str, arguments),
+        ],
+        limit=limit,
+        **{**mpi.variables, "MPI4PY_LIBMPI": _root() / "lib" / mpi.library, **settings, **variables},
+    )  # fmt: skip
+
+
+def succeeds(name: str, program: str | Path, *arguments: object, **options: Any) -> processes.Result:
+    """As `run`, of a program that ends well."""
+    result = run(name, program, *arguments, **options)
+    assert result.status == 0, f"status {result.status}\n{result.out[-4000:]}\n{result.err[-8000:]}"
+    return result

@@ -1,0 +1,266 @@
+"""Starting real programs, with a time limit, and reading what they left, without commtrace's own reader.
+
+Whatever a test starts is in a process group of its own and is gone when the test ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import recorders
+
+from commtrace.identity import Member as Member
+from commtrace.recording.recorder import Recorder as Recorder
+from commtrace.recording.recovery import recover_records
+from commtrace.recording.ring import Ring
+from commtrace.recording.slots import Slots
+from commtrace.schema import RECORD
+from commtrace.settings import Settings as Settings
+
+LIMIT_SECONDS = 60
+PROGRAMS = Path(__file__).with_name("programs")
+NATIVE_PROGRAMS = Path(__file__).with_name("native_programs")
+ROOT = Path(__file__).parents[2]
+SHM = Path("/dev/shm")
+
+Records = npt.NDArray[np.void]
+
+# Names of variables that a launcher of the tests may have set, and that would make their programs ranks of it.
+_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "OMPI_", "PMI", "SLURM_", "COMMTRACE")
+
+
+def environment(**changes: object) -> dict[str, str]:
+    """The environment for a program: none of a launcher, one thread, no accelerator, the portable recorder."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
+    quiet = {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONWARNINGS": "ignore",
+        "COMMTRACE_RECORDER": "python",
+        "PYTHONPATH": str(ROOT),  # for `examples`, which no installation contains
+    }
+    return {**kept, **quiet, **{name: str(value) for name, value in changes.items()}}
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Result(NamedTuple):
+    """How a program ended (a negative status is a signal) and what it wrote."""
+
+    status: int
+    out: str
+    err: str
+
+
+def run(
+    arguments: Sequence[str | Path], *, limit: float = LIMIT_SECONDS, cwd: Path | None = None, **variables: Any
+) -> Result:
+    """A program and everything that it starts, to its end. Fails the test after `limit` seconds."""
+    with subprocess.Popen(
+        [str(argument) for argument in arguments],
+        env=environment(**variables),
+        cwd=cwd or tempfile.gettempdir(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            kill_group(process.pid)
+            out, err = process.communicate()
+            raise AssertionError(f"no end after {limit} s\n{out}\n{err}") from None
+        finally:
+            kill_group(process.pid)
+    return Result(process.returncode, out, err)
+
+
+def python(code: str, *, limit: float = LIMIT_SECONDS, cwd: Path | None = None, **variables: Any) -> Result:
+    """Run a piece of Python."""
+    return run([sys.executable, "-c", code], limit=limit, cwd=cwd, **variables)
+
+
+def kill_group(group: int) -> None:
+    """Kill a process group of ours, if anything of it is left."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 20) -> None:
+    """Until it is true; fails the test if it never is."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not so after {seconds} s"
+        time.sleep(0.005)
+
+
+# ---- recording without a library -------------------------------------------------------------------------------------
+
+
+def recorder(directory: Path, rank: int = 0, **settings: object) -> Recorder:
+    """A recorder of its own, with a ring and a log."""
+    return recorder_of("python", directory, rank, **settings)
+
+
+def recorder_of(kind: str, directory: Path, rank: int = 0, **settings: object) -> Recorder:
+    """As `recorder`; of the native one, what it has between a call and the log."""
+    make_slots = Slots if kind == "python" else native_slots
+    member = Member(rank, 1)
+    return Recorder(Settings(str(directory), **settings), member, blind_spots=[], make_slots=make_slots)
+
+
+NewRecorder = Callable[..., Recorder]
+"""As `recorder`, of one kind."""
+
+
+def native_slots(ring: Ring) -> Slots:
+    """The native recorder's slots; Python takes them as its own hooks do beside those in C++."""
+    from commtrace.hooks.native.slots import NativeSlots
+
+    return NativeSlots(ring, recorders.library(), sites=True, device_times=False)
+
+
+def call(recorder: Recorder, number: int = 0, **fields: int) -> int:
+    """Begin a call whose fields tell its number, so that a mixed-up record shows."""
+    known = {
+        "kind": 1, "group": 1, "seq": number, "payload": 8 * number, "local": number, "peer": -1, "tag": -1,
+        "site": number % 1000, "step": -1, "micro_batch": -1, "batch": 0, "phase": 0, "flags": 0,
+    }  # fmt: skip
+    return recorder.begin(**{**known, **fields})
+
+
+def assert_whole(records: Records) -> None:
+    """Every record is one that `call` made."""
+    assert (records["payload"] == 8 * records["seq"].astype(np.int64)).all()
+    assert (records["local"] == records["seq"]).all()
+    assert (records["site"] == records["seq"] % 1000).all()
+    assert (records["t_begin"] > 0).all()
+
+
+def in_child(work: Callable[[], object], limit: float = 20) -> int:
+    """Do this in a forked child, which then ends by os._exit: its status, or the negative number of a signal."""
+    pid = os.fork()
+    if pid == 0:
+        status = 70
+        try:
+            work()
+            status = 0
+        except SystemExit as end:
+            status = int(end.code or 0)
+        finally:
+            os._exit(status)
+    return wait_pid(pid, limit)
+
+
+def wait_pid(pid: int, limit: float = 20) -> int:
+    """Status of a child of ours, killed when the time is over."""
+    deadline = time.monotonic() + limit
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise AssertionError(f"no end after {limit} s")
+        time.sleep(0.002)
+
+
+# ---- what processes left ---------------------------------------------------------------------------------------------
+
+
+class Left(NamedTuple):
+    """Tables by name and all records of one process."""
+
+    stem: str
+    tables: dict[str, list[dict[str, Any]]]
+    records: Records
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """The counters that count."""
+        return self.tables["stats"][-1]
+
+    @property
+    def ended(self) -> bool:
+        """The process came to the end of its log."""
+        return "end" in self.tables
+
+
+def rows(data: bytes) -> Iterator[dict[str, Any]]:
+    """Rows of a tables file; its last line may be cut."""
+    for line in data.split(b"\n")[:-1]:
+        yield json.loads(line)
+
+
+def segment(path: Path) -> Records:
+    """Records of one segment, by docs/reference/log-format.md."""
+    body = path.read_bytes()[1024:]
+    return np.frombuffer(body[: len(body) // RECORD.itemsize * RECORD.itemsize], RECORD)
+
+
+def read(path: Path) -> Left:
+    """The process whose tables file is given."""
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for row in rows(path.read_bytes()):
+        tables.setdefault(row.pop("table"), []).append(row)
+    found = [segment(file) for file in sorted(path.parent.glob(path.stem + ".*.npy*"))]
+    return Left(path.stem, tables, np.concatenate([np.zeros(0, RECORD), *found]))
+
+
+def read_all(directory: Path) -> list[Left]:
+    """Every process below a log directory, by rank and number."""
+    return [read(path) for path in sorted(directory.glob("*/*/*.jsonl"), key=lambda path: path.stem)]
+
+
+def read_one(directory: Path) -> Left:
+    """The only process below a log directory."""
+    (left,) = read_all(directory)
+    return left
+
+
+def salvaged(directory: Path) -> list[Left]:
+    """As `read_all`, after what killed processes left has been brought home."""
+    recover_records(directory)
+    return read_all(directory)
+
+
+def rings(directory: Path) -> list[Path]:
+    """Rings in shared memory that belong to this log directory, or to one below it."""
+    whose = json.dumps(str(directory)).encode()[:-1]
+    return [path for path in SHM.glob("commtrace-*.ring") if re.search(re.escape(whose) + b'["/]', _head(path))]
+
+
+def _head(path: Path) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(8192)
+    except FileNotFoundError:
+        return b""
+
+
+def clean_shm(directory: Path) -> None:
+    """Remove what a test's processes left in shared memory on purpose."""
+    for path in rings(directory):
+        path.unlink(missing_ok=True)
+        path.with_suffix(".jsonl").unlink(missing_ok=True)

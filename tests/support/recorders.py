@@ -1,0 +1,124 @@
+"""The two recorders, and what docs/explanation/recorders.md says of them: tests expect exactly that."""
+
+from __future__ import annotations
+
+import functools
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from commtrace.errors import CommtraceError
+from commtrace.schema import Clock, State
+
+RECORDERS: Final = ("python", "native")
+PAGE: Final = (Path(__file__).parents[2] / "docs" / "explanation" / "recorders.md").read_text()
+
+End = tuple[State, Clock]
+
+
+@functools.cache
+def obstacle() -> str:
+    """Why there can be no native recorder here; "" where there is one, in the user's cache, built by now."""
+    from commtrace.hooks.native.library import build
+
+    try:
+        build()
+        library()
+    except (CommtraceError, ImportError) as error:
+        return str(error)
+    return ""
+
+
+@functools.cache
+def library() -> Any:
+    """The native recorder's library, in this process."""
+    from commtrace.hooks.native.library import load
+
+    return load()
+
+
+def needs(recorder: str) -> None:
+    """Skip the test where a program cannot be recorded so."""
+    if find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+    if recorder == "native" and obstacle():
+        pytest.skip(f"no native recorder: {obstacle()}")
+
+
+def table(heading: str) -> list[list[str]]:
+    """Cells of the page's table whose header begins with this, without the header."""
+    found = re.search(rf"^\| {re.escape(heading)} \|.*\n\|[- |]+\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
+    assert found, heading
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in found[1].splitlines()]
+
+
+def _end(cell: str) -> End:
+    state, _, clock = cell.rstrip(")").partition(" (")
+    return State[state.upper()], Clock[clock.upper()] if clock else Clock.NONE
+
+
+ENDS: Final[dict[str, dict[str, End]]] = {
+    what: dict(zip(RECORDERS, map(_end, cells), strict=True)) for what, *cells in table("a call on the host that")
+}
+"""What happens to a call -> recorder -> what its record says."""
+
+WAITED: Final = "is waited for"
+POLLED: Final = "is polled until it is complete"
+FORGOTTEN: Final = "is waited for by C++ only (DDP's reducer), or is forgotten"
+KEPT: Final = "is kept, and waited for by nobody"
+BLOCKS: Final = "blocks until it is complete"
+REFUSED: Final = "was refused"
+FAILED: Final = "failed while it was waited for"
+FAILED_AND_FORGOTTEN: Final = "failed, and is forgotten"
+NO_WORK: Final = "gets no Work"
+
+FUTURELESS_POLLED: Final = "has no future, and is polled until it is complete"
+
+_WITHOUT_FUTURE: Final = {
+    WAITED: "has no future, and is waited for",
+    POLLED: FUTURELESS_POLLED,
+    FORGOTTEN: "has no future, and is forgotten",
+    KEPT: "has no future, and is kept",
+}
+
+
+def _operators(rows: str) -> frozenset[str]:
+    return frozenset(name for row in rows.splitlines() for name in names(row.split(" | ")[0]))
+
+
+def names(text: str) -> list[str]:
+    """What is quoted in it."""
+    return re.findall(r"`(\w+)`", text)
+
+
+FUTURELESS, BLOCKING = map(_operators, re.findall(r"^\| operator \|.*\n\|[- |]+\n((?:\|.*\n)+)", PAGE, re.MULTILINE))
+"""Operators whose Works have no future on gloo, and those that are complete when they return."""
+
+DIFFERENT: Final[dict[str, set[str]]] = {}
+"""Table (or `records`) -> keys that may differ between two logs of the same program."""
+for _where, _what in table("where"):
+    DIFFERENT.setdefault(_where.strip("`"), set()).update(names(_what))
+
+
+def end(how: str, variant: str, recorder: str) -> End:
+    """What a record says of the end of an operator's call on gloo to which this happened."""
+    if variant in BLOCKING and how == WAITED:
+        how = BLOCKS
+    if variant in FUTURELESS:
+        how = _WITHOUT_FUTURE.get(how, how)
+    return ENDS[how][recorder]
+
+
+def pairs(variant: str, *, gloo: bool = True) -> set[tuple[End, ...]]:
+    """What the two records of one call may say, in the order of RECORDERS. `gloo`: its operators have futures."""
+    hows = {REFUSED, FAILED}
+    if variant in BLOCKING:
+        hows |= {BLOCKS}
+    elif variant in FUTURELESS or not gloo:
+        hows |= {*_WITHOUT_FUTURE.values()} | ({NO_WORK, WAITED} if not gloo else set())
+    else:
+        hows |= {WAITED, POLLED, FORGOTTEN, KEPT, FAILED_AND_FORGOTTEN}
+    return {tuple(ENDS[how][recorder] for recorder in RECORDERS) for how in hows}
