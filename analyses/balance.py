@@ -29,7 +29,7 @@ def _partial(block: Block) -> pd.DataFrame:
     everything = np.zeros(len(training), np.int64)
     size = min(len(training), 1)
     sums = {name: summed(value, everything, size) for name, value in values.items()}
-    return pd.DataFrame({"rank": np.full(size, block.names.rank, np.int64), **sums})
+    return pd.DataFrame({"rank": np.full(size, block.labels.rank, np.int64), **sums})
 
 
 def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:

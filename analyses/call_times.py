@@ -27,7 +27,7 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from commtrace.reading.names import Names
+from commtrace.reading.labels import RecordLabels
 from commtrace.reading.run import RecordedRun
 from commtrace.schema import Clock, Flag
 from commtrace.volume import busbw_factor
@@ -83,7 +83,7 @@ def _histogram(measure: str, block: Block) -> pd.DataFrame:
     np.maximum.at(longest, groups, times)
     return pd.DataFrame(
         {
-            "op": block.names.name("op", block["kind"][first]),
+            "op": block.labels.text("op", block["kind"][first]),
             "measure": measure,
             "bin": bins[first],
             "calls": np.bincount(groups, minlength=len(first)),
@@ -140,27 +140,27 @@ ANALYSIS: Final = Analysis("times", _partial, _merge, _finish)
 
 def _bandwidth_partial(block: Block) -> pd.DataFrame:
     times = _between(np.where(block["t_start"] > 0, block["t_start"], block["t_begin"]), block["t_end"], block)
-    sizes = block.names.group_sizes(block["group"])
+    sizes = block.labels.group_sizes(block["group"])
     alone = (block["batch"] == 0) & ((block["flags"] & int(Flag.COALESCED)) == 0)
     use = np.flatnonzero((times > 0) & (block["payload"] > 0) & (sizes > 1) & alone)
     kinds, clocks, payload = (block[name][use] for name in ("kind", "clock", "payload"))
     first, groups = grouped([kinds, clocks])
     total = partial(summed, groups=groups, size=len(first))
     columns = {
-        "op": block.names.name("op", kinds[first]),
+        "op": block.labels.text("op", kinds[first]),
         "end_seen_by": np.array([END_SEEN_BY.get(clock, "unknown") for clock in clocks[first]], object),
         "calls": np.bincount(groups, minlength=len(first)),
         "payload_bytes": total(payload),
         "time_ns": total(times[use]),
-        "bus_bytes": total(payload * _busbw_factors(block.names, kinds, sizes[use])),
+        "bus_bytes": total(payload * _busbw_factors(block.labels, kinds, sizes[use])),
     }
     return pd.DataFrame(columns)
 
 
-def _busbw_factors(names: Names, kinds: Array, sizes: Array) -> Array:
+def _busbw_factors(labels: RecordLabels, kinds: Array, sizes: Array) -> Array:
     """What makes busbw of algbw for each call, nan where the operation has no such factor."""
     result = np.full(len(kinds), np.nan)
-    for op, at in names.by_operation(kinds):
+    for op, at in labels.by_operation(kinds):
         factor = busbw_factor(op, sizes[at].astype(float))
         if factor is not None:
             result[at] = factor

@@ -38,7 +38,7 @@ COUNTERS: Final = ("calls", "dropped", "removed", "lost", "hook_errors")
 
 def _partial(block: Block) -> pd.DataFrame:
     table = table_by(block.cells, ("state",), {})
-    table["process"] = np.full(len(table), block.names.number, np.int64)
+    table["process"] = np.full(len(table), block.labels.number, np.int64)
     return table
 
 

@@ -1,6 +1,6 @@
 """The engine: runs analyses over all segments of a run, and the few array operations that their partials are made of.
 
-partial(block) -> table      one block of one process; groups by the numbers in the records, then names the result
+partial(block) -> table      one block of one process; groups by the numbers in the records, then labels the result
 merge(tables) -> table       the same table for all of them; merge([merge([a, b]), c]) == merge([a, b, c])
 finish(table, run) -> {name: table}
 """
@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from commtrace.reading.labels import LABEL_COLUMNS, RecordLabels
 from commtrace.reading.log import Process
-from commtrace.reading.names import WORDS, Names
 from commtrace.reading.run import RecordedRun
 from commtrace.reading.segment_reader import BLOCK, Segment
 from commtrace.reading.table_reader import ProcessTables
@@ -27,7 +27,7 @@ from commtrace.schema import RECORD, Records
 
 Array: TypeAlias = npt.NDArray[Any]
 NamedTables: TypeAlias = dict[str, pd.DataFrame]
-Work: TypeAlias = list[tuple[Names, Segment]]
+Work: TypeAlias = list[tuple[RecordLabels, Segment]]
 
 TASK: Final = 1 << 20
 """Records that one task of an executor reads at least, where there are as many."""
@@ -40,8 +40,8 @@ _AT_ONCE: Final = 64
 class Columns:
     """Calls of one process, fields as columns, with what their numbers mean; a row stands for `calls` equal ones."""
 
-    def __init__(self, names: Names) -> None:
-        self.names = names
+    def __init__(self, labels: RecordLabels) -> None:
+        self.labels = labels
         self._columns: dict[str, Array] = {}
 
     def __getitem__(self, name: str) -> Array:
@@ -64,7 +64,7 @@ class Columns:
     @cached_property
     def volumes(self) -> dict[str, Array]:
         """Payload and wire bytes of each row; wire bytes not known count 0 there, and each call 1 in `wire_unknown`."""
-        wire = self.names.wire_bytes(self)
+        wire = self.labels.wire_bytes(self)
         unknown = np.isnan(wire)
         known = np.where(unknown, 0.0, wire)
         return {
@@ -77,8 +77,8 @@ class Columns:
 class Block(Columns):
     """Records of one process, a row each."""
 
-    def __init__(self, records: Records, names: Names) -> None:
-        super().__init__(names)
+    def __init__(self, records: Records, labels: RecordLabels) -> None:
+        super().__init__(labels)
         self.records = records
 
     def _column(self, name: str) -> Array:
@@ -102,7 +102,7 @@ class Block(Columns):
     @cached_property
     def cells(self) -> Cells:
         """Its calls, counted by all that most questions ask for: training repeats itself, so these are far fewer."""
-        mine = self["peer"] == self.names.rank
+        mine = self["peer"] == self.labels.rank
         first, groups = grouped([*(self[name] for name in _ALIKE), mine])
         return Cells(self, first, np.bincount(groups, minlength=len(first)))
 
@@ -124,7 +124,7 @@ class Cells(Columns):
     """
 
     def __init__(self, block: Block, first: Array, calls: Array) -> None:
-        super().__init__(block.names)
+        super().__init__(block.labels)
         self._block, self._first, self._calls = block, first, calls
 
     def _column(self, name: str) -> Array:
@@ -174,9 +174,9 @@ def partials_of(analysis: Analysis, blocks: Iterable[Block]) -> pd.DataFrame:
 
 def _tasks(run: RecordedRun) -> Iterator[Work]:
     task: Work = []
-    for names, process in zip(run.names, run.processes, strict=True):
+    for labels, process in zip(run.labels, run.processes, strict=True):
         for segment in process.segments:
-            task.append((names, segment))
+            task.append((labels, segment))
             if sum(segment.count for _, segment in task) >= TASK:
                 yield task
                 task = []
@@ -186,9 +186,9 @@ def _tasks(run: RecordedRun) -> Iterator[Work]:
 def _partials(analyses: Sequence[Analysis], work: Work) -> NamedTables:
     gather = {analysis.name: _Gather(analysis) for analysis in analyses}
     memory = bytearray(min(BLOCK, max((segment.count for _, segment in work), default=0)) * RECORD.itemsize)
-    for names, segment in work:
+    for labels, segment in work:
         for records in segment.blocks(memory=memory):
-            block = Block(records, names)
+            block = Block(records, labels)
             for analysis in analyses:
                 gather[analysis.name].add(analysis.partial(block))
     return {name: one.table() for name, one in gather.items()}
@@ -262,9 +262,11 @@ def table_by(rows: Columns, keys: Sequence[str], values: Mapping[str, Array]) ->
 
     A combination may take several rows (two kinds that are the same operation), which `merge_sums` brings together.
     """
-    numbers = {key: rows.names.numbers(key, rows) if key in WORDS else rows[_FIELDS[key]] for key in keys}
+    numbers = {key: rows.labels.ids(key, rows) if key in LABEL_COLUMNS else rows[_FIELDS[key]] for key in keys}
     first, groups = grouped([*numbers.values()])
-    columns = {key: rows.names.name(key, of[first]) if key in WORDS else of[first] for key, of in numbers.items()}
+    columns = {
+        key: rows.labels.text(key, of[first]) if key in LABEL_COLUMNS else of[first] for key, of in numbers.items()
+    }
     sums = {name: summed(value, groups, len(first)) for name, value in {"calls": rows.calls, **values}.items()}
     return pd.DataFrame({**columns, **sums})
 
@@ -294,5 +296,5 @@ def rows_of(table: pd.DataFrame) -> Iterator[Any]:
 
 _NOBODY: Final = Process(Path(), -1, -1, "", ProcessTables(), ())
 
-NOTHING: Final = Block(np.zeros(0, RECORD), Names(-1, _NOBODY, {}, {}))
+NOTHING: Final = Block(np.zeros(0, RECORD), RecordLabels(-1, _NOBODY, {}, {}))
 """A block without records: gives every table its columns."""

@@ -65,14 +65,14 @@ def _partial(block: Block) -> pd.DataFrame:
 
 def _calls(block: Block) -> pd.DataFrame:
     """How many there are of each; of messages, between which ranks."""
-    names, kinds = block.names, block["kind"]
-    message = np.isin(names.name("op", kinds).astype(str), MESSAGES)
+    labels, kinds = block.labels, block["kind"]
+    message = np.isin(labels.text("op", kinds).astype(str), MESSAGES)
     peers = np.where(message, block["peer"], -1)
     first, groups = grouped([kinds, block["group"], block["payload"], peers])
     return _table(
         block,
         first,
-        rank=np.where(message[first], names.rank, -1),
+        rank=np.where(message[first], labels.rank, -1),
         peer=peers[first],
         seq=np.full(len(first), -1),
         calls=np.bincount(groups, minlength=len(first)),
@@ -83,8 +83,8 @@ def _calls(block: Block) -> pd.DataFrame:
 
 def _operations(block: Block) -> pd.DataFrame:
     """One row for each operation that may have a transfer time, or that is known to have none on this rank."""
-    whole = np.isin(block.names.name("op", block["kind"]).astype(str), TOGETHER)
-    at = np.flatnonzero(whole & sampled(block["seq"]) & (block.names.group_sizes(block["group"]) > 1))
+    whole = np.isin(block.labels.text("op", block["kind"]).astype(str), TOGETHER)
+    at = np.flatnonzero(whole & sampled(block["seq"]) & (block.labels.group_sizes(block["group"]) > 1))
     begin, end = _span(block)
     exact = exact_ends(block) & (begin > 0) & (end > begin) & ~_overlapped(block, begin, end)
     return _table(
@@ -100,13 +100,13 @@ def _operations(block: Block) -> pd.DataFrame:
 
 
 def _table(block: Block, at: Array, **columns: Array) -> pd.DataFrame:
-    names, groups, kinds = block.names, block["group"][at], block["kind"][at]
+    labels, groups, kinds = block.labels, block["group"][at], block["kind"][at]
     return pd.DataFrame(
         {
-            "op": names.name("op", kinds).astype(str),
-            "group": names.name("group", groups).astype(str),
-            "group_ranks": names.name("group_ranks", groups).astype(str),
-            "ranks": names.group_sizes(groups),
+            "op": labels.text("op", kinds).astype(str),
+            "group": labels.text("group", groups).astype(str),
+            "group_ranks": labels.text("group_ranks", groups).astype(str),
+            "ranks": labels.group_sizes(groups),
             "payload_bytes": block["payload"][at],
             **columns,
             "seen": np.ones(len(at), np.int64),

@@ -28,7 +28,7 @@ _KEYS: Final = ("shift", "span", "op", "exponent")
 
 
 def _partial(block: Block) -> pd.DataFrame:
-    offset = block.names.unix_minus_mono_ns
+    offset = block.labels.unix_minus_mono_ns
     use = np.flatnonzero(block["t_begin"] > 0) if offset is not None else np.zeros(0, np.int64)
     times = block["t_begin"][use] + np.int64(offset or 0)
     shift = _shift(times)
@@ -40,7 +40,7 @@ def _partial(block: Block) -> pd.DataFrame:
         {
             "shift": np.full(len(first), shift, np.int64),
             "span": spans,
-            "op": block.names.name("op", kinds),
+            "op": block.labels.text("op", kinds),
             "exponent": powers,
             "calls": np.bincount(groups, minlength=len(first)),
             "sum_bytes": summed(payload, groups, len(first)),

@@ -40,14 +40,14 @@ def shown(process: int) -> bool:
 
 def _partial(block: Block) -> pd.DataFrame:
     steps = block["step"].astype(np.int64)
-    candidate = (steps >= 0) & (steps & (steps - 1) == 0) & (block["t_begin"] > 0) & shown(block.names.number)
+    candidate = (steps >= 0) & (steps & (steps - 1) == 0) & (block["t_begin"] > 0) & shown(block.labels.number)
     use = np.flatnonzero(candidate)
     use = use[np.isin(steps[use], np.unique(steps[use])[-_CANDIDATES:])]
-    columns = {name: block.names.name(name, block.names.numbers(name, block)[use]) for name in _WORDS}
+    columns = {name: block.labels.text(name, block.labels.ids(name, block)[use]) for name in _WORDS}
     table = pd.DataFrame(
         {
-            "process": np.full(len(use), block.names.number, np.int64),
-            "rank": np.full(len(use), block.names.rank, np.int64),
+            "process": np.full(len(use), block.labels.number, np.int64),
+            "rank": np.full(len(use), block.labels.rank, np.int64),
             "step": steps[use],
             "last_step": np.full(len(use), steps.max() if len(steps) else -1, np.int64),
             "t_begin": block["t_begin"][use],
@@ -105,9 +105,9 @@ def _offsets(run: RecordedRun) -> dict[int, int]:
     """What makes wall-clock ns of a process's monotonic ones, where it is told: the same for one boot of a host."""
     hosts = [(process.host, str(process.tables.process.get("boot_id"))) for process in run.processes]
     told = {
-        host: names.unix_minus_mono_ns
-        for host, names in zip(reversed(hosts), reversed(run.names), strict=True)
-        if names.unix_minus_mono_ns is not None
+        host: labels.unix_minus_mono_ns
+        for host, labels in zip(reversed(hosts), reversed(run.labels), strict=True)
+        if labels.unix_minus_mono_ns is not None
     }
     return {number: told[host] for number, host in enumerate(hosts) if host in told}
 

@@ -32,7 +32,7 @@ def _partial(block: Block) -> pd.DataFrame:
     never = np.iinfo(np.int64).max
     first = min((int(time.min(initial=never, where=time > 0)) for time in times), default=never)
     last = max(int(time.max(initial=0)) for time in times)
-    spans = [(block.names.number, first, last)] if last > 0 else []
+    spans = [(block.labels.number, first, last)] if last > 0 else []
     return pd.DataFrame(spans, columns=["process", "first_ns", "last_ns"], dtype=np.int64)
 
 

@@ -24,7 +24,7 @@ _SUMS: Final = ["calls", "payload_bytes", "wire_bytes", "wire_unknown"]
 
 def _partial(block: Block) -> pd.DataFrame:
     table = table_by(block.cells, ("step", "op"), block.cells.volumes)
-    table["process"] = np.full(len(table), block.names.number, np.int64)
+    table["process"] = np.full(len(table), block.labels.number, np.int64)
     table["part"] = np.where(table.pop("step") < 0, START_UP, TRAINING).astype(object)
     return table
 

@@ -26,7 +26,7 @@ ENVIRONMENT = (
 
 
 @dataclass(frozen=True)
-class Member:
+class RankIdentity:
     """This process among those of its run, as the library that communicates knows it."""
 
     rank: int
@@ -35,12 +35,12 @@ class Member:
     """Given a proposal, the one value that all processes get: the first one proposed."""
 
 
-def member_from_environment(environ: Mapping[str, str] = os.environ) -> Member:
+def rank_from_environment(environ: Mapping[str, str] = os.environ) -> RankIdentity:
     """What the launcher says, for programs without a process group of the whole world; else a world of one."""
-    return Member(launchers.rank(environ) or 0, launchers.world_size(environ))
+    return RankIdentity(launchers.rank(environ) or 0, launchers.world_size(environ))
 
 
-def launcher(environ: Mapping[str, str] = os.environ) -> str:
+def launcher_run_name(environ: Mapping[str, str] = os.environ) -> str:
     """What the launcher calls this run, "" where it does not say. All processes of a run get the same."""
     elastic = environ.get("TORCHELASTIC_RUN_ID", "")
     if elastic:
@@ -60,7 +60,7 @@ def launcher(environ: Mapping[str, str] = os.environ) -> str:
 _STARTERS = ("prterun", "prte", "prted", "orterun", "orted", "mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy")
 
 
-def starter() -> str:
+def mpi_starter() -> str:
     """The process of this host that started this rank of MPI and others, by number and moment; "" for none.
 
     The moment (in the kernel's ticks) tells it from every other process that ever had its number.
@@ -87,7 +87,7 @@ def _process(pid: int) -> tuple[str, int, int]:
 _recordings = 0
 
 
-def agree_on_run(member: Member) -> str:
+def agree_on_run(member: RankIdentity) -> str:
     """The identity of the run, the same in all its processes: one round trip to their store, no collective."""
     global _recordings
     _recordings += 1
@@ -95,14 +95,14 @@ def agree_on_run(member: Member) -> str:
     return _file_name("-".join(part for part in (_agreed(member), again) if part))
 
 
-def _agreed(member: Member) -> str:
+def _agreed(member: RankIdentity) -> str:
     proposal = time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + os.urandom(3).hex()
     if member.agree is not None:
-        name = "-".join(part for part in (launcher(), member.agree(proposal)) if part)
+        name = "-".join(part for part in (launcher_run_name(), member.agree(proposal)) if part)
         return name or proposal
-    if launcher().startswith(("slurm-", "pmix-")):
-        return launcher()  # nothing to agree through, but these names are used once only
-    return "-".join(part for part in (launcher(), proposal) if part)
+    if launcher_run_name().startswith(("slurm-", "pmix-")):
+        return launcher_run_name()  # nothing to agree through, but these names are used once only
+    return "-".join(part for part in (launcher_run_name(), proposal) if part)
 
 
 def forked() -> None:
@@ -154,7 +154,7 @@ def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {name: environ[name] for name in ENVIRONMENT if name in environ}
 
 
-def moment() -> dict[str, int]:
+def clock_readings() -> dict[str, int]:
     """Now, on the clock of the records and on the wall clock, for comparing hosts.
 
     The wall clock is read between two readings of the other, whose mean goes with it: good to a microsecond or so.

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from commtrace.identity import Member, member_from_environment
+from commtrace.identity import RankIdentity, rank_from_environment
 from commtrace.recording.recorder import Recorder
 from commtrace.recording.ring import Ring
 from commtrace.recording.session import session
@@ -19,7 +19,7 @@ from commtrace.recording.slots import Slots
 blind_spots: Final[dict[str, list[str]]] = {}
 """Library -> what its hook cannot see."""
 
-members: Final[dict[str, Callable[[], Member | None]]] = {}
+members: Final[dict[str, Callable[[], RankIdentity | None]]] = {}
 """Library -> who this process is; None where the library does not know."""
 
 compiled: Final[set[str]] = set()
@@ -70,10 +70,10 @@ def fault() -> None:
         recorder.fault()
 
 
-def member() -> Member:
+def member() -> RankIdentity:
     """This process among all, as the first library that knows says it; else as its launcher does."""
     for library in _ASKED:
         known = members[library]() if library in members else None
         if known is not None:
             return known
-    return member_from_environment()
+    return rank_from_environment()

@@ -21,22 +21,22 @@ def partial(block: Block) -> pd.DataFrame:
     `ranks` is the size of the call's group. Wire bytes are whole multiples of an n-th byte: counted in those, sums are
     exact.
     """
-    cells, names = block.cells, block.names
+    cells, labels = block.cells, block.labels
     size = np.where(cells["step"] < DETAILED_STEPS, cells["payload"], -1)
-    ranks = names.group_sizes(cells["group"])
+    ranks = labels.group_sizes(cells["group"])
     first, groups = grouped([*(cells[name] for name in ("step", "group", "kind", "phase", "site")), size])
     total = len(first)
     wire, unknown = (cells.volumes[name] for name in ("wire_bytes", "wire_unknown"))
     parts = np.rint(np.where(unknown == 0, wire * ranks, 0)).astype(np.int64)
     words = {
-        "role": names.name("role", names.numbers("role", cells)[first]),
-        "op": names.name("op", cells["kind"][first]),
-        "phase": names.name("phase", cells["phase"][first]),
-        "site": names.name("site", cells["site"][first]),
+        "role": labels.text("role", labels.ids("role", cells)[first]),
+        "op": labels.text("op", cells["kind"][first]),
+        "phase": labels.text("phase", cells["phase"][first]),
+        "site": labels.text("site", cells["site"][first]),
     }
     return pd.DataFrame(
         {
-            "process": np.full(total, names.number, np.int64),
+            "process": np.full(total, labels.number, np.int64),
             "step": cells["step"][first],
             **words,
             "size": size[first],

@@ -19,7 +19,7 @@ from commtrace.formatting import (
     format_small_share,
     is_known,
 )
-from commtrace.reading.notes import Note
+from commtrace.reading.log_notes import Note
 from commtrace.reading.run import RecordedRun
 from commtrace.reading.table_reader import Row
 from commtrace.text_tables import paragraph

@@ -25,8 +25,8 @@ import pandas as pd
 from commtrace.analyses.engine import Array, Block
 from commtrace.analyses.network_efficiency import exact_ends
 from commtrace.errors import LogError
+from commtrace.reading.labels import RecordLabels
 from commtrace.reading.log import Process
-from commtrace.reading.names import Names
 from commtrace.reading.run import RecordedRun
 from commtrace.schema import Clock, Flag
 
@@ -62,7 +62,7 @@ def step_times(run: RecordedRun) -> StepTimes:
     """Measure a run. Raises LogError where its times mean nothing, or where no step is whole."""
     if run.simulated:
         raise LogError(f"{run.log.path}: a dry run has no times; give a run that happened")
-    spans = [_spans(process, names) for process, names in zip(run.processes, run.names, strict=True)]
+    spans = [_spans(process, labels) for process, labels in zip(run.processes, run.labels, strict=True)]
     if not spans or any(not len(one) for one in spans):
         raise LogError(f"{run.log.path}: a rank recorded no call, so nothing is known of its times")
     chosen, marked = _chosen(spans)
@@ -72,7 +72,7 @@ def step_times(run: RecordedRun) -> StepTimes:
         )
     whole = calls_of(run, chosen)
     steps = pd.concat(
-        [_of_process(part, run.names[int(number)], spans[int(number)], chosen) for number, part in by_process(whole)],
+        [_of_process(part, run.labels[int(number)], spans[int(number)], chosen) for number, part in by_process(whole)],
         ignore_index=True,
     )
     blocked = (whole["until"] - whole["t_begin"]).clip(lower=0)
@@ -93,7 +93,7 @@ def calls_of(run: RecordedRun, steps: Array | None = None, words: Sequence[str] 
         exact          whether t_end is the end of the call, and not when somebody saw it
         last_begin     when the last rank of the call was there, on the clock of its host; 0: not known
     """
-    parts = [_calls(process, names, steps, words) for process, names in zip(run.processes, run.names, strict=True)]
+    parts = [_calls(process, labels, steps, words) for process, labels in zip(run.processes, run.labels, strict=True)]
     return _with_late(pd.concat(parts, ignore_index=True), run)
 
 
@@ -102,16 +102,16 @@ def by_process(table: pd.DataFrame) -> Iterator[tuple[Any, pd.DataFrame]]:
     return iter(table.groupby("process", sort=True))
 
 
-def _blocks(process: Process, names: Names) -> Iterator[Block]:
+def _blocks(process: Process, labels: RecordLabels) -> Iterator[Block]:
     for segment in process.segments:
         for records in segment.blocks():
-            yield Block(records, names)
+            yield Block(records, labels)
 
 
-def _spans(process: Process, names: Names) -> pd.DataFrame:
+def _spans(process: Process, labels: RecordLabels) -> pd.DataFrame:
     """First begin and last end of each step that the process has calls of; `step` is the index."""
     parts = []
-    for block in _blocks(process, names):
+    for block in _blocks(process, labels):
         use = block["t_begin"] > 0
         end = np.maximum(np.maximum(block["t_return"], block["t_end"]), block["t_begin"])
         table = pd.DataFrame({"step": block["step"][use], "begin": block["t_begin"][use], "end": end[use]})
@@ -132,10 +132,10 @@ def _chosen(spans: Sequence[pd.DataFrame]) -> tuple[Array, bool]:
     return np.array([-1], np.int64), False
 
 
-def _calls(process: Process, names: Names, chosen: Array | None, words: Sequence[str]) -> pd.DataFrame:
+def _calls(process: Process, labels: RecordLabels, chosen: Array | None, words: Sequence[str]) -> pd.DataFrame:
     """The calls of the chosen steps, with what tells the ranks of one call apart from those of another."""
     parts = []
-    for block in _blocks(process, names):
+    for block in _blocks(process, labels):
         wanted = np.ones(len(block), bool) if chosen is None else np.isin(block["step"], chosen)
         use = np.flatnonzero(wanted & (block["t_begin"] > 0))
         real = (block["flags"][use] & int(Flag.CAPTURED | Flag.SIMULATED)) == 0
@@ -145,14 +145,14 @@ def _calls(process: Process, names: Names, chosen: Array | None, words: Sequence
         parts.append(
             pd.DataFrame(
                 {
-                    "process": np.full(len(use), names.number, np.int64),
-                    "rank": np.full(len(use), names.rank, np.int64),
-                    "op": block.names.name("op", block["kind"][use]),
-                    "members": block.names.name("group", block["group"][use]),
-                    "ranks": block.names.group_sizes(block["group"][use]),
-                    "wire_bytes": names.wire_bytes(block)[use],
+                    "process": np.full(len(use), labels.number, np.int64),
+                    "rank": np.full(len(use), labels.rank, np.int64),
+                    "op": block.labels.text("op", block["kind"][use]),
+                    "members": block.labels.text("group", block["group"][use]),
+                    "ranks": block.labels.group_sizes(block["group"][use]),
+                    "wire_bytes": labels.wire_bytes(block)[use],
                     "exact": exact_ends(block)[use],
-                    **{word: block.names.name(word, block.names.numbers(word, block)[use]) for word in words},
+                    **{word: block.labels.text(word, block.labels.ids(word, block)[use]) for word in words},
                     **{
                         name: block[name][use].astype(np.int64)
                         for name in (
@@ -193,7 +193,7 @@ def _with_late(calls: pd.DataFrame, run: RecordedRun) -> pd.DataFrame:
     return calls.assign(last_begin=last.where(whole, 0).fillna(0).astype(np.int64))
 
 
-def _of_process(calls: pd.DataFrame, names: Names, span: pd.DataFrame, chosen: Array) -> pd.DataFrame:
+def _of_process(calls: pd.DataFrame, labels: RecordLabels, span: pd.DataFrame, chosen: Array) -> pd.DataFrame:
     """Its rows of `StepTimes.steps`."""
     begin = span.loc[chosen, "begin"].to_numpy()
     end = span.loc[chosen + 1, "begin"].to_numpy() if chosen[0] >= 0 else span.loc[chosen, "end"].to_numpy()
@@ -208,7 +208,7 @@ def _of_process(calls: pd.DataFrame, names: Names, span: pd.DataFrame, chosen: A
     moved = calls["payload"].where(calls["op"] != "recv", 0).groupby(calls["step"]).sum()
     return pd.DataFrame(
         {
-            "rank": np.full(len(chosen), names.rank),
+            "rank": np.full(len(chosen), labels.rank),
             "step": chosen,
             "step_ns": end - begin,
             "blocked_ns": covered(held(calls), begin, end),

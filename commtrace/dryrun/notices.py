@@ -12,7 +12,7 @@ import sysconfig
 from types import FrameType
 from typing import Any, Final
 
-from commtrace.recording.log_writer import say
+from commtrace.recording.log_writer import warn
 from commtrace.recording.session import session
 
 _STANDARD: Final = sysconfig.get_paths()["stdlib"] + os.sep
@@ -47,7 +47,7 @@ def notice(what: str, *, led_to: bool = False) -> None:
     _seen.add((file, line, what))
     function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)  # since Python 3.11
     _rows.append({"file": file, "line": line, "function": function, "what": what})
-    say(f"dry run: {file}:{line} ({function}): {what}")
+    warn(f"dry run: {file}:{line} ({function}): {what}")
     tell()
 
 

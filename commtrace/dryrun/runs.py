@@ -19,7 +19,7 @@ from commtrace.errors import CommtraceError, LogError
 from commtrace.formatting import format_ranks, parse_ranks
 from commtrace.reading.log import Log, open_log
 from commtrace.reading.run import RecordedRun
-from commtrace.recording.log_writer import say
+from commtrace.recording.log_writer import warn
 from commtrace.recording.recovery import recover_records
 from commtrace.settings import Settings
 
@@ -133,7 +133,7 @@ def _publish_all(
     except OSError as error:
         shutil.rmtree(out / job.run, ignore_errors=True)
         refuge = Path(tempfile.mkdtemp(prefix="commtrace-logs-"))
-        say(f"{out}: {error.strerror}; the log goes to {refuge}")
+        warn(f"{out}: {error.strerror}; the log goes to {refuge}")
         out = refuge
         lines = [_publish(outcome, out, settings, alike.get(rank, ())) for rank, outcome in outcomes.items()]
     print("\n".join(lines), flush=True)

@@ -12,8 +12,8 @@ import pandas as pd
 
 from commtrace.schema import EVENT_COLUMNS, RECORD, Records
 
+from .labels import LABEL_COLUMNS, UNKNOWN, RecordLabels
 from .log import Process
-from .names import UNKNOWN, WORDS, Names
 from .table_reader import ProcessTables
 
 # The other columns, as they are in a record. rank, group_size and wire_bytes are computed.
@@ -27,27 +27,28 @@ _NUMBERS: Final = {
 class EventTable:
     """Turns records into rows of the normal form. Words are categoricals, with the same categories in the whole run."""
 
-    def __init__(self, everyone: Sequence[Names]) -> None:
+    def __init__(self, everyone: Sequence[RecordLabels]) -> None:
         words = {
-            column: {UNKNOWN, "", *chain.from_iterable(names.words(column) for names in everyone)} for column in WORDS
+            column: {UNKNOWN, "", *chain.from_iterable(labels.categories(column) for labels in everyone)}
+            for column in LABEL_COLUMNS
         }
-        self._categories = {column: pd.Index(sorted(words[column])) for column in WORDS}
+        self._categories = {column: pd.Index(sorted(words[column])) for column in LABEL_COLUMNS}
 
-    def frame(self, records: Records, names: Names) -> pd.DataFrame:
+    def frame(self, records: Records, labels: RecordLabels) -> pd.DataFrame:
         """One row per record, in the order of the records."""
-        sizes = names.group_sizes(records["group"])
+        sizes = labels.group_sizes(records["group"])
         columns: dict[str, Any] = {name: records[field] for name, field in _NUMBERS.items()}
-        columns["rank"] = np.full(len(records), names.rank, np.int32)
+        columns["rank"] = np.full(len(records), labels.rank, np.int32)
         columns["group_size"] = pd.Series(sizes, dtype="Int32").mask(sizes == 0)
-        columns["wire_bytes"] = names.wire_bytes(records)
-        for column, field in WORDS.items():
-            codes = self._categories[column].get_indexer(pd.Index(names.words(column).tolist()))
+        columns["wire_bytes"] = labels.wire_bytes(records)
+        for column, field in LABEL_COLUMNS.items():
+            codes = self._categories[column].get_indexer(pd.Index(labels.categories(column).tolist()))
             columns[column] = pd.Categorical.from_codes(
-                codes[names.index(field, names.numbers(column, records))], self._categories[column]
+                codes[labels.index(field, labels.ids(column, records))], self._categories[column]
             )
         return pd.DataFrame({name: columns[name] for name in EVENT_COLUMNS})
 
     def empty(self) -> pd.DataFrame:
         """No rows, and the columns with their types."""
         nobody = Process(Path(), -1, -1, "", ProcessTables(), ())
-        return self.frame(np.zeros(0, RECORD), Names(-1, nobody, {}, {}))
+        return self.frame(np.zeros(0, RECORD), RecordLabels(-1, nobody, {}, {}))

@@ -42,7 +42,7 @@ _MESH: Final = {
 }
 
 
-def described(description: str) -> str | None:
+def role_from_description(description: str) -> str | None:
     """The role, None where the description tells none."""
     if description.startswith("mesh_"):
         return _MESH.get(description.removeprefix("mesh_"))

@@ -24,7 +24,7 @@ from typing import Final
 from commtrace.errors import LogError
 from commtrace.recording.recovery import recover_records
 
-from .notes import Note, reason
+from .log_notes import Note, error_reason
 from .segment_reader import Segment, inspect_segment
 from .table_reader import ProcessTables, integer_or_none, read_tables
 
@@ -127,7 +127,7 @@ def _list(folder: Path, notes: list[Note]) -> list[str] | None:
     except (NotADirectoryError, FileNotFoundError):
         return None
     except OSError as error:
-        notes.append(Note("unreadable", folder, reason(error), "what it holds is left out"))
+        notes.append(Note("unreadable", folder, error_reason(error), "what it holds is left out"))
         return None
 
 

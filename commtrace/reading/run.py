@@ -1,13 +1,4 @@
-"""A run, for asking: its events as a pandas DataFrame, and the tables of every analysis.
-
-    run = open_run("logs/run1")
-    run.events()                       # normal form, one row per call
-    run.table("volume_by_operation")
-    run.figure("message_sizes")
-
-`Names` turns the numbers in records into words that mean the same on every rank; analyses group by the numbers and
-name the small result.
-"""
+"""A recorded run as pandas data, without the analyses (`commtrace.run.Run` adds those)."""
 
 from __future__ import annotations
 
@@ -18,9 +9,9 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from .event_table import EventTable
+from .labels import LABEL_COLUMNS, RecordLabels, message_roles_of, roles_of, short_paths
 from .log import Log, Process
-from .names import WORDS, Names, message_roles_of, roles_of, short_paths
-from .notes import Note
+from .log_notes import Note
 from .table_reader import Row
 
 if TYPE_CHECKING:
@@ -81,22 +72,22 @@ class RecordedRun:
         return next((job for process in self.log.processes for job in process.tables.jobs.values()), None)
 
     @cached_property
-    def names(self) -> tuple[Names, ...]:
+    def labels(self) -> tuple[RecordLabels, ...]:
         """For each process, what the numbers in its records mean."""
         roles, messages = roles_of(self.log), message_roles_of(self.log)
         files = short_paths({site.file for process in self.log.processes for site in process.tables.sites.values()})
         return tuple(
-            Names(number, process, roles, files, messages) for number, process in enumerate(self.log.processes)
+            RecordLabels(number, process, roles, files, messages) for number, process in enumerate(self.log.processes)
         )
 
     def blocks(self) -> Iterator[pd.DataFrame]:
         """The events in normal form, a bounded number at a time, process by process; first a frame without rows."""
-        form = EventTable(self.names)
+        form = EventTable(self.labels)
         yield form.empty()
-        for names, process in zip(self.names, self.log.processes, strict=True):
+        for labels, process in zip(self.labels, self.log.processes, strict=True):
             for segment in process.segments:
                 for records in segment.blocks():
-                    yield form.frame(records, names)
+                    yield form.frame(records, labels)
 
     def events(self) -> pd.DataFrame:
         """All events in normal form: one row per call, the columns of schema.NORMAL_FORM, by rank and t_begin_ns.
@@ -105,6 +96,6 @@ class RecordedRun:
         missing where the log does not tell. Needs memory for the whole run; `blocks` does not.
         """
         events = pd.concat(self.blocks(), ignore_index=True)
-        for column in WORDS:
+        for column in LABEL_COLUMNS:
             events[column] = events[column].cat.remove_unused_categories()
         return events.sort_values(["rank", "t_begin_ns"], kind="stable", ignore_index=True)

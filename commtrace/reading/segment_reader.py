@@ -15,7 +15,7 @@ import numpy as np
 
 from commtrace.schema import RECORD, Records, State
 
-from .notes import Note, reason
+from .log_notes import Note, error_reason
 
 BLOCK: Final = 1 << 18
 """Records read at once: 24 MiB."""
@@ -76,7 +76,7 @@ def inspect_segment(path: Path) -> tuple[Segment | None, list[Note]]:
             promised = _read_header(file)
             offset = file.tell()
     except OSError as error:
-        return None, [Note("unreadable", path, reason(error), "its records are left out")]
+        return None, [Note("unreadable", path, error_reason(error), "its records are left out")]
     except _CutError:
         return None, [Note("cut", path, f"cut after {size:,} bytes, within the header", "it holds no record")]
     except ValueError as error:

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from commtrace.errors import NewerLogError
 from commtrace.schema import FORMAT, VERSION
 
-from .notes import Note, reason
+from .log_notes import Note, error_reason
 
 Row: TypeAlias = dict[str, Any]
 
@@ -119,7 +119,7 @@ def read_tables(path: Path) -> tuple[ProcessTables, list[Note]]:
         return tables, [Note("missing", path, "missing", "operations, groups and sites of its records are unknown")]
     except OSError as error:
         return tables, [
-            Note("unreadable", path, reason(error), "operations, groups and sites of its records are unknown")
+            Note("unreadable", path, error_reason(error), "operations, groups and sites of its records are unknown")
         ]
     broken = [number for number, line in enumerate(lines, 1) if line.strip() and not _read_line(tables, line, path)]
     if not broken:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 from commtrace import identity
 from commtrace.settings import Settings
 
-from .log_writer import LogWriter, say
+from .log_writer import LogWriter, warn
 from .recovery import recover_records
-from .slots import NONE, Numbers, Slots
+from .slots import NO_SLOTS, SlotNumbers, Slots
 
 if TYPE_CHECKING:
     from .recorder import Recorder
@@ -62,7 +62,7 @@ class Drain:
         if threading.current_thread() is not self._thread:
             self._thread.join(self._settings.exit_seconds)
             if self._thread.is_alive():
-                say(f"the log could not be finished within {self._settings.exit_seconds:g} s; {self._where()}")
+                warn(f"the log could not be finished within {self._settings.exit_seconds:g} s; {self._where()}")
 
     def stats(self) -> dict[str, Any]:
         """The counters of docs/reference/log-format.md, as of now."""
@@ -123,13 +123,13 @@ class Drain:
 
     def _turn(self) -> None:
         self._let_go()
-        slots = self._slots.finished() if self._writer.ready else NONE
+        slots = self._slots.finished() if self._writer.ready else NO_SLOTS
         if len(slots) or self._writer.unwritten(self._recorder.tables.lines):
             self._move(slots)
         self._cpu_ns = time.thread_time_ns()
         self._count()
 
-    def _move(self, slots: Numbers) -> None:
+    def _move(self, slots: SlotNumbers) -> None:
         written = slots[: self._writer.write(self._recorder.tables.lines, self._slots.records(slots))]
         self._written += len(written)
         self._slots.release(written)
@@ -150,7 +150,7 @@ class Drain:
 
     def _tell(self, stats: dict[str, Any]) -> None:
         self._recorder.tables.add("stats", **stats)
-        self._recorder.tables.add("clock", **identity.moment())
+        self._recorder.tables.add("clock", **identity.clock_readings())
 
     def _finish(self) -> None:
         recorder, writer = self._recorder, self._writer
@@ -163,11 +163,11 @@ class Drain:
         stats = self.stats()
         recorder.ring.count(stats)
         self._tell(stats)
-        recorder.tables.add("end", reason=self._reason, **identity.moment())
+        recorder.tables.add("end", reason=self._reason, **identity.clock_readings())
         writer.finish(recorder.tables.lines)
         left = self._slots.taken
         if left or writer.unwritten(recorder.tables.lines):
-            say(f"{left} calls could not be written: {writer.last_error}; {self._where()}")
+            warn(f"{left} calls could not be written: {writer.last_error}; {self._where()}")
         else:
             recorder.ring.remove()
             self._slots.let_go()
@@ -175,4 +175,4 @@ class Drain:
 
     def _where(self) -> str:
         path = self._recorder.ring.path
-        return "they are lost" if path is None else f"they stay in {path} until `commtrace salvage` moves them"
+        return "they are lost" if path is None else f"they stay in {path} until `commtrace recover` moves them"

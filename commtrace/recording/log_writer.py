@@ -18,7 +18,7 @@ from typing import Final
 from commtrace.schema import Records
 from commtrace.settings import Settings
 
-from .segment_writer import EMPTY, SegmentSeries, cut, unlinked, write_all
+from .segment_writer import EMPTY, SegmentSeries, truncate, unlinked, write_all
 
 RETRY_SECONDS: Final = 5.0
 LOOK_SECONDS: Final = 1.0
@@ -154,7 +154,7 @@ class LogWriter:
         while self._lines_written < len(lines):
             chunk = lines[self._lines_written : self._lines_written + 1000]
             data = b"".join(chunk)
-            cut(self._tables_fd, self._tables_size)  # what an earlier attempt may have left
+            truncate(self._tables_fd, self._tables_size)  # what an earlier attempt may have left
             write_all(self._tables_fd, data)
             self._tables_size += len(data)
             self._lines_written += len(chunk)
@@ -162,12 +162,12 @@ class LogWriter:
     def _note(self, error: OSError) -> None:
         self.last_error = f"{error.strerror or error} ({error.filename or self.folder})"
         if self.errors == 0:
-            say(f"cannot write the log: {self.last_error}. The program goes on; writing is tried again.")
+            warn(f"cannot write the log: {self.last_error}. The program goes on; writing is tried again.")
         self.errors += 1
         self._retry_at = time.monotonic() + RETRY_SECONDS
 
 
-def say(message: str) -> None:
+def warn(message: str) -> None:
     """One line on stderr. Tracing never prints to stdout, which belongs to the program."""
     try:
         sys.stderr.write(f"commtrace: {message}\n")

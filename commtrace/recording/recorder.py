@@ -20,6 +20,7 @@ from struct import Struct
 from typing import Any, Final
 
 from commtrace import identity, launchers
+from commtrace.identity import RankIdentity
 from commtrace.schema import FORMAT, RECORD, RECORD_STRUCT, VERSION, Clock, State
 from commtrace.settings import Settings
 
@@ -27,10 +28,10 @@ from . import ring
 from .drain import Drain
 from .interrupts import reraise_if_from_signal_handler
 from .log_writer import LogWriter
-from .slots import Call, Slots
+from .slots import PendingCall, Slots
 from .table_writer import TableWriter
 
-__all__ = ["Call", "Recorder", "now"]
+__all__ = ["PendingCall", "Recorder", "now"]
 
 now: Final = time.monotonic_ns
 
@@ -55,7 +56,7 @@ class Recorder:
     def __init__(
         self,
         settings: Settings,
-        member: identity.Member,
+        rank_identity: RankIdentity,
         *,
         blind_spots: list[str],
         calibrate: Callable[[], int] | None = None,
@@ -66,11 +67,11 @@ class Recorder:
         `make_slots` gives the ring's slots: those of the native recorder are taken by C++, too.
         """
         self.pid = os.getpid()
-        run, host = identity.agree_on_run(member), identity.host()
+        run, host = identity.agree_on_run(rank_identity), identity.host()
         whose = {"directory": settings.directory, "run": run, "host": host, "pid": self.pid}
-        stem = f"rank{member.rank:05d}-{self.pid}"
+        stem = f"rank{rank_identity.rank:05d}-{self.pid}"
         name = f"{os.getuid()}-{self.pid}-{os.urandom(4).hex()}"
-        self.member = member
+        self.rank_identity = rank_identity
         self.sites = settings.sites
         self.hook_errors = 0
         self.first_error = ""
@@ -81,14 +82,16 @@ class Recorder:
         """Called by the drain thread, for hooks that have something to let go of."""
         self._threads = itertools.count(1)
         self._thread = threading.local()
-        self.ring = ring.make(settings.ring_records, settings.shm, name, {**whose, "stem": stem})
+        self.ring = ring.make_ring(settings.ring_records, settings.shm, name, {**whose, "stem": stem})
         try:
             self._buffer: Any = self.ring.buffer
             self._slots = (make_slots or Slots)(self.ring)
             self._free, self._pending = self._slots.free, self._slots.pending
             self._half = self.ring.capacity // 2
             self.tables = TableWriter(self.ring)
-            self.tables.add("process", **_process_row(run, host, member, settings, blind_spots, self._slots.recorder))
+            self.tables.add(
+                "process", **_process_row(run, host, rank_identity, settings, blind_spots, self._slots.recorder)
+            )
             writer = LogWriter(
                 Path(settings.directory) / run / host,
                 stem,
@@ -140,7 +143,7 @@ class Recorder:
                 self._free.append(slot)
             raise
 
-    def returned(self, slot: int, t_return: int, *, observable: bool) -> Call | None:
+    def returned(self, slot: int, t_return: int, *, observable: bool) -> PendingCall | None:
         """The call came back. Gives a handle on its end if one can be seen."""
         if slot < 0:
             return None
@@ -149,44 +152,44 @@ class Recorder:
         if not observable:
             self._buffer[at + _STATE] = _UNOBSERVABLE
             return None
-        call = self._pending[slot] = Call(slot)
+        call = self._pending[slot] = PendingCall(slot)
         self._buffer[at + _STATE] = _RETURNED
         return call
 
-    def measured(self, slot_or_call: int | Call, payload: int, local: int = 0) -> None:
+    def measured(self, slot_or_call: int | PendingCall, payload: int, local: int = 0) -> None:
         """How large a call was, where that shows only once it is made; before anything is said of its end."""
         with self._slots.lock:
-            slot = slot_or_call.slot if isinstance(slot_or_call, Call) else slot_or_call
+            slot = slot_or_call.slot if isinstance(slot_or_call, PendingCall) else slot_or_call
             if slot >= 0:
                 _pack_size(self._buffer, ring.RECORDS_AT + slot * _SIZE + _PAYLOAD, payload, local)
 
-    def addressed(self, slot_or_call: int | Call, peer: int, tag: int, seq: int) -> None:
+    def addressed(self, slot_or_call: int | PendingCall, peer: int, tag: int, seq: int) -> None:
         """Whom a message came from, where that shows only once it is there; before anything is said of its end."""
         with self._slots.lock:
-            slot = slot_or_call.slot if isinstance(slot_or_call, Call) else slot_or_call
+            slot = slot_or_call.slot if isinstance(slot_or_call, PendingCall) else slot_or_call
             if slot >= 0:
                 at = ring.RECORDS_AT + slot * _SIZE
                 _pack_peer(self._buffer, at + _PEER, peer, tag)
                 _pack_seq(self._buffer, at + _SEQ, seq & 0xFFFFFFFF)
 
-    def ended(self, call: Call, t_wait: int, t_end: int, clock: Clock) -> None:
+    def ended(self, call: PendingCall, t_wait: int, t_end: int, clock: Clock) -> None:
         """The end of a call was seen: `t_wait` (0: nobody waited), `t_end`, and who saw it."""
         self._finish(call, t_wait, t_end, clock, _COMPLETE)
 
-    def unobservable(self, call: Call, t_wait: int = 0) -> None:
+    def unobservable(self, call: PendingCall, t_wait: int = 0) -> None:
         """Nobody can see the end of this call any more."""
         self._finish(call, t_wait, 0, Clock.NONE, _UNOBSERVABLE)
 
-    def failed(self, slot_or_call: int | Call, t_return: int = 0) -> None:
+    def failed(self, slot_or_call: int | PendingCall, t_return: int = 0) -> None:
         """The call, or the wait for it, raised an exception."""
-        if isinstance(slot_or_call, Call):
+        if isinstance(slot_or_call, PendingCall):
             self._finish(slot_or_call, 0, 0, Clock.NONE, _FAILED)
         elif slot_or_call >= 0:
             at = ring.RECORDS_AT + slot_or_call * _SIZE
             _pack_time(self._buffer, at + _T_RETURN, t_return)
             self._buffer[at + _STATE] = _FAILED
 
-    def _finish(self, call: Call, t_wait: int, t_end: int, clock: Clock, state: int) -> None:
+    def _finish(self, call: PendingCall, t_wait: int, t_end: int, clock: Clock, state: int) -> None:
         with self._slots.lock:
             slot, call.slot = call.slot, -1
             if slot < 0:
@@ -240,14 +243,14 @@ class Recorder:
 
 
 def _process_row(
-    run: str, host: str, member: identity.Member, settings: Settings, blind_spots: list[str], recorder: str
+    run: str, host: str, rank_identity: RankIdentity, settings: Settings, blind_spots: list[str], recorder: str
 ) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "version": VERSION,
         "run": run,
-        "rank": member.rank,
-        "world_size": member.world_size,
+        "rank": rank_identity.rank,
+        "world_size": rank_identity.world_size,
         "local_rank": launchers.local_rank(),
         "host": host,
         "pid": os.getpid(),
@@ -256,9 +259,9 @@ def _process_row(
         "recorder": recorder,
         "versions": identity.versions(),
         "environment": identity.environment(),
-        "launcher": identity.launcher(),
+        "launcher": identity.launcher_run_name(),
         "settings": settings.as_dict(),
-        **identity.moment(),
+        **identity.clock_readings(),
         "simulated": False,
         "blind_spots": blind_spots,
     }

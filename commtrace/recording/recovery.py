@@ -42,7 +42,7 @@ def recover_records(log_directory: Path, *, shm: str | None = None) -> list[str]
     folder = shm or os.environ.get("COMMTRACE_SHM") or DEFAULT_SHM
     target = os.path.realpath(log_directory)
     with _one_at_a_time:
-        for path in ring.others(folder):
+        for path in ring.other_rings(folder):
             note = _look_at(path, target)
             if note:
                 notes.append(note)

@@ -1,19 +1,20 @@
-"""The records of one process that are not on disk yet, in memory that outlives the process.
+"""Ring: the records of one process that are not on disk yet, in memory that outlives the process.
 
-A ring is a file under /dev/shm, mapped into the process: writing a record is a store to memory, and when the process
-is killed its ring still lies there for the next commtrace on that host (`commtrace.recording.recovery`). Never a file on shared
-storage: a page that cannot be backed kills the process with SIGBUS. Space is reserved when the ring is made, which
-tmpfs honours; where there is no room, private memory serves, and only the salvage is lost.
+A ring is a file under /dev/shm, mapped into the process. Writing a record is a store to memory, and when the process is
+killed, the ring remains for the next commtrace on that host (`commtrace.recording.recovery`). It is never a file on
+shared storage: a mapped page that cannot be backed kills the process with SIGBUS. The space is reserved when the ring
+is made, which tmpfs honours. Where there is no room, the ring lies in private memory and cannot be recovered.
 
     offset 0        identity, twice: checksum and JSON (pid, log directory, stem of the log's files ...)
     offset 8192     the last counters, twice
-    offset 16376    calls that found the ring full, up to this moment
-    offset 16384    the records, 96 bytes each; a record whose state byte is not 0 is whole and not on disk yet
+    offset 16376    number of calls that found the ring full
+    offset 16384    the records, 96 bytes each; a record whose state byte is not 0 is complete and not on disk yet
 
-What is there twice is written in turn, because a kill may hit in the middle of a store. Beside the ring, under the same
-name in `.jsonl`, lie the process's tables. A lock on the ring (POSIX, so neither inherited by forked children nor tied
-to process numbers, which containers reuse) says that its process lives. Such a lock does not keep its own process out,
-and is gone as soon as that closes any descriptor of the file: nothing in a process may ever open its own ring again.
+The two copies are written in turn, because a kill may hit in the middle of a store. The process's tables lie beside the
+ring, under the same name with `.jsonl`. A lock on the ring says that its process lives. It is a POSIX lock: forked
+children do not inherit it, and it is not tied to process numbers, which containers reuse. Such a lock does not keep its
+own process out, and is released as soon as that process closes any descriptor of the file: a process must never open
+its own ring again.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ class Ring:
             _mine.discard(path)
 
 
-def make(capacity: int, folder: str, name: str, identity: dict[str, Any]) -> Ring:
+def make_ring(capacity: int, folder: str, name: str, identity: dict[str, Any]) -> Ring:
     """A ring in `folder` (memory-backed), or in private memory where that has no room for it."""
     try:
         return Ring(capacity, Path(folder) / f"commtrace-{name}.ring", identity)
@@ -150,7 +151,7 @@ def make(capacity: int, folder: str, name: str, identity: dict[str, Any]) -> Rin
         return Ring(capacity, None, identity)
 
 
-def others(folder: str) -> list[Path]:
+def other_rings(folder: str) -> list[Path]:
     """Rings in `folder` that are not this process's."""
     return sorted(path for path in Path(folder).glob("commtrace-*.ring") if path not in _mine)
 

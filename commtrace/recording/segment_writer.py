@@ -56,12 +56,12 @@ class WrittenSegment:
 
     def append(self, records: Records) -> None:
         """Add records; after an error the file ends where it ended before."""
-        cut(self._fd, self.size)  # what an earlier attempt could not take back
+        truncate(self._fd, self.size)  # what an earlier attempt could not take back
         try:
             write_all(self._fd, records.tobytes())
         except OSError:
             with contextlib.suppress(OSError):
-                cut(self._fd, self.size)
+                truncate(self._fd, self.size)
             raise
         self.records += len(records)
 
@@ -76,7 +76,7 @@ class WrittenSegment:
             self.path.unlink(missing_ok=True)
             return
         try:
-            cut(self._fd, self.size)
+            truncate(self._fd, self.size)
             os.pwrite(self._fd, header(self.records), 0)
         finally:
             self._close_fd()
@@ -173,7 +173,7 @@ def unlinked(fd: int) -> bool:
         return True
 
 
-def cut(fd: int, size: int) -> None:
+def truncate(fd: int, size: int) -> None:
     """What lies beyond `size` is not wanted; the next write goes there. Raises OSError."""
     if os.fstat(fd).st_size != size:
         os.ftruncate(fd, size)

@@ -14,7 +14,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from commtrace.identity import Member
+    from commtrace.identity import RankIdentity
     from commtrace.settings import Settings
 
     from .recorder import Recorder
@@ -34,7 +34,7 @@ class Session:
 
     def begin(
         self,
-        member: Callable[[], Member],
+        member: Callable[[], RankIdentity],
         *,
         blind_spots: Sequence[str],
         calibrate: Callable[[], int] | None = None,
@@ -59,13 +59,13 @@ class Session:
     def _begin(
         self,
         settings: Settings,
-        member: Callable[[], Member],
+        member: Callable[[], RankIdentity],
         blind_spots: list[str],
         calibrate: Callable[[], int] | None,
         make_slots: Callable[[Ring], Slots] | None,
     ) -> None:
         from .interrupts import reraise_if_from_signal_handler
-        from .log_writer import say
+        from .log_writer import warn
 
         try:
             from .recorder import Recorder
@@ -78,7 +78,7 @@ class Session:
         except Exception as error:
             reraise_if_from_signal_handler()
             self.settings = None
-            say(f"cannot record: {type(error).__name__}: {error}. The program goes on untraced.")
+            warn(f"cannot record: {type(error).__name__}: {error}. The program goes on untraced.")
 
     def _end_with_multiprocessing(self) -> None:
         # Processes that multiprocessing forks end by os._exit, without atexit but with its own finalizers: ours last.

@@ -18,11 +18,11 @@ from commtrace.schema import Records, State
 
 from .ring import Ring
 
-Numbers = npt.NDArray[np.integer[Any]]
-NONE: Final[Numbers] = np.zeros(0, np.intp)
+SlotNumbers = npt.NDArray[np.integer[Any]]
+NO_SLOTS: Final[SlotNumbers] = np.zeros(0, np.intp)
 
 
-class Call:
+class PendingCall:
     """A call that returned and whose end may still be seen; `slot` is -1 once its record has left the ring."""
 
     __slots__ = ("slot",)
@@ -40,7 +40,7 @@ class Slots:
     def __init__(self, ring: Ring) -> None:
         self.capacity = ring.capacity
         self.free = deque(range(ring.capacity))
-        self.pending: list[Call | None] = [None] * ring.capacity
+        self.pending: list[PendingCall | None] = [None] * ring.capacity
         self.lock = threading.RLock()
         """Between seeing an end and giving up on it. Reentrant for signal handlers."""
         self._ring = ring
@@ -76,14 +76,14 @@ class Slots:
         with suppress(RuntimeError):  # it is awake
             self._asleep.release()
 
-    def finished(self) -> Numbers:
+    def finished(self) -> SlotNumbers:
         """Slots whose records nobody will add to, with those of the oldest returned calls where places run short."""
         slots = np.flatnonzero(self._state >= State.COMPLETE)
         if len(self.free) + len(slots) >= self.capacity // 4:
             return slots
         return np.concatenate([slots, self._give_up(max(1, self.capacity // 4))])
 
-    def _give_up(self, count: int) -> Numbers:
+    def _give_up(self, count: int) -> SlotNumbers:
         """The oldest calls that returned and were never seen to end: the ring needs their places.
 
         Their records are written as they are, "returned"; an end that comes later finds no record and is forgotten.
@@ -94,13 +94,13 @@ class Slots:
             self._detach(oldest)
         return oldest
 
-    def _detach(self, slots: Numbers) -> None:
+    def _detach(self, slots: SlotNumbers) -> None:
         for slot in slots.tolist():
             call, self.pending[slot] = self.pending[slot], None
             if call is not None:
                 call.slot = -1
 
-    def seize(self) -> tuple[Numbers, int]:
+    def seize(self) -> tuple[SlotNumbers, int]:
         """All records, for the last time: no slot is given out from here on, no end is noted.
 
         Also how many slots were taken by calls that had not begun to write: their records do not count any more.
@@ -118,11 +118,11 @@ class Slots:
         self._seized = len(slots)
         return slots, taken - len(slots)
 
-    def records(self, slots: Numbers) -> Records:
+    def records(self, slots: SlotNumbers) -> Records:
         """Copies of these slots' records."""
         return self._records[slots]
 
-    def release(self, slots: Numbers) -> None:
+    def release(self, slots: SlotNumbers) -> None:
         """These records are on disk."""
         self._state[slots] = State.FREE  # first: who gets the slot finds it free
         if self._seized < 0:

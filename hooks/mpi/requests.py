@@ -9,7 +9,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from commtrace.recording.recorder import Call, Recorder
+from commtrace.recording.recorder import PendingCall, Recorder
 from commtrace.schema import Clock
 
 from .communicators import MpiGroup
@@ -24,7 +24,7 @@ class Receipt:
         """`peer` and `tag` as they were asked for, -1: any."""
         self.group, self.peer, self.tag = group, peer, tag
 
-    def arrived(self, recorder: Recorder, slot_or_call: int | Call, status: Any) -> None:
+    def arrived(self, recorder: Recorder, slot_or_call: int | PendingCall, status: Any) -> None:
         """What the status says goes into the record."""
         nbytes = status.Get_count(MPI.BYTE)
         if nbytes >= 0:  # else: not told, and the record keeps the size of the buffer
@@ -35,7 +35,7 @@ class Receipt:
             recorder.addressed(slot_or_call, peer, tag, self.group.message(peer, self.group.own, tag))
 
 
-Ends = Sequence[tuple[Call | None, Receipt | None]]
+Ends = Sequence[tuple[PendingCall | None, Receipt | None]]
 
 
 class Pending(weakref.ref[Any]):

@@ -14,7 +14,7 @@ from commtrace import identity
 from commtrace.hooks import call_site
 from commtrace.hooks import recorder_setup as beginning
 from commtrace.hooks.call_context import CallContext
-from commtrace.identity import Member
+from commtrace.identity import RankIdentity
 from commtrace.progress import progress
 from commtrace.recording.recorder import Recorder
 from commtrace.recording.session import session
@@ -36,10 +36,10 @@ _ONE_SIDED: Final = ("put", "get", "accumulate")
 _pickled: Final = threading.local()
 
 
-def member() -> Member | None:
+def member() -> RankIdentity | None:
     """This process among all of MPI.COMM_WORLD; None for one that MPI has started alone, as torchrun's are."""
     if MPI.Is_initialized() and not MPI.Is_finalized() and MPI.COMM_WORLD.Get_size() > 1:
-        return Member(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), _agree)
+        return RankIdentity(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), _agree)
     return None
 
 
@@ -47,9 +47,9 @@ def _agree(proposal: str) -> str:
     """What all ranks know without a message between them. MPI has no store, and a collective could wait for ever."""
     size = str(MPI.COMM_WORLD.Get_size())
     if size in (os.environ.get("MPI_LOCALNRANKS"), os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")):
-        starter = identity.starter()  # of all of them, as they are all on this host
+        starter = identity.mpi_starter()  # of all of them, as they are all on this host
         return f"mpi-{starter}" if starter else proposal
-    return "" if identity.launcher() else proposal
+    return "" if identity.launcher_run_name() else proposal
 
 
 _current: MpiTracer | None = None
@@ -224,7 +224,7 @@ class MpiTracer:
     def __init__(self, recorder: Recorder) -> None:
         learn_predefined()
         self.recorder = recorder
-        self.groups = MpiGroups(recorder.tables, _world(recorder.member))
+        self.groups = MpiGroups(recorder.tables, _world(recorder.rank_identity))
         self.requests = Requests(recorder)
         self.windows = Windows(recorder)
         self.whereabouts = CallContext(recorder)
@@ -344,7 +344,7 @@ def _message_size(method: Method, message: Message, arguments: Arguments, peer: 
     return nbytes * blocks, dtype
 
 
-def _world(member: Member) -> list[int]:
+def _world(rank_identity: RankIdentity) -> list[int]:
     """Global ranks of MPI.COMM_WORLD."""
     size = MPI.COMM_WORLD.Get_size()
-    return list(range(size)) if size > 1 else [member.rank]
+    return list(range(size)) if size > 1 else [rank_identity.rank]

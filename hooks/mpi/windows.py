@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commtrace.recording.recorder import Call, Recorder
+from commtrace.recording.recorder import PendingCall, Recorder
 from commtrace.schema import Clock
 
 from .communicators import MpiGroup
@@ -13,9 +13,9 @@ class Windows:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._open: dict[int, list[tuple[int, Call]]] = {}
+        self._open: dict[int, list[tuple[int, PendingCall]]] = {}
 
-    def add(self, group: MpiGroup, target: int, call: Call | None) -> None:
+    def add(self, group: MpiGroup, target: int, call: PendingCall | None) -> None:
         """An operation on this window has begun."""
         if call is not None:
             self._open.setdefault(group.number, []).append((target, call))

@@ -17,7 +17,7 @@ from commtrace.hooks.mpi.buffers import predefined
 from commtrace.hooks.mpi.methods import Method
 from commtrace.hooks.mpi.tracer import MpiTracer
 from commtrace.progress import progress
-from commtrace.recording.log_writer import say
+from commtrace.recording.log_writer import warn
 from commtrace.recording.ring import RECORDS_AT
 from commtrace.recording.session import session
 
@@ -53,7 +53,7 @@ def usable() -> bool:
     try:
         _library = _library or mpi_library.load()
     except (ImportError, OSError, CommtraceError) as error:
-        say(f"the compiled wrappers of mpi4py cannot be used: {error}. Python's record.")
+        warn(f"the compiled wrappers of mpi4py cannot be used: {error}. Python's record.")
     return _library is not None
 
 

@@ -11,7 +11,7 @@ from commtrace.hooks.torch import kernels as torch_kernels
 from commtrace.hooks.torch import tracer as torch_tracer
 from commtrace.hooks.torch.c10d_operators import Operator
 from commtrace.hooks.torch.tracer import TorchTracer
-from commtrace.recording.log_writer import say
+from commtrace.recording.log_writer import warn
 from commtrace.recording.recorder import Recorder
 from commtrace.recording.ring import Ring
 from commtrace.recording.session import session
@@ -36,9 +36,9 @@ def usable() -> bool:
         _library = _library or library.load()
     except library.NotBuiltError as error:
         if settings.recorder == "native":
-            say(f"{error}. The Python recorder records.")
+            warn(f"{error}. The Python recorder records.")
     except (ImportError, OSError, CommtraceError) as error:
-        say(f"the native recorder cannot be used: {error}. The Python recorder records.")
+        warn(f"the native recorder cannot be used: {error}. The Python recorder records.")
     return _library is not None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from commtrace.progress import progress
 from commtrace.recording.ring import DROPPED_AT, RECORDS_AT, Ring
 from commtrace.recording.session import session
-from commtrace.recording.slots import Numbers, Slots
+from commtrace.recording.slots import SlotNumbers, Slots
 from commtrace.schema import RECORD, Records, State
 
 
@@ -56,19 +56,19 @@ class NativeSlots(Slots):
         if not self.recording.drop(calls):  # closed: nobody else counts any more
             super().drop(calls)
 
-    def finished(self) -> Numbers:
+    def finished(self) -> SlotNumbers:
         """As of the portable recorder; C++ gives up on its own calls, and Python on its own here."""
-        slots: Numbers = self.recording.finished()
+        slots: SlotNumbers = self.recording.finished()
         with self.lock:
             self._detach(slots[self._state[slots] == State.RETURNED])
         return slots
 
-    def records(self, slots: Numbers) -> Records:
+    def records(self, slots: SlotNumbers) -> Records:
         """Copies of these slots' records, made without the GIL."""
         copies: Records = self.recording.records(slots).view(RECORD)
         return copies
 
-    def seize(self) -> tuple[Numbers, int]:
+    def seize(self) -> tuple[SlotNumbers, int]:
         """As of the portable recorder."""
         # Tracing may be on again already, where the store kept this thread from closing the log in time.
         slots, unwritten = self.recording.close(session.settings is None)
@@ -77,7 +77,7 @@ class NativeSlots(Slots):
         self._seized = len(slots)
         return slots, unwritten
 
-    def release(self, slots: Numbers) -> None:
+    def release(self, slots: SlotNumbers) -> None:
         """These records are on disk."""
         self.recording.release(slots)
         if self._seized >= 0:

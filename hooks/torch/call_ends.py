@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
-from commtrace.recording.recorder import Call, Recorder, now
+from commtrace.recording.recorder import PendingCall, Recorder, now
 from commtrace.recording.session import session
 from commtrace.schema import Clock
 
@@ -25,7 +25,7 @@ class Pending(weakref.ref[Any]):
     __slots__ = ("calls", "cost", "key", "on_host", "thread")
 
     key: int
-    calls: list[Call]
+    calls: list[PendingCall]
     on_host: bool
     cost: int
     thread: int
@@ -43,7 +43,7 @@ class Works:
         self._fresh: dict[int, Any] = {}
         self._old: dict[int, Any] = {}
 
-    def add(self, work: Any, calls: list[Call], on_host: bool) -> Pending:
+    def add(self, work: Any, calls: list[PendingCall], on_host: bool) -> Pending:
         """These calls end when `work` does."""
         pending = Pending(work, self._died)
         thread = threading.get_ident()
@@ -119,9 +119,9 @@ class TensorWaits:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         # A weak reference keeps the address of a storage from being used again, but not its memory.
-        self._calls: dict[int, tuple[Any, Call, bool]] = {}
+        self._calls: dict[int, tuple[Any, PendingCall, bool]] = {}
 
-    def add(self, tensors: Iterable[torch.Tensor], call: Call, on_host: bool) -> None:
+    def add(self, tensors: Iterable[torch.Tensor], call: PendingCall, on_host: bool) -> None:
         """The call ends when a wait for one of these tensors does."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -149,7 +149,7 @@ class Batch:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.calls: list[Call] = []
+        self.calls: list[PendingCall] = []
         self.on_host = False
 
 

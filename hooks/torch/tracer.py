@@ -17,7 +17,7 @@ from commtrace.hooks import call_site
 from commtrace.hooks.call_context import CallContext
 from commtrace.hooks.call_site import CallSites
 from commtrace.hooks.groups import Group
-from commtrace.identity import Member
+from commtrace.identity import RankIdentity
 from commtrace.progress import progress
 from commtrace.recording.recorder import Recorder
 from commtrace.recording.session import session
@@ -39,11 +39,11 @@ _ASYNC, _COALESCED, _OBJECT, _SPARSE, _UNEVEN = (
 )
 
 
-def member() -> Member | None:
+def member() -> RankIdentity | None:
     """This process among all, from the default process group; None without one."""
     if not dist.is_initialized():
         return None
-    return Member(dist.get_rank(), dist.get_world_size(), _agree)
+    return RankIdentity(dist.get_rank(), dist.get_world_size(), _agree)
 
 
 def _agree(proposal: str) -> str:

@@ -80,8 +80,8 @@ def test_wrong_settings_are_one_line(variables: dict[str, Any], words: list[str]
 
 
 BEGIN = (
-    "import os, sys; from commtrace.identity import Member; from commtrace.recording.session import session\n"
-    "recorder = session.begin(lambda: Member(0, 1), blind_spots=['none'])\n"
+    "import os, sys; from commtrace.identity import RankIdentity; from commtrace.recording.session import session\n"
+    "recorder = session.begin(lambda: RankIdentity(0, 1), blind_spots=['none'])\n"
     "recorder.begin(1, 1, 0, 8, 0, -1, -1, 0, -1, -1, 0, 0, 0)\n"
 )
 

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import recorders
 
-from commtrace.identity import Member as Member
+from commtrace.identity import RankIdentity as RankIdentity
 from commtrace.recording.recorder import Recorder as Recorder
 from commtrace.recording.recovery import recover_records
 from commtrace.recording.ring import Ring
@@ -125,7 +125,7 @@ def recorder(directory: Path, rank: int = 0, **settings: object) -> Recorder:
 def recorder_of(kind: str, directory: Path, rank: int = 0, **settings: object) -> Recorder:
     """As `recorder`; of the native one, what it has between a call and the log."""
     make_slots = Slots if kind == "python" else native_slots
-    member = Member(rank, 1)
+    member = RankIdentity(rank, 1)
     return Recorder(Settings(str(directory), **settings), member, blind_spots=[], make_slots=make_slots)
 
 

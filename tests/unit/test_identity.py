@@ -9,7 +9,7 @@ import time
 import pytest
 
 from commtrace import identity, launchers
-from commtrace.identity import Member
+from commtrace.identity import RankIdentity
 
 NAME = r"\d{8}-\d{6}-[0-9a-f]{6}"
 
@@ -33,7 +33,7 @@ def first_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_launchers_say(environ: dict[str, str], rank: int, world: int | None, local: int | None) -> None:
-    assert identity.member_from_environment(environ) == Member(rank, world)
+    assert identity.rank_from_environment(environ) == RankIdentity(rank, world)
     assert launchers.local_rank(environ) == local
 
 
@@ -51,7 +51,7 @@ def test_what_launchers_say(environ: dict[str, str], rank: int, world: int | Non
     ],
 )
 def test_what_launchers_call_a_run(environ: dict[str, str], name: str) -> None:
-    assert identity.launcher(environ) == name
+    assert identity.launcher_run_name(environ) == name
 
 
 def test_all_members_of_a_run_agree() -> None:
@@ -64,7 +64,7 @@ def test_all_members_of_a_run_agree() -> None:
     names = []
     for rank in range(3):
         identity._recordings = 0  # each is a process of its own
-        names.append(identity.agree_on_run(Member(rank, 3, agree)))
+        names.append(identity.agree_on_run(RankIdentity(rank, 3, agree)))
     assert len(set(names)) == 1
     assert len(set(proposals)) == 3
     assert re.fullmatch(NAME, names[0])
@@ -72,16 +72,16 @@ def test_all_members_of_a_run_agree() -> None:
 
 def test_the_launchers_name_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job/7 ü")
-    assert re.fullmatch("torchelastic-job_7__-0-" + NAME, identity.agree_on_run(Member(0, 1)))
+    assert re.fullmatch("torchelastic-job_7__-0-" + NAME, identity.agree_on_run(RankIdentity(0, 1)))
 
 
 def test_without_a_store_a_launchers_own_name_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_PROCID", "0")
-    assert identity.agree_on_run(Member(0, 2)) == "slurm-7.0"
-    assert identity.agree_on_run(Member(0, 2)) == "slurm-7.0-2", "a second recording is a second run"
+    assert identity.agree_on_run(RankIdentity(0, 2)) == "slurm-7.0"
+    assert identity.agree_on_run(RankIdentity(0, 2)) == "slurm-7.0-2", "a second recording is a second run"
     identity.forked()
-    assert identity.agree_on_run(Member(0, 2)) == "slurm-7.0"
+    assert identity.agree_on_run(RankIdentity(0, 2)) == "slurm-7.0"
 
 
 def test_names_are_fit_for_folders(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_no_secrets() -> None:
 
 def test_a_moment_on_both_clocks() -> None:
     before = time.monotonic_ns(), time.time_ns()
-    found = identity.moment()
+    found = identity.clock_readings()
     assert before[0] <= found["mono_ns"] <= time.monotonic_ns()
     assert before[1] <= found["unix_ns"] <= time.time_ns()
 

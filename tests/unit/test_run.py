@@ -11,7 +11,7 @@ from factory import ALL_GATHER, ALL_REDUCE, ALONE, PAIR, RECV, SEND, WORLD, LogF
 
 from commtrace.errors import NoSuchTableError
 from commtrace.formatting import format_ranks, parse_ranks
-from commtrace.reading.names import group_label, short_paths
+from commtrace.reading.labels import group_label, short_paths
 from commtrace.reading.table_reader import Group
 from commtrace.run import open_run
 from commtrace.schema import EVENT_COLUMNS, Flag, Phase, State

@@ -244,7 +244,7 @@ def test_a_disk_that_stays_full(
     said = capfd.readouterr().err
     assert "cannot write the log" in said
     assert "calls could not be written" in said
-    assert "commtrace salvage" in said
+    assert "commtrace recover" in said
 
     ring = processes.rings(tmp_path / "log")
     assert len(ring) == 1

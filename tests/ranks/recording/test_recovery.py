@@ -211,7 +211,7 @@ def test_names_that_lead_elsewhere_are_refused(name: str, value: str, log: Path,
     shm = tmp_path / "shm"
     shm.mkdir()
     whose = {"directory": str(log), "run": "run", "host": "host", "stem": "rank0-1", "pid": 1, name: value}
-    made = ring.make(16, str(shm), "x-1-00000000", whose)
+    made = ring.make_ring(16, str(shm), "x-1-00000000", whose)
     assert made.path is not None
     ring._mine.clear()
     os.close(made._fd)

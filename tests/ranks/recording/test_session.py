@@ -12,7 +12,7 @@ import pytest
 from ranks import Nursery
 from recorders import FORGOTTEN, end
 
-from commtrace.identity import Member
+from commtrace.identity import RankIdentity
 from commtrace.recording import recorder as recorder_module
 from commtrace.recording.session import Session
 from commtrace.schema import State
@@ -114,9 +114,9 @@ def test_all_threads_get_one_recorder(tmp_path: Path) -> None:
     start = threading.Barrier(8)
     got: list[object] = []
 
-    def member() -> Member:
+    def member() -> RankIdentity:
         asked.append(1)
-        return Member(0, 1)
+        return RankIdentity(0, 1)
 
     def begin() -> None:
         start.wait()
@@ -140,9 +140,9 @@ def test_a_call_made_while_recording_begins_is_not_traced(tmp_path: Path) -> Non
     session.settings = Settings(str(tmp_path / "log"))
     nested: list[object] = []
 
-    def member() -> Member:
+    def member() -> RankIdentity:
         nested.append(session.begin(member, blind_spots=[]))
-        return Member(0, 1)
+        return RankIdentity(0, 1)
 
     assert session.begin(member, blind_spots=[]) is session.recorder is not None
     assert nested == [None]
@@ -159,7 +159,7 @@ def test_a_beginning_that_is_interrupted_can_be_repeated(tmp_path: Path, monkeyp
     with monkeypatch.context() as patched:
         patched.setattr(recorder_module, "Drain", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            session.begin(lambda: Member(0, 1), blind_spots=[])
+            session.begin(lambda: RankIdentity(0, 1), blind_spots=[])
     assert not processes.rings(tmp_path / "log")
-    assert session.begin(lambda: Member(0, 1), blind_spots=[]) is not None
+    assert session.begin(lambda: RankIdentity(0, 1), blind_spots=[]) is not None
     session.end("stop")

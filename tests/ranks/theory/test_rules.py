@@ -38,7 +38,7 @@ Steps = dict[int, list[tuple[Key, Calls]]]
 
 def measured_steps(run: Run, records: Records, rank: int = 0) -> Steps:
     """Calls of one rank by step."""
-    return reconciliation.steps_of(measured.merge([measured.partial(Block(records, run.names[rank]))]))
+    return reconciliation.steps_of(measured.merge([measured.partial(Block(records, run.labels[rank]))]))
 
 
 def records_of(run: Run, rank: int = 0) -> Records:

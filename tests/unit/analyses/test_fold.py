@@ -14,18 +14,18 @@ from pandas.testing import assert_frame_equal
 
 from commtrace.analyses.catalog import ANALYSES, DETAILS
 from commtrace.analyses.engine import NOTHING, Analysis, Block, grouped, partials_of, summed
-from commtrace.reading.names import Names
+from commtrace.reading.labels import RecordLabels
 from commtrace.run import open_run
 
 
 @pytest.fixture(scope="module")
-def names(tmp_path_factory: pytest.TempPathFactory) -> Names:
+def labels(tmp_path_factory: pytest.TempPathFactory) -> RecordLabels:
     """Names of a process of a run of four."""
     folder = tmp_path_factory.mktemp("log")
     LogFactory(folder).process(1, world_size=4).known(
         {WORLD: [0, 1, 2, 3], PAIR: [1, 2], ALONE: [1]}, {PAIR: "pipeline"}
     )
-    return open_run(folder).names[0]
+    return open_run(folder).labels[0]
 
 
 def random(seed: int, count: int) -> Records:
@@ -54,21 +54,23 @@ def random(seed: int, count: int) -> Records:
 @pytest.mark.parametrize("analysis", [*ANALYSES, *DETAILS.values()], ids=lambda analysis: analysis.name)
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 1 << 30), count=st.integers(0, 200), data=st.data())
-def test_parts_merge_to_the_whole(analysis: Analysis, names: Names, seed: int, count: int, data: st.DataObject) -> None:
+def test_parts_merge_to_the_whole(
+    analysis: Analysis, labels: RecordLabels, seed: int, count: int, data: st.DataObject
+) -> None:
     rows = random(seed, count)
     cut = data.draw(st.integers(0, count))
-    whole = partials_of(analysis, [Block(rows, names)])
-    parts = partials_of(analysis, [Block(rows[:cut], names), Block(rows[cut:], names)])
+    whole = partials_of(analysis, [Block(rows, labels)])
+    parts = partials_of(analysis, [Block(rows[:cut], labels), Block(rows[cut:], labels)])
     nested = analysis.merge(
-        [analysis.merge([analysis.partial(Block(rows[:cut], names))]), analysis.partial(Block(rows[cut:], names))]
+        [analysis.merge([analysis.partial(Block(rows[:cut], labels))]), analysis.partial(Block(rows[cut:], labels))]
     )
     assert_frame_equal(whole, parts, rtol=1e-12)
     assert_frame_equal(whole, nested, rtol=1e-12)
 
 
 @pytest.mark.parametrize("analysis", [*ANALYSES, *DETAILS.values()], ids=lambda analysis: analysis.name)
-def test_nothing_gives_the_columns(analysis: Analysis, names: Names) -> None:
-    some = partials_of(analysis, [Block(random(1, 50), names)])
+def test_nothing_gives_the_columns(analysis: Analysis, labels: RecordLabels) -> None:
+    some = partials_of(analysis, [Block(random(1, 50), labels)])
     assert list(partials_of(analysis, []).columns) == list(some.columns)
     assert len(analysis.partial(NOTHING)) == 0
 

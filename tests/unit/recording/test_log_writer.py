@@ -131,8 +131,8 @@ def test_a_line_is_said_to_whoever_listens(monkeypatch: pytest.MonkeyPatch, capf
         def write(self, text: str) -> None:
             raise RuntimeError("a stream of the program")
 
-    log_writer.say("hello")
+    log_writer.warn("hello")
     assert capfd.readouterr() == ("", "commtrace: hello\n")
     for stream in (None, Own()):
         monkeypatch.setattr("sys.stderr", stream)
-        log_writer.say("nobody")
+        log_writer.warn("nobody")

@@ -17,7 +17,7 @@ import pytest
 from processes import NewRecorder
 
 from commtrace.recording.log_writer import LogWriter
-from commtrace.recording.recorder import Call
+from commtrace.recording.recorder import PendingCall
 from commtrace.schema import Clock, State
 
 
@@ -85,7 +85,7 @@ def test_threads_under_a_fast_drain(tmp_path: Path, new_recorder: NewRecorder) -
     """Eight threads begin, return and end calls, each the calls of another one, while the ring is emptied."""
     recorder = new_recorder(tmp_path, ring_records=4096, drain_ms=1, segment_min_bytes=4096)
     threads, each = 8, 4000
-    handed_on: list[list[tuple[Call, int]]] = [[] for _ in range(threads)]
+    handed_on: list[list[tuple[PendingCall, int]]] = [[] for _ in range(threads)]
     numbers = itertools.count()
 
     def hammer(index: int) -> None:
@@ -187,7 +187,7 @@ def test_errors_of_callbacks_do_not_keep_records_from_the_disk(tmp_path: Path) -
         raise ValueError("a callback's")
 
     recorder = processes.Recorder(
-        processes.Settings(str(tmp_path)), processes.Member(0, 1), blind_spots=[], calibrate=fail
+        processes.Settings(str(tmp_path)), processes.RankIdentity(0, 1), blind_spots=[], calibrate=fail
     )
     recorder.each_drain.append(fail)  # type: ignore[arg-type]
     processes.call(recorder, 1)
@@ -199,7 +199,7 @@ def test_errors_of_callbacks_do_not_keep_records_from_the_disk(tmp_path: Path) -
 
 def test_what_calls_cost(tmp_path: Path) -> None:
     recorder = processes.Recorder(
-        processes.Settings(str(tmp_path)), processes.Member(0, 1), blind_spots=[], calibrate=lambda: 1000
+        processes.Settings(str(tmp_path)), processes.RankIdentity(0, 1), blind_spots=[], calibrate=lambda: 1000
     )
     recorder.cost_samples.extend(range(1, 101))
     recorder.close("stop")

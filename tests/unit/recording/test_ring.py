@@ -25,7 +25,7 @@ def dead(made: Ring) -> Path:
 
 
 def test_what_is_left_can_be_read(tmp_path: Path) -> None:
-    made = ring.make(16, str(tmp_path), "1-2-3", IDENTITY)
+    made = ring.make_ring(16, str(tmp_path), "1-2-3", IDENTITY)
     made.count({"calls": 5})
     made.count_dropped(3)
     made.keep_table_line(b"one\n")
@@ -42,13 +42,13 @@ def test_what_is_left_can_be_read(tmp_path: Path) -> None:
 
 
 def test_only_its_user_may_read_it(tmp_path: Path) -> None:
-    ring.make(16, str(tmp_path), "1-2-3", IDENTITY)
+    ring.make_ring(16, str(tmp_path), "1-2-3", IDENTITY)
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_the_later_copy_counts_and_a_torn_one_does_not(tmp_path: Path) -> None:
-    made = ring.make(16, str(tmp_path), "1-2-3", IDENTITY)
+    made = ring.make_ring(16, str(tmp_path), "1-2-3", IDENTITY)
     for calls in range(1, 6):
         made.count({"calls": calls})
         made.describe({**IDENTITY, "stem": str(calls)})
@@ -61,7 +61,7 @@ def test_the_later_copy_counts_and_a_torn_one_does_not(tmp_path: Path) -> None:
 
 
 def test_counters_that_are_too_long_keep_their_numbers(tmp_path: Path) -> None:
-    made = ring.make(16, str(tmp_path), "1-2-3", IDENTITY)
+    made = ring.make_ring(16, str(tmp_path), "1-2-3", IDENTITY)
     made.count({"calls": 5, "first_error": "ü" * 4000})
     with OrphanedRing(dead(made)) as left:
         assert left.counters == {"calls": 5}
@@ -69,7 +69,7 @@ def test_counters_that_are_too_long_keep_their_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["/nonexistent", "/proc"])
 def test_private_memory_where_the_folder_is_none(folder: str) -> None:
-    made = ring.make(16, folder, "1-2-3", IDENTITY)
+    made = ring.make_ring(16, folder, "1-2-3", IDENTITY)
     assert made.path is None
     made.records[0]["state"] = 1
     made.count({"calls": 1})
@@ -78,7 +78,7 @@ def test_private_memory_where_the_folder_is_none(folder: str) -> None:
 
 
 def test_private_memory_where_the_description_is_too_long(tmp_path: Path) -> None:
-    made = ring.make(16, str(tmp_path), "1-2-3", {**IDENTITY, "directory": "/" + "x" * 5000})
+    made = ring.make_ring(16, str(tmp_path), "1-2-3", {**IDENTITY, "directory": "/" + "x" * 5000})
     assert made.path is None
     assert list(tmp_path.iterdir()) == []
 
@@ -92,7 +92,7 @@ def test_a_ring_that_is_not_finished_is_nobodys(tmp_path: Path, monkeypatch: pyt
         original(self, identity)
 
     monkeypatch.setattr(Ring, "describe", describe)
-    ring.make(16, str(tmp_path), "1-2-3", IDENTITY)
+    ring.make_ring(16, str(tmp_path), "1-2-3", IDENTITY)
     assert seen == [[".new"]]
 
 
@@ -102,14 +102,14 @@ def test_no_room_for_the_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "posix_fallocate", no_room)
-    made = ring.make(16, str(tmp_path), "1-2-3", IDENTITY)
+    made = ring.make_ring(16, str(tmp_path), "1-2-3", IDENTITY)
     assert made.path is None
     assert list(tmp_path.iterdir()) == []
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_space_is_reserved(tmp_path: Path) -> None:
-    made = ring.make(1024, str(processes.SHM), f"test-{os.getpid()}", IDENTITY)
+    made = ring.make_ring(1024, str(processes.SHM), f"test-{os.getpid()}", IDENTITY)
     assert made.path is not None
     try:
         assert made.path.stat().st_blocks * 512 >= ring.RECORDS_AT + 1024 * 96
@@ -122,7 +122,7 @@ def test_a_living_process_keeps_its_ring(tmp_path: Path) -> None:
     told, tell = os.pipe()
     owner = os.fork()
     if owner == 0:
-        made = ring.make(16, str(tmp_path), "1-2-3", IDENTITY)
+        made = ring.make_ring(16, str(tmp_path), "1-2-3", IDENTITY)
         child = os.fork()  # which has a copy of all that its parent has, and outlives it
         if child == 0:
             time.sleep(10)
@@ -147,7 +147,7 @@ def test_a_living_process_keeps_its_ring(tmp_path: Path) -> None:
 
 
 def test_a_ring_that_somebody_else_finished_with_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = dead(ring.make(16, str(tmp_path), "1-2-3", IDENTITY))
+    path = dead(ring.make_ring(16, str(tmp_path), "1-2-3", IDENTITY))
     original = ring._lock
 
     def lock(fd: int) -> bool:
@@ -160,7 +160,7 @@ def test_a_ring_that_somebody_else_finished_with_meanwhile(tmp_path: Path, monke
 
 
 def test_a_short_write_of_a_table_line_ends_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = ring.make(16, str(tmp_path), "1-2-3", IDENTITY)
+    made = ring.make_ring(16, str(tmp_path), "1-2-3", IDENTITY)
     made.keep_table_line(b"one\n")
     with monkeypatch.context() as patched:
         original = os.write

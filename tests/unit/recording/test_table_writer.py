@@ -16,7 +16,7 @@ from commtrace.recording.table_writer import TableWriter
 
 @pytest.fixture
 def memory(tmp_path: Path) -> Ring:
-    return ring.make(16, str(tmp_path), "1-2-3", {"stem": "x"})
+    return ring.make_ring(16, str(tmp_path), "1-2-3", {"stem": "x"})
 
 
 def rows(tables: TableWriter) -> list[dict[str, Any]]:

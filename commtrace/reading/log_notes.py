@@ -22,6 +22,6 @@ class Note:
         return f"{self.path}: {self.what}" + (f"; {self.consequence}" if self.consequence else "")
 
 
-def reason(error: OSError) -> str:
+def error_reason(error: OSError) -> str:
     """What the system says, fit for the middle of a sentence."""
     return (error.strerror or str(error) or type(error).__name__).lower()

@@ -13,7 +13,7 @@ from commtrace.formatting import format_ranks
 from commtrace.schema import ROLES, Flag, Phase, State
 from commtrace.volume import wire_bytes
 
-from .group_roles import described
+from .group_roles import role_from_description
 from .log import Log, Process
 from .table_reader import Group, Site, integer_or_none
 
@@ -23,7 +23,7 @@ UNKNOWN: Final = "unknown"
 """What a number without a row in the tables is called."""
 
 # Columns of the normal form that are numbers in a record and words outside: the field that holds the number.
-WORDS: Final = {
+LABEL_COLUMNS: Final = {
     "op": "kind",
     "variant": "kind",
     "api": "kind",
@@ -52,7 +52,7 @@ class Fields(Protocol):
         """A field of all of them."""
 
 
-class Names:
+class RecordLabels:
     """What the numbers in the records of one process mean. Small, and picklable for worker processes.
 
     `number` is the position of the process in `Log.processes`. `unix_minus_mono_ns` makes a moment on the wall clock of
@@ -117,23 +117,23 @@ class Names:
         found = np.minimum(np.searchsorted(ids, numbers), len(ids) - 1)
         return np.where(ids[found] == numbers, found, len(ids))
 
-    def words(self, column: str) -> Array:
+    def categories(self, column: str) -> Array:
         """All words of a column; the last is for numbers without a row."""
         return self._values[column]
 
-    def numbers(self, column: str, records: Fields) -> Array:
+    def ids(self, column: str, records: Fields) -> Array:
         """What stands for a column of WORDS in each of the records: numbers for `name` and `index`."""
         if column != "role":
-            return records[WORDS[column]]
+            return records[LABEL_COLUMNS[column]]
         groups = records["group"].astype(np.int64)
         if not len(self._message_groups):
             return groups
         messages = self._point_to_point[self.index("kind", records["kind"])]
         return np.where(messages & np.isin(groups, self._message_groups), groups | _MESSAGES, groups)
 
-    def name(self, column: str, numbers: Array) -> Array:
+    def text(self, column: str, numbers: Array) -> Array:
         """The words of a column of WORDS for these numbers."""
-        words: Array = self._values[column][self.index(WORDS[column], numbers)]
+        words: Array = self._values[column][self.index(LABEL_COLUMNS[column], numbers)]
         return words
 
     def group_sizes(self, groups: Array) -> Array:
@@ -205,7 +205,7 @@ def roles_of(log: Log) -> dict[Group, str]:
                 roles.setdefault(group, told)
     for process in log.processes:
         for number, group in process.tables.groups.items():
-            says = described(process.tables.descriptions.get(number, ""))
+            says = role_from_description(process.tables.descriptions.get(number, ""))
             if says is not None:
                 roles.setdefault(group, says)
     for process in log.processes:
