@@ -7,7 +7,6 @@ Runs alone, or under torchrun, the deepspeed launcher, mpirun or srun::
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import random
@@ -26,8 +25,8 @@ from commtrace.errors import CommtraceError, ConfigError
 from commtrace.launchers import LaunchedProcess, find_process
 from commtrace.network.process_exit import wait_for_threads
 from commtrace.theory.configs.gpt_neox.config import NeoxConfig, load_config
-from commtrace.theory.configs.gpt_neox.engine_checks import check_engine
 from commtrace.theory.configs.gpt_neox.fsdp_settings import FsdpSettings
+from commtrace.theory.configs.gpt_neox.setting_checks import check_engine
 
 from .data import RankData, load_samples
 from .ddp_engine import DdpEngine
@@ -68,7 +67,7 @@ def settle_precision(config: NeoxConfig, engine: str, device: torch.device) -> t
         return config, []
     if device.type == "cpu":
         notice = "fp16 needs a GPU; training in bf16, which has the same size (--precision fp32 for full precision)"
-        return dataclasses.replace(config, precision="bf16", precision_block={}), [notice]
+        return config.model_copy(update={"precision": "bf16", "precision_block": {}}), [notice]
     if engine != "deepspeed":
         raise ConfigError(f"fp16 needs DeepSpeed's loss scaling; give --precision bf16 or fp32 with --engine {engine}")
     return config, []

@@ -122,9 +122,13 @@ def _read(name: str) -> Mapping[str, Any]:
 
 def _read_yaml(name: str) -> Mapping[str, Any]:
     try:
+        import pydantic  # noqa: F401
+
         from .gpt_neox.yaml_files import find_file, read_file
     except ImportError as error:
-        raise MissingLibraryError(f"{name}: YAML needs pyyaml: pip install pyyaml ({error})") from error
+        raise MissingLibraryError(
+            f"{name}: GPT-NeoX's YAML needs {error.name}; pip install 'commtrace[theory]'"
+        ) from error
     try:
         return {key: setting.value for key, setting in read_file(find_file(name)).items()}
     except ConfigError as error:
@@ -137,8 +141,8 @@ def _read_yaml(name: str) -> Mapping[str, Any]:
 def _of_gpt_neox(files: Sequence[str], world: int, options: Options) -> JobPlan:
     from .gpt_neox.config import load_config
     from .gpt_neox.deepspeed_settings import deepspeed_config
-    from .gpt_neox.engine_checks import check_engine
     from .gpt_neox.neox_args import neox_args
+    from .gpt_neox.setting_checks import check_engine
 
     overrides = {
         "zero_stage": options.zero_stage,

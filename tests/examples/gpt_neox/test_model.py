@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from typing import Any
 
@@ -20,7 +19,7 @@ from examples.gpt_neox.model import language_model_loss, layer_specs, weight_dec
 
 
 def tiny(**changes: Any) -> NeoxConfig:
-    return dataclasses.replace(load_config(["tiny"]), **changes)
+    return load_config(["tiny"]).model_copy(update=changes)
 
 
 def build(config: NeoxConfig, seed: int = 0) -> GPTNeoX:
@@ -53,7 +52,7 @@ def test_parameter_count_is_gpt_neox_s(name: str, parameters: int) -> None:
     hidden, vocab = config.hidden_size, config.padded_vocab_size
     assert count(config) == parameters
     assert count(config) == 2 * vocab * hidden + config.num_layers * (12 * hidden**2 + 13 * hidden) + 2 * hidden
-    assert count(dataclasses.replace(config, no_weight_tying=False)) == parameters - vocab * hidden
+    assert count(config.model_copy(update={"no_weight_tying": False})) == parameters - vocab * hidden
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -139,7 +138,7 @@ def test_checkpointing_changes_no_gradient(reentrant: bool, every: int) -> None:
         "checkpoint_reentrant": reentrant,
     }
     plain = gradients(build(config))
-    recomputed = gradients(build(dataclasses.replace(config, **changes)))
+    recomputed = gradients(build(config.model_copy(update=changes)))
     assert len(plain) == len(list(build(config).parameters()))
     assert plain.keys() == recomputed.keys()
     for name, gradient in plain.items():

@@ -1,84 +1,215 @@
-"""One training as GPT-NeoX's files describe it: typed, checked and complete before anything starts."""
+"""GPT-NeoX's training configuration: its keys with their types and defaults, read from files and checked."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Final
+
+from pydantic import (
+    AliasChoices,
+    AliasPath,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from commtrace.errors import ConfigError
 
-from . import parse
+from . import setting_checks
+from .field_types import (
+    BLOCK_FIX,
+    REQUIRED,
+    Betas,
+    Count,
+    CountOrZero,
+    Dropout,
+    Flag,
+    Number,
+    OptionalCount,
+    ParallelSize,
+    SettingError,
+    Share,
+    Split,
+    choice,
+    config_error,
+    number_or_fix,
+)
 from .fsdp_settings import FsdpSettings
-from .yaml_files import COMMAND_LINE, Reader, Setting, find_file, merge, read_file
+from .yaml_files import COMMAND_LINE, Setting, find_file, merge, read_file
 
-GPT2_VOCAB = 50257
-BYTE_VOCAB = 256
+GPT2_VOCAB: Final = 50257
+BYTE_VOCAB: Final = 256
+
+_INITS: Final = {name: name for name in ("normal", "scaled_normal", "small_init", "wang_init")}
+_DECAYS: Final = {name: name for name in ("constant", "linear", "cosine", "exponential")}
+_PRECISIONS: Final = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "float32": "fp32", "bfloat16": "bf16"}
+_OPTIMIZERS: Final = {"adam": "adam", "adamw": "adam", "cpu_torch_adam": "adam"}
+
+# GPT-NeoX's tokenizers need their vocabulary files; here they choose the size of the vocabulary, which is what the
+# communication depends on. GPT-2's size is the default, as in GPT-NeoX.
+_VOCABS: Final = {
+    "gpt2bpetokenizer": "words", "chartokenizer": "bytes", "charleveltokenizer": "bytes",
+    "words": "words", "bytes": "bytes", "hftokenizer": "words", "hfgpt2tokenizer": "words",
+}  # fmt: skip
+
+# Keys whose meaning is DeepSpeed's own: they are handed on unchanged.
+_DEEPSPEED_KEYS: Final = (
+    "communication_data_type", "data_types", "prescale_gradients", "gradient_predivide_factor", "sparse_gradients",
+    "comms_logger", "flops_profiler", "steps_per_print", "wall_clock_breakdown",
+)  # fmt: skip
+
+# Keys that are read by `NeoxConfig._from_settings`, beside those of its fields.
+_OTHER_KEYS: Final = ("attention_config", "zero_stage", "fp16", "bf16", "deepspeed_extra_args")
 
 
-@dataclass(frozen=True)
-class NeoxConfig:
-    """A checked training description. Names are GPT-NeoX's where GPT-NeoX has one; defaults are GPT-NeoX's.
+def _partition_method(value: Any) -> str:
+    method = str(value)
+    if method not in ("uniform", "parameters") and not method.startswith("type:"):
+        raise ValueError("DeepSpeed knows uniform, parameters and type:REGULAR-EXPRESSION")
+    return method
 
-    ``origins`` says for each key that was set where it was set, for messages.
-    """
 
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    seq_length: int
-    rotary_pct: float
-    rotary_emb_base: float
-    layernorm_epsilon: float
-    hidden_dropout: float
-    attention_dropout: float
-    gpt_j_residual: bool
-    no_weight_tying: bool
-    init_method: str
-    output_layer_init_method: str
-    init_method_std: float
-    checkpoint_activations: bool
-    checkpoint_num_layers: int
-    checkpoint_reentrant: bool
-    vocab: str
-    make_vocab_size_divisible_by: int
-    model_parallel_size: int
-    pipe_parallel_size: int
-    pipe_partition_method: str
-    sequence_parallel: bool
-    sequence_parallel_size: int
-    context_parallel_size: int
-    fp32_allreduce: bool
-    fsdp: FsdpSettings
-    moe_num_experts: int
-    moe_expert_interval: int
-    moe_expert_parallel_size: int
-    moe_top_k: int
-    moe_train_capacity_factor: float
-    moe_min_capacity: int
-    moe_token_dropping: bool
-    moe_loss_coeff: float
-    train_share: float
-    seed: int
-    precision: str
-    precision_block: Mapping[str, Any]
-    zero_optimization: Mapping[str, Any]
-    lr: float
-    min_lr: float
-    betas: tuple[float, ...]
-    eps: float
-    weight_decay: float
-    gradient_clipping: float
-    lr_decay_style: str
-    lr_decay_iters: int
-    warmup: float
-    micro_batch: int | None
-    gradient_accumulation: int | None
-    train_batch_size: int | None
-    train_iters: int
-    deepspeed_keys: Mapping[str, Any]
-    unknown_keys: tuple[str, ...]
-    origins: Mapping[str, str]
+def _optimizer_parameter(name: str) -> AliasPath:
+    return AliasPath("optimizer", "params", name)
+
+
+class NeoxConfig(BaseModel):
+    """A checked training configuration. Fields have GPT-NeoX's names where it has one, and GPT-NeoX's defaults."""
+
+    model_config = ConfigDict(frozen=True)
+
+    num_layers: Count = REQUIRED
+    hidden_size: Count = REQUIRED
+    num_attention_heads: Count = REQUIRED
+    seq_length: Count = REQUIRED
+    max_position_embeddings: OptionalCount = None
+    rotary_pct: Share = 1.0
+    rotary_emb_base: Annotated[float, Field(ge=1, allow_inf_nan=False), number_or_fix("give a number, 1 or more")] = (
+        10000.0
+    )
+    layernorm_epsilon: Number = 1e-5
+    hidden_dropout: Dropout = 0.0
+    attention_dropout: Dropout = 0.0
+    gpt_j_residual: Flag = False
+    no_weight_tying: Flag = False
+    init_method: Annotated[str, choice(_INITS)] = "normal"
+    output_layer_init_method: Annotated[str, choice(_INITS)] = "scaled_normal"
+    init_method_std: Number = 0.02
+    checkpoint_activations: Flag = False
+    checkpoint_num_layers: Count = 1
+    checkpoint_reentrant: Flag = True
+    """Not a key of GPT-NeoX, which always checkpoints reentrantly (DeepSpeed's function); hence the default."""
+    vocab: Annotated[str, choice(_VOCABS)] = Field("words", validation_alias="tokenizer_type")
+    make_vocab_size_divisible_by: Count = 128
+    split: Split = (969, 30, 1)
+    seed: CountOrZero = 1234
+
+    model_parallel_size: Count = 1
+    pipe_parallel_size: ParallelSize = 1
+    """GPT-NeoX takes 0 for DeepSpeed's plain engine and 1 for its pipeline engine with a single stage. No activations
+    travel in either, and its files say 1 whatever the ZeRO stage; here both mean the plain engine."""
+    pipe_partition_method: Annotated[str, BeforeValidator(_partition_method)] = "type:transformer|mlp"
+    sequence_parallel: Flag = False
+    """Megatron's, among tensor-parallel ranks: False where there is only one of them."""
+    sequence_parallel_size: ParallelSize = 1
+    context_parallel_size: ParallelSize = 1
+    fp32_allreduce: Flag = False
+    fsdp: FsdpSettings = FsdpSettings()
+
+    # GPT-NeoX before its second version used the later names.
+    moe_num_experts: ParallelSize = Field(1, validation_alias=AliasChoices("moe_num_experts", "num_experts"))
+    moe_expert_interval: Count = Field(1, validation_alias=AliasChoices("moe_expert_interval", "expert_interval"))
+    moe_expert_parallel_size: Count = 1
+    moe_top_k: Count = 1
+    moe_train_capacity_factor: Number = 1.0
+    moe_min_capacity: CountOrZero = 4
+    moe_token_dropping: Flag = False
+    """Without it, how much travels depends on the data."""
+    moe_loss_coeff: Number = 0.1
+
+    optimizer_type: Annotated[str, choice(_OPTIMIZERS)] = Field("adam", validation_alias=AliasPath("optimizer", "type"))
+    lr: Number = Field(0.001, validation_alias=_optimizer_parameter("lr"))
+    betas: Betas = Field((0.9, 0.999), validation_alias=_optimizer_parameter("betas"))
+    eps: Number = Field(1e-8, validation_alias=_optimizer_parameter("eps"))
+    min_lr: Number = 0.0
+    weight_decay: Number = 0.1
+    gradient_clipping: Number = 1.0
+    train_iters: Count = REQUIRED
+    lr_decay_style: Annotated[str, choice(_DECAYS)] = "linear"
+    lr_decay_iters: Count = REQUIRED
+    """Default: train_iters."""
+    warmup: Share = 0.01
+    micro_batch: OptionalCount = Field(None, validation_alias="train_micro_batch_size_per_gpu")
+    gradient_accumulation: OptionalCount = Field(
+        None, validation_alias=AliasChoices("gradient_accumulation_steps", "gas")
+    )
+    train_batch_size: OptionalCount = None
+
+    precision: Annotated[str, choice(_PRECISIONS)] = "fp32"
+    precision_block: dict[str, Any] = {}
+    """The block `fp16` or `bf16`, with its loss scaling."""
+    zero_optimization: dict[str, Any] = {}
+    """ZeRO's block. Only the stage is checked here; DeepSpeed checks the rest."""
+    deepspeed_keys: dict[str, Any] = {}
+    """Keys that DeepSpeed gets unchanged."""
+    unknown_keys: tuple[str, ...] = ()
+    """Keys of the files that mean nothing here."""
+    origins: dict[str, str] = {}
+    """The file that set each key, for messages."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_settings(cls, settings: dict[str, Setting]) -> dict[str, Any]:
+        """Return the values of merged settings, with the fields that several keys decide."""
+        # `null` counts as not set.
+        values = {key: setting.value for key, setting in settings.items() if setting.value is not None}
+        setting_checks.refuse_other_models(values)
+        values.setdefault("lr_decay_iters", values.get("train_iters"))
+        for key in ("optimizer", "fsdp"):
+            values[key] = {
+                name: value for name, value in setting_checks.block(values, key).items() if value is not None
+            }
+        params = values["optimizer"].get("params", {})
+        if not isinstance(params, dict):
+            raise SettingError("optimizer.params", BLOCK_FIX)
+        values["optimizer"]["params"] = {name: value for name, value in params.items() if value is not None}
+        return {
+            **values,
+            **_precision(values),
+            "zero_optimization": _zero_block(values),
+            "deepspeed_keys": _deepspeed_keys(values),
+            "unknown_keys": _unknown_keys(settings, values),
+            "origins": {key: settings[key].source for key in values if key in settings},
+        }
+
+    @field_validator("split")
+    @classmethod
+    def _trains_on_something(cls, split: Split) -> Split:
+        if not split[0]:
+            raise ValueError("the first share is the training's and must not be 0")
+        return split
+
+    @field_validator("sequence_parallel")
+    @classmethod
+    def _among_several_ranks(cls, wanted: bool, info: ValidationInfo) -> bool:
+        if wanted and info.data.get("pipe_parallel_size", 1) > 1:
+            raise ValueError("this trainer does not build it together with pipe_parallel_size; leave one out")
+        return wanted and bool(info.data.get("model_parallel_size", 1) > 1)
+
+    @model_validator(mode="after")
+    def _check_together(self) -> NeoxConfig:
+        setting_checks.check_together(self)
+        return self
+
+    @property
+    def train_share(self) -> float:
+        """Share of the text that is trained on."""
+        return self.split[0] / sum(self.split)
 
     @property
     def vocab_size(self) -> int:
@@ -162,30 +293,65 @@ class NeoxConfig:
 
 
 def load_config(files: Sequence[str], overrides: Mapping[str, Any] | None = None) -> NeoxConfig:
-    """Read GPT-NeoX files (later ones win, and ``overrides`` win over all) and check them.
+    """Read and check the configuration of a training.
 
-    ``overrides`` has GPT-NeoX's keys with underscores; values of None are left out. Raises :class:`ConfigError`.
+    Args:
+        files: GPT-NeoX YAML files, or names of shipped ones (`13B`). Later ones win.
+        overrides: GPT-NeoX keys with underscores, which win over all files; values of None are left out.
+
+    Raises:
+        ConfigError: For a wrong file, key or value, with the file, the key, the value and the fix.
     """
     layers = [read_file(find_file(name)) for name in files]
     given = {key: value for key, value in (overrides or {}).items() if value is not None}
-    layers.append({key: Setting(value, COMMAND_LINE) for key, value in given.items()})
-    return config_from(Reader(merge(layers)))
+    settings = merge([*layers, {key: Setting(value, COMMAND_LINE) for key, value in given.items()}])
+    try:
+        return NeoxConfig.model_validate(settings)
+    except ValidationError as error:
+        raise config_error(error, settings) from error
 
 
-def config_from(reader: Reader) -> NeoxConfig:
-    """The checked configuration of merged settings."""
-    parse.refuse_what_is_not_built(reader)
-    fields = {
-        **parse.model_fields(reader),
-        **parse.data_fields(reader),
-        **parse.precision_fields(reader),
-        **parse.optimizer_fields(reader),
-        **parse.batch_fields(reader),
-        "zero_optimization": parse.zero_block(reader),
-        "deepspeed_keys": parse.deepspeed_keys(reader),
-    }
-    parse.check_pipeline(
-        reader, fields["pipe_parallel_size"], fields["num_layers"], fields["zero_optimization"]["stage"]
-    )
-    # Last, because only now every key that means something has been asked for.
-    return NeoxConfig(**fields, unknown_keys=tuple(reader.unknown()), origins=reader.origins())
+def _precision(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fp32, fp16 or bf16, and its block.
+
+    A `precision` key (or the command line's) wins over the blocks, whose loss scaling stays in force.
+    """
+    blocks = {"fp16": setting_checks.block(values, "fp16"), "bf16": setting_checks.block(values, "bf16")}
+    enabled = [name for name, block in blocks.items() if block.get("enabled")]
+    if len(enabled) == 2 and "precision" not in values:
+        raise SettingError("bf16", "fp16 is enabled too; enable one of them, or say which with precision")
+    precision = values.get("precision", enabled[0] if enabled else "fp32")
+    block = blocks.get(_PRECISIONS.get(str(precision).lower(), ""), {})
+    # "fp16" and "type" inside the block are GPT-NeoX's own; DeepSpeed refuses keys that it does not know.
+    kept = {key: value for key, value in block.items() if key not in ("enabled", "fp16", "type")}
+    return {"precision": precision, "precision_block": kept}
+
+
+def _zero_block(values: Mapping[str, Any]) -> dict[str, Any]:
+    block = setting_checks.block(values, "zero_optimization")
+    stage = values.get("zero_stage", block.get("stage", 0))
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise SettingError(
+            "zero_stage" if "zero_stage" in values else "zero_optimization", "ZeRO's stage is 0, 1, 2 or 3"
+        )
+    return {**block, "stage": stage}
+
+
+def _deepspeed_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    keys = {key: values[key] for key in _DEEPSPEED_KEYS if key in values}
+    if values.get("fp32_allreduce") is True:
+        keys["communication_data_type"] = "fp32"
+    return {**keys, **setting_checks.block(values, "deepspeed_extra_args")}
+
+
+def _unknown_keys(settings: Mapping[str, Setting], values: Mapping[str, Any]) -> tuple[str, ...]:
+    known = {*setting_checks.FIXED_SETTINGS, *_DEEPSPEED_KEYS, *_OTHER_KEYS}
+    for name, field in NeoxConfig.model_fields.items():
+        alias = field.validation_alias
+        if isinstance(alias, AliasChoices):
+            # Once the new name is set, the old one has no meaning.
+            new, old = (str(choice) for choice in alias.choices)
+            known |= {new} if new in values else {new, old}
+        else:
+            known.add(str(alias.path[0]) if isinstance(alias, AliasPath) else alias or name)
+    return tuple(sorted({*settings} - known))

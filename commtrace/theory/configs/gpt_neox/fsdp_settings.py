@@ -2,31 +2,55 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from commtrace.errors import ConfigError
 
-from .yaml_files import Reader
+from .field_types import Flag, OptionalCount
 
 
-@dataclass(frozen=True)
-class FsdpSettings:
-    """Defaults are those of torch.distributed.fsdp.fully_shard, and of who follows its guide."""
+def _flag_or_ranks(value: Any) -> Any:
+    """Accept true, false, and a whole number of ranks from 2."""
+    if isinstance(value, bool):
+        return value
+    try:
+        ranks = float(value)
+    except (TypeError, ValueError):
+        ranks = 0.0
+    if ranks < 2 or not ranks.is_integer():
+        raise ValueError("give a whole number, 2 or more")
+    return int(ranks)
 
-    reshard_after_forward: bool | int | None = None
-    """Whether layers are taken apart again behind their forward pass; a number: over so many ranks only; None: all
-    but the model itself, which keeps what is no layer's."""
-    shard_size: int | None = None
-    """Ranks among which parameters are divided; fewer than there are: the others hold copies (HSDP). None: all."""
-    sync_every_micro_batch: bool = False
-    """Gradients are reduced in each micro-batch, not in the last of a step alone."""
-    reshard_after_backward: bool = True
-    """Whether layers are taken apart between the micro-batches of a step."""
-    sequence_parallel: bool = False
-    """Tensor-parallel ranks divide the sequence between their layers."""
+
+class FsdpSettings(BaseModel):
+    """Settings of `torch.distributed.fsdp.fully_shard`; the defaults are PyTorch's."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    reshard_after_forward: Annotated[bool | int | None, BeforeValidator(_flag_or_ranks)] = None
+    """Whether layers are resharded after their forward pass. A number: to that many ranks only. None: all layers, but
+    not the root, whose own parameters stay gathered."""
+    shard_size: OptionalCount = None
+    """Ranks that parameters are sharded over. Fewer than the data-parallel ranks: the rest replicates (HSDP). None:
+    all of them."""
+    sync_every_micro_batch: Flag = False
+    """Reduce gradients in each micro-batch, not only in the last one of a step."""
+    reshard_after_backward: Flag = True
+    """Whether layers are resharded between the micro-batches of a step."""
+    sequence_parallel: Flag = False
+    """Whether tensor-parallel ranks divide the sequence between their layers."""
 
     def shards(self, data_parallel: int) -> int:
-        """Ranks among which parameters are divided, of so many data-parallel ones."""
+        """Return the number of ranks that parameters are sharded over.
+
+        Args:
+            data_parallel: Data-parallel ranks of the job.
+
+        Raises:
+            ConfigError: If the settings do not divide that number of ranks.
+        """
         size = data_parallel if self.shard_size is None else self.shard_size
         if data_parallel % size:
             raise ConfigError(f"fsdp.shard_size: {size} does not divide the {data_parallel} data-parallel ranks")
@@ -37,23 +61,3 @@ class FsdpSettings:
                 "that share parameters, between 1 and all of them"
             )
         return size
-
-
-def fsdp_settings(reader: Reader) -> FsdpSettings:
-    """The checked block; the defaults without one."""
-    block = reader.inside("fsdp")
-    reshard = block.raw("reshard_after_forward")
-    if reshard is not None and not isinstance(reshard, bool):
-        reshard = block.integer("reshard_after_forward", low=2)
-    size = block.raw("shard_size")
-    found = FsdpSettings(
-        reshard,
-        None if size is None else block.integer("shard_size"),
-        block.flag("sync_every_micro_batch", False),
-        block.flag("reshard_after_backward", True),
-        block.flag("sequence_parallel", False),
-    )
-    unknown = [*block.unknown()]
-    if unknown:
-        raise reader.error("fsdp", f"it knows no {', '.join(unknown)}; leave that out")
-    return found

@@ -1,41 +1,32 @@
-"""The keys that GPT-NeoX's models carry about themselves."""
+"""The settings that GPT-NeoX's models carry as their attribute `neox_args`."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Final
 
 from .config import NeoxConfig
 
+_SETTINGS: Final = (
+    "num_layers", "hidden_size", "num_attention_heads", "seq_length", "padded_vocab_size", "no_weight_tying",
+    "gpt_j_residual", "hidden_dropout", "attention_dropout", "checkpoint_activations", "checkpoint_num_layers",
+    "checkpoint_reentrant", "model_parallel_size", "sequence_parallel", "sequence_parallel_size",
+    "context_parallel_size", "moe_num_experts", "moe_expert_interval", "moe_expert_parallel_size", "moe_top_k",
+    "moe_train_capacity_factor", "moe_min_capacity", "moe_token_dropping", "fp32_allreduce", "gradient_clipping",
+    "precision",
+)  # fmt: skip
+
 
 def neox_args(config: NeoxConfig, micro_batch: int, accumulation: int) -> SimpleNamespace:
-    """What GPT-NeoX's models carry as `neox_args`: the keys that decide what travels through the model."""
+    """Return the settings that decide what travels through a model, by GPT-NeoX's names.
+
+    Args:
+        config: The training.
+        micro_batch: Sequences of one rank in a micro-batch.
+        accumulation: Micro-batches of a step.
+    """
     return SimpleNamespace(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        seq_length=config.seq_length,
-        padded_vocab_size=config.padded_vocab_size,
-        no_weight_tying=config.no_weight_tying,
-        gpt_j_residual=config.gpt_j_residual,
-        hidden_dropout=config.hidden_dropout,
-        attention_dropout=config.attention_dropout,
-        checkpoint_activations=config.checkpoint_activations,
-        checkpoint_num_layers=config.checkpoint_num_layers,
-        checkpoint_reentrant=config.checkpoint_reentrant,
-        model_parallel_size=config.model_parallel_size,
-        sequence_parallel=config.sequence_parallel,
-        sequence_parallel_size=config.sequence_parallel_size,
-        context_parallel_size=config.context_parallel_size,
-        moe_num_experts=config.moe_num_experts,
-        moe_expert_interval=config.moe_expert_interval,
-        moe_expert_parallel_size=config.moe_expert_parallel_size,
-        moe_top_k=config.moe_top_k,
-        moe_train_capacity_factor=config.moe_train_capacity_factor,
-        moe_min_capacity=config.moe_min_capacity,
-        moe_token_dropping=config.moe_token_dropping,
-        fp32_allreduce=config.fp32_allreduce,
-        gradient_clipping=config.gradient_clipping,
-        precision=config.precision,
+        **{name: getattr(config, name) for name in _SETTINGS},
         train_micro_batch_size_per_gpu=micro_batch,
         gradient_accumulation_steps=accumulation,
     )

@@ -67,10 +67,7 @@ def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> tuple[Bar, list[Bar]]:
     layers, steps = int(job.model("num_layers")), tensor.micro_batches(job)
     form = layers * ulysses_layer(batch, length, hidden, job.sequence) * parameter_size(job)
     exact = wire((one for one in own if one.cause == HEADS), job.sequence)
-    levels = {
-        "Ulysses: activations recomputed": exact / steps,
-        f"Ulysses: in each of {steps} micro-batches": exact,
-    }
+    levels = {"Ulysses: activations recomputed": exact / steps, f"Ulysses: in each of {steps} micro-batches": exact}
     rest = [one for one in own if one.cause != HEADS]
     bars = [*telescope(Fraction(form), levels), *additions(rest, job.sequence, "Ulysses: ")]
     return Bar("Ulysses: 8 L b s h (n-1)/n^2", Fraction(form)), bars

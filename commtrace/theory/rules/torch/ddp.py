@@ -64,10 +64,7 @@ def verification(job: Job) -> list[ExpectedCall]:
     """Ranks compare how many parameters they train, and their shapes and strides (of _trained)."""
     cause = "comparison of the parameters' shapes"
     numbers = sum(2 * len(parameter.shape) for parameter in _trained(job))
-    return [
-        ExpectedCall("all_gather", _INT64 * job.ranks, cause),
-        ExpectedCall("broadcast", _INT64 * numbers, cause),
-    ]
+    return [ExpectedCall("all_gather", _INT64 * job.ranks, cause), ExpectedCall("broadcast", _INT64 * numbers, cause)]
 
 
 @rule("torch.distributed.utils._sync_module_states; torch/csrc/distributed/c10d/comm.cpp broadcast_coalesced", TORCH)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -145,7 +144,7 @@ def test_shipped_files_are_understood_completely(path: Path) -> None:
 
 def test_vocabulary_padding_for_tensor_parallel_ranks() -> None:
     config = load_config(["125M"])
-    sizes = [dataclasses.replace(config, model_parallel_size=mp).padded_vocab_size for mp in (1, 2, 4, 8)]
+    sizes = [config.model_copy(update={"model_parallel_size": mp}).padded_vocab_size for mp in (1, 2, 4, 8)]
     assert sizes == [50304, 50432, 50688, 51200]
 
 

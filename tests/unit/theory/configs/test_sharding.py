@@ -107,7 +107,7 @@ def test_hpz_and_fsdp_of_a_gpt_neox_file(tmp_path: Path) -> None:
 
 
 def test_a_sequence_that_cannot_be_divided_is_refused(tmp_path: Path) -> None:
-    from commtrace.theory.configs.gpt_neox.engine_checks import check_engine
+    from commtrace.theory.configs.gpt_neox.setting_checks import check_engine
     from examples.gpt_neox.train import notices
 
     odd = configured(tmp_path, model_parallel_size=2, seq_length=31, fsdp={"sequence_parallel": True})

@@ -1,0 +1,111 @@
+"""Types of GPT-NeoX's settings, with the fix that an error message gives for a wrong value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
+
+from commtrace.errors import ConfigError
+
+from .yaml_files import Setting
+
+BLOCK_FIX: Final = 'give a block of keys and values, such as {"stage": 1}'
+
+
+class SettingError(ValueError):
+    """A setting that is wrong together with others, or in a block that no field describes.
+
+    Args:
+        key: The wrong key; keys within blocks are joined by dots.
+        fix: What the user can do.
+    """
+
+    def __init__(self, key: str, fix: str) -> None:
+        super().__init__(fix)
+        self.key = key
+
+
+def or_fix(fix: str) -> WrapValidator:
+    """Replace pydantic's message about a wrong value by the fix."""
+
+    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError as error:
+            raise ValueError(fix) from error
+
+    return WrapValidator(validate)
+
+
+def number_or_fix(fix: str) -> WrapValidator:
+    """Accept numbers and their text ("1e-8"), but neither true nor false; replace pydantic's message by the fix."""
+
+    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            if isinstance(value, bool):
+                raise ValueError(fix)
+            return handler(float(value) if isinstance(value, str) else value)
+        except ValueError as error:
+            raise ValueError(fix) from error
+
+    return WrapValidator(validate)
+
+
+def choice(allowed: Mapping[str, str]) -> BeforeValidator:
+    """Replace a name, in upper or lower case, by what it stands for."""
+
+    def validate(value: Any) -> str:
+        name = str(value).lower()
+        if name not in allowed:
+            raise ValueError(f"this trainer knows {', '.join(allowed)}")
+        return allowed[name]
+
+    return BeforeValidator(validate)
+
+
+def _split_commas(value: Any) -> Any:
+    return value.split(",") if isinstance(value, str) else value
+
+
+Flag = Annotated[bool, Field(strict=True), or_fix("give true or false")]
+Count = Annotated[int, Field(ge=1), number_or_fix("give a whole number, 1 or more")]
+OptionalCount = Annotated[int | None, Field(ge=1), number_or_fix("give a whole number, 1 or more")]
+CountOrZero = Annotated[int, Field(ge=0), number_or_fix("give a whole number, 0 or more")]
+ParallelSize = Annotated[CountOrZero, AfterValidator(lambda size: max(size, 1))]
+"""Ranks of a parallel dimension; GPT-NeoX takes 0 and 1 for a dimension that is not used."""
+Number = Annotated[float, Field(ge=0, allow_inf_nan=False), number_or_fix("give a number, 0 or more")]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), number_or_fix("give a number from 0 to 1")]
+Dropout = Annotated[float, Field(ge=0, le=0.999, allow_inf_nan=False), number_or_fix("give a number from 0 to 0.999")]
+Betas = Annotated[tuple[Number, Number], BeforeValidator(_split_commas), or_fix("give 2 numbers, such as 0.9, 0.999")]
+Split = Annotated[
+    tuple[Number, Number, Number], BeforeValidator(_split_commas), or_fix("give 3 numbers, such as 969, 30, 1")
+]
+REQUIRED: Final[Any] = Field(None, validate_default=True)
+"""Default of a setting that a file has to give: it fails the field's validation, whose message has the fix."""
+
+
+def config_error(error: ValidationError, settings: Mapping[str, Setting]) -> ConfigError:
+    """Return the first error of a validation, with the file that set the key, the key, the value and the fix."""
+    first = error.errors(include_url=False)[0]
+    cause = first.get("ctx", {}).get("error")
+    path = cause.key.split(".") if isinstance(cause, SettingError) else [str(part) for part in first["loc"]]
+    fix = str(cause)
+    if first["type"] == "extra_forbidden":
+        unknown = sorted(str(other["loc"][-1]) for other in error.errors() if other["type"] == "extra_forbidden")
+        path, fix = path[:-1], f"it knows no {', '.join(unknown)}; leave that out"
+    name, setting = ".".join(path), settings.get(path[0])
+    value = None if setting is None else setting.value
+    for key in path[1:]:
+        value = value.get(key) if isinstance(value, dict) else None
+    if setting is None:
+        return ConfigError(f"{name} is not set in any of the files; {fix}")
+    return ConfigError(f"{setting.source}: {name}: {value!r}; {fix}")
