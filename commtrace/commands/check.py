@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from fractions import Fraction
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from .option_types import add_run_directory, exact_fraction
 from .theory import add_options, options_of
 
 if TYPE_CHECKING:
@@ -16,36 +15,37 @@ if TYPE_CHECKING:
 
 DIFFERS: Final = 1
 NOT_COMPARED: Final = 3
-"""Exit statuses beside 0; 2 is argparse's."""
+"""Exit statuses besides 0; 2 is argparse's."""
 
 
 class Command:
     """Compare a run with theory, for continuous integration: status 0 when they are equal.
 
-    Theory tells from the job alone (its parameters, parallel degrees and settings) which calls every rank makes at
-    start-up and in each step. The status is 0 when all ranks of the run made exactly those; 1 when something differs,
-    and then every cell (a rank's step, one operation of one parallel dimension) that does is written with its lines of
-    code and the likeliest cause; 3 when nothing differs, but some rank could not be compared: theory has no rules for
-    its job, or its log is missing. A log that cannot be read is status 1 as well.
+    Theory predicts from the job alone (its parameters, parallel degrees and settings) which calls every rank makes at
+    start-up and in each step. Exit status:
 
-    The job is the one that the log has, captured when DeepSpeed or DDP was set up; with --config it is told from the
-    configuration instead, as `commtrace theory` does, so that what ran is held against what was meant to run.
+      0  all ranks made exactly the expected calls
+      1  something differs; each differing cell (one step of a rank, one operation of one parallel dimension) is printed
+         with its call sites and the most likely cause. Also: the log cannot be read
+      3  nothing differs, but some rank could not be compared: theory has no rules for its job, or its log is missing
+
+    The job description comes from the log, where it is captured when DeepSpeed or DDP is set up. With --config it
+    comes from configuration files, as in `commtrace theory`: this compares what ran with what was meant to run.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the arguments."""
-        parser.add_argument(
-            "directory", metavar="DIR", type=Path, help="what COMMTRACE named, or the folder of one run in it"
-        )
+        add_run_directory(parser)
         parser.add_argument(
             "--tolerance",
             metavar="X",
-            type=tolerance,
-            default=Fraction(0),
-            help="share by which a cell's payload may differ, 0.01 say; calls and sizes are not compared then (0)",
+            type=exact_fraction,
+            default="0",
+            help="fraction by which the payload of a cell may differ, 0.01 for example; numbers and sizes of calls are "
+            "then not compared (default: %(default)s)",
         )
         parser.add_argument(
-            "--config", metavar="FILE", action="append", help="configuration that the job follows from; may be repeated"
+            "--config", metavar="FILE", action="append", help="configuration to predict the calls from; may be repeated"
         )
         add_options(parser.add_argument_group("with --config"), parser.add_argument_group("with --config, the model"))
 
@@ -83,14 +83,3 @@ def _analysis(run: Run, arguments: argparse.Namespace) -> Analysis:
         raise PlanError(f"{run.log.path}: the log does not say how many ranks the run has; leave --config out")
     plan = forecast(arguments.config, run.world_size, options_of(arguments)).plan
     return reconciliation.analysis_of(*(plan.stages or (plan.row,)))
-
-
-def tolerance(text: str) -> Fraction:
-    """A share as its decimal digits say it, exactly."""
-    try:
-        share = Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        share = Fraction(-1)
-    if share < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0, such as 0.01")
-    return share

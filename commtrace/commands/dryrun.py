@@ -4,48 +4,60 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Final
 
-ALL_DISTINCT: Final = "all-distinct"
+from .option_types import add_timeout, add_world_size, positive_integer
 
 
 class Command:
     """Run a training program as any rank of a job of any size, on this machine.
 
-    The program is an ordinary one, unchanged: what torchrun would start on every rank. Each rank that is asked for is
-    run here, one after the other, as that rank of N: its tensors have no memory and its collectives go nowhere, and
-    what it would have communicated is recorded as in any run. The log is an ordinary one, marked as simulated, without
-    times. Operations, sizes, groups, order and lines of code are those of the real job; what a program does with
-    numbers that it computes is not, and each line of it that looks at such numbers is named.
+    The program is unchanged: the command that torchrun would start on every rank. Each rank in --ranks runs here, one
+    after the other or several at once. Its tensors have no memory and its collectives send nothing; the calls are
+    recorded as in any run. The log is an ordinary one without times, marked as simulated. Operations, sizes, groups,
+    order and call sites are those of the real job. Values that the program computes are not, and each line that
+    reads such a value is named.
 
         commtrace dryrun --world-size 1024 --ranks 0,1023 --out logs/dry python train.py --zero-stage 3
         commtrace report logs/dry
         commtrace check logs/dry
 
-    `--ranks all-distinct` finds the ranks that differ, runs only those, and notes which others each stands for; the
-    report then says what the whole job communicates.
+    `--ranks all-distinct` finds the ranks that differ, runs only those, and records which others each represents; the
+    report then shows what the whole job communicates.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the arguments."""
-        parser.add_argument("--world-size", metavar="N", type=_positive, required=True, help="ranks of the job")
-        parser.add_argument(
-            "--ranks", metavar="LIST", default="0", help=f"which to run: 0,1,60-63 say, all, or {ALL_DISTINCT} (0)"
+        add = parser.add_argument
+        add_world_size(parser)
+        add(
+            "--ranks",
+            metavar="LIST",
+            default="0",
+            help="ranks to run: 0,1,60-63 for example, all, or all-distinct (default: %(default)s)",
         )
-        parser.add_argument("--out", metavar="DIR", type=Path, help="where the log goes (commtrace-logs)")
-        parser.add_argument(
-            "--ranks-per-node", metavar="N", type=_positive, default=8, help="ranks of the job on each of its hosts (8)"
+        add("--out", metavar="DIR", type=Path, help="directory for the log (default: commtrace-logs)")
+        add(
+            "--ranks-per-node",
+            metavar="N",
+            type=positive_integer,
+            default=8,
+            help="number of ranks of the job on each host (default: %(default)s)",
         )
-        parser.add_argument(
-            "--jobs", metavar="N", type=_positive, help="ranks to run at once (as many as there are cores, 4 at most)"
+        add(
+            "--jobs",
+            metavar="N",
+            type=positive_integer,
+            help="number of ranks to run at once (default: number of cores, at most 4)",
         )
-        parser.add_argument(
-            "--limit", metavar="SECONDS", type=_seconds, default=1800.0, help="a rank that takes longer is ended (1800)"
-        )
-        parser.add_argument("command", metavar="CMD", nargs=argparse.REMAINDER, help="the program and its arguments")
+        add_timeout(parser, 1800, "end a rank that takes longer")
+        add("command", metavar="CMD", nargs=argparse.REMAINDER, help="program and its arguments")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Run the ranks, and say what came of it. Raises CommtraceError."""
+        """Run the ranks and print a line for each.
+
+        Raises:
+            CommtraceError: The program cannot be run so, or a rank failed.
+        """
         from commtrace.dryrun.runs import Request, dry_run
 
         command: list[str] = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
@@ -57,22 +69,6 @@ class Command:
                 arguments.out,
                 arguments.ranks_per_node,
                 arguments.jobs,
-                arguments.limit,
+                arguments.timeout,
             )
         )
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return seconds

@@ -6,26 +6,26 @@ import argparse
 import sys
 from pathlib import Path
 
+from .option_types import add_force, add_run_directory
+
 
 class Command:
     """Write every event of a run to a CSV or Parquet file.
 
-    One row per call, in normal form: rank, operation, group, role, bytes, times, step, phase, site and so on. Times are
-    nanoseconds of the host's monotonic clock, 0 where not known; other unknowns are empty. Memory use does not grow
-    with the log.
+    One row per call, with the columns of the event table: rank, operation, group, role, bytes, times, step, phase,
+    call site and so on. Times are nanoseconds of the host's monotonic clock, 0 where not known; other unknown values
+    are empty. Memory use does not grow with the log.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the arguments."""
-        parser.add_argument(
-            "directory", metavar="DIR", type=Path, help="what COMMTRACE named, or the folder of one run in it"
-        )
-        parser.add_argument("--format", choices=("csv", "parquet"), help="unsaid: by the ending of FILE")
-        parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="the file to write")
-        parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
+        add_run_directory(parser)
+        parser.add_argument("--format", choices=("csv", "parquet"), help="file format (default: by the ending of FILE)")
+        parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="file to write")
+        add_force(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Write the file; what is damaged in the log goes to stderr."""
+        """Write the file, and print damage in the log to stderr."""
         from commtrace.errors import OutputError
         from commtrace.reading.export import WRITERS, export
         from commtrace.run import open_run

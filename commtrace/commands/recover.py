@@ -9,18 +9,17 @@ from pathlib import Path
 class Command:
     """Recover records of killed processes from this host's shared memory.
 
-    A process that is killed leaves its last records in /dev/shm. `commtrace report` recovers those of the host that
-    it runs on, and so does any process of the run that ends in order. On the other hosts of a cluster, run this
-    command before they are restarted or cleaned:
-    `srun --ntasks-per-node=1 commtrace recover logs/run1`.
+    A killed process leaves its last records in /dev/shm. `commtrace report` recovers them on the host that it runs on,
+    and so does any process of the run that ends normally. On the other hosts of a cluster, run this command before
+    they are restarted or cleaned: `srun --ntasks-per-node=1 commtrace recover logs/run1`.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the arguments."""
-        parser.add_argument("directory", metavar="DIR", type=Path, help="what COMMTRACE named")
+        parser.add_argument("directory", metavar="DIR", type=Path, help="log directory, as in COMMTRACE")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Recover the records, and print what was found."""
+        """Recover the records, and print what was recovered."""
         from commtrace.recording.recovery import recover_records
 
         notes = recover_records(arguments.directory)

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Final
 from commtrace.errors import CommtraceError
 from commtrace.launchers import usable_cores
 
+from .option_types import add_formats, add_network, add_width, non_negative_integer
+
 if TYPE_CHECKING:
     from commtrace.analyses.engine import Analysis, NamedTables
     from commtrace.run import Run
@@ -26,9 +28,10 @@ PARALLEL_FROM: Final = 8_000_000
 class Command:
     """Show what a run communicated.
 
-    Begins with what the log covers, what tracing cost, and what the hooks cannot see; then volumes by operation,
-    parallel dimension, phase, step and line of code, message sizes, times and the balance of the ranks. DIR may hold
-    several runs: the newest is shown. A damaged log is reported as far as it goes. Several DIRs are shown side by side.
+    The report begins with the coverage of the log, the cost of tracing, and the blind spots of the hooks. Then come
+    volumes by operation, parallel dimension, phase, step and call site, message sizes, times and the balance of the
+    ranks. If DIR holds several runs, the newest is shown. A damaged log is reported as far as it can be read. Several
+    DIRs are shown side by side.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
@@ -38,23 +41,17 @@ class Command:
             metavar="DIR",
             type=Path,
             nargs="+",
-            help="what COMMTRACE named, or the folder of one run in it; several: runs side by side",
+            help="log directory, as in COMMTRACE, or the folder of one run in it; several: runs side by side",
         )
-        form = parser.add_mutually_exclusive_group()
-        form.add_argument("--json", action="store_true", help="all tables, with exact numbers, as one JSON document")
-        form.add_argument(
-            "--html", metavar="FILE", type=Path, help="write a page with figures to FILE; it needs no network"
-        )
-        parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
+        add_formats(parser)
+        add_network(parser, "compare times with a network")
         parser.add_argument(
-            "--network",
-            metavar="NET",
-            help="compare times with a network's: a file of commtrace bench or a description, or a shipped one's name",
+            "--sites",
+            metavar="N",
+            type=non_negative_integer,
+            help="number of call sites to show; 0: all (default: 10, in HTML 40)",
         )
-        parser.add_argument(
-            "--sites", metavar="N", type=_natural, default=None, help="lines of code to show (10, on a page 40; 0: all)"
-        )
-        parser.add_argument("--width", metavar="N", type=_width, default=None, help="columns of text, or auto (auto)")
+        add_width(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Print the report, or write the page."""
@@ -107,9 +104,9 @@ def _print_text(arguments: argparse.Namespace, runs: Mapping[str, Run], tables: 
     """The report of one run, or what matters of several side by side."""
     from commtrace.analyses.comparison import compare
     from commtrace.analyses.report import side_by_side, terminal
-    from commtrace.text_tables import console, stdout_takes_unicode, terminal_width
+    from commtrace.text_tables import console, stdout_takes_unicode
 
-    width = arguments.width or terminal_width()
+    width = arguments.width
     letters = stdout_takes_unicode()
     if len(runs) > 1:
         parts = side_by_side.render(compare(runs, tables), width, letters=letters)
@@ -139,22 +136,6 @@ def _network(name: str) -> Analysis:
     from commtrace.network.networks import open_network
 
     return analysis(open_network(name))
-
-
-def _natural(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0")
-    return int(text)
-
-
-def _width(text: str) -> int | None:
-    if text == "auto":
-        return None
-    from commtrace.text_tables import MIN_WIDTH
-
-    if not text.isdigit() or int(text) < MIN_WIDTH:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number from {MIN_WIDTH}")
-    return int(text)
 
 
 @contextlib.contextmanager

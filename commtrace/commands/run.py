@@ -16,17 +16,18 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 class Command:
     """Run a program with tracing on.
 
-    `commtrace run --dir logs/run1 torchrun --nproc-per-node 2 train.py` is the same as setting COMMTRACE=logs/run1 for
-    it, and becomes that program: its exit status and signals are its own. It also works where commtrace is only on
-    PYTHONPATH (module trees of Spack or EasyBuild), from where Python reads no start-up files.
+    `commtrace run --out logs/run1 torchrun --nproc-per-node 2 train.py` does the same as setting COMMTRACE=logs/run1
+    for the program. The process becomes the program, so that exit status and signals are the program's. The command
+    also works where commtrace is only on PYTHONPATH (module trees of Spack or EasyBuild): Python reads no start-up
+    files from there.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the arguments."""
         parser.add_argument(
-            "--dir", metavar="DIR", help="where the log goes (unsaid: as COMMTRACE says, or commtrace-logs)"
+            "--out", metavar="DIR", help="directory for the log (default: $COMMTRACE, or commtrace-logs)"
         )
-        parser.add_argument("command", metavar="CMD", nargs=argparse.REMAINDER, help="the program and its arguments")
+        parser.add_argument("command", metavar="CMD", nargs=argparse.REMAINDER, help="program and its arguments")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Become the program; returns only with an error."""
@@ -36,7 +37,7 @@ class Command:
         program = shutil.which(command[0])
         if program is None:
             raise CommtraceError(f"{command[0]}: no such program on PATH; give its path, or python and the script")
-        environment = traced(os.environ, arguments.dir)
+        environment = traced(os.environ, arguments.out)
         try:
             os.execve(program, command, environment)
         except OSError as error:

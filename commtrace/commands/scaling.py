@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from .option_types import add_formats, positive_integer
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -20,9 +22,9 @@ class Command:
     """Compare runs of one program on more and more ranks, and say what stops the scaling.
 
     For each run: the time of a training step, speedup and efficiency against the run with the fewest ranks, tokens a
-    second, where the time of a step goes (computation, communication, waiting for ranks that are late), and what a rank
-    sends, beside what theory expects of the job. Then Amdahl's law, and a model of latency and bandwidth, with their
-    errors, and what they say of more ranks. Steps are those that the program marks, or that commtrace finds.
+    second, the division of the step time (computation, communication, waiting for late ranks), and what a rank sends,
+    compared with theory. Then fits of Amdahl's law and of a latency and bandwidth model, with their errors, and their
+    predictions for more ranks. Steps are those that the program marks, or that commtrace detects.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
@@ -32,21 +34,16 @@ class Command:
             metavar="DIR",
             type=Path,
             nargs="+",
-            help="what COMMTRACE named, one for each run; two or more",
+            help="log directories, one for each run; two or more",
         )
         parser.add_argument(
             "--tokens",
             metavar="N",
-            type=_positive,
+            type=positive_integer,
             action="append",
-            help="tokens of a step of the whole job, where the log does not say; once, or for each run in turn",
+            help="tokens of a step of the whole job, where the log does not have them; once, or once for each run",
         )
-        form = parser.add_mutually_exclusive_group()
-        form.add_argument("--json", action="store_true", help="all tables, with exact numbers, as one JSON document")
-        form.add_argument(
-            "--html", metavar="FILE", type=Path, help="write a page with figures to FILE; it needs no network"
-        )
-        parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
+        add_formats(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Print the comparison, or write the page."""
@@ -219,12 +216,6 @@ def render(tables: NamedTables, width: int) -> Iterator[RenderableType]:
     yield ""
     for sentence in sentences(tables):
         yield paragraph(sentence, width, first="- ")
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
-    return int(text)
 
 
 __all__: Sequence[str] = ["Command", "document", "render"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from .option_types import add_json, add_network, add_world_size, positive_integer
+
 if TYPE_CHECKING:
     from commtrace.theory.configs.job_plan import Options
 
@@ -13,27 +15,22 @@ class Command:
     """Predict what a training will communicate, from its configuration alone.
 
     CONFIG is a GPT-NeoX YAML file or the name of a shipped one (13B), a DeepSpeed JSON, a Hugging Face config.json, or
-    the latter two together. A DeepSpeed JSON alone says nothing of the model: add --layers, --hidden and --vocabulary.
-    Nothing is run, and neither torch nor DeepSpeed is needed: `commtrace theory 13B --world 1024`.
+    the latter two together. A DeepSpeed JSON alone does not describe the model: add --layers, --hidden and
+    --vocabulary. Nothing is run, and neither torch nor DeepSpeed is needed: `commtrace theory 13B --world-size 1024`.
 
     Two predictions are shown: the closed form of the literature, and every call that the frameworks will make, with
-    what leads from one to the other.
+    the differences between the two.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the arguments."""
         parser.add_argument(
-            "config", metavar="CONFIG", nargs="+", help="configuration files; of GPT-NeoX's later ones win"
+            "config", metavar="CONFIG", nargs="+", help="configuration file; later GPT-NeoX files override earlier ones"
         )
-        parser.add_argument("--world", metavar="N", type=_whole, required=True, help="ranks of the whole job")
-        parser.add_argument("--json", action="store_true", help="one JSON document with exact numbers")
-        parser.add_argument(
-            "--network",
-            metavar="NET",
-            help="times on this network, too: a file of commtrace bench or a description, or the name of a shipped one "
-            "(slingshot-11, ndr-infiniband)",
-        )
-        add_options(parser, parser.add_argument_group("the model, where no file has it"))
+        add_world_size(parser)
+        add_json(parser)
+        add_network(parser, "also predict communication times on a network")
+        add_options(parser, parser.add_argument_group("model, where no file describes it"))
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Print the predictions."""
@@ -44,7 +41,7 @@ class Command:
         from commtrace.theory.forecast.text_report import lines, network_document, network_lines
 
         network = None if arguments.network is None else open_network(arguments.network)
-        found = forecast(arguments.config, arguments.world, options_of(arguments))
+        found = forecast(arguments.config, arguments.world_size, options_of(arguments))
         if arguments.json:
             print(
                 json.dumps(
@@ -57,32 +54,33 @@ class Command:
 
 
 def add_options(general: argparse._ActionsContainer, figures: argparse._ActionsContainer) -> None:
-    """What the files may leave open: settings, and the model's figures."""
+    """Add the options that complete the configuration files: settings of the training, and the model's shape."""
     add = general.add_argument
     add(
         "--engine",
         choices=("deepspeed", "ddp", "fsdp"),
-        help="what trains (as the files say; a Hugging Face file alone: ddp)",
+        help="training engine (default: from the files; ddp for a Hugging Face file alone)",
     )
-    add("--zero-stage", type=int, choices=(0, 1, 2, 3), help="ZeRO's stage")
-    add("--precision", choices=("fp32", "bf16", "fp16"))
-    add("--micro-batch", metavar="N", type=_whole, help="sequences of one rank in one micro-batch")
-    add("--gradient-accumulation", metavar="N", type=_whole, help="micro-batches of one step")
-    figures.add_argument("--layers", metavar="N", type=_whole)
-    figures.add_argument("--hidden", metavar="N", type=_whole, help="width")
-    figures.add_argument("--vocabulary", metavar="N", type=_whole, help="rows of the embedding, with padding")
-    figures.add_argument("--tied", action="store_true", help="the head uses the embedding's matrix")
+    add("--zero-stage", type=int, choices=(0, 1, 2, 3), help="stage of ZeRO")
+    add("--precision", choices=("fp32", "bf16", "fp16"), help="precision of parameters and gradients")
+    add("--micro-batch", metavar="N", type=positive_integer, help="sequences of a rank in a micro-batch")
+    add("--gradient-accumulation", metavar="N", type=positive_integer, help="micro-batches of a step")
+    figures.add_argument("--layers", metavar="N", type=positive_integer, help="number of transformer layers")
+    figures.add_argument("--hidden", metavar="N", type=positive_integer, help="hidden size")
+    figures.add_argument("--vocabulary", metavar="N", type=positive_integer, help="rows of the embedding, with padding")
+    figures.add_argument("--tied", action="store_true", help="the output layer shares the embedding's matrix")
     figures.add_argument(
         "--groups",
         type=int,
         choices=(1, 2),
         default=2,
-        help="groups of the optimizer; 2: biases and norms, which are not decayed, are one of their own (2)",
+        help="parameter groups of the optimizer; 2: a second group of biases and norms, without weight decay "
+        "(default: %(default)s)",
     )
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
-    """Those of the command line."""
+    """Return the options of `add_options` as the forecast takes them."""
     from commtrace.theory.configs.job_plan import Options
 
     return Options(
@@ -97,9 +95,3 @@ def options_of(arguments: argparse.Namespace) -> Options:
         arguments.tied,
         arguments.groups,
     )
-
-
-def _whole(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
-    return int(text)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Final
 
 from commtrace import settings as all_settings
-from commtrace.commands.dryrun import ALL_DISTINCT
 from commtrace.commands.run import traced
 from commtrace.errors import CommtraceError, LogError
 from commtrace.formatting import format_ranks, parse_ranks
@@ -31,6 +30,7 @@ from .ranks import Job, Outcome, simulate
 _LAUNCHERS: Final = ("torchrun", "deepspeed", "mpirun", "mpiexec", "srun", "accelerate", "prun", "jsrun")
 _LAUNCHER_MODULES: Final = ("torch.distributed.run", "torch.distributed.launch", "deepspeed.launcher.runner")
 _MOST_AT_ONCE: Final = 4
+ALL_DISTINCT: Final = "all-distinct"
 _LAST_LINES: Final = 25
 
 # Columns of the normal form in which two ranks that communicate alike are equal.
@@ -179,7 +179,11 @@ def _program(command: Sequence[str]) -> list[str]:
 
 
 def _ranks(text: str, world_size: int) -> list[int]:
-    """Parse "0,3-5", "all" or "all-distinct", of which rank 0 is the first to run. Raises DryRunError."""
+    """Parse --ranks; "all-distinct" begins with rank 0.
+
+    Raises:
+        DryRunError: The text is not a list of ranks of the job.
+    """
     if text in ("all", ALL_DISTINCT):
         return [*range(world_size if text == "all" else 1)]
     try:
@@ -206,7 +210,7 @@ def _check(outcomes: Mapping[int, Outcome]) -> None:
 def _how(outcome: Outcome) -> str:
     """A rank ended that should not have ended so."""
     if outcome.timed_out:
-        return f"rank {outcome.rank} was not done after {outcome.seconds:.0f} s (--limit gives it longer)"
+        return f"rank {outcome.rank} was not done after {outcome.seconds:.0f} s (--timeout gives it longer)"
     how = f"by signal {-outcome.status}" if outcome.status < 0 else f"with status {outcome.status}"
     return f"rank {outcome.rank} ended {how}"
 

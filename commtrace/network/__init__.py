@@ -1,6 +1,6 @@
 """What a network can do: measured (`commtrace bench`), fitted, described in a file, and used to predict times.
 
-commtrace bench --ranks 2              measure this machine; prints the tables, keeps them in network.json
+commtrace bench --nproc 2              measure this machine; prints the tables, keeps them in network.json
 commtrace bench --show network.json    the tables and the fit again
 
 operations        what is measured, in nccl-tests' sizes

@@ -53,7 +53,7 @@ class BenchPlan:
         """Sizes of the groups that are measured, ascending. Raises NetworkError for one that there cannot be."""
         if world < 2:
             raise NetworkError(
-                "there is one rank, and nothing to measure; say --ranks 2, or start under torchrun, srun or mpiexec"
+                "there is one rank, and nothing to measure; give --nproc 2, or start under torchrun, srun or mpiexec"
             )
         for size in self.group_sizes:
             if not 2 <= size <= world:

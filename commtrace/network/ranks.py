@@ -144,10 +144,10 @@ def started() -> int:
 
 
 def bind(rank: int, ranks: int) -> None:
-    """Bind each rank of this host to a core of its own, where there are enough cores.
+    """Bind each rank of a host to a core, if there are enough cores.
 
-    Ranks of MPI spin while they wait, and the kernel now and then puts two of them on one core and leaves another idle,
-    where a call takes four times as long.
+    Ranks of MPI spin while they wait. The kernel sometimes puts two of them on one core and leaves another idle; a call
+    then takes four times as long.
     """
     cores = sorted(os.sched_getaffinity(0))
     if ranks <= len(cores):
@@ -200,7 +200,7 @@ def _complete_environment() -> None:
 
 
 def first_host(nodes: str) -> str:
-    """Return the host of rank 0 of a Slurm step: "node[03-07,12],login1" -> "node03"."""
+    """Return the first host of a Slurm host list, which has rank 0: "node[03-07,12],login1" -> "node03"."""
     found = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\])?([^\[,]*)", nodes)
     return "" if found is None else found[1] + (found[2] or "") + (found[3] or "")
 
@@ -220,10 +220,10 @@ def _measured(plan: BenchPlan, library: Library) -> Results:
 
 
 def groups(plan: BenchPlan, hosts: Sequence[str]) -> dict[tuple[int, ...], list[str]]:
-    """Return the operations to measure among each group of ranks.
+    """Return the operations to measure by group of ranks.
 
-    Collectives are measured among the first ranks, in the plan's group sizes; messages between the first two ranks, and
-    from the first to one on another host.
+    Collectives are measured among all ranks and among the first ranks, by the plan's group sizes; messages between the
+    first two ranks, and from the first rank to one on another host.
     """
     messages = [op for op in plan.operations if op in POINT_TO_POINT]
     collectives = [op for op in plan.operations if op not in POINT_TO_POINT]

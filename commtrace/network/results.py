@@ -83,7 +83,7 @@ class Results:
 
     @property
     def title(self) -> str:
-        """Describe what was measured: "gloo through torch, 2 ranks on 1 host"."""
+        """What was measured on how many ranks: "gloo, 2 ranks of 1 host"."""
         ranks = sum(int(one["ranks"]) for one in self.hosts)
         hosts = f"{len(self.hosts)} host{'s' * (len(self.hosts) != 1)}"
         name = self.backend if self.through == "torch" else self.versions.get("mpi", "MPI")

@@ -111,7 +111,7 @@ def _osu(rows: Sequence[Row], fit: Fit, *, wide: bool) -> Iterator[str]:
 
 
 def words(fit: Fit) -> str:
-    """ "120 us + bytes / 1.20 GB/s; held-out error: median 4.1 %, worst 17 % at 64 KiB"."""
+    """Format a fit: "120 us + bytes / 1.20 GB/s; held-out error: median 4.1 %, worst 17 % at 64 KiB"."""
     pieces = []
     for number, piece in enumerate(fit.pieces):
         beta = piece.beta_us_per_byte

@@ -29,11 +29,11 @@ def commtrace_run(*arguments: object, cwd: Path, **variables: Any) -> Result:
 
 
 def test_the_program_is_traced(tmp_path: Path) -> None:
-    for arguments, directory in ((["--dir", "a"], "a"), ([], "commtrace-logs"), (["--"], "commtrace-logs")):
+    for arguments, directory in ((["--out", "a"], "a"), ([], "commtrace-logs"), (["--"], "commtrace-logs")):
         result = commtrace_run(*arguments, sys.executable, "-c", STATE, cwd=tmp_path)
         assert result == (0, f"{tmp_path / directory}\n", "")
     assert commtrace_run(sys.executable, "-c", STATE, cwd=tmp_path, COMMTRACE="b").out == f"{tmp_path / 'b'}\n"
-    both = commtrace_run("--dir", "c", sys.executable, "-c", STATE, cwd=tmp_path, COMMTRACE="b")
+    both = commtrace_run("--out", "c", sys.executable, "-c", STATE, cwd=tmp_path, COMMTRACE="b")
     assert both.out == f"{tmp_path / 'c'}\n"
 
 
@@ -41,8 +41,8 @@ def test_status_signals_and_arguments_are_the_programs(tmp_path: Path) -> None:
     assert commtrace_run("sh", "-c", "exit 7", cwd=tmp_path).status == 7
     assert commtrace_run("sh", "-c", "kill -TERM $$", cwd=tmp_path).status == -signal.SIGTERM
     show = "import sys; print(sys.argv[1:])"
-    result = commtrace_run(sys.executable, "-c", show, "--dir", "x", "--", "-h", cwd=tmp_path)
-    assert result.out == "['--dir', 'x', '--', '-h']\n"
+    result = commtrace_run(sys.executable, "-c", show, "--out", "x", "--", "-h", cwd=tmp_path)
+    assert result.out == "['--out', 'x', '--', '-h']\n"
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_status_signals_and_arguments_are_the_programs(tmp_path: Path) -> None:
     [
         ([], {}, "no program given"),
         (["no-such-program"], {}, "no-such-program: no such program on PATH"),
-        (["--dir", "/dev/null", "true"], {}, "COMMTRACE=/dev/null"),
+        (["--out", "/dev/null", "true"], {}, "COMMTRACE=/dev/null"),
         (["true"], {"COMMTRACE_DRAIN_MS": "x"}, "COMMTRACE_DRAIN_MS=x"),
     ],
 )
@@ -88,7 +88,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_in_tree(python: Path, tree: Path, code: str, *path: Path, cwd: Path, **variables: Any) -> Result:
-    command: list[str | Path] = [python, "-c", MAIN, "run", "--dir", "log", python, "-c", code]
+    command: list[str | Path] = [python, "-c", MAIN, "run", "--out", "log", python, "-c", code]
     return processes.run(command, cwd=cwd, PYTHONPATH=os.pathsep.join(map(str, (tree, *path))), **variables)
 
 

@@ -177,7 +177,7 @@ def test_a_page_and_an_export_work(job: tuple[Run, processes.Result], tmp_path: 
         (["--world-size", "4", "--ranks", "first"], ["true"], "--ranks first: not understood"),
         (["--world-size", "4"], ["true"], "rank 0 made no communication call"),
         (["--world-size", "4"], ["false"], "rank 0 ended with status 1; no log was written"),
-        (["--world-size", "4", "--limit", "0.2"], ["sleep", "60"], "rank 0 was not done after"),
+        (["--world-size", "4", "--timeout", "0.2"], ["sleep", "60"], "rank 0 was not done after"),
     ],
 )
 def test_what_cannot_be_is_said(
@@ -230,7 +230,7 @@ def test_what_was_recorded_before_a_rank_failed_is_not_lost(tmp_path: Path) -> N
 
 @pytest.mark.long
 def test_a_rank_that_hangs_says_where(tmp_path: Path) -> None:
-    result = dry_run(tmp_path, "--world-size", "4", "--ranks", "3", "--limit", "20", script=FAILING)
+    result = dry_run(tmp_path, "--world-size", "4", "--ranks", "3", "--timeout", "20", script=FAILING)
     assert result.status == 1
     assert "rank 3 was not done after" in result.err
     assert f'train.py", line {1 + FAILING.splitlines().index("    time.sleep(600)")} in <module>' in result.err

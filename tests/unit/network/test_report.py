@@ -246,7 +246,7 @@ def forecast(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, A
 def test_a_forecast_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     """13B under ZeRO-1 on 8 nodes of 8 GPUs: two bytes of each parameter, by a ring that has all NICs of a node."""
     pytest.importorskip("yaml")
-    told = forecast(capsys, "13B", "--world", "64", "--network", "ndr-infiniband")
+    told = forecast(capsys, "13B", "--world-size", "64", "--network", "ndr-infiniband")
     rows = {row["op"]: row for row in told["times"] if row["when"] == "steps from 0"}
     ring = 2 * 13_100_697_600 * 63 / 64 / 400e3  # us at 8 times 50 GB/s
     assert rows["all_gather"]["bandwidth_us"] == pytest.approx(ring, rel=1e-3)
@@ -260,7 +260,7 @@ def test_a_forecast_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
 def test_tensor_parallel_ranks_share_a_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("yaml")
     (tmp_path / "tensor.yml").write_text("model_parallel_size: 8\n")
-    told = forecast(capsys, "19M", str(tmp_path / "tensor.yml"), "--world", "32", "--network", "ndr-infiniband")
+    told = forecast(capsys, "19M", str(tmp_path / "tensor.yml"), "--world-size", "32", "--network", "ndr-infiniband")
     steady = {(row["role"], row["op"]): row for row in told["times"] if row["when"].startswith("steps")}
     volumes = {(row["role"], row["op"]): row for row in told["volumes"] if row["when"].startswith("steps")}
     tensor = ("tensor", "all_reduce")
@@ -274,13 +274,13 @@ def test_operations_that_were_not_measured_are_counted_and_left_out(
     kept: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("yaml")
-    told = forecast(capsys, "19M", "--world", "2", "--network", kept)
+    told = forecast(capsys, "19M", "--world-size", "2", "--network", kept)
     rows = {row["op"]: row for row in told["times"] if row["when"] == "steps from 0"}
     assert rows["all_gather"]["time_us"] is None
     assert rows["all_gather"]["calls_without_time"] == rows["all_gather"]["calls"] == 2
     assert rows["all"]["time_us"] == pytest.approx(rows["all_reduce"]["time_us"])
     assert rows["all"]["calls_without_time"] == 2
-    assert main(["theory", "19M", "--world", "2", "--network", kept]) == 0
+    assert main(["theory", "19M", "--world-size", "2", "--network", kept]) == 0
     out = capsys.readouterr().out
     assert "without a time: the network's file has nothing of their operation" in out
     assert "extrapolated" in out  # 140 MB are more than was measured
@@ -289,7 +289,7 @@ def test_operations_that_were_not_measured_are_counted_and_left_out(
 def test_a_wrong_network_is_an_error_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("yaml")
     training(tmp_path / "log")
-    for command in (["report", str(tmp_path / "log")], ["theory", "19M", "--world", "2"]):
+    for command in (["report", str(tmp_path / "log")], ["theory", "19M", "--world-size", "2"]):
         assert main([*command, "--network", "none"]) == 1
         assert capsys.readouterr().err.startswith("commtrace: none: no such file, and no description is called so")
 

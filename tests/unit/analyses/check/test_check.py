@@ -143,9 +143,9 @@ def test_many_differences_are_cut(tmp_path: Path, capsys: Captured) -> None:
 
 
 def test_shares_are_exact() -> None:
-    from commtrace.commands.check import tolerance
+    from commtrace.commands.option_types import exact_fraction
 
-    assert tolerance("0.1") == Fraction(1, 10)
+    assert exact_fraction("0.1") == Fraction(1, 10)
 
 
 def test_against_a_configuration(tmp_path: Path, capsys: Captured) -> None:

@@ -228,18 +228,20 @@ def test_ranks_that_the_job_does_not_divide(tmp_path: Path) -> None:
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["theory", "tiny", "--world", "4", "--zero-stage", "3"]) == 0
+    assert main(["theory", "tiny", "--world-size", "4", "--zero-stage", "3"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("ZeRO-3 on 4 ranks: ")
     assert "equation 3: 3 P (d-1)/d" in text
-    assert main(["theory", "tiny", "--world", "4", "--json"]) == 0
+    assert main(["theory", "tiny", "--world-size", "4", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["scheme"], told["world_size"]) == ("ZeRO-1", 4)
-    assert main(["theory", "nowhere.yml", "--world", "4"]) == 1
+    assert main(["theory", "nowhere.yml", "--world-size", "4"]) == 1
     assert capsys.readouterr().err.startswith("commtrace: nowhere.yml: no such file")
 
 
-@pytest.mark.parametrize("arguments", [["tiny"], ["--world", "2"], ["tiny", "--world", "0"], ["tiny", "--world", "x"]])
+@pytest.mark.parametrize(
+    "arguments", [["tiny"], ["--world-size", "2"], ["tiny", "--world-size", "0"], ["tiny", "--world-size", "x"]]
+)
 def test_wrong_arguments(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["theory", *arguments])
@@ -248,7 +250,7 @@ def test_wrong_arguments(arguments: list[str]) -> None:
 
 def test_neither_torch_nor_deepspeed_is_imported() -> None:
     code = (
-        "import sys; from commtrace.cli import main; main(['theory', 'tiny', '--world', '2']);"
+        "import sys; from commtrace.cli import main; main(['theory', 'tiny', '--world-size', '2']);"
         "print(sorted({'torch', 'deepspeed'} & set(sys.modules)))"
     )
     done = subprocess.run(
