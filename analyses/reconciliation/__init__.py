@@ -46,7 +46,7 @@ from commtrace.reading.log import Process
 from commtrace.reading.run import RecordedRun
 from commtrace.reading.table_reader import integer_or_none
 from commtrace.theory import ExpectedCall, NotPredictedError, Prediction, predict
-from commtrace.theory.expected_calls import Bar, sent
+from commtrace.theory.expected_calls import WaterfallBar, exact_wire_bytes
 from commtrace.theory.rules.registry import DEEPSPEED, TORCH
 
 from . import measured_calls
@@ -267,7 +267,7 @@ def _alike(calls: Calls, wanted: Wanted, least: Mapping[int, int]) -> Iterator[t
 
 def _less(op: str, size: int, most: int, ranks: int) -> Fraction:
     """Wire bytes of a call of this size, less those of the most: 0 or below."""
-    return Fraction(0) if size == most else sent(op, size, ranks) - sent(op, most, ranks)
+    return Fraction(0) if size == most else exact_wire_bytes(op, size, ranks) - exact_wire_bytes(op, most, ranks)
 
 
 def _cell_of_sums(key: Key, wanted: Wanted, there: Sequence[Calls], ranks: int, least: Mapping[int, int]) -> Cell:
@@ -290,7 +290,7 @@ def _extra(key: Key, calls: Calls, count: int) -> Leftover:
 
 
 def _missing(key: Key, size: int, count: int, ranks: int) -> Leftover:
-    return Leftover(*key, size, -count, -count * size, -sent(key[1], size, ranks) * count)
+    return Leftover(*key, size, -count, -count * size, -exact_wire_bytes(key[1], size, ranks) * count)
 
 
 # --- tables ---------------------------------------------------------------------------------------------------------
@@ -395,7 +395,7 @@ def _by_role(
     forms = {form.role: form for form in prediction.forms}
     roles = [*forms, *sorted({role for role, *_ in parts} | {*totals} - {*forms})] if forms else []
     for role in dict.fromkeys(roles):
-        form = forms.get(role, Bar("no closed form", Fraction(0), role))
+        form = forms.get(role, WaterfallBar("no closed form", Fraction(0), role))
         total = totals.get(role, Fraction(0))
         of_role = [part[1:] for part in parts if part[0] == role]
         if total or form.bytes or any(size for _, size, _ in of_role):
@@ -403,7 +403,7 @@ def _by_role(
 
 
 def _from_form_to_measured(
-    form: Bar, parts: Sequence[tuple[str, Fraction, str]], total: Fraction, label: str
+    form: WaterfallBar, parts: Sequence[tuple[str, Fraction, str]], total: Fraction, label: str
 ) -> list[dict[str, object]]:
     rest = total - form.bytes - sum(size for _, size, _ in parts)
     first = (form.label, form.bytes, "closed form")

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any, Final
 
 from commtrace.theory import Prediction
-from commtrace.theory.expected_calls import sorted_messages
+from commtrace.theory.expected_calls import sorted_calls
 
 UNEXPLAINED: Final = "unexplained"
 OTHER_PIECES: Final = "the same bytes in other pieces: another order"
@@ -78,7 +78,7 @@ def _overflow(leftovers: Sequence[Leftover], context: Context) -> Sequence[Lefto
     for one in leftovers:
         sums[one.op, one.size] -= one.calls
     missing = sorted((op, size, calls) for (op, size), calls in sums.items())
-    left_out = [sorted_messages(messages) for messages in context.prediction.skipped]
+    left_out = [sorted_calls(messages) for messages in context.prediction.skipped]
     return leftovers if missing in left_out else ()
 
 

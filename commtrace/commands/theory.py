@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from .option_types import add_json, add_network, add_world_size, positive_integer
 
 if TYPE_CHECKING:
-    from commtrace.theory.configs.job_plan import Options
+    from commtrace.theory.configs.job_plan import PlanOptions
 
 
 class Command:
@@ -37,19 +37,19 @@ class Command:
         import json
 
         from commtrace.network.networks import open_network
-        from commtrace.theory.forecast.predicted_volumes import document, forecast
-        from commtrace.theory.forecast.text_report import lines, network_document, network_lines
+        from commtrace.theory.forecast.predicted_volumes import forecast, json_document
+        from commtrace.theory.forecast.text_report import json_times, text_lines, text_times
 
         network = None if arguments.network is None else open_network(arguments.network)
         found = forecast(arguments.config, arguments.world_size, options_of(arguments))
         if arguments.json:
             print(
                 json.dumps(
-                    {**document(found), **({} if network is None else network_document(found, network))}, indent=1
+                    {**json_document(found), **({} if network is None else json_times(found, network))}, indent=1
                 )
             )
         else:
-            print(*lines(found), *(() if network is None else network_lines(found, network)), sep="\n")
+            print(*text_lines(found), *(() if network is None else text_times(found, network)), sep="\n")
         return 0
 
 
@@ -79,11 +79,11 @@ def add_options(general: argparse._ActionsContainer, figures: argparse._ActionsC
     )
 
 
-def options_of(arguments: argparse.Namespace) -> Options:
+def options_of(arguments: argparse.Namespace) -> PlanOptions:
     """Return the options of `add_options` as the forecast takes them."""
-    from commtrace.theory.configs.job_plan import Options
+    from commtrace.theory.configs.job_plan import PlanOptions
 
-    return Options(
+    return PlanOptions(
         arguments.engine,
         arguments.zero_stage,
         arguments.precision,

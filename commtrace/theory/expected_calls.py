@@ -37,7 +37,7 @@ class ExpectedCall:
 
 
 @dataclass(frozen=True)
-class Bar:
+class WaterfallBar:
     """A part of what a rank sends in a step: wire bytes, exact, and what they are."""
 
     label: str
@@ -53,15 +53,15 @@ class Prediction:
     ranks: int
     start: tuple[ExpectedCall, ...]
     steps: tuple[tuple[ExpectedCall, ...], ...]
-    closed_form: Bar
+    closed_form: WaterfallBar
     """What the paper says of a step."""
-    bars: tuple[Bar, ...]
+    bars: tuple[WaterfallBar, ...]
     """From there to what this prediction says of a steady step, one part a cause; their sum is exact."""
     skipped: tuple[tuple[ExpectedCall, ...], ...] = ()
     """What a step leaves out when gradients overflow: found by the check, or by the norm."""
     others: Mapping[str, int] = field(default_factory=dict)
     """Sizes of the groups of other roles than the one that has `ranks`."""
-    forms: tuple[Bar, ...] = ()
+    forms: tuple[WaterfallBar, ...] = ()
     """What `closed_form` is the sum of, where it has several parts, each of a role of its own."""
 
     def ranks_of(self, role: str) -> int:
@@ -78,43 +78,43 @@ class Prediction:
         return len(self.steps) - 1
 
 
-def sent(op: str, payload: int, ranks: int) -> Fraction:
+def exact_wire_bytes(op: str, payload: int, ranks: int) -> Fraction:
     """Bytes that a rank must at least send for a collective with equal shares, exact (`commtrace.volume`)."""
     # The rules are linear in the payload: n times the payload makes whole bytes, which a float holds exactly.
     return Fraction(int(wire_bytes(op, payload * ranks, payload, ranks)), ranks)
 
 
-def wire(messages: Iterable[ExpectedCall], ranks: int) -> Fraction:
+def total_wire_bytes(messages: Iterable[ExpectedCall], ranks: int) -> Fraction:
     """Bytes that a rank must at least send for all of them, in groups of so many ranks unless they say otherwise."""
-    return sum((sent(one.op, one.payload, one.ranks or ranks) * one.calls for one in messages), Fraction(0))
+    return sum((exact_wire_bytes(one.op, one.payload, one.ranks or ranks) * one.calls for one in messages), Fraction(0))
 
 
-def telescope(start: Fraction, levels: Mapping[str, Fraction]) -> list[Bar]:
+def level_bars(start: Fraction, levels: Mapping[str, Fraction]) -> list[WaterfallBar]:
     """From one level to the next, a bar for each: together they lead from `start` to the last level, exactly."""
     bars, before = [], start
     for label, level in levels.items():
-        bars.append(Bar(label, level - before))
+        bars.append(WaterfallBar(label, level - before))
         before = level
     return bars
 
 
-def additions(messages: Iterable[ExpectedCall], ranks: int, prefix: str = "") -> list[Bar]:
+def cause_bars(messages: Iterable[ExpectedCall], ranks: int, prefix: str = "") -> list[WaterfallBar]:
     """A bar for each cause among messages that no closed form counts; `prefix` begins its label."""
     bars: dict[str, Fraction] = {}
     for one in messages:
-        bars[one.cause] = bars.get(one.cause, Fraction(0)) + wire([one], ranks)
-    return [Bar(prefix + cause, size) for cause, size in bars.items()]
+        bars[one.cause] = bars.get(one.cause, Fraction(0)) + total_wire_bytes([one], ranks)
+    return [WaterfallBar(prefix + cause, size) for cause, size in bars.items()]
 
 
-def settled(steps: Iterable[tuple[ExpectedCall, ...]]) -> tuple[tuple[ExpectedCall, ...], ...]:
+def drop_repeated_steps(steps: Iterable[tuple[ExpectedCall, ...]]) -> tuple[tuple[ExpectedCall, ...], ...]:
     """The steps without repetitions of the last."""
     found = list(steps)
-    while len(found) > 1 and sorted_messages(found[-1]) == sorted_messages(found[-2]):
+    while len(found) > 1 and sorted_calls(found[-1]) == sorted_calls(found[-2]):
         found.pop()
     return tuple(found)
 
 
-def sorted_messages(messages: Iterable[ExpectedCall]) -> list[tuple[str, int, int]]:
+def sorted_calls(messages: Iterable[ExpectedCall]) -> list[tuple[str, int, int]]:
     """Operations, sizes and counts, whatever the order."""
     sums: dict[tuple[str, int], int] = {}
     for one in messages:

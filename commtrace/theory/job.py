@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
-BYTES: Final = {
+ELEMENT_BYTES: Final = {
     "float64": 8,
     "float32": 4,
     "float16": 2,
@@ -30,7 +30,7 @@ class NotPredictedError(Exception):
 
 
 @dataclass(frozen=True)
-class Tensor:
+class ModelTensor:
     """A parameter or a buffer."""
 
     name: str
@@ -57,12 +57,12 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Module:
+class ModuleNode:
     """A part of the model that runs: numbers of its own parameters, and the parts that run within it, in order."""
 
     number: int
     parameters: tuple[int, ...]
-    children: tuple[Module, ...]
+    children: tuple[ModuleNode, ...]
 
 
 @dataclass(frozen=True)
@@ -87,17 +87,17 @@ class Job:
         return int(self.fact("data_parallel_size") if together is None else together)
 
     @cached_property
-    def parameters(self) -> tuple[Tensor, ...]:
+    def parameters(self) -> tuple[ModelTensor, ...]:
         """In the order of registration."""
         return _tensors(self.fact("parameters"))
 
     @cached_property
-    def buffers(self) -> tuple[Tensor, ...]:
+    def buffers(self) -> tuple[ModelTensor, ...]:
         """In the order of registration."""
         return _tensors(self.fact("buffers"))
 
     @cached_property
-    def trainable(self) -> tuple[Tensor, ...]:
+    def trainable(self) -> tuple[ModelTensor, ...]:
         """The parameters that get a gradient."""
         return tuple(parameter for parameter in self.parameters if parameter.trainable)
 
@@ -136,7 +136,7 @@ class Job:
             raise NotPredictedError("experts over groups of several sizes have no rules yet")
         return int(sizes[0])
 
-    def copies(self, tensor: Tensor) -> int:
+    def copies(self, tensor: ModelTensor) -> int:
         """Ranks that have a parameter and reduce its gradient."""
         return self.ranks // self.experts_over if tensor.expert else self.ranks
 
@@ -147,7 +147,7 @@ class Job:
         return self.fact("model", name)
 
     @cached_property
-    def root(self) -> Module:
+    def root(self) -> ModuleNode:
         """The model as a tree of the modules that run."""
         return _tree(self.fact("modules"))
 
@@ -158,15 +158,15 @@ class Job:
 
 def element_size(dtype: str) -> int:
     """Bytes. Raises NotPredictedError for a type that is not known here."""
-    if dtype not in BYTES:
+    if dtype not in ELEMENT_BYTES:
         raise NotPredictedError(f"the size of an element of type {dtype} is not known")
-    return BYTES[dtype]
+    return ELEMENT_BYTES[dtype]
 
 
-def _tensors(rows: Sequence[Mapping[str, Any]]) -> tuple[Tensor, ...]:
+def _tensors(rows: Sequence[Mapping[str, Any]]) -> tuple[ModelTensor, ...]:
     try:
         return tuple(
-            Tensor(
+            ModelTensor(
                 str(row["name"]),
                 tuple(map(int, row["shape"])),
                 str(row["dtype"]),
@@ -179,7 +179,7 @@ def _tensors(rows: Sequence[Mapping[str, Any]]) -> tuple[Tensor, ...]:
         raise NotPredictedError("the list of parameters in the log cannot be read") from None
 
 
-def _tree(rows: Sequence[Mapping[str, Any]]) -> Module:
+def _tree(rows: Sequence[Mapping[str, Any]]) -> ModuleNode:
     """Modules by their dotted names, parents first, as a tree. What never runs by itself is not among the rows."""
     names = [str(row["name"]) for row in rows]
     if not names or names[0] != "":
@@ -189,8 +189,8 @@ def _tree(rows: Sequence[Mapping[str, Any]]) -> Module:
         parent = max((at for at in range(number) if _within(name, names[at])), key=lambda at: len(names[at]))
         children[parent].append(number)
 
-    def build(number: int) -> Module:
-        return Module(number, tuple(rows[number]["parameters"]), tuple(build(child) for child in children[number]))
+    def build(number: int) -> ModuleNode:
+        return ModuleNode(number, tuple(rows[number]["parameters"]), tuple(build(child) for child in children[number]))
 
     return build(0)
 

@@ -15,12 +15,12 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class ModuleSpec:
     """A module."""
 
     name: str
     parameters: tuple[tuple[str, Shape], ...] = ()
-    parts: tuple[Part, ...] = ()
+    parts: tuple[ModuleSpec, ...] = ()
     runs: bool = True
     """Whether it has a forward of its own; a list of modules has none."""
     norm: bool = False
@@ -33,29 +33,29 @@ class Part:
     """It is one of several experts, and the parts within it are its own."""
 
 
-def linear(name: str, inputs: int, outputs: int, *, bias: bool = True) -> Part:
+def linear(name: str, inputs: int, outputs: int, *, bias: bool = True) -> ModuleSpec:
     """`outputs` rows of `inputs`."""
     own: tuple[tuple[str, Shape], ...] = (("weight", (outputs, inputs)), ("bias", (outputs,)))
-    return Part(name, own if bias else own[:1])
+    return ModuleSpec(name, own if bias else own[:1])
 
 
-def norm(name: str, size: int, *, bias: bool = True) -> Part:
+def norm(name: str, size: int, *, bias: bool = True) -> ModuleSpec:
     """A layer norm, or one without a bias (RMSNorm)."""
     own: tuple[tuple[str, Shape], ...] = (("weight", (size,)), ("bias", (size,)))
-    return Part(name, own if bias else own[:1], norm=True)
+    return ModuleSpec(name, own if bias else own[:1], norm=True)
 
 
-def rows(name: str, count: int, size: int) -> Part:
+def embedding(name: str, count: int, size: int) -> ModuleSpec:
     """An embedding of `count` rows."""
-    return Part(name, (("weight", (count, size)),))
+    return ModuleSpec(name, (("weight", (count, size)),))
 
 
-def container(name: str, *parts: Part) -> Part:
+def module_list(name: str, *parts: ModuleSpec) -> ModuleSpec:
     """A list or dictionary of modules."""
-    return Part(name, parts=parts, runs=False)
+    return ModuleSpec(name, parts=parts, runs=False)
 
 
-def repeated(part: Part, count: int) -> Iterator[Part]:
+def numbered_copies(part: ModuleSpec, count: int) -> Iterator[ModuleSpec]:
     """The part so many times, named by number."""
     return (replace(part, name=f"{part.name}{number}") for number in range(count))
 
@@ -80,51 +80,51 @@ class ModelShape:
     """Every so many-th layer has experts, the first one on."""
 
 
-def gpt_neox(figures: ModelShape) -> Part:
+def gpt_neox_model(figures: ModelShape) -> ModuleSpec:
     """The tree of `examples.gpt_neox`, whose parameters are those of GPT-NeoX.
 
     2Vh + L(12h^2 + 13h) + 2h of them, less Vh where embeddings are tied; a rank of t has a t-th of the matrices and
     of the biases behind column-parallel ones, and all of the others.
     """
     embedding, block, norm_, head = gpt_neox_layers(figures)
-    tied = Part("head", shared="layers.embedding.weight")
+    tied = ModuleSpec("head", shared="layers.embedding.weight")
     blocks = (_with_experts(block, figures, number) for number in range(figures.layers))
-    return Part("", parts=(container("layers", embedding, *blocks, norm_, tied if figures.tied else head),))
+    return ModuleSpec("", parts=(module_list("layers", embedding, *blocks, norm_, tied if figures.tied else head),))
 
 
-def gpt_neox_layers(figures: ModelShape) -> tuple[Part, Part, Part, Part]:
+def gpt_neox_layers(figures: ModelShape) -> tuple[ModuleSpec, ModuleSpec, ModuleSpec, ModuleSpec]:
     """The embedding, a transformer layer without experts, the last norm, and a head with a matrix of its own."""
     size, part = figures.hidden, figures.hidden // figures.tensor
-    attention = Part("attention", parts=(linear("query_key_value", size, 3 * part), linear("dense", part, size)))
-    mlp = Part("mlp", parts=(linear("dense_h_to_4h", size, 4 * part), linear("dense_4h_to_h", 4 * part, size)))
-    block = Part(
+    attention = ModuleSpec("attention", parts=(linear("query_key_value", size, 3 * part), linear("dense", part, size)))
+    mlp = ModuleSpec("mlp", parts=(linear("dense_h_to_4h", size, 4 * part), linear("dense_4h_to_h", 4 * part, size)))
+    block = ModuleSpec(
         "block_", parts=(norm("input_layernorm", size), attention, norm("post_attention_layernorm", size), mlp)
     )
     vocabulary = figures.vocabulary // figures.tensor
-    embedding = rows("embedding", vocabulary, size)
-    return embedding, block, norm("final_norm", size), linear("head", size, vocabulary, bias=False)
+    vocabulary_rows = embedding("embedding", vocabulary, size)
+    return vocabulary_rows, block, norm("final_norm", size), linear("head", size, vocabulary, bias=False)
 
 
-def _with_experts(block: Part, figures: ModelShape, number: int) -> Part:
+def _with_experts(block: ModuleSpec, figures: ModelShape, number: int) -> ModuleSpec:
     """The layer of this number, with experts in place of its MLP where it has some."""
     *others, mlp = block.parts
     has = figures.experts > 1 and number % figures.expert_interval == 0
     return replace(block, name=f"{block.name}{number}", parts=(*others, _experts(mlp, figures) if has else mlp))
 
 
-def _experts(mlp: Part, figures: ModelShape) -> Part:
+def _experts(mlp: ModuleSpec, figures: ModelShape) -> ModuleSpec:
     """DeepSpeed's layer of several, in place of one: a gate, and those of one rank."""
-    gate = Part("gate", parts=(linear("wg", figures.hidden, figures.experts, bias=False),))
+    gate = ModuleSpec("gate", parts=(linear("wg", figures.hidden, figures.experts, bias=False),))
     copies = (replace(mlp, name=str(number), expert=True) for number in range(figures.experts_here))
-    experts = Part("experts", parts=(container("deepspeed_experts", *copies),))
-    return Part("mlp", parts=(Part("moe", parts=(Part("deepspeed_moe", parts=(gate, experts)),)),))
+    experts = ModuleSpec("experts", parts=(module_list("deepspeed_experts", *copies),))
+    return ModuleSpec("mlp", parts=(ModuleSpec("moe", parts=(ModuleSpec("deepspeed_moe", parts=(gate, experts)),)),))
 
 
 # --- as a row of the `job` table has it -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Facts:
+class ModelLists:
     """The lists that a job row has of a model."""
 
     parameters: list[dict[str, Any]]
@@ -136,9 +136,9 @@ class Facts:
     """Numbers of the others."""
 
 
-def facts(root: Part, dtype: str) -> Facts:
+def model_lists(root: ModuleSpec, dtype: str) -> ModelLists:
     """Of a model whose parameters have this element type."""
-    found = Facts([], [], [], [], [])
+    found = ModelLists([], [], [], [], [])
     numbers: dict[str, int] = {}
     for prefix, part in _walk(root, ""):
         own = []
@@ -159,7 +159,7 @@ def facts(root: Part, dtype: str) -> Facts:
     return found
 
 
-def _walk(part: Part, prefix: str) -> Iterator[tuple[str, Part]]:
+def _walk(part: ModuleSpec, prefix: str) -> Iterator[tuple[str, ModuleSpec]]:
     """Each part, parents first, with what stands before the names of its parameters."""
     inner = f"{prefix}{part.name}." if part.name else prefix
     yield inner, part

@@ -7,7 +7,7 @@ from typing import Any
 
 import mpi_ranks
 
-from commtrace.theory.expected_calls import sorted_messages
+from commtrace.theory.expected_calls import sorted_calls
 from examples.mpi_common.expected_calls import sequence_parallel
 
 BATCH, SEQUENCE, HIDDEN, HEADS, FEED_FORWARD = 2, 24, 16, 4, 40
@@ -46,6 +46,6 @@ def found(ranks: int) -> dict[Case, list[dict[str, Any]]]:
 def expected(case: Case, ranks: int) -> list[tuple[str, int, int]]:
     """Of one iteration."""
     attention, backward, _ = case
-    return sorted_messages(
+    return sorted_calls(
         sequence_parallel(attention, BATCH, SEQUENCE, HIDDEN, FEED_FORWARD, 8, ranks, backward)
     )  # fmt: skip

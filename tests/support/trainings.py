@@ -275,14 +275,14 @@ def described(one: dict[str, Any], ranks: int, folder: Path) -> dict[str, Any]:
 
 def planned(one: dict[str, Any], ranks: int, folder: Path) -> JobPlan:
     """What `commtrace theory` makes of a training's configuration."""
-    from commtrace.theory.forecast import Options, plan
+    from commtrace.theory.forecast import PlanOptions, plan_job
     from examples.gpt_neox.options import arguments
 
     config = folder / "described.yml"
     config.write_text(json.dumps(one["model"]))
     said = arguments().parse_args(["tiny", *one["options"]])
-    options = Options(said.engine, said.zero_stage, said.precision, said.micro_batch, said.gradient_accumulation)
-    return plan(["tiny", str(config)], ranks, options)
+    options = PlanOptions(said.engine, said.zero_stage, said.precision, said.micro_batch, said.gradient_accumulation)
+    return plan_job(["tiny", str(config)], ranks, options)
 
 
 def trained(wanted: dict[str, dict[str, Any]], *, processes: int) -> dict[str, Run]:

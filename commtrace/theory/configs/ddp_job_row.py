@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from commtrace.theory.model_shapes import Part, facts
+from commtrace.theory.model_shapes import ModuleSpec, model_lists
 from commtrace.theory.rules.registry import TORCH, rule
 
-from .rank_layout import TYPES, Layout
+from .rank_layout import ELEMENT_TYPES, RankLayout
 
 
-def ddp_row(model: Part, precision: str, layout: Layout) -> dict[str, Any]:
+def ddp_row(model: ModuleSpec, precision: str, layout: RankLayout) -> dict[str, Any]:
     """A model under DistributedDataParallel with default settings, all of it in one element type."""
-    found = facts(model, TYPES[precision])
+    found = model_lists(model, ELEMENT_TYPES[precision])
     return {
         "source": "ddp",
         "engine": "DistributedDataParallel",

@@ -12,14 +12,14 @@ from math import ceil
 from typing import Any, Final
 
 from commtrace.theory.job import NotPredictedError
-from commtrace.theory.model_shapes import Facts, Part, facts
+from commtrace.theory.model_shapes import ModelLists, ModuleSpec, model_lists
 from commtrace.theory.rules.registry import DEEPSPEED, rule
 
-from .rank_layout import TYPES, Layout
+from .rank_layout import ELEMENT_TYPES, RankLayout
 
 
 def deepspeed_row(
-    model: Part, config: Mapping[str, Any], layout: Layout, *, groups: int = 2, optimizer: str = "AdamW"
+    model: ModuleSpec, config: Mapping[str, Any], layout: RankLayout, *, groups: int = 2, optimizer: str = "AdamW"
 ) -> dict[str, Any]:
     """A model under DeepSpeed's engine with this configuration (DeepSpeed's JSON, without "auto").
 
@@ -29,9 +29,9 @@ def deepspeed_row(
     """
     precision = precision_of(config)
     zero = zero_settings(_block(config, "zero_optimization"))
-    found = facts(model, TYPES[precision])
+    found = model_lists(model, ELEMENT_TYPES[precision])
     wanted = [found.decaying, found.plain] if groups == 2 else [[*range(len(found.parameters))]]
-    wanted = experts_apart(found, wanted)
+    wanted = split_expert_groups(found, wanted)
     stage = int(zero["stage"])
     parts = [part for group in wanted if group for part in sub_groups(found, group, zero, layout.reducing)]
     return {
@@ -49,9 +49,9 @@ def deepspeed_row(
         "gradient_accumulation_steps": layout.accumulation,
         "train_batch_size": layout.micro_batch * layout.accumulation * layout.data * layout.context,
         "precision": precision,
-        "communication_data_type": communication(config, precision, layout.sequence),
+        "communication_data_type": communication_type(config, precision, layout.sequence),
         "gradient_clipping": float(config.get("gradient_clipping") or 0.0),
-        "optimizer": wrapper(config, precision, stage, optimizer),
+        "optimizer": optimizer_wrapper(config, precision, stage, optimizer),
         "basic_optimizer": basic_optimizer(config, optimizer),
         "optimizer_groups": parts,
         **({"check_grad_overflow": checks_overflow(config, precision)} if stage in (1, 2) else {}),
@@ -148,7 +148,7 @@ def _like(name: str, value: Any, default: Any) -> Any:
 
 
 @rule("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._create_fp16_sub_groups", DEEPSPEED)
-def sub_groups(found: Facts, group: Sequence[int], zero: Mapping[str, Any], ranks: int) -> list[list[int]]:
+def sub_groups(found: ModelLists, group: Sequence[int], zero: Mapping[str, Any], ranks: int) -> list[list[int]]:
     """ZeRO-3 cuts a group of the optimizer where a rank's parts of it reach sub_group_size elements."""
     if int(zero["stage"]) < 3:
         return [[*group]]
@@ -163,7 +163,7 @@ def sub_groups(found: Facts, group: Sequence[int], zero: Mapping[str, Any], rank
     return parts
 
 
-def _elements(found: Facts, number: int) -> int:
+def _elements(found: ModelLists, number: int) -> int:
     product = 1
     for size in found.parameters[number]["shape"]:
         product *= size
@@ -174,7 +174,7 @@ _EXPERT_ELEMENTS: Final = 178_956_971  # max_group_size: not a setting of GPT-Ne
 
 
 @rule("deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer", DEEPSPEED)
-def experts_apart(found: Facts, groups: Sequence[list[int]]) -> list[list[int]]:
+def split_expert_groups(found: ModelLists, groups: Sequence[list[int]]) -> list[list[int]]:
     """Experts are groups of their own, behind the others; of so many elements at the most."""
     others = [[number for number in group if "expert" not in found.parameters[number]] for group in groups]
     experts: list[list[int]] = []
@@ -190,13 +190,13 @@ def experts_apart(found: Facts, groups: Sequence[list[int]]) -> list[list[int]]:
 
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine.communication_data_type (from the configuration)", DEEPSPEED)
-def communication(config: Mapping[str, Any], precision: str, sequence: int = 1) -> str:
+def communication_type(config: Mapping[str, Any], precision: str, sequence: int = 1) -> str:
     """What the configuration says, else the type of the parameters; fp32 where ranks share sequences."""
     key, otherwise = ("", precision) if sequence == 1 else ("seq_parallel_", "fp32")
     named = str(config.get(f"{key}communication_data_type") or otherwise).lower()
-    if named not in TYPES:
+    if named not in ELEMENT_TYPES:
         raise NotPredictedError(f"communication_data_type is {named}; DeepSpeed knows fp32, fp16 and bf16")
-    return TYPES[named]
+    return ELEMENT_TYPES[named]
 
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._configure_zero_optimizer (check_grad_overflow)", DEEPSPEED)
@@ -208,7 +208,7 @@ def checks_overflow(config: Mapping[str, Any], precision: str) -> bool:
 
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._do_optimizer_sanity_check", DEEPSPEED)
-def wrapper(config: Mapping[str, Any], precision: str, stage: int, optimizer: str) -> str:
+def optimizer_wrapper(config: Mapping[str, Any], precision: str, stage: int, optimizer: str) -> str:
     """The class that DeepSpeed puts around the optimizer."""
     accumulated = _block(config, "data_types").get("grad_accum_dtype")
     if stage == 0:

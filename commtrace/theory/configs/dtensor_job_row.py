@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from commtrace.theory.job import NotPredictedError
-from commtrace.theory.model_shapes import Facts, Part, facts
+from commtrace.theory.model_shapes import ModelLists, ModuleSpec, model_lists
 from commtrace.theory.rules.registry import WORKLOAD, rule
 
-from .rank_layout import TYPES, Layout
+from .rank_layout import ELEMENT_TYPES, RankLayout
 
 _ROWS: Final = ("attention.dense", "mlp.dense_4h_to_h", "embedding")
 _COLUMNS: Final = ("query_key_value", "dense_h_to_4h", "head")
@@ -17,16 +17,16 @@ _NORMS: Final = ("norm", "layernorm")
 _PREPARED: Final = ("attention", "mlp")
 
 
-def dtensor_row(model: Part, precision: str, layout: Layout, *, along_sequence: bool) -> dict[str, Any]:
+def dtensor_row(model: ModuleSpec, precision: str, layout: RankLayout, *, along_sequence: bool) -> dict[str, Any]:
     """A model that is tensor-parallel alone, in one element type, trained by Adam parameter by parameter."""
     if layout.data > 1 or precision == "fp16":
         raise NotPredictedError("tensor parallelism without FSDP goes with one model and fp32 or bf16")
-    found = facts(model, TYPES[precision])
+    found = model_lists(model, ELEMENT_TYPES[precision])
     return {
         "source": "dtensor",
         "engine": "parallelize_module",
         "data_parallel_size": 1,
-        **cut(model, layout, along_sequence=along_sequence),
+        **tensor_plan_row(model, layout, along_sequence=along_sequence),
         "optimizer": "AdamW",
         "foreach": False,
         "parameters": found.parameters,
@@ -34,22 +34,22 @@ def dtensor_row(model: Part, precision: str, layout: Layout, *, along_sequence: 
     }
 
 
-def cut(model: Part, layout: Layout, *, along_sequence: bool) -> dict[str, Any]:
+def tensor_plan_row(model: ModuleSpec, layout: RankLayout, *, along_sequence: bool) -> dict[str, Any]:
     """What the job row has of the plan; nothing where no ranks share a model."""
     if layout.tensor < 2:
         return {}
-    return {"tensor_parallel_size": layout.tensor, "tensor_plan": plan(model, along_sequence=along_sequence)}
+    return {"tensor_parallel_size": layout.tensor, "tensor_plan": tensor_plan(model, along_sequence=along_sequence)}
 
 
 @rule("examples.gpt_neox.dtensor_parallel.plan", WORKLOAD)
-def plan(model: Part, *, along_sequence: bool) -> list[dict[str, Any]]:
+def tensor_plan(model: ModuleSpec, *, along_sequence: bool) -> list[dict[str, Any]]:
     """A row for each module that has a style, in the order of the model's modules."""
-    shapes = {one["name"]: one["shape"] for one in facts(model, "float32").parameters}
+    shapes = {one["name"]: one["shape"] for one in model_lists(model, "float32").parameters}
     rows = (_row(name, shapes, "Shard(1)" if along_sequence else "Replicate") for name in _modules(model, ""))
     return [row for row in rows if row is not None]
 
 
-def _modules(part: Part, prefix: str) -> Iterator[str]:
+def _modules(part: ModuleSpec, prefix: str) -> Iterator[str]:
     for one in part.parts:
         yield prefix + one.name
         yield from _modules(one, f"{prefix}{one.name}.")
@@ -91,7 +91,7 @@ def _listed(layout: str) -> list[str]:
     return [layout] if layout else []
 
 
-def part_of(found: Facts, number: int, rows: Sequence[Mapping[str, Any]], ranks: int) -> list[int]:
+def local_shape(found: ModelLists, number: int, rows: Sequence[Mapping[str, Any]], ranks: int) -> list[int]:
     """Shape of what a rank has of a parameter."""
     name, _, kind = str(found.parameters[number]["name"]).rpartition(".")
     shape = [*found.parameters[number]["shape"]]

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from commtrace.theory.job import NotPredictedError
-from commtrace.theory.model_shapes import Facts, Part, facts
+from commtrace.theory.model_shapes import ModelLists, ModuleSpec, model_lists
 from commtrace.theory.rules.registry import TORCH, rule
 
-from .dtensor_job_row import cut, part_of
-from .rank_layout import TYPES, Layout
+from .dtensor_job_row import local_shape, tensor_plan_row
+from .rank_layout import ELEMENT_TYPES, RankLayout
 
 _LAYER: Final = re.compile(r"(?:.*\.)?(?:block_)?\d+(?=\.)")
 """Which part of a parameter's name is the layer's: `layers.block_0`, `model.layers.0`."""
 
 
 @dataclass(frozen=True)
-class Sharding:
+class FsdpSharding:
     """What `fully_shard` is given; the defaults are PyTorch's."""
 
     shards: int
@@ -33,13 +33,13 @@ class Sharding:
     """Tensor-parallel ranks divide the sequence between their layers."""
 
 
-def fsdp_row(model: Part, precision: str, layout: Layout, sharding: Sharding) -> dict[str, Any]:
+def fsdp_row(model: ModuleSpec, precision: str, layout: RankLayout, sharding: FsdpSharding) -> dict[str, Any]:
     """A model with fp32 parameters, which travel in the type of the precision."""
     if precision == "fp16":
         raise NotPredictedError("fp16 under fully_shard has no rules yet")
-    found = facts(model, "float32")
+    found = model_lists(model, "float32")
     units = _units(found)
-    tensor = cut(model, layout, along_sequence=sharding.along_sequence)
+    tensor = tensor_plan_row(model, layout, along_sequence=sharding.along_sequence)
     rows = tensor.get("tensor_plan", [])
     last = layout.accumulation == 1
     return {
@@ -56,7 +56,7 @@ def fsdp_row(model: Part, precision: str, layout: Layout, sharding: Sharding) ->
     }
 
 
-def _units(found: Facts) -> dict[str, list[int]]:
+def _units(found: ModelLists) -> dict[str, list[int]]:
     """Numbers of the parameters of each unit; the root, whose name is empty, first."""
     units: dict[str, list[int]] = {"": []}
     for number, parameter in enumerate(found.parameters):
@@ -66,24 +66,24 @@ def _units(found: Facts) -> dict[str, list[int]]:
 
 
 def _unit(
-    found: Facts,
+    found: ModelLists,
     name: str,
     numbers: list[int],
     precision: str,
-    layout: Layout,
-    sharding: Sharding,
+    layout: RankLayout,
+    sharding: FsdpSharding,
     rows: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     return {
         "name": name,
         "parameters": numbers,
-        "shapes": [part_of(found, number, rows, layout.tensor) for number in numbers],
+        "shapes": [local_shape(found, number, rows, layout.tensor) for number in numbers],
         "dims": [0] * len(numbers),
-        "dtypes": [TYPES[precision]] * len(numbers),
+        "dtypes": [ELEMENT_TYPES[precision]] * len(numbers),
         "reduce_dtype": reduce_dtype(precision, sharding.reduce_dtype),
         "shards": sharding.shards,
         "copies": layout.data // sharding.shards,
-        "reshard_after_forward": resharded(name, sharding.reshard_after_forward),
+        "reshard_after_forward": reshard_after_forward(name, sharding.reshard_after_forward),
         "unshard_in_backward": True,
     }
 
@@ -92,7 +92,7 @@ def _unit(
 
 
 @rule("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init (reshard_after_forward)", TORCH)
-def resharded(unit: str, wanted: bool | int | None) -> bool | int:
+def reshard_after_forward(unit: str, wanted: bool | int | None) -> bool | int:
     """Unless it is said, every unit but the root is taken apart after forward."""
     return unit != "" if wanted is None else wanted
 
@@ -100,4 +100,4 @@ def resharded(unit: str, wanted: bool | int | None) -> bool | int:
 @rule("torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.init_dtype_attrs", TORCH)
 def reduce_dtype(precision: str, wanted: str | None) -> str | None:
     """None where gradients have that type anyway, because parameters are cast to it."""
-    return None if wanted is None or wanted == precision != "fp32" else TYPES[wanted]
+    return None if wanted is None or wanted == precision != "fp32" else ELEMENT_TYPES[wanted]

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from commtrace.theory.job import NotPredictedError
-from commtrace.theory.model_shapes import Part, container, linear, norm, repeated, rows
+from commtrace.theory.model_shapes import ModuleSpec, embedding, linear, module_list, norm, numbered_copies
 
 LLAMA: Final = ("llama", "mistral", "qwen2")
 """Values of `model_type` with llama's tree."""
 
 
-class Config:
+class ModelConfig:
     """A config.json, whose numbers are asked for by name."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -41,26 +41,26 @@ class Config:
         return default if value is None else bool(value)
 
 
-def model(values: Mapping[str, Any]) -> Part:
+def model(values: Mapping[str, Any]) -> ModuleSpec:
     """The tree of the model with its language-modelling head. Raises NotPredictedError for other families."""
     kind = str(values.get("model_type"))
     if kind not in _MODELS:
         raise NotPredictedError(f"models of type {kind} have no rules yet; there are {', '.join(sorted(_MODELS))}")
-    return _MODELS[kind](Config(values), kind)
+    return _MODELS[kind](ModelConfig(values), kind)
 
 
 def hidden_size(values: Mapping[str, Any]) -> int:
     """Width of the model: `hidden_size`, which GPT-2 calls `n_embd`."""
-    return Config(values).number("hidden_size" if "hidden_size" in values else "n_embd")
+    return ModelConfig(values).number("hidden_size" if "hidden_size" in values else "n_embd")
 
 
-def _llama(config: Config, kind: str) -> Part:
+def _llama(config: ModelConfig, kind: str) -> ModuleSpec:
     hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
     head = config.number("head_dim", hidden // heads)
     pairs = config.number("num_key_value_heads", heads)
     biased = kind == "qwen2" or config.flag("attention_bias", False)
     inner, mlp_biased = config.number("intermediate_size"), config.flag("mlp_bias", False)
-    attention = Part(
+    attention = ModuleSpec(
         "self_attn",
         parts=(
             linear("q_proj", hidden, heads * head, bias=biased),
@@ -69,39 +69,41 @@ def _llama(config: Config, kind: str) -> Part:
             linear("o_proj", heads * head, hidden, bias=biased and kind != "qwen2"),
         ),
     )
-    mlp = Part(
+    mlp = ModuleSpec(
         "mlp",
         parts=(
             linear("gate_proj", hidden, inner, bias=mlp_biased),
             linear("up_proj", hidden, inner, bias=mlp_biased),
             linear("down_proj", inner, hidden, bias=mlp_biased),
-            Part("act_fn"),
+            ModuleSpec("act_fn"),
         ),
     )
     norms = (norm("input_layernorm", hidden, bias=False), norm("post_attention_layernorm", hidden, bias=False))
-    layer = Part("", parts=(attention, mlp, *norms))
-    decoder = Part(
+    layer = ModuleSpec("", parts=(attention, mlp, *norms))
+    decoder = ModuleSpec(
         "model",
         parts=(
-            rows("embed_tokens", config.number("vocab_size"), hidden),
-            container("layers", *repeated(layer, config.number("num_hidden_layers"))),
+            embedding("embed_tokens", config.number("vocab_size"), hidden),
+            module_list("layers", *numbered_copies(layer, config.number("num_hidden_layers"))),
             norm("norm", hidden, bias=False),
-            Part("rotary_emb", buffers=(("inv_freq", (head // 2,), "float32"),)),
+            ModuleSpec("rotary_emb", buffers=(("inv_freq", (head // 2,), "float32"),)),
         ),
     )
     tied = config.flag("tie_word_embeddings", False)
-    return Part("", parts=(decoder, _head("lm_head", hidden, config, "model.embed_tokens.weight" if tied else "")))
+    return ModuleSpec(
+        "", parts=(decoder, _head("lm_head", hidden, config, "model.embed_tokens.weight" if tied else ""))
+    )
 
 
-def _head(name: str, hidden: int, config: Config, tied: str) -> Part:
-    return Part(name, shared=tied) if tied else linear(name, hidden, config.number("vocab_size"), bias=False)
+def _head(name: str, hidden: int, config: ModelConfig, tied: str) -> ModuleSpec:
+    return ModuleSpec(name, shared=tied) if tied else linear(name, hidden, config.number("vocab_size"), bias=False)
 
 
-def _gpt2(config: Config, kind: str) -> Part:
+def _gpt2(config: ModelConfig, kind: str) -> ModuleSpec:
     hidden, positions = config.number("n_embd"), config.number("n_positions", 1024)
     inner = config.number("n_inner", 4 * hidden)
     # Conv1D: as linear, with inputs and outputs exchanged.
-    attention = Part(
+    attention = ModuleSpec(
         "attn",
         parts=(
             _conv("c_attn", hidden, 3 * hidden),
@@ -110,45 +112,47 @@ def _gpt2(config: Config, kind: str) -> Part:
         ),
         buffers=(("bias", (1, 1, positions, positions), "bool"), ("masked_bias", (), "float32")),
     )
-    mlp = Part("mlp", parts=(_conv("c_fc", hidden, inner), _conv("c_proj", inner, hidden), *_parts("act", "dropout")))
-    layer = Part("", parts=(norm("ln_1", hidden), attention, norm("ln_2", hidden), mlp))
-    decoder = Part(
+    mlp = ModuleSpec(
+        "mlp", parts=(_conv("c_fc", hidden, inner), _conv("c_proj", inner, hidden), *_parts("act", "dropout"))
+    )
+    layer = ModuleSpec("", parts=(norm("ln_1", hidden), attention, norm("ln_2", hidden), mlp))
+    decoder = ModuleSpec(
         "transformer",
         parts=(
-            rows("wte", config.number("vocab_size"), hidden),
-            rows("wpe", positions, hidden),
-            Part("drop"),
-            container("h", *repeated(layer, config.number("n_layer"))),
+            embedding("wte", config.number("vocab_size"), hidden),
+            embedding("wpe", positions, hidden),
+            ModuleSpec("drop"),
+            module_list("h", *numbered_copies(layer, config.number("n_layer"))),
             norm("ln_f", hidden),
         ),
     )
     tied = config.flag("tie_word_embeddings", True)
-    return Part("", parts=(decoder, _head("lm_head", hidden, config, "transformer.wte.weight" if tied else "")))
+    return ModuleSpec("", parts=(decoder, _head("lm_head", hidden, config, "transformer.wte.weight" if tied else "")))
 
 
-def _conv(name: str, inputs: int, outputs: int) -> Part:
-    return Part(name, (("weight", (inputs, outputs)), ("bias", (outputs,))))
+def _conv(name: str, inputs: int, outputs: int) -> ModuleSpec:
+    return ModuleSpec(name, (("weight", (inputs, outputs)), ("bias", (outputs,))))
 
 
-def _parts(*names: str) -> tuple[Part, ...]:
-    return tuple(Part(name) for name in names)
+def _parts(*names: str) -> tuple[ModuleSpec, ...]:
+    return tuple(ModuleSpec(name) for name in names)
 
 
-def _gpt_neox(config: Config, kind: str) -> Part:
+def _gpt_neox(config: ModelConfig, kind: str) -> ModuleSpec:
     hidden, inner = config.number("hidden_size"), config.number("intermediate_size")
     head = hidden // config.number("num_attention_heads")
     biased = config.flag("attention_bias", True)
-    attention = Part(
+    attention = ModuleSpec(
         "attention",
         parts=(
             linear("query_key_value", hidden, 3 * hidden, bias=biased),
             linear("dense", hidden, hidden, bias=biased),
         ),
     )
-    mlp = Part(
-        "mlp", parts=(linear("dense_h_to_4h", hidden, inner), linear("dense_4h_to_h", inner, hidden), Part("act"))
+    mlp = ModuleSpec(
+        "mlp", parts=(linear("dense_h_to_4h", hidden, inner), linear("dense_4h_to_h", inner, hidden), ModuleSpec("act"))
     )
-    layer = Part(
+    layer = ModuleSpec(
         "",
         parts=(
             norm("input_layernorm", hidden),
@@ -159,21 +163,23 @@ def _gpt_neox(config: Config, kind: str) -> Part:
         ),
     )
     rotary = int(head * config.share("rotary_pct", 0.25))
-    decoder = Part(
+    decoder = ModuleSpec(
         "gpt_neox",
         parts=(
-            rows("embed_in", config.number("vocab_size"), hidden),
-            Part("emb_dropout"),
-            container("layers", *repeated(layer, config.number("num_hidden_layers"))),
+            embedding("embed_in", config.number("vocab_size"), hidden),
+            ModuleSpec("emb_dropout"),
+            module_list("layers", *numbered_copies(layer, config.number("num_hidden_layers"))),
             norm("final_layer_norm", hidden),
-            Part("rotary_emb", buffers=(("inv_freq", (rotary // 2,), "float32"),)),
+            ModuleSpec("rotary_emb", buffers=(("inv_freq", (rotary // 2,), "float32"),)),
         ),
     )
     tied = config.flag("tie_word_embeddings", False)
-    return Part("", parts=(decoder, _head("embed_out", hidden, config, "gpt_neox.embed_in.weight" if tied else "")))
+    return ModuleSpec(
+        "", parts=(decoder, _head("embed_out", hidden, config, "gpt_neox.embed_in.weight" if tied else ""))
+    )
 
 
-_MODELS: Final[dict[str, Callable[[Config, str], Part]]] = {
+_MODELS: Final[dict[str, Callable[[ModelConfig, str], ModuleSpec]]] = {
     **dict.fromkeys(LLAMA, _llama),
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from commtrace.errors import CommtraceError, ConfigError, MissingLibraryError
-from commtrace.theory.model_shapes import ModelShape, Part, gpt_neox
+from commtrace.theory.model_shapes import ModelShape, ModuleSpec, gpt_neox_model
 
 from . import hugging_face
 from .ddp_job_row import ddp_row
 from .deepspeed_job_row import deepspeed_row
 from .dtensor_job_row import dtensor_row
-from .fsdp_job_row import Sharding, fsdp_row
-from .pipeline_job_rows import Division, stage_rows
-from .rank_layout import TYPES, Layout
+from .fsdp_job_row import FsdpSharding, fsdp_row
+from .pipeline_job_rows import StageDivision, stage_rows
+from .rank_layout import ELEMENT_TYPES, RankLayout
 
 if TYPE_CHECKING:
     from .gpt_neox.config import NeoxConfig
@@ -34,7 +34,7 @@ class PlanError(CommtraceError):
 
 
 @dataclass(frozen=True)
-class Options:
+class PlanOptions:
     """What the command line adds to the files; None: as the files say."""
 
     engine: str | None = None
@@ -49,7 +49,7 @@ class Options:
     groups: int = 2
 
 
-DEFAULT_OPTIONS: Final = Options()
+DEFAULT_OPTIONS: Final = PlanOptions()
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class JobPlan:
 
     row: Mapping[str, Any]
     """As the hooks would capture it."""
-    layout: Layout
+    layout: RankLayout
     assumed: tuple[str, ...]
     """What the files do not say, and was taken for granted: sentences without their full stop."""
     stages: tuple[Mapping[str, Any], ...] = ()
     """Of a pipeline the rows of its stages, the first of which is `row`; each is of as many ranks."""
 
 
-def plan(files: Sequence[str], world: int, options: Options = DEFAULT_OPTIONS) -> JobPlan:
+def plan_job(files: Sequence[str], world: int, options: PlanOptions = DEFAULT_OPTIONS) -> JobPlan:
     """The job of these files on `world` ranks.
 
     Raises PlanError for files and options that do not make a job, NotPredictedError for settings without rules.
@@ -95,7 +95,7 @@ def plan(files: Sequence[str], world: int, options: Options = DEFAULT_OPTIONS) -
 _NAMES: Final = {"deepspeed": "DeepSpeed", "hugging_face": "a Hugging Face model"}
 
 
-def _has_figures(options: Options) -> bool:
+def _has_figures(options: PlanOptions) -> bool:
     return any((options.layers, options.hidden, options.vocabulary, options.tied)) or options.groups != 2
 
 
@@ -138,7 +138,7 @@ def _read_yaml(name: str) -> Mapping[str, Any]:
 # --- GPT-NeoX -------------------------------------------------------------------------------------------------------
 
 
-def _of_gpt_neox(files: Sequence[str], world: int, options: Options) -> JobPlan:
+def _of_gpt_neox(files: Sequence[str], world: int, options: PlanOptions) -> JobPlan:
     from .gpt_neox.config import load_config
     from .gpt_neox.deepspeed_settings import deepspeed_config
     from .gpt_neox.neox_args import neox_args
@@ -154,7 +154,7 @@ def _of_gpt_neox(files: Sequence[str], world: int, options: Options) -> JobPlan:
         config = load_config(files, overrides)
         check_engine(config, options.engine or "deepspeed")
         data = config.data_parallel(world)
-        layout = Layout(world, data, *config.batch_shape(data), **config.shared)
+        layout = RankLayout(world, data, *config.batch_shape(data), **config.shared)
     except ConfigError as error:
         raise PlanError(str(error)) from error
     figures = ModelShape(
@@ -167,7 +167,7 @@ def _of_gpt_neox(files: Sequence[str], world: int, options: Options) -> JobPlan:
         config.moe_num_experts // config.moe_expert_parallel_size,
         config.moe_expert_interval,
     )
-    model = gpt_neox(figures)
+    model = gpt_neox_model(figures)
     assumed = _assumed_of(config)
     told = {"model": vars(neox_args(config, layout.micro_batch, layout.accumulation))}
     if options.engine not in (None, "deepspeed") and config.pipe_parallel_size > 1:
@@ -181,15 +181,15 @@ def _of_gpt_neox(files: Sequence[str], world: int, options: Options) -> JobPlan:
     settings = deepspeed_config(config, layout.micro_batch, layout.accumulation, verbose=False)
     if config.pipe_parallel_size > 1:
         interval = config.checkpoint_num_layers if config.checkpoint_activations else 0
-        division = Division(config.pipe_parallel_size, config.pipe_partition_method, interval)
+        division = StageDivision(config.pipe_parallel_size, config.pipe_partition_method, interval)
         stages = tuple({**row, **told} for row in stage_rows(figures, settings, layout, division))
         return JobPlan(stages[0], layout, assumed, stages)
     return JobPlan({**deepspeed_row(model, settings, layout), **told}, layout, assumed)
 
 
-def _fsdp_row(config: NeoxConfig, layout: Layout) -> dict[str, Any]:
+def _fsdp_row(config: NeoxConfig, layout: RankLayout) -> dict[str, Any]:
     """`fully_shard`, or where no ranks are left for it tensor parallelism alone."""
-    whole = gpt_neox(
+    whole = gpt_neox_model(
         ModelShape(config.num_layers, config.hidden_size, config.padded_vocab_size, not config.no_weight_tying)
     )
     if layout.data == 1 and layout.tensor > 1:
@@ -197,7 +197,7 @@ def _fsdp_row(config: NeoxConfig, layout: Layout) -> dict[str, Any]:
     return fsdp_row(whole, config.precision, layout, _sharding(config, layout))
 
 
-def _sharding(config: NeoxConfig, layout: Layout) -> Sharding:
+def _sharding(config: NeoxConfig, layout: RankLayout) -> FsdpSharding:
 
     said = config.fsdp
     try:
@@ -205,7 +205,7 @@ def _sharding(config: NeoxConfig, layout: Layout) -> Sharding:
     except ConfigError as error:
         raise PlanError(str(error)) from error
     wide = "fp32" if config.fp32_allreduce else None
-    return Sharding(
+    return FsdpSharding(
         shards,
         said.reshard_after_forward,
         wide,
@@ -229,9 +229,9 @@ def _assumed_of(config: NeoxConfig) -> tuple[str, ...]:
 # --- DeepSpeed, Hugging Face ----------------------------------------------------------------------------------------
 
 
-def _model(config: Mapping[str, Any] | None, options: Options) -> tuple[Part, tuple[str, ...]]:
+def _model(config: Mapping[str, Any] | None, options: PlanOptions) -> tuple[ModuleSpec, tuple[str, ...]]:
     if config is not None:
-        if _has_figures(Options(**{**vars(options), "groups": 2})):
+        if _has_figures(PlanOptions(**{**vars(options), "groups": 2})):
             raise PlanError("the Hugging Face file has the model's figures; leave --layers and its like out")
         kind = config.get("model_type")
         return hugging_face.model(config), (f"the model is transformers' {kind} with its language-modelling head",)
@@ -240,15 +240,15 @@ def _model(config: Mapping[str, Any] | None, options: Options) -> tuple[Part, tu
     if missing:
         raise PlanError(f"no file has the model's figures; add {', '.join(missing)}, or a model's config.json")
     figures = ModelShape(options.layers or 0, options.hidden or 0, options.vocabulary or 0, options.tied)
-    return gpt_neox(figures), ("the model has the matrices, biases and norms of GPT-NeoX",)
+    return gpt_neox_model(figures), ("the model has the matrices, biases and norms of GPT-NeoX",)
 
 
 def _of_model(
-    model: Part,
+    model: ModuleSpec,
     config: Mapping[str, Any] | None,
     engine: str,
     world: int,
-    options: Options,
+    options: PlanOptions,
     assumed: Iterable[str],
     hugging: Mapping[str, Any] | None,
 ) -> JobPlan:
@@ -257,7 +257,7 @@ def _of_model(
     layout = _layout(settings, world, options)
     if engine == "ddp":
         precision = options.precision or "fp32"
-        words = (*assumed, f"all parameters are {TYPES[precision]} (--precision)")
+        words = (*assumed, f"all parameters are {ELEMENT_TYPES[precision]} (--precision)")
         return JobPlan(ddp_row(model, precision, layout), layout, words)
     if engine == "fsdp":
         precision = options.precision or "fp32"
@@ -267,14 +267,14 @@ def _of_model(
             "gradient_clipping": _clipping(settings),
         }
         words = (*assumed, "every layer is a unit of fully_shard, and the model itself", _TRAVEL[precision])
-        return JobPlan({**fsdp_row(model, precision, layout, Sharding(layout.data)), "model": told}, layout, words)
+        return JobPlan({**fsdp_row(model, precision, layout, FsdpSharding(layout.data)), "model": told}, layout, words)
     groups = "biases and norms are a group of the optimizer of their own" if options.groups == 2 else "one group"
     row = deepspeed_row(model, settings, layout, groups=options.groups)
     return JobPlan(row, layout, (*assumed, f"{groups} (--groups)", "activations are not recomputed"))
 
 
 _TRAVEL: Final = {
-    precision: f"parameters are fp32, and travel as {name} (--precision)" for precision, name in TYPES.items()
+    precision: f"parameters are fp32, and travel as {name} (--precision)" for precision, name in ELEMENT_TYPES.items()
 }
 
 
@@ -282,7 +282,7 @@ def _clipping(settings: Mapping[str, Any]) -> float:
     return float(settings.get("gradient_clipping") or 0.0)
 
 
-def _settled(config: dict[str, Any], hidden: int, options: Options) -> dict[str, Any]:
+def _settled(config: dict[str, Any], hidden: int, options: PlanOptions) -> dict[str, Any]:
     """DeepSpeed's configuration with the options, and without "auto"."""
     if options.precision is not None:
         for name in ("fp16", "bf16"):
@@ -321,7 +321,7 @@ def _block(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     return dict(value)
 
 
-def _layout(config: Mapping[str, Any], world: int, options: Options) -> Layout:
+def _layout(config: Mapping[str, Any], world: int, options: PlanOptions) -> RankLayout:
     """Any two of the three batch sizes give the third, as in DeepSpeed."""
     total, micro, steps = (_batch(config, name) for name in _BATCHES)
     micro, steps = options.micro_batch or micro, options.accumulation or steps
@@ -335,7 +335,7 @@ def _layout(config: Mapping[str, Any], world: int, options: Options) -> Layout:
                 f"train_batch_size {total} is not train_micro_batch_size_per_gpu ({micro}) * "
                 f"gradient_accumulation_steps ({steps}) * data-parallel ranks ({world}); change one of them"
             )
-    return Layout(world, world, micro or 1, steps or 1)
+    return RankLayout(world, world, micro or 1, steps or 1)
 
 
 def _batch(config: Mapping[str, Any], name: str) -> int | None:

@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from commtrace.theory.job import NotPredictedError
-from commtrace.theory.model_shapes import ModelShape, Part, container, facts, gpt_neox_layers
+from commtrace.theory.model_shapes import ModelShape, ModuleSpec, gpt_neox_layers, model_lists, module_list
 from commtrace.theory.rules.deepspeed.pipeline import BLOCK, EMBEDDING
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, rule
 
 from .deepspeed_job_row import deepspeed_row, precision_of
-from .rank_layout import TYPES, Layout
+from .rank_layout import ELEMENT_TYPES, RankLayout
 
 _TIED: Final = "embed"
 
 
 @dataclass(frozen=True)
-class Division:
+class StageDivision:
     """How a model is divided over stages, and what of it is recomputed."""
 
     stages: int
@@ -30,12 +30,12 @@ class Division:
 
 
 def stage_rows(
-    figures: ModelShape, config: Mapping[str, Any], layout: Layout, division: Division
+    figures: ModelShape, config: Mapping[str, Any], layout: RankLayout, division: StageDivision
 ) -> tuple[dict[str, Any], ...]:
     """A row for each stage of GPT-NeoX's model; `config` is DeepSpeed's. Raises NotPredictedError for settings."""
     parts = _parts(figures)
     names = layer_names(figures.layers, figures.tied)
-    bounds = divided(names, [_elements(parts[name]) for name in names], division)
+    bounds = stage_bounds(names, [_elements(parts[name]) for name in names], division)
     settings = pipeline_settings(config)
     found = []
     for number in range(division.stages):
@@ -45,7 +45,7 @@ def stage_rows(
         tied = parts[EMBEDDING] if has_tied else None
         row = deepspeed_row(_stage(numbered, tied), config, layout)
         row |= {"engine": "PipelineEngine", "pipeline_stages": division.stages, "grad_accum_dtype": _summed_in(config)}
-        row["optimizer"] = wrapper(config, row)
+        row["optimizer"] = pipeline_optimizer_wrapper(config, row)
         if row["optimizer"] == "BF16_Optimizer":
             row.pop("check_grad_overflow", None)  # which this one does not have
         row["pipeline"] = {
@@ -64,33 +64,33 @@ def stage_rows(
     return tuple(found)
 
 
-def _parts(figures: ModelShape) -> dict[str, Part]:
+def _parts(figures: ModelShape) -> dict[str, ModuleSpec]:
     """The layers by name; the functions have no parameters."""
     embedding, block, norm, head = gpt_neox_layers(figures)
-    functions = {name: Part(name) for name in ("_pre_transformer_block", "_post_transformer_block")}
+    functions = {name: ModuleSpec(name) for name in ("_pre_transformer_block", "_post_transformer_block")}
     return {EMBEDDING: embedding, BLOCK: block, "NormPipe": norm, "ParallelLinearPipe": head, **functions}
 
 
-def _stage(numbered: Mapping[str, Part], tied: Part | None) -> Part:
+def _stage(numbered: Mapping[str, ModuleSpec], tied: ModuleSpec | None) -> ModuleSpec:
     """As PipelineModule registers it: first what is tied, then layers by their numbers, but functions."""
-    first = (container("tied_modules", replace(tied, name=_TIED)),) if tied is not None else ()
+    first = (module_list("tied_modules", replace(tied, name=_TIED)),) if tied is not None else ()
     parts = (replace(part, name=number) for number, part in numbered.items() if _has_parameters(part))
-    return Part("", parts=(*first, *parts))
+    return ModuleSpec("", parts=(*first, *parts))
 
 
-def _has_parameters(part: Part) -> bool:
+def _has_parameters(part: ModuleSpec) -> bool:
     return bool(part.parameters or part.parts)
 
 
-def _elements(part: Part) -> int:
-    return sum(math.prod(one["shape"]) for one in facts(part, "float32").parameters)
+def _elements(part: ModuleSpec) -> int:
+    return sum(math.prod(one["shape"]) for one in model_lists(part, "float32").parameters)
 
 
 def _summed_in(config: Mapping[str, Any]) -> str:
     named = (config.get("data_types") or {}).get("grad_accum_dtype") or precision_of(config)
-    if named not in {**TYPES, **{name: name for name in TYPES.values()}}:
+    if named not in {**ELEMENT_TYPES, **{name: name for name in ELEMENT_TYPES.values()}}:
         raise NotPredictedError(f"data_types.grad_accum_dtype is {named}; DeepSpeed knows fp32, fp16 and bf16")
-    return TYPES.get(named, named)
+    return ELEMENT_TYPES.get(named, named)
 
 
 # --- rules ----------------------------------------------------------------------------------------------------------
@@ -104,19 +104,19 @@ def layer_names(layers: int, tied: bool) -> list[str]:
 
 
 @rule("deepspeed.runtime.pipe.module.PipelineModule._partition_layers, _find_layer_type", DEEPSPEED)
-def divided(names: Sequence[str], elements: Sequence[int], division: Division) -> list[int]:
+def stage_bounds(names: Sequence[str], elements: Sequence[int], division: StageDivision) -> list[int]:
     """Where each stage begins, and the last one ends: as many layers each, or parameters, or of a kind."""
     method = division.method.lower()
     if method == "uniform":
-        return uniform(len(names), division.stages)
+        return partition_uniform(len(names), division.stages)
     if method == "parameters":
-        return balanced(elements, division.stages)
+        return partition_balanced(elements, division.stages)
     wanted = re.compile(method.split(":")[1], re.IGNORECASE)
-    return balanced([int(bool(wanted.search(name))) for name in names], division.stages)
+    return partition_balanced([int(bool(wanted.search(name))) for name in names], division.stages)
 
 
 @rule("deepspeed.runtime.utils.partition_uniform", DEEPSPEED)
-def uniform(items: int, parts: int) -> list[int]:
+def partition_uniform(items: int, parts: int) -> list[int]:
     """What does not divide goes to the first parts, one each."""
     if items <= parts:
         return [min(part, items) for part in range(parts + 1)]
@@ -125,11 +125,11 @@ def uniform(items: int, parts: int) -> list[int]:
 
 
 @rule("deepspeed.runtime.utils.partition_balanced", DEEPSPEED)
-def balanced(weights: Sequence[int], parts: int) -> list[int]:
+def partition_balanced(weights: Sequence[int], parts: int) -> list[int]:
     """The least difference between the heaviest and the lightest part; of several ways the last part begins latest."""
     items = len(weights)
     if items <= parts:
-        return uniform(items, parts)
+        return partition_uniform(items, parts)
     sums = [0]
     for weight in weights:
         sums.append(sums[-1] + weight)
@@ -162,7 +162,7 @@ def pipeline_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._do_optimizer_sanity_check (in a pipeline)", DEEPSPEED)
-def wrapper(config: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+def pipeline_optimizer_wrapper(config: Mapping[str, Any], row: Mapping[str, Any]) -> str:
     """What DeepSpeed puts around the optimizer: in a pipeline BF16_Optimizer where bf16 goes without ZeRO."""
     plain = row["zero_stage"] == 0 and precision_of(config) == "bf16"
     return "BF16_Optimizer" if plain else str(row["optimizer"])

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-TYPES: Final = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+ELEMENT_TYPES: Final = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 """torch's names of the element types that DeepSpeed names."""
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """Ranks by parallel dimension, and a step's batches."""
 
     world: int

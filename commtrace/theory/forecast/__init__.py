@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from commtrace.theory.configs.job_plan import JobPlan, Options, PlanError, plan
+from commtrace.theory.configs.job_plan import JobPlan, PlanError, PlanOptions, plan_job
 
 from .predicted_volumes import Forecast, forecast
 
-__all__ = ["Forecast", "JobPlan", "Options", "PlanError", "forecast", "plan"]
+__all__ = ["Forecast", "JobPlan", "PlanError", "PlanOptions", "forecast", "plan_job"]

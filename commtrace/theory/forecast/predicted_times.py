@@ -15,10 +15,10 @@ from commtrace.network.networks import DESCRIBED, EXTRAPOLATED, FITTED, LOCAL, N
 from commtrace.theory import ExpectedCall, Prediction
 from commtrace.theory.rules.torch.fsdp import COPIES
 
-from .predicted_volumes import Forecast, parts
+from .predicted_volumes import Forecast, phases
 
 
-def times(found: Forecast, network: Network) -> Iterator[dict[str, Any]]:
+def time_rows(found: Forecast, network: Network) -> Iterator[dict[str, Any]]:
     """A row for each part, role and operation of a rank, and one for the whole part, whose operation is "all".
 
     `latency_us`, `bandwidth_us` and their sum `time_us` are None where the network knows nothing of an operation; such
@@ -27,7 +27,7 @@ def times(found: Forecast, network: Network) -> Iterator[dict[str, Any]]:
     """
     for number, prediction in enumerate(found.kinds):
         stage = {"stage": number} if found.stages else {}
-        for name, messages in parts(prediction):
+        for name, messages in phases(prediction):
             groups: dict[tuple[str, str], list[ExpectedCall]] = {}
             for one in messages:
                 groups.setdefault((one.role, one.op), []).append(one)
@@ -46,7 +46,7 @@ def _time(
     sources = []
     for one in messages:
         ranks = one.ranks or prediction.ranks_of(one.role)
-        expected = network.expected(one.op, one.payload, ranks, hosts(found, one, ranks, network.ranks_per_node))
+        expected = network.expected(one.op, one.payload, ranks, num_hosts(found, one, ranks, network.ranks_per_node))
         calls += one.calls
         if expected is None:
             without += one.calls
@@ -82,7 +82,7 @@ def weakest(sources: Iterable[str]) -> str | None:
     return next((how for how in (DESCRIBED, EXTRAPOLATED, FITTED, LOCAL) if how in some), None)
 
 
-def hosts(found: Forecast, message: ExpectedCall, ranks: int, ranks_per_node: int) -> int:
+def num_hosts(found: Forecast, message: ExpectedCall, ranks: int, ranks_per_node: int) -> int:
     """Hosts of the group of a role, of so many ranks; of a message, whether it leaves its host: 1 or 2."""
     stages, of_a_stage = len(found.kinds), found.ranks_of_a_kind
     if message.role == "model":

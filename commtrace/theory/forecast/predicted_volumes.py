@@ -12,8 +12,8 @@ from fractions import Fraction
 from typing import Any, Final
 
 from commtrace.theory import ExpectedCall, NotPredictedError, Prediction, predict
-from commtrace.theory.configs.job_plan import DEFAULT_OPTIONS, JobPlan, Options, PlanError, plan
-from commtrace.theory.expected_calls import sent
+from commtrace.theory.configs.job_plan import DEFAULT_OPTIONS, JobPlan, PlanError, PlanOptions, plan_job
+from commtrace.theory.expected_calls import exact_wire_bytes
 
 START: Final = "start-up"
 
@@ -38,7 +38,7 @@ class Forecast:
         return self.plan.layout.world // len(self.kinds)
 
 
-def parts(prediction: Prediction) -> Iterator[tuple[str, tuple[ExpectedCall, ...]]]:
+def phases(prediction: Prediction) -> Iterator[tuple[str, tuple[ExpectedCall, ...]]]:
     """Start-up, the steps that differ, and the steps that are all alike: a name and the calls of a rank."""
     yield START, prediction.start
     for number in range(prediction.steady):
@@ -46,24 +46,24 @@ def parts(prediction: Prediction) -> Iterator[tuple[str, tuple[ExpectedCall, ...
     yield f"steps from {prediction.steady}", prediction.step(prediction.steady)
 
 
-def forecast(files: Sequence[str], world: int, options: Options = DEFAULT_OPTIONS) -> Forecast:
+def forecast(files: Sequence[str], world: int, options: PlanOptions = DEFAULT_OPTIONS) -> Forecast:
     """The predictions for these files on `world` ranks. Raises PlanError where there is no job, or no rules for it."""
     try:
-        found = plan(files, world, options)
+        found = plan_job(files, world, options)
         stages = tuple(predict(row) for row in found.stages)
         return Forecast(found, stages[0] if stages else predict(found.row), stages)
     except NotPredictedError as error:
         raise PlanError(f"{', '.join(files)}: not predicted: {error}") from error
 
 
-def volumes(found: Forecast) -> Iterator[dict[str, Any]]:
+def volume_rows(found: Forecast) -> Iterator[dict[str, Any]]:
     """A row for each part, role and operation, and one for the whole part, whose operation is "all".
 
     Of a pipeline for each stage, whose number is `stage`; `all_ranks` are then all of that stage.
     """
     for number, prediction in enumerate(found.kinds):
         stage = {"stage": number} if found.stages else {}
-        for name, messages in parts(prediction):
+        for name, messages in phases(prediction):
             groups: dict[tuple[str, str], list[ExpectedCall]] = {}
             for one in messages:
                 groups.setdefault((one.role, one.op), []).append(one)
@@ -89,10 +89,13 @@ def _volume(found: Forecast, prediction: Prediction, messages: Iterable[Expected
 
 def _wire(prediction: Prediction, messages: Iterable[ExpectedCall]) -> Fraction:
     ranks = prediction.ranks_of
-    return sum((sent(one.op, one.payload, one.ranks or ranks(one.role)) * one.calls for one in messages), Fraction(0))
+    return sum(
+        (exact_wire_bytes(one.op, one.payload, one.ranks or ranks(one.role)) * one.calls for one in messages),
+        Fraction(0),
+    )
 
 
-def sizes(found: Forecast) -> Iterator[dict[str, Any]]:
+def size_rows(found: Forecast) -> Iterator[dict[str, Any]]:
     """A row for each operation and message size of a rank in a step once steps are alike; of a pipeline by stage."""
     for stage, prediction in enumerate(found.kinds):
         counts: dict[tuple[str, str, int], int] = {}
@@ -103,10 +106,10 @@ def sizes(found: Forecast) -> Iterator[dict[str, Any]]:
             yield {"stage": stage, **row} if found.stages else row
 
 
-def bins(found: Forecast) -> Iterator[dict[str, Any]]:
+def size_bin_rows(found: Forecast) -> Iterator[dict[str, Any]]:
     """The same by powers of two: a message of `from_bytes` up to, but not, `below_bytes`; without payload: 0 to 1."""
     sums: dict[tuple[int, str, str, int], list[int]] = {}
-    for row in sizes(found):
+    for row in size_rows(found):
         low = 1 << (row["payload_bytes"].bit_length() - 1) if row["payload_bytes"] else 0
         held = sums.setdefault((row.get("stage", 0), row["role"], row["op"], low), [0, 0])
         held[0] += row["calls"]
@@ -118,7 +121,7 @@ def bins(found: Forecast) -> Iterator[dict[str, Any]]:
         yield {"stage": stage, **row} if found.stages else row
 
 
-def waterfall(found: Forecast) -> Iterator[dict[str, Any]]:
+def waterfall_rows(found: Forecast) -> Iterator[dict[str, Any]]:
     """From the closed form to the wire bytes of a step, a cause a row; of a pipeline for each stage."""
     for stage, prediction in enumerate(found.kinds):
         for at, bar in enumerate((prediction.closed_form, *prediction.bars)):
@@ -132,7 +135,7 @@ def number(value: Fraction) -> int | float:
     return int(value) if value.denominator == 1 else float(value)
 
 
-def document(found: Forecast) -> dict[str, Any]:
+def json_document(found: Forecast) -> dict[str, Any]:
     """Everything, as JSON has it."""
     row, layout, form = found.plan.row, found.plan.layout, found.prediction.closed_form
     elements = [sum(_product(one["shape"]) for one in of["parameters"]) for of in found.plan.stages or (row,)]
@@ -154,10 +157,10 @@ def document(found: Forecast) -> dict[str, Any]:
             "wire_bytes": number(form.bytes),
             "all_ranks_wire_bytes": number(form.bytes * layout.world),
         },
-        "waterfall": [*waterfall(found)],
-        "volumes": [*volumes(found)],
-        "message_sizes": [*sizes(found)],
-        "message_size_bins": [*bins(found)],
+        "waterfall": [*waterfall_rows(found)],
+        "volumes": [*volume_rows(found)],
+        "message_sizes": [*size_rows(found)],
+        "message_size_bins": [*size_bin_rows(found)],
     }
 
 

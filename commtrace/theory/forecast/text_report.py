@@ -8,13 +8,13 @@ from typing import Any
 from commtrace.formatting import format_bytes, format_count, format_duration, format_plural, format_share
 from commtrace.network.networks import Network
 
-from .predicted_times import times
-from .predicted_volumes import Forecast, bins, document, volumes
+from .predicted_times import time_rows
+from .predicted_volumes import Forecast, json_document, size_bin_rows, volume_rows
 
 
-def lines(found: Forecast) -> Iterator[str]:
+def text_lines(found: Forecast) -> Iterator[str]:
     """The forecast, section by section."""
-    told = document(found)
+    told = json_document(found)
     model = f"{told['parameters']:,} parameters"
     if found.stages:
         each = ", ".join(f"{elements:,}" for elements in told["stage_parameters"])
@@ -30,7 +30,7 @@ def lines(found: Forecast) -> Iterator[str]:
     yield "Calls of a rank, and the bytes of one rank and of all"
     every = "the stage's ranks" if found.stages else "all ranks"
     head = ("when", "role", "operation", "calls", "payload", "wire", f"{every}: payload", "wire")
-    yield from table(head, [_volume(row) for row in volumes(found)], words=3)
+    yield from table(head, [_volume(row) for row in volume_rows(found)], words=3)
     yield ""
     yield "Message sizes of a rank's step, once steps are alike"
     rows = [
@@ -41,19 +41,19 @@ def lines(found: Forecast) -> Iterator[str]:
             format_count(row["calls"]),
             format_bytes(row["sum_bytes"]),
         )
-        for row in bins(found)
+        for row in size_bin_rows(found)
     ]
     yield from table(("role", "operation", "size", "calls", "payload"), rows, words=3)
 
 
-def network_document(found: Forecast, network: Network) -> dict[str, Any]:
+def json_times(found: Forecast, network: Network) -> dict[str, Any]:
     """What a network adds to the document."""
-    return {"network": {"name": network.name, "about": [*network.about]}, "times": [*times(found, network)]}
+    return {"network": {"name": network.name, "about": [*network.about]}, "times": [*time_rows(found, network)]}
 
 
-def network_lines(found: Forecast, network: Network) -> Iterator[str]:
+def text_times(found: Forecast, network: Network) -> Iterator[str]:
     """Times on a network, below the rest."""
-    rows = [*times(found, network)]
+    rows = [*time_rows(found, network)]
     yield ""
     yield f"Communication time of a rank on the network {network.name}: sums, as if no call overlapped anything"
     yield from (f"  {word}" for word in network.about)

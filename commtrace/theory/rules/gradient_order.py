@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from commtrace.theory.job import Job, Tensor
+from commtrace.theory.job import Job, ModelTensor
 
 from .registry import DEEPSPEED, TORCH, WORKLOAD, rule
 
@@ -13,18 +13,18 @@ from .registry import DEEPSPEED, TORCH, WORKLOAD, rule
 @rule(
     "torch/nn/parallel/distributed.py DistributedDataParallel._ddp_init_helper (its comment on reversed buckets)", TORCH
 )
-def gradient_order(parameters: Sequence[Tensor]) -> list[Tensor]:
+def gradient_order(parameters: Sequence[ModelTensor]) -> list[ModelTensor]:
     """Backward passes layers in the reverse of forward, which is taken for the order of registration.
 
-    True to the byte where modules run in the order in which they were made. Within a module: `as_handed_out`.
+    True to the byte where modules run in the order in which they were made. Within a module: `autograd_order`.
     """
-    return as_handed_out(list(reversed(parameters)))
+    return autograd_order(list(reversed(parameters)))
 
 
 @rule(
     "torch/csrc/autograd/engine.cpp Engine::evaluate_function; torch/csrc/autograd/functions/accumulate_grad.h", TORCH
 )
-def as_handed_out(order: Sequence[Tensor]) -> list[Tensor]:
+def autograd_order(order: Sequence[ModelTensor]) -> list[ModelTensor]:
     """A module's own two parameters as autograd's engine hands out their gradients, when the bias came first.
 
     A gradient that a node gives to a parameter is accumulated before any other node runs, in the order of the
@@ -34,13 +34,13 @@ def as_handed_out(order: Sequence[Tensor]) -> list[Tensor]:
     return _swapped(order, lambda weight, bias: not _linear(weight, bias))
 
 
-def backward_order(job: Job, parameters: Sequence[Tensor]) -> list[Tensor]:
+def backward_order(job: Job, parameters: Sequence[ModelTensor]) -> list[ModelTensor]:
     """Of a job's model: `gradient_order`, with the exception that tensor parallelism makes."""
-    return biases_together(job, gradient_order(parameters))
+    return parallel_residual_order(job, gradient_order(parameters))
 
 
 @rule("examples.gpt_neox.layers.Block", WORKLOAD)
-def biases_together(job: Job, order: Sequence[Tensor]) -> list[Tensor]:
+def parallel_residual_order(job: Job, order: Sequence[ModelTensor]) -> list[ModelTensor]:
     """Where tensor-parallel attention and MLP are summed together (gpt_j_residual), both biases are added behind it.
 
     So the gradient of attention's comes with the MLP's.
@@ -48,7 +48,7 @@ def biases_together(job: Job, order: Sequence[Tensor]) -> list[Tensor]:
     if job.tensor == 1 or not job.model("gpt_j_residual", False):
         return list(order)
     held = {one.name: one for one in order if one.name.endswith(_ATTENTION)}
-    result: list[Tensor] = []
+    result: list[ModelTensor] = []
     for one in order:
         if one.name not in held:
             result.append(one)
@@ -62,7 +62,7 @@ _MLP: Final = "mlp.dense_4h_to_h.bias"
 
 
 @rule("deepspeed.runtime.zero.linear.LinearFunctionForZeroStage3.backward", DEEPSPEED)
-def weights_first(parameters: Sequence[Tensor]) -> list[Tensor]:
+def zero3_linear_order(parameters: Sequence[ModelTensor]) -> list[ModelTensor]:
     """Of `gradient_order`, where ZeRO-3 has put its own linear layers in place (memory_efficient_linear).
 
     Their backward returns the weight's gradient before the bias's.
@@ -70,7 +70,7 @@ def weights_first(parameters: Sequence[Tensor]) -> list[Tensor]:
     return _swapped(parameters, _linear)
 
 
-def _swapped(order: Sequence[Tensor], which: Callable[[Tensor, Tensor], bool]) -> list[Tensor]:
+def _swapped(order: Sequence[ModelTensor], which: Callable[[ModelTensor, ModelTensor], bool]) -> list[ModelTensor]:
     """With the weight before the bias, where a module's bias is in front of its weight and `which` says so of both."""
     result = list(order)
     for at in range(len(result) - 1):
@@ -80,9 +80,9 @@ def _swapped(order: Sequence[Tensor], which: Callable[[Tensor, Tensor], bool]) -
     return result
 
 
-def _of_one_module(weight: Tensor, bias: Tensor) -> bool:
+def _of_one_module(weight: ModelTensor, bias: ModelTensor) -> bool:
     return weight.name.endswith("weight") and bias.name == weight.name.removesuffix("weight") + "bias"
 
 
-def _linear(weight: Tensor, bias: Tensor) -> bool:
+def _linear(weight: ModelTensor, bias: ModelTensor) -> bool:
     return len(weight.shape) == 2 and bias.shape == weight.shape[:1]

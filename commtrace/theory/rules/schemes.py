@@ -40,13 +40,13 @@ def _as_it_is(job: Job) -> bool:
 
 
 SHARED: Final[tuple[tuple[Callable[[Job], bool], Callable[[Job, Prediction], Prediction]], ...]] = (
-    (_of_dtensors, dtensor.added),
+    (_of_dtensors, dtensor.extend_prediction),
     (_as_it_is, lambda job, data: data),
-    (megatron_sequence.applies, megatron_sequence.added),
-    (tensor.applies, tensor.added),
-    (ulysses.applies, ulysses.added),
-    (ring.applies, ring.added),
-    (experts.applies, experts.added),
+    (megatron_sequence.applies, megatron_sequence.extend_prediction),
+    (tensor.applies, tensor.extend_prediction),
+    (ulysses.applies, ulysses.extend_prediction),
+    (ring.applies, ring.extend_prediction),
+    (experts.applies, experts.extend_prediction),
 )
 """What is added to the scheme of data parallelism, by the first that a job fits; together they have no rules yet."""
 

@@ -20,7 +20,7 @@ from commtrace.analyses.reconciliation.causes import UNEXPLAINED
 from commtrace.formatting import format_bytes
 from commtrace.run import Run, open_run
 from commtrace.theory import NotPredictedError, Prediction, predict
-from commtrace.theory.expected_calls import sent
+from commtrace.theory.expected_calls import exact_wire_bytes
 
 from .runs import DryRun
 
@@ -131,7 +131,10 @@ class Recorded:
             return None
         prediction = self.predictions[rank]
         some = [one for one in prediction.step(prediction.steady) if wanted(one.role, one.op)]
-        each = (sent(one.op, one.payload, one.ranks or prediction.ranks_of(one.role)) * one.calls for one in some)
+        each = (
+            exact_wire_bytes(one.op, one.payload, one.ranks or prediction.ranks_of(one.role)) * one.calls
+            for one in some
+        )
         return float(sum(each, Fraction(0)))
 
     @property

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pandas as pd
 
 from commtrace.formatting import format_bytes
-from commtrace.theory.expected_calls import sent
+from commtrace.theory.expected_calls import exact_wire_bytes
 from examples.paper_study.parts import Section
 
 from . import figures
@@ -31,7 +31,9 @@ def sections(results: Results) -> Iterator[Section]:
 
 
 def by_length(some: list[Recorded], op: str) -> pd.DataFrame:
-    """`model`, `name`, `ranks`, `sequence`, `recorded_bytes`, `exact_bytes` (payload of a step, mean over ranks),
+    """Return the payload of a step by sequence length.
+
+    Columns `model`, `name`, `ranks`, `sequence`, `recorded_bytes`, `exact_bytes` (payload of a step, mean over ranks),
     `closed_form_bytes` (missing where the paper has none), `equal`.
     """
     rows = []
@@ -71,7 +73,7 @@ def _form(one: Recorded, op: str) -> float | None:
     if op == "all_gather" and one.run.division in DATA_PARALLEL and one.closed_form:
         of_them = {"DDP": Fraction(0), "ZeRO-3": Fraction(2, 3)}.get(one.run.scheme, Fraction(1, 2))
         wire = float(of_them) * one.closed_form
-        return wire / float(sent("all_gather", one.run.data, one.run.data)) * one.run.data
+        return wire / float(exact_wire_bytes("all_gather", one.run.data, one.run.data)) * one.run.data
     if op in (SEND, "recv") and one.form_of("pipeline"):
         return (one.form_of("pipeline") or 0.0) / one.run.pipeline / one.run.tensor
     return None

@@ -9,7 +9,7 @@ from encoder_cases import BATCH, CASES, COMMON, ELEMENT, LAYERS, MODEL, SEQUENCE
 pytest.importorskip("torch")
 pytest.importorskip("mpi4py")
 
-from commtrace.theory.expected_calls import sorted_messages, wire
+from commtrace.theory.expected_calls import sorted_calls, total_wire_bytes
 from examples.mpi_common import ShapeError
 from examples.mpi_common.expected_calls import model_parallel, pipeline, shared_heads, tensor_parallel
 from examples.mpi_encoder.layers import Shape
@@ -31,7 +31,7 @@ def test_results_are_those_of_one_process(case: str, ranks: int) -> None:
 def test_calls_and_bytes_are_those_of_the_formula(case: str, ranks: int) -> None:
     """By the workload's own count of a step, and by what was counted between it and MPI over the whole run."""
     for number, rank in enumerate(found(ranks)[case]):
-        expected = sorted_messages(messages(case, ranks, number))
+        expected = sorted_calls(messages(case, ranks, number))
         assert [tuple(row) for row in rank["traffic"]] == expected
         if "gloo" not in case:
             assert [tuple(row) for row in rank["counted"]] == [(op, size, n * STEPS) for op, size, n in expected]
@@ -59,17 +59,19 @@ def test_closed_forms() -> None:
     size = BATCH * SEQUENCE * MODEL * ELEMENT
     sizes = (LAYERS, BATCH, SEQUENCE, MODEL, 8, ELEMENT)
     for n in (2, 4, 8):
-        assert wire(tensor_parallel(*sizes, n, True), n) == pytest.approx(8 * size * (n - 1) / n * LAYERS)
-        assert wire(model_parallel(*sizes, n, False), n) == wire(tensor_parallel(*sizes, n, False), n)
-        assert wire(model_parallel(*sizes, n, True), n) == pytest.approx(9 * size * (n - 1) / n * LAYERS)
+        assert total_wire_bytes(tensor_parallel(*sizes, n, True), n) == pytest.approx(8 * size * (n - 1) / n * LAYERS)
+        assert total_wire_bytes(model_parallel(*sizes, n, False), n) == total_wire_bytes(
+            tensor_parallel(*sizes, n, False), n
+        )
+        assert total_wire_bytes(model_parallel(*sizes, n, True), n) == pytest.approx(9 * size * (n - 1) / n * LAYERS)
         stages = [pipeline(BATCH, SEQUENCE, MODEL, ELEMENT, n, stage, True, 3) for stage in range(n)]
-        assert sum(wire(stage, n) for stage in stages) == 2 * size * (n - 1)
+        assert sum(total_wire_bytes(stage, n) for stage in stages) == 2 * size * (n - 1)
 
 
 def test_ranks_beyond_the_heads_add_up_scores() -> None:
     assert shared_heads(LAYERS, BATCH, SEQUENCE, 4, ELEMENT, 4, True) == []
     scores = shared_heads(LAYERS, BATCH, SEQUENCE, 4, ELEMENT, 8, True)
-    assert sorted_messages(scores) == [("all_reduce", BATCH * SEQUENCE**2 * ELEMENT, 2 * LAYERS)]
+    assert sorted_calls(scores) == [("all_reduce", BATCH * SEQUENCE**2 * ELEMENT, 2 * LAYERS)]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

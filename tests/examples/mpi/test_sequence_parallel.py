@@ -22,7 +22,7 @@ from sequence_parallel_cases import (
 pytest.importorskip("torch")
 pytest.importorskip("mpi4py")
 
-from commtrace.theory.expected_calls import wire
+from commtrace.theory.expected_calls import total_wire_bytes
 from examples.mpi_common.expected_calls import layer_parameters, sequence_parallel
 from examples.mpi_sequence_parallel.layer import Shape
 
@@ -86,8 +86,8 @@ def test_closed_forms() -> None:
             ("ring", 2 * b * s * h * e * (n - 1) / n, 6 * b * s * h * e * (n - 1) / n),
         ):
             sizes = (attention, b, s, h, FEED_FORWARD, e, n)
-            assert wire(sequence_parallel(*sizes, False), n) == pytest.approx(forward)
-            assert wire(sequence_parallel(*sizes, True), n) == pytest.approx(both + gradients)
+            assert total_wire_bytes(sequence_parallel(*sizes, False), n) == pytest.approx(forward)
+            assert total_wire_bytes(sequence_parallel(*sizes, True), n) == pytest.approx(both + gradients)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_what_the_original_configuration_sends(attention: str, mebibytes: tuple[
     """The table of docs/mpi-workloads.md."""
     for ranks, size in zip((2, 4, 8), mebibytes, strict=True):
         calls = sequence_parallel(attention, 4, 4096, 5120, 4 * 5120, 4, ranks, backward=False)
-        assert wire(calls, ranks) == size * 2**20
+        assert total_wire_bytes(calls, ranks) == size * 2**20
 
 
 def test_parameters_are_counted_right() -> None:

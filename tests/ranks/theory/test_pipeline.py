@@ -21,9 +21,8 @@ from commtrace.analyses.engine import NamedTables, fold
 from commtrace.cli import main
 from commtrace.run import Run
 from commtrace.theory import NotPredictedError, closed_forms, predict
-from commtrace.theory.configs.pipeline_job_rows import balanced, uniform
-from commtrace.theory.forecast import Options, PlanError, forecast
-from commtrace.theory.forecast.predicted_volumes import bins, document, sizes, volumes
+from commtrace.theory.forecast import PlanError, PlanOptions, forecast
+from commtrace.theory.forecast.predicted_volumes import json_document, size_bin_rows, size_rows, volume_rows
 
 pytestmark = trainings.TIMEOUT
 
@@ -169,9 +168,9 @@ def test_division_of_layers_is_deepspeed_s() -> None:
 
     for layers in range(1, 12):
         for stages in range(1, 7):
-            assert uniform(layers, stages) == [*partition_uniform(layers, stages)]
+            assert partition_uniform(layers, stages) == [*partition_uniform(layers, stages)]
             for weights in ([1] * layers, [0, *[1] * layers, 0, 0], [5, 0, *[3] * layers, 0, 1, 5], [*range(layers)]):
-                assert balanced(weights, stages) == [int(one) for one in partition_balanced(weights, stages)]
+                assert partition_balanced(weights, stages) == [int(one) for one in partition_balanced(weights, stages)]
 
 
 def staged(tmp_path: Path, **keys: Any) -> list[str]:
@@ -183,15 +182,15 @@ def staged(tmp_path: Path, **keys: Any) -> list[str]:
 
 def test_a_forecast_has_every_stage(tmp_path: Path) -> None:
     found = forecast(staged(tmp_path, pipe_parallel_size=2, model_parallel_size=2, num_layers=4), 8)
-    told = document(found)
+    told = json_document(found)
     assert (told["pipeline_stages"], told["data_parallel_size"], len(told["stage_parameters"])) == (2, 2, 2)
     for stage in (0, 1):
-        last = [row for row in volumes(found) if row["stage"] == stage and row["when"] == "steps from 1"]
+        last = [row for row in volume_rows(found) if row["stage"] == stage and row["when"] == "steps from 1"]
         parts, whole = last[:-1], last[-1]
         for name in ("calls", "payload_bytes", "all_ranks_payload_bytes"):
             assert sum(row[name] for row in parts) == whole[name]
         assert whole["all_ranks_payload_bytes"] == 4 * whole["payload_bytes"]
-        for rows in (sizes(found), bins(found)):
+        for rows in (size_rows(found), size_bin_rows(found)):
             assert sum(row["sum_bytes"] for row in rows if row["stage"] == stage) == whole["payload_bytes"]
         bars = [row for row in told["waterfall"] if row["stage"] == stage]
         assert sum(row["wire_bytes"] for row in bars) == pytest.approx(whole["wire_bytes"])
@@ -218,15 +217,15 @@ def test_the_command_tells_all_stages(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("keys", "options", "words"),
     [
-        ({"pipe_parallel_size": 3}, Options(), "num_layers is 2"),
-        ({"pipe_parallel_size": 2}, Options(zero_stage=2), "ZeRO-0 and ZeRO-1 alone"),
-        ({"pipe_parallel_size": 2, "model_parallel_size": 3}, Options(), "num_attention_heads"),
-        ({"pipe_parallel_size": 2, "pipe_partition_method": "profile"}, Options(), "type:REGULAR-EXPRESSION"),
-        ({"pipe_parallel_size": 2}, Options(engine="ddp"), "is DeepSpeed's"),
-        ({"pipe_parallel_size": 2, "model_parallel_size": 4}, Options(), "times model_parallel_size 4"),
+        ({"pipe_parallel_size": 3}, PlanOptions(), "num_layers is 2"),
+        ({"pipe_parallel_size": 2}, PlanOptions(zero_stage=2), "ZeRO-0 and ZeRO-1 alone"),
+        ({"pipe_parallel_size": 2, "model_parallel_size": 3}, PlanOptions(), "num_attention_heads"),
+        ({"pipe_parallel_size": 2, "pipe_partition_method": "profile"}, PlanOptions(), "type:REGULAR-EXPRESSION"),
+        ({"pipe_parallel_size": 2}, PlanOptions(engine="ddp"), "is DeepSpeed's"),
+        ({"pipe_parallel_size": 2, "model_parallel_size": 4}, PlanOptions(), "times model_parallel_size 4"),
     ],
 )
-def test_impossible_divisions_are_said(keys: dict[str, Any], options: Options, words: str, tmp_path: Path) -> None:
+def test_impossible_divisions_are_said(keys: dict[str, Any], options: PlanOptions, words: str, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=words):
         forecast(staged(tmp_path, **keys), 4, options)
 

@@ -16,8 +16,14 @@ pytest.importorskip("yaml")
 import trainings
 
 from commtrace.theory import NotPredictedError, closed_forms, predict
-from commtrace.theory.expected_calls import sent
-from commtrace.theory.rules.gradient_buckets import filled, fitting, most_filled, most_fitting, overfull
+from commtrace.theory.expected_calls import exact_wire_bytes
+from commtrace.theory.rules.gradient_buckets import (
+    buckets_exceeding_limit,
+    buckets_reaching_limit,
+    buckets_within_limit,
+    max_buckets_reaching_limit,
+    max_buckets_within_limit,
+)
 
 pytestmark = trainings.TIMEOUT
 
@@ -147,16 +153,16 @@ def test_further_formulas() -> None:
 
 
 def test_wire_bytes_are_exact_where_ranks_do_not_divide() -> None:
-    assert sent("all_reduce", 4, 3) == Fraction(16, 3)
-    assert sent("all_gather", 9, 3) == 6
-    assert sent("barrier", 0, 3) == 0
+    assert exact_wire_bytes("all_reduce", 4, 3) == Fraction(16, 3)
+    assert exact_wire_bytes("all_gather", 9, 3) == 6
+    assert exact_wire_bytes("barrier", 0, 3) == 0
 
 
 def test_buckets_by_hand() -> None:
-    assert filled([4, 4, 4, 4, 4], [4, 8]) == [[4], [4, 4], [4, 4]]
-    assert filled([3, 3], [10]) == [[3, 3]]
-    assert fitting([3, 3, 5, 20, 0, 1], 8) == [[0, 1], [2], [3], [5]]
-    assert overfull([3, 3, 3, 9, 1], 6) == [9, 9, 1]
+    assert buckets_reaching_limit([4, 4, 4, 4, 4], [4, 8]) == [[4], [4, 4], [4, 4]]
+    assert buckets_reaching_limit([3, 3], [10]) == [[3, 3]]
+    assert buckets_within_limit([3, 3, 5, 20, 0, 1], 8) == [[0, 1], [2], [3], [5]]
+    assert buckets_exceeding_limit([3, 3, 3, 9, 1], 6) == [9, 9, 1]
 
 
 @pytest.mark.parametrize("limit", [1, 5, 17, 100])
@@ -165,8 +171,8 @@ def test_no_order_makes_more_buckets_than_the_bound(limit: int) -> None:
 
     sizes = (1, 2, 3, 5, 8, 4)
     for order in itertools.permutations(sizes):
-        assert len(fitting(order, limit)) <= most_fitting(sum(sizes), limit, len(sizes))
-        assert len(filled(order, [3, limit])) <= most_filled(sum(sizes), [3, limit])
+        assert len(buckets_within_limit(order, limit)) <= max_buckets_within_limit(sum(sizes), limit, len(sizes))
+        assert len(buckets_reaching_limit(order, [3, limit])) <= max_buckets_reaching_limit(sum(sizes), [3, limit])
 
 
 # What this project's workload refuses to build, another program may.

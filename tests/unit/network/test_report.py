@@ -20,10 +20,10 @@ from commtrace.cli import main
 from commtrace.network.networks import MeasuredNetwork, Network
 from commtrace.network.results import write
 from commtrace.schema import Clock, Flag, State
-from commtrace.theory.forecast import Options
+from commtrace.theory.forecast import PlanOptions
 from commtrace.theory.forecast import forecast as forecasted
 from commtrace.theory.forecast.predicted_times import _sum
-from commtrace.theory.forecast.predicted_times import hosts as hosts_in
+from commtrace.theory.forecast.predicted_times import num_hosts as hosts_in
 
 NETWORK = MeasuredNetwork("it", results([*ideal("all_reduce", 2), *ideal("send_recv", 2)]))
 
@@ -313,7 +313,7 @@ def test_hosts_of_the_groups_of_a_forecast(
     """Of 32 ranks, 8 on a host."""
     pytest.importorskip("yaml")
     (tmp_path / "keys.yml").write_text(json.dumps(keys))
-    found = forecasted(["tiny", str(tmp_path / "keys.yml")], 32, Options(**options))
+    found = forecasted(["tiny", str(tmp_path / "keys.yml")], 32, PlanOptions(**options))
     of = {
         hosts_in(found, one, size, 8)
         for one in (*found.prediction.start, *found.prediction.step(found.prediction.steady))

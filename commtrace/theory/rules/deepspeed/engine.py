@@ -11,9 +11,16 @@ from fractions import Fraction
 from typing import Final
 
 from commtrace.theory.closed_forms import all_gather_volume, data_parallel
-from commtrace.theory.expected_calls import Bar, ExpectedCall, Prediction, additions, telescope, wire
-from commtrace.theory.job import Job, NotPredictedError, Tensor, element_size
-from commtrace.theory.rules.gradient_buckets import overfull
+from commtrace.theory.expected_calls import (
+    ExpectedCall,
+    Prediction,
+    WaterfallBar,
+    cause_bars,
+    level_bars,
+    total_wire_bytes,
+)
+from commtrace.theory.job import Job, ModelTensor, NotPredictedError, element_size
+from commtrace.theory.rules.gradient_buckets import buckets_exceeding_limit
 from commtrace.theory.rules.registry import DEEPSPEED, rule
 
 GRADIENTS: Final = "gradients"
@@ -46,12 +53,12 @@ def predict(job: Job) -> Prediction:
     """What a rank communicates under ZeRO-0. Raises NotPredictedError for settings without rules."""
     check(job)
     step = (*fallback_gradients(job), *fallback_norm(job))
-    form = Bar("equation 2: 2 P (d-1)/d", data_parallel(_elements(job), job.ranks) * parameter_size(job))
-    reduced = wire((one for one in step if one.cause == GRADIENTS), job.ranks)
+    form = WaterfallBar("equation 2: 2 P (d-1)/d", data_parallel(_elements(job), job.ranks) * parameter_size(job))
+    reduced = total_wire_bytes((one for one in step if one.cause == GRADIENTS), job.ranks)
     levels = gradient_levels(job, lambda elements, size: data_parallel(elements, job.ranks) * size)
     levels |= copies_level(job, data_parallel, element_size(communication_type(job)))
     levels["gradients of other types"] = reduced
-    bars = [*telescope(form.bytes, levels), *additions((one for one in step if one.cause != GRADIENTS), job.ranks)]
+    bars = [*level_bars(form.bytes, levels), *cause_bars((one for one in step if one.cause != GRADIENTS), job.ranks)]
     return Prediction("ZeRO-0", job.ranks, tuple(broadcast_model(job)), (step,), form, tuple(bars))
 
 
@@ -105,13 +112,13 @@ def broadcast_model(job: Job) -> list[ExpectedCall]:
     """Rank 0 sends each parameter, as bytes."""
     cause = "first parameters, one broadcast each, as uint8"
     return [
-        of_copies(job, parameter, ExpectedCall("broadcast", parameter.bytes, cause)) for parameter in job.parameters
+        among_copies(job, parameter, ExpectedCall("broadcast", parameter.bytes, cause)) for parameter in job.parameters
     ]
 
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._reduce_expert_gradients; "
       "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer._configure_moe_settings", DEEPSPEED)  # fmt: skip
-def of_copies(job: Job, parameter: Tensor, message: ExpectedCall) -> ExpectedCall:
+def among_copies(job: Job, parameter: ModelTensor, message: ExpectedCall) -> ExpectedCall:
     """A message about a parameter: of an expert's, among the ranks that have it."""
     return message.among(job.copies(parameter)) if parameter.expert else message
 
@@ -129,13 +136,13 @@ def fallback_gradients(job: Job) -> list[ExpectedCall]:
     Those of experts apart, among the ranks that have them.
     """
     size = element_size(communication_type(job))
-    types: dict[tuple[str, bool], list[Tensor]] = {}
+    types: dict[tuple[str, bool], list[ModelTensor]] = {}
     for parameter in job.trainable:
         types.setdefault((parameter.dtype, parameter.expert), []).append(parameter)
     return [
-        of_copies(job, same[0], ExpectedCall("all_reduce", held * size, GRADIENTS))
+        among_copies(job, same[0], ExpectedCall("all_reduce", held * size, GRADIENTS))
         for same in types.values()
-        for held in overfull((parameter.elements for parameter in same), _FALLBACK_ELEMENTS)
+        for held in buckets_exceeding_limit((parameter.elements for parameter in same), _FALLBACK_ELEMENTS)
     ]
 
 

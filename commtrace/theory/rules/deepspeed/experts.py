@@ -15,7 +15,14 @@ from math import ceil
 from typing import Final
 
 from commtrace.theory.closed_forms import expert_layer
-from commtrace.theory.expected_calls import Bar, ExpectedCall, Prediction, additions, telescope, wire
+from commtrace.theory.expected_calls import (
+    ExpectedCall,
+    Prediction,
+    WaterfallBar,
+    cause_bars,
+    level_bars,
+    total_wire_bytes,
+)
 from commtrace.theory.job import Job, NotPredictedError, element_size
 from commtrace.theory.rules.megatron import tensor_parallel as tensor
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, TORCH, rule
@@ -32,7 +39,7 @@ def applies(job: Job) -> bool:
     return bool(job.row.get("moe"))
 
 
-def added(job: Job, data: Prediction) -> Prediction:
+def extend_prediction(job: Job, data: Prediction) -> Prediction:
     """The prediction of a job, from what it does among ranks that reduce gradients together.
 
     Raises NotPredictedError where the job does not have the model's architecture, or experts as DeepSpeed makes them.
@@ -44,30 +51,32 @@ def added(job: Job, data: Prediction) -> Prediction:
     own = (*exchanges(job), *capacities(job), *overflow_check(job), *expert_norms(job))
     form, bars = _bars(job, own)
     scheme = f"{data.scheme}, {int(job.model('moe_num_experts'))} experts over {job.experts_over}"
-    return tensor.joined(job, data, own, form, bars, scheme, {ROLE: job.experts_over, "self": 1})
+    return tensor.combine_predictions(job, data, own, form, bars, scheme, {ROLE: job.experts_over, "self": 1})
 
 
-def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> tuple[Bar, list[Bar]]:
+def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> tuple[WaterfallBar, list[WaterfallBar]]:
     steps, ranks = tensor.micro_batches(job), job.experts_over
     hidden, chosen = int(job.model("hidden_size")), int(job.model("moe_top_k"))
-    form = Fraction(layers(job) * expert_layer(tokens(job), hidden, chosen, ranks) * parameter_size(job))
-    exact = wire((one for one in own if one.cause == TOKENS), ranks) / steps
+    form = Fraction(
+        expert_layers(job) * expert_layer(micro_batch_tokens(job), hidden, chosen, ranks) * parameter_size(job)
+    )
+    exact = total_wire_bytes((one for one in own if one.cause == TOKENS), ranks) / steps
     label = "experts: capacity" if job.model("moe_token_dropping") else "experts: capacity, at the most"
     levels = {
-        label: exact * 4 / (4 + 2 * again(job)),
+        label: exact * 4 / (4 + 2 * recomputed_passes(job)),
         "experts: activations recomputed": exact,
         f"experts: in each of {steps} micro-batches": exact * steps,
     }
     rest = [one for one in own if one.cause != TOKENS]
-    return Bar("experts: 4 k T h (E-1)/E a layer", form), [
-        *telescope(form, levels),
-        *additions(rest, ranks, "experts: "),
+    return WaterfallBar("experts: 4 k T h (E-1)/E a layer", form), [
+        *level_bars(form, levels),
+        *cause_bars(rest, ranks, "experts: "),
     ]
 
 
-def tokens(job: Job) -> int:
+def micro_batch_tokens(job: Job) -> int:
     """Of a rank's micro-batch."""
-    batch, length, _ = tensor.shape(job)
+    batch, length, _ = tensor.batch_dimensions(job)
     return batch * length
 
 
@@ -80,7 +89,7 @@ def _single(value: float) -> float:
 
 
 @rule("megatron.model.transformer.ParallelTransformerLayer (moe_expert_interval)", GPT_NEOX)
-def layers(job: Job) -> int:
+def expert_layers(job: Job) -> int:
     """Every so many-th layer has experts, the first one on."""
     return ceil(int(job.model("num_layers")) / int(job.model("moe_expert_interval")))
 
@@ -90,22 +99,22 @@ def layers(job: Job) -> int:
 def capacity(job: Job) -> int:
     """Tokens that an expert takes of one rank: the factor's share, in 32-bit numbers, and the least at least."""
     factor = _single(float(job.model("moe_train_capacity_factor")) * int(job.model("moe_top_k")))
-    share = _single(_single(tokens(job) / int(job.model("moe_num_experts"))) * factor)
+    share = _single(_single(micro_batch_tokens(job) / int(job.model("moe_num_experts"))) * factor)
     return max(ceil(share), int(job.model("moe_min_capacity")))
 
 
 @rule(
     "deepspeed.moe.sharded_moe.top1gating (drop_tokens); deepspeed.moe.sharded_moe.topkgating (drop_tokens)", DEEPSPEED
 )
-def bounds(job: Job) -> tuple[int, int]:
+def token_bounds(job: Job) -> tuple[int, int]:
     """The least and the most tokens that an expert takes where none is dropped: evenly chosen, and always the same."""
-    even = ceil(tokens(job) * int(job.model("moe_top_k")) / int(job.model("moe_num_experts")))
-    return even, tokens(job)
+    even = ceil(micro_batch_tokens(job) * int(job.model("moe_top_k")) / int(job.model("moe_num_experts")))
+    return even, micro_batch_tokens(job)
 
 
 @rule("torch.utils.checkpoint.CheckpointFunction (experts); "
       "torch.utils.checkpoint._checkpoint_without_reentrant_generator (experts)", TORCH)  # fmt: skip
-def again(job: Job) -> int:
+def recomputed_passes(job: Job) -> int:
     """Recomputation repeats dispatch and combine, whichever way is taken: backward needs what comes behind them."""
     return 1 if job.model("checkpoint_activations", False) else 0
 
@@ -116,10 +125,10 @@ def exchanges(job: Job) -> list[ExpectedCall]:
     if job.experts_over == 1:
         return []
     of_one = int(job.model("moe_num_experts")) * int(job.model("hidden_size")) * parameter_size(job)
-    calls = (4 + 2 * again(job)) * layers(job) * tensor.micro_batches(job)
+    calls = (4 + 2 * recomputed_passes(job)) * expert_layers(job) * tensor.micro_batches(job)
     if job.model("moe_token_dropping"):
         return [ExpectedCall("all_to_all", capacity(job) * of_one, TOKENS, calls, role=ROLE)]
-    least, most = bounds(job)
+    least, most = token_bounds(job)
     return [ExpectedCall("all_to_all", most * of_one, TOKENS, calls, role=ROLE, least=least * of_one)]
 
 
@@ -128,7 +137,7 @@ def capacities(job: Job) -> list[ExpectedCall]:
     """Where none is dropped, ranks agree on a capacity: a 64-bit number in each forward pass of a layer."""
     if job.model("moe_token_dropping") or job.experts_over == 1:
         return []
-    calls = (1 + again(job)) * layers(job) * tensor.micro_batches(job)
+    calls = (1 + recomputed_passes(job)) * expert_layers(job) * tensor.micro_batches(job)
     return [ExpectedCall("all_reduce", element_size("int64"), CAPACITY, calls, role=ROLE)]
 
 

@@ -16,9 +16,17 @@ from typing import Any, Final
 
 from commtrace.theory.closed_forms import all_reduce, data_parallel, tensor_parallel
 from commtrace.theory.closed_forms import pipeline as pipeline_form
-from commtrace.theory.expected_calls import Bar, ExpectedCall, Prediction, additions, settled, telescope, wire
+from commtrace.theory.expected_calls import (
+    ExpectedCall,
+    Prediction,
+    WaterfallBar,
+    cause_bars,
+    drop_repeated_steps,
+    level_bars,
+    total_wire_bytes,
+)
 from commtrace.theory.job import Job, NotPredictedError, element_size
-from commtrace.theory.rules.gradient_buckets import overfull
+from commtrace.theory.rules.gradient_buckets import buckets_exceeding_limit
 from commtrace.theory.rules.megatron import tensor_parallel as tensor
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, rule
 
@@ -45,7 +53,7 @@ _OPTIMIZERS: Final = ("DeepSpeedZeroOptimizer", "BF16_Optimizer")
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """Where a rank stands in the pipeline, and what is there."""
 
     number: int
@@ -74,10 +82,10 @@ class Stage:
         return (not self.first) + (not self.last)
 
 
-def stage_of(job: Job) -> Stage:
+def stage_of(job: Job) -> PipelineStage:
     """The stage of a job row."""
     facts = dict(job.fact("pipeline"))
-    return Stage(int(facts["stage"]), int(job.fact("pipeline_stages")), tuple(map(str, facts["layers"])), facts)
+    return PipelineStage(int(facts["stage"]), int(job.fact("pipeline_stages")), tuple(map(str, facts["layers"])), facts)
 
 
 def predict(job: Job) -> Prediction:
@@ -86,8 +94,8 @@ def predict(job: Job) -> Prediction:
     check(job, stage)
     data = _among_replicas(job)
     own = (*_of_tensor(job, stage), *_of_model(job))
-    start = (*_of_replicas(job, data.start), *first_tied(job), *counted(job), *greetings(stage))
-    always = (*boundaries(job, stage), *tied_gradients(job), *losses(job, stage), *own)
+    start = (*_of_replicas(job, data.start), *tied_broadcasts(job), *parameter_counts(job), *communicator_setup(stage))
+    always = (*boundary_calls(job, stage), *tied_gradients(job), *loss_calls(job, stage), *own)
     step = (*_of_replicas(job, data.steps[0]), *always)
     forms, bars = _sum(job, stage, data, always)
     label = "3D: equations 2 + 4 + 5" if job.tensor > 1 else "equations 2 + 4"
@@ -101,8 +109,8 @@ def predict(job: Job) -> Prediction:
         f"{data.scheme}, pipeline of {stage.stages} stages{shared}",
         job.ranks,
         start,
-        settled([(*metadata(stage), *step), step]),
-        Bar(label, sum((form.bytes for form in forms), Fraction(0))),
+        drop_repeated_steps([(*metadata(stage), *step), step]),
+        WaterfallBar(label, sum((form.bytes for form in forms), Fraction(0))),
         tuple(bars),
         skipped,
         {ROLE: stage.stages, tensor.ROLE: job.tensor, "model": stage.stages * job.tensor, "self": 1},
@@ -110,7 +118,7 @@ def predict(job: Job) -> Prediction:
     )
 
 
-def check(job: Job, stage: Stage) -> None:
+def check(job: Job, stage: PipelineStage) -> None:
     """Raise NotPredictedError for what has no rules yet."""
     if stage.stages < 2:
         raise NotPredictedError("a pipeline of one stage has no rules yet")
@@ -144,22 +152,22 @@ def check(job: Job, stage: Stage) -> None:
 
 def _among_replicas(job: Job) -> Prediction:
     """Of the stage's own parameters, as if they were all."""
-    alone = Job(as_alone(job))
+    alone = Job(stage_as_model(job))
     if job.fact("optimizer") == "BF16_Optimizer":
         return _bf16(alone)
     return zero.predict(alone) if int(job.fact("zero_stage")) == 0 else zero12.predict(alone)
 
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._configure_zero_optimizer (overlap_comm in a pipeline)", DEEPSPEED)
-def overlaps() -> bool:
+def overlap_comm() -> bool:
     """Whatever the configuration says, gradients are reduced when all of them are there."""
     return False
 
 
-def as_alone(job: Job) -> dict[str, Any]:
+def stage_as_model(job: Job) -> dict[str, Any]:
     """The row of a job whose whole model is this stage: to ZeRO the pipeline is model parallelism."""
     stages = int(job.fact("pipeline_stages"))
-    settings = {**job.fact("zero"), "overlap_comm": overlaps()}
+    settings = {**job.fact("zero"), "overlap_comm": overlap_comm()}
     return {**job.row, "pipeline_stages": 1, "tensor_parallel_size": job.tensor * stages, "zero": settings}
 
 
@@ -170,13 +178,13 @@ def _bf16(job: Job) -> Prediction:
     half = data_parallel(elements, job.ranks) * parameter_size(job) / 2
     reduced, gathered = bf16_gradients(job), zero12.parameter_gathers(job)
     levels = zero.gradient_levels(job, zero.scatter_volume(job))
-    levels["all_reduce in place of reduce_scatter"] = wire(reduced, job.ranks)
+    levels["all_reduce in place of reduce_scatter"] = total_wire_bytes(reduced, job.ranks)
     bars = [
-        *telescope(half, levels),
-        *telescope(half, {"padding of the parameters to equal parts": wire(gathered, job.ranks)}),
+        *level_bars(half, levels),
+        *level_bars(half, {"padding of the parameters to equal parts": total_wire_bytes(gathered, job.ranks)}),
     ]
     name = f"ZeRO-{int(job.fact('zero_stage'))} (BF16_Optimizer)"
-    form = Bar("equation 2: 2 P (d-1)/d", 2 * half)
+    form = WaterfallBar("equation 2: 2 P (d-1)/d", 2 * half)
     start = tuple(zero.broadcast_model(job))
     return Prediction(name, job.ranks, start, ((*reduced, *gathered),), form, tuple(bars), (tuple(gathered),))
 
@@ -185,9 +193,12 @@ def _bf16(job: Job) -> Prediction:
       "deepspeed.runtime.pipe.engine.PipelineEngine._bf16_reduce_grads", DEEPSPEED)  # fmt: skip
 def bf16_gradients(job: Job) -> list[ExpectedCall]:
     """The flat gradients of each group of the optimizer, padding included, in the type of communication."""
-    flats = [zero12.layout(job, group).part * job.ranks for group in job.groups]
+    flats = [zero12.flat_group(job, group).part * job.ranks for group in job.groups]
     size = element_size(communication_type(job))
-    return [ExpectedCall("all_reduce", held * size, GRADIENTS) for held in overfull(flats, _FALLBACK_ELEMENTS)]
+    return [
+        ExpectedCall("all_reduce", held * size, GRADIENTS)
+        for held in buckets_exceeding_limit(flats, _FALLBACK_ELEMENTS)
+    ]
 
 
 def _of_replicas(job: Job, messages: Iterable[ExpectedCall]) -> list[ExpectedCall]:
@@ -199,13 +210,13 @@ def _of_replicas(job: Job, messages: Iterable[ExpectedCall]) -> list[ExpectedCal
 
 
 @rule("deepspeed.runtime.pipe.engine.PipelineEngine.__init__ (Initialize pipeline communicators)", DEEPSPEED)
-def greetings(stage: Stage) -> list[ExpectedCall]:
+def communicator_setup(stage: PipelineStage) -> list[ExpectedCall]:
     """A loss of nothing, to each next stage."""
     return _both_ways(stage, forward=[(4, "pipeline communicators are set up")], backward=[])
 
 
 @rule("deepspeed.runtime.pipe.engine.PipelineEngine.__init__ (params_tensor)", DEEPSPEED)
-def counted(job: Job) -> list[ExpectedCall]:
+def parameter_counts(job: Job) -> list[ExpectedCall]:
     """Two 64-bit numbers: parameters, and those that no other stage has."""
     return [ExpectedCall("all_reduce", 16, "parameters are counted", role=model_role(job))]
 
@@ -217,7 +228,7 @@ def model_role(job: Job) -> str:
 
 
 @rule("deepspeed.runtime.pipe.module.PipelineModule._synchronize_tied_weights", DEEPSPEED)
-def first_tied(job: Job) -> list[ExpectedCall]:
+def tied_broadcasts(job: Job) -> list[ExpectedCall]:
     """In the type in which the model was made, before the engine casts it."""
     return [
         ExpectedCall(
@@ -247,22 +258,22 @@ def _parameter_elements(job: Job, tied: dict[str, Any]) -> int:
 
 
 @rule("deepspeed.runtime.pipe.engine.PipelineEngine._send_tensor_meta, _recv_tensor_meta", DEEPSPEED)
-def metadata(stage: Stage) -> list[ExpectedCall]:
+def metadata(stage: PipelineStage) -> list[ExpectedCall]:
     """Before the first activations goes what they look like: a fixed number of 32-bit numbers."""
     return _both_ways(stage, forward=[(4 * _META_NUMBERS, METADATA)], backward=[])
 
 
-def boundaries(job: Job, stage: Stage) -> list[ExpectedCall]:
+def boundary_calls(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
     """What a stage and its neighbours send to each other in one step."""
     messages = _both_ways(stage, forward=activations(job, stage), backward=gradients(job, stage))
     return [one.times(job.micro_batches) for one in messages]
 
 
-Sent = list[tuple[int, str]]
+MessageSizes = list[tuple[int, str]]
 """Bytes and what they are for."""
 
 
-def _both_ways(stage: Stage, *, forward: Sent, backward: Sent) -> list[ExpectedCall]:
+def _both_ways(stage: PipelineStage, *, forward: MessageSizes, backward: MessageSizes) -> list[ExpectedCall]:
     """A stage sends forward unless it is the last, and gets as much from the one before; backward the other way."""
     ways = [("send", not stage.last, forward), ("recv", not stage.first, forward)]
     ways += [("send", not stage.first, backward), ("recv", not stage.last, backward)]
@@ -270,24 +281,24 @@ def _both_ways(stage: Stage, *, forward: Sent, backward: Sent) -> list[ExpectedC
 
 
 @rule("deepspeed.runtime.pipe.engine.PipelineEngine._exec_send_activations, _exec_recv_activations", DEEPSPEED)
-def activations(job: Job, stage: Stage) -> Sent:
+def activations(job: Job, stage: PipelineStage) -> MessageSizes:
     """Hidden states, whole or with what says how this rank's part fits in; then the mask."""
-    return [*_hidden(job, in_parts(job, stage)), (mask_bytes(job), MASK)]
+    return [*_hidden(job, sends_partitions(job, stage)), (mask_bytes(job), MASK)]
 
 
 @rule("deepspeed.runtime.pipe.engine.PipelineEngine._exec_send_grads, _exec_recv_grads", DEEPSPEED)
-def gradients(job: Job, stage: Stage) -> Sent:
+def gradients(job: Job, stage: PipelineStage) -> MessageSizes:
     """The same of the gradients; the mask has none."""
-    return _hidden(job, in_parts(job, stage))
+    return _hidden(job, sends_partitions(job, stage))
 
 
-def _hidden(job: Job, parts: bool) -> Sent:
+def _hidden(job: Job, parts: bool) -> MessageSizes:
     whole = hidden_bytes(job)
     return [(layout_bytes(job), PARTS), (whole // job.tensor, ACTIVATIONS)] if parts else [(whole, ACTIVATIONS)]
 
 
 @rule("deepspeed.runtime.pipe.engine.PipelineEngine.__init__ (is_pipe_partitioned)", DEEPSPEED)
-def in_parts(job: Job, stage: Stage) -> bool:
+def sends_partitions(job: Job, stage: PipelineStage) -> bool:
     """Each of the tensor-parallel ranks, which all have the same, sends its part of it."""
     return job.tensor > 1 and bool(stage.facts["pipe_partitioned"])
 
@@ -295,7 +306,7 @@ def in_parts(job: Job, stage: Stage) -> bool:
 @rule("megatron.model.gpt2_model.GPT2ModelPipe.init_specs (what passes between the layers)", GPT_NEOX)
 def hidden_bytes(job: Job) -> int:
     """B s h numbers of the parameters' type."""
-    return tensor.elements(job) * parameter_size(job)
+    return tensor.activation_elements(job) * parameter_size(job)
 
 
 @rule("deepspeed.runtime.pipe.engine.PipelineEngine._exec_send_activations (has_attention_mask)", DEEPSPEED)
@@ -311,7 +322,7 @@ def layout_bytes(job: Job) -> int:
 
 
 @rule("deepspeed.runtime.pipe.engine.PipelineEngine._aggregate_total_loss", DEEPSPEED)
-def losses(job: Job, stage: Stage) -> list[ExpectedCall]:
+def loss_calls(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
     """The last stages average; then two 32-bit numbers, of these micro-batches and of all, go to the other stages."""
     averaged = [ExpectedCall("all_reduce", 4, "the loss, averaged")] if stage.last and job.ranks > 1 else []
     return [*averaged, ExpectedCall("broadcast", 8, LOSS, role=ROLE)]
@@ -322,8 +333,8 @@ def losses(job: Job, stage: Stage) -> list[ExpectedCall]:
 
 def _of_model(job: Job) -> list[ExpectedCall]:
     """What the optimizer compares, in a step."""
-    alone = Job(as_alone(job))
-    messages = bf16_norm(job) if job.fact("optimizer") == "BF16_Optimizer" else tensor.scalars(alone)
+    alone = Job(stage_as_model(job))
+    messages = bf16_norm(job) if job.fact("optimizer") == "BF16_Optimizer" else tensor.optimizer_calls(alone)
     return [replace(one, role=model_role(job)) for one in messages]
 
 
@@ -337,40 +348,40 @@ def bf16_norm(job: Job) -> list[ExpectedCall]:
 # --- among tensor-parallel ranks ------------------------------------------------------------------------------------
 
 
-def _of_tensor(job: Job, stage: Stage) -> list[ExpectedCall]:
+def _of_tensor(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
     """What passes within the stage's layers in a step, and what its neighbours sent in parts."""
     if job.tensor == 1:
         return []
     sums = forward_sums(job, stage) + backward_sums(stage) + recomputed_sums(job, stage) + edge_sums(stage)
     messages = [
-        ExpectedCall("all_reduce", tensor.activation(job), tensor.ACTIVATIONS, sums, role=tensor.ROLE),
+        ExpectedCall("all_reduce", tensor.activation_bytes(job), tensor.ACTIVATIONS, sums, role=tensor.ROLE),
         *(tensor.loss_sums(job) if stage.last else ()),
-        *gathers(job, stage),
+        *partition_gathers(job, stage),
     ]
     return [one.times(job.micro_batches) for one in messages]
 
 
 @rule("megatron.mpu.layers.RowParallelLinear.forward (of a stage's layers)", GPT_NEOX)
-def forward_sums(job: Job, stage: Stage) -> int:
+def forward_sums(job: Job, stage: PipelineStage) -> int:
     """Behind attention and MLP of each layer; once behind both where they are side by side."""
     return stage.blocks * (1 if job.model("gpt_j_residual", False) else 2)
 
 
 @rule("megatron.mpu.layers.ColumnParallelLinear.forward (copy_to_model_parallel_region of a stage's layers)", GPT_NEOX)
-def backward_sums(stage: Stage) -> int:
+def backward_sums(stage: PipelineStage) -> int:
     """Gradients in front of attention and MLP of each layer."""
     return stage.blocks * 2
 
 
 @rule("megatron.mpu.layers.VocabParallelEmbedding.forward; megatron.model.transformer.ParallelLinear (in stages)",
       GPT_NEOX)  # fmt: skip
-def edge_sums(stage: Stage) -> int:
+def edge_sums(stage: PipelineStage) -> int:
     """The first stage has the embedding, the last one the gradient of the head's input."""
     return int(stage.first) + int(stage.last)
 
 
 @rule("deepspeed.runtime.pipe.module.PipelineModule.forward, _is_checkpointable", DEEPSPEED)
-def recomputed_sums(job: Job, stage: Stage) -> int:
+def recomputed_sums(job: Job, stage: PipelineStage) -> int:
     """Those of the stretches that are recomputed, which hold transformer layers and nothing else.
 
     Stretches are counted from the stage's first layer. DeepSpeed's own non-reentrant recomputation does not stop early.
@@ -385,16 +396,18 @@ def recomputed_sums(job: Job, stage: Stage) -> int:
 
 @rule("deepspeed.runtime.pipe.engine.PipelineEngine._exec_forward_pass, _exec_backward_pass; "
       "deepspeed.runtime.utils.PartitionedTensor.full", DEEPSPEED)  # fmt: skip
-def gathers(job: Job, stage: Stage) -> list[ExpectedCall]:
+def partition_gathers(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
     """Activations and gradients that came in are put together; so is, for backward, the stage's own output."""
-    calls = (stage.neighbours + (not stage.last)) * in_parts(job, stage)
+    calls = (stage.neighbours + (not stage.last)) * sends_partitions(job, stage)
     return [ExpectedCall("all_gather", hidden_bytes(job), GATHERED, calls, role=tensor.ROLE)] if calls else []
 
 
 # --- from the formulas to a step ------------------------------------------------------------------------------------
 
 
-def _sum(job: Job, stage: Stage, data: Prediction, always: Iterable[ExpectedCall]) -> tuple[list[Bar], list[Bar]]:
+def _sum(
+    job: Job, stage: PipelineStage, data: Prediction, always: Iterable[ExpectedCall]
+) -> tuple[list[WaterfallBar], list[WaterfallBar]]:
     """The closed forms of the paper by role, and what leads from them to this rank's steady step."""
     own = list(always)
     size = parameter_size(job)
@@ -407,7 +420,7 @@ def _sum(job: Job, stage: Stage, data: Prediction, always: Iterable[ExpectedCall
     for role in sorted({one.role for one in own}):
         rest = [_named(one) for one in own if one.role == role and one.cause not in known]
         ranks = {ROLE: stage.stages, tensor.ROLE: job.tensor, "model": stage.stages * job.tensor}.get(role, job.ranks)
-        bars += [replace(bar, role=role) for bar in additions(rest, ranks)]
+        bars += [replace(bar, role=role) for bar in cause_bars(rest, ranks)]
     return forms, bars
 
 
@@ -417,41 +430,45 @@ def _named(message: ExpectedCall) -> ExpectedCall:
     return replace(message, cause=f"{message.cause}, over the whole model") if several else message
 
 
-def _data_part(job: Job, data: Prediction, size: int) -> tuple[Bar, list[Bar]]:
-    form = data_parallel(whole_parameters(job), job.ranks) * size
-    less = Bar("a rank has its stage's part of the parameters", data.closed_form.bytes - form)
-    return Bar("equation 2: 2 P (d-1)/d", form), [less, *data.bars]
+def _data_part(job: Job, data: Prediction, size: int) -> tuple[WaterfallBar, list[WaterfallBar]]:
+    form = data_parallel(model_parameters(job), job.ranks) * size
+    less = WaterfallBar("a rank has its stage's part of the parameters", data.closed_form.bytes - form)
+    return WaterfallBar("equation 2: 2 P (d-1)/d", form), [less, *data.bars]
 
 
-def whole_parameters(job: Job) -> int:
+def model_parameters(job: Job) -> int:
     """Of all stages and tensor-parallel ranks together, as GPT-NeoX counts them: 2Vh + L(12h^2 + 13h) + 2h."""
     vocabulary, hidden, layers = (int(job.model(name)) for name in ("padded_vocab_size", "hidden_size", "num_layers"))
     matrices = 2 if job.model("no_weight_tying", False) else 1
     return matrices * vocabulary * hidden + layers * (12 * hidden**2 + 13 * hidden) + 2 * hidden
 
 
-def _pipeline_part(job: Job, stage: Stage, own: Iterable[ExpectedCall], size: int) -> tuple[Bar, list[Bar]]:
-    batch, length, hidden = tensor.shape(job)
+def _pipeline_part(
+    job: Job, stage: PipelineStage, own: Iterable[ExpectedCall], size: int
+) -> tuple[WaterfallBar, list[WaterfallBar]]:
+    batch, length, hidden = tensor.batch_dimensions(job)
     form = Fraction(pipeline_form(batch, length, hidden, stage.stages) * size)
     one = Fraction(stage.neighbours * hidden_bytes(job))
     levels = {
         "pipeline: equation 4 is of all stages together": one,
         f"pipeline: in each of {job.micro_batches} micro-batches": one * job.micro_batches,
-        "pipeline: each tensor-parallel rank sends its part": wire(
+        "pipeline: each tensor-parallel rank sends its part": total_wire_bytes(
             (message for message in own if message.cause == ACTIVATIONS), 1
         ),
     }
-    bars = [replace(bar, role=ROLE) for bar in telescope(form, levels)]
-    return Bar("equation 4: 2 b s h (p-1)", form, ROLE), bars
+    bars = [replace(bar, role=ROLE) for bar in level_bars(form, levels)]
+    return WaterfallBar("equation 4: 2 b s h (p-1)", form, ROLE), bars
 
 
-def _tensor_part(job: Job, stage: Stage, own: Iterable[ExpectedCall], size: int) -> tuple[Bar, list[Bar]]:
-    batch, length, hidden = tensor.shape(job)
+def _tensor_part(
+    job: Job, stage: PipelineStage, own: Iterable[ExpectedCall], size: int
+) -> tuple[WaterfallBar, list[WaterfallBar]]:
+    batch, length, hidden = tensor.batch_dimensions(job)
     layers = Fraction(int(job.model("num_layers")), stage.stages)
     form = tensor_parallel(batch, length, hidden, layers, job.tensor) * size
 
     def volume(sums: int) -> Fraction:
-        return sums * all_reduce(tensor.elements(job), job.tensor) * size
+        return sums * all_reduce(tensor.activation_elements(job), job.tensor) * size
 
     summed = forward_sums(job, stage) + backward_sums(stage)
     again = summed + recomputed_sums(job, stage)
@@ -462,9 +479,9 @@ def _tensor_part(job: Job, stage: Stage, own: Iterable[ExpectedCall], size: int)
         "tensor parallelism: activations recomputed": volume(again),
         "tensor parallelism: the embedding, or the gradient of the head's input": volume(every),
         f"tensor parallelism: in each of {job.micro_batches} micro-batches": job.micro_batches * volume(every),
-        "tensor parallelism: sums travel in fp32": wire(
+        "tensor parallelism: sums travel in fp32": total_wire_bytes(
             (message for message in own if message.cause == tensor.ACTIVATIONS), job.tensor
         ),
     }
-    bars = [replace(bar, role=tensor.ROLE) for bar in telescope(form, levels)]
-    return Bar("equation 5 with L/p layers: (12 L/p + 2) b s h (t-1)/t", form, tensor.ROLE), bars
+    bars = [replace(bar, role=tensor.ROLE) for bar in level_bars(form, levels)]
+    return WaterfallBar("equation 5 with L/p layers: (12 L/p + 2) b s h (t-1)/t", form, tensor.ROLE), bars

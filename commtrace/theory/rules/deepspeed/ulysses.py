@@ -15,7 +15,14 @@ from fractions import Fraction
 from typing import Final
 
 from commtrace.theory.closed_forms import ulysses_layer
-from commtrace.theory.expected_calls import Bar, ExpectedCall, Prediction, additions, telescope, wire
+from commtrace.theory.expected_calls import (
+    ExpectedCall,
+    Prediction,
+    WaterfallBar,
+    cause_bars,
+    level_bars,
+    total_wire_bytes,
+)
 from commtrace.theory.job import Job, NotPredictedError, element_size
 from commtrace.theory.rules.megatron import tensor_parallel as tensor
 from commtrace.theory.rules.registry import DEEPSPEED, TORCH, rule
@@ -32,7 +39,7 @@ def applies(job: Job) -> bool:
     return job.sequence > 1
 
 
-def added(job: Job, data: Prediction) -> Prediction:
+def extend_prediction(job: Job, data: Prediction) -> Prediction:
     """The prediction of a job, from what it does among all ranks that reduce gradients together.
 
     Raises NotPredictedError where the job does not have the model's architecture, or has one without rules.
@@ -45,7 +52,7 @@ def added(job: Job, data: Prediction) -> Prediction:
     form, bars = _bars(job, own)
     scheme = f"{data.scheme}, sequence-parallel over {job.sequence} (Ulysses)"
     others = {ROLE: job.sequence, "self": 1, "world": int(job.fact("world_size"))}
-    return tensor.joined(job, _with_norm(job, data), own, form, bars, scheme, others)
+    return tensor.combine_predictions(job, _with_norm(job, data), own, form, bars, scheme, others)
 
 
 def _with_norm(job: Job, data: Prediction) -> Prediction:
@@ -56,21 +63,21 @@ def _with_norm(job: Job, data: Prediction) -> Prediction:
 
 def scalars(job: Job) -> list[ExpectedCall]:
     """What the optimizer compares among ranks that share a sequence: nothing under ZeRO."""
-    if int(job.fact("zero_stage")) > 0 or not through_unit(job):
+    if int(job.fact("zero_stage")) > 0 or not reduces_through_mpu(job):
         return []
     found = [*tensor.fallback_overflow(job), *tensor.fallback_norm(job)]
     return [replace(one, role=ROLE) for one in found]
 
 
-def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> tuple[Bar, list[Bar]]:
-    batch, length, hidden = tensor.shape(job)
+def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> tuple[WaterfallBar, list[WaterfallBar]]:
+    batch, length, hidden = tensor.batch_dimensions(job)
     layers, steps = int(job.model("num_layers")), tensor.micro_batches(job)
     form = layers * ulysses_layer(batch, length, hidden, job.sequence) * parameter_size(job)
-    exact = wire((one for one in own if one.cause == HEADS), job.sequence)
+    exact = total_wire_bytes((one for one in own if one.cause == HEADS), job.sequence)
     levels = {"Ulysses: activations recomputed": exact / steps, f"Ulysses: in each of {steps} micro-batches": exact}
     rest = [one for one in own if one.cause != HEADS]
-    bars = [*telescope(Fraction(form), levels), *additions(rest, job.sequence, "Ulysses: ")]
-    return Bar("Ulysses: 8 L b s h (n-1)/n^2", Fraction(form)), bars
+    bars = [*level_bars(Fraction(form), levels), *cause_bars(rest, job.sequence, "Ulysses: ")]
+    return WaterfallBar("Ulysses: 8 L b s h (n-1)/n^2", Fraction(form)), bars
 
 
 # --- rules ----------------------------------------------------------------------------------------------------------
@@ -81,15 +88,15 @@ def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> tuple[Bar, list[Bar]]:
 )
 def exchanges(job: Job) -> list[ExpectedCall]:
     """Of queries, keys, values, outputs: a rank's part of the sequence with all heads, b (s/n) h; as much backward."""
-    batch, length, hidden = tensor.shape(job)
+    batch, length, hidden = tensor.batch_dimensions(job)
     part = batch * (length // job.sequence) * hidden * parameter_size(job)
-    calls = 4 * int(job.model("num_layers")) * (2 + attention_again(job))
+    calls = 4 * int(job.model("num_layers")) * (2 + recomputed_attention(job))
     return [ExpectedCall("all_to_all", part, HEADS, calls, role=ROLE).times(tensor.micro_batches(job))]
 
 
 @rule("torch.utils.checkpoint.CheckpointFunction (attention); "
       "torch.utils.checkpoint._checkpoint_without_reentrant_generator (attention)", TORCH)  # fmt: skip
-def attention_again(job: Job) -> int:
+def recomputed_attention(job: Job) -> int:
     """Recomputation repeats a layer's attention, whichever way is taken: the MLP behind it is what backward needs."""
     return 1 if job.model("checkpoint_activations", False) else 0
 
@@ -97,13 +104,13 @@ def attention_again(job: Job) -> int:
 @rule("deepspeed.sequence.cross_entropy.vocab_sequence_parallel_cross_entropy", DEEPSPEED)
 def losses(job: Job) -> list[ExpectedCall]:
     """An fp32 number for each token of the whole sequences; backward each rank takes its own part."""
-    batch, length, _ = tensor.shape(job)
+    batch, length, _ = tensor.batch_dimensions(job)
     size = batch * length * element_size("float32")
     return [ExpectedCall("all_gather", size, LOSS, tensor.micro_batches(job), role=ROLE)]
 
 
 @rule("deepspeed.utils.groups._get_sequence_data_parallel_group", DEEPSPEED)
-def through_unit(job: Job) -> bool:
+def reduces_through_mpu(job: Job) -> bool:
     """A unit (mpu) has all ranks reduce together; a mesh (mesh_param) those at the same place in the sequence."""
     return job.ranks == int(job.fact("data_parallel_size")) * job.sequence
 
@@ -111,4 +118,4 @@ def through_unit(job: Job) -> bool:
 @rule("deepspeed.utils.groups._get_data_parallel_group (None of parallel_state_sp)", DEEPSPEED)
 def norm_role(job: Job) -> str:
     """Without ZeRO the norm is averaged in no group at all, which is torch's own, of everyone."""
-    return "world" if int(job.fact("zero_stage")) == 0 and through_unit(job) else "data"
+    return "world" if int(job.fact("zero_stage")) == 0 and reduces_through_mpu(job) else "data"

@@ -10,9 +10,20 @@ from math import ceil, gcd
 from typing import Final
 
 from commtrace.theory.closed_forms import all_gather_volume, data_parallel
-from commtrace.theory.expected_calls import Bar, ExpectedCall, Prediction, additions, telescope, wire
-from commtrace.theory.job import Job, NotPredictedError, Tensor, element_size
-from commtrace.theory.rules.gradient_buckets import fitting, most_fitting, overfull
+from commtrace.theory.expected_calls import (
+    ExpectedCall,
+    Prediction,
+    WaterfallBar,
+    cause_bars,
+    level_bars,
+    total_wire_bytes,
+)
+from commtrace.theory.job import Job, ModelTensor, NotPredictedError, element_size
+from commtrace.theory.rules.gradient_buckets import (
+    buckets_exceeding_limit,
+    buckets_within_limit,
+    max_buckets_within_limit,
+)
 from commtrace.theory.rules.gradient_order import backward_order
 from commtrace.theory.rules.registry import DEEPSPEED, rule
 
@@ -20,12 +31,12 @@ from .engine import (
     GRADIENTS,
     NORM,
     OVERFLOW,
+    among_copies,
     broadcast_model,
     check,
     communication_type,
     copies_level,
     gradient_levels,
-    of_copies,
     parameter_size,
     scatter_volume,
 )
@@ -41,7 +52,7 @@ def predict(job: Job) -> Prediction:
     if job.fact("optimizer") != "DeepSpeedZeroOptimizer":
         raise NotPredictedError(f"the optimizer {job.fact('optimizer')} has no rules yet")
     step = (*reductions(job), *overflow_check(job), *norms(job), *parameter_gathers(job))
-    form = Bar("equation 2: 2 P (d-1)/d", _closed_form(job))
+    form = WaterfallBar("equation 2: 2 P (d-1)/d", _closed_form(job))
     stage = f"ZeRO-{int(job.fact('zero_stage'))}"
     skipped = ((*norms(job), *parameter_gathers(job)), tuple(parameter_gathers(job)))
     return Prediction(stage, job.ranks, tuple(broadcast_model(job)), (step,), form, tuple(_bars(job, step)), skipped)
@@ -52,7 +63,7 @@ def _closed_form(job: Job) -> Fraction:
     return data_parallel(elements, job.ranks) * parameter_size(job)
 
 
-def _bars(job: Job, step: tuple[ExpectedCall, ...]) -> Iterator[Bar]:
+def _bars(job: Job, step: tuple[ExpectedCall, ...]) -> Iterator[WaterfallBar]:
     """Half of equation 2 is the gradients' reduce_scatter, half the parameters' all_gather: each goes its own way."""
     half = _closed_form(job) / 2
     volume = scatter_volume(job)
@@ -62,11 +73,11 @@ def _bars(job: Job, step: tuple[ExpectedCall, ...]) -> Iterator[Bar]:
     if reduces_each_micro_batch(job):
         levels[f"gradients reduced in each of {job.micro_batches} micro-batches"] = once * job.micro_batches
     label = "all_reduce in place of reduce_scatter"
-    levels[label] = wire(reduced, job.ranks)
-    yield from telescope(half, levels)
-    gathered = wire((one for one in step if one.cause == PARAMETERS), job.ranks)
+    levels[label] = total_wire_bytes(reduced, job.ranks)
+    yield from level_bars(half, levels)
+    gathered = total_wire_bytes((one for one in step if one.cause == PARAMETERS), job.ranks)
     trained = volume(sum(one.elements for one in job.trainable), parameter_size(job))
-    yield from telescope(
+    yield from level_bars(
         half,
         {
             "frozen parameters are not gathered": trained,
@@ -74,14 +85,14 @@ def _bars(job: Job, step: tuple[ExpectedCall, ...]) -> Iterator[Bar]:
             "padding of the parameters to equal parts": gathered,
         },
     )
-    yield from additions((one for one in step if one.cause not in (GRADIENTS, PARAMETERS)), job.ranks)
+    yield from cause_bars((one for one in step if one.cause not in (GRADIENTS, PARAMETERS)), job.ranks)
 
 
 # --- rules ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Layout:
+class FlatGroup:
     """Where each parameter of a group begins in the group's flat buffer, and how long a rank's part of it is."""
 
     offsets: dict[int, int]
@@ -98,7 +109,7 @@ def group_order(job: Job, group: tuple[int, ...]) -> list[int]:
 
 
 @rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.__init__, flatten_dense_tensors_aligned", DEEPSPEED)
-def layout(job: Job, group: tuple[int, ...]) -> Layout:
+def flat_group(job: Job, group: tuple[int, ...]) -> FlatGroup:
     """Parameters one after the other (at multiples of 16 bytes with parameter_alignment), padded to 2d elements."""
     order = group_order(job, group)
     size = job.parameters[order[0]].size
@@ -109,7 +120,7 @@ def layout(job: Job, group: tuple[int, ...]) -> Layout:
         end = offsets[number] + job.parameters[number].elements
     ranks = job.copies(job.parameters[order[0]])
     multiple = _START_ALIGNMENT * ranks
-    return Layout(offsets, ceil(end / multiple) * multiple // ranks)
+    return FlatGroup(offsets, ceil(end / multiple) * multiple // ranks)
 
 
 @rule("deepspeed.runtime.utils.all_gather_into_tensor_dp_groups", DEEPSPEED)
@@ -119,8 +130,8 @@ def parameter_gathers(job: Job) -> list[ExpectedCall]:
     for group in job.groups:
         first = job.parameters[group[0]]
         if job.copies(first) > 1:
-            size = layout(job, group).part * job.copies(first) * first.size
-            found.append(of_copies(job, first, ExpectedCall("all_gather", size, PARAMETERS)))
+            size = flat_group(job, group).part * job.copies(first) * first.size
+            found.append(among_copies(job, first, ExpectedCall("all_gather", size, PARAMETERS)))
     return found
 
 
@@ -139,7 +150,7 @@ def reduction_order(job: Job) -> list[int]:
     if int(job.fact("zero_stage")) == 1 and not job.zero("overlap_comm"):
         return grouped
     places = {parameter.name: number for number, parameter in enumerate(job.parameters)}
-    tensors: list[Tensor] = [job.parameters[number] for number in sorted(grouped)]
+    tensors: list[ModelTensor] = [job.parameters[number] for number in sorted(grouped)]
     return [places[parameter.name] for parameter in backward_order(job, tensors)]
 
 
@@ -150,12 +161,12 @@ def reductions(job: Job) -> list[ExpectedCall]:
     elements = [job.parameters[number].elements for number in order]
     found = [
         one
-        for bucket in fitting(elements, limit)
+        for bucket in buckets_within_limit(elements, limit)
         for one in bucket_messages(job, [order[position] for position in bucket], limit)
     ]
     if not (int(job.fact("zero_stage")) == 1 and not job.zero("overlap_comm")) and found:
         pieces = len(found) if found[0].op == "reduce" else len({job.parameters[number].expert for number in order})
-        most = most_fitting(sum(elements), limit, len(elements)) * pieces
+        most = max_buckets_within_limit(sum(elements), limit, len(elements)) * pieces
         found[0] = ExpectedCall(found[0].op, found[0].payload, GRADIENTS, most=1 + max(0, most - len(found)))
     return [one.times(job.micro_batches if reduces_each_micro_batch(job) else 1) for one in found]
 
@@ -178,15 +189,15 @@ def bucket_messages(job: Job, bucket: list[int], limit: int) -> list[ExpectedCal
     pieces = [(owner, job.parameters[number], count) for number in bucket for owner, count in owners(job, number)]
     together = bool(job.zero("use_multi_rank_bucket_allreduce"))
     parts: dict[tuple[int | None, bool], list[int]] = {}
-    some: dict[bool, Tensor] = {}  # of experts, and of the others: they are reduced in different groups
+    some: dict[bool, ModelTensor] = {}  # of experts, and of the others: they are reduced in different groups
     for (owner, expert), same in groupby(pieces, key=lambda piece: (piece[0], piece[1].expert)):
         alike = [*same]
         some[expert] = alike[0][1]
         parts.setdefault((None if together else owner, expert), []).append(sum(count for *_, count in alike))
     return [
-        of_copies(job, some[expert], ExpectedCall("all_reduce" if together else "reduce", held * size, GRADIENTS))
+        among_copies(job, some[expert], ExpectedCall("all_reduce" if together else "reduce", held * size, GRADIENTS))
         for (_, expert), counts in parts.items()
-        for held in overfull(counts, limit)
+        for held in buckets_exceeding_limit(counts, limit)
     ]
 
 
@@ -194,7 +205,7 @@ def bucket_messages(job: Job, bucket: list[int], limit: int) -> list[ExpectedCal
 def owners(job: Job, number: int) -> list[tuple[int, int]]:
     """The pieces of a parameter: (the rank whose part it lies in, elements)."""
     group = next(group for group in job.groups if number in group)
-    place = layout(job, group)
+    place = flat_group(job, group)
     begin, end = place.offsets[number], place.offsets[number] + job.parameters[number].elements
     found = []
     while begin < end:

@@ -14,10 +14,18 @@ from math import ceil
 from typing import Final
 
 from commtrace.theory.closed_forms import all_gather_volume, zero_3
-from commtrace.theory.expected_calls import Bar, ExpectedCall, Prediction, additions, settled, telescope, wire
-from commtrace.theory.job import Job, NotPredictedError, Tensor, element_size
-from commtrace.theory.rules.gradient_buckets import fitting, most_fitting
-from commtrace.theory.rules.gradient_order import gradient_order, weights_first
+from commtrace.theory.expected_calls import (
+    ExpectedCall,
+    Prediction,
+    WaterfallBar,
+    cause_bars,
+    drop_repeated_steps,
+    level_bars,
+    total_wire_bytes,
+)
+from commtrace.theory.job import Job, ModelTensor, NotPredictedError, element_size
+from commtrace.theory.rules.gradient_buckets import buckets_within_limit, max_buckets_within_limit
+from commtrace.theory.rules.gradient_order import gradient_order, zero3_linear_order
 from commtrace.theory.rules.registry import DEEPSPEED, rule
 
 from .engine import (
@@ -30,7 +38,7 @@ from .engine import (
     parameter_size,
     scatter_volume,
 )
-from .zero3_coordinator import CheckpointedSegment, Coordinator, Limits, Traffic, play
+from .zero3_coordinator import CheckpointedSegment, Coordinator, CoordinatorCalls, CoordinatorLimits, run_step
 
 PARAMETERS: Final = "parameters"
 PERSISTENT: Final = "small parameters"
@@ -58,18 +66,20 @@ def predict(job: Job) -> Prediction:
     if job.fact("optimizer") != "DeepSpeedZeroOptimizer_Stage3":
         raise NotPredictedError(f"{job.fact('optimizer')} with these partitions has no rules yet")
     start = (*initial_broadcasts(job), *barriers(job), *initial_gathers(job))
-    second = frozenset(number for group in job.groups for number in group) if near(job) else None
-    state = Coordinator(job.root, dict(enumerate(_elements(job))), persistent(job), limits(job), stretches(job), second)
-    traffics = [play(state, job.micro_batches) for _ in range(_STEPS)]
-    steps = settled(_step(job, traffic) for traffic in traffics)
-    form = Bar("equation 3: 3 P (d-1)/d", zero_3(sum(_elements(job)), job.ranks) * parameter_size(job))
+    second = frozenset(number for group in job.groups for number in group) if hpz_ranks(job) else None
+    state = Coordinator(
+        job.root, dict(enumerate(_elements(job))), persistent(job), limits(job), checkpointed_segments(job), second
+    )
+    traffics = [run_step(state, job.micro_batches) for _ in range(_STEPS)]
+    steps = drop_repeated_steps(_step(job, traffic) for traffic in traffics)
+    form = WaterfallBar("equation 3: 3 P (d-1)/d", zero_3(sum(_elements(job)), job.ranks) * parameter_size(job))
     small = gathers(job, traffics[-1][-1].gathers, PERSISTENT)
     skipped = ((*norms(job), *small), tuple(small))
-    scheme = f"ZeRO-3, hpZ within {near(job)} ranks" if near(job) else "ZeRO-3"
+    scheme = f"ZeRO-3, hpZ within {hpz_ranks(job)} ranks" if hpz_ranks(job) else "ZeRO-3"
     return Prediction(scheme, job.ranks, start, steps, form, tuple(_bars(job, traffics[-1], steps[-1])), skipped)
 
 
-def _step(job: Job, parts: list[Traffic]) -> tuple[ExpectedCall, ...]:
+def _step(job: Job, parts: list[CoordinatorCalls]) -> tuple[ExpectedCall, ...]:
     *passes, optimizer = parts
     return (
         *(one for part in passes for one in comparisons(part)),
@@ -86,7 +96,7 @@ def _elements(job: Job) -> list[int]:
     return [parameter.elements for parameter in job.parameters]
 
 
-def _bars(job: Job, parts: list[Traffic], step: tuple[ExpectedCall, ...]) -> Iterator[Bar]:
+def _bars(job: Job, parts: list[CoordinatorCalls], step: tuple[ExpectedCall, ...]) -> Iterator[WaterfallBar]:
     """Two thirds of equation 3 are all_gathers of the parameters, a third is the gradients' reduce_scatter."""
     volume, elements = scatter_volume(job), _elements(job)
     third = all_gather_volume(sum(elements), job.ranks) * parameter_size(job)
@@ -101,28 +111,28 @@ def _bars(job: Job, parts: list[Traffic], step: tuple[ExpectedCall, ...]) -> Ite
         if fetched <= gathered_once_a_pass
         else "parameters gathered more than twice (recomputation, shared weights)"
     )
-    apart = replace_ranks(_about(step, PARAMETERS, PERSISTENT))
+    apart = among_all_ranks(_about(step, PARAMETERS, PERSISTENT))
     levels = {
         f"parameters pass twice in each of {job.micro_batches} micro-batches": third * twice,
         "small parameters gathered once (persistence threshold)": volume(gathered_once_a_pass, parameter_size(job)),
         less_or_more: volume(fetched, parameter_size(job)),
-        "padding of parameters to equal parts": wire(apart, job.ranks),
-        "gathered from fewer ranks (hpZ)": wire(_about(step, PARAMETERS, PERSISTENT), job.ranks),
+        "padding of parameters to equal parts": total_wire_bytes(apart, job.ranks),
+        "gathered from fewer ranks (hpZ)": total_wire_bytes(_about(step, PARAMETERS, PERSISTENT), job.ranks),
     }
-    yield from telescope(third * 2, levels)
+    yield from level_bars(third * 2, levels)
     levels = gradient_levels(job, volume)
     once = [*levels.values()][-1]
     levels[f"gradients reduced in each of {job.micro_batches} micro-batches"] = once * job.micro_batches
     reduced = [*_about(step, GRADIENTS)]
     whole = Fraction(sum(one.bytes for one in reduced) * (job.ranks - 1), job.ranks)
     levels["padding of gradients to equal parts"] = whole
-    levels["all_reduce in place of reduce_scatter"] = wire(reduced, job.ranks)
-    yield from telescope(third, levels)
+    levels["all_reduce in place of reduce_scatter"] = total_wire_bytes(reduced, job.ranks)
+    yield from level_bars(third, levels)
     known = (PARAMETERS, PERSISTENT, GRADIENTS)
-    yield from additions((one for one in step if one.cause not in known), job.ranks)
+    yield from cause_bars((one for one in step if one.cause not in known), job.ranks)
 
 
-def replace_ranks(messages: Iterable[ExpectedCall]) -> Iterator[ExpectedCall]:
+def among_all_ranks(messages: Iterable[ExpectedCall]) -> Iterator[ExpectedCall]:
     """The same among all ranks."""
     return (replace(one, ranks=None) for one in messages)
 
@@ -135,7 +145,7 @@ def _about(messages: Iterable[ExpectedCall], *causes: str) -> Iterator[ExpectedC
 
 
 @rule("deepspeed.runtime.zero.partition_parameters.Init._convert_to_deepspeed_param, _partition_param", DEEPSPEED)
-def padded(job: Job, tensor: Tensor) -> int:
+def padded_elements(job: Job, tensor: ModelTensor) -> int:
     """Elements of a parameter with the padding that makes its parts equal."""
     return ceil(tensor.elements / job.ranks) * job.ranks
 
@@ -158,7 +168,7 @@ def initial_gathers(job: Job) -> list[ExpectedCall]:
     """Each parameter that is trained, whole for a moment, so that a hook can be put on its gradient."""
     cause = "every parameter once, to put a hook on its gradient"
     trained = [job.parameters[number] for group in job.groups for number in group if job.parameters[number].trainable]
-    return [ExpectedCall("all_gather", padded(job, one) * one.size, cause) for one in trained]
+    return [ExpectedCall("all_gather", padded_elements(job, one) * one.size, cause) for one in trained]
 
 
 @rule("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.mark_persistent_parameters", DEEPSPEED)
@@ -174,10 +184,10 @@ def persistent(job: Job) -> frozenset[int]:
 
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._configure_zero_optimizer", DEEPSPEED)
-def limits(job: Job) -> Limits:
+def limits(job: Job) -> CoordinatorLimits:
     """Settings of the coordinator."""
     names = ("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")
-    return Limits(*(int(job.zero(name)) for name in names))
+    return CoordinatorLimits(*(int(job.zero(name)) for name in names))
 
 
 @rule("deepspeed.runtime.zero.partition_parameters.Init._convert_to_deepspeed_param.all_gather_coalesced", DEEPSPEED)
@@ -186,9 +196,11 @@ def gathers(job: Job, sets: Iterable[tuple[int, ...]], cause: str) -> list[Expec
     found = []
     for numbers in sets:
         for part in _calls(job, numbers):
-            size = sum(padded(job, job.parameters[number]) for number in part) * job.parameters[part[0]].size
+            size = sum(padded_elements(job, job.parameters[number]) for number in part) * job.parameters[part[0]].size
             most = None if cause == PERSISTENT else len(part)
-            found.append(ExpectedCall("all_gather", size, cause, most=most, ranks=job.ranks if near(job) else None))
+            found.append(
+                ExpectedCall("all_gather", size, cause, most=most, ranks=job.ranks if hpz_ranks(job) else None)
+            )
     return found
 
 
@@ -196,11 +208,11 @@ def gathers(job: Job, sets: Iterable[tuple[int, ...]], cause: str) -> list[Expec
       "(use_secondary_tensor)", DEEPSPEED)  # fmt: skip
 def gathers_within(job: Job, sets: Iterable[tuple[int, ...]]) -> list[ExpectedCall]:
     """As `gathers`, of as many bytes, from the ranks that have the second partition among them (hpZ)."""
-    return [replace(one, ranks=near(job)) for one in gathers(job, sets, PARAMETERS)]
+    return [replace(one, ranks=hpz_ranks(job)) for one in gathers(job, sets, PARAMETERS)]
 
 
 @rule("deepspeed.utils.groups._create_zero_param_parallel_group", DEEPSPEED)
-def near(job: Job) -> int:
+def hpz_ranks(job: Job) -> int:
     """Ranks that have a second partition of all parameters among them (zero_hpz_partition_size); 0: there is none."""
     size = int(job.zero("zero_hpz_partition_size"))
     return min(size, job.ranks) if size > 1 else 0
@@ -208,7 +220,7 @@ def near(job: Job) -> int:
 
 @rule("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.pre_sub_module_forward_function "
       "(in torch.utils.checkpoint)", DEEPSPEED)  # fmt: skip
-def stretches(job: Job) -> list[CheckpointedSegment]:
+def checkpointed_segments(job: Job) -> list[CheckpointedSegment]:
     """Layers that are recomputed in backward, as the model says it (`neox_args`), so many at a time."""
     if "model" not in job.row or not job.model("checkpoint_activations", False):
         return []
@@ -236,7 +248,7 @@ def _calls(job: Job, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 @rule("deepspeed.runtime.zero.utils.assert_lst_len_same_as_other_ranks, get_lst_from_rank0", DEEPSPEED)
-def comparisons(traffic: Traffic) -> list[ExpectedCall]:
+def comparisons(traffic: CoordinatorCalls) -> list[ExpectedCall]:
     """64-bit numbers."""
     return [ExpectedCall("broadcast", _INT64 * length, COMPARED) for length in traffic.compared]
 
@@ -249,14 +261,14 @@ def reductions(job: Job) -> list[ExpectedCall]:
     order = reduction_order(job, [job.parameters[number] for number in grouped if job.parameters[number].trainable])
     elements = [parameter.elements for parameter in order]
     found = []
-    for bucket in fitting(elements, limit):
+    for bucket in buckets_within_limit(elements, limit):
         held = sum(elements[position] for position in bucket)
         if job.zero("contiguous_gradients") and held <= limit and not job.zero("reduce_scatter"):
             found.append(ExpectedCall("all_reduce", held * size, GRADIENTS))
         else:
-            whole = sum(padded(job, order[position]) for position in bucket)
+            whole = sum(padded_elements(job, order[position]) for position in bucket)
             found.append(ExpectedCall("reduce_scatter", whole * size, GRADIENTS))
-    spare = most_fitting(sum(elements), limit, len(elements)) - len(found)
+    spare = max_buckets_within_limit(sum(elements), limit, len(elements)) - len(found)
     return [
         ExpectedCall(one.op, one.payload, one.cause, most=1 + (max(spare, 0) if number == 0 else 0))
         for number, one in enumerate(found)
@@ -265,10 +277,10 @@ def reductions(job: Job) -> list[ExpectedCall]:
 
 @rule("deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses._enable_mem_efficient_linear",
       DEEPSPEED)  # fmt: skip
-def reduction_order(job: Job, tensors: list[Tensor]) -> list[Tensor]:
+def reduction_order(job: Job, tensors: list[ModelTensor]) -> list[ModelTensor]:
     """The order in which gradients become ready."""
     order = gradient_order(tensors)
-    return weights_first(order) if job.zero("memory_efficient_linear") else order
+    return zero3_linear_order(order) if job.zero("memory_efficient_linear") else order
 
 
 @rule("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._overflow_check_and_loss_scale_update", DEEPSPEED)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from commtrace.theory.job import Module, NotPredictedError
+from commtrace.theory.job import ModuleNode, NotPredictedError
 from commtrace.theory.rules.registry import DEEPSPEED, rule
 
 _WHERE: Final = "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator."
@@ -26,7 +26,7 @@ _NEVER: Final = -(10**10)
 
 
 @dataclass(frozen=True)
-class Limits:
+class CoordinatorLimits:
     """Settings of zero_optimization, in elements."""
 
     prefetch: int
@@ -46,7 +46,7 @@ class CheckpointedSegment:
 
 
 @dataclass
-class Traffic:
+class CoordinatorCalls:
     """What was communicated: sets of parameters gathered in one call, and lengths of lists that ranks compared."""
 
     gathers: list[tuple[int, ...]] = field(default_factory=list)
@@ -60,10 +60,10 @@ class Coordinator:
 
     def __init__(
         self,
-        root: Module,
+        root: ModuleNode,
         elements: dict[int, int],
         persistent: frozenset[int],
-        limits: Limits,
+        limits: CoordinatorLimits,
         stretches: Sequence[CheckpointedSegment] = (),
         second: frozenset[int] | None = None,
     ) -> None:
@@ -72,21 +72,21 @@ class Coordinator:
         self.stretches = {stretch.end - 1: stretch for stretch in stretches}
         self.second = second
         self.valid = {*elements} if second is not None else set()
-        self.traffic = Traffic()
+        self.traffic = CoordinatorCalls()
         self.available: set[int] = set()
         self.inflight: set[int] = set()
         self.active: dict[int, set[int]] = {number: set() for number in elements}
         self.recording = self.complete = False
-        self.order: list[Module] = []
+        self.order: list[ModuleNode] = []
         self.trace: list[tuple[int, int]] = []
         self.queue: deque[tuple[int, int]] = deque()
         self.latest: dict[int, int] = {}
         self.position = self.live = 0
         self.released: dict[tuple[int, int], frozenset[int]] = {}
 
-    def take(self) -> Traffic:
+    def take(self) -> CoordinatorCalls:
         """What was communicated since the last time."""
-        traffic, self.traffic = self.traffic, Traffic()
+        traffic, self.traffic = self.traffic, CoordinatorCalls()
         return traffic
 
 
@@ -106,11 +106,11 @@ def micro_batch(state: Coordinator) -> None:
         if stretch is None:
             left += backward(state, state.root.children[at], fed=at == 0)
         else:
-            left += backward_again(state, stretch)
+            left += recomputed_backward(state, stretch)
     release_leftovers(state, left)
 
 
-def forward(state: Coordinator, module: Module) -> None:
+def forward(state: Coordinator, module: ModuleNode) -> None:
     """A module and the modules within it."""
     fetch(state, module)
     for child in module.children:
@@ -118,7 +118,7 @@ def forward(state: Coordinator, module: Module) -> None:
     release(state, module)
 
 
-def backward(state: Coordinator, module: Module, *, fed: bool) -> list[Module]:
+def backward(state: Coordinator, module: ModuleNode, *, fed: bool) -> list[ModuleNode]:
     """The reverse. The end of a module's backward is seen at the gradient of its input.
 
     A module that is `fed` the model's own input gets none: it and those like it are returned, to be released later.
@@ -135,7 +135,7 @@ def backward(state: Coordinator, module: Module, *, fed: bool) -> list[Module]:
 
 @rule("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.pre_sub_module_forward_function "
       "(within torch.utils.checkpoint)", DEEPSPEED)  # fmt: skip
-def backward_again(state: Coordinator, stretch: CheckpointedSegment) -> list[Module]:
+def recomputed_backward(state: Coordinator, stretch: CheckpointedSegment) -> list[ModuleNode]:
     """Backward of modules whose activations were not kept: they run forward again, first or on the way.
 
     With reentrant autograd before anything else. Without it when backward first needs what was not kept: at the last
@@ -160,7 +160,7 @@ def backward_again(state: Coordinator, stretch: CheckpointedSegment) -> list[Mod
     return []
 
 
-def last_with_parameters(module: Module) -> list[Module]:
+def last_with_parameters(module: ModuleNode) -> list[ModuleNode]:
     """The way to the last module in it that has parameters of its own, itself included."""
     for child in reversed(module.children):
         way = last_with_parameters(child)
@@ -169,7 +169,7 @@ def last_with_parameters(module: Module) -> list[Module]:
     return [module] if module.parameters else []
 
 
-def forward_until(state: Coordinator, module: Module, end: Module | None) -> bool:
+def forward_until(state: Coordinator, module: ModuleNode, end: ModuleNode | None) -> bool:
     """As `forward`, but for what comes behind the beginning of `end`; None: behind the last child of `module`.
 
     True where it came to its end.
@@ -188,7 +188,7 @@ def forward_until(state: Coordinator, module: Module, end: Module | None) -> boo
     return False
 
 
-def finish_backward(state: Coordinator, way: Sequence[Module]) -> None:
+def finish_backward(state: Coordinator, way: Sequence[ModuleNode]) -> None:
     """The rest of backward of modules within each other whose backward has begun."""
     inner = way[1] if len(way) > 1 else None
     begun = inner is None
@@ -227,7 +227,7 @@ def compare(state: Coordinator, length: int) -> None:
 
 
 @rule(_WHERE + "fetch_sub_module", DEEPSPEED)
-def fetch(state: Coordinator, module: Module) -> None:
+def fetch(state: Coordinator, module: ModuleNode) -> None:
     """Gather what the module needs and nobody has gathered, then what later modules will need."""
     if state.recording:
         state.order.append(module)
@@ -238,13 +238,13 @@ def fetch(state: Coordinator, module: Module) -> None:
             state.inflight.discard(number)
             state.available.add(number)
     if state.complete:
-        advance(state, module)
+        advance_queue(state, module)
         prefetch(state)
     state.position += 1
 
 
 @rule(_WHERE + "_fetch_sub_module_impl (the fetch queue)", DEEPSPEED)
-def advance(state: Coordinator, module: Module) -> None:
+def advance_queue(state: Coordinator, module: ModuleNode) -> None:
     """Take what the module uses out of the queue, unless a prefetch has been there before."""
     wanted = {number for number in module.parameters if state.latest.get(number, _NEVER) < state.position}
     taken: set[int] = set()
@@ -285,7 +285,7 @@ def gather(state: Coordinator, numbers: Iterable[int]) -> None:
 
 
 @rule(_WHERE + "release_sub_module", DEEPSPEED)
-def release(state: Coordinator, module: Module) -> None:
+def release(state: Coordinator, module: ModuleNode) -> None:
     """After a module: its parameters, all of them while the record is made, else those that can go."""
     going = releasable(state, module) if state.complete else frozenset(module.parameters)
     for number in module.parameters:
@@ -295,7 +295,7 @@ def release(state: Coordinator, module: Module) -> None:
 
 
 @rule(_WHERE + "__params_to_release", DEEPSPEED)
-def releasable(state: Coordinator, module: Module) -> frozenset[int]:
+def releasable(state: Coordinator, module: ModuleNode) -> frozenset[int]:
     """Neither persistent, nor fetched for a later use already, nor used again within the reuse distance."""
     key = module.number, state.position  # DeepSpeed remembers its first answer (lru_cache), so the same here
     if key not in state.released:
@@ -317,24 +317,24 @@ def release_parameter(state: Coordinator, number: int) -> None:
     if number in state.available and not state.active[number]:
         state.available.discard(number)
         state.live -= state.elements[number]
-        partition_again(state, number)
+        keep_secondary(state, number)
 
 
 @rule("deepspeed.runtime.zero.partition_parameters.Init._partition_param_sec", DEEPSPEED)
-def partition_again(state: Coordinator, number: int) -> None:
+def keep_secondary(state: Coordinator, number: int) -> None:
     """hpZ: what is taken apart is kept in the second partition as well, where it stays until it is invalid."""
     if state.second is not None:
         state.valid.add(number)
 
 
 @rule("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.invalidate_secondary_tensor", DEEPSPEED)
-def invalidate(state: Coordinator) -> None:
+def invalidate_secondary(state: Coordinator) -> None:
     """After the optimizer: the second partition of what it trains is of yesterday."""
     state.valid -= state.second or frozenset()
 
 
 @rule(_WHERE + "release_backward_leftovers", DEEPSPEED)
-def release_leftovers(state: Coordinator, modules: Iterable[Module]) -> None:
+def release_leftovers(state: Coordinator, modules: Iterable[ModuleNode]) -> None:
     """After backward: modules whose input had no gradient. Their persistent parameters stay."""
     for module in modules:
         for number in module.parameters:
@@ -360,7 +360,7 @@ def gather_persistent(state: Coordinator) -> None:
             state.traffic.gathers.append((number,))
 
 
-def play(state: Coordinator, micro_batches: int) -> list[Traffic]:
+def run_step(state: Coordinator, micro_batches: int) -> list[CoordinatorCalls]:
     """A whole step: the traffic of each of its micro-batches, then that of its optimizer."""
     parts = []
     for _ in range(micro_batches):
@@ -368,5 +368,5 @@ def play(state: Coordinator, micro_batches: int) -> list[Traffic]:
         parts.append(state.take())
     release_all(state)
     gather_persistent(state)
-    invalidate(state)
+    invalidate_secondary(state)
     return [*parts, state.take()]

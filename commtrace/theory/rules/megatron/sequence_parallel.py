@@ -14,7 +14,14 @@ from fractions import Fraction
 from typing import Final
 
 from commtrace.theory.closed_forms import all_gather_volume
-from commtrace.theory.expected_calls import Bar, ExpectedCall, Prediction, additions, telescope, wire
+from commtrace.theory.expected_calls import (
+    ExpectedCall,
+    Prediction,
+    WaterfallBar,
+    cause_bars,
+    level_bars,
+    total_wire_bytes,
+)
 from commtrace.theory.job import Job, element_size
 from commtrace.theory.rules.deepspeed.engine import parameter_size
 from commtrace.theory.rules.registry import GPT_NEOX, TORCH, WORKLOAD, rule
@@ -23,17 +30,17 @@ from .tensor_parallel import (
     ACTIVATIONS,
     FORM,
     ROLE,
-    activation,
+    activation_bytes,
+    activation_elements,
     backward_sums,
     check,
-    elements,
+    combine_predictions,
     form_bytes,
     forward_sums,
-    joined,
     loss_sums,
     micro_batches,
+    optimizer_calls,
     recomputed_sums,
-    scalars,
 )
 
 PARTS: Final = "gradients of norms and biases, which see a part of the sequence"
@@ -44,37 +51,37 @@ def applies(job: Job) -> bool:
     return job.tensor > 1 and bool(job.row.get("model", {}).get("sequence_parallel", False))
 
 
-def added(job: Job, data: Prediction) -> Prediction:
+def extend_prediction(job: Job, data: Prediction) -> Prediction:
     """The prediction of a job, from what it does among ranks that hold the same part of the model.
 
     Raises NotPredictedError where the job does not have the model's architecture, or has one without rules.
     """
     check(job)
-    own = (*model_messages(job), *scalars(job))
+    own = (*activation_calls(job), *optimizer_calls(job))
     scheme = f"{data.scheme}, tensor- and sequence-parallel over {job.tensor}"
-    return joined(job, data, own, Bar(FORM, form_bytes(job)), _bars(job, own), scheme)
+    return combine_predictions(job, data, own, WaterfallBar(FORM, form_bytes(job)), _bars(job, own), scheme)
 
 
-def model_messages(job: Job) -> list[ExpectedCall]:
+def activation_calls(job: Job) -> list[ExpectedCall]:
     """What travels through the model in one step."""
     steps = micro_batches(job)
     gathers = forward_gathers(job) + recomputed_gathers(job) + gathered_gradients(job)
     scatters = forward_scatters(job) + recomputed_sums(job) + scattered_gradients(job)
     return [
-        ExpectedCall("all_gather", gathered(job), ACTIVATIONS, gathers * steps, role=ROLE),
-        ExpectedCall("reduce_scatter", activation(job), ACTIVATIONS, scatters * steps, role=ROLE),
+        ExpectedCall("all_gather", gathered_bytes(job), ACTIVATIONS, gathers * steps, role=ROLE),
+        ExpectedCall("reduce_scatter", activation_bytes(job), ACTIVATIONS, scatters * steps, role=ROLE),
         *(one.times(steps) for one in (*summed_gradients(job), *loss_sums(job))),
     ]
 
 
-def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> list[Bar]:
+def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> list[WaterfallBar]:
     layers, steps = int(job.model("num_layers")), micro_batches(job)
     kept = forward_gathers(job) + forward_scatters(job) + gathered_gradients(job) + scattered_gradients(job)
     again = recomputed_gathers(job) + recomputed_sums(job)
 
     def volume(count: int) -> Fraction:
         """Of so many all_gathers and reduce_scatters, two of which are an all_reduce."""
-        return count * all_gather_volume(elements(job), job.tensor) * parameter_size(job)
+        return count * all_gather_volume(activation_elements(job), job.tensor) * parameter_size(job)
 
     levels = {
         "sequence parallelism: in each layer four all_gathers and four reduce_scatters": volume(2 + 8 * layers),
@@ -82,19 +89,21 @@ def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> list[Bar]:
         "sequence parallelism: activations recomputed": volume(kept - 2 + again),
         "sequence parallelism: the head's input": volume(kept + again),
         f"sequence parallelism: in each of {steps} micro-batches": steps * volume(kept + again),
-        "sequence parallelism: sums travel in fp32": wire((one for one in own if one.cause == ACTIVATIONS), job.tensor),
+        "sequence parallelism: sums travel in fp32": total_wire_bytes(
+            (one for one in own if one.cause == ACTIVATIONS), job.tensor
+        ),
     }
     rest = [one for one in own if one.cause != ACTIVATIONS]
-    return [*telescope(form_bytes(job), levels), *additions(rest, job.tensor, "sequence parallelism: ")]
+    return [*level_bars(form_bytes(job), levels), *cause_bars(rest, job.tensor, "sequence parallelism: ")]
 
 
 # --- rules ----------------------------------------------------------------------------------------------------------
 
 
 @rule("megatron.mpu.mappings._gather_along_seq_dim", GPT_NEOX)
-def gathered(job: Job) -> int:
+def gathered_bytes(job: Job) -> int:
     """Bytes of one gathered sequence, of the parameters' type: fp32_allreduce is of sums alone."""
-    return elements(job) * parameter_size(job)
+    return activation_elements(job) * parameter_size(job)
 
 
 @rule("megatron.mpu.mappings._GatherFromSequenceParallelRegion.forward", GPT_NEOX)

@@ -17,7 +17,14 @@ from math import ceil
 from typing import Final
 
 from commtrace.theory.closed_forms import all_reduce, tensor_parallel
-from commtrace.theory.expected_calls import Bar, ExpectedCall, Prediction, additions, telescope, wire
+from commtrace.theory.expected_calls import (
+    ExpectedCall,
+    Prediction,
+    WaterfallBar,
+    cause_bars,
+    level_bars,
+    total_wire_bytes,
+)
 from commtrace.theory.job import Job, NotPredictedError, element_size
 from commtrace.theory.rules.deepspeed.engine import NORM, OVERFLOW, parameter_size
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, TORCH, WORKLOAD, rule
@@ -33,22 +40,22 @@ def applies(job: Job) -> bool:
     return job.tensor > 1
 
 
-def added(job: Job, data: Prediction) -> Prediction:
+def extend_prediction(job: Job, data: Prediction) -> Prediction:
     """The prediction of a tensor-parallel job, from what it does among ranks that hold the same part of the model.
 
     Raises NotPredictedError where the job does not have the model's architecture, or has one without rules.
     """
     check(job)
-    own = (*model_messages(job), *scalars(job))
-    return joined(job, data, own, *_bars(job, own), f"{data.scheme}, tensor-parallel over {job.tensor}")
+    own = (*activation_calls(job), *optimizer_calls(job))
+    return combine_predictions(job, data, own, *_bars(job, own), f"{data.scheme}, tensor-parallel over {job.tensor}")
 
 
-def joined(
+def combine_predictions(
     job: Job,
     data: Prediction,
     own: tuple[ExpectedCall, ...],
-    form: Bar,
-    bars: list[Bar],
+    form: WaterfallBar,
+    bars: list[WaterfallBar],
     scheme: str,
     others: Mapping[str, int] | None = None,
 ) -> Prediction:
@@ -56,7 +63,7 @@ def joined(
 
     `others`: sizes of the groups of other roles, if it is not the model that is shared.
     """
-    whole = Bar(f"{data.closed_form.label} + {form.label}", data.closed_form.bytes + form.bytes)
+    whole = WaterfallBar(f"{data.closed_form.label} + {form.label}", data.closed_form.bytes + form.bytes)
     norms = tuple(one for one in own if one.cause == NORM)
     skipped = tuple(
         (*_of_data(job, messages), *(norms if any(one.cause == NORM for one in messages) else ()))
@@ -96,16 +103,16 @@ def _of_data(job: Job, messages: tuple[ExpectedCall, ...]) -> tuple[ExpectedCall
     return messages if job.ranks > 1 else tuple(replace(one, role="self") for one in messages)
 
 
-def model_messages(job: Job) -> list[ExpectedCall]:
+def activation_calls(job: Job) -> list[ExpectedCall]:
     """What travels through the model in one step."""
     passes = embedding_sums() + forward_sums(job) + recomputed_sums(job) + backward_sums(job) + head_sums()
     return [
-        ExpectedCall("all_reduce", activation(job), ACTIVATIONS, passes, role=ROLE).times(micro_batches(job)),
+        ExpectedCall("all_reduce", activation_bytes(job), ACTIVATIONS, passes, role=ROLE).times(micro_batches(job)),
         *(one.times(micro_batches(job)) for one in loss_sums(job)),
     ]
 
 
-def scalars(job: Job) -> list[ExpectedCall]:
+def optimizer_calls(job: Job) -> list[ExpectedCall]:
     """What the optimizer compares, in a step."""
     if job.row.get("source") == "ddp":
         return clipping(job)
@@ -114,11 +121,11 @@ def scalars(job: Job) -> list[ExpectedCall]:
     return [*overflow_checks(job), *norms(job)]
 
 
-def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> tuple[Bar, list[Bar]]:
+def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> tuple[WaterfallBar, list[WaterfallBar]]:
     layers, steps, form = int(job.model("num_layers")), micro_batches(job), form_bytes(job)
 
     def volume(count: int) -> Fraction:
-        return count * all_reduce(elements(job), job.tensor) * parameter_size(job)
+        return count * all_reduce(activation_elements(job), job.tensor) * parameter_size(job)
 
     kept = forward_sums(job) + backward_sums(job) + embedding_sums()
     levels = {
@@ -128,29 +135,31 @@ def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> tuple[Bar, list[Bar]]:
         "tensor parallelism: the gradient of the head's input": volume(kept + recomputed_sums(job) + head_sums()),
         f"tensor parallelism: in each of {steps} micro-batches": steps
         * volume(kept + recomputed_sums(job) + head_sums()),
-        "tensor parallelism: sums travel in fp32": wire((one for one in own if one.cause == ACTIVATIONS), job.tensor),
+        "tensor parallelism: sums travel in fp32": total_wire_bytes(
+            (one for one in own if one.cause == ACTIVATIONS), job.tensor
+        ),
     }
     rest = [one for one in own if one.cause != ACTIVATIONS]
-    bars = [*telescope(form, levels), *additions(rest, job.tensor, "tensor parallelism: ")]
-    return Bar(FORM, form), bars
+    bars = [*level_bars(form, levels), *cause_bars(rest, job.tensor, "tensor parallelism: ")]
+    return WaterfallBar(FORM, form), bars
 
 
 def form_bytes(job: Job) -> Fraction:
     """Equation 5 in bytes of the parameters' type."""
-    batch, length, hidden = shape(job)
+    batch, length, hidden = batch_dimensions(job)
     return tensor_parallel(batch, length, hidden, int(job.model("num_layers")), job.tensor) * parameter_size(job)
 
 
-def shape(job: Job) -> tuple[int, int, int]:
+def batch_dimensions(job: Job) -> tuple[int, int, int]:
     """b, s, h: sequences of a micro-batch, their length, the hidden size."""
     names = ("train_micro_batch_size_per_gpu", "seq_length", "hidden_size")
     batch, length, hidden = (int(job.model(name)) for name in names)
     return batch, length, hidden
 
 
-def elements(job: Job) -> int:
+def activation_elements(job: Job) -> int:
     """Of the activations of one micro-batch between two layers: b s h."""
-    batch, length, hidden = shape(job)
+    batch, length, hidden = batch_dimensions(job)
     return batch * length * hidden
 
 
@@ -163,10 +172,10 @@ def micro_batches(job: Job) -> int:
 
 
 @rule("megatron.mpu.mappings._reduce", GPT_NEOX)
-def activation(job: Job) -> int:
+def activation_bytes(job: Job) -> int:
     """Bytes of one sum of activations, which are of the parameters' type; in fp32 with fp32_allreduce."""
     wide = bool(job.model("fp32_allreduce", False))
-    return elements(job) * (element_size("float32") if wide else parameter_size(job))
+    return activation_elements(job) * (element_size("float32") if wide else parameter_size(job))
 
 
 @rule("megatron.mpu.layers.VocabParallelEmbedding.forward", GPT_NEOX)
@@ -213,7 +222,7 @@ def recomputed_sums(job: Job) -> int:
 @rule("megatron.mpu.cross_entropy._VocabParallelCrossEntropy.forward", GPT_NEOX)
 def loss_sums(job: Job) -> list[ExpectedCall]:
     """Of each token the largest logit, its own, and the sum of exponentials, in fp32."""
-    batch, length, _ = shape(job)
+    batch, length, _ = batch_dimensions(job)
     return [ExpectedCall("all_reduce", batch * length * element_size("float32"), LOSS, 3, role=ROLE)]
 
 

@@ -11,9 +11,17 @@ from collections.abc import Iterable
 from typing import Final
 
 from commtrace.theory.closed_forms import data_parallel
-from commtrace.theory.expected_calls import Bar, ExpectedCall, Prediction, additions, settled, telescope, wire
-from commtrace.theory.job import Job, NotPredictedError, Tensor
-from commtrace.theory.rules.gradient_buckets import filled, most_filled
+from commtrace.theory.expected_calls import (
+    ExpectedCall,
+    Prediction,
+    WaterfallBar,
+    cause_bars,
+    drop_repeated_steps,
+    level_bars,
+    total_wire_bytes,
+)
+from commtrace.theory.job import Job, ModelTensor, NotPredictedError
+from commtrace.theory.rules.gradient_buckets import buckets_reaching_limit, max_buckets_reaching_limit
 from commtrace.theory.rules.gradient_order import backward_order
 from commtrace.theory.rules.registry import TORCH, rule
 
@@ -29,7 +37,7 @@ def predict(job: Job) -> Prediction:
     if job.fact("mixed_precision") is not None:
         raise NotPredictedError("DDP's own mixed precision has no rules yet")
     start = (*verification(job), *first_broadcast(job))
-    steps = settled(_step(job, number) for number in range(_STEPS))
+    steps = drop_repeated_steps(_step(job, number) for number in range(_STEPS))
     form, bars = _bars(job, steps[-1])
     return Prediction("DDP", job.ranks, start, steps, form, bars)
 
@@ -41,18 +49,21 @@ def _step(job: Job, number: int) -> tuple[ExpectedCall, ...]:
     return (*anew, *buffers_broadcast(job), *reduced, *used_map(job, number))
 
 
-def _bars(job: Job, steady: tuple[ExpectedCall, ...]) -> tuple[Bar, tuple[Bar, ...]]:
+def _bars(job: Job, steady: tuple[ExpectedCall, ...]) -> tuple[WaterfallBar, tuple[WaterfallBar, ...]]:
     size = _widest(job.parameters)
     form = data_parallel(sum(parameter.elements for parameter in job.parameters), job.ranks) * size
     trained = data_parallel(sum(parameter.elements for parameter in job.trainable), job.ranks) * size
     reduced = [one for one in steady if one.cause == GRADIENTS]
-    levels = {"frozen parameters have no gradients": trained, "gradients of smaller types": wire(reduced, job.ranks)}
+    levels = {
+        "frozen parameters have no gradients": trained,
+        "gradients of smaller types": total_wire_bytes(reduced, job.ranks),
+    }
     rest = [one for one in steady if one.cause != GRADIENTS]
-    bars = [*telescope(form, levels), *additions(rest, job.ranks)]
-    return Bar("equation 2: 2 P (d-1)/d", form), tuple(bars)
+    bars = [*level_bars(form, levels), *cause_bars(rest, job.ranks)]
+    return WaterfallBar("equation 2: 2 P (d-1)/d", form), tuple(bars)
 
 
-def _widest(tensors: Iterable[Tensor]) -> int:
+def _widest(tensors: Iterable[ModelTensor]) -> int:
     return max((tensor.size for tensor in tensors), default=1)
 
 
@@ -81,10 +92,12 @@ def buffers_broadcast(job: Job) -> list[ExpectedCall]:
     return _broadcasts(job, tensors, "buffers (broadcast_buffers)")
 
 
-def _broadcasts(job: Job, tensors: Iterable[Tensor], cause: str) -> list[ExpectedCall]:
+def _broadcasts(job: Job, tensors: Iterable[ModelTensor], cause: str) -> list[ExpectedCall]:
     limits, kept = [int(job.fact("broadcast_bucket_size"))], _kept(job, tensors)
     return [
-        ExpectedCall("broadcast", sum(bucket), cause) for sizes in _by_type(kept) for bucket in filled(sizes, limits)
+        ExpectedCall("broadcast", sum(bucket), cause)
+        for sizes in _by_type(kept)
+        for bucket in buckets_reaching_limit(sizes, limits)
     ]
 
 
@@ -126,11 +139,11 @@ def gradients(job: Job) -> list[ExpectedCall]:
     return _reductions(backward_order(job, _trained(job)), rebuilt_limits(job), ordered=True)
 
 
-def _reductions(tensors: Iterable[Tensor], limits: list[int], *, ordered: bool = False) -> list[ExpectedCall]:
+def _reductions(tensors: Iterable[ModelTensor], limits: list[int], *, ordered: bool = False) -> list[ExpectedCall]:
     found = []
     for sizes in _by_type(tensors):
-        buckets = filled(sizes, limits)
-        most = most_filled(sum(sizes), limits) if ordered else len(buckets)
+        buckets = buckets_reaching_limit(sizes, limits)
+        most = max_buckets_reaching_limit(sum(sizes), limits) if ordered else len(buckets)
         for number, bucket in enumerate(buckets):
             room = 1 + max(0, most - len(buckets)) if number == 0 else 1
             found.append(ExpectedCall("all_reduce", sum(bucket), GRADIENTS, most=room if ordered else None))
@@ -158,16 +171,16 @@ def used_map(job: Job, step: int) -> list[ExpectedCall]:
     return [ExpectedCall("all_reduce", _INT32 * len(_trained(job)), cause)]
 
 
-def _kept(job: Job, tensors: Iterable[Tensor]) -> list[Tensor]:
+def _kept(job: Job, tensors: Iterable[ModelTensor]) -> list[ModelTensor]:
     ignored = set(job.fact("ignored"))
     return [tensor for tensor in tensors if tensor.name not in ignored]
 
 
-def _trained(job: Job) -> list[Tensor]:
+def _trained(job: Job) -> list[ModelTensor]:
     return _kept(job, job.trainable)
 
 
-def _by_type(tensors: Iterable[Tensor]) -> list[list[int]]:
+def _by_type(tensors: Iterable[ModelTensor]) -> list[list[int]]:
     """Bytes of the tensors, those of one element type together."""
     types: dict[str, list[int]] = {}
     for tensor in tensors:

@@ -19,7 +19,14 @@ from math import prod
 from typing import Any, Final
 
 from commtrace.theory.closed_forms import tensor_parallel
-from commtrace.theory.expected_calls import Bar, ExpectedCall, Prediction, additions, telescope, wire
+from commtrace.theory.expected_calls import (
+    ExpectedCall,
+    Prediction,
+    WaterfallBar,
+    cause_bars,
+    level_bars,
+    total_wire_bytes,
+)
 from commtrace.theory.job import Job, NotPredictedError, element_size
 from commtrace.theory.rules.deepspeed.engine import parameter_size
 from commtrace.theory.rules.registry import TORCH, WORKLOAD, rule
@@ -35,7 +42,7 @@ _LAYER: Final = re.compile(r"(?:.*\.)?(?:block_)?(\d+)(?=\.)")
 
 
 @dataclass(frozen=True)
-class Style:
+class ModuleStyle:
     """A module of the plan."""
 
     module: str
@@ -59,7 +66,7 @@ class Style:
 
 
 @dataclass(frozen=True)
-class Moves:
+class ModuleCalls:
     """What a module sends in one micro-batch."""
 
     forward: tuple[ExpectedCall, ...] = ()
@@ -68,18 +75,18 @@ class Moves:
 
 def predict(job: Job) -> Prediction:
     """What a rank of a model that is tensor-parallel alone communicates. Raises NotPredictedError."""
-    alone = Prediction("DTensor", job.ranks, (), ((),), Bar("", Fraction(0)), ())
-    return added(job, alone)
+    alone = Prediction("DTensor", job.ranks, (), ((),), WaterfallBar("", Fraction(0)), ())
+    return extend_prediction(job, alone)
 
 
-def added(job: Job, data: Prediction) -> Prediction:
+def extend_prediction(job: Job, data: Prediction) -> Prediction:
     """With what FSDP does beside it. Raises NotPredictedError where the model's architecture is not told."""
     if "model" not in job.row:
         raise NotPredictedError(
             "a tensor-parallel model that does not say its architecture (neox_args) has no rules yet"
         )
     plan = styles(job)
-    own = (*activations(job, plan), *norm_gradients(job, plan), *clipping(job, plan))
+    own = (*activation_calls(job, plan), *norm_gradients(job, plan), *clipping(job, plan))
     form, bars = _bars(job, own)
     label = f"{data.closed_form.label} + {form.label}" if data.closed_form.label else form.label
     sequence = " along the sequence" if any(style.kind == "SequenceParallel" for style in plan) else ""
@@ -88,21 +95,21 @@ def added(job: Job, data: Prediction) -> Prediction:
         scheme=f"{data.scheme}, tensor-parallel{sequence} over {job.tensor}",
         start=(*data.start, *sent_parameters(job, plan)),
         steps=tuple((*step, *own) for step in data.steps),
-        closed_form=Bar(label, data.closed_form.bytes + form.bytes),
+        closed_form=WaterfallBar(label, data.closed_form.bytes + form.bytes),
         bars=(*data.bars, *bars),
         others={ROLE: job.tensor},
     )
 
 
-def styles(job: Job) -> list[Style]:
+def styles(job: Job) -> list[ModuleStyle]:
     """The plan, in the order of the model's modules."""
     rows: list[Mapping[str, Any]] = list(job.fact("tensor_plan"))
     prepared = [str(row["module"]) for row in rows if row["style"] == "PrepareModuleInput"]
     return [_style(row, prepared) for row in rows]
 
 
-def _style(row: Mapping[str, Any], prepared: Sequence[str]) -> Style:
-    one = Style(
+def _style(row: Mapping[str, Any], prepared: Sequence[str]) -> ModuleStyle:
+    one = ModuleStyle(
         str(row["module"]),
         str(row["style"]),
         _first(row["inputs"]),
@@ -141,21 +148,21 @@ def _bytes(job: Job, width: int) -> int:
     return batch * length * width * element_size(activation_type(job))
 
 
-def activations(job: Job, plan: Sequence[Style]) -> Iterator[ExpectedCall]:
+def activation_calls(job: Job, plan: Sequence[ModuleStyle]) -> Iterator[ExpectedCall]:
     """Of all micro-batches of a step."""
     for style in plan:
-        found = moves(job, style)
+        found = module_calls(job, style)
         yield from (one.times(micro_batches(job)) for one in (*found.forward, *found.backward))
     yield from (one.times(micro_batches(job)) for one in recomputed(job, plan))
 
 
-def _bars(job: Job, own: Sequence[ExpectedCall]) -> tuple[Bar, list[Bar]]:
+def _bars(job: Job, own: Sequence[ExpectedCall]) -> tuple[WaterfallBar, list[WaterfallBar]]:
     batch, length, hidden, layers = (
         int(job.model(name)) for name in ("train_micro_batch_size_per_gpu", "seq_length", "hidden_size", "num_layers")
     )
     size = parameter_size(job)
     form = tensor_parallel(batch, length, hidden, layers, job.tensor) * size
-    sent = wire((one for one in own if one.cause == ACTIVATIONS), job.tensor)
+    sent = total_wire_bytes((one for one in own if one.cause == ACTIVATIONS), job.tensor)
     parts = micro_batches(job)
     whole = sent / parts
     levels = {
@@ -166,8 +173,8 @@ def _bars(job: Job, own: Sequence[ExpectedCall]) -> tuple[Bar, list[Bar]]:
         f"tensor parallelism: in each of {parts} micro-batches": sent,
     }
     rest = [replace(one, cause=f"tensor parallelism: {one.cause}") for one in own if one.cause != ACTIVATIONS]
-    bars = [*telescope(form, levels), *additions(rest, job.tensor)]
-    return Bar("equation 5: (12 L + 2) b s h (t-1)/t", form), bars
+    bars = [*level_bars(form, levels), *cause_bars(rest, job.tensor)]
+    return WaterfallBar("equation 5: (12 L + 2) b s h (t-1)/t", form), bars
 
 
 # --- rules ----------------------------------------------------------------------------------------------------------
@@ -176,7 +183,7 @@ _STYLE: Final = "torch.distributed.tensor.parallel.style."
 
 
 @rule(_STYLE + "ColwiseParallel, RowwiseParallel (partition); torch.distributed.tensor.distribute_tensor", TORCH)
-def sent_parameters(job: Job, plan: Sequence[Style]) -> list[ExpectedCall]:
+def sent_parameters(job: Job, plan: Sequence[ModuleStyle]) -> list[ExpectedCall]:
     """At start-up: what is cut is scattered, a row-parallel module's bias broadcast; a norm's parameters stay."""
     found = []
     for style in plan:
@@ -190,43 +197,43 @@ def sent_parameters(job: Job, plan: Sequence[Style]) -> list[ExpectedCall]:
 
 @rule(_STYLE + "ColwiseParallel, RowwiseParallel, SequenceParallel, PrepareModuleInput (_prepare_input_fn, "
       "_prepare_output_fn)", TORCH)  # fmt: skip
-def moves(job: Job, style: Style) -> Moves:
+def module_calls(job: Job, style: ModuleStyle) -> ModuleCalls:
     """What has to move between how an input comes and how a module needs it, and likewise of its output."""
     if style.kind == "SequenceParallel":
-        return Moves()
+        return ModuleCalls()
     if style.kind == "PrepareModuleInput":
         return _gathered_input(job, style.inputs, int(job.model("hidden_size")))
     if style.kind == "ColwiseParallel":
-        before = Moves() if style.wrapped else _gathered_input(job, style.inputs, style.weight[1])
+        before = ModuleCalls() if style.wrapped else _gathered_input(job, style.inputs, style.weight[1])
         after = _gathered_output(job, style.outputs, style.weight[0])
-        return Moves((*before.forward, *after.forward), (*before.backward, *after.backward))
+        return ModuleCalls((*before.forward, *after.forward), (*before.backward, *after.backward))
     if style.kind == "RowwiseParallel":
         return _summed_output(job, style.outputs, style.weight[1] if style.embedding else style.weight[0])
     raise NotPredictedError(f"the style {style.kind} has no rules yet")
 
 
-def _gathered_input(job: Job, layout: str, width: int) -> Moves:
+def _gathered_input(job: Job, layout: str, width: int) -> ModuleCalls:
     """Whole where it is needed; backward the ranks' gradients are summed."""
     if layout == "Replicate":
-        return Moves(backward=(_moved(job, "all_reduce", width),))
+        return ModuleCalls(backward=(_moved(job, "all_reduce", width),))
     if layout == "Shard(1)":
-        return Moves((_moved(job, "all_gather", width),), (_moved(job, "reduce_scatter", width),))
+        return ModuleCalls((_moved(job, "all_gather", width),), (_moved(job, "reduce_scatter", width),))
     raise NotPredictedError(f"an input that lies as {layout} has no rules yet")
 
 
-def _gathered_output(job: Job, layout: str, width: int) -> Moves:
+def _gathered_output(job: Job, layout: str, width: int) -> ModuleCalls:
     if layout == "Shard(-1)":
-        return Moves()
+        return ModuleCalls()
     if layout == "Replicate":
-        return Moves((replace(_moved(job, "all_gather", width), cause=LOGITS),))
+        return ModuleCalls((replace(_moved(job, "all_gather", width), cause=LOGITS),))
     raise NotPredictedError(f"a column-parallel output that lies as {layout} has no rules yet")
 
 
-def _summed_output(job: Job, layout: str, width: int) -> Moves:
+def _summed_output(job: Job, layout: str, width: int) -> ModuleCalls:
     if layout == "Replicate":
-        return Moves((_moved(job, "all_reduce", width),))
+        return ModuleCalls((_moved(job, "all_reduce", width),))
     if layout == "Shard(1)":
-        return Moves((_moved(job, "reduce_scatter", width),), (_moved(job, "all_gather", width),))
+        return ModuleCalls((_moved(job, "reduce_scatter", width),), (_moved(job, "all_gather", width),))
     raise NotPredictedError(f"a row-parallel output that lies as {layout} has no rules yet")
 
 
@@ -236,14 +243,14 @@ def _moved(job: Job, op: str, width: int) -> ExpectedCall:
 
 @rule("torch.utils.checkpoint.CheckpointFunction; "
       "torch.utils.checkpoint._checkpoint_without_reentrant_generator (early stop, DTensors)", TORCH)  # fmt: skip
-def recomputed(job: Job, plan: Sequence[Style]) -> list[ExpectedCall]:
+def recomputed(job: Job, plan: Sequence[ModuleStyle]) -> list[ExpectedCall]:
     """The second forward pass of layers; without reentrant autograd it ends before a stretch's last sum."""
     if not job.model("checkpoint_activations", False):
         return []
     layers: dict[int, list[ExpectedCall]] = {}
     for style in plan:
         if style.layer is not None:
-            layers.setdefault(style.layer, []).extend(moves(job, style).forward)
+            layers.setdefault(style.layer, []).extend(module_calls(job, style).forward)
     early = not job.model("checkpoint_reentrant", True) and not float(job.model("hidden_dropout", 0.0))
     each, count = int(job.model("checkpoint_num_layers", 1)), len(layers)
     last = {min(at + each, count) - 1 for at in range(0, count, each)} if early else set()
@@ -253,7 +260,7 @@ def recomputed(job: Job, plan: Sequence[Style]) -> list[ExpectedCall]:
 @rule("torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._get_grad_inner_tensor; "
       "torch.optim.adam._single_tensor_adam (of DTensors); torch.nn.utils.get_total_norm (of DTensors)",
       TORCH)  # fmt: skip
-def norm_gradients(job: Job, plan: Sequence[Style]) -> list[ExpectedCall]:
+def norm_gradients(job: Job, plan: Sequence[ModuleStyle]) -> list[ExpectedCall]:
     """Of parameters that see a part of the sequence, each rank has a summand of the gradient.
 
     FSDP sums it before it reduces it. Without FSDP it stays a summand, and is summed in passing wherever it is read:
@@ -287,15 +294,15 @@ def clips(job: Job) -> bool:
     return float(job.model("gradient_clipping", 0.0)) > 0
 
 
-def cut_parameters(job: Job, plan: Sequence[Style]) -> int:
+def num_sharded_parameters(job: Job, plan: Sequence[ModuleStyle]) -> int:
     """Parameters that are DTensors of the ranks that share a model."""
     named = {style.module for style in plan}
     return sum(1 for one in job.trainable if one.name.rpartition(".")[0] in named)
 
 
 @rule("examples.gpt_neox.dtensor_parallel.clip_gradients", WORKLOAD)
-def clipping(job: Job, plan: Sequence[Style]) -> list[ExpectedCall]:
+def clipping(job: Job, plan: Sequence[ModuleStyle]) -> list[ExpectedCall]:
     """The norms of what is cut, a number for each parameter, in one call."""
     if not clips(job):
         return []
-    return [ExpectedCall("all_reduce", cut_parameters(job, plan) * parameter_size(job), NORM, role=ROLE)]
+    return [ExpectedCall("all_reduce", num_sharded_parameters(job, plan) * parameter_size(job), NORM, role=ROLE)]

@@ -18,12 +18,19 @@ from math import ceil, prod
 from typing import Any, Final
 
 from commtrace.theory.closed_forms import all_gather_volume, all_reduce, hybrid_sharded
-from commtrace.theory.expected_calls import Bar, ExpectedCall, Prediction, additions, telescope, wire
+from commtrace.theory.expected_calls import (
+    ExpectedCall,
+    Prediction,
+    WaterfallBar,
+    cause_bars,
+    level_bars,
+    total_wire_bytes,
+)
 from commtrace.theory.job import Job, NotPredictedError, element_size
 from commtrace.theory.rules.deepspeed.engine import parameter_size
 from commtrace.theory.rules.registry import TORCH, rule
 
-from .dtensor import cut_parameters, styles
+from .dtensor import num_sharded_parameters, styles
 
 PARAMETERS: Final = "parameters"
 GRADIENTS: Final = "gradients"
@@ -32,7 +39,7 @@ NORM: Final = "norm of the gradients"
 
 
 @dataclass(frozen=True)
-class Unit:
+class FsdpUnit:
     """Parameters that travel together. Lists are parallel; shapes are those that FSDP divides."""
 
     name: str
@@ -70,7 +77,7 @@ def predict(job: Job) -> Prediction:
     return Prediction(scheme, max(unit.shards for unit in units), (), (step,), form, tuple(bars))
 
 
-def check(job: Job, units: list[Unit]) -> None:
+def check(job: Job, units: list[FsdpUnit]) -> None:
     """Raise NotPredictedError for settings that have no rules yet."""
     if job.ranks < 2:
         raise NotPredictedError("with one data-parallel rank there is nothing to tell")
@@ -80,17 +87,17 @@ def check(job: Job, units: list[Unit]) -> None:
         raise NotPredictedError("fully_shard without its all_reduce (set_requires_all_reduce) has no rules yet")
 
 
-def units_of(job: Job) -> list[Unit]:
+def units_of(job: Job) -> list[FsdpUnit]:
     """The job's units, the root first."""
     return [_unit(job, row) for row in job.fact("units") if row["parameters"]]
 
 
-def _unit(job: Job, row: dict[str, Any]) -> Unit:
+def _unit(job: Job, row: dict[str, Any]) -> FsdpUnit:
     reshard = row["reshard_after_forward"]
     if not row["unshard_in_backward"]:
         raise NotPredictedError("set_unshard_in_backward has no rules yet")
     shards = int(row["shards"])
-    return Unit(
+    return FsdpUnit(
         str(row["name"]),
         tuple(tuple(map(int, shape)) for shape in row["shapes"]),
         tuple(map(int, row["dims"])),
@@ -104,10 +111,10 @@ def _unit(job: Job, row: dict[str, Any]) -> Unit:
     )
 
 
-def _step(job: Job, units: list[Unit]) -> Iterator[ExpectedCall]:
+def _step(job: Job, units: list[FsdpUnit]) -> Iterator[ExpectedCall]:
     yield from gathers(job, units)
     for unit in units:
-        yield from (one.times(reductions(job)) for one in (*scattered(unit), *summed(unit)))
+        yield from (one.times(reductions(job)) for one in (*gradient_scatters(unit), *replica_sums(unit)))
     yield from clipping(job, units)
 
 
@@ -121,26 +128,28 @@ def clips(job: Job) -> bool:
     return "model" in job.row and float(job.model("gradient_clipping", 0.0)) > 0
 
 
-def _bars(job: Job, units: list[Unit], step: tuple[ExpectedCall, ...]) -> tuple[Bar, list[Bar]]:
+def _bars(job: Job, units: list[FsdpUnit], step: tuple[ExpectedCall, ...]) -> tuple[WaterfallBar, list[WaterfallBar]]:
     """Two all_gathers and a reduce_scatter; in HSDP an all_reduce of what the reduce_scatter leaves."""
     shards, copies = max(unit.shards for unit in units), max(unit.copies for unit in units)
     elements, size, parts = sum(unit.elements for unit in units), parameter_size(job), micro_batches(job)
-    form = Bar(
+    form = WaterfallBar(
         "HSDP: 3 P (F-1)/F + 2 (P/F) (R-1)/R" if copies > 1 else "equation 3: 3 P (d-1)/d",
         hybrid_sharded(elements, shards, copies) * size,
     )
     bytes_of = sum(sum(map(_bytes, unit.shapes, unit.dtypes)) for unit in units)
     sent = _wire(step, shards, PARAMETERS)
-    padded = 2 * parts * sum((all_gather_volume(gathered_bytes(unit), unit.shards) for unit in units), Fraction(0))
+    padded_elements = (
+        2 * parts * sum((all_gather_volume(gathered_bytes(unit), unit.shards) for unit in units), Fraction(0))
+    )
     kind = units[0].dtypes[0]
     third = all_gather_volume(elements, shards) * size
     levels = {
         f"parameters pass twice in each of {parts} micro-batches": 2 * parts * third,
         f"parameters travel as {kind}": 2 * parts * all_gather_volume(bytes_of, shards),
-        "padding of parameters to equal parts": padded,
+        "padding of parameters to equal parts": padded_elements,
         "parameters that are still there, or gathered from fewer ranks": sent,
     }
-    bars = telescope(2 * third, levels)
+    bars = level_bars(2 * third, levels)
     trained = sum(unit.gradient_elements() for unit in units)
     wide = [unit.gradient_elements() * element_size(_gradient_type(unit)) for unit in units]
     scattered_bytes = sum(_padded_gradients(unit) for unit in units)
@@ -150,7 +159,7 @@ def _bars(job: Job, units: list[Unit], step: tuple[ExpectedCall, ...]) -> tuple[
         "padding of gradients to equal parts": all_gather_volume(scattered_bytes, shards),
         f"gradients reduced {reductions(job)} times a step": _wire(step, shards, GRADIENTS),
     }
-    bars += telescope(third, scatters)
+    bars += level_bars(third, scatters)
     if copies > 1:
         share = form.bytes - 3 * third
         sums = {
@@ -159,19 +168,19 @@ def _bars(job: Job, units: list[Unit], step: tuple[ExpectedCall, ...]) -> tuple[
             "among copies: padding of gradients": all_reduce(scattered_bytes, copies) / shards,
             f"among copies: reduced {reductions(job)} times a step": _wire(step, copies, COPIES),
         }
-        bars += telescope(share, sums)
-    return form, [*bars, *additions((one for one in step if one.cause == NORM), shards)]
+        bars += level_bars(share, sums)
+    return form, [*bars, *cause_bars((one for one in step if one.cause == NORM), shards)]
 
 
 def _wire(step: Iterable[ExpectedCall], ranks: int, cause: str) -> Fraction:
-    return wire((one for one in step if one.cause == cause), ranks)
+    return total_wire_bytes((one for one in step if one.cause == cause), ranks)
 
 
 def _bytes(shape: tuple[int, ...], dtype: str) -> int:
     return prod(shape) * element_size(dtype)
 
 
-def _gradient_type(unit: Unit) -> str:
+def _gradient_type(unit: FsdpUnit) -> str:
     types = {dtype for dtype, trained in zip(unit.dtypes, unit.trained, strict=True) if trained}
     return unit.reduce_dtype or min(types)
 
@@ -182,21 +191,21 @@ _WHERE: Final = "torch.distributed.fsdp._fully_shard."
 
 
 @rule(_WHERE + "_fsdp_param.FSDPParam._init_sharded_param; " + _WHERE + "_fsdp_common._get_dim0_padded_size", TORCH)
-def padded(shape: tuple[int, ...], dim: int, shards: int) -> int:
+def padded_elements(shape: tuple[int, ...], dim: int, shards: int) -> int:
     """Elements of a parameter whose divided dimension is made a multiple of the ranks; the others stay."""
     return prod(ceil(size / shards) * shards if at == dim else size for at, size in enumerate(shape))
 
 
 @rule(_WHERE + "_fsdp_collectives.foreach_all_gather", TORCH)
-def gathered_bytes(unit: Unit) -> int:
+def gathered_bytes(unit: FsdpUnit) -> int:
     """Payload of a unit's all_gather; parameters of several types travel together, as bytes."""
     parts = zip(unit.shapes, unit.dims, unit.dtypes, strict=True)
-    return sum(padded(shape, dim, unit.shards) * element_size(dtype) for shape, dim, dtype in parts)
+    return sum(padded_elements(shape, dim, unit.shards) * element_size(dtype) for shape, dim, dtype in parts)
 
 
 @rule(_WHERE + "_fsdp_param_group.FSDPParamGroup.unshard, reshard; "
       + _WHERE + "_fsdp_state.FSDPState._lazy_init (the root stays whole)", TORCH)  # fmt: skip
-def gathers(job: Job, units: list[Unit]) -> list[ExpectedCall]:
+def gathers(job: Job, units: list[FsdpUnit]) -> list[ExpectedCall]:
     """Before forward, and before backward where parameters were taken apart again; not while they are whole.
 
     Prefetching and recomputed activations change when a unit is gathered, not how often.
@@ -213,7 +222,7 @@ def gathers(job: Job, units: list[Unit]) -> list[ExpectedCall]:
     return found
 
 
-def _gather(unit: Unit, ranks: int) -> list[ExpectedCall]:
+def _gather(unit: FsdpUnit, ranks: int) -> list[ExpectedCall]:
     return [ExpectedCall("all_gather", gathered_bytes(unit), PARAMETERS, ranks=ranks)] if ranks > 1 else []
 
 
@@ -224,7 +233,7 @@ def reductions(job: Job) -> int:
 
 
 @rule(_WHERE + "_fsdp_collectives.foreach_reduce", TORCH)
-def scattered(unit: Unit) -> list[ExpectedCall]:
+def gradient_scatters(unit: FsdpUnit) -> list[ExpectedCall]:
     """One reduce_scatter of the gradients of a unit's trained parameters, padded as they are."""
     return (
         [ExpectedCall("reduce_scatter", _padded_gradients(unit), GRADIENTS, ranks=unit.shards)]
@@ -233,21 +242,21 @@ def scattered(unit: Unit) -> list[ExpectedCall]:
     )
 
 
-def _padded_gradients(unit: Unit) -> int:
+def _padded_gradients(unit: FsdpUnit) -> int:
     parts = zip(unit.shapes, unit.dims, unit.trained, strict=True)
-    elements = sum(padded(shape, dim, unit.shards) for shape, dim, trained in parts if trained)
+    elements = sum(padded_elements(shape, dim, unit.shards) for shape, dim, trained in parts if trained)
     return elements * element_size(_gradient_type(unit))
 
 
 @rule(_WHERE + "_fsdp_collectives.foreach_reduce (HSDP)", TORCH)
-def summed(unit: Unit) -> list[ExpectedCall]:
+def replica_sums(unit: FsdpUnit) -> list[ExpectedCall]:
     """What the reduce_scatter leaves, among the ranks that hold copies of the same part."""
     held = _padded_gradients(unit) // unit.shards
     return [ExpectedCall("all_reduce", held, COPIES, ranks=unit.copies)] if unit.copies > 1 else []
 
 
 @rule("torch.nn.utils.clip_grad_norm_ (of DTensors)", TORCH)
-def clipping(job: Job, units: list[Unit]) -> list[ExpectedCall]:
+def clipping(job: Job, units: list[FsdpUnit]) -> list[ExpectedCall]:
     """The norms of all gradients in one call, a number for each parameter, among the ranks that share parameters.
 
     With tensor parallelism in two: of what is cut, and of what is not.
@@ -255,6 +264,6 @@ def clipping(job: Job, units: list[Unit]) -> list[ExpectedCall]:
     shards = max(unit.shards for unit in units)
     if not clips(job) or shards < 2:
         return []
-    cut = cut_parameters(job, styles(job)) if "tensor_plan" in job.row else 0
+    cut = num_sharded_parameters(job, styles(job)) if "tensor_plan" in job.row else 0
     counts = (count for count in (cut, len(job.trainable) - cut) if count)
     return [ExpectedCall("all_reduce", count * parameter_size(job), NORM, ranks=shards) for count in counts]

@@ -151,9 +151,9 @@ def test_shares_are_exact() -> None:
 def test_against_a_configuration(tmp_path: Path, capsys: Captured) -> None:
     """What ran is held against what was meant to run: the same, and with another stage."""
     pytest.importorskip("yaml")
-    from commtrace.theory.forecast import Options, forecast
+    from commtrace.theory.forecast import PlanOptions, forecast
 
-    row = dict(forecast(["tiny"], RANKS, Options(zero_stage=1)).plan.row)
+    row = dict(forecast(["tiny"], RANKS, PlanOptions(zero_stage=1)).plan.row)
     run_of(tmp_path, calls(row, range(-1, 3)))
     assert check(tmp_path, capsys)[0] == 3
     assert check(tmp_path, capsys, "--config", "tiny")[0] == 0

@@ -19,7 +19,7 @@ from commtrace.analyses.scaling.step_times import step_times
 from commtrace.errors import CommtraceError
 from commtrace.run import Run, open_run
 from commtrace.schema import Clock
-from commtrace.theory.forecast import Options, plan
+from commtrace.theory.forecast import PlanOptions, plan_job
 
 ALPHA, BETA = 50_000, 0.25  # ns, ns for a byte
 FIXED, DIVIDED, LATE = 1_000_000, 16_000_000, 300_000
@@ -165,7 +165,7 @@ def test_what_is_expected_is_theorys_whatever_the_program_adds(tmp_path: Path) -
     found = {}
     for ranks in (2, 4):
         log = LogFactory(tmp_path / str(ranks))
-        job = plan(["tiny"], ranks, Options(engine="ddp", precision="fp32")).row
+        job = plan_job(["tiny"], ranks, PlanOptions(engine="ddp", precision="fp32")).row
         for rank in range(ranks):
             one = log.process(rank, pid=100 + rank, world_size=ranks, boot_id="a").known({WORLD: [*range(ranks)]})
             one.add("job", id=1, **job)
@@ -174,7 +174,7 @@ def test_what_is_expected_is_theorys_whatever_the_program_adds(tmp_path: Path) -
             one.write([record(**of, step=step, seq=step) for step, of in enumerate(times)]).end()
         found[str(ranks)] = open_run(tmp_path / str(ranks))
     table: Any = scaling(found)["scaling"].set_index("ranks")
-    job = plan(["tiny"], 4, Options(engine="ddp", precision="fp32")).row
+    job = plan_job(["tiny"], 4, PlanOptions(engine="ddp", precision="fp32")).row
     gradients = sum(4 * math.prod(one["shape"]) for one in job["parameters"])
     assert table.loc[4, "closed_form_bytes"] == table.loc[4, "expected_wire_bytes"] == 2 * gradients * 3 / 4
     assert table.loc[4, "wire_bytes"] == 2 * 1024 * 3 / 4

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from commtrace.theory.configs import hugging_face
-from commtrace.theory.model_shapes import facts
+from commtrace.theory.model_shapes import model_lists
 
 SIZES = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 100, "vocab_size": 131,
@@ -38,6 +38,6 @@ def test_parameters_and_buffers_are_those_of_transformers_in_their_order(name: s
     config = getattr(transformers, kind)(**values)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    told = facts(hugging_face.model(json.loads(config.to_json_string(use_diff=False))), "float32")
+    told = model_lists(hugging_face.model(json.loads(config.to_json_string(use_diff=False))), "float32")
     for rows, tensors in ((told.parameters, model.named_parameters()), (told.buffers, model.named_buffers())):
         assert [(row["name"], tuple(row["shape"])) for row in rows] == [(n, tuple(t.shape)) for n, t in tensors]

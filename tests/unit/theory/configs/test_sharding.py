@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("yaml")
 
-from commtrace.theory.forecast import Options, forecast
-from commtrace.theory.forecast.predicted_volumes import volumes
+from commtrace.theory.forecast import PlanOptions, forecast
+from commtrace.theory.forecast.predicted_volumes import volume_rows
 from examples.gpt_neox import ConfigError, NeoxConfig, load_config
 
 LLAMA = {
@@ -90,8 +90,8 @@ def test_a_hugging_face_model_under_fully_shard(tmp_path: Path) -> None:
     """By hand: four layers and the model itself, gathered twice but for the latter; nothing needs padding."""
     layer = 4 * 512**2 + 3 * 512 * 1376 + 2 * 512
     root = 2 * 1000 * 512 + 512
-    found = forecast([write(tmp_path, LLAMA, "config.json")], 8, Options(engine="fsdp", precision="bf16"))
-    told = {row["op"]: row for row in volumes(found) if row["when"] == "steps from 0" and row["op"] != "all"}
+    found = forecast([write(tmp_path, LLAMA, "config.json")], 8, PlanOptions(engine="fsdp", precision="bf16"))
+    told = {row["op"]: row for row in volume_rows(found) if row["when"] == "steps from 0" and row["op"] != "all"}
     assert {op: row["calls"] for op, row in told.items()} == {"all_gather": 9, "reduce_scatter": 5}
     assert told["all_gather"]["payload_bytes"] == 2 * (8 * layer + root)
     assert told["reduce_scatter"]["payload_bytes"] == 2 * (4 * layer + root)
@@ -100,9 +100,9 @@ def test_a_hugging_face_model_under_fully_shard(tmp_path: Path) -> None:
 
 def test_hpz_and_fsdp_of_a_gpt_neox_file(tmp_path: Path) -> None:
     hpz = write(tmp_path, {"zero_optimization": {"zero_hpz_partition_size": 4}})
-    assert forecast(["13B", hpz], 1024, Options(zero_stage=3)).prediction.scheme == "ZeRO-3, hpZ within 4 ranks"
+    assert forecast(["13B", hpz], 1024, PlanOptions(zero_stage=3)).prediction.scheme == "ZeRO-3, hpZ within 4 ranks"
     cut = write(tmp_path, {"model_parallel_size": 8, "fsdp": {"shard_size": 16, "sequence_parallel": True}}, "cut.yml")
-    told = forecast(["13B", cut], 1024, Options(engine="fsdp", precision="bf16")).prediction
+    told = forecast(["13B", cut], 1024, PlanOptions(engine="fsdp", precision="bf16")).prediction
     assert told.scheme == "HSDP, 8 copies, tensor-parallel along the sequence over 8"
 
 

@@ -15,9 +15,15 @@ pytest.importorskip("yaml")
 
 from commtrace.cli import main
 from commtrace.theory.configs import hugging_face
-from commtrace.theory.forecast import Options, PlanError, forecast
-from commtrace.theory.forecast.predicted_volumes import bins, document, sizes, volumes, waterfall
-from commtrace.theory.model_shapes import ModelShape, Part, facts, gpt_neox
+from commtrace.theory.forecast import PlanError, PlanOptions, forecast
+from commtrace.theory.forecast.predicted_volumes import (
+    json_document,
+    size_bin_rows,
+    size_rows,
+    volume_rows,
+    waterfall_rows,
+)
+from commtrace.theory.model_shapes import ModelShape, ModuleSpec, gpt_neox_model, model_lists
 
 LLAMA = {
     "model_type": "llama",
@@ -36,9 +42,9 @@ def write(folder: Path, content: Any, name: str = "config.json") -> str:
     return str(path)
 
 
-def count(model: Part) -> int:
+def count(model: ModuleSpec) -> int:
     total = 0
-    for parameter in facts(model, "float32").parameters:
+    for parameter in model_lists(model, "float32").parameters:
         product = 1
         for size in parameter["shape"]:
             product *= size
@@ -97,35 +103,38 @@ def test_models_have_the_parameters_that_they_are_known_for(config: dict[str, An
 def test_gpt_neox_has_the_parameters_that_it_counts(tensor: int, layers: int, hidden: int, vocabulary: int) -> None:
     whole = 2 * vocabulary * hidden + layers * (12 * hidden**2 + 13 * hidden) + 2 * hidden
     shared = layers * 6 * hidden + 2 * hidden  # norms, and the biases behind row-parallel matrices
-    assert count(gpt_neox(ModelShape(layers, hidden, vocabulary, tensor=tensor))) == (whole - shared) // tensor + shared
-    tied = count(gpt_neox(ModelShape(layers, hidden, vocabulary, tied=True, tensor=tensor)))
+    assert (
+        count(gpt_neox_model(ModelShape(layers, hidden, vocabulary, tensor=tensor)))
+        == (whole - shared) // tensor + shared
+    )
+    tied = count(gpt_neox_model(ModelShape(layers, hidden, vocabulary, tied=True, tensor=tensor)))
     assert tied == (whole - shared - vocabulary * hidden) // tensor + shared
 
 
 def test_a_gpt_neox_file_by_hand() -> None:
     """19M in fp16, ZeRO-1: 70,426,624 parameters in one bucket, gathered in two groups padded to 2d elements."""
     found = forecast(["19M"], 8)
-    rows = {row["op"]: row for row in volumes(found) if row["when"] == "steps from 0"}
+    rows = {row["op"]: row for row in volume_rows(found) if row["when"] == "steps from 0"}
     parameters = 70_426_624
-    assert document(found)["parameters"] == parameters
+    assert json_document(found)["parameters"] == parameters
     scalars = 1 + 2 * 4  # the overflow check, a norm for each group of the optimizer
     assert rows["all_reduce"]["payload_bytes"] == 2 * parameters + scalars
     assert rows["all_gather"]["calls"] == 2
     assert 2 * parameters <= rows["all_gather"]["payload_bytes"] < 2 * parameters + 2 * 2 * 16
     assert rows["all"]["wire_bytes"] == pytest.approx(3 * 2 * parameters * 7 / 8, abs=200)
     assert rows["all"]["all_ranks_wire_bytes"] == pytest.approx(8 * rows["all"]["wire_bytes"])
-    form = document(found)["closed_form"]
+    form = json_document(found)["closed_form"]
     assert form["wire_bytes"] == 2 * 2 * parameters * 7 / 8
 
 
-CONFIGS: list[tuple[list[Any], Options]] = [
-    (["tiny"], Options()),
-    (["tiny"], Options(engine="ddp", precision="bf16")),
-    (["tiny", {"model_parallel_size": 2}], Options(zero_stage=1, accumulation=3)),
-    ([LLAMA], Options()),
-    ([LLAMA, ZERO_3], Options()),
-    ([ZERO_3], Options(layers=3, hidden=64, vocabulary=512)),
-    ([ZERO_3], Options(layers=3, hidden=64, vocabulary=512, zero_stage=2, groups=1, tied=True)),
+CONFIGS: list[tuple[list[Any], PlanOptions]] = [
+    (["tiny"], PlanOptions()),
+    (["tiny"], PlanOptions(engine="ddp", precision="bf16")),
+    (["tiny", {"model_parallel_size": 2}], PlanOptions(zero_stage=1, accumulation=3)),
+    ([LLAMA], PlanOptions()),
+    ([LLAMA, ZERO_3], PlanOptions()),
+    ([ZERO_3], PlanOptions(layers=3, hidden=64, vocabulary=512)),
+    ([ZERO_3], PlanOptions(layers=3, hidden=64, vocabulary=512, zero_stage=2, groups=1, tied=True)),
 ]
 
 
@@ -140,16 +149,18 @@ def test_all_tables_say_the_same(number: int, tmp_path: Path) -> None:
         for at, one in enumerate(contents)
     ]
     found = forecast(names, 4, options)
-    last = [row for row in volumes(found) if row["when"].startswith("steps from")]
+    last = [row for row in volume_rows(found) if row["when"].startswith("steps from")]
     parts, whole = last[:-1], last[-1]
     for name in ("calls", "payload_bytes"):
         assert sum(row[name] for row in parts) == whole[name]
-    assert sum(row["sum_bytes"] for row in sizes(found)) == whole["payload_bytes"]
-    assert sum(row["sum_bytes"] for row in bins(found)) == whole["payload_bytes"]
-    assert sum(row["calls"] for row in bins(found)) == whole["calls"]
-    assert all(row["from_bytes"] <= row["sum_bytes"] / row["calls"] < row["below_bytes"] for row in bins(found))
-    assert sum(row["wire_bytes"] for row in waterfall(found)) == pytest.approx(whole["wire_bytes"])
-    json.dumps(document(found))
+    assert sum(row["sum_bytes"] for row in size_rows(found)) == whole["payload_bytes"]
+    assert sum(row["sum_bytes"] for row in size_bin_rows(found)) == whole["payload_bytes"]
+    assert sum(row["calls"] for row in size_bin_rows(found)) == whole["calls"]
+    assert all(
+        row["from_bytes"] <= row["sum_bytes"] / row["calls"] < row["below_bytes"] for row in size_bin_rows(found)
+    )
+    assert sum(row["wire_bytes"] for row in waterfall_rows(found)) == pytest.approx(whole["wire_bytes"])
+    json.dumps(json_document(found))
 
 
 def test_the_trainer_s_auto(tmp_path: Path) -> None:
@@ -167,34 +178,46 @@ def test_the_trainer_s_auto(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("contents", "options", "words"),
     [
-        ([{"zero_optimization": {"stage": 1}}], Options(), "no file has the model's figures; add --layers, --hidden"),
-        ([LLAMA, LLAMA], Options(), "both are of a Hugging Face model"),
-        ([LLAMA], Options(layers=3), "leave --layers and its like out"),
-        ([{**LLAMA, "model_type": "t5"}], Options(), "models of type t5 have no rules yet"),
-        ([{**LLAMA, "num_hidden_layers": 2.5}], Options(), "num_hidden_layers in the model's configuration is 2.5"),
-        (["[]"], Options(), "an object of keys and values"),
-        (["{"], Options(), "not readable as JSON"),
-        ([LLAMA, {**ZERO_3, "train_batch_size": 7}], Options(), "train_batch_size 7 is not"),
+        (
+            [{"zero_optimization": {"stage": 1}}],
+            PlanOptions(),
+            "no file has the model's figures; add --layers, --hidden",
+        ),
+        ([LLAMA, LLAMA], PlanOptions(), "both are of a Hugging Face model"),
+        ([LLAMA], PlanOptions(layers=3), "leave --layers and its like out"),
+        ([{**LLAMA, "model_type": "t5"}], PlanOptions(), "models of type t5 have no rules yet"),
+        ([{**LLAMA, "num_hidden_layers": 2.5}], PlanOptions(), "num_hidden_layers in the model's configuration is 2.5"),
+        (["[]"], PlanOptions(), "an object of keys and values"),
+        (["{"], PlanOptions(), "not readable as JSON"),
+        ([LLAMA, {**ZERO_3, "train_batch_size": 7}], PlanOptions(), "train_batch_size 7 is not"),
         (
             [LLAMA, {"zero_optimization": {"stage": 1, "reduce_bucket_size": "x"}}],
-            Options(),
+            PlanOptions(),
             "reduce_bucket_size is 'x'",
         ),
-        ([LLAMA, {"zero_optimization": {"stage": 5}}], Options(), "ZeRO's stages are 0 to 3"),
-        ([LLAMA, {"zero_optimization": {"stage": 2, "overlap_comm": "auto"}}], Options(), '"auto"'),
-        ([LLAMA, {"zero_optimization": 3}], Options(), "is a block of keys and values"),
-        ([LLAMA, {**ZERO_3, "optimizer": {"type": "OneBitAdam"}}], Options(), "the optimizer OneBitAdam has no rules"),
-        ([LLAMA, {"fp16": {"enabled": True}, "bf16": {"enabled": True}}], Options(), "fp16 and bf16 are both enabled"),
-        (["tiny", LLAMA], Options(), "a GPT-NeoX file says all"),
-        (["nowhere.yml"], Options(), "nowhere.yml: no such file"),
+        ([LLAMA, {"zero_optimization": {"stage": 5}}], PlanOptions(), "ZeRO's stages are 0 to 3"),
+        ([LLAMA, {"zero_optimization": {"stage": 2, "overlap_comm": "auto"}}], PlanOptions(), '"auto"'),
+        ([LLAMA, {"zero_optimization": 3}], PlanOptions(), "is a block of keys and values"),
+        (
+            [LLAMA, {**ZERO_3, "optimizer": {"type": "OneBitAdam"}}],
+            PlanOptions(),
+            "the optimizer OneBitAdam has no rules",
+        ),
+        (
+            [LLAMA, {"fp16": {"enabled": True}, "bf16": {"enabled": True}}],
+            PlanOptions(),
+            "fp16 and bf16 are both enabled",
+        ),
+        (["tiny", LLAMA], PlanOptions(), "a GPT-NeoX file says all"),
+        (["nowhere.yml"], PlanOptions(), "nowhere.yml: no such file"),
         (
             [LLAMA, {"zero_optimization": {"stage": 3, "mics_shard_size": 8}}],
-            Options(),
+            PlanOptions(),
             "MiCS is gone from DeepSpeed, 0.19.8 refuses it",
         ),
     ],
 )
-def test_what_is_no_job_is_said(contents: list[Any], options: Options, words: str, tmp_path: Path) -> None:
+def test_what_is_no_job_is_said(contents: list[Any], options: PlanOptions, words: str, tmp_path: Path) -> None:
     names = [
         one if isinstance(one, str) and one[0] not in "[{" else write(tmp_path, one, f"{at}.json")
         for at, one in enumerate(contents)
@@ -218,7 +241,7 @@ def test_what_the_engine_cannot_train_is_not_predicted(
 ) -> None:
     """In place of a prediction that leaves out what the engine does not know."""
     with pytest.raises(PlanError, match=words):
-        forecast(["tiny", write(tmp_path, keys, "keys.yml")], 8, Options(engine=engine))
+        forecast(["tiny", write(tmp_path, keys, "keys.yml")], 8, PlanOptions(engine=engine))
 
 
 def test_ranks_that_the_job_does_not_divide(tmp_path: Path) -> None:

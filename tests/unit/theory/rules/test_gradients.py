@@ -14,18 +14,18 @@ pytest.importorskip("yaml")
 
 import torch
 
-from commtrace.theory.job import Tensor
-from commtrace.theory.rules.gradient_order import gradient_order, weights_first
+from commtrace.theory.job import ModelTensor
+from commtrace.theory.rules.gradient_order import gradient_order, zero3_linear_order
 from examples.gpt_neox import load_config
 from examples.gpt_neox.model import GPTNeoX, language_model_loss
 
 
-def tensors(model: Any) -> list[Tensor]:
+def tensors(model: Any) -> list[ModelTensor]:
     """The parameters as a job has them."""
-    return [Tensor(name, tuple(one.shape), "float32") for name, one in model.named_parameters()]
+    return [ModelTensor(name, tuple(one.shape), "float32") for name, one in model.named_parameters()]
 
 
-def names(order: Sequence[Tensor]) -> list[str]:
+def names(order: Sequence[ModelTensor]) -> list[str]:
     return [one.name for one in order]
 
 
@@ -67,7 +67,7 @@ def test_with_zero_3_s_linear_layers_the_weight_is_first_everywhere(monkeypatch:
     model = layers()
     seen = watched(model)
     model(torch.randn(3, 6, 5)).sum().backward()
-    assert seen == names(weights_first(gradient_order(tensors(model))))
+    assert seen == names(zero3_linear_order(gradient_order(tensors(model))))
     assert seen.index("0.weight") < seen.index("0.bias")
 
 
