@@ -21,7 +21,7 @@ import results
 from measuring import Round, Row, compared, in_turn
 
 import commtrace
-from commtrace.hooks.native import mpi_library
+from commtrace.hooks.native import libraries
 
 Call = Callable[[], object]
 Switch = Callable[[], AbstractContextManager[object]]
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=2000, help="calls of one block")
     options = results.parsed(parser, calls=20)
     if not mpi_groups.inside():
-        mpi_library.build()
+        libraries.MPI.build()
     results.write("mpi_cost", mpi_groups.run(calls, options), options)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import commtrace
-from commtrace.hooks.native import library
+from commtrace.hooks.native import libraries
 from commtrace.hooks.torch import hook as torch_hook
 from commtrace.run import Run
 
@@ -37,7 +37,7 @@ def commtrace_sides(*, read: Callable[[str, Run, Path], None] | None = None) -> 
 
 def recorders() -> list[str]:
     """The recorders that there are: `commtrace build` makes the native one."""
-    return ["python", "native"] if library.path().exists() else ["python"]
+    return ["python", "native"] if libraries.TORCH.path().exists() else ["python"]
 
 
 @contextmanager

@@ -68,7 +68,7 @@ def mpi_recorder(request: pytest.FixtureRequest, mpi: str) -> str:
     """Which recorder the programs of `mpi` use; the native one is a library of its own, and needs no torch."""
     name: str = request.param
     if name == "native":
-        from commtrace.hooks.native import mpi_library
+        from commtrace.hooks.native import libraries
 
-        mpi_library.build()
+        libraries.MPI.build()
     return name

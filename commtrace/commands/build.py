@@ -20,11 +20,9 @@ class Command:
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Build the recorders of the installed libraries, and print their paths."""
-        from commtrace.hooks.native import mpi_library
+        from commtrace.hooks.native import libraries
 
-        print(mpi_library.build())
+        print(libraries.MPI.build())
         if importlib.util.find_spec("torch") is not None:
-            from commtrace.hooks.native import library
-
-            print(library.build())
+            print(libraries.TORCH.build())
         return 0

@@ -118,11 +118,7 @@ uint32_t next_seq(Recording& recording, const c10::intrusive_ptr<c10d::ProcessGr
 // Offset of each field of a record.
 py::dict layout() {
   py::dict offsets;
-#define FIELD(name) offsets[#name] = offsetof(Record, name)
-  FIELD(t_begin), FIELD(t_return), FIELD(t_wait), FIELD(t_start), FIELD(t_end), FIELD(payload), FIELD(local);
-  FIELD(seq), FIELD(group), FIELD(site), FIELD(step), FIELD(micro_batch), FIELD(peer), FIELD(tag), FIELD(batch);
-  FIELD(kind), FIELD(thread), FIELD(phase), FIELD(clock), FIELD(flags), FIELD(state);
-#undef FIELD
+  for (const Field& field : kLayout) offsets[field.name] = field.offset;
   return offsets;
 }
 

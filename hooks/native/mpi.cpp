@@ -11,13 +11,16 @@
 #include <array>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "frames.h"
+#include "progress.h"
 #include "slots.h"
 
 namespace {
 
 using commtrace::Frame;
+using commtrace::Progress;
 using commtrace::Record;
 
 using commtrace::now;
@@ -36,6 +39,7 @@ class Ref {
     object_ = object;
     Py_XDECREF(old);
   }
+  PyObject* release() { return std::exchange(object_, nullptr); }
 
  private:
   PyObject* object_;
@@ -90,11 +94,6 @@ struct Site {
   uint64_t where = 0;
   uint8_t kind = 0;
   uint32_t site = UINT32_MAX;  // not asked for yet
-};
-
-// The numbers of commtrace.progress, which Python writes.
-struct Progress {
-  int32_t step, micro_batch, mark, finished, by_program;
 };
 
 // The state of the recording that goes on. Python sets it, and takes it back.
@@ -785,8 +784,12 @@ PyObject* set_graph_task(PyObject*, PyObject* task) {
 }
 
 PyObject* layout(PyObject*, PyObject*) {
-  return Py_BuildValue("{s:n,s:n,s:n,s:n}", "payload", offsetof(Record, payload), "group", offsetof(Record, group), "kind",
-                       offsetof(Record, kind), "state", offsetof(Record, state));
+  Ref offsets(PyDict_New());
+  for (const commtrace::Field& field : commtrace::kLayout) {
+    Ref offset(PyLong_FromSize_t(field.offset));
+    if (!offsets || !offset || PyDict_SetItemString(offsets.get(), field.name, offset.get()) != 0) return nullptr;
+  }
+  return offsets.release();
 }
 
 PyMethodDef functions[] = {

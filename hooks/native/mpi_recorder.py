@@ -21,7 +21,7 @@ from commtrace.recording.log_writer import warn
 from commtrace.recording.ring import RECORDS_AT
 from commtrace.recording.session import session
 
-from . import mpi_library
+from . import libraries
 
 # As enum Rule of mpi.cpp.
 _BUFFER, _REDUCED, _ALL_GATHER, _ALL_TO_ALL, _SCATTERED_BLOCK, _NOTHING = range(1, 7)
@@ -51,7 +51,9 @@ def usable() -> bool:
     if session.settings is None or session.settings.recorder == "python":
         return False
     try:
-        _library = _library or mpi_library.load()
+        _library = _library or libraries.MPI.load()
+    except libraries.NotBuiltError:
+        pass
     except (ImportError, OSError, CommtraceError) as error:
         warn(f"the compiled wrappers of mpi4py cannot be used: {error}. Python's record.")
     return _library is not None

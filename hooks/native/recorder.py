@@ -16,7 +16,7 @@ from commtrace.recording.recorder import Recorder
 from commtrace.recording.ring import Ring
 from commtrace.recording.session import session
 
-from . import library, works
+from . import libraries, works
 from .rows import Rows
 from .slots import NativeSlots
 
@@ -33,8 +33,8 @@ def usable() -> bool:
     if recorder is not None and not isinstance(recorder.slots, NativeSlots):
         return False  # the hook of another library has begun
     try:
-        _library = _library or library.load()
-    except library.NotBuiltError as error:
+        _library = _library or libraries.TORCH.load()
+    except libraries.NotBuiltError as error:
         if settings.recorder == "native":
             warn(f"{error}. The Python recorder records.")
     except (ImportError, OSError, CommtraceError) as error:

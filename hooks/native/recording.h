@@ -17,6 +17,7 @@
 #include "callsites.h"
 #include "device.h"
 #include "plan.h"
+#include "progress.h"
 #include "python.h"
 #include "slots.h"
 #include "works.h"
@@ -25,21 +26,6 @@ namespace commtrace {
 
 enum Phase : int { kUnmarked = -1, kOther = 0, kInit, kForwardPhase, kBackwardPhase, kOptimizerPhase };
 enum Flag : uint8_t { kAsync = 1, kCoalesced = 2, kCaptured = 4, kObjects = 8, kSparse = 16, kUneven = 64 };
-
-// The numbers of commtrace.progress, shared with Python: each side reads what the other writes.
-struct Progress {
-  int32_t step, micro_batch, mark, finished, by_program;
-
-  int32_t get(const int32_t& cell) const { return __atomic_load_n(&cell, __ATOMIC_RELAXED); }
-
-  bool between_steps() const { return get(finished) && !get(by_program); }
-
-  // As Progress.activity of the twin.
-  void activity() {
-    if (between_steps() && __atomic_exchange_n(&finished, 0, __ATOMIC_RELAXED))
-      __atomic_fetch_add(&step, 1, __ATOMIC_RELAXED);
-  }
-};
 
 struct Group {
   c10::weak_intrusive_ptr<c10d::ProcessGroup> pg{c10::intrusive_ptr<c10d::ProcessGroup>()};

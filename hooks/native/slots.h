@@ -12,7 +12,7 @@
 
 namespace commtrace {
 
-// As commtrace.schema.RECORD; hooks/native/__init__.py compares the two before it records anything.
+// As commtrace.schema.RECORD.
 struct Record {
   int64_t t_begin, t_return, t_wait, t_start, t_end, payload, local;
   uint32_t seq, group, site;
@@ -22,6 +22,18 @@ struct Record {
   uint8_t phase, clock, flags, state;
 };
 static_assert(sizeof(Record) == 96, "the format of docs/reference/log-format.md");
+
+// Offset of each field, for `layout()` of both libraries: Python compares it with commtrace.schema.RECORD on loading.
+struct Field {
+  const char* name;
+  size_t offset;
+};
+#define FIELD(name) Field{#name, offsetof(Record, name)}
+inline constexpr Field kLayout[] = {
+    FIELD(t_begin), FIELD(t_return), FIELD(t_wait), FIELD(t_start), FIELD(t_end),       FIELD(payload), FIELD(local),
+    FIELD(seq),     FIELD(group),    FIELD(site),   FIELD(step),    FIELD(micro_batch), FIELD(peer),    FIELD(tag),
+    FIELD(batch),   FIELD(kind),     FIELD(thread), FIELD(phase),   FIELD(clock),       FIELD(flags),   FIELD(state)};
+#undef FIELD
 
 enum State : uint8_t { kFree, kBegun, kReturned, kComplete, kUnobservable, kFailed };
 enum Clock : uint8_t { kNobody, kReturn, kWait, kFuture, kDevice, kTest, kDeviceWait };

@@ -18,7 +18,7 @@ import table
 from measuring import Round, Row, compared, in_turn, quartiles
 from processes import ROOT
 
-from commtrace.hooks.native import library
+from commtrace.hooks.native import libraries
 
 # ---- statistics ------------------------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ SLOW = ("step_time", "native_step", "call_cost", "own_cost", "mpi_cost", "bench_
 def test_a_benchmark_runs(benchmark: str, tmp_path: Path) -> None:
     if benchmark != "startup":
         pytest.importorskip("torch")
-    if benchmark == "native_step" and not library.path().exists():
+    if benchmark == "native_step" and not libraries.TORCH.path().exists():
         pytest.skip("the native recorder is not built")
     if benchmark in ("mpi_cost", "bench_loop"):
         mpi_launch.needs("mpich")

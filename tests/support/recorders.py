@@ -22,10 +22,10 @@ End = tuple[State, Clock]
 @functools.cache
 def obstacle() -> str:
     """Why there can be no native recorder here; "" where there is one, in the user's cache, built by now."""
-    from commtrace.hooks.native.library import build
+    from commtrace.hooks.native.libraries import TORCH
 
     try:
-        build()
+        TORCH.build()
         library()
     except (CommtraceError, ImportError) as error:
         return str(error)
@@ -35,9 +35,9 @@ def obstacle() -> str:
 @functools.cache
 def library() -> Any:
     """The native recorder's library, in this process."""
-    from commtrace.hooks.native.library import load
+    from commtrace.hooks.native.libraries import TORCH
 
-    return load()
+    return TORCH.load()
 
 
 def needs(recorder: str) -> None:

@@ -13,7 +13,7 @@ import processes
 import recorders
 
 from commtrace.errors import CommtraceError
-from commtrace.hooks.native import library
+from commtrace.hooks.native import libraries
 
 
 def test_without_a_library_the_python_recorder_records(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_cache_that_may_not_be_written_to_is_named(tmp_path: Path, monkeypatch
     (tmp_path / "commtrace").write_text("a file, where a folder should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(CommtraceError, match=r"set XDG_CACHE_HOME") as failed:
-        library.build()
+        libraries.TORCH.build()
     assert str(tmp_path / "commtrace") in str(failed.value)
 
 
@@ -79,21 +79,21 @@ def test_another_torch_or_python_has_another_library(monkeypatch: pytest.MonkeyP
 
     import torch
 
-    paths = {library.path()}
+    paths = {libraries.TORCH.path()}
     with monkeypatch.context() as other:
         other.setattr(torch, "__version__", "9.9.9")
-        paths.add(library.path())
+        paths.add(libraries.TORCH.path())
     with monkeypatch.context() as other:
         other.setattr(platform, "python_version", lambda: "3.99.0")
-        paths.add(library.path())
+        paths.add(libraries.TORCH.path())
     assert len(paths) == 3
-    assert library.path() in paths
+    assert libraries.TORCH.path() in paths
 
 
 def test_a_broken_library_is_not_used_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    library.path().parent.mkdir(parents=True)
-    library.path().write_bytes(b"\x7fELF, and no more")
+    libraries.TORCH.path().parent.mkdir(parents=True)
+    libraries.TORCH.path().write_bytes(b"\x7fELF, and no more")
     code = "import torch; import torch.distributed"
     result = processes.python(code, COMMTRACE=tmp_path / "log", COMMTRACE_RECORDER="auto", XDG_CACHE_HOME=tmp_path)
     assert result.status == 0

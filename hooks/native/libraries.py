@@ -1,0 +1,208 @@
+"""The two compiled libraries: where they are, how they are built, and how they are loaded.
+
+`TORCH` holds the native recorder of torch.distributed, `MPI` the wrappers of mpi4py's methods, which need no torch.
+`commtrace build` builds each once per environment, into a folder of the user's cache that is complete as soon as it
+exists. Training only loads them: it never compiles, and never waits for a process that does.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from commtrace import launchers
+from commtrace.errors import CommtraceError
+from commtrace.schema import RECORD
+
+_FOLDER: Final = Path(__file__).parent
+_FLAGS: Final = ("-O2", "-std=c++20", "-fPIC", "-fvisibility=hidden")
+
+
+class NotBuiltError(CommtraceError):
+    """There is no library for this environment yet."""
+
+
+class Flags(NamedTuple):
+    """Compiler arguments besides those that every library needs."""
+
+    compile: tuple[str, ...] = ()
+    link: tuple[str, ...] = ()
+
+
+class Library:
+    """A compiled library in the user's cache."""
+
+    def __init__(
+        self,
+        name: str,
+        sources: Sequence[str],
+        headers: Sequence[str],
+        versions: Callable[[], Sequence[object]] = tuple,
+        flags: Callable[[], Flags] = Flags,
+    ) -> None:
+        """Describe a library. Nothing is read or imported before it is used.
+
+        Args:
+            name: Name of the Python module that it becomes.
+            sources: C++ files in this folder, compiled one by one.
+            headers: Headers in this folder that the sources include.
+            versions: Returns what distinguishes environments, besides Python, that need different builds.
+            flags: Returns further compiler arguments. Called only to build.
+        """
+        self.name = name
+        self._sources, self._headers, self._versions, self._flags = sources, headers, versions, flags
+
+    def path(self) -> Path:
+        """Return where this environment's library is or will be: one per version of Python, torch and commtrace."""
+        digest = hashlib.sha256()
+        for part in (
+            sysconfig.get_config_var("SOABI"),
+            platform.python_version(),  # frames.cpp reads structures of exactly this version
+            platform.machine(),
+            *self._versions(),
+            _FLAGS,
+        ):
+            digest.update(f"{part}\n".encode())
+        for file in sorted((*self._sources, *self._headers)):
+            digest.update((_FOLDER / file).read_bytes())
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        return cache / "commtrace" / f"{self.name}-{digest.hexdigest()[:20]}" / f"{self.name}.so"
+
+    def load(self) -> Any:
+        """Import the library and return its module.
+
+        Raises:
+            NotBuiltError: It is not built for this environment.
+            ImportError: It cannot be imported.
+            CommtraceError: It writes another record format.
+        """
+        path = self.path()
+        if not path.exists():
+            raise NotBuiltError(f"{path} is not built; run `commtrace build`")
+        spec = importlib.util.spec_from_file_location(self.name, path)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{path} is not a library")
+        module: Any = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        fields: Any = RECORD.fields
+        if module.layout() != {name: offset for name, (_, offset) in fields.items()}:
+            raise CommtraceError(f"{path} writes another record format; remove it and run `commtrace build`")
+        return module
+
+    def build(self) -> Path:
+        """Compile the library unless it is built already; several processes may do so at once.
+
+        Returns:
+            Its path.
+
+        Raises:
+            CommtraceError: There is no compiler, the code does not compile, or the cache cannot be written to.
+        """
+        path = self.path()
+        if path.exists():
+            return path
+        compiler, target = _compiler(), path.parent
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with open(f"{target}.lock", "w") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                except OSError:
+                    pass  # a file system without locks: every process builds, and the first result stays
+                if not path.exists():
+                    with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as folder:
+                        self._compile(compiler, Path(folder))
+                        self._publish(Path(folder), path)
+        except OSError as error:
+            raise CommtraceError(
+                f"{error.filename or target}: {error.strerror}; set XDG_CACHE_HOME to a writable folder"
+            ) from error
+        return path
+
+    def _compile(self, compiler: str, folder: Path) -> None:
+        flags = self._flags()
+        include = f"-I{sysconfig.get_paths()['include']}"
+        objects = [str(folder / f"{Path(source).stem}.o") for source in self._sources]
+        commands = [
+            [compiler, *_FLAGS, include, *flags.compile, "-c", str(_FOLDER / source), "-o", made]
+            for source, made in zip(self._sources, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(launchers.usable_cores()) as pool:
+            list(pool.map(self._run, commands))
+        self._run([compiler, "-shared", *objects, *flags.link, "-o", str(folder / f"{self.name}.so")])
+
+    def _run(self, command: list[str]) -> None:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            raise CommtraceError(
+                f"{self.name} cannot be compiled; without it the Python recorder records.\n"
+                f"{' '.join(command)}\n{result.stderr}"
+            )
+
+    def _publish(self, folder: Path, path: Path) -> None:
+        finished = folder / "finished"
+        finished.mkdir()
+        shutil.copy(folder / path.name, finished / path.name)
+        try:
+            finished.rename(path.parent)  # atomic: other processes see nothing or the complete folder
+        except OSError:
+            if not path.exists():
+                raise
+
+
+def _compiler() -> str:
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        raise CommtraceError(f"there is no C++ compiler ({compiler}); install one, or name one by CXX")
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.exists():
+        raise CommtraceError(f"{header} is missing; install the headers of this Python (package python3-dev)")
+    return compiler
+
+
+def _torch_versions() -> tuple[object, ...]:
+    import torch
+
+    return torch.__version__, torch._C._GLIBCXX_USE_CXX11_ABI
+
+
+def _torch_flags() -> Flags:
+    import torch
+    from torch.utils import cpp_extension  # slow to import; training never does
+
+    defines = {
+        "TORCH_EXTENSION_NAME": TORCH.name,
+        "TORCH_API_INCLUDE_EXTENSION_H": 1,
+        "_GLIBCXX_USE_CXX11_ABI": int(torch._C._GLIBCXX_USE_CXX11_ABI),
+    }
+    for name in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI"):  # up to torch 2.8: with whom pybind11's types are shared
+        value = getattr(torch._C, f"_PYBIND11_{name}", None)
+        if value is not None:
+            defines[f"PYBIND11_{name}"] = f'"{value}"'
+    includes = [argument for path in cpp_extension.include_paths() for argument in ("-isystem", path)]
+    libraries = ("-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", "-ldl")
+    return Flags(
+        (*(f"-D{name}={value}" for name, value in defines.items()), *includes),
+        (*(f"-L{path}" for path in cpp_extension.library_paths()), *libraries),
+    )
+
+
+TORCH: Final = Library(
+    "commtrace_native",
+    ("module.cpp", "kernels.cpp", "waits.cpp", "frames.cpp", "device.cpp", "device_events.cpp"),
+    sorted(path.name for path in _FOLDER.glob("*.h")),
+    _torch_versions,
+    _torch_flags,
+)
+MPI: Final = Library("commtrace_mpi", ("mpi.cpp", "frames.cpp"), ("frames.h", "progress.h", "slots.h"))

@@ -1,0 +1,24 @@
+// The cells of commtrace.progress, shared with Python: each side reads what the other writes. Knows neither torch nor
+// Python.
+#pragma once
+
+#include <cstdint>
+
+namespace commtrace {
+
+// As the places in `Progress.cells` of commtrace/progress.py.
+struct Progress {
+  int32_t step, micro_batch, mark, finished, by_program;
+
+  int32_t get(const int32_t& cell) const { return __atomic_load_n(&cell, __ATOMIC_RELAXED); }
+
+  bool between_steps() const { return get(finished) && !get(by_program); }
+
+  // As Progress.activity in Python.
+  void activity() {
+    if (between_steps() && __atomic_exchange_n(&finished, 0, __ATOMIC_RELAXED))
+      __atomic_fetch_add(&step, 1, __ATOMIC_RELAXED);
+  }
+};
+
+}  // namespace commtrace
