@@ -29,11 +29,11 @@ import torch
 import torch.distributed as dist
 from measuring import Round, Row, compared, in_turn
 
+from commtrace.network.bench_ranks import bind
 from commtrace.network.fit import fit
 from commtrace.network.measuring import ROUNDS, Group, Memory, measure
 from commtrace.network.measuring import Row as Measured
 from commtrace.network.operations import ELEMENT, PING_PONG, elements, sizes
-from commtrace.network.ranks import bind
 from commtrace.network.torch_library import TorchGroup
 
 NAME = "commtrace bench"

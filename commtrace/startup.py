@@ -34,7 +34,7 @@ HOOKS = {
 # What makes the process a simulated rank (`commtrace dryrun`), put in behind the hooks.
 SIMULATIONS = {
     "torch": "commtrace.dryrun.simulation",
-    "deepspeed": "commtrace.dryrun.deepspeed",
+    "deepspeed": "commtrace.dryrun.deepspeed_patches",
 }
 
 _installed: list[str] = []

@@ -74,13 +74,14 @@ class Command:
     def run(self, arguments: argparse.Namespace) -> int:
         """Measure and print, or only print."""
         from commtrace.launchers import is_launched
-        from commtrace.network import NetworkError, ranks
+        from commtrace.network import NetworkError
+        from commtrace.network import bench_ranks as ranks
+        from commtrace.network.bench_plan import BenchPlan, chosen
         from commtrace.network.operations import OPERATIONS
-        from commtrace.network.plan import BenchPlan, chosen
 
         if arguments.show is not None:
-            from commtrace.network.results import read
-            from commtrace.network.tables import lines
+            from commtrace.network.bench_results import read
+            from commtrace.network.bench_text import lines
 
             print(*lines(read(Path(arguments.show)), arguments.format, arguments.width), sep="\n")
             return 0

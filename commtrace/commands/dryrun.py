@@ -58,7 +58,7 @@ class Command:
         Raises:
             CommtraceError: The program cannot be run so, or a rank failed.
         """
-        from commtrace.dryrun.runs import Request, dry_run
+        from commtrace.dryrun.dry_run import Request, dry_run
 
         command: list[str] = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
         return dry_run(

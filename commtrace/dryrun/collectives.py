@@ -14,10 +14,10 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from .mail import Mail
-from .memory import FRESH, SMALL
 from .operators import tensors_in
-from .unknown import UncomputedStorages
+from .rank_messages import Mail
+from .uncomputed_storages import UncomputedStorages
+from .untouched_memory import FRESH, SMALL
 
 # What an operator's results are in. Of the others they are in `tensors`.
 _OUTPUTS: Final = ("output_tensors", "output_tensor", "outputs", "output_lists", "output")

@@ -20,12 +20,14 @@ from commtrace.errors import CommtraceError
 from commtrace.patching import Patches
 from commtrace.recording.session import session
 
-from . import memory, notices, requests
+from . import notices
+from . import torch_functions as requests
+from . import untouched_memory as memory
 from .collectives import Collectives
-from .groups import Groups, Topology
-from .mail import Mail
-from .mode import DryRun
-from .unknown import UncomputedStorages
+from .dispatch_mode import DryRun
+from .process_groups import Groups, Topology
+from .rank_messages import Mail
+from .uncomputed_storages import UncomputedStorages
 
 VARIABLE: Final = "COMMTRACE_SIMULATED"
 """Of the environment: "PID:RUN:FOLDER", the process that has become the rank (0: none yet), the run, its mail."""

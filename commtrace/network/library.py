@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .bench_plan import BenchPlan
 from .measuring import Group
-from .plan import BenchPlan
 
 
 class Library(ABC):

@@ -9,10 +9,10 @@ from typing import Any, Final
 import numpy as np
 
 from . import NetworkError
+from .bench_plan import BenchPlan
 from .library import Library
 from .measuring import Call, Group
 from .operations import PING_PONG, Values
-from .plan import BenchPlan
 
 try:
     from mpi4py import MPI

@@ -33,9 +33,9 @@ from commtrace.volume import busbw_factor
 
 from . import NetworkError
 from .algorithms import ALGORITHMS, RING, Level, cost, steps
+from .bench_results import FORMAT, Results, read, read_json
 from .fit import Fit
 from .operations import BARRIER, COLLECTIVES, PING_PONG, bus_bytes
-from .results import FORMAT, Results, read, read_json
 
 DESCRIPTION: Final = "commtrace-network-description"
 _VERSION: Final = 1

@@ -16,10 +16,10 @@ except ImportError as error:
     raise NetworkError(f"this measures torch.distributed, and torch cannot be imported ({error})") from error
 
 from . import NetworkError
+from .bench_plan import BenchPlan
 from .library import Library
 from .measuring import Call, Group
 from .operations import PING_PONG, Values
-from .plan import BenchPlan
 
 # torch 2.13 has new names for these two, and warns of the old ones.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -15,11 +15,11 @@ from networks import ideal, results, row
 
 from commtrace.cli import main
 from commtrace.network import NetworkError
+from commtrace.network.bench_plan import BenchPlan
+from commtrace.network.bench_results import Results, read, write
+from commtrace.network.bench_text import lines
 from commtrace.network.library import connect
 from commtrace.network.operations import COLLECTIVES, OPERATIONS, POINT_TO_POINT
-from commtrace.network.plan import BenchPlan
-from commtrace.network.results import Results, read, write
-from commtrace.network.tables import lines
 
 BENCH = "import sys; from commtrace.cli import main; sys.exit(main())"
 

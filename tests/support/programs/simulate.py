@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from commtrace.dryrun import memory
+from commtrace.dryrun import untouched_memory as memory
 
 small, world, mail, *program = sys.argv[1:]
 memory.SMALL = int(small)  # type: ignore[misc]
@@ -44,12 +44,12 @@ def become(rank: int) -> bool:
     os.environ.update(RANK=str(rank), WORLD_SIZE=world, LOCAL_RANK=str(rank), COMMTRACE_SIMULATED=f"0:simulated:{mail}")
     sys.argv = program
     from commtrace.dryrun import simulation
-    from commtrace.dryrun.mail import Mail
+    from commtrace.dryrun.rank_messages import Mail
 
     Mail._wait_for = lambda self, source: time.sleep(0.005)  # type: ignore[method-assign]
     simulation.install()
     if "deepspeed" in sys.modules:
-        from commtrace.dryrun import deepspeed
+        from commtrace.dryrun import deepspeed_patches as deepspeed
 
         deepspeed.install()
     return True

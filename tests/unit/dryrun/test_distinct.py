@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import pytest
 
-from commtrace.dryrun.distinct import NotAlikeError, coordinates, distinct, families
+from commtrace.dryrun.distinct_ranks import NotAlikeError, coordinates, distinct, families
 
 
 def grid(tensor: int, data: int, pipeline: int) -> list[list[int]]:

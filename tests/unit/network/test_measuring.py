@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from commtrace.network import NetworkError
+from commtrace.network.bench_plan import BenchPlan, chosen
+from commtrace.network.bench_ranks import bind, check_memory, first_host, groups, limited
 from commtrace.network.measuring import Call, Group, Memory, Row, measure
 from commtrace.network.operations import (
     OPERATIONS,
@@ -23,8 +25,6 @@ from commtrace.network.operations import (
     taken,
     window,
 )
-from commtrace.network.plan import BenchPlan, chosen
-from commtrace.network.ranks import bind, check_memory, first_host, groups, limited
 
 
 class Ranks(Group):
@@ -272,7 +272,7 @@ def test_messages_are_measured_within_a_host_and_between_two() -> None:
 
 
 def test_more_memory_than_there_is_is_refused_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    import commtrace.network.ranks as module
+    import commtrace.network.bench_ranks as module
 
     monkeypatch.setattr(module, "_available", lambda: 1 << 30)
     check_memory(BenchPlan(), 2)

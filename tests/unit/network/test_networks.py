@@ -13,9 +13,9 @@ from networks import ideal, results
 
 from commtrace.network import NetworkError
 from commtrace.network.algorithms import Level, cost, steps
+from commtrace.network.bench_results import write
 from commtrace.network.networks import DescribedNetwork, MeasuredNetwork, Network, hosts_of, open_network, shipped
 from commtrace.network.operations import COLLECTIVES
-from commtrace.network.results import write
 from commtrace.volume import busbw_factor
 
 

@@ -17,8 +17,8 @@ import commtrace
 from commtrace.analyses.engine import fold
 from commtrace.analyses.network_efficiency import analysis, sampled
 from commtrace.cli import main
+from commtrace.network.bench_results import write
 from commtrace.network.networks import MeasuredNetwork, Network
-from commtrace.network.results import write
 from commtrace.schema import Clock, Flag, State
 from commtrace.theory.forecast import PlanOptions
 from commtrace.theory.forecast import forecast as forecasted

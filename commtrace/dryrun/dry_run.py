@@ -22,10 +22,10 @@ from commtrace.recording.log_writer import warn
 from commtrace.recording.recovery import recover_records
 from commtrace.settings import Settings
 
-from .distinct import distinct
+from .distinct_ranks import distinct
 from .memory_limits import obstacle
-from .publish import publish
-from .ranks import Job, Outcome, simulate
+from .rank_processes import Job, Outcome, simulate
+from .simulated_log import publish
 
 _LAUNCHERS: Final = ("torchrun", "deepspeed", "mpirun", "mpiexec", "srun", "accelerate", "prun", "jsrun")
 _LAUNCHER_MODULES: Final = ("torch.distributed.run", "torch.distributed.launch", "deepspeed.launcher.runner")

@@ -16,7 +16,7 @@ from typing import Final
 
 from commtrace.launchers import VARIABLE_PREFIXES
 
-from .mail import WAITING
+from .rank_messages import WAITING
 
 _POLL_SECONDS: Final = 0.02
 _LAST_WORDS_SECONDS: Final = 2.0

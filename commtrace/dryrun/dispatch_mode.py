@@ -20,11 +20,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import memory
-from .memory import SMALL
+from . import untouched_memory as memory
 from .notices import notice
 from .operators import OperatorKind, OperatorPlan, plan_of, tensors_in
-from .unknown import UncomputedStorages
+from .uncomputed_storages import UncomputedStorages
+from .untouched_memory import SMALL
 
 _META: Final = torch.device("meta")
 _SMALL_BYTES: Final = 16 * SMALL

@@ -9,10 +9,10 @@ import torch
 
 from commtrace.patching import Patches
 
-from .memory import SMALL
 from .notices import notice
 from .operators import tensors_in
-from .unknown import UncomputedStorages
+from .uncomputed_storages import UncomputedStorages
+from .untouched_memory import SMALL
 
 _patches: Final = Patches()
 

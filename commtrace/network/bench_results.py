@@ -32,9 +32,9 @@ from commtrace.launchers import usable_cores
 from commtrace.output_files import atomic_write
 
 from . import NetworkError
+from .bench_plan import BenchPlan
 from .fit import Fit, fitted
 from .measuring import Row
-from .plan import BenchPlan
 
 FORMAT, VERSION = "commtrace-network", 1
 

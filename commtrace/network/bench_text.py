@@ -8,10 +8,10 @@ from typing import Final
 
 from commtrace.volume import busbw_factor
 
+from .bench_results import Results
 from .fit import Fit
 from .measuring import Row
 from .operations import BARRIER, ELEMENT, PING_PONG, POINT_TO_POINT, ROOTED, SUMMED, WINDOW
-from .results import Results
 
 FORMS: Final = ("auto", "nccl", "osu")
 WIDE: Final = 130

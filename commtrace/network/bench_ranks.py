@@ -19,17 +19,17 @@ from typing import IO, Final
 from commtrace.errors import CommtraceError, LaunchError
 
 from . import NetworkError
+from .bench_plan import BenchPlan
+from .bench_results import Results, write
+from .bench_text import lines
 from .library import Library, connect
 from .measuring import Group, Memory, Row, measure
 from .operations import BARRIER, POINT_TO_POINT, sizes
-from .plan import BenchPlan
-from .results import Results, write
-from .tables import lines
 
 # Without the working directory on sys.path: in a checkout its folder `commtrace` is not the whole package.
 _PROGRAM: Final = (
     "import sys; sys.path[:1] == [''] and sys.path.pop(0)\n"
-    "from commtrace.network.ranks import started; sys.exit(started())"
+    "from commtrace.network.bench_ranks import started; sys.exit(started())"
 )
 _GRACE_S: Final = 5.0
 
