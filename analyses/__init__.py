@@ -1,14 +1,15 @@
-"""Questions asked of a run, one file each. Every answer is a tidy table, and none prints.
+"""Questions about a run, one module each. Every answer is a tidy table, described in its module's docstring.
 
-An analysis is a fold: `partial` makes a small table of one block of records, `merge` makes one of many, `finish` turns
-the last into tables to show. So a log larger than memory works, and processes or a cluster can share the work.
+An analysis is a fold over the records (`engine`): `partial` makes a small table of one block of records, `merge` makes
+one table of many, `finish` makes the tables to show. So a log larger than memory works, and processes or a cluster can
+share the work. To add a question, write a module with an `Analysis` and append it to `catalog.ANALYSES`.
 
 Definitions that hold in every table:
 
 * Counts and bytes are sums over the ranks that left a log, unless the column says "per rank".
-* `payload_bytes` and `wire_bytes` follow `commtrace.volume`; wire bytes are what the algorithm must at least send,
-  never measured, and missing where they do not follow for every call of the row.
-* Every recorded call counts, failed and unfinished ones too; the table `states` says how many those are.
+* `payload_bytes` and `wire_bytes` follow `commtrace.volume`; wire bytes are the least that the algorithm sends, never
+  measured, and missing where they are not known for every call of the row.
+* Every recorded call counts, failed and unfinished ones too; the table `states` has their numbers.
 * `step` -1 is start-up, everything before the first training step.
 * Missing values mean "not known", never zero.
 """
@@ -25,9 +26,15 @@ if TYPE_CHECKING:
 
 
 def analyse(run: RecordedRun, executor: Executor | None = None, *, details: bool = False) -> dict[str, pd.DataFrame]:
-    """The tables of all analyses by name, in one pass over the records; the executor, if any, works on the segments.
+    """Compute the tables of all analyses in one pass over the records.
 
-    `details`: with those tables that only figures are drawn from.
+    Args:
+        run: The run to analyse.
+        executor: Reads the segments of the log. None: this process does.
+        details: Whether to add the tables that only figures use.
+
+    Returns:
+        The tables by name.
     """
     from .catalog import ANALYSES, DETAILS
     from .engine import fold
@@ -36,7 +43,7 @@ def analyse(run: RecordedRun, executor: Executor | None = None, *, details: bool
 
 
 def detail(run: RecordedRun, name: str) -> pd.DataFrame | None:
-    """A table that only figures are drawn from; None where none is called so."""
+    """Compute a table that only figures use; None if there is none of this name."""
     from .catalog import DETAILS
     from .engine import fold
 

@@ -1,21 +1,21 @@
-"""How long the calls took, as the host saw it, where it did.
+"""How long the calls took, as the host saw it, and their bandwidth.
 
 `host_time`, a row per operation and measure:
 
     in_call          t_return - t_begin: the program is inside the call
-    waiting          t_end - t_wait, where the program waited and the end is known on the host: the program stands still
-                     (0 where a completion callback saw that the end was before the wait)
-    to_completion    t_end - t_begin, where anybody saw the end
+    waiting          t_end - t_wait, for calls that the program waited for and whose end is known on the host: the
+                     program stands still (0 if a completion callback saw the end before the wait)
+    to_completion    t_end - t_begin, if the end was seen
 
 with `calls_known`, `calls_unknown`, and over the known ones `p50_ns`, `p99_ns` (of a histogram: right within 1 %),
 `max_ns` and `sum_ns` (exact; calls that overlap are each counted in full). Calls captured into a device graph and
-dry runs have times of something else, so theirs are unknown.
+calls of dry runs have no times of their own, so theirs are unknown.
 
 `bandwidth`, a row per operation and `end_seen_by`: over the calls of groups of two or more whose end is known, with a
 payload, and not part of a coalesced batch: `calls`, `payload_bytes`, `time_ns`, `algbw_gb_per_s` = sum of payloads /
-sum of times, `busbw_gb_per_s` (nccl-tests' factors for each call's own group; missing for operations that have none).
-1 GB is 1e9 bytes. Time runs from `t_start` where the device told, else from `t_begin`, to `t_end`. An end that a wait
-or a poll saw may have been earlier: those bandwidths are lower bounds.
+sum of times, `busbw_gb_per_s` (nccl-tests' factors for each call's own group; missing for operations without a factor).
+1 GB is 1e9 bytes. Time runs from `t_start` if the device recorded it, else from `t_begin`, to `t_end`. An end that a
+wait or a poll saw may have been earlier: those bandwidths are lower bounds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from commtrace.reading.run import RecordedRun
 from commtrace.schema import Clock, Flag
 from commtrace.volume import busbw_factor
 
-from .engine import Analysis, Array, Block, NamedTables, grouped, merge_by, merge_sums, summed
+from .engine import Analysis, Array, NamedTables, RecordBlock, group_rows, merge_by, merge_sums, sum_groups
 
 MEASURES: Final = ("in_call", "waiting", "to_completion")
 
@@ -46,39 +46,67 @@ END_SEEN_BY: Final = {
 }
 
 _HOST_CLOCKS: Final = (int(Clock.WAIT), int(Clock.FUTURE))
+_NO_OWN_TIME: Final = int(Flag.CAPTURED | Flag.SIMULATED)
+_NO_EXACT_END: Final = _NO_OWN_TIME | int(Flag.COALESCED | Flag.SPARSE | Flag.UNEVEN | Flag.OBJECT)
 
-# Durations share a bin whose exponent and first seven bits of the fraction are the same as floating-point numbers: they
-# differ by a 128th at most, so their mean is at most 1 % off for any of them.
+# Durations share a histogram bin if their exponent and the first seven bits of their fraction are the same as
+# floating-point numbers: they differ by a 128th at most, so their mean is at most 1 % off for any of them.
 _DROPPED_BITS: Final = 52 - 7
-_UNKNOWN, _ZERO = -2, -1
+_UNKNOWN_BIN, _ZERO_BIN = -2, -1
 
 
-def durations(measure: str, block: Block) -> Array:
-    """Ns of each record by one of MEASURES, -1 where it is not known."""
+def durations(measure: str, block: RecordBlock) -> Array:
+    """Return the duration of each record in ns by one of MEASURES, int64, -1 where it is not known."""
     if measure == "in_call":
         return _between(block["t_begin"], block["t_return"], block)
     if measure == "waiting":
-        on_host = np.logical_or.reduce([block["clock"] == clock for clock in _HOST_CLOCKS])
-        waited = np.where(on_host, block["t_wait"], 0)
+        waited = wait_begin(block)
         return _between(waited, np.maximum(block["t_end"], waited), block)
     return _between(block["t_begin"], block["t_end"], block)
 
 
-def _between(begin: Array, end: Array, block: Block) -> Array:
-    real = (block["flags"] & int(Flag.CAPTURED | Flag.SIMULATED)) == 0
-    return np.where(real & (begin > 0) & (end >= begin), end - begin, -1)
+def has_own_times(block: RecordBlock) -> Array:
+    """Return whether the times of each record are its own, bool: not captured into a device graph, not simulated."""
+    return np.asarray((block["flags"] & _NO_OWN_TIME) == 0)
 
 
-def _partial(block: Block) -> pd.DataFrame:
+def wait_begin(block: RecordBlock) -> Array:
+    """Return when the program began to wait for each record in ns, 0 if its end is not known on the host."""
+    return np.where(np.isin(block["clock"], _HOST_CLOCKS), block["t_wait"], 0)
+
+
+def transfer_begin(block: RecordBlock) -> Array:
+    """Return the device's start time of each record in ns, or when its call began."""
+    return np.where(block["t_start"] > 0, block["t_start"], block["t_begin"])
+
+
+def exact_ends(block: RecordBlock) -> Array:
+    """Return whether the end of each record is when the transfer ended, bool, and not when the program saw it.
+
+    Ends are exact that the call itself, a completion callback or the device saw; that of a wait only if the program did
+    not ask for a handle, and so waited at once. Calls of coalesced batches and captured graphs have no exact end.
+    """
+    clock = block["clock"]
+    exact = np.isin(clock, (int(Clock.RETURN), int(Clock.FUTURE)))
+    exact |= (clock == int(Clock.WAIT)) & ((block["flags"] & int(Flag.ASYNC)) == 0)
+    exact |= (clock == int(Clock.DEVICE)) & (block["t_start"] > 0)
+    return np.asarray(exact & ((block["flags"] & _NO_EXACT_END) == 0) & (block["batch"] == 0))
+
+
+def _between(begin: Array, end: Array, block: RecordBlock) -> Array:
+    return np.where(has_own_times(block) & (begin > 0) & (end >= begin), end - begin, -1)
+
+
+def _partial(block: RecordBlock) -> pd.DataFrame:
     return pd.concat([_histogram(measure, block) for measure in MEASURES], ignore_index=True)
 
 
-def _histogram(measure: str, block: Block) -> pd.DataFrame:
+def _histogram(measure: str, block: RecordBlock) -> pd.DataFrame:
     times = durations(measure, block)
     bins = times.astype(np.float64).view(np.int64) >> _DROPPED_BITS
-    bins[times == 0] = _ZERO
-    bins[times < 0] = _UNKNOWN
-    first, groups = grouped([block["kind"], bins])
+    bins[times == 0] = _ZERO_BIN
+    bins[times < 0] = _UNKNOWN_BIN
+    first, groups = group_rows([block["kind"], bins])
     longest = np.zeros(len(first), np.int64)
     np.maximum.at(longest, groups, times)
     return pd.DataFrame(
@@ -87,78 +115,70 @@ def _histogram(measure: str, block: Block) -> pd.DataFrame:
             "measure": measure,
             "bin": bins[first],
             "calls": np.bincount(groups, minlength=len(first)),
-            "sum_ns": summed(np.maximum(times, 0), groups, len(first)),
+            "sum_ns": sum_groups(np.maximum(times, 0), groups, len(first)),
             "max_ns": longest,
         }
     )
-
-
-def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
-    rows = [_row(str(op), str(measure), part) for (op, measure), part in table.groupby(["op", "measure"])]
-    columns = ["op", "measure", "calls_known", "calls_unknown", "p50_ns", "p99_ns", "max_ns", "sum_ns"]
-    result = pd.DataFrame(rows, columns=columns)
-    for column in columns[4:]:
-        result[column] = result[column].astype("Int64")
-    order = result["measure"].map({measure: number for number, measure in enumerate(MEASURES)})
-    return {
-        "host_time": result.assign(order=order).sort_values(["order", "op"], ignore_index=True).drop(columns="order")
-    }
-
-
-def _row(op: str, measure: str, part: pd.DataFrame) -> dict[str, object]:
-    known = part.loc[part["bin"] != _UNKNOWN].sort_values("bin")
-    counts = {
-        "calls_known": int(known["calls"].sum()),
-        "calls_unknown": int(part["calls"].sum() - known["calls"].sum()),
-    }
-    if not len(known):
-        return {"op": op, "measure": measure, **counts, "p50_ns": None, "p99_ns": None, "max_ns": None, "sum_ns": None}
-    quantiles = {"p50_ns": _quantile(known, 0.50), "p99_ns": _quantile(known, 0.99)}
-    return {
-        "op": op,
-        "measure": measure,
-        **counts,
-        **quantiles,
-        "max_ns": int(known["max_ns"].max()),
-        "sum_ns": int(known["sum_ns"].sum()),
-    }
-
-
-def _quantile(bins: pd.DataFrame, q: float) -> int:
-    """Smallest duration that a share q of the calls does not exceed, within 1 %."""
-    counts = bins["calls"].to_numpy()
-    position = int(np.searchsorted(np.cumsum(counts), np.ceil(q * counts.sum())))
-    return round(int(bins["sum_ns"].iloc[position]) / int(counts[position]))
 
 
 def _merge(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     return merge_by(("op", "measure", "bin"), {"max_ns": "max"}, tables)
 
 
+def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
+    groups = table.groupby(["op", "measure"])
+    rows = [{"op": op, "measure": measure, **_summary(bins)} for (op, measure), bins in groups]
+    columns = ["op", "measure", "calls_known", "calls_unknown", "p50_ns", "p99_ns", "max_ns", "sum_ns"]
+    result = pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(columns[4:], "Int64"))
+    order = result["measure"].map(MEASURES.index)
+    return {"host_time": result.iloc[np.lexsort((result["op"], order))].reset_index(drop=True)}
+
+
+def _summary(bins: pd.DataFrame) -> dict[str, int | None]:
+    """Return the columns of `host_time` for the histogram of one operation and measure."""
+    known = bins.loc[bins["bin"] != _UNKNOWN_BIN].sort_values("bin")
+    calls = int(known["calls"].sum())
+    return {
+        "calls_known": calls,
+        "calls_unknown": int(bins["calls"].sum()) - calls,
+        "p50_ns": _quantile(known, 0.50) if calls else None,
+        "p99_ns": _quantile(known, 0.99) if calls else None,
+        "max_ns": int(known["max_ns"].max()) if calls else None,
+        "sum_ns": int(known["sum_ns"].sum()) if calls else None,
+    }
+
+
+def _quantile(bins: pd.DataFrame, q: float) -> int:
+    """Return the smallest duration that a share q of the calls does not exceed, within 1 %."""
+    counts = bins["calls"].to_numpy()
+    position = int(np.searchsorted(np.cumsum(counts), np.ceil(q * counts.sum())))
+    return round(int(bins["sum_ns"].iloc[position]) / int(counts[position]))
+
+
 ANALYSIS: Final = Analysis("times", _partial, _merge, _finish)
 
 
-def _bandwidth_partial(block: Block) -> pd.DataFrame:
-    times = _between(np.where(block["t_start"] > 0, block["t_start"], block["t_begin"]), block["t_end"], block)
+def _bandwidth_partial(block: RecordBlock) -> pd.DataFrame:
+    times = _between(transfer_begin(block), block["t_end"], block)
     sizes = block.labels.group_sizes(block["group"])
-    alone = (block["batch"] == 0) & ((block["flags"] & int(Flag.COALESCED)) == 0)
-    use = np.flatnonzero((times > 0) & (block["payload"] > 0) & (sizes > 1) & alone)
-    kinds, clocks, payload = (block[name][use] for name in ("kind", "clock", "payload"))
-    first, groups = grouped([kinds, clocks])
-    total = partial(summed, groups=groups, size=len(first))
+    not_batched = (block["batch"] == 0) & ((block["flags"] & int(Flag.COALESCED)) == 0)
+    used = np.flatnonzero((times > 0) & (block["payload"] > 0) & (sizes > 1) & not_batched)
+    kinds, clocks, payload = (block[name][used] for name in ("kind", "clock", "payload"))
+    first, groups = group_rows([kinds, clocks])
+    total = partial(sum_groups, groups=groups, count=len(first))
     columns = {
         "op": block.labels.text("op", kinds[first]),
         "end_seen_by": np.array([END_SEEN_BY.get(clock, "unknown") for clock in clocks[first]], object),
         "calls": np.bincount(groups, minlength=len(first)),
         "payload_bytes": total(payload),
-        "time_ns": total(times[use]),
-        "bus_bytes": total(payload * _busbw_factors(block.labels, kinds, sizes[use])),
+        "time_ns": total(times[used]),
+        "bus_bytes": total(payload * _busbw_factors(block.labels, kinds, sizes[used])),
     }
     return pd.DataFrame(columns)
 
 
 def _busbw_factors(labels: RecordLabels, kinds: Array, sizes: Array) -> Array:
-    """What makes busbw of algbw for each call, nan where the operation has no such factor."""
+    """Return busbw / algbw of each call, nan for operations without such a factor."""
     result = np.full(len(kinds), np.nan)
     for op, at in labels.by_operation(kinds):
         factor = busbw_factor(op, sizes[at].astype(float))
@@ -169,9 +189,9 @@ def _busbw_factors(labels: RecordLabels, kinds: Array, sizes: Array) -> Array:
 
 def _bandwidth_finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     # bytes per ns are GB/s. An operation has a factor for all of its calls or for none.
-    factor = table["op"].map(lambda op: busbw_factor(op, 2) is not None).astype(bool)
+    has_factor = table["op"].map(lambda op: busbw_factor(op, 2) is not None).astype(bool)
     algbw, busbw = table["payload_bytes"] / table["time_ns"], table["bus_bytes"] / table["time_ns"]
-    result = table.assign(algbw_gb_per_s=algbw, busbw_gb_per_s=busbw.where(factor)).drop(columns="bus_bytes")
+    result = table.assign(algbw_gb_per_s=algbw, busbw_gb_per_s=busbw.where(has_factor)).drop(columns="bus_bytes")
     return {"bandwidth": result.sort_values(["payload_bytes"], ascending=False, kind="stable", ignore_index=True)}
 
 

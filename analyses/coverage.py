@@ -1,4 +1,4 @@
-"""What the log covers, and what it cannot tell. A report begins with it.
+"""What the log covers, and what is not known of the run. A report begins with it.
 
 `coverage`, one row:
 
@@ -6,8 +6,8 @@
     without_end              processes that are alive or ended early
     records                  events in the log
     calls                    calls that the hooks counted, missing unless every process wrote counters
-    dropped, removed, lost   calls whose records were given up: ring full, log over its bound, could not be written
-    not_found                records that should be in the log and are not, beyond those; processes that ended in order
+    dropped, removed, lost   calls without a record: the ring was full, the log over its bound, the write failed
+    not_found                further calls whose records are missing from the log, of processes that ended in order
     simulated                processes of a dry run: nothing was sent
     hook_errors, first_error calls that a hook failed on, and the first message
     files_cut, files_foreign, files_unreadable, files_missing, files_garbled
@@ -31,13 +31,17 @@ from commtrace.reading.log import Process
 from commtrace.reading.run import RecordedRun
 from commtrace.reading.table_reader import integer_or_none
 
-from .engine import Analysis, Block, NamedTables, merge_sums, table_by
+from .engine import Analysis, NamedTables, RecordBlock, merge_sums, table_by
 
 COUNTERS: Final = ("calls", "dropped", "removed", "lost", "hook_errors")
+PROCESS_COLUMNS: Final = [
+    "rank", "host", "pid", "recorder", "simulated", "started_unix_ns", "records", *COUNTERS, "first_error", "end",
+    "not_found",
+]  # fmt: skip
 
 
-def _partial(block: Block) -> pd.DataFrame:
-    table = table_by(block.cells, ("state",), {})
+def _partial(block: RecordBlock) -> pd.DataFrame:
+    table = table_by(block.distinct, ("state",), {})
     table["process"] = np.full(len(table), block.labels.number, np.int64)
     return table
 
@@ -65,21 +69,9 @@ def _states(table: pd.DataFrame) -> pd.DataFrame:
 def _processes(table: pd.DataFrame, run: RecordedRun) -> pd.DataFrame:
     records = table.groupby("process")["calls"].sum().to_dict()
     rows = [_process(process, int(records.get(number, 0))) for number, process in enumerate(run.processes)]
-    columns = [
-        "rank",
-        "host",
-        "pid",
-        "recorder",
-        "simulated",
-        "started_unix_ns",
-        "records",
-        *COUNTERS,
-        "first_error",
-        "end",
-        "not_found",
-    ]
-    result = pd.DataFrame(rows, columns=columns)
-    return result.astype(dict.fromkeys((*COUNTERS, "not_found", "started_unix_ns"), "Int64"))
+    return pd.DataFrame(rows, columns=PROCESS_COLUMNS).astype(
+        dict.fromkeys((*COUNTERS, "not_found", "started_unix_ns"), "Int64")
+    )
 
 
 def _process(process: Process, records: int) -> dict[str, object]:
@@ -102,9 +94,11 @@ def _process(process: Process, records: int) -> dict[str, object]:
 
 
 def _not_found(counters: dict[str, int | None], records: int) -> int | None:
-    """Calls that left neither a record nor a trace in the other counters, of a process whose counters are final."""
-    calls, *gone = (counters[name] for name in ("calls", "dropped", "removed", "lost"))
-    return None if calls is None or None in gone else max(0, calls - sum(one or 0 for one in gone) - records)
+    """Return how many counted calls have neither a record nor a place in the other (final) counters."""
+    calls, *without_record = (counters[name] for name in ("calls", "dropped", "removed", "lost"))
+    if calls is None or None in without_record:
+        return None
+    return max(0, calls - sum(count or 0 for count in without_record) - records)
 
 
 def _coverage(processes: pd.DataFrame, run: RecordedRun) -> dict[str, object]:
@@ -128,16 +122,16 @@ def _coverage(processes: pd.DataFrame, run: RecordedRun) -> dict[str, object]:
 
 
 def _sum(column: pd.Series[int]) -> int | None:
-    """The sum, None where a part of it is not known."""
+    """Return the sum, None if a value is not known."""
     return None if column.isna().any() else int(column.sum())
 
 
 def _blind_spots(run: RecordedRun) -> pd.DataFrame:
-    spots: Counter[str] = Counter()
+    processes: Counter[str] = Counter()
     for process in run.processes:
-        told = process.tables.process.get("blind_spots")
-        spots.update(str(spot) for spot in (told if isinstance(told, list) else []))
-    return pd.DataFrame(spots.most_common(), columns=["blind_spot", "processes"])
+        blind_spots = process.tables.process.get("blind_spots")
+        processes.update(map(str, blind_spots if isinstance(blind_spots, list) else ()))
+    return pd.DataFrame(processes.most_common(), columns=["blind_spot", "processes"])
 
 
 ANALYSIS: Final = Analysis("coverage", _partial, merge_sums("process", "state"), _finish)

@@ -1,8 +1,10 @@
-"""The engine: runs analyses over all segments of a run, and the few array operations that their partials are made of.
+"""The engine that runs analyses over the segments of a run, and the array operations that analyses are made of.
 
-partial(block) -> table      one block of one process; groups by the numbers in the records, then labels the result
-merge(tables) -> table       the same table for all of them; merge([merge([a, b]), c]) == merge([a, b, c])
-finish(table, run) -> {name: table}
+An analysis is three functions, as of a map and reduce:
+
+    partial(block) -> table          of one block of records of one process; groups by the numbers in the records
+    merge(tables) -> table           of any number of such tables; merge([merge([a, b]), c]) == merge([a, b, c])
+    finish(table, run) -> {name: table}
 """
 
 from __future__ import annotations
@@ -27,25 +29,31 @@ from commtrace.schema import RECORD, Records
 
 Array: TypeAlias = npt.NDArray[Any]
 NamedTables: TypeAlias = dict[str, pd.DataFrame]
-Work: TypeAlias = list[tuple[RecordLabels, Segment]]
 
-TASK: Final = 1 << 20
-"""Records that one task of an executor reads at least, where there are as many."""
+RECORDS_PER_TASK: Final = 1 << 20
+"""Least number of records that one task of an executor reads, if there are as many."""
 
-_DENSE: Final = 1 << 22
-_MOST: Final = 1 << 62
-_AT_ONCE: Final = 64
+_MERGE_AT_ONCE: Final = 64
+_RECORDS_IN_CACHE: Final = 4096
+_READ_FIELDS: Final = (
+    "t_begin", "t_return", "t_wait", "t_start", "t_end", "payload", "local", "group", "site", "step", "peer", "batch",
+    "kind", "phase", "clock", "flags", "state",
+)  # fmt: skip
+_DISTINCT_FIELDS: Final = ("step", "kind", "group", "site", "phase", "state", "payload", "local")
 
 
-class Columns:
-    """Calls of one process, fields as columns, with what their numbers mean; a row stands for `calls` equal ones."""
+class CallColumns:
+    """Calls of one process as columns; a row stands for `calls` equal calls.
+
+    `labels` translates the numbers in the columns. `columns[field]` is a field of the record, shape (n,).
+    """
 
     def __init__(self, labels: RecordLabels) -> None:
         self.labels = labels
         self._columns: dict[str, Array] = {}
 
     def __getitem__(self, name: str) -> Array:
-        """A field of the record, one value after the other."""
+        """Return a field of the record, shape (n,)."""
         if name not in self._columns:
             self._columns[name] = self._column(name)
         return self._columns[name]
@@ -58,72 +66,65 @@ class Columns:
 
     @property
     def calls(self) -> Array:
-        """Calls that each row stands for."""
+        """Calls that each row stands for, int64, shape (n,)."""
         raise NotImplementedError
 
     @cached_property
     def volumes(self) -> dict[str, Array]:
-        """Payload and wire bytes of each row; wire bytes not known count 0 there, and each call 1 in `wire_unknown`."""
+        """Sums of each row: `payload_bytes`, `wire_bytes`, `wire_unknown`, each of shape (n,).
+
+        A call whose wire bytes are not known adds 0 to `wire_bytes` and 1 to `wire_unknown`.
+        """
         wire = self.labels.wire_bytes(self)
         unknown = np.isnan(wire)
-        known = np.where(unknown, 0.0, wire)
         return {
             "payload_bytes": self["payload"] * self.calls,
-            "wire_bytes": known * self.calls,
+            "wire_bytes": np.where(unknown, 0.0, wire) * self.calls,
             "wire_unknown": unknown * self.calls,
         }
 
 
-class Block(Columns):
-    """Records of one process, a row each."""
+class RecordBlock(CallColumns):
+    """Records of one process, a row per call."""
 
     def __init__(self, records: Records, labels: RecordLabels) -> None:
         super().__init__(labels)
         self.records = records
 
     def _column(self, name: str) -> Array:
-        if name not in _READ:
+        if name not in _READ_FIELDS:
             return np.ascontiguousarray(self.records[name])
-        # All that are read by and by, a few records at a time: a record is longer than a cache line, and a block of
-        # records than a cache.
-        columns = {one: np.empty(len(self.records), RECORD[one]) for one in _READ}
-        for begin in range(0, len(self.records), _CACHED):
-            some = self.records[begin : begin + _CACHED]
-            for one, column in columns.items():
-                column[begin : begin + _CACHED] = some[one]
+        # All fields that analyses read, a few records at a time: a record is longer than a cache line, and a block of
+        # records is larger than a cache.
+        columns = {read: np.empty(len(self.records), RECORD[read]) for read in _READ_FIELDS}
+        for begin in range(0, len(self.records), _RECORDS_IN_CACHE):
+            records = self.records[begin : begin + _RECORDS_IN_CACHE]
+            for field_name, column in columns.items():
+                column[begin : begin + _RECORDS_IN_CACHE] = records[field_name]
         self._columns.update(columns)
         return columns[name]
 
     @cached_property
     def calls(self) -> Array:
-        """A row is a call."""
+        """Ones: a row is a call."""
         return np.ones(len(self.records), np.int64)
 
     @cached_property
-    def cells(self) -> Cells:
-        """Its calls, counted by all that most questions ask for: training repeats itself, so these are far fewer."""
-        mine = self["peer"] == self.labels.rank
-        first, groups = grouped([*(self[name] for name in _ALIKE), mine])
-        return Cells(self, first, np.bincount(groups, minlength=len(first)))
+    def distinct(self) -> DistinctCalls:
+        """The distinct calls of the block. Training repeats itself, so these are far fewer than the records."""
+        to_self = self["peer"] == self.labels.rank
+        first, groups = group_rows([*(self[name] for name in _DISTINCT_FIELDS), to_self])
+        return DistinctCalls(self, first, np.bincount(groups, minlength=len(first)))
 
 
-_READ: Final = (
-    "t_begin", "t_return", "t_wait", "t_start", "t_end", "payload", "local", "group", "site", "step", "peer", "batch",
-    "kind", "phase", "clock", "flags", "state",
-)  # fmt: skip
-_CACHED: Final = 4096
-
-_ALIKE: Final = ("step", "kind", "group", "site", "phase", "state", "payload", "local")
-
-
-class Cells(Columns):
+class DistinctCalls(CallColumns):
     """Calls of a block with equal fields, a row per distinct combination.
 
     Calls of a row are equal in `step`, `kind`, `group`, `site`, `phase`, `state`, `payload` and `local`, and in whether
     this rank is the `peer`. Other fields are those of any one of them.
     """
 
-    def __init__(self, block: Block, first: Array, calls: Array) -> None:
+    def __init__(self, block: RecordBlock, first: Array, calls: Array) -> None:
         super().__init__(block.labels)
         self._block, self._first, self._calls = block, first, calls
 
@@ -133,168 +134,195 @@ class Cells(Columns):
 
     @property
     def calls(self) -> Array:
-        """How many are alike."""
+        """Number of equal calls of each row."""
         return self._calls
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """One question. The functions are pure and picklable."""
+    """One question asked of a run: `partial`, `merge` and `finish` of this module's docstring, pure and picklable."""
 
     name: str
-    partial: Callable[[Block], pd.DataFrame]
+    partial: Callable[[RecordBlock], pd.DataFrame]
     merge: Callable[[Sequence[pd.DataFrame]], pd.DataFrame]
     finish: Callable[[pd.DataFrame, RecordedRun], NamedTables]
-    needed: Callable[[RecordedRun], bool] | None = None
-    """Whether the records of this run matter at all; None: of any."""
+    reads_records: Callable[[RecordedRun], bool] | None = None
+    """Whether the tables of this run depend on its records. None: those of every run do."""
 
 
 def fold(run: RecordedRun, analyses: Sequence[Analysis], executor: Executor | None = None) -> NamedTables:
-    """All tables of these analyses, in one pass over the records of the run."""
-    gather = {analysis.name: _Gather(analysis) for analysis in analyses}
-    tasks = _tasks(run)
-    work = partial(_partials, [analysis for analysis in analyses if analysis.needed is None or analysis.needed(run)])
-    for tables in map(work, tasks) if executor is None else executor.map(work, [*tasks]):
+    """Compute the tables of analyses in one pass over the records of a run.
+
+    Args:
+        run: The run to analyse.
+        analyses: The questions; their names are distinct.
+        executor: Reads the segments of the log, about RECORDS_PER_TASK records a task. None: this process does.
+
+    Returns:
+        The tables of all analyses by name.
+    """
+    mergers = {analysis.name: _Merger(analysis) for analysis in analyses}
+    partials = partial(
+        _partials, [analysis for analysis in analyses if analysis.reads_records is None or analysis.reads_records(run)]
+    )
+    for tables in map(partials, _tasks(run)) if executor is None else executor.map(partials, [*_tasks(run)]):
         for name, table in tables.items():
-            gather[name].add(table)
+            mergers[name].add(table)
     return {
         name: table
         for analysis in analyses
-        for name, table in analysis.finish(gather[analysis.name].table(), run).items()
+        for name, table in analysis.finish(mergers[analysis.name].table(), run).items()
     }
 
 
-def partials_of(analysis: Analysis, blocks: Iterable[Block]) -> pd.DataFrame:
-    """The merged table of some blocks, with its columns even where there are none."""
-    gather = _Gather(analysis)
+def merged_partials(analysis: Analysis, blocks: Iterable[RecordBlock]) -> pd.DataFrame:
+    """Return the merged partial table of blocks, which has its columns even without a block."""
+    merger = _Merger(analysis)
     for block in blocks:
-        gather.add(analysis.partial(block))
-    return gather.table()
+        merger.add(analysis.partial(block))
+    return merger.table()
 
 
-def _tasks(run: RecordedRun) -> Iterator[Work]:
-    task: Work = []
+def _tasks(run: RecordedRun) -> Iterator[list[tuple[RecordLabels, Segment]]]:
+    task: list[tuple[RecordLabels, Segment]] = []
     for labels, process in zip(run.labels, run.processes, strict=True):
         for segment in process.segments:
             task.append((labels, segment))
-            if sum(segment.count for _, segment in task) >= TASK:
+            if sum(segment.count for _, segment in task) >= RECORDS_PER_TASK:
                 yield task
                 task = []
     yield task
 
 
-def _partials(analyses: Sequence[Analysis], work: Work) -> NamedTables:
-    gather = {analysis.name: _Gather(analysis) for analysis in analyses}
-    memory = bytearray(min(BLOCK, max((segment.count for _, segment in work), default=0)) * RECORD.itemsize)
-    for labels, segment in work:
+def _partials(analyses: Sequence[Analysis], task: list[tuple[RecordLabels, Segment]]) -> NamedTables:
+    mergers = {analysis.name: _Merger(analysis) for analysis in analyses}
+    memory = bytearray(min(BLOCK, max((segment.count for _, segment in task), default=0)) * RECORD.itemsize)
+    for labels, segment in task:
         for records in segment.blocks(memory=memory):
-            block = Block(records, labels)
+            block = RecordBlock(records, labels)
             for analysis in analyses:
-                gather[analysis.name].add(analysis.partial(block))
-    return {name: one.table() for name, one in gather.items()}
+                mergers[analysis.name].add(analysis.partial(block))
+    return {name: merger.table() for name, merger in mergers.items()}
 
 
 @dataclass
-class _Gather:
-    """Merges tables as they come, a few at a time."""
+class _Merger:
+    """Merges partial tables as they come, a few at a time, so that few are in memory."""
 
     analysis: Analysis
     tables: list[pd.DataFrame] = field(default_factory=list)
 
     def add(self, table: pd.DataFrame) -> None:
         self.tables.append(table)
-        if len(self.tables) >= _AT_ONCE:
+        if len(self.tables) >= _MERGE_AT_ONCE:
             self.tables = [self.table()]
 
     def table(self) -> pd.DataFrame:
         if not self.tables:
-            self.tables = [self.analysis.partial(NOTHING)]
+            self.tables = [self.analysis.partial(EMPTY_BLOCK)]
         return self.analysis.merge(self.tables)
 
 
-# --- what partials and merges are made of ---------------------------------------------------------------------------
+# --- array operations of partial and merge --------------------------------------------------------------------------
+
+_MAX_DENSE_CODES: Final = 1 << 22
+_MAX_KEY: Final = 1 << 62
 
 
-def grouped(columns: Sequence[Array]) -> tuple[Array, Array]:
-    """Group rows by columns of whole numbers, all of shape (n,).
+def group_rows(columns: Sequence[Array]) -> tuple[Array, Array]:
+    """Group rows by columns of integers.
 
-    Returns the position of one row of each group, and for each row the number of its group.
+    Args:
+        columns: Keys, each of shape (n,).
+
+    Returns:
+        The position of one row of each group, shape (groups,), and the number of each row's group, shape (n,).
     """
     keys, span = np.zeros(len(columns[0]), np.int64), 1
     for column in columns:
-        codes, more = _codes(column)
-        if span * more > _MOST:
-            keys, span = _numbered(keys)
-        keys, span = keys * more + codes, span * more
-    numbers, groups = _numbered(keys)
+        codes, count = _codes(column)
+        if span * count > _MAX_KEY:
+            keys, span = _dense_codes(keys)
+        keys, span = keys * count + codes, span * count
+    numbers, groups = _dense_codes(keys)
     first = np.zeros(groups, np.int64)
     first[numbers] = np.arange(len(numbers))
     return first, numbers
 
 
 def _codes(column: Array) -> tuple[Array, int]:
-    """The column as numbers from 0, and how many there may be."""
+    """Return the column as codes from 0, and an upper bound of their number."""
     if not len(column):
         return column.astype(np.int64), 1
     low, high = int(column.min()), int(column.max())
-    return (column.astype(np.int64) - low, high - low + 1) if high - low < _DENSE else _numbered(column)
+    return (column.astype(np.int64) - low, high - low + 1) if high - low < _MAX_DENSE_CODES else _dense_codes(column)
 
 
-def _numbered(column: Array) -> tuple[Array, int]:
-    """The column as numbers from 0 that are all taken, and how many there are. By hashing: sorting takes far longer."""
+def _dense_codes(column: Array) -> tuple[Array, int]:
+    """Return the column as codes from 0 without gaps, and their number. Hashes: sorting takes far longer."""
     codes, values = pd.factorize(column)
     return codes.astype(np.int64, copy=False), len(values)
 
 
-def summed(values: Array, groups: Array, size: int) -> Array:
-    """Sum of the values of each group, in the values' own type: whole numbers stay exact."""
-    result = np.zeros(size, values.dtype)
+def sum_groups(values: Array, groups: Array, count: int) -> Array:
+    """Return the sum of the values of each group, shape (count,), in the values' own dtype: integers stay exact."""
+    result = np.zeros(count, values.dtype)
     np.add.at(result, groups, values)
     return result
 
 
-# Columns of the normal form that a table may be keyed by, beside WORDS.
-_FIELDS: Final = {"step": "step", "payload_bytes": "payload"}
+# Columns of the event table that a table may be keyed by, beside LABEL_COLUMNS.
+_KEY_FIELDS: Final = {"step": "step", "payload_bytes": "payload"}
 
 
-def table_by(rows: Columns, keys: Sequence[str], values: Mapping[str, Array]) -> pd.DataFrame:
-    """One row per combination of `keys` (columns of the normal form) with `calls`, and the sums of `values`.
+def table_by(rows: CallColumns, keys: Sequence[str], values: Mapping[str, Array]) -> pd.DataFrame:
+    """Return `keys`, `calls` and the sums of `values`, a row per combination of keys.
 
-    A combination may take several rows (two kinds that are the same operation), which `merge_sums` brings together.
+    A combination may take several rows (two kinds that are the same operation); `merge_sums` adds them up.
+
+    Args:
+        rows: Calls of one process, n rows.
+        keys: Columns of the event table.
+        values: Columns to sum, each of shape (n,).
     """
-    numbers = {key: rows.labels.ids(key, rows) if key in LABEL_COLUMNS else rows[_FIELDS[key]] for key in keys}
-    first, groups = grouped([*numbers.values()])
+    numbers = {key: rows.labels.ids(key, rows) if key in LABEL_COLUMNS else rows[_KEY_FIELDS[key]] for key in keys}
+    first, groups = group_rows([*numbers.values()])
     columns = {
-        key: rows.labels.text(key, of[first]) if key in LABEL_COLUMNS else of[first] for key, of in numbers.items()
+        key: rows.labels.text(key, column[first]) if key in LABEL_COLUMNS else column[first]
+        for key, column in numbers.items()
     }
-    sums = {name: summed(value, groups, len(first)) for name, value in {"calls": rows.calls, **values}.items()}
+    sums = {name: sum_groups(value, groups, len(first)) for name, value in {"calls": rows.calls, **values}.items()}
     return pd.DataFrame({**columns, **sums})
 
 
-def known_wire(table: pd.DataFrame) -> pd.DataFrame:
-    """Wire bytes are left out of rows in which some call's are not known."""
+def mask_unknown_wire(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the table without `wire_unknown`, and with missing `wire_bytes` where it was above 0."""
     return table.assign(wire_bytes=table["wire_bytes"].mask(table["wire_unknown"] > 0)).drop(columns="wire_unknown")
 
 
+def concat_tables(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """Return the rows of tables with the same columns; empty tables do not change the dtypes of others."""
+    return pd.concat([table for table in tables if len(table)] or [tables[0]], ignore_index=True)
+
+
 def merge_by(keys: Sequence[str], how: Mapping[str, str], tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """Tables with the same columns as one, a row per combination of keys; other columns by `how`, else summed."""
-    filled = [table for table in tables if len(table)] or [tables[0]]
-    both = pd.concat(filled, ignore_index=True)
-    rules = {column: how.get(column, "sum") for column in both.columns if column not in keys}
-    return both.groupby([*keys], as_index=False, sort=True, observed=True, dropna=False).agg(rules)
+    """Merge tables with the same columns to a row per combination of keys; other columns by `how`, else summed."""
+    table = concat_tables(tables)
+    rules = {column: how.get(column, "sum") for column in table.columns if column not in keys}
+    return table.groupby([*keys], as_index=False, sort=True, observed=True, dropna=False).agg(rules)
 
 
 def merge_sums(*keys: str) -> Callable[[Sequence[pd.DataFrame]], pd.DataFrame]:
-    """A merge that adds up everything but the keys."""
+    """Return a merge that adds up everything but the keys."""
     return partial(merge_by, keys, {})
 
 
 def rows_of(table: pd.DataFrame) -> Iterator[Any]:
-    """The rows, whose columns are attributes: for a small table that is about to be shown."""
+    """Iterate over the rows of a small table as named tuples."""
     return table.itertuples(index=False)
 
 
-_NOBODY: Final = Process(Path(), -1, -1, "", ProcessTables(), ())
-
-NOTHING: Final = Block(np.zeros(0, RECORD), RecordLabels(-1, _NOBODY, {}, {}))
-"""A block without records: gives every table its columns."""
+EMPTY_BLOCK: Final = RecordBlock(
+    np.zeros(0, RECORD), RecordLabels(-1, Process(Path(), -1, -1, "", ProcessTables(), ()), {}, {})
+)
+"""A block without records, from which every partial table gets its columns."""

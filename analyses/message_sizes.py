@@ -1,46 +1,106 @@
-"""Which message sizes each operation has.
+"""Which message sizes each operation has, and when.
 
 `message_sizes`: `op`, `payload_bytes` (of one call), `calls`, `sum_bytes`.
 `message_size_bins`: the same by powers of two: `op`, `from_bytes` (inclusive), `below_bytes`, `calls`, `sum_bytes`;
 calls without payload are the bin from 0 below 1.
+`sizes_over_time`: the bins by time: `from_s` and `below_s` (seconds since the run's first call began, by the hosts'
+wall clocks), `op`, `from_bytes`, `below_bytes`, `calls`, `sum_bytes`. There are at most MAX_SPANS equal spans of time.
+Calls of a process whose log has no wall-clock time are left out.
+
+A span of time is 2**shift ns long and begins at a multiple of that, so two neighbours make one span of the next length:
+blocks are binned before the length of the run is known, and merge to the spans that the whole run would have had.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 import pandas as pd
 
 from commtrace.reading.run import RecordedRun
+from commtrace.volume import size_bins
 
-from .engine import Analysis, Array, Block, NamedTables, merge_sums, table_by
+from .engine import (
+    Analysis,
+    Array,
+    NamedTables,
+    RecordBlock,
+    concat_tables,
+    group_rows,
+    merge_by,
+    merge_sums,
+    sum_groups,
+    table_by,
+)
+
+MAX_SPANS: Final = 160
+
+_BIN: Final = ["op", "from_bytes", "below_bytes"]
 
 
-def exponents(payload: Array) -> Array:
-    """E of the power of two 2**e at or below each size in bytes, -1 for 0."""
-    # size = m * 2**e with 0.5 <= m < 1, so the power of two at or below it is 2**(e - 1).
-    result: Array = np.frexp(np.maximum(payload, 0).astype(float))[1].astype(np.int64) - 1
-    return result
-
-
-def power_bins(exponent: pd.Series[int]) -> dict[str, Array]:
-    """`from_bytes` and `below_bytes` of the bins with these exponents; -1 is the bin from 0 below 1."""
-    numbers = exponent.to_numpy()
-    low = np.where(numbers >= 0, np.int64(1) << np.maximum(numbers, 0), 0)
-    return {"from_bytes": low, "below_bytes": np.where(low > 0, low * 2, 1)}
-
-
-def _partial(block: Block) -> pd.DataFrame:
-    return table_by(block.cells, ("op", "payload_bytes"), {})
+def _partial(block: RecordBlock) -> pd.DataFrame:
+    return table_by(block.distinct, ("op", "payload_bytes"), {})
 
 
 def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     sizes = table.assign(sum_bytes=table["payload_bytes"] * table["calls"])
-    both = sizes.assign(exponent=exponents(sizes["payload_bytes"].to_numpy()))
-    sums = both.groupby(["op", "exponent"], as_index=False)[["calls", "sum_bytes"]].sum()
-    bins = sums.assign(**power_bins(sums["exponent"]))[["op", "from_bytes", "below_bytes", "calls", "sum_bytes"]]
+    from_bytes, below_bytes = size_bins(sizes["payload_bytes"].to_numpy())
+    binned = sizes.assign(from_bytes=from_bytes, below_bytes=below_bytes)
+    bins = binned.groupby(_BIN, as_index=False)[["calls", "sum_bytes"]].sum()
     return {"message_sizes": sizes, "message_size_bins": bins}
 
 
 ANALYSIS: Final = Analysis("sizes", _partial, merge_sums("op", "payload_bytes"), _finish)
+
+
+def _partial_over_time(block: RecordBlock) -> pd.DataFrame:
+    offset = block.labels.unix_minus_mono_ns
+    used = np.flatnonzero(block["t_begin"] > 0) if offset is not None else np.zeros(0, np.int64)
+    times = block["t_begin"][used] + np.int64(offset or 0)
+    shift = _shift(times)
+    payload = block["payload"][used]
+    columns = (times >> shift, block["kind"][used], *size_bins(payload))
+    first, groups = group_rows(columns)
+    spans, kinds, from_bytes, below_bytes = (column[first] for column in columns)
+    return pd.DataFrame(
+        {
+            "shift": np.full(len(first), shift, np.int64),
+            "span": spans,
+            "op": block.labels.text("op", kinds),
+            "from_bytes": from_bytes,
+            "below_bytes": below_bytes,
+            "calls": np.bincount(groups, minlength=len(first)),
+            "sum_bytes": sum_groups(payload, groups, len(first)),
+        }
+    )
+
+
+def _shift(times: Array) -> int:
+    """Return the binary logarithm of the shortest span of which MAX_SPANS reach from the first time to the last."""
+    shift = 0
+    while len(times) and (int(times.max()) >> shift) - (int(times.min()) >> shift) >= MAX_SPANS:
+        shift += 1
+    return shift
+
+
+def _merge_over_time(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    table = concat_tables(tables)
+    if len(table):
+        shift = int(table["shift"].max())
+        spans = table["span"].to_numpy() >> (shift - table["shift"].to_numpy())
+        longer = _shift(spans)
+        table = table.assign(shift=shift + longer, span=spans >> longer)
+    return merge_by(("shift", "span", *_BIN), {}, [table])
+
+
+def _finish_over_time(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
+    length_ns = 1 << int(table["shift"].max()) if len(table) else 1
+    begin = (table["span"] - (table["span"].min() if len(table) else 0)) * length_ns / 1e9
+    result = table.assign(from_s=begin, below_s=begin + length_ns / 1e9)
+    result = result[["from_s", "below_s", *_BIN, "calls", "sum_bytes"]]
+    return {"sizes_over_time": result.sort_values(["from_s", "op", "from_bytes"], ignore_index=True)}
+
+
+OVER_TIME: Final = Analysis("sizes_over_time", _partial_over_time, _merge_over_time, _finish_over_time)

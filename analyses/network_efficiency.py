@@ -1,6 +1,6 @@
-"""How long the calls took, beside how long a network should take for them (`commtrace.network`).
+"""How long the calls took, and how long a network should take for them (`commtrace.network`).
 
-`network`, a row per operation, size of group, hosts of the group and payload, longest in all first:
+`network`, a row per operation, size of group, hosts of the group and payload, largest calls * expected_ns first:
 
     calls            of all ranks seen
     timed            operations whose transfer time is known, each counted once for its group (of long runs: a sample)
@@ -12,15 +12,14 @@
 
 and `network_used`, one row: `name` and `about`.
 
-A **transfer time** is not what a rank spends in a call: that counts the wait for whoever comes last. It is what the
-last one spends, so the shortest of all ranks' times. That holds for operations that nobody can leave before all
-have come (all_reduce, all_gather, reduce_scatter, all_to_all, barrier), and needs no common clock. It is known for an
-operation when every rank of the group has recorded it, each with an exact end (the call's own, a completion
-callback, the device's; a wait's only where the program did not ask for a handle and so waited at once), outside of
-coalesced batches and captured graphs, and when no other communication was under way meanwhile on any of the ranks, with
-which it would have shared the network. For all others there is an expected time, and no efficiency.
+A **transfer time** is not the time that a rank spends in a call, which includes the wait for the last rank. It is the
+time that the last rank spends, so the shortest of all ranks' times. That holds for operations that no rank can leave
+before all have come (all_reduce, all_gather, reduce_scatter, all_to_all, barrier), and needs no common clock. The
+transfer time of an operation is known if every rank of the group has recorded it with an exact end
+(`call_times.exact_ends`), and if no other call was under way meanwhile on any of the ranks, with which it would have
+shared the network. All other operations have an expected time, and no efficiency.
 
-Of a group, the first 512 operations count, and of later ones 256 in every doubling, so that the table stays small.
+Of each group, the first 512 operations count, and of later ones 256 in every doubling, so that the table stays small.
 """
 
 from __future__ import annotations
@@ -35,40 +34,39 @@ import pandas as pd
 from commtrace.formatting import parse_ranks
 from commtrace.network.networks import Network
 from commtrace.reading.run import RecordedRun
-from commtrace.schema import Clock, Flag
 
-from .engine import Analysis, Array, Block, NamedTables, grouped, merge_by
+from .call_times import exact_ends, transfer_begin
+from .engine import Analysis, Array, NamedTables, RecordBlock, group_rows, merge_by
 
-TOGETHER: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+SYNCHRONIZING: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 """Operations that no rank can leave before all have come."""
 
 MESSAGES: Final = ("send", "recv", "sendrecv")
 
 _KEYS: Final = ("op", "group", "group_ranks", "ranks", "payload_bytes", "rank", "peer", "seq")
-_SAMPLED_BITS: Final = 8
 _NO_TIME: Final = np.iinfo(np.int64).max
 
-_EARLY: Final = "a rank may leave it before others come"
+_NOT_SYNCHRONIZING: Final = "a rank may leave it before others come"
 _NOT_EXACT: Final = "no operation whose end all ranks saw exactly, with no other under way"
-_NOT_MEASURED: Final = "the network's file has nothing of this operation"
-_HOSTS: Final = "not all ranks of the group left a log"
+_NOT_DESCRIBED: Final = "the network's file has nothing of this operation"
+_NO_LOG: Final = "not all ranks of the group left a log"
 
 
-def analysis(network: Network) -> Analysis:
-    """The question, asked with this network."""
+def network_analysis(network: Network) -> Analysis:
+    """Return the analysis that compares calls with the expected times of a network."""
     return Analysis("network", _partial, _merge, partial(_finish, network))
 
 
-def _partial(block: Block) -> pd.DataFrame:
+def _partial(block: RecordBlock) -> pd.DataFrame:
     return pd.concat([_calls(block), _operations(block)], ignore_index=True)
 
 
-def _calls(block: Block) -> pd.DataFrame:
-    """How many there are of each; of messages, between which ranks."""
+def _calls(block: RecordBlock) -> pd.DataFrame:
+    """Count the calls by operation, group and payload, and messages also by their two ranks."""
     labels, kinds = block.labels, block["kind"]
     message = np.isin(labels.text("op", kinds).astype(str), MESSAGES)
     peers = np.where(message, block["peer"], -1)
-    first, groups = grouped([kinds, block["group"], block["payload"], peers])
+    first, groups = group_rows([kinds, block["group"], block["payload"], peers])
     return _table(
         block,
         first,
@@ -81,11 +79,12 @@ def _calls(block: Block) -> pd.DataFrame:
     )
 
 
-def _operations(block: Block) -> pd.DataFrame:
-    """One row for each operation that may have a transfer time, or that is known to have none on this rank."""
-    whole = np.isin(block.labels.text("op", block["kind"]).astype(str), TOGETHER)
-    at = np.flatnonzero(whole & sampled(block["seq"]) & (block.labels.group_sizes(block["group"]) > 1))
-    begin, end = _span(block)
+def _operations(block: RecordBlock) -> pd.DataFrame:
+    """Return a row per sampled operation that may have a transfer time, and whether this rank knows it exactly."""
+    synchronizing = np.isin(block.labels.text("op", block["kind"]).astype(str), SYNCHRONIZING)
+    several = block.labels.group_sizes(block["group"]) > 1
+    at = np.flatnonzero(synchronizing & is_sampled(block["seq"]) & several)
+    begin, end = transfer_begin(block), block["t_end"]
     exact = exact_ends(block) & (begin > 0) & (end > begin) & ~_overlapped(block, begin, end)
     return _table(
         block,
@@ -99,7 +98,7 @@ def _operations(block: Block) -> pd.DataFrame:
     )
 
 
-def _table(block: Block, at: Array, **columns: Array) -> pd.DataFrame:
+def _table(block: RecordBlock, at: Array, **columns: Array) -> pd.DataFrame:
     labels, groups, kinds = block.labels, block["group"][at], block["kind"][at]
     return pd.DataFrame(
         {
@@ -114,30 +113,16 @@ def _table(block: Block, at: Array, **columns: Array) -> pd.DataFrame:
     )
 
 
-def sampled(seq: Array) -> Array:
-    """Which operations of a group count, by their number: the same on all ranks."""
+def is_sampled(seq: Array) -> Array:
+    """Return which operations of a group count, by their sequence numbers, which are the same on all ranks."""
     number = seq.astype(np.int64)
     octave = np.floor(np.log2(np.maximum(number, 1))).astype(np.int64)
-    stride = np.left_shift(np.int64(1), np.maximum(octave - _SAMPLED_BITS, 0))
+    stride = np.left_shift(np.int64(1), np.maximum(octave - 8, 0))
     return np.asarray(number % stride == 0)
 
 
-def _span(block: Block) -> tuple[Array, Array]:
-    return np.where(block["t_start"] > 0, block["t_start"], block["t_begin"]), block["t_end"]
-
-
-def exact_ends(block: Block) -> Array:
-    """Whether the end that is known is the end: not one that somebody saw late."""
-    flags, clock = block["flags"], block["clock"]
-    ended = np.isin(clock, (int(Clock.RETURN), int(Clock.FUTURE)))
-    ended |= (clock == int(Clock.WAIT)) & ((flags & int(Flag.ASYNC)) == 0)
-    ended |= (clock == int(Clock.DEVICE)) & (block["t_start"] > 0)
-    strange = int(Flag.CAPTURED | Flag.SIMULATED | Flag.COALESCED | Flag.SPARSE | Flag.UNEVEN | Flag.OBJECT)
-    return np.asarray(ended & ((flags & strange) == 0) & (block["batch"] == 0))
-
-
-def _overlapped(block: Block, begin: Array, end: Array) -> Array:
-    """Whether another call of this rank was under way with each. One without a known end lasts for its step."""
+def _overlapped(block: RecordBlock, begin: Array, end: Array) -> Array:
+    """Return whether another call of this rank overlaps each call. A call without a known end lasts for its step."""
     if not len(block):
         return np.zeros(0, bool)
     steps, number = np.unique(block["step"], return_inverse=True)
@@ -159,27 +144,29 @@ def _merge(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 def _finish(network: Network, table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     hosts = {process.rank: str(process.tables.process.get("host")) for process in run.processes}
-    table = table.assign(hosts=_hosts(table, hosts))
-    known = table.loc[(table["seq"] >= 0) & (table["seen"] == table["ranks"]) & (table["exact"] == 1)]
-    times = {key: (len(part), round(part.median())) for key, part in _by(known, "shortest_ns")}
-    counts = {key: int(part.sum()) for key, part in _by(table.loc[table["seq"] < 0], "calls")}
+    table = table.assign(hosts=_host_counts(table, hosts))
+    timed = table.loc[(table["seq"] >= 0) & (table["seen"] == table["ranks"]) & (table["exact"] == 1)]
+    times = {key: (len(shortest), round(shortest.median())) for key, shortest in _by_key(timed, "shortest_ns")}
+    counts = {key: int(calls.sum()) for key, calls in _by_key(table.loc[table["seq"] < 0], "calls")}
     rows = [_row(network, key, calls, *times.get(key, (0, None))) for key, calls in counts.items()]
-    found = pd.DataFrame(rows, columns=_COLUMNS)
-    for column in ("hosts", "measured_ns", "expected_ns", "latency_ns"):
-        found[column] = found[column].astype("Int64")
-    order = (found["calls"] * found["expected_ns"].astype(float)).fillna(-1).sort_values(ascending=False, kind="stable")
-    used = pd.DataFrame([{"name": network.name, "about": "; ".join(network.about)}])
-    return {"network": found.loc[order.index].reset_index(drop=True), "network_used": used}
+    types = dict.fromkeys(("hosts", "measured_ns", "expected_ns", "latency_ns"), "Int64")
+    result = pd.DataFrame(rows, columns=_COLUMNS).astype(types)
+    order = (result["calls"] * result["expected_ns"].astype(float)).fillna(-1)
+    result = result.loc[order.sort_values(ascending=False, kind="stable").index].reset_index(drop=True)
+    return {
+        "network": result,
+        "network_used": pd.DataFrame([{"name": network.name, "about": "; ".join(network.about)}]),
+    }
 
 
 Key: TypeAlias = tuple[str, int, int, int]
 """Operation, ranks and hosts of the group, payload."""
 
 
-def _by(table: pd.DataFrame, column: str) -> Iterator[tuple[Key, pd.Series[Any]]]:
-    for key, part in table.groupby(["op", "ranks", "hosts", "payload_bytes"])[column]:
+def _by_key(table: pd.DataFrame, column: str) -> Iterator[tuple[Key, pd.Series[Any]]]:
+    for key, values in table.groupby(["op", "ranks", "hosts", "payload_bytes"])[column]:
         op, ranks, hosts, payload = cast("Key", key)
-        yield (str(op), int(ranks), int(hosts), int(payload)), part
+        yield (str(op), int(ranks), int(hosts), int(payload)), values
 
 
 _COLUMNS: Final = [
@@ -188,25 +175,21 @@ _COLUMNS: Final = [
 ]  # fmt: skip
 
 
-def _hosts(table: pd.DataFrame, hosts: Mapping[int, str]) -> Array:
-    """Hosts of the ranks that each row is about, 0 where some left no log."""
-    of_group = {text: _spread(_known_ranks(text), hosts) for text in table["group_ranks"].unique()}
-    pairs = zip(table["rank"], table["peer"], table["group_ranks"], strict=True)
-    return np.array(
-        [of_group[group] if rank < 0 else _spread([rank, peer], hosts) for rank, peer, group in pairs], np.int64
-    )
+def _host_counts(table: pd.DataFrame, hosts: Mapping[int, str]) -> Array:
+    """Return the number of hosts of the ranks of each row, 0 if some of them left no log or are not known."""
 
+    def count(ranks: Sequence[int]) -> int:
+        return len({hosts[rank] for rank in ranks}) if ranks and all(rank in hosts for rank in ranks) else 0
 
-def _spread(ranks: Sequence[int], hosts: Mapping[int, str]) -> int:
-    return len({hosts[rank] for rank in ranks}) if ranks and all(rank in hosts for rank in ranks) else 0
+    def group_members(text: str) -> list[int]:
+        try:
+            return parse_ranks(text)
+        except ValueError:  # a group that is not in the log's tables
+            return []
 
-
-def _known_ranks(text: str) -> list[int]:
-    """Return the ranks of a group, none where they are not known."""
-    try:
-        return parse_ranks(text)
-    except ValueError:
-        return []
+    of_group = {text: count(group_members(text)) for text in table["group_ranks"].unique()}
+    rows = zip(table["rank"], table["peer"], table["group_ranks"], strict=True)
+    return np.array([of_group[group] if rank < 0 else count([rank, peer]) for rank, peer, group in rows], np.int64)
 
 
 def _row(network: Network, key: Key, calls: int, timed: int, measured: int | None) -> dict[str, object]:
@@ -232,7 +215,7 @@ def _row(network: Network, key: Key, calls: int, timed: int, measured: int | Non
 def _why_not(op: str, ranks: int, hosts: int, no_time: bool, not_expected: bool) -> str | None:
     reasons = []
     if not_expected:
-        reasons.append(_NOT_MEASURED if hosts else _HOSTS)
+        reasons.append(_NOT_DESCRIBED if hosts else _NO_LOG)
     if no_time and ranks > 1:
-        reasons.append(_HOSTS if not hosts else _NOT_EXACT if op in TOGETHER else _EARLY)
+        reasons.append(_NO_LOG if not hosts else _NOT_EXACT if op in SYNCHRONIZING else _NOT_SYNCHRONIZING)
     return "; ".join(dict.fromkeys(reasons)) or None

@@ -1,13 +1,20 @@
-"""How much is communicated in each training step, and whether the steps are alike.
+"""How much is communicated in each training step, how long calls take in it, and whether the steps are equal.
 
 `volume_by_step`: `step` (-1: start-up), `calls`, `payload_bytes`, `wire_bytes`, summed over the ranks.
 
-`steady_step`, a row per operation and one for "all": what a training step takes. A step without the operation counts 0.
+`steady_step`, a row per operation and one for "all": a typical training step. A step without the operation counts 0.
 
     calls_per_rank, payload_bytes_per_rank, wire_bytes_per_rank    median of the steps' sums, divided by the ranks seen
     payload_bytes_min, payload_bytes_max                           smallest and largest step, summed over the ranks
     steps                                                          training steps in the log
     differing_steps                                                those whose calls or payload are not the median ones
+
+`steps_by_operation`, a row per step (-1: start-up) and operation, sums over the calls divided by the ranks seen:
+
+    calls_per_rank, payload_bytes_per_rank, wire_bytes_per_rank
+    in_call_ns_per_rank, waiting_ns_per_rank, to_completion_ns_per_rank    the measures of `host_time`, over the calls
+                                                       whose time is known (missing: none is); calls that overlap are
+                                                       each counted in full
 """
 
 from __future__ import annotations
@@ -19,58 +26,81 @@ import pandas as pd
 
 from commtrace.reading.run import RecordedRun
 
-from .engine import Analysis, Block, NamedTables, known_wire, merge_sums, table_by
+from .call_times import MEASURES, durations
+from .engine import Analysis, NamedTables, RecordBlock, mask_unknown_wire, merge_sums, table_by
 
 ALL: Final = "all"
+STEADY_COLUMNS: Final = (
+    "op", "calls_per_rank", "payload_bytes_per_rank", "wire_bytes_per_rank", "payload_bytes_min", "payload_bytes_max",
+    "steps", "differing_steps",
+)  # fmt: skip
 
 _SUMS: Final = ["calls", "payload_bytes", "wire_bytes", "wire_unknown"]
 
 
-def _partial(block: Block) -> pd.DataFrame:
-    return table_by(block.cells, ("step", "op"), block.cells.volumes)
+def _partial(block: RecordBlock) -> pd.DataFrame:
+    return table_by(block.distinct, ("step", "op"), block.distinct.volumes)
 
 
 def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     steps = table.groupby("step", as_index=False)[_SUMS].sum()
     training = steps.loc[steps["step"] >= 0].assign(op=ALL)
-    # The sum first, so that the stable sort below keeps it before an operation that is all there is.
-    parts = pd.concat([training, table.loc[table["step"] >= 0]]) if len(training) else training
-    ranks = len({process.rank for process in run.processes})
-    rows = [_steady(str(op), part, training["step"], ranks) for op, part in parts.groupby("op", sort=False)]
-    steady = pd.DataFrame(rows, columns=[*STEADY])
+    # The sum first: the stable sort below then keeps it before the only operation of a run.
+    all_and_each = pd.concat([training, table.loc[table["step"] >= 0]]) if len(training) else training
+    rows = [
+        _steady(str(op), rows, training["step"], _ranks_seen(run))
+        for op, rows in all_and_each.groupby("op", sort=False)
+    ]
+    steady = pd.DataFrame(rows, columns=[*STEADY_COLUMNS])
     return {
-        "volume_by_step": known_wire(steps),
+        "volume_by_step": mask_unknown_wire(steps),
         "steady_step": steady.sort_values("payload_bytes_max", ascending=False, kind="stable", ignore_index=True),
     }
 
 
-STEADY: Final = (
-    "op",
-    "calls_per_rank",
-    "payload_bytes_per_rank",
-    "wire_bytes_per_rank",
-    "payload_bytes_min",
-    "payload_bytes_max",
-    "steps",
-    "differing_steps",
-)
+def _ranks_seen(run: RecordedRun) -> int:
+    return max(1, len({process.rank for process in run.processes}))
 
 
-def _steady(op: str, part: pd.DataFrame, steps: pd.Series[int], ranks: int) -> dict[str, object]:
-    every = part.set_index("step")[_SUMS].reindex(steps, fill_value=0)
-    middle = every.median()
-    differs = (every["calls"] != middle["calls"]) | (every["payload_bytes"] != middle["payload_bytes"])
-    wire = np.nan if every["wire_unknown"].any() else middle["wire_bytes"] / ranks
+def _steady(op: str, rows: pd.DataFrame, steps: pd.Series[int], ranks: int) -> dict[str, object]:
+    by_step = rows.set_index("step")[_SUMS].reindex(steps, fill_value=0)
+    median = by_step.median()
+    differs = (by_step["calls"] != median["calls"]) | (by_step["payload_bytes"] != median["payload_bytes"])
     return {
         "op": op,
-        "calls_per_rank": middle["calls"] / ranks,
-        "payload_bytes_per_rank": middle["payload_bytes"] / ranks,
-        "wire_bytes_per_rank": wire,
-        "payload_bytes_min": every["payload_bytes"].min(),
-        "payload_bytes_max": every["payload_bytes"].max(),
+        "calls_per_rank": median["calls"] / ranks,
+        "payload_bytes_per_rank": median["payload_bytes"] / ranks,
+        "wire_bytes_per_rank": np.nan if by_step["wire_unknown"].any() else median["wire_bytes"] / ranks,
+        "payload_bytes_min": by_step["payload_bytes"].min(),
+        "payload_bytes_max": by_step["payload_bytes"].max(),
         "steps": len(steps),
         "differing_steps": int(differs.sum()),
     }
 
 
 ANALYSIS: Final = Analysis("steps", _partial, merge_sums("step", "op"), _finish)
+
+
+def _partial_by_operation(block: RecordBlock) -> pd.DataFrame:
+    values = dict(block.volumes)
+    for measure in MEASURES:
+        times = durations(measure, block)
+        values[f"{measure}_ns"] = np.maximum(times, 0)
+        values[f"{measure}_known"] = (times >= 0).astype(np.int64)
+    return table_by(block, ("step", "op"), values)
+
+
+def _finish_by_operation(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
+    ranks = _ranks_seen(run)
+    sums = mask_unknown_wire(table)
+    result = sums[["step", "op"]]
+    for column in ("calls", "payload_bytes", "wire_bytes"):
+        result[f"{column}_per_rank"] = sums[column] / ranks
+    for measure in MEASURES:
+        result[f"{measure}_ns_per_rank"] = (sums[f"{measure}_ns"] / ranks).where(sums[f"{measure}_known"] > 0)
+    return {"steps_by_operation": result}
+
+
+BY_OPERATION: Final = Analysis(
+    "steps_by_operation", _partial_by_operation, merge_sums("step", "op"), _finish_by_operation
+)

@@ -3,10 +3,10 @@
 `tracing_cost`, a row per process that wrote counters, in ns of processor time of the traced program:
 
     calls           calls recorded or counted
-    mean_ns, p99_ns cost of recording one, by samples of this run
+    mean_ns, p99_ns cost of recording a call, by samples of this run
     calls_ns        mean_ns times calls
     drain_ns        processor time of writing to disk, in a thread of its own
-    span_ns         from the process's first line in the log to the last thing known of it
+    span_ns         from the first to the last time that the process's log has
     share           (calls_ns + drain_ns) / span_ns
 """
 
@@ -22,12 +22,12 @@ from commtrace.reading.log import Process
 from commtrace.reading.run import RecordedRun
 from commtrace.reading.table_reader import integer_or_none
 
-from .engine import Analysis, Block, NamedTables, merge_by
+from .engine import Analysis, NamedTables, RecordBlock, merge_by
 
 COLUMNS: Final = ("rank", "pid", "calls", "mean_ns", "p99_ns", "calls_ns", "drain_ns", "span_ns", "share")
 
 
-def _partial(block: Block) -> pd.DataFrame:
+def _partial(block: RecordBlock) -> pd.DataFrame:
     times = [block[name] for name in ("t_begin", "t_return", "t_wait", "t_end")]
     never = np.iinfo(np.int64).max
     first = min((int(time.min(initial=never, where=time > 0)) for time in times), default=never)
@@ -41,22 +41,25 @@ def _merge(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
-    spans = {number: (first, last) for number, first, last in table.itertuples(index=False)}
+    call_times = {number: (first, last) for number, first, last in table.itertuples(index=False)}
     rows = [
-        _row(process, spans.get(number, ())) for number, process in enumerate(run.processes) if process.tables.stats
+        _row(process, call_times.get(number, ()))
+        for number, process in enumerate(run.processes)
+        if process.tables.stats
     ]
-    result = pd.DataFrame(rows, columns=[*COLUMNS])
-    for column in COLUMNS[2:-1]:
-        result[column] = result[column].astype("Int64")
-    return {"tracing_cost": result.astype({"rank": np.int64, "pid": np.int64, "share": float})}
+    types = {"rank": "int64", "pid": "int64", **dict.fromkeys(COLUMNS[2:-1], "Int64"), "share": "float64"}
+    return {"tracing_cost": pd.DataFrame(rows, columns=[*COLUMNS]).astype(types)}
 
 
-def _row(process: Process, seen: Sequence[int]) -> dict[str, object]:
+def _row(process: Process, call_times: Sequence[int]) -> dict[str, object]:
     stats = process.tables.stats or {}
     calls, samples, total = (integer_or_none(stats.get(name)) for name in ("calls", "cost_samples", "cost_ns"))
     mean = total / samples if samples and total is not None else None
     calls_ns = round(mean * calls) if mean is not None and calls is not None else None
-    drain, span = integer_or_none(stats.get("drain_cpu_ns")), _span(process, seen)
+    drain = integer_or_none(stats.get("drain_cpu_ns"))
+    table_rows = (process.tables.process, stats, process.tables.end or {})
+    times = [*call_times, *filter(None, (integer_or_none(row.get("mono_ns")) for row in table_rows))]
+    span = max(times) - min(times) if times else None
     return {
         "rank": process.rank,
         "pid": process.pid,
@@ -68,12 +71,6 @@ def _row(process: Process, seen: Sequence[int]) -> dict[str, object]:
         "span_ns": span,
         "share": None if calls_ns is None or drain is None or not span else (calls_ns + drain) / span,
     }
-
-
-def _span(process: Process, seen: Sequence[int]) -> int | None:
-    rows = (process.tables.process, process.tables.stats or {}, process.tables.end or {})
-    times = [int(time) for time in seen] + [time for row in rows if (time := integer_or_none(row.get("mono_ns")))]
-    return max(times) - min(times) if times else None
 
 
 ANALYSIS: Final = Analysis("cost", _partial, _merge, _finish)

@@ -1,11 +1,11 @@
-"""How much is communicated: by operation, parallel dimension, phase, and line of code.
+"""How much is communicated: by operation, parallel dimension, phase, and call site.
 
 Tables `volume_by_operation`, `volume_by_role`, `volume_by_role_and_operation`, `volume_by_phase`, `volume_by_site`:
 their keys, then
 
     calls            recorded calls, summed over the ranks
     payload_bytes    nccl-tests' size, summed over the calls of all ranks
-    wire_bytes       what the ranks must at least send, summed
+    wire_bytes       the least that the ranks send, summed
     payload_share    of the payload of all calls, 0 to 1
 """
 
@@ -18,7 +18,7 @@ import pandas as pd
 
 from commtrace.reading.run import RecordedRun
 
-from .engine import Analysis, Block, NamedTables, known_wire, merge_sums, table_by
+from .engine import Analysis, NamedTables, RecordBlock, mask_unknown_wire, merge_sums, table_by
 
 KEYS: Final[dict[str, tuple[str, ...]]] = {
     "volume_by_operation": ("op",),
@@ -29,14 +29,14 @@ KEYS: Final[dict[str, tuple[str, ...]]] = {
 }
 
 
-def _partial(keys: tuple[str, ...], block: Block) -> pd.DataFrame:
-    return table_by(block.cells, keys, block.cells.volumes)
+def _partial(keys: tuple[str, ...], block: RecordBlock) -> pd.DataFrame:
+    return table_by(block.distinct, keys, block.distinct.volumes)
 
 
 def _finish(name: str, table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     total = table["payload_bytes"].sum()
     shares = table["payload_bytes"] / total if total else float("nan")
-    result = known_wire(table).assign(payload_share=shares)
+    result = mask_unknown_wire(table).assign(payload_share=shares)
     return {name: result.sort_values(["payload_bytes", "calls"], ascending=False, kind="stable", ignore_index=True)}
 
 

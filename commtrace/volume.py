@@ -16,6 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
+
 Number = Any  # a Python number or a numpy array; numpy's own types have no common name for both
 
 # What is sent of S, in n-ths of S. broadcast and reduce: (n-1)S over the group, so (n-1)/n on average; who sends
@@ -69,3 +72,18 @@ def busbw_factor(op: str, group_size: Number) -> Number | None:
     """Algbw times this is busbw (nccl-tests doc/PERFORMANCE.md); None for an operation that has none, as barrier."""
     rule = _BUSBW.get(op)
     return None if rule is None else rule(group_size)
+
+
+def size_bins(payload: Number) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the power-of-two bin of each size.
+
+    Args:
+        payload: Sizes in bytes. The size 0 has a bin of its own, from 0 below 1.
+
+    Returns:
+        The least size of each bin, and the least size above it: int64, of the shape of `payload`.
+    """
+    # size = m * 2**e with 0.5 <= m < 1, so the power of two at or below it is 2**(e - 1).
+    exponent = np.frexp(np.maximum(payload, 0).astype(float))[1].astype(np.int64) - 1
+    low = np.where(exponent >= 0, np.int64(1) << np.maximum(exponent, 0), 0)
+    return low, np.where(low > 0, low * 2, 1)

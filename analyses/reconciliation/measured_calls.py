@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.engine import Block, grouped, merge_sums, summed
+from commtrace.analyses.engine import RecordBlock, group_rows, merge_sums, sum_groups
 
 DETAILED_STEPS: Final = 64
 """Steps whose message sizes are kept apart, so that a log of many steps stays a small table; later ones have -1."""
@@ -15,16 +15,16 @@ DETAILED_STEPS: Final = 64
 KEYS: Final = ("process", "step", "role", "op", "phase", "site", "size", "ranks")
 
 
-def partial(block: Block) -> pd.DataFrame:
+def partial(block: RecordBlock) -> pd.DataFrame:
     """Calls that are alike: KEYS, `calls`, `payload_bytes`, `wire_parts` (wire bytes times `ranks`) and `wire_unknown`.
 
     `ranks` is the size of the call's group. Wire bytes are whole multiples of an n-th byte: counted in those, sums are
     exact.
     """
-    cells, labels = block.cells, block.labels
+    cells, labels = block.distinct, block.labels
     size = np.where(cells["step"] < DETAILED_STEPS, cells["payload"], -1)
     ranks = labels.group_sizes(cells["group"])
-    first, groups = grouped([*(cells[name] for name in ("step", "group", "kind", "phase", "site")), size])
+    first, groups = group_rows([*(cells[name] for name in ("step", "group", "kind", "phase", "site")), size])
     total = len(first)
     wire, unknown = (cells.volumes[name] for name in ("wire_bytes", "wire_unknown"))
     parts = np.rint(np.where(unknown == 0, wire * ranks, 0)).astype(np.int64)
@@ -41,10 +41,10 @@ def partial(block: Block) -> pd.DataFrame:
             **words,
             "size": size[first],
             "ranks": ranks[first],
-            "calls": summed(cells.calls, groups, total),
-            "payload_bytes": summed(cells.volumes["payload_bytes"], groups, total),
-            "wire_parts": summed(parts, groups, total),
-            "wire_unknown": summed(unknown, groups, total),
+            "calls": sum_groups(cells.calls, groups, total),
+            "payload_bytes": sum_groups(cells.volumes["payload_bytes"], groups, total),
+            "wire_parts": sum_groups(parts, groups, total),
+            "wire_unknown": sum_groups(unknown, groups, total),
         }
     )
 

@@ -22,8 +22,8 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.engine import Array, Block
-from commtrace.analyses.network_efficiency import exact_ends
+from commtrace.analyses.call_times import exact_ends
+from commtrace.analyses.engine import Array, RecordBlock
 from commtrace.errors import LogError
 from commtrace.reading.labels import RecordLabels
 from commtrace.reading.log import Process
@@ -102,10 +102,10 @@ def by_process(table: pd.DataFrame) -> Iterator[tuple[Any, pd.DataFrame]]:
     return iter(table.groupby("process", sort=True))
 
 
-def _blocks(process: Process, labels: RecordLabels) -> Iterator[Block]:
+def _blocks(process: Process, labels: RecordLabels) -> Iterator[RecordBlock]:
     for segment in process.segments:
         for records in segment.blocks():
-            yield Block(records, labels)
+            yield RecordBlock(records, labels)
 
 
 def _spans(process: Process, labels: RecordLabels) -> pd.DataFrame:

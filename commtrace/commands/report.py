@@ -132,10 +132,10 @@ def _tables(run: Run, *, details: bool = False, network: str | None = None) -> N
 
 
 def _network(name: str) -> Analysis:
-    from commtrace.analyses.network_efficiency import analysis
+    from commtrace.analyses.network_efficiency import network_analysis
     from commtrace.network.networks import open_network
 
-    return analysis(open_network(name))
+    return network_analysis(open_network(name))
 
 
 @contextlib.contextmanager

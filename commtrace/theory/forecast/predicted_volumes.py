@@ -14,6 +14,7 @@ from typing import Any, Final
 from commtrace.theory import ExpectedCall, NotPredictedError, Prediction, predict
 from commtrace.theory.configs.job_plan import DEFAULT_OPTIONS, JobPlan, PlanError, PlanOptions, plan_job
 from commtrace.theory.expected_calls import exact_wire_bytes
+from commtrace.volume import size_bins
 
 START: Final = "start-up"
 
@@ -110,7 +111,7 @@ def size_bin_rows(found: Forecast) -> Iterator[dict[str, Any]]:
     """The same by powers of two: a message of `from_bytes` up to, but not, `below_bytes`; without payload: 0 to 1."""
     sums: dict[tuple[int, str, str, int], list[int]] = {}
     for row in size_rows(found):
-        low = 1 << (row["payload_bytes"].bit_length() - 1) if row["payload_bytes"] else 0
+        low = int(size_bins(row["payload_bytes"])[0])
         held = sums.setdefault((row.get("stage", 0), row["role"], row["op"], low), [0, 0])
         held[0] += row["calls"]
         held[1] += row["sum_bytes"]

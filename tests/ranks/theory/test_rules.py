@@ -23,7 +23,7 @@ import sharding
 import trainings
 
 from commtrace.analyses import reconciliation
-from commtrace.analyses.engine import Block
+from commtrace.analyses.engine import RecordBlock
 from commtrace.analyses.reconciliation import Calls, Key, compare
 from commtrace.analyses.reconciliation import measured_calls as measured
 from commtrace.run import Run
@@ -38,7 +38,7 @@ Steps = dict[int, list[tuple[Key, Calls]]]
 
 def measured_steps(run: Run, records: Records, rank: int = 0) -> Steps:
     """Calls of one rank by step."""
-    return reconciliation.steps_of(measured.merge([measured.partial(Block(records, run.labels[rank]))]))
+    return reconciliation.steps_of(measured.merge([measured.partial(RecordBlock(records, run.labels[rank]))]))
 
 
 def records_of(run: Run, rank: int = 0) -> Records:

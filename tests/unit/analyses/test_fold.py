@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 
 from commtrace.analyses.catalog import ANALYSES, DETAILS
-from commtrace.analyses.engine import NOTHING, Analysis, Block, grouped, partials_of, summed
+from commtrace.analyses.engine import EMPTY_BLOCK, Analysis, RecordBlock, group_rows, merged_partials, sum_groups
 from commtrace.reading.labels import RecordLabels
 from commtrace.run import open_run
 
@@ -59,10 +59,13 @@ def test_parts_merge_to_the_whole(
 ) -> None:
     rows = random(seed, count)
     cut = data.draw(st.integers(0, count))
-    whole = partials_of(analysis, [Block(rows, labels)])
-    parts = partials_of(analysis, [Block(rows[:cut], labels), Block(rows[cut:], labels)])
+    whole = merged_partials(analysis, [RecordBlock(rows, labels)])
+    parts = merged_partials(analysis, [RecordBlock(rows[:cut], labels), RecordBlock(rows[cut:], labels)])
     nested = analysis.merge(
-        [analysis.merge([analysis.partial(Block(rows[:cut], labels))]), analysis.partial(Block(rows[cut:], labels))]
+        [
+            analysis.merge([analysis.partial(RecordBlock(rows[:cut], labels))]),
+            analysis.partial(RecordBlock(rows[cut:], labels)),
+        ]
     )
     assert_frame_equal(whole, parts, rtol=1e-12)
     assert_frame_equal(whole, nested, rtol=1e-12)
@@ -70,9 +73,9 @@ def test_parts_merge_to_the_whole(
 
 @pytest.mark.parametrize("analysis", [*ANALYSES, *DETAILS.values()], ids=lambda analysis: analysis.name)
 def test_nothing_gives_the_columns(analysis: Analysis, labels: RecordLabels) -> None:
-    some = partials_of(analysis, [Block(random(1, 50), labels)])
-    assert list(partials_of(analysis, []).columns) == list(some.columns)
-    assert len(analysis.partial(NOTHING)) == 0
+    some = merged_partials(analysis, [RecordBlock(random(1, 50), labels)])
+    assert list(merged_partials(analysis, []).columns) == list(some.columns)
+    assert len(analysis.partial(EMPTY_BLOCK)) == 0
 
 
 def test_an_executor_gives_the_same_tables(tmp_path: Path) -> None:
@@ -89,10 +92,10 @@ def test_an_executor_gives_the_same_tables(tmp_path: Path) -> None:
 )
 def test_grouping_is_exact(rows: list[tuple[int, int, int]]) -> None:
     first_column, second, values = (np.array([row[at] for row in rows], np.int64) for at in range(3))
-    first, groups = grouped([first_column, second])
+    first, groups = group_rows([first_column, second])
     assert len({(row[0], row[1]) for row in rows}) == len(first)
     for row, group in zip(rows, groups, strict=True):
         assert rows[first[group]][:2] == row[:2]
-    sums = summed(values >> 6, groups, len(first))
+    sums = sum_groups(values >> 6, groups, len(first))
     for group, at in enumerate(first):
         assert sums[group] == sum(row[2] >> 6 for row in rows if row[:2] == rows[at][:2])

@@ -15,7 +15,7 @@ from networks import ideal, results
 
 import commtrace
 from commtrace.analyses.engine import fold
-from commtrace.analyses.network_efficiency import analysis, sampled
+from commtrace.analyses.network_efficiency import is_sampled, network_analysis
 from commtrace.cli import main
 from commtrace.network.bench_results import write
 from commtrace.network.networks import MeasuredNetwork, Network
@@ -30,7 +30,7 @@ NETWORK = MeasuredNetwork("it", results([*ideal("all_reduce", 2), *ideal("send_r
 
 def table(log: Path, network: Network = NETWORK) -> pd.DataFrame:
     run = commtrace.open(log)
-    return fold(run, [analysis(network)])["network"]
+    return fold(run, [network_analysis(network)])["network"]
 
 
 def calls(
@@ -157,7 +157,7 @@ def test_a_group_with_ranks_that_left_no_log(tmp_path: Path) -> None:
 
 def test_of_long_runs_the_same_operations_count_on_all_ranks() -> None:
     numbers = np.arange(1 << 20, dtype=np.uint32)
-    chosen = numbers[sampled(numbers)]
+    chosen = numbers[is_sampled(numbers)]
     assert [*chosen[:512]] == [*range(512)]
     for octave in range(9, 20):
         assert ((chosen >= 1 << octave) & (chosen < 2 << octave)).sum() == 256

@@ -18,7 +18,7 @@ go = pytest.importorskip("plotly.graph_objects", reason="plotly is not installed
 from commtrace.analyses import figures  # noqa: E402
 from commtrace.analyses.comparison import compare, names_of  # noqa: E402
 from commtrace.analyses.figures import style  # noqa: E402
-from commtrace.analyses.timeline import MOST, shown  # noqa: E402
+from commtrace.analyses.timeline import MAX_CALLS, shown  # noqa: E402
 from commtrace.cli import main  # noqa: E402
 from commtrace.errors import CommtraceError, NoSuchFigureError  # noqa: E402
 from commtrace.run import Run, open_run  # noqa: E402
@@ -102,11 +102,11 @@ def test_the_timeline_puts_ranks_on_one_clock(tmp_path: Path) -> None:
 
 
 def test_the_timeline_keeps_a_bounded_number_of_calls_and_says_so(tmp_path: Path) -> None:
-    run = steps_of(tmp_path / "much", 0, more=MOST + 5)
-    assert run.table("timeline")["rank"].value_counts().to_dict() == {0: MOST, 1: MOST}
+    run = steps_of(tmp_path / "much", 0, more=MAX_CALLS + 5)
+    assert run.table("timeline")["rank"].value_counts().to_dict() == {0: MAX_CALLS, 1: MAX_CALLS}
     assert run.table("timeline")["more_calls"].all()
     assert list(run.table("timeline")["payload_bytes"].head(3)) == [0, 1, 2]
-    assert not steps_of(tmp_path / "just", 0, more=MOST).table("timeline")["more_calls"].any()
+    assert not steps_of(tmp_path / "just", 0, more=MAX_CALLS).table("timeline")["more_calls"].any()
 
 
 def test_the_timeline_of_a_large_run_is_of_some_ranks() -> None:
