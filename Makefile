@@ -17,16 +17,10 @@ test: lint  ## everything that must hold
 	-$(BIN)/commtrace build
 	$(BIN)/pytest
 
-lint: $(READY) types
+lint: $(READY)  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --package commtrace
-	$(BIN)/mypy tests benchmarks docs examples
-
-# mypy knows packages by their folders: show it the folders where the installed package has them.
-types:
-	rm -rf build/types
-	$(BIN)/python setup.py --quiet build_py --build-lib build/types
+	$(BIN)/mypy
 
 $(READY): setup.cfg setup.py constraints.txt requirements-dev.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
