@@ -1,4 +1,4 @@
-"""What is wrong with a log, for people: found at opening, shown first."""
+"""Notes on a log: what is damaged or missing in it, as reports show it first."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Literal
 
 NoteKind = Literal["runs", "version", "cut", "foreign", "unreadable", "garbled", "missing", "process", "salvage"]
+"""Kinds of notes, values of the column `kind` of the table `notes`; "salvage": records were recovered."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """Something about the log that the user should know: what was found at `path`, and what follows from it."""
+    """A fact about the log that the user should know: what is the matter with `path`, and its consequence."""
 
     kind: NoteKind
     path: Path
@@ -23,5 +24,5 @@ class Note:
 
 
 def error_reason(error: OSError) -> str:
-    """What the system says, fit for the middle of a sentence."""
+    """Return the system's text of an error, lower case, for the middle of a sentence."""
     return (error.strerror or str(error) or type(error).__name__).lower()

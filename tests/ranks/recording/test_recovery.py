@@ -1,4 +1,4 @@
-"""Bringing home what killed processes left: exactly, once, and only what is dead and ours."""
+"""Recovery of records of killed processes: exactly once, and only of dead processes of this log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 import commtrace
 from commtrace import identity
-from commtrace.recording import recovery as salvage
+from commtrace.recording import recovery
 from commtrace.recording import ring
 from commtrace.recording import segment_writer as segments
 from commtrace.recording import table_writer as tables
@@ -55,15 +55,15 @@ def assert_all(log: Path, calls: int = 100) -> None:
 
 def test_records_tables_and_counters_come_home(log: Path) -> None:
     leave(log)
-    (note,) = salvage.recover_records(log)
+    (note,) = recovery.recover_records(log)
     assert "100 records of a process that ended early were recovered" in note
     assert_all(log)
-    assert salvage.recover_records(log) == []
+    assert recovery.recover_records(log) == []
 
 
 def test_dropped_calls_are_counted_to_the_moment_of_the_kill(log: Path) -> None:
     leave(log, 100, ring_records=16)
-    salvage.recover_records(log)
+    recovery.recover_records(log)
     left = processes.read_one(log)
     assert len(left.records) == 16
     assert left.stats["dropped"] == 84
@@ -77,32 +77,32 @@ def test_a_process_killed_while_it_began_leaves_nothing(log: Path) -> None:
 
     assert processes.in_child(record) == -signal.SIGKILL
     assert len(processes.rings(log)) == 1
-    assert salvage.recover_records(log) == []
+    assert recovery.recover_records(log) == []
     assert not processes.rings(log)
     assert not log.exists()
 
 
-SALVAGE_STEPS: dict[str, tuple[object, str]] = {
+RECOVERY_STEPS: dict[str, tuple[object, str]] = {
     "before the segment": (segments.WrittenSegment, "__init__"),
     "before its records": (segments.WrittenSegment, "append"),
     "before it is closed": (segments.WrittenSegment, "close"),
-    "before the tables": (salvage, "_complete_tables"),
+    "before the tables": (recovery, "_complete_tables"),
     "before the tables are in place": (os, "replace"),
     "before the ring is removed": (OrphanedRing, "remove"),
 }
 
 
-@pytest.mark.parametrize("step", SALVAGE_STEPS)
-def test_a_salvage_that_is_killed_is_repeated(step: str, log: Path) -> None:
+@pytest.mark.parametrize("step", RECOVERY_STEPS)
+def test_a_recovery_that_is_killed_is_repeated(step: str, log: Path) -> None:
     leave(log)
-    owner, name = SALVAGE_STEPS[step]
+    owner, name = RECOVERY_STEPS[step]
 
     def interrupted() -> None:
         setattr(owner, name, die)
-        salvage.recover_records(log)
+        recovery.recover_records(log)
 
     assert processes.in_child(interrupted) == -signal.SIGKILL
-    salvage.recover_records(log)
+    recovery.recover_records(log)
     assert_all(log)
 
 
@@ -115,10 +115,10 @@ def test_a_full_disk_leaves_everything_where_it_is(log: Path, monkeypatch: pytes
 
     with monkeypatch.context() as patched:
         patched.setattr(segments, "write_all", no_room)
-        (note,) = salvage.recover_records(log)
+        (note,) = recovery.recover_records(log)
     assert "No space left on device" in note
     assert len(processes.rings(log)) == 1
-    salvage.recover_records(log)
+    recovery.recover_records(log)
     assert_all(log)
 
 
@@ -133,19 +133,19 @@ def test_the_ring_of_a_living_process_is_left_alone(log: Path) -> None:
         recorder.close("exit")
         os._exit(0)
     os.read(ready[0], 1)
-    assert salvage.recover_records(log) == []
+    assert recovery.recover_records(log) == []
     assert len(processes.rings(log)) == 1
     os.write(go_on[1], b"x")
     assert processes.wait_pid(pid) == 0
     assert len(processes.read_one(log).records) == 1
 
 
-def test_a_process_may_salvage_while_it_records(log: Path) -> None:
+def test_a_process_may_recover_while_it_records(log: Path) -> None:
     """A lock does not keep its own process out, and closing any descriptor of the file would give it up."""
     recorder = processes.recorder(log, drain_ms=60_000)
     processes.call(recorder, 0)
-    assert salvage.recover_records(log) == []
-    assert processes.in_child(lambda: os._exit(len(salvage.recover_records(log)))) == 0, "the lock was given up"
+    assert recovery.recover_records(log) == []
+    assert processes.in_child(lambda: os._exit(len(recovery.recover_records(log)))) == 0, "the lock was given up"
     assert len(processes.rings(log)) == 1
     recorder.close("stop")
     left = processes.read_one(log)
@@ -156,16 +156,16 @@ def test_a_process_may_salvage_while_it_records(log: Path) -> None:
 def test_only_the_directory_that_was_asked_for(log: Path, tmp_path: Path) -> None:
     leave(log)
     (tmp_path / "log2").mkdir()
-    assert salvage.recover_records(tmp_path / "log2") == []
-    assert salvage.recover_records(tmp_path) == []
+    assert recovery.recover_records(tmp_path / "log2") == []
+    assert recovery.recover_records(tmp_path) == []
     whose = _identity(log)
-    assert len(salvage.recover_records(log / whose["run"] / whose["host"])) == 1
+    assert len(recovery.recover_records(log / whose["run"] / whose["host"])) == 1
     assert_all(log)
 
 
 def test_a_run_in_a_directory(log: Path) -> None:
     leave(log)
-    assert len(salvage.recover_records(log / _identity(log)["run"])) == 1
+    assert len(recovery.recover_records(log / _identity(log)["run"])) == 1
     assert_all(log)
 
 
@@ -175,13 +175,13 @@ def _identity(log: Path) -> dict[str, str]:
         return left.identity
 
 
-def test_another_salvage_is_waited_for(log: Path) -> None:
+def test_another_recovery_is_waited_for(log: Path) -> None:
     leave(log)
     (path,) = processes.rings(log)
     other = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE)
     assert other.stdout is not None
     assert other.stdout.readline() == b"held\n"
-    assert len(salvage.recover_records(log)) == 1
+    assert len(recovery.recover_records(log)) == 1
     assert other.wait(timeout=20) == 0
     assert_all(log)
 
@@ -200,9 +200,9 @@ def test_rings_of_other_logs_are_not_locked(log: Path, tmp_path: Path, monkeypat
     locked: list[int] = []
     with monkeypatch.context() as patch:
         patch.setattr(ring, "_lock", locked.append)
-        assert salvage.recover_records(tmp_path / "other") == []
+        assert recovery.recover_records(tmp_path / "other") == []
     assert locked == []
-    assert len(salvage.recover_records(log)) == 1
+    assert len(recovery.recover_records(log)) == 1
 
 
 @pytest.mark.parametrize("name", ["run", "host", "stem"])
@@ -215,7 +215,7 @@ def test_names_that_lead_elsewhere_are_refused(name: str, value: str, log: Path,
     assert made.path is not None
     ring._mine.clear()
     os.close(made._fd)
-    assert salvage.recover_records(log, shm=str(shm)) == []
+    assert recovery.recover_records(log, shm=str(shm)) == []
     assert not log.exists()
 
 
@@ -227,8 +227,8 @@ def test_what_is_no_ring_is_left_alone(log: Path, tmp_path: Path) -> None:
     (shm / "commtrace-link.ring").symlink_to(shm / "commtrace-1.ring")
     os.mkfifo(shm / "commtrace-pipe.ring")
     log.mkdir()
-    assert salvage.recover_records(log, shm=str(shm)) == []
-    assert salvage.recover_records(log, shm=str(tmp_path / "nowhere")) == []
+    assert recovery.recover_records(log, shm=str(shm)) == []
+    assert recovery.recover_records(log, shm=str(tmp_path / "nowhere")) == []
     assert len(list(shm.iterdir())) == 7
 
 
@@ -242,7 +242,7 @@ def test_a_name_that_is_another_processs_by_now(log: Path, monkeypatch: pytest.M
     other = processes.recorder(log)
     for number in range(5):
         processes.call(other, number)
-    other.close("exit")  # which also brings the dead one home
+    other.close("exit")  # which also recovers those of the dead one
 
     found = processes.read_all(log)
     assert sorted(len(left.records) for left in found) == [5, 30]
@@ -255,24 +255,43 @@ def test_the_tables_in_memory_were_cut(log: Path) -> None:
     (path,) = processes.rings(log)
     tables = path.with_suffix(".jsonl")
     tables.write_bytes(tables.read_bytes() + b'{"table": "sites", "id": 1, "fi')
-    salvage.recover_records(log)
+    recovery.recover_records(log)
     assert_all(log)
     assert "sites" not in processes.read_one(log).tables
 
 
-def test_the_reader_salvages(log: Path) -> None:
+def test_opening_a_log_recovers_records_first(log: Path) -> None:
     leave(log)
     run = commtrace.open(log)
     assert len(run.events()) == 100
-    assert any("100 records" in str(note) for note in run.notes)
+    (note,) = run.notes  # that the process has no other segment is not worth one
+    assert "100 records" in str(note)
+
+
+def test_opening_a_log_without_recovering_writes_nothing(log: Path) -> None:
+    finished = processes.recorder(log)
+    processes.call(finished, 0)
+    finished.close("exit")
+    leave(log)
+
+    def files() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in [*log.rglob("*"), *processes.rings(log)] if path.is_file()}
+
+    before = files()
+    assert len(commtrace.open(log, recover=False).events()) == 1
+    assert files() == before
+    assert len(processes.rings(log)) == 1
+    commtrace.open(log)
+    assert not processes.rings(log)
+    assert len(list(log.rglob("*.salvaged.npy"))) == 1
 
 
 def test_the_command(log: Path) -> None:
     leave(log, 7)
-    first = processes.run([*COMMAND, "salvage", log])
+    first = processes.run([*COMMAND, "recover", log])
     assert first.status == 0
     assert "7 records" in first.out
-    assert "nothing of" in processes.run([*COMMAND, "salvage", log]).out
+    assert "nothing of" in processes.run([*COMMAND, "recover", log]).out
     assert_all(log, 7)
 
 
@@ -295,7 +314,7 @@ def test_what_was_written_already_is_known_by_its_call(log: Path) -> None:
         recorder.close("exit")
 
     assert processes.in_child(record) == -signal.SIGKILL
-    salvage.recover_records(log)
+    recovery.recover_records(log)
     left = processes.read_one(log)
     assert sorted(left.records["seq"].tolist()) == [0, 1, 2]
     assert left.tables["salvage"][0]["records"] == 0

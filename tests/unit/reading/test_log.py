@@ -60,11 +60,19 @@ def test_records_come_in_blocks_of_bounded_size(tmp_path: Path) -> None:
     assert (np.concatenate(blocks) == rows).all()
 
 
-def test_open_and_salvaged_segments_are_read(tmp_path: Path) -> None:
+def test_open_and_recovered_segments_are_read(tmp_path: Path) -> None:
     process = LogFactory(tmp_path).process()
     process.write(record(seq=0)).write(record(seq=1), open_=True).write(record(seq=2), number="salvaged")
     log = open_log(tmp_path)
     assert sorted(read(log)["seq"]) == [0, 1, 2]
+    assert log.notes == ()
+
+
+def test_a_process_may_have_recovered_records_only(tmp_path: Path) -> None:
+    rows = records(record(seq=number) for number in range(3))
+    LogFactory(tmp_path).process().write(rows, number="salvaged").stats(calls=3)
+    log = open_log(tmp_path)
+    assert len(read(log)) == 3
     assert log.notes == ()
 
 
