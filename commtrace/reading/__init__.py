@@ -1,1 +1,1 @@
-"""From files to a run that can be asked: whatever the log went through, what is left of it is read."""
+"""Reading: from a log directory to a run and its event table. A damaged log is read as far as possible."""

@@ -1,4 +1,4 @@
-"""The normal form: one row per call, the columns of schema.NORMAL_FORM."""
+"""The event table: one row per call, with the columns of `schema.EVENT_COLUMNS`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .labels import LABEL_COLUMNS, UNKNOWN, RecordLabels
 from .log import Process
 from .table_reader import ProcessTables
 
-# The other columns, as they are in a record. rank, group_size and wire_bytes are computed.
-_NUMBERS: Final = {
+# Columns that are copied from a field of the record. rank, group_size and wire_bytes are computed.
+_COPIED_COLUMNS: Final = {
     "payload_bytes": "payload",
     **{f"{name}_ns": name for name in ("t_begin", "t_return", "t_wait", "t_start", "t_end")},
     **{name: name for name in ("peer", "tag", "seq", "step", "micro_batch")},
@@ -25,19 +25,20 @@ _NUMBERS: Final = {
 
 
 class EventTable:
-    """Turns records into rows of the normal form. Words are categoricals, with the same categories in the whole run."""
+    """Converter from records to event table. Labels are categoricals with the same categories in the whole run."""
 
-    def __init__(self, everyone: Sequence[RecordLabels]) -> None:
-        words = {
-            column: {UNKNOWN, "", *chain.from_iterable(labels.categories(column) for labels in everyone)}
+    def __init__(self, all_labels: Sequence[RecordLabels]) -> None:
+        self._categories = {
+            column: pd.Index(
+                sorted({UNKNOWN, "", *chain.from_iterable(labels.categories(column) for labels in all_labels)})
+            )
             for column in LABEL_COLUMNS
         }
-        self._categories = {column: pd.Index(sorted(words[column])) for column in LABEL_COLUMNS}
 
     def frame(self, records: Records, labels: RecordLabels) -> pd.DataFrame:
-        """One row per record, in the order of the records."""
+        """Return one row per record, in the order of the records."""
         sizes = labels.group_sizes(records["group"])
-        columns: dict[str, Any] = {name: records[field] for name, field in _NUMBERS.items()}
+        columns: dict[str, Any] = {name: records[field] for name, field in _COPIED_COLUMNS.items()}
         columns["rank"] = np.full(len(records), labels.rank, np.int32)
         columns["group_size"] = pd.Series(sizes, dtype="Int32").mask(sizes == 0)
         columns["wire_bytes"] = labels.wire_bytes(records)
@@ -49,6 +50,6 @@ class EventTable:
         return pd.DataFrame({name: columns[name] for name in EVENT_COLUMNS})
 
     def empty(self) -> pd.DataFrame:
-        """No rows, and the columns with their types."""
-        nobody = Process(Path(), -1, -1, "", ProcessTables(), ())
-        return self.frame(np.zeros(0, RECORD), RecordLabels(-1, nobody, {}, {}))
+        """Return a table without rows, with all columns and their types."""
+        process = Process(Path(), -1, -1, "", ProcessTables(), ())
+        return self.frame(np.zeros(0, RECORD), RecordLabels(-1, process, {}, {}))

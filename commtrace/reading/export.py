@@ -1,6 +1,6 @@
-"""Write a run's events to a file, in normal form: one row per event, the columns of `schema.NORMAL_FORM`.
+"""Export of a run's event table to a file: one row per event, the columns of `schema.EVENT_COLUMNS`.
 
-The columns are public under NORMAL_FORM_VERSION, which Parquet files carry in their metadata. What is not known is an
+The columns are public under EVENT_TABLE_VERSION, which Parquet files carry in their metadata. An unknown value is an
 empty field in CSV and null in Parquet. The beginning of a CSV file:
 
     rank,op,variant,api,group,group_ranks,group_size,role,dtype,payload_bytes,wire_bytes,peer,tag,seq,t_begin_ns,...
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from commtrace.errors import MissingLibraryError
 from commtrace.output_files import atomic_write
@@ -22,10 +22,22 @@ from .run import RecordedRun
 
 
 def export(run: RecordedRun, out: Path, form: str, *, force: bool = False) -> int:
-    """Write a run's events as "csv" or "parquet"; returns the number of rows.
+    """Write a run's events to a file, process by process in the order of the log, in constant memory.
 
-    Memory stays constant; rows come process by process, in the order of the files. The file appears under its name only
-    when it is whole, and nothing is left behind after an error. Raises OutputError or MissingLibraryError.
+    The file appears under its name only when it is complete; an error leaves no file.
+
+    Args:
+        run: The run.
+        out: The file.
+        form: A key of `WRITERS`: "csv" or "parquet".
+        force: Whether to replace an existing file.
+
+    Returns:
+        The number of rows.
+
+    Raises:
+        OutputError: The file exists or cannot be written.
+        MissingLibraryError: pyarrow is not installed, which Parquet needs.
     """
     with atomic_write(out, force=force) as part:
         return WRITERS[form](run, part)
@@ -41,7 +53,12 @@ def _write_csv(run: RecordedRun, path: Path) -> int:
 
 
 def _write_parquet(run: RecordedRun, path: Path) -> int:
-    pyarrow, parquet = _pyarrow()
+    try:
+        pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+    except ImportError:
+        raise MissingLibraryError(
+            "--format parquet: needs pyarrow; pip install 'commtrace[parquet]', or use --format csv"
+        ) from None
     blocks = run.blocks()
     schema = pyarrow.Schema.from_pandas(next(blocks), preserve_index=False)
     schema = schema.with_metadata(
@@ -53,15 +70,6 @@ def _write_parquet(run: RecordedRun, path: Path) -> int:
             writer.write_table(pyarrow.Table.from_pandas(block, schema, preserve_index=False))
             rows += len(block)
     return rows
-
-
-def _pyarrow() -> tuple[Any, Any]:
-    try:
-        return import_module("pyarrow"), import_module("pyarrow.parquet")
-    except ImportError:
-        raise MissingLibraryError(
-            "--format parquet: needs pyarrow; pip install 'commtrace[parquet]', or use --format csv"
-        ) from None
 
 
 WRITERS: Final[dict[str, Callable[[RecordedRun, Path], int]]] = {"csv": _write_csv, "parquet": _write_parquet}

@@ -1,4 +1,4 @@
-"""Which parallel dimension a group serves, by the description that whoever made it gave it.
+"""Roles of groups by their descriptions.
 
 Megatron-Core describes its groups ("TENSOR_MODEL_PARALLEL_GROUP"), and DeviceMesh names them by dimension ("mesh_tp").
 """
@@ -17,7 +17,7 @@ _MEGATRON: Final = {
     "EXPERT_DATA_PARALLEL_GROUP": "data",
 }
 
-# Names that torchtitan and the guides of PyTorch give to dimensions.
+# Names of dimensions in torchtitan and in PyTorch's tutorials.
 _MESH: Final = {
     "dp": "data",
     "ddp": "data",
@@ -43,7 +43,7 @@ _MESH: Final = {
 
 
 def role_from_description(description: str) -> str | None:
-    """The role, None where the description tells none."""
+    """Return the role of a group with this description; None where it does not name one."""
     if description.startswith("mesh_"):
         return _MESH.get(description.removeprefix("mesh_"))
     return _MEGATRON.get(description)

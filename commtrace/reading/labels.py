@@ -1,13 +1,13 @@
-"""What the numbers in records mean, in words that are the same on every rank."""
+"""Labels: what the numbers in records mean, as text that is the same on every rank."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 
 from commtrace.formatting import format_ranks
 from commtrace.schema import ROLES, Flag, Phase, State
@@ -20,9 +20,9 @@ from .table_reader import Group, Site, integer_or_none
 Array: TypeAlias = npt.NDArray[Any]
 
 UNKNOWN: Final = "unknown"
-"""What a number without a row in the tables is called."""
+"""Label of an id without a row in the tables."""
 
-# Columns of the normal form that are numbers in a record and words outside: the field that holds the number.
+# Columns of the event table that are ids in a record and text outside: the field that holds the id.
 LABEL_COLUMNS: Final = {
     "op": "kind",
     "variant": "kind",
@@ -30,33 +30,35 @@ LABEL_COLUMNS: Final = {
     "dtype": "kind",
     "group": "group",
     "group_ranks": "group",
-    "role": "role",  # of the group, and for messages from rank to rank of their own (`Names.numbers`)
+    "role": "role",  # of the group, or of its point-to-point messages (`RecordLabels.ids`)
     "site": "site",
     "phase": "phase",
     "state": "state",
     "flags": "flags",
 }
 _MESSAGES: Final = 1 << 32
-"""Added to a group's number where it is asked for the role of its messages."""
+"""Added to the id of a group for the role of its point-to-point messages."""
 _POINT_TO_POINT: Final = ("send", "recv")
 _FLAGS: Final = ["|".join(str(flag.name).lower() for flag in Flag if bits & flag.value) for bits in range(256)]
 
 
 class Fields(Protocol):
-    """Records, or columns of them."""
+    """Records, or some of their fields: arrays of shape (n,) by field name."""
 
     def __len__(self) -> int:
-        """How many."""
+        """Return n."""
 
     def __getitem__(self, name: str, /) -> Array:
-        """A field of all of them."""
+        """Return a field of all records, shape (n,)."""
 
 
 class RecordLabels:
-    """What the numbers in the records of one process mean. Small, and picklable for worker processes.
+    """Labels of the ids in the records of one process. Small, and picklable for worker processes.
 
-    `number` is the position of the process in `Log.processes`. `unix_minus_mono_ns` makes a moment on the wall clock of
-    one on the monotonic clock, None where the process does not tell.
+    Attributes:
+        number: Position of the process in `Log.processes`.
+        rank: Its rank, -1 where not known.
+        unix_minus_mono_ns: Offset from its monotonic clock to the wall clock in ns; None where not recorded.
     """
 
     def __init__(
@@ -73,56 +75,48 @@ class RecordLabels:
         moments = [integer_or_none(tables.process.get(name)) for name in ("unix_ns", "mono_ns")]
         self.unix_minus_mono_ns = None if moments[0] is None or moments[1] is None else moments[0] - moments[1]
         self._ids: dict[str, Array] = {}
-        self._values: dict[str, Array] = {}
+        self._labels: dict[str, Array] = {}
         kinds, groups, sites = tables.kinds, tables.groups, {0: None, **tables.sites}
+        for name in ("op", "variant", "api", "dtype"):
+            self._add("kind", name, {number: getattr(kind, name) for number, kind in kinds.items()})
+        self._add("group", "group", {number: group_label(group) for number, group in groups.items()})
+        self._add("group", "group_ranks", {number: format_ranks(group.ranks) for number, group in groups.items()})
+        group_roles = {number: roles.get(group, UNKNOWN) for number, group in groups.items()}
+        message_ids = {
+            number | _MESSAGES: message_roles[group]
+            for number, group in groups.items()
+            if message_roles and group in message_roles
+        }
+        self._add("role", "role", group_roles | message_ids)
         self._add(
-            "kind",
-            kinds,
-            {name: [getattr(kind, name) for kind in kinds.values()] for name in ("op", "variant", "api", "dtype")},
+            "site", "site", {id_: "" if site is None else _site_label(site, files) for id_, site in sites.items()}
         )
-        self._add("group", groups, {
-            "group": [group_label(group) for group in groups.values()],
-            "group_ranks": [format_ranks(group.ranks) for group in groups.values()],
-        })  # fmt: skip
-        told = {number: roles.get(group, UNKNOWN) for number, group in groups.items()}
-        messages = {number | _MESSAGES: (message_roles or {}).get(group) for number, group in groups.items()}
-        told |= {number: role for number, role in messages.items() if role is not None}
-        self._add("role", told, {"role": [*told.values()]})
-        self._add(
-            "site", sites, {"site": ["" if site is None else _site_label(site, files) for site in sites.values()]}
-        )
-        self._add("phase", Phase, {"phase": [phase.name.lower() for phase in Phase]})
-        self._add("state", State, {"state": [state.name.lower() for state in State]})
-        self._add("flags", range(256), {"flags": _FLAGS})
+        self._add("phase", "phase", {phase: phase.name.lower() for phase in Phase})
+        self._add("state", "state", {state: state.name.lower() for state in State})
+        self._add("flags", "flags", dict(enumerate(_FLAGS)))
         self._sizes = np.array([len(groups[number].ranks) for number in sorted(groups)] + [0])
-        self._operations, self._operation = np.unique(self._values["op"].astype(str), return_inverse=True)
-        self._message_groups = np.array([number ^ _MESSAGES for number in told if number & _MESSAGES], np.int64)
-        self._point_to_point = np.isin(self._values["op"].astype(str), _POINT_TO_POINT)
+        self._operations, self._operation = np.unique(self._labels["op"].astype(str), return_inverse=True)
+        self._message_groups = np.array([number ^ _MESSAGES for number in message_ids], np.int64)
+        self._point_to_point = np.isin(self._labels["op"].astype(str), _POINT_TO_POINT)
 
-    def _add(self, field: str, ids: Iterable[int], columns: dict[str, list[str]]) -> None:
-        numbers = np.array([*ids], np.int64)
-        order = np.argsort(numbers)
-        self._ids[field] = numbers[order]
-        for column, values in columns.items():
-            words = np.empty(len(numbers) + 1, object)
-            words[:-1] = np.array(values, object)[order] if values else ()
-            words[-1] = UNKNOWN
-            self._values[column] = words
+    def _add(self, field: str, column: str, labels: Mapping[int, str]) -> None:
+        self._ids[field] = np.array(sorted(labels), np.int64)
+        self._labels[column] = np.array([*(labels[id_] for id_ in sorted(labels)), UNKNOWN], object)
 
-    def index(self, field: str, numbers: Array) -> Array:
-        """Positions of the numbers among `words` of the field's columns."""
-        ids = self._ids[field]
-        if not len(ids):
-            return np.zeros(len(numbers), np.int64)
-        found = np.minimum(np.searchsorted(ids, numbers), len(ids) - 1)
-        return np.where(ids[found] == numbers, found, len(ids))
+    def index(self, field: str, ids: Array) -> Array:
+        """Return the positions of ids, shape (n,), in `categories` of the field's columns."""
+        known = self._ids[field]
+        if not len(known):
+            return np.zeros(len(ids), np.int64)
+        positions = np.minimum(np.searchsorted(known, ids), len(known) - 1)
+        return np.where(known[positions] == ids, positions, len(known))
 
     def categories(self, column: str) -> Array:
-        """All words of a column; the last is for numbers without a row."""
-        return self._values[column]
+        """Return all labels of a column, as an object array; the last is for ids without a row."""
+        return self._labels[column]
 
     def ids(self, column: str, records: Fields) -> Array:
-        """What stands for a column of WORDS in each of the records: numbers for `name` and `index`."""
+        """Return the ids, shape (n,), that stand for a column of LABEL_COLUMNS in records."""
         if column != "role":
             return records[LABEL_COLUMNS[column]]
         groups = records["group"].astype(np.int64)
@@ -131,46 +125,45 @@ class RecordLabels:
         messages = self._point_to_point[self.index("kind", records["kind"])]
         return np.where(messages & np.isin(groups, self._message_groups), groups | _MESSAGES, groups)
 
-    def text(self, column: str, numbers: Array) -> Array:
-        """The words of a column of WORDS for these numbers."""
-        words: Array = self._values[column][self.index(LABEL_COLUMNS[column], numbers)]
-        return words
+    def text(self, column: str, ids: Array) -> Array:
+        """Return the labels of ids, shape (n,), in a column of LABEL_COLUMNS."""
+        labels: Array = self._labels[column][self.index(LABEL_COLUMNS[column], ids)]
+        return labels
 
     def group_sizes(self, groups: Array) -> Array:
-        """Members of each of these groups, 0 where they are not known."""
+        """Return the sizes of groups, given by id; 0 where a size is not known."""
         sizes: Array = self._sizes[self.index("group", groups)]
         return sizes
 
     def by_operation(self, kinds: Array) -> Iterator[tuple[str, Array]]:
-        """Each operation among these kinds, with the positions of its kinds."""
-        found = self._operation[self.index("kind", kinds)]
-        for code in np.flatnonzero(np.bincount(found, minlength=len(self._operations))):
-            yield str(self._operations[code]), np.flatnonzero(found == code)
+        """Yield each operation among kinds, with the positions of its kinds."""
+        codes = self._operation[self.index("kind", kinds)]
+        for code in np.flatnonzero(np.bincount(codes, minlength=len(self._operations))):
+            yield str(self._operations[code]), np.flatnonzero(codes == code)
 
     def wire_bytes(self, records: Fields) -> Array:
-        """Bytes that this rank must at least send for each record (float), nan where the log does not tell."""
+        """Return the wire bytes of each record, float64 of shape (n,); NaN where they cannot be computed."""
         result = np.full(len(records), np.nan)
         # Columns first: a record takes more than a cache line, so picking records would move all of it.
         payload, local = np.ascontiguousarray(records["payload"]), np.ascontiguousarray(records["local"])
         sizes = self.group_sizes(records["group"]).astype(float)
         sizes[sizes == 0] = np.nan
-        mine = (records["peer"] == self.rank) & (self.rank >= 0)
+        peer_is_self = (records["peer"] == self.rank) & (self.rank >= 0)
         for op, at in self.by_operation(records["kind"]):
-            to_self = mine[at] if op in ("send", "sendrecv", "put", "accumulate") else 0
+            to_self = peer_is_self[at] if op in ("send", "sendrecv", "put", "accumulate") else 0
             try:
-                result[at] = wire_bytes(op, payload[at], local[at], sizes[at], is_root=mine[at], to_self=to_self)
+                result[at] = wire_bytes(
+                    op, payload[at], local[at], sizes[at], is_root=peer_is_self[at], to_self=to_self
+                )
             except ValueError:  # an operation without a wire rule
                 continue
         return result
 
 
 def group_label(group: Group) -> str:
-    """One name for a group on all its ranks: ranks, the library's name, and a number where that was used again."""
-    return (
-        format_ranks(group.ranks)
-        + (f"/{group.name}" if group.name else "")
-        + (f"#{group.index}" if group.index else "")
-    )
+    """Return a label that is the same on all ranks: ranks, the library's name, and a number where that name repeats."""
+    name, index = f"/{group.name}" if group.name else "", f"#{group.index}" if group.index else ""
+    return format_ranks(group.ranks) + name + index
 
 
 def _site_label(site: Site, files: Mapping[str, str]) -> str:
@@ -178,10 +171,10 @@ def _site_label(site: Site, files: Mapping[str, str]) -> str:
 
 
 def short_paths(files: Iterable[str]) -> dict[str, str]:
-    """Each path without what leads to its package; the whole path where two would become one."""
+    """Shorten each path to the part below its package; two paths that would become equal stay as they are."""
     short = {file: _short_path(file) for file in files}
-    taken = pd.Series(list(short.values()), dtype=object).value_counts()
-    return {file: name if taken[name] == 1 else file for file, name in short.items()}
+    count = Counter(short.values())
+    return {file: name if count[name] == 1 else file for file, name in short.items()}
 
 
 def _short_path(file: str) -> str:
@@ -193,29 +186,29 @@ def _short_path(file: str) -> str:
 
 
 def roles_of(log: Log) -> dict[Group, str]:
-    """What each group of the run serves: what a rank was told of it, else its description, else its members."""
+    """Return the role of each group: as a rank recorded it, else by its description, else by its ranks."""
     roles: dict[Group, str] = {}
-    everyone = tuple(range(log.world_size)) if log.world_size else None
-    for process in log.processes:
-        for number, group in process.tables.groups.items():
-            told = process.tables.roles.get(number)
-            if len(group.ranks) == 1:
-                roles[group] = "self"
-            elif told in ROLES:
-                roles.setdefault(group, told)
-    for process in log.processes:
-        for number, group in process.tables.groups.items():
-            says = role_from_description(process.tables.descriptions.get(number, ""))
-            if says is not None:
-                roles.setdefault(group, says)
-    for process in log.processes:
-        for group in process.tables.groups.values():
-            roles.setdefault(group, "world" if group.ranks == everyone else UNKNOWN)
+    all_ranks = tuple(range(log.world_size)) if log.world_size else None
+    groups = [
+        (process.tables, number, group) for process in log.processes for number, group in process.tables.groups.items()
+    ]
+    for tables, number, group in groups:
+        recorded = tables.roles.get(number)
+        if len(group.ranks) == 1:
+            roles[group] = "self"
+        elif recorded in ROLES:
+            roles.setdefault(group, recorded)
+    for tables, number, group in groups:
+        described = role_from_description(tables.descriptions.get(number, ""))
+        if described is not None:
+            roles.setdefault(group, described)
+    for _, _, group in groups:
+        roles.setdefault(group, "world" if group.ranks == all_ranks else UNKNOWN)
     return roles
 
 
 def message_roles_of(log: Log) -> dict[Group, str]:
-    """What messages from rank to rank serve, of the groups of which a rank was told so."""
+    """Return the role of point-to-point messages, for groups where a rank recorded one."""
     return {
         process.tables.groups[number]: role
         for process in log.processes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -14,12 +13,9 @@ from .log import Log, Process
 from .log_notes import Note
 from .table_reader import Row
 
-if TYPE_CHECKING:
-    pass
-
 
 class RecordedRun:
-    """One run of a program: all that its ranks recorded. Nothing but small tables is read before it is asked for."""
+    """One recorded run. Opening it reads small tables only; records are read when they are needed."""
 
     def __init__(self, log: Log) -> None:
         self.log = log
@@ -35,12 +31,12 @@ class RecordedRun:
 
     @property
     def notes(self) -> tuple[Note, ...]:
-        """What is damaged or missing in the log, and what follows from it."""
+        """Notes on what is damaged or missing in the log, and the consequences."""
         return self.log.notes
 
     @property
     def processes(self) -> tuple[Process, ...]:
-        """The processes by rank; `tables.process` of each holds its facts (host, versions, launcher, settings ...)."""
+        """Processes by rank; `tables.process` of each holds its host, versions, launcher and settings."""
         return self.log.processes
 
     @property
@@ -50,22 +46,22 @@ class RecordedRun:
 
     @property
     def world_size(self) -> int | None:
-        """Ranks of the run, None where no process says."""
+        """Number of ranks of the run; None where no process recorded it."""
         return self.log.world_size
 
     @property
     def simulated(self) -> bool:
-        """Whether this is a dry run: calls are those of the job, nothing was sent, and there are no times."""
+        """Whether this is a dry run: it has the calls of the job, but nothing was sent and there are no times."""
         return any(bool(process.tables.process.get("simulated")) for process in self.log.processes)
 
     @property
     def stands_for(self) -> dict[int, int]:
-        """Of a dry run, by rank: for how many ranks of the job it was run, itself among them."""
+        """Number of ranks of the job that each rank of a dry run represents, itself included."""
         return {process.rank: process.tables.stands_for[1] for process in self.log.processes if process.rank >= 0}
 
     @property
     def job(self) -> Row | None:
-        """What is trained, as captured on the lowest rank that did; None where nothing was captured.
+        """Description of the training, as the lowest rank with one captured it; None where no rank has one.
 
         A process may train several models (`process.tables.jobs`); this is its first.
         """
@@ -73,7 +69,7 @@ class RecordedRun:
 
     @cached_property
     def labels(self) -> tuple[RecordLabels, ...]:
-        """For each process, what the numbers in its records mean."""
+        """Labels of the ids in the records of each process."""
         roles, messages = roles_of(self.log), message_roles_of(self.log)
         files = short_paths({site.file for process in self.log.processes for site in process.tables.sites.values()})
         return tuple(
@@ -81,19 +77,22 @@ class RecordedRun:
         )
 
     def blocks(self) -> Iterator[pd.DataFrame]:
-        """The events in normal form, a bounded number at a time, process by process; first a frame without rows."""
-        form = EventTable(self.labels)
-        yield form.empty()
+        """Yield the event table in bounded pieces, process by process; the first piece has no rows."""
+        table = EventTable(self.labels)
+        yield table.empty()
         for labels, process in zip(self.labels, self.log.processes, strict=True):
             for segment in process.segments:
                 for records in segment.blocks():
-                    yield form.frame(records, labels)
+                    yield table.frame(records, labels)
 
     def events(self) -> pd.DataFrame:
-        """All events in normal form: one row per call, the columns of schema.NORMAL_FORM, by rank and t_begin_ns.
+        """Return the event table: one row per call, sorted by rank and t_begin_ns.
 
-        Sizes are bytes, times ns of the host's monotonic clock with 0 for not known. `wire_bytes` and `group_size` are
-        missing where the log does not tell. Needs memory for the whole run; `blocks` does not.
+        It needs memory for the whole run; `blocks` does not.
+
+        Returns:
+            The columns of `schema.EVENT_COLUMNS`. Sizes are bytes, times are ns of the host's monotonic clock with 0
+            for not known. `wire_bytes` and `group_size` are missing where they cannot be computed.
         """
         events = pd.concat(self.blocks(), ignore_index=True)
         for column in LABEL_COLUMNS:

@@ -1,4 +1,4 @@
-"""Segments of records, closed, open, cut or foreign. What is no segment becomes a note."""
+"""Segment reader: files of records that are closed, still open, or cut. Any other file becomes a note."""
 
 from __future__ import annotations
 
@@ -18,27 +18,29 @@ from commtrace.schema import RECORD, Records, State
 from .log_notes import Note, error_reason
 
 BLOCK: Final = 1 << 18
-"""Records read at once: 24 MiB."""
+"""Number of records read at once, 24 MiB."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One file of records, as it was when the log was opened. A live process may add to it; that is not read."""
+    """One file of records as it was when the log was opened; what a live process appends later is not read."""
 
     path: Path
     offset: int
-    """Bytes of the header."""
+    """Size of the header in bytes."""
     count: int
-    """Whole records in the file, empty ones included."""
+    """Number of complete records in the file, empty ones included."""
 
     def blocks(self, size: int = BLOCK, memory: bytearray | None = None) -> Iterator[Records]:
-        """The records, at most `size` at a time. Slots that were never filled are left out.
+        """Yield the records, shape (n,) with n <= size, without slots that were never filled.
 
-        With `memory` of `size` records, blocks lie in it, each until the next one is asked for: new memory for each
-        would cost as much as reading.
+        Files are read and not mapped: a mapped page of a removed file would kill this process. Records that cannot be
+        read any more (a live process removes its oldest segment) are missing from the sum, as coverage reports.
 
-        Files are read and not mapped: a mapped page of a vanished file would kill this process. What cannot be read
-        any more (a live process removes its oldest segment) is missing from the sum, where coverage finds it.
+        Args:
+            size: Most records of a block.
+            memory: Room for `size` records. Each block then lies in it, until the next one is asked for: new memory
+                for each block would cost as much as reading. None: every block has its own memory.
         """
         try:
             with self._open() as file:
@@ -65,15 +67,15 @@ class Segment:
 
 
 class _CutError(ValueError):
-    """The header of a segment does not end."""
+    """The header of a segment is incomplete."""
 
 
 def inspect_segment(path: Path) -> tuple[Segment | None, list[Note]]:
-    """Where the records of a file lie. Reads the header only."""
+    """Find the records of a file by its header; None for a file without any. Returns notes on what is wrong with it."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            promised = _read_header(file)
+            stated = _read_header(file)
             offset = file.tell()
     except OSError as error:
         return None, [Note("unreadable", path, error_reason(error), "its records are left out")]
@@ -83,11 +85,11 @@ def inspect_segment(path: Path) -> tuple[Segment | None, list[Note]]:
         return None, [Note("foreign", path, str(error), "it is left out")]
     count, rest = divmod(size - offset, RECORD.itemsize)
     segment = Segment(path, offset, count)
-    return segment, _length_notes(segment, None if path.suffix == ".open" else promised, rest)
+    return segment, _length_notes(segment, None if path.suffix == ".open" else stated, rest)
 
 
 def _read_header(file: BinaryIO) -> int:
-    """Number of records that an `.npy` header promises; the file then stands at the first of them."""
+    """Return the number of records in an `.npy` header, and leave the file at the first of them."""
     head = file.read(10)
     if b"\x93NUMPY\x01\x00".startswith(head[:8]) and len(head) < 10:
         raise _CutError
@@ -107,10 +109,10 @@ def _read_header(file: BinaryIO) -> int:
     return int(shape[0])
 
 
-def _length_notes(segment: Segment, promised: int | None, rest: int) -> list[Note]:
+def _length_notes(segment: Segment, stated: int | None, rest: int) -> list[Note]:
     path, count = segment.path, segment.count
-    if promised is not None and count < promised:
-        return [Note("cut", path, f"cut after {count:,} of {promised:,} records", f"{promised - count:,} are missing")]
-    if promised is not None and count > promised:
-        return [Note("cut", path, f"the header promises {promised:,} records, {count:,} are there", "all were read")]
+    if stated is not None and count < stated:
+        return [Note("cut", path, f"cut after {count:,} of {stated:,} records", f"{stated - count:,} are missing")]
+    if stated is not None and count > stated:
+        return [Note("cut", path, f"the header states {stated:,} records, {count:,} are there", "all were read")]
     return [Note("cut", path, "cut within its last record", "that record is missing")] if rest else []

@@ -1,4 +1,4 @@
-"""The tables of one process, as far as they can be read."""
+"""Table reader: the JSON lines of one process, as far as they can be read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Row: TypeAlias = dict[str, Any]
 
 
 class Kind(NamedTuple):
-    """A row of the kinds table: what a call is."""
+    """A row of the kinds table: operation and type of calls."""
 
     op: str
     variant: str
@@ -28,7 +28,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """A group, known in the whole run by these three: its ranks in ascending order, its name, and its index."""
+    """A process group, identified in the whole run by its ranks (ascending), its name and its index."""
 
     ranks: tuple[int, ...]
     name: str
@@ -36,7 +36,7 @@ class Group:
 
 
 class Site(NamedTuple):
-    """A line of code."""
+    """A line of code that made calls."""
 
     file: str
     line: int
@@ -45,16 +45,16 @@ class Site(NamedTuple):
 
 @dataclass
 class ProcessTables:
-    """The tables of one process; the last row of an id counts."""
+    """The tables of one process. A later row replaces an earlier one of the same id."""
 
     process: Row = field(default_factory=dict)
     kinds: dict[int, Kind] = field(default_factory=dict)
     groups: dict[int, Group] = field(default_factory=dict)
     roles: dict[int, str] = field(default_factory=dict)
     message_roles: dict[int, str] = field(default_factory=dict)
-    """Of the groups whose messages from rank to rank serve another dimension than the group."""
+    """By group: the role of its point-to-point messages, where that differs from the group's."""
     descriptions: dict[int, str] = field(default_factory=dict)
-    """Of groups, by their numbers."""
+    """By group: its description."""
     sites: dict[int, Site] = field(default_factory=dict)
     jobs: dict[int, Row] = field(default_factory=dict)
     clock: list[Row] = field(default_factory=list)
@@ -62,14 +62,14 @@ class ProcessTables:
     end: Row | None = None
     salvage: list[Row] = field(default_factory=list)
     notices: list[Row] = field(default_factory=list)
-    """Of a dry run: lines of the program that asked for what it cannot give."""
+    """Of a dry run: lines of the program that ask for values that it does not compute."""
     topology: tuple[tuple[int, ...], ...] = ()
-    """Of a dry run: the ranks of every group of the job, whoever is in it."""
+    """Of a dry run: the ranks of every group of the job."""
     stands_for: tuple[str, int] = "", 1
-    """Of a dry run: the ranks that this one was run for, and how many they are."""
+    """Of a dry run: the ranks that this rank represents, as text, and their number."""
 
     def add(self, row: Row) -> None:
-        """Take a row in. Raises KeyError, TypeError or ValueError where it lacks what it needs."""
+        """Add a row. Raises KeyError, TypeError or ValueError for a row that lacks a value."""
         name = row.pop("table")
         if name in ("clock", "salvage", "notices"):
             getattr(self, name).append(row)
@@ -100,7 +100,7 @@ def _group(row: Row) -> Group:
     )
 
 
-# Tables of numbered rows: the key that holds the number, and how a row is read.
+# Tables of numbered rows: (key of the number, function that reads a row).
 _ROWS: Final[dict[str, tuple[str, Callable[[Row], object]]]] = {
     "kinds": ("id", lambda row: Kind(str(row["op"]), *(str(row.get(name) or "") for name in Kind._fields[1:]))),
     "groups": ("id", _group),
@@ -110,30 +110,31 @@ _ROWS: Final[dict[str, tuple[str, Callable[[Row], object]]]] = {
 }
 
 
+_ALL_UNKNOWN: Final = "operations, groups and sites of its records are unknown"
+
+
 def read_tables(path: Path) -> tuple[ProcessTables, list[Note]]:
-    """Tables of one process. Lines that cannot be read are counted and left out."""
+    """Read the tables of one process. Lines that cannot be read are left out and counted in a note.
+
+    Raises:
+        NewerLogError: The tables have a newer log format.
+    """
     tables = ProcessTables()
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
-        return tables, [Note("missing", path, "missing", "operations, groups and sites of its records are unknown")]
+        return tables, [Note("missing", path, "missing", _ALL_UNKNOWN)]
     except OSError as error:
-        return tables, [
-            Note("unreadable", path, error_reason(error), "operations, groups and sites of its records are unknown")
-        ]
+        return tables, [Note("unreadable", path, error_reason(error), _ALL_UNKNOWN)]
     broken = [number for number, line in enumerate(lines, 1) if line.strip() and not _read_line(tables, line, path)]
     if not broken:
         return tables, []
     if broken == [len(lines)]:
         return tables, [Note("cut", path, "its last line is cut", "that line is left out")]
-    what = (
-        f"{len(broken)} lines cannot be read, the first is line {broken[0]}"
-        if broken[1:]
-        else f"line {broken[0]} cannot be read"
-    )
-    return tables, [
-        Note("garbled", path, what, "what they described is unknown" if broken[1:] else "what it described is unknown")
-    ]
+    if len(broken) == 1:
+        return tables, [Note("garbled", path, f"line {broken[0]} cannot be read", "what it described is unknown")]
+    text = f"{len(broken)} lines cannot be read, the first is line {broken[0]}"
+    return tables, [Note("garbled", path, text, "what they described is unknown")]
 
 
 def _read_line(tables: ProcessTables, line: bytes, path: Path) -> bool:
@@ -157,5 +158,5 @@ def _check_process(row: Row, path: Path) -> None:
 
 
 def integer_or_none(value: object) -> int | None:
-    """The value if it is a whole number, else None: a garbled table may hold anything."""
+    """Return the value if it is an integer, else None: a garbled table may hold anything."""
     return value if type(value) is int else None

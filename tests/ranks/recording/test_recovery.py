@@ -14,8 +14,7 @@ import pytest
 
 import commtrace
 from commtrace import identity
-from commtrace.recording import recovery
-from commtrace.recording import ring
+from commtrace.recording import recovery, ring
 from commtrace.recording import segment_writer as segments
 from commtrace.recording import table_writer as tables
 from commtrace.recording.ring import OrphanedRing
