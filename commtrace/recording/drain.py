@@ -170,7 +170,7 @@ class Drain:
             warn(f"{left} calls could not be written: {writer.last_error}; {self._where()}")
         else:
             recorder.ring.remove()
-            self._slots.let_go()
+            self._slots.close()
             recover_records(writer.folder.parent, shm=self._settings.shm)  # what a killed process of this run has left
 
     def _where(self) -> str:

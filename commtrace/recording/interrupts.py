@@ -1,7 +1,7 @@
-"""Exceptions that belong to the program although they arose in our code: those of its signal handlers.
+"""Exceptions of the program's signal handlers that arise within our code.
 
-A handler runs between any two instructions of the main thread. Where it raises (a time limit on a call, say), the
-exception passes through whatever was going on, and must not be taken for a fault of ours and kept.
+A handler runs between any two instructions of the main thread. If it raises (for a time limit on a call, for example),
+the exception passes through the code that was running. It must reach the program and not count as a hook error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def reraise_if_from_signal_handler() -> None:
-    """Within an `except`: raise the exception again if a signal handler of the program raised it."""
+    """Re-raise the current exception if a signal handler of the program raised it. Call this in an `except`."""
     error = sys.exc_info()[1]
     if error is not None and threading.current_thread() is threading.main_thread():
         handlers = {code for code in map(_code, map(signal.getsignal, signal.valid_signals())) if code is not None}
@@ -25,7 +25,7 @@ def reraise_if_from_signal_handler() -> None:
 
 
 def _code(handler: Any) -> CodeType | None:
-    """The code of a signal handler: a function, a method, a partial, or an object that can be called."""
+    """Return the code of a signal handler: a function, a method, a partial, or an object with `__call__`."""
     while isinstance(handler, functools.partial):
         handler = handler.func
     function = getattr(handler, "__func__", handler)

@@ -1,8 +1,8 @@
-"""What killed processes left in memory, brought to the log they belong to.
+"""Recovery of records that killed processes left in shared memory.
 
-A ring whose lock can be had belongs to no living process. Its records that are not yet on disk become a segment of
-their own, its tables are completed, then it is removed. Every step may be repeated: a salvage that is itself killed
-loses nothing, and what it wrote already is not counted twice.
+A ring whose lock is free belongs to no living process. Its records that are not on disk yet become a segment of their
+own, its tables are completed, then it is removed. Every step may be repeated: a recovery that is itself killed loses
+nothing, and does not count records twice.
 """
 
 from __future__ import annotations
@@ -27,90 +27,97 @@ from .segment_writer import EMPTY, HEADER_BYTES, WrittenSegment, read_records, w
 DEFAULT_SHM: Final = "/dev/shm"
 STALE_SECONDS: Final = 60
 
-# What never changes after a call has begun. A thread begins one call at a time.
-_WHICH: Final = ["t_begin", "thread", "kind", "group", "seq"]
+# Fields that never change after a call has begun. They identify it: a thread begins one call at a time.
+_KEY_FIELDS: Final = ["t_begin", "thread", "kind", "group", "seq"]
 
-_one_at_a_time: Final = threading.Lock()  # the lock on a ring does not keep threads of one process apart
+_recovering: Final = threading.Lock()  # the lock on a ring does not exclude other threads of the process
 
 
 def recover_records(log_directory: Path, *, shm: str | None = None) -> list[str]:
-    """Bring what dead processes of this host left for `log_directory`: what COMMTRACE named, or a folder in it.
+    """Move records that dead processes of this host left in shared memory to their log.
 
-    Returns a sentence per ring. Never raises OSError: what cannot be brought stays where it is.
+    Never raises OSError: records that cannot be moved stay in shared memory.
+
+    Args:
+        log_directory: What COMMTRACE named, or the folder of a run or host in it.
+        shm: Folder of the rings. None: COMMTRACE_SHM, or /dev/shm.
+
+    Returns:
+        A sentence for each ring.
     """
     notes = []
     folder = shm or os.environ.get("COMMTRACE_SHM") or DEFAULT_SHM
     target = os.path.realpath(log_directory)
-    with _one_at_a_time:
+    with _recovering:
         for path in ring.other_rings(folder):
-            note = _look_at(path, target)
+            note = _recover_ring(path, target)
             if note:
                 notes.append(note)
         _remove_unfinished(folder)
     return notes
 
 
-def _look_at(path: Path, target: str) -> str:
-    # Only rings of this log are locked, however briefly: another log's salvage would take them for a living process's.
-    if not _within(ring.identity_of(path), target):
+def _recover_ring(path: Path, target: str) -> str:
+    # Lock only rings of this log: a recovery of another log would take a locked ring for a living process's.
+    if not _belongs_to(ring.identity_of(path), target):
         return ""
     try:
-        left = OrphanedRing(path)
+        orphan = OrphanedRing(path)
     except (OSError, ValueError, KeyError, TypeError):
-        return ""  # somebody else's, or not what it is called
-    with left:
-        if not left.dead:
+        return ""  # another user's, or not a ring
+    with orphan:
+        if not orphan.dead:
             return ""
         try:
-            return _bring(left)
+            return _move_to_log(orphan)
         except (OSError, ValueError) as error:
             return f"{path}: records of a process that ended early could not be moved to the log: {error}"
 
 
-def _within(whose: dict[str, Any], target: str) -> bool:
-    names = [str(whose.get(name, "")) for name in ("run", "host", "stem")]
+def _belongs_to(identity_of_ring: dict[str, Any], target: str) -> bool:
+    names = [str(identity_of_ring.get(name, "")) for name in ("run", "host", "stem")]
     if not all(name == os.path.basename(name) and name.strip(".") for name in names):
-        return False  # whoever wrote that wants to write elsewhere
-    directory = os.path.realpath(str(whose.get("directory", "")))
-    # Asked for a whole log directory, for one run of it, or for one host's folder.
+        return False  # a path in a name would lead out of the log directory
+    directory = os.path.realpath(str(identity_of_ring.get("directory", "")))
+    # The target is a log directory, a run in it, or the folder of one host.
     return target in (directory, os.path.join(directory, names[0]), os.path.join(directory, *names[:2]))
 
 
-def _bring(left: OrphanedRing) -> str:
-    host = str(left.identity["host"])
-    folder = Path(left.identity["directory"]) / left.identity["run"] / host
-    if _made_no_call(left, folder):
-        left.remove()
+def _move_to_log(orphan: OrphanedRing) -> str:
+    host = str(orphan.identity["host"])
+    folder = Path(orphan.identity["directory"]) / orphan.identity["run"] / host
+    if _made_no_call(orphan, folder):
+        orphan.remove()
         return ""
     folder.mkdir(parents=True, exist_ok=True)
-    stem = _stem(left, folder)
-    salvaged = folder / f"{stem}.salvaged.npy"
-    # An earlier attempt's, which must not be taken for something that is safe.
-    (folder / (salvaged.name + ".open")).unlink(missing_ok=True)
-    records = _not_on_disk(left, folder, stem)
-    if len(records) and not salvaged.exists():
-        _write_segment(records, salvaged)
-    number = _records_in(salvaged)
-    _complete_tables(left, folder, stem, number)
-    left.remove()
+    stem = _stem(orphan, folder)
+    recovered = folder / f"{stem}.salvaged.npy"
+    # Left by an earlier attempt; its records must not count as being on disk.
+    (folder / (recovered.name + ".open")).unlink(missing_ok=True)
+    records = _not_on_disk(orphan, folder, stem)
+    if len(records) and not recovered.exists():
+        _write_segment(records, recovered)
+    number = _count_records(recovered)
+    _complete_tables(orphan, folder, stem, number)
+    orphan.remove()
     return f"{stem} on {host}: {number} records of a process that ended early were recovered"
 
 
-def _made_no_call(left: OrphanedRing, folder: Path) -> bool:
-    """The process was killed while it began to record, before it could say who it is."""
-    if len(left.records) or b"\n" in left.tables():
+def _made_no_call(orphan: OrphanedRing, folder: Path) -> bool:
+    """Return whether the process was killed before it wrote the first line of its tables."""
+    if len(orphan.records) or b"\n" in orphan.tables():
         return False
-    return not (folder / f"{left.identity['stem']}.jsonl").exists()
+    return not (folder / f"{orphan.identity['stem']}.jsonl").exists()
 
 
-def _stem(left: OrphanedRing, folder: Path) -> str:
-    """As the process called its files, unless it did not come to make them and the name is another's by now."""
-    stem = str(left.identity["stem"])
-    theirs, ours = _first_line(folder / f"{stem}.jsonl"), left.tables().partition(b"\n")[0]
+def _stem(orphan: OrphanedRing, folder: Path) -> str:
+    """Return the stem of the process's files; another one if it made no files and another process uses the name."""
+    stem = str(orphan.identity["stem"])
+    theirs, ours = _first_line(folder / f"{stem}.jsonl"), orphan.tables().partition(b"\n")[0]
     if not theirs or not ours or theirs == ours:
         return stem
     head, _, pid = stem.rpartition("-")
-    return f"{head}-{left.path.stem.rpartition('-')[2]}-{pid}"
+    return f"{head}-{orphan.path.stem.rpartition('-')[2]}-{pid}"
 
 
 def _first_line(path: Path) -> bytes:
@@ -121,50 +128,50 @@ def _first_line(path: Path) -> bytes:
         return b""
 
 
-def _not_on_disk(left: OrphanedRing, folder: Path, stem: str) -> Records:
-    """The process may have died between writing records and clearing their slots: those are on disk already."""
-    recent = _last_records(folder, stem, int(left.identity["capacity"]))
-    return left.records[~np.isin(_which(left.records), _which(recent))]
+def _not_on_disk(orphan: OrphanedRing, folder: Path, stem: str) -> Records:
+    """Return the records that no segment has: a process may die after writing records, before freeing their slots."""
+    recent = _last_records(folder, stem, int(orphan.identity["capacity"]))
+    return orphan.records[~np.isin(_record_keys(orphan.records), _record_keys(recent))]
 
 
 def _last_records(folder: Path, stem: str, count: int) -> Records:
-    """At least the last `count` records of a process."""
-    found: list[Records] = [EMPTY]
+    """Return at least the last `count` records in the segments of a process."""
+    blocks: list[Records] = [EMPTY]
     for path in sorted(folder.glob(f"{stem}.*.npy*"), reverse=True):
-        found.append(read_records(path))
+        blocks.append(read_records(path))
         if path.suffixes[-2:] != [".salvaged", ".npy"]:
-            count -= len(found[-1])
+            count -= len(blocks[-1])
         if count <= 0:
             break
-    return np.concatenate(found)
+    return np.concatenate(blocks)
 
 
-def _which(records: Records) -> npt.NDArray[Any]:
-    """A sortable value per record that no two calls of a process share."""
-    packed = np.zeros(len(records), [(name, RECORD[name].newbyteorder(">")) for name in _WHICH])
-    for name in _WHICH:
+def _record_keys(records: Records) -> npt.NDArray[Any]:
+    """Return a sortable key for each record, shape (n,), different for any two calls of a process."""
+    packed = np.zeros(len(records), [(name, RECORD[name].newbyteorder(">")) for name in _KEY_FIELDS])
+    for name in _KEY_FIELDS:
         packed[name] = records[name]
     return packed.view(f"S{packed.itemsize}")
 
 
-def _records_in(path: Path) -> int:
+def _count_records(path: Path) -> int:
     try:
         return max(0, path.stat().st_size - HEADER_BYTES) // RECORD.itemsize
     except FileNotFoundError:
         return 0
 
 
-def _complete_tables(left: OrphanedRing, folder: Path, stem: str, salvaged: int) -> None:
+def _complete_tables(orphan: OrphanedRing, folder: Path, stem: str, recovered: int) -> None:
     path = folder / f"{stem}.jsonl"
-    # The memory's copy is ahead of the file's, unless memory was short. A cut last line is one that nothing refers to.
-    held = max(left.tables(), path.read_bytes() if path.exists() else b"", key=len)
-    lines = held[: held.rfind(b"\n") + 1]
+    # The copy in memory is ahead of the file, unless memory was full. No record refers to a last line that is cut.
+    longest = max(orphan.tables(), path.read_bytes() if path.exists() else b"", key=len)
+    lines = longest[: longest.rfind(b"\n") + 1]
     if b'{"table": "salvage"' in lines:
         return
-    on_disk = sum(map(_records_in, folder.glob(f"{stem}.*.npy*")))
-    counters = {"removed": 0, "lost": 0, **left.counters, "dropped": left.dropped}
+    on_disk = sum(map(_count_records, folder.glob(f"{stem}.*.npy*")))
+    counters = {"removed": 0, "lost": 0, **orphan.counters, "dropped": orphan.dropped}
     counters["calls"] = on_disk + sum(counters[name] for name in ("dropped", "removed", "lost"))
-    note = {"records": salvaged, "host": identity.host(), "unix_ns": time.time_ns()}
+    note = {"records": recovered, "host": identity.host(), "unix_ns": time.time_ns()}
     _replace(path, lines + _line("stats", counters) + _line("salvage", note))
 
 
@@ -193,7 +200,7 @@ def _write_segment(records: Records, path: Path) -> None:
 
 
 def _remove_unfinished(folder: str) -> None:
-    """Of processes that were killed while they made their ring."""
+    """Remove rings of processes that were killed while they made them."""
     for path in Path(folder).glob("commtrace-*.new"):
         try:
             if time.time() - path.stat().st_mtime > STALE_SECONDS:

@@ -38,20 +38,20 @@ COUNTERS_AT: Final = 8192
 DROPPED_AT: Final = 16376
 RECORDS_AT: Final = 16384
 COPY_BYTES: Final = 4080
-"""Room for one of the two copies of identity or counters."""
+"""Size of one of the two copies of identity or counters."""
 RING_FORMAT: Final = "commtrace-ring"
-SALVAGE_SECONDS: Final = 5.0
-"""How long another salvage of the same ring is waited for."""
+LOCK_TIMEOUT_SECONDS: Final = 5.0
+"""How long to wait for another process that recovers the same ring."""
 
 _NUMBER: Final = struct.Struct("<Q")
-_mine: Final[set[Path]] = set()
+_own_rings: Final[set[Path]] = set()
 
 
 class Ring:
-    """A fixed number of record slots; `buffer` is their memory, `records` the same as a numpy array."""
+    """A fixed number of record slots. `buffer` is all its memory, `records` an array of shape (capacity,) in it."""
 
     def __init__(self, capacity: int, path: Path | None, identity: dict[str, Any]) -> None:
-        """Raises OSError or ValueError where `path` cannot be had; with None, the memory is private."""
+        """Create the file `path`, or private memory for None. Raises OSError or ValueError if there is no file."""
         self.capacity = capacity
         self.path: Path | None = path
         self.tables_path: Path | None = None if path is None else path.with_suffix(".jsonl")
@@ -65,7 +65,7 @@ class Ring:
         self.records: Records = np.frombuffer(self.buffer, RECORD, capacity, RECORDS_AT)
 
     def _create(self, path: Path, size: int, identity: dict[str, Any]) -> None:
-        # Under another name until it is locked and says whose it is, so that nobody takes it for a dead process's.
+        # Under another name until it is locked and has its identity, so that it is not taken for a dead process's.
         unfinished = path.with_suffix(".new")
         try:
             self._fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -75,7 +75,7 @@ class Ring:
             self.describe(identity)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
             self._tables_fd = os.open(path.with_suffix(".jsonl"), flags, 0o600)
-            _mine.add(path)
+            _own_rings.add(path)
             os.rename(unfinished, path)
         except BaseException:
             self.remove()
@@ -83,22 +83,22 @@ class Ring:
             raise
 
     def describe(self, identity: dict[str, Any]) -> None:
-        """Say whose ring this is. Raises ValueError where the description is too long for its place."""
+        """Write the identity of the ring's process. Raises ValueError if it does not fit."""
         if not self._put(IDENTITY_AT, {"format": RING_FORMAT, "capacity": self.capacity, **identity}):
-            raise ValueError(f"the description of a ring does not fit into {COPY_BYTES} bytes")
+            raise ValueError(f"the identity of a ring does not fit into {COPY_BYTES} bytes")
 
     def count(self, counters: dict[str, Any]) -> None:
-        """Leave the counters where a salvage finds them."""
-        if not self._put(COUNTERS_AT, counters):  # long messages; the numbers always fit
+        """Write the counters, for recovery."""
+        if not self._put(COUNTERS_AT, counters):  # error messages are too long; the numbers always fit
             self._put(COUNTERS_AT, {name: value for name, value in counters.items() if isinstance(value, int)})
 
     def count_dropped(self, dropped: int) -> None:
-        """Leave this counter, which says what is missing among the records, at once."""
+        """Write the number of dropped calls at once: it accounts for missing records."""
         _NUMBER.pack_into(self.buffer, DROPPED_AT, dropped)
 
     @property
     def dropped(self) -> int:
-        """Calls that found the ring full."""
+        """Number of calls that found the ring full."""
         return int(_NUMBER.unpack_from(self.buffer, DROPPED_AT)[0])
 
     def _put(self, start: int, value: dict[str, Any]) -> bool:
@@ -113,24 +113,24 @@ class Ring:
         return True
 
     def keep_table_line(self, line: bytes) -> None:
-        """A copy of a table line for the salvage; the log gets it by another way."""
+        """Write a copy of a table line for recovery; the drain thread writes it to the log."""
         if self._tables_fd >= 0:
             try:
-                whole = os.write(self._tables_fd, line) == len(line)
+                complete = os.write(self._tables_fd, line) == len(line)
             except OSError:
-                whole = False
-            if not whole:  # no room: a salvage then finds tables as far as they go
+                complete = False
+            if not complete:  # no room: recovery then finds the tables up to here
                 os.close(self._tables_fd)
                 self._tables_fd = -1
 
     def forked(self) -> None:
-        """In a child: ring and files are the parent's. Nothing is closed; a number may be another file's by now."""
+        """Detach a forked child from the parent's ring. Closes nothing: a descriptor may be another file's by now."""
         self.buffer = bytearray(len(self.buffer))
         self._fd = self._tables_fd = -1
         self.path = self.tables_path = None
 
     def remove(self) -> None:
-        """The ring has served: everything in it is on disk."""
+        """Remove the ring's files; everything in them is on disk."""
         path, tables_path, self.path, self.tables_path = self.path, self.tables_path, None, None
         for file in (path, tables_path):
             if file is not None:
@@ -140,11 +140,11 @@ class Ring:
                 os.close(fd)
         self._fd = self._tables_fd = -1
         if path is not None:
-            _mine.discard(path)
+            _own_rings.discard(path)
 
 
 def make_ring(capacity: int, folder: str, name: str, identity: dict[str, Any]) -> Ring:
-    """A ring in `folder` (memory-backed), or in private memory where that has no room for it."""
+    """Make a ring in `folder` (memory-backed), or in private memory where that has no room."""
     try:
         return Ring(capacity, Path(folder) / f"commtrace-{name}.ring", identity)
     except (OSError, ValueError):
@@ -152,23 +152,20 @@ def make_ring(capacity: int, folder: str, name: str, identity: dict[str, Any]) -
 
 
 def other_rings(folder: str) -> list[Path]:
-    """Rings in `folder` that are not this process's."""
-    return sorted(path for path in Path(folder).glob("commtrace-*.ring") if path not in _mine)
+    """Return the rings in `folder` that are not this process's."""
+    return sorted(path for path in Path(folder).glob("commtrace-*.ring") if path not in _own_rings)
 
 
 class OrphanedRing:
-    """A ring found in `/dev/shm`, opened for reading; a context manager."""
+    """A ring of another process, opened for reading; a context manager. Its content is read only if `dead`."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError or ValueError for a file that cannot be read or is no ring.
-
-        What it holds is read only if it is `dead`.
-        """
+        """Open a ring. Raises OSError or ValueError for a file that cannot be read or is no ring."""
         self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            # The lock is tried before anything is read: nobody writes any more once it is ours. A file without a name
-            # is one that its process, or another salvage, has finished with since it was found.
+            # Take the lock before reading: from then on no process writes. A file without a name was removed by its
+            # process, or by another recovery, since it was found.
             self.dead = _lock_of_dead(self._fd) and os.fstat(self._fd).st_nlink > 0
             if self.dead:
                 self._read(os.pread(self._fd, os.fstat(self._fd).st_size, 0))
@@ -186,14 +183,14 @@ class OrphanedRing:
         self.records: Records = records[records["state"] != 0]
 
     def tables(self) -> bytes:
-        """The process's tables, as JSON lines; the last one may be cut."""
+        """Return the process's tables as JSON lines; the last one may be cut."""
         try:
             return self.path.with_suffix(".jsonl").read_bytes()
         except OSError:
             return b""
 
     def remove(self) -> None:
-        """Its content is safe elsewhere."""
+        """Remove the ring's files; their content is in the log."""
         self.path.unlink(missing_ok=True)
         self.path.with_suffix(".jsonl").unlink(missing_ok=True)
 
@@ -205,12 +202,12 @@ class OrphanedRing:
 
 
 def _latest(data: bytes, start: int) -> dict[str, Any]:
-    """The later of the two copies that is whole."""
-    copies = (_whole(data[at : at + COPY_BYTES]) for at in (start, start + COPY_BYTES))
+    """Return the later of the two copies that is intact; {} if none is."""
+    copies = (_parse_copy(data[at : at + COPY_BYTES]) for at in (start, start + COPY_BYTES))
     return max(copies, key=lambda copy: int(copy.pop("turn", 0)))
 
 
-def _whole(copy: bytes) -> dict[str, Any]:
+def _parse_copy(copy: bytes) -> dict[str, Any]:
     checksum, _, text = copy.rstrip(b"\0 ").partition(b" ")
     if checksum != b"%08x" % zlib.crc32(text):
         return {}
@@ -219,9 +216,9 @@ def _whole(copy: bytes) -> dict[str, Any]:
 
 
 def identity_of(path: Path) -> dict[str, Any]:
-    """Whose ring this is, without disturbing whoever looks at it or uses it. {}: it cannot be read, or is no ring."""
+    """Return the identity of a ring's process without taking the lock; {} for a file that is no readable ring."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe must not be waited for
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # do not wait for a pipe
         try:
             identity = _latest(os.pread(fd, COUNTERS_AT, 0), IDENTITY_AT)
         finally:
@@ -232,8 +229,8 @@ def identity_of(path: Path) -> dict[str, Any]:
 
 
 def _lock_of_dead(fd: int) -> bool:
-    """Get the lock unless the ring's own process has it; another salvage, which has it for a moment, is waited for."""
-    deadline = time.monotonic() + SALVAGE_SECONDS
+    """Take the lock unless the ring's own process holds it. Waits for another recovery, which holds it briefly."""
+    deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
     while not _lock(fd):
         holder = _holder(fd)
         owner = _latest(os.pread(fd, COUNTERS_AT, 0), IDENTITY_AT).get("pid")
@@ -244,7 +241,7 @@ def _lock_of_dead(fd: int) -> bool:
 
 
 def _holder(fd: int) -> int | None:
-    """Process that has the lock; 0: none any more, None: one that cannot be named from here."""
+    """Return the process that holds the lock; 0: none any more, None: one of another process namespace."""
     asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, asked))
     if kind == fcntl.F_UNLCK:

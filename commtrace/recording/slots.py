@@ -1,7 +1,7 @@
-"""Which slots of a ring are free, which hold a call whose end may still be seen, and which may be written to the log.
+"""Slots of a ring: free, taken by a call whose end may still be seen, or ready to be written to the log.
 
-The thread that makes a call takes a slot, the drain thread gives it back; neither waits for the other, except in the
-moment between seeing an end and giving up on it.
+The thread that makes a call takes a slot, and the drain thread frees it. Neither waits for the other, except while one
+of them notes the end of a call and the other gives up on it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NO_SLOTS: Final[SlotNumbers] = np.zeros(0, np.intp)
 
 
 class PendingCall:
-    """A call that returned and whose end may still be seen; `slot` is -1 once its record has left the ring."""
+    """A call that returned and whose end may still be seen; `slot` becomes -1 when its record leaves the ring."""
 
     __slots__ = ("slot",)
 
@@ -35,58 +35,58 @@ class Slots:
     """The slots of one ring."""
 
     recorder = "python"
-    """Who takes slots, as the log names it."""
+    """Name of the recorder in the log."""
 
     def __init__(self, ring: Ring) -> None:
         self.capacity = ring.capacity
         self.free = deque(range(ring.capacity))
         self.pending: list[PendingCall | None] = [None] * ring.capacity
         self.lock = threading.RLock()
-        """Between seeing an end and giving up on it. Reentrant for signal handlers."""
+        """Held while the end of a call is noted or given up. Reentrant, for signal handlers."""
         self._ring = ring
         self._records = ring.records
         self._state: Any = ring.records["state"]
         self._seized = -1
-        # Held while nobody wakes the drain thread. Not an Event: an exception that a signal handler raises within `set`
-        # would leave the lock in it held for ever.
+        # Held while the drain thread sleeps. Not an Event: an exception that a signal handler raises within `set` would
+        # leave the event's own lock held for ever.
         self._asleep = threading.Lock()
         self._asleep.acquire()
 
     @property
     def taken(self) -> int:
-        """Slots in use."""
+        """Number of slots in use."""
         return self.capacity - len(self.free) if self._seized < 0 else self._seized
 
     @property
     def dropped(self) -> int:
-        """Calls that found no place."""
+        """Number of calls that found no free slot."""
         return self._ring.dropped
 
     def drop(self, calls: int) -> None:
-        """There was no place for these calls."""
+        """Count calls that found no free slot."""
         with self.lock:
             self._ring.count_dropped(self._ring.dropped + calls)
 
     def wait(self, seconds: float) -> None:
-        """By the drain thread: until somebody wakes it, or for so long."""
+        """Block the drain thread until `wake` is called or the time is over."""
         self._asleep.acquire(timeout=seconds)
 
     def wake(self) -> None:
-        """There is something to do for the drain thread."""
-        with suppress(RuntimeError):  # it is awake
+        """Wake the drain thread."""
+        with suppress(RuntimeError):  # it is awake already
             self._asleep.release()
 
     def finished(self) -> SlotNumbers:
-        """Slots whose records nobody will add to, with those of the oldest returned calls where places run short."""
+        """Return slots with final records. If free slots run short, give up the ends of the oldest returned calls."""
         slots = np.flatnonzero(self._state >= State.COMPLETE)
         if len(self.free) + len(slots) >= self.capacity // 4:
             return slots
         return np.concatenate([slots, self._give_up(max(1, self.capacity // 4))])
 
     def _give_up(self, count: int) -> SlotNumbers:
-        """The oldest calls that returned and were never seen to end: the ring needs their places.
+        """Give up on the ends of the oldest calls that returned, and return their slots.
 
-        Their records are written as they are, "returned"; an end that comes later finds no record and is forgotten.
+        Their records are written with the state RETURNED; an end that comes later is ignored.
         """
         with self.lock:
             waiting = np.flatnonzero(self._state == State.RETURNED)
@@ -101,16 +101,17 @@ class Slots:
                 call.slot = -1
 
     def seize(self) -> tuple[SlotNumbers, int]:
-        """All records, for the last time: no slot is given out from here on, no end is noted.
+        """Stop recording: take every slot, so that no call gets one and no end is noted any more.
 
-        Also how many slots were taken by calls that had not begun to write: their records do not count any more.
+        Returns:
+            Slots with records, and the number of slots whose calls had not written a record yet and are lost.
         """
         taken = self.capacity
         while self.free:
             try:
                 self.free.popleft()
                 taken -= 1
-            except IndexError:  # a call took it
+            except IndexError:  # a call took the last one
                 break
         with self.lock:
             slots = np.flatnonzero(self._state >= State.BEGUN)
@@ -119,21 +120,21 @@ class Slots:
         return slots, taken - len(slots)
 
     def records(self, slots: SlotNumbers) -> Records:
-        """Copies of these slots' records."""
+        """Return a copy of the records in slots."""
         return self._records[slots]
 
     def release(self, slots: SlotNumbers) -> None:
-        """These records are on disk."""
-        self._state[slots] = State.FREE  # first: who gets the slot finds it free
+        """Free slots whose records are on disk."""
+        self._state[slots] = State.FREE  # first, so that a call that takes the slot finds it free
         if self._seized < 0:
             self.free.extend(slots.tolist())
         else:
             self._seized -= len(slots)
 
-    def let_go(self) -> None:
-        """The log is complete."""
+    def close(self) -> None:
+        """Release what else the slots hold, when the log is complete."""
 
     def forked(self) -> None:
-        """In a child: nothing here is its own, and the lock may be held by a thread that it does not have."""
+        """Detach a forked child: it gets no slots, and a lock that no thread of the parent holds."""
         self.free.clear()
         self.lock = threading.RLock()

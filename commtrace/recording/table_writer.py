@@ -1,4 +1,6 @@
-"""What records refer to by number, and the facts of a run, as JSON lines (docs/reference/log-format.md).
+"""Table writer: the rows that records refer to by id, and the facts of a run, as JSON lines.
+
+Format: docs/reference/log-format.md.
 
 A sample of what a process writes:
 
@@ -19,7 +21,7 @@ from .ring import Ring
 
 
 class TableWriter:
-    """The tables of one process. Rows are numbered from 1 in each table; any thread may add."""
+    """The tables of one process. Rows are numbered from 1 in each table. Thread-safe."""
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
@@ -27,7 +29,7 @@ class TableWriter:
         self._numbers: dict[tuple[str, Hashable], int] = {}
         self._last: dict[str, int] = {}
         self.lines: list[bytes] = []
-        """Every line so far, in order; the drain thread writes them to the log."""
+        """All lines so far, in order; the drain thread writes them to the log."""
 
     def add(self, table: str, **row: Any) -> None:
         """Append a row."""
@@ -37,7 +39,7 @@ class TableWriter:
             self.lines.append(line)
 
     def number(self, table: str, key: Hashable, row: Callable[[], dict[str, Any]]) -> int:
-        """The number of the row with this key, added with what `row` gives if there is none yet."""
+        """Return the id of the row with this key; if there is none, add the one that `row` returns."""
         number = self._numbers.get((table, key))
         if number is None:
             with self._lock:
@@ -48,12 +50,12 @@ class TableWriter:
         return number
 
     def new(self, table: str, row: dict[str, Any]) -> int:
-        """Append a row under the table's next number, which is returned."""
+        """Append a row under the table's next id, and return the id."""
         with self._lock:
             number = self._last[table] = self._last.get(table, 0) + 1
             self.add(table, id=number, **row)
             return number
 
     def forked(self) -> None:
-        """In a child: another thread may have held the lock."""
+        """Replace the lock in a forked child: another thread may have held it."""
         self._lock = threading.RLock()

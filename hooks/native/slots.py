@@ -83,6 +83,6 @@ class NativeSlots(Slots):
         if self._seized >= 0:
             self._seized -= len(slots)
 
-    def let_go(self) -> None:
-        """The log is complete."""
+    def close(self) -> None:
+        """Release the native recording, when the log is complete."""
         self.recording.let_go()

@@ -252,7 +252,7 @@ def test_a_disk_that_stays_full(
     os.close(recorder.ring._fd)
     from commtrace.recording import ring as rings
 
-    rings._mine.clear()
+    rings._own_rings.clear()
     (left,) = processes.salvaged(tmp_path / "log")
     assert_accounted(left)
     assert left.stats["calls"] == 1000

@@ -212,7 +212,7 @@ def test_names_that_lead_elsewhere_are_refused(name: str, value: str, log: Path,
     whose = {"directory": str(log), "run": "run", "host": "host", "stem": "rank0-1", "pid": 1, name: value}
     made = ring.make_ring(16, str(shm), "x-1-00000000", whose)
     assert made.path is not None
-    ring._mine.clear()
+    ring._own_rings.clear()
     os.close(made._fd)
     assert recovery.recover_records(log, shm=str(shm)) == []
     assert not log.exists()
