@@ -1,6 +1,6 @@
-"""The thread that empties the ring: finished records to the log, every 100 ms and at the end.
+"""Drain thread: moves finished records from the ring to the log, every 100 ms and at the end.
 
-It alone touches the store, so that no call of the program ever waits for it.
+Only this thread writes to the file system, so that no call of the program ever waits for it.
 """
 
 from __future__ import annotations
@@ -8,25 +8,41 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from commtrace import identity
 from commtrace.settings import Settings
 
 from .log_writer import LogWriter, warn
 from .recovery import recover_records
+from .ring import Ring
 from .slots import NO_SLOTS, SlotNumbers, Slots
-
-if TYPE_CHECKING:
-    from .recorder import Recorder
+from .table_writer import TableWriter
 
 FIRST_STATS_SECONDS: Final = 10.0
 COST_SECONDS: Final = 2.0
-"""Between two summaries of the cost samples: sorting them is most of what a turn would take."""
+"""Interval between summaries of the cost samples: sorting them takes most of the time of a turn."""
 
-# Signals that a thread gets for what it did itself.
+# Signals that a thread gets for its own faults.
 _OWN_FAULTS: Final = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGABRT}
+
+
+class DrainedRecorder(Protocol):
+    """What the drain thread reads of a recorder."""
+
+    ring: Ring
+    tables: TableWriter
+    hook_errors: int
+    first_error: str
+    untimed: int
+    device_clock_ns: int
+    cost_samples: deque[int]
+    each_drain: list[Callable[[], None]]
+
+    def fault(self) -> None:
+        """Count the exception that is being handled as a hook error."""
 
 
 class Drain:
@@ -34,7 +50,7 @@ class Drain:
 
     def __init__(
         self,
-        recorder: Recorder,
+        recorder: DrainedRecorder,
         slots: Slots,
         writer: LogWriter,
         settings: Settings,
@@ -56,16 +72,18 @@ class Drain:
         self._thread.start()
 
     def close(self, reason: str) -> None:
-        """End the log. Waits `exit_seconds` at most."""
+        """End the log. Waits at most `exit_seconds`."""
         self._reason = reason
         self._slots.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(self._settings.exit_seconds)
             if self._thread.is_alive():
-                warn(f"the log could not be finished within {self._settings.exit_seconds:g} s; {self._where()}")
+                warn(
+                    f"the log could not be finished within {self._settings.exit_seconds:g} s; {self._unwritten_place()}"
+                )
 
     def stats(self) -> dict[str, Any]:
-        """The counters of docs/reference/log-format.md, as of now."""
+        """Return the current counters, as docs/reference/log-format.md describes them."""
         recorder, writer = self._recorder, self._writer
         if self._reason or time.monotonic() >= self._costs_at:
             self._costs_at = time.monotonic() + COST_SECONDS
@@ -87,8 +105,8 @@ class Drain:
         }
 
     def _summary(self) -> dict[str, int]:
-        # The crossing from C++ into the hook cannot be seen from within it. (sorted, as numpy's percentile takes 60 ms
-        # of a core when it is called for the first time.)
+        # Add the time from C++ into the hook, which the hook cannot measure. sorted, because the first call of numpy's
+        # percentile takes 60 ms of a core.
         costs = sorted(cost + self._crossing_ns for cost in list(self._recorder.cost_samples))
         return {
             "cost_samples": len(costs),
@@ -97,14 +115,15 @@ class Drain:
         }
 
     def _run(self) -> None:
-        # A signal of the process must never be this thread's, where nobody waits for it.
+        # Leave signals of the process to the program's threads.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _OWN_FAULTS)
-        self._guarded(self._measure_crossing)
+        if self._calibrate is not None:
+            self._guarded(self._measure_crossing)
         while not self._reason:
             self._slots.wait(self._settings.drain_ms / 1000)
             if not self._reason:
                 self._guarded(self._turn)
-        self._let_go()
+        self._run_callbacks()
         self._guarded(self._finish)
 
     def _guarded(self, work: Callable[[], None]) -> None:
@@ -114,15 +133,15 @@ class Drain:
             self._recorder.fault()
 
     def _measure_crossing(self) -> None:
-        if self._calibrate is not None:
-            self._crossing_ns = self._calibrate()
+        assert self._calibrate is not None
+        self._crossing_ns = self._calibrate()
 
-    def _let_go(self) -> None:
+    def _run_callbacks(self) -> None:
         for callback in self._recorder.each_drain:
             self._guarded(callback)
 
     def _turn(self) -> None:
-        self._let_go()
+        self._run_callbacks()
         slots = self._slots.finished() if self._writer.ready else NO_SLOTS
         if len(slots) or self._writer.unwritten(self._recorder.tables.lines):
             self._move(slots)
@@ -143,12 +162,12 @@ class Drain:
         stats = self.stats()
         self._recorder.ring.count(stats)
         if due:
-            # Ever more rarely: a log of weeks holds two dozen of these lines.
+            # Twice as long each time: a log of weeks has two dozen of these lines.
             self._stats_every *= 2
             self._stats_at = time.monotonic() + self._stats_every
-            self._tell(stats)
+            self._add_stats(stats)
 
-    def _tell(self, stats: dict[str, Any]) -> None:
+    def _add_stats(self, stats: dict[str, Any]) -> None:
         self._recorder.tables.add("stats", **stats)
         self._recorder.tables.add("clock", **identity.clock_readings())
 
@@ -158,21 +177,21 @@ class Drain:
         if unwritten:
             self._slots.drop(unwritten)
         writer.retry()
-        self._move(slots)  # even where there are none: what has disappeared must be known before it is counted
+        self._move(slots)  # even without slots: it finds out which files were removed, before records are counted
         self._cpu_ns = time.thread_time_ns()
         stats = self.stats()
         recorder.ring.count(stats)
-        self._tell(stats)
+        self._add_stats(stats)
         recorder.tables.add("end", reason=self._reason, **identity.clock_readings())
         writer.finish(recorder.tables.lines)
-        left = self._slots.taken
-        if left or writer.unwritten(recorder.tables.lines):
-            warn(f"{left} calls could not be written: {writer.last_error}; {self._where()}")
+        unwritten = self._slots.taken
+        if unwritten or writer.unwritten(recorder.tables.lines):
+            warn(f"{unwritten} calls could not be written: {writer.last_error}; {self._unwritten_place()}")
         else:
             recorder.ring.remove()
             self._slots.close()
-            recover_records(writer.folder.parent, shm=self._settings.shm)  # what a killed process of this run has left
+            recover_records(writer.folder.parent, shm=self._settings.shm)  # of killed processes of this run
 
-    def _where(self) -> str:
+    def _unwritten_place(self) -> str:
         path = self._recorder.ring.path
         return "they are lost" if path is None else f"they stay in {path} until `commtrace recover` moves them"

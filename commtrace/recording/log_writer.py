@@ -1,7 +1,7 @@
-"""Writes one process's tables and records to the log directory, and lives through whatever the store does.
+"""Log writer: writes one process's tables and records to the log directory, and tolerates failures of the file system.
 
-Only the drain thread comes here: no call of the program ever waits for the store. An error is counted, said once on
-stderr, and tried again from time to time; the records stay in the ring until then.
+Only the drain thread uses it: no call of the program ever waits for the file system. An error is counted, printed once
+on stderr, and the write is repeated from time to time; the records stay in the ring until it succeeds.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from .segment_writer import EMPTY, SegmentSeries, truncate, unlinked, write_all
 
 RETRY_SECONDS: Final = 5.0
 LOOK_SECONDS: Final = 1.0
-"""How often to look whether the files are still there: on shared storage even that is a request to a server."""
+"""Interval of checks that the files still exist: on shared storage each check is a request to a server."""
 
 _GONE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 class LogWriter:
-    """The files of one process, made when the first record comes."""
+    """The files of one process, created with the first record."""
 
     def __init__(
         self, folder: Path, stem: str, settings: Settings, renamed: Callable[[str], None] = lambda stem: None
     ) -> None:
-        """`renamed` is told the stem that the files have in the end, before they are made."""
+        """Create no file yet. `renamed` is called with the stem of the files if it changes, before they are made."""
         self.folder = folder
         self._stem = stem
         self._renamed = renamed
@@ -49,29 +49,30 @@ class LogWriter:
         )
         self._retry_at = self._look_at = 0.0
         self.lost = 0
-        """Records in files that somebody removed while the log was written."""
+        """Number of records in files that were removed while the log was written."""
         self.errors = 0
-        """Times that the store refused."""
+        """Number of failed writes."""
         self.last_error = ""
 
     @property
     def removed(self) -> int:
-        """Records in segments that were removed to keep the log below its bound."""
+        """Number of records in segments that were removed to keep the log below its limit."""
         return self._series.removed
 
     @property
     def ready(self) -> bool:
-        """The store did not refuse a moment ago."""
+        """Whether a write may be tried: the last one did not fail a moment ago."""
         return time.monotonic() >= self._retry_at
 
     def retry(self) -> None:
-        """This is the last chance: look at the files and write whatever was the matter a moment ago."""
+        """Check the files and write at the next call, although a write failed a moment ago."""
         self._retry_at = self._look_at = 0.0
 
     def write(self, lines: list[bytes], records: Records) -> int:
-        """Bring the log up to date: all table lines so far, and these records.
+        """Write all table lines so far, and records. Never raises OSError.
 
-        Returns how many of the records need no more care, because they are written. Never raises OSError.
+        Returns:
+            The number of records, from the first, that are written.
         """
         before = self._series.written
         if self.ready:
@@ -90,11 +91,11 @@ class LogWriter:
         return self._series.written - before
 
     def unwritten(self, lines: list[bytes]) -> int:
-        """How many of these table lines the log does not have."""
+        """Return how many of the table lines are not in the log."""
         return len(lines) - self._lines_written
 
     def finish(self, lines: list[bytes]) -> None:
-        """Write the last lines and finish the open segment. Never raises OSError."""
+        """Write the last lines and close the files. Never raises OSError."""
         self._retry_at = 0.0
         self.write(lines, EMPTY)
         for close in (self._series.close, self._close_tables):
@@ -104,7 +105,7 @@ class LogWriter:
                 self._note(error)
 
     def _write_all(self, lines: list[bytes], records: Records) -> None:
-        # Lines come first: a record on disk never refers to a row that is not.
+        # Lines come first, so that a record on disk never refers to a row that is not there.
         self._write_lines(lines)
         self._series.append(records)
 
@@ -118,7 +119,7 @@ class LogWriter:
             self._open_tables()
 
     def _open_tables(self) -> None:
-        # A name may be taken: by a process of the same number in another container, or before an exec.
+        # The name is taken if a process of the same number in another container, or before an exec, used it.
         head, _, pid = self._stem.rpartition("-")
         for number in itertools.count(1):
             stem = self._stem if number == 1 else f"{head}-{number}-{pid}"
@@ -137,7 +138,7 @@ class LogWriter:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_EXCL, 0o666)
 
     def _start_over(self) -> None:
-        # Somebody removed or moved our files. What comes from here on is still worth having, with its tables whole.
+        # The files were removed or moved. Write what follows to new files, with complete tables.
         self.lost += self._series.forget_missing()
         if unlinked(self._tables_fd) or not self._tables_path.exists():
             self._lines_written = self._tables_size = 0
@@ -154,7 +155,7 @@ class LogWriter:
         while self._lines_written < len(lines):
             chunk = lines[self._lines_written : self._lines_written + 1000]
             data = b"".join(chunk)
-            truncate(self._tables_fd, self._tables_size)  # what an earlier attempt may have left
+            truncate(self._tables_fd, self._tables_size)  # what a failed attempt may have left
             write_all(self._tables_fd, data)
             self._tables_size += len(data)
             self._lines_written += len(chunk)
@@ -168,9 +169,9 @@ class LogWriter:
 
 
 def warn(message: str) -> None:
-    """One line on stderr. Tracing never prints to stdout, which belongs to the program."""
+    """Print a line on stderr; never on stdout, which belongs to the program."""
     try:
         sys.stderr.write(f"commtrace: {message}\n")
         sys.stderr.flush()
     except Exception:
-        pass  # stderr is closed, or the program's own; there is nobody to tell
+        pass  # stderr is closed, or an object of the program that failed

@@ -1,9 +1,8 @@
-"""The portable recorder: what hooks call, on the way of every communication call.
+"""Python recorder: the functions that hooks call for each communication call.
 
-It writes a record when a call begins, adds to it when the call returns and when its end is seen, and leaves the rest to
-a thread that empties the ring (`commtrace.recording.drain`). Nothing here raises into the program, takes a lock that
-another
-thread holds for long, or touches the store.
+It writes a record when a call begins, and adds to it when the call returns and when its end is seen. A thread empties
+the ring (`commtrace.recording.drain`). Nothing here raises into the program, holds a lock for long, or touches the file
+system.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ COST_SAMPLES: Final = 1024
 
 
 class Recorder:
-    """One process's recording, from its first communication call on."""
+    """The recorder of one process, from its first communication call on."""
 
     def __init__(
         self,
@@ -62,13 +61,19 @@ class Recorder:
         calibrate: Callable[[], int] | None = None,
         make_slots: Callable[[ring.Ring], Slots] | None = None,
     ) -> None:
-        """`calibrate` measures, in ns, what a call costs before and after the hook can look at a clock.
+        """Make the ring and start the drain thread.
 
-        `make_slots` gives the ring's slots: those of the native recorder are taken by C++, too.
+        Args:
+            settings: How to record.
+            rank_identity: Rank of this process.
+            blind_spots: Calls that the hooks cannot observe, for the log.
+            calibrate: Measures the cost of a call in ns before and after the hook can read a clock.
+            make_slots: Makes the slots of the ring. Default: `Slots`; those of the native recorder are also taken by
+                C++.
         """
         self.pid = os.getpid()
         run, host = identity.agree_on_run(rank_identity), identity.host()
-        whose = {"directory": settings.directory, "run": run, "host": host, "pid": self.pid}
+        process = {"directory": settings.directory, "run": run, "host": host, "pid": self.pid}
         stem = f"rank{rank_identity.rank:05d}-{self.pid}"
         name = f"{os.getuid()}-{self.pid}-{os.urandom(4).hex()}"
         self.rank_identity = rank_identity
@@ -79,10 +84,10 @@ class Recorder:
         self.device_clock_ns = 0
         self.cost_samples: deque[int] = deque(maxlen=COST_SAMPLES)
         self.each_drain: list[Callable[[], None]] = []
-        """Called by the drain thread, for hooks that have something to let go of."""
+        """Called by the drain thread at each turn, for hooks that have something to release."""
         self._threads = itertools.count(1)
         self._thread = threading.local()
-        self.ring = ring.make_ring(settings.ring_records, settings.shm, name, {**whose, "stem": stem})
+        self.ring = ring.make_ring(settings.ring_records, settings.shm, name, {**process, "stem": stem})
         try:
             self._buffer: Any = self.ring.buffer
             self._slots = (make_slots or Slots)(self.ring)
@@ -96,7 +101,7 @@ class Recorder:
                 Path(settings.directory) / run / host,
                 stem,
                 settings,
-                renamed=lambda stem: self.ring.describe({**whose, "stem": stem}),
+                renamed=lambda stem: self.ring.describe({**process, "stem": stem}),
             )
             self._drain = Drain(self, self._slots, writer, settings, calibrate)
         except BaseException:
@@ -105,11 +110,11 @@ class Recorder:
 
     @property
     def slots(self) -> Slots:
-        """Of its ring."""
+        """The slots of the ring."""
         return self._slots
 
     def thread(self) -> int:
-        """Number of the calling thread."""
+        """Return the number of the calling thread, from 1."""
         try:
             return self._thread.number  # type: ignore[no-any-return]
         except AttributeError:
@@ -120,9 +125,13 @@ class Recorder:
         self, kind: int, group: int, seq: int, payload: int, local: int, peer: int, tag: int,
         site: int, step: int, micro_batch: int, batch: int, phase: int, flags: int,
     ) -> int:  # fmt: skip
-        """A call is about to be made: the slot of its record, or -1 where the ring is full (counted).
+        """Record that a call begins, with the fields of `schema.RECORD`.
 
-        Raises struct.error for a number that does not fit into its field.
+        Returns:
+            The slot of the record, or -1 if the ring is full, which is counted.
+
+        Raises:
+            struct.error: A number does not fit into its field.
         """
         slot = -1
         try:
@@ -144,7 +153,7 @@ class Recorder:
             raise
 
     def returned(self, slot: int, t_return: int, *, observable: bool) -> PendingCall | None:
-        """The call came back. Gives a handle on its end if one can be seen."""
+        """Record that a call returned. Returns a handle for its end if the end is observable."""
         if slot < 0:
             return None
         at = ring.RECORDS_AT + slot * _SIZE
@@ -157,14 +166,14 @@ class Recorder:
         return call
 
     def measured(self, slot_or_call: int | PendingCall, payload: int, local: int = 0) -> None:
-        """How large a call was, where that shows only once it is made; before anything is said of its end."""
+        """Set the size of a call that is known only after it was made. Call this before its end is recorded."""
         with self._slots.lock:
             slot = slot_or_call.slot if isinstance(slot_or_call, PendingCall) else slot_or_call
             if slot >= 0:
                 _pack_size(self._buffer, ring.RECORDS_AT + slot * _SIZE + _PAYLOAD, payload, local)
 
     def addressed(self, slot_or_call: int | PendingCall, peer: int, tag: int, seq: int) -> None:
-        """Whom a message came from, where that shows only once it is there; before anything is said of its end."""
+        """Set the source of a message that is known only on arrival. Call this before its end is recorded."""
         with self._slots.lock:
             slot = slot_or_call.slot if isinstance(slot_or_call, PendingCall) else slot_or_call
             if slot >= 0:
@@ -173,15 +182,15 @@ class Recorder:
                 _pack_seq(self._buffer, at + _SEQ, seq & 0xFFFFFFFF)
 
     def ended(self, call: PendingCall, t_wait: int, t_end: int, clock: Clock) -> None:
-        """The end of a call was seen: `t_wait` (0: nobody waited), `t_end`, and who saw it."""
+        """Record the end of a call: `t_wait` (0: no wait), `t_end`, and how the end was seen."""
         self._finish(call, t_wait, t_end, clock, _COMPLETE)
 
     def unobservable(self, call: PendingCall, t_wait: int = 0) -> None:
-        """Nobody can see the end of this call any more."""
+        """Record that the end of a call can no longer be seen."""
         self._finish(call, t_wait, 0, Clock.NONE, _UNOBSERVABLE)
 
     def failed(self, slot_or_call: int | PendingCall, t_return: int = 0) -> None:
-        """The call, or the wait for it, raised an exception."""
+        """Record that a call, or the wait for it, raised an exception."""
         if isinstance(slot_or_call, PendingCall):
             self._finish(slot_or_call, 0, 0, Clock.NONE, _FAILED)
         elif slot_or_call >= 0:
@@ -198,7 +207,9 @@ class Recorder:
             at = ring.RECORDS_AT + slot * _SIZE
             try:
                 self._write_end(at, t_wait, t_end, clock, state)
-            except BaseException:  # a signal handler's, for instance: half an end would contradict itself
+            except (
+                BaseException
+            ):  # a signal handler's, for instance: write the whole end, as half of it would be inconsistent
                 self._write_end(at, t_wait, t_end, clock, state)
                 raise
 
@@ -209,9 +220,9 @@ class Recorder:
         self._buffer[at + _STATE] = state
 
     def fault(self) -> None:
-        """A hook failed (call this in its `except`): counted, the first one kept for the report, never raised.
+        """Count the exception that is being handled as a hook error; keep the first one for the report.
 
-        What does go on is an exception of the program itself, from a signal handler that struck in the hook.
+        Call this in the `except` of a hook. An exception of a signal handler of the program is raised again.
         """
         reraise_if_from_signal_handler()
         with self._slots.lock:
@@ -220,21 +231,21 @@ class Recorder:
         if first:
             try:
                 self.first_error = traceback.format_exc(limit=-4)[-2000:]
-            except Exception as error:  # an exception of the program whose text cannot be had
+            except Exception as error:  # the program's exception fails to make its text
                 self.first_error = type(error).__name__
 
     def close(self, reason: str) -> None:
-        """Write out everything and end the log; `reason` is "exit" or "stop". Waits `exit_seconds` at most."""
+        """Write everything and end the log; `reason` is "exit" or "stop". Waits at most `exit_seconds`."""
         self._drain.close(reason)
 
     def stats(self) -> dict[str, Any]:
-        """The counters of docs/reference/log-format.md, as of now."""
+        """Return the current counters, as docs/reference/log-format.md describes them."""
         return self._drain.stats()
 
     def forked(self) -> None:
-        """In a child, which has a copy of this: whatever it does with it must not reach the parent's ring or log.
+        """Detach a forked child, so that nothing it does reaches the parent's ring or log.
 
-        An operation that was in flight may still be waited for, or forgotten, in the child.
+        The child may still wait for an operation that was in flight.
         """
         self._slots.forked()
         self.tables.forked()

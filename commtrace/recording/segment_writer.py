@@ -1,8 +1,8 @@
-"""Records on disk: `.npy` segments that start small, double, and are bounded in sum.
+"""Segment writer: records in `.npy` files that start small, double in size, and are bounded in sum.
 
-The open segment is called `.npy.open` and ends anywhere; closing it writes the number of records into its header and
-renames it, from which moment `numpy.load` reads it. Ordinary writes only, because they return an error where a mapped
-page would kill the process.
+The open segment is called `.npy.open` and may end anywhere. Closing it writes the number of records into its header and
+renames it; from then on `numpy.load` reads it. Files are written and never mapped: a failing write returns an error,
+where a mapped page would kill the process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EMPTY: Final[Records] = np.zeros(0, RECORD)
 
 
 def header(records: int) -> bytes:
-    """An `.npy` header (format 1.0) of fixed length, for that many records."""
+    """Return an `.npy` header (format 1.0) of fixed length for a number of records."""
     descr = np.lib.format.dtype_to_descr(RECORD)
     text = str({"descr": descr, "fortran_order": False, "shape": (records,)})
     return (
@@ -34,10 +34,10 @@ def header(records: int) -> bytes:
 
 
 class WrittenSegment:
-    """One file being filled. Raises OSError where the store does, and then holds whole records only."""
+    """One file being written. After an OSError it holds complete records only."""
 
     def __init__(self, path: Path) -> None:
-        """`path` is what the file is called once it is closed."""
+        """Create the file; `path` is its name once it is closed. Raises OSError."""
         self.path = path.with_name(path.name + ".open")
         self.records = 0
         self._closed_path = path
@@ -51,12 +51,12 @@ class WrittenSegment:
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
+        """Size of the file in bytes."""
         return HEADER_BYTES + self.records * RECORD.itemsize
 
     def append(self, records: Records) -> None:
-        """Add records; after an error the file ends where it ended before."""
-        truncate(self._fd, self.size)  # what an earlier attempt could not take back
+        """Append records. After an OSError the file ends where it ended before."""
+        truncate(self._fd, self.size)  # what a failed attempt could not remove
         try:
             write_all(self._fd, records.tobytes())
         except OSError:
@@ -66,11 +66,11 @@ class WrittenSegment:
         self.records += len(records)
 
     def vanished(self) -> bool:
-        """Somebody removed the file: what is written to it is lost."""
+        """Return whether the file was removed, so that its records are lost."""
         return unlinked(self._fd)
 
     def close(self) -> None:
-        """Make it an ordinary `.npy` file; an empty one is removed."""
+        """Turn the file into an ordinary `.npy` file, or remove it if it is empty."""
         if not self.records:
             self._close_fd()
             self.path.unlink(missing_ok=True)
@@ -94,24 +94,24 @@ class WrittenSegment:
 
 
 class SegmentSeries:
-    """The segments of one process: numbered, growing, the oldest removed beyond `max_bytes`."""
+    """The segments of one process: numbered, growing in size; the oldest are removed beyond `max_bytes`."""
 
     def __init__(self, folder: Path, stem: str, *, smallest: int, largest: int, max_bytes: int) -> None:
         self.stem = stem
         self._folder = folder
-        # A fraction of the bound at most, so that removing the oldest never leaves next to nothing.
+        # At most a quarter of the limit, so that removing the oldest segment leaves most records.
         self._length, self._largest = min(smallest, max_bytes // 4), min(largest, max_bytes // 4)
         self._max_bytes = max_bytes
         self._number = 0
         self._open: WrittenSegment | None = None
         self._full: deque[WrittenSegment] = deque()
         self.removed = 0
-        """Records in segments that were removed to stay below the bound."""
+        """Number of records in segments that were removed to stay below the limit."""
         self.written = 0
-        """Records written so far, the removed ones included."""
+        """Number of records written so far, the removed ones included."""
 
     def append(self, records: Records) -> None:
-        """Add records. Raises OSError; `written` then tells how many of them are on disk."""
+        """Append records. Raises OSError; `written` then includes those of them that are on disk."""
         while len(records):
             segment = self._segment()
             part = records[: max(1, (self._length - segment.size) // RECORD.itemsize)]
@@ -123,11 +123,11 @@ class SegmentSeries:
                 self._length = min(2 * self._length, self._largest)
 
     def vanished(self) -> bool:
-        """The open segment was removed under our hands."""
+        """Return whether the open segment was removed by another program."""
         return self._open is not None and self._open.vanished()
 
     def forget_missing(self) -> int:
-        """Somebody removed files: drop them from the books, begin a new segment. Returns how many records they had."""
+        """Forget removed files, and begin a new segment. Returns the number of records in them."""
         missing = [segment for segment in self._full if not os.path.exists(segment.path)]
         self._full = deque(segment for segment in self._full if segment not in missing)
         if self._open is not None:
@@ -138,7 +138,7 @@ class SegmentSeries:
         return sum(segment.records for segment in missing)
 
     def close(self) -> None:
-        """Finish the open segment. Raises OSError; its records then stay in a file that is called open."""
+        """Close the open segment. Raises OSError; its records then stay in a file named `.npy.open`."""
         if self._open is not None:
             segment, self._open = self._open, None
             if segment.records:
@@ -150,14 +150,14 @@ class SegmentSeries:
             self._make_room()
             try:
                 self._open = WrittenSegment(self._folder / f"{self.stem}.{self._number:05d}.npy")
-            except FileExistsError:  # left from an attempt that failed
+            except FileExistsError:  # left by a failed attempt
                 self._number += 1
                 raise
             self._number += 1
         return self._open
 
     def _make_room(self) -> None:
-        # The new segment counts at its full length, so that the bound holds until it is closed.
+        # The new segment counts at its full length, so that the limit holds until it is closed.
         while self._full and sum(segment.size for segment in self._full) + self._length > self._max_bytes:
             oldest = self._full[0]
             oldest.path.unlink(missing_ok=True)
@@ -166,7 +166,7 @@ class SegmentSeries:
 
 
 def unlinked(fd: int) -> bool:
-    """The file has no name any more, or is no file any more on its server."""
+    """Return whether the file has no name any more, or is gone from its server."""
     try:
         return os.fstat(fd).st_nlink == 0
     except OSError:
@@ -174,20 +174,20 @@ def unlinked(fd: int) -> bool:
 
 
 def truncate(fd: int, size: int) -> None:
-    """What lies beyond `size` is not wanted; the next write goes there. Raises OSError."""
+    """Cut a file to `size` bytes, where the next write goes. Raises OSError."""
     if os.fstat(fd).st_size != size:
         os.ftruncate(fd, size)
     os.lseek(fd, size, os.SEEK_SET)
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """All of `data`, in as many writes as the system makes of it. Raises OSError."""
+    """Write all of `data`, in as many writes as it takes. Raises OSError."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
 
 
 def read_records(path: Path) -> Records:
-    """The whole records of a segment, open or closed. Raises OSError; a file that is no segment gives none."""
+    """Return the complete records of a segment, open or closed; none of another file. Raises OSError."""
     data = path.read_bytes()[HEADER_BYTES:]
     return np.frombuffer(data[: len(data) // RECORD.itemsize * RECORD.itemsize], RECORD)

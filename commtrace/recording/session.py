@@ -1,7 +1,7 @@
-"""Tracing of this process as a whole: off, on, or on and recording.
+"""Tracing state of this process: off, on, or on and recording.
 
-It is on from start-up, and records from the first communication call on: a process that never communicates (a launcher,
-a DataLoader's worker) leaves no trace. Hooks look at `session.recorder` on each call.
+Tracing is on from start-up and records from the first communication call on: a process that never communicates (a
+launcher, a worker of a DataLoader) writes no log. Hooks read `session.recorder` on each call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """At most one recorder, made when it is first needed."""
+    """Settings and recorder of this process; the recorder is made when it is first needed."""
 
     def __init__(self) -> None:
         self.settings: Settings | None = None
@@ -34,24 +34,25 @@ class Session:
 
     def begin(
         self,
-        member: Callable[[], RankIdentity],
+        find_rank: Callable[[], RankIdentity],
         *,
         blind_spots: Sequence[str],
         calibrate: Callable[[], int] | None = None,
         make_slots: Callable[[Ring], Slots] | None = None,
     ) -> Recorder | None:
-        """The first call of this process: begin to record, as `Recorder` has it.
+        """Return the recorder; make it for the first call of this process. Arguments are those of `Recorder`.
 
-        None where tracing is off or cannot work (said once).
+        Returns:
+            None if tracing is off, or if it cannot record, which is printed once.
         """
         if self.settings is None:
             return None
         with self._lock:
-            # A signal handler that communicates may come here while we are at it: its call is not traced.
+            # A signal handler that communicates may get here while the recorder is made: its call is not traced.
             if self.recorder is None and self.settings is not None and not self._beginning:
                 self._beginning = True
                 try:
-                    self._begin(self.settings, member, list(blind_spots), calibrate, make_slots)
+                    self._begin(self.settings, find_rank, list(blind_spots), calibrate, make_slots)
                 finally:
                     self._beginning = False
         return self.recorder
@@ -59,7 +60,7 @@ class Session:
     def _begin(
         self,
         settings: Settings,
-        member: Callable[[], RankIdentity],
+        find_rank: Callable[[], RankIdentity],
         blind_spots: list[str],
         calibrate: Callable[[], int] | None,
         make_slots: Callable[[Ring], Slots] | None,
@@ -71,7 +72,7 @@ class Session:
             from .recorder import Recorder
 
             self.recorder = Recorder(
-                settings, member(), blind_spots=blind_spots, calibrate=calibrate, make_slots=make_slots
+                settings, find_rank(), blind_spots=blind_spots, calibrate=calibrate, make_slots=make_slots
             )
             if self._is_fork:
                 self._end_with_multiprocessing()
@@ -81,19 +82,19 @@ class Session:
             warn(f"cannot record: {type(error).__name__}: {error}. The program goes on untraced.")
 
     def _end_with_multiprocessing(self) -> None:
-        # Processes that multiprocessing forks end by os._exit, without atexit but with its own finalizers: ours last.
+        # Processes that multiprocessing forks end by os._exit: its finalizers run, atexit does not. This one runs last.
         util, process = sys.modules.get("multiprocessing.util"), sys.modules.get("multiprocessing.process")
         if util is not None and process is not None and process.parent_process() is not None:
             util.Finalize(None, self.end, args=("exit",), exitpriority=-1000)
 
     def end(self, reason: str) -> None:
-        """Close the log and switch off."""
+        """Close the log and switch tracing off; `reason` goes to the log: "exit" or "stop"."""
         recorder, self.recorder, self.settings = self.recorder, None, None
         if recorder is not None and recorder.pid == os.getpid():
             recorder.close(reason)
 
     def forked(self) -> None:
-        """In a forked child: ring and log are the parent's. If the child communicates itself, it gets its own."""
+        """Detach a forked child from the parent's ring and log. A child that communicates gets its own."""
         recorder, self.recorder = self.recorder, None
         self._lock = threading.RLock()
         self._beginning = False
@@ -106,3 +107,4 @@ class Session:
 
 
 session = Session()
+"""The session of this process."""
