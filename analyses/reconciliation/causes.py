@@ -1,7 +1,7 @@
-"""Why a call is there that theory does not expect, or is not there that it does: a list, to be made longer.
+"""Causes of differences between recorded and expected calls. Append to CAUSES to add one.
 
-A cause is a sentence and a function that picks what it explains among the leftovers of one rank and step. The first
-cause in CAUSES that takes a leftover has it; what nobody takes is UNEXPLAINED.
+A cause is a sentence and a function that selects the leftovers of one rank and step that it explains. The first cause
+of CAUSES that selects a leftover is its cause; a leftover that none selects is UNEXPLAINED.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from commtrace.theory import Prediction
 from commtrace.theory.expected_calls import sorted_calls
@@ -18,10 +18,15 @@ from commtrace.theory.expected_calls import sorted_calls
 UNEXPLAINED: Final = "unexplained"
 OTHER_PIECES: Final = "the same bytes in other pieces: another order"
 
+_SCALAR_BYTES: Final = 64
+
 
 @dataclass(frozen=True)
 class Leftover:
-    """Calls beyond what is expected (`calls` above 0), or expected and not found (below 0); bytes likewise."""
+    """Calls that were recorded but not expected (`calls` above 0), or expected but not recorded (below 0).
+
+    `bytes` and `wire` have the sign of `calls`.
+    """
 
     role: str
     op: str
@@ -34,127 +39,147 @@ class Leftover:
 
 
 @dataclass(frozen=True)
-class Context:
-    """What is known of the rank and the step."""
+class StepContext:
+    """What is known of the rank and the step of leftovers."""
 
     prediction: Prediction
     job: Mapping[str, Any]
     step: int
-    last: int  # the rank's last step in the log
+    last_step: int  # of this rank in the log
     ended: bool  # the process ended in order
-    lost: int  # calls counted whose records are not in the log
-    seen: bool  # some call of this step is in the log
+    lost_records: int  # calls counted whose records are not in the log
+    has_calls: bool  # the log has a call of this step
 
 
-Picks = Callable[[Sequence[Leftover], Context], Sequence[Leftover]]
+Select: TypeAlias = Callable[[Sequence[Leftover], StepContext], Sequence[Leftover]]
 
 
 @dataclass(frozen=True)
 class Cause:
-    """A sentence, and what it explains."""
+    """A sentence for tables and reports, and the leftovers that it explains."""
 
     sentence: str
-    picks: Picks
+    select: Select
 
 
-def _before_the_log(leftovers: Sequence[Leftover], context: Context) -> Sequence[Leftover]:
-    return leftovers if context.step < 0 and not context.seen else ()
+def _before_log(leftovers: Sequence[Leftover], context: StepContext) -> Sequence[Leftover]:
+    return leftovers if context.step < 0 and not context.has_calls else ()
 
 
-def _after_the_log(leftovers: Sequence[Leftover], context: Context) -> Sequence[Leftover]:
-    cut = context.step == context.last and not context.ended
-    return [one for one in leftovers if one.calls < 0] if cut else ()
+def _log_ends_in_step(leftovers: Sequence[Leftover], context: StepContext) -> Sequence[Leftover]:
+    return _absent(leftovers) if context.step == context.last_step and not context.ended else ()
 
 
-def _behind_the_log(leftovers: Sequence[Leftover], context: Context) -> Sequence[Leftover]:
-    return leftovers if context.step > context.last else ()
+def _after_log(leftovers: Sequence[Leftover], context: StepContext) -> Sequence[Leftover]:
+    return leftovers if context.step > context.last_step else ()
 
 
-def _overflow(leftovers: Sequence[Leftover], context: Context) -> Sequence[Leftover]:
-    """Exactly what DeepSpeed leaves out behind the check is missing, and nothing else differs."""
-    if context.step < 0 or any(one.calls > 0 for one in leftovers):
+def _overflow(leftovers: Sequence[Leftover], context: StepContext) -> Sequence[Leftover]:
+    """Select all if exactly the calls are missing that DeepSpeed leaves out after its overflow check."""
+    if context.step < 0 or any(leftover.calls > 0 for leftover in leftovers):
         return ()
-    sums: dict[tuple[str, int], int] = defaultdict(int)
-    for one in leftovers:
-        sums[one.op, one.size] -= one.calls
-    missing = sorted((op, size, calls) for (op, size), calls in sums.items())
-    left_out = [sorted_calls(messages) for messages in context.prediction.skipped]
-    return leftovers if missing in left_out else ()
+    missing: dict[tuple[str, int], int] = defaultdict(int)
+    for leftover in leftovers:
+        missing[leftover.op, leftover.size] -= leftover.calls
+    skipped = [sorted_calls(calls) for calls in context.prediction.skipped]
+    return leftovers if sorted((op, size, calls) for (op, size), calls in missing.items()) in skipped else ()
 
 
-def _other_pieces(leftovers: Sequence[Leftover], context: Context) -> Sequence[Leftover]:
-    """Of one operation as many bytes too many as too few."""
-    found: dict[tuple[str, str], list[Leftover]] = defaultdict(list)
-    for one in leftovers:
-        if one.calls < 0 or is_framework(one) or one.phase == "backward":
-            found[one.role, one.op].append(one)
-    return [one for same in found.values() if len(same) > 1 and not sum(one.bytes for one in same) for one in same]
+def _other_pieces(leftovers: Sequence[Leftover], context: StepContext) -> Sequence[Leftover]:
+    """Select the leftovers of an operation whose bytes add up to 0."""
+    by_key: dict[tuple[str, str], list[Leftover]] = defaultdict(list)
+    for leftover in leftovers:
+        if leftover.calls < 0 or is_framework_site(leftover.site) or leftover.phase == "backward":
+            by_key[leftover.role, leftover.op].append(leftover)
+    balanced = [same for same in by_key.values() if len(same) > 1 and not sum(leftover.bytes for leftover in same)]
+    return [leftover for same in balanced for leftover in same]
 
 
-def _several_reductions(leftovers: Sequence[Leftover], context: Context) -> Sequence[Leftover]:
-    """Under DDP the step's gradients once more, or several times."""
-    once = sum(one.bytes for one in context.prediction.step(context.step) if one.op == "all_reduce")
-    extra = [one for one in leftovers if one.calls > 0 and one.op == "all_reduce" and one.phase == "backward"]
-    again = sum(one.bytes for one in extra)
-    return extra if context.prediction.scheme == "DDP" and once and again and again % once == 0 else ()
+def _several_reductions(leftovers: Sequence[Leftover], context: StepContext) -> Sequence[Leftover]:
+    """Select reductions in DDP's backward that are a multiple of the step's gradients."""
+    expected = sum(call.bytes for call in context.prediction.step(context.step) if call.op == "all_reduce")
+    extra = [
+        leftover
+        for leftover in leftovers
+        if leftover.calls > 0 and leftover.op == "all_reduce" and leftover.phase == "backward"
+    ]
+    total = sum(leftover.bytes for leftover in extra)
+    is_multiple = expected and total and total % expected == 0
+    return extra if context.prediction.scheme == "DDP" and is_multiple else ()
 
 
-def _lost(leftovers: Sequence[Leftover], context: Context) -> Sequence[Leftover]:
-    return [one for one in leftovers if one.calls < 0] if context.lost > 0 else ()
+def _lost_records(leftovers: Sequence[Leftover], context: StepContext) -> Sequence[Leftover]:
+    return _absent(leftovers) if context.lost_records > 0 else ()
 
 
-def _at(*functions: str) -> Picks:
-    """Calls that DeepSpeed or torch makes in one of these functions or files."""
-
-    def picks(leftovers: Sequence[Leftover], context: Context) -> Sequence[Leftover]:
-        return [one for one in leftovers if one.calls > 0 and any(name in one.site for name in functions)]
-
-    return picks
+def _absent(leftovers: Sequence[Leftover]) -> list[Leftover]:
+    return [leftover for leftover in leftovers if leftover.calls < 0]
 
 
-def _programs(fits: Callable[[Leftover], bool]) -> Picks:
-    """Calls that the program makes by itself: not within a framework, nor from C++ while its backward runs."""
+def _called_from(*functions: str) -> Select:
+    """Select calls that DeepSpeed or torch makes in one of these functions or files."""
 
-    def picks(leftovers: Sequence[Leftover], context: Context) -> Sequence[Leftover]:
-        own = (one for one in leftovers if one.calls > 0 and one.site and not is_framework(one))
-        return [one for one in own if one.phase != "backward" and fits(one)]
+    def select(leftovers: Sequence[Leftover], context: StepContext) -> Sequence[Leftover]:
+        return [
+            leftover
+            for leftover in leftovers
+            if leftover.calls > 0 and any(function in leftover.site for function in functions)
+        ]
 
-    return picks
-
-
-def is_framework(leftover: Leftover) -> bool:
-    """The line is DeepSpeed's or torch's."""
-    return leftover.site.startswith(("deepspeed/", "torch/"))
+    return select
 
 
-_SCALAR: Final = 64
+def _by_program(fits: Callable[[Leftover], bool]) -> Select:
+    """Select calls from the program's own code: neither within a framework nor from C++ during its backward."""
+
+    def select(leftovers: Sequence[Leftover], context: StepContext) -> Sequence[Leftover]:
+        return [
+            leftover
+            for leftover in leftovers
+            if leftover.calls > 0
+            and leftover.site
+            and not is_framework_site(leftover.site)
+            and leftover.phase != "backward"
+            and fits(leftover)
+        ]
+
+    return select
+
+
+def is_framework_site(site: str) -> bool:
+    """Return whether a call site is in DeepSpeed's or torch's code."""
+    return site.startswith(("deepspeed/", "torch/"))
+
 
 CAUSES: Final[tuple[Cause, ...]] = (
-    Cause("the log begins after start-up", _before_the_log),
-    Cause("the log ends within this step", _after_the_log),
-    Cause("the log ends before this step, which other ranks have", _behind_the_log),
+    Cause("the log begins after start-up", _before_log),
+    Cause("the log ends within this step", _log_ends_in_step),
+    Cause("the log ends before this step, which other ranks have", _after_log),
     Cause("optimizer skipped: gradients overflowed", _overflow),
-    Cause("saving or loading a checkpoint", _at("checkpoint", "consolidated", "state_dict")),
-    Cause("whole gradients or optimizer states for the program", _at("tensor_fragment.py", "_fp32_state_allgather")),
-    Cause("GatheredParameters of the program", _at("GatheredParameters")),
-    Cause("a barrier of the program's own", _programs(lambda one: one.op == "barrier")),
+    Cause("saving or loading a checkpoint", _called_from("checkpoint", "consolidated", "state_dict")),
     Cause(
-        "numbers of the program's own, as a loss that it averages",
-        _programs(lambda one: 0 <= one.bytes <= _SCALAR * one.calls),
+        "full gradients or optimizer states gathered for the program",
+        _called_from("tensor_fragment.py", "_fp32_state_allgather"),
     ),
-    Cause("calls of the program's own", _programs(lambda one: True)),
+    Cause("GatheredParameters of the program", _called_from("GatheredParameters")),
+    Cause("a barrier that the program calls", _by_program(lambda leftover: leftover.op == "barrier")),
+    Cause(
+        "small calls of the program, such as an averaged loss",
+        _by_program(lambda leftover: 0 <= leftover.bytes <= _SCALAR_BYTES * leftover.calls),
+    ),
+    Cause("other calls of the program", _by_program(lambda leftover: True)),
     Cause(OTHER_PIECES, _other_pieces),
     Cause("gradients reduced several times: no_sync is not used", _several_reductions),
-    Cause("records that the log has lost", _lost),
+    Cause("records missing from the log", _lost_records),
 )
 
 
-def explain(leftovers: Sequence[Leftover], context: Context) -> list[tuple[str, Leftover]]:
-    """Each leftover with its cause."""
-    found: list[tuple[str, Leftover]] = []
+def explain(leftovers: Sequence[Leftover], context: StepContext) -> list[tuple[str, Leftover]]:
+    """Return each leftover of one step of one rank with the sentence of its cause, or UNEXPLAINED."""
+    explained: list[tuple[str, Leftover]] = []
     rest = list(leftovers)
     for cause in CAUSES:
-        picked = {id(one) for one in cause.picks(rest, context)} if rest else set()
-        found += [(cause.sentence, one) for one in rest if id(one) in picked]
-        rest = [one for one in rest if id(one) not in picked]
-    return [*found, *((UNEXPLAINED, one) for one in rest)]
+        selected = {id(leftover) for leftover in cause.select(rest, context)} if rest else set()
+        explained += [(cause.sentence, leftover) for leftover in rest if id(leftover) in selected]
+        rest = [leftover for leftover in rest if id(leftover) not in selected]
+    return [*explained, *((UNEXPLAINED, leftover) for leftover in rest)]

@@ -1,52 +1,76 @@
-"""What was measured of each rank and step, call by call alike: the side that is held against theory."""
+"""The calls that a log has, by rank and step: the measured side of the reconciliation."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections import defaultdict
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Final, TypeAlias
 
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.engine import RecordBlock, group_rows, merge_sums, sum_groups
+from commtrace.analyses.engine import RecordBlock, group_rows, merge_sums, rows_of, sum_groups
 
 DETAILED_STEPS: Final = 64
 """Steps whose message sizes are kept apart, so that a log of many steps stays a small table; later ones have -1."""
 
 KEYS: Final = ("process", "step", "role", "op", "phase", "site", "size", "ranks")
 
+CellKey: TypeAlias = tuple[str, str]
+"""Role and operation."""
+
+
+@dataclass(frozen=True)
+class MeasuredCalls:
+    """Measured calls of one role and operation that are equal in all other fields."""
+
+    size: int  # payload of one call in bytes, -1: not kept
+    calls: int
+    bytes: int
+    wire: Fraction | None
+    phase: str
+    site: str
+    ranks: int = 0  # size of their group
+
 
 def partial(block: RecordBlock) -> pd.DataFrame:
-    """Calls that are alike: KEYS, `calls`, `payload_bytes`, `wire_parts` (wire bytes times `ranks`) and `wire_unknown`.
+    """Return KEYS, `calls`, `payload_bytes`, `wire_parts` (wire bytes times `ranks`) and `wire_unknown`.
 
-    `ranks` is the size of the call's group. Wire bytes are whole multiples of an n-th byte: counted in those, sums are
-    exact.
+    `ranks` is the size of the call's group. Wire bytes are multiples of 1/`ranks` byte: sums of `wire_parts` are exact.
     """
-    cells, labels = block.distinct, block.labels
-    size = np.where(cells["step"] < DETAILED_STEPS, cells["payload"], -1)
-    ranks = labels.group_sizes(cells["group"])
-    first, groups = group_rows([*(cells[name] for name in ("step", "group", "kind", "phase", "site")), size])
-    total = len(first)
-    wire, unknown = (cells.volumes[name] for name in ("wire_bytes", "wire_unknown"))
-    parts = np.rint(np.where(unknown == 0, wire * ranks, 0)).astype(np.int64)
-    words = {
-        "role": labels.text("role", labels.ids("role", cells)[first]),
-        "op": labels.text("op", cells["kind"][first]),
-        "phase": labels.text("phase", cells["phase"][first]),
-        "site": labels.text("site", cells["site"][first]),
+    rows, labels = block.distinct, block.labels
+    size = np.where(rows["step"] < DETAILED_STEPS, rows["payload"], -1)
+    ranks = labels.group_sizes(rows["group"])
+    first, groups = group_rows([*(rows[name] for name in ("step", "group", "kind", "phase", "site")), size])
+    wire, unknown = rows.volumes["wire_bytes"], rows.volumes["wire_unknown"]
+    values = {
+        "calls": rows.calls,
+        "payload_bytes": rows.volumes["payload_bytes"],
+        "wire_parts": np.rint(np.where(unknown == 0, wire * ranks, 0)).astype(np.int64),
+        "wire_unknown": unknown,
     }
     return pd.DataFrame(
         {
-            "process": np.full(total, labels.number, np.int64),
-            "step": cells["step"][first],
-            **words,
+            "process": np.full(len(first), labels.number, np.int64),
+            "step": rows["step"][first],
+            **{name: labels.text(name, labels.ids(name, rows)[first]) for name in ("role", "op", "phase", "site")},
             "size": size[first],
             "ranks": ranks[first],
-            "calls": sum_groups(cells.calls, groups, total),
-            "payload_bytes": sum_groups(cells.volumes["payload_bytes"], groups, total),
-            "wire_parts": sum_groups(parts, groups, total),
-            "wire_unknown": sum_groups(unknown, groups, total),
+            **{name: sum_groups(value, groups, len(first)) for name, value in values.items()},
         }
     )
 
 
 merge = merge_sums(*KEYS)
+
+
+def calls_by_step(table: pd.DataFrame) -> dict[int, list[tuple[CellKey, MeasuredCalls]]]:
+    """Return the measured calls of one process by step, from its rows of the merged table."""
+    by_step: dict[int, list[tuple[CellKey, MeasuredCalls]]] = defaultdict(list)
+    for row in rows_of(table):
+        wire = Fraction(int(row.wire_parts), int(row.ranks)) if row.ranks and not row.wire_unknown else None
+        counts = int(row.size), int(row.calls), int(row.payload_bytes)
+        calls = MeasuredCalls(*counts, wire, str(row.phase), str(row.site), int(row.ranks))
+        by_step[int(row.step)].append(((str(row.role), str(row.op)), calls))
+    return by_step

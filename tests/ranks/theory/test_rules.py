@@ -22,10 +22,10 @@ import sequence_trainings
 import sharding
 import trainings
 
-from commtrace.analyses import reconciliation
 from commtrace.analyses.engine import RecordBlock
-from commtrace.analyses.reconciliation import Calls, Key, compare
 from commtrace.analyses.reconciliation import measured_calls as measured
+from commtrace.analyses.reconciliation.matching import compare
+from commtrace.analyses.reconciliation.measured_calls import CellKey, MeasuredCalls
 from commtrace.run import Run
 from commtrace.schema import Records
 from commtrace.theory import ExpectedCall, NotPredictedError, predict
@@ -33,12 +33,12 @@ from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, RULES, TORCH, W
 
 pytestmark = trainings.TIMEOUT
 
-Steps = dict[int, list[tuple[Key, Calls]]]
+Steps = dict[int, list[tuple[CellKey, MeasuredCalls]]]
 
 
 def measured_steps(run: Run, records: Records, rank: int = 0) -> Steps:
     """Calls of one rank by step."""
-    return reconciliation.steps_of(measured.merge([measured.partial(RecordBlock(records, run.labels[rank]))]))
+    return measured.calls_by_step(measured.merge([measured.partial(RecordBlock(records, run.labels[rank]))]))
 
 
 def records_of(run: Run, rank: int = 0) -> Records:

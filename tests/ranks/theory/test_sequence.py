@@ -16,8 +16,9 @@ import sequence_trainings
 import trainings
 from theory_assertions import assert_described, assert_exact, tables
 
-from commtrace.analyses import reconciliation
-from commtrace.analyses.reconciliation import Calls, compare
+from commtrace.analyses.reconciliation.matching import compare
+from commtrace.analyses.reconciliation.measured_calls import MeasuredCalls
+from commtrace.analyses.reconciliation.waterfall import BELOW
 from commtrace.theory import ExpectedCall
 
 pytestmark = trainings.TIMEOUT
@@ -71,7 +72,7 @@ def test_sizes_that_depend_on_the_data_are_within_their_bounds(name: str) -> Non
     bars = found["waterfall"]
     assert "unexplained" not in set(bars["kind"])
     assert bars["bytes"][:-1].sum() == bars["bytes"].iloc[-1]
-    below = bars.loc[bars["label"] == reconciliation.BELOW, "bytes"]
+    below = bars.loc[bars["label"] == BELOW, "bytes"]
     assert (below < 0).all()
 
 
@@ -79,11 +80,11 @@ def test_a_size_beyond_its_bounds_shows() -> None:
     bounded = ExpectedCall("all_to_all", 100, "tokens", 2, role="expert", least=40)
     key = ("expert", "all_to_all")
 
-    def calls(size: int, bytes_: int = 0) -> Calls:
+    def calls(size: int, bytes_: int = 0) -> MeasuredCalls:
         count = 1 if size >= 0 else 2
-        return Calls(size, count, bytes_ or size, Fraction(bytes_ or size, 2), "forward", "a line")
+        return MeasuredCalls(size, count, bytes_ or size, Fraction(bytes_ or size, 2), "forward", "a line")
 
-    def left(*found: Calls) -> list[int]:
+    def left(*found: MeasuredCalls) -> list[int]:
         (cell,) = compare([bounded], [(key, one) for one in found], lambda _: 2)
         return sorted(one.size * one.calls for one in cell.leftovers)
 

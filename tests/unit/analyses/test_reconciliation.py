@@ -57,15 +57,15 @@ DIFFERENT: Final[dict[str, tuple[Callable[[list[Records]], list[Records]], dict[
     "the log ends within this step": (cut, {"end": False}, (1, 0, -72)),
     "optimizer skipped: gradients overflowed": (without_optimizer, {}, (4, 0, -164)),
     "saving or loading a checkpoint": (with_call("broadcast", 700, site=CHECKPOINT), {}, (0, 1, 700)),
-    "a barrier of the program's own": (with_call("barrier", 0, site=PROGRAM), {}, (0, 1, 0)),
-    "numbers of the program's own, as a loss that it averages": (
+    "a barrier that the program calls": (with_call("barrier", 0, site=PROGRAM), {}, (0, 1, 0)),
+    "small calls of the program, such as an averaged loss": (
         with_call("all_reduce", 4, site=PROGRAM, phase=Phase.OTHER),
         {},
         (0, 1, 4),
     ),
-    "calls of the program's own": (with_call("all_reduce", 4000, site=PROGRAM, phase=Phase.FORWARD), {}, (0, 1, 4000)),
+    "other calls of the program": (with_call("all_reduce", 4000, site=PROGRAM, phase=Phase.FORWARD), {}, (0, 1, 4000)),
     "the same bytes in other pieces: another order": (in_other_pieces, {}, (2, 2, 0)),
-    "records that the log has lost": (without_a_check, {"dropped": 1}, (1, 0, -1)),
+    "records missing from the log": (without_a_check, {"dropped": 1}, (1, 0, -1)),
 }
 
 
@@ -103,7 +103,7 @@ def calls_of(rows: list[Records]) -> list[int]:
 def test_every_cause_has_an_example() -> None:
     tested_elsewhere = {
         "the log ends before this step, which other ranks have",
-        "whole gradients or optimizer states for the program",
+        "full gradients or optimizer states gathered for the program",
         "GatheredParameters of the program",
         "gradients reduced several times: no_sync is not used",
     }

@@ -1,0 +1,129 @@
+"""Matching of the expected with the measured calls of one step of one rank."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TypeAlias
+
+from commtrace.theory import ExpectedCall
+from commtrace.theory.expected_calls import exact_wire_bytes
+
+from .causes import Leftover, is_framework_site
+from .measured_calls import CellKey, MeasuredCalls
+
+ExpectedCounts: TypeAlias = dict[tuple[int, int], int]
+"""Number of calls by payload and group size; group size 0: that of the role's group."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One operation of one role in one step of one rank: what matched, and what is left over."""
+
+    key: CellKey
+    matched_calls: int
+    matched_bytes: int
+    sites: tuple[str, ...]
+    leftovers: tuple[Leftover, ...]
+    below_bound: Fraction = Fraction(0)
+    """Wire bytes of calls whose size depends on the data, less those of their upper bounds: 0 or below."""
+
+
+def compare(
+    expected: Iterable[ExpectedCall],
+    measured: Iterable[tuple[CellKey, MeasuredCalls]],
+    ranks_of: Callable[[str], int],
+) -> list[Cell]:
+    """Compare the calls of one step.
+
+    Args:
+        expected: The calls that theory expects.
+        measured: The calls that the log has, with role and operation.
+        ranks_of: Returns the size of the group of a role.
+
+    Returns:
+        A cell per role and operation that has an expected or a measured call, in their order.
+    """
+    counts: dict[CellKey, ExpectedCounts] = defaultdict(lambda: defaultdict(int))
+    least: dict[CellKey, dict[int, int]] = defaultdict(dict)
+    for call in expected:
+        counts[call.role, call.op][call.payload, call.ranks or 0] += call.calls
+        if call.least is not None:
+            least[call.role, call.op][call.payload] = call.least
+    calls_of: dict[CellKey, list[MeasuredCalls]] = defaultdict(list)
+    for key, calls in measured:
+        calls_of[key].append(calls)
+    return [
+        _match(key, counts[key], calls_of[key], ranks_of(key[0]), least[key]) for key in sorted({*counts, *calls_of})
+    ]
+
+
+def _match(
+    key: CellKey, expected: ExpectedCounts, measured: Sequence[MeasuredCalls], ranks: int, least: Mapping[int, int]
+) -> Cell:
+    """Match call by call. `ranks`: of the role's group; `least`: lower by upper bounds of sizes that have bounds."""
+    if any(calls.size < 0 for calls in measured):
+        return _match_sums(key, expected, measured, ranks, least)
+    missing = dict(expected)
+    below_bound = Fraction(0)
+    matched_calls = matched_bytes = 0
+    sites, leftovers = [], []
+    # Of calls with the same size, one from a framework's code is sooner the expected one than one from the program's.
+    for calls in sorted(measured, key=lambda calls: not is_framework_site(calls.site)):
+        taken = 0
+        for size, group in _candidates(calls, expected, least):
+            count = min(calls.calls - taken, missing.get((size, group), 0))
+            if count:
+                missing[size, group] -= count
+                taken += count
+                below_bound += count * _wire_difference(key[1], calls.size, size, group or ranks)
+        if taken:
+            matched_calls, matched_bytes = matched_calls + taken, matched_bytes + taken * calls.size
+            sites.append(calls.site)
+        if calls.calls > taken:
+            leftovers.append(_extra(key, calls, calls.calls - taken))
+    leftovers += _missing(key, missing, ranks)
+    return Cell(key, matched_calls, matched_bytes, tuple(sites), tuple(leftovers), below_bound)
+
+
+def _candidates(calls: MeasuredCalls, expected: ExpectedCounts, least: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+    """Return the expected sizes and groups that calls may match: the exact size first, then bounds around it."""
+    yield calls.size, calls.ranks
+    yield calls.size, 0
+    for most, group in expected:
+        if most != calls.size and group in (0, calls.ranks) and least.get(most, most) <= calls.size <= most:
+            yield most, group
+
+
+def _wire_difference(op: str, size: int, most: int, ranks: int) -> Fraction:
+    return Fraction(0) if size == most else exact_wire_bytes(op, size, ranks) - exact_wire_bytes(op, most, ranks)
+
+
+def _match_sums(
+    key: CellKey, expected: ExpectedCounts, measured: Sequence[MeasuredCalls], ranks: int, least: Mapping[int, int]
+) -> Cell:
+    """Match number and bytes of all calls, where the log's table has no sizes."""
+    most = sum(size * count for (size, _), count in expected.items())
+    low = sum(least.get(size, size) * count for (size, _), count in expected.items())
+    total = sum(calls.bytes for calls in measured)
+    if sum(calls.calls for calls in measured) == sum(expected.values()) and low <= total <= most:
+        group = max((own or ranks for _, own in expected), default=ranks)
+        sites = tuple(calls.site for calls in measured)
+        return Cell(key, sum(expected.values()), total, sites, (), _wire_difference(key[1], total, most, group))
+    extras = [_extra(key, calls, calls.calls) for calls in measured]
+    return Cell(key, 0, 0, (), (*extras, *_missing(key, expected, ranks)))
+
+
+def _extra(key: CellKey, calls: MeasuredCalls, count: int) -> Leftover:
+    wire = Fraction(0) if calls.wire is None else calls.wire * count / calls.calls
+    size = calls.bytes * count // calls.calls
+    return Leftover(*key, calls.size, count, size, wire, calls.phase, calls.site)
+
+
+def _missing(key: CellKey, counts: ExpectedCounts, ranks: int) -> Iterator[Leftover]:
+    for (size, group), count in counts.items():
+        if count:
+            wire = exact_wire_bytes(key[1], size, group or ranks) * count
+            yield Leftover(*key, size, -count, -count * size, -wire)
