@@ -71,6 +71,24 @@ class Run(RecordedRun):
             raise NoSuchTableError(f"no table is called {name!r}; there are {', '.join(tables)}")
         return tables[name]
 
+    def describe_table(self, name: str) -> pd.DataFrame:
+        """Return what the columns of a table mean.
+
+        Args:
+            name: A name that `table` takes, or a table of `commtrace.analyses.comparison` or of `commtrace scaling`.
+
+        Returns:
+            A row for each column of the table, which is the index: `unit` and `meaning`.
+
+        Raises:
+            NoSuchTableError: No table has this name.
+        """
+        from commtrace.analyses.table_specs import TABLES, describe_columns
+
+        if name not in TABLES:
+            raise NoSuchTableError(f"no table is called {name!r}; there are {', '.join(TABLES)}")
+        return pd.DataFrame.from_dict(describe_columns([name])[name], orient="index")
+
     def figure(self, name: str) -> Figure:
         """Return a plotly figure of this run.
 

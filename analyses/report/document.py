@@ -1,4 +1,4 @@
-"""The report as one JSON document, for programs.
+"""Reports as JSON documents, for programs.
 
     {
       "format": "commtrace-report", "version": 1,
@@ -9,62 +9,76 @@
       "tables": {
         "volume_by_operation": [{"op": "all_reduce", "calls": 6, "payload_bytes": 24576, ...}, ...],
         ...
+      },
+      "columns": {
+        "volume_by_operation": {"op": {"unit": "", "meaning": "Operation, ..."}, ...},
+        ...
       }
     }
 
-Every table is there, also an empty one, with the columns that the module of its analysis documents; a row has every
-column. Bytes and times are exact, in bytes and ns. null: not known. Strict JSON: no NaN, no Infinity.
+Every table is there, also one without rows; a row has every column. Bytes and times are exact, in bytes and ns. null:
+not known. Strict JSON: no NaN, no Infinity.
 
-Of several runs, with the tables of `commtrace.analyses.comparison`:
+Runs side by side, with the tables of `commtrace.analyses.comparison`, and runs by number of ranks, with those of
+`commtrace.analyses.scaling`:
 
-    {"format": "commtrace-comparison", "version": 1, "tables": {"runs": [{"run": "zero1", ...}, ...], ...}}
+    {"format": "commtrace-comparison", "version": 1, "tables": {"runs": [...], ...}, "columns": {...}}
+    {"format": "commtrace-scaling", "version": 1, "tables": {"scaling": [...]}, "sentences": [...], "columns": {...}}
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 import pandas as pd
 
+from commtrace.analyses.table_specs import describe_columns
 from commtrace.reading.run import RecordedRun
 
 VERSION: Final = 1
 
 
-def to_json(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> str:
-    """The document, indented, without a newline at its end."""
-    document = {
-        "format": "commtrace-report",
-        "version": VERSION,
-        "run": run.id,
-        "path": str(run.log.path),
-        "job": plain(run.job),
-        "other_runs": list(run.log.other_runs),
-        "tables": _rows(tables),
-    }
-    return json.dumps(document, indent=1, allow_nan=False)
+def report_to_json(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> str:
+    """Return the document of one run."""
+    return _document(
+        "commtrace-report",
+        tables,
+        run=run.id,
+        path=str(run.log.path),
+        job=plain(run.job),
+        other_runs=list(run.log.other_runs),
+    )
 
 
 def comparison_to_json(tables: Mapping[str, pd.DataFrame]) -> str:
-    """The document of runs side by side."""
-    document = {"format": "commtrace-comparison", "version": VERSION, "tables": _rows(tables)}
-    return json.dumps(document, indent=1, allow_nan=False)
+    """Return the document of runs side by side."""
+    return _document("commtrace-comparison", tables)
 
 
-def _rows(tables: Mapping[str, pd.DataFrame]) -> dict[str, list[Any]]:
-    return {name: [plain(row) for row in table.to_dict("records")] for name, table in tables.items()}
+def scaling_to_json(tables: Mapping[str, pd.DataFrame], sentences: Sequence[str]) -> str:
+    """Return the document of runs by number of ranks."""
+    return _document("commtrace-scaling", tables, last={"sentences": [*sentences]})
+
+
+def _document(
+    form: str, tables: Mapping[str, pd.DataFrame], *, last: Mapping[str, Any] | None = None, **first: Any
+) -> str:
+    """Return the document, indented, without a newline at its end."""
+    rows = {name: [plain(row) for row in table.to_dict("records")] for name, table in tables.items()}
+    document = {"format": form, "version": VERSION, **first, "tables": rows, **(last or {})}
+    return json.dumps(document | {"columns": describe_columns(tables)}, indent=1, allow_nan=False)
 
 
 def plain(value: Any) -> Any:
-    """The value in JSON's own types: what is missing or not finite is None, a whole float is a whole number."""
+    """Return a value in JSON's types: null if it is missing or not finite, a whole number if it is a whole float."""
     if isinstance(value, Mapping):
-        return {str(key): plain(one) for key, one in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     if value is None or value is pd.NA:
         return None
     if isinstance(value, np.generic):

@@ -1,4 +1,4 @@
-"""Several runs as text: what a training step of each communicates. Renders tables that exist, and prints nothing."""
+"""Runs side by side as text: what a training step of each communicates. Computes nothing, and prints nothing."""
 
 from __future__ import annotations
 
@@ -10,70 +10,45 @@ from rich.text import Text
 
 from commtrace.analyses.comparison import STEP, WHOLE
 from commtrace.analyses.engine import rows_of
-from commtrace.formatting import format_bytes, format_count, format_small_share, is_known
+from commtrace.formatting import format_bytes
 from commtrace.text_tables import TextColumn, left_column, paragraph, text_table
 
+from .spec_table import spec_table
 from .terminal import heading
 
 
-def render(tables: Mapping[str, pd.DataFrame], width: int, *, letters: bool = True) -> Iterator[RenderableType]:
-    """The parts, top to bottom, no line longer than `width`. `tables`: those of `commtrace.analyses.comparison`."""
-    dots = "…" if letters else "..."
+def render(tables: Mapping[str, pd.DataFrame], width: int) -> Iterator[RenderableType]:
+    """Yield the report, top to bottom.
+
+    Args:
+        tables: Those of `commtrace.analyses.comparison`.
+        width: Characters of the longest line.
+    """
     runs = tables["runs"]
-    yield heading("A training step of each run, mean per rank seen")
-    columns = [
-        left_column("run", shortenable=True),
-        TextColumn("ranks"),
-        TextColumn("steps"),
-        TextColumn("calls"),
-        TextColumn("payload"),
-        TextColumn("wire, at least"),
-        TextColumn("predicted"),
-        TextColumn("tracing cost", optional=True),
-    ]
     predicted = tables["runs_predicted"].set_index("run")["predicted_bytes"]
-    rows = [
-        [
-            str(row.run),
-            _ranks(row.ranks_seen, row.world_size),
-            format_count(row.steps),
-            format_count(row.calls_per_rank),
-            format_bytes(row.payload_bytes_per_rank),
-            format_bytes(row.wire_bytes_per_rank),
-            format_bytes(predicted[row.run]),
-            format_small_share(row.tracing_share),
-        ]
-        for row in rows_of(runs)
-    ]
-    yield text_table(columns, rows, width, dots)
+    yield heading("A training step of each run, mean per rank seen")
+    more = [(TextColumn("predicted"), [format_bytes(predicted[run]) for run in runs["run"]])]
+    yield spec_table("runs", runs, width, more=more)
     for part, title in ((STEP, "Payload of a training step"), (WHOLE, "Payload of the whole run, start-up included")):
         yield Text()
         yield heading(f"{title}, per rank, by operation")
-        yield _by_operation(tables["runs_by_operation"], [*runs["run"]], part, width, dots)
+        yield _by_operation(tables["runs_by_operation"], [*runs["run"]], part, width)
     yield Text()
     for row in rows_of(runs):
         yield paragraph(f"{row.run}: {row.job or 'what was trained was not captured'}; {row.path}", width)
 
 
-def _ranks(seen: object, world: object) -> str:
-    return f"{format_count(seen)} of {format_count(world)}" if is_known(world) else format_count(seen)
-
-
-def _by_operation(table: pd.DataFrame, runs: list[str], part: str, width: int, dots: str) -> RenderableType:
-    """A row per run, a column per operation, those that move most first; the last give way to the width."""
-    some = table.loc[(table["part"] == part) & (table["payload_bytes_per_rank"] > 0)]
-    operations = [
-        str(op) for op in some.groupby("op")["payload_bytes_per_rank"].sum().sort_values(ascending=False).index
-    ]
+def _by_operation(table: pd.DataFrame, runs: list[str], part: str, width: int) -> RenderableType:
+    """Return a row per run, a column per operation; the largest first, the last are left out if there is no room."""
+    rows = table.loc[table["part"] == part]
+    payloads = rows.pivot(index="run", columns="op", values="payload_bytes_per_rank").fillna(0).reindex(runs)
+    sums = payloads.sum().sort_values(ascending=False, kind="stable")
+    operations = [str(op) for op in sums.index[sums > 0]]
     if not operations:
         return paragraph("There is none in any of these runs.", width)
-    told = {str(run) for run in table.loc[table["part"] == part, "run"]}
-    cells = some.set_index(["run", "op"])["payload_bytes_per_rank"].to_dict()
     columns = [
         left_column("run", shortenable=True),
-        *(TextColumn(op, optional=at > 0) for at, op in enumerate(operations)),
+        *(TextColumn(op, optional=number > 0) for number, op in enumerate(operations)),
     ]
-    rows = [
-        [run, *(format_bytes(cells.get((run, op), 0.0 if run in told else None)) for op in operations)] for run in runs
-    ]
-    return text_table(columns, rows, width, dots)
+    cells = [[run, *(format_bytes(payloads.loc[run, op]) for op in operations)] for run in runs]
+    return text_table(columns, cells, width)

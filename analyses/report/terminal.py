@@ -1,282 +1,254 @@
-"""The report as text. Renders tables that exist, computes nothing, and prints nothing."""
+"""The report of one run as text. Renders tables that exist, computes nothing, and prints nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Final
 
 import pandas as pd
 from rich.console import RenderableType
 from rich.text import Text
 
-from commtrace.formatting import (
-    format_bandwidth,
-    format_bytes,
-    format_count,
-    format_duration,
-    format_plural,
-    format_power_of_two,
-    format_share,
-)
+from commtrace.formatting import format_bytes, format_plural
 from commtrace.reading.run import RecordedRun
-from commtrace.text_tables import TextColumn, left_column, paragraph, text_table
+from commtrace.text_tables import left_column, paragraph, stdout_takes_unicode
 
-from . import network, preface, theory
+from .findings import findings, warnings
+from .log_facts import facts, log_lists
+from .network_text import network_title, render_network
+from .section_names import NOT_SHOWN, SECTIONS
+from .spec_table import spec_table
+from .theory_text import render_theory
 
-FEW_RANKS = 16
-FEW_SIZES = 10
+MAX_RANKS: Final = 16
+MAX_SIZES: Final = 10
+MAX_LIST: Final = 12
+"""Items of a list that are shown; the others are counted."""
 
-Cells = Callable[[Any], str]
-Columns = dict[str, tuple[TextColumn, Cells]]
+_IDENTITY: Final = ("job", "log", "ranks")
+"""Facts that stand at the top; the others are the section "log"."""
 
-
-def render(
-    run: RecordedRun, tables: Mapping[str, pd.DataFrame], width: int, *, sites: int = 10, letters: bool = True
-) -> Iterator[RenderableType]:
-    """The parts of the report, top to bottom, no line longer than `width`.
-
-    `sites`: lines of code to show, 0: all. `letters`: more than ASCII may be used.
-    """
-    page = Page(tables, width, sites, "…" if letters else "...", "█" if letters else "#")
-    yield from preface.render(run, tables, width)
-    if not len(tables["volume_by_operation"]):
-        return
-    timed = (_no_times,) if run.simulated else (_times, _bandwidth)
-    for section in (_operations, *_whole(tables), _roles, _phases, _steps, _theory, _sites, _sizes, *timed, _ranks):
-        yield Text()
-        yield from section(page)
-    if "network" in tables:
-        yield Text()
-        yield heading(network.title(tables))
-        yield from network.render(page)
+_LABEL: Final = 14
+_BAR: Final = 16
 
 
 @dataclass(frozen=True)
-class Page:
-    """What is rendered, and how."""
+class _Report:
+    """What sections are rendered from."""
 
+    run: RecordedRun
     tables: Mapping[str, pd.DataFrame]
     width: int
     sites: int
-    dots: str
-    bar: str
+    chosen: bool
+    """Whether the user chose the sections."""
 
-    def table(self, columns: Columns, frame: pd.DataFrame) -> RenderableType:
-        """A frame's columns, each with its head and how its values are written."""
-        rows = [
-            [cells(value) for value, (_, cells) in zip(row, columns.values(), strict=True)]
-            for row in frame[[*columns]].itertuples(index=False, name=None)
-        ]
-        return text_table([column for column, _ in columns.values()], rows, self.width, self.dots)
+    def table(self, name: str, rows: pd.DataFrame | None = None) -> RenderableType:
+        return spec_table(name, self.tables[name] if rows is None else rows, self.width)
+
+    def paragraph(self, text: str) -> RenderableType:
+        return paragraph(text, self.width)
+
+
+def render(
+    run: RecordedRun,
+    tables: Mapping[str, pd.DataFrame],
+    width: int,
+    *,
+    sites: int = 10,
+    sections: Collection[str] | None = None,
+) -> Iterator[RenderableType]:
+    """Yield the report, top to bottom.
+
+    Args:
+        run: The run.
+        tables: Its tables, by name.
+        width: Characters of the longest line.
+        sites: Call sites to show; 0: all.
+        sections: Names of the sections to show. None: all but NOT_SHOWN, which the last line names.
+    """
+    yield Text(f"Run {run.id}" + (", simulated" if run.simulated else ""), style="bold")
+    known = facts(run, tables)
+    for name in _IDENTITY:
+        if name in known:
+            yield paragraph(known[name], width, first=name.ljust(_LABEL))
+    for text in warnings(run, tables):
+        yield paragraph(text, width, first="! ", style="bold yellow")
+    report = _Report(run, tables, width, sites, sections is not None)
+    if not len(tables["volume_by_operation"]):
+        sections = ("log",)
+    for name in SECTIONS:
+        if name not in NOT_SHOWN if sections is None else name in sections:
+            parts = [*_RENDER[name](report)]
+            yield from ([Text(), *parts] if parts else [])
+    if sections is None:
+        names = ",".join(NOT_SHOWN)
+        yield Text()
+        yield paragraph(f"Not shown: {', '.join(NOT_SHOWN)} (--sections {names}, or --sections all)", width)
 
 
 def heading(text: str) -> Text:
-    """A section's title."""
+    """Return the title of a section."""
     return Text(text, style="bold cyan")
 
 
-_VOLUME: Columns = {
-    "calls": (TextColumn("calls"), format_count),
-    "payload_bytes": (TextColumn("payload"), format_bytes),
-    "wire_bytes": (TextColumn("wire, at least"), format_bytes),
-    "payload_share": (TextColumn("payload share"), format_share),
-}
+def _findings(report: _Report) -> Iterator[RenderableType]:
+    texts = [paragraph(text, report.width, first="- ") for text in findings(report.tables)]
+    if texts:
+        yield heading("Findings")
+        yield from texts
 
 
-def _operations(page: Page) -> Iterator[RenderableType]:
-    yield heading("By operation, sums over the ranks seen")
-    yield page.table({"op": (left_column("operation"), str), **_VOLUME}, page.tables["volume_by_operation"])
+def _theory(report: _Report) -> Iterator[RenderableType]:
+    yield heading("Measured against theory")
+    yield from render_theory(report.tables, report.width)
 
 
-def _whole(tables: Mapping[str, pd.DataFrame]) -> Iterator[Callable[[Page], Iterator[RenderableType]]]:
-    """The section on the whole job, where there is one."""
-    if len(tables["whole_job"]):
-        yield _whole_job
+def _operations(report: _Report) -> Iterator[RenderableType]:
+    role = _only_role(report)
+    yield heading("By operation, sums over the ranks seen" + (f"; all of dimension {role}" if role else ""))
+    yield report.table("volume_by_operation")
 
 
-def _whole_job(page: Page) -> Iterator[RenderableType]:
-    yield heading("The whole job, simulated: each rank that was run counted for those that it stands for")
-    columns: Columns = {"part": (left_column("part"), str), "op": (left_column("operation"), str), **_VOLUME}
-    del columns["payload_share"]
-    yield page.table(columns, page.tables["whole_job"])
+def _only_role(report: _Report) -> str:
+    roles = report.tables["volume_by_role"]["role"]
+    return str(roles.iloc[0]) if len(roles) == 1 else ""
 
 
-def _no_times(page: Page) -> Iterator[RenderableType]:
-    yield heading("Times")
-    yield paragraph("There are none: this is a dry run, and nothing was sent.", page.width)
+def _whole_job(report: _Report) -> Iterator[RenderableType]:
+    if len(report.tables["whole_job"]):
+        yield heading("The whole job, simulated: each rank that was run counted for those that it stands for")
+        yield report.table("whole_job")
 
 
-def _roles(page: Page) -> Iterator[RenderableType]:
-    yield heading("By parallel dimension")
-    frame = page.tables["volume_by_role_and_operation"]
-    yield page.table({"role": (left_column("dimension"), str), "op": (left_column("operation"), str), **_VOLUME}, frame)
+def _dimensions(report: _Report) -> Iterator[RenderableType]:
+    if report.chosen or not _only_role(report):
+        yield heading("By parallel dimension")
+        yield report.table("volume_by_role_and_operation")
 
 
-def _phases(page: Page) -> Iterator[RenderableType]:
+def _phases(report: _Report) -> Iterator[RenderableType]:
     yield heading("By phase of the step")
-    yield page.table({"phase": (left_column("phase"), str), **_VOLUME}, page.tables["volume_by_phase"])
+    yield report.table("volume_by_phase")
 
 
-def _steps(page: Page) -> Iterator[RenderableType]:
-    steps, steady = page.tables["volume_by_step"], page.tables["steady_step"]
-    start = steps.loc[steps["step"] < 0]
+def _steps(report: _Report) -> Iterator[RenderableType]:
+    steps, steady = report.tables["volume_by_step"], report.tables["steady_step"]
     if not len(steady):
         yield heading("By step")
-        yield paragraph("No training step was seen: everything counts as start-up.", page.width)
+        yield report.paragraph("No training step was seen: everything counts as start-up.")
         return
-    yield heading(f"A training step, mean per rank seen: {_alike(steady)}")
-    columns: Columns = {
-        "op": (left_column("operation"), str),
-        "calls_per_rank": (TextColumn("calls"), format_count),
-        "payload_bytes_per_rank": (TextColumn("payload"), format_bytes),
-        "wire_bytes_per_rank": (TextColumn("wire, at least"), format_bytes),
-        "differing_steps": (TextColumn("differing steps", optional=True), format_count),
-    }
-    yield page.table(columns, steady)
-    calls = format_plural(int(start["calls"].sum()), "call")
-    payload = format_bytes(start["payload_bytes"].sum())
-    yield paragraph(
-        f"Start-up, before the first step: {calls}, payload {payload}, over all ranks.",
-        page.width,
-    )
+    count, differing = int(steady["steps"].iloc[0]), int(steady["differing_steps"].max())
+    alike = f"median of {count:,}, {differing:,} differ" if differing else f"all {count:,} are equal"
+    yield heading(f"A training step, mean per rank seen: {'there is one' if count == 1 else alike}")
+    yield report.table("steady_step")
+    start = steps.loc[steps["step"] < 0]
+    calls, payload = format_plural(int(start["calls"].sum()), "call"), format_bytes(start["payload_bytes"].sum())
+    yield report.paragraph(f"Start-up, before the first step: {calls}, payload {payload}, over all ranks.")
 
 
-def _alike(steady: pd.DataFrame) -> str:
-    steps, differing = int(steady["steps"].iloc[0]), int(steady["differing_steps"].max())
-    if steps == 1:
-        return "there is one"
-    return f"all {steps:,} are equal" if not differing else f"median of {steps:,}, {differing:,} differ"
+def _call_sites(report: _Report) -> Iterator[RenderableType]:
+    table = report.tables["volume_by_site"]
+    shown = table.head(report.sites) if report.sites else table
+    yield heading("By call site" + (f", the first {len(shown)} of {len(table):,}" if len(shown) < len(table) else ""))
+    yield report.table("volume_by_site", shown)
 
 
-def _theory(page: Page) -> Iterator[RenderableType]:
-    yield heading("Measured against theory")
-    yield from theory.render(page)
-
-
-def _sites(page: Page) -> Iterator[RenderableType]:
-    frame = page.tables["volume_by_site"]
-    some = frame.head(page.sites) if page.sites else frame
-    more = f", the first {len(some)} of {len(frame):,}" if len(some) < len(frame) else ""
-    yield heading(f"By line of code{more}")
-    columns: Columns = {
-        "site": (left_column("line", shortenable=True), lambda site: site or "not recorded"),
-        "op": (left_column("operation"), str),
-        **_VOLUME,
-    }
-    columns["payload_share"] = (TextColumn("share"), format_share)
-    columns["wire_bytes"] = (TextColumn("wire, at least", optional=True), format_bytes)
-    yield page.table(columns, some)
-
-
-def _sizes(page: Page) -> Iterator[RenderableType]:
-    bins = page.tables["message_size_bins"]
-    most = bins["calls"].max() if len(bins) else 1
-    yield heading("Message sizes")
-    bars = [page.bar * max(1, round(16 * calls / most)) for calls in bins["calls"]]
-    spans = [_span(low, below) for low, below in zip(bins["from_bytes"], bins["below_bytes"], strict=True)]
-    frame = bins.assign(span=spans, bar=bars)
-    columns: Columns = {
-        "op": (left_column("operation"), str),
-        "span": (left_column("payload of a call"), str),
-        "calls": (TextColumn("calls"), format_count),
-    }
-    yield page.table({**columns, "sum_bytes": (TextColumn("sum"), format_bytes), "bar": (left_column(""), str)}, frame)
-    sizes = page.tables["message_sizes"].sort_values("sum_bytes", ascending=False, kind="stable")
+def _sizes(report: _Report) -> Iterator[RenderableType]:
+    bins = report.tables["message_size_bins"]
+    letter = "█" if stdout_takes_unicode() else "#"
+    bars = [letter * max(1, round(_BAR * calls / bins["calls"].max())) for calls in bins["calls"]]
+    yield heading("Message sizes, by the payload of a call")
+    yield spec_table("message_size_bins", bins, report.width, more=[(left_column(""), bars)])
+    sizes = report.tables["message_sizes"].sort_values("sum_bytes", ascending=False, kind="stable")
     yield Text()
-    yield heading(
-        "Exact sizes" + (f", the first {FEW_SIZES} of {len(sizes):,} by sum" if len(sizes) > FEW_SIZES else "")
-    )
-    exact: Columns = {
-        "op": (left_column("operation"), str),
-        "payload_bytes": (TextColumn("bytes of a call"), format_count),
-        "calls": (TextColumn("calls"), format_count),
-    }
-    yield page.table({**exact, "sum_bytes": (TextColumn("sum"), format_bytes)}, sizes.head(FEW_SIZES))
+    limit = f", the first {MAX_SIZES} of {len(sizes):,} by sum" if len(sizes) > MAX_SIZES else ""
+    yield heading("Exact sizes" + limit)
+    yield report.table("message_sizes", sizes.head(MAX_SIZES))
 
 
-def _span(low: int, below: int) -> str:
-    if below <= 2:
-        return "0 B" if below == 1 else "1 B"
-    return f"{format_power_of_two(low.bit_length() - 1)} to <{format_power_of_two(below.bit_length() - 1)}"
-
-
-_MEASURES = {
+_MEASURES: Final = {
     "in_call": "Time inside the call, as the host saw it",
     "waiting": "Time waiting for the end, where the program waited and the host saw the end",
     "to_completion": "Time from the call to its end, where the end was seen",
 }
 
 
-def _times(page: Page) -> Iterator[RenderableType]:
-    frame = page.tables["host_time"]
+def _times(report: _Report) -> Iterator[RenderableType]:
+    if report.run.simulated:
+        yield heading("Times")
+        yield report.paragraph("There are none: this is a dry run, and nothing was sent.")
+        return
+    table = report.tables["host_time"]
     for number, (measure, title) in enumerate(_MEASURES.items()):
-        if number:
-            yield Text()
+        yield from [Text()] if number else []
         yield heading(title)
-        part = frame.loc[(frame["measure"] == measure)]
-        if not part["calls_known"].sum():
-            yield paragraph("Known for no call.", page.width)
-            continue
-        columns: Columns = {
-            "op": (left_column("operation"), str),
-            "calls_known": (TextColumn("known"), format_count),
-            "calls_unknown": (TextColumn("not known"), format_count),
-            **{f"{name}_ns": (TextColumn(name), format_duration) for name in ("p50", "p99", "max", "sum")},
-        }
-        yield page.table(columns, part)
+        rows = table.loc[table["measure"] == measure]
+        known = rows["calls_known"].sum()
+        yield report.table("host_time", rows) if known else report.paragraph("Known for no call.")
 
 
-def _bandwidth(page: Page) -> Iterator[RenderableType]:
-    frame = page.tables["bandwidth"]
+def _bandwidth(report: _Report) -> Iterator[RenderableType]:
+    if report.run.simulated:
+        return
+    table = report.tables["bandwidth"]
     yield heading("Bandwidth, GB/s (1e9 bytes), over calls whose end was seen")
-    if not len(frame):
-        yield paragraph("Known for no call.", page.width)
-        return
-    columns: Columns = {
-        "op": (left_column("operation"), str),
-        "end_seen_by": (left_column("end seen by"), str),
-        "calls": (TextColumn("calls"), format_count),
-        "payload_bytes": (TextColumn("payload"), format_bytes),
-        "time_ns": (TextColumn("time"), format_duration),
-        "algbw_gb_per_s": (TextColumn("algbw"), format_bandwidth),
-        "busbw_gb_per_s": (TextColumn("busbw"), format_bandwidth),
-    }
-    yield page.table(columns, frame)
-    if frame["end_seen_by"].isin(["wait", "poll"]).any():
-        yield paragraph("A wait or a poll sees an end late: those bandwidths are lower bounds.", page.width)
+    yield report.table("bandwidth") if len(table) else report.paragraph("Known for no call.")
+    if table["end_seen_by"].isin(["wait", "poll"]).any():
+        yield report.paragraph("A wait or a poll sees an end late: those bandwidths are lower bounds.")
 
 
-def _ranks(page: Page) -> Iterator[RenderableType]:
-    frame = page.tables["ranks"]
+def _ranks(report: _Report) -> Iterator[RenderableType]:
+    table = report.tables["ranks"]
     yield heading("Balance of the ranks")
-    if len(frame) > 1 and all(frame[column].nunique() == 1 for column in ("calls", "payload_bytes")):
-        calls, payload = (
-            format_plural(int(frame["calls"].iloc[0]), "call"),
-            format_bytes(frame["payload_bytes"].iloc[0]),
-        )
-        yield paragraph(
-            f"The {len(frame):,} ranks seen are alike: {calls} and a payload of {payload} each.", page.width
-        )
+    if len(table) > 1 and all(table[column].nunique() == 1 for column in ("calls", "payload_bytes")):
+        calls = format_plural(int(table["calls"].iloc[0]), "call")
+        payload = format_bytes(table["payload_bytes"].iloc[0])
+        yield report.paragraph(f"The {len(table):,} ranks seen are alike: {calls} and a payload of {payload} each.")
         return
-    columns: Columns = {
-        "rank": (TextColumn("rank"), lambda rank: str(rank) if rank >= 0 else "-"),
-        "calls": (TextColumn("calls"), format_count),
-        "payload_bytes": (TextColumn("payload"), format_bytes),
-        "wire_bytes": (TextColumn("wire, at least"), format_bytes),
-        "training_payload_bytes": (TextColumn("in training steps"), format_bytes),
-        "payload_of_median": (TextColumn("x median"), lambda value: "-" if pd.isna(value) else f"{value:.2f}"),
-    }
-    yield page.table(columns, _extremes(frame))
-    if len(frame) > FEW_RANKS:
-        half = FEW_RANKS // 2
-        yield paragraph(
-            f"The {half} ranks with the least payload and the {half} with the most, of {len(frame):,}.", page.width
-        )
+    if len(table) <= MAX_RANKS:
+        yield report.table("ranks")
+        return
+    half = MAX_RANKS // 2
+    ordered = table.sort_values("payload_bytes", kind="stable")
+    yield report.table("ranks", pd.concat([ordered.head(half), ordered.tail(half)]))
+    yield report.paragraph(f"The {half} ranks with the least payload and the {half} with the most, of {len(table):,}.")
 
 
-def _extremes(frame: pd.DataFrame) -> pd.DataFrame:
-    if len(frame) <= FEW_RANKS:
-        return frame
-    ordered = frame.sort_values("payload_bytes", kind="stable")
-    return pd.concat([ordered.head(FEW_RANKS // 2), ordered.tail(FEW_RANKS // 2)])
+def _network(report: _Report) -> Iterator[RenderableType]:
+    if "network" in report.tables:
+        yield heading(network_title(report.tables))
+        yield from render_network(report.tables, report.width)
+
+
+def _log(report: _Report) -> Iterator[RenderableType]:
+    yield heading("The log")
+    for name, text in facts(report.run, report.tables).items():
+        if name not in _IDENTITY:
+            yield paragraph(text, report.width, first=name.ljust(_LABEL))
+    for title, texts in log_lists(report.run, report.tables).items():
+        yield Text()
+        yield Text(title, style="bold yellow")
+        for text in texts[:MAX_LIST]:
+            yield paragraph(text, report.width, first="- ")
+        if len(texts) > MAX_LIST:
+            yield paragraph(f"and {len(texts) - MAX_LIST:,} more, all in --json", report.width, first="- ")
+
+
+_RENDER: Final[Mapping[str, Callable[[_Report], Iterator[RenderableType]]]] = {
+    "findings": _findings,
+    "theory": _theory,
+    "operations": _operations,
+    "whole-job": _whole_job,
+    "dimensions": _dimensions,
+    "phases": _phases,
+    "steps": _steps,
+    "call-sites": _call_sites,
+    "sizes": _sizes,
+    "times": _times,
+    "bandwidth": _bandwidth,
+    "ranks": _ranks,
+    "network": _network,
+    "log": _log,
+}

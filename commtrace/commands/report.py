@@ -28,14 +28,17 @@ PARALLEL_FROM: Final = 8_000_000
 class Command:
     """Show what a run communicated.
 
-    The report begins with the coverage of the log, the cost of tracing, and the blind spots of the hooks. Then come
-    volumes by operation, parallel dimension, phase, step and call site, message sizes, times and the balance of the
-    ranks. If DIR holds several runs, the newest is shown. A damaged log is reported as far as it can be read. Several
-    DIRs are shown side by side.
+    The report begins with warnings that limit its numbers, with findings, and with the comparison of the run with
+    theory. Then come volumes by operation, parallel dimension, phase, step and call site, bandwidth, and the balance of
+    the ranks; in the end the coverage of the log, the cost of tracing, and the blind spots of the hooks. If DIR holds
+    several runs, the newest is shown. A damaged log is reported as far as it can be read. Several DIRs are shown side
+    by side.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the arguments."""
+        from commtrace.analyses.report.section_names import NOT_SHOWN, SECTIONS
+
         parser.add_argument(
             "directories",
             metavar="DIR",
@@ -46,6 +49,13 @@ class Command:
         add_formats(parser)
         add_network(parser, "compare times with a network")
         parser.add_argument(
+            "--sections",
+            metavar="NAME,...",
+            type=section_names,
+            help=f"sections of the text to show: all, or some of {', '.join(SECTIONS)} (default: all but "
+            f"{' and '.join(NOT_SHOWN)})",
+        )
+        parser.add_argument(
             "--sites",
             metavar="N",
             type=non_negative_integer,
@@ -55,67 +65,81 @@ class Command:
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Print the report, or write the page."""
-        from commtrace.analyses.comparison import names_of
+        from commtrace.analyses.comparison import short_names
         from commtrace.run import open_run
 
-        if arguments.network is not None and len(arguments.directories) > 1:
+        several = len(arguments.directories) > 1
+        if arguments.network is not None and several:
             raise CommtraceError("--network compares one run with a network; give one directory")
+        if arguments.sections is not None and (several or arguments.json or arguments.html is not None):
+            raise CommtraceError("--sections is for the text of one run; leave it out with --json, --html or more DIRs")
         if arguments.html is not None:
-            return _write_page(arguments)
-        runs = {name: open_run(path) for name, path in names_of(arguments.directories).items()}
-        tables = {name: _tables(run, network=arguments.network) for name, run in runs.items()}
-        (_print_json if arguments.json else _print_text)(arguments, runs, tables)
+            from commtrace.analyses.report.html import page  # noqa: F401  raises if a library is not installed
+        runs = {name: open_run(path) for name, path in short_names(arguments.directories).items()}
+        details = arguments.html is not None and not several
+        tables = {name: _tables(run, details=details, network=arguments.network) for name, run in runs.items()}
+        if arguments.html is not None:
+            _write_page(arguments, runs, tables)
+        elif arguments.json:
+            _print_json(runs, tables)
+        else:
+            _print_text(arguments, runs, tables)
         return 0
 
 
-def _write_page(arguments: argparse.Namespace) -> int:
-    from commtrace.analyses.comparison import names_of
-    from commtrace.analyses.report.html.page import SITES, page_of_run, page_of_runs
-    from commtrace.output_files import atomic_write
-    from commtrace.run import open_run
+def section_names(text: str) -> tuple[str, ...]:
+    """Parse names of sections, separated by commas; "all" are all of them."""
+    from commtrace.analyses.report.section_names import SECTIONS
 
-    runs = {name: open_run(path) for name, path in names_of(arguments.directories).items()}
-    tables = {name: _tables(run, details=len(runs) == 1, network=arguments.network) for name, run in runs.items()}
+    names = SECTIONS if text == "all" else tuple(text.split(","))
+    for name in names:
+        if name not in SECTIONS:
+            raise argparse.ArgumentTypeError(
+                f"no section is called {name!r}; give all, or some of {', '.join(SECTIONS)}"
+            )
+    return names
+
+
+def _write_page(arguments: argparse.Namespace, runs: Mapping[str, Run], tables: Mapping[str, NamedTables]) -> None:
+    from commtrace.analyses.report.html.comparison_pages import page_of_runs
+    from commtrace.analyses.report.html.run_page import MAX_SITES, page_of_run
+    from commtrace.output_files import atomic_write
+
     if len(runs) > 1:
-        what, page = f"{len(runs)} runs", page_of_runs(runs, tables)
+        shown, page = f"{len(runs)} runs", page_of_runs(runs, tables)
     else:
         ((name, run),) = runs.items()
-        sites = SITES if arguments.sites is None else arguments.sites
-        what, page = f"run {run.id}", page_of_run(name, run, tables[name], sites=sites)
+        sites = MAX_SITES if arguments.sites is None else arguments.sites
+        shown, page = f"run {run.id}", page_of_run(name, run, tables[name], sites=sites)
     with atomic_write(arguments.html, force=arguments.force) as part:
         part.write_text(page, encoding="utf-8")
-    print(f"{arguments.html}: {what}, to be opened in a browser")
-    return 0
+    print(f"{arguments.html}: {shown}, to be opened in a browser")
 
 
-def _print_json(arguments: argparse.Namespace, runs: Mapping[str, Run], tables: Mapping[str, NamedTables]) -> None:
-    """The tables of one run, or those of several side by side."""
+def _print_json(runs: Mapping[str, Run], tables: Mapping[str, NamedTables]) -> None:
     from commtrace.analyses.comparison import compare
-    from commtrace.analyses.report.document import comparison_to_json, to_json
+    from commtrace.analyses.report.document import comparison_to_json, report_to_json
 
     if len(runs) > 1:
         print(comparison_to_json(compare(runs, tables)))
     else:
         ((name, run),) = runs.items()
-        print(to_json(run, tables[name]))
+        print(report_to_json(run, tables[name]))
 
 
 def _print_text(arguments: argparse.Namespace, runs: Mapping[str, Run], tables: Mapping[str, NamedTables]) -> None:
-    """The report of one run, or what matters of several side by side."""
     from commtrace.analyses.comparison import compare
     from commtrace.analyses.report import side_by_side, terminal
-    from commtrace.text_tables import console, stdout_takes_unicode
+    from commtrace.text_tables import console
 
-    width = arguments.width
-    letters = stdout_takes_unicode()
     if len(runs) > 1:
-        parts = side_by_side.render(compare(runs, tables), width, letters=letters)
+        parts = side_by_side.render(compare(runs, tables), arguments.width)
     else:
         ((name, run),) = runs.items()
         sites = 10 if arguments.sites is None else arguments.sites
-        parts = terminal.render(run, tables[name], width, sites=sites, letters=letters)
+        parts = terminal.render(run, tables[name], arguments.width, sites=sites, sections=arguments.sections)
     for part in parts:
-        console(width).print(part)
+        console(arguments.width).print(part)
 
 
 def _tables(run: Run, *, details: bool = False, network: str | None = None) -> NamedTables:
@@ -140,7 +164,7 @@ def _network(name: str) -> Analysis:
 
 @contextlib.contextmanager
 def _executor(run: Run) -> Iterator[Executor | None]:
-    """Worker processes where there is much to read, else None."""
+    """Yield worker processes if there is much to read, else None."""
     records = sum(segment.count for process in run.processes for segment in process.segments)
     if records < PARALLEL_FROM or usable_cores() < 2:
         yield None
@@ -151,4 +175,4 @@ def _executor(run: Run) -> Iterator[Executor | None]:
         with ProcessPoolExecutor(min(usable_cores(), 16), how) as executor:
             yield executor
     except BrokenProcessPool:
-        raise CommtraceError(f"{run.log.path}: a worker process was killed, probably for want of memory") from None
+        raise CommtraceError(f"{run.log.path}: a worker process was killed, probably because memory ran out") from None

@@ -10,8 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from commtrace.analyses.report.html.page import Drawing, Page, Table, Tile, drawing, render
-from commtrace.analyses.report.html.page import Section as PageSection
+from commtrace.analyses.report.html.page import Drawing, Page, PageSection, PageTable, Tile, drawing, render
 from commtrace.formatting import format_bytes, format_count, format_plural, is_known
 from commtrace.formatting import format_duration as duration
 from commtrace.output_files import atomic_write
@@ -128,8 +127,8 @@ def _facts(study: Study) -> Iterator[tuple[str, str]]:
     for name, done, wall, cpu in study.costs():
         yield (
             name,
-            f"{format_plural(done, 'experiment')}: {minutes(cpu)} of CPU time; wall times, several at a time, add up to "
-            f"{minutes(wall)}",
+            f"{format_plural(done, 'experiment')}: {minutes(cpu)} of CPU time; wall times, several at a time, add up "
+            f"to {minutes(wall)}",
         )
     for name, places in study.done.items():
         for key, place in places.items():
@@ -172,14 +171,14 @@ def _title(name: str, table: pd.DataFrame) -> str:
     return f"The numbers: {DATA}/{name}.csv{more}"
 
 
-def _table(frame: pd.DataFrame) -> Table:
+def _table(frame: pd.DataFrame) -> PageTable:
     columns = [str(name) for name in frame.columns]
     some = frame.head(_MOST_ROWS)
     rows = [
         [_cell(name, value) for name, value in zip(columns, row, strict=True)] for row in some.itertuples(index=False)
     ]
     kinds = [_kind(frame[name], [row[number] for row in rows]) for number, name in enumerate(columns)]
-    return Table([_head(name) for name in columns], kinds, rows)
+    return PageTable([_head(name) for name in columns], kinds, rows)
 
 
 _UNITS: Final = re.compile(r"_(bytes|us|ns|ms|s)$")

@@ -1,5 +1,8 @@
-"""The report as one page that needs no network: `page` fills `page.html`, with `style.css` and `page.js`.
+"""Reports as pages: HTML files that load nothing.
 
-Names in a log come from a program that nobody has checked: the template escapes every text, plotly's labels are escaped
-in the figures, and the page's own policy lets nothing run or load but what the page was made with.
+`run_page` and `comparison_pages` decide what stands on a page, `sections` makes its sections of tables and figures, and
+`page` renders it with `page.html`, `style.css` and `page.js`; `embedding` makes scripts and data safe to embed.
+
+Names in a log come from any program: the template escapes every text, plotly's labels are escaped in the figures, and
+the page's Content Security Policy lets nothing run or load but its own scripts.
 """

@@ -16,7 +16,7 @@ from figure_tables import EVIL, MIB, reconciliation_table, two_roles_table, wate
 go = pytest.importorskip("plotly.graph_objects", reason="plotly is not installed")
 
 from commtrace.analyses import figures  # noqa: E402
-from commtrace.analyses.comparison import compare, names_of  # noqa: E402
+from commtrace.analyses.comparison import compare, short_names  # noqa: E402
 from commtrace.analyses.figures import style  # noqa: E402
 from commtrace.analyses.timeline import MAX_CALLS, shown  # noqa: E402
 from commtrace.cli import main  # noqa: E402
@@ -438,7 +438,7 @@ def test_volumes_are_of_the_whole_run_and_of_a_step(tmp_path: Path) -> None:
     ],
 )
 def test_runs_have_names_that_tell_them_apart(paths: list[str], names: list[str]) -> None:
-    assert list(names_of([Path(path) for path in paths])) == names
+    assert list(short_names([Path(path) for path in paths])) == names
 
 
 def without(module: str, monkeypatch: pytest.MonkeyPatch) -> None:

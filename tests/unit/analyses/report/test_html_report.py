@@ -20,7 +20,8 @@ pytest.importorskip("plotly", reason="plotly is not installed")
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
 
 from commtrace.analyses import analyse, figures
-from commtrace.analyses.report.html.page import page_of_run, page_of_runs
+from commtrace.analyses.report.html.comparison_pages import page_of_runs
+from commtrace.analyses.report.html.run_page import page_of_run
 from commtrace.cli import main
 from commtrace.run import open_run
 
@@ -169,7 +170,7 @@ def test_runs_side_by_side_as_text_and_json(tmp_path: Path, capsys: pytest.Captu
         assert main(["report", *paths, "--width", str(width)]) == 0
         out = capsys.readouterr().out
         assert max(map(len, out.splitlines())) <= width
-        assert re.search(r"^two +4 of 4 +4 +2 +6\.00 KiB +7\.50 KiB +-", out, re.MULTILINE)
+        assert re.search(r"^two +4 +4 +4 +2 +6\.00 KiB +7\.50 KiB +-", out, re.MULTILINE)
     assert main(["report", *paths, "--json"]) == 0
     out = capsys.readouterr().out
     assert '"format": "commtrace-comparison"' in out

@@ -12,18 +12,21 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from factory import ALL_REDUCE, WORLD, LogFactory, record, records, training
+from factory import ALL_REDUCE, PAIR, WORLD, LogFactory, record, records, training
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from commtrace import formatting as units
-from commtrace.analyses.report.document import plain, to_json
-from commtrace.analyses.report.terminal import render
+from commtrace.analyses.report.document import plain, report_to_json
+from commtrace.analyses.report.section_names import NOT_SHOWN, SECTIONS
+from commtrace.analyses.report.terminal import _RENDER, render
 from commtrace.cli import main
 from commtrace.run import open_run
 from commtrace.schema import State
 from commtrace.text_tables import TextColumn, left_column, shorten_call_site, text_table
+
+LOGS = Path(__file__).parents[4] / "notebooks" / "logs"
 
 
 def report(directory: Path, width: int = 80, **options: Any) -> str:
@@ -75,30 +78,85 @@ def test_numbers_are_whole_at_any_width(tmp_path: Path, width: int) -> None:
         assert units.format_bytes(row.payload_bytes) in text
 
 
-def test_a_report_begins_with_coverage_cost_and_blind_spots(tmp_path: Path) -> None:
-    training(tmp_path).process(0, pid=1).add(
+def test_a_report_begins_with_warnings_and_findings_and_ends_with_the_log(tmp_path: Path) -> None:
+    log = training(tmp_path)
+    log.process(0, pid=1).add(
         "job", source="deepspeed", engine="DeepSpeedEngine", zero_stage=2, parameters=[{"shape": [3, 4]}]
     )
+    log.process(1, pid=9).stats(calls=8, dropped=8)
     text = report(tmp_path)
-    at = [
-        text.index(words)
-        for words in (
+    positions = [
+        text.index(part)
+        for part in (
             "Run 2026",
             "DeepSpeedEngine, ZeRO stage 2, 12 parameters",
             "2 of 2 seen",
-            "8.00 us a call",
-            "Hooks cannot",
+            "! ",
+            "2 processes ended early",
+            "Findings",
+            "Measured against theory",
             "By operation",
+            "8.00 us a call",
+            "Blind spots",
+            "--sections all",
         )
     ]
-    assert at == sorted(at)
+    assert positions == sorted(positions)
+
+
+def test_sections_are_chosen_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    training(tmp_path)
+    assert [*_RENDER] == [*SECTIONS]
+    default = report(tmp_path)
+    everything = report(tmp_path, sections=SECTIONS)
+    assert "Message sizes" in everything
+    assert "Message sizes" not in default
+    for name in NOT_SHOWN:
+        assert name in default.splitlines()[-1]
+    assert main(["report", str(tmp_path), "--sections", "ranks,phases"]) == 0
+    chosen = capsys.readouterr().out
+    assert "By phase" in chosen
+    assert "Balance" in chosen
+    assert "By operation" not in chosen
+    assert len(chosen.split("\n\n")) == 3
+    assert main(["report", str(tmp_path), "--sections", "all"]) == 0
+    assert capsys.readouterr().out == everything
+
+
+def test_sections_that_do_not_exist_or_do_not_apply_are_errors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training(tmp_path)
+    with pytest.raises(SystemExit) as exit_:
+        main(["report", str(tmp_path), "--sections", "sizes,colours"])
+    assert exit_.value.code == 2
+    assert "'colours'" in capsys.readouterr().err
+    assert main(["report", str(tmp_path), "--sections", "sizes", "--json"]) == 1
+    assert "leave it out with --json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_the_report_of_a_healthy_run_fits_on_two_screens(name: str) -> None:
+    text = report(LOGS / name, 100)
+    assert "! " not in text
+    assert len(text.splitlines()) <= 2 * 48
+
+
+def test_a_dimension_is_named_where_it_is_the_only_one(tmp_path: Path) -> None:
+    two = LogFactory(tmp_path / "two").process().known({WORLD: [0, 1], PAIR: [0, 1]}, {WORLD: "data", PAIR: "tensor"})
+    two.write([record(group=WORLD), record(group=PAIR)])
+    assert "By parallel dimension" in report(tmp_path / "two")
+    LogFactory(tmp_path / "one").process().known({WORLD: [0, 1]}, {WORLD: "data"}).write(record())
+    assert "all of dimension data" in report(tmp_path / "one")
+    assert "By parallel dimension" not in report(tmp_path / "one")
+    assert "By parallel dimension" in report(tmp_path / "one", sections=["dimensions"])
 
 
 def test_what_is_not_known_is_a_dash(tmp_path: Path) -> None:
     process = LogFactory(tmp_path).process(world_size=None).known()
     process.write(record(kind=99, t_end=0, t_wait=0, t_return=0, clock=0, state=State.BEGUN, step=-1))
-    text = report(tmp_path)
-    assert "1 rank seen, on 1 host; how many there are is not known" in text
+    text = report(tmp_path, sections=SECTIONS)
+    assert "1 rank seen, on 1 host; the world size is not known" in text
     assert "tracing cost  not known" in text
     assert "not every process wrote how many it counted" in " ".join(text.split())
     assert "No training step was seen" in text
@@ -146,7 +204,7 @@ def test_ranks_that_differ_stand_out(tmp_path: Path) -> None:
 
 def test_sites_are_limited(tmp_path: Path) -> None:
     training(tmp_path)
-    assert "By line of code, the first 1 of 3" in report(tmp_path, sites=1)
+    assert "By call site, the first 1 of 3" in report(tmp_path, sites=1)
     assert "train.py:40 main" in report(tmp_path, sites=0)
 
 
@@ -157,8 +215,8 @@ def test_json_is_strict_and_complete(tmp_path: Path) -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(constant)
 
-    document = json.loads(to_json(run, run.tables()), parse_constant=refuse)
-    assert list(document) == ["format", "version", "run", "path", "job", "other_runs", "tables"]
+    document = json.loads(report_to_json(run, run.tables()), parse_constant=refuse)
+    assert list(document) == ["format", "version", "run", "path", "job", "other_runs", "tables", "columns"]
     assert list(document["tables"]) == list(run.tables())
     for name, rows in document["tables"].items():
         assert len(rows) == len(run.table(name))
@@ -200,7 +258,7 @@ def test_worker_processes_give_the_same_report(
     assert main(["report", str(tmp_path)]) == 0
     alone = capsys.readouterr().out
     monkeypatch.setattr("commtrace.commands.report.PARALLEL_FROM", 1)
-    monkeypatch.setattr("commtrace.commands.report.workers", lambda: 2)
+    monkeypatch.setattr("commtrace.commands.report.usable_cores", lambda: 2)
     monkeypatch.setattr("commtrace.analyses.engine.RECORDS_PER_TASK", 1)
     assert main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out == alone

@@ -1,0 +1,38 @@
+"""What was trained, in a line."""
+
+from __future__ import annotations
+
+import math
+
+from commtrace.reading.run import RecordedRun
+from commtrace.reading.table_reader import Row
+
+
+def summarize_job(run: RecordedRun) -> str:
+    """Return, for example, "DeepSpeedEngine, ZeRO stage 1, fp32, 4,870,144 parameters"; "" if no job was captured."""
+    job = run.job
+    if job is None:
+        return "simulated" if run.simulated else ""
+    parts = [str(job[key]) for key in ("engine", "source") if job.get(key)][:1]
+    if job.get("zero_stage") is not None:
+        parts.append(f"ZeRO stage {job['zero_stage']}")
+    if job.get("precision"):
+        parts.append(str(job["precision"]))
+    first_jobs = [next(iter(process.tables.jobs.values()), None) for process in run.processes]
+    counts = {count for job in first_jobs if (count := parameter_count(job)) is not None}
+    if len(counts) == 1:
+        parts.append(f"{counts.pop():,} parameters")
+    elif counts:
+        parts.append(f"{min(counts):,} to {max(counts):,} parameters per rank")
+    models = max(len(process.tables.jobs) for process in run.processes)
+    suffix = f" (the first of {models} models)" if models > 1 else ""
+    return ", ".join(parts) + suffix + (", simulated" if run.simulated else "")
+
+
+def parameter_count(job: Row | None) -> int | None:
+    """Return the elements of all parameters of a job row, None if the row does not tell."""
+    rows = (job or {}).get("parameters")
+    try:
+        return sum(math.prod(int(length) for length in row["shape"]) for row in rows) if rows else None
+    except (KeyError, TypeError, ValueError):
+        return None

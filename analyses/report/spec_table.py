@@ -1,0 +1,39 @@
+"""Data frames as text tables, by their descriptions in `commtrace.analyses.table_specs`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+from rich.table import Table
+
+from commtrace.analyses.table_specs import TABLES
+from commtrace.analyses.table_specs.spec import formatted_rows
+from commtrace.text_tables import TextColumn, text_table
+
+
+def spec_table(
+    name: str,
+    table: pd.DataFrame,
+    width: int,
+    *,
+    view: str = "terminal",
+    more: Sequence[tuple[TextColumn, Sequence[str]]] = (),
+) -> Table:
+    """Lay out a table as text.
+
+    Args:
+        name: Name of the table's description.
+        table: The rows to show.
+        width: Characters of the widest line.
+        view: Name of the description's view.
+        more: Further columns at the right, each with a cell for each row.
+    """
+    specs = TABLES[name].columns_of(view)
+    columns = [TextColumn(spec.head, spec.kind == "number", spec.shortenable, spec.optional) for spec in specs]
+    rows = formatted_rows(specs, table)
+    for column, cells in more:
+        columns.append(column)
+        for row, cell in zip(rows, cells, strict=True):
+            row.append(cell)
+    return text_table(columns, rows, width)

@@ -1,0 +1,98 @@
+"""The section on theory: how much of the payload is as expected, a step as a sum, and what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import pandas as pd
+from rich.console import RenderableType
+from rich.text import Text
+
+from commtrace.formatting import format_bytes, format_plural, format_share, format_signed
+from commtrace.text_tables import TextColumn, left_column, paragraph, text_table
+
+MAX_CAUSES: Final = 8
+MAX_SITES: Final = 3
+
+
+def render_theory(tables: Mapping[str, pd.DataFrame], width: int) -> Iterator[RenderableType]:
+    """Yield the section below its heading."""
+    theory = tables["theory"]
+    compared = theory.loc[theory["not_predicted"].isna()]
+    reasons = theory["not_predicted"].dropna().unique()
+    if len(reasons):
+        where = f" for {format_plural(len(theory) - len(compared), 'process', 'processes')}" if len(compared) else ""
+        yield paragraph(f"Not compared{where}: {'; '.join(reasons)}.", width)
+    if not len(compared):
+        return
+    yield paragraph(_agreement(compared), width)
+    versions = compared["other_versions"].dropna().unique()
+    if len(versions):
+        yield paragraph(f"Rules were written from other versions: {'; '.join(versions)}.", width)
+    yield from _causes(tables["reconciliation"], width)
+    yield from _waterfall(tables["waterfall"], "wire bytes (min) of a rank's step", width)
+    by_role = tables.get("waterfall_by_role")
+    for role, rows in () if by_role is None else by_role.groupby("role", sort=False):
+        yield from _waterfall(rows, f"of dimension {role}", width)
+
+
+def _agreement(compared: pd.DataFrame) -> str:
+    measured, matched, named, unexplained = (
+        int(compared[f"{name}_bytes"].sum()) for name in ("measured", "matched", "named", "unexplained")
+    )
+    share = "all" if matched == measured else format_share(matched / measured) if measured else "none"
+    differs = "nothing differs"
+    if named or unexplained:
+        differs = f"other, with a known cause: {format_bytes(named)}; unexplained: {format_bytes(unexplained)}"
+    ranks = format_plural(compared["rank"].nunique(), "rank")
+    payload = f"{share} of the payload of {ranks}, {format_bytes(measured)}"
+    return f"{', '.join(compared['scheme'].unique())}: {payload}, is as expected, call by call; {differs}."
+
+
+def _causes(reconciliation: pd.DataFrame, width: int) -> Iterator[RenderableType]:
+    differing = reconciliation.loc[reconciliation["cause"] != "expected"]
+    groups = [(str(cause), rows) for cause, rows in differing.groupby("cause")]
+    groups.sort(key=lambda group: int(group[1]["difference_bytes"].abs().sum()), reverse=True)
+    for cause, rows in groups[:MAX_CAUSES]:
+        yield paragraph(_describe_cause(cause, rows), width, first="- ")
+    if len(groups) > MAX_CAUSES:
+        yield paragraph(f"and {len(groups) - MAX_CAUSES:,} more, all in --json", width, first="- ")
+
+
+def _describe_cause(cause: str, rows: pd.DataFrame) -> str:
+    """Describe a cause: "unexplained: 3 calls more and 1 call missing of all_reduce, +12 B of payload, in 3 steps"."""
+    more, missing = int(rows["measured_calls"].sum()), int(rows["expected_calls"].sum())
+    calls = [f"{format_plural(more, 'call')} more"] if more else []
+    calls += [f"{format_plural(missing, 'call')} missing"] if missing else []
+    training = rows["step"] >= 0
+    where = f"in {format_plural(rows['step'].nunique(), 'step')}"
+    if not training.all():
+        where = "in steps and start-up" if training.any() else "in start-up"
+    sites = sorted({site for sites in rows["sites"] for site in sites.split("; ") if site})
+    places = f", from {'; '.join(sites[:MAX_SITES])}{' ...' * (len(sites) > MAX_SITES)}" if sites else ""
+    ops = ", ".join(sorted(rows["op"].unique()))
+    payload = format_signed(rows["difference_bytes"].sum(), format_bytes)
+    return f"{cause}: {' and '.join(calls)} of {ops}, {payload} of payload, {where}{places}"
+
+
+def _waterfall(rows: pd.DataFrame, head: str, width: int) -> Iterator[RenderableType]:
+    """Yield the sum from the closed form to what was measured; its causes have a sign."""
+    if not len(rows):
+        return
+    form = int(rows["bytes"].iloc[0])
+    cells = [
+        [
+            str(label),
+            format_bytes(size) if kind in ("closed form", "measured") else format_signed(size, format_bytes),
+            format_share(size / form if form else None),
+        ]
+        for label, size, kind in zip(rows["label"], rows["bytes"], rows["kind"], strict=True)
+    ]
+    yield Text()
+    columns = [
+        left_column(head, shortenable=True),
+        TextColumn("wire (min)"),
+        TextColumn("of the formula", optional=True),
+    ]
+    yield text_table(columns, cells, width)

@@ -1,0 +1,73 @@
+"""Descriptions of all tables: title, rows, and for each column its head, unit, format and meaning.
+
+`TABLES` describes every table of `commtrace report`, of runs side by side, of `commtrace scaling`, and those that
+figures are drawn from. The terminal report, the HTML pages, the "columns" of the JSON documents, `Run.describe_table`
+and the reference page of the documentation are made from it. A test compares it with the tables of real logs.
+
+    python -m commtrace.analyses.table_specs        # the reference page, in Markdown
+
+Definitions that hold for all tables are in the docstring of `commtrace.analyses`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
+
+from .comparison_specs import COMPARISON_TABLES
+from .report_specs import FIGURE_TABLES, NETWORK_TABLES, REPORT_TABLES
+from .scaling_specs import SCALING_TABLES
+from .spec import ColumnSpec, TableSpec
+
+__all__ = ["TABLES", "ColumnSpec", "TableSpec", "describe_columns", "to_markdown"]
+
+_SECTIONS: Final = (
+    (
+        "Tables of a report",
+        "`commtrace report DIR --json`, and `commtrace.open(DIR).table(NAME)`. All of them are in every document; one "
+        "that does not apply to a run has no rows.",
+        REPORT_TABLES,
+    ),
+    (
+        "Tables that only figures are drawn from",
+        "`commtrace.open(DIR).table(NAME)`; not in the JSON document.",
+        FIGURE_TABLES,
+    ),
+    ("Tables of a report with a network", "`commtrace report DIR --network NET --json`.", NETWORK_TABLES),
+    (
+        "Tables of runs side by side",
+        "`commtrace report DIR DIR ... --json`, and `commtrace.analyses.comparison.compare`.",
+        COMPARISON_TABLES,
+    ),
+    (
+        "Tables of a scaling comparison",
+        "`commtrace scaling DIR DIR ... --json`, and `commtrace.analyses.scaling.scaling_tables.scaling`.",
+        SCALING_TABLES,
+    ),
+)
+
+TABLES: Final[Mapping[str, TableSpec]] = {spec.name: spec for _, _, specs in _SECTIONS for spec in specs}
+"""Every table by name."""
+
+
+def describe_columns(names: Iterable[str]) -> dict[str, dict[str, dict[str, str]]]:
+    """Return unit and meaning of each column of the named tables, as the JSON documents hold them."""
+    return {
+        name: {column.name: {"unit": column.unit, "meaning": column.meaning} for column in TABLES[name].columns}
+        for name in names
+    }
+
+
+def to_markdown() -> str:
+    """Return the reference page of all tables, below its title."""
+    return "\n".join(_markdown())
+
+
+def _markdown() -> Iterator[str]:
+    for title, about, specs in _SECTIONS:
+        yield from (f"## {title}", "", about, "")
+        for spec in specs:
+            yield from (f"### `{spec.name}`", "", f"{spec.title}. {spec.rows}", "")
+            yield from ("| column | unit | meaning |", "| --- | --- | --- |")
+            yield from (f"| `{column.name}` | {column.unit} | {column.meaning} |" for column in spec.columns)
+            yield ""

@@ -1,0 +1,5 @@
+"""Prints the reference page of all tables, in Markdown."""
+
+from . import to_markdown
+
+print(to_markdown(), end="")

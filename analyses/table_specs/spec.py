@@ -1,0 +1,94 @@
+"""What a table is described by: `TableSpec` and `ColumnSpec`, and makers of columns by what they count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import pandas as pd
+
+from commtrace.formatting import format_bytes, format_count, format_duration, format_share, is_known
+
+
+@dataclass(frozen=True)
+class ColumnSpec:
+    """A column of a table.
+
+    Attributes:
+        name: Its name in the table, and in JSON.
+        head: Text above the column where people read it.
+        unit: What its numbers count: "bytes", "ns", "fraction" (0 to 1) ...; "" for texts.
+        meaning: A sentence.
+        format: Makes text of a value; missing values become "-".
+        kind: "number" is aligned right, "word" is not broken into lines, "text" may be.
+        optional: Whether a terminal that is too narrow may leave it out.
+        shortenable: Whether a terminal that is too narrow may shorten its texts.
+    """
+
+    name: str
+    head: str
+    unit: str
+    meaning: str
+    format: Callable[[Any], str]
+    kind: Literal["number", "word", "text"] = "number"
+    optional: bool = False
+    shortenable: bool = False
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """A table.
+
+    Attributes:
+        name: Its name in `Run.table`, and in JSON.
+        title: A heading.
+        rows: What a row is, and in which order rows are.
+        columns: All columns, in order.
+        views: Columns that a view shows, by the view's name: "terminal", "page", or a figure's name. A view that is
+            not named shows all.
+        max_rows: Rows that a page shows.
+    """
+
+    name: str
+    title: str
+    rows: str
+    columns: tuple[ColumnSpec, ...]
+    views: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    max_rows: int = 60
+
+    def columns_of(self, view: str) -> tuple[ColumnSpec, ...]:
+        """Return the columns that a view shows, in its order."""
+        by_name = {column.name: column for column in self.columns}
+        return tuple(by_name[name] for name in self.views.get(view, by_name))
+
+
+def formatted_rows(columns: Sequence[ColumnSpec], table: pd.DataFrame) -> list[list[str]]:
+    """Return the cells of these columns of a table as texts, row by row."""
+    rows = table[[column.name for column in columns]].itertuples(index=False, name=None)
+    return [[column.format(value) for column, value in zip(columns, row, strict=True)] for row in rows]
+
+
+def text_of(value: Any) -> str:
+    """Return a text as it is, "-" if it is missing."""
+    return str(value) if is_known(value) else "-"
+
+
+def ratio_text(value: Any, suffix: str = "") -> str:
+    """Format a ratio with two decimals, "-" if it is missing."""
+    return f"{value:.2f}{suffix}" if is_known(value) else "-"
+
+
+def column(unit: str, write: Callable[[Any], str], name: str, head: str, meaning: str, **options: Any) -> ColumnSpec:
+    """Return a column. Its head is its name in words if `head` is ""; `options` are the other attributes."""
+    return ColumnSpec(name, head or name.replace("_", " "), unit, meaning, write, **options)
+
+
+word = partial(column, "", text_of, kind="word")
+prose = partial(column, "", text_of, kind="text")
+count = partial(column, "count", format_count)
+size = partial(column, "bytes", format_bytes)
+duration = partial(column, "ns", format_duration)
+share = partial(column, "fraction", format_share)
+flag = partial(column, "boolean", text_of, kind="word")

@@ -1,0 +1,104 @@
+"""Descriptions of tables against the tables of real logs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from factory import LogFactory, training
+from networks import ideal, results
+
+from commtrace.analyses import analyse
+from commtrace.analyses.comparison import compare
+from commtrace.analyses.engine import fold
+from commtrace.analyses.network_efficiency import network_analysis
+from commtrace.analyses.report.document import comparison_to_json, report_to_json, scaling_to_json
+from commtrace.analyses.scaling import scaling
+from commtrace.analyses.table_specs import TABLES, to_markdown
+from commtrace.analyses.table_specs.spec import formatted_rows
+from commtrace.errors import NoSuchTableError
+from commtrace.network.networks import MeasuredNetwork
+from commtrace.run import open_run
+
+LOGS = Path(__file__).parents[3] / "notebooks" / "logs"
+ZEROS = {name: LOGS / name for name in ("zero1", "zero3")}
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pd.DataFrame]:
+    """Every table that commtrace makes."""
+    zeros = {name: open_run(path) for name, path in ZEROS.items()}
+    folder = tmp_path_factory.mktemp("scaling")
+    for ranks in (2, 4):
+        training(folder / str(ranks), ranks=ranks)
+    network = network_analysis(MeasuredNetwork("it", results([*ideal("all_reduce", 2), *ideal("all_gather", 2)])))
+    return {
+        **analyse(zeros["zero3"], details=True),
+        **fold(zeros["zero3"], [network]),
+        **compare(zeros),
+        **scaling({ranks: open_run(folder / ranks) for ranks in ("2", "4")}),
+    }
+
+
+def test_every_column_is_described_and_every_described_column_exists(tables: dict[str, pd.DataFrame]) -> None:
+    described = {name: [column.name for column in spec.columns] for name, spec in TABLES.items()}
+    assert described == {name: [*tables[name].columns] for name in TABLES}
+    assert set(tables) == set(TABLES)
+
+
+def test_empty_tables_have_their_columns(tmp_path: Path) -> None:
+    LogFactory(tmp_path).process()
+    run = open_run(tmp_path)
+    for name, table in (analyse(run, details=True) | compare({"empty": run})).items():
+        assert [*table.columns] == [column.name for column in TABLES[name].columns], name
+
+
+def test_views_name_columns_and_every_value_has_a_text(tables: dict[str, pd.DataFrame]) -> None:
+    for spec in TABLES.values():
+        for view in ("terminal", *spec.views):
+            rows = formatted_rows(spec.columns_of(view), tables[spec.name])
+            assert len(rows) == len(tables[spec.name])
+            assert all(isinstance(cell, str) and cell not in ("nan", "<NA>", "None") for row in rows for cell in row)
+
+
+def test_descriptions_are_sentences() -> None:
+    for spec in TABLES.values():
+        assert spec.rows.endswith(".")
+        for column in spec.columns:
+            assert column.head
+            assert column.meaning.endswith("."), column
+            assert "|" not in column.meaning, "it would end a cell of a Markdown table"
+
+
+def test_json_documents_describe_their_tables(tables: dict[str, pd.DataFrame]) -> None:
+    run = open_run(ZEROS["zero1"])
+    texts = [
+        report_to_json(run, run.tables()),
+        comparison_to_json(compare({"one": run})),
+        scaling_to_json({name: table for name, table in tables.items() if name.startswith("scaling")}, ["A sentence."]),
+    ]
+    for document in map(json.loads, texts):
+        assert list(document["columns"]) == list(document["tables"])
+        for name, rows in document["tables"].items():
+            for row in rows:
+                assert list(row) == list(document["columns"][name])
+
+
+def test_a_run_describes_its_tables() -> None:
+    run = open_run(ZEROS["zero1"])
+    described = run.describe_table("volume_by_operation")
+    assert [*described.index] == [*run.table("volume_by_operation").columns]
+    assert described.loc["payload_bytes", "unit"] == "bytes"
+    assert described.loc["payload_bytes", "meaning"]
+    with pytest.raises(NoSuchTableError, match="no table is called 'no_table'"):
+        run.describe_table("no_table")
+
+
+def test_the_reference_page_has_all_tables() -> None:
+    page = to_markdown()
+    for spec in TABLES.values():
+        assert f"### `{spec.name}`" in page
+    for line in page.splitlines():
+        assert not line.startswith("|") or line.count("|") == 4
