@@ -1,20 +1,26 @@
-"""The functions of `import commtrace`. Nothing heavy is imported early: training processes import this."""
+"""The functions of `import commtrace`. Training processes import this module: it imports pandas only when needed."""
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # typing's own costs every process that never communicates a millisecond or two
+TYPE_CHECKING = False  # importing typing takes a millisecond or two in every process
 if TYPE_CHECKING:
     import os
+    from collections.abc import Mapping
     from contextlib import AbstractContextManager
+
+    import pandas as pd
 
     from commtrace.run import Run
 
 
 def start(directory: str | os.PathLike[str] = "commtrace-logs") -> None:
-    """Record from here on into `directory`, as `COMMTRACE=directory` in the environment does from the beginning.
+    """Start recording in this process, as COMMTRACE=directory in the environment does from its beginning.
 
-    For notebooks and tests. Raises CommtraceError where tracing is on already, or where a COMMTRACE_* setting makes
-    no sense.
+    Args:
+        directory: Where the log goes. It is created with the first communication call.
+
+    Raises:
+        CommtraceError: Tracing is on already, or a COMMTRACE_* variable has an invalid value.
     """
     from commtrace import startup
 
@@ -22,45 +28,80 @@ def start(directory: str | os.PathLike[str] = "commtrace-logs") -> None:
 
 
 def stop() -> None:
-    """Write out what is recorded, close the log, and take every hook out. Does nothing where tracing is off."""
+    """Write all records, close the log and remove every hook. Does nothing while tracing is off."""
     from commtrace import startup
 
     startup.stop()
 
 
 def step() -> None:
-    """A training step begins here. From the first call on, steps are counted by these calls alone."""
+    """Mark the beginning of a training step. From the first call on, only these calls count steps."""
     from commtrace.progress import progress
 
     progress.step_begins()
 
 
 def phase(name: str) -> AbstractContextManager[None]:
-    """Calls within belong to this part of the step: "init", "forward", "backward", "optimizer" or "other".
+    """Mark the calls in a `with` block as a phase of the training step.
 
-    Raises CommtraceError for any other name.
+    Args:
+        name: "init", "forward", "backward", "optimizer" or "other".
+
+    Raises:
+        CommtraceError: There is no such phase.
     """
     from commtrace.progress import progress
 
-    return progress.marked(name)
+    return progress.named_phase(name)
 
 
 def open(directory: str | os.PathLike[str], *, recover: bool = True) -> Run:
     """Open the newest run in a log directory.
 
-    A process that is killed leaves its last records in its host's shared memory. Opening its run on that host first
+    A killed process leaves its last records in the shared memory of its host. Opening its run on that host first
     recovers them: it writes them to the log and removes them from /dev/shm.
 
     Args:
-        directory: What `COMMTRACE` named, or the directory of one run in it.
+        directory: What COMMTRACE named, or the directory of one run in it.
         recover: Whether to recover such records. False: open the log as it is, and write nothing.
 
     Returns:
-        The run: `events()`, `table(name)`, `figure(name)`.
+        The run, with `events()`, `table(name)` and `figure(name)`.
 
     Raises:
-        CommtraceError: The directory holds no run that can be read.
+        LogError: The directory holds no run that can be read.
     """
     from commtrace.run import open_run
 
     return open_run(directory, recover=recover)
+
+
+def compare(runs: Mapping[str, Run]) -> dict[str, pd.DataFrame]:
+    """Compare runs side by side.
+
+    Args:
+        runs: Runs by the names that the tables show.
+
+    Returns:
+        The tables of `commtrace report DIR DIR ... --json` by name.
+    """
+    from commtrace.analyses.comparison import compare as compare_runs
+
+    return compare_runs(runs)
+
+
+def scaling(runs: Mapping[str, Run]) -> dict[str, pd.DataFrame]:
+    """Compare runs of one program on different numbers of ranks.
+
+    Args:
+        runs: Runs by the names that the tables show.
+
+    Returns:
+        The tables of `commtrace scaling DIR DIR ... --json` by name.
+
+    Raises:
+        CommtraceError: The runs cannot be compared.
+    """
+    from commtrace.analyses.scaling import scaling as scaling_tables
+
+    return scaling_tables(runs)

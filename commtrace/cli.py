@@ -1,8 +1,9 @@
-"""The command line: `commtrace COMMAND ...`. Knows the commands by name and imports the one that is asked for.
+"""Command line: `commtrace COMMAND ...`. Imports only the command that runs.
 
 A command is one class `Command` in one file: its docstring is its help, `prepare` adds its arguments, `run` does the
-work and returns the exit status. Errors are printed here and nowhere else: 0 fine (also for a partial log), 1 an error
-that the user can mend (`check`: a difference, too), 2 wrong arguments, 3 `check` could not compare, 130 interrupted.
+work and returns the exit status. Only this module prints errors. Exit statuses: 0 success (also for a partial log), 1
+an error that the user can fix (`check`: also a difference), 2 wrong arguments, 3 `check` could not compare, 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Final, Protocol
 
 from commtrace.errors import CommtraceError
 
-# Name: (module that has the class Command, the first line of its docstring). Names, so that nothing is imported.
+# Command -> (module of its class Command, first line of that class's docstring), so that no command is imported.
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "report": ("commtrace.commands.report", "Show what a run communicated."),
     "scaling": (
@@ -54,17 +55,17 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
 
 
 class Command(Protocol):
-    """What a command module provides under the name `Command`."""
+    """Interface of the class `Command` in a command module."""
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
-        """Add the arguments."""
+        """Add the command's arguments."""
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Do the work; returns the exit status. Raises CommtraceError."""
+        """Run the command and return the exit status. Raises CommtraceError."""
 
 
 _EPILOG: Final = """\
-record and ask:
+record and report:
   COMMTRACE=logs/run1 torchrun --nproc-per-node 2 train.py
   commtrace report logs/run1
 
@@ -73,9 +74,9 @@ record and ask:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that `argv` (unsaid: the process's own arguments) names; returns the exit status."""
+    """Run the command that `argv` names (default: sys.argv[1:]), and return the exit status."""
     arguments = sys.argv[1:] if argv is None else [*argv]
-    if isinstance(sys.stdout, TextIOWrapper):  # a site's name must not fail a report on a terminal of few letters
+    if isinstance(sys.stdout, TextIOWrapper):  # a file name must not fail a report on an ASCII terminal
         sys.stdout.reconfigure(errors="replace")
     try:
         status = _run(arguments)
@@ -84,12 +85,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CommtraceError as error:
         print(f"commtrace: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # the reader, `head` say, has seen enough
-        _let_go_of_stdout()
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+        _discard_stdout()
         return 0
-    except OSError as error:  # stdout on a full disk, say
+    except OSError as error:  # stdout on a full disk, for example
         print(f"commtrace: {error}", file=sys.stderr)
-        _let_go_of_stdout()
+        _discard_stdout()
         return 1
     except KeyboardInterrupt:
         return 130
@@ -124,7 +125,7 @@ def _version() -> str:
         return "(not installed)"
 
 
-def _let_go_of_stdout() -> None:
+def _discard_stdout() -> None:
     # Python flushes stdout once more at exit, and would print a traceback about it.
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

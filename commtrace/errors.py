@@ -1,4 +1,4 @@
-"""Errors that commtrace raises. Each message names the file or setting, the value, and what to do about it."""
+"""Errors that commtrace raises. A message names the file or setting and the value, and says how to fix it."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ class CommtraceError(Exception):
 
 
 class SettingsError(CommtraceError):
-    """A COMMTRACE* variable has a value that makes no sense."""
+    """A COMMTRACE* variable has an invalid value."""
 
 
 class LogError(CommtraceError):
-    """There is no log here that can be read. A log that is only damaged raises nothing: it carries notes."""
+    """There is no log that can be read. A damaged log is no error: `Run.notes` names the damage."""
 
 
 class NewerLogError(LogError):
-    """The log was written by a later version of commtrace, in a format that this one does not know."""
+    """The log has a newer format than this version of commtrace reads."""
 
 
 class NoSuchTableError(CommtraceError):
-    """A table was asked for by a name that no analysis has."""
+    """No analysis has a table of this name."""
 
 
 class NoSuchFigureError(CommtraceError):
-    """A figure was asked for that is not known, or that this log has nothing to draw from."""
+    """No figure has this name, or the log has no data for it."""
 
 
 class OutputError(CommtraceError):
-    """A result could not be written."""
+    """An output file cannot be written."""
 
 
 class MissingLibraryError(CommtraceError):
-    """An optional library is needed for this."""
+    """An optional library is not installed."""
 
 
 class LaunchError(CommtraceError):
-    """The launcher's environment does not say enough to find the other processes, or there is no launcher."""
+    """The launcher's variables do not say where the other processes are, or no launcher is installed."""
 
 
 class ConfigError(CommtraceError):
-    """A setting of a model's configuration is missing, has a wrong value, or asks for what is not supported."""
+    """A setting of a model configuration is missing, has an invalid value, or is not supported."""

@@ -1,4 +1,4 @@
-"""Who is recording: host, process, launcher, and the name that all processes of a run agree on."""
+"""Identity of this process and its run: host, rank, launcher, and the run name that all its processes agree on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from commtrace import launchers
 
-# Variables that may be copied into a log. An allow-list: the rest of an environment may hold secrets.
+# Variables that are copied to the log. An allow-list, because an environment may hold secrets.
 ENVIRONMENT = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID",
@@ -27,28 +27,28 @@ ENVIRONMENT = (
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """This process among those of its run, as the library that communicates knows it."""
+    """Rank of this process, as the communication library knows it."""
 
     rank: int
     world_size: int | None
     agree: Callable[[str], str] | None = None
-    """Given a proposal, the one value that all processes get: the first one proposed."""
+    """Takes a proposed run name and returns the first one proposed by any process; None without a common store."""
 
 
 def rank_from_environment(environ: Mapping[str, str] = os.environ) -> RankIdentity:
-    """What the launcher says, for programs without a process group of the whole world; else a world of one."""
+    """Return the rank that the launcher gave, for programs without a group of all ranks; rank 0 without a launcher."""
     return RankIdentity(launchers.rank(environ) or 0, launchers.world_size(environ))
 
 
 def launcher_run_name(environ: Mapping[str, str] = os.environ) -> str:
-    """What the launcher calls this run, "" where it does not say. All processes of a run get the same."""
+    """Return the launcher's name of this run, the same in all its processes; "" if it gives none."""
     elastic = environ.get("TORCHELASTIC_RUN_ID", "")
     if elastic:
-        # torchrun's default is the word "none"; with --standalone it makes up a UUID, whose first digits will do.
+        # torchrun's default is "none"; with --standalone it is a UUID, of which the first digits suffice.
         name = "" if elastic == "none" else "-" + re.sub(r"^([0-9a-f]{8})-[0-9a-f-]{27}$", r"\1", elastic)
         return f"torchelastic{name}-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if "SLURM_JOB_ID" in environ and "SLURM_PROCID" in environ:
-        restart = environ.get("SLURM_RESTART_COUNT", "0")  # a job that is put back into the queue keeps its number
+        restart = environ.get("SLURM_RESTART_COUNT", "0")  # a job that is requeued keeps its number
         again = "" if restart == "0" else f"-restart{restart}"
         return f"slurm-{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '0')}{again}"
     if "PMIX_NAMESPACE" in environ:
@@ -56,14 +56,14 @@ def launcher_run_name(environ: Mapping[str, str] = os.environ) -> str:
     return ""
 
 
-# Processes that start ranks of MPI, as the kernel names them (15 letters).
+# Processes that start ranks of MPI, by their names in the kernel (15 characters).
 _STARTERS = ("prterun", "prte", "prted", "orterun", "orted", "mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy")
 
 
 def mpi_starter() -> str:
-    """The process of this host that started this rank of MPI and others, by number and moment; "" for none.
+    """Return host, number and start time of the process that started the MPI ranks of this host; "" for none.
 
-    The moment (in the kernel's ticks) tells it from every other process that ever had its number.
+    The start time, in the kernel's ticks, distinguishes it from other processes that had the same number.
     """
     pid = os.getppid()
     try:
@@ -78,7 +78,7 @@ def mpi_starter() -> str:
 
 
 def _process(pid: int) -> tuple[str, int, int]:
-    """(name, number of its parent, ticks from the host's start to its own)."""
+    """Return (name, number of the parent, start time in ticks since the host's start) of a process."""
     head, _, tail = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
     fields = tail.split()
     return head.partition("(")[2], int(fields[1]), int(fields[19])
@@ -88,7 +88,7 @@ _recordings = 0
 
 
 def agree_on_run(member: RankIdentity) -> str:
-    """The identity of the run, the same in all its processes: one round trip to their store, no collective."""
+    """Return the name of the run, the same in all its processes: one round trip to their store, no collective."""
     global _recordings
     _recordings += 1
     again = "" if _recordings == 1 else str(_recordings)
@@ -101,18 +101,18 @@ def _agreed(member: RankIdentity) -> str:
         name = "-".join(part for part in (launcher_run_name(), member.agree(proposal)) if part)
         return name or proposal
     if launcher_run_name().startswith(("slurm-", "pmix-")):
-        return launcher_run_name()  # nothing to agree through, but these names are used once only
+        return launcher_run_name()  # no store, but these names are used only once
     return "-".join(part for part in (launcher_run_name(), proposal) if part)
 
 
 def forked() -> None:
-    """In a child, which counts its own recordings: a store may answer a second one of a process as it did the first."""
+    """Reset the count of recordings in a forked child."""
     global _recordings
     _recordings = 0
 
 
 def host() -> str:
-    """This host's name, fit for a folder."""
+    """Return the name of this host, usable as the name of a folder."""
     return _file_name(socket.gethostname()) or "host"
 
 
@@ -121,7 +121,7 @@ def _file_name(text: str) -> str:
 
 
 def boot_id() -> str:
-    """Changes when the host restarts; "" where the system has none."""
+    """Return an identifier that changes when the host restarts; "" if the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -129,7 +129,7 @@ def boot_id() -> str:
 
 
 def cores() -> str:
-    """Where this process may run, as the kernel writes lists ("0-3,8"); "" where the system does not say."""
+    """Return the cores that this process may use, as the kernel writes lists ("0-3,8"); "" if not known."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -138,7 +138,7 @@ def cores() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, commtrace, and those of our libraries that this process has imported."""
+    """Return the versions of Python, commtrace, and the traced libraries that this process has imported."""
     import commtrace
 
     found = {"python": platform.python_version(), "commtrace": commtrace.__version__}
@@ -150,14 +150,17 @@ def versions() -> dict[str, str]:
 
 
 def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The allowed part of the environment."""
+    """Return the variables of `ENVIRONMENT` that are set."""
     return {name: environ[name] for name in ENVIRONMENT if name in environ}
 
 
 def clock_readings() -> dict[str, int]:
-    """Now, on the clock of the records and on the wall clock, for comparing hosts.
+    """Read the records' monotonic clock and the wall clock at the same moment, for comparing hosts.
 
-    The wall clock is read between two readings of the other, whose mean goes with it: good to a microsecond or so.
+    The wall clock is read between two readings of the other, whose mean is returned: exact to about a microsecond.
+
+    Returns:
+        `mono_ns` and `unix_ns`.
     """
     before = time.monotonic_ns()
     unix = time.time_ns()

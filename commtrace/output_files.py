@@ -1,4 +1,4 @@
-"""Results that are files: one appears under its name when it is whole, and nothing is left behind after an error."""
+"""Atomic output files: a file appears under its name when it is complete, and an error leaves none."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ from commtrace.errors import OutputError
 
 @contextlib.contextmanager
 def atomic_write(out: Path, *, force: bool = False) -> Iterator[Path]:
-    """The path to write to; the file is renamed to `out` at the end. `force`: replace `out` if it exists.
+    """Yield a temporary path to write to, and rename it to `out` at the end.
 
-    Raises OutputError where it cannot be written, or exists.
+    Args:
+        out: The output file.
+        force: Whether to replace an existing file.
+
+    Raises:
+        OutputError: `out` exists, or cannot be written.
     """
     if out.is_dir():
         raise OutputError(f"{out}: is a directory; give the name of a file in it")
@@ -26,25 +31,16 @@ def atomic_write(out: Path, *, force: bool = False) -> Iterator[Path]:
         yield part
         os.replace(part, out)
     except OSError as error:
-        raise OutputError(f"{out}: cannot be written ({_reason(error)}); {_mend(error)}") from error
+        reason = (error.strerror or str(error)).lower()
+        raise OutputError(f"{out}: cannot be written ({reason}); {_hint(error)}") from error
     finally:
-        _remove(part)
+        with contextlib.suppress(OSError):  # the folder does not exist, or its file system is gone
+            part.unlink(missing_ok=True)
 
 
-def _reason(error: OSError) -> str:
-    return (error.strerror or str(error)).lower()
-
-
-def _mend(error: OSError) -> str:
+def _hint(error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return "make room, or give a file on another disk"
     if error.errno == errno.ENOENT:
         return "make its folder first"
     return "give a file in a folder where you may write"
-
-
-def _remove(part: Path) -> None:
-    try:
-        part.unlink(missing_ok=True)
-    except OSError:  # the folder does not exist, or the store is gone: there is nothing to remove, or no way to
-        pass

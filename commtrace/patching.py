@@ -1,4 +1,4 @@
-"""Replacing attributes of other people's classes, reversibly."""
+"""Reversible replacement of attributes of classes and modules of other libraries."""
 
 from __future__ import annotations
 
@@ -10,29 +10,28 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Patches:
-    """What a hook replaced, so that it can put it back."""
+    """The attributes that a hook replaced, with their originals."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any, Any]] = []
 
     def __bool__(self) -> bool:
-        """Something is replaced."""
+        """Return whether anything is replaced."""
         return bool(self._replaced)
 
     def wrap(self, owner: Any, name: str, wrapper: Wrapper) -> bool:
-        """Replace `owner.name`, defined on `owner` itself, by `wrapper(original)`. False where there is none."""
-        original = vars(owner).get(name)
-        if original is None:
-            return False
-        replacement = functools.wraps(original)(wrapper(original))
-        # torch.compile must call it as it is, and not compile what a hook does; as with the method that it replaces.
-        replacement._torchdynamo_disable = True  # type: ignore[attr-defined]
-        setattr(owner, name, replacement)
-        self._replaced.append((owner, name, original, replacement))
-        return True
+        """Replace `owner.name`, defined on `owner` itself, by `wrapper(original)`. Returns False if there is none."""
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            replacement = functools.wraps(original)(wrapper(original))
+            # torch.compile must call the replacement as it is, like the original, and not compile the hook.
+            replacement._torchdynamo_disable = True  # type: ignore[attr-defined]
+            return replacement
+
+        return self.replace(owner, name, make)
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> bool:
-        """As `wrap`, by something that cannot carry the original's attributes."""
+        """Replace `owner.name` by `make(original)`, which need not be a function. Returns False if there is none."""
         original = vars(owner).get(name)
         if original is None:
             return False
@@ -42,7 +41,7 @@ class Patches:
         return True
 
     def undo(self) -> None:
-        """Put everything back, latest first, but what somebody else has replaced since."""
+        """Restore the originals, latest first, except where another library has replaced an attribute since."""
         while self._replaced:
             owner, name, original, replacement = self._replaced.pop()
             if vars(owner).get(name) is replacement:

@@ -1,9 +1,8 @@
-"""Where the program is in its training: step, micro-batch and phase, as every record carries them.
+"""Training progress of this process: the step, micro-batch and phase that every record carries.
 
-Hooks tell what they see (an optimizer stepped, a DeepSpeed engine went forward); the program may tell more
-(`commtrace.step()`, `commtrace.phase()`). Plain numbers: autograd threads read what the main thread writes, and
-nothing here is worth a lock on the way of a call. They lie side by side in memory, where the native recorder reads them
-and begins a step without Python.
+Hooks report what they observe (an optimizer stepped, a DeepSpeed engine went forward), and the program may mark more
+(`commtrace.step()`, `commtrace.phase()`). The numbers are in one array without a lock: autograd threads read what the
+main thread writes, and the native recorder reads it and begins a step without Python.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from typing import Final
 from commtrace.errors import CommtraceError
 from commtrace.schema import Phase
 
-# Places in `Progress.cells`, as struct Progress of hooks/native/recording.h has them.
+# Positions in `Progress.cells`, the same as in struct Progress of hooks/native/recording.h.
 _STEP, _MICRO_BATCH, _MARK, _FINISHED, _BY_PROGRAM = range(5)
 _UNMARKED: Final = -1
 
 
 class Progress:
-    """Step and phase of one process.
+    """Step, micro-batch and phase of one process.
 
     A step begins with the first activity (forward, backward or optimizer) after the previous one's optimizer has
-    finished, so that what happens between two steps (logging, evaluation) is not counted to the later one.
+    finished, so that calls between two steps (logging, evaluation) do not count as part of the later one.
     """
 
     def __init__(self) -> None:
@@ -33,7 +32,7 @@ class Progress:
         self.reset()
 
     def reset(self) -> None:
-        """Before the first step, no marks."""
+        """Return to the state before the first step, without marks."""
         self.marks: list[Phase] = []
         for cell, value in ((_STEP, -1), (_MICRO_BATCH, -1), (_MARK, _UNMARKED), (_FINISHED, 1), (_BY_PROGRAM, 0)):
             self.cells[cell] = value
@@ -45,7 +44,7 @@ class Progress:
 
     @property
     def micro_batch(self) -> int:
-        """Within the step, -1: not known."""
+        """The micro-batch within the step, -1: not known."""
         return self.cells[_MICRO_BATCH]
 
     @micro_batch.setter
@@ -54,32 +53,32 @@ class Progress:
 
     @property
     def between_steps(self) -> bool:
-        """The next activity begins a step."""
+        """Whether the next activity begins a step."""
         return bool(self.cells[_FINISHED] and not self.cells[_BY_PROGRAM])
 
     def activity(self) -> None:
-        """Something that only happens in a training step happens now."""
+        """Note an event that only happens in a training step; it begins one if none is under way."""
         if self.between_steps:
             self.cells[_FINISHED] = 0
             self.cells[_STEP] += 1
 
     def step_finished(self) -> None:
-        """The optimizer has done its work; the next activity begins a new step."""
+        """Note that the optimizer has finished; the next activity begins a new step."""
         self.cells[_FINISHED] = 1
 
     def step_begins(self) -> None:
-        """The program itself says that a step begins. From now on only it says so."""
+        """Begin a step that the program marks. From now on only such marks begin steps."""
         self.cells[_BY_PROGRAM] = 1
         self.cells[_STEP] += 1
         self.micro_batch = -1
 
     def unmarked(self) -> Phase:
-        """The phase of a call that nothing else is known about."""
+        """Return the phase of calls without a mark."""
         return Phase.INIT if self.step < 0 else Phase.OTHER
 
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
-        """Calls within belong to `phase`."""
+        """Mark the calls in a `with` block with a phase."""
         self.mark(phase)
         try:
             yield
@@ -87,18 +86,18 @@ class Progress:
             self.unmark()
 
     def mark(self, phase: Phase) -> None:
-        """Calls belong to `phase` until the mark ends."""
+        """Mark calls with a phase until `unmark`."""
         self.marks.append(phase)
         self.cells[_MARK] = phase
 
     def unmark(self) -> None:
-        """The innermost mark ends. There may be none: tracing may have been stopped within it."""
+        """End the innermost mark. There may be none: tracing may have been stopped within it."""
         if self.marks:
             self.marks.pop()
         self.cells[_MARK] = self.marks[-1] if self.marks else _UNMARKED
 
-    def marked(self, name: str) -> _Mark:
-        """As `within`, by name, for programs. Raises CommtraceError for a name that is no phase."""
+    def named_phase(self, name: str) -> _Mark:
+        """Return a context manager that marks a phase of the program. Raises CommtraceError for an unknown name."""
         try:
             return _Mark(self, Phase[name.upper()])
         except (KeyError, AttributeError):
@@ -107,7 +106,7 @@ class Progress:
 
 
 class _Mark:
-    """A phase that a program marks: a training step has begun unless it says that it is still setting up."""
+    """A phase that the program marks. Forward, backward and optimizer phases begin a training step."""
 
     def __init__(self, progress: Progress, phase: Phase) -> None:
         self._progress, self._phase = progress, phase
@@ -122,4 +121,4 @@ class _Mark:
 
 
 progress = Progress()
-"""Of this process. One for the whole process: a program trains one thing at a time."""
+"""The progress of this process; all threads share it, as a program runs one training at a time."""

@@ -1,8 +1,7 @@
-"""The facade of a run: its events, and the table and the figure of every analysis by name.
+"""The run that `commtrace.open` returns: its events, and the table and the figure of every analysis by name.
 
-`commtrace.open` returns it. It is a module of its own because it imports pandas: `commtrace.api`, which every training
-process imports, must not. Together with `commtrace.commands` it is the only product code outside `analyses/` that
-imports the analyses (docs/explanation/architecture.md).
+This is a module of its own because it imports pandas, which `commtrace.api` must not: training processes import that.
+Besides `commtrace.commands` only this module and `commtrace.api` import the analyses.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Run(RecordedRun):
-    """One run of a program: everything that its ranks recorded, and what the analyses make of it.
+    """One run of a program: what its ranks recorded, and the tables and figures of the analyses.
 
     Example:
         run = commtrace.open("logs/run1")
@@ -52,12 +51,18 @@ class Run(RecordedRun):
         """Return the tables of every analysis by name, as `commtrace report --json` shows them.
 
         Args:
-            executor: Runs the analyses over the segments of the log. None: this process does, and keeps the result.
+            executor: Reads and analyses the segments of the log. Default: this process does, and keeps the result.
+
+        Returns:
+            Tables by name; the page on tables describes their columns and units.
         """
         return self._tables if executor is None else self._analyse(executor)
 
     def table(self, name: str) -> pd.DataFrame:
-        """Return one table: of the report, or one that only a figure is drawn from (`timeline`, for example).
+        """Return one table.
+
+        Args:
+            name: A table of the report, or one that only a figure shows (`timeline`, for example).
 
         Raises:
             NoSuchTableError: No analysis has a table of this name.

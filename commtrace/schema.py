@@ -1,4 +1,4 @@
-"""What one recorded call looks like, in memory, in the ring and on disk.
+"""Format of a recorded call in memory, in the ring and on disk, and columns of the event table.
 
 `RECORD` is the only definition of the binary format: both recorders write it, the reader reads it, and
 `docs/reference/log-format.md` shows how to read it with numpy alone. A sample record, as `numpy` prints it:
@@ -58,7 +58,7 @@ RECORD_STRUCT: Final = "<7q3I4iI2H4B"
 
 
 class State(IntEnum):
-    """How far a call is known to have come."""
+    """Last known state of a call."""
 
     FREE = 0  # a slot of the ring that holds no record
     BEGUN = 1  # entered, and not seen to return: in flight, or the process died in it
@@ -79,11 +79,11 @@ class Phase(IntEnum):
 
 
 class Clock(IntEnum):
-    """Who saw the end of a call."""
+    """How the end of a call was seen."""
 
     NONE = 0
     RETURN = 1  # the call itself blocks until the operation is complete
-    WAIT = 2  # a wait of the program came back
+    WAIT = 2  # a wait of the program returned
     FUTURE = 3  # a completion callback
     DEVICE = 4  # the device's own measurement
     TEST = 5  # a poll (is_completed, Test) said so: the end is at or before this time
@@ -123,7 +123,7 @@ OPERATIONS: Final = (
     "accumulate",
 )
 
-# Columns of the normal form (`Run.events()`, `commtrace export`): public, in this order, under NORMAL_FORM_VERSION.
+# Columns of the event table (`Run.events()`, `commtrace export`): public, in this order, under EVENT_TABLE_VERSION.
 EVENT_TABLE_VERSION: Final = 1
 EVENT_COLUMNS: Final = (
     "rank",

@@ -1,4 +1,4 @@
-"""Every setting, its meaning, its default. All come from the environment, so that every launcher passes them on."""
+"""Settings of recording and their defaults, read from environment variables, which every launcher passes on."""
 
 from __future__ import annotations
 
@@ -14,68 +14,68 @@ DEFAULT_DIRECTORY = "commtrace-logs"
 
 
 class Settings:
-    """How to record. A field `name` is set by the variable COMMTRACE_NAME; the directory by COMMTRACE itself.
+    """How to record. The variable COMMTRACE_NAME sets the field `name`; COMMTRACE itself sets the directory.
 
-    Frozen. Not a dataclass, which would cost every process that never communicates five milliseconds of imports.
+    Frozen. Not a dataclass: importing dataclasses would cost every process five milliseconds.
     """
 
     directory: str
-    """Where the log goes, absolute (programs change directory). COMMTRACE=1: `commtrace-logs` in the current one."""
+    """Absolute path of the log (programs change directory). COMMTRACE=1: `commtrace-logs` in the current directory."""
 
     recorder: str = "auto"
-    """Which recorder: "native" (in C++, made by `commtrace build`), "python", or "auto": native where it is built."""
+    """The recorder: "native" (in C++, made by `commtrace build`), "python", or "auto": native if it is built."""
 
     sites: bool = True
-    """Record the line of code of every call (COMMTRACE_SITES=0: do not)."""
+    """Whether to record the call site of every call."""
 
     device_times: bool = False
-    """Take the times of calls on a device (native recorder): two events in the program's stream for each call."""
+    """Whether to time calls on a device (native recorder), with two events in the program's stream for each call."""
 
     ring_records: int = 16384
-    """Records that a process holds before they are written (96 bytes each). When it is full, calls are only counted."""
+    """Number of records (96 bytes each) that a process holds in memory; beyond it, calls are only counted."""
 
     drain_ms: int = 100
     """Milliseconds between writes to the log."""
 
     max_bytes: int = 1 << 30
-    """Bytes of records that one process keeps on disk; the oldest go first, and are counted. 1 GiB is 11 million."""
+    """Bytes of records that one process keeps on disk; the oldest are removed and counted. 1 GiB is 11 million."""
 
     segment_min_bytes: int = 1 << 20
-    """Size of a process's first segment; each one is twice as long as the one before ..."""
+    """Bytes of a process's first segment; each one is twice as long as the one before ..."""
 
     segment_max_bytes: int = 64 << 20
     """... up to this."""
 
     shm: str = "/dev/shm"
-    """Memory-backed folder for the ring, which survives a killed process. Without room there, private memory serves."""
+    """Memory-backed folder of the ring, which survives a killed process. Without room there, private memory is used."""
 
     exit_seconds: float = 10.0
-    """How long a process may wait, when it ends, for its last records to be written."""
+    """Seconds that a process waits at most, when it ends, until its last records are written."""
 
     simulated: str = ""
-    """Set by `commtrace dryrun` for the ranks that it simulates: their run, and a folder that they share."""
+    """Set by `commtrace dryrun` for the ranks that it simulates: their run and a folder that they share."""
 
     def __init__(self, directory: str, **values: object) -> None:
-        """Raises TypeError for a name that is no setting."""
+        """Set fields by name; others keep their defaults. Raises TypeError for an unknown name."""
         for name in values:
             if name not in FIELDS:
                 raise TypeError(f"{name}: no such setting")
         self.__dict__.update(values, directory=directory)
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"{name}: settings stay as they are while tracing is on")
+        raise AttributeError(f"{name}: settings cannot change while tracing is on")
 
     def as_dict(self) -> dict[str, object]:
-        """All settings by name, for the log."""
+        """Return all settings by name, for the log."""
         return {name: getattr(self, name) for name in FIELDS}
 
 
 FIELDS: dict[str, str] = dict(Settings.__annotations__)
-"""Name -> type, as it is written above."""
+"""Setting -> name of its type."""
 
 _UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _CHOICES = {"recorder": ("auto", "native", "python")}
-# Least and most that make sense; the ring has to fit into memory.
+# Smallest and largest values; the ring has to fit into memory.
 _LIMITS = {
     "ring_records": (16, 1 << 24),
     "drain_ms": (1, 60_000),
@@ -87,9 +87,10 @@ _LIMITS = {
 
 
 def from_environment(environ: Mapping[str, str]) -> Settings | None:
-    """Settings that the environment asks for; None where COMMTRACE is unset, empty or "0".
+    """Return the settings in an environment; None if COMMTRACE is unset, empty or "0".
 
-    Raises SettingsError, one line that names variable, value and mend.
+    Raises:
+        SettingsError: A variable has an invalid value; the message names the variable, the value and the fix.
     """
     target = environ.get("COMMTRACE", "")
     if target in ("", "0"):
@@ -98,7 +99,7 @@ def from_environment(environ: Mapping[str, str]) -> Settings | None:
 
 
 def for_directory(directory: str | os.PathLike[str], environ: Mapping[str, str]) -> Settings:
-    """As `from_environment`, with the directory given by the program."""
+    """Return the settings in an environment, with a directory that the program gives. Raises SettingsError."""
     known = {f"COMMTRACE_{name.upper()}": name for name in FIELDS if name != "directory"}
     values: dict[str, object] = {}
     for variable, text in environ.items():
@@ -120,14 +121,14 @@ def _absolute(directory: str | os.PathLike[str]) -> str:
 
 
 def _check_directory(directory: str) -> None:
-    """What is there already, of the directory or above it, must be a directory that may be written to."""
-    here = directory
-    while not os.path.lexists(here) and here != os.path.dirname(here):
-        here = os.path.dirname(here)
-    if not os.path.isdir(here):
-        raise SettingsError(f"COMMTRACE={directory}: {here} is not a directory; name a directory")
-    if not os.access(here, os.W_OK | os.X_OK):
-        raise SettingsError(f"COMMTRACE={directory}: {here} may not be written to; name a directory that may")
+    """Check that the directory, or its nearest existing parent, is a writable directory. Raises SettingsError."""
+    existing = directory
+    while not os.path.lexists(existing) and existing != os.path.dirname(existing):
+        existing = os.path.dirname(existing)
+    if not os.path.isdir(existing):
+        raise SettingsError(f"COMMTRACE={directory}: {existing} is not a directory; name a directory")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise SettingsError(f"COMMTRACE={directory}: {existing} may not be written to; name a directory that may")
 
 
 def _value(variable: str, name: str, text: str) -> object:

@@ -1,8 +1,8 @@
-"""Switches tracing on at interpreter start, before the program runs, and never gets in its way.
+"""Start-up: switches tracing on at interpreter start, before the program runs.
 
-`commtrace.pth` imports this module in every interpreter whose environment has COMMTRACE set; `commtrace run` gets here
-through a `sitecustomize`. The standard library only, and little of it: this runs in every helper process too. What is
-traced is imported by the program itself; hooks are put in when that import has finished.
+`commtrace.pth` imports this module in every interpreter whose environment has COMMTRACE set; `commtrace run` imports it
+through a `sitecustomize`. It uses little of the standard library and nothing else, because it also runs in every helper
+process. The program imports the libraries that are traced; a hook is installed when the import of its library ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from commtrace.settings import Settings
 
-# Library -> the module with its hook, a reversible pair `install()` and `uninstall()`.
+# Library -> module of its hook, which has `install()` and `uninstall()`.
 HOOKS = {
     "torch": "commtrace.hooks.torch.hook",
     "mpi4py.MPI": "commtrace.hooks.mpi.hook",
@@ -31,17 +31,18 @@ HOOKS = {
     "megatron.mpu.initialize": "commtrace.hooks.megatron.gpt_neox",
 }
 
-# What makes the process a simulated rank (`commtrace dryrun`), put in behind the hooks.
+# Library -> module that makes the process a simulated rank (`commtrace dryrun`), installed after the hook.
 SIMULATIONS = {
     "torch": "commtrace.dryrun.simulation",
     "deepspeed": "commtrace.dryrun.deepspeed_patches",
 }
 
 _installed: list[str] = []
+_registered: list[bool] = []
 
 
 def activate() -> None:
-    """As the environment says. Catches everything: tracing is never the reason why a program fails."""
+    """Switch tracing on if the environment says so. Never raises: tracing must not make a program fail."""
     try:
         if os.environ.get("COMMTRACE", "0") in ("", "0"):
             return
@@ -51,13 +52,13 @@ def activate() -> None:
         try:
             _switch_on(settings.from_environment(os.environ))
         except SettingsError as error:
-            _say_once(f"{error}. The program goes on untraced.")
+            _warn_once(f"{error}. The program goes on untraced.")
     except Exception as error:
-        _say_once(f"cannot start: {type(error).__name__}: {error}. The program goes on untraced.")
+        _warn_once(f"cannot start: {type(error).__name__}: {error}. The program goes on untraced.")
 
 
 def start(directory: str | os.PathLike[str]) -> None:
-    """For programs: see `commtrace.start`."""
+    """Start recording; see `commtrace.start`."""
     from commtrace import settings
     from commtrace.errors import CommtraceError
     from commtrace.recording.session import session
@@ -68,7 +69,7 @@ def start(directory: str | os.PathLike[str]) -> None:
 
 
 def stop() -> None:
-    """For programs: see `commtrace.stop`."""
+    """Stop recording; see `commtrace.stop`."""
     from commtrace.recording.session import session
 
     session.end("stop")
@@ -83,9 +84,9 @@ def _switch_on(settings: Settings | None) -> None:
     from commtrace.recording.session import session
 
     if settings is None or session.settings is not None:
-        return  # off; or on already: a .pth line may run twice in one interpreter
+        return  # off, or on already: a .pth line may run twice in one interpreter
     session.settings = settings
-    _once()
+    _register_exit()
     _follower.wanted.update(HOOKS)
     if _follower not in sys.meta_path:
         sys.meta_path.insert(0, _follower)
@@ -94,21 +95,18 @@ def _switch_on(settings: Settings | None) -> None:
             _follower.imported(library)
 
 
-_done: list[bool] = []
-
-
-def _once() -> None:
+def _register_exit() -> None:
     from commtrace.recording.session import session
 
-    if not _done:
-        _done.append(True)
-        # Registered before any library registers its own, so it runs after theirs: what they send at exit is recorded.
+    if not _registered:
+        _registered.append(True)
+        # Registered before any library registers its own, so it runs after theirs: calls at exit are recorded.
         atexit.register(session.end, "exit")
         os.register_at_fork(after_in_child=session.forked)
 
 
-class _Follower:
-    """A meta-path finder that finds nothing itself: it has a hook put in when a wanted library has been imported."""
+class _ImportFollower:
+    """A meta-path finder that installs the hook of a library when its import ends; the other finders find it."""
 
     def __init__(self) -> None:
         self.wanted: dict[str, str] = {}
@@ -125,7 +123,7 @@ class _Follower:
         return None
 
     def _follow(self, name: str, spec: ModuleSpec) -> None:
-        # On this loader object only: it keeps its class, so that everything else that asks it still gets answers.
+        # Replace the method of this loader object only: it keeps its class, on which other code depends.
         loader: Any = spec.loader
         original = getattr(loader, "exec_module", None)
         if original is None or isinstance(loader, type):
@@ -138,10 +136,10 @@ class _Follower:
         try:
             loader.exec_module = exec_module
         except AttributeError:
-            _say_once(f"cannot follow the import of {name}; its calls are not traced.")
+            _warn_once(f"cannot follow the import of {name}; its calls are not traced.")
 
     def imported(self, name: str) -> None:
-        """A wanted library is complete: put its hook in."""
+        """Install the hook of a library whose import has ended."""
         hook = self.wanted.pop(name, None)
         if hook is None:
             return
@@ -149,7 +147,7 @@ class _Follower:
             import_module(hook).install()
             _installed.append(hook)
         except Exception as error:
-            _say_once(f"cannot hook {name}: {type(error).__name__}: {error}. Its calls are not traced.")
+            _warn_once(f"cannot hook {name}: {type(error).__name__}: {error}. Its calls are not traced.")
         self._simulate(name)
 
     def _simulate(self, name: str) -> None:
@@ -160,17 +158,17 @@ class _Follower:
             _installed.append(SIMULATIONS[name])
 
 
-_follower = _Follower()
-_said: set[str] = set()
+_follower = _ImportFollower()
+_warned: set[str] = set()
 
 
-def _say_once(message: str) -> None:
-    if message not in _said:
-        _said.add(message)
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
         try:
             print(f"commtrace: {message}", file=sys.stderr, flush=True)
         except Exception:
-            pass  # stderr is closed; there is nobody to tell
+            pass  # stderr is closed
 
 
 activate()

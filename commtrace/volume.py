@@ -1,14 +1,14 @@
-"""Payload, wire bytes and bus bandwidth: the one place that knows the conventions.
+"""Conventions for payload, wire bytes and bus bandwidth.
 
 * **Payload** S is nccl-tests' size (its doc/PERFORMANCE.md). all_reduce, broadcast, reduce, scan: the buffer;
   all_gather: the full output; reduce_scatter: the full input; all_to_all: the send buffer; gather, scatter: the
-  shares of all ranks; send, recv: the message; barrier: 0. Hooks hold the buffers, so they measure it, and with it
-  `local`, the part of S that is this rank's own share and never leaves it.
-* **Wire bytes** are what this rank must at least send, whatever the algorithm. They follow from the payload and are
-  never a measurement.
+  shares of all ranks; send, recv: the message; barrier: 0. Hooks measure it, and `local`, the part of S that is this
+  rank's own share and never leaves it.
+* **Wire bytes** are the least bytes that this rank must send with any algorithm. They are computed from the payload,
+  not measured.
 * **busbw** is algbw (S / t, 1 GB = 1e9 bytes) times a factor that makes operations comparable with each other.
 
-Every function takes numbers or numpy arrays alike.
+All functions take numbers or numpy arrays.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 Number = Any  # a Python number or a numpy array; numpy's own types have no common name for both
 
-# What is sent of S, in n-ths of S. broadcast and reduce: (n-1)S over the group, so (n-1)/n on average; who sends
+# Bytes sent, in n-ths of S. broadcast and reduce: (n-1)S over the group, so (n-1)/n on average; who sends
 # depends on the algorithm. all_reduce: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002.
 _NTHS: Final[dict[str, Callable[[Number], Number]]] = {
     "all_reduce": lambda n: 2 * (n - 1),
@@ -48,11 +48,23 @@ _BUSBW: Final[dict[str, Callable[[Number], Number]]] = {
 def wire_bytes(
     op: str, payload: Number, local: Number, group_size: Number, *, is_root: Number = 0, to_self: Number = 0
 ) -> Number:
-    """Bytes that this rank must at least send.
+    """Return the least bytes that this rank must send for a call.
 
-    `payload` and `local` are bytes, `group_size` is the size of the call's own group, `is_root` (0 or 1) says whether
-    this rank is the root of a gather or scatter, `to_self` whether a message goes to its sender. Where ranks have
-    uneven shares, the result uses the real ones, through `local`. Raises ValueError for an unknown operation.
+    All arguments but `op` are numbers, or arrays that broadcast together.
+
+    Args:
+        op: One of `schema.OPERATIONS`.
+        payload: Bytes of the buffer, by nccl-tests' convention.
+        local: Bytes of the payload that never leave this rank: its own share, also where shares are uneven.
+        group_size: Number of ranks in the call's group.
+        is_root: 1 on the root of a gather or scatter, else 0.
+        to_self: 1 for a message to its own sender, else 0.
+
+    Returns:
+        Bytes as float; exact where they are a whole number.
+
+    Raises:
+        ValueError: The operation has no rule.
     """
     if op in ("all_gather", "reduce_scatter", "all_to_all"):
         sent = payload - local
@@ -69,7 +81,7 @@ def wire_bytes(
 
 
 def busbw_factor(op: str, group_size: Number) -> Number | None:
-    """Algbw times this is busbw (nccl-tests doc/PERFORMANCE.md); None for an operation that has none, as barrier."""
+    """Return busbw / algbw (nccl-tests doc/PERFORMANCE.md); None for an operation without busbw, such as barrier."""
     rule = _BUSBW.get(op)
     return None if rule is None else rule(group_size)
 

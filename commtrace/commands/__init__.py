@@ -1,1 +1,1 @@
-"""One file per command; `commtrace.cli` has the table of them."""
+"""The commands, one file each; `commtrace.cli` has the table of them."""

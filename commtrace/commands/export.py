@@ -1,4 +1,4 @@
-"""`commtrace export`."""
+"""The command `commtrace export`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Command:
         out: Path = arguments.out
         form = arguments.format or out.suffix.lstrip(".").lower()
         if form not in WRITERS:
-            raise OutputError(f"{out}: its ending does not tell the format; add --format csv or --format parquet")
+            raise OutputError(f"{out}: its suffix is no known format; add --format csv or --format parquet")
         run = open_run(arguments.directory)
         rows = export(run, out, form, force=arguments.force)
         for note in run.notes:

@@ -1,4 +1,4 @@
-"""`commtrace recover`."""
+"""The command `commtrace recover`."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ class Command:
         from commtrace.recording.recovery import recover_records
 
         notes = recover_records(arguments.directory)
-        print("\n".join(notes) if notes else f"nothing of {arguments.directory} was left in this host's memory")
+        print("\n".join(notes) if notes else f"this host's shared memory has no records of {arguments.directory}")
         return 0

@@ -1,4 +1,4 @@
-"""`commtrace run`."""
+"""The command `commtrace run`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Command:
         parser.add_argument("command", metavar="CMD", nargs=argparse.REMAINDER, help="program and its arguments")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Become the program; returns only with an error."""
+        """Replace this process by the program. Raises CommtraceError if that fails."""
         command: list[str] = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
         if not command:
             raise CommtraceError("no program given; say what to run: commtrace run torchrun train.py")
@@ -45,25 +45,22 @@ class Command:
 
 
 def traced(environ: Mapping[str, str], directory: str | None) -> dict[str, str]:
-    """The environment with tracing on. Raises SettingsError for a setting that makes no sense."""
+    """Return the environment with tracing on. Raises SettingsError for an invalid setting."""
     from commtrace import settings
 
     environment = dict(environ)
     if directory is not None or environment.get("COMMTRACE", "0") in ("", "0"):
         environment["COMMTRACE"] = os.path.abspath(directory or settings.DEFAULT_DIRECTORY)
     settings.from_environment(environment)
-    if not _starts_by_itself():
-        environment["PYTHONPATH"] = _prepended(str(_PACKAGE / "bootstrap"), environment.get("PYTHONPATH", ""))
+    if not _has_startup_file():
+        path = environment.get("PYTHONPATH", "")
+        environment["PYTHONPATH"] = str(_PACKAGE / "bootstrap") + (os.pathsep + path if path else "")
     return environment
 
 
-def _starts_by_itself() -> bool:
-    """Python reads start-up files from its site folders only: one that lies on PYTHONPATH it does not."""
+def _has_startup_file() -> bool:
+    """Return whether a site folder has `commtrace.pth`; Python reads no start-up files from PYTHONPATH."""
     import site
 
     folders = site.getsitepackages() + ([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])
     return any((Path(folder) / "commtrace.pth").exists() for folder in folders)
-
-
-def _prepended(folder: str, path: str) -> str:
-    return folder if not path else folder + os.pathsep + path

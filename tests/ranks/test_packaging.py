@@ -148,7 +148,7 @@ def test_the_line_twice_is_harmless(wheels: dict[str, Path], tmp_path: Path) -> 
     installed.install(wheels["plain"])
     shutil.copy(installed.site / "commtrace.pth", installed.site / "another.pth")
     assert installed.run(COMMTRACE="log", cwd=tmp_path) == (0, f"{tmp_path / 'log'}\n", "")
-    count = "import sys; print(sum(type(finder).__name__ == '_Follower' for finder in sys.meta_path))"
+    count = "import sys; print(sum(type(finder).__name__ == '_ImportFollower' for finder in sys.meta_path))"
     assert installed.run(count, COMMTRACE="log").out == "1\n"
     wrong = installed.run("pass", COMMTRACE="log", COMMTRACE_DRAIN_MS="x")
     assert wrong.err.count("\n") == 1

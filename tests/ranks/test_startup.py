@@ -140,7 +140,7 @@ def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     commtrace.stop()
     for name in ("lib_a", "lib_b", "hook_a", "hook_b"):
         sys.modules.pop(name, None)
-    startup._said.clear()
+    startup._warned.clear()
 
 
 def events(name: str) -> list[Any]:

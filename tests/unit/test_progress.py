@@ -43,10 +43,10 @@ def test_where_the_program_says_so_only_it_counts() -> None:
 
 def test_phases_nest_and_end_with_an_exception() -> None:
     progress = Progress()
-    with progress.marked("forward"):
+    with progress.named_phase("forward"):
         with progress.within(Phase.INIT):
             assert progress.marks == [Phase.FORWARD, Phase.INIT]
-        with pytest.raises(KeyError), progress.marked("optimizer"):
+        with pytest.raises(KeyError), progress.named_phase("optimizer"):
             raise KeyError
         assert progress.marks == [Phase.FORWARD]
     assert progress.marks == []
@@ -57,13 +57,13 @@ def test_phases_nest_and_end_with_an_exception() -> None:
 )
 def test_a_phase_of_training_begins_a_step(name: str, step: int) -> None:
     progress = Progress()
-    with progress.marked(name):
+    with progress.named_phase(name):
         assert progress.step == step
 
 
 def test_stopped_within_a_phase() -> None:
     progress = Progress()
-    with progress.marked("forward"), progress.within(Phase.INIT):
+    with progress.named_phase("forward"), progress.within(Phase.INIT):
         progress.reset()
     assert progress.marks == []
 

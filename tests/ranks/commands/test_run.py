@@ -145,10 +145,10 @@ def test_a_tree_that_is_broken_stops_no_program(python: Path, tree: Path, tmp_pa
 
 def test_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run, "_starts_by_itself", lambda: True)
+    monkeypatch.setattr(run, "_has_startup_file", lambda: True)
     given = {"PATH": "/bin", "PYTHONPATH": "/a"}
     assert run.traced(given, None) == {**given, "COMMTRACE": str(tmp_path / "commtrace-logs")}
-    monkeypatch.setattr(run, "_starts_by_itself", lambda: False)
+    monkeypatch.setattr(run, "_has_startup_file", lambda: False)
     bootstrap = str(Path(run.__file__).parents[1] / "bootstrap")
     assert run.traced({}, "x") == {"COMMTRACE": str(tmp_path / "x"), "PYTHONPATH": bootstrap}
     assert run.traced(given, "x")["PYTHONPATH"] == f"{bootstrap}:/a"
