@@ -29,12 +29,12 @@ import torch
 import torch.distributed as dist
 from measuring import Round, Row, compared, in_turn
 
-from commtrace.network.bench_ranks import bind
+from commtrace.network.bench_ranks import bind_to_core
 from commtrace.network.fit import fit
-from commtrace.network.measuring import ROUNDS, Group, Memory, measure
-from commtrace.network.measuring import Row as Measured
-from commtrace.network.operations import ELEMENT, PING_PONG, elements, sizes
-from commtrace.network.torch_library import TorchGroup
+from commtrace.network.measuring import ROUNDS, BenchBuffers, BenchGroup, measure
+from commtrace.network.measuring import BenchRow as Measured
+from commtrace.network.operations import ELEMENT_BYTES, PING_PONG, payload_elements, payload_sizes
+from commtrace.network.torch_library import TorchBenchGroup
 
 NAME = "commtrace bench"
 OPERATIONS = ("all_reduce", "all_gather", PING_PONG)
@@ -62,10 +62,10 @@ class Network(ABC):
     """What one writes a loop with, and what bench has of the same ranks."""
 
     name: str
-    group: Group
+    group: BenchGroup
 
     def __init__(self, most: int) -> None:
-        self.memory = Memory(self.group, most)  # bench's
+        self.memory = BenchBuffers(self.group, most)  # bench's
 
     @abstractmethod
     def call(self, op: str, count: int) -> Call:
@@ -106,8 +106,8 @@ class Gloo(Network):
     name = "gloo"
 
     def __init__(self, most: int) -> None:
-        self.group = TorchGroup(dist.group.WORLD, torch.device("cpu"))
-        self._given, self._taken = torch.zeros(most // ELEMENT), torch.zeros(most // ELEMENT)
+        self.group = TorchBenchGroup(dist.group.WORLD, torch.device("cpu"))
+        self._given, self._taken = torch.zeros(most // ELEMENT_BYTES), torch.zeros(most // ELEMENT_BYTES)
         super().__init__(most)
 
     def call(self, op: str, count: int) -> Call:
@@ -136,14 +136,17 @@ class Mpi(Network):
     def __init__(self, most: int) -> None:
         from mpi4py import MPI
 
-        from commtrace.network.mpi_library import MpiGroup
+        from commtrace.network.mpi_library import MpiBenchGroup
 
         self._world: Any = MPI.COMM_WORLD
         self._max = MPI.MAX
-        bind(self._world.Get_rank(), self._world.Get_size())
-        self.name, self.group = MPI.get_vendor()[0], MpiGroup(self._world)
+        bind_to_core(self._world.Get_rank(), self._world.Get_size())
+        self.name, self.group = MPI.get_vendor()[0], MpiBenchGroup(self._world)
         # Of ones: pages of zeros that were never written are one page, which both ranks read.
-        self._given, self._taken = np.ones(most // ELEMENT, np.float32), np.ones(most // ELEMENT, np.float32)
+        self._given, self._taken = (
+            np.ones(most // ELEMENT_BYTES, np.float32),
+            np.ones(most // ELEMENT_BYTES, np.float32),
+        )
         super().__init__(most)
 
     def call(self, op: str, count: int) -> Call:
@@ -195,7 +198,7 @@ def agreement(network: Network, op: str, size: int, options: argparse.Namespace)
 
 def held_out(network: Network, op: str, options: argparse.Namespace) -> list[Row]:
     """Errors of the fit, in percent, at sizes that it was not fitted to, and the error that it says it has."""
-    powers = [*sizes(2 * ELEMENT, options.max_bytes)]
+    powers = [*payload_sizes(2 * ELEMENT_BYTES, options.max_bytes)]
     between = [size + size // 2 for size in powers[:-1]]
     fitted: dict[int, list[Measured]] = {size: [] for size in powers}
     seen: dict[int, list[float]] = {size: [] for size in between}
@@ -206,7 +209,7 @@ def held_out(network: Network, op: str, options: argparse.Namespace) -> list[Row
                 seen[size] += [loop(network, op, size, options.seconds / ROUNDS) for _ in range(ROUNDS)]
     found = fit(op, 2, 1, [sorted(some, key=lambda row: row.median_us)[len(some) // 2] for some in fitted.values()])
     times = {size: statistics.median(some) for size, some in seen.items()}
-    payloads = {size: elements(op, size, 2) * ELEMENT for size in between}
+    payloads = {size: payload_elements(op, size, 2) * ELEMENT_BYTES for size in between}
     errors = sorted(abs(found.time_us(payloads[size]) / time - 1) * 100 for size, time in times.items())
     noise = sorted(abs(_every_other_pass(some, 0) / _every_other_pass(some, 1) - 1) * 100 for some in seen.values())
     case = f"{network.name}: {op}, {len(between)} sizes between those fitted"
@@ -248,7 +251,7 @@ def by_hand(network: Network, op: str, size: int, seconds: float) -> float:
 
 def loop(network: Network, op: str, size: int, seconds: float) -> float:
     """Microseconds of a call, of the slower rank, over so long; of a ping-pong, of one way."""
-    call = network.call(op, elements(op, size, 2))
+    call = network.call(op, payload_elements(op, size, 2))
     timed(network, call, WARM)
     calls = max(2, round(seconds / timed(network, call, WARM)))
     return timed(network, call, calls) * (0.5 if op == PING_PONG else 1.0) * 1e6

@@ -76,21 +76,21 @@ class Command:
         from commtrace.launchers import is_launched
         from commtrace.network import NetworkError
         from commtrace.network import bench_ranks as ranks
-        from commtrace.network.bench_plan import BenchPlan, chosen
+        from commtrace.network.bench_plan import BenchPlan, select_operations
         from commtrace.network.operations import OPERATIONS
 
         if arguments.show is not None:
-            from commtrace.network.bench_results import read
-            from commtrace.network.bench_text import lines
+            from commtrace.network.bench_results import read_results
+            from commtrace.network.bench_text import results_lines
 
-            print(*lines(read(Path(arguments.show)), arguments.format, arguments.width), sep="\n")
+            print(*results_lines(read_results(Path(arguments.show)), arguments.format, arguments.width), sep="\n")
             return 0
         if arguments.min_bytes > arguments.max_bytes:
             raise NetworkError(f"--min-bytes {arguments.min_bytes} is more than --max-bytes {arguments.max_bytes}")
         plan = BenchPlan(
             through=arguments.through,
             backend=arguments.backend,
-            operations=chosen(arguments.operations.split(",") if arguments.operations else OPERATIONS),
+            operations=select_operations(arguments.operations.split(",") if arguments.operations else OPERATIONS),
             min_bytes=arguments.min_bytes,
             max_bytes=arguments.max_bytes,
             group_sizes=arguments.group_sizes,
@@ -104,7 +104,7 @@ class Command:
         if Path(plan.out).exists() and not plan.force:
             raise NetworkError(f"{plan.out}: exists already; give another name by --out, or --force to replace it")
         if arguments.nproc is not None:
-            ranks.start(plan, arguments.nproc)
+            ranks.start_ranks(plan, arguments.nproc)
             return 0
         if plan.through == "torch" and not is_launched():
             raise NetworkError("no ranks to measure; give --nproc 2, or start under torchrun, srun or mpiexec")

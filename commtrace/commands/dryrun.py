@@ -58,11 +58,11 @@ class Command:
         Raises:
             CommtraceError: The program cannot be run so, or a rank failed.
         """
-        from commtrace.dryrun.dry_run import Request, dry_run
+        from commtrace.dryrun.dry_run import DryRunRequest, dry_run
 
         command: list[str] = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
         return dry_run(
-            Request(
+            DryRunRequest(
                 command,
                 arguments.world_size,
                 arguments.ranks,

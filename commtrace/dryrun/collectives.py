@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from .operators import tensors_in
-from .rank_messages import Mail
+from .rank_messages import RankMessages
 from .uncomputed_storages import UncomputedStorages
-from .untouched_memory import FRESH, SMALL
+from .untouched_memory import MAX_COMPUTED_ELEMENTS, MMAP_BYTES
 
 # What an operator's results are in. Of the others they are in `tensors`.
 _OUTPUTS: Final = ("output_tensors", "output_tensor", "outputs", "output_lists", "output")
@@ -28,7 +28,7 @@ _RedOpType: Any = dist.ReduceOp.RedOpType
 _work_from: Any = vars(torch._C._distributed_c10d)["_create_work_from_future"]
 
 
-class Call:
+class CollectiveCall:
     """One call: arguments by the names of the operator's schema."""
 
     def __init__(self, schema: Any, args: Sequence[Any]) -> None:
@@ -58,10 +58,10 @@ class Call:
         return dist.get_global_rank(self.group, rank)
 
 
-class Collectives:
+class SimulatedCollectives:
     """The kernels of one simulated rank."""
 
-    def __init__(self, unknown: UncomputedStorages, mail: Mail) -> None:
+    def __init__(self, unknown: UncomputedStorages, mail: RankMessages) -> None:
         self._unknown, self._mail = unknown, mail
         self._library: Any = None
         self._counts: Counter[Any] = Counter()
@@ -87,7 +87,7 @@ class Collectives:
         returned = len(schema.returns)
 
         def kernel(*args: Any) -> Any:
-            call = Call(schema, args)
+            call = CollectiveCall(schema, args)
             with torch.no_grad():
                 self._deliver(call)
             outputs = call.outputs
@@ -98,7 +98,7 @@ class Collectives:
 
     # ---- results -----------------------------------------------------------------------------------------------------
 
-    def _deliver(self, call: Call) -> None:
+    def _deliver(self, call: CollectiveCall) -> None:
         if call.name in ("barrier", "monitored_barrier_"):
             return
         outputs = [*tensors_in(call.outputs)]
@@ -114,17 +114,17 @@ class Collectives:
             for tensor in outputs if call.name not in _REDUCING else ():
                 if tensor.untyped_storage()._cdata not in own:
                     _clear(tensor)
-            if sum(tensor.numel() for tensor in (*outputs, *inputs)) <= SMALL:
+            if sum(tensor.numel() for tensor in (*outputs, *inputs)) <= MAX_COMPUTED_ELEMENTS:
                 self._as_if_alike(call, inputs, outputs)
             self._unknown.add(outputs)
 
-    def _post(self, call: Call, tensors: list[torch.Tensor]) -> None:
+    def _post(self, call: CollectiveCall, tensors: list[torch.Tensor]) -> None:
         own, to = call.global_rank(call.group.rank()), call.global_rank(call["dst"])
         for tensor in tensors:
             where = self._where(call, own, to, call["tag"])
             self._mail.post(where, tensor, known=tensor not in self._unknown)
 
-    def _receive(self, call: Call, tensors: list[torch.Tensor]) -> None:
+    def _receive(self, call: CollectiveCall, tensors: list[torch.Tensor]) -> None:
         source = -1 if call["src"] is None else call.global_rank(call["src"])
         for tensor in tensors:
             where = self._where(call, source, call.global_rank(call.group.rank()), call["tag"])
@@ -134,7 +134,7 @@ class Collectives:
                 _clear(tensor)
                 self._unknown.add([tensor])
 
-    def _from_root(self, call: Call, outputs: list[torch.Tensor]) -> None:
+    def _from_root(self, call: CollectiveCall, outputs: list[torch.Tensor]) -> None:
         """broadcast, scatter: the root knows what everybody gets; nobody else does before it has run."""
         root = call.global_rank(call["root_rank"])
         where = self._where(call, root)
@@ -153,7 +153,7 @@ class Collectives:
         if shares is not None:
             self._copy(shares[call.group.rank()], outputs[0])
 
-    def _as_if_alike(self, call: Call, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+    def _as_if_alike(self, call: CollectiveCall, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         n, rank = call.group.size(), call.group.rank()
         if call.name in _REDUCING:
             for tensor in outputs:
@@ -175,10 +175,10 @@ class Collectives:
 
     @staticmethod
     def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-        if source.numel() == target.numel() <= SMALL and source.dtype == target.dtype:
+        if source.numel() == target.numel() <= MAX_COMPUTED_ELEMENTS and source.dtype == target.dtype:
             target.copy_(source.reshape(target.shape))
 
-    def _where(self, call: Call, *about: Any) -> tuple[Any, ...]:
+    def _where(self, call: CollectiveCall, *about: Any) -> tuple[Any, ...]:
         """Where a message belongs: the same on the rank that sends it and on the one that gets it."""
         key = (str(call.group.group_name), "p2p" if len(about) > 1 else call.name, *about)
         self._counts[key] += 1
@@ -198,7 +198,7 @@ def _reduce(tensor: torch.Tensor, boxed: Any, n: int) -> None:
 
 def _clear(tensor: torch.Tensor) -> None:
     """Memory that torch has taken itself may hold old numbers, but for what comes from the system anew."""
-    if tensor.untyped_storage().nbytes() <= FRESH:
+    if tensor.untyped_storage().nbytes() <= MMAP_BYTES:
         tensor.zero_()
 
 

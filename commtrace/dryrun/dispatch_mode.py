@@ -21,13 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import untouched_memory as memory
-from .notices import notice
-from .operators import OperatorKind, OperatorPlan, plan_of, tensors_in
+from .notices import add_notice
+from .operators import OperatorKind, OperatorPlan, operator_plan, tensors_in
 from .uncomputed_storages import UncomputedStorages
-from .untouched_memory import SMALL
+from .untouched_memory import MAX_COMPUTED_ELEMENTS
 
 _META: Final = torch.device("meta")
-_SMALL_BYTES: Final = 16 * SMALL
+_SMALL_BYTES: Final = 16 * MAX_COMPUTED_ELEMENTS
 _LOADED: Final = 1 << 24
 """Elements of data up to which what is known stays known."""
 
@@ -43,7 +43,7 @@ _layout: Final = attrgetter("layout")
 functional: Final[Any] = torch.ops._c10d_functional
 
 
-class DryRun(TorchDispatchMode):
+class DryRunMode(TorchDispatchMode):
     """Enter it once, on the thread that trains."""
 
     def __init__(self, unknown: UncomputedStorages) -> None:
@@ -87,7 +87,7 @@ class DryRun(TorchDispatchMode):
             return func(*args, **kwargs)  # the same, of tensors that it makes: that mode is asked after all others
         plan = self._plans.get(func)
         if plan is None:
-            plan = self._plans[func] = plan_of(func)
+            plan = self._plans[func] = operator_plan(func)
         if plan.sort is OperatorKind.REAL or self.forked:
             if plan.sort is OperatorKind.REAL:
                 self._real[func] = func._op
@@ -129,7 +129,7 @@ class DryRun(TorchDispatchMode):
     def _may_write(self, written: list[torch.Tensor], tensors: list[torch.Tensor], unknown: bool) -> bool:
         if not unknown:
             return all(tensor.numel() <= _LOADED for tensor in tensors)
-        return all(tensor.numel() <= SMALL for tensor in tensors) and all(
+        return all(tensor.numel() <= MAX_COMPUTED_ELEMENTS for tensor in tensors) and all(
             tensor.untyped_storage().nbytes() <= _SMALL_BYTES for tensor in written
         )
 
@@ -139,7 +139,7 @@ class DryRun(TorchDispatchMode):
         self, func: Any, plan: OperatorPlan, tensors: list[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         unknown = self.unknown.any(tensors)
-        limit = SMALL if unknown else _LOADED
+        limit = MAX_COMPUTED_ELEMENTS if unknown else _LOADED
         may_compute = bool(tensors) and all(tensor.numel() <= limit for tensor in tensors)
         if may_compute and plan.pointwise and len({tensor.shape for tensor in tensors}) == 1:
             return self._computed(func, args, kwargs, unknown)
@@ -164,10 +164,10 @@ class DryRun(TorchDispatchMode):
         if len(dtypes) > 1 or {*map(_layout, pieces)} != {torch.strided}:
             return None
         length, unknown = sum(map(torch.Tensor.numel, pieces)), self.unknown.any(pieces)
-        if length <= (SMALL if unknown else _LOADED):
+        if length <= (MAX_COMPUTED_ELEMENTS if unknown else _LOADED):
             joined: torch.Tensor = self._computed(func, args, kwargs, unknown)
             return joined
-        joined = memory.empty((length,), (1,), dtypes.pop())
+        joined = memory.empty_tensor((length,), (1,), dtypes.pop())
         self.unknown.add([joined])
         return joined
 
@@ -184,8 +184,8 @@ class DryRun(TorchDispatchMode):
     ) -> Any:
         if not self.unknown.any(tensors):
             return func(*args, **kwargs)
-        notice(_READ)
-        if all(tensor.numel() <= SMALL for tensor in tensors):
+        add_notice(_READ)
+        if all(tensor.numel() <= MAX_COMPUTED_ELEMENTS for tensor in tensors):
             return func(*args, **kwargs)
         return True  # are these two equal? both are nothing
 
@@ -194,7 +194,7 @@ class DryRun(TorchDispatchMode):
     ) -> Any:
         unknown = self.unknown.any(tensors)
         if unknown:
-            notice(_SHAPED)
+            add_notice(_SHAPED)
         return self._computed(func, args, kwargs, unknown)
 
     def _index(
@@ -206,7 +206,7 @@ class DryRun(TorchDispatchMode):
                 indices.append(index)
                 continue
             if index in self.unknown:
-                notice(_SHAPED)
+                add_notice(_SHAPED)
             indices += index.nonzero().unbind(1)
         return self._new(func, plan, tensors, (args[0], indices), kwargs)
 
@@ -240,7 +240,7 @@ def _is_shapes_only(tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool
 
 def _is_kept(made: torch.Tensor, limit: int, tensors: list[torch.Tensor]) -> bool:
     """Whether a new tensor gets its numbers. One made of nothing is a weight, where it is not an index."""
-    return made.numel() <= (limit if tensors or not made.is_floating_point() else SMALL)
+    return made.numel() <= (limit if tensors or not made.is_floating_point() else MAX_COMPUTED_ELEMENTS)
 
 
 def _on_meta(value: Any) -> Any:
@@ -262,7 +262,7 @@ def _factory(kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> dict[str, A
 
 def _untouched(shapes: Any) -> Any:
     if isinstance(shapes, torch.Tensor):
-        return memory.empty(tuple(shapes.shape), shapes.stride(), shapes.dtype)
+        return memory.empty_tensor(tuple(shapes.shape), shapes.stride(), shapes.dtype)
     if isinstance(shapes, list | tuple):
         return type(shapes)(_untouched(one) for one in shapes)
     return shapes

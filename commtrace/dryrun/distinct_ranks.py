@@ -34,7 +34,7 @@ class NotAlikeError(CommtraceError):
     """Ranks that should communicate alike do not."""
 
 
-def distinct(world_size: int, groups: Iterable[Sequence[int]], run: RunRanks) -> dict[int, list[int]]:
+def find_distinct(world_size: int, groups: Iterable[Sequence[int]], run: RunRanks) -> dict[int, list[int]]:
     """Each rank that was run and is unlike the others -> the ranks that it stands for. Raises NotAlikeError."""
     places = coordinates(world_size, families(world_size, groups))
     rank_at = {place: rank for rank, place in places.items()}

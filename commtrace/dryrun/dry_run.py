@@ -22,10 +22,10 @@ from commtrace.recording.log_writer import warn
 from commtrace.recording.recovery import recover_records
 from commtrace.settings import Settings
 
-from .distinct_ranks import distinct
-from .memory_limits import obstacle
-from .rank_processes import Job, Outcome, simulate
-from .simulated_log import publish
+from .distinct_ranks import find_distinct
+from .memory_limits import memory_obstacle
+from .rank_processes import RankOutcome, SimulatedJob, run_ranks
+from .simulated_log import write_simulated_log
 
 _LAUNCHERS: Final = ("torchrun", "deepspeed", "mpirun", "mpiexec", "srun", "accelerate", "prun", "jsrun")
 _LAUNCHER_MODULES: Final = ("torch.distributed.run", "torch.distributed.launch", "deepspeed.launcher.runner")
@@ -45,7 +45,7 @@ class DryRunError(CommtraceError):
 
 
 @dataclass(frozen=True)
-class Request:
+class DryRunRequest:
     """What was asked for."""
 
     command: Sequence[str]
@@ -65,19 +65,19 @@ class _RankFailedError(DryRunError):
         self.output = output
 
 
-def dry_run(request: Request) -> int:
+def dry_run(request: DryRunRequest) -> int:
     """Run what is asked for, write the log, print a line a rank. Raises CommtraceError."""
     command = _program(request.command)
     ranks = _ranks(request.ranks, request.world_size)
     out = Path(os.path.abspath(request.out or all_settings.DEFAULT_DIRECTORY))
-    problem = obstacle() or _unwritable(out)
+    problem = memory_obstacle() or _unwritable(out)
     if problem:
         raise DryRunError(problem)
     environment = traced(os.environ, str(out))
     settings = all_settings.from_environment(environment)
     assert settings is not None
     with tempfile.TemporaryDirectory(prefix="commtrace-dryrun-") as folder:
-        job = Job(
+        job = SimulatedJob(
             command,
             environment,
             request.world_size,
@@ -88,10 +88,10 @@ def dry_run(request: Request) -> int:
             shown=ranks[0],
         )
         at_once = request.jobs or min(_MOST_AT_ONCE, os.cpu_count() or 1)
-        outcomes: dict[int, Outcome] = {}
+        outcomes: dict[int, RankOutcome] = {}
 
         def run(some: Sequence[int]) -> None:
-            _check(simulate(job, some, at_once, outcomes))
+            _check(run_ranks(job, some, at_once, outcomes))
 
         try:
             run(ranks)
@@ -122,7 +122,11 @@ def _unwritable(out: Path) -> str:
 
 
 def _publish_all(
-    job: Job, outcomes: Mapping[int, Outcome], out: Path, settings: Settings, alike: Mapping[int, Sequence[int]]
+    job: SimulatedJob,
+    outcomes: Mapping[int, RankOutcome],
+    out: Path,
+    settings: Settings,
+    alike: Mapping[int, Sequence[int]],
 ) -> Path:
     """Write the logs of ranks and say what each took; returns where they are.
 
@@ -141,7 +145,7 @@ def _publish_all(
 
 
 def _alike(
-    world_size: int, outcomes: Mapping[int, Outcome], run: Callable[[Sequence[int]], None]
+    world_size: int, outcomes: Mapping[int, RankOutcome], run: Callable[[Sequence[int]], None]
 ) -> dict[int, list[int]]:
     """The ranks that differ -> the ranks that each stands for. Raises DryRunError."""
     groups = [group for process in _log_of(outcomes[0]).processes for group in process.tables.topology]
@@ -152,7 +156,7 @@ def _alike(
         known.update({rank: signature(_log_of(outcomes[rank])) for rank in ranks if rank not in known})
         return known
 
-    return distinct(world_size, groups, signatures)
+    return find_distinct(world_size, groups, signatures)
 
 
 def signature(log: Log) -> str:
@@ -199,7 +203,7 @@ def _ranks(text: str, world_size: int) -> list[int]:
     return found
 
 
-def _check(outcomes: Mapping[int, Outcome]) -> None:
+def _check(outcomes: Mapping[int, RankOutcome]) -> None:
     """Raises _RankFailedError where a rank failed."""
     for outcome in outcomes.values():
         if outcome.status:
@@ -207,7 +211,7 @@ def _check(outcomes: Mapping[int, Outcome]) -> None:
             raise _RankFailedError(_how(outcome), _last_lines(outcome))
 
 
-def _how(outcome: Outcome) -> str:
+def _how(outcome: RankOutcome) -> str:
     """A rank ended that should not have ended so."""
     if outcome.timed_out:
         return f"rank {outcome.rank} was not done after {outcome.seconds:.0f} s (--timeout gives it longer)"
@@ -215,7 +219,7 @@ def _how(outcome: Outcome) -> str:
     return f"rank {outcome.rank} ended {how}"
 
 
-def _last_lines(outcome: Outcome) -> str:
+def _last_lines(outcome: RankOutcome) -> str:
     """Of what a rank wrote, below a line of their own; all of it is kept where that is more."""
     lines = outcome.output.read_text(errors="replace").splitlines()
     shown = "".join(f"\n    {line}" for line in lines[-_LAST_LINES:])
@@ -227,7 +231,7 @@ def _last_lines(outcome: Outcome) -> str:
     return f"{shown}\nall that it wrote is in {kept}"
 
 
-def _log_of(outcome: Outcome) -> Log:
+def _log_of(outcome: RankOutcome) -> Log:
     try:
         log = open_log(outcome.log)
     except LogError:
@@ -243,12 +247,12 @@ def _log_of(outcome: Outcome) -> Log:
     return log
 
 
-def _publish(outcome: Outcome, out: Path, settings: Settings, alike: Sequence[int]) -> str:
+def _publish(outcome: RankOutcome, out: Path, settings: Settings, alike: Sequence[int]) -> str:
     """Write the log of a rank, which stands for others that are alike; what to say of it."""
     log = _log_of(outcome)
     calls = 0
     for process in log.processes:
-        calls += publish(process, out / log.run / process.path.parent.name, settings, alike)
+        calls += write_simulated_log(process, out / log.run / process.path.parent.name, settings, alike)
     took = f"{outcome.seconds:.1f} s, {outcome.peak_bytes >> 20:,} MiB, {calls:,} calls"
     stands = f", stands for {len(alike):,}: {format_ranks(alike)}" if alike else ""
     return f"rank {outcome.rank}: {took}{stands}"

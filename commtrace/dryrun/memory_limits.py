@@ -7,7 +7,7 @@ import resource
 from pathlib import Path
 
 
-def obstacle() -> str:
+def memory_obstacle() -> str:
     """Why this machine cannot do a dry run, and what to change; "" where nothing is in the way."""
     with contextlib.suppress(OSError):
         if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":

@@ -33,7 +33,7 @@ _rows: list[dict[str, Any]] = []
 _told = 0
 
 
-def notice(what: str, *, led_to: bool = False) -> None:
+def add_notice(what: str, *, led_to: bool = False) -> None:
     """The program asks for something that is not there; `what` says it, and what is done in place of it.
 
     `led_to`: also where torch or DeepSpeed asks, as the line of the program has it do.
@@ -48,10 +48,10 @@ def notice(what: str, *, led_to: bool = False) -> None:
     function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)  # since Python 3.11
     _rows.append({"file": file, "line": line, "function": function, "what": what})
     warn(f"dry run: {file}:{line} ({function}): {what}")
-    tell()
+    record_notices()
 
 
-def tell() -> None:
+def record_notices() -> None:
     """What the log does not have yet goes there, as soon as there is one."""
     global _told
     recorder = session.recorder

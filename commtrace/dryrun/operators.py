@@ -47,7 +47,7 @@ _COPIES: Final = frozenset(("all_reduce", "all_reduce_coalesced", "broadcast"))
 _FILLS: Final = frozenset(("zero_", "fill_", "copy_", "normal_", "uniform_"))
 
 
-def plan_of(operator: Any) -> OperatorPlan:
+def operator_plan(operator: Any) -> OperatorPlan:
     """The plan of an OpOverload."""
     schema = operator._schema
     space, _, name = schema.name.partition("::")

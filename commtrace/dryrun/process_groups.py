@@ -1,7 +1,7 @@
 """Process groups without processes: made as torch makes them, with its fake backend below, and nobody to find.
 
 The groups keep the names of the backends that the program asked for, which it may look at. Every rank of a job is told
-of every group, so that one simulated rank knows how all the others are divided: `Topology`.
+of every group, so that one simulated rank knows how all the others are divided: `GroupTopology`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from commtrace.patching import Patches
 _FAKE = distributed_c10d.Backend(distributed_c10d.Backend.FAKE)
 
 
-class Topology:
+class GroupTopology:
     """The groups that were made, in order, each once."""
 
     def __init__(self) -> None:
@@ -34,10 +34,10 @@ class Topology:
         return iter(self._groups)
 
 
-class Groups:
+class SimulatedGroups:
     """What of torch is replaced so that groups need nobody."""
 
-    def __init__(self, run: str, rank: int, world_size: int, topology: Topology) -> None:
+    def __init__(self, run: str, rank: int, world_size: int, topology: GroupTopology) -> None:
         self._run, self._rank, self._world_size, self._topology = run, rank, world_size, topology
         self._patches = Patches()
 

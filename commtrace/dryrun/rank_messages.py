@@ -24,14 +24,14 @@ import torch
 
 from commtrace.recording.session import session
 
-MOST_BYTES: Final = 1 << 16
+MAX_BYTES: Final = 1 << 16
 _MOST_BYTES_OF_FLOATS: Final = 256
 
 WAITING: Final = 75
 """Status of a rank that ended to wait for another one's mail (EX_TEMPFAIL of <sysexits.h>)."""
 
 
-class Mail:
+class RankMessages:
     """Of one simulated rank."""
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -42,7 +42,7 @@ class Mail:
 
     def post(self, where: Hashable, tensor: torch.Tensor, *, known: bool) -> None:
         """Keep what this rank sends, where it is worth it; of what is not known, that it was sent."""
-        if tensor.nbytes <= MOST_BYTES and worth(tensor):
+        if tensor.nbytes <= MAX_BYTES and is_kept(tensor):
             data = tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() if known else None
             self._out.write(pickle.dumps((where, data)))
 
@@ -51,7 +51,7 @@ class Mail:
 
         Where it may still, this process ends.
         """
-        if source == self._rank or into.nbytes > MOST_BYTES or not worth(into):
+        if source == self._rank or into.nbytes > MAX_BYTES or not is_kept(into):
             return False
         if not into.nbytes:
             return True
@@ -71,7 +71,7 @@ class Mail:
         file = self._folder / f"rank-{source:05d}.bin"
         size = file.stat().st_size if file.exists() else 0
         if where not in self._received[source] and size != self._sizes.get(source):
-            self._sizes[source], self._received[source] = size, read(file)
+            self._sizes[source], self._received[source] = size, read_messages(file)
         return where in self._received[source]
 
     def _is_done(self, source: int) -> bool:
@@ -86,12 +86,12 @@ class Mail:
         os._exit(WAITING)  # not an exception: nobody may catch it
 
 
-def worth(tensor: torch.Tensor) -> bool:
+def is_kept(tensor: torch.Tensor) -> bool:
     """Numbers that a program may look at."""
     return tensor.nbytes <= _MOST_BYTES_OF_FLOATS or not (tensor.is_floating_point() or tensor.is_complex())
 
 
-def read(file: Path) -> dict[Hashable, bytes | None]:
+def read_messages(file: Path) -> dict[Hashable, bytes | None]:
     """All that a rank has sent so far."""
     found: dict[Hashable, bytes | None] = {}
     try:

@@ -23,7 +23,7 @@ _LAST_WORDS_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True)
-class Job:
+class SimulatedJob:
     """What is run: a command, as a rank of so many."""
 
     command: Sequence[str]
@@ -64,7 +64,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankOutcome:
     """How a rank ended: a status as the shell has it, negative for a signal."""
 
     rank: int
@@ -77,7 +77,9 @@ class Outcome:
     timed_out: bool = False
 
 
-def simulate(job: Job, ranks: Iterable[int], at_once: int, kept: dict[int, Outcome]) -> dict[int, Outcome]:
+def run_ranks(
+    job: SimulatedJob, ranks: Iterable[int], at_once: int, kept: dict[int, RankOutcome]
+) -> dict[int, RankOutcome]:
     """Outcomes of these ranks, and of others that they needed something of; `kept` are those of earlier calls.
 
     A rank that fails ends everything: the outcomes are then those so far.
@@ -94,15 +96,15 @@ class _Wait:
 
 
 class _Simulation:
-    def __init__(self, job: Job, kept: dict[int, Outcome]) -> None:
+    def __init__(self, job: SimulatedJob, kept: dict[int, RankOutcome]) -> None:
         self._job, self._outcomes = job, kept
         self._attempts = len(kept)
         self._ready: list[int] = []
         self._waiting: dict[int, _Wait] = {}
-        self._running: dict[Future[Outcome], int] = {}
+        self._running: dict[Future[RankOutcome], int] = {}
         job.mail.mkdir(parents=True, exist_ok=True)
 
-    def run(self, ranks: Sequence[int], at_once: int) -> dict[int, Outcome]:
+    def run(self, ranks: Sequence[int], at_once: int) -> dict[int, RankOutcome]:
         self._ready = [rank for rank in ranks if rank not in self._outcomes]
         with ThreadPoolExecutor(at_once) as pool:
             try:
@@ -176,7 +178,7 @@ class _Simulation:
 _alive: set[subprocess.Popen[bytes]] = set()
 
 
-def _attempt(job: Job, rank: int, number: int) -> Outcome:
+def _attempt(job: SimulatedJob, rank: int, number: int) -> RankOutcome:
     log, output = (job.folder / f"{kind}-{rank:05d}-{number}" for kind in ("log", "output"))
     begun = time.monotonic()
     with open(output, "wb") as file:
@@ -195,7 +197,7 @@ def _attempt(job: Job, rank: int, number: int) -> Outcome:
         finally:
             _alive.discard(process)
             _kill(process)
-    return Outcome(rank, status, time.monotonic() - begun, peak, log, output, timed_out)
+    return RankOutcome(rank, status, time.monotonic() - begun, peak, log, output, timed_out)
 
 
 def _ended(process: subprocess.Popen[bytes], deadline: float) -> tuple[int, int, bool]:

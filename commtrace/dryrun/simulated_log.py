@@ -24,7 +24,7 @@ _COSTS: Final = ("cost_samples", "cost_ns", "cost_p99_ns", "drain_cpu_ns")
 _DONE: Final = (int(State.RETURNED), int(State.COMPLETE))
 
 
-def publish(process: Process, folder: Path, settings: Settings, alike: Sequence[int] = ()) -> int:
+def write_simulated_log(process: Process, folder: Path, settings: Settings, alike: Sequence[int] = ()) -> int:
     """Write the log of a process that has ended into `folder`; returns the number of its records.
 
     `alike`: the ranks that it was run for, where it stands for others.
@@ -32,7 +32,7 @@ def publish(process: Process, folder: Path, settings: Settings, alike: Sequence[
     Raises OSError. What is half-written is removed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    records = timeless(np.concatenate([np.zeros(0, RECORD), *_blocks(process)]))
+    records = without_times(np.concatenate([np.zeros(0, RECORD), *_blocks(process)]))
     stem = process.path.stem
     try:
         series = SegmentSeries(
@@ -49,18 +49,18 @@ def publish(process: Process, folder: Path, settings: Settings, alike: Sequence[
             rows.append({"table": "stands_for", "ranks": format_ranks(alike), "count": len(alike)})
         (folder / f"{stem}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     except BaseException:
-        remove(folder, stem)
+        remove_log(folder, stem)
         raise
     return len(records)
 
 
-def remove(folder: Path, stem: str) -> None:
+def remove_log(folder: Path, stem: str) -> None:
     """Take a process's log away."""
     for file in folder.glob(f"{stem}.*"):
         file.unlink(missing_ok=True)
 
 
-def timeless(records: Records) -> Records:
+def without_times(records: Records) -> Records:
     """In the order in which they were made, numbered, and without anything that a clock said."""
     ordered = records[np.argsort(records["t_begin"], kind="stable")]
     ordered["t_begin"] = np.arange(1, len(ordered) + 1)

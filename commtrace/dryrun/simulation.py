@@ -23,10 +23,10 @@ from commtrace.recording.session import session
 from . import notices
 from . import torch_functions as requests
 from . import untouched_memory as memory
-from .collectives import Collectives
-from .dispatch_mode import DryRun
-from .process_groups import Groups, Topology
-from .rank_messages import Mail
+from .collectives import SimulatedCollectives
+from .dispatch_mode import DryRunMode
+from .process_groups import GroupTopology, SimulatedGroups
+from .rank_messages import RankMessages
 from .uncomputed_storages import UncomputedStorages
 
 VARIABLE: Final = "COMMTRACE_SIMULATED"
@@ -38,10 +38,10 @@ class SpawnedError(CommtraceError):
 
 
 class _Rank(NamedTuple):
-    mode: DryRun
-    collectives: Collectives
-    groups: Groups
-    topology: Topology
+    mode: DryRunMode
+    collectives: SimulatedCollectives
+    groups: SimulatedGroups
+    topology: GroupTopology
 
 
 _rank: _Rank | None = None
@@ -73,15 +73,15 @@ def uninstall() -> None:
 
 def _simulate(run: str, folder: Path, environ: Mapping[str, str]) -> _Rank:
     rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-    memory.prepare()
+    memory.configure_malloc()
     if not faulthandler.is_enabled():
         with contextlib.suppress(AttributeError, OSError, ValueError):  # a stderr that is no file
             faulthandler.enable()  # where it was, when it is ended: `ranks`
-    unknown, topology = UncomputedStorages(), Topology()
+    unknown, topology = UncomputedStorages(), GroupTopology()
     simulated = _Rank(
-        DryRun(unknown),
-        Collectives(unknown, Mail(folder, rank)),
-        Groups(run, rank, world_size, topology),
+        DryRunMode(unknown),
+        SimulatedCollectives(unknown, RankMessages(folder, rank)),
+        SimulatedGroups(run, rank, world_size, topology),
         topology,
     )
     simulated.groups.install()
@@ -97,7 +97,7 @@ def _end() -> None:
         return
     recorder = session.recorder
     if recorder is not None:
-        notices.tell()
+        notices.record_notices()
         recorder.tables.add("topology", groups=[[*ranks] for ranks in _rank.topology])
 
 

@@ -9,10 +9,10 @@ import torch
 
 from commtrace.patching import Patches
 
-from .notices import notice
+from .notices import add_notice
 from .operators import tensors_in
 from .uncomputed_storages import UncomputedStorages
-from .untouched_memory import SMALL
+from .untouched_memory import MAX_COMPUTED_ELEMENTS
 
 _patches: Final = Patches()
 
@@ -39,7 +39,7 @@ def _watch(name: str, unknown: UncomputedStorages) -> None:
 
     def read(self: Any, *args: Any, **kwargs: Any) -> Any:
         if type(self) in (torch.Tensor, torch.nn.Parameter) and self in unknown:
-            notice(_READ)
+            add_notice(_READ)
         return original(self, *args, **kwargs)
 
     setattr(torch.Tensor, name, read)
@@ -48,8 +48,8 @@ def _watch(name: str, unknown: UncomputedStorages) -> None:
 def _saving(unknown: UncomputedStorages) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
-            if any(tensor.numel() > SMALL and tensor in unknown for tensor in _held(obj, set())):
-                notice(_SAVED, led_to=True)
+            if any(tensor.numel() > MAX_COMPUTED_ELEMENTS and tensor in unknown for tensor in _held(obj, set())):
+                add_notice(_SAVED, led_to=True)
                 return None
             return original(obj, *args, **kwargs)
 
@@ -76,7 +76,7 @@ def _held(value: Any, seen: set[int]) -> list[torch.Tensor]:
 
 def _compiling(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile(model: Any = None, **_: Any) -> Any:
-        notice(_COMPILED)
+        add_notice(_COMPILED)
         return model if model is not None else lambda function: function
 
     return compile

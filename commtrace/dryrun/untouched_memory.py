@@ -17,10 +17,10 @@ import torch
 
 from commtrace.errors import CommtraceError
 
-SMALL: Final = 1 << 14
+MAX_COMPUTED_ELEMENTS: Final = 1 << 14
 """Elements of a tensor that is still computed for real: indices, counters, norms."""
 
-FRESH: Final = 1 << 17
+MMAP_BYTES: Final = 1 << 17
 """Bytes from which on a block comes from the system, untouched."""
 
 _HUGE: Final = 12 << 30  # above this Linux's guess of what is too much (overcommit_memory 0) refuses ordinary requests
@@ -36,25 +36,25 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def prepare() -> None:
+def configure_malloc() -> None:
     """Have the C library take large blocks from the system, and give them back when they are let go of."""
     with contextlib.suppress(AttributeError):  # another C library than GNU's
-        _libc.mallopt(_MMAP_THRESHOLD, FRESH)
+        _libc.mallopt(_MMAP_THRESHOLD, MMAP_BYTES)
 
 
-def empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def empty_tensor(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor on the CPU whose pages nobody has touched. Raises UntouchedMemoryError."""
     extent = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     nbytes = extent * dtype.itemsize
-    if nbytes <= FRESH:
+    if nbytes <= MMAP_BYTES:
         return torch.zeros(extent, dtype=dtype).as_strided(size, stride)
     if nbytes < _HUGE:
         with contextlib.suppress(RuntimeError):
-            return renewed(torch.empty_strided(size, stride, dtype=dtype))
+            return release_pages(torch.empty_strided(size, stride, dtype=dtype))
     return torch.frombuffer(_mapped(nbytes), dtype=dtype).as_strided(size, stride)
 
 
-def renewed(tensor: torch.Tensor) -> torch.Tensor:
+def release_pages(tensor: torch.Tensor) -> torch.Tensor:
     """The same, its memory all zero again and, but for its ends, taken up by nothing."""
     storage = tensor.untyped_storage()
     begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 from . import NetworkError
-from .operations import ELEMENT, OPERATIONS
+from .operations import ELEMENT_BYTES, OPERATIONS
 
 THROUGH: Final = ("torch", "mpi4py")
 BACKENDS: Final = ("gloo", "mpi", "nccl")
@@ -23,7 +23,7 @@ class BenchPlan:
     backend: str = "gloo"
     """Of torch.distributed."""
     operations: tuple[str, ...] = OPERATIONS
-    min_bytes: int = ELEMENT
+    min_bytes: int = ELEMENT_BYTES
     max_bytes: int = LARGEST
     group_sizes: tuple[int, ...] = ()
     """Beside that of all ranks."""
@@ -63,7 +63,7 @@ class BenchPlan:
         return sorted({*self.group_sizes, world})
 
 
-def chosen(names: Sequence[str]) -> tuple[str, ...]:
+def select_operations(names: Sequence[str]) -> tuple[str, ...]:
     """Operations by name, in the order of OPERATIONS. Raises NetworkError for an unknown one."""
     unknown = [name for name in names if name not in OPERATIONS]
     if unknown:

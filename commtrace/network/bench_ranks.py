@@ -20,16 +20,16 @@ from commtrace.errors import CommtraceError, LaunchError
 
 from . import NetworkError
 from .bench_plan import BenchPlan
-from .bench_results import Results, write
-from .bench_text import lines
-from .library import Library, connect
-from .measuring import Group, Memory, Row, measure
-from .operations import BARRIER, POINT_TO_POINT, sizes
+from .bench_results import BenchResults, write_results
+from .bench_text import results_lines
+from .library import BenchLibrary, connect
+from .measuring import BenchBuffers, BenchGroup, BenchRow, measure
+from .operations import BARRIER, POINT_TO_POINT, payload_sizes
 
 # Without the working directory on sys.path: in a checkout its folder `commtrace` is not the whole package.
 _PROGRAM: Final = (
     "import sys; sys.path[:1] == [''] and sys.path.pop(0)\n"
-    "from commtrace.network.bench_ranks import started; sys.exit(started())"
+    "from commtrace.network.bench_ranks import main; sys.exit(main())"
 )
 _GRACE_S: Final = 5.0
 
@@ -37,7 +37,7 @@ _GRACE_S: Final = 5.0
 # --- starting ranks on this machine ---------------------------------------------------------------------------------
 
 
-def start(plan: BenchPlan, ranks: int) -> None:
+def start_ranks(plan: BenchPlan, ranks: int) -> None:
     """Measure with so many ranks of this machine, which print and keep the results.
 
     Raises NetworkError with what the first rank that failed has said; no rank is left behind.
@@ -88,7 +88,7 @@ def _start_mpi(program: Sequence[str], ranks: int) -> None:
     from . import mpiexec as launch
 
     try:
-        command, variables = launch.command(ranks, program), launch.variables(ranks)
+        command, variables = launch.mpiexec_command(ranks, program), launch.mpiexec_variables(ranks)
     except LaunchError as error:
         raise NetworkError(f"--through mpi4py: {error}") from error
     with tempfile.TemporaryFile("w+") as errors:
@@ -134,8 +134,8 @@ def _free_port() -> int:
 # --- being a rank ---------------------------------------------------------------------------------------------------
 
 
-def started() -> int:
-    """A process that `start` has started: its status."""
+def main() -> int:
+    """A process that `start_ranks` has started: its status."""
     try:
         return run_rank(BenchPlan.from_json(sys.argv[1]), bound=True)
     except NetworkError as error:
@@ -143,7 +143,7 @@ def started() -> int:
         return 1
 
 
-def bind(rank: int, ranks: int) -> None:
+def bind_to_core(rank: int, ranks: int) -> None:
     """Bind each rank of a host to a core, if there are enough cores.
 
     Ranks of MPI spin while they wait. The kernel sometimes puts two of them on one core and leaves another idle; a call
@@ -166,11 +166,11 @@ def run_rank(plan: BenchPlan, *, bound: bool = False) -> int:
     library = connect(plan)
     try:
         if bound and plan.through == "mpi4py":
-            bind(library.local_rank, library.size)
+            bind_to_core(library.local_rank, library.size)
         results = _measured(plan, library)
         if library.rank == 0:
-            write(results, Path(plan.out), force=plan.force)
-            print(*lines(results, plan.form, plan.width), f"kept in {plan.out}", sep="\n", flush=True)
+            write_results(results, Path(plan.out), force=plan.force)
+            print(*results_lines(results, plan.form, plan.width), f"kept in {plan.out}", sep="\n", flush=True)
         library.close()
     except Exception as error:
         print(f"commtrace: rank {library.rank}: {_words_of(error)}", file=sys.stderr, flush=True)
@@ -205,21 +205,21 @@ def first_host(nodes: str) -> str:
     return "" if found is None else found[1] + (found[2] or "") + (found[3] or "")
 
 
-def _measured(plan: BenchPlan, library: Library) -> Results:
+def _measured(plan: BenchPlan, library: BenchLibrary) -> BenchResults:
     hosts: list[str] = library.everyone(socket.gethostname())
     check_memory(plan, hosts.count(hosts[library.rank]))
-    rows: list[Row] = []
-    for ranks, operations in groups(plan, hosts).items():
+    rows: list[BenchRow] = []
+    for ranks, operations in operations_by_group(plan, hosts).items():
         group = library.group(ranks)
         spread = len({hosts[rank] for rank in ranks})
         for op in operations:
             if group is not None:
                 rows += _sized(group, op, spread, plan, library.abort)
             library.wait()  # those that are not in the group, for one operation at a time
-    return Results.of(plan, hosts, library.facts(), rows)  # whole on rank 0 only, which is in every group
+    return BenchResults.of(plan, hosts, library.facts(), rows)  # whole on rank 0 only, which is in every group
 
 
-def groups(plan: BenchPlan, hosts: Sequence[str]) -> dict[tuple[int, ...], list[str]]:
+def operations_by_group(plan: BenchPlan, hosts: Sequence[str]) -> dict[tuple[int, ...], list[str]]:
     """Return the operations to measure by group of ranks.
 
     Collectives are measured among all ranks and among the first ranks, by the plan's group sizes; messages between the
@@ -234,11 +234,11 @@ def groups(plan: BenchPlan, hosts: Sequence[str]) -> dict[tuple[int, ...], list[
     return {ranks: operations for ranks, operations in found.items() if operations}
 
 
-def _sized(group: Group, op: str, hosts: int, plan: BenchPlan, abort: Callable[[], None]) -> Iterator[Row]:
-    memory = Memory(group, 0 if op == BARRIER else plan.max_bytes)
-    for size in [0] if op == BARRIER else sizes(plan.min_bytes, plan.max_bytes):
+def _sized(group: BenchGroup, op: str, hosts: int, plan: BenchPlan, abort: Callable[[], None]) -> Iterator[BenchRow]:
+    memory = BenchBuffers(group, 0 if op == BARRIER else plan.max_bytes)
+    for size in [0] if op == BARRIER else payload_sizes(plan.min_bytes, plan.max_bytes):
         try:
-            with limited(plan.timeout_s if plan.through == "mpi4py" else None, f"{op} of {size:,} bytes", abort):
+            with abort_after(plan.timeout_s if plan.through == "mpi4py" else None, f"{op} of {size:,} bytes", abort):
                 row = measure(group, op, size, hosts, plan.seconds, memory)
         except (RuntimeError, MemoryError) as error:  # what torch and mpi4py raise of theirs
             raise NetworkError(f"{op} of {size:,} bytes among {group.size} ranks: {_words_of(error)}") from error
@@ -247,7 +247,7 @@ def _sized(group: Group, op: str, hosts: int, plan: BenchPlan, abort: Callable[[
 
 
 @contextlib.contextmanager
-def limited(seconds: float | None, what: str, abort: Callable[[], None]) -> Iterator[None]:
+def abort_after(seconds: float | None, what: str, abort: Callable[[], None]) -> Iterator[None]:
     """Say so and abort what takes longer, from another thread: MPI waits for ever. None: the library has limits."""
 
     def over() -> None:

@@ -33,19 +33,19 @@ from commtrace.output_files import atomic_write
 
 from . import NetworkError
 from .bench_plan import BenchPlan
-from .fit import Fit, fitted
-from .measuring import Row
+from .fit import Fit, fit_operations
+from .measuring import BenchRow
 
 FORMAT, VERSION = "commtrace-network", 1
 
-TRANSPORTS: Final = (
+TRANSPORT_VARIABLES: Final = (
     "NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_", "OMPI_MCA_", "MPICH_", "MPIR_CVAR_", "I_MPI_", "OMP_NUM_THREADS",
 )  # fmt: skip
 """Beginnings of the names of variables that choose how messages travel. An allow-list: others may hold secrets."""
 
 
 @dataclass(frozen=True)
-class Results:
+class BenchResults:
     """See the module."""
 
     through: str
@@ -58,18 +58,18 @@ class Results:
     traced: bool
     """commtrace was recording: its cost is in every time."""
     seconds: float
-    rows: tuple[Row, ...]
+    rows: tuple[BenchRow, ...]
 
     @staticmethod
-    def of(plan: BenchPlan, hosts: Sequence[str], facts: Mapping[str, str], rows: Sequence[Row]) -> Results:
+    def of(plan: BenchPlan, hosts: Sequence[str], facts: Mapping[str, str], rows: Sequence[BenchRow]) -> BenchResults:
         """What was measured just now, on the host of this process and others; `hosts` is that of each rank."""
-        return Results(
+        return BenchResults(
             plan.through,
             plan.backend if plan.through == "torch" else "mpi",
             {**identity.versions(), **facts},
             [{"host": host, "ranks": ranks} for host, ranks in Counter(hosts).items()],
             {"cpu": _cpu(), "cores": usable_cores(), "system": f"{platform.system()} {platform.release()}"},
-            {name: os.environ[name] for name in sorted(os.environ) if name.startswith(TRANSPORTS)},
+            {name: os.environ[name] for name in sorted(os.environ) if name.startswith(TRANSPORT_VARIABLES)},
             time.strftime("%Y-%m-%d"),
             os.environ.get("COMMTRACE", "0") not in ("", "0"),
             plan.seconds,
@@ -79,7 +79,7 @@ class Results:
     @cached_property
     def fits(self) -> tuple[Fit, ...]:
         """One of each operation and group."""
-        return fitted(self.rows)
+        return fit_operations(self.rows)
 
     @property
     def title(self) -> str:
@@ -90,7 +90,7 @@ class Results:
         return f"{name} through {self.through}, {ranks} ranks on {hosts}"
 
 
-def write(results: Results, path: Path, *, force: bool = False) -> None:
+def write_results(results: BenchResults, path: Path, *, force: bool = False) -> None:
     """Keep them. Raises OutputError where the file exists (without `force`) or cannot be written."""
     document = {
         "format": FORMAT,
@@ -103,23 +103,23 @@ def write(results: Results, path: Path, *, force: bool = False) -> None:
         part.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def read(path: Path) -> Results:
+def read_results(path: Path) -> BenchResults:
     """What was kept. Raises NetworkError for a file that is not of this kind."""
-    document = read_json(path)
+    document = read_json_object(path)
     if document.get("format") != FORMAT:
         raise NetworkError(f"{path}: not a file that commtrace bench has written (its format is not {FORMAT!r})")
     if document.get("version") != VERSION:
         raise NetworkError(f"{path}: version {document.get('version')!r} of the format; this commtrace reads {VERSION}")
     try:
-        rows = tuple(Row(**row) for row in document["rows"])
-        return Results(
-            **{field.name: document[field.name] for field in fields(Results) if field.name != "rows"}, rows=rows
+        rows = tuple(BenchRow(**row) for row in document["rows"])
+        return BenchResults(
+            **{field.name: document[field.name] for field in fields(BenchResults) if field.name != "rows"}, rows=rows
         )
     except (KeyError, TypeError, ValueError) as error:
         raise NetworkError(f"{path}: damaged ({type(error).__name__}: {error}); measure again") from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """An object of keys and values. Raises NetworkError."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))

@@ -8,10 +8,10 @@ from typing import Final
 
 from commtrace.volume import busbw_factor
 
-from .bench_results import Results
+from .bench_results import BenchResults
 from .fit import Fit
-from .measuring import Row
-from .operations import BARRIER, ELEMENT, PING_PONG, POINT_TO_POINT, ROOTED, SUMMED, WINDOW
+from .measuring import BenchRow
+from .operations import BARRIER, ELEMENT_BYTES, PING_PONG, POINT_TO_POINT, ROOTED, SUMMED, WINDOW
 
 FORMS: Final = ("auto", "nccl", "osu")
 WIDE: Final = 130
@@ -20,7 +20,7 @@ WIDE: Final = 130
 _BYTES: Final = ("B", "KiB", "MiB", "GiB")
 
 
-def lines(results: Results, form: str = "auto", width: int = 80) -> Iterator[str]:
+def results_lines(results: BenchResults, form: str = "auto", width: int = 80) -> Iterator[str]:
     """Header, a table for each operation and group with its fit below it, and all fits, in lines up to `width`."""
     yield from _header(results, width)
     for fit in results.fits:
@@ -28,12 +28,12 @@ def lines(results: Results, form: str = "auto", width: int = 80) -> Iterator[str
         yield ""
         yield from _wrapped(f"# {fit.op}, {_group(fit)}", width)
         yield from (_osu if _is_osu(results, fit.op, form) else _nccl)(rows, fit, wide=width >= WIDE)
-        yield from _wrapped(f"# fit: {words(fit)}", width)
+        yield from _wrapped(f"# fit: {describe_fit(fit)}", width)
     yield ""
-    yield from fits(results.fits)
+    yield from fit_lines(results.fits)
 
 
-def _header(results: Results, width: int) -> Iterator[str]:
+def _header(results: BenchResults, width: int) -> Iterator[str]:
     versions = ", ".join(f"{name} {number}" for name, number in results.versions.items())
     machine = f"{results.machine['cores']} cores of {results.machine['cpu']}"
     yield from _wrapped(f"# commtrace bench: {results.title}, {results.date}", width)
@@ -52,7 +52,7 @@ def _header(results: Results, width: int) -> Iterator[str]:
         yield from _wrapped(f"# WRONG: {wrong:,} elements were not what they must be; see #wrong", width)
 
 
-def _is_osu(results: Results, op: str, form: str) -> bool:
+def _is_osu(results: BenchResults, op: str, form: str) -> bool:
     return form == "osu" or (form == "auto" and (op in POINT_TO_POINT or op == BARRIER or results.through == "mpi4py"))
 
 
@@ -66,14 +66,14 @@ _UNITS: Final = ("(B)", "(elements)", "", "", "", "(us)", "(GB/s)", "(GB/s)", ""
 _MORE: Final = (("min", 9), ("median", 9), ("max", 9), ("calls", 6), ("rounds", 6), ("fit", 9), ("off", 7))
 
 
-def _nccl(rows: Sequence[Row], fit: Fit, *, wide: bool) -> Iterator[str]:
+def _nccl(rows: Sequence[BenchRow], fit: Fit, *, wide: bool) -> Iterator[str]:
     widths = [width for _, width in (*_NCCL, *(_MORE if wide else ()))]
     yield _line("#", [name for name, _ in (*_NCCL, *(_MORE if wide else ()))], widths)
     yield _line("#", [*_UNITS, *(("(us)", "(us)", "(us)", "", "", "(us)", "") if wide else ())], widths)
     for row in rows:
         algbw, factor = row.payload_bytes / row.avg_us / 1e3, busbw_factor(_canonical(row.op), row.ranks)
         cells = [
-            str(row.payload_bytes), str(row.payload_bytes // ELEMENT), "float", "sum" if row.op in SUMMED else "none",
+            str(row.payload_bytes), str(row.payload_bytes // ELEMENT_BYTES), "float", "sum" if row.op in SUMMED else "none",
             "0" if row.op in ROOTED else "-1", _us(row.avg_us), f"{algbw:.2f}",
             "-" if factor is None else f"{algbw * factor:.2f}", str(row.wrong),
         ]  # fmt: skip
@@ -92,7 +92,7 @@ def _canonical(op: str) -> str:
 # --- the OSU micro-benchmarks ---------------------------------------------------------------------------------------
 
 
-def _osu(rows: Sequence[Row], fit: Fit, *, wide: bool) -> Iterator[str]:
+def _osu(rows: Sequence[BenchRow], fit: Fit, *, wide: bool) -> Iterator[str]:
     if rows[0].op == WINDOW:
         yield f"{'# Size':<10}{'Bandwidth (MB/s)':>20}"
         yield from (f"{row.payload_bytes:<10}{row.payload_bytes / row.avg_us:>20.2f}" for row in rows)
@@ -110,7 +110,7 @@ def _osu(rows: Sequence[Row], fit: Fit, *, wide: bool) -> Iterator[str]:
 # --- fits -----------------------------------------------------------------------------------------------------------
 
 
-def words(fit: Fit) -> str:
+def describe_fit(fit: Fit) -> str:
     """Format a fit: "120 us + bytes / 1.20 GB/s; held-out error: median 4.1 %, worst 17 % at 64 KiB"."""
     pieces = []
     for number, piece in enumerate(fit.pieces):
@@ -127,7 +127,7 @@ def _error(fit: Fit) -> str:
     return f"held-out error: median {fit.held_out_median:.1%}, worst {worst}".replace("%", " %")
 
 
-def fits(found: Sequence[Fit]) -> Iterator[str]:
+def fit_lines(found: Sequence[Fit]) -> Iterator[str]:
     """All of them, a line each."""
     widths = [16, 6, 6, 11, 9, 7, 10, 9]
     heads = ("# operation", "ranks", "hosts", "latency", "busbw", "pieces", "held out:", "worst")

@@ -27,7 +27,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from .measuring import Row
+from .measuring import BenchRow
 from .operations import bus_bytes
 
 Array = npt.NDArray[np.float64]
@@ -84,15 +84,15 @@ class Fit:
         return None if not beta else 1e-3 / beta
 
 
-def fitted(rows: Iterable[Row]) -> tuple[Fit, ...]:
+def fit_operations(rows: Iterable[BenchRow]) -> tuple[Fit, ...]:
     """A fit of each operation and group, in the order in which they were measured."""
-    found: dict[tuple[str, int, int], dict[int, Row]] = {}
+    found: dict[tuple[str, int, int], dict[int, BenchRow]] = {}
     for row in rows:
         found.setdefault((row.op, row.ranks, row.hosts), {})[row.payload_bytes] = row
     return tuple(fit(op, ranks, hosts, [*some.values()]) for (op, ranks, hosts), some in found.items())
 
 
-def fit(op: str, ranks: int, hosts: int, rows: Sequence[Row]) -> Fit:
+def fit(op: str, ranks: int, hosts: int, rows: Sequence[BenchRow]) -> Fit:
     """Of the rows of one operation and group, one at least, of different sizes."""
     rows = sorted(rows, key=lambda row: row.payload_bytes)
     payload = np.array([row.payload_bytes for row in rows], float)

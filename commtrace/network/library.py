@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .bench_plan import BenchPlan
-from .measuring import Group
+from .measuring import BenchGroup
 
 
-class Library(ABC):
+class BenchLibrary(ABC):
     """torch.distributed or mpi4py in this process, with all ranks connected."""
 
     rank: int
@@ -19,7 +19,7 @@ class Library(ABC):
     local_rank: int
 
     @abstractmethod
-    def group(self, ranks: Sequence[int]) -> Group | None:
+    def group(self, ranks: Sequence[int]) -> BenchGroup | None:
         """These ranks as a group; None where this one is not among them. All ranks call this, in the same order."""
 
     @abstractmethod
@@ -43,8 +43,8 @@ class Library(ABC):
         """End the other ranks, too, where the library can: this one has failed."""
 
 
-def connect(plan: BenchPlan) -> Library:
+def connect(plan: BenchPlan) -> BenchLibrary:
     """This process as a rank. Raises NetworkError where the plan's library cannot be had."""
     module = importlib.import_module(f"commtrace.network.{'mpi' if plan.through == 'mpi4py' else 'torch'}_library")
-    library: Library = module.connect(plan)
+    library: BenchLibrary = module.connect(plan)
     return library

@@ -18,17 +18,17 @@ from typing import Any, Final
 
 from .operations import (
     BARRIER,
-    ELEMENT,
+    ELEMENT_BYTES,
     PING_PONG,
     ROOTED,
     WINDOW,
     Values,
-    elements,
-    expected,
-    given,
-    pattern,
-    taken,
-    window,
+    expected_values,
+    input_elements,
+    output_elements,
+    payload_elements,
+    test_values,
+    window_messages,
 )
 
 ROUNDS: Final = 10
@@ -41,7 +41,7 @@ _WARM_SMALL, _WARM_LARGE = 20, 2
 Call = Callable[[], object]
 
 
-class Group(ABC):
+class BenchGroup(ABC):
     """Ranks that communicate, as a library has them; this process is one of them. The root of all is rank 0."""
 
     rank: int
@@ -79,24 +79,24 @@ class Group(ABC):
         """The values of every rank, on all of them."""
 
 
-class Memory:
+class BenchBuffers:
     """What is given and what is taken, of all sizes up to one, at the same addresses, as nccl-tests and OMB have it.
 
     A buffer of each size's own lies where malloc puts it, on huge pages or not: MPICH's messages of 2 MiB took 88 or
     170 us with it, depending on what had been freed before.
     """
 
-    def __init__(self, group: Group, payload: int) -> None:
-        count = payload // ELEMENT
+    def __init__(self, group: BenchGroup, payload: int) -> None:
+        count = payload // ELEMENT_BYTES
         self._source, self._result = group.buffer(count), group.buffer(count)
 
     def of(self, op: str, count: int, ranks: int) -> tuple[Any, Any]:
         """What a rank gives and takes, for a payload of so many elements."""
-        return self._source[: given(op, count, ranks)], self._result[: taken(op, count, ranks)]
+        return self._source[: input_elements(op, count, ranks)], self._result[: output_elements(op, count, ranks)]
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """One operation, size and group, as measured. Times are microseconds of one call (send_recv: of one way)."""
 
     op: str
@@ -118,20 +118,20 @@ class Row:
 
 
 def measure(
-    group: Group,
+    group: BenchGroup,
     op: str,
     size: int,
     hosts: int,
     seconds: float,
-    memory: Memory,
+    memory: BenchBuffers,
     clock: Callable[[], float] = time.perf_counter,
-) -> Row | None:
+) -> BenchRow | None:
     """A row, the same on all ranks of the group; None where `size` bytes cannot be shared by so many ranks."""
-    count = 0 if op == BARRIER else elements(op, size, group.size)
+    count = 0 if op == BARRIER else payload_elements(op, size, group.size)
     if not count and op != BARRIER:
         return None
-    payload = count * ELEMENT
-    messages = window(payload) if op == WINDOW else 1
+    payload = count * ELEMENT_BYTES
+    messages = window_messages(payload) if op == WINDOW else 1
     call, wrong = _prepared(group, op, count, messages, memory)
     warm = _WARM_SMALL if payload <= _SMALL and messages == 1 else _WARM_LARGE
     call()  # connections are made, and memory is touched, for the first time
@@ -141,7 +141,7 @@ def measure(
     part = 0.5 if op == PING_PONG else 1 / messages
     slowest = [max(times) / calls * part * 1e6 for times in zip(*all_ranks, strict=True)]
     means = [statistics.fmean(times) / calls * part * 1e6 for times in all_ranks]
-    return Row(
+    return BenchRow(
         op,
         group.size,
         hosts,
@@ -159,20 +159,20 @@ def measure(
     )
 
 
-def _prepared(group: Group, op: str, count: int, messages: int, memory: Memory) -> tuple[Call, int]:
+def _prepared(group: BenchGroup, op: str, count: int, messages: int, memory: BenchBuffers) -> tuple[Call, int]:
     """The call on buffers of zeros, and how many elements of all ranks were wrong when they held values."""
-    values = pattern(count)
+    values = test_values(count)
     source, result = memory.of(op, count, group.size)
     call = group.call(op, source, result, messages)
     if op == BARRIER:
         return call, 0
     for buffer in (source, result) if _in_place(op) else (source,):
-        group.fill(buffer, values[: given(op, count, group.size)] + group.rank)
+        group.fill(buffer, values[: input_elements(op, count, group.size)] + group.rank)
     if op == "broadcast" and group.rank:
         group.fill(result, values * 0 - 1)
     call()
     group.settle()
-    right = expected(op, values, group.rank, group.size)
+    right = expected_values(op, values, group.rank, group.size)
     wrong = 0 if right is None else int((group.values(result) != right).sum())
     for buffer in (source, result):  # zeros stay zeros, however often they are summed, and are the next size's
         group.fill(buffer, group.values(buffer) * 0)
@@ -183,7 +183,7 @@ def _in_place(op: str) -> bool:
     return op == "all_reduce" or (op in ROOTED and op not in ("gather", "scatter"))
 
 
-def _round(group: Group, call: Call, calls: int, clock: Callable[[], float]) -> float:
+def _round(group: BenchGroup, call: Call, calls: int, clock: Callable[[], float]) -> float:
     """Seconds of this rank for so many calls."""
     group.settle()
     group.barrier()
@@ -194,7 +194,7 @@ def _round(group: Group, call: Call, calls: int, clock: Callable[[], float]) -> 
     return clock() - begin
 
 
-def _slowest(group: Group, times: Sequence[float]) -> list[float]:
+def _slowest(group: BenchGroup, times: Sequence[float]) -> list[float]:
     return [max(found) for found in zip(*group.gather(times), strict=True)]
 
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from . import NetworkError
 from .bench_plan import BenchPlan
-from .library import Library
-from .measuring import Call, Group
+from .library import BenchLibrary
+from .measuring import BenchGroup, Call
 from .operations import PING_PONG, Values
 
 try:
@@ -23,12 +23,12 @@ except (ImportError, RuntimeError) as error:  # mpi4py raises the latter where i
 _LOOK_S: Final = 0.001
 
 
-def connect(plan: BenchPlan) -> MpiLibrary:
+def connect(plan: BenchPlan) -> MpiBenchLibrary:
     """The ranks of MPI.COMM_WORLD."""
-    return MpiLibrary(MPI.COMM_WORLD)
+    return MpiBenchLibrary(MPI.COMM_WORLD)
 
 
-class MpiLibrary(Library):
+class MpiBenchLibrary(BenchLibrary):
     """See Library."""
 
     def __init__(self, world: Any) -> None:
@@ -36,10 +36,10 @@ class MpiLibrary(Library):
         self.rank, self.size = world.Get_rank(), world.Get_size()
         self.local_rank = world.Split_type(MPI.COMM_TYPE_SHARED).Get_rank()
 
-    def group(self, ranks: Sequence[int]) -> Group | None:
+    def group(self, ranks: Sequence[int]) -> BenchGroup | None:
         """See Library."""
         found = self._world.Create(self._world.Get_group().Incl([*ranks]))
-        return MpiGroup(found) if found != MPI.COMM_NULL else None
+        return MpiBenchGroup(found) if found != MPI.COMM_NULL else None
 
     def everyone(self, value: Any) -> list[Any]:
         """See Library."""
@@ -68,7 +68,7 @@ class MpiLibrary(Library):
         self._world.Abort(1)
 
 
-class MpiGroup(Group):
+class MpiBenchGroup(BenchGroup):
     """A communicator."""
 
     def __init__(self, comm: Any) -> None:

@@ -1,4 +1,4 @@
-"""`mpiexec` on this machine, for Open MPI and MPICH, as a laptop or a container needs it."""
+"""`find_mpiexec` on this machine, for Open MPI and MPICH, as a laptop or a container needs it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from commtrace.errors import LaunchError
 from commtrace.launchers import usable_cores
 
 
-def mpiexec() -> str:
+def find_mpiexec() -> str:
     """The path of mpiexec: this environment's, whether it is activated or not, else the system's."""
     beside = Path(sys.executable).with_name("mpiexec")
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
@@ -22,15 +22,15 @@ def mpiexec() -> str:
     return found
 
 
-def command(ranks: int, program: Sequence[str]) -> list[str]:
+def mpiexec_command(ranks: int, program: Sequence[str]) -> list[str]:
     """Start so many ranks of a program on this machine, however many cores it has."""
-    launcher = mpiexec()
+    launcher = find_mpiexec()
     options = ["--oversubscribe", "--bind-to", "none"] if _is_open_mpi(launcher) else []
     return [launcher, *options, "-n", str(ranks), *program]
 
 
-def variables(ranks: int) -> dict[str, str]:
-    """For the environment of `command`: ranks that share cores yield them when they wait."""
+def mpiexec_variables(ranks: int) -> dict[str, str]:
+    """For the environment of `mpiexec_command`: ranks that share cores yield them when they wait."""
     found = {}
     if ranks > usable_cores():
         found["OMPI_MCA_mpi_yield_when_idle"] = "1"  # Open MPI's

@@ -33,7 +33,7 @@ from commtrace.volume import busbw_factor
 
 from . import NetworkError
 from .algorithms import ALGORITHMS, RING, Level, cost, steps
-from .bench_results import FORMAT, Results, read, read_json
+from .bench_results import FORMAT, BenchResults, read_json_object, read_results
 from .fit import Fit
 from .operations import BARRIER, COLLECTIVES, PING_PONG, bus_bytes
 
@@ -48,7 +48,7 @@ _MESSAGES: Final = ("send", "recv", "sendrecv")
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedTime:
     """Time of a call in microseconds; its latency is what a call takes however small it is."""
 
     latency_us: float
@@ -69,7 +69,7 @@ class Network(ABC):
     """Sentences, without their full stop, that must stand beside what is said of it."""
     ranks_per_node: int
 
-    def expected(self, op: str, payload: int, ranks: int, hosts: int) -> Expected | None:
+    def expected(self, op: str, payload: int, ranks: int, hosts: int) -> ExpectedTime | None:
         """Of a call in a group of `ranks` on `hosts`; payload in bytes. None for an operation that it knows nothing of.
 
         For messages, `hosts` is 1 or 2: whether both ends are on one.
@@ -77,32 +77,32 @@ class Network(ABC):
         if op in _MESSAGES:
             return self._expected(PING_PONG, payload, 2, min(hosts, 2))
         if ranks < 2:
-            return Expected(0.0, 0.0, LOCAL)
+            return ExpectedTime(0.0, 0.0, LOCAL)
         return self._expected(op, payload, ranks, hosts) if op in (*COLLECTIVES, BARRIER) else None
 
     @abstractmethod
-    def _expected(self, op: str, payload: int, ranks: int, hosts: int) -> Expected | None: ...
+    def _expected(self, op: str, payload: int, ranks: int, hosts: int) -> ExpectedTime | None: ...
 
 
 def open_network(name: str) -> Network:
     """By the path of a file, or the name of a shipped description. Raises NetworkError."""
     path = Path(name)
-    if not path.exists() and name in shipped():
-        return _described(read_json(Path(str(_folder().joinpath(f"{name}.json")))), name)
+    if not path.exists() and name in shipped_networks():
+        return _described(read_json_object(Path(str(_folder().joinpath(f"{name}.json")))), name)
     if not path.exists():
         raise NetworkError(
-            f"{name}: no such file, and no description is called so (there are {', '.join(shipped())}); "
+            f"{name}: no such file, and no description is called so (there are {', '.join(shipped_networks())}); "
             "commtrace bench writes such a file"
         )
-    document = read_json(path)
+    document = read_json_object(path)
     if document.get("format") == FORMAT:
-        return MeasuredNetwork(name, read(path))
+        return MeasuredNetwork(name, read_results(path))
     if document.get("format") == DESCRIPTION:
         return _described(document, name)
     raise NetworkError(f"{name}: neither a file of commtrace bench ({FORMAT!r}) nor a description ({DESCRIPTION!r})")
 
 
-def shipped() -> list[str]:
+def shipped_networks() -> list[str]:
     """Names of the descriptions that come with commtrace."""
     return sorted(Path(file.name).stem for file in _folder().iterdir() if file.name.endswith(".json"))
 
@@ -122,7 +122,7 @@ class MeasuredNetwork(Network):
     grows faster. A group of several hosts is extrapolated from another one of several hosts where that was measured.
     """
 
-    def __init__(self, name: str, results: Results) -> None:
+    def __init__(self, name: str, results: BenchResults) -> None:
         self.name = name
         self.ranks_per_node = max(int(one["ranks"]) for one in results.hosts)
         self.about = (f"measured: {results.title}, {results.date}",)
@@ -132,7 +132,7 @@ class MeasuredNetwork(Network):
         for fit in results.fits:
             self._fits.setdefault(fit.op, []).append(fit)
 
-    def _expected(self, op: str, payload: int, ranks: int, hosts: int) -> Expected | None:
+    def _expected(self, op: str, payload: int, ranks: int, hosts: int) -> ExpectedTime | None:
         fits = self._fits.get(op)
         if not fits:
             return None
@@ -140,7 +140,7 @@ class MeasuredNetwork(Network):
             if (fit.ranks, fit.hosts) == (ranks, hosts):
                 return _of_fit(fit, payload, 1.0, FITTED if payload <= fit.most_bytes else EXTRAPOLATED)
         near = min(fits, key=lambda fit: ((fit.hosts > 1) != (hosts > 1), abs(fit.ranks - ranks), -fit.ranks))
-        algorithm = growth(op, [fit for fit in fits if (fit.hosts > 1) == (near.hosts > 1)])
+        algorithm = algorithm_of_fits(op, [fit for fit in fits if (fit.hosts > 1) == (near.hosts > 1)])
         ratio = steps(op, ranks, algorithm) / steps(op, near.ranks, algorithm)
         return _of_fit(near, _alike(op, payload, ranks, near.ranks), ratio, EXTRAPOLATED)
 
@@ -151,13 +151,13 @@ def _alike(op: str, payload: int, ranks: int, others: int) -> int:
     return payload if not factor else round(float(bus_bytes(op, payload, ranks)) / factor)
 
 
-def _of_fit(fit: Fit, payload: int, ratio: float, how: str) -> Expected:
+def _of_fit(fit: Fit, payload: int, ratio: float, how: str) -> ExpectedTime:
     total = fit.time_us(payload)
     latency = min(fit.latency_us, total)
-    return Expected(latency * ratio, total - latency, how)
+    return ExpectedTime(latency * ratio, total - latency, how)
 
 
-def growth(op: str, fits: Sequence[Fit]) -> str:
+def algorithm_of_fits(op: str, fits: Sequence[Fit]) -> str:
     """The algorithm whose steps the latencies of groups of several sizes follow more closely; of one size: the ring."""
     if len({fit.ranks for fit in fits}) < 2:
         return RING
@@ -185,9 +185,9 @@ class DescribedNetwork(Network):
     inter: Level
     sources: Mapping[str, str]
 
-    def _expected(self, op: str, payload: int, ranks: int, hosts: int) -> Expected | None:
+    def _expected(self, op: str, payload: int, ranks: int, hosts: int) -> ExpectedTime | None:
         found = cost(op, payload, ranks, hosts, self.intra, self.inter)
-        return Expected(self.start_us + found.latency_us, found.bandwidth_us, DESCRIBED)
+        return ExpectedTime(self.start_us + found.latency_us, found.bandwidth_us, DESCRIBED)
 
 
 _KEYS: Final = (
@@ -244,6 +244,6 @@ def _number(value: Any, where: str) -> float:
 # --- where ranks are ------------------------------------------------------------------------------------------------
 
 
-def hosts_of(ranks: int, stride: int, ranks_per_node: int) -> int:
+def hosts_of_group(ranks: int, stride: int, ranks_per_node: int) -> int:
     """Hosts of the group of ranks 0, stride, 2 stride ..., where the ranks fill one host after the other."""
     return len({rank * stride // ranks_per_node for rank in range(ranks)})

@@ -37,7 +37,7 @@ SUMMED: Final = ("all_reduce", "reduce_scatter", "reduce")
 ROOTED: Final = ("broadcast", "reduce", "gather", "scatter")
 _SHARED: Final = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 
-ELEMENT: Final = 4
+ELEMENT_BYTES: Final = 4
 """Bytes of an element: all that is measured is float32, as nccl-tests' default is."""
 
 WINDOW_MESSAGES: Final = 64
@@ -48,18 +48,18 @@ _PERIOD: Final = 251
 """Of the values in a buffer: a prime, so that a share in the wrong place is seen."""
 
 
-def elements(op: str, payload: int, ranks: int) -> int:
+def payload_elements(op: str, payload: int, ranks: int) -> int:
     """Elements of the largest payload up to `payload` bytes that all ranks have equal shares of; 0: there is none."""
-    count = payload // ELEMENT
+    count = payload // ELEMENT_BYTES
     return count // ranks * ranks if op in _SHARED else count
 
 
-def given(op: str, count: int, ranks: int) -> int:
+def input_elements(op: str, count: int, ranks: int) -> int:
     """Elements that a rank (of those that give anything) hands in."""
     return count // ranks if op in ("all_gather", "gather") else count
 
 
-def taken(op: str, count: int, ranks: int) -> int:
+def output_elements(op: str, count: int, ranks: int) -> int:
     """Elements that a rank (of those that get anything) gets."""
     return count // ranks if op in ("reduce_scatter", "scatter") else count
 
@@ -73,14 +73,14 @@ def bus_bytes(op: str, payload: Any, ranks: int) -> Any:
     return payload * (factor if factor is not None else 1.0)
 
 
-def sizes(least: int, most: int) -> Iterator[int]:
+def payload_sizes(least: int, most: int) -> Iterator[int]:
     """Powers of two times `least`, up to `most`, in bytes."""
     while least <= most:
         yield least
         least *= 2
 
 
-def window(payload: int) -> int:
+def window_messages(payload: int) -> int:
     """Messages in flight: osu_bw's 64, fewer of large ones, as their bandwidth shows with fewer."""
     return max(2, min(WINDOW_MESSAGES, _WINDOW_BYTES // max(payload, 1)))
 
@@ -88,13 +88,13 @@ def window(payload: int) -> int:
 # --- values that show whether data arrived --------------------------------------------------------------------------
 
 
-def pattern(count: int) -> Values:
+def test_values(count: int) -> Values:
     """What rank 0 gives; rank r adds r to each value. Sums over ranks are exact in float32."""
     return (np.arange(count) % _PERIOD).astype(np.float32)
 
 
-def expected(op: str, values: Values, rank: int, ranks: int) -> Values | None:
-    """What a rank must have got when all ranks gave their values (`pattern` of the payload); None: nothing.
+def expected_values(op: str, values: Values, rank: int, ranks: int) -> Values | None:
+    """What a rank must have got when all ranks gave their values (`test_values` of the payload); None: nothing.
 
     The root is rank 0; of two ranks that exchange messages, rank 1 takes and, but for the window, rank 0, too.
     """

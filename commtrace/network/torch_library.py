@@ -17,8 +17,8 @@ except ImportError as error:
 
 from . import NetworkError
 from .bench_plan import BenchPlan
-from .library import Library
-from .measuring import Call, Group
+from .library import BenchLibrary
+from .measuring import BenchGroup, Call
 from .operations import PING_PONG, Values
 
 # torch 2.13 has new names for these two, and warns of the old ones.
@@ -26,7 +26,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def connect(plan: BenchPlan) -> TorchLibrary:
+def connect(plan: BenchPlan) -> TorchBenchLibrary:
     """Join the process group that the environment names (RANK, WORLD_SIZE, MASTER_ADDR ...)."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     _check(plan.backend, local_rank)
@@ -41,7 +41,7 @@ def connect(plan: BenchPlan) -> TorchLibrary:
         )
     except (RuntimeError, ValueError) as error:
         raise NetworkError(f"the ranks did not find each other ({plan.backend}): {_first_line(error)}") from error
-    return TorchLibrary(device, local_rank, plan.backend)
+    return TorchBenchLibrary(device, local_rank, plan.backend)
 
 
 def _check(backend: str, local_rank: int) -> None:
@@ -58,17 +58,17 @@ def _check(backend: str, local_rank: int) -> None:
             )
 
 
-class TorchLibrary(Library):
+class TorchBenchLibrary(BenchLibrary):
     """See Library."""
 
     def __init__(self, device: torch.device, local_rank: int, backend: str) -> None:
         self.rank, self.size, self.local_rank = dist.get_rank(), dist.get_world_size(), local_rank
         self._device, self._backend = device, backend
 
-    def group(self, ranks: Sequence[int]) -> Group | None:
+    def group(self, ranks: Sequence[int]) -> BenchGroup | None:
         """See Library."""
         group = dist.new_group([*ranks])
-        return TorchGroup(group, self._device) if self.rank in ranks else None
+        return TorchBenchGroup(group, self._device) if self.rank in ranks else None
 
     def everyone(self, value: Any) -> list[Any]:
         """See Library."""
@@ -94,7 +94,7 @@ class TorchLibrary(Library):
         """See Library: peers of a process that ends see their connections break."""
 
 
-class TorchGroup(Group):
+class TorchBenchGroup(BenchGroup):
     """A process group."""
 
     def __init__(self, group: Any, device: torch.device) -> None:

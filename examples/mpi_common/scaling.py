@@ -68,7 +68,7 @@ def _run_all(workload: str, passed_on: Sequence[str], options: argparse.Namespac
 
 def _start(ranks: int, program: Sequence[str], options: argparse.Namespace) -> None:
     """Raises CalledProcessError where a run fails, and ExampleError where it does not end."""
-    command, variables = launch.command(ranks, program), launch.variables(ranks)
+    command, variables = launch.mpiexec_command(ranks, program), launch.mpiexec_variables(ranks)
     if options.trace:
         variables["COMMTRACE"] = str(Path(options.trace) / f"ranks-{ranks}")
     print("\n$", *(f"{name}={value}" for name, value in variables.items()), shlex.join(command), flush=True)

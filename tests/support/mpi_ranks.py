@@ -20,7 +20,7 @@ LIMIT_S = 120
 def has_mpiexec() -> bool:
     """Whether ranks can be started here."""
     try:
-        launch.mpiexec()
+        launch.find_mpiexec()
     except CommtraceError:
         return False
     return True
@@ -31,8 +31,8 @@ needs_mpiexec = pytest.mark.skipif(not has_mpiexec(), reason="there is no mpiexe
 
 def mpiexec(ranks: int, *program: str | Path, **variables: Any) -> processes.Result:
     """Run Python on so many ranks."""
-    command = launch.command(ranks, [sys.executable, *map(str, program)])
-    variables |= launch.variables(ranks)
+    command = launch.mpiexec_command(ranks, [sys.executable, *map(str, program)])
+    variables |= launch.mpiexec_variables(ranks)
     return processes.run(command, limit=LIMIT_S, **variables)
 
 

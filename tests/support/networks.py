@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from commtrace.network.bench_results import Results
-from commtrace.network.measuring import Row
-from commtrace.network.operations import bus_bytes, sizes
+from commtrace.network.bench_results import BenchResults
+from commtrace.network.measuring import BenchRow
+from commtrace.network.operations import bus_bytes, payload_sizes
 
 TIMES = ("min_us", "avg_us", "median_us", "max_us", "rank_avg_us", "rank_min_us", "rank_max_us")
 
 
-def row(**changes: Any) -> Row:
+def row(**changes: Any) -> BenchRow:
     """A row. Unsaid: an all_reduce of 4 bytes among 2 ranks; `us` is every time (10)."""
     us = changes.pop("us", 10.0)
     told = {"op": "all_reduce", "ranks": 2, "hosts": 1, "payload_bytes": 4, "calls": 10, "rounds": 10, "wrong": 0}
-    return Row(**{**told, **dict.fromkeys(TIMES, us), **changes})
+    return BenchRow(**{**told, **dict.fromkeys(TIMES, us), **changes})
 
 
-def results(rows: Iterable[Row], **changes: Any) -> Results:
+def results(rows: Iterable[BenchRow], **changes: Any) -> BenchResults:
     """As if measured on one host with gloo."""
     some = tuple(rows)
     told = {
@@ -33,12 +33,12 @@ def results(rows: Iterable[Row], **changes: Any) -> Results:
         "traced": False,
         "seconds": 0.2,
     }
-    return Results(**{**told, **changes}, rows=some)
+    return BenchResults(**{**told, **changes}, rows=some)
 
 
 def ideal(
     op: str, ranks: int, hosts: int = 1, *, alpha: Callable[[int], float] = lambda ranks: 10.0, gb_per_s: float = 1.0
-) -> list[Row]:
+) -> list[BenchRow]:
     """An operation whose latency (us) depends on the ranks, with the same busbw for all of them."""
     return [
         row(
@@ -48,5 +48,5 @@ def ideal(
             payload_bytes=size,
             us=alpha(ranks) + float(bus_bytes(op, size, ranks)) / gb_per_s / 1e3,
         )
-        for size in sizes(4 * ranks, 64 << 20)
+        for size in payload_sizes(4 * ranks, 64 << 20)
     ]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from commtrace.network.networks import DESCRIBED, EXTRAPOLATED, FITTED, LOCAL, Network, hosts_of
+from commtrace.network.networks import DESCRIBED, EXTRAPOLATED, FITTED, LOCAL, Network, hosts_of_group
 from commtrace.theory import ExpectedCall, Prediction
 from commtrace.theory.rules.torch.fsdp import COPIES
 
@@ -89,7 +89,7 @@ def num_hosts(found: Forecast, message: ExpectedCall, ranks: int, ranks_per_node
         places = {stage * of_a_stage + part for stage in range(stages) for part in range(found.plan.layout.tensor)}
         return len({place // ranks_per_node for place in places})
     some = 2 if message.op in _MESSAGES else ranks
-    return hosts_of(some, _stride(found, message, some), ranks_per_node)
+    return hosts_of_group(some, _stride(found, message, some), ranks_per_node)
 
 
 _MESSAGES = ("send", "recv", "sendrecv")

@@ -9,7 +9,7 @@ import pandas as pd
 
 from commtrace.analyses.engine import rows_of
 from commtrace.formatting import format_duration, format_plural
-from commtrace.network.networks import Network, open_network, shipped
+from commtrace.network.networks import Network, open_network, shipped_networks
 from examples.paper_study.parts import Section
 
 from . import figures
@@ -140,7 +140,7 @@ def _alike(results: Results) -> Iterator[str]:
 
 
 def _networks(results: Results) -> Iterator[Section]:
-    names = shipped() if results.options.network is None else [results.options.network]
+    names = shipped_networks() if results.options.network is None else [results.options.network]
     some = results.of([*results.plan.scaled, *results.plan.combined] or [*results.plan.node, *results.plan.divided])
     most = max((one.run.world for one in some), default=0)
     chosen = [one for one in some if one.run.world == most or not results.plan.scaled]

@@ -16,15 +16,15 @@ from networks import ideal, results, row
 from commtrace.cli import main
 from commtrace.network import NetworkError
 from commtrace.network.bench_plan import BenchPlan
-from commtrace.network.bench_results import Results, read, write
-from commtrace.network.bench_text import lines
+from commtrace.network.bench_results import BenchResults, read_results, write_results
+from commtrace.network.bench_text import results_lines
 from commtrace.network.library import connect
 from commtrace.network.operations import COLLECTIVES, OPERATIONS, POINT_TO_POINT
 
 BENCH = "import sys; from commtrace.cli import main; sys.exit(main())"
 
 
-def measured() -> Results:
+def measured() -> BenchResults:
     return results([*ideal("all_reduce", 4), *ideal("send_recv", 2), *ideal("send_recv_window", 2)])
 
 
@@ -33,11 +33,11 @@ def measured() -> Results:
 
 def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     path, again = tmp_path / "network.json", tmp_path / "again.json"
-    write(measured(), path)
-    found = read(path)
+    write_results(measured(), path)
+    found = read_results(path)
     assert [one.avg_us for one in found.rows] == pytest.approx([one.avg_us for one in measured().rows], rel=1e-5)
-    write(found, again)
-    assert read(again) == found
+    write_results(found, again)
+    assert read_results(again) == found
     document = json.loads(path.read_text())
     assert (document["format"], document["version"]) == ("commtrace-network", 1)
     assert document["fits"][0]["pieces"][0]["alpha_us"] == pytest.approx(10.0)
@@ -60,7 +60,7 @@ def test_what_cannot_be_read_is_said(content: str | None, words: str, tmp_path: 
     if content is not None:
         path.write_text(content)
     with pytest.raises(NetworkError, match=re.escape(words)) as error:
-        read(path)
+        read_results(path)
     assert str(error.value).startswith(str(path))
 
 
@@ -70,25 +70,25 @@ def test_what_cannot_be_read_is_said(content: str | None, words: str, tmp_path: 
 @pytest.mark.parametrize("width", [80, 160])
 @pytest.mark.parametrize("form", ["auto", "nccl", "osu"])
 def test_no_line_is_too_long(form: str, width: int) -> None:
-    assert max(map(len, lines(measured(), form, width))) <= width
+    assert max(map(len, results_lines(measured(), form, width))) <= width
 
 
 def test_a_table_as_nccl_tests_prints_it() -> None:
     some = results([row(ranks=4, payload_bytes=1 << 20, us=100.0, wrong=3), row(ranks=4, us=10.0)])
-    told = [*lines(some)]
+    told = [*results_lines(some)]
     assert any("WRONG: 3 elements" in line for line in told)
     cells = next(line.split() for line in told if line.split()[:1] == ["1048576"])
     assert cells == ["1048576", "262144", "float", "sum", "-1", "100.00", "10.49", "15.73", "3"]
-    wide = next(line.split() for line in lines(some, width=160) if line.split()[:1] == ["1048576"])
+    wide = next(line.split() for line in results_lines(some, width=160) if line.split()[:1] == ["1048576"])
     assert wide[:9] == cells
     assert wide[9:14] == ["100.00", "100.00", "100.00", "10", "10"]
 
 
 def test_a_table_as_osu_prints_it() -> None:
     means = {"rank_avg_us": 12.0, "rank_min_us": 10.0, "rank_max_us": 15.0}
-    told = [*lines(results([row(payload_bytes=1024, **means)]), "osu")]
+    told = [*results_lines(results([row(payload_bytes=1024, **means)]), "osu")]
     assert ["1024", "12.00", "10.00", "15.00", "100"] in [line.split() for line in told]
-    pair = [*lines(results([row(op="send_recv_window", payload_bytes=1 << 20, us=500.0)]))]
+    pair = [*results_lines(results([row(op="send_recv_window", payload_bytes=1 << 20, us=500.0)]))]
     assert ["1048576", "2097.15"] in [line.split() for line in pair]
 
 
@@ -97,10 +97,10 @@ def test_a_table_as_osu_prints_it() -> None:
 
 def test_kept_results_are_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "network.json"
-    write(measured(), path)
+    write_results(measured(), path)
     assert main(["bench", "--show", str(path), "--width", "100"]) == 0
     out = capsys.readouterr().out
-    assert out == "\n".join(lines(read(path), width=100)) + "\n"
+    assert out == "\n".join(results_lines(read_results(path), width=100)) + "\n"
     assert "held-out error: median 0.0 %" in out
 
 
@@ -159,7 +159,7 @@ def test_two_ranks_of_gloo(tmp_path: Path) -> None:
     path = tmp_path / "network.json"
     done = bench("--nproc", 2, "--seconds", 0.001, "--max-bytes", 32, "--out", path, "--width", 80)
     assert done.status == 0, done.err
-    found = read(path)
+    found = read_results(path)
     assert {one.op for one in found.rows} == set(OPERATIONS)
     assert [one.wrong for one in found.rows] == [0] * len(found.rows)
     for op in (*COLLECTIVES, *POINT_TO_POINT):
@@ -187,7 +187,7 @@ def test_three_ranks_of_mpi4py_and_a_group_of_two(tmp_path: Path) -> None:
     program.write_text(BENCH)
     done = mpi_launch.run("mpich", program, "bench", *options, "--group-sizes", 2, "--out", path, ranks=3)
     assert done.status == 0, done.out + done.err
-    found = read(path)
+    found = read_results(path)
     assert {(one.op, one.ranks) for one in found.rows} == {
         (op, ranks) for op in operations.split(",") for ranks in ((2,) if op in POINT_TO_POINT else (2, 3))
     }

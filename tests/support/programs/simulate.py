@@ -17,7 +17,7 @@ from pathlib import Path
 from commtrace.dryrun import untouched_memory as memory
 
 small, world, mail, *program = sys.argv[1:]
-memory.SMALL = int(small)  # type: ignore[misc]
+memory.MAX_COMPUTED_ELEMENTS = int(small)  # type: ignore[misc]
 
 
 def main() -> bool:
@@ -44,9 +44,9 @@ def become(rank: int) -> bool:
     os.environ.update(RANK=str(rank), WORLD_SIZE=world, LOCAL_RANK=str(rank), COMMTRACE_SIMULATED=f"0:simulated:{mail}")
     sys.argv = program
     from commtrace.dryrun import simulation
-    from commtrace.dryrun.rank_messages import Mail
+    from commtrace.dryrun.rank_messages import RankMessages
 
-    Mail._wait_for = lambda self, source: time.sleep(0.005)  # type: ignore[method-assign]
+    RankMessages._wait_for = lambda self, source: time.sleep(0.005)  # type: ignore[method-assign]
     simulation.install()
     if "deepspeed" in sys.modules:
         from commtrace.dryrun import deepspeed_patches as deepspeed

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import pytest
 
-from commtrace.dryrun.distinct_ranks import NotAlikeError, coordinates, distinct, families
+from commtrace.dryrun.distinct_ranks import NotAlikeError, coordinates, families, find_distinct
 
 
 def grid(tensor: int, data: int, pipeline: int) -> list[list[int]]:
@@ -59,19 +59,19 @@ def test_what_groups_do_not_tell_is_a_coordinate_of_its_own() -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 7, 1000])
 def test_data_parallel_ranks_are_alike(world: int) -> None:
     job = Job(lambda rank: "same")
-    assert distinct(world, [], job) == {0: [*range(world)]}
+    assert find_distinct(world, [], job) == {0: [*range(world)]}
     assert len(job.run) <= 12
 
 
 def test_the_last_rank_may_differ() -> None:
     job = Job(lambda rank: rank == 1023)
-    assert distinct(1024, [], job) == {0: [*range(1023)], 1023: [1023]}
+    assert find_distinct(1024, [], job) == {0: [*range(1023)], 1023: [1023]}
     assert len(job.run) < 32
 
 
 def test_where_ranks_change_is_found() -> None:
     job = Job(lambda rank: rank >= 700)
-    assert distinct(1024, [], job) == {0: [*range(700)], 700: [*range(700, 1024)]}
+    assert find_distinct(1024, [], job) == {0: [*range(700)], 700: [*range(700, 1024)]}
     assert len(job.run) < 32
 
 
@@ -81,7 +81,7 @@ def test_stages_and_the_first_tensor_rank_differ() -> None:
     def like(rank: int) -> Hashable:
         return rank // 32, rank % 2 == 0
 
-    found = distinct(128, grid(2, 16, 4), job := Job(like))
+    found = find_distinct(128, grid(2, 16, 4), job := Job(like))
     assert len(found) == 8
     assert sorted(rank for ranks in found.values() for rank in ranks) == [*range(128)]
     for first, ranks in found.items():
@@ -91,4 +91,4 @@ def test_stages_and_the_first_tensor_rank_differ() -> None:
 
 def test_ranks_that_no_group_tells_apart_and_that_differ_are_an_error() -> None:
     with pytest.raises(NotAlikeError, match="name the ranks to run"):
-        distinct(1024, [], Job(lambda rank: rank % 3 if 2 < rank < 500 else 0))
+        find_distinct(1024, [], Job(lambda rank: rank % 3 if 2 < rank < 500 else 0))

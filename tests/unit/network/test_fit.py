@@ -8,16 +8,16 @@ from collections.abc import Callable
 import pytest
 from networks import row
 
-from commtrace.network.fit import fit, fitted
-from commtrace.network.measuring import Row
-from commtrace.network.operations import bus_bytes, sizes
+from commtrace.network.fit import fit, fit_operations
+from commtrace.network.measuring import BenchRow
+from commtrace.network.operations import bus_bytes, payload_sizes
 
 
 def rows(
     time: Callable[[int], float], op: str = "all_reduce", ranks: int = 2, most: int = 64 << 20, noise: float = 0.0
-) -> list[Row]:
+) -> list[BenchRow]:
     chance = random.Random(7)
-    found = sizes(4 * ranks, most)
+    found = payload_sizes(4 * ranks, most)
     return [
         row(op=op, ranks=ranks, payload_bytes=size, us=time(size) * (1 + chance.uniform(-noise, noise)))
         for size in found
@@ -73,7 +73,8 @@ def test_noise_alone_makes_no_pieces() -> None:
     for seed in range(5):
         chance = random.Random(seed)
         some = [
-            row(payload_bytes=size, us=(30 + size / 1e3) * chance.lognormvariate(0, 0.1)) for size in sizes(4, 64 << 20)
+            row(payload_bytes=size, us=(30 + size / 1e3) * chance.lognormvariate(0, 0.1))
+            for size in payload_sizes(4, 64 << 20)
         ]
         assert len(fit("all_reduce", 2, 1, some).pieces) == 1, seed
 
@@ -86,7 +87,7 @@ def test_held_out_sizes_are_predicted_as_well_as_is_said() -> None:
 
     found = fit("all_reduce", 2, 1, rows(real, noise=0.03))
     assert found.held_out_median is not None
-    between = [abs(found.time_us(3 * size // 2) / real(3 * size // 2) - 1) for size in sizes(4, 32 << 20)]
+    between = [abs(found.time_us(3 * size // 2) / real(3 * size // 2) - 1) for size in payload_sizes(4, 32 << 20)]
     assert sorted(between)[len(between) // 2] < 2 * found.held_out_median + 0.01
     assert max(between) < 0.2
 
@@ -113,4 +114,4 @@ def test_each_operation_group_and_spread_has_its_own() -> None:
     some = [
         row(op=op, ranks=ranks, hosts=hosts, payload_bytes=size) for op, ranks, hosts in keys for size in (4, 8, 16)
     ]
-    assert [(one.op, one.ranks, one.hosts) for one in fitted(some)] == keys
+    assert [(one.op, one.ranks, one.hosts) for one in fit_operations(some)] == keys

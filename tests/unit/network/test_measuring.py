@@ -10,24 +10,24 @@ import numpy as np
 import pytest
 
 from commtrace.network import NetworkError
-from commtrace.network.bench_plan import BenchPlan, chosen
-from commtrace.network.bench_ranks import bind, check_memory, first_host, groups, limited
-from commtrace.network.measuring import Call, Group, Memory, Row, measure
+from commtrace.network.bench_plan import BenchPlan, select_operations
+from commtrace.network.bench_ranks import abort_after, bind_to_core, check_memory, first_host, operations_by_group
+from commtrace.network.measuring import BenchBuffers, BenchGroup, BenchRow, Call, measure
 from commtrace.network.operations import (
     OPERATIONS,
     Values,
     bus_bytes,
-    elements,
-    expected,
-    given,
-    pattern,
-    sizes,
-    taken,
-    window,
+    expected_values,
+    input_elements,
+    output_elements,
+    payload_elements,
+    payload_sizes,
+    test_values,
+    window_messages,
 )
 
 
-class Ranks(Group):
+class Ranks(BenchGroup):
     """Rank `rank` of `size`, whose peers are computed; a call takes `call_us` on a clock that only calls move.
 
     damage: changes the result of every call. others: what the other ranks measured, as a factor of what this one did.
@@ -81,7 +81,7 @@ class Ranks(Group):
 
 
 def _moved(op: str, rank: int, size: int, source: Values, result: Values) -> Values | None:
-    """What the operation does, told from every rank's input: written from its definition, not from `expected`."""
+    """Return what the operation does to every rank's input, from its definition and not from `expected_values`."""
     count = len(result) if op == "broadcast" else max(len(source), len(result))
     whole = (np.arange(count) % 251).astype(np.float32)
     inputs = [whole + other for other in range(size)]
@@ -102,8 +102,10 @@ def _moved(op: str, rank: int, size: int, source: Values, result: Values) -> Val
     return None if op == "send_recv_window" and not rank else inputs[1 - rank]
 
 
-def measured(group: Group, op: str, size: int, hosts: int, seconds: float, clock: Callable[[], float]) -> Row | None:
-    return measure(group, op, size, hosts, seconds, Memory(group, size), clock)
+def measured(
+    group: BenchGroup, op: str, size: int, hosts: int, seconds: float, clock: Callable[[], float]
+) -> BenchRow | None:
+    return measure(group, op, size, hosts, seconds, BenchBuffers(group, size), clock)
 
 
 def ranks_of(op: str) -> int:
@@ -127,7 +129,7 @@ def test_right_data_is_right_and_wrong_data_is_counted(op: str) -> None:
     ]
     found = [0 if row is None else row.wrong for row in counts]
     checked = (
-        [expected(op, pattern(3000), rank, size) is not None for rank in range(size)]
+        [expected_values(op, test_values(3000), rank, size) is not None for rank in range(size)]
         if op != "barrier"
         else [False] * size
     )
@@ -205,7 +207,7 @@ def test_sizes_share_memory_and_nothing_else(op: str) -> None:
     def spoil(values: Values) -> None:
         values[:] = 3.5
 
-    memory = Memory(group := Watched(size=ranks_of(op), damage=spoil), 1 << 14)
+    memory = BenchBuffers(group := Watched(size=ranks_of(op), damage=spoil), 1 << 14)
     for size in (1 << 14, 24, 3 << 10):
         assert measure(group, op, size, 1, 0.001, memory, clock=lambda: 0.0) is not None
     assert len(set(seen)) == 1
@@ -216,7 +218,7 @@ def test_a_size_without_equal_shares_is_left_out_or_rounded_down() -> None:
     row = measured(Ranks(0, 3), "all_to_all", 64, 1, 0.001, clock=lambda: 0.0)
     assert row is not None
     assert row.payload_bytes == 60
-    assert [elements(op, 64, 3) for op in ("all_reduce", "all_gather", "broadcast")] == [16, 15, 16]
+    assert [payload_elements(op, 64, 3) for op in ("all_reduce", "all_gather", "broadcast")] == [16, 15, 16]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +226,7 @@ def test_a_size_without_equal_shares_is_left_out_or_rounded_down() -> None:
     [("all_reduce", 12, 12), ("all_gather", 4, 12), ("reduce_scatter", 12, 4), ("scatter", 12, 4), ("gather", 4, 12)],
 )
 def test_buffers_have_nccl_tests_sizes(op: str, gives: int, takes: int) -> None:
-    assert (given(op, 12, 3), taken(op, 12, 3)) == (gives, takes)
+    assert (input_elements(op, 12, 3), output_elements(op, 12, 3)) == (gives, takes)
 
 
 def test_bytes_are_those_of_busbw() -> None:
@@ -235,8 +237,8 @@ def test_bytes_are_those_of_busbw() -> None:
 
 
 def test_sizes_are_powers_of_two() -> None:
-    assert [*sizes(4, 64 << 20)] == [1 << exponent for exponent in range(2, 27)]
-    assert [window(size) for size in (4, 1 << 20, 4 << 20, 64 << 20)] == [64, 64, 16, 2]
+    assert [*payload_sizes(4, 64 << 20)] == [1 << exponent for exponent in range(2, 27)]
+    assert [window_messages(size) for size in (4, 1 << 20, 4 << 20, 64 << 20)] == [64, 64, 16, 2]
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------
@@ -256,19 +258,19 @@ def test_group_sizes_are_those_that_there_can_be() -> None:
 
 
 def test_an_unknown_operation_is_said() -> None:
-    assert chosen(["barrier", "all_gather"]) == ("all_gather", "barrier")
+    assert select_operations(["barrier", "all_gather"]) == ("all_gather", "barrier")
     with pytest.raises(NetworkError, match="no operation alltoall; there are all_reduce"):
-        chosen(["alltoall"])
+        select_operations(["alltoall"])
 
 
 def test_messages_are_measured_within_a_host_and_between_two() -> None:
     plan = BenchPlan(operations=("all_reduce", "send_recv"), group_sizes=(2,))
-    assert groups(plan, ["a", "a", "b", "b"]) == {
+    assert operations_by_group(plan, ["a", "a", "b", "b"]) == {
         (0, 1): ["all_reduce", "send_recv"],
         (0, 1, 2, 3): ["all_reduce"],
         (0, 2): ["send_recv"],
     }
-    assert groups(BenchPlan(operations=("send_recv",)), ["a"] * 3) == {(0, 1): ["send_recv"]}
+    assert operations_by_group(BenchPlan(operations=("send_recv",)), ["a"] * 3) == {(0, 1): ["send_recv"]}
 
 
 def test_more_memory_than_there_is_is_refused_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,19 +287,19 @@ def test_ranks_have_a_core_each_where_there_are_enough(monkeypatch: pytest.Monke
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {3, 5, 8})
     monkeypatch.setattr("os.sched_setaffinity", lambda process, cores: bound.append(cores))
     for rank in range(3):
-        bind(rank, 3)
+        bind_to_core(rank, 3)
     assert bound == [{3}, {5}, {8}]
-    bind(3, 4)
+    bind_to_core(3, 4)
     assert len(bound) == 3
 
 
 def test_what_takes_too_long_is_aborted_and_said(capsys: pytest.CaptureFixture[str]) -> None:
     aborted = threading.Event()
-    with limited(0.001, "all_reduce of 64 bytes", aborted.set):
+    with abort_after(0.001, "all_reduce of 64 bytes", aborted.set):
         assert aborted.wait(20)
     assert capsys.readouterr().err == "commtrace: all_reduce of 64 bytes: no end after 0.001 s (--timeout)\n"
     for seconds in (None, 1000.0):
-        with limited(seconds, "it", pytest.fail):
+        with abort_after(seconds, "it", pytest.fail):
             pass
 
 

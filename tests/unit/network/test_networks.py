@@ -13,8 +13,15 @@ from networks import ideal, results
 
 from commtrace.network import NetworkError
 from commtrace.network.algorithms import Level, cost, steps
-from commtrace.network.bench_results import write
-from commtrace.network.networks import DescribedNetwork, MeasuredNetwork, Network, hosts_of, open_network, shipped
+from commtrace.network.bench_results import write_results
+from commtrace.network.networks import (
+    DescribedNetwork,
+    MeasuredNetwork,
+    Network,
+    hosts_of_group,
+    open_network,
+    shipped_networks,
+)
 from commtrace.network.operations import COLLECTIVES
 from commtrace.volume import busbw_factor
 
@@ -146,7 +153,7 @@ def test_more_hosts_ranks_and_bytes_never_take_less_time(op: str) -> None:
     ("ranks", "stride", "hosts"), [(8, 1, 1), (8, 2, 2), (8, 8, 8), (4, 16, 4), (9, 1, 2), (2, 4, 1)]
 )
 def test_ranks_fill_one_host_after_the_other(ranks: int, stride: int, hosts: int) -> None:
-    assert hosts_of(ranks, stride, 8) == hosts
+    assert hosts_of_group(ranks, stride, 8) == hosts
 
 
 # ---- descriptions ----------------------------------------------------------------------------------------------------
@@ -168,8 +175,8 @@ def save(folder: Path, document: Any) -> str:
 
 
 def test_shipped_descriptions_have_a_source_for_each_figure() -> None:
-    assert shipped() == ["ndr-infiniband", "slingshot-11"]
-    for name in shipped():
+    assert shipped_networks() == ["ndr-infiniband", "slingshot-11"]
+    for name in shipped_networks():
         network = open_network(name)
         assert isinstance(network, DescribedNetwork)
         assert network.name == name
@@ -220,7 +227,7 @@ def test_a_network_that_there_is_not() -> None:
 
 def test_a_file_of_bench(tmp_path: Path) -> None:
     path = tmp_path / "network.json"
-    write(results(ideal("all_reduce", 4)), path)
+    write_results(results(ideal("all_reduce", 4)), path)
     network = open_network(str(path))
     assert isinstance(network, MeasuredNetwork)
     assert network.ranks_per_node == 4

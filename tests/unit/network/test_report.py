@@ -17,7 +17,7 @@ import commtrace
 from commtrace.analyses.engine import fold
 from commtrace.analyses.network_efficiency import is_sampled, network_analysis
 from commtrace.cli import main
-from commtrace.network.bench_results import write
+from commtrace.network.bench_results import write_results
 from commtrace.network.networks import MeasuredNetwork, Network
 from commtrace.schema import Clock, Flag, State
 from commtrace.theory.forecast import PlanOptions
@@ -187,7 +187,7 @@ def test_an_empty_run(tmp_path: Path) -> None:
 @pytest.fixture
 def kept(tmp_path: Path) -> str:
     path = tmp_path / "network.json"
-    write(results([*ideal("all_reduce", 2), *ideal("barrier", 2)]), path)
+    write_results(results([*ideal("all_reduce", 2), *ideal("barrier", 2)]), path)
     return str(path)
 
 
