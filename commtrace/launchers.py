@@ -97,7 +97,8 @@ def find_process(environ: MutableMapping[str, str]) -> LaunchedProcess:
                 _translate(launcher, environ)
                 break
         else:
-            environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
+            environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+            environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     environ.setdefault(TORCH.local_rank, environ[TORCH.rank])
     return LaunchedProcess(*(_integer(environ, name) for name in (TORCH.rank, TORCH.world_size, TORCH.local_rank)))
 
@@ -130,7 +131,8 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
         raise LaunchError(f"{name} is {environ[name]!r} in the environment; the launcher must set a number") from error
 
 
-def _free_port() -> str:
+def free_port() -> int:
+    """Return a port of this host that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+        return int(probe.getsockname()[1])

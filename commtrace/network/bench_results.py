@@ -1,16 +1,16 @@
-"""What `commtrace bench` measured, as it is kept: one JSON document.
+"""Results of `commtrace bench`, and their file: one JSON document.
 
 {
   "format": "commtrace-network", "version": 1,
   "through": "torch", "backend": "gloo",
   "versions": {"python": "3.11.7", "commtrace": "0.1.0", "torch": "2.13.0"},
   "hosts": [{"host": "node17", "ranks": 2}],
-  "machine": {"cpu": "AMD EPYC 7763", "cores": 2, "system": "Linux 6.1"},      of the host of rank 0
+  "machine": {"cpu": "AMD EPYC 7763", "cores": 2, "system": "Linux 6.1"},      the host of rank 0
   "environment": {"NCCL_ALGO": "Ring"},     variables that choose transports
   "date": "2026-11-21", "traced": false, "seconds": 0.2,
   "rows": [{"op": "all_reduce", "ranks": 2, "hosts": 1, "payload_bytes": 4, "calls": 400, "rounds": 10,
-            "min_us": 101.2, ...}, ...],    `measuring.Row` says what the fields are
-  "fits": [{"op": "all_reduce", ...}]       what was fitted to the rows; whoever reads a file here fits anew
+            "min_us": 101.2, ...}, ...],    the fields of `measuring.BenchRow`
+  "fits": [{"op": "all_reduce", ...}]       the fits of the rows, for other programs; commtrace fits again
 }
 """
 
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from commtrace import identity
+from commtrace.formatting import format_plural
 from commtrace.launchers import usable_cores
 from commtrace.output_files import atomic_write
 
@@ -41,12 +42,15 @@ FORMAT, VERSION = "commtrace-network", 1
 TRANSPORT_VARIABLES: Final = (
     "NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_", "OMPI_MCA_", "MPICH_", "MPIR_CVAR_", "I_MPI_", "OMP_NUM_THREADS",
 )  # fmt: skip
-"""Beginnings of the names of variables that choose how messages travel. An allow-list: others may hold secrets."""
+"""Prefixes of variables that choose how messages travel. Others are not recorded: they may hold secrets."""
 
 
 @dataclass(frozen=True)
 class BenchResults:
-    """See the module."""
+    """Results of a measurement; the fields are those of the file.
+
+    `traced` says whether commtrace was recording, so that its cost is in every time.
+    """
 
     through: str
     backend: str
@@ -56,19 +60,20 @@ class BenchResults:
     environment: Mapping[str, str]
     date: str
     traced: bool
-    """commtrace was recording: its cost is in every time."""
     seconds: float
     rows: tuple[BenchRow, ...]
 
     @staticmethod
-    def of(plan: BenchPlan, hosts: Sequence[str], facts: Mapping[str, str], rows: Sequence[BenchRow]) -> BenchResults:
-        """What was measured just now, on the host of this process and others; `hosts` is that of each rank."""
+    def of(
+        plan: BenchPlan, hosts: Sequence[str], library_versions: Mapping[str, str], rows: Sequence[BenchRow]
+    ) -> BenchResults:
+        """Return results measured now; `hosts` is the host of each rank, that of rank 0 is this one."""
         return BenchResults(
             plan.through,
             plan.backend if plan.through == "torch" else "mpi",
-            {**identity.versions(), **facts},
+            {**identity.versions(), **library_versions},
             [{"host": host, "ranks": ranks} for host, ranks in Counter(hosts).items()],
-            {"cpu": _cpu(), "cores": usable_cores(), "system": f"{platform.system()} {platform.release()}"},
+            {"cpu": _cpu_model(), "cores": usable_cores(), "system": f"{platform.system()} {platform.release()}"},
             {name: os.environ[name] for name in sorted(os.environ) if name.startswith(TRANSPORT_VARIABLES)},
             time.strftime("%Y-%m-%d"),
             os.environ.get("COMMTRACE", "0") not in ("", "0"),
@@ -78,25 +83,32 @@ class BenchResults:
 
     @cached_property
     def fits(self) -> tuple[Fit, ...]:
-        """One of each operation and group."""
+        """One fit for each operation and group."""
         return fit_operations(self.rows)
 
     @property
     def title(self) -> str:
-        """What was measured on how many ranks: "gloo, 2 ranks of 1 host"."""
-        ranks = sum(int(one["ranks"]) for one in self.hosts)
-        hosts = f"{len(self.hosts)} host{'s' * (len(self.hosts) != 1)}"
+        """What was measured: "gloo through torch, 2 ranks on 1 host"."""
+        ranks = sum(int(host["ranks"]) for host in self.hosts)
         name = self.backend if self.through == "torch" else self.versions.get("mpi", "MPI")
-        return f"{name} through {self.through}, {ranks} ranks on {hosts}"
+        return f"{name} through {self.through}, {ranks} ranks on {format_plural(len(self.hosts), 'host')}"
 
 
 def write_results(results: BenchResults, path: Path, *, force: bool = False) -> None:
-    """Keep them. Raises OutputError where the file exists (without `force`) or cannot be written."""
+    """Write the file of `results`.
+
+    Raises:
+        OutputError: The file exists (without `force`) or cannot be written.
+    """
     document = {
         "format": FORMAT,
         "version": VERSION,
         **{field.name: getattr(results, field.name) for field in fields(results) if field.name != "rows"},
-        "rows": [{name: _rounded(value) for name, value in asdict(row).items()} for row in results.rows],
+        # Six digits: the others are noise.
+        "rows": [
+            {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in asdict(row).items()}
+            for row in results.rows
+        ],
         "fits": [asdict(fit) for fit in results.fits],
     }
     with atomic_write(path, force=force) as part:
@@ -104,23 +116,29 @@ def write_results(results: BenchResults, path: Path, *, force: bool = False) -> 
 
 
 def read_results(path: Path) -> BenchResults:
-    """What was kept. Raises NetworkError for a file that is not of this kind."""
+    """Read a file of `write_results`.
+
+    Raises:
+        NetworkError: The file cannot be read, or is something else.
+    """
     document = read_json_object(path)
     if document.get("format") != FORMAT:
-        raise NetworkError(f"{path}: not a file that commtrace bench has written (its format is not {FORMAT!r})")
+        raise NetworkError(f"{path}: not written by commtrace bench (its format is not {FORMAT!r})")
     if document.get("version") != VERSION:
         raise NetworkError(f"{path}: version {document.get('version')!r} of the format; this commtrace reads {VERSION}")
     try:
-        rows = tuple(BenchRow(**row) for row in document["rows"])
-        return BenchResults(
-            **{field.name: document[field.name] for field in fields(BenchResults) if field.name != "rows"}, rows=rows
-        )
+        values = {field.name: document[field.name] for field in fields(BenchResults) if field.name != "rows"}
+        return BenchResults(**values, rows=tuple(BenchRow(**row) for row in document["rows"]))
     except (KeyError, TypeError, ValueError) as error:
         raise NetworkError(f"{path}: damaged ({type(error).__name__}: {error}); measure again") from error
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """An object of keys and values. Raises NetworkError."""
+    """Read a JSON file that holds one object.
+
+    Raises:
+        NetworkError: The file cannot be read, or holds something else.
+    """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -132,15 +150,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return document
 
 
-def _rounded(value: Any) -> Any:
-    """To six digits: the rest is noise."""
-    return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
-def _cpu() -> str:
+def _cpu_model() -> str:
     try:
-        told = Path("/proc/cpuinfo").read_text()
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.machine()
-    names = (line.partition(":")[2].strip() for line in told.splitlines() if line.startswith("model name"))
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())

@@ -1,4 +1,4 @@
-"""What a library that communicates must give for being measured."""
+"""The interface of a communication library that is measured."""
 
 from __future__ import annotations
 
@@ -20,31 +20,35 @@ class BenchLibrary(ABC):
 
     @abstractmethod
     def group(self, ranks: Sequence[int]) -> BenchGroup | None:
-        """These ranks as a group; None where this one is not among them. All ranks call this, in the same order."""
+        """Make a group of ranks; return None if this rank is not in it. All ranks call this, in the same order."""
 
     @abstractmethod
-    def everyone(self, value: Any) -> list[Any]:
-        """The value of every rank, on all of them: small objects."""
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return the small objects of all ranks, on every rank."""
 
     @abstractmethod
     def wait(self) -> None:
-        """For all ranks, without keeping a core busy: others of this host may be measuring."""
+        """Wait for all ranks without keeping a core busy: other ranks of this host may be measuring."""
 
     @abstractmethod
-    def facts(self) -> Mapping[str, str]:
-        """Versions of what is measured."""
+    def versions(self) -> Mapping[str, str]:
+        """Return the versions of what is measured."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave; all ranks do."""
+        """Disconnect. All ranks call this."""
 
     @abstractmethod
     def abort(self) -> None:
-        """End the other ranks, too, where the library can: this one has failed."""
+        """End the other ranks as well, if the library can, because this one has failed."""
 
 
 def connect(plan: BenchPlan) -> BenchLibrary:
-    """This process as a rank. Raises NetworkError where the plan's library cannot be had."""
+    """Connect this process, as a rank, through the plan's library.
+
+    Raises:
+        NetworkError: The library is not installed, or the ranks did not find each other.
+    """
     module = importlib.import_module(f"commtrace.network.{'mpi' if plan.through == 'mpi4py' else 'torch'}_library")
     library: BenchLibrary = module.connect(plan)
     return library

@@ -1,5 +1,6 @@
-"""MPI by mpi4py's buffer methods (the upper-case ones, which copy and pickle nothing), measured."""
+"""MPI as a library to measure, by mpi4py's buffer methods (upper-case names), which copy and pickle nothing."""
 
+# ruff: noqa: D102 (the methods are documented in BenchLibrary and BenchGroup)
 from __future__ import annotations
 
 import time
@@ -16,20 +17,20 @@ from .operations import PING_PONG, Values
 
 try:
     from mpi4py import MPI
-except (ImportError, RuntimeError) as error:  # mpi4py raises the latter where it finds no MPI
+except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError if it finds no MPI
     raise NetworkError(f"--through mpi4py: mpi4py or its MPI cannot be loaded ({error})") from error
 
 
-_LOOK_S: Final = 0.001
+_POLL_SECONDS: Final = 0.001
 
 
 def connect(plan: BenchPlan) -> MpiBenchLibrary:
-    """The ranks of MPI.COMM_WORLD."""
+    """Connect the ranks of MPI.COMM_WORLD."""
     return MpiBenchLibrary(MPI.COMM_WORLD)
 
 
 class MpiBenchLibrary(BenchLibrary):
-    """See Library."""
+    """All ranks of MPI.COMM_WORLD."""
 
     def __init__(self, world: Any) -> None:
         self._world = world
@@ -37,70 +38,58 @@ class MpiBenchLibrary(BenchLibrary):
         self.local_rank = world.Split_type(MPI.COMM_TYPE_SHARED).Get_rank()
 
     def group(self, ranks: Sequence[int]) -> BenchGroup | None:
-        """See Library."""
-        found = self._world.Create(self._world.Get_group().Incl([*ranks]))
-        return MpiBenchGroup(found) if found != MPI.COMM_NULL else None
+        comm = self._world.Create(self._world.Get_group().Incl([*ranks]))
+        return MpiBenchGroup(comm) if comm != MPI.COMM_NULL else None
 
-    def everyone(self, value: Any) -> list[Any]:
-        """See Library."""
-        found: list[Any] = self._world.allgather(value)
-        return found
+    def gather_objects(self, value: Any) -> list[Any]:
+        values: list[Any] = self._world.allgather(value)
+        return values
 
     def wait(self) -> None:
-        """See Library."""
         request = self._world.Ibarrier()
         while not request.Test():
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_SECONDS)
 
-    def facts(self) -> Mapping[str, str]:
-        """See Library."""
+    def versions(self) -> Mapping[str, str]:
         import mpi4py
 
         name, numbers = MPI.get_vendor()
         return {"mpi4py": mpi4py.__version__, "mpi": f"{name} {'.'.join(map(str, numbers))}"}
 
     def close(self) -> None:
-        """See Library: MPI ends with the process."""
-        self._world.Barrier()
+        self._world.Barrier()  # MPI ends with the process
 
     def abort(self) -> None:
-        """See Library."""
         self._world.Abort(1)
 
 
 class MpiBenchGroup(BenchGroup):
-    """A communicator."""
+    """A communicator of MPI."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
 
     def buffer(self, count: int) -> Values:
-        """See Group."""
         return np.zeros(count, np.float32)
 
     def fill(self, buffer: Values, values: Values) -> None:
-        """See Group."""
         buffer[:] = values
 
     def values(self, buffer: Values) -> Values:
-        """See Group."""
         return buffer
 
     def settle(self) -> None:
-        """See Group: blocking calls are complete when they return."""
+        pass  # blocking calls are complete when they return
 
     def barrier(self) -> None:
-        """See Group."""
         self._comm.Barrier()
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """See Group."""
-        found: list[list[float]] = self._comm.allgather([*values])
-        return found
+        rows: list[list[float]] = self._comm.allgather([*values])
+        return rows
 
     def call(self, op: str, source: Values, result: Values, messages: int) -> Call:
-        """See Group."""
         if op.startswith("send_recv"):
             return self._ping_pong(source, result) if op == PING_PONG else self._window(source, result, messages)
         comm, at_root = self._comm, self.rank == 0

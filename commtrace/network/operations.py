@@ -88,13 +88,13 @@ def window_messages(payload: int) -> int:
 # --- values that show whether data arrived --------------------------------------------------------------------------
 
 
-def test_values(count: int) -> Values:
+def rank_values(count: int) -> Values:
     """What rank 0 gives; rank r adds r to each value. Sums over ranks are exact in float32."""
     return (np.arange(count) % _PERIOD).astype(np.float32)
 
 
 def expected_values(op: str, values: Values, rank: int, ranks: int) -> Values | None:
-    """What a rank must have got when all ranks gave their values (`test_values` of the payload); None: nothing.
+    """What a rank must have got when all ranks gave their values (`rank_values` of the payload); None: nothing.
 
     The root is rank 0; of two ranks that exchange messages, rank 1 takes and, but for the window, rank 0, too.
     """

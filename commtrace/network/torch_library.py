@@ -1,5 +1,6 @@
-"""torch.distributed, measured: gloo, nccl, and mpi where torch has it."""
+"""torch.distributed as a library to measure: gloo, nccl, and mpi where torch is built with it."""
 
+# ruff: noqa: D102 (the methods are documented in BenchLibrary and BenchGroup)
 from __future__ import annotations
 
 import os
@@ -13,7 +14,7 @@ try:
 except ImportError as error:
     from . import NetworkError
 
-    raise NetworkError(f"this measures torch.distributed, and torch cannot be imported ({error})") from error
+    raise NetworkError(f"torch cannot be imported ({error}); install it, or measure MPI by --through mpi4py") from error
 
 from . import NetworkError
 from .bench_plan import BenchPlan
@@ -21,13 +22,13 @@ from .library import BenchLibrary
 from .measuring import BenchGroup, Call
 from .operations import PING_PONG, Values
 
-# torch 2.13 has new names for these two, and warns of the old ones.
+# torch 2.13 renames these two, and warns about the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def connect(plan: BenchPlan) -> TorchBenchLibrary:
-    """Join the process group that the environment names (RANK, WORLD_SIZE, MASTER_ADDR ...)."""
+    """Join the process group that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR ...)."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     _check(plan.backend, local_rank)
     device = torch.device("cuda", local_rank) if plan.backend == "nccl" else torch.device("cpu")
@@ -40,7 +41,9 @@ def connect(plan: BenchPlan) -> TorchBenchLibrary:
             device_id=device if device.type == "cuda" else None,
         )
     except (RuntimeError, ValueError) as error:
-        raise NetworkError(f"the ranks did not find each other ({plan.backend}): {_first_line(error)}") from error
+        raise NetworkError(
+            f"the ranks did not find each other ({plan.backend}): {str(error).partition(chr(10))[0]}"
+        ) from error
     return TorchBenchLibrary(device, local_rank, plan.backend)
 
 
@@ -48,10 +51,10 @@ def _check(backend: str, local_rank: int) -> None:
     if not dist.is_available():
         raise NetworkError("this torch was built without torch.distributed")
     if backend == "mpi" and not dist.is_mpi_available():
-        raise NetworkError("this torch was built without MPI; measure MPI by --through mpi4py, or take --backend gloo")
+        raise NetworkError("this torch was built without MPI; measure MPI by --through mpi4py, or use --backend gloo")
     if backend == "nccl":
         if not torch.cuda.is_available() or not dist.is_nccl_available():
-            raise NetworkError("--backend nccl needs a torch with NCCL and a GPU for each rank; here is none")
+            raise NetworkError("--backend nccl needs a torch with NCCL and a GPU for each rank; there is none")
         if local_rank >= torch.cuda.device_count():
             raise NetworkError(
                 f"--backend nccl: local rank {local_rank} has no GPU of its own, there are {torch.cuda.device_count()}"
@@ -59,80 +62,68 @@ def _check(backend: str, local_rank: int) -> None:
 
 
 class TorchBenchLibrary(BenchLibrary):
-    """See Library."""
+    """All ranks of a process group."""
 
     def __init__(self, device: torch.device, local_rank: int, backend: str) -> None:
         self.rank, self.size, self.local_rank = dist.get_rank(), dist.get_world_size(), local_rank
         self._device, self._backend = device, backend
 
     def group(self, ranks: Sequence[int]) -> BenchGroup | None:
-        """See Library."""
         group = dist.new_group([*ranks])
         return TorchBenchGroup(group, self._device) if self.rank in ranks else None
 
-    def everyone(self, value: Any) -> list[Any]:
-        """See Library."""
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value)
-        return found
+    def gather_objects(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
 
     def wait(self) -> None:
-        """See Library: gloo's threads sleep; NCCL's ranks have a device each."""
-        dist.barrier()
+        dist.barrier()  # threads of gloo sleep meanwhile; ranks of NCCL have a device each
 
-    def facts(self) -> Mapping[str, str]:
-        """See Library."""
+    def versions(self) -> Mapping[str, str]:
         nccl = {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if self._backend == "nccl" else {}
         return {"torch": str(torch.__version__), **nccl}
 
     def close(self) -> None:
-        """See Library."""
         dist.barrier()
         dist.destroy_process_group()
 
     def abort(self) -> None:
-        """See Library: peers of a process that ends see their connections break."""
+        pass  # peers of a process that ends see their connections break
 
 
 class TorchBenchGroup(BenchGroup):
-    """A process group."""
+    """A process group of torch."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self._group, self._device = group, device
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def buffer(self, count: int) -> torch.Tensor:
-        """See Group."""
         return torch.zeros(count, dtype=torch.float32, device=self._device)
 
     def fill(self, buffer: torch.Tensor, values: Values) -> None:
-        """See Group."""
         buffer.copy_(torch.from_numpy(values))
 
     def values(self, buffer: torch.Tensor) -> Values:
-        """See Group."""
-        found: Values = buffer.cpu().numpy()
-        return found
+        values: Values = buffer.cpu().numpy()
+        return values
 
     def settle(self) -> None:
-        """See Group."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     def barrier(self) -> None:
-        """See Group."""
         dist.barrier(self._group)
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """See Group."""
-        mine = torch.tensor(values, dtype=torch.float64, device=self._device)
-        everyone = torch.empty(self.size * len(values), dtype=torch.float64, device=self._device)
-        _all_gather(everyone, mine, group=self._group)
-        found: list[list[float]] = everyone.view(self.size, -1).tolist()
-        return found
+        own = torch.tensor(values, dtype=torch.float64, device=self._device)
+        gathered = torch.empty(self.size * len(values), dtype=torch.float64, device=self._device)
+        _all_gather(gathered, own, group=self._group)
+        rows: list[list[float]] = gathered.view(self.size, -1).tolist()
+        return rows
 
     def call(self, op: str, source: torch.Tensor, result: torch.Tensor, messages: int) -> Call:
-        """See Group."""
         if op in ("gather", "scatter"):
             return self._rooted(op, source, result)
         if op.startswith("send_recv"):
@@ -150,7 +141,7 @@ class TorchBenchGroup(BenchGroup):
         return calls[op]
 
     def _rooted(self, op: str, source: torch.Tensor, result: torch.Tensor) -> Call:
-        """Lists of the shares are made before, as a program would keep them."""
+        """Return a gather or scatter; the lists of shares are made before the timing, as programs do."""
         group, is_root = self._group, self.rank == 0
         shares = [*(result if op == "gather" else source).chunk(self.size)] if is_root else None
         if op == "gather":
@@ -186,7 +177,3 @@ class TorchBenchGroup(BenchGroup):
             dist.send(answer, group=group, group_dst=0)
 
         return receiver if self.rank else sender
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -22,7 +22,7 @@ from commtrace.network.operations import (
     output_elements,
     payload_elements,
     payload_sizes,
-    test_values,
+    rank_values,
     window_messages,
 )
 
@@ -129,7 +129,7 @@ def test_right_data_is_right_and_wrong_data_is_counted(op: str) -> None:
     ]
     found = [0 if row is None else row.wrong for row in counts]
     checked = (
-        [expected_values(op, test_values(3000), rank, size) is not None for rank in range(size)]
+        [expected_values(op, rank_values(3000), rank, size) is not None for rank in range(size)]
         if op != "barrier"
         else [False] * size
     )
@@ -276,7 +276,7 @@ def test_messages_are_measured_within_a_host_and_between_two() -> None:
 def test_more_memory_than_there_is_is_refused_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     import commtrace.network.bench_ranks as module
 
-    monkeypatch.setattr(module, "_available", lambda: 1 << 30)
+    monkeypatch.setattr(module, "_available_bytes", lambda: 1 << 30)
     check_memory(BenchPlan(), 2)
     with pytest.raises(NetworkError, match=r"3 ranks of a host need 1,152 MiB .* 1,024 MiB are available.*--max-bytes"):
         check_memory(BenchPlan(), 3)
