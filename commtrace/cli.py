@@ -21,36 +21,18 @@ from typing import Final, Protocol
 
 from commtrace.errors import CommtraceError
 
-# Command -> (module of its class Command, first line of that class's docstring), so that no command is imported.
-COMMANDS: Final[dict[str, tuple[str, str]]] = {
-    "report": ("commtrace.commands.report", "Show what a run communicated."),
-    "scaling": (
-        "commtrace.commands.scaling",
-        "Compare runs of one program on more and more ranks, and say what stops the scaling.",
-    ),
-    "check": (
-        "commtrace.commands.check",
-        "Compare a run with theory, for continuous integration: status 0 when they are equal.",
-    ),
-    "theory": (
-        "commtrace.commands.theory",
-        "Predict what a training will communicate, from its configuration alone.",
-    ),
-    "bench": (
-        "commtrace.commands.bench",
-        "Measure what the network can do: collectives and messages by size, as nccl-tests and OMB do.",
-    ),
-    "run": ("commtrace.commands.run", "Run a program with tracing on."),
-    "dryrun": (
-        "commtrace.commands.dryrun",
-        "Run a training program as any rank of a job of any size, on this machine.",
-    ),
-    "build": ("commtrace.commands.build", "Build the native recorder for this environment."),
-    "recover": (
-        "commtrace.commands.recover",
-        "Recover records of killed processes from this host's shared memory.",
-    ),
-    "export": ("commtrace.commands.export", "Write every event of a run to a CSV or Parquet file."),
+# Command, which is also its module in commtrace.commands -> first line of the docstring of its class.
+COMMANDS: Final = {
+    "report": "Show what a run communicated.",
+    "scaling": "Compare runs of one program on more and more ranks, and say what stops the scaling.",
+    "check": "Compare a run with theory, for continuous integration: status 0 when they are equal.",
+    "theory": "Predict what a training will communicate, from its configuration alone.",
+    "bench": "Measure what the network can do: collectives and messages by size, as nccl-tests and OMB do.",
+    "run": "Run a program with tracing on.",
+    "dryrun": "Run a training program as any rank of a job of any size, on this machine.",
+    "build": "Build the native recorder for this environment.",
+    "recover": "Recover records of killed processes from this host's shared memory.",
+    "export": "Write every event of a run to a CSV or Parquet file.",
 }
 
 
@@ -106,10 +88,10 @@ def _run(arguments: list[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"commtrace {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, (module, summary) in COMMANDS.items():
+    for name, summary in COMMANDS.items():
         sub = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
         if name == chosen:
-            command: Command = import_module(module).Command()
+            command: Command = import_module(f"commtrace.commands.{name}").Command()
             sub.description = inspect.getdoc(command)
             command.prepare(sub)
             sub.set_defaults(run=command.run)

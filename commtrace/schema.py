@@ -104,54 +104,17 @@ class Flag(IntFlag):
 
 # Canonical operations, of torch and MPI alike. `send` and `recv` are point-to-point, the rest collective.
 OPERATIONS: Final = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "send",
-    "recv",
-    "barrier",
-    "scan",
-    "exscan",
-    "sendrecv",
-    "put",
-    "get",
-    "accumulate",
-)
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter",
+    "send", "recv", "barrier", "scan", "exscan", "sendrecv", "put", "get", "accumulate",
+)  # fmt: skip
 
 # Columns of the event table (`Run.events()`, `commtrace export`): public, in this order, under EVENT_TABLE_VERSION.
 EVENT_TABLE_VERSION: Final = 1
 EVENT_COLUMNS: Final = (
-    "rank",
-    "op",
-    "variant",
-    "api",
-    "group",
-    "group_ranks",
-    "group_size",
-    "role",
-    "dtype",
-    "payload_bytes",
-    "wire_bytes",
-    "peer",
-    "tag",
-    "seq",
-    "t_begin_ns",
-    "t_return_ns",
-    "t_wait_ns",
-    "t_start_ns",
-    "t_end_ns",
-    "step",
-    "micro_batch",
-    "phase",
-    "site",
-    "state",
-    "flags",
-)
+    "rank", "op", "variant", "api", "group", "group_ranks", "group_size", "role", "dtype", "payload_bytes",
+    "wire_bytes", "peer", "tag", "seq", "t_begin_ns", "t_return_ns", "t_wait_ns", "t_start_ns", "t_end_ns",
+    "step", "micro_batch", "phase", "site", "state", "flags",
+)  # fmt: skip
 
 # The parallel dimension that a group serves.
 ROLES: Final = ("data", "tensor", "pipeline", "model", "sequence", "context", "expert", "world", "self", "unknown")

@@ -8,7 +8,7 @@ from commtrace.errors import SettingsError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 DEFAULT_DIRECTORY = "commtrace-logs"
 
@@ -74,6 +74,7 @@ FIELDS: dict[str, str] = dict(Settings.__annotations__)
 """Setting -> name of its type."""
 
 _UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _CHOICES = {"recorder": ("auto", "native", "python")}
 # Smallest and largest values; the ring has to fit into memory.
 _LIMITS = {
@@ -132,44 +133,29 @@ def _check_directory(directory: str) -> None:
 
 
 def _value(variable: str, name: str, text: str) -> object:
+    if name in _CHOICES:
+        if text not in _CHOICES[name]:
+            raise SettingsError(f"{variable}={text}: not understood; give one of {', '.join(_CHOICES[name])}")
+        return text
     kind = FIELDS[name]
     if kind == "str":
-        return _chosen(variable, name, text)
+        return text
     if kind == "bool":
-        return _boolean(variable, text)
-    if kind == "float":
-        number: float = _number(variable, text, float, "a number of seconds, such as 10")
-    else:
-        number = _number(variable, text, _size, "a whole number, such as 4096, 64k, 16m or 1g")
+        if text.lower() not in _BOOLEANS:
+            raise SettingsError(f"{variable}={text}: not understood; give 1 or 0")
+        return _BOOLEANS[text.lower()]
+    try:
+        number = float(text) if kind == "float" else _size(text)
+    except ValueError:
+        like = "a number of seconds, such as 10" if kind == "float" else "a whole number, such as 4096, 64k, 16m or 1g"
+        raise SettingsError(f"{variable}={text}: not understood; give {like}") from None
     least, most = _LIMITS[name]
     if not least <= number <= most:
         raise SettingsError(f"{variable}={text}: out of range; give a number from {least} to {most}")
     return number
 
 
-def _chosen(variable: str, name: str, text: str) -> str:
-    choices = _CHOICES.get(name)
-    if choices is not None and text not in choices:
-        raise SettingsError(f"{variable}={text}: not understood; give one of {', '.join(choices)}")
-    return text
-
-
-def _boolean(variable: str, text: str) -> bool:
-    if text.lower() in ("1", "true", "yes", "on"):
-        return True
-    if text.lower() in ("0", "false", "no", "off"):
-        return False
-    raise SettingsError(f"{variable}={text}: not understood; give 1 or 0")
-
-
 def _size(text: str) -> int:
     stem = text.lower().removesuffix("ib").removesuffix("b")
     unit = _UNITS.get(stem[-1:], 1)
     return int(stem[:-1] if unit > 1 else stem) * unit
-
-
-def _number(variable: str, text: str, read: Callable[[str], float], like: str) -> float:
-    try:
-        return read(text)
-    except ValueError:
-        raise SettingsError(f"{variable}={text}: not understood; give {like}") from None

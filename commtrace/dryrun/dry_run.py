@@ -33,7 +33,7 @@ _MOST_AT_ONCE: Final = 4
 ALL_DISTINCT: Final = "all-distinct"
 _LAST_LINES: Final = 25
 
-# Columns of the normal form in which two ranks that communicate alike are equal.
+# Columns of the event table in which two ranks that communicate alike are equal.
 _ALIKE: Final = (
     "op", "variant", "api", "group_size", "role", "dtype", "payload_bytes", "wire_bytes", "step", "micro_batch",
     "phase", "site", "state", "flags",

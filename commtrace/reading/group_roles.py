@@ -19,26 +19,14 @@ _MEGATRON: Final = {
 
 # Names of dimensions in torchtitan and in PyTorch's tutorials.
 _MESH: Final = {
-    "dp": "data",
-    "ddp": "data",
-    "fsdp": "data",
-    "dp_replicate": "data",
-    "dp_shard": "data",
-    "replicate": "data",
-    "shard": "data",
-    "tp": "tensor",
-    "pp": "pipeline",
-    "cp": "context",
-    "sp": "sequence",
-    "ep": "expert",
-    "data": "data",
-    "data_parallel": "data",
-    "tensor": "tensor",
-    "tensor_parallel": "tensor",
-    "pipeline": "pipeline",
-    "sequence_parallel": "sequence",
-    "context": "context",
-    "expert": "expert",
+    **dict.fromkeys(
+        ("dp", "ddp", "fsdp", "dp_replicate", "dp_shard", "replicate", "shard", "data", "data_parallel"), "data"
+    ),
+    **dict.fromkeys(("tp", "tensor", "tensor_parallel"), "tensor"),
+    **dict.fromkeys(("pp", "pipeline"), "pipeline"),
+    **dict.fromkeys(("cp", "context"), "context"),
+    **dict.fromkeys(("sp", "sequence_parallel"), "sequence"),
+    **dict.fromkeys(("ep", "expert"), "expert"),
 }
 
 

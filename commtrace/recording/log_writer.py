@@ -123,19 +123,17 @@ class LogWriter:
         head, _, pid = self._stem.rpartition("-")
         for number in itertools.count(1):
             stem = self._stem if number == 1 else f"{head}-{number}-{pid}"
+            path = self.folder / f"{stem}.jsonl"
+            if path != self._tables_path:
+                self._renamed(stem)
+                self._tables_path = path
             try:
-                self._tables_fd = self._create_tables(stem)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_EXCL
+                self._tables_fd = os.open(path, flags, 0o666)
             except FileExistsError:
                 continue
             self._series.stem = stem
             return
-
-    def _create_tables(self, stem: str) -> int:
-        path = self.folder / f"{stem}.jsonl"
-        if path != self._tables_path:
-            self._renamed(stem)
-            self._tables_path = path
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_EXCL, 0o666)
 
     def _start_over(self) -> None:
         # The files were removed or moved. Write what follows to new files, with complete tables.
