@@ -141,12 +141,12 @@ def versions() -> dict[str, str]:
     """Return the versions of Python, commtrace, and the traced libraries that this process has imported."""
     import commtrace
 
-    found = {"python": platform.python_version(), "commtrace": commtrace.__version__}
+    result = {"python": platform.python_version(), "commtrace": commtrace.__version__}
     for name in ("torch", "deepspeed", "mpi4py", "transformers", "megatron"):
         version = getattr(sys.modules.get(name), "__version__", None)
         if version is not None:
-            found[name] = str(version)
-    return found
+            result[name] = str(version)
+    return result
 
 
 def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

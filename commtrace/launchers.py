@@ -22,7 +22,7 @@ class Launcher(NamedTuple):
 
 
 TORCH: Final = Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
-"""What torchrun and the deepspeed launcher set, and what torch.distributed reads."""
+"""Variables that torchrun and the deepspeed launcher set, and that torch.distributed reads."""
 
 # SLURM_STEP_NUM_TASKS and not SLURM_NTASKS: inside a batch script, outside srun, there is one process however many
 # tasks the job may start.
@@ -41,7 +41,7 @@ LAUNCHERS: Final = (
     # Last: MPICH's mpiexec starts its proxies with srun, and ranks inherit Slurm's variables of the proxy.
     SLURM,
 )  # fmt: skip
-"""In the order in which they are believed."""
+"""In order of precedence."""
 
 VARIABLE_PREFIXES: Final = (
     "OMPI_", "PMI", "MPI_LOCAL", "SLURM_PROCID", "SLURM_LOCALID", "TORCHELASTIC_", "GROUP_RANK", "GROUP_WORLD_SIZE",

@@ -14,7 +14,7 @@ DEFAULT_DIRECTORY = "commtrace-logs"
 
 
 class Settings:
-    """How to record. The variable COMMTRACE_NAME sets the field `name`; COMMTRACE itself sets the directory.
+    """Settings of recording. The variable COMMTRACE_NAME sets the field `name`; COMMTRACE itself sets the directory.
 
     Frozen. Not a dataclass: importing dataclasses would cost every process five milliseconds.
     """

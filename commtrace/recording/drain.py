@@ -30,7 +30,7 @@ _OWN_FAULTS: Final = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGIL
 
 
 class DrainedRecorder(Protocol):
-    """What the drain thread reads of a recorder."""
+    """The part of a recorder that its drain thread uses."""
 
     ring: Ring
     tables: TableWriter
@@ -46,7 +46,7 @@ class DrainedRecorder(Protocol):
 
 
 class Drain:
-    """Moves one recorder's records and tables to its log."""
+    """Drain thread of one recorder."""
 
     def __init__(
         self,

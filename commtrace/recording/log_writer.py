@@ -61,7 +61,7 @@ class LogWriter:
 
     @property
     def ready(self) -> bool:
-        """Whether a write may be tried: the last one did not fail a moment ago."""
+        """Whether to try a write: the last one did not fail within RETRY_SECONDS."""
         return time.monotonic() >= self._retry_at
 
     def retry(self) -> None:

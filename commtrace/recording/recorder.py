@@ -207,9 +207,8 @@ class Recorder:
             at = ring.RECORDS_AT + slot * _SIZE
             try:
                 self._write_end(at, t_wait, t_end, clock, state)
-            except (
-                BaseException
-            ):  # a signal handler's, for instance: write the whole end, as half of it would be inconsistent
+            except BaseException:
+                # A signal handler's, for instance: write the whole end, as half of it would be inconsistent.
                 self._write_end(at, t_wait, t_end, clock, state)
                 raise
 

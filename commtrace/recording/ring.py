@@ -41,7 +41,7 @@ COPY_BYTES: Final = 4080
 """Size of one of the two copies of identity or counters."""
 RING_FORMAT: Final = "commtrace-ring"
 LOCK_TIMEOUT_SECONDS: Final = 5.0
-"""How long to wait for another process that recovers the same ring."""
+"""Seconds to wait for another process that recovers the same ring."""
 
 _NUMBER: Final = struct.Struct("<Q")
 _own_rings: Final[set[Path]] = set()

@@ -168,7 +168,7 @@ class Slots {
     return true;
   }
 
-  // Calls that found no place, counted in the ring itself, where a salvage finds them, too. False: the log is closed.
+  // Calls that found no place, counted in the ring itself, where recovery finds them, too. False: the log is closed.
   bool drop(uint64_t calls) {
     const uint64_t turn = lock(0);  // any slot's lock keeps the ring open
     const bool open = !closed_.load(std::memory_order_acquire);  // and what open() wrote before

@@ -65,7 +65,7 @@ def test_killed_at_a_random_moment(seed: int, nursery: Nursery, tmp_path: Path) 
     assert not processes.rings(log)
 
 
-def test_survivor_brings_home_what_the_dead_left(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_survivor_recovers_records_of_killed_processes(nursery: Nursery, tmp_path: Path) -> None:
     finished, log = tmp_path / "finished", tmp_path / "log"
     finished.write_bytes(bytes(16))
     ranks = nursery.start("counting", log, finished, drain_ms=60_000)  # so that all is in memory
@@ -73,7 +73,7 @@ def test_survivor_brings_home_what_the_dead_left(nursery: Nursery, tmp_path: Pat
     ranks.kill(1)
     assert ranks.wait() == [1, -signal.SIGKILL]
 
-    survivor, dead = processes.read_all(log)  # nobody has asked for a salvage
+    survivor, dead = processes.read_all(log)  # without `commtrace recover`
     assert_counted(survivor, counters(finished)[0])
     assert_counted(dead, counters(finished)[1])
     assert survivor.tables["end"][0]["reason"] == "exit"
