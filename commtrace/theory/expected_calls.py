@@ -1,4 +1,4 @@
-"""What a prediction is made of."""
+"""Expected calls of a job: what a prediction is made of."""
 
 from __future__ import annotations
 
@@ -11,34 +11,45 @@ from commtrace.volume import wire_bytes
 
 @dataclass(frozen=True)
 class ExpectedCall:
-    """Calls of one operation and size. `cause` says in a sentence what they are for."""
+    """Calls of one operation and size that one rank makes.
+
+    Attributes:
+        op: Operation, as in the event table ("all_reduce").
+        payload: Payload of each call in bytes, as nccl-tests counts it.
+        cause: What the calls are for, in a few words.
+        calls: Number of calls.
+        most: Most calls, where their number depends on what the job does not say; None: exactly `calls`.
+        role: Parallel dimension of the group: "data", "tensor", "pipeline" ...; "self" for a group of one rank.
+        ranks: Ranks of the group, where a role has groups of several sizes; None: `Prediction.ranks_of(role)`.
+        least: Least bytes of a call, where its size depends on the data and `payload` is the most; None: `payload`.
+    """
 
     op: str
     payload: int
     cause: str
     calls: int = 1
-    most: int | None = None  # calls at the most, where their number depends on what the job does not say
+    most: int | None = None
     role: str = "data"
-    ranks: int | None = None  # of the group, where a role has groups of several sizes
-    least: int | None = None  # bytes at the least, where the size depends on the data; `payload` is the most
+    ranks: int | None = None
+    least: int | None = None
 
     @property
     def bytes(self) -> int:
-        """Payload of all of them."""
+        """Payload of all calls together."""
         return self.payload * self.calls
 
     def among(self, ranks: int) -> ExpectedCall:
-        """The same in a group of so many ranks; in one of a single rank nothing leaves it."""
+        """Return the calls in a group of that many ranks; nothing leaves the rank in a group of one."""
         return replace(self, ranks=ranks, role="self" if ranks == 1 else self.role)
 
     def times(self, number: int) -> ExpectedCall:
-        """The same, so many times."""
+        """Return that many times the calls."""
         return replace(self, calls=self.calls * number, most=None if self.most is None else self.most * number)
 
 
 @dataclass(frozen=True)
 class WaterfallBar:
-    """A part of what a rank sends in a step: wire bytes, exact, and what they are."""
+    """A part of the wire bytes that a rank sends in a step: exact bytes, and what they are."""
 
     label: str
     bytes: Fraction
@@ -47,76 +58,81 @@ class WaterfallBar:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Everything that one rank communicates. Steps from `steady` on are alike."""
+    """All calls that one rank of a job makes.
+
+    Attributes:
+        scheme: Name of the parallelism ("ZeRO-1").
+        ranks: Ranks of the data-parallel group.
+        start: Calls at start-up, before the first step.
+        steps: Calls of each training step; all steps from the last one on are alike.
+        closed_form: Wire bytes of a step by the literature's formula.
+        bars: Waterfall from the closed form to the wire bytes of the last of `steps`; their sum is exact.
+        skipped: Calls that a step leaves out where gradients overflow, as found by the check or by the norm.
+        others: Group sizes of roles other than the one that `ranks` counts.
+        forms: Summands of `closed_form`, where it has several of different roles.
+    """
 
     scheme: str
     ranks: int
     start: tuple[ExpectedCall, ...]
     steps: tuple[tuple[ExpectedCall, ...], ...]
     closed_form: WaterfallBar
-    """What the paper says of a step."""
     bars: tuple[WaterfallBar, ...]
-    """From there to what this prediction says of a steady step, one part a cause; their sum is exact."""
     skipped: tuple[tuple[ExpectedCall, ...], ...] = ()
-    """What a step leaves out when gradients overflow: found by the check, or by the norm."""
     others: Mapping[str, int] = field(default_factory=dict)
-    """Sizes of the groups of other roles than the one that has `ranks`."""
     forms: tuple[WaterfallBar, ...] = ()
-    """What `closed_form` is the sum of, where it has several parts, each of a role of its own."""
 
     def ranks_of(self, role: str) -> int:
-        """Size of the group of a role."""
+        """Return the group size of a role."""
         return self.others.get(role, self.ranks)
 
     def step(self, number: int) -> tuple[ExpectedCall, ...]:
-        """The calls of a training step, from 0; of start-up: -1."""
+        """Return the calls of a training step, counted from 0; -1 is start-up."""
         return self.start if number < 0 else self.steps[min(number, len(self.steps) - 1)]
 
     @property
     def steady(self) -> int:
-        """The first of the steps that are alike."""
+        """Number of the first step from which on all steps are alike."""
         return len(self.steps) - 1
 
 
 def exact_wire_bytes(op: str, payload: int, ranks: int) -> Fraction:
-    """Bytes that a rank must at least send for a collective with equal shares, exact (`commtrace.volume`)."""
-    # The rules are linear in the payload: n times the payload makes whole bytes, which a float holds exactly.
+    """Return the least bytes that a rank sends for a collective with equal shares (`commtrace.volume`), exactly.
+
+    Args:
+        op: Operation.
+        payload: Payload in bytes.
+        ranks: Ranks of the group.
+    """
+    # wire_bytes is linear in the payload: n times the payload makes whole bytes, which a float holds exactly.
     return Fraction(int(wire_bytes(op, payload * ranks, payload, ranks)), ranks)
 
 
-def total_wire_bytes(messages: Iterable[ExpectedCall], ranks: int) -> Fraction:
-    """Bytes that a rank must at least send for all of them, in groups of so many ranks unless they say otherwise."""
-    return sum((exact_wire_bytes(one.op, one.payload, one.ranks or ranks) * one.calls for one in messages), Fraction(0))
+def total_wire_bytes(calls: Iterable[ExpectedCall], ranks: int, *causes: str) -> Fraction:
+    """Return the least bytes that a rank sends for calls in groups of `ranks`, unless a call names its own.
 
-
-def level_bars(start: Fraction, levels: Mapping[str, Fraction]) -> list[WaterfallBar]:
-    """From one level to the next, a bar for each: together they lead from `start` to the last level, exactly."""
-    bars, before = [], start
-    for label, level in levels.items():
-        bars.append(WaterfallBar(label, level - before))
-        before = level
-    return bars
-
-
-def cause_bars(messages: Iterable[ExpectedCall], ranks: int, prefix: str = "") -> list[WaterfallBar]:
-    """A bar for each cause among messages that no closed form counts; `prefix` begins its label."""
-    bars: dict[str, Fraction] = {}
-    for one in messages:
-        bars[one.cause] = bars.get(one.cause, Fraction(0)) + total_wire_bytes([one], ranks)
-    return [WaterfallBar(prefix + cause, size) for cause, size in bars.items()]
+    Args:
+        calls: The calls.
+        ranks: Ranks of the group.
+        causes: Count only calls of these causes; none: all.
+    """
+    chosen = (call for call in calls if not causes or call.cause in causes)
+    return sum(
+        (exact_wire_bytes(call.op, call.payload, call.ranks or ranks) * call.calls for call in chosen), Fraction(0)
+    )
 
 
 def drop_repeated_steps(steps: Iterable[tuple[ExpectedCall, ...]]) -> tuple[tuple[ExpectedCall, ...], ...]:
-    """The steps without repetitions of the last."""
-    found = list(steps)
-    while len(found) > 1 and sorted_calls(found[-1]) == sorted_calls(found[-2]):
-        found.pop()
-    return tuple(found)
+    """Return the steps without repetitions of the last one at the end."""
+    kept = list(steps)
+    while len(kept) > 1 and sorted_calls(kept[-1]) == sorted_calls(kept[-2]):
+        kept.pop()
+    return tuple(kept)
 
 
-def sorted_calls(messages: Iterable[ExpectedCall]) -> list[tuple[str, int, int]]:
-    """Operations, sizes and counts, whatever the order."""
-    sums: dict[tuple[str, int], int] = {}
-    for one in messages:
-        sums[one.op, one.payload] = sums.get((one.op, one.payload), 0) + one.calls
-    return sorted((op, payload, calls) for (op, payload), calls in sums.items())
+def sorted_calls(calls: Iterable[ExpectedCall]) -> list[tuple[str, int, int]]:
+    """Return operation, payload and number of calls, summed and sorted: equal for calls in any order."""
+    counts: dict[tuple[str, int], int] = {}
+    for call in calls:
+        counts[call.op, call.payload] = counts.get((call.op, call.payload), 0) + call.calls
+    return sorted((op, payload, number) for (op, payload), number in counts.items())

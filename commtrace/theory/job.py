@@ -1,4 +1,7 @@
-"""The captured job (a row of the `job` table), for rules to read."""
+"""A captured job: a row of the log's `job` table, with typed access for rules.
+
+Rows come from the hooks, or from configuration files (`commtrace.theory.configs`).
+"""
 
 from __future__ import annotations
 
@@ -9,40 +12,30 @@ from functools import cached_property
 from typing import Any, Final
 
 ELEMENT_BYTES: Final = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-    "complex64": 8,
-    "complex128": 16,
-}
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
+    "bool": 1, "complex64": 8, "complex128": 16,
+}  # fmt: skip
 """Bytes of an element, by torch's name of its type."""
 
 
 class NotPredictedError(Exception):
-    """Why nothing can be said of a job: a sentence without its full stop."""
+    """Why there is no prediction for a job: a sentence without its full stop."""
 
 
 @dataclass(frozen=True)
 class ModelTensor:
-    """A parameter or a buffer."""
+    """A parameter or a buffer of a model."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     trainable: bool = True
     expert: bool = False
-    """Of an expert, of which only some ranks have a copy."""
+    """Whether it belongs to an expert, of which only some ranks have a copy."""
 
     @property
     def elements(self) -> int:
-        """How many."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -52,13 +45,13 @@ class ModelTensor:
 
     @property
     def bytes(self) -> int:
-        """Of all elements."""
+        """Bytes of all elements."""
         return self.elements * self.size
 
 
 @dataclass(frozen=True)
 class ModuleNode:
-    """A part of the model that runs: numbers of its own parameters, and the parts that run within it, in order."""
+    """A module that runs: numbers of its own parameters, and the modules that run within it, in order."""
 
     number: int
     parameters: tuple[int, ...]
@@ -72,13 +65,31 @@ class Job:
     row: Mapping[str, Any]
 
     def fact(self, *path: str) -> Any:
-        """A value of the row, by its keys. Raises NotPredictedError where the log does not have it."""
+        """Return a value of the row by its keys.
+
+        Raises:
+            NotPredictedError: If the log does not have it.
+        """
         value: Any = self.row
         for key in path:
             if not isinstance(value, Mapping) or key not in value:
                 raise NotPredictedError(f"the log does not say {'.'.join(path)}")
             value = value[key]
         return value
+
+    def zero(self, name: str) -> Any:
+        """Return a setting of `zero_optimization`, named without the prefix "stage3_"."""
+        return self.fact("zero", name)
+
+    def model(self, name: str, default: Any = None) -> Any:
+        """Return a fact of the model's architecture (`neox_args`).
+
+        Raises:
+            NotPredictedError: If the log does not have it, and there is no default.
+        """
+        if default is not None and name not in self.fact("model"):
+            return default
+        return self.fact("model", name)
 
     @cached_property
     def ranks(self) -> int:
@@ -88,18 +99,33 @@ class Job:
 
     @cached_property
     def parameters(self) -> tuple[ModelTensor, ...]:
-        """In the order of registration."""
+        """Parameters in the order of registration."""
         return _tensors(self.fact("parameters"))
 
     @cached_property
     def buffers(self) -> tuple[ModelTensor, ...]:
-        """In the order of registration."""
+        """Buffers in the order of registration."""
         return _tensors(self.fact("buffers"))
 
     @cached_property
     def trainable(self) -> tuple[ModelTensor, ...]:
-        """The parameters that get a gradient."""
+        """Parameters that get a gradient."""
         return tuple(parameter for parameter in self.parameters if parameter.trainable)
+
+    @cached_property
+    def elements(self) -> int:
+        """Elements of all parameters."""
+        return sum(parameter.elements for parameter in self.parameters)
+
+    @cached_property
+    def trainable_elements(self) -> int:
+        """Elements of the parameters that get a gradient."""
+        return sum(parameter.elements for parameter in self.trainable)
+
+    @cached_property
+    def parameter_size(self) -> int:
+        """Bytes of an element of the parameters; the widest where they differ."""
+        return max((parameter.size for parameter in self.parameters), default=1)
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -108,7 +134,7 @@ class Job:
 
     @cached_property
     def micro_batches(self) -> int:
-        """Of one step."""
+        """Micro-batches of a step."""
         return int(self.fact("gradient_accumulation_steps"))
 
     @cached_property
@@ -120,7 +146,7 @@ class Job:
 
     @cached_property
     def sequence(self) -> int:
-        """Ranks that share sequences as DeepSpeed's Ulysses does."""
+        """Ranks that share sequences by DeepSpeed's Ulysses."""
         return int(self.row.get("sequence_parallel_size") or 1)
 
     @cached_property
@@ -137,27 +163,17 @@ class Job:
         return int(sizes[0])
 
     def copies(self, tensor: ModelTensor) -> int:
-        """Ranks that have a parameter and reduce its gradient."""
+        """Return the number of ranks that have a parameter and reduce its gradient."""
         return self.ranks // self.experts_over if tensor.expert else self.ranks
-
-    def model(self, name: str, default: Any = None) -> Any:
-        """A fact of the model's architecture. Raises NotPredictedError where the log does not have it."""
-        if default is not None and name not in self.fact("model"):
-            return default
-        return self.fact("model", name)
 
     @cached_property
     def root(self) -> ModuleNode:
         """The model as a tree of the modules that run."""
         return _tree(self.fact("modules"))
 
-    def zero(self, name: str) -> Any:
-        """A setting of `zero_optimization`."""
-        return self.fact("zero", name)
-
 
 def element_size(dtype: str) -> int:
-    """Bytes. Raises NotPredictedError for a type that is not known here."""
+    """Return the bytes of an element. Raise NotPredictedError for an unknown type."""
     if dtype not in ELEMENT_BYTES:
         raise NotPredictedError(f"the size of an element of type {dtype} is not known")
     return ELEMENT_BYTES[dtype]
@@ -180,20 +196,16 @@ def _tensors(rows: Sequence[Mapping[str, Any]]) -> tuple[ModelTensor, ...]:
 
 
 def _tree(rows: Sequence[Mapping[str, Any]]) -> ModuleNode:
-    """Modules by their dotted names, parents first, as a tree. What never runs by itself is not among the rows."""
+    """Return modules, given by dotted names with parents first, as a tree. Modules that never run have no row."""
     names = [str(row["name"]) for row in rows]
     if not names or names[0] != "":
         raise NotPredictedError("the model itself is not among the modules in the log")
     children: dict[int, list[int]] = {number: [] for number in range(len(names))}
     for number, name in enumerate(names[1:], 1):
-        parent = max((at for at in range(number) if _within(name, names[at])), key=lambda at: len(names[at]))
-        children[parent].append(number)
+        parents = (other for other in range(number) if not names[other] or name.startswith(names[other] + "."))
+        children[max(parents, key=lambda other: len(names[other]))].append(number)
 
     def build(number: int) -> ModuleNode:
         return ModuleNode(number, tuple(rows[number]["parameters"]), tuple(build(child) for child in children[number]))
 
     return build(0)
-
-
-def _within(name: str, parent: str) -> bool:
-    return not parent or name.startswith(parent + ".")

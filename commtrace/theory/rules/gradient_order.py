@@ -1,4 +1,4 @@
-"""In which order gradients become ready, and into which partition they belong."""
+"""Order in which gradients become ready in a backward pass."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from commtrace.theory.job import Job, ModelTensor
 
 from .registry import DEEPSPEED, TORCH, WORKLOAD, rule
 
+_ATTENTION: Final = "attention.dense.bias"
+_MLP: Final = "mlp.dense_4h_to_h.bias"
+
 
 @rule(
     "torch/nn/parallel/distributed.py DistributedDataParallel._ddp_init_helper (its comment on reversed buckets)", TORCH
 )
 def gradient_order(parameters: Sequence[ModelTensor]) -> list[ModelTensor]:
-    """Backward passes layers in the reverse of forward, which is taken for the order of registration.
+    """Return parameters in the reverse of registration order, which stands for the order of the forward pass.
 
-    True to the byte where modules run in the order in which they were made. Within a module: `autograd_order`.
+    Exact where modules run in the order in which they were made. Within a module: `autograd_order`.
     """
     return autograd_order(list(reversed(parameters)))
 
@@ -25,64 +28,59 @@ def gradient_order(parameters: Sequence[ModelTensor]) -> list[ModelTensor]:
     "torch/csrc/autograd/engine.cpp Engine::evaluate_function; torch/csrc/autograd/functions/accumulate_grad.h", TORCH
 )
 def autograd_order(order: Sequence[ModelTensor]) -> list[ModelTensor]:
-    """A module's own two parameters as autograd's engine hands out their gradients, when the bias came first.
+    """Return an order with the bias first, with a module's own two parameters as autograd's engine delivers them.
 
     A gradient that a node gives to a parameter is accumulated before any other node runs, in the order of the
     node's inputs. Norms and convolutions have (input, weight, bias): the weight is first. A linear layer has (bias,
     input, transposed weight), and the transposition is a node of its own, behind the bias.
     """
-    return _swapped(order, lambda weight, bias: not _linear(weight, bias))
+    return _weight_first(order, lambda weight, bias: not _is_linear(weight, bias))
 
 
 def backward_order(job: Job, parameters: Sequence[ModelTensor]) -> list[ModelTensor]:
-    """Of a job's model: `gradient_order`, with the exception that tensor parallelism makes."""
+    """Return `gradient_order` of a job's model, with the exception that tensor parallelism makes."""
     return parallel_residual_order(job, gradient_order(parameters))
 
 
 @rule("examples.gpt_neox.layers.Block", WORKLOAD)
 def parallel_residual_order(job: Job, order: Sequence[ModelTensor]) -> list[ModelTensor]:
-    """Where tensor-parallel attention and MLP are summed together (gpt_j_residual), both biases are added behind it.
+    """Move the bias of attention behind that of the MLP, where one all_reduce sums both (gpt_j_residual).
 
-    So the gradient of attention's comes with the MLP's.
+    Tensor-parallel layers then add both biases after that sum, so that their gradients come together.
     """
     if job.tensor == 1 or not job.model("gpt_j_residual", False):
         return list(order)
-    held = {one.name: one for one in order if one.name.endswith(_ATTENTION)}
+    attention = {parameter.name: parameter for parameter in order if parameter.name.endswith(_ATTENTION)}
     result: list[ModelTensor] = []
-    for one in order:
-        if one.name not in held:
-            result.append(one)
-        if one.name.endswith(_MLP):
-            result.append(held[one.name.removesuffix(_MLP) + _ATTENTION])
+    for parameter in order:
+        if parameter.name not in attention:
+            result.append(parameter)
+        if parameter.name.endswith(_MLP):
+            result.append(attention[parameter.name.removesuffix(_MLP) + _ATTENTION])
     return result
-
-
-_ATTENTION: Final = "attention.dense.bias"
-_MLP: Final = "mlp.dense_4h_to_h.bias"
 
 
 @rule("deepspeed.runtime.zero.linear.LinearFunctionForZeroStage3.backward", DEEPSPEED)
 def zero3_linear_order(parameters: Sequence[ModelTensor]) -> list[ModelTensor]:
-    """Of `gradient_order`, where ZeRO-3 has put its own linear layers in place (memory_efficient_linear).
+    """Return `gradient_order` where ZeRO-3 has replaced linear layers by its own (memory_efficient_linear).
 
     Their backward returns the weight's gradient before the bias's.
     """
-    return _swapped(parameters, _linear)
+    return _weight_first(parameters, _is_linear)
 
 
-def _swapped(order: Sequence[ModelTensor], which: Callable[[ModelTensor, ModelTensor], bool]) -> list[ModelTensor]:
-    """With the weight before the bias, where a module's bias is in front of its weight and `which` says so of both."""
+def _weight_first(
+    order: Sequence[ModelTensor], condition: Callable[[ModelTensor, ModelTensor], bool]
+) -> list[ModelTensor]:
+    """Swap a module's bias and weight, where the bias is first and the condition holds for (weight, bias)."""
     result = list(order)
-    for at in range(len(result) - 1):
-        bias, weight = result[at], result[at + 1]
-        if _of_one_module(weight, bias) and which(weight, bias):
-            result[at], result[at + 1] = weight, bias
+    for position in range(len(result) - 1):
+        bias, weight = result[position], result[position + 1]
+        are_of_one_module = weight.name.endswith("weight") and bias.name == weight.name.removesuffix("weight") + "bias"
+        if are_of_one_module and condition(weight, bias):
+            result[position], result[position + 1] = weight, bias
     return result
 
 
-def _of_one_module(weight: ModelTensor, bias: ModelTensor) -> bool:
-    return weight.name.endswith("weight") and bias.name == weight.name.removesuffix("weight") + "bias"
-
-
-def _linear(weight: ModelTensor, bias: ModelTensor) -> bool:
+def _is_linear(weight: ModelTensor, bias: ModelTensor) -> bool:
     return len(weight.shape) == 2 and bias.shape == weight.shape[:1]

@@ -1,7 +1,10 @@
-"""The list of rules: which function of which library each one mirrors, and in which version.
+"""List of all rules: which function of which library each one mirrors, and in which version.
 
-@rule("deepspeed.runtime.engine.DeepSpeedEngine._broadcast_model", DEEPSPEED)
-def broadcast_model(job: Job) -> list[Message]: ...
+    @rule("deepspeed.runtime.engine.DeepSpeedEngine._broadcast_model", DEEPSPEED)
+    def broadcast_model(job: Job) -> list[ExpectedCall]: ...
+
+The constants are the library versions that rules were written from and checked with. With another version in the log,
+reports and `commtrace check` predict by the same rules and name both versions.
 """
 
 from __future__ import annotations
@@ -13,31 +16,43 @@ from typing import Final, TypeVar
 TORCH: Final = ("torch", "2.13.0")
 DEEPSPEED: Final = ("deepspeed", "0.19.8")
 GPT_NEOX: Final = ("gpt-neox", "05048b6")
-"""GPT-NeoX by its commit: it has no releases that its users run. Compared are the calls of commtrace's workload, which
+"""GPT-NeoX by its commit: it has no releases that its users run. Tests compare the calls of `examples.gpt_neox`, which
 is modelled on it."""
 WORKLOAD: Final = ("commtrace", "0.1.0")
-"""That workload, where GPT-NeoX leaves to DeepSpeed what it does itself."""
+"""`examples.gpt_neox`, where it does itself what GPT-NeoX leaves to DeepSpeed."""
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Where a rule stands, and what it mirrors."""
+    """A function that mirrors a function of a library.
+
+    Attributes:
+        module: Dotted name of the rule's module.
+        name: Name of the rule's function.
+        mirrors: Functions of the library, separated by ";".
+        library: The library's name.
+        version: The library's version whose source or behaviour the rule was written from.
+    """
 
     module: str
     name: str
     mirrors: str
     library: str
     version: str
-    """Of the library whose source or behaviour the rule was written from."""
 
 
 RULES: Final[list[Rule]] = []
 
 
 def rule(mirrors: str, library: tuple[str, str]) -> Callable[[Function], Function]:
-    """Enter a function into RULES. It stays as it is."""
+    """Return a decorator that enters a function into RULES, and returns it unchanged.
+
+    Args:
+        mirrors: Functions of the library that the rule mirrors, separated by ";".
+        library: One of the constants above.
+    """
 
     def enter(function: Function) -> Function:
         RULES.append(Rule(function.__module__, function.__name__, mirrors, *library))

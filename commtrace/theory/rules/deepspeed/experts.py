@@ -1,8 +1,8 @@
-"""Mixtures of experts by DeepSpeed's MoE (arXiv 2201.05596): what ranks that have different experts send each other.
+"""Mixtures of experts by DeepSpeed's MoE (arXiv 2201.05596): calls among ranks that have different experts.
 
-Two all_to_alls in each layer with experts, dispatch and combine, forward and again backward. Their size follows from
-the experts' capacity where tokens beyond it are dropped; otherwise on the data, and only its bounds are told.
-Gradients of experts are reduced among the ranks that have the same ones (`Job.copies`), in `zero` and `zero12`.
+Each layer with experts makes two all_to_alls, dispatch and combine, forward and again backward. Their size follows from
+the experts' capacity where tokens beyond it are dropped. Otherwise it depends on the data, and bounds are predicted.
+Gradients of experts are reduced among the ranks that have the same ones (`Job.copies`), in `engine` and `zero12`.
 
 Assumed, as for tensor parallelism: every micro-batch has the configured size and length.
 """
@@ -10,39 +10,27 @@ Assumed, as for tensor parallelism: every micro-batch has the configured size an
 from __future__ import annotations
 
 import struct
-from fractions import Fraction
 from math import ceil
 from typing import Final
 
 from commtrace.theory.closed_forms import expert_layer
-from commtrace.theory.expected_calls import (
-    ExpectedCall,
-    Prediction,
-    WaterfallBar,
-    cause_bars,
-    level_bars,
-    total_wire_bytes,
-)
+from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
 from commtrace.theory.job import Job, NotPredictedError, element_size
 from commtrace.theory.rules.megatron import tensor_parallel as tensor
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, TORCH, rule
+from commtrace.theory.waterfall import cause_bars, level_bars
 
-from .engine import NORM, OVERFLOW, parameter_size
+from .engine import NORM, OVERFLOW
 
 ROLE: Final = "expert"
 TOKENS: Final = "tokens to their experts and back"
 CAPACITY: Final = "capacity for the expert that most tokens chose"
 
 
-def applies(job: Job) -> bool:
-    """Whether the model has experts."""
-    return bool(job.row.get("moe"))
-
-
 def extend_prediction(job: Job, data: Prediction) -> Prediction:
-    """The prediction of a job, from what it does among ranks that reduce gradients together.
+    """Add calls among ranks that have different experts.
 
-    Raises NotPredictedError where the job does not have the model's architecture, or experts as DeepSpeed makes them.
+    Raise NotPredictedError if the job does not have the model's architecture, or experts as DeepSpeed makes them.
     """
     if "model" not in job.row:
         raise NotPredictedError("experts of a model that does not say its architecture (neox_args) have no rules yet")
@@ -57,47 +45,39 @@ def extend_prediction(job: Job, data: Prediction) -> Prediction:
 def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> tuple[WaterfallBar, list[WaterfallBar]]:
     steps, ranks = tensor.micro_batches(job), job.experts_over
     hidden, chosen = int(job.model("hidden_size")), int(job.model("moe_top_k"))
-    form = Fraction(
-        expert_layers(job) * expert_layer(micro_batch_tokens(job), hidden, chosen, ranks) * parameter_size(job)
-    )
-    exact = total_wire_bytes((one for one in own if one.cause == TOKENS), ranks) / steps
+    form = expert_layers(job) * expert_layer(micro_batch_tokens(job), hidden, chosen, ranks) * job.parameter_size
+    exact = total_wire_bytes(own, ranks, TOKENS) / steps
     label = "experts: capacity" if job.model("moe_token_dropping") else "experts: capacity, at the most"
     levels = {
         label: exact * 4 / (4 + 2 * recomputed_passes(job)),
         "experts: activations recomputed": exact,
         f"experts: in each of {steps} micro-batches": exact * steps,
     }
-    rest = [one for one in own if one.cause != TOKENS]
-    return WaterfallBar("experts: 4 k T h (E-1)/E a layer", form), [
-        *level_bars(form, levels),
-        *cause_bars(rest, ranks, "experts: "),
-    ]
+    bars = [*level_bars(form, levels), *cause_bars(own, ranks, TOKENS, prefix="experts: ")]
+    return WaterfallBar("experts: 4 k T h (E-1)/E a layer", form), bars
 
 
 def micro_batch_tokens(job: Job) -> int:
-    """Of a rank's micro-batch."""
+    """Return the tokens of a rank's micro-batch."""
     batch, length, _ = tensor.batch_dimensions(job)
     return batch * length
 
 
 def _single(value: float) -> float:
-    """As a 32-bit number has it."""
+    """Round to a 32-bit number."""
     return float(struct.unpack("f", struct.pack("f", value))[0])
-
-
-# --- rules ----------------------------------------------------------------------------------------------------------
 
 
 @rule("megatron.model.transformer.ParallelTransformerLayer (moe_expert_interval)", GPT_NEOX)
 def expert_layers(job: Job) -> int:
-    """Every so many-th layer has experts, the first one on."""
+    """One layer in moe_expert_interval has experts, beginning with the first; returned is their number."""
     return ceil(int(job.model("num_layers")) / int(job.model("moe_expert_interval")))
 
 
 @rule("deepspeed.moe.sharded_moe._capacity; deepspeed.moe.sharded_moe.top2gating; deepspeed.moe.sharded_moe.topkgating",
       DEEPSPEED)  # fmt: skip
 def capacity(job: Job) -> int:
-    """Tokens that an expert takes of one rank: the factor's share, in 32-bit numbers, and the least at least."""
+    """An expert takes a share of a rank's tokens, computed in 32-bit numbers, and moe_min_capacity at least."""
     factor = _single(float(job.model("moe_train_capacity_factor")) * int(job.model("moe_top_k")))
     share = _single(_single(micro_batch_tokens(job) / int(job.model("moe_num_experts"))) * factor)
     return max(ceil(share), int(job.model("moe_min_capacity")))
@@ -107,7 +87,7 @@ def capacity(job: Job) -> int:
     "deepspeed.moe.sharded_moe.top1gating (drop_tokens); deepspeed.moe.sharded_moe.topkgating (drop_tokens)", DEEPSPEED
 )
 def token_bounds(job: Job) -> tuple[int, int]:
-    """The least and the most tokens that an expert takes where none is dropped: evenly chosen, and always the same."""
+    """Without dropping, an expert takes at least an even share of the tokens, and at most all; returned are both."""
     even = ceil(micro_batch_tokens(job) * int(job.model("moe_top_k")) / int(job.model("moe_num_experts")))
     return even, micro_batch_tokens(job)
 
@@ -115,26 +95,26 @@ def token_bounds(job: Job) -> tuple[int, int]:
 @rule("torch.utils.checkpoint.CheckpointFunction (experts); "
       "torch.utils.checkpoint._checkpoint_without_reentrant_generator (experts)", TORCH)  # fmt: skip
 def recomputed_passes(job: Job) -> int:
-    """Recomputation repeats dispatch and combine, whichever way is taken: backward needs what comes behind them."""
+    """Recomputation repeats dispatch and combine, with any autograd: backward needs what comes behind them."""
     return 1 if job.model("checkpoint_activations", False) else 0
 
 
 @rule("deepspeed.moe.sharded_moe.MOELayer.forward; deepspeed.moe.sharded_moe._AllToAll.backward", DEEPSPEED)
 def exchanges(job: Job) -> list[ExpectedCall]:
-    """Room for the capacity of every expert, of the parameters' type: two forward, two backward in each layer."""
+    """Dispatch and combine have the capacity of every expert, in the parameters' type: two forward, two backward."""
     if job.experts_over == 1:
         return []
-    of_one = int(job.model("moe_num_experts")) * int(job.model("hidden_size")) * parameter_size(job)
+    token_bytes = int(job.model("moe_num_experts")) * int(job.model("hidden_size")) * job.parameter_size
     calls = (4 + 2 * recomputed_passes(job)) * expert_layers(job) * tensor.micro_batches(job)
     if job.model("moe_token_dropping"):
-        return [ExpectedCall("all_to_all", capacity(job) * of_one, TOKENS, calls, role=ROLE)]
+        return [ExpectedCall("all_to_all", capacity(job) * token_bytes, TOKENS, calls, role=ROLE)]
     least, most = token_bounds(job)
-    return [ExpectedCall("all_to_all", most * of_one, TOKENS, calls, role=ROLE, least=least * of_one)]
+    return [ExpectedCall("all_to_all", most * token_bytes, TOKENS, calls, role=ROLE, least=least * token_bytes)]
 
 
 @rule("deepspeed.moe.sharded_moe.top1gating (all_reduce); deepspeed.moe.sharded_moe.top2gating (all_reduce)", DEEPSPEED)
 def capacities(job: Job) -> list[ExpectedCall]:
-    """Where none is dropped, ranks agree on a capacity: a 64-bit number in each forward pass of a layer."""
+    """Without dropping, ranks agree on a capacity: a 64-bit number in each forward pass of a layer."""
     if job.model("moe_token_dropping") or job.experts_over == 1:
         return []
     calls = (1 + recomputed_passes(job)) * expert_layers(job) * tensor.micro_batches(job)
@@ -143,7 +123,7 @@ def capacities(job: Job) -> list[ExpectedCall]:
 
 @rule("deepspeed.runtime.utils.CheckOverflow.has_overflow (with experts)", DEEPSPEED)
 def overflow_check(job: Job) -> list[ExpectedCall]:
-    """Without ZeRO, in 16 bits: a byte among ranks with different experts."""
+    """Without ZeRO, the overflow check in 16 bits all_reduces a byte among ranks with different experts."""
     if int(job.fact("zero_stage")) or job.fact("precision") == "fp32":
         return []
     return [ExpectedCall("all_reduce", 1, OVERFLOW, role=ROLE).among(job.experts_over)]
@@ -151,7 +131,7 @@ def overflow_check(job: Job) -> list[ExpectedCall]:
 
 @rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer._average_expert_grad_norms", DEEPSPEED)
 def expert_norms(job: Job) -> list[ExpectedCall]:
-    """The norm of each group of experts is averaged once more among ranks that have the same ones."""
+    """The norm of each group of experts is averaged once more among the ranks that have them."""
     if not int(job.fact("zero_stage")) or not job.zero("compute_grad_norm"):
         return []
     groups = [group for group in job.groups if job.parameters[group[0]].expert]

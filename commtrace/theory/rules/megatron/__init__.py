@@ -1,1 +1,1 @@
-"""Rules that mirror Megatron-LM and GPT-NeoX's model parallelism."""
+"""Rules that mirror the Megatron code in GPT-NeoX, of the version `registry.GPT_NEOX`, as in `examples.gpt_neox`."""

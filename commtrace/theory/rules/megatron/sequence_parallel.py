@@ -1,9 +1,9 @@
-"""Megatron's sequence parallelism (arXiv 2205.05198) among tensor-parallel ranks: what they send.
+"""Megatron's sequence parallelism (arXiv 2205.05198): calls among the tensor-parallel ranks.
 
 Each sum of activations becomes a reduce_scatter and an all_gather of the same b s h elements, of the same bytes: in
 front of attention and MLP the parts of the sequence are gathered, behind them sums are scattered, and backward the
-other way round. Beside them ranks add up the gradients of parameters that see a part of the sequence each, a few of h
-elements, and what tensor parallelism sends in the loss and in the optimizer.
+other way round. Ranks also add up the gradients of parameters that see a part of the sequence each, of h elements each,
+and make the calls of tensor parallelism in the loss and the optimizer.
 
 Assumed, as for tensor parallelism: every micro-batch has the configured size and length.
 """
@@ -14,133 +14,101 @@ from fractions import Fraction
 from typing import Final
 
 from commtrace.theory.closed_forms import all_gather_volume
-from commtrace.theory.expected_calls import (
-    ExpectedCall,
-    Prediction,
-    WaterfallBar,
-    cause_bars,
-    level_bars,
-    total_wire_bytes,
-)
+from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
 from commtrace.theory.job import Job, element_size
-from commtrace.theory.rules.deepspeed.engine import parameter_size
 from commtrace.theory.rules.registry import GPT_NEOX, TORCH, WORKLOAD, rule
+from commtrace.theory.waterfall import cause_bars, level_bars
 
-from .tensor_parallel import (
-    ACTIVATIONS,
-    FORM,
-    ROLE,
-    activation_bytes,
-    activation_elements,
-    backward_sums,
-    check,
-    combine_predictions,
-    form_bytes,
-    forward_sums,
-    loss_sums,
-    micro_batches,
-    optimizer_calls,
-    recomputed_sums,
-)
+from . import tensor_parallel as tensor
 
 PARTS: Final = "gradients of norms and biases, which see a part of the sequence"
 
 
-def applies(job: Job) -> bool:
-    """Whether the tensor-parallel ranks of a job share the sequence as well."""
-    return job.tensor > 1 and bool(job.row.get("model", {}).get("sequence_parallel", False))
-
-
 def extend_prediction(job: Job, data: Prediction) -> Prediction:
-    """The prediction of a job, from what it does among ranks that hold the same part of the model.
-
-    Raises NotPredictedError where the job does not have the model's architecture, or has one without rules.
-    """
-    check(job)
-    own = (*activation_calls(job), *optimizer_calls(job))
+    """Add calls among ranks that share a model and the sequence; arguments as in `tensor_parallel`."""
+    tensor.check(job)
+    own = (*activation_calls(job), *tensor.optimizer_calls(job))
     scheme = f"{data.scheme}, tensor- and sequence-parallel over {job.tensor}"
-    return combine_predictions(job, data, own, WaterfallBar(FORM, form_bytes(job)), _bars(job, own), scheme)
+    return tensor.combine_predictions(
+        job, data, own, WaterfallBar(tensor.FORM, tensor.form_bytes(job)), _bars(job, own), scheme
+    )
 
 
 def activation_calls(job: Job) -> list[ExpectedCall]:
-    """What travels through the model in one step."""
-    steps = micro_batches(job)
+    """Return what travels through the model in one step."""
     gathers = forward_gathers(job) + recomputed_gathers(job) + gathered_gradients(job)
-    scatters = forward_scatters(job) + recomputed_sums(job) + scattered_gradients(job)
-    return [
-        ExpectedCall("all_gather", gathered_bytes(job), ACTIVATIONS, gathers * steps, role=ROLE),
-        ExpectedCall("reduce_scatter", activation_bytes(job), ACTIVATIONS, scatters * steps, role=ROLE),
-        *(one.times(steps) for one in (*summed_gradients(job), *loss_sums(job))),
+    scatters = forward_scatters(job) + tensor.recomputed_sums(job) + scattered_gradients(job)
+    calls = [
+        ExpectedCall("all_gather", gathered_bytes(job), tensor.ACTIVATIONS, gathers, role=tensor.ROLE),
+        ExpectedCall("reduce_scatter", tensor.activation_bytes(job), tensor.ACTIVATIONS, scatters, role=tensor.ROLE),
+        *summed_gradients(job),
+        *tensor.loss_sums(job),
     ]
+    return [call.times(tensor.micro_batches(job)) for call in calls]
 
 
 def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> list[WaterfallBar]:
-    layers, steps = int(job.model("num_layers")), micro_batches(job)
+    layers, steps = int(job.model("num_layers")), tensor.micro_batches(job)
     kept = forward_gathers(job) + forward_scatters(job) + gathered_gradients(job) + scattered_gradients(job)
-    again = recomputed_gathers(job) + recomputed_sums(job)
+    recomputed = recomputed_gathers(job) + tensor.recomputed_sums(job)
 
     def volume(count: int) -> Fraction:
-        """Of so many all_gathers and reduce_scatters, two of which are an all_reduce."""
-        return count * all_gather_volume(activation_elements(job), job.tensor) * parameter_size(job)
+        # Of all_gathers and reduce_scatters, two of which are as much as an all_reduce.
+        return count * all_gather_volume(tensor.activation_elements(job), job.tensor) * job.parameter_size
 
     levels = {
         "sequence parallelism: in each layer four all_gathers and four reduce_scatters": volume(2 + 8 * layers),
         "sequence parallelism: attention and MLP side by side, scattered once": volume(kept - 2),
-        "sequence parallelism: activations recomputed": volume(kept - 2 + again),
-        "sequence parallelism: the head's input": volume(kept + again),
-        f"sequence parallelism: in each of {steps} micro-batches": steps * volume(kept + again),
-        "sequence parallelism: sums travel in fp32": total_wire_bytes(
-            (one for one in own if one.cause == ACTIVATIONS), job.tensor
-        ),
+        "sequence parallelism: activations recomputed": volume(kept - 2 + recomputed),
+        "sequence parallelism: the head's input": volume(kept + recomputed),
+        f"sequence parallelism: in each of {steps} micro-batches": steps * volume(kept + recomputed),
+        "sequence parallelism: sums travel in fp32": total_wire_bytes(own, job.tensor, tensor.ACTIVATIONS),
     }
-    rest = [one for one in own if one.cause != ACTIVATIONS]
-    return [*level_bars(form_bytes(job), levels), *cause_bars(rest, job.tensor, "sequence parallelism: ")]
-
-
-# --- rules ----------------------------------------------------------------------------------------------------------
+    others = cause_bars(own, job.tensor, tensor.ACTIVATIONS, prefix="sequence parallelism: ")
+    return [*level_bars(tensor.form_bytes(job), levels), *others]
 
 
 @rule("megatron.mpu.mappings._gather_along_seq_dim", GPT_NEOX)
 def gathered_bytes(job: Job) -> int:
-    """Bytes of one gathered sequence, of the parameters' type: fp32_allreduce is of sums alone."""
-    return activation_elements(job) * parameter_size(job)
+    """A gathered sequence has the parameters' type, because fp32_allreduce is of sums only; returned are its bytes."""
+    return tensor.activation_elements(job) * job.parameter_size
 
 
 @rule("megatron.mpu.mappings._GatherFromSequenceParallelRegion.forward", GPT_NEOX)
 def forward_gathers(job: Job) -> int:
-    """In front of attention and MLP of each layer, and of the head."""
+    """Attention and MLP of each layer gather their inputs, and so does the head."""
     return 2 * int(job.model("num_layers")) + 1
 
 
 @rule("megatron.mpu.mappings._ReduceScatterToSequenceParallelRegion.forward", GPT_NEOX)
 def forward_scatters(job: Job) -> int:
-    """Behind the embedding, and where tensor parallelism alone sums."""
-    return 1 + forward_sums(job)
+    """The embedding scatters its output, and so does each layer where tensor parallelism alone sums."""
+    return 1 + tensor.forward_sums(job)
 
 
 @rule("megatron.mpu.mappings._GatherFromSequenceParallelRegion.backward", GPT_NEOX)
 def scattered_gradients(job: Job) -> int:
-    """A gathered input's gradient is scattered, the head's included."""
-    return backward_sums(job) + 1
+    """The gradient of each gathered input is scattered, the head's included."""
+    return tensor.backward_sums(job) + 1
 
 
 @rule("megatron.mpu.mappings._ReduceScatterToSequenceParallelRegion.backward", GPT_NEOX)
 def gathered_gradients(job: Job) -> int:
-    """A scattered output's gradient is gathered, the embedding's included."""
+    """The gradient of each scattered output is gathered, the embedding's included."""
     return forward_scatters(job)
 
 
 @rule("torch.utils.checkpoint.CheckpointFunction (all_gathers); "
       "torch.utils.checkpoint._checkpoint_without_reentrant_generator (all_gathers)", TORCH)  # fmt: skip
 def recomputed_gathers(job: Job) -> int:
-    """Both of each layer, whichever way is taken: what is gathered is what backward needs."""
+    """Recomputation repeats both gathers of each layer, with any autograd: backward needs what is gathered."""
     return 2 * int(job.model("num_layers")) if job.model("checkpoint_activations", False) else 0
 
 
 @rule("examples.gpt_neox.tensor_parallel.sum_gradients", WORKLOAD)
 def summed_gradients(job: Job) -> list[ExpectedCall]:
-    """In every backward pass: of weight and bias of each norm, and of the biases behind sums; each by itself."""
+    """Every backward pass sums gradients one by one: weight and bias of each norm, and the biases behind sums."""
     norms, layers = 2, int(job.model("num_layers"))
     count = norms * (2 * layers + 1) + 2 * layers
-    size = element_size("float32") if job.model("fp32_allreduce", False) else parameter_size(job)
-    return [ExpectedCall("all_reduce", int(job.model("hidden_size")) * size, PARTS, count, role=ROLE)]
+    size = element_size("float32") if job.model("fp32_allreduce", False) else job.parameter_size
+    return [ExpectedCall("all_reduce", int(job.model("hidden_size")) * size, PARTS, count, role=tensor.ROLE)]

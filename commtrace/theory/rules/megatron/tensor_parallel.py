@@ -1,11 +1,11 @@
-"""Tensor parallelism (Megatron's, arXiv 1909.08053) within a data-parallel job: what ranks that share a model send.
+"""Megatron's tensor parallelism (arXiv 1909.08053) within a data-parallel job: calls among ranks that share a model.
 
-All of it is all_reduces: of activations (b s h elements, micro-batch by sequence by hidden size) where a layer's parts
-add up, of one number a token in the loss, and of scalars in the optimizer. The counts are exact: they follow from the
+All of them are all_reduces: of activations (b s h elements: micro-batch, sequence, hidden size) where a layer's parts
+add up, of one number a token in the loss, and of scalars in the optimizer. Counts are exact: they follow from the
 architecture, not from the order of modules.
 
-Assumed, as the job cannot say it: every micro-batch has the configured size and length; ranks share the vocabulary of
-embedding and loss as GPT-NeoX does.
+Assumed, because the job does not say it: every micro-batch has the configured size and length; ranks share the
+vocabulary of embedding and loss as in GPT-NeoX.
 """
 
 from __future__ import annotations
@@ -17,17 +17,11 @@ from math import ceil
 from typing import Final
 
 from commtrace.theory.closed_forms import all_reduce, tensor_parallel
-from commtrace.theory.expected_calls import (
-    ExpectedCall,
-    Prediction,
-    WaterfallBar,
-    cause_bars,
-    level_bars,
-    total_wire_bytes,
-)
+from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
 from commtrace.theory.job import Job, NotPredictedError, element_size
-from commtrace.theory.rules.deepspeed.engine import NORM, OVERFLOW, parameter_size
+from commtrace.theory.rules.deepspeed.engine import NORM, OVERFLOW
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, TORCH, WORKLOAD, rule
+from commtrace.theory.waterfall import cause_bars, level_bars
 
 ROLE: Final = "tensor"
 ACTIVATIONS: Final = "activations of tensor-parallel layers"
@@ -35,19 +29,15 @@ LOSS: Final = "vocabulary-parallel loss"
 FORM: Final = "equation 5: (12 L + 2) b s h (t-1)/t"
 
 
-def applies(job: Job) -> bool:
-    """Whether ranks share a model."""
-    return job.tensor > 1
-
-
 def extend_prediction(job: Job, data: Prediction) -> Prediction:
-    """The prediction of a tensor-parallel job, from what it does among ranks that hold the same part of the model.
+    """Add calls among ranks that share a model.
 
-    Raises NotPredictedError where the job does not have the model's architecture, or has one without rules.
+    Raise NotPredictedError if the job does not have the model's architecture, or has one without rules.
     """
     check(job)
     own = (*activation_calls(job), *optimizer_calls(job))
-    return combine_predictions(job, data, own, *_bars(job, own), f"{data.scheme}, tensor-parallel over {job.tensor}")
+    scheme = f"{data.scheme}, tensor-parallel over {job.tensor}"
+    return combine_predictions(job, data, own, WaterfallBar(FORM, form_bytes(job)), _bars(job, own), scheme)
 
 
 def combine_predictions(
@@ -59,22 +49,28 @@ def combine_predictions(
     scheme: str,
     others: Mapping[str, int] | None = None,
 ) -> Prediction:
-    """What ranks send that reduce gradients together, and what those send that share a model or a sequence (`own`).
+    """Return the prediction of a job with another parallel dimension beside data parallelism.
 
-    `others`: sizes of the groups of other roles, if it is not the model that is shared.
+    Args:
+        job: The job.
+        data: Prediction for ranks that reduce gradients together.
+        own: Calls of a step in the other dimension.
+        form: Their closed form.
+        bars: Waterfall from `form` to `own`.
+        scheme: Name of the whole.
+        others: Group sizes of other roles, where it is not the model that is shared.
     """
-    whole = WaterfallBar(f"{data.closed_form.label} + {form.label}", data.closed_form.bytes + form.bytes)
-    norms = tuple(one for one in own if one.cause == NORM)
+    norms = tuple(call for call in own if call.cause == NORM)
     skipped = tuple(
-        (*_of_data(job, messages), *(norms if any(one.cause == NORM for one in messages) else ()))
-        for messages in data.skipped
+        (*alone_as_self(job, calls), *(norms if any(call.cause == NORM for call in calls) else ()))
+        for calls in data.skipped
     )
     return replace(
         data,
         scheme=scheme,
-        start=_of_data(job, data.start),
-        steps=tuple((*_of_data(job, step), *own) for step in data.steps),
-        closed_form=whole,
+        start=alone_as_self(job, data.start),
+        steps=tuple((*alone_as_self(job, step), *own) for step in data.steps),
+        closed_form=WaterfallBar(f"{data.closed_form.label} + {form.label}", data.closed_form.bytes + form.bytes),
         bars=(*data.bars, *(bars if others else [replace(bar, role=ROLE) for bar in bars])),
         skipped=skipped,
         others=others or {ROLE: job.tensor, "self": 1},
@@ -98,22 +94,20 @@ def check(job: Job) -> None:
         raise NotPredictedError("tensor parallelism with DeepSpeed's fused 16-bit optimizer has no rules yet")
 
 
-def _of_data(job: Job, messages: tuple[ExpectedCall, ...]) -> tuple[ExpectedCall, ...]:
-    """Of a group with one member the role is `self`: calls are made, and nothing leaves the rank."""
-    return messages if job.ranks > 1 else tuple(replace(one, role="self") for one in messages)
+def alone_as_self(job: Job, calls: tuple[ExpectedCall, ...]) -> tuple[ExpectedCall, ...]:
+    """Return calls with the role "self" where the data-parallel group has one rank: nothing leaves the rank."""
+    return calls if job.ranks > 1 else tuple(replace(call, role="self") for call in calls)
 
 
 def activation_calls(job: Job) -> list[ExpectedCall]:
-    """What travels through the model in one step."""
-    passes = embedding_sums() + forward_sums(job) + recomputed_sums(job) + backward_sums(job) + head_sums()
-    return [
-        ExpectedCall("all_reduce", activation_bytes(job), ACTIVATIONS, passes, role=ROLE).times(micro_batches(job)),
-        *(one.times(micro_batches(job)) for one in loss_sums(job)),
-    ]
+    """Return what travels through the model in one step."""
+    sums = embedding_sums() + forward_sums(job) + recomputed_sums(job) + backward_sums(job) + head_sums()
+    calls = [ExpectedCall("all_reduce", activation_bytes(job), ACTIVATIONS, sums, role=ROLE), *loss_sums(job)]
+    return [call.times(micro_batches(job)) for call in calls]
 
 
 def optimizer_calls(job: Job) -> list[ExpectedCall]:
-    """What the optimizer compares, in a step."""
+    """Return the calls of the optimizer in one step."""
     if job.row.get("source") == "ddp":
         return clipping(job)
     if int(job.fact("zero_stage")) == 0:
@@ -121,134 +115,133 @@ def optimizer_calls(job: Job) -> list[ExpectedCall]:
     return [*overflow_checks(job), *norms(job)]
 
 
-def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> tuple[WaterfallBar, list[WaterfallBar]]:
-    layers, steps, form = int(job.model("num_layers")), micro_batches(job), form_bytes(job)
-
-    def volume(count: int) -> Fraction:
-        return count * all_reduce(activation_elements(job), job.tensor) * parameter_size(job)
-
+def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> list[WaterfallBar]:
     kept = forward_sums(job) + backward_sums(job) + embedding_sums()
+    recomputed = kept + recomputed_sums(job)
+    with_head = recomputed + head_sums()
+
+    def volume(sums: int) -> Fraction:
+        return sums * all_reduce(activation_elements(job), job.tensor) * job.parameter_size
+
     levels = {
-        "tensor parallelism: two forward and two backward in each layer": volume(1 + 4 * layers),
+        "tensor parallelism: two forward and two backward in each layer": volume(1 + 4 * int(job.model("num_layers"))),
         "tensor parallelism: attention and MLP side by side, summed once": volume(kept),
-        "tensor parallelism: activations recomputed": volume(kept + recomputed_sums(job)),
-        "tensor parallelism: the gradient of the head's input": volume(kept + recomputed_sums(job) + head_sums()),
-        f"tensor parallelism: in each of {steps} micro-batches": steps
-        * volume(kept + recomputed_sums(job) + head_sums()),
-        "tensor parallelism: sums travel in fp32": total_wire_bytes(
-            (one for one in own if one.cause == ACTIVATIONS), job.tensor
-        ),
+        "tensor parallelism: activations recomputed": volume(recomputed),
+        "tensor parallelism: the gradient of the head's input": volume(with_head),
+        f"tensor parallelism: in each of {micro_batches(job)} micro-batches": micro_batches(job) * volume(with_head),
+        "tensor parallelism: sums travel in fp32": total_wire_bytes(own, job.tensor, ACTIVATIONS),
     }
-    rest = [one for one in own if one.cause != ACTIVATIONS]
-    bars = [*level_bars(form, levels), *cause_bars(rest, job.tensor, "tensor parallelism: ")]
-    return WaterfallBar(FORM, form), bars
+    others = cause_bars(own, job.tensor, ACTIVATIONS, prefix="tensor parallelism: ")
+    return [*level_bars(form_bytes(job), levels), *others]
 
 
 def form_bytes(job: Job) -> Fraction:
-    """Equation 5 in bytes of the parameters' type."""
+    """Return equation 5 in bytes of the parameters' type."""
     batch, length, hidden = batch_dimensions(job)
-    return tensor_parallel(batch, length, hidden, int(job.model("num_layers")), job.tensor) * parameter_size(job)
+    return tensor_parallel(batch, length, hidden, int(job.model("num_layers")), job.tensor) * job.parameter_size
 
 
 def batch_dimensions(job: Job) -> tuple[int, int, int]:
-    """b, s, h: sequences of a micro-batch, their length, the hidden size."""
+    """Return b, s and h: sequences of a micro-batch, their length, the hidden size."""
     names = ("train_micro_batch_size_per_gpu", "seq_length", "hidden_size")
     batch, length, hidden = (int(job.model(name)) for name in names)
     return batch, length, hidden
 
 
 def activation_elements(job: Job) -> int:
-    """Of the activations of one micro-batch between two layers: b s h."""
+    """Return the elements of one micro-batch's activations between two layers: b s h."""
     batch, length, hidden = batch_dimensions(job)
     return batch * length * hidden
 
 
 def micro_batches(job: Job) -> int:
-    """Of one step; DDP itself does not know."""
+    """Return the micro-batches of a step as the model says them; DDP has no such setting."""
     return int(job.model("gradient_accumulation_steps"))
 
 
-# --- rules ----------------------------------------------------------------------------------------------------------
+def clips_gradients(job: Job) -> bool:
+    """Return whether the program clips gradients itself."""
+    return float(job.model("gradient_clipping", 0.0)) > 0
 
 
 @rule("megatron.mpu.mappings._reduce", GPT_NEOX)
 def activation_bytes(job: Job) -> int:
-    """Bytes of one sum of activations, which are of the parameters' type; in fp32 with fp32_allreduce."""
-    wide = bool(job.model("fp32_allreduce", False))
-    return activation_elements(job) * (element_size("float32") if wide else parameter_size(job))
+    """A sum of activations has the parameters' type, or fp32 with fp32_allreduce; returned are its bytes."""
+    is_wide = bool(job.model("fp32_allreduce", False))
+    return activation_elements(job) * (element_size("float32") if is_wide else job.parameter_size)
 
 
 @rule("megatron.mpu.layers.VocabParallelEmbedding.forward", GPT_NEOX)
 def embedding_sums() -> int:
-    """Each token's row comes from one rank."""
+    """The embedding sums once: each token's row comes from one rank."""
     return 1
 
 
 @rule("megatron.mpu.layers.RowParallelLinear.forward; megatron.model.transformer.ParallelTransformerLayer.forward",
       GPT_NEOX)  # fmt: skip
 def forward_sums(job: Job) -> int:
-    """Behind attention and MLP of each layer; once behind both where they are side by side (gpt_j_residual)."""
+    """Attention and MLP of each layer sum their outputs; once together where they are side by side (gpt_j_residual)."""
     return int(job.model("num_layers")) * (1 if job.model("gpt_j_residual", False) else 2)
 
 
 @rule("megatron.mpu.layers.ColumnParallelLinear.forward (copy_to_model_parallel_region)", GPT_NEOX)
 def backward_sums(job: Job) -> int:
-    """Gradients in front of attention and MLP of each layer."""
+    """Attention and MLP of each layer sum the gradients of their inputs."""
     return int(job.model("num_layers")) * 2
 
 
 @rule("megatron.model.transformer.ParallelLinear (the head)", GPT_NEOX)
 def head_sums() -> int:
-    """The gradient of the head's input: the head is column-parallel as well."""
+    """The head is column-parallel as well: it sums the gradient of its input."""
     return 1
 
 
 @rule("torch.utils.checkpoint.CheckpointFunction; "
       "torch.utils.checkpoint._checkpoint_without_reentrant_generator (early stop)", TORCH)  # fmt: skip
 def recomputed_sums(job: Job) -> int:
-    """Those of the second forward pass of the layers.
+    """The second forward pass of the layers repeats their sums.
 
-    Without reentrant autograd it stops as soon as it has what backward needs: before the last sum of each stretch of
+    Without reentrant autograd it stops as soon as it has what backward needs: before the last sum of each segment of
     layers, unless dropout behind that keeps a mask.
     """
     if not job.model("checkpoint_activations", False):
         return 0
     if job.model("checkpoint_reentrant", True) or float(job.model("hidden_dropout", 0.0)):
         return forward_sums(job)
-    stretches = ceil(int(job.model("num_layers")) / int(job.model("checkpoint_num_layers", 1)))
-    return forward_sums(job) - stretches
+    segments = ceil(int(job.model("num_layers")) / int(job.model("checkpoint_num_layers", 1)))
+    return forward_sums(job) - segments
 
 
 @rule("megatron.mpu.cross_entropy._VocabParallelCrossEntropy.forward", GPT_NEOX)
 def loss_sums(job: Job) -> list[ExpectedCall]:
-    """Of each token the largest logit, its own, and the sum of exponentials, in fp32."""
+    """The loss reduces each token's largest logit, its own, and the sum of exponentials, in fp32."""
     batch, length, _ = batch_dimensions(job)
     return [ExpectedCall("all_reduce", batch * length * element_size("float32"), LOSS, 3, role=ROLE)]
 
 
 @rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.has_overflow, _model_parallel_all_reduce", DEEPSPEED)
 def overflow_checks(job: Job) -> list[ExpectedCall]:
-    """The byte once more, among the ranks that share a model."""
+    """The overflow check all_reduces its byte once more, among the ranks that share a model."""
     return [ExpectedCall("all_reduce", 1, OVERFLOW, role=ROLE)] if job.fact("check_grad_overflow") else []
 
 
 @rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.get_grad_norm_direct, _model_parallel_all_reduce",
       DEEPSPEED)  # fmt: skip
 def norms(job: Job) -> list[ExpectedCall]:
-    """The 32-bit number of each of the optimizer's groups once more."""
+    """Each of the optimizer's groups all_reduces its 32-bit norm once more."""
     return [ExpectedCall("all_reduce", 4, NORM, len(job.groups), role=ROLE)] if job.zero("compute_grad_norm") else []
 
 
 @rule("deepspeed.runtime.utils.CheckOverflow.has_overflow (with an mpu)", DEEPSPEED)
 def fallback_overflow(job: Job) -> list[ExpectedCall]:
-    """Without ZeRO a byte, in 16 bits."""
+    """Without ZeRO, the overflow check all_reduces a byte in 16 bits."""
     return [] if job.fact("precision") == "fp32" else [ExpectedCall("all_reduce", 1, OVERFLOW, role=ROLE)]
 
 
 @rule("deepspeed.runtime.utils.clip_grad_norm_ (with an mpu); deepspeed.runtime.utils.get_weight_norm (with an mpu)",
       DEEPSPEED)  # fmt: skip
 def fallback_norm(job: Job) -> list[ExpectedCall]:
-    """Without ZeRO a 32-bit number: in fp32 where gradients are clipped, in 16 bits for each group of the optimizer."""
+    """Without ZeRO, clipping all_reduces a 32-bit number in fp32; in 16 bits each of the optimizer's groups has one."""
     if job.fact("precision") == "fp32":
         return [ExpectedCall("all_reduce", 4, NORM, role=ROLE)] if float(job.fact("gradient_clipping")) > 0 else []
     return [ExpectedCall("all_reduce", 4, NORM, len(job.groups), role=ROLE)]
@@ -256,5 +249,5 @@ def fallback_norm(job: Job) -> list[ExpectedCall]:
 
 @rule("examples.gpt_neox.tensor_parallel.clip_gradients", WORKLOAD)
 def clipping(job: Job) -> list[ExpectedCall]:
-    """Under DDP the program clips: the squares of the parts, one 32-bit number."""
-    return [ExpectedCall("all_reduce", 4, NORM, role=ROLE)] if float(job.model("gradient_clipping", 0.0)) > 0 else []
+    """Under DDP the program clips: it all_reduces the squared norms of the parts, one 32-bit number."""
+    return [ExpectedCall("all_reduce", 4, NORM, role=ROLE)] if clips_gradients(job) else []

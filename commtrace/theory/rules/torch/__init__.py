@@ -1,1 +1,4 @@
-"""Rules that mirror PyTorch."""
+"""Rules that mirror PyTorch, of the version `registry.TORCH`: DDP, FSDP2 and DTensor.
+
+DDP's reducer is C++ and not part of a wheel: its rules follow its measured behaviour.
+"""

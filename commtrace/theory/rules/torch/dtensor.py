@@ -1,35 +1,34 @@
-"""Tensor parallelism by DTensors (`parallelize_module`), alone or beneath FSDP2: what each style of a plan sends.
+"""Tensor parallelism by DTensors (`parallelize_module`), alone or beneath FSDP2: calls of each style of a plan.
 
-A style says how a module's parameters, input and output lie on the ranks that share a model; what has to move follows,
-forward and, the other way round, backward. Sizes are of activations: micro-batch by sequence by the module's width, in
-the type of the parameters.
+A style says how a module's parameters, input and output are sharded over the ranks that share a model. What has to be
+moved follows from it, forward and, in the reverse direction, backward. Sizes are those of activations: micro-batch by
+sequence by the module's width, in the type of the parameters.
 
-Assumed, as the job cannot say it: every micro-batch has the size and length that the model says (`neox_args`); each
-module of the plan runs once in it, with an input of micro-batch by sequence by width that needs a gradient (an
-embedding's needs none); what the model says is recomputed are the modules of its layers, and dropout is what it says.
+Assumed, because the job does not say it: every micro-batch has the size and length that the model says (`neox_args`);
+each module of the plan runs once in it, with an input of micro-batch by sequence by width that needs a gradient (an
+embedding's needs none); recomputed are the modules of the model's layers, and dropout is as the model says.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import prod
 from typing import Any, Final
 
-from commtrace.theory.closed_forms import tensor_parallel
-from commtrace.theory.expected_calls import (
-    ExpectedCall,
-    Prediction,
-    WaterfallBar,
-    cause_bars,
-    level_bars,
-    total_wire_bytes,
-)
+from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
 from commtrace.theory.job import Job, NotPredictedError, element_size
-from commtrace.theory.rules.deepspeed.engine import parameter_size
+from commtrace.theory.rules.megatron.tensor_parallel import (
+    FORM,
+    activation_elements,
+    clips_gradients,
+    form_bytes,
+    micro_batches,
+)
 from commtrace.theory.rules.registry import TORCH, WORKLOAD, rule
+from commtrace.theory.waterfall import cause_bars, level_bars
 
 ROLE: Final = "tensor"
 ACTIVATIONS: Final = "activations of tensor-parallel layers"
@@ -43,51 +42,67 @@ _LAYER: Final = re.compile(r"(?:.*\.)?(?:block_)?(\d+)(?=\.)")
 
 @dataclass(frozen=True)
 class ModuleStyle:
-    """A module of the plan."""
+    """Style of a module of the plan.
+
+    Attributes:
+        module: Dotted name of the module.
+        kind: Class of the style ("ColwiseParallel").
+        inputs: Placement in which the input arrives ("Shard(1)").
+        outputs: Placement in which the output leaves.
+        embedding: Whether the module is an embedding.
+        weight: Shape of the weight before sharding; empty without one.
+        bias: Shape of the bias before sharding; empty without one.
+        sent: Whether its parameters come from the first rank.
+        wrapped: Whether a module around it prepares its input, which arrives as a DTensor.
+    """
 
     module: str
     kind: str
-    """Its class: ColwiseParallel, say."""
     inputs: str
     outputs: str
     embedding: bool
     weight: tuple[int, ...]
     bias: tuple[int, ...]
     sent: bool
-    """Its parameters come from the first rank."""
     wrapped: bool
-    """It gets its input as a DTensor, from a module around it that has prepared it."""
 
     @property
     def layer(self) -> int | None:
-        """Number of the layer that it is in."""
-        found = _LAYER.match(self.module)
-        return int(found.group(1)) if found else None
+        """Number of the layer that the module is in, if any."""
+        match = _LAYER.match(self.module)
+        return int(match.group(1)) if match else None
 
 
 @dataclass(frozen=True)
 class ModuleCalls:
-    """What a module sends in one micro-batch."""
+    """Calls of a module in one micro-batch."""
 
     forward: tuple[ExpectedCall, ...] = ()
     backward: tuple[ExpectedCall, ...] = ()
 
 
 def predict(job: Job) -> Prediction:
-    """What a rank of a model that is tensor-parallel alone communicates. Raises NotPredictedError."""
-    alone = Prediction("DTensor", job.ranks, (), ((),), WaterfallBar("", Fraction(0)), ())
-    return extend_prediction(job, alone)
+    """Predict what a rank of a model that is only tensor-parallel communicates. Raise NotPredictedError."""
+    return extend_prediction(job, Prediction("DTensor", job.ranks, (), ((),), WaterfallBar("", Fraction(0)), ()))
 
 
 def extend_prediction(job: Job, data: Prediction) -> Prediction:
-    """With what FSDP does beside it. Raises NotPredictedError where the model's architecture is not told."""
+    """Add calls among ranks that share a model.
+
+    Args:
+        job: The job.
+        data: What FSDP does beside them.
+
+    Raises:
+        NotPredictedError: If the job does not have the model's architecture, or has a plan without rules.
+    """
     if "model" not in job.row:
         raise NotPredictedError(
             "a tensor-parallel model that does not say its architecture (neox_args) has no rules yet"
         )
     plan = styles(job)
     own = (*activation_calls(job, plan), *norm_gradients(job, plan), *clipping(job, plan))
-    form, bars = _bars(job, own)
+    form = WaterfallBar(FORM, form_bytes(job))
     label = f"{data.closed_form.label} + {form.label}" if data.closed_form.label else form.label
     sequence = " along the sequence" if any(style.kind == "SequenceParallel" for style in plan) else ""
     return replace(
@@ -96,20 +111,20 @@ def extend_prediction(job: Job, data: Prediction) -> Prediction:
         start=(*data.start, *sent_parameters(job, plan)),
         steps=tuple((*step, *own) for step in data.steps),
         closed_form=WaterfallBar(label, data.closed_form.bytes + form.bytes),
-        bars=(*data.bars, *bars),
+        bars=(*data.bars, *_bars(job, own)),
         others={ROLE: job.tensor},
     )
 
 
 def styles(job: Job) -> list[ModuleStyle]:
-    """The plan, in the order of the model's modules."""
+    """Return the plan, in the order of the model's modules."""
     rows: list[Mapping[str, Any]] = list(job.fact("tensor_plan"))
     prepared = [str(row["module"]) for row in rows if row["style"] == "PrepareModuleInput"]
     return [_style(row, prepared) for row in rows]
 
 
 def _style(row: Mapping[str, Any], prepared: Sequence[str]) -> ModuleStyle:
-    one = ModuleStyle(
+    style = ModuleStyle(
         str(row["module"]),
         str(row["style"]),
         _first(row["inputs"]),
@@ -120,85 +135,65 @@ def _style(row: Mapping[str, Any], prepared: Sequence[str]) -> ModuleStyle:
         bool(row["sent"]),
         any(str(row["module"]).startswith(f"{name}.") for name in prepared),
     )
-    if one.kind == "PrepareModuleInput" and (row["desired"] != ["Replicate"] or row["local"]):
-        raise NotPredictedError(f"PrepareModuleInput of {one.module} to {row['desired']} has no rules yet")
-    if one.kind == "ColwiseParallel" and one.embedding:
-        raise NotPredictedError(f"ColwiseParallel of an embedding ({one.module}) has no rules yet")
-    return one
+    if style.kind == "PrepareModuleInput" and (row["desired"] != ["Replicate"] or row["local"]):
+        raise NotPredictedError(f"PrepareModuleInput of {style.module} to {row['desired']} has no rules yet")
+    if style.kind == "ColwiseParallel" and style.embedding:
+        raise NotPredictedError(f"ColwiseParallel of an embedding ({style.module}) has no rules yet")
+    return style
 
 
 def _first(layouts: Sequence[str]) -> str:
     return str(layouts[0]) if layouts else ""
 
 
-def micro_batches(job: Job) -> int:
-    """Of one step."""
-    return int(job.model("gradient_accumulation_steps"))
-
-
 def activation_type(job: Job) -> str:
-    """That of parameters as they are computed with."""
+    """Return the type of parameters in computation."""
     units = job.row.get("units")
     return str(units[0]["dtypes"][0]) if units else job.parameters[0].dtype
 
 
-def _bytes(job: Job, width: int) -> int:
-    """Of the activations of a micro-batch."""
-    batch, length = int(job.model("train_micro_batch_size_per_gpu")), int(job.model("seq_length"))
-    return batch * length * width * element_size(activation_type(job))
-
-
-def activation_calls(job: Job, plan: Sequence[ModuleStyle]) -> Iterator[ExpectedCall]:
-    """Of all micro-batches of a step."""
+def activation_calls(job: Job, plan: Sequence[ModuleStyle]) -> list[ExpectedCall]:
+    """Return the calls for activations of a step."""
+    calls: list[ExpectedCall] = []
     for style in plan:
-        found = module_calls(job, style)
-        yield from (one.times(micro_batches(job)) for one in (*found.forward, *found.backward))
-    yield from (one.times(micro_batches(job)) for one in recomputed(job, plan))
+        of_module = module_calls(job, style)
+        calls += (*of_module.forward, *of_module.backward)
+    return [call.times(micro_batches(job)) for call in (*calls, *recomputed(job, plan))]
 
 
-def _bars(job: Job, own: Sequence[ExpectedCall]) -> tuple[WaterfallBar, list[WaterfallBar]]:
-    batch, length, hidden, layers = (
-        int(job.model(name)) for name in ("train_micro_batch_size_per_gpu", "seq_length", "hidden_size", "num_layers")
-    )
-    size = parameter_size(job)
-    form = tensor_parallel(batch, length, hidden, layers, job.tensor) * size
-    sent = total_wire_bytes((one for one in own if one.cause == ACTIVATIONS), job.tensor)
-    parts = micro_batches(job)
-    whole = sent / parts
+def _bars(job: Job, own: Sequence[ExpectedCall]) -> list[WaterfallBar]:
+    form, steps = form_bytes(job), micro_batches(job)
+    moved = total_wire_bytes(own, job.tensor, ACTIVATIONS)
+    typed = form * element_size(activation_type(job)) / job.parameter_size
     levels = {
-        f"tensor parallelism: activations travel as {activation_type(job)}": form
-        * element_size(activation_type(job))
-        / size,
-        "tensor parallelism: what the plan moves": whole,
-        f"tensor parallelism: in each of {parts} micro-batches": sent,
+        f"tensor parallelism: activations travel as {activation_type(job)}": typed,
+        "tensor parallelism: what the plan moves": moved / steps,
+        f"tensor parallelism: in each of {steps} micro-batches": moved,
     }
-    rest = [replace(one, cause=f"tensor parallelism: {one.cause}") for one in own if one.cause != ACTIVATIONS]
-    bars = [*level_bars(form, levels), *cause_bars(rest, job.tensor)]
-    return WaterfallBar("equation 5: (12 L + 2) b s h (t-1)/t", form), bars
+    others = cause_bars(own, job.tensor, ACTIVATIONS, prefix="tensor parallelism: ")
+    return [*level_bars(form, levels), *others]
 
-
-# --- rules ----------------------------------------------------------------------------------------------------------
 
 _STYLE: Final = "torch.distributed.tensor.parallel.style."
 
 
 @rule(_STYLE + "ColwiseParallel, RowwiseParallel (partition); torch.distributed.tensor.distribute_tensor", TORCH)
 def sent_parameters(job: Job, plan: Sequence[ModuleStyle]) -> list[ExpectedCall]:
-    """At start-up: what is cut is scattered, a row-parallel module's bias broadcast; a norm's parameters stay."""
-    found = []
+    """Sharded parameters are scattered at start-up, and a row-parallel module's bias is broadcast."""
+    calls = []
     for style in plan:
         if style.sent and style.kind in ("ColwiseParallel", "RowwiseParallel"):
-            found.append(ExpectedCall("scatter", prod(style.weight) * parameter_size(job), START, role=ROLE))
+            calls.append(ExpectedCall("scatter", prod(style.weight) * job.parameter_size, START, role=ROLE))
             if style.bias:
                 op = "scatter" if style.kind == "ColwiseParallel" else "broadcast"
-                found.append(ExpectedCall(op, prod(style.bias) * parameter_size(job), START, role=ROLE))
-    return found
+                calls.append(ExpectedCall(op, prod(style.bias) * job.parameter_size, START, role=ROLE))
+    return calls
 
 
 @rule(_STYLE + "ColwiseParallel, RowwiseParallel, SequenceParallel, PrepareModuleInput (_prepare_input_fn, "
       "_prepare_output_fn)", TORCH)  # fmt: skip
 def module_calls(job: Job, style: ModuleStyle) -> ModuleCalls:
-    """What has to move between how an input comes and how a module needs it, and likewise of its output."""
+    """Inputs move from the placement in which they arrive to the one that a module needs, and outputs likewise."""
     if style.kind == "SequenceParallel":
         return ModuleCalls()
     if style.kind == "PrepareModuleInput":
@@ -213,12 +208,12 @@ def module_calls(job: Job, style: ModuleStyle) -> ModuleCalls:
 
 
 def _gathered_input(job: Job, layout: str, width: int) -> ModuleCalls:
-    """Whole where it is needed; backward the ranks' gradients are summed."""
+    """Return the calls that gather a module's input; backward, the ranks' gradients are summed."""
     if layout == "Replicate":
         return ModuleCalls(backward=(_moved(job, "all_reduce", width),))
     if layout == "Shard(1)":
         return ModuleCalls((_moved(job, "all_gather", width),), (_moved(job, "reduce_scatter", width),))
-    raise NotPredictedError(f"an input that lies as {layout} has no rules yet")
+    raise NotPredictedError(f"an input placed as {layout} has no rules yet")
 
 
 def _gathered_output(job: Job, layout: str, width: int) -> ModuleCalls:
@@ -226,7 +221,7 @@ def _gathered_output(job: Job, layout: str, width: int) -> ModuleCalls:
         return ModuleCalls()
     if layout == "Replicate":
         return ModuleCalls((replace(_moved(job, "all_gather", width), cause=LOGITS),))
-    raise NotPredictedError(f"a column-parallel output that lies as {layout} has no rules yet")
+    raise NotPredictedError(f"a column-parallel output placed as {layout} has no rules yet")
 
 
 def _summed_output(job: Job, layout: str, width: int) -> ModuleCalls:
@@ -234,17 +229,18 @@ def _summed_output(job: Job, layout: str, width: int) -> ModuleCalls:
         return ModuleCalls((_moved(job, "all_reduce", width),))
     if layout == "Shard(1)":
         return ModuleCalls((_moved(job, "reduce_scatter", width),), (_moved(job, "all_gather", width),))
-    raise NotPredictedError(f"a row-parallel output that lies as {layout} has no rules yet")
+    raise NotPredictedError(f"a row-parallel output placed as {layout} has no rules yet")
 
 
 def _moved(job: Job, op: str, width: int) -> ExpectedCall:
-    return ExpectedCall(op, _bytes(job, width), ACTIVATIONS, role=ROLE)
+    tokens = activation_elements(job) // int(job.model("hidden_size"))
+    return ExpectedCall(op, tokens * width * element_size(activation_type(job)), ACTIVATIONS, role=ROLE)
 
 
 @rule("torch.utils.checkpoint.CheckpointFunction; "
       "torch.utils.checkpoint._checkpoint_without_reentrant_generator (early stop, DTensors)", TORCH)  # fmt: skip
 def recomputed(job: Job, plan: Sequence[ModuleStyle]) -> list[ExpectedCall]:
-    """The second forward pass of layers; without reentrant autograd it ends before a stretch's last sum."""
+    """The second forward pass of layers repeats their calls; without reentrant autograd it ends before the last sum."""
     if not job.model("checkpoint_activations", False):
         return []
     layers: dict[int, list[ExpectedCall]] = {}
@@ -252,57 +248,53 @@ def recomputed(job: Job, plan: Sequence[ModuleStyle]) -> list[ExpectedCall]:
         if style.layer is not None:
             layers.setdefault(style.layer, []).extend(module_calls(job, style).forward)
     early = not job.model("checkpoint_reentrant", True) and not float(job.model("hidden_dropout", 0.0))
-    each, count = int(job.model("checkpoint_num_layers", 1)), len(layers)
-    last = {min(at + each, count) - 1 for at in range(0, count, each)} if early else set()
-    return [one for at, layer in sorted(layers.items()) for one in (layer[:-1] if at in last else layer)]
+    interval, count = int(job.model("checkpoint_num_layers", 1)), len(layers)
+    ends = {min(first + interval, count) - 1 for first in range(0, count, interval)} if early else set()
+    return [call for number, calls in sorted(layers.items()) for call in (calls[:-1] if number in ends else calls)]
 
 
 @rule("torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._get_grad_inner_tensor; "
       "torch.optim.adam._single_tensor_adam (of DTensors); torch.nn.utils.get_total_norm (of DTensors)",
       TORCH)  # fmt: skip
 def norm_gradients(job: Job, plan: Sequence[ModuleStyle]) -> list[ExpectedCall]:
-    """Of parameters that see a part of the sequence, each rank has a summand of the gradient.
+    """Gradients of parameters that see a part of the sequence are partial on each rank, and summed.
 
-    FSDP sums it before it reduces it. Without FSDP it stays a summand, and is summed in passing wherever it is read:
-    three times for each parameter by Adam (single-tensor), and once by what clips.
+    FSDP sums them before it reduces them. Without FSDP they stay partial, and are summed wherever they are read: three
+    times for each parameter by Adam (single-tensor), and once by clipping.
     """
     norms = [style for style in plan if style.kind == "SequenceParallel"]
     parameters = [prod(shape) for style in norms for shape in (style.weight, style.bias) if shape]
     if not parameters:
         return []
     if "units" in job.row:
-        size, times = _summand(job)
+        size, times = _partial_gradients(job)
     else:
         if job.fact("foreach") is not False or job.fact("optimizer") not in ("Adam", "AdamW"):
             raise NotPredictedError(
                 "sequence parallelism with another optimizer than Adam, foreach=False, has no rules yet"
             )
-        size, times = parameter_size(job), 3 + clips(job)
+        size, times = job.parameter_size, 3 + clips_gradients(job)
     return [ExpectedCall("all_reduce", elements * size, NORMS, times, role=ROLE) for elements in parameters]
 
 
-def _summand(job: Job) -> tuple[int, int]:
-    """Bytes of an element, and times a step. Gradients that wait for a later micro-batch wait in the reduce type."""
-    each = job.fact("reduce_grads")
-    wide = job.fact("units")[0]["reduce_dtype"]
-    waits = wide is not None and not each and micro_batches(job) > 1
-    return element_size(str(wide) if waits else activation_type(job)), micro_batches(job) if each else 1
-
-
-def clips(job: Job) -> bool:
-    """Whether the program clips gradients."""
-    return float(job.model("gradient_clipping", 0.0)) > 0
+def _partial_gradients(job: Job) -> tuple[int, int]:
+    """Return the bytes of an element and the sums a step; accumulated gradients have the reduce type."""
+    reduces_each = job.fact("reduce_grads")
+    reduce_type = job.fact("units")[0]["reduce_dtype"]
+    accumulates = reduce_type is not None and not reduces_each and micro_batches(job) > 1
+    size = element_size(str(reduce_type) if accumulates else activation_type(job))
+    return size, micro_batches(job) if reduces_each else 1
 
 
 def num_sharded_parameters(job: Job, plan: Sequence[ModuleStyle]) -> int:
-    """Parameters that are DTensors of the ranks that share a model."""
-    named = {style.module for style in plan}
-    return sum(1 for one in job.trainable if one.name.rpartition(".")[0] in named)
+    """Return the number of trained parameters that are DTensors among the ranks that share a model."""
+    modules = {style.module for style in plan}
+    return sum(1 for parameter in job.trainable if parameter.name.rpartition(".")[0] in modules)
 
 
 @rule("examples.gpt_neox.dtensor_parallel.clip_gradients", WORKLOAD)
 def clipping(job: Job, plan: Sequence[ModuleStyle]) -> list[ExpectedCall]:
-    """The norms of what is cut, a number for each parameter, in one call."""
-    if not clips(job):
+    """Clipping all_reduces the norms of sharded parameters, a number each, in one call."""
+    if not clips_gradients(job):
         return []
-    return [ExpectedCall("all_reduce", num_sharded_parameters(job, plan) * parameter_size(job), NORM, role=ROLE)]
+    return [ExpectedCall("all_reduce", num_sharded_parameters(job, plan) * job.parameter_size, NORM, role=ROLE)]
