@@ -1,4 +1,4 @@
-"""The gate for continuous integration: did a run communicate what theory expects, cell by cell?"""
+"""The gate for continuous integration: whether a run communicated what theory expects, cell by cell."""
 
 from __future__ import annotations
 

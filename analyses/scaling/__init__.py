@@ -1,9 +1,9 @@
-"""Runs of one program on more and more ranks: what a training step takes, where its time goes, how far that would go.
+"""Runs of one program on more and more ranks: what a training step takes, where its time goes, and what limits it.
 
-steps       times and volumes of each rank's training steps, from the log
-tables      one row a run, one row a rank: speedup, efficiency, tokens a second, compute, communication, waiting
-fits        Amdahl's law, and latency and bandwidth, through what was measured, with their errors
-words       what stops the scaling, in sentences
+step_times        times and volumes of each rank's training steps, from the log
+scaling_tables    a row per run and rank: speedup, efficiency, tokens per second, computation, communication, waiting
+fits              Amdahl's law, latency and bandwidth fitted to the measured times, with their errors
+findings          what limits the scaling, in sentences
 """
 
 from __future__ import annotations

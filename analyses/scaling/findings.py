@@ -1,4 +1,4 @@
-"""What stops the scaling, in sentences: each from numbers of the tables, none without."""
+"""What limits the scaling, in sentences, each derived from numbers of the tables."""
 
 from __future__ import annotations
 
@@ -16,140 +16,125 @@ PARTS: Final = {
     "late_ns": "waiting for ranks that are late",
 }
 
-COMPUTATION: Final = "computation that shrinks with the ranks"
-
 
 def sentences(tables: NamedTables) -> list[str]:
-    """Beginning with what must be known before any number is believed."""
+    """Return the findings of the tables of `scaling_tables.scaling`, first those that limit how far to trust them."""
     table = tables["scaling"]
     left_out = [f"Left out: {row.reason}." for row in rows_of(tables["scaling_left_out"])]
-    return [*left_out, *_warnings(table), *_losses(table), *_growth(table), *_amdahl(tables), *_ahead(tables)]
+    return [*left_out, *_warnings(table), *_losses(table), *_growth(table), *_amdahl(tables), *_projection(tables)]
 
 
 def _warnings(table: pd.DataFrame) -> Iterator[str]:
     for row in rows_of(table.loc[table["shared_cores"] != ""]):
         yield (
-            f"{row.run}: {row.shared_cores} of a host. They take turns in computing, and a rank whose turn it is not "
-            "keeps the others waiting: its times say nothing of the network."
+            f"{row.run}: {row.shared_cores} of a host. They take turns in computing, and a rank waiting for its turn "
+            "delays the others: the times do not describe the network."
         )
     unmarked = table.loc[table["steps"] == 0, "run"]
     if len(unmarked):
-        yield f"{', '.join(unmarked)}: no training steps are marked, so all that was recorded counts as one step."
+        yield f"{', '.join(unmarked)}: no training steps are marked, so the whole log counts as one step."
     if table["tokens_per_step"].isna().any():
-        yield "Steps of all runs count as the same work; --tokens says how many tokens each has."
-    device = table.loc[table["compute_ns"].isna(), "run"]
-    if len(device):
-        yield f"{', '.join(device)}: ends of calls are of a device's clock, so the host's computing time is not known."
-    partly = table.loc[(table["late_known"] < 0.99) & (table["blocked_ns"] > 0)]
-    for row in rows_of(partly):
+        yield "Steps of all runs count as the same work; give the tokens of each with --tokens."
+    on_device = table.loc[table["compute_ns"].isna(), "run"]
+    if len(on_device):
+        yield f"{', '.join(on_device)}: a device's clock saw ends of calls, so the computing time is not known."
+    for row in rows_of(table.loc[(table["late_known"] < 0.99) & (table["blocked_ns"] > 0)]):
         yield (
-            f"{row.run}: who was late is known for {format_share(row.late_known)} of the time in calls (ranks of "
-            "one host, "
-            "all of them in the log)."
+            f"{row.run}: which rank was late is known for {format_share(row.late_known)} of the time in calls (calls "
+            "whose ranks are on one host, and all in the log)."
         )
 
 
 def _losses(table: pd.DataFrame) -> Iterator[str]:
-    """Where the time beyond a perfect division of the first run's work went."""
+    """Attribute the time beyond a perfect division of the first run's work."""
     parts = table.assign(transfer_ns=table["blocked_ns"] - table["late_ns"])
     first, counted = parts.iloc[0], table["tokens_per_step"].notna().all()
     for _, row in parts.iloc[1:].iterrows():
         if not is_known(row["compute_ns"]) or not is_known(first["compute_ns"]):
             continue
+        name = f"{row['run']} ({format_plural(int(row['ranks']), 'rank')})"
         load = row["tokens_per_step"] / first["tokens_per_step"] if counted else 1.0
-        fair = load * first["ranks"] / row["ranks"]
-        beyond = {name: float(row[name] - fair * first[name]) for name in PARTS}
-        lost = float(row["step_ns"] - fair * first["step_ns"])
+        perfect = load * first["ranks"] / row["ranks"]
+        lost = float(row["step_ns"] - perfect * first["step_ns"])
         if lost <= 0:
-            yield f"{_name(row)}: {format_duration(-lost)} a step faster than a perfect division of the work."
+            yield f"{name}: a step is {format_duration(-lost)} faster than with a perfect division of the work."
             continue
-        named = sorted(((ns, PARTS[name]) for name, ns in beyond.items() if ns > 0), reverse=True)
-        told = ", ".join(f"{format_duration(ns)} {words}" for ns, words in named)
+        losses = {text: float(row[part] - perfect * first[part]) for part, text in PARTS.items()}
+        largest_first = sorted(((ns, text) for text, ns in losses.items() if ns > 0), reverse=True)
         yield (
-            f"{_name(row)}: {format_duration(lost)} a step over a perfect division of the work: {told}. "
-            "Communication and waiting "
+            f"{name}: a step is {format_duration(lost)} slower than with a perfect division of the work: "
+            f"{', '.join(f'{format_duration(ns)} {text}' for ns, text in largest_first)}. Communication and waiting "
             f"are {format_share(row['blocked_ns'] / row['step_ns'])} of a step."
         )
 
 
-def _name(row: Any) -> str:
-    return f"{row['run']} ({format_plural(int(row['ranks']), 'rank')})"
-
-
 def _growth(table: pd.DataFrame) -> Iterator[str]:
-    sent = table.loc[(table["wire_bytes"] > 0) & (table["ranks"] > 1)]
-    if len(sent) < 2:
+    sending = table.loc[(table["wire_bytes"] > 0) & (table["ranks"] > 1)]
+    if len(sending) < 2:
         return
-    few, many = sent.iloc[0], sent.iloc[-1]
-    change = float(many["wire_bytes"] / few["wire_bytes"])
-    work = float(few["ranks"] / many["ranks"])
+    first, last = sending.iloc[0], sending.iloc[-1]
+    growth = float(last["wire_bytes"] / first["wire_bytes"])
+    work = float(first["ranks"] / last["ranks"])
     if table["tokens_per_step"].notna().all():
-        work *= float(many["tokens_per_step"] / few["tokens_per_step"])
-    changes = "stays as it is" if abs(work - 1) < 0.005 else f"changes by a factor of {work:.3g}"
-    stays = "stays at" if abs(change - 1) < 0.005 else f"goes from {format_bytes(few['wire_bytes'])} to"
+        work *= float(last["tokens_per_step"] / first["tokens_per_step"])
+    work_changes = "is the same" if abs(work - 1) < 0.005 else f"changes by a factor of {work:.3g}"
+    changes = "stay at" if abs(growth - 1) < 0.005 else f"change from {format_bytes(first['wire_bytes'])} to"
     yield (
-        f"From {int(few['ranks'])} to {int(many['ranks'])} ranks what a rank must send in a step {stays} "
-        f"{format_bytes(many['wire_bytes'])}, while its share of the work {changes}: communication per "
-        f"computation is {change / work:.3g} times what it was."
+        f"From {int(first['ranks'])} to {int(last['ranks'])} ranks, the bytes that a rank must send in a step "
+        f"{changes} {format_bytes(last['wire_bytes'])}, while its share of the work {work_changes}: communication per "
+        f"computation changes by a factor of {growth / work:.3g}."
     )
 
 
 def _amdahl(tables: NamedTables) -> Iterator[str]:
     fits = tables["scaling_fits"]
-    found = fits.loc[fits["parameter"] == "most speedup over one rank"]
-    for row in rows_of(found):
+    for row in rows_of(fits.loc[fits["parameter"] == "most speedup over one rank"]):
+        limit = f"at most {row.value:.1f} times the speed of one rank on any number of ranks."
         if is_known(row.error):
-            yield (
-                f"Amdahl's law through these runs (it misses none by more than {format_share(row.error)}): at most "
-                f"{row.value:.1f} times the speed of one rank, however many there are."
-            )
+            yield f"Amdahl's law, fitted with differences of at most {format_share(row.error)}: {limit}"
         else:
-            yield (
-                f"Amdahl's law through two points, which it always meets: at most {row.value:.1f} times the speed of "
-                "one rank. A third run would show whether it holds."
-            )
+            yield f"Amdahl's law through two points, which always fit: {limit} A third run would show whether it holds."
 
 
-def _ahead(tables: NamedTables) -> Iterator[str]:
+def _projection(tables: NamedTables) -> Iterator[str]:
     projection, fits = tables["scaling_projection"], tables["scaling_fits"]
     if not len(projection):
         return
-    ran = projection.dropna(subset="measured_ns")
-    miss = float(((ran["step_ns"] / ran["measured_ns"]) - 1).abs().max())
-    link = fits.loc[fits["model"] == "latency and bandwidth"].set_index("parameter")
-    width = link.loc["bandwidth", "value"]
-    told = f"{format_duration(link.loc['latency', 'value'])} a call" + (
-        f" and {format_bandwidth(width)} GB/s" if is_known(width) else ""
-    )
+    measured = projection.dropna(subset="measured_ns")
+    error = float(((measured["step_ns"] / measured["measured_ns"]) - 1).abs().max())
+    network = fits.loc[fits["model"] == "latency and bandwidth"].set_index("parameter")
+    bandwidth = network.loc["bandwidth", "value"]
+    cost = format_duration(network.loc["latency", "value"])
+    cost += f" plus bytes at {format_bandwidth(bandwidth)} GB/s" if is_known(bandwidth) else ""
     yield (
-        f"Calls take {told} (mean difference {format_share(link.loc['latency', 'error'])}); with computation and "
-        "waiting, "
-        f"that gives the measured steps within {format_share(miss)}."
+        f"A call takes {cost} (mean difference {format_share(network.loc['latency', 'error'])}); with computation and "
+        f"waiting, this model gives the measured steps within {format_share(error)}."
     )
     ahead = projection.loc[projection["measured_ns"].isna()]
     if not len(ahead):
-        yield "That is too far off to look ahead by."
+        yield "That is not accurate enough for a projection to more ranks."
         return
     further = ahead.iloc[0]
-    costs = {
-        COMPUTATION: float(further["compute_ns"] - _divided_further(tables, ran.iloc[-1], further)),
+    savings = {
+        "computation that shrinks with the ranks": float(
+            further["compute_ns"] - _perfect_compute_ns(tables, measured.iloc[-1], further)
+        ),
         "half as many calls, or half the latency": float(further["latency_ns"]) / 2,
         "half the bytes, or twice the bandwidth": float(further["bandwidth_ns"]) / 2,
         "ranks that are never late": float(further["late_ns"]),
     }
-    best = max(costs, key=lambda name: costs[name])
-    saved = further["step_ns"] / (further["step_ns"] - costs[best]) if costs[best] > 0 else 1.0
-    change = f" What would change most there: {best}, {saved:.2f} times as fast." if saved > 1.02 else ""
-    alone = " No two runs have different numbers of ranks above one, so a rank's calls and bytes are taken to stay."
-    assumed = alone if tables["scaling"]["ranks"].loc[tables["scaling"]["ranks"] > 1].nunique() == 1 else ""
+    best = max(savings, key=lambda name: savings[name])
+    speedup = further["step_ns"] / (further["step_ns"] - savings[best]) if savings[best] > 0 else 1.0
+    change = f" The largest gain there: {best}, {speedup:.2f} times as fast." if speedup > 1.02 else ""
+    several = tables["scaling"]["ranks"].loc[tables["scaling"]["ranks"] > 1].nunique() > 1
+    assumption = " This assumes a rank's calls and bytes as in the only run with several ranks." if not several else ""
     yield (
         f"With {int(further['ranks'])} ranks (not run): an efficiency of about "
-        f"{format_share(further['efficiency'])}.{change}"
-        f"{assumed}"
+        f"{format_share(further['efficiency'])}.{change}{assumption}"
     )
 
 
-def _divided_further(tables: NamedTables, last: Any, further: Any) -> float:
-    """Ns that a rank would compute for, if the last run's computation were divided perfectly from there on."""
+def _perfect_compute_ns(tables: NamedTables, last: Any, further: Any) -> float:
+    """Return the computing time of a rank if the last run's computation were divided perfectly from there on."""
     work = further["speedup"] * further["step_ns"] / (last["speedup"] * last["step_ns"])
     return float(tables["scaling"]["compute_ns"].iloc[-1] * work * last["ranks"] / further["ranks"])

@@ -1,55 +1,58 @@
-"""Models through what was measured, and what they say of more ranks.
+"""Models of the measured times, and their projection to more ranks.
 
-Amdahl's law (Amdahl 1967, doi:10.1145/1465482.1465560): the time of a step is s + p / n with n ranks, s what every rank
-does whatever their number. Speedup over one rank then stays below (s + p) / s.
+Amdahl's law (Amdahl 1967, doi:10.1145/1465482.1465560): a step takes s + p / n on n ranks, where every rank computes s
+whatever their number. The speedup over one rank then stays below (s + p) / s.
 
 Latency and bandwidth (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9): a call takes alpha + beta * bytes once all its
-ranks are there; bytes are those that the rank must at least send. Fitted to calls of the run with the most ranks.
+ranks are there; bytes are the least that the rank sends. Fitted to the calls of the run with the most ranks.
 
-The projection puts the parts together: computation as c + d / n, the calls of a rank and its bytes by the law of growth
-that the runs follow best, latency and bandwidth as fitted, and waiting for late ranks in proportion to both.
+The projection adds up computation as c + d / n, latency and bandwidth as fitted for the calls and bytes of a rank by
+the law of growth that fits the runs best, and waiting for late ranks in proportion to these two.
+
+The fits have at most two non-negative parameters, whose candidates are few enough to try; numpy is all they need, so
+that a bare installation has them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.engine import Array
+from commtrace.analyses.engine import Array, rows_of
 
-FURTHER: Final = (2, 4, 8)
-"""Times the most ranks that were run."""
+PROJECTED_FACTORS: Final = (2, 4, 8)
+"""Multiples of the most ranks that were run."""
 
-GOOD_FIT: Final = 0.25
-"""A model that misses a run by more than this share is not used to look ahead."""
+MAX_ERROR: Final = 0.25
+"""Largest relative difference from a measured run with which the model is used for more ranks."""
 
-COLUMNS: Final = ["model", "parameter", "value", "unit", "error"]
-PROJECTION: Final = [
+FIT_COLUMNS: Final = ["model", "parameter", "value", "unit", "error"]
+PROJECTION_COLUMNS: Final = [
     "ranks", "step_ns", "measured_ns", "speedup", "efficiency", "compute_ns", "latency_ns", "bandwidth_ns", "late_ns",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Division:
-    """s + p / n."""
+class AmdahlFit:
+    """A time of `fixed` + `divided` / ranks."""
 
     fixed: float
     divided: float
     error: float | None
-    """Largest relative difference from the points; None where they are too few to differ."""
+    """Largest relative difference from the points; None if they are too few to differ."""
 
     def __call__(self, ranks: float) -> float:
-        """Return the time with this number of ranks."""
+        """Return the time on this number of ranks."""
         return self.fixed + self.divided / ranks
 
 
 @dataclass(frozen=True)
-class Hockney:
-    """alpha + beta * bytes, in ns."""
+class HockneyFit:
+    """A time of a call of `alpha` + `beta` * bytes, in ns."""
 
     alpha: float
     beta: float
@@ -57,46 +60,44 @@ class Hockney:
     """Mean relative difference, weighted by the time that calls of the size take."""
 
 
-def division(ranks: Array, times: Array) -> Division:
-    """The non-negative s and p with the least relative differences from points at two or more numbers of ranks."""
-    best: tuple[float, float, float] | None = None
-    for use in ((True, True), (True, False), (False, True)):
-        columns = np.stack([np.ones(len(ranks)) / times, 1 / (ranks * times)], axis=1)[:, list(use)]
-        solution, *_ = np.linalg.lstsq(columns, np.ones(len(times)), rcond=None)
-        if (solution < 0).any():
-            continue
-        values = iter(solution)
-        fixed, divided = (float(next(values)) if one else 0.0 for one in use)
-        miss = float(np.sum((columns @ solution - 1) ** 2))
-        if best is None or miss < best[0]:
-            best = miss, fixed, divided
-    assert best is not None  # either alone always has a solution: times are positive
-    _, fixed, divided = best
-    differences = np.abs((fixed + divided / ranks) / times - 1)
-    return Division(fixed, divided, float(differences.max()) if len(set(ranks.tolist())) > 2 else None)
+def fit_amdahl(ranks: Array, times: Array) -> AmdahlFit:
+    """Fit s + p / n with the least relative differences.
+
+    Args:
+        ranks: Numbers of ranks, float, shape (n,), two or more distinct ones.
+        times: Positive times, float, shape (n,).
+    """
+    (fixed, divided), ratios = _fit_relative(1 / ranks, times, np.ones(len(times)))
+    enough = len(set(ranks.tolist())) > 2
+    return AmdahlFit(fixed, divided, float(np.abs(ratios - 1).max()) if enough else None)
 
 
-def hockney(messages: pd.DataFrame) -> Hockney | None:
-    """Through the calls of one run; None where they have one size only, or none."""
-    cells = messages.groupby(["op", "ranks", "bytes"], as_index=False)["transfer_ns"].agg(["median", "sum"])
-    if cells["bytes"].nunique() < 2:
+def fit_hockney(messages: pd.DataFrame) -> HockneyFit | None:
+    """Fit the calls of one run (`step_times.StepTimes.messages`); None if they have fewer than two sizes."""
+    sizes = messages.groupby(["op", "ranks", "bytes"], as_index=False)["transfer_ns"].agg(["median", "sum"])
+    if sizes["bytes"].nunique() < 2:
         return None
-    times, weights = cells["median"].to_numpy(float), cells["sum"].to_numpy(float)
-    root = np.sqrt(weights / weights.sum())
-    columns = np.stack([np.ones(len(cells)), cells["bytes"].to_numpy(float)], axis=1) / times[:, None]
-    best: tuple[float, float, float] | None = None
-    for use in ([0, 1], [1], [0]):
-        solution, *_ = np.linalg.lstsq(columns[:, use] * root[:, None], root, rcond=None)
-        if (solution < 0).any():
-            continue
-        alpha, beta = (float(solution[use.index(at)]) if at in use else 0.0 for at in (0, 1))
-        miss = float(np.sum((root * (columns @ np.array([alpha, beta]) - 1)) ** 2))
-        if best is None or miss < best[0]:
-            best = miss, alpha, beta
-    assert best is not None
-    _, alpha, beta = best
-    error = float(np.sum(weights * np.abs(columns @ np.array([alpha, beta]) - 1)) / weights.sum())
-    return Hockney(alpha, beta, error)
+    weights = (sizes["sum"] / sizes["sum"].sum()).to_numpy(float)
+    (alpha, beta), ratios = _fit_relative(sizes["bytes"].to_numpy(float), sizes["median"].to_numpy(float), weights)
+    return HockneyFit(alpha, beta, float(np.sum(weights * np.abs(ratios - 1))))
+
+
+def _fit_relative(x: Array, y: Array, weights: Array) -> tuple[tuple[float, float], Array]:
+    """Fit a + b * x to y with a, b >= 0 and the least weighted squares of relative differences.
+
+    Returns:
+        a and b, and the fitted over the given values, shape (n,).
+    """
+    columns = np.stack([1 / y, x / y], axis=1)
+    root = np.sqrt(weights)
+    best, least = np.zeros(2), np.inf
+    for used in ([0, 1], [0], [1]):  # with either parameter alone there is always a solution: x and y are positive
+        solution = np.zeros(2)
+        solution[used] = np.linalg.lstsq(columns[:, used] * root[:, None], root, rcond=None)[0]
+        squares = float(np.sum((root * (columns @ solution - 1)) ** 2))
+        if (solution >= 0).all() and squares < least:
+            best, least = solution, squares
+    return (float(best[0]), float(best[1])), columns @ best
 
 
 GROWTH: Final[dict[str, Callable[[float], float]]] = {
@@ -107,95 +108,102 @@ GROWTH: Final[dict[str, Callable[[float], float]]] = {
     "(n-1)/n^2": lambda n: (n - 1) / n**2,
     "log2(n)": lambda n: float(np.log2(n)),
 }
-"""How calls and bytes of a rank depend on the number of ranks: what collectives over all of them do."""
+"""How calls and bytes of a rank depend on the number of ranks in collectives over all of them."""
 
 
-def growth(ranks: Array, values: Array) -> tuple[str, Callable[[float], float]]:
-    """The law nearest to the points with more than one rank, and its function."""
-    use = (ranks > 1) & (values > 0)
-    if not use.any():
-        return "stays", lambda n: float(values[-1])
-    found: dict[str, tuple[float, float]] = {}
-    for name, law in GROWTH.items():
-        shape = np.array([law(float(n)) for n in ranks[use]])
-        factor = float(np.mean(values[use] / shape))
-        found[name] = float(np.max(np.abs(factor * shape / values[use] - 1))), factor
-    name = min(found, key=lambda one: (round(found[one][0], 6), [*GROWTH].index(one)))
-    law, factor = GROWTH[name], found[name][1]
-    return name, lambda n: factor * law(n) if n > 1 else 0.0
+@dataclass(frozen=True)
+class GrowthFit:
+    """A law of GROWTH and its factor, or without a law the constant `factor`."""
+
+    law: str
+    factor: float
+    error: float | None
+    """Largest relative difference from the points with more than one rank; None if there is only one."""
+
+    def __call__(self, ranks: float) -> float:
+        """Return the value on this number of ranks; a single rank sends nothing."""
+        return self.factor * GROWTH[self.law](ranks) if ranks > 1 else 0.0
 
 
-def fitted(table: pd.DataFrame, messages: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """`scaling_fits` and `scaling_projection` of the rows of `scaling`, which are by ranks."""
+def fit_growth(ranks: Array, values: Array) -> GrowthFit:
+    """Return the law of GROWTH nearest to the positive values (n,) at more than one rank."""
+    used = (ranks > 1) & (values > 0)
+    fits = []
+    for law, function in GROWTH.items():
+        shape = np.array([function(float(n)) for n in ranks[used]])
+        factor = float(np.mean(values[used] / shape)) if used.any() else 0.0
+        error = float(np.max(np.abs(factor * shape / values[used] - 1), initial=0))
+        fits.append(GrowthFit(law, factor, error if used.sum() > 1 else None))
+    return min(fits, key=lambda fit: round(fit.error or 0.0, 6))
+
+
+def fit_runs(table: pd.DataFrame, messages: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return `scaling_fits` and `scaling_projection`.
+
+    Args:
+        table: The table `scaling`, its rows in the order of ranks.
+        messages: The messages of all runs (`step_times.StepTimes`) with a column `run`.
+    """
     ranks = table["ranks"].to_numpy(float)
-    work = _work(table)
-    whole = division(ranks, table["step_ns"].to_numpy(float) / work)
-    rows: list[dict[str, Any]] = [
-        _fit("Amdahl", "fixed", whole.fixed * work[0], "ns", whole.error),
-        _fit("Amdahl", "divided", whole.divided * work[0], "ns", whole.error),
+    work = _relative_work(table)
+    amdahl = fit_amdahl(ranks, table["step_ns"].to_numpy(float) / work)
+    rows: list[tuple[str, str, float | None, str, float | None]] = [
+        ("Amdahl", "fixed", amdahl.fixed * work[0], "ns", amdahl.error),
+        ("Amdahl", "divided", amdahl.divided * work[0], "ns", amdahl.error),
     ]
-    if whole.fixed > 0:
-        most = (whole.fixed + whole.divided) / whole.fixed
-        rows.append(_fit("Amdahl", "most speedup over one rank", most, "", whole.error))
-    last = table.iloc[-1]
-    transfer = hockney(messages.loc[messages["run"] == last["run"]])
-    if transfer is None or table["compute_ns"].isna().any() or table["wire_bytes"].isna().any():
-        return pd.DataFrame(rows, columns=COLUMNS), pd.DataFrame([], columns=PROJECTION)
-    rows.append(_fit("latency and bandwidth", "latency", transfer.alpha, "ns", transfer.error))
-    bandwidth = 1 / transfer.beta if transfer.beta else None
-    rows.append(_fit("latency and bandwidth", "bandwidth", bandwidth, "GB/s", transfer.error))
-    laws = {name: growth(ranks, table[name].to_numpy(float)) for name in ("calls", "wire_bytes")}
-    rows += [
-        _fit("growth", name, None, law, _growth_error(ranks, table[name], rule)) for name, (law, rule) in laws.items()
-    ]
-    projection = _projected(table, work, transfer, {name: rule for name, (_, rule) in laws.items()})
-    return pd.DataFrame(rows, columns=COLUMNS), projection
+    if amdahl.fixed > 0:
+        most = (amdahl.fixed + amdahl.divided) / amdahl.fixed
+        rows.append(("Amdahl", "most speedup over one rank", most, "", amdahl.error))
+    projection = pd.DataFrame([], columns=PROJECTION_COLUMNS)
+    hockney = fit_hockney(messages.loc[messages["run"] == table["run"].iloc[-1]])
+    if hockney is not None and table[["compute_ns", "wire_bytes"]].notna().all(axis=None):
+        bandwidth = 1 / hockney.beta if hockney.beta else None
+        growth = {name: fit_growth(ranks, table[name].to_numpy(float)) for name in ("calls", "wire_bytes")}
+        rows += [
+            ("latency and bandwidth", "latency", hockney.alpha, "ns", hockney.error),
+            ("latency and bandwidth", "bandwidth", bandwidth, "GB/s", hockney.error),
+            *(("growth", name, None, fit.law, fit.error) for name, fit in growth.items()),
+        ]
+        projection = _project(table, work, hockney, growth)
+    return pd.DataFrame(rows, columns=FIT_COLUMNS), projection
 
 
-def _work(table: pd.DataFrame) -> Array:
-    """Of a step, in units of the first run's."""
+def _relative_work(table: pd.DataFrame) -> Array:
+    """Return the work of a step of each run in units of the first run's, shape (runs,)."""
     tokens = table["tokens_per_step"]
-    known: Array = (
+    work: Array = (
         (tokens.astype(float) / float(tokens.iloc[0])).to_numpy() if tokens.notna().all() else np.ones(len(table))
     )
-    return known
+    return work
 
 
-def _fit(model: str, parameter: str, value: float | None, unit: str, error: float | None) -> dict[str, Any]:
-    return {"model": model, "parameter": parameter, "value": value, "unit": unit, "error": error}
-
-
-def _growth_error(ranks: Array, values: pd.Series[Any], rule: Callable[[float], float]) -> float | None:
-    known = [(rule(float(n)), float(value)) for n, value in zip(ranks, values, strict=True) if n > 1 and value]
-    return max((abs(told / value - 1) for told, value in known), default=None) if len(known) > 1 else None
-
-
-def _projected(
-    table: pd.DataFrame, work: Array, transfer: Hockney, rules: dict[str, Callable[[float], float]]
-) -> pd.DataFrame:
-    """Of a step as large as that of the run with the most ranks, or, where steps grow with the ranks, growing on."""
+def _project(table: pd.DataFrame, work: Array, hockney: HockneyFit, growth: dict[str, GrowthFit]) -> pd.DataFrame:
+    """Return `scaling_projection`, of steps as large as the last run's; if steps grow with the ranks, they grow on."""
     ranks = table["ranks"].to_numpy(float)
     grows = work[-1] / work[0] * ranks[0] / ranks[-1] > 0.5 and work[-1] != work[0]  # weak scaling
-    compute = division(ranks, table["compute_ns"].to_numpy(float) / work)
-    moved = table["calls"] * transfer.alpha + table["wire_bytes"] * transfer.beta
-    late = float(table["late_ns"].iloc[-1] / moved.iloc[-1]) if moved.iloc[-1] else 0.0
+    compute = fit_amdahl(ranks, table["compute_ns"].to_numpy(float) / work)
+    last = table.iloc[-1]
+    transfer = last["calls"] * hockney.alpha + last["wire_bytes"] * hockney.beta
+    late = float(last["late_ns"] / transfer) if transfer else 0.0
+    measured = {
+        float(row.ranks): (float(load), row.step_ns) for row, load in zip(rows_of(table[::-1]), work[::-1], strict=True)
+    }
     rows = []
-    for n in [*dict.fromkeys(ranks), *(ranks[-1] * more for more in FURTHER)]:
-        at = np.flatnonzero(ranks == n)
-        load = float(work[at[0]]) if len(at) else float(work[-1] * (n / ranks[-1] if grows else 1))
-        latency = rules["calls"](n) * transfer.alpha
-        bandwidth = rules["wire_bytes"](n) * transfer.beta
+    for n in [*dict.fromkeys(ranks), *(ranks[-1] * factor for factor in PROJECTED_FACTORS)]:
+        load, measured_ns = measured.get(n, (float(work[-1] * (n / ranks[-1] if grows else 1)), None))
+        latency, bandwidth = growth["calls"](n) * hockney.alpha, growth["wire_bytes"](n) * hockney.beta
         parts = {
             "compute_ns": compute(n) * load,
             "latency_ns": latency,
             "bandwidth_ns": bandwidth,
             "late_ns": late * (latency + bandwidth),
         }
-        measured = float(table["step_ns"].iloc[at[0]]) if len(at) else None
-        rows.append({"ranks": int(n), "load": load, "step_ns": sum(parts.values()), "measured_ns": measured, **parts})
+        rows.append(
+            {"ranks": int(n), "load": load, "step_ns": sum(parts.values()), "measured_ns": measured_ns, **parts}
+        )
     result = pd.DataFrame(rows)
-    if float((result["step_ns"] / result["measured_ns"] - 1).abs().max()) > GOOD_FIT:
+    if float((result["step_ns"] / result["measured_ns"] - 1).abs().max()) > MAX_ERROR:
         result = result.loc[result["measured_ns"].notna()]
     rate = result["load"] / result["step_ns"]
     speedup = rate / rate.iloc[0]
-    return result.assign(speedup=speedup, efficiency=speedup * ranks[0] / result["ranks"])[PROJECTION]
+    return result.assign(speedup=speedup, efficiency=speedup * ranks[0] / result["ranks"])[PROJECTION_COLUMNS]

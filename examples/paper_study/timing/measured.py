@@ -41,8 +41,8 @@ import numpy as np
 import pandas as pd
 
 from commtrace.analyses.engine import NamedTables
-from commtrace.analyses.scaling.scaling_tables import shared_cores, tokens_of
-from commtrace.analyses.scaling.step_times import StepTimes, calls_of, step_times
+from commtrace.analyses.scaling.scaling_tables import shared_cores, tokens_per_step
+from commtrace.analyses.scaling.step_times import StepTimes, step_times, timed_calls
 from commtrace.errors import LogError
 from commtrace.run import Run, open_run
 
@@ -76,7 +76,7 @@ class Result:
 def result_of(point: Point, folder: Path) -> Result:
     """Read and check what a training left. Raises LogError with what is wrong with it."""
     run = whole_run(folder, point.ranks)
-    return Result(point, run, step_times(run), calls_of(run, words=("site",)), machine.read(folder))
+    return Result(point, run, step_times(run), timed_calls(run, columns=("site",)), machine.read(folder))
 
 
 def whole_run(folder: Path, ranks: int) -> Run:
@@ -142,7 +142,7 @@ def _run(result: Result, steps: pd.DataFrame) -> dict[str, Any]:
     own = steps.loc[np.logical_and.reduce([steps[name] == value for name, value in of.items()])]
     by_rank = own.groupby("rank")[["step_ns", *PARTS]].mean()
     slowest = float(by_rank["step_ns"].max())
-    tokens = tokens_of(result.run)
+    tokens = tokens_per_step(result.run)
     rate = None if tokens is None else tokens / slowest * 1e9
     flops = result.point.flops_per_token / result.point.ranks
     return {
@@ -273,7 +273,7 @@ def message_times(runs: Sequence[tuple[Messages, Run]]) -> pd.DataFrame:
     """
     parts = [pd.DataFrame(columns=["connections", "repeat", "what", "payload_bytes", "transfer_ns"])]
     for of, run in runs:
-        calls = calls_of(run)
+        calls = timed_calls(run)
         got = calls.loc[(calls["op"] == "recv") & calls["tag"].isin([*TAGS]) & (calls["last_begin"] > 0)]
         there = np.maximum(got["last_begin"], got["t_begin"])
         parts.append(

@@ -24,7 +24,7 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.scaling.step_times import covered, held
+from commtrace.analyses.scaling.step_times import blocked_intervals, covered_ns
 
 HAND_SHAKE, METADATA, HIDDEN_STATES, MASK, GRADIENTS = "hand-shake", "metadata", "hidden states", "mask", "gradients"
 START, FIRST, FIRST_STEP, LATER_FIRST, LATER = "start", "first", "first step", "later first", "later"
@@ -44,7 +44,7 @@ COLUMNS: Final = [
 
 
 def receives(calls: pd.DataFrame) -> pd.DataFrame:
-    """Of a pipeline's calls (`calls_of` with `site`), all steps."""
+    """Of a pipeline's calls (`timed_calls` with `site`), all steps."""
     found = calls.loc[calls["op"] == "recv"].copy()
     found["what"] = what_they_are(found)
     found["when"] = when_they_are(found)
@@ -82,8 +82,8 @@ def _in_calls(calls: pd.DataFrame, found: pd.DataFrame, waited: pd.Series[Any]) 
     """Ns of [t_begin, waited] in which the sender stood in calls of its own."""
     result = pd.Series(0, index=found.index, dtype=np.int64)
     for sender, part in found.groupby("peer"):
-        its = held(calls.loc[calls["rank"] == sender])
-        result[part.index] = covered(its, part["t_begin"].to_numpy(), waited[part.index].to_numpy())
+        its = blocked_intervals(calls.loc[calls["rank"] == sender])
+        result[part.index] = covered_ns(its, part["t_begin"].to_numpy(), waited[part.index].to_numpy())
     return result
 
 

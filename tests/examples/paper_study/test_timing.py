@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from factory import RECV, SEND, WORLD, LogFactory, ProcessFactory, record
 
-from commtrace.analyses.scaling.step_times import calls_of, step_times
+from commtrace.analyses.scaling.step_times import step_times, timed_calls
 from commtrace.errors import CommtraceError, LogError
 from commtrace.run import open_run
 from commtrace.schema import Clock, Flag
@@ -267,7 +267,7 @@ def test_what_a_sender_does_meanwhile_is_told_apart(tmp_path: Path) -> None:
         if rank == 0:
             rows.append(record(t_begin=2_020 * US, t_return=2_040 * US, t_wait=2_040 * US, t_end=2_050 * US, seq=9))
         one.write(rows).end()
-    row = receives(calls_of(open_run(tmp_path / "log"), words=("site",))).iloc[0]
+    row = receives(timed_calls(open_run(tmp_path / "log"), columns=("site",))).iloc[0]
     assert [row[name] / US for name in ("late_ns", "sender_computing_ns", "sender_in_calls_ns")] == [100, 70, 30]
     assert row["what"] == "other"
 
@@ -278,7 +278,7 @@ def test_senders_on_another_clock_are_not_known(tmp_path: Path) -> None:
         process(log, rank, boot_id=f"boot {rank}").write(
             [record(kind=RECV if rank else SEND, peer=1 - rank, tag=0, seq=0)]
         ).end()
-    row = receives(calls_of(open_run(tmp_path / "log"), words=("site",))).iloc[0]
+    row = receives(timed_calls(open_run(tmp_path / "log"), columns=("site",))).iloc[0]
     assert row[["late_ns", "transfer_ns", "sender_computing_ns"]].isna().all()
     assert row["receive_ns"] == 8_000
 

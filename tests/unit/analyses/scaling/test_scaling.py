@@ -13,8 +13,8 @@ from factory import WORLD, LogFactory, record
 
 from commtrace import cli
 from commtrace.analyses.scaling import scaling
-from commtrace.analyses.scaling.findings import _divided_further, sentences
-from commtrace.analyses.scaling.scaling_tables import tokens_of
+from commtrace.analyses.scaling.findings import _perfect_compute_ns, sentences
+from commtrace.analyses.scaling.scaling_tables import tokens_per_step
 from commtrace.analyses.scaling.step_times import step_times
 from commtrace.errors import CommtraceError
 from commtrace.run import Run, open_run
@@ -108,13 +108,15 @@ def test_the_projection_is_near_what_more_ranks_take(tmp_path: Path, four: dict[
 def test_amdahl_is_exact_where_it_holds(tmp_path: Path) -> None:
     import numpy as np
 
-    from commtrace.analyses.scaling.fits import division
+    from commtrace.analyses.scaling.fits import fit_amdahl
 
-    found = division(np.array([1.0, 2, 4]), np.array([10.0, 6, 4]))
+    found = fit_amdahl(np.array([1.0, 2, 4]), np.array([10.0, 6, 4]))
     assert [found.fixed, found.divided] == pytest.approx([2, 8])
     assert found.error == pytest.approx(0, abs=1e-12)
-    assert division(np.array([1.0, 2]), np.array([10.0, 6])).error is None
-    assert division(np.array([1.0, 2, 4]), np.array([10.0, 5, 2.4])).fixed == 0  # faster than a division: nothing stays
+    assert fit_amdahl(np.array([1.0, 2]), np.array([10.0, 6])).error is None
+    assert (
+        fit_amdahl(np.array([1.0, 2, 4]), np.array([10.0, 5, 2.4])).fixed == 0
+    )  # faster than a division: nothing stays
 
 
 def test_tokens_decide_between_strong_and_weak(four: dict[str, Run]) -> None:
@@ -140,11 +142,11 @@ def test_more_computation_for_more_work_is_no_loss(speedup: float, step_ns: floa
     tables = {"scaling": pd.DataFrame({"compute_ns": [40.0, 10.0]})}
     last = {"ranks": 8, "speedup": 8.0, "step_ns": 100.0}
     further = {"ranks": 16, "speedup": speedup, "step_ns": step_ns}
-    assert _divided_further(tables, last, further) == pytest.approx(fair)
+    assert _perfect_compute_ns(tables, last, further) == pytest.approx(fair)
 
 
 def test_what_two_runs_cannot_tell_is_said(tmp_path: Path, four: dict[str, Run]) -> None:
-    said = "a rank's calls and bytes are taken to stay"
+    said = "assumes a rank's calls and bytes"
     assert said in " ".join(sentences(scaling(runs(tmp_path, 1, 2))))
     assert said not in " ".join(sentences(scaling(four)))
 
@@ -157,7 +159,7 @@ def test_ranks_that_share_a_sequence_do_not_count_it_twice(tmp_path: Path, share
     one = log.process(0, pid=100, world_size=4)
     one.known({WORLD: [0]}).add("job", id=1, source="ddp", data_parallel_size=4, model=model)
     one.write([record()]).end()
-    assert tokens_of(open_run(tmp_path)) == tokens
+    assert tokens_per_step(open_run(tmp_path)) == tokens
 
 
 def test_what_is_expected_is_theorys_whatever_the_program_adds(tmp_path: Path) -> None:
