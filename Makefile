@@ -4,18 +4,30 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+# Files run in two processes. Tests of one file share their ranks' logs, and so stay in one process.
+PARALLEL ?= --numprocesses 2 --dist loadfile
+
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint types bench clean
+.PHONY: demo quick test test-all lint types native bench clean
 
 demo: $(READY)  ## train a small GPT-NeoX under DDP and ZeRO 0 to 3, and show what each communicated, ending with a page
 	rm -rf demo-logs
 	-$(BIN)/commtrace build
 	$(BIN)/python -m examples.demo demo-logs
 
-test: lint  ## everything that must hold
+quick: native  ## tests that start no ranks: below a minute
+	$(BIN)/pytest $(PARALLEL) tests/unit
+
+test: lint native  ## what must pass before a change lands: lint, types, and the default tests in a few minutes
+	$(BIN)/pytest $(PARALLEL)
+
+test-all: lint native  ## also the exhaustive tests, about an hour; THEORY_SEED=N repeats the models that a run has drawn
+	THEORY_SEED=$${THEORY_SEED:-$$(date +%s)} $(BIN)/pytest $(PARALLEL) -m ""
+
+# The native recorder needs a compiler; without one its tests are skipped, with the reason.
+native: $(READY)
 	-$(BIN)/commtrace build
-	$(BIN)/pytest
 
 lint: $(READY)  ## style and types
 	$(BIN)/ruff check .

@@ -10,19 +10,17 @@ import mpi_launch
 import processes
 import pytest
 import ranks
+import trainings
 from recorders import RECORDERS, needs
 
-LONG = os.environ.pop("COMMTRACE_LONG", "0") == "1"  # not a setting of commtrace: what tests start must not see it
 for _name in [name for name in os.environ if name.startswith("COMMTRACE")]:
     del os.environ[_name]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out what takes minutes, unless asked for."""
-    for item in items:
-        if item.get_closest_marker("long") is not None and not LONG:
-            item.add_marker(pytest.mark.skip(reason="takes minutes; runs with COMMTRACE_LONG=1"))
+def pytest_report_header() -> str:
+    """Print what repeats the models that are drawn."""
+    return f"THEORY_SEED={trainings.seed()}"
 
 
 @pytest.fixture(autouse=True)
@@ -34,18 +32,21 @@ def no_rings_stay(request: pytest.FixtureRequest) -> Iterator[None]:
         processes.clean_shm(folder)
 
 
-@pytest.fixture(scope="session", params=RECORDERS)
+# That both recorders write the same log of a program is tested in ranks/hooks/native/test_recorders.py; the Python
+# recorder is the reference, with which the default tier asserts what the log must contain.
+@pytest.fixture(scope="session", params=["python", pytest.param("native", marks=pytest.mark.exhaustive)])
 def recorder(request: pytest.FixtureRequest) -> str:
-    """Which recorder the programs of a test use: whatever asks for this runs once with each."""
+    """The recorder that the programs of a test use; `make test-all` runs each test with both."""
     name: str = request.param
     needs(name)
     return name
 
 
-@pytest.fixture
-def new_recorder(recorder: str) -> processes.NewRecorder:
-    """Makes recorders of this kind in the process of the test."""
-    return functools.partial(processes.recorder_of, recorder)
+@pytest.fixture(params=RECORDERS)
+def new_recorder(request: pytest.FixtureRequest) -> processes.NewRecorder:
+    """A function that makes a recorder in the process of the test."""
+    needs(request.param)
+    return functools.partial(processes.recorder_of, request.param)
 
 
 @pytest.fixture(scope="session")
@@ -55,9 +56,14 @@ def nursery(recorder: str) -> Iterator[ranks.Nursery]:
         yield parent
 
 
-@pytest.fixture(scope="module", params=mpi_launch.NAMES)
+_FIRST_MPI, *_OTHER_MPIS = mpi_launch.NAMES
+
+
+@pytest.fixture(
+    scope="module", params=[_FIRST_MPI, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in _OTHER_MPIS)]
+)
 def mpi(request: pytest.FixtureRequest) -> str:
-    """An MPI that is installed: whatever asks for this runs once under each."""
+    """An installed MPI; `make test-all` runs each test with every one."""
     name: str = request.param
     mpi_launch.needs(name)
     return name

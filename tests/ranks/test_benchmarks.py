@@ -129,7 +129,7 @@ SLOW = ("step_time", "native_step", "call_cost", "own_cost", "mpi_cost", "bench_
 
 
 @pytest.mark.parametrize(
-    "benchmark", [pytest.param(name, marks=pytest.mark.long if name in SLOW else ()) for name in table.SECTIONS]
+    "benchmark", [pytest.param(name, marks=pytest.mark.exhaustive if name in SLOW else ()) for name in table.SECTIONS]
 )
 def test_a_benchmark_runs(benchmark: str, tmp_path: Path) -> None:
     if benchmark != "startup":

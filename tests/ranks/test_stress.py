@@ -257,7 +257,7 @@ def machines() -> Iterator[dict[str | None, Machine]]:
 # Where alarms strike thousands of times, now and then one strikes in a weak reference's callback of the Python
 # recorder, and Python drops the exception there: the accounts then differ. Single alarms are in
 # tests/unit/recording/test_interrupts.py.
-OFTEN_INTERRUPTED: Final = pytest.param("interrupted", marks=pytest.mark.long)
+OFTEN_INTERRUPTED: Final = pytest.param("interrupted", marks=pytest.mark.exhaustive)
 
 
 @pytest.mark.parametrize("ending", [OFTEN_INTERRUPTED if ending == "interrupted" else ending for ending in ENDINGS])
@@ -270,7 +270,7 @@ def test_every_call_is_accounted_for(
     assert outcome.assert_accounted(recorder) > 0
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.timeout(7200)
 def test_a_hundred_runs(machines: dict[str | None, Machine], tmp_path: Path) -> None:
     """Of each recorder, and untraced between them: only what happens untraced, too, may happen traced."""
@@ -436,7 +436,7 @@ def test_many_events_stay_within_bounds(recorder: str, number: int, tmp_path: Pa
     assert_bounded(run, number, recorder, max_bytes)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.timeout(7200)
 def test_fifty_million_events_stay_within_bounds(tmp_path: Path) -> None:
     number, max_bytes = 50_000_000, 64 << 20
@@ -450,7 +450,7 @@ def test_fifty_million_events_stay_within_bounds(tmp_path: Path) -> None:
     assert_bounded(run, number, "native", max_bytes)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("kind", "number", "most_growth_kib"),

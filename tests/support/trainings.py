@@ -49,10 +49,9 @@ _VARIABLES: Final = {"DS_ACCELERATOR": "cpu", "TORCHINDUCTOR_COMPILE_THREADS": 1
 _folders: list[tempfile.TemporaryDirectory[str]] = []  # until the tests end
 
 
-@functools.cache
 def seed() -> int:
-    """Of this run of the tests."""
-    return int(os.environ.get("THEORY_SEED") or random.SystemRandom().randrange(1 << 32))
+    """Return the number that decides which models are drawn: always the same one, unless THEORY_SEED is set."""
+    return int(os.environ.get("THEORY_SEED") or 1)
 
 
 def draw(chance: random.Random) -> dict[str, Any]:

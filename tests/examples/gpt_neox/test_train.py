@@ -22,6 +22,7 @@ pytest.importorskip("torch")
 pytest.importorskip("yaml")
 
 import trainings
+from processes import ROOT
 
 from commtrace.launchers import find_process
 from commtrace.network.process_exit import wait_for_threads
@@ -40,7 +41,7 @@ def environment(**changes: str) -> dict[str, str]:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "COMMTRACE"):
         kept.pop(name, None)
     # The CPU also on machines with a GPU: two processes on one GPU are refused by NCCL.
-    return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **changes}
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **changes}
 
 
 class Command:

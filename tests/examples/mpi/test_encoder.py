@@ -116,7 +116,7 @@ def test_what_does_not_divide_is_said(changes: dict[str, int], parallel: str, ra
         Shape(**{**sizes, "micro_batches": 1, **changes}).check(parallel, ranks)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_eight_ranks() -> None:
     """More ranks than heads, twice over, and a pipeline of one layer a stage."""
     cases = [

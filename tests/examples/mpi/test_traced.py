@@ -133,7 +133,7 @@ def communicated(log: processes.Left) -> Counts:
 
 MODES = [
     *((name, ranks) for ranks in (2, 4) for name in CASES),
-    *(pytest.param(name, 8, marks=pytest.mark.long) for name in WIDE),
+    *(pytest.param(name, 8, marks=pytest.mark.exhaustive) for name in WIDE),
 ]
 
 

@@ -296,7 +296,7 @@ def _at_work(word: str) -> list[str]:
     return found
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_quick_study_equals_theory_in_every_point(tmp_path: Path) -> None:
     assert main([str(tmp_path), "--part", "volume", "--models", "tiny", "--quick"]) == 0
     points = pd.read_csv(tmp_path / "data" / "points.csv")

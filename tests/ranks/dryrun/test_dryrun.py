@@ -203,7 +203,7 @@ if dist.get_rank() == 3:
 """
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_what_was_recorded_before_a_rank_failed_is_not_lost(tmp_path: Path) -> None:
     """Nor what the rank wrote, nor the log where its folder takes nothing."""
     result = dry_run(tmp_path, "--world-size", "4", "--ranks", "0,2", script=FAILING)
@@ -228,7 +228,7 @@ def test_what_was_recorded_before_a_rank_failed_is_not_lost(tmp_path: Path) -> N
     shutil.rmtree(refuge)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_rank_that_hangs_says_where(tmp_path: Path) -> None:
     result = dry_run(tmp_path, "--world-size", "4", "--ranks", "3", "--timeout", "20", script=FAILING)
     assert result.status == 1

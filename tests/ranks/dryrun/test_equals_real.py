@@ -102,7 +102,7 @@ def test_the_workload_in_every_way(which: str, name: str, folder: Path) -> None:
     dry_runs.assert_same(STARTS[which].real[name]()[name], dry(folder, which)[name])
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("which", "name"), listed(MORE_STARTS))
 def test_the_workload_in_more_ways(which: str, name: str, folder: Path) -> None:
     dry_runs.assert_same(MORE_STARTS[which].real[name]()[name], dry(folder, which)[name])
@@ -147,7 +147,7 @@ def test_ways_of_torch(way: str, folder: Path) -> None:
     assert_same(way, WAYS, folder)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", MORE_WAYS)
 def test_several_ways_at_once(way: str, folder: Path) -> None:
     assert_same(way, MORE_WAYS, folder)

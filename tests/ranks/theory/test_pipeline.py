@@ -35,15 +35,13 @@ def tables(name: str) -> NamedTables:
 
 @pytest.mark.parametrize("name", pipelines.NAMES)
 def test_pipelines_are_exact_on_every_rank(name: str) -> None:
-    print(f"THEORY_SEED={trainings.seed()}")
     assert_exact(tables(name), pipelines.run(name))
     assert_adds_up_by_role(tables(name), pipelines.run(name))
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", pipelines.MORE_NAMES)
 def test_more_pipelines_are_exact(name: str) -> None:
-    print(f"THEORY_SEED={trainings.seed()}")
     run = pipelines.more(name)
     found = fold(run, [reconciliation.ANALYSIS])
     assert_exact(found, run)

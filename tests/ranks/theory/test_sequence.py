@@ -33,7 +33,7 @@ OF = {
 def listed(names: Iterable[str]) -> list[Any]:
     """Names as parameters; of those that are not in every run of the tests, with the mark that says so."""
     fixed = sequence_trainings.FIXED
-    return [pytest.param(name, marks=[] if name in fixed else pytest.mark.long) for name in names]
+    return [pytest.param(name, marks=[] if name in fixed else pytest.mark.exhaustive) for name in names]
 
 
 BOUNDED = sequence_trainings.BOUNDED
@@ -41,13 +41,11 @@ BOUNDED = sequence_trainings.BOUNDED
 
 @pytest.mark.parametrize("name", listed(name for name in OF if name not in BOUNDED))
 def test_shared_sequences_and_experts_are_exact(name: str) -> None:
-    print(f"THEORY_SEED={trainings.seed()}")
     assert_exact(tables(OF[name], name), OF[name]()[name])
 
 
 @pytest.mark.parametrize("name", listed(OF))
 def test_a_job_told_from_its_configuration_is_the_one_that_was_captured(name: str, tmp_path: Path) -> None:
-    print(f"THEORY_SEED={trainings.seed()}")
     assert_described(sequence_trainings.wanted(name), OF[name]()[name], tmp_path)
 
 

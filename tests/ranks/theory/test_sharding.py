@@ -25,8 +25,8 @@ pytestmark = trainings.TIMEOUT
 
 EVERY: Final = [
     *(pytest.param(sharding.sharded, name) for name in sharding.NAMES),
-    *(pytest.param(sharding.more, name, marks=pytest.mark.long) for name in sharding.MORE_NAMES),
-    *(pytest.param(sharding.wide, name, marks=pytest.mark.long) for name in sharding.WIDE),
+    *(pytest.param(sharding.more, name, marks=pytest.mark.exhaustive) for name in sharding.MORE_NAMES),
+    *(pytest.param(sharding.wide, name, marks=pytest.mark.exhaustive) for name in sharding.WIDE),
 ]
 CONFIGURED: Final = [one for one in EVERY if "script" not in str(one.values[1])]
 
@@ -41,13 +41,11 @@ def tables(runs: Runs, name: str) -> NamedTables:
 
 @pytest.mark.parametrize(("runs", "name"), EVERY)
 def test_sharded_trainings_are_exact(runs: Runs, name: str) -> None:
-    print(f"THEORY_SEED={trainings.seed()}")
     assert_exact(tables(runs, name), runs()[name])
 
 
 @pytest.mark.parametrize(("runs", "name"), CONFIGURED)
 def test_a_job_told_from_its_configuration_is_the_one_that_was_captured(runs: Runs, name: str, tmp_path: Path) -> None:
-    print(f"THEORY_SEED={trainings.seed()}")
     run = runs()[name]
     told, captured = trainings.described(sharding.wanted([name])[name], len(run.ranks), tmp_path), dict(run.job or {})
     assert predict(told) == predict(captured)

@@ -29,13 +29,12 @@ pytestmark = trainings.TIMEOUT
 
 SHAPES = [
     *(pytest.param(trainings.shapes, name) for name in trainings.SHAPES),
-    *(pytest.param(trainings.more_shapes, name, marks=pytest.mark.long) for name in trainings.MORE_SHAPES),
+    *(pytest.param(trainings.more_shapes, name, marks=pytest.mark.exhaustive) for name in trainings.MORE_SHAPES),
 ]
 
 
 @pytest.mark.parametrize(("runs", "name"), SHAPES)
 def test_models_drawn_at_random_are_exact(runs: Runs, name: str) -> None:
-    print(f"THEORY_SEED={trainings.seed()}")
     assert_exact(tables(runs, name), runs()[name])
 
 
@@ -61,7 +60,6 @@ FOUR = [*trainings.SHARED, *trainings.DRAWN]
 
 @pytest.mark.parametrize("name", FOUR)
 def test_tensor_parallel_models_are_exact(name: str) -> None:
-    print(f"THEORY_SEED={trainings.seed()}")
     assert_exact(tables(trainings.shared, name), trainings.shared()[name])
 
 

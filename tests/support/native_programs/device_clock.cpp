@@ -2,7 +2,7 @@
 #include <cstdio>
 #include <random>
 
-#include "../../hooks/native/device_clock.h"
+#include "../../../hooks/native/device_clock.h"
 
 using commtrace::DeviceClock;
 

@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "../../hooks/native/slots.h"
+#include "../../../hooks/native/slots.h"
 
 using namespace commtrace;
 

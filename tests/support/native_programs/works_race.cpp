@@ -6,7 +6,7 @@
 #include <thread>
 #include <vector>
 
-#include "../../hooks/native/works.h"
+#include "../../../hooks/native/works.h"
 
 using namespace commtrace;
 

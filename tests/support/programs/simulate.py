@@ -43,6 +43,7 @@ def become(rank: int) -> bool:
     """The rank of that number."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=world, LOCAL_RANK=str(rank), COMMTRACE_SIMULATED=f"0:simulated:{mail}")
     sys.argv = program
+    import commtrace.hooks  # noqa: F401  (as commtrace.startup does before it starts a simulated rank)
     from commtrace.dryrun import simulation
     from commtrace.dryrun.rank_messages import RankMessages
 
