@@ -34,6 +34,11 @@ def warnings(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> Iterator[s
         yield f"Damaged or foreign files in the log: {damaged:,}; see the notes on the log."
 
 
+def warnings_of_runs(runs: Mapping[str, RecordedRun], tables: Mapping[str, Mapping[str, pd.DataFrame]]) -> list[str]:
+    """Return the warnings of several runs, each behind the name of its run."""
+    return [f"{name}: {text}" for name, run in runs.items() for text in warnings(run, tables[name])]
+
+
 def findings(tables: Mapping[str, pd.DataFrame]) -> Iterator[str]:
     """Yield what the tables of a run show, the most important in sentences."""
     steady = tables["steady_step"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import pandas as pd
 from rich.console import RenderableType
@@ -17,13 +17,16 @@ from .spec_table import spec_table
 from .terminal import heading
 
 
-def render(tables: Mapping[str, pd.DataFrame], width: int) -> Iterator[RenderableType]:
+def render(tables: Mapping[str, pd.DataFrame], width: int, *, warnings: Sequence[str] = ()) -> Iterator[RenderableType]:
     """Yield the report, top to bottom.
 
     Args:
         tables: Those of `commtrace.analyses.comparison`.
         width: Characters of the longest line.
+        warnings: What limits the numbers, shown first.
     """
+    for text in warnings:
+        yield paragraph(text, width, first="! ", style="bold yellow")
     runs = tables["runs"]
     predicted = tables["runs_predicted"].set_index("run")["predicted_bytes"]
     yield heading("A training step of each run, mean per rank seen")

@@ -31,7 +31,7 @@ def render_theory(tables: Mapping[str, pd.DataFrame], width: int) -> Iterator[Re
     if len(versions):
         yield paragraph(f"Rules were written from other versions: {'; '.join(versions)}.", width)
     yield from _causes(tables["reconciliation"], width)
-    yield from _waterfall(tables["waterfall"], "wire bytes (min) of a rank's step", width)
+    yield from _waterfall(tables["waterfall"], "a rank's step", width)
     by_role = tables.get("waterfall_by_role")
     for role, rows in () if by_role is None else by_role.groupby("role", sort=False):
         yield from _waterfall(rows, f"of dimension {role}", width)

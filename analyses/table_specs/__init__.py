@@ -4,13 +4,14 @@
 figures are drawn from. The terminal report, the HTML pages, the "columns" of the JSON documents, `Run.describe_table`
 and the reference page of the documentation are made from it. A test compares it with the tables of real logs.
 
-    python -m commtrace.analyses.table_specs        # the reference page, in Markdown
+    python -m commtrace.analyses.table_specs > docs/reference/tables.md
 
 Definitions that hold for all tables are in the docstring of `commtrace.analyses`.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
@@ -58,16 +59,36 @@ def describe_columns(names: Iterable[str]) -> dict[str, dict[str, dict[str, str]
     }
 
 
+_WIDTH: Final = 100
+
+_INTRODUCTION: Final = """\
+# Tables
+
+Every table, by its name, with what its rows and columns are. `run.describe_table(NAME)` shows the
+same in Python, and the JSON documents hold it as "columns".
+
+- Counts and bytes are sums over the ranks that left a log, unless a column says "per rank".
+- Every recorded call counts, also one that failed or did not end; the table `states` counts them.
+- A missing value means "not known", never zero: `null` in JSON, "-" in text.
+- Text and pages show the columns under short heads, in units that suit; JSON and pandas hold exact
+  numbers.
+
+<!-- Written by `python -m commtrace.analyses.table_specs`; edit the descriptions there. -->
+"""
+
+
 def to_markdown() -> str:
-    """Return the reference page of all tables, below its title."""
+    """Return the reference page of all tables, in Markdown."""
     return "\n".join(_markdown())
 
 
 def _markdown() -> Iterator[str]:
+    yield _INTRODUCTION
     for title, about, specs in _SECTIONS:
-        yield from (f"## {title}", "", about, "")
+        yield from (f"## {title}", "", textwrap.fill(about, _WIDTH, break_on_hyphens=False), "")
         for spec in specs:
-            yield from (f"### `{spec.name}`", "", f"{spec.title}. {spec.rows}", "")
+            text = textwrap.fill(f"{spec.title}. {spec.rows}", _WIDTH, break_on_hyphens=False)
+            yield from (f"### `{spec.name}`", "", text, "")
             yield from ("| column | unit | meaning |", "| --- | --- | --- |")
             yield from (f"| `{column.name}` | {column.unit} | {column.meaning} |" for column in spec.columns)
             yield ""

@@ -30,7 +30,7 @@ COMPARISON_TABLES: Final = (
         ),
         {
             "terminal": (
-                "run", "ranks_seen", "world_size", "steps", "calls_per_rank", "payload_bytes_per_rank",
+                "run", "ranks_seen", "steps", "calls_per_rank", "payload_bytes_per_rank",
                 "wire_bytes_per_rank", "tracing_share",
             ),
             "page": (

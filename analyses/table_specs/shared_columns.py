@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from commtrace.formatting import format_count, is_known
+from commtrace.formatting import format_count, format_power_of_two, is_known
 
 from .spec import column, count, prose, share, size, text_of, word
+
+
+def _bin_bound(value: Any) -> str:
+    return format_power_of_two(int(value).bit_length() - 1) if value else "0 B"
 
 
 def _call_site(value: Any) -> str:
@@ -43,10 +47,10 @@ PER_RANK: Final = (
     size("payload_bytes_per_rank", "payload", "Payload per rank seen."),
     size("wire_bytes_per_rank", "wire (min)", "Least bytes that a rank must send, mean over the ranks seen."),
 )
-FROM: Final = size(
-    "from_bytes", "from", "Smallest payload of the bin, a power of two; 0 is the bin of calls without payload."
+FROM: Final = column(
+    "bytes", _bin_bound, "from_bytes", "from", "Smallest payload of the bin, a power of two; 0: calls without payload."
 )
-BELOW: Final = size("below_bytes", "below", "Payload that all calls of the bin are below.")
+BELOW: Final = column("bytes", _bin_bound, "below_bytes", "below", "Payload that all calls of the bin are below.")
 SUM: Final = size("sum_bytes", "sum", "Sum of the calls' payloads.")
 RUN: Final = word("run", "run", "Name of the run: the last parts of its path.", shortenable=True)
 COUNTERS: Final = (

@@ -130,10 +130,12 @@ def _print_json(runs: Mapping[str, Run], tables: Mapping[str, NamedTables]) -> N
 def _print_text(arguments: argparse.Namespace, runs: Mapping[str, Run], tables: Mapping[str, NamedTables]) -> None:
     from commtrace.analyses.comparison import compare
     from commtrace.analyses.report import side_by_side, terminal
+    from commtrace.analyses.report.findings import warnings_of_runs
     from commtrace.text_tables import console
 
     if len(runs) > 1:
-        parts = side_by_side.render(compare(runs, tables), arguments.width)
+        warnings = warnings_of_runs(runs, tables)
+        parts = side_by_side.render(compare(runs, tables), arguments.width, warnings=warnings)
     else:
         ((name, run),) = runs.items()
         sites = 10 if arguments.sites is None else arguments.sites

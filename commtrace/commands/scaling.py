@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .option_types import add_formats, positive_integer
+from .option_types import add_formats, add_width, positive_integer
 
 
 class Command:
@@ -34,6 +34,7 @@ class Command:
             help="tokens of a step of the whole job, where the log does not have them; once, or once for each run",
         )
         add_formats(parser)
+        add_width(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Print the comparison, or write the page."""
@@ -58,8 +59,8 @@ class Command:
             print(scaling_to_json(tables, sentences(tables)))
         else:
             from commtrace.analyses.report import scaling_text
-            from commtrace.text_tables import console, terminal_width
+            from commtrace.text_tables import console
 
-            for text in scaling_text.render(tables, sentences(tables), terminal_width()):
-                console(terminal_width()).print(text)
+            for text in scaling_text.render(tables, sentences(tables), arguments.width):
+                console(arguments.width).print(text)
         return 0

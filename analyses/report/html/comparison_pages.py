@@ -9,7 +9,7 @@ import pandas as pd
 from commtrace.analyses import figures
 from commtrace.analyses.comparison import compare
 from commtrace.analyses.engine import rows_of
-from commtrace.analyses.report.findings import warnings
+from commtrace.analyses.report.findings import warnings_of_runs
 from commtrace.formatting import format_plural
 from commtrace.run import Run
 
@@ -38,7 +38,7 @@ def page_of_runs(runs: Mapping[str, Run], tables: Mapping[str, dict[str, pd.Data
             subtitle=f"{format_plural(len(runs), 'run')} side by side",
             tiles=[],
             findings=[],
-            warnings=[f"{name}: {text}" for name, run in runs.items() for text in warnings(run, tables[name])],
+            warnings=warnings_of_runs(runs, tables),
             facts=[(str(row.run), f"{row.path}, run {row.id}") for row in rows_of(compared["runs"])],
             lists=[],
             sections=[overview, *sections],

@@ -4,10 +4,10 @@
   const root = document.documentElement;
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const figures = [];
-  let choice = remembered();
+  let choice = storedChoice();
 
-  // A page opened from a file may be refused any memory.
-  function remembered() {
+  // Browsers may deny storage to a page opened from a file.
+  function storedChoice() {
     try {
       return localStorage.getItem("commtrace-theme") || "auto";
     } catch {
@@ -15,33 +15,33 @@
     }
   }
 
-  function remember() {
+  function storeChoice() {
     try {
       localStorage.setItem("commtrace-theme", choice);
     } catch {
-      // Then the choice holds until the page is closed.
+      // The choice then lasts until the page is closed.
     }
   }
 
-  function wear(theme) {
+  function setTheme(theme) {
     root.dataset.theme = theme;
     document.querySelector("#theme span").textContent = choice;
   }
 
-  function chosen() {
+  function chosenTheme() {
     return choice === "auto" ? (dark.matches ? "dark" : "light") : choice;
   }
 
-  // The layout in the page's colours. The page shows the title itself.
-  function dressed(layout) {
+  // Returns a layout in the page's colours, without the title, which is a heading of the page.
+  function themedLayout(layout) {
     const style = getComputedStyle(root);
     const colour = (name) => style.getPropertyValue(name).trim();
     const base = layout.template.layout;
-    const axis = (old) => ({ ...old, gridcolor: colour("--grid"), linecolor: colour("--grid"), zerolinecolor: colour("--grid") });
+    const themedAxis = (axis) => ({ ...axis, gridcolor: colour("--grid"), linecolor: colour("--grid"), zerolinecolor: colour("--grid") });
     return {
       ...layout,
       title: undefined,
-      // What was zoomed stays so when the colours change.
+      // Zoom is kept when the colours change.
       uirevision: "page",
       template: {
         ...layout.template,
@@ -50,8 +50,8 @@
           font: { ...base.font, color: colour("--ink") },
           paper_bgcolor: "rgba(0,0,0,0)",
           margin: { ...base.margin, t: 10 },
-          xaxis: axis(base.xaxis),
-          yaxis: axis(base.yaxis),
+          xaxis: themedAxis(base.xaxis),
+          yaxis: themedAxis(base.yaxis),
           hoverlabel: { ...base.hoverlabel, bgcolor: colour("--card"), bordercolor: colour("--soft"), font: { ...base.hoverlabel.font, color: colour("--ink") } },
         },
       },
@@ -65,37 +65,37 @@
   };
 
   function draw({ place, figure }) {
-    return Plotly.react(place, figure.data, dressed(figure.layout), config);
+    return Plotly.react(place, figure.data, themedLayout(figure.layout), config);
   }
 
   function redraw(theme) {
-    wear(theme);
+    setTheme(theme);
     return Promise.all(figures.map(draw));
   }
 
   document.getElementById("theme").addEventListener("click", () => {
     choice = { auto: "light", light: "dark", dark: "auto" }[choice] || "auto";
-    remember();
-    redraw(chosen());
+    storeChoice();
+    redraw(chosenTheme());
   });
-  dark.addEventListener("change", () => redraw(chosen()));
+  dark.addEventListener("change", () => redraw(chosenTheme()));
   addEventListener("beforeprint", () => {
     root.classList.add("printing");
     redraw("light");
   });
   addEventListener("afterprint", () => {
     root.classList.remove("printing");
-    redraw(chosen());
+    redraw(chosenTheme());
   });
 
-  wear(chosen());
+  setTheme(chosenTheme());
   for (const place of document.querySelectorAll(".figure")) {
     figures.push({ place, figure: JSON.parse(place.nextElementSibling.textContent) });
   }
-  // One after the other, so that the page can be read and moved meanwhile.
+  // One after the other, so that the page responds meanwhile.
   (async () => {
-    for (const one of figures) {
-      await draw(one);
+    for (const figure of figures) {
+      await draw(figure);
       await new Promise((next) => setTimeout(next));
     }
     root.dataset.drawn = figures.length;

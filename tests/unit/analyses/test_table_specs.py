@@ -22,7 +22,8 @@ from commtrace.errors import NoSuchTableError
 from commtrace.network.networks import MeasuredNetwork
 from commtrace.run import open_run
 
-LOGS = Path(__file__).parents[3] / "notebooks" / "logs"
+REPOSITORY = Path(__file__).parents[3]
+LOGS = REPOSITORY / "notebooks" / "logs"
 ZEROS = {name: LOGS / name for name in ("zero1", "zero3")}
 
 
@@ -98,6 +99,7 @@ def test_a_run_describes_its_tables() -> None:
 
 def test_the_reference_page_has_all_tables() -> None:
     page = to_markdown()
+    assert (REPOSITORY / "docs" / "reference" / "tables.md").read_text() == page
     for spec in TABLES.values():
         assert f"### `{spec.name}`" in page
     for line in page.splitlines():

@@ -170,7 +170,7 @@ def test_runs_side_by_side_as_text_and_json(tmp_path: Path, capsys: pytest.Captu
         assert main(["report", *paths, "--width", str(width)]) == 0
         out = capsys.readouterr().out
         assert max(map(len, out.splitlines())) <= width
-        assert re.search(r"^two +4 +4 +4 +2 +6\.00 KiB +7\.50 KiB +-", out, re.MULTILINE)
+        assert re.search(r"^two +4 +4 +2 +6\.00 KiB +7\.50 KiB +-", out, re.MULTILINE)
     assert main(["report", *paths, "--json"]) == 0
     out = capsys.readouterr().out
     assert '"format": "commtrace-comparison"' in out
