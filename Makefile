@@ -9,7 +9,7 @@ PARALLEL ?= --numprocesses 2 --dist loadfile
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo quick test test-all lint types native bench clean
+.PHONY: demo quick test test-all lint docs types native bench clean
 
 demo: $(READY)  ## train a small GPT-NeoX under DDP and ZeRO 0 to 3, and show what each communicated, ending with a page
 	rm -rf demo-logs
@@ -19,10 +19,10 @@ demo: $(READY)  ## train a small GPT-NeoX under DDP and ZeRO 0 to 3, and show wh
 quick: native  ## tests that start no ranks: below a minute
 	$(BIN)/pytest $(PARALLEL) tests/unit
 
-test: lint native  ## what must pass before a change lands: lint, types, and the default tests in a few minutes
+test: lint docs native  ## what must pass before a change lands: lint, types, documentation, and the default tests
 	$(BIN)/pytest $(PARALLEL)
 
-test-all: lint native  ## also the exhaustive tests, about an hour; THEORY_SEED=N repeats the models that a run has drawn
+test-all: lint docs native  ## also the exhaustive tests, about an hour; THEORY_SEED=N repeats the models that a run has drawn
 	THEORY_SEED=$${THEORY_SEED:-$$(date +%s)} $(BIN)/pytest $(PARALLEL) -m ""
 
 # The native recorder needs a compiler; without one its tests are skipped, with the reason.
@@ -33,6 +33,11 @@ lint: $(READY)  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(READY)  ## the documentation, in build/site; any broken link or reference is an error
+	rm -rf build/docs
+	$(BIN)/python setup.py --quiet build_py --build-lib build/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 $(READY): setup.cfg setup.py constraints.txt requirements-dev.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

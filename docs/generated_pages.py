@@ -1,0 +1,107 @@
+"""Reference pages that mkdocs makes from the code at each build: commands, settings, tables, rules.
+
+An mkdocs hook (`hooks:` in mkdocs.yml). Nothing of it is kept in the repository, so no page can disagree with the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+from collections.abc import Iterator
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+from commtrace import settings
+from commtrace.analyses import table_specs
+from commtrace.cli import COMMANDS
+from commtrace.theory import predict  # noqa: F401  (imports every rule, and so fills RULES)
+from commtrace.theory.rules.registry import RULES
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages to the site."""
+    pages = {
+        "reference/commands.md": commands_page(),
+        "reference/settings.md": settings_page(),
+        "reference/tables.md": "# Tables\n\n" + table_specs.to_markdown(),
+        "reference/rules.md": rules_page(),
+    }
+    for path, text in pages.items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def commands_page() -> str:
+    """Return the help text of every command as Markdown."""
+    parts = [
+        "# Commands\n\nExit status: 0 success (also for a report of a damaged log), 1 an error that you can fix "
+        "(`check`: also a difference), 2 wrong arguments, 3 `check` could not compare, 130 interrupted."
+    ]
+    for name in COMMANDS:
+        command = import_module(f"commtrace.commands.{name}").Command()
+        parser = argparse.ArgumentParser(
+            prog=f"commtrace {name}",
+            description=inspect.getdoc(command),
+            formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=100),
+        )
+        command.prepare(parser)
+        parts.append(f"## commtrace {name}\n\n```text\n{parser.format_help().rstrip()}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def settings_page() -> str:
+    """Return the table of environment variables, from the fields of `Settings` and their docstrings."""
+    lines = [
+        "# Settings",
+        "",
+        "Settings are environment variables, because every launcher can pass those on. A value that is not valid is "
+        "reported in one line on stderr, and the program runs untraced. Sizes take `k`, `m`, `g`, `t` (powers of "
+        "1024).",
+        "",
+        "| variable | default | meaning |",
+        "| --- | --- | --- |",
+    ]
+    for name, meaning in _documented_fields(Path(inspect.getfile(settings)), "Settings"):
+        variable = "COMMTRACE" if name == "directory" else f"COMMTRACE_{name.upper()}"
+        default = getattr(settings.Settings, name, "unset")
+        shown = int(default) if isinstance(default, bool) else default
+        lines.append(f"| `{variable}` | `{shown}` | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def rules_page() -> str:
+    """Return the table of the rules of theory: what each mirrors, in which library version."""
+    lines = [
+        "# Rules of theory",
+        "",
+        "A rule is a function that predicts calls of a job. Each mirrors one place in a library, in the version that "
+        "it was written from. Libraries of other versions may communicate differently; a dry run executes the "
+        "installed ones.",
+        "",
+        "| rule | mirrors | library |",
+        "| --- | --- | --- |",
+    ]
+    for rule in sorted(RULES, key=lambda rule: (rule.library, rule.module, rule.name)):
+        module = rule.module.removeprefix("commtrace.theory.")
+        mirrors = rule.mirrors.replace("|", "\\|")
+        lines.append(f"| `{module}.{rule.name}` | {mirrors} | {rule.library} {rule.version} |")
+    return "\n".join(lines) + "\n"
+
+
+def _documented_fields(path: Path, class_name: str) -> Iterator[tuple[str, str]]:
+    """Yield the annotated fields of a class with the string literal that follows each."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
+    for field, documentation in pairwise(body):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(documentation, ast.Expr)
+            and isinstance(documentation.value, ast.Constant)
+        ):
+            yield field.target.id, " ".join(str(documentation.value.value).split())
