@@ -1,0 +1,103 @@
+"""The rules of docs/explanation/architecture.md: which part may import which, and that a name means one thing."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import pytest
+from processes import ROOT
+
+FOLDERS: Final = {"commtrace": "commtrace", "commtrace.hooks": "hooks", "commtrace.analyses": "analyses"}
+"""Package -> the folder of the checkout that it is installed from."""
+MAY_IMPORT_ANYTHING: Final = ("commtrace.run", "commtrace.commands")
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Return the file of every module that ships, by dotted name; packages are named as their folders."""
+    found = {}
+    for package, folder in FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            if "bootstrap" not in parts:  # scripts outside of the package
+                found[".".join([package, *(part for part in parts if part != "__init__")])] = path
+    return found
+
+
+@cache
+def tree(name: str) -> ast.Module:
+    return ast.parse(modules()[name].read_text(encoding="utf-8"))
+
+
+def statements(node: ast.AST, *, lazy: bool) -> Iterator[ast.AST]:
+    """Yield the nodes below `node`; without `lazy`, those within functions are left out."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if lazy or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield from statements(child, lazy=lazy)
+
+
+def imported(name: str, *, lazy: bool) -> set[str]:
+    """Return what a module imports, type checkers' imports included: names of modules, or what comes closest."""
+    package = name.split(".")
+    if modules()[name].name != "__init__.py":
+        package.pop()
+    found = set()
+    for node in statements(tree(name), lazy=lazy):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                found.add(full if (full := f"{source}.{alias.name}") in modules() else source)
+    return found
+
+
+def is_within(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def part_of(name: str) -> str:
+    """Return the part of the package that a module belongs to: "" for the modules that all parts share."""
+    part = name.split(".")[1] if "." in name else ""
+    return part if f"commtrace.{part}" in modules() and modules()[f"commtrace.{part}"].name == "__init__.py" else ""
+
+
+@pytest.mark.parametrize("part", ["recording", "reading", "theory", "network", "hooks", "analyses"])
+def test_imports_point_one_way(part: str) -> None:
+    """hooks -> commtrace <- analyses; imports within functions and module names in strings count."""
+    forbidden = {f"commtrace.{other}" for other in ("hooks", "analyses") if other != part}
+    tables = {"commtrace.startup": "HOOKS"}  # names hooks, and imports one when its library is imported
+    wrong = []
+    for name in modules():
+        if part_of(name) != part or any(is_within(name, free) for free in MAY_IMPORT_ANYTHING):
+            continue
+        found = imported(name, lazy=True)
+        if name not in tables:
+            found |= {
+                node.value
+                for node in ast.walk(tree(name))
+                if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isascii()
+                if all(word.isidentifier() for word in node.value.split("."))
+            }
+        wrong += [(name, other) for other in sorted(found) if any(is_within(other, package) for package in forbidden)]
+    assert wrong == []
+
+
+def test_nothing_that_ships_imports_an_example() -> None:
+    assert [
+        name for name in modules() if any(is_within(other, "examples") for other in imported(name, lazy=True))
+    ] == []
+
+
+def test_setup_lists_every_package() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    packages = {name for name, path in modules().items() if path.name == "__init__.py"}
+    assert set(config["options"]["packages"].split()) == packages
