@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from .option_types import add_timeout, add_world_size, positive_integer
@@ -58,17 +59,22 @@ class Command:
         Raises:
             CommtraceError: The program cannot be run so, or a rank failed.
         """
+        from commtrace import settings
         from commtrace.dryrun.dry_run import DryRunRequest, dry_run
 
-        command: list[str] = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
-        return dry_run(
+        from .run import traced
+
+        out = Path(os.path.abspath(arguments.out or settings.DEFAULT_DIRECTORY))
+        dry_run(
             DryRunRequest(
-                command,
-                arguments.world_size,
-                arguments.ranks,
-                arguments.out,
-                arguments.ranks_per_node,
-                arguments.jobs,
-                arguments.timeout,
+                command=arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command,
+                environment=traced(os.environ, str(out)),
+                world_size=arguments.world_size,
+                ranks=arguments.ranks,
+                out=out,
+                ranks_per_node=arguments.ranks_per_node,
+                jobs=arguments.jobs,
+                timeout_s=arguments.timeout,
             )
         )
+        return 0

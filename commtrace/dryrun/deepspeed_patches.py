@@ -1,7 +1,7 @@
-"""DeepSpeed in a dry run: nothing is compiled, and what must be imported early is.
+"""Patches of DeepSpeed for a dry run: nothing is compiled, and the views of ZeRO-3 bypass the dispatch mode.
 
-ZeRO-3 cuts each parameter into the parts of all ranks, and each gradient: on a thousand ranks a million views a step,
-which need no mode, and of which each would cost as much as an operator.
+ZeRO-3 slices each parameter and each gradient into the partitions of all ranks: on a thousand ranks a million views a
+step. The mode has nothing to do for them, and would cost as much as an operator for each.
 """
 
 from __future__ import annotations
@@ -14,45 +14,45 @@ from typing import Any, Final
 
 import deepspeed
 import torch
-import torch._dynamo  # zero.Init replaces how tensors are made, which it does not survive when it comes later
+import torch._dynamo  # before zero.Init replaces torch's factory functions: importing it later fails
 from deepspeed.ops.op_builder.builder import OpBuilder
 
 from commtrace.patching import Patches
 
-# Where the parts of all ranks are cut, one by one: (module, class or "", function).
-_CUTTING: Final = (
+# Functions that slice the partitions of all ranks: (module, class or "", function).
+_SLICING: Final = (
     ("deepspeed.runtime.comm.coalesced_collectives", "", "reduce_scatter_coalesced"),
     ("deepspeed.runtime.zero.partitioned_param_coordinator", "PartitionedParameterCoordinator", "fetch_sub_module"),
 )
-# Optimizers in C++, by the name of what builds them: they change parameters, and communicate nothing.
+# Names of the builders of optimizers in C++, which change parameters and communicate nothing.
 _OPTIMIZERS: Final = frozenset(("fused_adam", "cpu_adam", "cpu_adagrad", "cpu_lion"))
 
 _patches: Final = Patches()
 
 
 def install() -> None:
-    """When DeepSpeed has been imported."""
-    # Its all_reduce through shared memory would be compiled now, for minutes; training does not use it.
+    """Patch DeepSpeed, which has been imported."""
+    # Without this, DeepSpeed compiles its all_reduce through shared memory for minutes; training does not use it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    _patches.wrap(OpBuilder, "load", _loading)
-    for module, owner, name in _CUTTING:
-        with contextlib.suppress(ImportError, AttributeError):  # another version: slower, and right all the same
-            found = import_module(module)
-            _patches.wrap(getattr(found, owner) if owner else found, name, _cutting)
+    _patches.wrap(OpBuilder, "load", _without_optimizers)
+    for module, owner, name in _SLICING:
+        with contextlib.suppress(ImportError, AttributeError):  # in another version of DeepSpeed: slower, but correct
+            target = import_module(module)
+            _patches.wrap(getattr(target, owner) if owner else target, name, _without_mode)
 
 
 def uninstall() -> None:
-    """Leave it alone."""
+    """Restore DeepSpeed's own functions."""
     _patches.undo()
 
 
 # ---- views -----------------------------------------------------------------------------------------------------------
 
 
-class _Views:
-    """Keeps slices of tensors from the mode for a while: they are made as if there were none."""
+class _ModeBypass:
+    """Lets slices of tensors bypass the dispatch mode."""
 
-    # A slice is made by the second of these operators.
+    # slice.Tensor calls as_strided.
     _OPERATORS: Final = ("slice.Tensor", "as_strided")
     _KEYS: Final = ("Python", "PythonTLSSnapshot")
 
@@ -60,8 +60,8 @@ class _Views:
         self._depth = 0
 
     @contextlib.contextmanager
-    def unseen(self) -> Iterator[None]:
-        """Only where all tensors are plain ones: a wrapper around a tensor hears of nothing either."""
+    def active(self) -> Iterator[None]:
+        """Bypass the mode in a with block. All tensors there must be plain ones: subclasses are bypassed as well."""
         self._depth += 1
         library: Any = None
         if self._depth == 1:
@@ -76,29 +76,29 @@ class _Views:
                 library._destroy()
 
 
-_views: Final = _Views()
+_bypass: Final = _ModeBypass()
 
 
-def _cutting(original: Callable[..., Any]) -> Callable[..., Any]:
-    def cut(*args: Any, **kwargs: Any) -> Any:
-        with _views.unseen():
+def _without_mode(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with _bypass.active():
             return original(*args, **kwargs)
 
-    return cut
+    return wrapper
 
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 
 
-class _Idle:
-    """In place of compiled code: does nothing, whatever is asked for."""
+class _NullModule:
+    """A compiled extension whose functions do nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None
 
 
-def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
+def _without_optimizers(original: Callable[..., Any]) -> Callable[..., Any]:
     def load(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _Idle() if self.name in _OPTIMIZERS else original(self, *args, **kwargs)
+        return _NullModule() if self.name in _OPTIMIZERS else original(self, *args, **kwargs)
 
     return load

@@ -1,13 +1,13 @@
-"""The mode of a dry run: tensors are real and on the CPU, and the memory of large ones is never touched.
+"""The dispatch mode of a dry run: tensors are real and on the CPU, and the memory of large ones is never touched.
 
-    a view, a shape, a storage         done as it is
+    a view, a shape, a storage         executed
     a write into a large tensor        left out
-    a new large tensor                 its shape from torch's own rules (device `meta`), its memory untouched
-    small tensors, and data loaded     computed for real: indices, counters, batches
-    a number, or a shape, from data    read for real; where the data was not computed it is zero, and the line is named
-    a collective                       handed on to the dispatcher, where the hooks record it and `collectives` is below
+    a new large tensor                 shape from torch's rules (device `meta`), memory untouched
+    small tensors, and loaded data     computed: indices, counters, batches
+    a number, or a shape, from data    read; data that was not computed is zero, and the line is reported
+    a collective                       passed on to the dispatcher: the hooks record it, `collectives` replaces it
 
-It stands below autograd, DDP's reducer and DTensor, and sees plain operators on plain tensors of whatever they do.
+The mode is below autograd, DDP's reducer and DTensor, and sees only their plain operators on plain tensors.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import untouched_memory as memory
 from .notices import add_notice
 from .operators import OperatorKind, OperatorPlan, operator_plan, tensors_in
 from .uncomputed_storages import UncomputedStorages
-from .untouched_memory import MAX_COMPUTED_ELEMENTS
+from .untouched_memory import MAX_COMPUTED_ELEMENTS, empty_tensor
 
 _META: Final = torch.device("meta")
-_SMALL_BYTES: Final = 16 * MAX_COMPUTED_ELEMENTS
-_LOADED: Final = 1 << 24
-"""Elements of data up to which what is known stays known."""
+_MAX_COMPUTED_BYTES: Final = 16 * MAX_COMPUTED_ELEMENTS
+_MAX_DATA_ELEMENTS: Final = 1 << 24
+"""Elements of a tensor up to which operators on computed data are computed."""
 
-_READ: Final = "reads a number that a dry run does not compute; it goes on with what lies there, zero mostly"
-_SHAPED: Final = "makes a shape from numbers that a dry run does not compute; it goes on as if all were zero"
+_READ: Final = "reads a number that a dry run does not compute; it continues with the value in memory, mostly zero"
+_SHAPED: Final = "makes a shape from numbers that a dry run does not compute; it continues as if all were zero"
 
 _disabled: Final = torch._C._disabled_torch_dispatch_impl
 
@@ -44,13 +43,12 @@ functional: Final[Any] = torch.ops._c10d_functional
 
 
 class DryRunMode(TorchDispatchMode):
-    """Enter it once, on the thread that trains."""
+    """The mode; it is entered once, on the thread that trains."""
 
-    def __init__(self, unknown: UncomputedStorages) -> None:
+    def __init__(self, uncomputed: UncomputedStorages) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.unknown = unknown
-        self.forked = False
-        """In a child of the process, a loader of data: everything is real."""
+        self.uncomputed = uncomputed
+        self.forked = False  # True in a data loader's process, where everything is executed
         self._plans: dict[Any, OperatorPlan] = {}
         self._real: dict[Any, Callable[..., Any]] = {}
         self._wrapping: dict[type, bool] = {}
@@ -66,40 +64,40 @@ class DryRunMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """What torch asks before it wraps the method below, at every call's cost: nothing is compiled here anyway."""
+        """Keep torch from wrapping the method below, which costs time at each call; nothing is compiled anyway."""
         return False
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Do an operator, as the table above has it."""
+        """Treat one operator as in the table above."""
         if types:  # none where all are plain tensors
             for cls in types:
                 if issubclass(cls, FakeTensor):
-                    return func(*args, **(kwargs or {}))  # a compiler, or DTensor, works out shapes
+                    return func(*args, **(kwargs or {}))  # a compiler, or DTensor, computes shapes
                 if self._wraps(cls):
-                    return NotImplemented  # DTensor, say: it comes here again with what it holds
+                    return NotImplemented  # DTensor for example, which calls again with its plain tensor
         real = self._real.get(func)
-        if real is not None:  # views mostly, of which ZeRO-3 makes a million a step on a thousand ranks
+        if real is not None:  # mostly views: ZeRO-3 makes a million a step on a thousand ranks
             return real(*args, **kwargs) if kwargs else real(*args)
         kwargs = kwargs or {}
         if _fake_mode() is not None:
-            return func(*args, **kwargs)  # the same, of tensors that it makes: that mode is asked after all others
+            return func(*args, **kwargs)  # new tensors of a FakeTensorMode, which dispatches after all others
         plan = self._plans.get(func)
         if plan is None:
             plan = self._plans[func] = operator_plan(func)
-        if plan.sort is OperatorKind.REAL or self.forked:
-            if plan.sort is OperatorKind.REAL:
+        if plan.kind is OperatorKind.REAL or self.forked:
+            if plan.kind is OperatorKind.REAL:
                 self._real[func] = func._op
             return func(*args, **kwargs)
-        if plan.sort is OperatorKind.JOIN:
+        if plan.kind is OperatorKind.JOIN:
             joined = self._joined(func, args, kwargs)
             if joined is not None:
                 return joined
         tensors = [*tensors_in(args), *tensors_in([*kwargs.values()])]
         if _is_shapes_only(tensors, kwargs):
             return func(*args, **kwargs)
-        return self._do[plan.sort](func, plan, tensors, args, kwargs)
+        return self._do[plan.kind](func, plan, tensors, args, kwargs)
 
     def _wraps(self, cls: type) -> bool:
         wraps = self._wrapping.get(cls)
@@ -113,24 +111,24 @@ class DryRunMode(TorchDispatchMode):
     def _write(
         self, func: Any, plan: OperatorPlan, tensors: list[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        given = [kwargs.get(name, args[at] if at < len(args) else None) for at, name in plan.writes]
-        written = [*tensors_in(given)]
-        unknown = self.unknown.any(tensors)
-        if self._may_write(written, tensors, unknown):
+        targets = [kwargs.get(name, args[at] if at < len(args) else None) for at, name in plan.writes]
+        written = [*tensors_in(targets)]
+        uncomputed = self.uncomputed.any(tensors)
+        if self._may_write(written, tensors, uncomputed):
             result = func(*args, **kwargs)
-            if plan.fills and not self.unknown.any(tensors[1:]):
-                self.unknown.overwritten(written[0])
-            elif unknown:
-                self.unknown.add(written)
+            if plan.fills and not self.uncomputed.any(tensors[1:]):
+                self.uncomputed.overwritten(written[0])
+            elif uncomputed:
+                self.uncomputed.add(written)
             return result
-        self.unknown.add(written)
-        return None if plan.returns == 0 else given[0] if plan.returns == 1 else tuple(given[: plan.returns])
+        self.uncomputed.add(written)
+        return None if plan.returns == 0 else targets[0] if plan.returns == 1 else tuple(targets[: plan.returns])
 
-    def _may_write(self, written: list[torch.Tensor], tensors: list[torch.Tensor], unknown: bool) -> bool:
-        if not unknown:
-            return all(tensor.numel() <= _LOADED for tensor in tensors)
+    def _may_write(self, written: list[torch.Tensor], tensors: list[torch.Tensor], uncomputed: bool) -> bool:
+        if not uncomputed:
+            return all(tensor.numel() <= _MAX_DATA_ELEMENTS for tensor in tensors)
         return all(tensor.numel() <= MAX_COMPUTED_ELEMENTS for tensor in tensors) and all(
-            tensor.untyped_storage().nbytes() <= _SMALL_BYTES for tensor in written
+            tensor.untyped_storage().nbytes() <= _MAX_COMPUTED_BYTES for tensor in written
         )
 
     # ---- new tensors -------------------------------------------------------------------------------------------------
@@ -138,64 +136,64 @@ class DryRunMode(TorchDispatchMode):
     def _new(
         self, func: Any, plan: OperatorPlan, tensors: list[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        unknown = self.unknown.any(tensors)
-        limit = MAX_COMPUTED_ELEMENTS if unknown else _LOADED
+        uncomputed = self.uncomputed.any(tensors)
+        limit = MAX_COMPUTED_ELEMENTS if uncomputed else _MAX_DATA_ELEMENTS
         may_compute = bool(tensors) and all(tensor.numel() <= limit for tensor in tensors)
         if may_compute and plan.pointwise and len({tensor.shape for tensor in tensors}) == 1:
-            return self._computed(func, args, kwargs, unknown)
+            return self._computed(func, args, kwargs, uncomputed)
         try:
-            shapes = func(*_on_meta(args), **_factory(kwargs, tensors))
+            shapes = func(*_on_meta(args), **_meta_options(kwargs, tensors))
         except NotImplementedError:
-            return self._computed(func, args, kwargs, unknown)  # torch has no rule for its shape
+            return self._computed(func, args, kwargs, uncomputed)  # torch has no meta kernel for it
         if (may_compute or not tensors) and all(_is_kept(tensor, limit, tensors) for tensor in tensors_in(shapes)):
-            result = self._computed(func, args, kwargs, unknown)
-            # Old numbers in it would be other ones in each run, and may look like an overflow.
+            result = self._computed(func, args, kwargs, uncomputed)
+            # Old values in its memory would differ between runs, and may look like an overflow.
             return result.zero_() if plan.leaves_empty else result
         result = _untouched(shapes)
-        self.unknown.add(tensors_in(result))
+        self.uncomputed.add(tensors_in(result))
         return result
 
     def _joined(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """Of pieces that have one dimension, as ZeRO-3 has thousands. None where they are others."""
+        """Concatenate one-dimensional tensors, of which ZeRO-3 has thousands. Return None for other tensors."""
         pieces, dim = args[0], args[1] if len(args) > 1 else 0
         if dim not in (0, -1) or {*map(torch.Tensor.dim, pieces)} != {1} or any(map(_is_meta, pieces)):
             return None
         dtypes = {*map(_dtype, pieces)}
         if len(dtypes) > 1 or {*map(_layout, pieces)} != {torch.strided}:
             return None
-        length, unknown = sum(map(torch.Tensor.numel, pieces)), self.unknown.any(pieces)
-        if length <= (MAX_COMPUTED_ELEMENTS if unknown else _LOADED):
-            joined: torch.Tensor = self._computed(func, args, kwargs, unknown)
+        length, uncomputed = sum(map(torch.Tensor.numel, pieces)), self.uncomputed.any(pieces)
+        if length <= (MAX_COMPUTED_ELEMENTS if uncomputed else _MAX_DATA_ELEMENTS):
+            joined: torch.Tensor = self._computed(func, args, kwargs, uncomputed)
             return joined
-        joined = memory.empty_tensor((length,), (1,), dtypes.pop())
-        self.unknown.add([joined])
+        joined = empty_tensor((length,), (1,), dtypes.pop())
+        self.uncomputed.add([joined])
         return joined
 
-    def _computed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], unknown: bool) -> Any:
+    def _computed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], uncomputed: bool) -> Any:
         result = func(*args, **kwargs)
-        if unknown:
-            self.unknown.add(tensors_in(result))
+        if uncomputed:
+            self.uncomputed.add(tensors_in(result))
         return result
 
-    # ---- what depends on numbers -------------------------------------------------------------------------------------
+    # ---- results that depend on values -------------------------------------------------------------------------------
 
     def _number(
         self, func: Any, plan: OperatorPlan, tensors: list[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        if not self.unknown.any(tensors):
+        if not self.uncomputed.any(tensors):
             return func(*args, **kwargs)
         add_notice(_READ)
         if all(tensor.numel() <= MAX_COMPUTED_ELEMENTS for tensor in tensors):
             return func(*args, **kwargs)
-        return True  # are these two equal? both are nothing
+        return True  # torch.equal: tensors without values count as equal
 
     def _shape(
         self, func: Any, plan: OperatorPlan, tensors: list[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        unknown = self.unknown.any(tensors)
-        if unknown:
+        uncomputed = self.uncomputed.any(tensors)
+        if uncomputed:
             add_notice(_SHAPED)
-        return self._computed(func, args, kwargs, unknown)
+        return self._computed(func, args, kwargs, uncomputed)
 
     def _index(
         self, func: Any, plan: OperatorPlan, tensors: list[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
@@ -205,7 +203,7 @@ class DryRunMode(TorchDispatchMode):
             if index is None or index.dtype not in (torch.bool, torch.uint8):
                 indices.append(index)
                 continue
-            if index in self.unknown:
+            if index in self.uncomputed:
                 add_notice(_SHAPED)
             indices += index.nonzero().unbind(1)
         return self._new(func, plan, tensors, (args[0], indices), kwargs)
@@ -215,7 +213,7 @@ class DryRunMode(TorchDispatchMode):
     def _copy(
         self, func: Any, plan: OperatorPlan, tensors: list[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """The collective in place, on a copy that has not been copied."""
+        """Call the collective in place on a new tensor, without the copy."""
         name = func._schema.name.partition("::")[2] + "_"
         with self:
             copies = (
@@ -227,7 +225,7 @@ class DryRunMode(TorchDispatchMode):
 
 
 def _fake_mode() -> Any:
-    """The FakeTensorMode that is entered, if any."""
+    """Return the active FakeTensorMode, or None."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
@@ -239,7 +237,7 @@ def _is_shapes_only(tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool
 
 
 def _is_kept(made: torch.Tensor, limit: int, tensors: list[torch.Tensor]) -> bool:
-    """Whether a new tensor gets its numbers. One made of nothing is a weight, where it is not an index."""
+    """Return whether a new tensor is computed. A factory's floating point tensor is a weight, others are indices."""
     return made.numel() <= (limit if tensors or not made.is_floating_point() else MAX_COMPUTED_ELEMENTS)
 
 
@@ -248,21 +246,21 @@ def _on_meta(value: Any) -> Any:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
     if isinstance(value, list | tuple):
         return [_on_meta(item) for item in value]
-    return None if isinstance(value, torch.Generator) else value  # shapes need no random numbers
+    return None if isinstance(value, torch.Generator) else value  # a meta kernel needs no random numbers
 
 
-def _factory(kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> dict[str, Any]:
-    found = {name: _on_meta(value) for name, value in kwargs.items()}
-    if "device" in found or not tensors:
-        found["device"] = _META
-    if found.get("pin_memory"):
-        found["pin_memory"] = False
-    return found
+def _meta_options(kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> dict[str, Any]:
+    options = {name: _on_meta(value) for name, value in kwargs.items()}
+    if "device" in options or not tensors:
+        options["device"] = _META
+    if options.get("pin_memory"):
+        options["pin_memory"] = False
+    return options
 
 
 def _untouched(shapes: Any) -> Any:
     if isinstance(shapes, torch.Tensor):
-        return memory.empty_tensor(tuple(shapes.shape), shapes.stride(), shapes.dtype)
+        return empty_tensor(tuple(shapes.shape), shapes.stride(), shapes.dtype)
     if isinstance(shapes, list | tuple):
-        return type(shapes)(_untouched(one) for one in shapes)
+        return type(shapes)(_untouched(shape) for shape in shapes)
     return shapes

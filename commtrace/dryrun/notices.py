@@ -1,7 +1,7 @@
-"""What a dry run cannot give, with the line of the program that asked for it, each once.
+"""Notices about values that a dry run does not have, with the line of the program that reads them, each once.
 
-DeepSpeed and torch ask for numbers themselves (has a gradient overflowed? how long is it?): a dry run goes on as with
-zeros, and these are not worth a line. What the program itself asks for is.
+Reads by DeepSpeed and torch themselves (has a gradient overflowed? what is its norm?) are not reported: the dry run
+continues as with zeros. Reads by the program are.
 """
 
 from __future__ import annotations
@@ -16,29 +16,31 @@ from commtrace.recording.log_writer import warn
 from commtrace.recording.session import session
 
 _STANDARD: Final = sysconfig.get_paths()["stdlib"] + os.sep
-# `commtrace.startup` has imported the hooks before it makes the process a simulated rank.
+# The hooks are in sys.modules: `commtrace.startup` imports them before it makes the process a simulated rank.
 _OWN: Final = tuple(
     os.path.dirname(file or "") + os.sep for file in (__file__, sys.modules["commtrace.hooks"].__file__)
 )
 _ROOTS: Final = ("/site-packages/", "/dist-packages/")
 
-# Files of torch that do what their caller says; the rest of torch asks for itself.
-_PASSING_ON: Final = (
+# Files of torch that read values for their caller; the rest of torch reads them for itself.
+_FORWARDING_FILES: Final = (
     "_compile.py", "_jit_internal.py", "_ops.py", "_tensor.py", "_tensor_str.py", "functional.py", "overrides.py",
     "serialization.py", "utils/_contextlib.py", "utils/_device.py", "utils/_python_dispatch.py",
 )  # fmt: skip
 
 _seen: set[tuple[str, int, str]] = set()
 _rows: list[dict[str, Any]] = []
-_told = 0
+_recorded = 0
 
 
-def add_notice(what: str, *, led_to: bool = False) -> None:
-    """The program asks for something that is not there; `what` says it, and what is done in place of it.
+def add_notice(what: str, *, also_libraries: bool = False) -> None:
+    """Report, in the log and on stderr, that the program needs what a dry run does not have.
 
-    `led_to`: also where torch or DeepSpeed asks, as the line of the program has it do.
+    Args:
+        what: What is missing, and what the dry run does instead.
+        also_libraries: Whether calls by torch and DeepSpeed are reported too, with the program's line that led to them.
     """
-    frame = _asking(led_to)
+    frame = _calling_frame(also_libraries)
     if frame is None:
         return
     file, line = frame.f_code.co_filename, frame.f_lineno
@@ -52,28 +54,25 @@ def add_notice(what: str, *, led_to: bool = False) -> None:
 
 
 def record_notices() -> None:
-    """What the log does not have yet goes there, as soon as there is one."""
-    global _told
+    """Add the notices to the log, as soon as the process has one."""
+    global _recorded
     recorder = session.recorder
     if recorder is not None:
-        while _told < len(_rows):
-            _told += 1
-            recorder.tables.add("notices", **_rows[_told - 1])
+        while _recorded < len(_rows):
+            _recorded += 1
+            recorder.tables.add("notices", **_rows[_recorded - 1])
 
 
-def _asking(led_to: bool) -> FrameType | None:
-    """The innermost frame that does not just pass a request on; None where that is torch's own, or DeepSpeed's.
-
-    Those are passed over as well where it is the program's line that is wanted.
-    """
-    torch, passing = _folder("torch"), tuple(_folder("torch") + file for file in _PASSING_ON)
+def _calling_frame(also_libraries: bool) -> FrameType | None:
+    """Return the innermost frame that reads for itself; None if it is torch's or DeepSpeed's, without that option."""
+    torch, forwarding = _folder("torch"), tuple(_folder("torch") + file for file in _FORWARDING_FILES)
     libraries = (torch, _folder("deepspeed"))
-    if led_to:
-        passing += libraries
+    if also_libraries:
+        forwarding += libraries
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(("<", _folder("numpy"), *passing, *_OWN)) and not _is_standard(file):
+        if not file.startswith(("<", _folder("numpy"), *forwarding, *_OWN)) and not _is_standard(file):
             return None if file.startswith(libraries) else frame
         frame = frame.f_back
     return None
@@ -85,4 +84,4 @@ def _is_standard(file: str) -> bool:
 
 def _folder(library: str) -> str:
     file = getattr(sys.modules.get(library), "__file__", None)
-    return os.path.dirname(file) + os.sep if file else "\0"  # nothing begins with that
+    return os.path.dirname(file) + os.sep if file else "\0"  # no path begins with it

@@ -1,4 +1,4 @@
-"""What kind of thing each operator of torch is, told by its schema: a view, a write, a new tensor, a number."""
+"""Kinds of torch operators, derived from their schemas: views, writes, new tensors, numbers."""
 
 from __future__ import annotations
 
@@ -12,31 +12,37 @@ import torch
 class OperatorKind(Enum):
     """How a dry run treats an operator."""
 
-    REAL = auto()  # only looks at metadata, or makes a view: done as it is
-    WRITE = auto()  # writes into a tensor that it is given: left out, where that one is large
-    NEW = auto()  # makes tensors, whose shapes follow from those of its arguments
-    NUMBER = auto()  # gives a number that the program may branch on
-    SHAPE = auto()  # makes tensors whose shapes follow from numbers
-    JOIN = auto()  # makes one tensor of many: ZeRO-3 joins a thousand pieces of each gradient
-    INDEX = auto()  # x[i, mask]: only a mask's numbers decide the shape
+    REAL = auto()  # reads metadata only, or makes a view: executed
+    WRITE = auto()  # writes into an argument: left out if that is large
+    NEW = auto()  # makes tensors whose shapes depend on those of the arguments
+    NUMBER = auto()  # returns a number that the program may branch on
+    SHAPE = auto()  # makes tensors whose shapes depend on values
+    JOIN = auto()  # torch.cat: ZeRO-3 joins a thousand pieces of each gradient
+    INDEX = auto()  # x[i, mask]: only the values of a mask decide the shape
     COPY = auto()  # a functional collective that copies its input first
 
 
 class OperatorPlan(NamedTuple):
-    """An operator."""
+    """How a dry run treats one operator.
 
-    sort: OperatorKind
+    Attributes:
+        kind: The kind.
+        writes: Position and name of each argument that is written to.
+        returns: Number of results of a WRITE.
+        pointwise: Whether the operator is elementwise.
+        fills: Whether it overwrites its first argument completely.
+        leaves_empty: Whether it makes a tensor without initial values.
+    """
+
+    kind: OperatorKind
     writes: tuple[tuple[int, str], ...] = ()
-    """Position and name of each argument that is written to."""
     returns: int = 0
     pointwise: bool = False
     fills: bool = False
-    """Overwrites all of its first argument, whatever that held."""
     leaves_empty: bool = False
-    """Makes a tensor with whatever its memory held before."""
 
 
-# Writes to metadata: the storage behind a tensor, its length, its strides.
+# Operators that write metadata: the storage of a tensor, its length, its strides.
 _METADATA: Final = frozenset(
     (
         "set_", "resize_", "resize_as_", "detach_", "t_", "transpose_", "unsqueeze_", "squeeze_", "swapaxes_",
@@ -48,7 +54,7 @@ _FILLS: Final = frozenset(("zero_", "fill_", "copy_", "normal_", "uniform_"))
 
 
 def operator_plan(operator: Any) -> OperatorPlan:
-    """The plan of an OpOverload."""
+    """Return the plan of an OpOverload."""
     schema = operator._schema
     space, _, name = schema.name.partition("::")
     if space in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
@@ -56,11 +62,11 @@ def operator_plan(operator: Any) -> OperatorPlan:
     if name in _METADATA:
         return OperatorPlan(OperatorKind.REAL)
     writes = tuple(
-        (place, argument.name)
-        for place, argument in enumerate(schema.arguments)
+        (position, argument.name)
+        for position, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-    # One that writes and makes new tensors as well (batch norm) is taken by its tensors.
+    # An operator that writes and makes new tensors as well (batch norm) is NEW.
     if writes and all(result.alias_info is not None for result in schema.returns):
         return OperatorPlan(OperatorKind.WRITE, writes, len(schema.returns), fills=name in _FILLS)
     if torch.Tag.data_dependent_output in operator.tags:
@@ -78,7 +84,7 @@ def operator_plan(operator: Any) -> OperatorPlan:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of an argument, however deep they lie in its lists."""
+    """Yield the tensors of an argument, also those in nested lists."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):

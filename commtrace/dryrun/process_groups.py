@@ -1,7 +1,7 @@
-"""Process groups without processes: made as torch makes them, with its fake backend below, and nobody to find.
+"""Process groups of one process: made by torch with its fake backend, without a rendezvous.
 
-The groups keep the names of the backends that the program asked for, which it may look at. Every rank of a job is told
-of every group, so that one simulated rank knows how all the others are divided: `GroupTopology`.
+The groups keep the names of the backends that the program asked for, because it may read them. Every rank of a job
+creates every group, so one simulated rank knows the groups of all ranks (`GroupTopology`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _FAKE = distributed_c10d.Backend(distributed_c10d.Backend.FAKE)
 
 
 class GroupTopology:
-    """The groups that were made, in order, each once."""
+    """The groups that the program made, in order, without repetitions."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[int, ...], None] = {}
 
     def add(self, ranks: list[int]) -> None:
-        """A group was made; without ranks that of the whole world, which says nothing."""
+        """Add a group. The group of all ranks, which has an empty list, is left out."""
         if ranks:
             self._groups.setdefault(tuple(ranks))
 
@@ -35,20 +35,20 @@ class GroupTopology:
 
 
 class SimulatedGroups:
-    """What of torch is replaced so that groups need nobody."""
+    """Replacements in torch with which groups need no other processes."""
 
     def __init__(self, run: str, rank: int, world_size: int, topology: GroupTopology) -> None:
         self._run, self._rank, self._world_size, self._topology = run, rank, world_size, topology
         self._patches = Patches()
 
     def install(self) -> None:
-        """For every group from now on."""
+        """Install the replacements."""
         self._patches.wrap(distributed_c10d, "_new_process_group_helper", self._new_group)
         self._patches.wrap(distributed_c10d, "rendezvous", self._rendezvous)
-        self._patches.wrap(distributed_c10d, "_store_based_barrier", _nobody)
+        self._patches.wrap(distributed_c10d, "_store_based_barrier", _no_barrier)
 
     def uninstall(self) -> None:
-        """As torch has it."""
+        """Restore torch's functions."""
         self._patches.undo()
 
     def _new_group(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,9 +56,9 @@ class SimulatedGroups:
             size: int, rank: int, ranks: list[int], backend: Any, store: Any, group_name: Any, **options: Any
         ) -> Any:
             self._topology.add(ranks)
-            if size < 0:  # MPI knows them itself
+            if size < 0:  # the MPI backend, which knows both
                 size, rank = self._world_size, self._rank
-            # What is meant for another backend is not for this one.
+            # Options of the real backend do not fit the fake one.
             options.update(backend_options=None, device_id=None)
             group, prefix_store = original(size, rank, ranks, _FAKE, store, group_name, **options)
             if isinstance(group, dist.ProcessGroup):
@@ -73,14 +73,13 @@ class SimulatedGroups:
 
     def _rendezvous(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def rendezvous(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[tuple[Any, int, int]]:
-            own, all_of_them = rank if rank >= 0 else self._rank, world_size if world_size > 0 else self._world_size
-            yield HashStore(), own, all_of_them
+            yield HashStore(), rank if rank >= 0 else self._rank, world_size if world_size > 0 else self._world_size
 
         return rendezvous
 
 
-def _nobody(original: Callable[..., Any]) -> Callable[..., Any]:
+def _no_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
     def _store_based_barrier(*_: Any, **__: Any) -> None:
-        """There is nobody to wait for."""
+        """Return at once: there are no other processes."""
 
     return _store_based_barrier

@@ -1,13 +1,13 @@
-"""What simulated ranks tell each other: small messages, in files, from a rank that ran to one that runs later.
+"""Messages between simulated ranks: small values in files, from a rank that ran to ranks that run later.
 
-Most of what is communicated is never looked at. What a program does look at (the shape of the next activation, the
-length of a pickled object, a vote) is whole numbers in small tensors, and these are kept, by sender and by where they
-belong. A rank that asks for one which its sender has not written yet ends at once, and is run again when the sender has
-come further. That a small message was sent whose numbers nobody knows is kept as well, so that nobody waits for them.
+A program never looks at most of what is communicated. What it does look at (the shape of the next activation, the
+length of a pickled object, a vote) is whole numbers in small tensors. These are kept, with their sender and a key. A
+rank that needs a message which its sender has not written yet ends at once, and is run again when the sender has
+written more. A small message without computed values is kept as well, without data, so that no rank waits for it.
 
-    mail/rank-00003.bin     pickled pairs (where it belongs, bytes or None), in the order in which they were sent
-    mail/wants-00005        "3": rank 5 ended because it waits for something of rank 3
-    mail/done-00003         rank 3 ran to its end: it will send nothing more
+    mail/rank-00003.bin     pickled pairs (key, bytes or None), in the order in which they were sent
+    mail/wants-00005        "3": rank 5 ended because it waits for a message of rank 3
+    mail/done-00003         rank 3 has ended: it will send no more messages
 """
 
 from __future__ import annotations
@@ -25,79 +25,79 @@ import torch
 from commtrace.recording.session import session
 
 MAX_BYTES: Final = 1 << 16
-_MOST_BYTES_OF_FLOATS: Final = 256
+_MAX_FLOAT_BYTES: Final = 256
 
 WAITING: Final = 75
-"""Status of a rank that ended to wait for another one's mail (EX_TEMPFAIL of <sysexits.h>)."""
+"""Exit status of a rank that waits for another rank's message (EX_TEMPFAIL of <sysexits.h>)."""
 
 
 class RankMessages:
-    """Of one simulated rank."""
+    """The messages that one simulated rank sends and receives."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
         self._received: dict[int, dict[Hashable, bytes | None]] = defaultdict(dict)
-        self._sizes: dict[int, int] = {}  # of what was sent, when it was read
+        self._read_sizes: dict[int, int] = {}  # bytes of each sender's file when it was read
         self._out = open(folder / f"rank-{rank:05d}.bin", "wb", buffering=0)
 
-    def post(self, where: Hashable, tensor: torch.Tensor, *, known: bool) -> None:
-        """Keep what this rank sends, where it is worth it; of what is not known, that it was sent."""
-        if tensor.nbytes <= MAX_BYTES and is_kept(tensor):
-            data = tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() if known else None
-            self._out.write(pickle.dumps((where, data)))
+    def post(self, key: Hashable, tensor: torch.Tensor, *, computed: bool) -> None:
+        """Keep a message that this rank sends, if it is small; without its data if that is not `computed`."""
+        if _is_kept(tensor):
+            data = tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() if computed else None
+            self._out.write(pickle.dumps((key, data)))
 
-    def fetch(self, source: int, where: Hashable, into: torch.Tensor) -> bool:
-        """Fill a tensor with what `source` sent there. False where it sent nothing that was worth keeping.
+    def fetch(self, source: int, key: Hashable, into: torch.Tensor) -> bool:
+        """Fill a tensor with the message that `source` sent.
 
-        Where it may still, this process ends.
+        Ends this process if `source` has not sent the message yet, but may still do so.
+
+        Returns:
+            Whether `source` sent a message with data under that key.
         """
-        if source == self._rank or into.nbytes > MAX_BYTES or not is_kept(into):
+        if source == self._rank or not _is_kept(into):
             return False
         if not into.nbytes:
             return True
         while True:
-            done = self._is_done(source)  # before a look at what it sent: it may be done just after
-            if self._has_come(source, where) or done:
+            done = (self._folder / f"done-{source:05d}").exists()  # before reading: it may end just after
+            if self._has_arrived(source, key) or done:
                 break
             self._wait_for(source)
-        data = self._received[source].get(where)
+        data = self._received[source].get(key)
         if data is None or len(data) != into.nbytes:
             return False
         with torch.no_grad():
             into.copy_(torch.frombuffer(bytearray(data), dtype=into.dtype).view(into.shape))
         return True
 
-    def _has_come(self, source: int, where: Hashable) -> bool:
+    def _has_arrived(self, source: int, key: Hashable) -> bool:
         file = self._folder / f"rank-{source:05d}.bin"
         size = file.stat().st_size if file.exists() else 0
-        if where not in self._received[source] and size != self._sizes.get(source):
-            self._sizes[source], self._received[source] = size, read_messages(file)
-        return where in self._received[source]
-
-    def _is_done(self, source: int) -> bool:
-        return (self._folder / f"done-{source:05d}").exists()
+        if key not in self._received[source] and size != self._read_sizes.get(source):
+            self._read_sizes[source], self._received[source] = size, _read_messages(file)
+        return key in self._received[source]
 
     def _wait_for(self, source: int) -> None:
         (self._folder / f"wants-{self._rank:05d}").write_text(str(source))
         recorder = session.recorder
         if recorder is not None:
-            recorder.ring.remove()  # or somebody would take it for that of a process that was killed
+            recorder.ring.remove()  # else it would look like that of a killed process
         sys.stdout.flush()
-        os._exit(WAITING)  # not an exception: nobody may catch it
+        os._exit(WAITING)  # not an exception, which the program could catch
 
 
-def is_kept(tensor: torch.Tensor) -> bool:
-    """Numbers that a program may look at."""
-    return tensor.nbytes <= _MOST_BYTES_OF_FLOATS or not (tensor.is_floating_point() or tensor.is_complex())
+def _is_kept(tensor: torch.Tensor) -> bool:
+    """Return whether a program may look at the values of a message: whole numbers, or a few others."""
+    is_float = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.nbytes <= (_MAX_FLOAT_BYTES if is_float else MAX_BYTES)
 
 
-def read_messages(file: Path) -> dict[Hashable, bytes | None]:
-    """All that a rank has sent so far."""
-    found: dict[Hashable, bytes | None] = {}
+def _read_messages(file: Path) -> dict[Hashable, bytes | None]:
+    messages: dict[Hashable, bytes | None] = {}
     try:
         with open(file, "rb") as mail:
             while True:
-                where, data = pickle.load(mail)
-                found[where] = data
+                key, data = pickle.load(mail)
+                messages[key] = data
     except (OSError, EOFError, pickle.UnpicklingError):
-        return found  # its end, or a message that was being written
+        return messages  # the end of the file, or a message that is being written

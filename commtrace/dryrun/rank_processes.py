@@ -1,4 +1,4 @@
-"""Runs simulated ranks, a few at a time, each in a process of its own, until each has had the mail it waits for."""
+"""The processes of simulated ranks: a few at a time, each run again until it has the messages that it waits for."""
 
 from __future__ import annotations
 
@@ -12,19 +12,31 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from commtrace.launchers import VARIABLE_PREFIXES
 
 from .rank_messages import WAITING
 
 _POLL_SECONDS: Final = 0.02
-_LAST_WORDS_SECONDS: Final = 2.0
+_STACK_TRACE_SECONDS: Final = 2.0
+"""Time for a rank to write its stacks before it is killed."""
 
 
 @dataclass(frozen=True)
 class SimulatedJob:
-    """What is run: a command, as a rank of so many."""
+    """What the processes run.
+
+    Attributes:
+        command: The program, by its path, and its arguments.
+        environment: Variables of the program.
+        world_size: Number of ranks of the job.
+        ranks_per_node: Number of ranks on each host.
+        run: The id of the run.
+        folder: An empty directory for all that the ranks write: logs, output, messages.
+        timeout_s: Seconds after which a rank is ended.
+        shown_rank: The rank whose output goes to this process's stdout and stderr; -1: none.
+    """
 
     command: Sequence[str]
     environment: Mapping[str, str]
@@ -32,103 +44,104 @@ class SimulatedJob:
     ranks_per_node: int
     run: str
     folder: Path
-    """Of everything that the ranks leave: logs, output, mail. An empty one."""
-    limit_seconds: float
-    shown: int = -1
-    """The rank whose output goes where ours does."""
+    timeout_s: float
+    shown_rank: int = -1
 
     @property
     def mail(self) -> Path:
-        """Where ranks leave messages for each other."""
+        """The directory of the ranks' messages to each other."""
         return self.folder / "mail"
 
     def environment_of(self, rank: int, log: Path) -> dict[str, str]:
-        """As torchrun would set it, of one host after the other."""
+        """Return the variables of a rank as torchrun sets them; the ranks fill one host after the other."""
         kept = {name: value for name, value in self.environment.items() if not name.startswith(VARIABLE_PREFIXES)}
-        local = min(self.ranks_per_node, self.world_size)
-        told = {
+        local_size = min(self.ranks_per_node, self.world_size)
+        variables = {
             "RANK": rank,
             "WORLD_SIZE": self.world_size,
-            "LOCAL_RANK": rank % local,
-            "LOCAL_WORLD_SIZE": local,
-            "NODE_RANK": rank // local,
+            "LOCAL_RANK": rank % local_size,
+            "LOCAL_WORLD_SIZE": local_size,
+            "NODE_RANK": rank // local_size,
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": 29500,  # nobody listens there
+            "MASTER_PORT": 29500,  # nothing connects to it
             "CUDA_VISIBLE_DEVICES": "",
             "TORCHDYNAMO_DISABLE": 1,  # compiled code would compute
             "COMMTRACE": log,
             "COMMTRACE_SIMULATED": f"0:{self.run}:{self.mail}",
         }
         defaults = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-        return {**defaults, **kept, **{name: str(value) for name, value in told.items()}}
+        return {**defaults, **kept, **{name: str(value) for name, value in variables.items()}}
 
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """How a rank ended: a status as the shell has it, negative for a signal."""
+    """How a rank ended: its exit status (negative: a signal), seconds, and peak of resident memory."""
 
     rank: int
     status: int
     seconds: float
     peak_bytes: int
-    """Of memory that was in use at once."""
     log: Path
     output: Path
     timed_out: bool = False
 
 
-def run_ranks(
-    job: SimulatedJob, ranks: Iterable[int], at_once: int, kept: dict[int, RankOutcome]
-) -> dict[int, RankOutcome]:
-    """Outcomes of these ranks, and of others that they needed something of; `kept` are those of earlier calls.
+def run_ranks(job: SimulatedJob, ranks: Iterable[int], jobs: int, outcomes: dict[int, RankOutcome]) -> None:
+    """Run ranks, and others whose messages they need, until all are done or one has failed.
 
-    A rank that fails ends everything: the outcomes are then those so far.
+    Args:
+        job: What to run.
+        ranks: The ranks; those with an outcome are not run again.
+        jobs: Number of ranks to run at once.
+        outcomes: Outcomes of earlier calls; those of this call are added.
     """
-    return _Simulation(job, kept).run([*ranks], at_once)
+    _Scheduler(job, outcomes).run([*ranks], jobs)
 
 
-@dataclass(frozen=True)
-class _Wait:
-    """A rank waits for more mail of another, which had sent this much."""
+class _Wait(NamedTuple):
+    """The rank whose messages a rank waits for, and the bytes that it had sent by then."""
 
     source: int
-    size: int
+    sent: int
 
 
-class _Simulation:
-    def __init__(self, job: SimulatedJob, kept: dict[int, RankOutcome]) -> None:
-        self._job, self._outcomes = job, kept
-        self._attempts = len(kept)
+class _Scheduler:
+    def __init__(self, job: SimulatedJob, outcomes: dict[int, RankOutcome]) -> None:
+        self._job, self._outcomes = job, outcomes
+        self._attempts = len(outcomes)
         self._ready: list[int] = []
         self._waiting: dict[int, _Wait] = {}
         self._running: dict[Future[RankOutcome], int] = {}
         job.mail.mkdir(parents=True, exist_ok=True)
 
-    def run(self, ranks: Sequence[int], at_once: int) -> dict[int, RankOutcome]:
+    def run(self, ranks: Sequence[int], jobs: int) -> None:
         self._ready = [rank for rank in ranks if rank not in self._outcomes]
-        with ThreadPoolExecutor(at_once) as pool:
+        with ThreadPoolExecutor(jobs) as pool:
             try:
                 while self._ready or self._running or self._waiting:
-                    self._start(pool, at_once)
+                    self._start(pool, jobs)
                     if not self._collect():
                         break
             finally:
                 for process in list(_alive):
                     _kill(process)
-        return self._outcomes
 
-    def _start(self, pool: ThreadPoolExecutor, at_once: int) -> None:
+    def _start(self, pool: ThreadPoolExecutor, jobs: int) -> None:
         if not self._ready and not self._running:
-            self._give_up_waiting()
-        # The first one alone: most others wait for something of it.
-        at_once = at_once if self._outcomes else 1
-        while self._ready and len(self._running) < at_once:
+            # All wait for each other: one continues without the message.
+            rank, waits_for = next(iter(self._waiting.items()))
+            (self._job.mail / f"done-{waits_for.source:05d}").touch()
+            del self._waiting[rank]
+            self._ready.append(rank)
+        # The first rank runs alone: most others wait for messages of it.
+        jobs = jobs if self._outcomes else 1
+        while self._ready and len(self._running) < jobs:
             rank = self._ready.pop(0)
             self._attempts += 1
             self._running[pool.submit(_attempt, self._job, rank, self._attempts)] = rank
 
     def _collect(self) -> bool:
-        """Take in those that have ended. False where one has failed."""
+        """Handle the ranks that have ended. Returns False if one has failed."""
         done, _ = wait(self._running, return_when=FIRST_COMPLETED)
         for future in done:
             rank = self._running.pop(future)
@@ -145,29 +158,21 @@ class _Simulation:
 
     def _wait(self, rank: int) -> None:
         source = int((self._job.mail / f"wants-{rank:05d}").read_text())
-        self._waiting[rank] = _Wait(source, self._sent(source))
-        known = {*self._outcomes, *self._ready, *self._waiting, *self._running.values()}
-        if source not in known:
-            self._ready.insert(0, source)
-        elif source in self._outcomes:
+        self._waiting[rank] = _Wait(source, self._sent_bytes(source))
+        if source in self._outcomes:
             self._wake(source)
+        elif source not in {*self._ready, *self._waiting, *self._running.values()}:
+            self._ready.insert(0, source)
 
     def _wake(self, source: int) -> None:
-        """A rank has ended, and may have sent what others wait for."""
-        for rank, wanted in list(self._waiting.items()):
-            more = source in self._outcomes or self._sent(source) > wanted.size
-            if wanted.source == source and more:
+        """Run the ranks again that waited for a message of `source`, which has ended, if it has sent more."""
+        for rank, waits_for in list(self._waiting.items()):
+            more = source in self._outcomes or self._sent_bytes(source) > waits_for.sent
+            if waits_for.source == source and more:
                 del self._waiting[rank]
                 self._ready.insert(0, rank)
 
-    def _give_up_waiting(self) -> None:
-        """All wait for each other: one has to do without."""
-        rank, wanted = next(iter(self._waiting.items()))
-        (self._job.mail / f"done-{wanted.source:05d}").touch()
-        del self._waiting[rank]
-        self._ready.append(rank)
-
-    def _sent(self, rank: int) -> int:
+    def _sent_bytes(self, rank: int) -> int:
         with contextlib.suppress(OSError):
             return (self._job.mail / f"rank-{rank:05d}.bin").stat().st_size
         return 0
@@ -180,51 +185,46 @@ _alive: set[subprocess.Popen[bytes]] = set()
 
 def _attempt(job: SimulatedJob, rank: int, number: int) -> RankOutcome:
     log, output = (job.folder / f"{kind}-{rank:05d}-{number}" for kind in ("log", "output"))
-    begun = time.monotonic()
+    start = time.monotonic()
     with open(output, "wb") as file:
-        show = rank == job.shown
+        stream = None if rank == job.shown_rank else file
         process = subprocess.Popen(
             job.command,
             env=job.environment_of(rank, log),
             stdin=subprocess.DEVNULL,
-            stdout=None if show else file,
-            stderr=None if show else file,
+            stdout=stream,
+            stderr=stream,
             start_new_session=True,
         )
         _alive.add(process)
         try:
-            status, peak, timed_out = _ended(process, begun + job.limit_seconds)
+            status, peak_bytes, timed_out = _wait_for_end(process, start + job.timeout_s)
         finally:
             _alive.discard(process)
             _kill(process)
-    return RankOutcome(rank, status, time.monotonic() - begun, peak, log, output, timed_out)
+    return RankOutcome(rank, status, time.monotonic() - start, peak_bytes, log, output, timed_out)
 
 
-def _ended(process: subprocess.Popen[bytes], deadline: float) -> tuple[int, int, bool]:
-    """(status, peak of memory in bytes, whether it was killed as its time was over)."""
+def _wait_for_end(process: subprocess.Popen[bytes], deadline: float) -> tuple[int, int, bool]:
+    """Return the exit status, the peak of memory in bytes, and whether the process was ended at its deadline."""
     timed_out = False
     while True:
         pid, status, usage = os.wait4(process.pid, os.WNOHANG)
         if pid:
             process.returncode = os.waitstatus_to_exitcode(status)
             return process.returncode, usage.ru_maxrss << 10, timed_out
-        if time.monotonic() > deadline:
-            if timed_out:
-                _kill(process)
-            else:
-                timed_out, deadline = True, deadline + _LAST_WORDS_SECONDS
-                _ask_where_it_is(process)
+        if time.monotonic() > deadline and timed_out:
+            _kill(process)
+        elif time.monotonic() > deadline:
+            timed_out, deadline = True, deadline + _STACK_TRACE_SECONDS
+            # On SIGABRT a simulated rank writes the stacks of its threads, and ends. It shall leave no core file.
+            with contextlib.suppress(OSError):
+                resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))
+                os.killpg(process.pid, signal.SIGABRT)
         time.sleep(_POLL_SECONDS)
 
 
-def _ask_where_it_is(process: subprocess.Popen[bytes]) -> None:
-    """On SIGABRT a simulated rank writes the stacks of its threads, and ends."""
-    with contextlib.suppress(OSError):
-        resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))
-        os.killpg(process.pid, signal.SIGABRT)
-
-
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """And whatever it has started."""
+    """Kill a process and all that it has started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)

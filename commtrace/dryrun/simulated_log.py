@@ -1,7 +1,7 @@
-"""From what a simulated rank recorded to its log: marked as simulated, and without times.
+"""The log of a simulated rank, made from its records: marked as simulated, and without times.
 
-Its processor was at work on nothing, so its times say nothing of the job's. In the log a call's `t_begin` is its number
-in the process, from 1: an order and no time. So two dry runs of one program write the same records.
+Times of a dry run say nothing about the job. In the log, `t_begin` of a call is its number in the process, from 1: an
+order and no time. Two dry runs of one program therefore write the same records.
 """
 
 from __future__ import annotations
@@ -24,15 +24,24 @@ _COSTS: Final = ("cost_samples", "cost_ns", "cost_p99_ns", "drain_cpu_ns")
 _DONE: Final = (int(State.RETURNED), int(State.COMPLETE))
 
 
-def write_simulated_log(process: Process, folder: Path, settings: Settings, alike: Sequence[int] = ()) -> int:
-    """Write the log of a process that has ended into `folder`; returns the number of its records.
+def write_simulated_log(process: Process, folder: Path, settings: Settings, stands_for: Sequence[int] = ()) -> int:
+    """Write the log of a process that has ended.
 
-    `alike`: the ranks that it was run for, where it stands for others.
+    Args:
+        process: The recorded log.
+        folder: Directory to write to.
+        settings: Sizes of the segments.
+        stands_for: The ranks that this one represents, itself included; empty: only itself.
 
-    Raises OSError. What is half-written is removed.
+    Returns:
+        The number of records.
+
+    Raises:
+        OSError: The log cannot be written. Nothing of it remains.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    records = without_times(np.concatenate([np.zeros(0, RECORD), *_blocks(process)]))
+    blocks = [block for segment in process.segments for block in segment.blocks()]
+    records = without_times(np.concatenate([np.zeros(0, RECORD), *blocks]))
     stem = process.path.stem
     try:
         series = SegmentSeries(
@@ -45,23 +54,18 @@ def write_simulated_log(process: Process, folder: Path, settings: Settings, alik
         series.append(records)
         series.close()
         rows = [*_rows(process.path)]
-        if alike:
-            rows.append({"table": "stands_for", "ranks": format_ranks(alike), "count": len(alike)})
+        if stands_for:
+            rows.append({"table": "stands_for", "ranks": format_ranks(stands_for), "count": len(stands_for)})
         (folder / f"{stem}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     except BaseException:
-        remove_log(folder, stem)
+        for file in folder.glob(f"{stem}.*"):
+            file.unlink(missing_ok=True)
         raise
     return len(records)
 
 
-def remove_log(folder: Path, stem: str) -> None:
-    """Take a process's log away."""
-    for file in folder.glob(f"{stem}.*"):
-        file.unlink(missing_ok=True)
-
-
 def without_times(records: Records) -> Records:
-    """In the order in which they were made, numbered, and without anything that a clock said."""
+    """Return records in the order of their calls, numbered, without times."""
     ordered = records[np.argsort(records["t_begin"], kind="stable")]
     ordered["t_begin"] = np.arange(1, len(ordered) + 1)
     for name in _TIMES:
@@ -72,18 +76,13 @@ def without_times(records: Records) -> Records:
     return ordered
 
 
-def _blocks(process: Process) -> Iterator[Records]:
-    for segment in process.segments:
-        yield from segment.blocks()
-
-
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The tables, without the clocks and without what recording cost."""
+    """Yield the rows of the tables, without clocks and without the cost of recording."""
     for line in path.read_text().splitlines():
         try:
             row = json.loads(line)
         except ValueError:
-            continue  # cut as its process was killed
+            continue  # cut off when the process was killed
         row.pop("mono_ns", None)
         if row["table"] == "process":
             row["simulated"] = True

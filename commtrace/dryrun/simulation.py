@@ -1,7 +1,7 @@
-"""Makes this process a simulated rank. `commtrace.startup` calls `install` when the program has imported torch.
+"""The simulation of a rank in this process. `commtrace.startup` calls `install` when the program has imported torch.
 
-The first process that does so is the rank. What it starts is not: a loader of data is left alone, and who communicates
-there gets an error.
+The first process that imports torch is the rank. Processes that it starts are not: data loaders run as usual, and
+communication there is an error.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from .rank_messages import RankMessages
 from .uncomputed_storages import UncomputedStorages
 
 VARIABLE: Final = "COMMTRACE_SIMULATED"
-"""Of the environment: "PID:RUN:FOLDER", the process that has become the rank (0: none yet), the run, its mail."""
+"""Environment variable "PID:RUN:FOLDER": the rank's process (0: none yet), the run, and the messages' folder."""
 
 
 class SpawnedError(CommtraceError):
-    """A process that a simulated rank has started wants to communicate."""
+    """A process that a simulated rank started tries to communicate."""
 
 
 class _Rank(NamedTuple):
@@ -49,13 +49,13 @@ _patches: Final = Patches()
 
 
 def install() -> None:
-    """Become the rank that RANK and WORLD_SIZE say. Ends the process where that cannot be: nothing may run for real."""
+    """Make this process the rank of RANK and WORLD_SIZE. Ends the process on errors: it must not run for real."""
     global _rank
     if _rank is not None or _patches:
         return
     pid, run, folder = os.environ[VARIABLE].split(":", 2)
     if pid not in ("0", str(os.getpid())):
-        _refuse()
+        _refuse_groups()
         return
     try:
         os.environ[VARIABLE] = f"{os.getpid()}:{run}:{folder}"
@@ -67,7 +67,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """As `startup` has hooks taken out; a simulated rank stays one to its end."""
+    """Undo `install` in a process that is no rank. A simulated rank remains one until its end."""
     _patches.undo()
 
 
@@ -75,24 +75,24 @@ def _simulate(run: str, folder: Path, environ: Mapping[str, str]) -> _Rank:
     rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     memory.configure_malloc()
     if not faulthandler.is_enabled():
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # a stderr that is no file
-            faulthandler.enable()  # where it was, when it is ended: `ranks`
-    unknown, topology = UncomputedStorages(), GroupTopology()
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # stderr is not a file
+            faulthandler.enable()  # `rank_processes` ends it by SIGABRT, which prints its stacks
+    uncomputed, topology = UncomputedStorages(), GroupTopology()
     simulated = _Rank(
-        DryRunMode(unknown),
-        SimulatedCollectives(unknown, RankMessages(folder, rank)),
+        DryRunMode(uncomputed),
+        SimulatedCollectives(uncomputed, RankMessages(folder, rank)),
         SimulatedGroups(run, rank, world_size, topology),
         topology,
     )
     simulated.groups.install()
     simulated.collectives.install()
-    requests.install(unknown)
+    requests.install(uncomputed)
     simulated.mode.__enter__()  # type: ignore[no-untyped-call]
     return simulated
 
 
 def _end() -> None:
-    """Before the log is closed: what was asked for in vain, and how the job is divided."""
+    """Add the notices and the groups of the job to the log, before it is closed."""
     if _rank is None or _rank.mode.forked:
         return
     recorder = session.recorder
@@ -105,11 +105,11 @@ def _in_child() -> None:
     if _rank is not None:
         _rank.mode.forked = True
         _rank.groups.uninstall()
-        _refuse()
+        _refuse_groups()
 
 
-def _refuse() -> None:
-    """No process group is made in this process."""
+def _refuse_groups() -> None:
+    """Make the creation of process groups an error in this process."""
     for name in ("rendezvous", "_new_process_group_helper"):
         _patches.wrap(distributed_c10d, name, _refusing)
 
@@ -117,8 +117,8 @@ def _refuse() -> None:
 def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
     def refused(*_: Any, **__: Any) -> None:
         raise SpawnedError(
-            "a rank of a dry run has started this process, which wants to communicate; a dry run starts each rank "
-            "itself, from a script that is one rank, as torchrun does: leave out launchers and multiprocessing.spawn"
+            "a rank of a dry run started this process, which tries to communicate; a dry run starts each rank itself, "
+            "from a script that is one rank, as torchrun does: leave out launchers and multiprocessing.spawn"
         )
 
     return refused

@@ -1,4 +1,4 @@
-"""What a program asks torch for that is no operator: numbers as lists or arrays, files, compiled code."""
+"""Functions of torch that are no operators: values as lists or arrays, files, compiled code."""
 
 from __future__ import annotations
 
@@ -16,40 +16,41 @@ from .untouched_memory import MAX_COMPUTED_ELEMENTS
 
 _patches: Final = Patches()
 
-_READ: Final = "reads numbers that a dry run does not compute; it goes on with what lies there, zero mostly"
+_READ: Final = "reads numbers that a dry run does not compute; it continues with the values in memory, mostly zero"
 _SAVED: Final = "torch.save of tensors that a dry run does not compute: no file is written"
-_COMPILED: Final = "torch.compile is left out, as compiled code would compute; the calls are those of the code itself"
+_COMPILED: Final = "torch.compile is left out, because compiled code would compute; the code runs as it is"
 
 
-def install(unknown: UncomputedStorages) -> None:
-    """Watch them."""
+def install(uncomputed: UncomputedStorages) -> None:
+    """Report reads of values that were not computed, and leave out saving and compiling."""
     for name in ("tolist", "numpy", "__array__"):
-        _watch(name, unknown)
-    _patches.wrap(torch, "save", _saving(unknown))
+        _watch(name, uncomputed)
+    _patches.wrap(torch, "save", _saving(uncomputed))
     _patches.wrap(torch, "compile", _compiling)
 
 
 def uninstall() -> None:
-    """Leave them alone."""
+    """Restore torch's functions."""
     _patches.undo()
 
 
-def _watch(name: str, unknown: UncomputedStorages) -> None:
+def _watch(name: str, uncomputed: UncomputedStorages) -> None:
     original = getattr(torch.Tensor, name)
 
     def read(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(self) in (torch.Tensor, torch.nn.Parameter) and self in unknown:
+        if type(self) in (torch.Tensor, torch.nn.Parameter) and self in uncomputed:
             add_notice(_READ)
         return original(self, *args, **kwargs)
 
     setattr(torch.Tensor, name, read)
 
 
-def _saving(unknown: UncomputedStorages) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _saving(uncomputed: UncomputedStorages) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
-            if any(tensor.numel() > MAX_COMPUTED_ELEMENTS and tensor in unknown for tensor in _held(obj, set())):
-                add_notice(_SAVED, led_to=True)
+            large = [tensor for tensor in _tensors_of(obj, set()) if tensor.numel() > MAX_COMPUTED_ELEMENTS]
+            if any(tensor in uncomputed for tensor in large):
+                add_notice(_SAVED, also_libraries=True)
                 return None
             return original(obj, *args, **kwargs)
 
@@ -58,8 +59,8 @@ def _saving(unknown: UncomputedStorages) -> Callable[[Callable[..., Any]], Calla
     return wrapper
 
 
-def _held(value: Any, seen: set[int]) -> list[torch.Tensor]:
-    """The tensors of whatever is pickled: modules, optimizers, and a program's own objects around them."""
+def _tensors_of(value: Any, seen: set[int]) -> list[torch.Tensor]:
+    """Return the tensors of an object to pickle: modules, optimizers, and objects that contain them."""
     if id(value) in seen:
         return []
     seen.add(id(value))
@@ -71,7 +72,7 @@ def _held(value: Any, seen: set[int]) -> list[torch.Tensor]:
         value = [*value.values()]
     elif not isinstance(value, list | tuple | type):
         value = [*getattr(value, "__dict__", {}).values()]
-    return [tensor for item in value for tensor in _held(item, seen)] if isinstance(value, list | tuple) else []
+    return [tensor for item in value for tensor in _tensors_of(item, seen)] if isinstance(value, list | tuple) else []
 
 
 def _compiling(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
-"""Which memory holds nothing that is true: it was never computed, or follows from what was not.
+"""Storages whose values were not computed, or derive from values that were not.
 
-By storage: whatever looks at the same memory is the same. What is not listed is real: data that the program loaded,
-numbers that it made from them.
+A storage counts as a whole, so that all tensors in the same memory agree. All other storages hold real values: data
+that the program loaded, and numbers that it computed from them.
 """
 
 from __future__ import annotations
@@ -16,35 +16,32 @@ _WeakStorage: Any = reductions.StorageWeakRef  # torch does not annotate it
 
 
 class UncomputedStorages:
-    """The storages that hold nothing true."""
+    """The set of storages without computed values."""
 
     def __init__(self) -> None:
         # A weak reference keeps the address of a storage from being used again, but not its memory.
         self._storages: dict[int, Any] = {}
-        self._swept_at = 1 << 12
+        self._sweep_size = 1 << 12
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._storages
 
     def any(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether one of them is unknown."""
+        """Return whether a storage of these tensors is in the set."""
         return any(tensor.untyped_storage()._cdata in self._storages for tensor in tensors)
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These hold nothing true from here on."""
+        """Add the storages of tensors."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._storages:
                 self._storages[storage._cdata] = _WeakStorage(storage)
-        if len(self._storages) > self._swept_at:
-            self._sweep()
+        if len(self._storages) > self._sweep_size:
+            self._storages = {key: storage for key, storage in self._storages.items() if not storage.expired()}
+            self._sweep_size = 2 * max(len(self._storages), 1 << 11)
 
     def overwritten(self, tensor: torch.Tensor) -> None:
-        """This was written to with something true; what lies beside it in its storage was not."""
+        """Remove the storage of a tensor that was filled with computed values, if the tensor covers all of it."""
         storage = tensor.untyped_storage()
         if tensor.nbytes == storage.nbytes():
             self._storages.pop(storage._cdata, None)
-
-    def _sweep(self) -> None:
-        self._storages = {key: storage for key, storage in self._storages.items() if not storage.expired()}
-        self._swept_at = 2 * max(len(self._storages), 1 << 11)

@@ -1,8 +1,8 @@
-"""Memory that costs nothing until it is touched.
+"""Tensors whose memory costs nothing until it is touched.
 
-Large blocks come from the system, all zero, and take up memory page by page as they are written to: nobody writes to
-them. Small ones are filled with zeros. So whatever is read of a block is the same in every run: old numbers, which
-memory that is used again holds, may look like an overflow, on which DeepSpeed leaves out a step.
+Large blocks come from the system, all zero, and use memory page by page when they are written, which a dry run never
+does. Small blocks are filled with zeros. All reads therefore return the same in every run: old values in reused memory
+may look like an overflow, after which DeepSpeed skips a step.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from commtrace.errors import CommtraceError
 
 MAX_COMPUTED_ELEMENTS: Final = 1 << 14
-"""Elements of a tensor that is still computed for real: indices, counters, norms."""
+"""Elements up to which a tensor is computed: indices, counters, norms."""
 
 MMAP_BYTES: Final = 1 << 17
-"""Bytes from which on a block comes from the system, untouched."""
+"""Bytes from which on a block comes from the system by mmap, untouched."""
 
 _HUGE: Final = 12 << 30  # above this Linux's guess of what is too much (overcommit_memory 0) refuses ordinary requests
 _MMAP_THRESHOLD: Final = -3  # of <malloc.h>
@@ -29,7 +29,7 @@ _NORESERVE: Final = 0x4000  # of <sys/mman.h>
 
 
 class UntouchedMemoryError(CommtraceError):
-    """The system promises no memory beyond what it has, which a dry run needs."""
+    """The system does not overcommit memory, which a dry run needs."""
 
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
@@ -37,13 +37,17 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def configure_malloc() -> None:
-    """Have the C library take large blocks from the system, and give them back when they are let go of."""
-    with contextlib.suppress(AttributeError):  # another C library than GNU's
+    """Make the C library allocate large blocks by mmap, and return them to the system when they are freed."""
+    with contextlib.suppress(AttributeError):  # not the GNU C library
         _libc.mallopt(_MMAP_THRESHOLD, MMAP_BYTES)
 
 
 def empty_tensor(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor on the CPU whose pages nobody has touched. Raises UntouchedMemoryError."""
+    """Return a CPU tensor of zeros whose pages are untouched.
+
+    Raises:
+        UntouchedMemoryError: The system gives no address space for it.
+    """
     extent = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     nbytes = extent * dtype.itemsize
     if nbytes <= MMAP_BYTES:
@@ -55,11 +59,11 @@ def empty_tensor(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype)
 
 
 def release_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """The same, its memory all zero again and, but for its ends, taken up by nothing."""
+    """Set a tensor to zero by returning its whole pages to the system. Returns the tensor."""
     storage = tensor.untyped_storage()
     begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     first, last = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
-    # The C library may find room for a block among what it has, and then does not ask the system.
+    # The C library may reuse memory that it has, instead of the system's. If madvise is refused, all is overwritten.
     if last <= first or _libc.madvise(first, last - first, mmap.MADV_DONTNEED):
         first = last = end
     ctypes.memset(begin, 0, first - begin)

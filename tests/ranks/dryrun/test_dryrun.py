@@ -161,7 +161,7 @@ def test_a_page_and_an_export_work(job: tuple[Run, processes.Result], tmp_path: 
     pytest.importorskip("jinja2")
     run, _ = job
     assert main(["report", str(run.log.path), "--html", str(tmp_path / "page.html")]) == 0
-    assert "Simulated, a dry run" in (tmp_path / "page.html").read_text()
+    assert "Simulated (a dry run)" in (tmp_path / "page.html").read_text()
     assert main(["export", str(run.log.path), "--out", str(tmp_path / "events.csv")]) == 0
     assert len((tmp_path / "events.csv").read_text().splitlines()) == 1 + len(commtrace.open(run.log.path).events())
 
@@ -174,7 +174,7 @@ def test_a_page_and_an_export_work(job: tuple[Run, processes.Result], tmp_path: 
         (["--world-size", "4"], ["python", "-m", "torch.distributed.run", "train.py"], "a launcher"),
         (["--world-size", "4"], ["no-such-program"], "no such program on PATH"),
         (["--world-size", "4", "--ranks", "0,4"], ["true"], "rank 4 is not one of 4"),
-        (["--world-size", "4", "--ranks", "first"], ["true"], "--ranks first: not understood"),
+        (["--world-size", "4", "--ranks", "first"], ["true"], "--ranks first: not a list of ranks"),
         (["--world-size", "4"], ["true"], "rank 0 made no communication call"),
         (["--world-size", "4"], ["false"], "rank 0 ended with status 1; no log was written"),
         (["--world-size", "4", "--timeout", "0.2"], ["sleep", "60"], "rank 0 was not done after"),
@@ -273,7 +273,7 @@ def test_a_folder_that_cannot_be_is_named_before_anything_runs(
 ) -> None:
     (tmp_path / "file").touch()
     assert main(["dryrun", "--world-size", "2", "--out", str(tmp_path / "file" / "log"), "true"]) == 1
-    assert f"{tmp_path / 'file'} is not a folder" in capsys.readouterr().err
+    assert f"{tmp_path / 'file'} is not a directory" in capsys.readouterr().err
 
 
 def test_a_limited_address_space_is_named(tmp_path: Path) -> None:
