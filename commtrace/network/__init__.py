@@ -1,17 +1,18 @@
-"""What a network can do: measured (`commtrace bench`), fitted, described in a file, and used to predict times.
+"""The times of communication on a network: measured (`commtrace bench`) or described, fitted, and predicted.
 
-commtrace bench --nproc 2              measure this machine; prints the tables, keeps them in network.json
-commtrace bench --show network.json    the tables and the fit again
+commtrace bench --nproc 2              measure this machine, print the tables, and write network.json
+commtrace bench --show network.json    print the tables and the fits again
 
-operations        what is measured, in nccl-tests' sizes
-plan, ranks       how much of it, and by which processes
-library           torch.distributed and mpi4py behind one interface (torch_library, mpi_library)
-measuring         one operation and size: warm-up, rounds, who is slowest
-results           what was measured, kept as JSON
-fit               a latency and a bandwidth of it, with the error of sizes that were held out
-algorithms        how both change with the number of ranks and hosts
-networks          a network that can be asked for a time: a measured one, or a described one
-tables            text as nccl-tests and the OSU micro-benchmarks print it
+operations        the measured operations, with nccl-tests' sizes
+bench_plan        what to measure
+bench_ranks       the processes of a measurement
+library           the interface of torch.distributed and mpi4py (torch_library, mpi_library)
+measuring         one operation and size: warm-up, rounds, slowest rank
+bench_results     the results and their JSON file
+bench_text        the results as nccl-tests and the OSU micro-benchmarks print them
+fit               latency and bandwidth of each operation, with the error for sizes that were left out
+algorithms        latency and bandwidth as functions of the number of ranks and hosts
+networks          a measured or described network, which predicts the time of a call
 """
 
 from __future__ import annotations
@@ -22,4 +23,4 @@ __all__ = ["NetworkError"]
 
 
 class NetworkError(CommtraceError):
-    """A network cannot be measured, or a file of one cannot be used; the message says what to change."""
+    """A network cannot be measured, or its file cannot be used; the message says what to change."""

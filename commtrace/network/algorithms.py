@@ -1,7 +1,7 @@
-"""How latency and bandwidth change with the ranks and hosts of a group.
+"""Latency and bandwidth of collective algorithms as functions of the ranks and hosts of a group.
 
-A collective takes a number of steps, one after the other, each of which waits for a message. Small messages see the
-steps; of large ones, all links are busy all the time, and the busiest decides.
+A collective takes a number of consecutive steps, each of which waits for a message. The steps determine the time of
+small messages. Large messages keep all links busy, and the busiest link determines the time.
 
 | algorithm | steps | source |
 | --- | --- | --- |
@@ -28,12 +28,12 @@ from .operations import POINT_TO_POINT
 RING, TREE = "ring", "tree"
 ALGORITHMS: Final = (RING, TREE)
 
-_THERE_AND_BACK: Final = ("all_reduce", "barrier")
+_TWO_PHASES: Final = ("all_reduce", "barrier")
 _LINEAR: Final = ("all_to_all", "gather", "scatter")
 
 
 def steps(op: str, ranks: int, algorithm: str) -> int:
-    """Messages one after the other, of an operation among two ranks or more."""
+    """Return the number of consecutive messages of an operation among two or more ranks."""
     if op in POINT_TO_POINT:
         return 1
     once = _log2(ranks) if algorithm == TREE and op not in _LINEAR else ranks - 1
@@ -46,61 +46,72 @@ def _log2(number: int) -> int:
 
 @dataclass(frozen=True)
 class Level:
-    """A step between two ranks, and what a rank can send and receive at the same time."""
+    """Links within or between hosts: latency of a message, and bandwidth of a rank in each direction."""
 
     latency_us: float
     bandwidth_gb_per_s: float
 
     def transfer_us(self, payload: float) -> float:
-        """The bandwidth part."""
+        """Return the microseconds that the bytes take, without latency."""
         return payload / self.bandwidth_gb_per_s / 1e3
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Microseconds."""
+    """Microseconds of a call: its latency, and the transfer of its bytes."""
 
     latency_us: float
     bandwidth_us: float
 
     @property
     def total_us(self) -> float:
-        """Both."""
+        """The sum of both."""
         return self.latency_us + self.bandwidth_us
 
 
 def cost(op: str, payload: int, ranks: int, hosts: int, intra: Level, inter: Level) -> Cost:
-    """Of the fastest algorithm above, in an ideal network of two levels, of `ranks` spread evenly over `hosts`.
+    """Return the cost of the fastest algorithm above in an ideal network.
 
-    `inter` is what a rank has of its host's network. Ranks of one host share theirs in a ring, of which only one rank
-    at a time sends to the next host: as libraries do, there are then as many rings as ranks.
+    In a ring over hosts only one rank of a host sends to the next host. As libraries do, there are as many rings as
+    ranks on a host, which together use the bandwidth of all of them.
+
+    Args:
+        op: One of `operations.OPERATIONS`.
+        payload: Bytes.
+        ranks: Number of ranks, spread evenly over the hosts.
+        hosts: Number of hosts.
+        intra: Links within a host.
+        inter: Links between hosts: what each rank has of its host's network.
     """
-    return min(_costs(op, payload, ranks, hosts, intra, inter), key=lambda one: one.total_us)
+    return min(_costs(op, payload, ranks, hosts, intra, inter), key=lambda cost: cost.total_us)
 
 
 def _costs(op: str, payload: int, ranks: int, hosts: int, intra: Level, inter: Level) -> Iterator[Cost]:
-    here = -(-ranks // hosts)
+    ranks_per_host = -(-ranks // hosts)
     far = inter if hosts > 1 else intra
     if op in POINT_TO_POINT:
         yield Cost(far.latency_us, far.transfer_us(payload))
         return
-    if op in _LINEAR:  # all messages leave at once, each by its own link
-        near_part, far_part = payload * (here - 1) / ranks, payload * (ranks - here) / ranks
-        yield Cost(far.latency_us, max(intra.transfer_us(near_part), inter.transfer_us(far_part)))
+    if op in _LINEAR:  # all messages are sent at once, each on its own link
+        intra_bytes, inter_bytes = payload * (ranks_per_host - 1) / ranks, payload * (ranks - ranks_per_host) / ranks
+        yield Cost(far.latency_us, max(intra.transfer_us(intra_bytes), inter.transfer_us(inter_bytes)))
         return
     ring = Level(
-        0.0, min(intra.bandwidth_gb_per_s, here * inter.bandwidth_gb_per_s) if hosts > 1 else intra.bandwidth_gb_per_s
+        0.0,
+        min(intra.bandwidth_gb_per_s, ranks_per_host * inter.bandwidth_gb_per_s)
+        if hosts > 1
+        else intra.bandwidth_gb_per_s,
     )
     around = (ranks - hosts) * intra.latency_us + (hosts - 1) * inter.latency_us
-    up = (here - 1) * intra.latency_us + _log2(hosts) * inter.latency_us
-    if op in _THERE_AND_BACK:
+    up = (ranks_per_host - 1) * intra.latency_us + _log2(hosts) * inter.latency_us
+    if op in _TWO_PHASES:
         yield Cost(2 * around, ring.transfer_us(2 * payload * (ranks - 1) / ranks))
         yield Cost(2 * up, ring.transfer_us(2 * payload))
     elif op in ("all_gather", "reduce_scatter"):
         yield Cost(around, ring.transfer_us(payload * (ranks - 1) / ranks))
     else:
         yield Cost(around, ring.transfer_us(payload))
-        climb, cross = _log2(here), _log2(hosts)
+        climb, cross = _log2(ranks_per_host), _log2(hosts)
         yield Cost(
             climb * intra.latency_us + cross * inter.latency_us,
             climb * intra.transfer_us(payload) + cross * inter.transfer_us(payload),

@@ -1,20 +1,23 @@
-"""A latency and a bandwidth of what was measured: t = alpha + beta * bytes, for one operation and group.
+"""Fits of latency and bandwidth to measured times: t = alpha + beta * bytes, for each operation and group.
 
-**Bytes** are those of busbw (`operations.bus_bytes`), so that 1 / beta is the bus bandwidth that large messages come
-to, comparable between operations and group sizes (R. W. Hockney, The communication challenge for MPP, Parallel
+**Bytes** are those of busbw (`operations.bus_bytes`), so that 1 / beta is the bus bandwidth of large messages,
+comparable between operations and group sizes (R. W. Hockney, The communication challenge for MPP, Parallel
 Computing 20, 1994, for two processes; Thakur, Rabenseifner and Gropp 2005, doi:10.1177/1094342005051521, for many).
 
-**Robust.** Sizes span seven orders of magnitude and times four, so residuals are relative: the sum of (fit / measured
-- 1)^2 is made least, with weights of Huber that take the force from sizes that stand apart. Neither alpha nor beta is
-negative. What is fitted is the median over rounds.
+**Robustness.** Minimises squared relative residuals (fit / measured - 1) with Huber weights, so that outliers count
+less. Residuals are relative because times span four orders of magnitude. Neither alpha nor beta is negative. The median
+over rounds is fitted.
 
-**Pieces.** Libraries switch protocols with the size, and caches end. A fit has one piece unless the sizes that were
-held out demand more: up to five pieces (a latency and a bandwidth each, from some size on) are taken if they lower
-the mean held-out error by a tenth of it and one percentage point, at least. A large message passes an eager and a
-rendezvous protocol and up to three levels of memory; the last of them may begin at 32 MiB, and have two sizes.
+**Pieces.** Libraries switch protocols with the size, and messages outgrow caches. A fit has one piece (a latency and a
+bandwidth, from some size on), or up to five if they lower the mean held-out error by at least a tenth of it and one
+percentage point: there are an eager and a rendezvous protocol and up to three levels of memory, the last of which may
+begin at 32 MiB and have two sizes.
 
-**Held out.** The error beside a fit is that of sizes it has not seen: each size in turn is left out, everything is
-fitted anew to the others, where pieces begin included, and the size left out is predicted.
+**Held-out error.** The error of a fit is that of sizes it was not fitted to: each size in turn is left out, everything,
+the limits of the pieces included, is fitted to the others, and the size left out is predicted.
+
+The pieces are found by dynamic programming over sums for all ranges of sizes at once, in numpy. A general solver
+(scipy's least_squares with its Huber loss) would fit one piece between given limits, and need the same search around.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ Array = npt.NDArray[np.float64]
 
 MOST_PIECES: Final = 5
 _PIECE_SIZES: Final = 2
-"""Sizes that a piece is fitted to, at least."""
+"""Minimum number of sizes of a piece."""
 _WORTH: Final = 0.9
 _WORTH_POINTS: Final = 0.01
 _HUBER: Final = 1.5
@@ -43,7 +46,7 @@ _REWEIGHTED: Final = 4
 
 @dataclass(frozen=True)
 class Piece:
-    """From this payload on: microseconds, and microseconds per byte of busbw."""
+    """A piece of a fit, from this payload on: microseconds, and microseconds per bus byte."""
 
     from_bytes: int
     alpha_us: float
@@ -52,48 +55,53 @@ class Piece:
 
 @dataclass(frozen=True)
 class Fit:
-    """Of one operation and group."""
+    """The fit of one operation and group.
+
+    `sizes` is the number of fitted sizes. The held-out errors are relative; None: too few sizes to leave one out.
+    """
 
     op: str
     ranks: int
     hosts: int
     sizes: int
-    """That were fitted."""
     least_bytes: int
     most_bytes: int
     pieces: tuple[Piece, ...]
     held_out_median: float | None
-    """Relative error of sizes that were left out; None: there were too few sizes to leave one out."""
     held_out_worst: float | None
     held_out_worst_bytes: int | None
 
     def time_us(self, payload: int) -> float:
-        """Expected time of a call."""
-        piece = next((one for one in reversed(self.pieces) if one.from_bytes <= payload), self.pieces[0])
+        """Return the expected microseconds of a call."""
+        piece = _piece_at(self.pieces, payload)
         return piece.alpha_us + piece.beta_us_per_byte * float(bus_bytes(self.op, payload, self.ranks))
 
     @property
     def latency_us(self) -> float:
-        """Of the smallest messages."""
+        """Latency of the smallest messages."""
         return self.pieces[0].alpha_us
 
     @property
     def busbw_gb_per_s(self) -> float | None:
-        """That the largest messages come to; None where the time does not depend on the size."""
+        """Bus bandwidth of the largest messages; None if the time does not depend on the size."""
         beta = self.pieces[-1].beta_us_per_byte
         return None if not beta else 1e-3 / beta
 
 
+def _piece_at(pieces: Sequence[Piece], payload: float) -> Piece:
+    return next((piece for piece in reversed(pieces) if piece.from_bytes <= payload), pieces[0])
+
+
 def fit_operations(rows: Iterable[BenchRow]) -> tuple[Fit, ...]:
-    """A fit of each operation and group, in the order in which they were measured."""
-    found: dict[tuple[str, int, int], dict[int, BenchRow]] = {}
+    """Return a fit of each operation and group, in the order of the rows."""
+    by_group: dict[tuple[str, int, int], dict[int, BenchRow]] = {}
     for row in rows:
-        found.setdefault((row.op, row.ranks, row.hosts), {})[row.payload_bytes] = row
-    return tuple(fit(op, ranks, hosts, [*some.values()]) for (op, ranks, hosts), some in found.items())
+        by_group.setdefault((row.op, row.ranks, row.hosts), {})[row.payload_bytes] = row
+    return tuple(fit(op, ranks, hosts, [*by_size.values()]) for (op, ranks, hosts), by_size in by_group.items())
 
 
 def fit(op: str, ranks: int, hosts: int, rows: Sequence[BenchRow]) -> Fit:
-    """Of the rows of one operation and group, one at least, of different sizes."""
+    """Fit the rows of one operation and group: one or more, of different sizes."""
     rows = sorted(rows, key=lambda row: row.payload_bytes)
     payload = np.array([row.payload_bytes for row in rows], float)
     bus = np.asarray(bus_bytes(op, payload, ranks), float)
@@ -117,12 +125,12 @@ def fit(op: str, ranks: int, hosts: int, rows: Sequence[BenchRow]) -> Fit:
 
 
 def _most(sizes: int) -> int:
-    """Pieces that so many sizes may have; 0: too few to fit and leave one out."""
+    """Return the largest number of pieces for so many sizes; 0: too few to fit and leave one out."""
     return min(MOST_PIECES, sizes // _PIECE_SIZES) if sizes >= 2 * _PIECE_SIZES else int(sizes >= 2)
 
 
 def _fewest(errors: dict[int, float]) -> int:
-    """The number of pieces: more of them must be worth it."""
+    """Return the number of pieces: more of them must lower the error enough."""
     chosen = 1
     for pieces, error in errors.items():
         if error < _WORTH * errors[chosen] and error < errors[chosen] - _WORTH_POINTS:
@@ -131,42 +139,41 @@ def _fewest(errors: dict[int, float]) -> int:
 
 
 def _held_out(payload: Array, bus: Array, times: Array, pieces: int) -> Array:
-    """Relative error of each size, predicted from the others."""
+    """Return the relative error of each size, predicted from the others."""
     errors = np.empty(len(times))
     for at in range(len(times)):
         kept = np.arange(len(times)) != at
-        found = _robust(payload[kept], bus[kept], times[kept], pieces)
-        piece = next((one for one in reversed(found) if one.from_bytes <= payload[at]), found[0])
+        piece = _piece_at(_robust(payload[kept], bus[kept], times[kept], pieces), payload[at])
         errors[at] = abs((piece.alpha_us + piece.beta_us_per_byte * bus[at]) / times[at] - 1)
     return errors
 
 
 def _robust(payload: Array, bus: Array, times: Array, pieces: int) -> tuple[Piece, ...]:
-    """Pieces by least squares of relative residuals, weighted anew by what the last fit left over."""
+    """Fit pieces by least squares of relative residuals, with weights from the residuals of the previous fit."""
     weights = np.ones(len(times))
-    found: tuple[Piece, ...] = ()
+    fitted: tuple[Piece, ...] = ()
     for _ in range(_REWEIGHTED):
         begins, alphas, betas = _pieces(bus, times, weights, pieces)
         number = np.searchsorted(begins, np.arange(len(times)), side="right") - 1
-        left = (alphas[number] + betas[number] * bus) / times - 1
-        found = tuple(
+        residuals = (alphas[number] + betas[number] * bus) / times - 1
+        fitted = tuple(
             Piece(int(payload[begin]), float(alpha), float(beta))
             for begin, alpha, beta in zip(begins, alphas, betas, strict=True)
         )
-        scale = 1.4826 * statistics.median(abs(left))  # of a normal distribution: its standard deviation
+        scale = 1.4826 * statistics.median(abs(residuals))  # the standard deviation, for normally distributed residuals
         if scale < 1e-9:
             break
-        weights = np.minimum(1.0, _HUBER * scale / np.maximum(abs(left), 1e-12))
-    return found
+        weights = np.minimum(1.0, _HUBER * scale / np.maximum(abs(residuals), 1e-12))
+    return fitted
 
 
 def _pieces(bus: Array, times: Array, weights: Array, pieces: int) -> tuple[tuple[int, ...], Array, Array]:
-    """First size, alpha and beta of each of so many pieces, whose squares are least in all."""
+    """Return first size, alpha and beta of each of so many pieces with the least sum of squares."""
     alpha, beta, cost = _segments(bus, times, weights)
     count = len(times)
     length = np.arange(count + 1)[None, :] - np.arange(count + 1)[:, None]
     cost = np.where(length >= (_PIECE_SIZES if pieces > 1 else 1), cost, np.inf)
-    least, came_from = cost[0], []  # of one piece up to each size, and then of one piece more
+    least, came_from = cost[0], []  # cost of the best pieces up to each size; one piece more in each iteration
     for _ in range(pieces - 1):
         through = least[:, None] + cost
         came_from.append(through.argmin(axis=0))
@@ -179,7 +186,7 @@ def _pieces(bus: Array, times: Array, weights: Array, pieces: int) -> tuple[tupl
 
 
 def _segments(bus: Array, times: Array, weights: Array) -> tuple[Array, Array, Array]:
-    """alpha, beta and cost of the sizes from i up to, but not, j, as [i, j], for all i and j at once.
+    """Return alpha, beta and cost of a piece over sizes i to j - 1, as [i, j], for all i and j at once.
 
     The sum of w (alpha / t + beta b / t - 1)^2 is quadratic in both; sums over sizes are differences of running sums.
     """

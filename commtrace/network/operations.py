@@ -1,16 +1,16 @@
-"""What is measured, and the sizes of its buffers: nccl-tests' conventions (its doc/PERFORMANCE.md), in elements.
+"""The measured operations and the sizes of their buffers, as in nccl-tests (its doc/PERFORMANCE.md), in elements.
 
-The payload of an operation is the size that `commtrace.volume` documents, so that rows of a measurement and calls in a
-log are about the same bytes. A share is the payload divided among the ranks.
+The payload of an operation is the size that `commtrace.volume` documents, so that measurements and recorded calls count
+the same bytes. A share is the payload divided by the number of ranks.
 
-| operation | a rank gives | a rank takes | payload |
+| operation | input of a rank | output of a rank | payload |
 | --- | --- | --- | --- |
 | all_reduce, broadcast, reduce | payload | payload | the buffer |
 | all_gather, gather | share | payload | all shares |
 | reduce_scatter, scatter | payload | share | all shares |
 | all_to_all | payload | payload | the send buffer |
-| send_recv | message | message | a message there and back; half of the time counts (osu_latency) |
-| send_recv_window | message | message | many messages one way, then an answer; one message's part counts (osu_bw) |
+| send_recv | message | message | a message there and back; half of the time (osu_latency) |
+| send_recv_window | message | message | many messages one way, then an answer; the time per message (osu_bw) |
 | barrier | | | none |
 """
 
@@ -38,50 +38,50 @@ ROOTED: Final = ("broadcast", "reduce", "gather", "scatter")
 _SHARED: Final = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 
 ELEMENT_BYTES: Final = 4
-"""Bytes of an element: all that is measured is float32, as nccl-tests' default is."""
+"""Bytes of an element: float32, as by default in nccl-tests."""
 
 WINDOW_MESSAGES: Final = 64
-"""Messages in flight, osu_bw's default."""
+"""Messages in flight, as by default in osu_bw."""
 _WINDOW_BYTES: Final = 64 << 20
 
 _PERIOD: Final = 251
-"""Of the values in a buffer: a prime, so that a share in the wrong place is seen."""
+"""Period of the values in a buffer: a prime, so that a share in the wrong place is detected."""
 
 
 def payload_elements(op: str, payload: int, ranks: int) -> int:
-    """Elements of the largest payload up to `payload` bytes that all ranks have equal shares of; 0: there is none."""
+    """Return the elements of the largest payload, up to `payload` bytes, with equal shares for all ranks; 0: none."""
     count = payload // ELEMENT_BYTES
     return count // ranks * ranks if op in _SHARED else count
 
 
 def input_elements(op: str, count: int, ranks: int) -> int:
-    """Elements that a rank (of those that give anything) hands in."""
+    """Return the elements of the input of a rank that has one."""
     return count // ranks if op in ("all_gather", "gather") else count
 
 
 def output_elements(op: str, count: int, ranks: int) -> int:
-    """Elements that a rank (of those that get anything) gets."""
+    """Return the elements of the output of a rank that has one."""
     return count // ranks if op in ("reduce_scatter", "scatter") else count
 
 
 def bus_bytes(op: str, payload: Any, ranks: int) -> Any:
-    """Bytes that busbw is counted of (`commtrace.volume`): what passes the busiest rank, whatever the algorithm.
+    """Return the bytes that busbw counts (`commtrace.volume`): those that the busiest rank must send.
 
-    A time of latency + these bytes / bandwidth has the same bandwidth for every number of ranks, in an ideal network.
+    With a time of latency + bus bytes / bandwidth, an ideal network has the same bandwidth for every number of ranks.
     """
     factor = busbw_factor("send" if op in POINT_TO_POINT else op, ranks)
     return payload * (factor if factor is not None else 1.0)
 
 
-def payload_sizes(least: int, most: int) -> Iterator[int]:
-    """Powers of two times `least`, up to `most`, in bytes."""
-    while least <= most:
-        yield least
-        least *= 2
+def payload_sizes(min_bytes: int, max_bytes: int) -> Iterator[int]:
+    """Yield `min_bytes` times powers of two, up to `max_bytes`."""
+    while min_bytes <= max_bytes:
+        yield min_bytes
+        min_bytes *= 2
 
 
 def window_messages(payload: int) -> int:
-    """Messages in flight: osu_bw's 64, fewer of large ones, as their bandwidth shows with fewer."""
+    """Return the messages in flight: 64 as in osu_bw, fewer if large, which reach their bandwidth with fewer."""
     return max(2, min(WINDOW_MESSAGES, _WINDOW_BYTES // max(payload, 1)))
 
 
@@ -89,31 +89,37 @@ def window_messages(payload: int) -> int:
 
 
 def rank_values(count: int) -> Values:
-    """What rank 0 gives; rank r adds r to each value. Sums over ranks are exact in float32."""
+    """Return the values of rank 0; rank r adds r to each. Sums over ranks are exact in float32."""
     return (np.arange(count) % _PERIOD).astype(np.float32)
 
 
 def expected_values(op: str, values: Values, rank: int, ranks: int) -> Values | None:
-    """What a rank must have got when all ranks gave their values (`rank_values` of the payload); None: nothing.
+    """Return the correct output of a rank, None if it has none.
 
-    The root is rank 0; of two ranks that exchange messages, rank 1 takes and, but for the window, rank 0, too.
+    The root is rank 0. In a window of messages only rank 1 receives.
+
+    Args:
+        op: One of OPERATIONS.
+        values: `rank_values` of the whole payload.
+        rank: The rank.
+        ranks: Number of ranks of the group.
     """
     share = len(values) // ranks
-    mine = values[rank * share : (rank + 1) * share]
+    own_share = values[rank * share : (rank + 1) * share]
     if op in ROOTED and op not in ("broadcast", "scatter") and rank:
         return None
     if op in ("all_reduce", "reduce"):
         return _total(values, ranks)
     if op == "reduce_scatter":
-        return _total(mine, ranks)
+        return _total(own_share, ranks)
     if op == "broadcast":
         return values
     if op in ("all_gather", "gather"):
         return np.concatenate([values[:share] + other for other in range(ranks)])
     if op == "scatter":
-        return mine
+        return own_share
     if op == "all_to_all":
-        return np.concatenate([mine + other for other in range(ranks)])
+        return np.concatenate([own_share + other for other in range(ranks)])
     if op == PING_PONG or (op == WINDOW and rank):
         return values + (1 - rank)
     return None

@@ -1,4 +1,4 @@
-"""A clean end: nothing of the process group may still be at work when Python goes away."""
+"""A clean end of a process: no thread of the process group may be running when Python exits."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from pathlib import Path
 _TASKS = Path("/proc/self/task")
 
 
-def wait_for_threads(limit_s: float = 5.0) -> None:
-    """Wait until every other thread of this process sleeps, ``limit_s`` seconds at most.
+def wait_for_threads(timeout_s: float = 5.0) -> None:
+    """Wait until every other thread of this process sleeps, at most `timeout_s` seconds.
 
-    A collective is complete for its caller before gloo's thread has let go of the tensors, and for that it takes the
-    interpreter's lock. A thread that asks for the lock when the interpreter has begun to shut down is ended by Python
-    (before 3.14), which C++ answers with "terminate called without an active exception": the process dies of SIGABRT
-    after a good training, about once in twenty runs on a busy machine. Destroying the process group does not help:
-    its threads outlive it when anything in DDP or DeepSpeed still refers to it.
+    A collective is complete for its caller before gloo's thread releases the tensors, for which it needs the GIL.
+    Python before 3.14 ends a thread that requests the GIL during shutdown, and the C++ runtime then aborts the process
+    ("terminate called without an active exception"): SIGABRT after a good training, about once in twenty runs on a busy
+    machine. Destroying the process group does not help: its threads outlive it while DDP or DeepSpeed refers to it.
     """
-    end = time.monotonic() + limit_s
+    end = time.monotonic() + timeout_s
     quiet = 0
-    # Twice, because between two looks the lock is free: whoever waited for it has had it.
+    # Twice: between two checks the GIL is free, so that a thread that waited for it has had it.
     while quiet < 2 and time.monotonic() < end:
         time.sleep(0.01)
         quiet = 0 if _others_run() else quiet + 1
@@ -29,15 +28,15 @@ def wait_for_threads(limit_s: float = 5.0) -> None:
 
 def _others_run() -> bool:
     if not _TASKS.is_dir():
-        return False  # not Linux: the two sleeps have to do
+        return False  # not Linux: the two sleeps must suffice
     own = threading.get_native_id()
     return any(_state(int(task)) == "R" for task in os.listdir(_TASKS) if int(task) != own)
 
 
 def _state(task: int) -> str:
-    """The scheduler's letter for a thread: R runs or wants to, S sleeps."""
+    """Return the scheduler's state of a thread: R is running or runnable, S is sleeping."""
     try:
         stat = (_TASKS / str(task) / "stat").read_text()
     except OSError:
-        return ""  # ended meanwhile
+        return ""  # it has ended
     return stat.rpartition(")")[2].split()[0]
