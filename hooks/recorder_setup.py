@@ -7,8 +7,9 @@ first begins for all.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from commtrace.identity import RankIdentity, rank_from_environment
 from commtrace.recording.recorder import Recorder
@@ -77,3 +78,43 @@ def member() -> RankIdentity:
         if known is not None:
             return known
     return rank_from_environment()
+
+
+class Tracer(Protocol):
+    """What a hook of one library keeps for one recorder."""
+
+    recorder: Recorder
+
+    def release(self) -> None:
+        """Drop what is no longer needed. Called by the drain thread, for the last time after the session has ended."""
+
+
+AnyTracer = TypeVar("AnyTracer", bound=Tracer)
+
+
+class Tracers(Generic[AnyTracer]):
+    """The tracer of one library: one for each recorder of this process, made with the library's first call."""
+
+    def __init__(self, make: Callable[[Recorder], AnyTracer]) -> None:
+        """Remember how to make a tracer."""
+        self._make = make
+        self._tracer: AnyTracer | None = None
+        self._lock = threading.RLock()
+        self.started: list[Callable[[AnyTracer], None]] = []
+        """Listeners, called with each new tracer before the first call is recorded."""
+
+    def current(self) -> AnyTracer | None:
+        """Return the running recorder's tracer; None before the first call, after the end, and in a forked child."""
+        tracer = self._tracer
+        return tracer if tracer is not None and tracer.recorder is session.recorder else None
+
+    def start(self, recorder: Recorder) -> AnyTracer:
+        """Return the tracer of a recorder, made when it is first asked for."""
+        with self._lock:
+            tracer = self._tracer
+            if tracer is None or tracer.recorder is not recorder:
+                tracer = self._tracer = self._make(recorder)
+                recorder.each_drain.append(tracer.release)
+                for listener in self.started:
+                    listener(tracer)
+        return tracer

@@ -11,8 +11,7 @@ from typing import Any, Final
 from mpi4py import MPI
 
 from commtrace import identity
-from commtrace.hooks import call_site
-from commtrace.hooks import recorder_setup as beginning
+from commtrace.hooks import call_site, recorder_setup
 from commtrace.hooks.call_context import CallContext
 from commtrace.identity import RankIdentity
 from commtrace.progress import progress
@@ -52,41 +51,18 @@ def _agree(proposal: str) -> str:
     return "" if identity.launcher_run_name() else proposal
 
 
-_current: MpiTracer | None = None
-
-started: list[Callable[[MpiTracer], None]] = []
-"""Called with each new tracer."""
-
 ended: list[Callable[[], None]] = []
 """Called when a tracer's session has ended."""
 
-_starting: Final = threading.RLock()
-
-
-def current() -> MpiTracer | None:
-    """The tracer of this process's recorder; None before there is one, when it is closed, and in a forked child."""
-    tracer = _current
-    return tracer if tracer is not None and tracer.recorder is session.recorder else None
-
 
 def begin() -> MpiTracer | None:
-    """The tracer of this process, made with the first call; None where tracing is off, or MPI."""
-    global _current
+    """Return the tracer of this process, made with the first call; None if tracing is off or MPI is not initialized."""
     if session.settings is None and session.recorder is None:
         return None
     if MPI.Is_finalized() or not MPI.Is_initialized():
         return None
-    recorder = session.recorder or beginning.begin()
-    if recorder is None:
-        return None
-    with _starting:
-        tracer = _current
-        if tracer is None or tracer.recorder is not recorder:
-            tracer = _current = MpiTracer(recorder)
-            recorder.each_drain.append(tracer.release)
-            for listener in started:
-                listener(tracer)
-    return tracer
+    recorder = session.recorder or recorder_setup.begin()
+    return None if recorder is None else _tracers.start(recorder)
 
 
 class Part:
@@ -229,7 +205,7 @@ class MpiTracer:
         self.windows = Windows(recorder)
         self.whereabouts = CallContext(recorder)
         self._kinds: dict[tuple[Method, str, str | None, str | None], int] = {}
-        self._batches = beginning.batches
+        self._batches = recorder_setup.batches
 
     def release(self) -> None:
         """By the drain thread: when the session has ended, nothing is followed any more."""
@@ -328,6 +304,11 @@ class MpiTracer:
             }
             kind = self._kinds[key] = self.recorder.tables.number("kinds", ("mpi", *row.values()), lambda: row)
         return kind
+
+
+_tracers: Final = recorder_setup.Tracers(MpiTracer)
+current: Final = _tracers.current
+started: Final = _tracers.started
 
 
 def _named(reduce_op: Any) -> str:

@@ -89,7 +89,7 @@ class Library:
         """
         path = self.path()
         if not path.exists():
-            raise NotBuiltError(f"{path} is not built; run `commtrace build`")
+            raise NotBuiltError(f"{self.name} is not built for this environment ({path}); run `commtrace build`")
         spec = importlib.util.spec_from_file_location(self.name, path)
         if spec is None or spec.loader is None:
             raise ImportError(f"{path} is not a library")

@@ -16,9 +16,10 @@ from commtrace.recording.recorder import Recorder
 from commtrace.recording.ring import Ring
 from commtrace.recording.session import session
 
-from . import libraries, works
+from . import libraries
 from .rows import Rows
 from .slots import NativeSlots
+from .works import native_patches
 
 _library: Any = None
 _operators: list[Operator] = []
@@ -46,7 +47,8 @@ def install(operators: Sequence[Operator], functional: Sequence[str]) -> None:
     """Put kernels before these operators of c10d and of _c10d_functional, once, and follow the waits."""
     torch_kernels.put_in_place(KernelBackend(_library.crossing, _make_slots))
     torch_tracer.started.insert(0, _go)
-    works.install(_library)
+    native_patches.library = _library
+    native_patches.install()
     if not _operators:
         _operators[:] = operators
         _library.install([_plan(number, operator) for number, operator in enumerate(operators)], list(functional))
@@ -56,7 +58,7 @@ def install(operators: Sequence[Operator], functional: Sequence[str]) -> None:
 def uninstall() -> None:
     """Take everything out again, but the kernels, which only hand on from here on."""
     if _go in torch_tracer.started:
-        works.uninstall()
+        native_patches.uninstall()
         _library.disarm()
         torch_tracer.started.remove(_go)
         torch_kernels.put_in_place(None)

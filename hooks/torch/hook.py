@@ -17,10 +17,10 @@ from commtrace.hooks.native import recorder as native
 from commtrace.recording.session import session
 
 from . import training as torch_training
-from . import works as torch_works
 from .c10d_operators import Operator, known_operators
 from .dispatcher import Kernels
 from .kernels import blind_spots, crossing, functional_kernel, kernel_for, wait_kernel
+from .works import python_patches
 
 _ALWAYS = (
     "direct calls on a backend object, ProcessGroup subclasses written in Python, symmetric memory (symm_mem::), "
@@ -84,7 +84,7 @@ def _install_python(operators: list[Operator]) -> None:
         except BaseException:
             _kernels.take_out()
             raise
-    torch_works.install()
+    python_patches.install()
 
 
 def _put_in(operators: list[Operator]) -> None:
@@ -101,7 +101,7 @@ def uninstall() -> None:
     global _installed
     _installed = False
     torch_training.uninstall()
-    torch_works.uninstall()
+    python_patches.uninstall()
     native.uninstall()
 
 

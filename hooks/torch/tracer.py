@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -17,10 +17,10 @@ from commtrace.hooks import call_site
 from commtrace.hooks.call_context import CallContext
 from commtrace.hooks.call_site import CallSites
 from commtrace.hooks.groups import Group
+from commtrace.hooks.recorder_setup import Tracers
 from commtrace.identity import RankIdentity
 from commtrace.progress import progress
 from commtrace.recording.recorder import Recorder
-from commtrace.recording.session import session
 from commtrace.schema import Clock, Flag
 
 from .c10d_operators import Operator
@@ -59,31 +59,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
-_current: TorchTracer | None = None
-_starting: Final = threading.RLock()
 _thread: Final = threading.local()
-
-started: list[Callable[[TorchTracer], None]] = []
-"""Called with each new tracer: by hooks that know roles and jobs before the first call is made."""
-
-
-def current() -> TorchTracer | None:
-    """The tracer of this process's recorder; None before there is one, when it is closed, and in a forked child."""
-    tracer = _current
-    return tracer if tracer is not None and tracer.recorder is session.recorder else None
-
-
-def start(recorder: Recorder) -> TorchTracer:
-    """The tracer of a recorder, made when it is first asked for."""
-    global _current
-    with _starting:
-        tracer = _current
-        if tracer is None or tracer.recorder is not recorder:
-            tracer = _current = TorchTracer(recorder)
-            recorder.each_drain.append(tracer.release)
-            for listener in started:
-                listener(tracer)
-    return tracer
 
 
 class functional:  # noqa: N801  (used as a function)
@@ -221,6 +197,12 @@ class TorchTracer:
         own = group.global_rank(group.rank)
         source, destination = (own, peer) if operator.op == "send" else (peer, own)
         return peer, tag, group.message(source, destination, tag)
+
+
+_tracers: Final = Tracers(TorchTracer)
+current: Final = _tracers.current
+start: Final = _tracers.start
+started: Final = _tracers.started
 
 
 def _flags(operator: Operator, args: Sequence[Any], seen: int) -> int:

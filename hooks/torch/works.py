@@ -1,4 +1,7 @@
-"""The ends of calls: waits and polls of Work objects, and the brackets around coalesced calls."""
+"""Wrappers around the methods that show the ends of calls: waits and polls of Work objects, and coalescing.
+
+They are no operators, so both recorders wrap them in Python; what differs is in a subclass of `WorkPatches`.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +15,111 @@ from commtrace.patching import Patches
 from commtrace.recording.session import session
 
 from .kernels import begin
-from .tracer import current, now
-
-_patches = Patches()
+from .tracer import TorchTracer, current, now
 
 
-def install() -> None:
-    """Wrap the methods, of subclasses too where they have their own; of two nested waits the inner one counts."""
-    work: Any = dist.Work
-    for cls in (work, *work.__subclasses__()):
-        for name in ("wait", "synchronize"):
-            _patches.wrap(cls, name, _waiting)
-        _patches.wrap(cls, "is_completed", _polling)
-    _patches.wrap(dist.ProcessGroup, "_start_coalescing", _start_coalescing)
-    _patches.wrap(dist.ProcessGroup, "_end_coalescing", _end_coalescing)
+class WorkPatches:
+    """The wrapped methods of Work and ProcessGroup. Of two nested waits the inner one counts."""
+
+    def __init__(self) -> None:
+        """Replace nothing yet."""
+        self._patches = Patches()
+
+    def install(self) -> None:
+        """Wrap the methods, and those of Work's subclasses that define their own."""
+        work: Any = dist.Work
+        for cls in (work, *work.__subclasses__()):
+            for name in ("wait", "synchronize"):
+                self._wrap_wait(self._patches, cls, name)
+            self._patches.wrap(cls, "is_completed", self._polling)
+        self._patches.wrap(dist.ProcessGroup, "_start_coalescing", self._start_coalescing)
+        self._patches.wrap(dist.ProcessGroup, "_end_coalescing", self._end_coalescing)
+
+    def uninstall(self) -> None:
+        """Restore the methods."""
+        self._patches.undo()
+
+    def _wrap_wait(self, patches: Patches, cls: Any, name: str) -> None:
+        """Replace a method of a Work class that waits."""
+        raise NotImplementedError
+
+    def _polled(self, work: Any) -> None:
+        """Note that `work` is complete, as a poll has just shown."""
+        raise NotImplementedError
+
+    def _batch_begins(self, tracer: TorchTracer, group: Any) -> None:
+        """Note that calls on this process group belong together from here on."""
+        raise NotImplementedError
+
+    def _batch_ends(self, tracer: TorchTracer, group: Any, work: Any) -> None:
+        """Note that the batch is issued; it ends with `work` (None: the backend has waited, or orders a stream)."""
+        raise NotImplementedError
+
+    def _polling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        polled = self._polled
+
+        def is_completed(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            if result:
+                try:
+                    polled(self)
+                except Exception:
+                    fault()
+            return result
+
+        return is_completed
+
+    def _start_coalescing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        batch_begins = self._batch_begins
+
+        def _start_coalescing(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            try:
+                tracer = current()
+                if tracer is None and session.settings is not None:
+                    tracer = begin()  # the first calls of a program may be a batch
+                if tracer is not None:
+                    batch_begins(tracer, self)
+            except Exception:
+                fault()
+            return result
+
+        return _start_coalescing
+
+    def _end_coalescing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        batch_ends = self._batch_ends
+
+        def _end_coalescing(self: Any, *args: Any, **kwargs: Any) -> Any:
+            work = original(self, *args, **kwargs)
+            try:
+                tracer = current()
+                if tracer is not None:
+                    batch_ends(tracer, self, work)
+            except Exception:
+                fault()
+            return work
+
+        return _end_coalescing
 
 
-def uninstall() -> None:
-    """Put the methods back."""
-    _patches.undo()
+class PythonWorkPatches(WorkPatches):
+    """The wrappers of the Python recorder."""
+
+    def _wrap_wait(self, patches: Patches, cls: Any, name: str) -> None:
+        patches.wrap(cls, name, _waiting)
+
+    def _polled(self, work: Any) -> None:
+        t_end = now()
+        tracer = current()
+        pending = None if tracer is None else tracer.works.find(work)
+        if pending is not None and tracer is not None:
+            tracer.works.polled(pending, t_end)
+
+    def _batch_begins(self, tracer: TorchTracer, group: Any) -> None:
+        tracer.batches.begins(tracer.groups.of(group).number)
+
+    def _batch_ends(self, tracer: TorchTracer, group: Any, work: Any) -> None:
+        tracer.batches.ends(tracer.groups.of(group).number, work)
 
 
 def _waiting(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,48 +144,4 @@ def _waiting(original: Callable[..., Any]) -> Callable[..., Any]:
     return wait
 
 
-def _polling(original: Callable[..., Any]) -> Callable[..., Any]:
-    def is_completed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        t_end = now()
-        tracer = current()
-        if result and tracer is not None:
-            try:
-                pending = tracer.works.find(self)
-                if pending is not None:
-                    tracer.works.polled(pending, t_end)
-            except Exception:
-                fault()
-        return result
-
-    return is_completed
-
-
-def _start_coalescing(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _start_coalescing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        try:
-            tracer = current()
-            if tracer is None and session.settings is not None:
-                tracer = begin()  # the first calls of a program may be a batch
-            if tracer is not None:
-                tracer.batches.begins(tracer.groups.of(self).number)
-        except Exception:
-            fault()
-        return result
-
-    return _start_coalescing
-
-
-def _end_coalescing(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _end_coalescing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        work = original(self, *args, **kwargs)
-        tracer = current()
-        if tracer is not None:
-            try:
-                tracer.batches.ends(tracer.groups.of(self).number, work)
-            except Exception:
-                fault()
-        return work
-
-    return _end_coalescing
+python_patches = PythonWorkPatches()
