@@ -4,6 +4,9 @@
 
     calls           calls recorded or counted
     mean_ns, p99_ns cost of recording a call, by samples of this run
+    first_calls     calls that looked up a call site, an operator or a group for the first time, and
+    first_mean_ns   cost of recording one of them; missing where there was none, or an older commtrace recorded
+    steady_mean_ns  cost of recording one of the other calls, by samples; missing in the same cases
     calls_ns        mean_ns times calls
     drain_ns        processor time of writing to disk, in a thread of its own
     span_ns         from the first to the last time that the process's log has
@@ -12,7 +15,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -24,7 +27,20 @@ from commtrace.reading.table_reader import integer_or_none
 
 from .engine import Analysis, NamedTables, RecordBlock, merge_by
 
-COLUMNS: Final = ("rank", "pid", "calls", "mean_ns", "p99_ns", "calls_ns", "drain_ns", "span_ns", "share")
+COLUMNS: Final = (
+    "rank",
+    "pid",
+    "calls",
+    "mean_ns",
+    "p99_ns",
+    "first_calls",
+    "first_mean_ns",
+    "steady_mean_ns",
+    "calls_ns",
+    "drain_ns",
+    "span_ns",
+    "share",
+)
 
 
 def _partial(block: RecordBlock) -> pd.DataFrame:
@@ -66,11 +82,19 @@ def _row(process: Process, call_times: Sequence[int]) -> dict[str, object]:
         "calls": calls,
         "mean_ns": None if mean is None else round(mean),
         "p99_ns": integer_or_none(stats.get("cost_p99_ns")) if samples else None,
+        "first_calls": integer_or_none(stats.get("first_calls")),
+        "first_mean_ns": _mean(stats, "first_ns", "first_calls"),
+        "steady_mean_ns": _mean(stats, "steady_ns", "steady_samples"),
         "calls_ns": calls_ns,
         "drain_ns": drain,
         "span_ns": span,
         "share": None if calls_ns is None or drain is None or not span else (calls_ns + drain) / span,
     }
+
+
+def _mean(stats: Mapping[str, object], total: str, count: str) -> int | None:
+    total_ns, calls = integer_or_none(stats.get(total)), integer_or_none(stats.get(count))
+    return round(total_ns / calls) if calls and total_ns is not None else None
 
 
 ANALYSIS: Final = Analysis("cost", _partial, _merge, _finish)

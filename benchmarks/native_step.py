@@ -105,7 +105,7 @@ def once(step: Callable[[], object], *, traced: bool) -> float:
 def switch_off() -> None:
     """Nothing of commtrace's is on the way of a call or of a step any more; its recording stays."""
     torch_hook.uninstall()
-    torch_hook.take_out()
+    torch_hook.remove_kernels()
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def traced(
             yield
         finally:
             commtrace.stop()
-            torch_hook.take_out()
+            torch_hook.remove_kernels()
         run = commtrace.open(directory)
         check(run, recorder)
         if read is not None:

@@ -1,4 +1,4 @@
-"""Where in the program, and in its training, a call is made: line of code, phase, step. The same for every library."""
+"""Call context: the call site, phase and step of a call, whichever library it is a call of."""
 
 from __future__ import annotations
 
@@ -31,26 +31,30 @@ _is_grad_enabled: Callable[[], bool] = _no_grad
 
 
 def autograd(graph_task: Callable[[], int], is_grad_enabled: Callable[[], bool]) -> None:
-    """A library that differentiates says how to ask for the backward pass under way (-1: none), and for gradients."""
+    """Register how to ask for the running backward pass (-1: none) and whether gradients are recorded."""
     global _graph_task, _is_grad_enabled
     _graph_task, _is_grad_enabled = graph_task, is_grad_enabled
 
 
 def backward() -> Callable[[], int] | None:
-    """What tells the backward pass that is under way; None where nothing differentiates."""
+    """Return the function that gives the running backward pass; None where no library has registered one."""
     return None if _graph_task is _no_task else _graph_task
 
 
 class CallContext:
-    """Of the calls of one recorder."""
+    """Finds the context of calls, for one recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
+        """Write call sites to the recorder's tables."""
         self.sites: Final = CallSites(recorder.tables)
         self._numbered = recorder.sites
-        self._backward = _NO_TASK, 0  # the last backward pass seen on a thread without Python frames, and its site
+        self._backward = _NO_TASK, 0  # the last backward pass on a thread without Python frames, its site
 
     def find(self, depth: int) -> tuple[int, int, int]:
-        """(site, phase, what the frames tell) of the call `depth` frames up. Begins a step where one begins."""
+        """Return call site, phase and properties of the frames of the call `depth` frames up.
+
+        The first forward or backward after a step has finished begins the next step.
+        """
         marks = progress.marks
         task = _graph_task()
         if task != _NO_TASK:
@@ -61,7 +65,8 @@ class CallContext:
         if phase < 0 or self._numbered:
             site, seen = self.sites.find(depth + 1, deep=phase < 0)
         if phase < 0:
-            phase = _phase(seen)
+            unmarked = int(progress.unmarked())
+            phase = _FORWARD if seen & call_site.FORWARD else _OPTIMIZER if seen & call_site.OPTIMIZER else unmarked
         if progress.between_steps and (phase == _BACKWARD or (phase == _FORWARD and self._trains())):
             progress.activity()
         if not self._numbered:
@@ -77,9 +82,3 @@ class CallContext:
         if self._backward[0] != task:
             self._backward = task, self.sites.of_backward()
         return self._backward[1]
-
-
-def _phase(seen: int) -> int:
-    if seen & call_site.FORWARD:
-        return _FORWARD
-    return _OPTIMIZER if seen & call_site.OPTIMIZER else int(progress.unmarked())

@@ -1,7 +1,8 @@
-"""Which line of the program made a call, and what the frames above it tell about the call.
+"""Call sites: the line of the program that made a call, and what the frames above it show.
 
-The line is the innermost one that is not a mere wrapper: DeepSpeed's reducer rather than `deepspeed.comm.all_reduce`,
-the user's `loss.backward()` rather than autograd's. Frames are classified once by code object, so a walk costs little.
+The call site is the innermost line that is not in a wrapper: DeepSpeed's reducer rather than
+`deepspeed.comm.all_reduce`, the user's `loss.backward()` rather than autograd's. Frames are classified once per code
+object, so a walk is cheap.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from typing import Final
 import commtrace
 from commtrace.recording.table_writer import TableWriter
 
-# What a frame tells, as bits.
-WRAPPER: Final = 1  # only passes a call on
+# Properties of a frame, as bits. hooks/native/frames.h has the same.
+WRAPPER: Final = 1  # passes a call on, and is no call site
 OBJECT: Final = 2  # sends pickled objects as tensors
 FORWARD: Final = 4  # calls a module
 OPTIMIZER: Final = 8  # steps an optimizer
-HANDLE: Final = 16  # a message whose caller gets a handle ...
-BLOCKING: Final = 32  # ... but for a caller that waits for it at once
+HANDLE: Final = 16  # sends or receives a message and returns a handle
+BLOCKING: Final = 32  # sends or receives a message and waits for it
 BACKWARD: Final = 64  # runs autograd
 
-# Wrappers, by path below the packages' root. What starts with one of these only passes a call on.
+# Wrappers: code whose path below the packages' root starts with one of these.
 _WRAPPERS: Final = (
     "<eval_with_key>",
     "commtrace/dryrun/",
@@ -63,17 +64,17 @@ _WRAPPERS: Final = (
     "typing_extensions.py",
 )
 
-# Functions that only pass a call on, in files that do more than that.
-_PASSING_ON: Final = frozenset(
+# Wrappers in files that are not wrappers as a whole: (file, function).
+_WRAPPER_FUNCTIONS: Final = frozenset(
     {
         ("deepspeed/runtime/comm/coalesced_collectives.py", "_torch_reduce_scatter_fn"),
         ("deepspeed/runtime/zero/partition_parameters.py", "_dist_allgather_fn"),
     }
 )
 
-# Functions among the wrappers that tell something: (file, function) -> bits.
+# Wrappers that show more about a call: (file, function) -> bits.
 _C10D: Final = "torch/distributed/distributed_c10d.py"
-_TELLING: Final = {
+_PROPERTIES: Final = {
     (_C10D, "all_gather_object"): OBJECT,
     (_C10D, "broadcast_object_list"): OBJECT,
     (_C10D, "gather_object"): OBJECT,
@@ -89,25 +90,32 @@ _TELLING: Final = {
     ("torch/autograd/graph.py", "_engine_run_backward"): BACKWARD,
 }
 
-# A program that makes code as it runs (exec, torch.fx) must not make these tables grow for ever.
-_MOST_CODES: Final = 50_000
+# Bound on memory in a program that makes code as it runs (exec, torch.fx).
+_MAX_CODES: Final = 50_000
 
 
 class CallSites:
-    """Numbers of call sites, in the tables of one recorder."""
+    """Rows of the sites table of one recorder."""
 
     def __init__(self, tables: TableWriter) -> None:
+        """Write to these tables."""
         self._tables = tables
-        # By id, because hashing a code object reads all of it; the object is kept so that its id stays its own.
+        # By id, because hashing a code object reads all of it. The object is kept so that its id is not used again.
         self._kinds: dict[int, tuple[CodeType, int]] = {}
         self._sites: dict[tuple[int, int], int] = {}
         self.cleared: list[Callable[[], object]] = []
-        """Called when code is kept alive no more."""
+        """Listeners, called when code objects are released: what is known of their addresses is no longer valid."""
 
     def find(self, depth: int, *, deep: bool) -> tuple[int, int]:
-        """(site, what the frames tell) of the call `depth` frames up. Site 0: no Python frame at all.
+        """Find the call site of the call `depth` frames up.
 
-        With `deep` the walk goes on above the site's frame, to the first one that calls a module or steps an optimizer.
+        Args:
+            depth: Number of frames of the hook itself to skip.
+            deep: Walk on above the call site, to the first frame that calls a module or steps an optimizer.
+
+        Returns:
+            The site's row (0: the thread has no Python frame) and the properties of all frames that were walked, as
+            bits.
         """
         try:
             innermost: FrameType | None = sys._getframe(depth + 1)
@@ -132,30 +140,34 @@ class CallSites:
         return self.number(named), seen
 
     def in_training(self) -> bool:
-        """Whether the outermost module that is being called is in training mode.
+        """Return whether the outermost module that is being called is in training mode.
 
-        Of a call under `no_grad`: such are those within an autograd function's forward or FSDP's, and evaluation.
+        It distinguishes training from evaluation where gradients are off: both an autograd function's forward and
+        FSDP's run under `no_grad`.
         """
         frame: FrameType | None = sys._getframe()
         module = None
         while frame is not None:
             if self.classify(frame.f_code) & FORWARD:
                 called = frame.f_locals.get("self")
-                # A piece of a compiled program is a module, too, and always in training mode.
+                # A part of a compiled program is a module, too, and always in training mode.
                 module = module if type(called).__module__.startswith("torch.fx") else called
             frame = frame.f_back
         return getattr(module, "training", False) is True
 
     def of_backward(self) -> int:
-        """Site of a call on a thread of autograd's own, without a Python frame: where a thread waits for autograd."""
+        """Return the site of a call on one of autograd's threads, which have no Python frame.
+
+        It is the line of the thread that waits for autograd.
+        """
         own = threading.get_ident()
         for thread, frame in sys._current_frames().items():
-            site, seen = (0, 0) if thread == own else self._above(frame)
+            site, seen = (0, 0) if thread == own else self._site_above(frame)
             if seen & BACKWARD:
                 return site
         return 0
 
-    def _above(self, frame: FrameType | None) -> tuple[int, int]:
+    def _site_above(self, frame: FrameType | None) -> tuple[int, int]:
         seen = 0
         while frame is not None:
             kind = self.classify(frame.f_code)
@@ -166,38 +178,39 @@ class CallSites:
         return self.number(frame) if seen & BACKWARD else 0, seen
 
     def classify(self, code: CodeType) -> int:
-        """What a frame of this code tells, as bits."""
+        """Return the properties of frames of this code, as bits."""
         known = self._kinds.get(id(code))
         if known is None:
-            if len(self._kinds) >= _MOST_CODES:
-                self._sites.clear()  # first: its keys are only good while `_kinds` keeps the code objects
+            if len(self._kinds) >= _MAX_CODES:
+                self._sites.clear()  # first: its keys are valid only while `_kinds` keeps the code objects
                 self._kinds.clear()
                 for listener in self.cleared:
                     listener()
+            self._tables.lookups += 1
             known = self._kinds[id(code)] = code, _classify(code)
         return known[1]
 
     def number(self, frame: FrameType | None) -> int:
-        """The row of the line that a frame executes; 0 for no frame."""
+        """Return the row of the line that a frame executes; 0 for no frame."""
         if frame is None:
             return 0
         code = frame.f_code
         key = id(code), frame.f_lasti
         number = self._sites.get(key)
         if number is None:
-            self.classify(code)  # keeps the code object, and so its id
+            self.classify(code)  # keeps the code object, so that its id stays valid
             function = getattr(code, "co_qualname", code.co_name)  # since Python 3.11
             row = {"file": code.co_filename, "line": frame.f_lineno, "function": function}
-            # Several instructions of one line are one site.
+            # Several instructions of one line are one call site.
             number = self._sites[key] = self._tables.number("sites", tuple(row.values()), lambda: row)
         return number
 
 
 def _classify(code: CodeType) -> int:
     path = _below_packages(code.co_filename.replace("\\", "/"))
-    if not path.startswith(_WRAPPERS) and (path, code.co_name) not in _PASSING_ON:
+    if not path.startswith(_WRAPPERS) and (path, code.co_name) not in _WRAPPER_FUNCTIONS:
         return 0
-    return WRAPPER | _TELLING.get((path, code.co_name), 0)
+    return WRAPPER | _PROPERTIES.get((path, code.co_name), 0)
 
 
 _ROOTS: Final = ("/site-packages/", "/dist-packages/")
@@ -207,19 +220,16 @@ _SIMULATION: Final = os.path.join(os.path.dirname(commtrace.__file__), "dryrun")
 
 
 def _below_packages(path: str) -> str:
-    """The part of a path below the packages' root, or below the folder of the library that it belongs to.
-
-    "" for everybody else's code, whatever it is called.
-    """
+    """Return a path relative to the packages' root, or to the folder of its library; "" for the program's own code."""
     if path.startswith("<eval_with_key>"):
-        return path  # what torch.fx has written
+        return path  # written by torch.fx
     if "/torchinductor_" in path:
-        return "torch/_inductor/"  # and torch.compile, in a folder of its own
+        return "torch/_inductor/"  # written by torch.compile, into its own folder
     if path.startswith(_OWN):
         return "commtrace/hooks/" + path[len(_OWN) :]
     if path.startswith(_SIMULATION):
         return "commtrace/dryrun/" + path[len(_SIMULATION) :]
-    for name in ("torch", "deepspeed"):  # installed or run from its sources
+    for name in ("torch", "deepspeed"):  # installed, or run from a source tree
         package = os.path.dirname(getattr(sys.modules.get(name), "__file__", None) or "")
         if package and path.startswith(package + "/"):
             return f"{name}/" + path[len(package) + 1 :]

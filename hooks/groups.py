@@ -1,4 +1,4 @@
-"""Rows of the groups table: global ranks, name, description, role; and the calls that a group has made so far."""
+"""Process groups: their rows in the groups table, and the sequence numbers of their calls."""
 
 from __future__ import annotations
 
@@ -13,11 +13,19 @@ from commtrace.recording.table_writer import TableWriter
 
 
 class Group:
-    """What a call needs to know of its group."""
+    """A process group, as far as recording its calls needs it."""
 
     def __init__(self, members: Any, number: int, ranks: Sequence[int], rank: int, first: int = 0) -> None:
-        """`members` is the library's own object; `ranks` are global, `rank` is within them, `first` the next `seq`."""
-        self.ref = weakref.ref(members)  # weakly: a group that is kept alive cannot be destroyed
+        """Describe a group.
+
+        Args:
+            members: The library's own object, kept weakly: a group that is kept alive cannot be destroyed.
+            number: Its row in the groups table.
+            ranks: Global ranks, in the group's order.
+            rank: This process's rank within the group.
+            first: Sequence number of its next collective.
+        """
+        self.ref = weakref.ref(members)
         self.number = number
         self.ranks = ranks
         self.size = len(ranks)
@@ -26,20 +34,20 @@ class Group:
         self._messages: dict[tuple[int, int, int], Iterator[int]] = {}
 
     def global_rank(self, rank: int) -> int:
-        """Of a rank within the group; -1 for one that is not known."""
+        """Return the global rank of a rank within the group; -1 for one that is not known."""
         return self.ranks[rank] if 0 <= rank < len(self.ranks) else -1
 
     def message(self, source: int, destination: int, tag: int) -> int:
-        """Sequence number of the next message on this way (global ranks)."""
+        """Return the sequence number of the next message from one global rank to another with this tag."""
         return next(self.messages(source, destination, tag))
 
     def messages(self, source: int, destination: int, tag: int) -> Iterator[int]:
-        """Sequence numbers of the messages on this way (global ranks)."""
+        """Return the counter of messages from one global rank to another with this tag."""
         return self._messages.setdefault((source, destination, tag), itertools.count())
 
 
 class GroupRow(NamedTuple):
-    """What the groups table says of a group, but for its number."""
+    """A row of the groups table, without its number."""
 
     ranks: list[int]
     name: str
@@ -51,16 +59,17 @@ _Group = TypeVar("_Group", bound=Group)
 
 
 class Groups(Generic[_Group]):
-    """The groups of one library in one recorder's tables, found by the library's own object."""
+    """The groups of one library in one recorder's tables, by the library's own object."""
 
     def __init__(self, tables: TableWriter) -> None:
+        """Write to these tables."""
         self._tables = tables
         self._known: dict[int, _Group] = {}
         self._created: Counter[tuple[tuple[int, ...], str]] = Counter()
-        self._lock = threading.RLock()  # between threads that use a new group at the same time
+        self._lock = threading.RLock()  # threads may use a new group at the same time
 
     def of(self, members: Any) -> _Group:
-        """The group of such an object, entered into the table when it is new."""
+        """Return the group of a library's object. A new one is added to the table."""
         group = self._known.get(id(members))
         return group if group is not None and group.ref() is members else self._enter(members)
 
@@ -72,11 +81,11 @@ class Groups(Generic[_Group]):
         return group
 
     def _make(self, members: Any) -> _Group:
-        """The group of an object that is met for the first time."""
+        """Make the group of a new object."""
         raise NotImplementedError
 
     def _number(self, row: GroupRow) -> int:
-        """Of a new row. Names repeat after a group is destroyed: the n-th of the same ranks and name is told apart."""
+        """Add a row and return its number. Its `index` counts groups of the same ranks and name."""
         key = tuple(sorted(row.ranks)), row.name
         index = self._created[key]
         self._created[key] += 1
@@ -86,12 +95,12 @@ class Groups(Generic[_Group]):
         )
 
     def set_role(self, members: Any, role: str, source: str) -> None:
-        """Somebody who knows says which parallel dimension this group serves."""
+        """Record which parallel dimension this group serves, and the source of that."""
         number = self.of(members).number
         self._tables.number("roles", (number, role), lambda: {"group": number, "role": role, "source": source})
 
     def set_message_role(self, members: Any, role: str, source: str) -> None:
-        """The same of its messages from rank to rank alone, where they serve another dimension."""
+        """Record which parallel dimension the group's point-to-point messages serve, where it is another one."""
         number = self.of(members).number
         row = {"group": number, "role": role, "source": source}
         self._tables.number("message_roles", (number, role), lambda: row)

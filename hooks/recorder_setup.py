@@ -1,7 +1,7 @@
-"""How a recording begins, whichever library's hook sees the first call, and where all of them count their failures.
+"""Set-up of the process's recorder, shared by the hooks of all libraries.
 
-Each hook says who this process is, what its library hides, and where its kernels take places for records. Whoever is
-first begins for all.
+Each hook registers its blind spots, how its library identifies the process, and what its kernels need. The hook that
+sees the first call begins the recording, for all of them.
 """
 
 from __future__ import annotations
@@ -18,63 +18,63 @@ from commtrace.recording.session import session
 from commtrace.recording.slots import Slots
 
 blind_spots: Final[dict[str, list[str]]] = {}
-"""Library -> what its hook cannot see."""
+"""Library -> what its hook cannot observe, a sentence each."""
 
-members: Final[dict[str, Callable[[], RankIdentity | None]]] = {}
-"""Library -> who this process is; None where the library does not know."""
+identities: Final[dict[str, Callable[[], RankIdentity | None]]] = {}
+"""Library -> function that returns the process's rank, or None where the library does not know it."""
 
 compiled: Final[set[str]] = set()
-"""Libraries of which compiled wrappers record, in the places that Python's slots give."""
+"""Libraries whose compiled wrappers record into slots that Python hands out."""
 
-# Where a program uses both, every rank has to ask the same one, whichever library it calls first.
-_ASKED: Final = ("mpi4py", "torch")
+# In a program that uses both, all ranks must take their identity from the same one, whichever they call first.
+_IDENTITY_SOURCES: Final = ("mpi4py", "torch")
 
 batches: Final = itertools.count(1 << 31)
-"""Numbers of calls that belong together, other than torch's coalesced batches, which are numbered from 1."""
+"""Batch numbers of MPI calls. Torch's coalesced batches are numbered from 1, so the two cannot collide."""
 
 
 class CompiledSlots(Slots):
-    """Python's slots, of a process in which compiled code records."""
+    """Slots that Python hands out to compiled wrappers as well."""
 
     recorder = "native"
 
 
 class KernelBackend(NamedTuple):
-    """What a recorder needs to know of the kernels that are in place."""
+    """What the recorder needs from the kernels that are installed."""
 
     calibrate: Callable[[], int] | None
-    """ns that a call spends on its way into and out of a kernel."""
+    """Measures the ns that a call spends entering and leaving a kernel."""
     make_slots: Callable[[Ring], Slots] | None
-    """Where the kernels take places for their records; None: from the recorder."""
+    """Makes the slots that the kernels write to; None: the recorder's own."""
 
 
-_in_place: KernelBackend | None = None
+_backend: KernelBackend | None = None
 
 
-def install_backend(kernels: KernelBackend | None) -> None:
-    """These kernels take part in the next recording; None: none that need to."""
-    global _in_place
-    _in_place = kernels
+def install_backend(backend: KernelBackend | None) -> None:
+    """Use these kernels in the next recording; None: none that the recorder has to know."""
+    global _backend
+    _backend = backend
 
 
 def begin() -> Recorder | None:
-    """The recorder of this process, made with its first call; None where tracing is off or cannot work."""
-    in_place = _in_place or KernelBackend(None, CompiledSlots if compiled else None)
+    """Return the process's recorder, made with its first call; None where tracing is off or cannot start."""
+    backend = _backend or KernelBackend(None, CompiledSlots if compiled else None)
     hidden = [sentence for sentences in blind_spots.values() for sentence in sentences]
-    return session.begin(member, blind_spots=hidden, calibrate=in_place.calibrate, make_slots=in_place.make_slots)
+    return session.begin(identity, blind_spots=hidden, calibrate=backend.calibrate, make_slots=backend.make_slots)
 
 
 def fault() -> None:
-    """A hook failed (call this in its `except`)."""
+    """Count an error in a hook. Call it in the hook's `except`."""
     recorder = session.recorder
     if recorder is not None:
         recorder.fault()
 
 
-def member() -> RankIdentity:
-    """This process among all, as the first library that knows says it; else as its launcher does."""
-    for library in _ASKED:
-        known = members[library]() if library in members else None
+def identity() -> RankIdentity:
+    """Return the process's rank, from the first library that knows it, else from its launcher's variables."""
+    for library in _IDENTITY_SOURCES:
+        known = identities[library]() if library in identities else None
         if known is not None:
             return known
     return rank_from_environment()

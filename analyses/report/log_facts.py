@@ -140,13 +140,23 @@ def recorder_line(processes: pd.DataFrame) -> str:
     return f"{text}; `commtrace build` builds the native one, which costs far less per call and sees more ends"
 
 
+def cost_per_call(cost: pd.DataFrame) -> str:
+    """Return the cost of recording a call as text: of steady calls and of first calls, if the log has them apart."""
+    split = cost.dropna(subset=["first_mean_ns", "steady_mean_ns"])
+    first_calls, steady_calls = split["first_calls"], split["calls"] - split["first_calls"]
+    if not steady_calls.sum():
+        calls = cost["calls"].sum()
+        return f"{format_duration(cost['calls_ns'].sum() / calls if calls else None)} a call"
+    steady = (split["steady_mean_ns"] * steady_calls).sum() / steady_calls.sum()
+    first = (split["first_mean_ns"] * first_calls).sum() / first_calls.sum()
+    return f"{format_duration(steady)} a call (first call of a call site: {format_duration(first)})"
+
+
 def _cost(cost: pd.DataFrame, processes: int) -> str:
     known = cost.dropna(subset=["share"])
     if not len(known):
         return "not known"
-    calls = known["calls"].sum()
-    per_call = format_duration(known["calls_ns"].sum() / calls if calls else None)
-    text = f"{per_call} a call, p99 {format_duration(known['p99_ns'].max())}; with writing to disk "
+    text = f"{cost_per_call(known)}, p99 {format_duration(known['p99_ns'].max())}; with writing to disk "
     text += f"{format_small_share(known['share'].mean())} of the run's time"
     if len(known) < processes:
         text = f"on {len(known):,} of {processes:,} processes: {text}"

@@ -20,7 +20,16 @@ from commtrace.schema import RECORD, Clock, Flag, Records, State
 from commtrace.settings import Settings
 
 _TIMES: Final = ("t_return", "t_wait", "t_start", "t_end")
-_COSTS: Final = ("cost_samples", "cost_ns", "cost_p99_ns", "drain_cpu_ns")
+_COSTS: Final = (
+    "cost_samples",
+    "cost_ns",
+    "cost_p99_ns",
+    "first_calls",
+    "first_ns",
+    "steady_samples",
+    "steady_ns",
+    "drain_cpu_ns",
+)
 _DONE: Final = (int(State.RETURNED), int(State.COMPLETE))
 
 

@@ -39,6 +39,9 @@ class DrainedRecorder(Protocol):
     untimed: int
     device_clock_ns: int
     cost_samples: deque[int]
+    steady_samples: deque[int]
+    first_calls: int
+    first_ns: int
     each_drain: list[Callable[[], None]]
 
     def fault(self) -> None:
@@ -107,11 +110,17 @@ class Drain:
     def _summary(self) -> dict[str, int]:
         # Add the time from C++ into the hook, which the hook cannot measure. sorted, because the first call of numpy's
         # percentile takes 60 ms of a core.
-        costs = sorted(cost + self._crossing_ns for cost in list(self._recorder.cost_samples))
+        recorder = self._recorder
+        costs = sorted(cost + self._crossing_ns for cost in list(recorder.cost_samples))
+        steady = list(recorder.steady_samples)
         return {
             "cost_samples": len(costs),
             "cost_ns": sum(costs),
             "cost_p99_ns": costs[len(costs) * 99 // 100] if costs else 0,
+            "first_calls": recorder.first_calls,
+            "first_ns": recorder.first_ns + recorder.first_calls * self._crossing_ns,
+            "steady_samples": len(steady),
+            "steady_ns": sum(steady) + len(steady) * self._crossing_ns,
         }
 
     def _run(self) -> None:

@@ -83,6 +83,8 @@ class Recorder:
         self.untimed = 0
         self.device_clock_ns = 0
         self.cost_samples: deque[int] = deque(maxlen=COST_SAMPLES)
+        self.steady_samples: deque[int] = deque(maxlen=COST_SAMPLES)
+        self.first_calls = self.first_ns = 0
         self.each_drain: list[Callable[[], None]] = []
         """Called by the drain thread at each turn, for hooks that have something to release."""
         self._threads = itertools.count(1)
@@ -232,6 +234,23 @@ class Recorder:
                 self.first_error = traceback.format_exc(limit=-4)[-2000:]
             except Exception as error:  # the program's exception fails to make its text
                 self.first_error = type(error).__name__
+
+    def note_cost(self, ns: int, *, sampled: bool, first: bool) -> None:
+        """Count what recording one call cost.
+
+        Args:
+            ns: Processor time of the program's thread in the hook.
+            sampled: The call is one of the sample that stands for all calls.
+            first: The call looked up something for the first time (`TableWriter.lookups`).
+        """
+        if sampled:
+            self.cost_samples.append(ns)
+            if not first:
+                self.steady_samples.append(ns)
+        if first:
+            with self._slots.lock:
+                self.first_calls += 1
+                self.first_ns += ns
 
     def close(self, reason: str) -> None:
         """Write everything and end the log; `reason` is "exit" or "stop". Waits at most `exit_seconds`."""

@@ -28,6 +28,8 @@ class TableWriter:
         self._lock = threading.RLock()  # reentrant: a signal handler may communicate
         self._numbers: dict[tuple[str, Hashable], int] = {}
         self._last: dict[str, int] = {}
+        self.lookups = 0
+        """Rows added and frames classified so far: a call during which it grows is a first call."""
         self.lines: list[bytes] = []
         """All lines so far, in order; the drain thread writes them to the log."""
 
@@ -52,6 +54,7 @@ class TableWriter:
     def new(self, table: str, row: dict[str, Any]) -> int:
         """Append a row under the table's next id, and return the id."""
         with self._lock:
+            self.lookups += 1
             number = self._last[table] = self._last.get(table, 0) + 1
             self.add(table, id=number, **row)
             return number

@@ -142,7 +142,7 @@ def _model_step(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             progress.step_finished()
             if progress.step == 0:
-                _engines.tell_now()  # groups that the first step has made, MoE's for instance
+                _engines.write_now()  # the first step may have made groups (MoE)
 
     return _take_model_step
 

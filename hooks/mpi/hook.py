@@ -11,7 +11,7 @@ import functools
 
 from mpi4py import MPI
 
-from commtrace.hooks import recorder_setup as beginning
+from commtrace.hooks import recorder_setup
 from commtrace.hooks.native import mpi_recorder as native
 
 from . import pickled_objects as mpi_pickle
@@ -63,7 +63,7 @@ def _install() -> None:
                 method.owner, method.name, wrapper, functools.partial(native.replacement, method) if in_c else None
             )
     if in_c:
-        beginning.compiled.add("mpi4py")
+        recorder_setup.compiled.add("mpi4py")
         mpi_tracer.started.append(native.begins)
         mpi_tracer.ended.append(native.ends)
     for name in ENDS:
@@ -82,8 +82,8 @@ def _install() -> None:
     for name in ("Probe", "Iprobe", "probe", "iprobe"):
         _patches.wrap(MPI.Message, name, matching_class)
     mpi_pickle.install()
-    beginning.blind_spots["mpi4py"] = list(_BLIND_SPOTS)
-    beginning.members["mpi4py"] = mpi_tracer.member
+    recorder_setup.blind_spots["mpi4py"] = list(_BLIND_SPOTS)
+    recorder_setup.identities["mpi4py"] = mpi_tracer.identity_in_world
 
 
 def uninstall() -> None:
@@ -93,6 +93,6 @@ def uninstall() -> None:
     mpi_tracer.started.clear()
     mpi_tracer.ended.clear()
     native.ends()
-    beginning.compiled.discard("mpi4py")
-    beginning.blind_spots.pop("mpi4py", None)
-    beginning.members.pop("mpi4py", None)
+    recorder_setup.compiled.discard("mpi4py")
+    recorder_setup.blind_spots.pop("mpi4py", None)
+    recorder_setup.identities.pop("mpi4py", None)

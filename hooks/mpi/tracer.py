@@ -35,7 +35,7 @@ _ONE_SIDED: Final = ("put", "get", "accumulate")
 _pickled: Final = threading.local()
 
 
-def member() -> RankIdentity | None:
+def identity_in_world() -> RankIdentity | None:
     """This process among all of MPI.COMM_WORLD; None for one that MPI has started alone, as torchrun's are."""
     if MPI.Is_initialized() and not MPI.Is_finalized() and MPI.COMM_WORLD.Get_size() > 1:
         return RankIdentity(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), _agree)
@@ -106,10 +106,11 @@ class MethodPlan:
 class Entry:
     """A call between its beginning and its return."""
 
-    __slots__ = ("objects", "parts", "plan", "status", "tracer")
+    __slots__ = ("first", "objects", "parts", "plan", "status", "tracer")
 
     def __init__(self, tracer: MpiTracer, plan: MethodPlan, parts: list[Part]) -> None:
         self.tracer, self.plan, self.parts = tracer, plan, parts
+        self.first = False  # something was looked up for the first time
         self.status: Any = None
         self.objects: Objects | None = None
 
@@ -203,7 +204,7 @@ class MpiTracer:
         self.groups = MpiGroups(recorder.tables, _world(recorder.rank_identity))
         self.requests = Requests(recorder)
         self.windows = Windows(recorder)
-        self.whereabouts = CallContext(recorder)
+        self.context = CallContext(recorder)
         self._kinds: dict[tuple[Method, str, str | None, str | None], int] = {}
         self._batches = recorder_setup.batches
 
@@ -258,7 +259,7 @@ class MpiTracer:
     def start(self, plan: MethodPlan, depth: int = 2) -> Entry | None:
         """Record that a call begins; None where it found the ring full."""
         method, group, recorder = plan.method, plan.group, self.recorder
-        site, phase, seen = self.whereabouts.find(depth)
+        site, phase, seen = self.context.find(depth)
         flags = plan.flags | (_OBJECT if method.objects or seen & call_site.OBJECT else 0)
         if method.returns:
             flags |= _ASYNC

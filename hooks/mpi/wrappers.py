@@ -38,10 +38,12 @@ def recording(method: Method) -> Wrapper:
                 if tracer is None:
                     tracer = begin()
                     entered = now()  # beginning happens once and is not what a call costs
+                lookups = 0 if tracer is None else tracer.recorder.tables.lookups
                 plan = None if tracer is None else tracer.plan(method, self, args, kwargs)
                 if plan is not None and tracer is not None:
                     entry = tracer.start(plan)
                 if entry is not None:
+                    entry.first = entry.tracer.recorder.tables.lookups != lookups
                     given, named = entry.enter(args, kwargs)
             except Exception as error:
                 reraise_if_from_signal_handler()
@@ -84,8 +86,8 @@ def _return(entry: Entry, members: Any, result: Any, cost: int) -> None:
     try:
         entry.left()
         entry.after(members, result, t_return)
-        if entry.sampled:
-            entry.tracer.recorder.cost_samples.append(cost + now() - t_return)
+        if entry.sampled or entry.first:
+            entry.tracer.recorder.note_cost(cost + now() - t_return, sampled=entry.sampled, first=entry.first)
     except Exception:
         with suppress(Exception):
             entry.lost(t_return)

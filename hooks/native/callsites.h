@@ -11,14 +11,6 @@
 
 namespace commtrace {
 
-// The bits of hooks/call_site.py.
-enum Seen : uint8_t { kWrapper = 1, kObject = 2, kForward = 4, kOptimizer = 8, kHandle = 16, kBlocking = 32 };
-
-struct CallSite {
-  uint32_t site = 0;
-  uint8_t seen = 0;
-};
-
 // What one thread remembers of instructions it has seen before. No lock, no GIL: it is the thread's own.
 class SeenFrames {
  public:
@@ -104,7 +96,7 @@ class CallSites {
   uint8_t kind_of(SeenFrames& known, const Frame& frame, int depth) {
     const SeenFrames::Entry& entry = known.at(frame.where);
     if (entry.where == frame.where) return entry.kind;
-    return ask_(uint8_t{0}, [&](const py::object& rows) {
+    return ask_.look_up(uint8_t{0}, [&](const py::object& rows) {
       const auto object = py::reinterpret_steal<py::object>(frame_object(depth));
       if (!object) return uint8_t{0};
       keep(object.attr("f_code"));
@@ -118,7 +110,7 @@ class CallSites {
   uint32_t site_of(SeenFrames& known, uint64_t where, int depth) {
     SeenFrames::Entry& entry = known.at(where);
     if (entry.where == where && entry.site != SeenFrames::kUnasked) return entry.site;
-    return ask_(uint32_t{0}, [&](const py::object& rows) {
+    return ask_.look_up(uint32_t{0}, [&](const py::object& rows) {
       const auto object = py::reinterpret_steal<py::object>(frame_object(depth));
       const auto site = object ? rows.attr("site")(object).cast<uint32_t>() : 0;
       if (entry.where == where) entry.site = site;

@@ -8,6 +8,15 @@
 
 namespace commtrace {
 
+// What frames show, as the bits of hooks/call_site.py.
+enum Seen : uint8_t { kWrapper = 1, kObject = 2, kForward = 4, kOptimizer = 8, kHandle = 16, kBlocking = 32 };
+
+// The row of the line that made a call, and what its frames show together.
+struct CallSite {
+  uint32_t site = 0;
+  uint8_t seen = 0;
+};
+
 // One frame. `where` tells the instruction that it executes from every other instruction of living code.
 struct Frame {
   void* frame = nullptr;

@@ -33,6 +33,7 @@ struct Entry {
   bool asynchronous = false, sampled = false;
   c10::StorageImpl* storage = nullptr;  // a functional call is waited for by a tensor of this one
   int64_t entered = 0, begun = 0;
+  int64_t looked_up = 0;  // of a first call: since when it has looked up something new
 
   bool timed() const { return on_device && *on_device; }
 };
@@ -65,8 +66,8 @@ Group* group_of(Recording& recording, Thread& thread, const c10::IValue& boxed) 
   return last.group;
 }
 
-// Site, phase and what the frames tell, as TorchTracer._whereabouts of the twin.
-CallSite whereabouts(Recording& recording, Record& record) {
+// The call site, and what its frames show; fills in the phase and the step. As CallContext.find in Python.
+CallSite call_context(Recording& recording, Record& record) {
   Progress& progress = *recording.progress;
   const int mark = progress.get(progress.mark), task = torch::autograd::get_current_graph_task_id();
   int phase = task == -1 ? mark : mark == kInit ? kInit : kBackwardPhase;
@@ -138,7 +139,7 @@ bool record_call(Entry& entry, Thread& thread, Arguments args, const at::Tensor*
   Group* group = entry.group = group_of(recording, thread, args[plan.group_at]);
   if (group == nullptr) return false;
   const Size size = measure(plan, args, group->size, group->rank);
-  const CallSite seen = whereabouts(recording, record);
+  const CallSite seen = call_context(recording, record);
   const bool typed = sample != nullptr && !plan.barrier;
   const auto* reduce_op = plan.reduce_op_at < 0 ? nullptr : unboxed<c10d::ReduceOp>(args[plan.reduce_op_at]);
   record.kind = recording.kind(plan, typed ? static_cast<int>(sample->scalar_type()) : -1,
@@ -239,6 +240,14 @@ void after(Entry& entry, Stack* stack, int64_t t_return) {
   if (future && !complete) follow(&recording, entry.handle, *future);
 }
 
+void note_cost(const Entry& entry, int64_t after) {
+  Recording& recording = *entry.recording;
+  if (entry.looked_up != 0) recording.tally.first_call(entry.begun - entry.looked_up + after);
+  if (!entry.sampled) return;
+  recording.sample_wait.store(true, std::memory_order_relaxed);
+  recording.tally.sample(entry.begun - entry.entered + after + recording.wait_cost.load(), entry.looked_up != 0);
+}
+
 void after_or_fault(Entry& entry, Stack* stack) {
   const int64_t t_return = now();
   try {
@@ -250,10 +259,7 @@ void after_or_fault(Entry& entry, Stack* stack) {
       return record.state < kComplete ? kUnobservable : record.state;
     });
   }
-  if (entry.sampled) {
-    entry.recording->sample_wait.store(true, std::memory_order_relaxed);
-    entry.recording->tally.sample(entry.begun - entry.entered + now() - t_return + entry.recording->wait_cost.load());
-  }
+  if (entry.sampled || entry.looked_up != 0) note_cost(entry, now() - t_return);
 }
 
 // There was no place for a record.
@@ -288,7 +294,9 @@ class CallKernel : public c10::OperatorKernel {
     Entry entry{recording, plan_, {}};
     entry.sampled = to_sample(thread.calls++);
     if (entry.sampled) entry.entered = now();
+    thread.looked_up = 0;
     if (!before(entry, thread, args, sample)) return unrecorded(*recording, op, keys, stack);
+    entry.looked_up = thread.looked_up;
     try {
       hand_on(op, keys, stack);
     } catch (...) {

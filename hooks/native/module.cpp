@@ -93,14 +93,20 @@ void release(Recording& recording, const Numbers& slots) {
   for (py::ssize_t i = 0; i < slots.size(); i++) recording.release(slots.data()[i]);
 }
 
-// (errors, first error, cost samples) since the last time.
+// Since the last time: errors, the first error, cost samples, those of them that are not of first calls, first calls and
+// their cost.
 py::tuple take_tally(Recording& recording) {
   Tally& tally = recording.tally;
   const uint64_t samples = std::min<uint64_t>(tally.samples.exchange(0), tally.costs.size());
-  py::list costs;
-  for (uint64_t i = 0; i < samples; i++) costs.append(tally.costs[i].load(std::memory_order_relaxed));
+  py::list costs, steady;
+  for (uint64_t i = 0; i < samples; i++) {
+    const Tally::Sample sample = tally.costs[i].load(std::memory_order_relaxed);
+    costs.append(int64_t{sample.ns});
+    if (!sample.first) steady.append(int64_t{sample.ns});
+  }
   std::lock_guard<std::mutex> held(tally.mutex);
-  return py::make_tuple(tally.errors.exchange(0), tally.first_error, costs);
+  return py::make_tuple(tally.errors.exchange(0), tally.first_error, costs, steady, tally.first_calls.exchange(0),
+                        tally.first_ns.exchange(0));
 }
 
 // (calls without a time as no event was left, ns of error of the device's clock, why a device failed) so far, as of the

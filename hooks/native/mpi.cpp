@@ -19,11 +19,7 @@
 
 namespace {
 
-using commtrace::Frame;
-using commtrace::Progress;
-using commtrace::Record;
-
-using commtrace::now;
+using namespace commtrace;
 
 // A reference that is given back.
 class Ref {
@@ -97,7 +93,7 @@ struct Site {
 };
 
 // The state of the recording that goes on. Python sets it, and takes it back.
-struct State {
+struct Current {
   PyObject* tracer = nullptr;
   PyObject* recorder = nullptr;
   PyObject* session = nullptr;
@@ -106,17 +102,18 @@ struct State {
   PyObject* slots = nullptr;
   PyObject* classify = nullptr;   // frame -> bits
   PyObject* number = nullptr;     // frame -> row of its line
-  PyObject* samples = nullptr;    // append(ns)
+  PyObject* note_cost = nullptr;  // (ns, sampled, first)
   PyObject* graph_task = nullptr; // number of the backward pass that runs; null where nothing differentiates
   char* records = nullptr;
-  bool sites = false, deep_len = false;
+  bool sites = false;
   uint64_t calls = 0;
+  uint64_t lookups = 0;  // answers of Python that are remembered: a call during which it grows is a first call
   uint64_t log = 0;  // tells this recording from others
   std::array<Group, kMostGroups> groups{};
   std::array<Site, kMostSites> known{};
 };
 
-State state;
+Current state;
 const Progress* progress = nullptr;
 std::array<Type, kMostTypes> types{};
 int type_count = 0;
@@ -162,6 +159,7 @@ Group* group_of(PyObject* members) {
   Group& group = state.groups[(reinterpret_cast<uintptr_t>(members) >> 4) & (kMostGroups - 1)];
   if (alive(group, members)) return &group;
   clear(group);
+  state.lookups++;
   const int there = PyObject_IsTrue(members);
   Ref groups(there == 1 ? PyObject_GetAttrString(state.tracer, "groups") : nullptr);
   Ref found(groups ? PyObject_CallMethod(groups.get(), "of", "O", members) : nullptr);
@@ -208,18 +206,12 @@ PyObject* counter_of(Group& group, int peer, int tag, bool sends) {
 
 // ---- where a call is made ----------------------------------------------------------------------------------------------
 
-enum Seen : uint8_t { kWrapper = 1, kObject = 2, kForward = 4, kOptimizer = 8 };
-
-struct Whereabouts {
-  uint32_t site = 0;
-  uint8_t seen = 0;
-};
-
 Site& site_at(uint64_t where) { return state.known[(where * 0x9E3779B97F4A7C15ULL) >> 54]; }
 
 // False where Python fails to tell.
 bool classify(Site& entry, const Frame& frame, int depth) {
-  Ref object(commtrace::frame_object(depth));
+  state.lookups++;
+  Ref object(frame_object(depth));
   Ref kind(object ? PyObject_CallOneArg(state.classify, object.get()) : nullptr);
   if (!kind) return false;
   entry = {frame.where, static_cast<uint8_t>(PyLong_AsLong(kind.get())), UINT32_MAX};
@@ -227,9 +219,9 @@ bool classify(Site& entry, const Frame& frame, int depth) {
 }
 
 // As CallSites.find of hooks/call_site.py.
-bool find(Whereabouts& found, bool deep) {
+bool find(CallSite& found, bool deep) {
   Frame frame;
-  if (!commtrace::innermost(frame)) return true;
+  if (!innermost(frame)) return true;
   int depth = 0, named_depth = 0;
   uint64_t named = frame.where;
   bool within = true, ok = true;
@@ -248,15 +240,16 @@ bool find(Whereabouts& found, bool deep) {
     }
     if (!within && (found.seen & (kForward | kOptimizer))) break;
     depth++;
-  } while (commtrace::outer(frame));
-  commtrace::finished(frame);
+  } while (outer(frame));
+  finished(frame);
   if (!ok || !state.sites) return ok;
   Site& entry = site_at(named);
   if (entry.where == named && entry.site != UINT32_MAX) {
     found.site = entry.site;
     return true;
   }
-  Ref object(commtrace::frame_object(named_depth));
+  state.lookups++;
+  Ref object(frame_object(named_depth));
   Ref number(object ? PyObject_CallOneArg(state.number, object.get()) : nullptr);
   if (!number) return false;
   found.site = static_cast<uint32_t>(PyLong_AsLong(number.get()));
@@ -287,7 +280,7 @@ struct Method {
   PyObject* dict;
   Rule rule;
   int buffer_at, other_at, peer_at, tag_at, op_at, status_at;
-  bool message, sends, root;
+  bool message, sends;
   int parameter_count;
   uint64_t log;
   int kind_count;
@@ -391,6 +384,7 @@ uint16_t kind_of(Method* self, const Content& content, PyObject* op, PyObject* m
   }
   for (int i = 0; i < self->kind_count; i++)
     if (self->kinds[i].format == content.format && self->kinds[i].op == op) return self->kinds[i].number;
+  state.lookups++;
   Ref kind(PyObject_CallMethod(state.tracer, "kind_of", "OOO", self->plan, message == nullptr ? Py_None : message,
                                op == nullptr ? Py_None : op));
   const long number = kind ? PyLong_AsLong(kind.get()) : 0;
@@ -411,27 +405,23 @@ bool thread_of() {
   return true;
 }
 
-// A phase, by what Python's Whereabouts does; false for what is left to it.
-bool phase_of(Whereabouts& where, uint8_t& phase) {
+// The call site and the phase, as CallContext.find in Python; false for what is left to it.
+bool call_context(CallSite& where, uint8_t& phase) {
   if (state.graph_task != nullptr) {
     Ref task(PyObject_CallNoArgs(state.graph_task));
-    if (!task) return false;
-    if (PyLong_AsLong(task.get()) != -1) return false;  // within backward
+    if (!task || PyLong_AsLong(task.get()) != -1) return false;  // within backward
   }
   const int mark = progress->mark;
-  if (mark < 0 || state.sites) {
-    if (!find(where, mark < 0)) return false;
-  }
-  if (mark >= 0) {
+  if ((mark < 0 || state.sites) && !find(where, mark < 0)) return false;
+  if (mark >= 0)
     phase = mark;
-  } else if (where.seen & kForward) {
-    phase = 2;
-  } else if (where.seen & kOptimizer) {
-    phase = 4;
-  } else {
-    phase = progress->step < 0 ? 1 : 0;
-  }
-  return !(phase == 2 && progress->finished && !progress->by_program);  // a step may begin here
+  else if (where.seen & kForward)
+    phase = kForwardPhase;
+  else if (where.seen & kOptimizer)
+    phase = kOptimizerPhase;
+  else
+    phase = progress->step < 0 ? kInit : kOther;
+  return !(phase == kForwardPhase && progress->between_steps());  // a step may begin here
 }
 
 constexpr uint32_t kNoSlot = UINT32_MAX;
@@ -448,7 +438,7 @@ uint32_t take() {
 
 Record* record_at(uint32_t slot) { return reinterpret_cast<Record*>(state.records) + slot; }
 
-void publish(Record* record, uint8_t how) { __atomic_store_n(&record->state, how, __ATOMIC_RELEASE); }
+void publish(Record* record, State how) { __atomic_store_n(&record->state, how, __ATOMIC_RELEASE); }
 
 // What a status says of a message that has arrived; a failure leaves what was asked for.
 void arrived(Group& group, Record* record, PyObject* status, bool anybody) {
@@ -480,138 +470,196 @@ bool integer(PyObject* object, long& number) {
   return number >= INT32_MIN && number <= INT32_MAX;
 }
 
-PyObject* call(PyObject* object, PyObject* const* args, size_t nargsf, PyObject* names) {
-  auto* self = reinterpret_cast<Method*>(object);
-  const int64_t entered = now();
-  const Py_ssize_t count = PyVectorcall_NARGS(nargsf) - 1;
-  if (count < 0 || count > self->parameter_count || !records_now()) return slowly(self, args, nargsf, names);
-
-  // The arguments by place; null: left out.
-  PyObject* argv[kMostParameters + 1] = {};
-  for (Py_ssize_t i = 0; i < count; i++) argv[i] = args[i + 1];
-  const Py_ssize_t named = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
-  for (Py_ssize_t k = 0; k < named; k++) {
-    int at = 0;
-    while (at < self->parameter_count && PyTuple_GET_ITEM(self->parameters, at) != PyTuple_GET_ITEM(names, k)) at++;
-    if (at == self->parameter_count || argv[at] != nullptr) return slowly(self, args, nargsf, names);
-    argv[at] = args[1 + count + k];
-  }
-
-  Group* group = group_of(args[0]);
-  if (group == nullptr || group->remote) return slowly(self, args, nargsf, names);
+// A call of a method, from its arguments to its record. What any of its steps cannot do is left to Python's wrapper.
+struct Call {
+  Method* self;
+  PyObject* const* args;  // as Python passes them: the communicator first
+  Py_ssize_t count;       // of the arguments by place, without the communicator
+  PyObject* names;        // of the others
+  PyObject* argv[kMostParameters + 1] = {};  // all of them by place; null: left out
+  Group* group = nullptr;
   Record record{};
-  record.tag = record.peer = -1;
-  bool anybody = false;
-  if (self->peer_at >= 0) {
-    long peer = self->message && !self->sends ? any_source : 0;
-    if (argv[self->peer_at] != nullptr && !integer(argv[self->peer_at], peer)) return slowly(self, args, nargsf, names);
-    if (peer == any_source && self->message && !self->sends) anybody = true;
-    else if (peer < 0 || peer >= group->size) return slowly(self, args, nargsf, names);
-    if (!anybody) {
-      Ref ranks(PyObject_GetAttrString(group->group, "local"));
-      Ref global(ranks ? PySequence_GetItem(ranks.get(), peer) : nullptr);
-      if (!global) return PyErr_Clear(), slowly(self, args, nargsf, names);
-      record.peer = PyLong_AsLong(global.get());
-    }
+  bool anybody = false;         // receives from any source, or with any tag
+  PyObject* counter = nullptr;  // gives the sequence number; null: known when the message is there
+
+  bool receives() const { return self->message && !self->sends; }
+  PyObject* argument(int at) const { return at < 0 ? nullptr : argv[at]; }
+};
+
+bool place_arguments(Call& call) {
+  if (call.count < 0 || call.count > call.self->parameter_count) return false;
+  for (Py_ssize_t i = 0; i < call.count; i++) call.argv[i] = call.args[i + 1];
+  const Py_ssize_t named = call.names == nullptr ? 0 : PyTuple_GET_SIZE(call.names);
+  for (Py_ssize_t k = 0; k < named; k++) {
+    PyObject* name = PyTuple_GET_ITEM(call.names, k);
+    int at = 0;
+    while (at < call.self->parameter_count && PyTuple_GET_ITEM(call.self->parameters, at) != name) at++;
+    if (at == call.self->parameter_count || call.argv[at] != nullptr) return false;
+    call.argv[at] = call.args[1 + call.count + k];
   }
-  if (self->tag_at >= 0) {
-    long tag = self->sends ? 0 : any_tag;
-    if (argv[self->tag_at] != nullptr && !integer(argv[self->tag_at], tag)) return slowly(self, args, nargsf, names);
-    if (tag == any_tag && !self->sends) anybody = true;
-    else if (tag < 0) return slowly(self, args, nargsf, names);
-    else record.tag = tag;
+  return true;
+}
+
+// The peer as a global rank, of a root or of a message's other side.
+bool find_peer(Call& call) {
+  call.record.peer = -1;
+  if (call.self->peer_at < 0) return true;
+  PyObject* given = call.argument(call.self->peer_at);
+  long peer = call.receives() ? any_source : 0;
+  if (given != nullptr && !integer(given, peer)) return false;
+  if (peer == any_source && call.receives()) {
+    call.anybody = true;
+    return true;
   }
+  if (peer < 0 || peer >= call.group->size) return false;
+  Ref ranks(PyObject_GetAttrString(call.group->group, "local"));
+  Ref global(ranks ? PySequence_GetItem(ranks.get(), peer) : nullptr);
+  if (global) call.record.peer = PyLong_AsLong(global.get());
+  return static_cast<bool>(global);
+}
+
+bool find_tag(Call& call) {
+  call.record.tag = -1;
+  if (call.self->tag_at < 0) return true;
+  PyObject* given = call.argument(call.self->tag_at);
+  long tag = call.self->sends ? 0 : any_tag;
+  if (given != nullptr && !integer(given, tag)) return false;
+  if (tag == any_tag && !call.self->sends)
+    call.anybody = true;
+  else if (tag < 0)
+    return false;
+  else
+    call.record.tag = tag;
+  return true;
+}
+
+// The buffer that shows the element type; null for a barrier.
+PyObject* typed_buffer(const Call& call) {
+  const Method& self = *call.self;
+  if (self.rule == Rule::kNothing) return nullptr;
+  const bool received = self.rule == Rule::kAllGather || self.rule == Rule::kScatteredBlock;
+  PyObject* buffer = call.argument(received ? self.other_at : self.buffer_at);
+  return buffer == in_place || buffer == Py_None ? call.argument(self.other_at) : buffer;
+}
+
+// Everything in the record that is known before the call is made, but the sequence number, which counts.
+bool describe(Call& call) {
+  Method& self = *call.self;
+  Record& record = call.record;
+  call.group = group_of(call.args[0]);
+  if (call.group == nullptr || call.group->remote || !find_peer(call) || !find_tag(call)) return false;
   Content content;
-  int64_t local = 0;
-  if (!measure(*self, *group, argv, content, local)) return slowly(self, args, nargsf, names);
-  PyObject* op = self->op_at < 0 ? nullptr : argv[self->op_at];
-  PyObject* shown = self->rule == Rule::kNothing ? nullptr : argv[self->rule == Rule::kAllGather || self->rule == Rule::kScatteredBlock ? self->other_at : self->buffer_at];
-  if (shown == in_place || shown == Py_None) shown = argv[self->other_at];
-  record.kind = kind_of(self, content, op, shown);
-  Whereabouts where;
-  if (record.kind == 0 || !thread_of() || !phase_of(where, record.phase)) return PyErr_Clear(), slowly(self, args, nargsf, names);
-  PyObject* counter = nullptr;
-  if (!self->message) counter = group->collectives;
-  else if (!anybody) counter = counter_of(*group, record.peer, record.tag, self->sends);
-  if (counter == nullptr && !anybody) return PyErr_Clear(), slowly(self, args, nargsf, names);
-  const uint32_t slot = take();
-  if (slot == kNoSlot) return slowly(self, args, nargsf, names);  // which counts it as dropped
-  if (counter != nullptr) record.seq = static_cast<uint32_t>(next_of(counter));
+  if (!measure(self, *call.group, call.argv, content, record.local)) return false;
+  record.kind = kind_of(&self, content, call.argument(self.op_at), typed_buffer(call));
+  CallSite where;
+  if (record.kind == 0 || !thread_of() || !call_context(where, record.phase)) return false;
+  if (!self.message)
+    call.counter = call.group->collectives;
+  else if (!call.anybody)
+    call.counter = counter_of(*call.group, record.peer, record.tag, self.sends);
+  if (call.counter == nullptr && !call.anybody) return false;
   record.payload = content.nbytes;
-  record.local = local;
-  record.group = group->number;
+  record.group = call.group->number;
   record.site = where.site;
   record.step = progress->step;
   record.micro_batch = progress->micro_batch;
   record.thread = thread_number;
-  record.flags = where.seen & kObject ? 8 : 0;
-  record.t_begin = now();
-  Record* place = record_at(slot);
-  memcpy(place, &record, offsetof(Record, state));
-  publish(place, commtrace::kBegun);
+  record.flags = where.seen & kObject ? kObjects : 0;
+  return true;
+}
 
-  // A status of ours where the program wants none and a message is to arrive.
-  Ref status;
-  PyObject* result;
-  const uint64_t log = state.log;
-  const int64_t cost = record.t_begin - entered;
-  if (self->status_at >= 0 && !self->sends) {
-    PyObject* given = argv[self->status_at];
-    if (given == nullptr || given == Py_None) {
-      status.set(PyObject_CallNoArgs(status_type));
-      if (!status) PyErr_Clear();
-    } else {
-      Py_INCREF(given);
-      status.set(given);
-    }
+// The status of a receive: the program's, or one of ours where it wants none. Null for other calls.
+PyObject* status_of(const Call& call) {
+  if (call.self->status_at < 0 || call.self->sends) return nullptr;
+  PyObject* given = call.argument(call.self->status_at);
+  if (given != nullptr && given != Py_None) {
+    Py_INCREF(given);
+    return given;
   }
-  if (status && argv[self->status_at] != status.get()) {
-    PyObject* all[kMostParameters + 3];
-    all[0] = args[0];
-    argv[self->status_at] = status.get();
-    // By place up to the first that is left out, by name from there on.
-    Py_ssize_t by_place = 0;
-    while (by_place < self->parameter_count && argv[by_place] != nullptr) all[1 + by_place] = argv[by_place], by_place++;
-    Py_ssize_t by_name = 0;
-    for (int i = by_place; i < self->parameter_count; i++) by_name += argv[i] != nullptr;
-    Ref keywords(by_name == 0 ? nullptr : PyTuple_New(by_name));
-    Py_ssize_t filled = 0;
-    for (int i = by_place; i < self->parameter_count; i++)
-      if (argv[i] != nullptr) {
-        PyObject* name = PyTuple_GET_ITEM(self->parameters, i);
-        Py_INCREF(name);
-        PyTuple_SET_ITEM(keywords.get(), filled, name);
-        all[1 + by_place + filled++] = argv[i];
-      }
-    result = PyObject_Vectorcall(self->original, all, 1 + by_place, keywords.get());
-  } else {
-    result = PyObject_Vectorcall(self->original, args, 1 + count, names);
+  PyObject* status = PyObject_CallNoArgs(status_type);
+  if (status == nullptr) PyErr_Clear();
+  return status;
+}
+
+// Calls the original with a status of ours: by place up to the first argument that is left out, by name from there on.
+PyObject* call_with_status(Call& call, PyObject* status) {
+  const Method& self = *call.self;
+  call.argv[self.status_at] = status;
+  PyObject* all[kMostParameters + 1] = {call.args[0]};
+  int by_place = 0;
+  for (; by_place < self.parameter_count && call.argv[by_place] != nullptr; by_place++) all[1 + by_place] = call.argv[by_place];
+  Py_ssize_t by_name = 0;
+  for (int i = by_place; i < self.parameter_count; i++) by_name += call.argv[i] != nullptr;
+  Ref keywords(by_name == 0 ? nullptr : PyTuple_New(by_name));
+  if (by_name != 0 && !keywords) return nullptr;
+  Py_ssize_t filled = 0;
+  for (int i = by_place; i < self.parameter_count; i++) {
+    if (call.argv[i] == nullptr) continue;
+    PyObject* name = PyTuple_GET_ITEM(self.parameters, i);
+    Py_INCREF(name);
+    PyTuple_SET_ITEM(keywords.get(), filled, name);
+    all[1 + by_place + filled++] = call.argv[i];
   }
-  const int64_t t_return = now();
-  if (state.log != log) return result;  // the log was closed meanwhile
-  if (!records_now()) return result;
-  // What follows may run code of Python: an exception of the call is kept out of its way.
-  if (result == nullptr) {
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
-    place->t_return = t_return;
-    publish(place, commtrace::kFailed);
-    PyErr_Restore(type, value, trace);
-    return nullptr;
-  }
-  if (status && state.log == log) {
-    group = group_of(args[0]);
-    if (group != nullptr) arrived(*group, place, status.get(), anybody);
+  return PyObject_Vectorcall(self.original, all, 1 + by_place, keywords.get());
+}
+
+// What follows a call may run code of Python: its exception is kept out of the way.
+void note_failure(Record* place, int64_t t_return) {
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  place->t_return = t_return;
+  publish(place, kFailed);
+  PyErr_Restore(type, value, trace);
+}
+
+void note_success(const Call& call, Record* place, PyObject* status, int64_t t_return) {
+  if (status != nullptr) {
+    Group* group = group_of(call.args[0]);
+    if (group != nullptr) arrived(*group, place, status, call.anybody);
     PyErr_Clear();
   }
   place->t_return = place->t_end = t_return;
-  place->clock = commtrace::kReturn;
-  publish(place, commtrace::kComplete);
-  if ((slot & 15) == 0) {
-    Ref ns(PyLong_FromLongLong(cost + now() - t_return));
-    Ref appended(ns ? PyObject_CallOneArg(state.samples, ns.get()) : nullptr);
-    PyErr_Clear();
+  place->clock = kReturn;
+  publish(place, kComplete);
+}
+
+void note_cost(int64_t ns, bool sampled, bool first) {
+  if (!sampled && !first) return;
+  static PyObject* names = Py_BuildValue("(ss)", "sampled", "first");
+  Ref cost(PyLong_FromLongLong(ns));
+  PyObject* args[] = {cost.get(), sampled ? Py_True : Py_False, first ? Py_True : Py_False};
+  Ref noted(cost ? PyObject_Vectorcall(state.note_cost, args, 1, names) : nullptr);
+  PyErr_Clear();
+}
+
+PyObject* call(PyObject* object, PyObject* const* args, size_t nargsf, PyObject* names) {
+  auto* self = reinterpret_cast<Method*>(object);
+  const int64_t entered = now();
+  const uint64_t lookups = state.lookups;
+  Call call{self, args, PyVectorcall_NARGS(nargsf) - 1, names};
+  const bool recordable = records_now() && place_arguments(call) && describe(call);
+  const uint32_t slot = recordable ? take() : kNoSlot;
+  if (slot == kNoSlot) return PyErr_Clear(), slowly(self, args, nargsf, names);  // which also counts a dropped call
+  Record& record = call.record;
+  if (call.counter != nullptr) record.seq = static_cast<uint32_t>(next_of(call.counter));
+  const bool first = state.lookups != lookups;
+  record.t_begin = now();
+  Record* place = record_at(slot);
+  memcpy(place, &record, offsetof(Record, state));
+  publish(place, kBegun);
+
+  const uint64_t log = state.log;
+  const Ref status(status_of(call));
+  const bool replaced = status && call.argument(self->status_at) != status.get();
+  PyObject* result = replaced ? call_with_status(call, status.get()) : PyObject_Vectorcall(self->original, args, 1 + call.count, names);
+  const int64_t t_return = now();
+  if (state.log != log || !records_now()) return result;  // the log was closed meanwhile
+  if (result == nullptr) {
+    note_failure(place, t_return);
+    return nullptr;
   }
+  note_success(call, place, status.get(), t_return);
+  note_cost(record.t_begin - entered + now() - t_return, (slot & 15) == 0, first);
   return result;
 }
 
@@ -691,7 +739,7 @@ PyObject* make_method(PyObject*, PyObject* args) {
   self->buffer_at = place(places, "buffer"), self->other_at = place(places, "other");
   self->peer_at = place(places, "peer"), self->tag_at = place(places, "tag");
   self->op_at = place(places, "op"), self->status_at = place(places, "status");
-  self->message = message, self->sends = sends, self->root = false;
+  self->message = message, self->sends = sends;
   self->parameter_count = static_cast<int>(PyTuple_GET_SIZE(parameters));
   self->log = 0, self->kind_count = 0;
   return reinterpret_cast<PyObject*>(self);
@@ -733,13 +781,13 @@ void forget_groups() {
 
 uint64_t logs = 0;
 
-// go(tracer, recorder, ring, records_at, pop, free, (slots, half), classify, number, append, graph_task, sites)
+// go(tracer, recorder, ring, records_at, pop, free, (slots, half), classify, number, note_cost, graph_task, sites)
 PyObject* go(PyObject*, PyObject* args) {
-  PyObject *tracer, *recorder, *ring, *pop, *free, *slots, *classify, *number, *append, *task;
+  PyObject *tracer, *recorder, *ring, *pop, *free, *slots, *classify, *number, *note_cost, *task;
   Py_ssize_t at;
   int sites;
   if (!PyArg_ParseTuple(args, "OOOnOOO!OOOOp", &tracer, &recorder, &ring, &at, &pop, &free, &PyTuple_Type, &slots, &classify,
-                        &number, &append, &task, &sites))
+                        &number, &note_cost, &task, &sites))
     return nullptr;
   Py_buffer view;
   if (PyObject_GetBuffer(ring, &view, PyBUF_WRITABLE) != 0) return nullptr;
@@ -748,7 +796,7 @@ PyObject* go(PyObject*, PyObject* args) {
   forget_groups();
   state.known.fill({});
   keep(state.recorder, recorder), keep(state.pop, pop), keep(state.free, free == Py_None ? nullptr : free);
-  keep(state.slots, slots), keep(state.classify, classify), keep(state.number, number), keep(state.samples, append);
+  keep(state.slots, slots), keep(state.classify, classify), keep(state.number, number), keep(state.note_cost, note_cost);
   keep(state.graph_task, task == Py_None ? nullptr : task);
   state.sites = sites;
   state.log = ++logs;
@@ -761,7 +809,7 @@ PyObject* stop(PyObject*, PyObject*) {
   state.log = ++logs;
   forget_groups();
   for (PyObject** kept : {&state.recorder, &state.pop, &state.free, &state.slots, &state.classify, &state.number,
-                          &state.samples, &state.graph_task})
+                          &state.note_cost, &state.graph_task})
     keep(*kept, nullptr);
   Py_RETURN_NONE;
 }
@@ -775,11 +823,6 @@ PyObject* forget(PyObject*, PyObject*) {
 // Code is kept alive no more: what is known of instructions counts no longer.
 PyObject* forget_sites(PyObject*, PyObject*) {
   state.known.fill({});
-  Py_RETURN_NONE;
-}
-
-PyObject* set_graph_task(PyObject*, PyObject* task) {
-  keep(state.graph_task, task == Py_None ? nullptr : task);
   Py_RETURN_NONE;
 }
 
@@ -799,7 +842,6 @@ PyMethodDef functions[] = {
     {"stop", stop, METH_NOARGS, nullptr},
     {"forget", forget, METH_NOARGS, nullptr},
     {"forget_sites", forget_sites, METH_NOARGS, nullptr},
-    {"graph_task", set_graph_task, METH_O, nullptr},
     {"layout", layout, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

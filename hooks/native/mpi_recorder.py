@@ -12,7 +12,7 @@ from typing import Any, Final
 from mpi4py import MPI
 
 from commtrace.errors import CommtraceError
-from commtrace.hooks import call_context as whereabouts
+from commtrace.hooks import call_context
 from commtrace.hooks.mpi.buffers import predefined
 from commtrace.hooks.mpi.methods import Method
 from commtrace.hooks.mpi.tracer import MpiTracer
@@ -94,13 +94,13 @@ def begins(tracer: MpiTracer) -> None:
     recorder = tracer.recorder
     known = [(datatype, element.size, element.extent) for datatype, element in predefined()]
     _library.constants(MPI.IN_PLACE, MPI.Status, MPI.BYTE, MPI.ANY_SOURCE, MPI.ANY_TAG, session, progress.cells, known)
-    sites = tracer.whereabouts.sites
+    sites = tracer.context.sites
     sites.cleared.append(_library.forget_sites)
     slots = recorder.slots
     _library.go(
         tracer, recorder, recorder.ring.buffer, RECORDS_AT, slots.free.popleft, slots.free,
         (slots, slots.capacity // 2), lambda frame: sites.classify(frame.f_code), sites.number,
-        recorder.cost_samples.append, whereabouts.backward(), recorder.sites,
+        recorder.note_cost, call_context.backward(), recorder.sites,
     )  # fmt: skip
 
 

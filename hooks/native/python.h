@@ -5,9 +5,14 @@
 
 #include <utility>
 
+#include "slots.h"
+
 namespace commtrace {
 
 namespace py = pybind11;
+
+// The call that this thread makes looks up something for the first time, since `ns` at the latest (recording.h).
+inline void note_lookup(int64_t ns);
 
 // A thread that asks for the GIL now would be ended in the middle of our code.
 inline bool interpreter_ends() {
@@ -29,6 +34,13 @@ class Asked {
   // With the GIL: whether what these rows have just answered may be remembered. Python may have let another thread close
   // the log meanwhile, and open the next one, whose rows have other numbers.
   bool still(const py::object& rows) const { return rows.is(rows_); }
+
+  // As operator(), of a question whose answer is remembered: what it takes belongs to the cost of a first call.
+  template <typename Answer, typename Question>
+  Answer look_up(Answer otherwise, Question question) const {
+    note_lookup(now());
+    return (*this)(otherwise, question);
+  }
 
   // What `question(rows)` gives; `otherwise` where the log is closed or the interpreter ends.
   template <typename Answer, typename Question>

@@ -1,4 +1,4 @@
-"""Putting the native recorder in place of the kernels in Python, and starting it with the first call."""
+"""The native recorder of torch: installs its kernels in place of those in Python, and starts with the first call."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _operators: list[Operator] = []
 
 
 def usable() -> bool:
-    """The settings allow it, and it is built. Where it was asked for and is not, that is said."""
+    """Return whether the native recorder can record here. Warn if it was asked for and cannot."""
     global _library
     settings, recorder = session.settings, session.recorder
     if settings is None or settings.recorder == "python":
         return False
     if recorder is not None and not isinstance(recorder.slots, NativeSlots):
-        return False  # the hook of another library has begun
+        return False  # the hook of another library has begun to record without it
     try:
         _library = _library or libraries.TORCH.load()
     except libraries.NotBuiltError as error:
@@ -44,8 +44,8 @@ def usable() -> bool:
 
 
 def install(operators: Sequence[Operator], functional: Sequence[str]) -> None:
-    """Put kernels before these operators of c10d and of _c10d_functional, once, and follow the waits."""
-    torch_kernels.put_in_place(KernelBackend(_library.crossing, _make_slots))
+    """Install kernels for these operators of c10d and of _c10d_functional, and wrap the waits."""
+    torch_kernels.use_backend(KernelBackend(_library.crossing, _make_slots))
     torch_tracer.started.insert(0, _go)
     native_patches.library = _library
     native_patches.install()
@@ -56,16 +56,16 @@ def install(operators: Sequence[Operator], functional: Sequence[str]) -> None:
 
 
 def uninstall() -> None:
-    """Take everything out again, but the kernels, which only hand on from here on."""
+    """Restore what was wrapped. The kernels stay and only pass calls on."""
     if _go in torch_tracer.started:
         native_patches.uninstall()
         _library.disarm()
         torch_tracer.started.remove(_go)
-        torch_kernels.put_in_place(None)
+        torch_kernels.use_backend(None)
 
 
-def take_out() -> None:
-    """Take the kernels out, too, between recordings. Only where no other thread communicates."""
+def remove_kernels() -> None:
+    """Remove the kernels, between recordings. Only where no other thread communicates."""
     if _library is not None:
         _library.take_out()
         _operators.clear()
@@ -97,7 +97,7 @@ def _plan(number: int, operator: Operator) -> Any:
 
 
 def _begin() -> bool:
-    """By C++, with the first call. Whether to ask again where nothing records yet."""
+    """Begin to record. Called by C++ with the first call; returns whether to try again if nothing records yet."""
     try:
         torch_kernels.begin()
     except Exception:
@@ -106,7 +106,7 @@ def _begin() -> bool:
 
 
 def _go(tracer: TorchTracer) -> None:
-    """A recorder has begun."""
+    """Let C++ record, as a recorder has begun."""
     slots = tracer.recorder.slots
     if isinstance(slots, NativeSlots):
         tracer.recorder.each_drain.append(_collect(tracer.recorder, slots.recording))
@@ -115,10 +115,13 @@ def _go(tracer: TorchTracer) -> None:
 
 def _collect(recorder: Recorder, recording: Any) -> Callable[[], None]:
     def collect() -> None:
-        errors, first_error, costs = recording.tally()
+        errors, first_error, costs, steady, first_calls, first_ns = recording.tally()
         recorder.hook_errors += errors
         recorder.first_error = recorder.first_error or first_error
         recorder.cost_samples.extend(costs)
+        recorder.steady_samples.extend(steady)
+        recorder.first_calls += first_calls
+        recorder.first_ns += first_ns
         recording.resolve()
         recorder.untimed, recorder.device_clock_ns, failure = recording.device_tally()
         if failure:

@@ -24,9 +24,6 @@
 
 namespace commtrace {
 
-enum Phase : int { kUnmarked = -1, kOther = 0, kInit, kForwardPhase, kBackwardPhase, kOptimizerPhase };
-enum Flag : uint8_t { kAsync = 1, kCoalesced = 2, kCaptured = 4, kObjects = 8, kSparse = 16, kUneven = 64 };
-
 struct Group {
   c10::weak_intrusive_ptr<c10d::ProcessGroup> pg{c10::intrusive_ptr<c10d::ProcessGroup>()};
   uint32_t number = 0;
@@ -55,14 +52,27 @@ struct Group {
   }
 };
 
-// Errors and samples that the drain thread takes over.
+// Errors and costs of calls that the drain thread takes over.
 struct Tally {
-  std::atomic<uint64_t> errors{0}, samples{0};
-  std::array<std::atomic<int64_t>, 1024> costs{};
+  struct Sample {
+    int64_t ns : 63;
+    bool first : 1;
+  };
+
+  std::atomic<uint64_t> errors{0}, samples{0}, first_calls{0};
+  std::atomic<int64_t> first_ns{0};
+  std::array<std::atomic<Sample>, 1024> costs{};
   std::mutex mutex;
   std::string first_error;
 
-  void sample(int64_t ns) { costs[samples.fetch_add(1) % costs.size()].store(ns, std::memory_order_relaxed); }
+  void sample(int64_t ns, bool first) {
+    costs[samples.fetch_add(1) % costs.size()].store({ns, first}, std::memory_order_relaxed);
+  }
+
+  void first_call(int64_t ns) {
+    first_calls.fetch_add(1, std::memory_order_relaxed);
+    first_ns.fetch_add(ns, std::memory_order_relaxed);
+  }
 
   void fault(const char* what) {
     errors.fetch_add(1);
@@ -96,7 +106,7 @@ class Recording {
       const auto known = groups_.find(pg);
       if (known != groups_.end()) return known->second;
     }
-    return ask(static_cast<Group*>(nullptr), [&](const py::object& rows) -> Group* {
+    return ask.look_up(static_cast<Group*>(nullptr), [&](const py::object& rows) -> Group* {
       const auto shared = c10::intrusive_ptr<c10d::ProcessGroup>::reclaim_copy(pg);
       const py::object row = rows.attr("group")(shared);
       return row.is_none() || !ask.still(rows) ? nullptr : enter(shared, row);
@@ -106,7 +116,7 @@ class Recording {
   uint16_t kind(const Plan& plan, int dtype, int reduce_op) {
     std::atomic<uint16_t>& known = kinds_[(plan.number * kTypes + dtype + 1) * kReduceOps + reduce_op + 1];
     if (const uint16_t number = known.load(std::memory_order_relaxed)) return number;
-    return ask(uint16_t{0}, [&](const py::object& rows) {
+    return ask.look_up(uint16_t{0}, [&](const py::object& rows) {
       const py::object type = dtype < 0 ? py::object(py::none()) : py::cast(static_cast<c10::ScalarType>(dtype));
       const auto number = rows.attr("kind")(plan.number, type, reduce_op).cast<uint16_t>();
       if (ask.still(rows)) known.store(number, std::memory_order_relaxed);
@@ -117,8 +127,9 @@ class Recording {
   uint32_t site_of_backward(int task) {
     const uint64_t known = backward_.load(std::memory_order_relaxed);
     if (static_cast<int>(known >> 32) == task) return known & 0xffffffff;
-    return ask(uint32_t{0}, [&](const py::object& rows) {
-      const auto site = rows.attr("site_of_backward")().cast<uint32_t>();
+    return ask(uint32_t{0}, [&, asked = now()](const py::object& rows) {
+      const auto [site, is_new] = rows.attr("site_of_backward")().cast<std::pair<uint32_t, bool>>();
+      if (is_new) note_lookup(asked);
       if (ask.still(rows)) backward_.store(static_cast<uint64_t>(task) << 32 | site, std::memory_order_relaxed);
       return site;
     });
@@ -289,6 +300,7 @@ struct Thread {
   uint16_t number = 0;
   int functional = 0;  // calls within are waited for by tensor, and not by Work
   uint32_t calls = 0;
+  int64_t looked_up = 0;  // when the call under way first looked up something new; 0: it has not
   struct {
     c10d::ProcessGroup* pg = nullptr;
     Group* group = nullptr;
@@ -312,5 +324,10 @@ struct Thread {
     return thread;
   }
 };
+
+inline void note_lookup(int64_t ns) {
+  int64_t& looked_up = Thread::mine().looked_up;
+  if (looked_up == 0) looked_up = ns;
+}
 
 }  // namespace commtrace

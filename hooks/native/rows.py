@@ -94,7 +94,9 @@ class Rows:
         """Whether the forward that is under way, without gradients, is one of training."""
         return self.tracer.sites.in_training()
 
-    @_never_raising(0)
-    def site_of_backward(self) -> int:
-        """Site of a call on a thread of autograd's own."""
-        return self.tracer.sites.of_backward()
+    @_never_raising((0, False))
+    def site_of_backward(self) -> tuple[int, bool]:
+        """Return the site of a call on a thread of autograd's own, and whether it is new."""
+        tables = self.tracer.recorder.tables
+        lookups = tables.lookups
+        return self.tracer.sites.of_backward(), tables.lookups != lookups

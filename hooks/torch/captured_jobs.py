@@ -1,4 +1,4 @@
-"""What is trained: objects that know a job and the roles of groups, told to the tables of each recorder that begins."""
+"""Jobs: what decides the communication of a training engine, and the roles of its groups, written to the tables."""
 
 from __future__ import annotations
 
@@ -17,55 +17,58 @@ Describe = Callable[[Any], dict[str, Any]]
 Roles = Callable[[Any], Iterator[tuple[Any, str, str]]]
 
 _numbers = itertools.count(1)
-_every: list[Jobs] = []
+_all_jobs: list[Jobs] = []
 
 
 def any_known() -> bool:
-    """Whether some engine has been built."""
-    return any(one.known for one in _every)
+    """Return whether an engine of any kind has been built."""
+    return any(jobs.known for jobs in _all_jobs)
 
 
 class Jobs:
-    """Engines of one kind. Kept weakly: a tracer must not be the reason why a model stays in memory."""
+    """Engines of one kind, kept weakly: tracing must not keep a model in memory."""
 
     def __init__(self, describe: Describe, roles: Roles, message_roles: Roles | None = None) -> None:
-        """`describe` gives the row of the `job` table, `roles` gives (group, role, who says so), most telling last.
+        """Describe a kind of engine.
 
-        `message_roles` gives the same of messages from rank to rank that serve another dimension than their group.
+        Args:
+            describe: Returns an engine's row of the `job` table.
+            roles: Yields (group, role, source of that); later ones take precedence. The group may be None.
+            message_roles: Yields the same for point-to-point messages that serve another dimension than their group.
         """
         self._describe, self._roles, self._message_roles = describe, roles, message_roles
-        _every.append(self)
+        _all_jobs.append(self)
         self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     @property
     def known(self) -> bool:
-        """One of these engines has been built."""
+        """Whether an engine of this kind has been built."""
         return len(self._known) > 0
 
     def install(self) -> None:
-        """Tell each recorder that begins from now on."""
-        if self.tell not in torch_tracer.started:
-            torch_tracer.started.append(self.tell)
+        """Write to the tables of each recorder that begins from now on."""
+        if self.write not in torch_tracer.started:
+            torch_tracer.started.append(self.write)
 
     def uninstall(self) -> None:
-        """Forget everything."""
-        if self.tell in torch_tracer.started:
-            torch_tracer.started.remove(self.tell)
+        """Forget all engines."""
+        if self.write in torch_tracer.started:
+            torch_tracer.started.remove(self.write)
         self._known.clear()
 
     def add(self, engine: Any) -> None:
-        """An engine has been built."""
+        """Add an engine that has been built."""
         self._known[engine] = next(_numbers)  # an id may be used again for the next engine
-        self.tell_now()
+        self.write_now()
 
-    def tell_now(self) -> None:
-        """As `tell`, if something records."""
+    def write_now(self) -> None:
+        """Write to the tables of the running recorder, if there is one."""
         tracer = torch_tracer.current()
         if tracer is not None:
-            self.tell(tracer)
+            self.write(tracer)
 
-    def tell(self, tracer: TorchTracer) -> None:
-        """What is known goes into the tables; rows that are there already are not repeated. Never raises."""
+    def write(self, tracer: TorchTracer) -> None:
+        """Write what is known to the tables, each row once. Never raises."""
         try:
             for engine, number in list(self._known.items()):
                 tracer.recorder.tables.number("job", number, functools.partial(self._describe, engine))

@@ -1,4 +1,4 @@
-"""Roles of groups, as a library's module of process groups has them in its globals (Megatron-LM, GPT-NeoX)."""
+"""Roles of groups that a library keeps in the globals of a module (Megatron-LM, GPT-NeoX)."""
 
 from __future__ import annotations
 
@@ -15,28 +15,34 @@ from .tracer import TorchTracer
 
 
 class Registry:
-    """A module that makes all groups in one function and keeps them in globals; told to each recorder that begins."""
+    """A module that makes all groups in one function and keeps them in globals: a hook's `install` and `uninstall`."""
 
     def __init__(self, module: str, maker: str, roles: Mapping[str, str]) -> None:
-        """`maker`: the function. `roles`: of the globals, each of which holds a group, several of them, or none."""
+        """Describe a module.
+
+        Args:
+            module: Its dotted name.
+            maker: Name of the function that makes the groups.
+            roles: Name of a global -> role. A global may hold a group, a list or dict of groups, or None.
+        """
         self._name, self._maker, self._roles = module, maker, roles
         self._patches = Patches()
 
     def install(self) -> None:
-        """Hook the module, which has been imported. Does nothing if it is hooked already."""
+        """Hook the module. Does nothing if it is hooked already."""
         if self._patches:
             return
         self._patches.wrap(sys.modules[self._name], self._maker, self._making)
-        torch_tracer.started.append(self.tell)
+        torch_tracer.started.append(self.write)
 
     def uninstall(self) -> None:
-        """Take everything out again."""
+        """Restore the function."""
         self._patches.undo()
-        if self.tell in torch_tracer.started:
-            torch_tracer.started.remove(self.tell)
+        if self.write in torch_tracer.started:
+            torch_tracer.started.remove(self.write)
 
-    def tell(self, tracer: TorchTracer) -> None:
-        """What the module knows goes into the tables; rows that are there already are not repeated. Never raises."""
+    def write(self, tracer: TorchTracer) -> None:
+        """Write the roles to the tables, each row once. Never raises."""
         try:
             for name, group in self._groups():
                 tracer.groups.set_role(group, self._roles[name], f"{self._name}.{name}")
@@ -44,12 +50,14 @@ class Registry:
             tracer.recorder.fault()
 
     def _groups(self) -> Iterator[tuple[str, dist.ProcessGroup]]:
-        """Those that are there, by the name of the global."""
-        known = vars(sys.modules[self._name]) if self._name in sys.modules else {}
+        """Return the groups that exist, with the name of their global."""
+        variables = vars(sys.modules[self._name]) if self._name in sys.modules else {}
         for name in self._roles:
-            held = known.get(name)
-            several = held.values() if isinstance(held, dict) else held if isinstance(held, list | tuple) else (held,)
-            yield from ((name, group) for group in several if isinstance(group, dist.ProcessGroup))
+            value = variables.get(name)
+            groups = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+            )
+            yield from ((name, group) for group in groups if isinstance(group, dist.ProcessGroup))
 
     def _making(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def maker(*args: Any, **kwargs: Any) -> Any:
@@ -58,6 +66,6 @@ class Registry:
             finally:
                 tracer = torch_tracer.current()
                 if tracer is not None:
-                    self.tell(tracer)
+                    self.write(tracer)
 
         return maker

@@ -1,9 +1,9 @@
-"""torch.distributed, at the dispatcher: nearly every collective, whoever calls it, passes `c10d::` as an operator.
+"""The hook of torch.distributed, at the dispatcher: nearly every collective is a call of a `c10d::` operator.
 
-A kernel on the key BackendSelect is called first, on every device, and hands on with `redispatch`. (Never with
-`call_boxed`: that keeps the GIL, which gloo's worker thread needs while it holds the lock that we would wait for.)
-Beside the operators, three things are not dispatched and are wrapped: `Work.wait` and its like, which show the end of a
-call; the coalescing methods of ProcessGroup; and `_c10d_functional`'s waits, which are operators of their own.
+A kernel on the key BackendSelect is called first, on every device, and passes the call on with `redispatch`. (Never
+with `call_boxed`: it keeps the GIL, which gloo's worker thread needs while it holds a lock that the call waits for.)
+Not dispatched, and therefore wrapped (`works`), are the methods of Work that wait or poll, and the coalescing methods
+of ProcessGroup. The waits of `_c10d_functional` are operators and have kernels.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _installed = False
 
 
 def install() -> None:
-    """Hook torch.distributed. Does nothing if it is hooked already, or if this torch has no torch.distributed."""
+    """Hook torch.distributed. Does nothing if it is hooked already or this torch is built without it."""
     global _installed
     if _installed or not dist.is_available():
         return
@@ -53,7 +53,7 @@ def install() -> None:
     try:
         _install()
     except BaseException:
-        uninstall()  # half a hook would give half a log
+        uninstall()  # a hook is complete or not there: half of it would write a log with gaps
         raise
 
 
@@ -63,7 +63,7 @@ def _install() -> None:
     blind_spots[:] = (*_ALWAYS, _ends_unseen(in_cpp))
     blind_spots.extend(f"the operator {name} is not known to this version of commtrace" for name in unknown)
     if in_cpp:
-        _kernels.take_out()
+        _kernels.remove()
         native.install(operators, [name for name, _ in _functional_operators()])
     else:
         _install_python(operators)
@@ -78,16 +78,16 @@ def _ends_unseen(in_cpp: bool) -> str:
 
 def _install_python(operators: list[Operator]) -> None:
     if not _kernels:
-        native.take_out()  # those of another recording by the other recorder
+        native.remove_kernels()  # of an earlier recording by the native recorder
         try:
-            _put_in(operators)
+            _register(operators)
         except BaseException:
-            _kernels.take_out()
+            _kernels.remove()
             raise
     python_patches.install()
 
 
-def _put_in(operators: list[Operator]) -> None:
+def _register(operators: list[Operator]) -> None:
     for operator in operators:
         _kernels.add("c10d", operator.variant, kernel_for(operator))
     for name, overload in _functional_operators():
@@ -97,7 +97,7 @@ def _put_in(operators: list[Operator]) -> None:
 
 
 def uninstall() -> None:
-    """Take everything out again, but the kernels, which only hand on from here on."""
+    """Restore everything but the kernels, which from here on only pass calls on."""
     global _installed
     _installed = False
     torch_training.uninstall()
@@ -105,14 +105,14 @@ def uninstall() -> None:
     native.uninstall()
 
 
-def take_out() -> None:
-    """Take the kernels out, too, between recordings. Only where no other thread communicates: a benchmark."""
-    _kernels.take_out()
-    native.take_out()
+def remove_kernels() -> None:
+    """Unregister the kernels, between recordings. Only where no other thread communicates: in benchmarks."""
+    _kernels.remove()
+    native.remove_kernels()
 
 
 def _functional_operators() -> list[tuple[str, Any]]:
-    """(name, default overload) of each."""
+    """Return name and default overload of the operators of `_c10d_functional`."""
     names = {
         name.split("::")[1].split(".")[0]
         for name in torch._C._dispatch_get_all_op_names()

@@ -1,4 +1,4 @@
-"""The kernels that stand before torch's own: they record a call and hand it on."""
+"""Kernels in Python that run before torch's own: they record a call and redispatch it."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any, Final
 
 import torch
 
-from commtrace.hooks import recorder_setup as beginning
+from commtrace.hooks import recorder_setup
 from commtrace.hooks.recorder_setup import KernelBackend, fault
 from commtrace.recording.session import session
 
 from .c10d_operators import Operator
 from .dispatcher import BELOW
-from .tracer import SAMPLE_MASK, Entry, TorchTracer, current, functional, is_fake, member, now, start
+from .tracer import SAMPLE_MASK, Entry, TorchTracer, current, functional, identity_in_default_group, is_fake, now, start
 
-blind_spots: list[str] = beginning.blind_spots.setdefault("torch", [])
-"""What the hooks that are in place cannot see."""
+blind_spots: list[str] = recorder_setup.blind_spots.setdefault("torch", [])
+"""What the installed hooks cannot observe."""
 
 
 def begin() -> TorchTracer | None:
-    """The tracer of this process, made with the first call; None where tracing is off."""
-    recorder = session.recorder or beginning.begin()
+    """Return the tracer of this process, made with the first call; None if tracing is off."""
+    recorder = session.recorder or recorder_setup.begin()
     return None if recorder is None else start(recorder)
 
 
-def _first(operator: Operator, args: Sequence[Any]) -> TorchTracer | None:
+def _begin_with(operator: Operator, args: Sequence[Any]) -> TorchTracer | None:
     if session.settings is None and session.recorder is None:
         return None
     tensor = operator.sample(args)
@@ -34,7 +34,7 @@ def _first(operator: Operator, args: Sequence[Any]) -> TorchTracer | None:
 
 
 def kernel_for(operator: Operator) -> Callable[..., Any]:
-    """The kernel that records an operator's calls and hands them on."""
+    """Return the kernel that records an operator's calls and redispatches them."""
     redispatch = operator.overload.redispatch
     below = BELOW
 
@@ -44,8 +44,8 @@ def kernel_for(operator: Operator) -> Callable[..., Any]:
         try:
             tracer = current()
             if tracer is None:
-                tracer = _first(operator, args)
-                entered = now()  # beginning happens once and is not what a call costs
+                tracer = _begin_with(operator, args)
+                entered = now()  # the recorder's set-up happens once and is no cost of a call
             if tracer is not None:
                 entry = tracer.before(operator, args)
         except Exception:
@@ -68,8 +68,9 @@ def _return(entry: Entry, operator: Operator, args: Sequence[Any], result: Any, 
     t_return = now()
     try:
         entry.after(operator, args, result, t_return)
-        if entry.slot & SAMPLE_MASK == 0:
-            entry.cost(cost + now() - t_return)
+        sampled = entry.slot & SAMPLE_MASK == 0
+        if sampled or entry.first:
+            entry.cost(cost + now() - t_return, sampled)
     except Exception:
         with suppress(Exception):
             entry.lost(t_return)
@@ -77,7 +78,7 @@ def _return(entry: Entry, operator: Operator, args: Sequence[Any], result: Any, 
 
 
 def functional_kernel(overload: Any) -> Callable[..., Any]:
-    """The kernel of an operator of `_c10d_functional`, whose calls arrive at `c10d` operators."""
+    """Return the kernel of an operator of `_c10d_functional`, which calls an operator of `c10d`."""
     redispatch = overload.redispatch
     below = BELOW
 
@@ -91,7 +92,7 @@ def functional_kernel(overload: Any) -> Callable[..., Any]:
 
 
 def wait_kernel(overload: Any) -> Callable[..., Any]:
-    """The kernel of `_c10d_functional::wait_tensor`."""
+    """Return the kernel of `_c10d_functional::wait_tensor`."""
     redispatch = overload.redispatch
     below = BELOW
 
@@ -112,20 +113,21 @@ def wait_kernel(overload: Any) -> Callable[..., Any]:
 
 
 class Crossing:
-    """ns that a call spends on its way into and out of a kernel in Python, which the kernel itself cannot see."""
+    """The ns that a call spends entering and leaving a kernel in Python, which the kernel itself cannot measure."""
 
     def __init__(self) -> None:
+        """Assume 0 before `measure` is called."""
         self._ns = 0
 
     def measured(self) -> int:
-        """What `measure` found."""
+        """Return the result of `measure`."""
         return self._ns
 
     def measure(self) -> None:
-        """Call an operator of our own with all_reduce's kind of arguments, with and without such a kernel.
+        """Call an operator with arguments like those of all_reduce, with and without such a kernel.
 
-        When the hook is installed and not later: the program has no modes yet that would see the operator, and a thread
-        that used it when the interpreter ends would find it removed under its hands (torch destroys libraries first).
+        Call it when the hook is installed, not later: the program then has no modes that would see the operator, and no
+        thread still uses it when torch destroys its libraries at interpreter exit.
         """
         library: Any = torch.library.Library("commtrace_calibration", "DEF")
         try:
@@ -149,13 +151,13 @@ crossing = Crossing()
 _PYTHON: Final = KernelBackend(crossing.measured, None)
 
 
-def put_in_place(kernels: KernelBackend | None) -> None:
-    """Another recorder's kernels are in place of these; None: these are again."""
-    beginning.install_backend(kernels or _PYTHON)
+def use_backend(backend: KernelBackend | None) -> None:
+    """Record with another recorder's kernels; None: with those of this module."""
+    recorder_setup.install_backend(backend or _PYTHON)
 
 
-put_in_place(None)
-beginning.members["torch"] = member
+use_backend(None)
+recorder_setup.identities["torch"] = identity_in_default_group
 
 
 def _least_ns(call: Callable[[], Any]) -> int:

@@ -1,4 +1,4 @@
-"""torch's process groups as rows of the groups table."""
+"""Rows of the groups table for torch's process groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from commtrace.hooks.groups import Group, GroupRow, Groups
 
 
 class TorchGroups(Groups[Group]):
-    """Those of one recorder's tables, found by process group object."""
+    """The process groups in one recorder's tables."""
 
     def _make(self, pg: Any) -> Group:
         row = GroupRow(global_ranks(pg), str(pg.group_name), str(pg.group_desc), _backend(pg))
@@ -19,7 +19,7 @@ class TorchGroups(Groups[Group]):
 
 
 def global_ranks(pg: Any) -> list[int]:
-    """Global ranks in the group's order. A group that torch.distributed did not make has its own ranks only."""
+    """Return global ranks in the group's order; for a group that torch.distributed did not make, 0 to size - 1."""
     try:
         return list(dist.get_process_group_ranks(pg))
     except (KeyError, RuntimeError, ValueError):
@@ -34,8 +34,8 @@ def _backend(pg: Any) -> str:
 
 
 def _calls_so_far(pg: Any) -> int:
-    """Torch's own count of the group's collectives, so that ranks that start tracing at different times still match."""
+    """Return torch's count of the group's collectives, so that ranks that start tracing at different times match."""
     try:
         return int(pg._get_sequence_number_for_group())
     except RuntimeError:
-        return 0  # the backend keeps none
+        return 0  # the backend does not count

@@ -1,4 +1,4 @@
-"""From a `c10d::` call to a record: what the hooks of torch share while a recorder runs."""
+"""The tracer of torch: turns a `c10d::` call into a record."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 
-from commtrace.hooks import call_context as whereabouts
-from commtrace.hooks import call_site
+from commtrace.hooks import call_context, call_site
 from commtrace.hooks.call_context import CallContext
 from commtrace.hooks.call_site import CallSites
 from commtrace.hooks.groups import Group
@@ -30,7 +29,7 @@ from .process_groups import TorchGroups
 now: Final = time.monotonic_ns
 SAMPLE_MASK: Final = 15  # the cost of one call in sixteen is measured
 
-whereabouts.autograd(torch._C._current_graph_task_id, torch.is_grad_enabled)
+call_context.autograd(torch._C._current_graph_task_id, torch.is_grad_enabled)
 _unbox_work: Final = dist.Work.unbox
 _RedOpType: Any = dist.ReduceOp.RedOpType
 _REDUCE_OPS: Final[dict[int, str]] = {int(value): name for name, value in _RedOpType.__members__.items()}
@@ -39,8 +38,8 @@ _ASYNC, _COALESCED, _OBJECT, _SPARSE, _UNEVEN = (
 )
 
 
-def member() -> RankIdentity | None:
-    """This process among all, from the default process group; None without one."""
+def identity_in_default_group() -> RankIdentity | None:
+    """Return the process's rank in the default process group; None without one."""
     if not dist.is_initialized():
         return None
     return RankIdentity(dist.get_rank(), dist.get_world_size(), _agree)
@@ -55,7 +54,7 @@ def _agree(proposal: str) -> str:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """A compiler tracing the program, not communication."""
+    """Return whether the tensor belongs to a compiler that traces the program, and not to communication."""
     return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
@@ -63,7 +62,7 @@ _thread: Final = threading.local()
 
 
 class functional:  # noqa: N801  (used as a function)
-    """Calls of this thread within are waited for by tensor, and not by Work."""
+    """Context in which this thread's calls are waited for by tensor, and not by Work."""
 
     def __enter__(self) -> None:
         _thread.functional = getattr(_thread, "functional", 0) + 1
@@ -77,23 +76,23 @@ def _in_functional() -> bool:
 
 
 class Entry:
-    """A call between its beginning and its return."""
+    """A call that has begun and not returned yet."""
 
-    __slots__ = ("batch", "on_host", "pending", "slot", "tracer")
+    __slots__ = ("batch", "first", "on_host", "pending", "slot", "tracer")
 
-    def __init__(self, tracer: TorchTracer, slot: int, on_host: bool, batch: Batch | None) -> None:
-        self.tracer, self.slot, self.on_host, self.batch = tracer, slot, on_host, batch
+    def __init__(self, tracer: TorchTracer, slot: int, on_host: bool, batch: Batch | None, first: bool) -> None:
+        self.tracer, self.slot, self.on_host, self.batch, self.first = tracer, slot, on_host, batch, first
         self.pending: Pending | None = None
 
     def failed(self, t_return: int) -> None:
-        """The operator raised."""
+        """Record that the operator raised an exception."""
         self.tracer.recorder.failed(self.slot, t_return)
 
     def after(self, operator: Operator, args: Sequence[Any], result: Any, t_return: int) -> None:
-        """The operator returned `result`: its outputs and a Work, or a Work alone, or neither."""
+        """Record that the operator returned `result`: its outputs and a Work, a Work alone, or neither."""
         tracer, recorder = self.tracer, self.tracer.recorder
         boxed = result[-1] if type(result) is tuple else result
-        # A backend may give no Work: NCCL does for a synchronous call, which only orders streams.
+        # There may be no Work: NCCL returns none for a synchronous call, which only orders streams.
         work = None if boxed is None or operator.blocking else _unbox_work(boxed)
         observable = work is not None or operator.blocking or self.batch is not None
         call = recorder.returned(self.slot, t_return, observable=observable)
@@ -110,49 +109,51 @@ class Entry:
             self.pending = tracer.works.add(work, [call], self.on_host)
 
     def lost(self, t_return: int) -> None:
-        """The hook failed, so nothing will see the end of this call."""
+        """Record that the end of this call cannot be observed, as the hook failed."""
         self.tracer.recorder.returned(self.slot, t_return, observable=False)
 
-    def cost(self, ns: int) -> None:
-        """What this call cost so far; the wait adds its part, if there is one to come."""
-        if self.pending is not None:
-            self.pending.cost = ns
+    def cost(self, ns: int, sampled: bool) -> None:
+        """Note what this call cost up to its return. To a sample, a wait that is still to come adds its part."""
+        if sampled and self.pending is not None:
+            self.pending.cost, self.pending.first = ns, self.first
         else:
-            self.tracer.recorder.cost_samples.append(ns)
+            self.tracer.recorder.note_cost(ns, sampled=sampled, first=self.first)
 
 
 class TorchTracer:
-    """Everything that the hooks of torch keep for one recorder."""
+    """What the hooks of torch keep for one recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
+        """Record with this recorder."""
         self.recorder = recorder
         self.groups = TorchGroups(recorder.tables)
         self.works = Works(recorder)
         self.tensors = TensorWaits(recorder)
         self.batches = Batches(recorder, self.works)
-        self.whereabouts = CallContext(recorder)
+        self.context = CallContext(recorder)
         self._kinds: dict[tuple[str, torch.dtype | None, int], int] = {}
 
     @property
     def sites(self) -> CallSites:
-        """The line of code that makes a call."""
-        return self.whereabouts.sites
+        """The rows of call sites."""
+        return self.context.sites
 
     def release(self) -> None:
-        """By the drain thread: let go of what is kept for a moment only."""
+        """Drop the Works and tensors that are kept for a moment only. Called by the drain thread."""
         self.works.release()
         self.tensors.release()
 
     def before(self, operator: Operator, args: Sequence[Any]) -> Entry | None:
-        """Record that a call begins; None for a call that is not communication, or that found the ring full."""
+        """Record that a call begins; None for a call that is not communication, or if the ring is full."""
         recorder = self.recorder
         tensor = operator.sample(args)
         if tensor is not None and is_fake(tensor):  # before anything asks for its size, which may be symbolic
             return None
+        lookups = recorder.tables.lookups
         group = self.groups.of(operator.group(args))
         payload, local, uneven = operator.measure(args, group.size, group.rank)
         peer, tag, seq = self._addressing(operator, args, group)
-        site, phase, seen = self.whereabouts.find(2)
+        site, phase, seen = self.context.find(2)
         batch = self.batches.of(group.number)
         flags = _flags(operator, args, seen) | (_UNEVEN if uneven else 0)
         if batch is not None or operator.coalesced:
@@ -165,16 +166,16 @@ class TorchTracer:
         )  # fmt: skip
         if slot < 0:
             return None
-        return Entry(self, slot, tensor is None or tensor.is_cpu, batch)
+        return Entry(self, slot, tensor is None or tensor.is_cpu, batch, recorder.tables.lookups != lookups)
 
     def _kind(self, operator: Operator, args: Sequence[Any], tensor: torch.Tensor | None) -> int:
-        # By method object: the attribute would be looked up in Python, at twice the time.
+        # Through the method object: as an attribute it would be looked up in Python, which takes twice as long.
         reduce_op = -1 if operator.reduce_op_at is None else args[operator.reduce_op_at]._get_method("op")()
         dtype = None if tensor is None or operator.op == "barrier" else tensor.dtype
         return self.kind(operator, dtype, reduce_op)
 
     def kind(self, operator: Operator, dtype: torch.dtype | None, reduce_op: int) -> int:
-        """Number of the row of an operator, element type and reduction (-1: the operator takes none)."""
+        """Return the row of an operator, element type and reduction (-1: the operator takes none)."""
         key = operator.variant, dtype, reduce_op
         kind = self._kinds.get(key)
         if kind is None:
@@ -189,7 +190,7 @@ class TorchTracer:
         return kind
 
     def _addressing(self, operator: Operator, args: Sequence[Any], group: Group) -> tuple[int, int, int]:
-        """(peer as a global rank, tag, sequence number)."""
+        """Return peer (a global rank), tag and sequence number."""
         peer = -1 if operator.peer_at is None else group.global_rank(args[operator.peer_at])
         if not operator.point_to_point:
             return peer, -1, next(group.collectives)
@@ -208,9 +209,9 @@ started: Final = _tracers.started
 def _flags(operator: Operator, args: Sequence[Any], seen: int) -> int:
     flags = _OBJECT if seen & call_site.OBJECT else 0
     if operator.point_to_point:
-        # The operator is the same for both; who called it tells whether the caller waits.
+        # One operator serves blocking and non-blocking calls; the frames show which of the two it is.
         asynchronous = _in_functional() or (seen & call_site.HANDLE and not seen & call_site.BLOCKING)
     else:
-        # An argument that equals the schema's default, which is true, does not arrive.
+        # An argument that equals its default (here: true) is not passed to the kernel.
         asynchronous = operator.async_at is not None and (operator.async_at >= len(args) or args[operator.async_at])
     return flags | _ASYNC if asynchronous else flags

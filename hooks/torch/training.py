@@ -1,6 +1,7 @@
-"""Steps, phases and roles of plain PyTorch: torch.optim's global step hooks, and DDP.
+"""Steps, phases and roles of plain PyTorch, from torch.optim's global step hooks and from DDP.
 
-Phases need no hook: autograd tells of backward, and the frames above a call of forward and optimizer (`torch_tracer`).
+Phases need no hook: autograd shows that a backward pass runs, and the frames above a call show forward and optimizer
+(`call_context`).
 """
 
 from __future__ import annotations
@@ -30,19 +31,20 @@ _patches = Patches()
 
 
 class _Steps:
-    """An optimizer that steps ends a training step: the first one seen, where there are several (a GAN's, say)."""
+    """Training steps by optimizers. With several of them (in a GAN), the first one seen ends the steps."""
 
     def __init__(self) -> None:
+        """Know no optimizer yet."""
         self.reset()
 
     def reset(self) -> None:
-        """No optimizer seen yet."""
-        self.engine_decides = False  # DeepSpeed's engine knows better than the torch optimizer inside it
+        """Forget the optimizer."""
+        self.engine_decides = False  # with DeepSpeed, its engine marks the steps, not the optimizer inside it
         self._first: weakref.ref[Optimizer] | None = None
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """An engine is being built: an optimizer that steps within (16 bits without ZeRO) only allocates its state."""
+        """Ignore optimizers that step while an engine is built: with 16 bits and no ZeRO, to allocate their state."""
         before, self.engine_decides = self.engine_decides, True
         try:
             yield
@@ -50,12 +52,12 @@ class _Steps:
             self.engine_decides = before
 
     def begin(self, optimizer: Optimizer, *_: Any) -> None:
-        """Before `optimizer.step()`."""
+        """Begin a step if none is under way. Called before `optimizer.step()`."""
         if not torch.compiler.is_compiling() and not self.engine_decides:
             progress.activity()
 
     def end(self, optimizer: Optimizer, *_: Any) -> None:
-        """After `optimizer.step()`."""
+        """End the step. Called after `optimizer.step()`."""
         if torch.compiler.is_compiling() or self.engine_decides:
             return
         if self._first is None or self._first() is None:
@@ -68,7 +70,7 @@ steps = _Steps()
 
 
 def install() -> None:
-    """Hook the optimizers and DDP."""
+    """Hook the optimizers and DDP. Does nothing if they are hooked already."""
     if _handles:
         return
     _handles.append(register_optimizer_step_pre_hook(steps.begin))
@@ -78,7 +80,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Take everything out again."""
+    """Restore everything."""
     _replicas.uninstall()
     _patches.undo()
     while _handles:

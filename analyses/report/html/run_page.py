@@ -10,14 +10,13 @@ import pandas as pd
 from commtrace.analyses import figures
 from commtrace.analyses.job_summary import summarize_job
 from commtrace.analyses.report.findings import findings, warnings
-from commtrace.analyses.report.log_facts import facts, log_lists
+from commtrace.analyses.report.log_facts import cost_per_call, facts, log_lists
 from commtrace.analyses.report.network_text import MEANING, network_source, network_title
 from commtrace.analyses.steps import ALL
 from commtrace.analyses.table_specs import TABLES
 from commtrace.formatting import (
     format_bytes,
     format_count,
-    format_duration,
     format_plural,
     format_share,
     format_small_share,
@@ -91,9 +90,8 @@ def _tiles(tables: Mapping[str, pd.DataFrame]) -> Iterator[Tile]:
     if coverage["simulated"]:
         yield Tile("times", "none", "simulated: nothing was sent")
     elif len(cost):
-        calls = cost["calls"].sum()
-        per_call = format_duration(cost["calls_ns"].sum() / calls if calls else None)
-        yield Tile("tracing cost", format_small_share(cost["share"].mean()), f"of the run's time; {per_call} a call")
+        note = f"of the run's time; {cost_per_call(cost)}"
+        yield Tile("tracing cost", format_small_share(cost["share"].mean()), note)
     else:
         yield Tile("tracing cost", "not known")
 

@@ -53,7 +53,7 @@ def check_install_and_uninstall() -> None:
     for _ in range(2):
         hook.uninstall()
         assert hooked() == {True}  # a thread may be on its way into a kernel: they stay, and only hand on
-    hook.take_out()
+    hook.remove_kernels()
     assert hooked() == {False}
     assert {name: vars(dist.Work)[name] for name in METHODS} == METHODS
     assert torch.nn.parallel.DistributedDataParallel.__init__ is MADE

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 from factory import ALL_GATHER, ALL_REDUCE, ALONE, BARRIER, PAIR, RECV, SEND, WORLD, LogFactory, record, training
 
+from commtrace.analyses.report.log_facts import cost_per_call
 from commtrace.run import Run, open_run
 from commtrace.schema import Clock, Flag, State
 
@@ -237,12 +238,19 @@ def test_tracing_cost(tmp_path: Path) -> None:
     )
     log.process(1, mono_ns=1_000).known().write(record()).stats(calls=5, cost_samples=0, cost_ns=0)
     log.process(2)
+    log.process(3).stats(calls=1_000, first_calls=4, first_ns=400_000, steady_samples=50, steady_ns=100_000)
     table = open_run(tmp_path).table("tracing_cost")
     assert rows(table.head(1), "rank", "mean_ns", "p99_ns", "calls_ns", "drain_ns", "span_ns", "share") == [
         (0, 5_000, 9_000, 5_000_000, 5_000_000, 100_000_000, 0.1)
     ]
-    assert table["rank"].tolist() == [0, 1]
+    assert table["rank"].tolist() == [0, 1, 3]
     assert table.loc[1, ["mean_ns", "share"]].isna().all()
+    split = ["first_calls", "first_mean_ns", "steady_mean_ns"]
+    assert table.head(2)[split].isna().all(axis=None)  # an older commtrace did not count them
+    assert rows(table.tail(1), *split) == [(4, 100_000, 2_000)]
+    # Weighted by calls; of the processes that counted.
+    assert cost_per_call(table) == "2.00 us a call (first call of a call site: 100 us)"
+    assert cost_per_call(table.head(1)) == "5.00 us a call"
 
 
 def test_balance(tmp_path: Path) -> None:

@@ -201,12 +201,16 @@ def test_what_calls_cost(tmp_path: Path) -> None:
     recorder = processes.Recorder(
         processes.Settings(str(tmp_path)), processes.RankIdentity(0, 1), blind_spots=[], calibrate=lambda: 1000
     )
-    recorder.cost_samples.extend(range(1, 101))
+    for ns in range(1, 101):
+        recorder.note_cost(ns, sampled=True, first=ns > 90)
+    recorder.note_cost(50_000, sampled=False, first=True)
     recorder.close("stop")
     stats = processes.read_one(tmp_path).stats
     assert stats["cost_samples"] == 100
     assert stats["cost_ns"] == 5050 + 100 * 1000
     assert stats["cost_p99_ns"] == 1100
+    assert (stats["first_calls"], stats["first_ns"]) == (11, sum(range(91, 101)) + 50_000 + 11 * 1000)
+    assert (stats["steady_samples"], stats["steady_ns"]) == (90, sum(range(1, 91)) + 90 * 1000)
 
 
 def test_a_store_that_hangs_does_not_keep_the_program(

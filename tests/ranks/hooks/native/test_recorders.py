@@ -123,6 +123,16 @@ def test_both_measure_what_they_cost(both: Both) -> None:
             assert log.stats["cost_ns"] >= log.stats["cost_samples"]
 
 
+def test_both_count_the_first_calls_apart(both: Both) -> None:
+    """A call adds one call site at most."""
+    for pair in both[1]:
+        for log in pair:
+            stats, sites = log.stats, log.tables.get("sites", [])
+            assert len(sites) <= stats["first_calls"] <= stats["calls"]
+            assert (stats["first_ns"] > 0) == (stats["first_calls"] > 0)
+            assert stats["steady_samples"] <= stats["cost_samples"]
+
+
 # ---- the list of operators is gloo's own -----------------------------------------------------------------------------
 
 
