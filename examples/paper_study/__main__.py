@@ -21,8 +21,8 @@ from .parts import Experiment, Options, Part
 PROGRAM: Final = "python -m examples.paper_study"
 # Name: module with the class that implements the part, in the order of the page. Imported when the part is run.
 PARTS: Final[dict[str, str]] = {
-    "volume": "examples.paper_study.volume.part",
-    "time": "examples.paper_study.timing.part",
+    "volume": "examples.paper_study.volume.volume_part",
+    "time": "examples.paper_study.timing.time_part",
 }
 MODELS: Final = ("19M", "125M", "1-3B", "13B")
 QUICK_MODELS: Final = ("19M", "125M")
@@ -77,7 +77,8 @@ def _parser() -> argparse.ArgumentParser:
         "--document",
         metavar="DIR",
         type=Path,
-        help="also write DIR/study.md, with the figures as pictures in DIR/study (needs playwright)",
+        help="also replace the generated tables of DIR/study.md and DIR/study-time.md, and the pictures in DIR/study "
+        "(needs playwright and a Chromium browser)",
     )
     return parser
 
@@ -135,8 +136,9 @@ def _options(arguments: argparse.Namespace) -> Options:
 def _document(folder: Path, study: Study) -> None:
     from . import document, pictures
 
-    drawn = pictures.draw(study.every, folder / document.PICTURES)
-    print(f"{document.write(folder, study)}: with {len(drawn)} pictures")
+    files = document.update(folder, study)
+    pictures.draw(study.all_sections, folder / document.PICTURES)
+    print(f"{', '.join(map(str, files))}: tables replaced; pictures in {folder / document.PICTURES}")
 
 
 @contextmanager

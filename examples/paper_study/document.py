@@ -1,56 +1,77 @@
-"""The study as a document: docs/study.md and its figures are what `commtrace study DIR --document docs` wrote."""
+"""The study as documents: hand-written text with generated tables and pictures.
+
+A document is Markdown with blocks that the command replaces, each between two comments:
+
+    <!-- generated: claims volume -->
+    | claim | place | measured | verdict |
+    ...
+    <!-- end -->
+
+`claims PART` is the table of verdicts of a part, `table NAME` a table of the page, `cost PART` what a part took. A
+block of something that the study does not have is left as it is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from importlib import resources
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
+from commtrace.errors import CommtraceError
 from commtrace.output_files import atomic_write
 
-from .page import Study, few, minutes
-from .parts import Section
+from .claims import Claim
+from .page import Study, format_minutes, format_table
 
-DOCUMENT: Final = "study.md"
+DOCUMENTS: Final = ("study.md", "study-time.md")
 PICTURES: Final = "study"
 
-_HEAD: Final = "document.md"
-_TITLES: Final = {"volume": "Volume", "time": "Time"}
+_BLOCK: Final = re.compile(r"(<!-- generated: (?P<name>[^>]+?) -->\n)(?P<content>.*?)(?=<!-- end -->)", re.DOTALL)
 
 
-def write(folder: Path, study: Study) -> Path:
-    """Write `folder`/study.md; pictures are expected in `folder`/study. Raises OutputError."""
-    file = folder / DOCUMENT
-    with atomic_write(file, force=True) as part:
-        part.write_text("\n".join(lines(study)) + "\n", encoding="utf-8")
-    return file
+def update(folder: Path, study: Study) -> list[Path]:
+    """Replace the generated blocks of the documents in a folder. Raises CommtraceError if there is no document."""
+    files = [folder / name for name in DOCUMENTS if (folder / name).is_file()]
+    if not files:
+        raise CommtraceError(
+            f"--document: {folder} has none of {', '.join(DOCUMENTS)}; give the docs folder of a checkout"
+        )
+    blocks = generated_blocks(study)
+    for file in files:
+        text = replace_blocks(file.read_text(encoding="utf-8"), blocks)
+        with atomic_write(file, force=True) as part:
+            part.write_text(text, encoding="utf-8")
+    return files
 
 
-def lines(study: Study) -> Iterator[str]:
-    """The document, in Markdown."""
-    yield resources.files(__package__).joinpath(_HEAD).read_text("utf-8").rstrip()
-    for name, sections in study.sections.items():
-        yield f"\n## {_TITLES.get(name, name)}\n"
-        for part, done, wall, cpu in study.costs():
-            if part == name:
-                yield (
-                    f"{done:,} experiments, {minutes(cpu)} of CPU time on the machine that wrote this; their wall "
-                    f"times, with several at a time, add up to {minutes(wall)}."
-                )
-        for section in sections:
-            yield from _section(section)
+def generated_blocks(study: Study) -> dict[str, str]:
+    """Return the content of every block that the study can fill, by name."""
+    blocks = {f"claims {part}": claims_markdown(claims) for part in study.sections if (claims := study.claims(part))}
+    for section in study.all_sections:
+        for name, table in section.tables.items():
+            if len(table):
+                blocks[f"table {name}"] = markdown_table(*format_table(table))
+    for part, done, wall, cpu in study.costs():
+        blocks[f"cost {part}"] = markdown_table(
+            ["experiments", "CPU time", "wall time, summed over concurrent experiments"],
+            [[f"{done:,}", format_minutes(cpu), format_minutes(wall)]],
+        )
+    return blocks
 
 
-def _section(section: Section) -> Iterator[str]:
-    yield f"\n### {f'Figure {section.number}: ' if section.number else ''}{section.title}\n"
-    for paragraph in section.text:
-        yield f"- {paragraph}"
-    if section.missing:
-        yield f"\nNot done: {few(section.missing)}."
-    for name in section.figures:
-        yield f"\n![{section.title}]({PICTURES}/{name}.svg)"
-    if section.figures and section.look_for:
-        yield f"\n{section.look_for}"
-    for command in section.commands:
-        yield f"\n    {command}"
+def replace_blocks(text: str, blocks: dict[str, str]) -> str:
+    """Return the document with the content of known blocks replaced."""
+    return _BLOCK.sub(lambda block: block[1] + blocks.get(block["name"], block["content"]), text)
+
+
+def claims_markdown(claims: Iterable[Claim]) -> str:
+    """Return the table of verdicts, without the command, which is the same for all."""
+    rows = [[claim.statement, claim.place, claim.measured, claim.verdict] for claim in claims]
+    return markdown_table(["claim", "place", "measured", "verdict"], rows)
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table with its last newline."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)

@@ -1,9 +1,9 @@
-"""Experiments and their results: each is run once, in a folder that gets its name when all is there.
+"""Experiments and their results: each is run once, in a folder that is renamed when the result is complete.
 
-logs/study/volume/19M-zero-3-16-...        a result: what the experiment left, and
-    experiment.json                        its title, when it ended, and what it took
-    output.txt, programs.jsonl             what its programs wrote, and took
-logs/study/volume/.19M-...part             one that was interrupted, or failed: run again from the beginning
+logs/study/volume/19M-zero-3-16-...        a result: the experiment's files, and
+    experiment.json                        its title, end and cost
+    output.txt, programs.jsonl             output and cost of its programs
+logs/study/volume/.19M-...part             interrupted or failed: run again from the beginning
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ExperimentError(CommtraceError):
 
 @dataclass(frozen=True)
 class Cost:
-    """What a program, and all that it started and waited for, took."""
+    """Time of a program and the child processes that it waited for."""
 
     wall_seconds: float
     cpu_seconds: float
@@ -56,10 +56,10 @@ class Cost:
 def execute(
     command: Sequence[str], folder: Path, *, environment: Mapping[str, str] | None = None, limit_seconds: float = 1800
 ) -> Cost:
-    """Run a program, its output in `folder`/output.txt; `environment` is added to the process's own.
+    """Run a program with its output in `folder`/output.txt; `environment` extends the process's own.
 
-    It and all that it started are ended when the study is interrupted, or after the limit. Raises ExperimentError with
-    the end of its output.
+    The program and its child processes are ended when the study is interrupted or the time limit is over. Raises
+    ExperimentError with the end of the output.
     """
     began = time.monotonic()
     output = folder / OUTPUT
@@ -69,32 +69,32 @@ def execute(
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            # What a program says last is then last in the file, whichever of the two streams it says it on.
+            # The last output is then last in the file, on whichever of the two streams it is written.
             env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
             start_new_session=True,
         )
         try:
-            while not (found := os.wait4(process.pid, os.WNOHANG))[0]:
+            while not (ended := os.wait4(process.pid, os.WNOHANG))[0]:
                 if _stopping.is_set():
                     raise ExperimentError("interrupted")
                 if time.monotonic() - began > limit_seconds:
-                    raise ExperimentError(f"not done after {limit_seconds:.0f} s{_end_of(output)}")
+                    raise ExperimentError(f"not finished after {limit_seconds:.0f} s{_end_of(output)}")
                 time.sleep(_POLL_SECONDS)
         except BaseException:
             _end(process)
             raise
-    process.returncode = status = os.waitstatus_to_exitcode(found[1])
+    process.returncode = status = os.waitstatus_to_exitcode(ended[1])
     if status:
         how = f"by signal {-status}" if status < 0 else f"with status {status}"
         raise ExperimentError(f"ended {how}{_end_of(output)}")
-    cost = Cost(time.monotonic() - began, found[2].ru_utime + found[2].ru_stime)
+    cost = Cost(time.monotonic() - began, ended[2].ru_utime + ended[2].ru_stime)
     with (folder / PROGRAMS).open("a") as file:
         file.write(json.dumps(asdict(cost)) + "\n")
     return cost
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a program and what it started: first politely, so that it can take away what it wrote and started."""
+    """End a program and its child processes: first by SIGINT, so that it can clean up, then by SIGKILL."""
     for how in (signal.SIGINT, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, how)
@@ -112,25 +112,25 @@ def _end_of(file: Path) -> str:
 
 @contextlib.contextmanager
 def exclusive_lock(folder: Path) -> Iterator[None]:
-    """Holds the results for this process. Raises CommtraceError while another study writes them."""
+    """Lock the results for this process. Raises CommtraceError while another study writes them."""
     with (folder / _LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise CommtraceError(f"{folder}: another study is at work there; wait for it, or name another") from None
+            raise CommtraceError(f"{folder}: another study writes there; wait for it, or give another OUT") from None
         yield
 
 
 def find_done(experiments: Iterable[Experiment], folder: Path) -> dict[str, Path]:
-    """The folders of those that are done, by their keys."""
-    places = {one.key: folder / one.key for one in experiments}
-    return {key: place for key, place in places.items() if (place / FACTS).is_file()}
+    """Return the folders of finished experiments, by key."""
+    folders = {experiment.key: folder / experiment.key for experiment in experiments}
+    return {key: result for key, result in folders.items() if (result / FACTS).is_file()}
 
 
-def facts(place: Path) -> dict[str, Any]:
-    """What experiment.json says: `title`, `command`, `ended` (UTC), `wall_seconds` and `cpu_seconds`."""
-    told: dict[str, Any] = json.loads((place / FACTS).read_text())
-    return told
+def read_facts(result: Path) -> dict[str, Any]:
+    """Read experiment.json: `title`, `command`, `ended` (UTC), `wall_seconds` and `cpu_seconds`."""
+    facts: dict[str, Any] = json.loads((result / FACTS).read_text())
+    return facts
 
 
 def run_missing(
@@ -139,29 +139,35 @@ def run_missing(
     jobs: int,
     ended: Callable[[Experiment, str | None], None],
 ) -> dict[str, str]:
-    """Run those that are not done, `jobs` at a time, in their order; why each that failed did, by its key.
+    """Run the experiments without a result and return the reason of each failure, by key.
 
-    `ended` is told of each, with the reason where it failed. An interruption ends all that is under way.
+    Args:
+        experiments: In the order in which they are started; those with `alone` run after all others.
+        folder: Holds the results.
+        jobs: Number of concurrent experiments.
+        ended: Called at the end of each, with the reason if it failed.
+
+    An interruption ends the running experiments.
     """
     folder.mkdir(parents=True, exist_ok=True)
     done = find_done(experiments, folder)
-    missing = [one for one in experiments if one.key not in done]
+    missing = [experiment for experiment in experiments if experiment.key not in done]
     failures: dict[str, str] = {}
 
-    def tell(one: Experiment, why: str | None) -> None:
-        if why is not None:
-            failures[one.key] = why
-        ended(one, why)
+    def record_end(experiment: Experiment, failure: str | None) -> None:
+        if failure is not None:
+            failures[experiment.key] = failure
+        ended(experiment, failure)
 
     _stopping.clear()
     with ThreadPoolExecutor(max(jobs, 1)) as pool:
         try:
-            started = {pool.submit(_attempt, one, folder): one for one in missing if not one.alone}
+            started = {pool.submit(_attempt, item, folder): item for item in missing if not item.alone}
             for future in as_completed(started):
-                tell(started[future], future.result())
-            for one in missing:
-                if one.alone:
-                    tell(one, pool.submit(_attempt, one, folder).result())
+                record_end(started[future], future.result())
+            for experiment in missing:
+                if experiment.alone:
+                    record_end(experiment, pool.submit(_attempt, experiment, folder).result())
         except BaseException:
             _stopping.set()
             pool.shutdown(cancel_futures=True)
@@ -170,12 +176,12 @@ def run_missing(
 
 
 def _attempt(experiment: Experiment, folder: Path) -> str | None:
-    """Run it; why it failed."""
+    """Run an experiment; return the reason if it failed."""
     try:
         _run(experiment, folder)
     except CommtraceError as error:
         return str(error)
-    except Exception as error:  # of one experiment, the others go on
+    except Exception as error:  # a fault in one experiment must not end the others
         return f"{type(error).__name__}: {error}"
     return None
 
@@ -187,18 +193,20 @@ def _run(experiment: Experiment, folder: Path) -> None:
     began = time.monotonic()
     experiment.run(part)
     programs = [json.loads(line) for line in _lines(part / PROGRAMS)]
-    told = {
+    facts = {
         "title": experiment.title,
         "command": experiment.command,
         "ended": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
         "wall_seconds": round(time.monotonic() - began, 3),
         "cpu_seconds": round(sum(program["cpu_seconds"] for program in programs), 3),
     }
-    (part / FACTS).write_text(json.dumps(told, indent=1) + "\n")
+    (part / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
     try:
         part.rename(folder / experiment.key)
     except OSError as error:
-        raise ExperimentError(f"{folder / experiment.key}: is in the way of the result ({error.strerror})") from error
+        raise ExperimentError(
+            f"{folder / experiment.key}: exists and is not a result; remove it ({error.strerror})"
+        ) from error
 
 
 def _lines(file: Path) -> list[str]:

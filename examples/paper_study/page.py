@@ -1,4 +1,4 @@
-"""The study's page, and its tables as files."""
+"""The study's HTML page, its tables as files, and how their values are formatted."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from commtrace.analyses.report.html.page import Drawing, Page, PageSection, PageTable, Tile, drawing, render
-from commtrace.formatting import format_bytes, format_count, format_plural, is_known
-from commtrace.formatting import format_duration as duration
+from commtrace.formatting import format_bytes, format_count, format_duration, format_plural, format_share, is_known
 from commtrace.output_files import atomic_write
 
-from .experiments import facts
+from .claims import Claim, claim_table, claims_as_json
+from .experiments import read_facts
 from .parts import Experiment, Options, Section
 
 if TYPE_CHECKING:
@@ -23,51 +23,63 @@ if TYPE_CHECKING:
 
 PAGE: Final = "study.html"
 DATA: Final = "data"
+CLAIMS: Final = "claims"
 PAPER: Final = (
     "Demystifying the Communication Characteristics for Distributed Transformer Models (Anthony et al., "
     "arXiv 2408.10197)"
 )
-_MOST_ROWS: Final = 40
-_FEW: Final = 6
+_SHOWN_ROWS: Final = 40
+_SHOWN_TITLES: Final = 6
 _LONG: Final = 32
-"""Letters from which a word may be broken."""
+"""Characters from which a cell may be wrapped."""
 
 
 @dataclass(frozen=True)
 class Study:
-    """A study as it stands: what was asked for, what is done, what failed, and what there is to see."""
+    """State of a study: options, planned and finished experiments, failures, and sections to show."""
 
     options: Options
-    wanted: Mapping[str, Sequence[Experiment]]
+    planned: Mapping[str, Sequence[Experiment]]
     """By part."""
     done: Mapping[str, Mapping[str, Path]]
+    """Folders by part and key."""
     sections: Mapping[str, Sequence[Section]]
     """By part."""
     failures: Mapping[str, str]
     """Why an experiment failed, by its key."""
 
     @property
-    def every(self) -> list[Section]:
+    def all_sections(self) -> list[Section]:
         """The sections of all parts."""
-        return [one for some in self.sections.values() for one in some]
+        return [section for sections in self.sections.values() for section in sections]
 
     @property
     def missing(self) -> list[Experiment]:
-        """Those that are not done."""
-        return [one for name, some in self.wanted.items() for one in some if one.key not in self.done[name]]
+        """Experiments without a result."""
+        return [item for part, planned in self.planned.items() for item in planned if item.key not in self.done[part]]
+
+    def claims(self, part: str | None = None) -> list[Claim]:
+        """Return the claims of one part, or of all."""
+        sections = self.all_sections if part is None else self.sections.get(part, ())
+        return [claim for section in sections for claim in section.claims]
 
     def costs(self) -> Iterator[tuple[str, int, float, float]]:
-        """Of each part: how many experiments are done, and their wall and CPU seconds."""
-        for name, places in self.done.items():
-            told = [facts(place) for place in places.values()]
-            yield name, len(told), sum(one["wall_seconds"] for one in told), sum(one["cpu_seconds"] for one in told)
+        """Yield for each part how many experiments are done, and their wall and CPU seconds."""
+        for name, folders in self.done.items():
+            facts = [read_facts(folder) for folder in folders.values()]
+            wall, cpu = (sum(fact[f"{clock}_seconds"] for fact in facts) for clock in ("wall", "cpu"))
+            yield name, len(facts), wall, cpu
 
 
 def write(directory: Path, study: Study) -> None:
-    """Write the page and the tables; those of an earlier time are replaced. Raises OutputError."""
+    """Write the page and the tables, replacing existing ones. Raises OutputError."""
     data = directory / DATA
     data.mkdir(exist_ok=True)
-    for section in study.every:
+    claims = study.claims()
+    _write_table(data, CLAIMS, claim_table(claims))
+    with atomic_write(data / f"{CLAIMS}.json", force=True) as part:
+        part.write_text(claims_as_json(claims), encoding="utf-8")
+    for section in study.all_sections:
         for name, table in section.tables.items():
             _write_table(data, name, table)
     with atomic_write(directory / PAGE, force=True) as part:
@@ -83,41 +95,51 @@ def _write_table(data: Path, name: str, table: pd.DataFrame) -> None:
 
 
 def page(study: Study) -> str:
-    """The page, which needs no other file."""
-    failed = [f"failed: {one.title}: {study.failures[one.key]}" for one in study.missing if one.key in study.failures]
-    missing = [one.title for one in study.missing if one.key not in study.failures]
-    asked = sum(map(len, study.wanted.values()))
+    """Return the page, which needs no other file."""
+    failed = [
+        f"failed: {item.title}: {study.failures[item.key]}" for item in study.missing if item.key in study.failures
+    ]
+    not_done = [item.title for item in study.missing if item.key not in study.failures]
+    warnings = dict.fromkeys(warning for section in study.all_sections for warning in section.warnings)
+    verdicts = PageSection(
+        "verdicts",
+        "Verdicts",
+        "What the paper states, what was measured, and what follows: confirmed, refined, contradicted or not measured.",
+        tables=[(f"{DATA}/{CLAIMS}.csv, with exact numbers in {DATA}/{CLAIMS}.json", _claims(study.claims()))],
+    )
     return render(
         Page(
             title="The communication of transformer training",
-            subtitle=f"The experiments of {PAPER}, repeated, with theory beside every figure.",
-            tiles=[*_tiles(study, asked)],
+            subtitle=f"The experiments of {PAPER}, repeated and compared with theory.",
+            tiles=[*_tiles(study)],
             findings=[],
-            warnings=[*failed, *([f"not done: {few(missing)}"] if missing else [])],
+            warnings=[*failed, *([f"not done: {shorten(not_done)}"] if not_done else []), *warnings],
             facts=[*_facts(study)],
             lists=[],
-            sections=[_section(number, one) for number, one in enumerate(study.every)],
-            facts_title="What was run, and what it took",
+            sections=[verdicts, *(_section(number, section) for number, section in enumerate(study.all_sections))],
+            facts_title="Experiments and their costs",
         )
     )
 
 
-def few(titles: Sequence[str]) -> str:
-    """The first of many."""
-    more = f" and {len(titles) - _FEW:,} more" if len(titles) > _FEW else ""
-    return "; ".join(titles[:_FEW]) + more
+def shorten(titles: Sequence[str]) -> str:
+    """Join the first of many titles."""
+    more = f" and {len(titles) - _SHOWN_TITLES:,} more" if len(titles) > _SHOWN_TITLES else ""
+    return "; ".join(titles[:_SHOWN_TITLES]) + more
 
 
-def _tiles(study: Study, asked: int) -> Iterator[Tile]:
-    done = asked - len(study.missing)
-    yield Tile("experiments", format_count(done), f"of {format_count(asked)}", done < asked)
-    yield Tile("figures", format_count(sum(len(one.figures) for one in study.every)), "with their tables in data/")
+def _tiles(study: Study) -> Iterator[Tile]:
+    total = sum(map(len, study.planned.values()))
+    done = total - len(study.missing)
+    yield Tile("experiments", format_count(done), f"of {format_count(total)}", done < total)
+    figures = sum(len(section.figures) for section in study.all_sections)
+    yield Tile("figures", format_count(figures), f"with their tables in {DATA}/")
     for name, _, _, cpu in study.costs():
-        yield Tile(f"{name}: CPU time", duration(cpu * 1e9), minutes(cpu))
+        yield Tile(f"{name}: CPU time", format_duration(cpu * 1e9), format_minutes(cpu))
 
 
-def minutes(seconds: float) -> str:
-    """90 -> "1.5 min"."""
+def format_minutes(seconds: float) -> str:
+    """Format seconds as minutes: 90 -> "1.5 min"."""
     return f"{seconds / 60:.1f} min"
 
 
@@ -125,67 +147,54 @@ def _facts(study: Study) -> Iterator[tuple[str, str]]:
     yield "models", ", ".join(study.options.models)
     yield "page made", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     for name, done, wall, cpu in study.costs():
-        yield (
-            name,
-            f"{format_plural(done, 'experiment')}: {minutes(cpu)} of CPU time; wall times, several at a time, add up "
-            f"to {minutes(wall)}",
-        )
-    for name, places in study.done.items():
-        for key, place in places.items():
-            told = facts(place)
-            cost = f"{told['cpu_seconds']:.0f} s of CPU time, {told['wall_seconds']:.0f} s; {told['ended']} UTC"
-            yield str(told["title"]), f"{name}/{key}: {cost}"
+        times = f"{format_minutes(cpu)} of CPU time, {format_minutes(wall)} of wall time, summed"
+        yield name, f"{format_plural(done, 'experiment')}: {times}"
+    for name, folders in study.done.items():
+        for key, folder in folders.items():
+            facts = read_facts(folder)
+            times = f"{facts['cpu_seconds']:.0f} s of CPU time, {facts['wall_seconds']:.0f} s; {facts['ended']} UTC"
+            yield str(facts["title"]), f"{name}/{key}: {times}"
 
 
 def _section(number: int, section: Section) -> PageSection:
-    title = f"Figure {section.number}: {section.title}" if section.number else section.title
-    absent = f"Not done, so that this may be less than it seems: {few(section.missing)}." if section.missing else ""
     drawings: list[Drawing] = [drawing(name, figure) for name, figure in section.figures.items()]
     return PageSection(
         f"section-{number}",
-        title,
-        section.look_for,
-        absent=absent,
-        paragraphs=[_pieces(paragraph) for paragraph in section.text],
+        section.heading,
+        section.caption,
+        absent=f"Without results of: {shorten(section.missing)}." if section.missing else "",
         drawings=drawings,
         tables=[(_title(name, table), _table(table)) for name, table in section.tables.items() if len(table)],
         commands=section.commands,
     )
 
 
-_MARKED: Final = re.compile(r"`(?P<code>[^`]+)`|\*\*(?P<strong>[^*]+)\*\*")
-
-
-def _pieces(paragraph: str) -> list[tuple[str, str]]:
-    """What stands between backquotes is code, and between pairs of stars strong."""
-    pieces, at = [], 0
-    for found in _MARKED.finditer(paragraph):
-        kind = found.lastgroup or ""
-        pieces += [("", paragraph[at : found.start()]), (kind, found[kind])]
-        at = found.end()
-    return [(kind, piece) for kind, piece in (*pieces, ("", paragraph[at:])) if piece]
+def _claims(claims: Sequence[Claim]) -> PageTable:
+    rows = [(item.statement, item.place, item.measured, item.verdict, item.command) for item in claims]
+    return PageTable(["claim", "place", "measured", "verdict", "command"], ["text", "word", "text", "word", "text"], rows)
 
 
 def _title(name: str, table: pd.DataFrame) -> str:
-    more = f", the first {_MOST_ROWS} of {len(table):,} rows" if len(table) > _MOST_ROWS else ""
+    more = f", the first {_SHOWN_ROWS} of {len(table):,} rows" if len(table) > _SHOWN_ROWS else ""
     return f"The numbers: {DATA}/{name}.csv{more}"
 
 
 def _table(frame: pd.DataFrame) -> PageTable:
+    columns, rows = format_table(frame.head(_SHOWN_ROWS))
+    kinds = [_kind(frame[name], [row[number] for row in rows]) for number, name in enumerate(frame.columns)]
+    return PageTable(columns, kinds, rows)
+
+
+_UNITS: Final = re.compile(r"(?<!per)_(bytes|us|ns|ms|s|share)$")
+
+
+def format_table(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
+    """Return head and rows as text. The suffix of a column's name is its unit."""
     columns = [str(name) for name in frame.columns]
-    some = frame.head(_MOST_ROWS)
     rows = [
-        [_cell(name, value) for name, value in zip(columns, row, strict=True)] for row in some.itertuples(index=False)
+        [_cell(name, value) for name, value in zip(columns, row, strict=True)] for row in frame.itertuples(index=False)
     ]
-    kinds = [_kind(frame[name], [row[number] for row in rows]) for number, name in enumerate(columns)]
-    return PageTable([_head(name) for name in columns], kinds, rows)
-
-
-_UNITS: Final = re.compile(r"_(bytes|us|ns|ms|s)$")
-
-
-def _head(name: str) -> str:
-    return _UNITS.sub("", name).replace("_", " ")
+    return [_UNITS.sub("", name).replace("_", " ") for name in columns], rows
 
 
 def _cell(name: str, value: Any) -> str:
@@ -198,7 +207,9 @@ def _cell(name: str, value: Any) -> str:
         return format_count(value) if float(value).is_integer() else f"{value:,.4g}"
     if unit[1] == "bytes":
         return format_bytes(value)
-    return duration(float(value) * {"us": 1e3, "ns": 1, "ms": 1e6, "s": 1e9}[unit[1]])
+    if unit[1] == "share":
+        return format_share(value)
+    return format_duration(float(value) * {"us": 1e3, "ns": 1, "ms": 1e6, "s": 1e9}[unit[1]])
 
 
 def _kind(column: pd.Series[Any], cells: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""What a part of the study provides: experiments whose results are kept, and sections of the page made from them."""
+"""Interface of a part of the study: experiments to run, and sections of the page made from their results."""
 
 from __future__ import annotations
 
@@ -11,40 +11,39 @@ if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
+    from .claims import Claim
+
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for."""
+    """Options of a study."""
 
     models: tuple[str, ...]
-    """Names of models or paths of GPT-NeoX's files, smallest first. The time part trains small shapes of its own."""
+    """Names of models or paths of GPT-NeoX files, smallest first. The time part trains small models of its own."""
     quick: bool = False
-    """Few points: what shows that everything works."""
+    """Run few points, to see that everything works."""
     network: str | None = None
-    """A file of `commtrace bench`, a description of a network, or the name of a shipped one."""
-    ranks: int = 2
-    """Real ranks of this machine that the time part trains with."""
+    """A file of `commtrace bench`, a network description, or the name of a shipped network."""
+    nproc: int = 2
+    """Local ranks of the time part."""
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """Something that is run once, and found again by its key."""
+    """Something that is run once; its key finds the result again."""
 
     key: str
-    """Says everything that the result depends on; letters, digits, `-`, `_` and `.`, for it names a folder."""
+    """Name of the result's folder. Differs if anything that the result depends on differs."""
     title: str
-    """In a few words, for the progress bar."""
+    """A few words for the progress bar."""
     run: Callable[[Path], None]
-    """Leaves logs or tables in the empty folder that it is given, which gets its name when `run` has returned.
-
-    Programs are run by `experiments.execute`. Raises CommtraceError, with the end of a failed program's output.
-    """
+    """Write logs or tables into an empty folder. Raises CommtraceError with the end of a failed program's output."""
     seconds: float
-    """About how long it takes on one core."""
+    """Expected duration on one core."""
     alone: bool = False
-    """Nothing else may run at the same time: it measures time."""
+    """Nothing else may run at the same time, because it measures time."""
     command: str = ""
-    """What a user types to repeat it, in the folder of choice."""
+    """Repeats the experiment from a shell."""
 
 
 @dataclass(frozen=True)
@@ -54,28 +53,31 @@ class Section:
     number: str
     """The figure's number in the paper, "7" or "1 and 2"; empty for what the paper does not have."""
     title: str
-    text: Sequence[str]
-    """Paragraphs, made from the data: what the paper says, and what was found; `code` between backquotes."""
+    caption: str = ""
+    """How to read the figures."""
+    claims: Sequence[Claim] = ()
     figures: Mapping[str, go.Figure] = field(default_factory=dict)
-    """By file name without its ending, unique in the study ("figure-07-19M")."""
+    """By file name without suffix, unique in the study."""
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
-    """By file name without its ending: each is written whole to data/, and its beginning is shown."""
+    """By file name without suffix: each is written to data/, and its first rows are shown."""
     commands: Sequence[str] = ()
     """How to repeat it."""
+    warnings: Sequence[str] = ()
+    """What limits the meaning of the numbers."""
     missing: Sequence[str] = ()
-    """Experiments that it needs and has not: what a reader must know before believing it."""
-    look_for: str = ""
-    """What a reader should look at in the figures."""
+    """Needed experiments without a result."""
+
+    @property
+    def heading(self) -> str:
+        """Number and title."""
+        return f"Figure {self.number}: {self.title}" if self.number else self.title
 
 
 class Part(Protocol):
-    """A part of the study. `command.PARTS` names them."""
-
-    name: str
-    """What `--part` takes; experiments are kept in a folder of this name."""
+    """A part of the study, named in `PARTS` of `__main__`."""
 
     def experiments(self, options: Options) -> Sequence[Experiment]:
-        """All that the sections need; one that several need appears once."""
+        """Return all experiments that the sections need, each once."""
 
-    def sections(self, options: Options, found: Mapping[str, Path]) -> Sequence[Section]:
-        """What can be shown of the results: key of an experiment -> its folder, of those that are done."""
+    def sections(self, options: Options, done: Mapping[str, Path]) -> Sequence[Section]:
+        """Return what can be shown of the results. `done`: folders of finished experiments, by key."""

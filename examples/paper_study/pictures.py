@@ -1,4 +1,4 @@
-"""The study's figures as files, as a browser draws them."""
+"""The study's figures as SVG files, drawn by a Chromium browser."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from commtrace.errors import CommtraceError, MissingLibraryError
 from .parts import Section
 
 WIDTH: Final = 900
-"""Of a picture, px."""
+"""Width of a picture in px."""
 _BROWSERS: Final = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _PAGE: Final = "<!DOCTYPE html><meta charset='utf-8'><script src='plotly.js'></script>"
 _DRAW: Final = """([figure, width]) => {
-    const one = JSON.parse(figure);
-    one.layout.margin = {...one.layout.margin, t: 76};
-    return Plotly.toImage(one, {format: 'svg', width, height: one.layout.height});
+    const drawn = JSON.parse(figure);
+    drawn.layout.margin = {...drawn.layout.margin, t: 76};
+    return Plotly.toImage(drawn, {format: 'svg', width, height: drawn.layout.height});
 }"""
 
 
 def draw(sections: Sequence[Section], folder: Path) -> list[Path]:
-    """Draw every figure into `folder`/NAME.svg. Raises MissingLibraryError, CommtraceError without a browser."""
+    """Draw every figure to `folder`/NAME.svg. Raises MissingLibraryError, or CommtraceError without a browser."""
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:

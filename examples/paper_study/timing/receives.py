@@ -166,6 +166,33 @@ def transfers_by_size(receives: pd.DataFrame, messages: pd.DataFrame) -> pd.Data
     )
 
 
+BASE: Final = "alone, later"
+_CAUSES: Final = {
+    "alone, first, connections made at once": "new connection",
+    "alone, first, connections made when used": "connection made by its first message",
+    "alone, later, into untouched memory": "memory never touched before",
+}
+
+
+def first_message_costs(sizes: pd.DataFrame) -> pd.DataFrame:
+    """Return what makes a first message slow, at the smallest and the largest size.
+
+    `cause`, `smallest_bytes`, `smallest_ns`, `largest_bytes`, `largest_ns`: the median transfer of later bare messages
+    in the first row, what each cause adds to it in the others. `sizes`: `transfers_by_size`.
+    """
+    columns = ["cause", "smallest_bytes", "smallest_ns", "largest_bytes", "largest_ns"]
+    table = sizes.pivot_table(index="payload_bytes", columns="which", values="transfer_ns", sort=False).sort_index()
+    if BASE not in table:
+        return pd.DataFrame(columns=columns)
+    times = {"later message": table[BASE]}
+    times |= {f"+ {cause}": table[which] - table[BASE] for which, cause in _CAUSES.items() if which in table}
+    rows = []
+    for cause, values in times.items():
+        known = values.dropna()
+        rows.append((cause, known.index[0], known.iloc[0], known.index[-1], known.iloc[-1]))
+    return pd.DataFrame(rows, columns=columns)
+
+
 def _quarter(values: pd.Series[Any]) -> float:
     return float(values.quantile(0.25))
 

@@ -28,11 +28,12 @@ from commtrace.errors import CommtraceError
 from commtrace.run import open_run
 from examples.paper_study import experiments as kept
 from examples.paper_study.__main__ import main
+from examples.paper_study.claims import CONFIRMED, CONTRADICTED, REFINED, Claim, Measure, value_range
+from examples.paper_study.document import replace_blocks
 from examples.paper_study.experiments import ExperimentError, exclusive_lock, execute, find_done, run_missing
 from examples.paper_study.parts import Experiment, Options
-from examples.paper_study.volume import part
-from examples.paper_study.volume.runs import DDP, ZERO_1, ZERO_3, DryRun, Plan, plan
-from examples.paper_study.volume.words import falling, finding, growing
+from examples.paper_study.volume import volume_claims, volume_part
+from examples.paper_study.volume.dry_runs import DDP, ZERO_1, ZERO_3, DryRun, Plan, plan
 
 LIMIT_SECONDS: Final = 240
 
@@ -72,7 +73,7 @@ def test_what_is_done_is_not_run_again_and_what_failed_is(tmp_path: Path) -> Non
     assert dict(told) == {"good": None, "bad": failures["bad"], "last": None}
     assert told[-1][0] == "last", "what must be alone waits for the others"
     assert {*find_done(some, tmp_path)} == {"good", "last"}
-    assert kept.facts(tmp_path / "good")["title"] == "title of good"
+    assert kept.read_facts(tmp_path / "good")["title"] == "title of good"
 
     bad.then = lambda: None
     assert run_missing(some, tmp_path, 1, lambda one, why: None) == {}
@@ -111,7 +112,7 @@ def test_a_program_that_fails_is_told_with_the_end_of_its_output(tmp_path: Path)
         execute([sys.executable, "-c", program], tmp_path)
     assert "    50\n" not in str(error.value)
     assert "50\n" in (tmp_path / kept.OUTPUT).read_text()
-    with pytest.raises(ExperimentError, match="not done after 1 s"):
+    with pytest.raises(ExperimentError, match="not finished after 1 s"):
         execute([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path, limit_seconds=1)
 
 
@@ -123,7 +124,7 @@ def test_what_a_program_took_is_kept(tmp_path: Path) -> None:
         execute([sys.executable, "-c", busy], folder)
 
     assert not run_missing([experiment("busy", run)], tmp_path, 1, lambda one, why: None)
-    assert 0.6 <= kept.facts(tmp_path / "busy")["cpu_seconds"] < 60
+    assert 0.6 <= kept.read_facts(tmp_path / "busy")["cpu_seconds"] < 60
 
 
 def test_two_studies_do_not_write_to_one_place(tmp_path: Path) -> None:
@@ -178,12 +179,14 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of two dry runs, and one that fails."""
     folder = tmp_path_factory.mktemp("study") / "results"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(part, "plan", lambda models, quick: small(node=(ZERO,), divided=(STAGES,), scaled=(FAILING,)))
+        patch.setattr(
+            volume_part, "plan", lambda models, quick: small(node=(ZERO,), divided=(STAGES,), scaled=(FAILING,))
+        )
         with contextlib.redirect_stderr(io.StringIO()) as errors:
             assert main([str(folder), "--part", "volume", "--models", "tiny"]) == 1
         (folder / "errors.txt").write_text(errors.getvalue())
         (folder / "study.html").rename(folder / "incomplete.html")
-        patch.setattr(part, "plan", lambda models, quick: small(node=(ZERO,), divided=(STAGES,)))
+        patch.setattr(volume_part, "plan", lambda models, quick: small(node=(ZERO,), divided=(STAGES,)))
         before = (folder / "volume" / ZERO.key / kept.FACTS).read_text()
         assert main([str(folder), "--part", "volume", "--models", "tiny"]) == 0
         assert (folder / "volume" / ZERO.key / kept.FACTS).read_text() == before
@@ -226,8 +229,9 @@ def test_the_page_shows_the_same_numbers_and_every_point(study: Path) -> None:
     assert sorted(points["rank"]) == [0, 0, 1], "rank 0 of ZeRO-1, and both stages"
     assert set(points["equal"]) == {"yes"}
     assert (points["recorded_bytes"] == points["exact_bytes"]).all()
-    assert "Not done" not in page
-    assert "<strong>Contradicted</strong>" in page
+    assert "Without results" not in page
+    claims = json.loads((study / "data" / "claims.json").read_text())["claims"]
+    assert {claim["key"]: claim["verdict"] for claim in claims}["prediction"] == CONTRADICTED
 
 
 def values(some: Any) -> list[float]:
@@ -258,13 +262,71 @@ def test_a_failed_experiment_is_named_and_the_page_says_what_is_missing(study: P
     assert FAILING.label not in (study / "study.html").read_text()
 
 
-def test_sentences_follow_the_data() -> None:
-    assert falling([3.0, 2.0, 1.0], 1.0)
-    assert not falling([3.0, 2.0, 2.5], 0.1)
-    assert not falling([3.0, 2.9], 0.5)
-    assert growing([1, 1, 2])
-    assert not growing([2, 1, 3])
-    assert finding("it rains.", "Confirmed", "it does.", "") == "The paper: it rains. **Confirmed**: it does."
+TABLES: Final = {
+    file.stem: pd.read_csv(file) for file in (Path(__file__).parents[1] / "notebooks/study/data").glob("*.csv")
+}
+"""Tables of a complete study, which the notebook shows."""
+
+
+def claims_of_a_complete_study() -> dict[str, Claim]:
+    """Return the claims about volume, from the notebook's tables."""
+    complete = plan(["19M", "125M", "1-3B", "13B"], quick=False)
+    claims = [
+        *volume_claims.operation_shares(TABLES["figure-07-step"], TABLES["figure-07-run"]),
+        *volume_claims.volume_ratios(TABLES["figure-10"]),
+        *volume_claims.message_sizes(TABLES["figure-09"]),
+        *volume_claims.prediction(TABLES["figure-10"]),
+        *volume_claims.indivisible_heads(complete),
+        *volume_claims.model_parallel_operations(TABLES),
+        *volume_claims.model_parallel_volumes(TABLES),
+        *volume_claims.gathered_over_lengths(TABLES["figure-14"]),
+        *volume_claims.volumes_over_lengths(TABLES),
+    ]
+    return {claim.key: claim for claim in claims}
+
+
+def test_claims_follow_from_the_tables() -> None:
+    claims = claims_of_a_complete_study()
+    confirmed = {key for key, claim in claims.items() if claim.verdict == CONFIRMED}
+    contradicted = {key for key, claim in claims.items() if claim.verdict == CONTRADICTED}
+    assert confirmed == {"pipeline-all-reduce", "tensor-length"}
+    assert contradicted == {"zero-1-volume", "zero-2-volume", "zero-3-volume", "prediction"}
+    assert len(claims) == 17
+
+    def values(key: str, number: int = 0) -> dict[str, float]:
+        return {name: round(value, 3) for name, value in claims[key].measures[number].values.items()}
+
+    assert values("all-reduce-share") == dict.fromkeys(("19M", "125M", "1.3B", "13B"), 0.5)
+    assert values("broadcast-share", 2) == {"19M": 0.043, "125M": 0.043, "1.3B": 0.037, "13B": 0.031}
+    assert values("zero-3-volume") == {"19M": 1, "125M": 1, "1.3B": 1.161, "13B": 1.466}
+    assert values("message-sizes") == {"19M": 4, "125M": 6, "1.3B": 8, "13B": 7}
+    assert values("prediction", 3) == {"least": 0.667, "most": 0.977}
+    assert values("heads") == {"tensor 2": 1, "tensor 4": 1, "tensor 8": 0}
+    assert values("mixed-all-gather", 2) == {"least": 0.429, "most": 0.714}
+    assert values("pipeline-extra") == dict.fromkeys(("19M", "125M", "1.3B", "13B"), 8 << 20)
+    assert values("tensor-volume") == {"least": 1.004, "most": 1.027}
+    assert values("all-gather-length")["pipeline 2 x tensor 2"] == 1.262
+    assert values("send-length", 1) == {"least": 2.118, "most": 2.667}
+
+
+def test_verdicts_change_with_the_numbers() -> None:
+    same = TABLES["figure-10"].assign(recorded_bytes=1.0, times=1.0)
+    verdicts = [claim.verdict for claim in volume_claims.volume_ratios(same)]
+    assert verdicts == [CONFIRMED, CONFIRMED, CONTRADICTED]
+    assert [claim.verdict for claim in volume_claims.prediction(same)] == [CONFIRMED]
+    two = TABLES["figure-09"].loc[TABLES["figure-09"]["model"].isin(["19M", "125M"])]
+    assert [claim.verdict for claim in volume_claims.message_sizes(two)] == [CONFIRMED, REFINED]
+
+
+def test_measures_as_text() -> None:
+    assert Measure("share", "share", {"a": 0.5, "b": 0.25, "c": 0.5}).text == "share: 50.0 % (a, c), 25.0 % (b)"
+    assert value_range("sent", "bytes", [2048, 1024]).text == "sent: 1.00 KiB to 2.00 KiB"
+    assert value_range("ratio", "ratio", [1.5, 1.5]).text == "ratio: 1.500"
+
+
+def test_documents_keep_their_text_and_unknown_blocks() -> None:
+    text = "a\n<!-- generated: one -->\nold\n<!-- end -->\nb\n<!-- generated: other -->\nkept\n<!-- end -->\n"
+    assert replace_blocks(text, {"one": "new\n"}) == text.replace("old", "new")
 
 
 def test_a_study_that_is_ended_ends_what_it_started(tmp_path: Path) -> None:
@@ -301,6 +363,6 @@ def test_the_quick_study_equals_theory_in_every_point(tmp_path: Path) -> None:
     assert main([str(tmp_path), "--part", "volume", "--models", "tiny", "--quick"]) == 0
     points = pd.read_csv(tmp_path / "data" / "points.csv")
     assert set(points["equal"]) == {"yes"}
-    done = part.results_of(Options(("tiny",), quick=True), find_done(part.Part().experiments(Options(("tiny",), True)),
-                                                                 tmp_path / "volume"))  # fmt: skip
+    options = Options(("tiny",), quick=True)
+    done = volume_part.results_of(options, find_done(volume_part.Part().experiments(options), tmp_path / "volume"))
     assert {run.scheme for run in done.recorded} >= {DDP, ZERO_1, ZERO_3}

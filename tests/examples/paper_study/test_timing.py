@@ -1,4 +1,4 @@
-"""The study's time part: runs whose times are made up, so that every number that it says is known, and one real one."""
+"""Time part of the study: tables and claims of synthetic logs with known times, and one real run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,28 @@ from commtrace.errors import CommtraceError, LogError
 from commtrace.run import open_run
 from commtrace.schema import Clock, Flag
 from examples.paper_study.__main__ import main
+from examples.paper_study.claims import CONFIRMED, CONTRADICTED, NOT_MEASURED, REFINED, Claim
 from examples.paper_study.parts import Options
-from examples.paper_study.timing import machine, verdicts, words
-from examples.paper_study.timing.measured import message_times, result_of, tables_of, whole_run
-from examples.paper_study.timing.messages import FIRST as FIRST_TAG
-from examples.paper_study.timing.messages import TOUCHED, UNTOUCHED
-from examples.paper_study.timing.points import (
+from examples.paper_study.timing import machine_load, time_claims, time_part
+from examples.paper_study.timing.bare_messages import FIRST as FIRST_TAG
+from examples.paper_study.timing.bare_messages import TOUCHED, UNTOUCHED
+from examples.paper_study.timing.receives import (
+    TIMES,
+    by_kind,
+    first_message_costs,
+    forwards,
+    receives,
+    transfers_by_size,
+)
+from examples.paper_study.timing.time_tables import (
+    complete_run,
+    message_times,
+    result_of,
+    step_shares,
+    tables_of,
+    throughput,
+)
+from examples.paper_study.timing.trainings import (
     DDP,
     HIDDEN,
     PIPELINE,
@@ -33,7 +49,6 @@ from examples.paper_study.timing.points import (
     points,
     schemes,
 )
-from examples.paper_study.timing.receives import TIMES, by_kind, forwards, receives, transfers_by_size
 
 US = 1_000
 SMALL, LARGE = 1 << 20, 8 << 20
@@ -74,7 +89,7 @@ def data_parallel(
             rows.append(record(**times, payload=LARGE, step=step, seq=2 * step + 1, clock=Clock.RETURN))
         one.write(rows).end()
     told = {"cores": 2, "wall_seconds": 10.0, "cpu_seconds": 5.0, "others_cores": 0.5}
-    (folder / machine.FILE).write_text(json.dumps(told))
+    (folder / machine_load.FILE).write_text(json.dumps(told))
     return folder
 
 
@@ -185,6 +200,8 @@ def test_a_point_is_its_median_run_and_the_spread(results: list[Any]) -> None:
     assert row["computing_ns"] == (1_500 + 1_650) / 2 * US + 200 * US
     assert row["waiting_ns"] == 51 * US
     assert row["in_calls_share"] == pytest.approx((101 + 51) / 2_200)
+    shares = step_shares(tables["time_points"]).query("scheme == 'DDP'").iloc[0]
+    assert shares["waiting_for_a_rank_share"] == pytest.approx(51 / 2_200)
     # 72 L h^2 (1 + s / 6h + V / 12Lh) flops a token, half of them on each rank.
     flops = 72 * 4 * 256**2 * (1 + 128 / (6 * 256) + 256 / (12 * 4 * 256))
     assert row["gflop_per_s"] == pytest.approx(128 * flops / 2_200e-6 / 1e9)
@@ -219,15 +236,20 @@ def test_the_first_step_is_held_against_later_ones(results: list[Any]) -> None:
     assert (row["first_standing_ns"], row["later_standing_ns"]) == (452 * US, 152 * US)
     assert (row["first_late_ns"], row["later_late_ns"]) == (51 * US, 51 * US)
     assert (row["first_transfer_ns"], row["later_transfer_ns"]) == (650 * US, 350 * US)
-    (told,) = verdicts.of_operations(tables["time_first_steps"], "")
-    assert "Contradicted" in told
-    assert told.count(" in: none") == 2
+    (claim,) = time_claims.cold_operations(tables["time_first_steps"], "")
+    assert claim.verdict == CONTRADICTED
+    assert not any(measure.values for measure in claim.measures[:4])
     colder = tables["time_first_steps"].assign(first_transfer_ns=lambda table: table["first_transfer_ns"] * 10)
-    assert "all_reduce of DDP (6.50 ms; 350 us later)" in next(verdicts.of_operations(colder, ""))
+    (claim,) = time_claims.cold_operations(colder, "")
+    assert [measure.values["all_reduce of DDP"] for measure in claim.measures[2:4]] == [6_500 * US, 350 * US]
     waits = tables["time_first_steps"].query("op == 'recv'").assign(first_late_ns=9e6)
-    (told,) = verdicts.of_operations(waits, "")
-    assert "Sharpened" in told
-    assert "Cannot be told here" in next(verdicts.of_operations(waits, "busy."))
+    assert [verdict(time_claims.cold_operations(waits, reason)) for reason in ("", "busy")] == [REFINED, NOT_MEASURED]
+
+
+def verdict(claims: Iterator[Claim]) -> str:
+    """Return the verdict of the only claim."""
+    (claim,) = claims
+    return claim.verdict
 
 
 def test_receives_are_split_into_waiting_and_transfer(results: list[Any]) -> None:
@@ -283,7 +305,7 @@ def test_senders_on_another_clock_are_not_known(tmp_path: Path) -> None:
     assert row["receive_ns"] == 8_000
 
 
-def test_sentences_about_receives_are_made_of_the_numbers(results: list[Any], tmp_path: Path) -> None:
+def test_costs_of_first_messages_and_the_cold_receive(results: list[Any], tmp_path: Path) -> None:
     table = receives(results[3].calls)
     kinds = by_kind(table)
     alone = {lazy: open_run(bare(tmp_path / str(lazy), 300 if lazy else 60)) for lazy in (False, True)}
@@ -297,26 +319,23 @@ def test_sentences_about_receives_are_made_of_the_numbers(results: list[Any], tm
     assert at.loc[("alone, first, connections made when used", 1024)] == 300 * US
     assert at.loc[("alone, later", 1024)] == 30 * US
     assert at.loc[("alone, later, into untouched memory", 1024)] == 45 * US
-    told = " ".join(words.of_receives(kinds, forwards(results[3].calls)))
-    assert "The first hidden states, 256 KiB: a transfer of 45.0 us, 3.00 times the later ones' median" in told
-    assert "it computes for 950 us between the hand-shake and its first message" in told
-    (told,) = verdicts.of_small_messages(kinds)
-    assert "Sharpened" in told
-    assert "1.00 KiB of metadata and takes 920 us; 97.8 % of it is before the sender begins" in told
-    assert "100.0 % of that the sender computes" in told
-    assert "The 256 KiB of hidden states right behind it take 45.0 us." in told
-    assert "the first receive is of hidden states: 425 us, 94.1 % of it waiting" in told
-    assert "Before training, 4 B are sent to make connections" in told
-    quick = {"late_ns": 0.0, "transfer_ns": 920e3, "transfer_ns_median": 920e3}
-    (other,) = verdicts.of_small_messages(kinds.assign(**{name: kinds[name].mask(kinds["what"] == "metadata", value)
-                                                          for name, value in quick.items()}))  # fmt: skip
-    assert "**Confirmed**" in other
-    assert "first forward pass" not in other
-    assert "90.0 us, 44.4 % of it waiting" in told
-    (told,) = verdicts.of_causes(sizes)
-    assert "a connection that is new +30.0 us at 1.00 KiB" in told
-    assert "one that is made by its first message +270 us at 1.00 KiB" in told
-    assert "memory that was never touched +15.0 us at 1.00 KiB" in told
+    costs = first_message_costs(sizes).set_index("cause")["smallest_ns"]
+    assert costs["later message"] == 30 * US
+    assert costs["+ new connection"] == 30 * US
+    assert costs["+ connection made by its first message"] == 270 * US
+    assert costs["+ memory never touched before"] == 15 * US
+    (claim,) = time_claims.cold_small_messages(kinds)
+    took, waiting, computing = (measure.values for measure in claim.measures)
+    assert claim.verdict == REFINED
+    assert took == {"hand-shake": 90 * US, "metadata, first step": 920 * US, "hidden states behind it": 45 * US,
+                    "first hidden states of later steps": 425 * US}  # fmt: skip
+    assert waiting["metadata, first step"] == pytest.approx(900 / 920)
+    assert waiting["first hidden states of later steps"] == pytest.approx(400 / 425)
+    assert computing == {"metadata, first step": 1}
+    slow = {"late_ns": 0.0, "transfer_ns": 920e3, "transfer_ns_median": 920e3}
+    metadata = kinds["what"] == "metadata"
+    kinds = kinds.assign(**{name: kinds[name].mask(metadata, value) for name, value in slow.items()})
+    assert verdict(time_claims.cold_small_messages(kinds)) == CONFIRMED
 
 
 def bare(folder: Path, first: int) -> Path:
@@ -336,17 +355,13 @@ def bare(folder: Path, first: int) -> Path:
     return folder
 
 
-def test_sentences_warn_of_what_is_beside_the_numbers(results: list[Any], tmp_path: Path) -> None:
-    runs = tables_of(results)["time_runs"]
-    told = " ".join(words.of_machine(runs))
-    assert "2 ranks on 2 cores" in told
-    assert "The machine was busy: other programs kept 0.5 cores at work" in told
-    assert "take turns" not in told
-    assert "recorder in Python" not in told
+def test_warnings_name_what_limits_the_numbers(results: list[Any], tmp_path: Path) -> None:
+    (busy,) = time_part.warnings_of(tables_of(results)["time_runs"])
+    assert "used 0.5 cores" in busy
     crowded = result_of(point(), data_parallel(tmp_path, cores="0", recorder="python"))
-    told = " ".join(words.of_machine(tables_of([crowded])["time_runs"]))
-    assert "2 ranks on 1 core: they take turns" in told
-    assert "recorder in Python" in told
+    warnings = time_part.warnings_of(tables_of([crowded])["time_runs"])
+    assert len(warnings) == 3
+    assert warnings[0].startswith("2 ranks on 1 core")
 
 
 Spread = tuple[float, float, float]
@@ -369,62 +384,64 @@ def swept(speeds: dict[tuple[str, int, int], Spread]) -> pd.DataFrame:
 
 
 @pytest.mark.parametrize(
-    ("short", "long", "verdict"),
+    ("short", "long", "expected"),
     [
-        ((9, 10, 11), (21, 22, 23), "Confirmed"),
-        ((9, 10, 11), (12, 15, 16), "Sharpened"),
-        ((9, 10, 11), (10, 15, 16), "Contradicted"),
+        ((9, 10, 11), (21, 22, 23), CONFIRMED),
+        ((9, 10, 11), (12, 15, 16), REFINED),
+        ((9, 10, 11), (10, 15, 16), CONTRADICTED),
     ],
 )
-def test_longer_sequences_are_judged_by_the_spread(short: Spread, long: Spread, verdict: str) -> None:
+def test_longer_sequences_are_judged_by_the_spread(short: Spread, long: Spread, expected: str) -> None:
     points = swept({("DDP", 256, 128): short, ("DDP", 256, 1024): long})
-    (told,) = verdicts.of_lengths(points, "S.", 2, "")
-    assert told.startswith(f"The paper: S. **{verdict}**: From 128 to 1024 tokens")
-    assert f"by a factor of {long[1] / 10:.2f} (DDP)" in told
-    assert "**Cannot be told here**: busy." in next(verdicts.of_lengths(points, "S.", 2, "busy."))
-    assert not [*verdicts.of_lengths(points.iloc[:1], "S.", 2, "")]
+    key = "data-parallel-throughput"
+    (claim,) = time_claims.throughput_over_lengths(key, points, "")
+    assert (claim.verdict, claim.measures[0].values) == (expected, {"DDP": long[1] / 10})
+    (claim,) = time_claims.throughput_over_lengths(key, points, "busy")
+    assert (claim.verdict, claim.reason) == (NOT_MEASURED, "busy")
+    assert not [*time_claims.throughput_over_lengths(key, points.iloc[:1], "")]
+    (row,) = throughput(points).to_dict("records")
+    assert (row["shortest"], row["longest"], row["gflop_per_s_factor"]) == (128, 1024, f"{long[1] / 10:.2f}")
 
 
-def test_tensor_parallelism_is_held_against_a_pipeline() -> None:
+def test_tensor_parallelism_is_compared_with_a_pipeline() -> None:
     points = swept(
         {("tensor", 256, 128): (9, 10, 11), ("tensor", 256, 256): (19, 20, 21),
          ("pipeline", 256, 128): (4, 5, 6), ("pipeline", 256, 256): (15, 16, 18)}
     )  # fmt: skip
-    (told,) = verdicts.of_tensor(points, "tensor", "pipeline", "")
-    assert "**Confirmed**: Two tensor-parallel ranks have 1.25 to 2.00 times" in told
-    assert "more in every run at 2 of 2 lengths, less at 0" in told
-    assert not [*verdicts.of_tensor(points.query("scheme == 'tensor'"), "tensor", "pipeline", "")]
+    (claim,) = time_claims.tensor_against_pipeline(points, "tensor", "pipeline", "")
+    ratios, lengths = (measure.values for measure in claim.measures)
+    assert (claim.verdict, ratios) == (CONFIRMED, {"least": 1.25, "most": 2.0})
+    assert lengths == {"all": 2, "faster in every run": 2, "slower in every run": 0}
+    alone = points.query("scheme == 'tensor'")
+    assert not [*time_claims.tensor_against_pipeline(alone, "tensor", "pipeline", "")]
 
 
-def test_width_is_said_to_be_no_scale() -> None:
+def test_shares_of_two_widths_are_compared() -> None:
     points = swept({("DDP", 256, 256): (1, 1, 1), ("DDP", 512, 256): (1, 1, 1)})
-    (told,) = verdicts.of_scale(points, "")
-    assert "Confirmed" in told
-    assert "DDP 25.0 % to 50.0 %; it grows in 1 of 1 schemes" in told
-    assert not [*verdicts.of_scale(points.iloc[:1], "")]
+    (claim,) = time_claims.scale(points, "")
+    assert (claim.verdict, [measure.values for measure in claim.measures]) == (CONFIRMED, [{"DDP": 0.25}, {"DDP": 0.5}])
+    assert not [*time_claims.scale(points.iloc[:1], "")]
 
 
 def test_schemes_differ_only_beyond_the_spread(tmp_path: Path) -> None:
     periods = {"DDP": (2_000, 2_200), "ZeRO-1": (2_100, 2_400), "ZeRO-2": (4_000, 4_400)}
-    of = {(name, at): period for name, both in periods.items() for at, period in enumerate(both, 1)}
     names = {scheme.name: scheme for scheme in SCHEMES}
-    found = [
+    measured = [
         result_of(point(names[name], repeat=repeat), data_parallel(tmp_path / f"{name}{repeat}", period=period))
-        for (name, repeat), period in of.items()
+        for name, both in periods.items()
+        for repeat, period in enumerate(both, 1)
     ]
-    tables = tables_of(found)
-    assert verdicts.compared(tables["time_points"], "DDP") == (1, 0, 2)
-    (told,) = verdicts.of_zero(tables["time_points"], "DDP", "")
+    tables = tables_of(measured)
+    assert time_claims.count_differences(tables["time_points"], "DDP") == (1, 0, 2)
+    (claim,) = time_claims.zero_throughput(tables["time_points"], "DDP", "")
+    assert (claim.verdict, claim.measures[0].values["slower in every run"]) == (NOT_MEASURED, 1)
     assert (
-        "**Cannot be told here**: Of 2 pairs of stage and length 1 are slower than DDP in every run, 0 faster" in told
+        verdict(time_claims.zero_throughput(tables["time_points"].query("scheme != 'ZeRO-1'"), "DDP", "")) == CONFIRMED
     )
-    (told,) = verdicts.of_zero(tables["time_points"].query("scheme != 'ZeRO-1'"), "DDP", "")
-    assert "**Confirmed**: Of 1 pairs" in told
-    assert verdicts.busy(tables["time_runs"]).startswith("other programs kept 0.5 of 2 cores")
     quiet = tables["time_runs"].assign(others_cores=0.0)
-    assert verdicts.busy(quiet) == ""
-    assert verdicts.busy(quiet.query("repeat == 1")) == "not every point was run twice."
-    assert verdicts.busy(quiet.assign(others_cores=None)).startswith("it is not known")
+    assert time_claims.why_not_comparable(quiet) == ""
+    for runs in (tables["time_runs"], quiet.query("repeat == 1"), quiet.assign(others_cores=None)):
+        assert time_claims.why_not_comparable(runs)
 
 
 @pytest.mark.parametrize(
@@ -432,7 +449,7 @@ def test_schemes_differ_only_beyond_the_spread(tmp_path: Path) -> None:
     [
         ("rank", "rank 1 left no log"),
         ("steps", "no training step is over on every rank"),
-        ("end", "rank 1 did not come to its end"),
+        ("end", "rank 1 did not end"),
         ("cut", "rank00000-100"),
         ("dropped", "7 calls of rank 0 were not recorded"),
         ("simulated", "a dry run has no times"),
@@ -463,19 +480,18 @@ def test_a_log_that_is_not_whole_is_an_error_that_says_so(tmp_path: Path, damage
 
 def test_sections_say_what_they_lack(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
-    from examples.paper_study.timing.part import Part
 
     options = Options(models=(), quick=True)
-    assert len(Part().sections(options, {})) == 1
+    assert len(time_part.Part().sections(options, {})) == 1
     found = {point().key: data_parallel(tmp_path / "a"), point(ZERO[0]).key: data_parallel(tmp_path / "b", ranks=(0,))}
-    sections = Part().sections(options, found)
+    sections = time_part.Part().sections(options, found)
     assert [section.number for section in sections] == ["1 and 2", "14, times", "15, times", ""]
     missing = " ".join(sections[0].missing)
     assert "ZeRO-1, hidden 256, sequence 128, time 1: " in missing
     assert "rank 1 left no log" in missing
     assert "DDP, hidden 256, sequence 256, time 1; ZeRO-1, hidden 256, sequence 256, time 1; " in missing
     assert sections[3].missing[-1].startswith("messages, connections made at once, time 1; messages")
-    assert sections[3].text[-1] == "No pipeline was measured."
+    assert not sections[3].figures
 
 
 def test_the_command_shows_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -489,8 +505,9 @@ def test_the_command_shows_what_there_is(tmp_path: Path, capsys: pytest.CaptureF
     assert main(arguments) == 1  # 2 of 14 experiments
     page = (tmp_path / "study.html").read_text()
     assert "The cold first receive of a pipeline" in page
-    assert "It is the wait for the first forward pass of the stage before" in page
     assert "echo &#39;{&#34;num_layers&#34;: 4" in page
+    claims = {claim["key"]: claim for claim in json.loads((tmp_path / "data" / "claims.json").read_text())["claims"]}
+    assert claims["cold-small-message"]["verdict"] == REFINED
     points = pd.read_csv(tmp_path / "data" / "time_points.csv").set_index("scheme")
     assert points.loc["DDP", "step_ns"] == 2_000 * US
     assert main([*arguments, "--nproc", "1"]) == 1
@@ -515,22 +532,21 @@ def test_the_machines_work_is_read(tmp_path: Path) -> None:
     stat.write_text("cpu  100 10 50 1000 200 5 5 30 40 0\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
     import os
 
-    assert machine.busy_seconds(stat) == pytest.approx(200 / os.sysconf("SC_CLK_TCK"))
-    assert machine.busy_seconds(tmp_path / "none") is None
+    assert machine_load.busy_seconds(stat) == pytest.approx(200 / os.sysconf("SC_CLK_TCK"))
+    assert machine_load.busy_seconds(tmp_path / "none") is None
     stat.write_text("intr 1 2\n")
-    assert machine.busy_seconds(stat) is None
-    assert machine.read(tmp_path) == {}
+    assert machine_load.busy_seconds(stat) is None
+    assert machine_load.read(tmp_path) == {}
 
 
 def test_a_real_pipeline_and_real_messages(tmp_path: Path) -> None:
     """As the study runs them: a training of two stages, and messages on new connections."""
     pytest.importorskip("deepspeed")
-    from examples.paper_study.timing.part import run
 
     of, alone = point(PIPELINE, seq_length=32, hidden=64), messages(quick=True)[1]
     for one, folder in ((of, tmp_path / "pipeline"), (alone, tmp_path / "messages")):
         folder.mkdir()
-        run(one, 2, folder)
+        time_part.run(one, 2, folder)
     result = result_of(of, tmp_path / "pipeline")
     table = receives(result.calls)
     first = table.loc[table["when"].isin(["start", "first"]) & (table["rank"] == 1), ["what", "payload_bytes"]]
@@ -543,7 +559,7 @@ def test_a_real_pipeline_and_real_messages(tmp_path: Path) -> None:
     parts = steps[["computing_ns", "overlapped_ns", "communicating_ns", "waiting_ns"]]
     assert parts.ge(0).all(axis=None)
     assert parts.sum(axis=1).eq(steps["step_ns"]).all()
-    assert machine.read(tmp_path / "pipeline")["cpu_seconds"] > 0
-    times = message_times([(alone, whole_run(tmp_path / "messages", 2))])
+    assert machine_load.read(tmp_path / "pipeline")["cpu_seconds"] > 0
+    times = message_times([(alone, complete_run(tmp_path / "messages", 2))])
     assert set(times["what"]) == {"first on its connection", "later", "later, into untouched memory"}
     assert times.groupby("payload_bytes").size().nunique() == 1

@@ -26,8 +26,8 @@ from commtrace.analyses.figures.style import (
 )
 from commtrace.formatting import format_bandwidth, format_bytes, format_count, format_duration
 
-from .points import SCHEMES
 from .receives import FIRST, FIRST_STEP, LATER, LATER_FIRST, START
+from .trainings import SCHEMES
 
 PARTS: Final[dict[str, tuple[str, str, str]]] = {
     "computing_ns": ("computing", BLUE, ""),
@@ -255,7 +255,8 @@ def transfer_by_size(sizes: pd.DataFrame) -> go.Figure:
             line={"color": colour, "dash": dash}, marker={"symbol": symbol, "size": 8},
             error_y=_spread(part, "transfer_ns", 1e6),
             customdata=[
-                f"{format_bytes(of)}: {format_duration(took)}" for of, took in zip(part["payload_bytes"], part["transfer_ns"], strict=True)
+                f"{format_bytes(size)}: {format_duration(ns)}"
+                for size, ns in zip(part["payload_bytes"], part["transfer_ns"], strict=True)
             ],
             hovertemplate=f"{name}<br>%{{customdata}}<extra></extra>",
         )  # fmt: skip

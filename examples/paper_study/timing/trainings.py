@@ -134,7 +134,7 @@ class Messages:
     @property
     def program(self) -> list[str]:
         """What torchrun starts."""
-        return ["-m", "examples.paper_study.timing.messages"]
+        return ["-m", "examples.paper_study.timing.bare_messages"]
 
     @property
     def command(self) -> str:

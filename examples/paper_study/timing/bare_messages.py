@@ -1,6 +1,6 @@
 """Messages from one rank to another that do nothing else: what makes the first one slow.
 
-    COMMTRACE=log torchrun --standalone --nproc-per-node 2 -m examples.paper_study.timing.messages
+    COMMTRACE=log torchrun --standalone --nproc-per-node 2 -m examples.paper_study.timing.bare_messages
 
 For each size, several times: a new process group, so new connections, and on it a first message, more of them, and
 more into memory that has never been touched. Both ranks meet in a barrier of another group before each. What a message

@@ -1,4 +1,4 @@
-"""A dry run's log, with theory beside it: what every figure of the volume part is made from."""
+"""The log of a dry run and its comparison with theory, from which every figure of the volume part is made."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from commtrace.run import Run, open_run
 from commtrace.theory import NotPredictedError, Prediction, predict
 from commtrace.theory.expected_calls import exact_wire_bytes
 
-from .runs import DryRun
+from .dry_runs import DryRun
 
 SEND: Final = "send"
 START_UP: Final = -1
 
-Wanted: TypeAlias = Callable[[str, str], bool]
-"""Of a role and an operation."""
+CallFilter: TypeAlias = Callable[[str, str], bool]
+"""Whether calls of a role and an operation count."""
 
-_ALIKE: Final = ["rank", "step", "role", "op", "payload_bytes", "group_size", "group_ranks", "peer", "site"]
+_CALL_KEY: Final = ["rank", "step", "role", "op", "payload_bytes", "group_size", "group_ranks", "peer", "site"]
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """What one dry run recorded, and what it should have. Bytes are payload, or wire: what ranks must send at least."""
+class RecordedDryRun:
+    """What one dry run recorded, and what theory expects of it. Bytes are payload or wire bytes (least sent)."""
 
     run: DryRun
     folder: Path
     calls: pd.DataFrame
-    """Calls that are alike: `rank`, `step` (-1: start-up), `role`, `op`, `size` (payload of a call), `group_size`,
+    """Equal calls, counted: `rank`, `step` (-1: start-up), `role`, `op`, `size` (payload of a call), `group_size`,
     `group_ranks`, `peer`, `site`, `calls`, `payload_bytes`, `wire_bytes`."""
     theory: NamedTables
     """As `commtrace check` compares: `theory`, `expected`, `reconciliation`, `waterfall`, `waterfall_by_role`."""
@@ -52,32 +52,32 @@ class Recorded:
 
     @property
     def last(self) -> int:
-        """The last step, which those that would follow are like."""
+        """The last step; all that would follow equal it."""
         return int(self.calls["step"].max())
 
     @property
     def equal(self) -> bool:
-        """Every rank that was run made exactly the calls that theory expects, and the last step is a steady one."""
+        """Whether every rank made exactly the expected calls, and the last step is a steady one."""
         steady = all(self.last >= prediction.steady for prediction in self.predictions.values())
         return self.verdict.agrees and steady
 
     @property
     def difference(self) -> str:
-        """What `commtrace check` says where they are not equal; empty where they are."""
+        """The differences that `commtrace check` reports; empty if there are none."""
         if self.equal:
             return ""
         steady = max((prediction.steady for prediction in self.predictions.values()), default=0)
-        early = [f"steps are alike from {steady} on, and the last one is {self.last}"] if self.last < steady else []
+        early = [f"steps are equal from {steady} on, but the last one is {self.last}"] if self.last < steady else []
         return " ".join(line.strip() for line in ([] if self.verdict.agrees else lines(self.verdict))) + "".join(early)
 
     @cached_property
     def stages(self) -> pd.DataFrame:
-        """The calls of the first rank of each stage, which stands for all of its stage."""
+        """The calls of the first rank of each stage, which represents its stage."""
         return self.calls.loc[self.calls["rank"].isin(self.run.of_stages)]
 
     @cached_property
     def steady(self) -> pd.DataFrame:
-        """Of the last step."""
+        """The calls of the last step."""
         return self.stages.loc[self.stages["step"] == self.last]
 
     @cached_property
@@ -86,75 +86,80 @@ class Recorded:
         return self.stages.loc[self.stages["step"] == START_UP]
 
     def of_steps(self, number: int) -> pd.DataFrame:
-        """Of start-up and so many steps, the last one repeated: `op`, `payload_bytes`; mean over the job's ranks."""
+        """Return `op`, `payload_bytes` of start-up and `number` steps, the last one repeated; mean over the ranks."""
         first = self.stages.loc[self.stages["step"] < min(self.last, number)]
         sums = self.per_rank(first, "payload_bytes")
         repeated = self.per_rank(self.steady, "payload_bytes") * max(number - self.last, 0)
         return sums.add(repeated, fill_value=0.0).rename_axis("op").reset_index(name="payload_bytes")
 
     def per_rank(self, calls: pd.DataFrame, column: str) -> pd.Series[float]:
-        """By operation, mean over the ranks of the job: each stage has as many."""
+        """Sum a column by operation, as the mean over the ranks of the job (all stages have equally many)."""
         return calls.groupby("op")[column].sum() / len(self.run.of_stages)
 
     # ---- in the scope of a formula: a step of one rank, or between all stages ----------------------------------------
 
     def sent(self, rank: int = 0) -> float:
-        """Wire bytes of a rank in a step."""
+        """Return the wire bytes of a rank in a step."""
         return float(self.steady.loc[self.steady["rank"] == rank, "wire_bytes"].sum())
 
     def sent_in_theory(self, rank: int = 0) -> float | None:
-        """The same, expected; None without rules."""
+        """Return the expected wire bytes of a rank in a step; None without rules."""
         return self._expected(rank, lambda role, op: True)
 
     def sent_for(self, role: str, rank: int = 0) -> float:
-        """Wire bytes of a rank in a step, of one parallel dimension."""
-        mine = self.steady.loc[(self.steady["rank"] == rank) & (self.steady["role"] == role)]
-        return float(mine["wire_bytes"].sum())
+        """Return the wire bytes of a rank in a step, of one parallel dimension."""
+        chosen = (self.steady["rank"] == rank) & (self.steady["role"] == role)
+        return float(self.steady.loc[chosen, "wire_bytes"].sum())
 
     def sent_for_in_theory(self, role: str, rank: int = 0) -> float | None:
-        """The same, expected."""
-        return self._expected(rank, lambda its, op: its == role)
+        """Return the expected wire bytes of a rank in a step, of one parallel dimension; None without rules."""
+        return self._expected(rank, lambda call_role, op: call_role == role)
 
     def between_stages(self) -> float:
-        """What the stages of one pipeline send to each other in a step, tensor-parallel ranks added up."""
+        """Return the bytes that all stages of a pipeline send to each other in a step, of all tensor-parallel ranks."""
         sends = self.steady.loc[(self.steady["op"] == SEND) & (self.steady["role"] == "pipeline")]
         return float(sends["payload_bytes"].sum()) * self.run.tensor
 
     def between_stages_in_theory(self) -> float | None:
-        """The same, expected."""
-        told = [self._expected(rank, lambda role, op: (role, op) == ("pipeline", SEND)) for rank in self.run.of_stages]
-        known = [one for one in told if one is not None]
-        return sum(known) * self.run.tensor if len(known) == len(told) else None
+        """Return the expected bytes between all stages in a step; None without rules."""
+        total = 0.0
+        for rank in self.run.of_stages:
+            expected = self._expected(rank, lambda role, op: (role, op) == ("pipeline", SEND))
+            if expected is None:
+                return None
+            total += expected
+        return total * self.run.tensor
 
-    def _expected(self, rank: int, wanted: Wanted) -> float | None:
+    def _expected(self, rank: int, counts: CallFilter) -> float | None:
         if rank not in self.predictions:
             return None
         prediction = self.predictions[rank]
-        some = [one for one in prediction.step(prediction.steady) if wanted(one.role, one.op)]
-        each = (
-            exact_wire_bytes(one.op, one.payload, one.ranks or prediction.ranks_of(one.role)) * one.calls
-            for one in some
-        )
-        return float(sum(each, Fraction(0)))
+        total = Fraction(0)
+        for call in prediction.step(prediction.steady):
+            if counts(call.role, call.op):
+                total += exact_wire_bytes(call.op, call.payload, call.ranks or prediction.ranks_of(call.role)) * call.calls
+        return float(total)
 
     @property
     def closed_form(self) -> float | None:
-        """What the paper's formulas say, added as it adds them; None without rules."""
+        """The sum of the paper's formulas; None without rules."""
         first = self.predictions.get(min(self.run.run))
         return None if first is None else float(first.closed_form.bytes)
 
     def form_of(self, role: str) -> float | None:
-        """The formula of one parallel dimension; None where it has none."""
+        """Return the formula of one parallel dimension; None if it has none."""
         first = self.predictions.get(min(self.run.run))
         if first is None:
             return None
         forms = first.forms or (first.closed_form,)
         return next((float(form.bytes) for form in forms if form.role == role), None)
 
-    def reasons(self, role: str | None = None, least: float = 0.0) -> list[tuple[str, int]]:
-        """Why a rank sends more or less than the formula: the sentence of each cause, its wire bytes; largest first.
+    def causes(self, role: str | None = None, least: float = 0.0) -> list[tuple[str, int]]:
+        """Return why a rank sends more or less than the closed form: causes and their wire bytes, largest first.
 
-        `role`: of one dimension only; `least`: leave out what is less than this share of the formula.
+        Args:
+            role: Only causes of this parallel dimension; None: of all.
+            least: Leave out causes with less than this share of the closed form.
         """
         table = self.theory["waterfall"] if role is None else self.theory["waterfall_by_role"]
         if role is not None and not len(table):
@@ -163,46 +168,46 @@ class Recorded:
             table = table.loc[table["role"] == role]
         form = float(table.loc[table["kind"] == "closed form", "bytes"].sum())
         causes = [(str(row.label), int(row.bytes)) for row in rows_of(table) if row.kind in ("cause", UNEXPLAINED)]
-        causes = [one for one in causes if -one[1] not in (more for _, more in causes)]  # what cancels out
-        some = [one for one in causes if abs(one[1]) > least * form]
-        return sorted(some, key=lambda one: -abs(one[1]))
+        amounts = {extra for _, extra in causes}
+        kept = [(label, extra) for label, extra in causes if -extra not in amounts and abs(extra) > least * form]
+        return sorted(kept, key=lambda cause: -abs(cause[1]))
 
 
-def in_words(reasons: list[tuple[str, int]]) -> str:
-    """Causes with their bytes, signed."""
-    return "; ".join(f"{label} ({'+' if more > 0 else '-'}{format_bytes(abs(more))})" for label, more in reasons)
+def format_causes(causes: list[tuple[str, int]]) -> str:
+    """Format causes with their signed bytes."""
+    return "; ".join(f"{label} ({'+' if extra > 0 else '-'}{format_bytes(abs(extra))})" for label, extra in causes)
 
 
-def read(run: DryRun, folder: Path) -> Recorded:
-    """What the dry run left in `folder`. Raises LogError."""
+def read(run: DryRun, folder: Path) -> RecordedDryRun:
+    """Read the log of a dry run. Raises LogError."""
     log = open_run(folder)
     theory = fold(log, [reconciliation.ANALYSIS])
     verdict = judge(theory, log.ranks, None)
-    return Recorded(run, folder, _calls(log), theory, verdict, _predictions(log), _parameters(log))
+    return RecordedDryRun(run, folder, _calls(log), theory, verdict, _predictions(log), _parameters(log))
 
 
 def _calls(log: Run) -> pd.DataFrame:
     events = log.events()
     events = events.astype({"role": str, "op": str, "site": str, "group_ranks": str})
-    # All of a group of ranks that a call has no peer in are alike; of messages the neighbour matters.
-    told = events.assign(peer=events["peer"].where(events["op"].isin((SEND, "recv")), -1), calls=1)
-    sums = told.assign(size=told["payload_bytes"]).groupby(_ALIKE, dropna=False, as_index=False, observed=True)
+    # Collectives of a group are equal whatever the peer; of messages the peer matters.
+    keyed = events.assign(peer=events["peer"].where(events["op"].isin((SEND, "recv")), -1), calls=1)
+    sums = keyed.assign(size=keyed["payload_bytes"]).groupby(_CALL_KEY, dropna=False, as_index=False, observed=True)
     table = sums.agg(calls=("calls", "sum"), sum_bytes=("size", "sum"), wire_bytes=("wire_bytes", "sum"))
     return table.rename(columns={"payload_bytes": "size", "sum_bytes": "payload_bytes"})
 
 
 def _predictions(log: Run) -> dict[int, Prediction]:
-    found: dict[int, Prediction] = {}
+    predictions: dict[int, Prediction] = {}
     for process in log.processes:
         jobs = [*process.tables.jobs.values()]
         if len(jobs) == 1:
             try:
-                found[process.rank] = predict(jobs[0])
+                predictions[process.rank] = predict(jobs[0])
             except NotPredictedError:
                 continue
-    return found
+    return predictions
 
 
 def _parameters(log: Run) -> int:
     job = log.job or {}
-    return sum(math.prod(one["shape"]) for one in job.get("parameters", ()))
+    return sum(math.prod(parameter["shape"]) for parameter in job.get("parameters", ()))

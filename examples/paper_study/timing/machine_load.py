@@ -18,10 +18,10 @@ _COUNTED: Final = 8  # user, nice, system, idle, iowait, irq, softirq, steal; gu
 
 
 def execute_watched(command: Sequence[str], folder: Path, environment: Mapping[str, str], limit_seconds: float) -> None:
-    """Execute a program as `execute` does, and write `machine.json` to its folder.
+    """Run a program as `execute` does, and write `machine.json` to the folder.
 
-    It holds `cores` that the program may use, `wall_seconds`, `cpu_seconds`, and `others_cores`, how many cores all
-    other programs kept busy meanwhile (None where the system does not tell).
+    It has `cores` (usable by the program), `wall_seconds`, `cpu_seconds`, and `others_cores`: how many cores all other
+    programs used meanwhile (None if the system does not say).
     """
     before = busy_seconds()
     cost = execute(command, folder, environment=environment, limit_seconds=limit_seconds)

@@ -46,10 +46,10 @@ from commtrace.analyses.scaling.step_times import StepTimes, step_times, timed_c
 from commtrace.errors import LogError
 from commtrace.run import Run, open_run
 
-from . import machine
-from .messages import TAGS
-from .points import Messages, Point
+from . import machine_load
+from .bare_messages import TAGS
 from .receives import forwards, receives
+from .trainings import Messages, Point
 
 LOG: Final = "log"
 BULK: Final = 1 << 16
@@ -64,7 +64,7 @@ _TRANSFERS: Final = ("all_reduce", "all_gather", "reduce_scatter", "recv")
 
 @dataclass(frozen=True)
 class Result:
-    """One training that was measured."""
+    """One measured training."""
 
     point: Point
     run: Run
@@ -74,13 +74,13 @@ class Result:
 
 
 def result_of(point: Point, folder: Path) -> Result:
-    """Read and check what a training left. Raises LogError with what is wrong with it."""
-    run = whole_run(folder, point.ranks)
-    return Result(point, run, step_times(run), timed_calls(run, columns=("site",)), machine.read(folder))
+    """Read the log of a training. Raises LogError if it is incomplete."""
+    run = complete_run(folder, point.ranks)
+    return Result(point, run, step_times(run), timed_calls(run, columns=("site",)), machine_load.read(folder))
 
 
-def whole_run(folder: Path, ranks: int) -> Run:
-    """The run of an experiment. Raises LogError for one that is damaged, or lacks a rank, or did not end."""
+def complete_run(folder: Path, ranks: int) -> Run:
+    """Read the run of an experiment. Raises LogError if it is damaged, lacks a rank, or did not end."""
     run = open_run(folder / LOG)
     again = f"remove {folder} and run it again"
     if run.simulated:
@@ -91,7 +91,7 @@ def whole_run(folder: Path, ranks: int) -> Run:
         raise LogError(f"{damaged[0]}; {again}")
     for process in run.processes:
         if process.tables.end is None:
-            raise LogError(f"{run.log.path}: rank {process.rank} did not come to its end; {again}")
+            raise LogError(f"{run.log.path}: rank {process.rank} did not end; {again}")
         lost = sum(int((process.tables.stats or {}).get(name) or 0) for name in ("dropped", "removed", "lost"))
         if lost:
             raise LogError(f"{run.log.path}: {lost} calls of rank {process.rank} were not recorded; {again}")
@@ -99,7 +99,7 @@ def whole_run(folder: Path, ranks: int) -> Run:
 
 
 def tables_of(results: Sequence[Result]) -> NamedTables:
-    """All tables about steps, of at least one result."""
+    """Return all tables about steps. `results` must not be empty."""
     steps = pd.concat([_steps(one) for one in results], ignore_index=True)
     runs = pd.DataFrame([_run(one, steps) for one in results])
     median = medians(runs)
@@ -114,7 +114,7 @@ def tables_of(results: Sequence[Result]) -> NamedTables:
 
 
 def named(point: Point) -> dict[str, Any]:
-    """Its columns POINT, and `repeat`."""
+    """Return the values of the columns POINT and `repeat`."""
     return {
         "scheme": point.scheme.name, "hidden": point.hidden, "seq_length": point.seq_length, "ranks": point.ranks,
         "repeat": point.repeat,
@@ -161,7 +161,7 @@ def _run(result: Result, steps: pd.DataFrame) -> dict[str, Any]:
 
 
 def medians(runs: pd.DataFrame) -> list[int]:
-    """For each point, in order, the row of the repeat with the median step (of two, the faster one)."""
+    """Return the row of the repeat with the median step of each point (of two, the faster one), in order."""
     ordered = runs.sort_values("step_ns", kind="stable")
     middle = ordered.groupby(POINT, sort=False)["step_ns"].apply(lambda times: times.index[(len(times) - 1) // 2])
     return sorted(middle.astype(int).tolist())
@@ -193,7 +193,7 @@ def _bandwidths(results: Sequence[Result]) -> pd.DataFrame:
 
 
 def _of_largest(result: Result) -> Iterator[dict[str, Any]]:
-    """Of each operation, the calls of the size that most of its bytes are in."""
+    """Yield for each operation the calls of the size that carries most of its bytes."""
     seen = result.times.messages
     for op, part in seen.loc[seen["op"].isin(_TRANSFERS)].groupby("op"):
         sums = part.groupby("bytes", as_index=False).agg(sent=("bytes", "size"))
@@ -255,8 +255,45 @@ def standing(calls: pd.DataFrame) -> pd.DataFrame:
     )
 
 
+def step_shares(points: pd.DataFrame) -> pd.DataFrame:
+    """Return the step and the shares of its parts, by scheme. `points`: `time_points` of one length and width."""
+    total = points[PARTS].sum(axis=1)
+    return pd.DataFrame(
+        {
+            "scheme": points["scheme"],
+            "step_ns": points["step_ns"],
+            "fastest_ns": points["step_ns_least"],
+            "slowest_ns": points["step_ns_most"],
+            "computing_share": (points["computing_ns"] + points["overlapped_ns"]) / total,
+            "of_it_with_a_call_under_way_share": points["overlapped_ns"] / total,
+            "exposed_communication_share": points["communicating_ns"] / total,
+            "waiting_for_a_rank_share": points["waiting_ns"] / total,
+        }
+    )
+
+
+def throughput(points: pd.DataFrame) -> pd.DataFrame:
+    """Return the speed of each scheme at the shortest and longest sequence. `points`: `time_points` of one width."""
+    rows = []
+    for scheme, part in points.dropna(subset="gflop_per_s").groupby("scheme", sort=False):
+        ordered = part.sort_values("seq_length")
+        first, last = ordered.iloc[0], ordered.iloc[-1]
+        rows.append(
+            {
+                "scheme": scheme,
+                "shortest": first["seq_length"],
+                "longest": last["seq_length"],
+                "tokens_per_s_at_shortest": round(first["tokens_per_s"]),
+                "tokens_per_s_at_longest": round(last["tokens_per_s"]),
+                "tokens_per_s_factor": f"{last['tokens_per_s'] / first['tokens_per_s']:.2f}",
+                "gflop_per_s_factor": f"{last['gflop_per_s'] / first['gflop_per_s']:.2f}",
+            }
+        )
+    return pd.DataFrame(rows)
+
+
 def receive_tables(results: Sequence[Result]) -> NamedTables:
-    """`time_receives` and `time_forwards` (`receives`) of the pipelines among these, with POINT and `repeat`."""
+    """Return `time_receives` and `time_forwards` (see `receives`) of all pipelines, with POINT and `repeat`."""
     found = [(one, receives(one.calls)) for one in results if (one.calls["op"] == "recv").any()]
     stages = [(one, forwards(one.calls)) for one, _ in found]
     return {
@@ -267,9 +304,9 @@ def receive_tables(results: Sequence[Result]) -> NamedTables:
 
 
 def message_times(runs: Sequence[tuple[Messages, Run]]) -> pd.DataFrame:
-    """`time_messages`, a row per bare message: `connections`, `repeat`, `what`, `payload_bytes`, `transfer_ns`.
+    """Return `time_messages`, a row per bare message: `connections`, `repeat`, `what`, `payload_bytes`, `transfer_ns`.
 
-    The transfer is the receiver's, from the moment when both were there.
+    The transfer is the receiver's, from when both ranks had arrived.
     """
     parts = [pd.DataFrame(columns=["connections", "repeat", "what", "payload_bytes", "transfer_ns"])]
     for of, run in runs:
