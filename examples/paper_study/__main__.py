@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Final
 
+from commtrace.commands.option_types import positive_integer
 from commtrace.errors import CommtraceError
 from commtrace.launchers import usable_cores
 
@@ -64,14 +65,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--part", choices=[*PARTS], action="append", help="run only this part; may be repeated (default: all)")
     add("--models", metavar="LIST", help=f"names or GPT-NeoX files, comma-separated (default: {','.join(MODELS)})")
     add("--quick", action="store_true", help=f"few points, and only the models {', '.join(QUICK_MODELS)}")
-    add("--jobs", metavar="N", type=_positive_integer, help="concurrent dry runs (default: usable cores, at most 4)")
+    add("--jobs", metavar="N", type=positive_integer, help="concurrent dry runs (default: usable cores, at most 4)")
     add(
         "--network",
         metavar="NET",
         help="predict communication times for this network: a file of commtrace bench, a network description, or the "
         "name of a shipped one (default: all shipped networks)",
     )
-    add("--nproc", metavar="N", type=_positive_integer, default=2, help="local ranks of the time part (default: 2)")
+    add("--nproc", metavar="N", type=positive_integer, default=2, help="local ranks of the time part (default: 2)")
     add("--no-run", action="store_true", help="run nothing; make the page from existing results")
     add(
         "--document",
@@ -174,12 +175,6 @@ def _progress(
                 console.print(f"{ended}/{len(missing)} {experiment.title}")
 
         yield report_end
-
-
-def _positive_integer(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 1")
-    return int(text)
 
 
 if __name__ == "__main__":

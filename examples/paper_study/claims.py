@@ -53,6 +53,8 @@ class Measure:
             return f"{self.quantity}: {' to '.join(names)}"
         if not self.values:
             return f"{self.quantity}: none"
+        if len(names) == 1 < len(self.values):
+            return f"{self.quantity}: {', '.join(names)} (all)"
         values = [f"{value} ({', '.join(of)})" for value, of in names.items()]
         return f"{self.quantity}: {', '.join(values)}"
 

@@ -171,7 +171,8 @@ def _section(number: int, section: Section) -> PageSection:
 
 def _claims(claims: Sequence[Claim]) -> PageTable:
     rows = [(item.statement, item.place, item.measured, item.verdict, item.command) for item in claims]
-    return PageTable(["claim", "place", "measured", "verdict", "command"], ["text", "word", "text", "word", "text"], rows)
+    head = ["claim", "place", "measured", "verdict", "command"]
+    return PageTable(head, ["text", "word", "text", "word", "text"], rows)
 
 
 def _title(name: str, table: pd.DataFrame) -> str:

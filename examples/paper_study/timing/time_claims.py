@@ -116,7 +116,7 @@ def throughput_over_lengths(key: str, points: pd.DataFrame, reason: str) -> Iter
         key, place, statement, verdict,
         [
             Measure(f"GFLOP/s at {lengths.max()} / at {lengths.min()} tokens", "factor", ratios),
-            Measure("schemes", "count", {"all": len(rises), "that rise beyond the spread": sum(rises)}),
+            Measure("rise beyond the spread", "count", {"schemes": sum(rises)}),
         ],
         reason,
     )  # fmt: skip
@@ -188,14 +188,14 @@ def cold_operations(first_steps: pd.DataFrame, reason: str) -> Iterator[Claim]:
     medians = first_steps.groupby(["scheme", "op"], sort=False, as_index=False).median(numeric_only=True)
     medians = medians.loc[medians["first_calls"] <= 1.5 * medians["later_calls"]]
     measures, names = [], []
-    for title, column in (("waiting for a rank", "late_ns"), ("transfer", "transfer_ns")):
+    for title, column in (("cold waits", "late_ns"), ("cold transfers", "transfer_ns")):
         first, later = medians[f"first_{column}"], medians[f"later_{column}"]
         cold = medians.loc[(first > COLD_FACTOR * later) & (first - later > COLD_NS)]
         cold_names = [f"{row.op} of {row.scheme}" for row in rows_of(cold)]
         names += cold_names
         for when in ("first", "later"):
             values = dict(zip(cold_names, map(float, cold[f"{when}_{column}"]), strict=True))
-            measures.append(Measure(f"{title}, {when} step, where cold", "ns", values))
+            measures.append(Measure(f"{title}, {when} step", "ns", values))
     only_receives = bool(names) and all(name.startswith("recv") for name in names)
     yield _claim(
         "cold-receive", "Section on figure 15",

@@ -265,9 +265,9 @@ def step_shares(points: pd.DataFrame) -> pd.DataFrame:
             "fastest_ns": points["step_ns_least"],
             "slowest_ns": points["step_ns_most"],
             "computing_share": (points["computing_ns"] + points["overlapped_ns"]) / total,
-            "of_it_with_a_call_under_way_share": points["overlapped_ns"] / total,
-            "exposed_communication_share": points["communicating_ns"] / total,
-            "waiting_for_a_rank_share": points["waiting_ns"] / total,
+            "overlapped_share": points["overlapped_ns"] / total,
+            "communicating_share": points["communicating_ns"] / total,
+            "waiting_share": points["waiting_ns"] / total,
         }
     )
 
@@ -281,10 +281,10 @@ def throughput(points: pd.DataFrame) -> pd.DataFrame:
         rows.append(
             {
                 "scheme": scheme,
-                "shortest": first["seq_length"],
-                "longest": last["seq_length"],
-                "tokens_per_s_at_shortest": round(first["tokens_per_s"]),
-                "tokens_per_s_at_longest": round(last["tokens_per_s"]),
+                "short": first["seq_length"],
+                "long": last["seq_length"],
+                "tokens_per_s_short": round(first["tokens_per_s"]),
+                "tokens_per_s_long": round(last["tokens_per_s"]),
                 "tokens_per_s_factor": f"{last['tokens_per_s'] / first['tokens_per_s']:.2f}",
                 "gflop_per_s_factor": f"{last['gflop_per_s'] / first['gflop_per_s']:.2f}",
             }

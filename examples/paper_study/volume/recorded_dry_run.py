@@ -17,7 +17,7 @@ from commtrace.analyses.check.verdict import Verdict, judge
 from commtrace.analyses.check.verdict_text import lines
 from commtrace.analyses.engine import NamedTables, fold, rows_of
 from commtrace.analyses.reconciliation.causes import UNEXPLAINED
-from commtrace.formatting import format_bytes
+from commtrace.formatting import format_bytes, format_signed
 from commtrace.run import Run, open_run
 from commtrace.theory import NotPredictedError, Prediction, predict
 from commtrace.theory.expected_calls import exact_wire_bytes
@@ -137,7 +137,9 @@ class RecordedDryRun:
         total = Fraction(0)
         for call in prediction.step(prediction.steady):
             if counts(call.role, call.op):
-                total += exact_wire_bytes(call.op, call.payload, call.ranks or prediction.ranks_of(call.role)) * call.calls
+                total += (
+                    exact_wire_bytes(call.op, call.payload, call.ranks or prediction.ranks_of(call.role)) * call.calls
+                )
         return float(total)
 
     @property
@@ -175,7 +177,7 @@ class RecordedDryRun:
 
 def format_causes(causes: list[tuple[str, int]]) -> str:
     """Format causes with their signed bytes."""
-    return "; ".join(f"{label} ({'+' if extra > 0 else '-'}{format_bytes(abs(extra))})" for label, extra in causes)
+    return "; ".join(f"{label} ({format_signed(extra, format_bytes)})" for label, extra in causes)
 
 
 def read(run: DryRun, folder: Path) -> RecordedDryRun:

@@ -10,6 +10,7 @@ from typing import Any, Final
 import pandas as pd
 
 from commtrace.analyses.engine import rows_of
+from commtrace.formatting import parse_ranks
 from commtrace.network.networks import Network
 from commtrace.theory.closed_forms import parameter_count
 from commtrace.theory.expected_calls import exact_wire_bytes
@@ -347,7 +348,7 @@ def times_on(network: Network, runs: Sequence[RecordedDryRun]) -> pd.DataFrame:
 
 
 def _predicted_time(network: Network, row: Any) -> dict[str, object]:
-    members = [int(row.rank), int(row.peer)] if row.op in _MESSAGES else _members(str(row.group_ranks))
+    members = [int(row.rank), int(row.peer)] if row.op in _MESSAGES else parse_ranks(str(row.group_ranks))
     hosts = len({member // network.ranks_per_node for member in members})
     calls = int(row.calls)
     times: dict[str, object] = {"latency_us": 0.0, "bandwidth_us": 0.0, "time_us": 0.0, "how": ""}
@@ -359,12 +360,6 @@ def _predicted_time(network: Network, row: Any) -> dict[str, object]:
         }  # fmt: skip
     without = calls if expected is None else 0
     return {"rank": int(row.rank), "op": str(row.op), "calls": calls, "calls_without_time": without, **times}
-
-
-def _members(ranks: str) -> list[int]:
-    """Parse a list of ranks, for example "0-3,8"."""
-    spans = [span.split("-") for span in ranks.split(",")]
-    return [rank for span in spans for rank in range(int(span[0]), int(span[-1]) + 1)]
 
 
 def fastest_and_slowest(networks: dict[str, pd.DataFrame]) -> pd.DataFrame:

@@ -201,7 +201,7 @@ def test_a_point_is_its_median_run_and_the_spread(results: list[Any]) -> None:
     assert row["waiting_ns"] == 51 * US
     assert row["in_calls_share"] == pytest.approx((101 + 51) / 2_200)
     shares = step_shares(tables["time_points"]).query("scheme == 'DDP'").iloc[0]
-    assert shares["waiting_for_a_rank_share"] == pytest.approx(51 / 2_200)
+    assert shares["waiting_share"] == pytest.approx(51 / 2_200)
     # 72 L h^2 (1 + s / 6h + V / 12Lh) flops a token, half of them on each rank.
     flops = 72 * 4 * 256**2 * (1 + 128 / (6 * 256) + 256 / (12 * 4 * 256))
     assert row["gflop_per_s"] == pytest.approx(128 * flops / 2_200e-6 / 1e9)
@@ -400,7 +400,7 @@ def test_longer_sequences_are_judged_by_the_spread(short: Spread, long: Spread, 
     assert (claim.verdict, claim.reason) == (NOT_MEASURED, "busy")
     assert not [*time_claims.throughput_over_lengths(key, points.iloc[:1], "")]
     (row,) = throughput(points).to_dict("records")
-    assert (row["shortest"], row["longest"], row["gflop_per_s_factor"]) == (128, 1024, f"{long[1] / 10:.2f}")
+    assert (row["short"], row["long"], row["gflop_per_s_factor"]) == (128, 1024, f"{long[1] / 10:.2f}")
 
 
 def test_tensor_parallelism_is_compared_with_a_pipeline() -> None:
