@@ -1,13 +1,12 @@
-"""What the MPI workloads share: ways to move tensors between ranks, with gradients, and what it took.
+"""Shared by the MPI examples: transports, differentiable collectives, options, and the scaling command.
 
-* `transports`: MPI, and torch.distributed in its place, behind one interface
-* `collectives`: the same, differentiable
+* `transports`: MPI or torch.distributed behind one interface (`mpi_transport`, `torch_transport`)
+* `collectives`: the same operations, differentiable
 * `dropout`: masks that do not depend on how a tensor is divided
-* `stopwatch`: seconds by part of the iteration
-* `outcome`: what a run measured, gathered on rank 0
-* `tables`: times by rank count, and what stops the scaling
-* `program`, `options`: how a workload starts and ends, and its command line
-* `launch`, `scaling`: `mpiexec` on this machine, for several numbers of ranks
+* `iterations`: the loop, its results, and the comparison with one process
+* `expected_calls`: the calls that theory expects
+* `program`, `options`: start, end and command line of an example
+* `scaling`: traced runs on several numbers of ranks, compared by `commtrace scaling`
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What can go wrong before anything starts, in words that say what to change."""
+"""Errors of the MPI examples, raised before a run starts; the message says what to change."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from commtrace.errors import CommtraceError
 
 
 class ExampleError(CommtraceError):
-    """The run cannot start as it was asked for; the message says what to change."""
+    """The run cannot start with these options."""
 
 
 class ShapeError(ExampleError):
-    """A size does not divide among the ranks."""
+    """A size cannot be divided among the ranks."""
 
 
 class TransportError(ExampleError):
-    """The way in which tensors shall travel is not to be had here."""
+    """The transport is not available."""
 
 
-def must_divide(whole: int, what: str, parts: int, among: str, mend: str) -> None:
-    """Raise ShapeError unless `whole` divides into `parts` equal parts."""
-    if whole % parts:
-        raise ShapeError(f"{what} ({whole}) cannot be shared equally by {among} ({parts}); {mend}")
+def must_divide(size: int, name: str, parts: int, among: str, fix: str) -> None:
+    """Raise ShapeError unless `size` can be divided into `parts` equal parts."""
+    if size % parts:
+        raise ShapeError(f"{name} ({size}) cannot be divided equally among {among} ({parts}); {fix}")

@@ -1,4 +1,4 @@
-"""Tensors over MPI, by mpi4py's buffer methods (the upper-case ones, which copy and pickle nothing)."""
+"""Tensors over MPI, by mpi4py's buffer methods (the upper-case ones, which do not pickle)."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ from typing import Any
 
 import torch
 
-from .stopwatch import Stopwatch
 from .transports import Transport, Wait
 
 
 class MpiTransport(Transport):
-    """A communicator of mpi4py. Without `staged`, tensors on a GPU are given to MPI as they are: is it CUDA-aware?"""
+    """A communicator of mpi4py. Without `staged`, tensors on a GPU need a CUDA-aware MPI."""
 
-    def __init__(self, comm: Any, watch: Stopwatch, staged: bool = False) -> None:
-        super().__init__(comm.Get_rank(), comm.Get_size(), watch, staged)
+    def __init__(self, comm: Any, staged: bool = False) -> None:
+        super().__init__(comm.Get_rank(), comm.Get_size(), staged)
         self._comm = comm
 
     def blocks(self, size: int) -> Transport:
-        """See Transport."""
-        return MpiTransport(self._comm.Split(self.rank // size, self.rank), self.watch, self.staged)
+        """Implement Transport."""
+        return MpiTransport(self._comm.Split(self.rank // size, self.rank), self.staged)
 
     def barrier(self) -> None:
-        """See Transport."""
+        """Implement Transport."""
         self._comm.Barrier()
 
     def close(self) -> None:
-        """Nothing: the communicator is the caller's."""
+        """Do nothing: the communicator is the caller's."""
 
     def _all_gather(self, whole: torch.Tensor, share: torch.Tensor) -> None:
         self._comm.Allgather(_buffer(share), _buffer(whole))
@@ -53,5 +52,5 @@ class MpiTransport(Transport):
 
 
 def _buffer(tensor: torch.Tensor) -> Any:
-    """What mpi4py knows the address and type of: a numpy view, or the tensor itself when it is on a GPU."""
+    """Return what mpi4py takes as a buffer: a numpy view, or the tensor itself if it is on a GPU."""
     return tensor.numpy() if tensor.device.type == "cpu" else tensor

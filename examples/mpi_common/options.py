@@ -1,4 +1,4 @@
-"""The command line that the MPI workloads have in common, and what it sets up."""
+"""Options that the MPI examples share, and the device and transport that they choose."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import IO, Any
 
 import torch
 
+from commtrace.commands.option_types import non_negative_integer, positive_integer
 from commtrace.launchers import local_rank
 
 from .errors import TransportError
 from .mpi_transport import MpiTransport
-from .stopwatch import Stopwatch
 from .torch_transport import TorchTransport, init_process_group
 from .transports import Transport
 
@@ -20,35 +20,19 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that speaks on rank 0 only: help and errors are not repeated by every rank."""
+    """An argument parser that prints help and errors on rank 0 only."""
 
     def __init__(self, rank: int, **settings: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
-        self._speaks = rank == 0
+        self._prints = rank == 0
 
     def _print_message(self, message: str, file: IO[str] | None = None) -> None:  # type: ignore[override]
-        if self._speaks:
+        if self._prints:
             super()._print_message(message, file)
 
 
-def positive(text: str) -> int:
-    """A number from 1."""
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
-
-
-def natural(text: str) -> int:
-    """A number from 0."""
-    number = int(text)
-    if number < 0:
-        raise ValueError
-    return number
-
-
 def probability(text: str) -> float:
-    """A number from 0, below 1."""
+    """Parse a number from 0, below 1."""
     number = float(text)
     if not 0.0 <= number < 1.0:
         raise ValueError
@@ -56,23 +40,34 @@ def probability(text: str) -> float:
 
 
 def add_common(parser: argparse.ArgumentParser, iterations: int, dropout: float) -> None:
-    """Options of every MPI workload."""
+    """Add the options of every MPI example."""
     add = parser.add_argument
     add("--dropout", type=probability, default=dropout, metavar="P", help="probability (default: %(default)s)")
-    add("--iterations", type=positive, default=iterations, metavar="N", help="timed iterations (default: %(default)s)")
-    add("--warmup", type=natural, default=1, metavar="N", help="iterations before them (default: %(default)s)")
+    add(
+        "--iterations", type=positive_integer, default=iterations, metavar="N", help="iterations (default: %(default)s)"
+    )
+    add(
+        "--warmup",
+        type=non_negative_integer,
+        default=1,
+        metavar="N",
+        help="iterations before them, to warm up (default: %(default)s)",
+    )
     add("--forward-only", action="store_true", help="no backward pass")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="(default: %(default)s)")
     add("--transport", choices=TRANSPORTS, default="mpi", help="how tensors travel (default: %(default)s)")
     add("--device", choices=("cpu", "cuda"), help="(default: cuda where there is one)")
-    add("--threads", type=positive, default=1, metavar="N", help="of each rank's computation (default: %(default)s)")
-    add("--seed", type=int, default=0, metavar="N", help="of parameters, input and dropout (default: %(default)s)")
-    add("--check", action="store_true", help="compare result and gradients with those of one process (not timed)")
-    add("--json", metavar="FILE", help="write what was measured")
+    add("--threads", type=positive_integer, default=1, metavar="N", help="threads of each rank (default: %(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of parameters, input and dropout (default: %(default)s)")
+    add(
+        "--check",
+        action="store_true",
+        help="compare result and gradients with those of one process after the last iteration",
+    )
 
 
 def choose_device(name: str | None, rank: int) -> torch.device:
-    """The device of this rank: GPUs of a host are dealt out by the launcher's local rank."""
+    """Return the device of this rank; the launcher's local rank chooses among the GPUs of a host."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
@@ -86,12 +81,11 @@ def choose_device(name: str | None, rank: int) -> torch.device:
 
 
 def make_transport(name: str, comm: Any, device: torch.device) -> Transport:
-    """The transport between all ranks of an MPI communicator. Raises TransportError where it cannot be had."""
+    """Create the transport between all ranks of an MPI communicator. Raises TransportError if it is not available."""
     on_gpu = device.type == "cuda"
     if name in ("nccl", "mpi-cuda-aware") and not on_gpu:
-        raise TransportError(f"--transport {name} moves what is on a GPU; use mpi or gloo with --device cpu")
-    watch = Stopwatch(device)
+        raise TransportError(f"--transport {name} needs tensors on a GPU; use mpi or gloo with --device cpu")
     if name.startswith("mpi"):
-        return MpiTransport(comm, watch, staged=on_gpu and name == "mpi")
+        return MpiTransport(comm, staged=on_gpu and name == "mpi")
     init_process_group(comm, name)
-    return TorchTransport(None, watch, staged=on_gpu and name == "gloo")
+    return TorchTransport(None, staged=on_gpu and name == "gloo")

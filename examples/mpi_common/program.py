@@ -1,4 +1,4 @@
-"""How an MPI workload starts and ends: one voice for errors, no rank left behind."""
+"""Start and end of an MPI example: rank 0 prints errors, and a failure on one rank ends all."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from commtrace.errors import CommtraceError
 
 
 def run(name: str, work: Callable[[Sequence[str], Any], int], argv: Sequence[str] | None) -> int:
-    """Do `work(argv, comm)` on every rank of COMM_WORLD; its status, or 2 when it was asked for something impossible.
+    """Run `work(argv, comm)` on every rank of COMM_WORLD.
 
-    What is impossible is so on all ranks alike, before anything starts: all leave, and rank 0 says why. Any other
-    exception on one rank ends all, since the others may sit in a collective that it will never join.
+    A CommtraceError is the same on all ranks and raised before anything starts: all return, and rank 0 prints it. Any
+    other exception on one rank aborts all, because the others may wait in a collective that it will never join.
+
+    Returns:
+        The status of `work`, or 2 for a CommtraceError.
     """
     from mpi4py import MPI  # starts MPI
 

@@ -1,4 +1,4 @@
-"""Tensors over torch.distributed: NCCL, the cure that is advised for staged copies, or gloo."""
+"""Tensors over torch.distributed: NCCL, recommended to avoid copies through host memory, or gloo."""
 
 from __future__ import annotations
 
@@ -10,31 +10,30 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from .stopwatch import Stopwatch
 from .transports import Transport, Wait
 
 
 class TorchTransport(Transport):
-    """A process group of torch.distributed; None: that of all ranks."""
+    """A process group of torch.distributed; None: the group of all ranks."""
 
-    def __init__(self, group: dist.ProcessGroup | None, watch: Stopwatch, staged: bool = False) -> None:
-        super().__init__(dist.get_rank(group), dist.get_world_size(group), watch, staged)
+    def __init__(self, group: dist.ProcessGroup | None, staged: bool = False) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), staged)
         self._group = group
 
     def blocks(self, size: int) -> Transport:
-        """See Transport."""
+        """Implement Transport."""
         group, _ = dist.new_subgroups(size)
-        return TorchTransport(group, self.watch, self.staged)
+        return TorchTransport(group, self.staged)
 
     def barrier(self) -> None:
-        """See Transport."""
+        """Implement Transport."""
         dist.barrier(self._group)
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Destroy the process group."""
         dist.destroy_process_group(self._group)
 
-    # gloo wants one tensor's dimensions on both sides; contiguous ones are flattened without a copy.
+    # gloo requires equal dimensions on both sides; contiguous ones are flattened without a copy.
     def _all_gather(self, whole: torch.Tensor, share: torch.Tensor) -> None:
         dist.all_gather_into_tensor(whole.flatten(0, 1), share, group=self._group)
 
@@ -65,12 +64,12 @@ class TorchTransport(Transport):
 
 
 def _finish(work: dist.Work, kept: torch.Tensor) -> None:
-    """Wait for a message to leave; torch asks that its tensor is kept until then."""
+    """Wait for a message to leave; its tensor must be kept until then."""
     work.wait()
 
 
 def init_process_group(comm: Any, backend: str) -> None:
-    """Let the ranks of an MPI communicator find each other: rank 0 opens a store on a free port, and tells where."""
+    """Initialize torch.distributed among the ranks of an MPI communicator, with a store on a free port of rank 0."""
     rank, size = comm.Get_rank(), comm.Get_size()
     if rank == 0:
         store = TCPStore(socket.gethostname(), 0, size, is_master=True, wait_for_workers=False)

@@ -6,7 +6,6 @@ same activations (b, s, m) between sub-layers, and an n-th of the matrices.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,13 +18,10 @@ from torch.nn import functional
 from examples.mpi_common.collectives import add_up, gather, gather_same, share
 from examples.mpi_common.dropout import Place, dropout
 from examples.mpi_common.errors import must_divide
-from examples.mpi_common.stopwatch import Stopwatch
 from examples.mpi_common.transports import Transport
 
 Piece: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """From a parameter of the whole layer, or its gradient, to a rank's piece of it."""
-PARTS = ("attention", "feed-forward", "encoder layer")
-"""Of the forward pass, on the stopwatch; the last contains the others."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +67,10 @@ class Ways:
 
 
 class EncoderLayer:
-    """(b, s, m) to (b, s, m), as nn.TransformerEncoderLayer with ReLU, norms behind the residuals, and the paper's
-    dropout: on the output of each sub-layer and nowhere else.
+    """Encoder layer divided among ranks: (b, s, m) to (b, s, m).
+
+    It computes what nn.TransformerEncoderLayer does with ReLU, norms after the residuals, and the paper's dropout: on
+    the output of each sub-layer and nowhere else.
     """
 
     def __init__(self, whole: nn.TransformerEncoderLayer, index: int, shape: Shape, rate: float, ways: Ways) -> None:
@@ -84,16 +82,10 @@ class EncoderLayer:
             for name, parameter in whole.named_parameters()
         }
 
-    def __call__(self, x: torch.Tensor, step: int, row: int, watch: Stopwatch | None) -> torch.Tensor:
-        """`step` and `row`, the first of the batch's rows that x has, choose the dropout's masks."""
-        timed = watch or (lambda _: contextlib.nullcontext())
-        with timed("encoder layer"):
-            with timed("attention"):
-                attended = self._attention(x)
-            x = self._norm("norm1", x + self._drop(attended, step, row, 0))
-            with timed("feed-forward"):
-                fed = self._feed_forward(x)
-            return self._norm("norm2", x + self._drop(fed, step, row, 1))
+    def __call__(self, x: torch.Tensor, step: int, row: int) -> torch.Tensor:
+        """Apply the layer. `step`, and `row`, the first of the batch's rows in x, choose the dropout masks."""
+        x = self._norm("norm1", x + self._drop(self._attention(x), step, row, 0))
+        return self._norm("norm2", x + self._drop(self._feed_forward(x), step, row, 1))
 
     def _attention(self, x: torch.Tensor) -> torch.Tensor:
         ranks = self.ways.ranks

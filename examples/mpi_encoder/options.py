@@ -1,11 +1,12 @@
-"""The command line."""
+"""Command line of the example."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
 
-from examples.mpi_common.options import Parser, add_common, positive
+from commtrace.commands.option_types import positive_integer
+from examples.mpi_common.options import Parser, add_common
 
 from .layers import Shape
 from .schedules import SCHEDULES
@@ -22,25 +23,25 @@ With tensor and model there may be more ranks than heads: then ranks share a hea
 
 
 def parse(argv: Sequence[str], rank: int) -> Namespace:
-    """The options; errors are said by rank 0, and end all ranks."""
+    """Parse the options; rank 0 prints errors, which end all ranks."""
     parser = Parser(rank, prog="python -m examples.mpi_encoder", description=DESCRIPTION)
     add = parser.add_argument
     add("--parallel", choices=("tensor", "model", "pipeline"), default="tensor", help="(default: %(default)s)")
     add("--schedule", choices=tuple(SCHEDULES), default="gpipe", help="of a pipeline (default: %(default)s)")
-    add("--micro-batches", type=positive, metavar="N", help="(default: 5 with pipeline, else 1)")
-    add("--layers", type=positive, default=8, metavar="N", help="(default: %(default)s)")
-    add("--batch", type=positive, default=10, metavar="N", help="rows (default: %(default)s)")
-    add("--sequence", type=positive, default=32, metavar="N", help="tokens of a row (default: %(default)s)")
-    add("--model", type=positive, default=512, metavar="N", help="features of a token (default: %(default)s)")
-    add("--hidden", type=positive, default=2048, metavar="N", help="of the feed-forward (default: %(default)s)")
-    add("--heads", type=positive, default=8, metavar="N", help="(default: %(default)s)")
-    add("--classes", type=positive, default=10, metavar="N", help="of a token (default: %(default)s)")
+    add("--micro-batches", type=positive_integer, metavar="N", help="(default: 5 with pipeline, else 1)")
+    add("--layers", type=positive_integer, default=8, metavar="N", help="(default: %(default)s)")
+    add("--batch", type=positive_integer, default=10, metavar="N", help="rows (default: %(default)s)")
+    add("--sequence", type=positive_integer, default=32, metavar="N", help="tokens of a row (default: %(default)s)")
+    add("--model", type=positive_integer, default=512, metavar="N", help="features of a token (default: %(default)s)")
+    add("--hidden", type=positive_integer, default=2048, metavar="N", help="of the feed-forward (default: %(default)s)")
+    add("--heads", type=positive_integer, default=8, metavar="N", help="(default: %(default)s)")
+    add("--classes", type=positive_integer, default=10, metavar="N", help="of a token (default: %(default)s)")
     add_common(parser, iterations=5, dropout=0.1)
     return parser.parse_args(argv)
 
 
 def shape_of(options: Namespace) -> Shape:
-    """The sizes that were asked for."""
+    """Return the sizes that the options give."""
     micro_batches = options.micro_batches or (5 if options.parallel == "pipeline" else 1)
     return Shape(
         options.batch,

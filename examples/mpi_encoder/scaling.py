@@ -1,4 +1,4 @@
-"""Speedups of the encoder and its sub-layers on this machine: `python -m examples.mpi_encoder.scaling`."""
+"""Strong scaling of the encoder on this machine: `python -m examples.mpi_encoder.scaling`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 from examples.mpi_common import scaling
 
-from .layers import PARTS
+from .options import parse, shape_of
 
 PUBLISHED: Final = (
     'Published in "Parallelizing Transformer with Model, Tensor Model and Pipeline Parallelism": speedups of\n'
@@ -17,9 +17,14 @@ PUBLISHED: Final = (
 )
 
 
+def _tokens(argv: Sequence[str]) -> int:
+    shape = shape_of(parse(argv, 0))
+    return shape.batch * shape.sequence
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: the status of the first run that failed, else 0."""
-    return scaling.run("mpi_encoder", argv, PUBLISHED, PARTS)
+    """Run the command; returns its exit status."""
+    return scaling.run("mpi_encoder", argv, PUBLISHED, _tokens)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,8 @@ from torch import nn
 
 import commtrace
 from examples.mpi_common.errors import TransportError
+from examples.mpi_common.iterations import RankResult, digest, relative_difference, report, run_iterations
 from examples.mpi_common.options import DTYPES, choose_device, make_transport
-from examples.mpi_common.outcome import RankOutcome, difference, digest, measure
-from examples.mpi_common.tables import tell
 from examples.mpi_common.transports import Transport
 
 from .layers import EncoderLayer, Shape, Ways, classifier, loss_of, update, whole_layer
@@ -44,11 +43,6 @@ class Run:
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.logits: dict[int, torch.Tensor] = {}
         self.input_gradients: dict[int, torch.Tensor] = {}
-
-    @property
-    def transports(self) -> tuple[Transport, ...]:
-        """Those beside the one of all ranks, each once."""
-        return tuple({id(t): t for t in (self.ways.ranks, self.ways.of_head) if t is not self.transport}.values())
 
     @property
     def _first(self) -> bool:
@@ -92,10 +86,8 @@ class Run:
             if not self._first:
                 x = self.transport.recv(x, self.stage - 1)
             x = y = x.detach().requires_grad_(not self.options.forward_only)
-            # In a pipeline a stage has its own layers only, whose times have nothing to do with other stages'.
-            watch = self.transport.watch if self.stages == 1 else None
             for layer in self.layers:
-                y = layer(y, step, number * rows, watch)
+                y = layer(y, step, number * rows)
             if self.head is None:
                 self.transport.send(y, self.stage + 1)
                 self._kept[number] = x, y
@@ -167,20 +159,20 @@ def check(run: Run) -> float:
     whole, found = reference.results(), run.results()
     pieces = {f"{layer.index}.{name}": piece for layer in run.layers for name, piece in layer.pieces.items()}
     return max(
-        difference(tensor, pieces.get(name.removesuffix(" gradient"), torch.clone)(whole[name]))
+        relative_difference(tensor, pieces.get(name.removesuffix(" gradient"), torch.clone)(whole[name]))
         for name, tensor in found.items()
     )
 
 
-def train(options: Namespace, transport: Transport, device: torch.device) -> tuple[RankOutcome, Run]:
-    """All steps of this rank."""
+def train(options: Namespace, transport: Transport, device: torch.device) -> tuple[RankResult, Run]:
+    """Run all steps of this rank."""
     torch.set_num_threads(options.threads)
     run = Run(options, transport, device)
-    outcome = measure(run.iterate, transport, run.transports, options.warmup, options.iterations)
-    outcome.digest = digest(run.results().values())
+    losses = run_iterations(run.iterate, transport, options.warmup + options.iterations)
+    result = RankResult(losses, digest(run.results().values()))
     if options.check:
-        outcome.error = check(run)
-    return outcome, run
+        result.error = check(run)
+    return result, run
 
 
 def command(argv: Sequence[str], comm: Any) -> int:
@@ -197,4 +189,4 @@ def command(argv: Sequence[str], comm: Any) -> int:
     own, _ = train(options, transport, device)
     transport.close()
     mode = options.parallel if options.parallel != "pipeline" else f"pipeline ({options.schedule})"
-    return tell(comm, own, "encoder", mode, options, shape.batch * shape.sequence)
+    return report(comm, own, f"encoder, {mode}", options)

@@ -33,8 +33,8 @@ class Shape:
         must_divide(self.hidden, "--hidden", self.heads, "--heads", "choose a multiple of the heads")
         must_divide(self.sequence, "--sequence", ranks, "the ranks", "start another number of ranks, or change it")
         if attention == "ulysses":
-            mend = "--attention ring and all_gather do not need it"
-            must_divide(self.heads, "--heads", ranks, "the ranks", mend)
+            fix = "--attention ring and all_gather do not need it"
+            must_divide(self.heads, "--heads", ranks, "the ranks", fix)
 
 
 class Layer(nn.Module):

@@ -1,4 +1,4 @@
-"""The table of transformer-sequence-parallelism, made on this machine: `python -m ...sequence_parallel.scaling`."""
+"""Strong scaling of the sequence-parallel layer on this machine: `python -m examples.mpi_sequence_parallel.scaling`."""
 
 from __future__ import annotations
 
@@ -6,30 +6,29 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from examples.mpi_common import scaling, tables
+from examples.mpi_common import scaling
 
-PUBLISHED: Final = (
-    # GPUs, seconds, speedup, efficiency, tokens a second
-    ("1", "0.947", "1.00x", "100%", "17,295"),
-    ("2", "0.816", "1.16x", "58%", "20,072"),
-    ("4", "1.010", "0.94x", "23%", "16,218"),
-)
-"""From the README of github.com/harshita-mp/transformer-sequence-parallelism, "Raw Results": hidden 5120, sequence
-4096, batch 4, means of 10 forward passes; GPUs of one node, MPI by way of the host."""
+from .options import parse, shape_of
+
+# From the README of github.com/harshita-mp/transformer-sequence-parallelism, "Raw Results".
+PUBLISHED: Final = """\
+Published by transformer-sequence-parallelism: GPUs of one node with MPI through host memory, hidden 5120, sequence
+4096, batch 4, means of 10 forward passes. Its authors measured no parts; they attribute the slowdown to communication.
+
+ranks  time (s)  speedup  efficiency  tokens/s
+1         0.947    1.00x        100%    17,295
+2         0.816    1.16x         58%    20,072
+4         1.010    0.94x         23%    16,218"""
 
 
-def published() -> str:
-    """The authors' table."""
-    title = (
-        "Published by transformer-sequence-parallelism: GPUs with MPI by way of the host, hidden 5120, sequence 4096,\n"
-        "batch 4, 10 forward passes. The authors measured no parts; they put the slowdown down to communication."
-    )
-    return f"{title}\n\n{tables.table(['ranks', 'time (s)', 'speedup', 'efficiency', 'tokens/s'], PUBLISHED)}"
+def _tokens(argv: Sequence[str]) -> int:
+    shape = shape_of(parse(argv, 0))
+    return shape.batch * shape.sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: the status of the first run that failed, else 0."""
-    return scaling.run("mpi_sequence_parallel", argv, published())
+    """Run the command; returns its exit status."""
+    return scaling.run("mpi_sequence_parallel", argv, PUBLISHED, _tokens)
 
 
 if __name__ == "__main__":

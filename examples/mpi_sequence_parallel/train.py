@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 import commtrace
+from examples.mpi_common.iterations import RankResult, digest, relative_difference, report, run_iterations
 from examples.mpi_common.options import DTYPES, choose_device, make_transport
-from examples.mpi_common.outcome import RankOutcome, difference, digest, measure
-from examples.mpi_common.tables import tell
 from examples.mpi_common.transports import Transport
 
 from .layer import Layer, Shape, loss_of
@@ -77,18 +76,18 @@ def check(run: Run, options: Namespace) -> float:
     expected = reference.results(whole, run.shape, last, run.transport)
     found = run.results()
     assert found.keys() == expected.keys()
-    return max(difference(found[name], expected[name]) for name in found)
+    return max(relative_difference(found[name], expected[name]) for name in found)
 
 
-def train(options: Namespace, transport: Transport, device: torch.device) -> tuple[RankOutcome, Run]:
-    """All iterations of this rank."""
+def train(options: Namespace, transport: Transport, device: torch.device) -> tuple[RankResult, Run]:
+    """Run all iterations of this rank."""
     torch.set_num_threads(options.threads)
     run = Run(options, transport, device)
-    outcome = measure(run.iterate, transport, (), options.warmup, options.iterations)
-    outcome.digest = digest(run.results().values())
+    losses = run_iterations(run.iterate, transport, options.warmup + options.iterations)
+    result = RankResult(losses, digest(run.results().values()))
     if options.check:
-        outcome.error = check(run, options)
-    return outcome, run
+        result.error = check(run, options)
+    return result, run
 
 
 def command(argv: Sequence[str], comm: Any) -> int:
@@ -101,4 +100,4 @@ def command(argv: Sequence[str], comm: Any) -> int:
     transport = make_transport(options.transport, comm, device)
     own, _ = train(options, transport, device)
     transport.close()
-    return tell(comm, own, "sequence_parallel", options.attention, options, shape.batch * shape.sequence)
+    return report(comm, own, f"sequence_parallel, {options.attention}", options)

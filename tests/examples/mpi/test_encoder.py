@@ -27,14 +27,12 @@ def test_results_are_those_of_one_process(case: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if "gloo" not in case])
 def test_calls_and_bytes_are_those_of_the_formula(case: str, ranks: int) -> None:
-    """By the workload's own count of a step, and by what was counted between it and MPI over the whole run."""
+    """Counted between the example and MPI over the whole run; of gloo, see test_traced.py."""
     for number, rank in enumerate(found(ranks)[case]):
         expected = sorted_calls(messages(case, ranks, number))
-        assert [tuple(row) for row in rank["traffic"]] == expected
-        if "gloo" not in case:
-            assert [tuple(row) for row in rank["counted"]] == [(op, size, n * STEPS) for op, size, n in expected]
+        assert [tuple(row) for row in rank["counted"]] == [(op, size, n * STEPS) for op, size, n in expected]
 
 
 def test_losses_are_those_of_one_rank_and_fall() -> None:

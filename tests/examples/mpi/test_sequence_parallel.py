@@ -38,27 +38,19 @@ def test_results_are_those_of_one_process(case: Case, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_calls_and_bytes_are_those_of_the_formula(case: Case, ranks: int) -> None:
-    for rank in found(ranks)[case]:
-        assert [tuple(row) for row in rank["traffic"]] == expected(case, ranks)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("case", [case for case in CASES if case[2] != "gloo"], ids=str)
-def test_mpi_is_called_as_the_formula_says(case: Case, ranks: int) -> None:
-    """Counted between the workload and MPI, over the whole run."""
+def test_calls_and_bytes_are_those_of_the_formula(case: Case, ranks: int) -> None:
+    """Counted between the example and MPI over the whole run; of gloo, see test_traced.py."""
     for rank in found(ranks)[case]:
         calls = [(op, payload, calls * ITERATIONS) for op, payload, calls in expected(case, ranks)]
         assert [tuple(row) for row in rank["counted"]] == calls
 
 
 @pytest.mark.parametrize("attention", ["all_gather", "ring", "ulysses"])
-def test_copies_by_way_of_the_host_are_parts_of_their_own(attention: str) -> None:
-    """Without a GPU the copies copy nothing; that they are made, timed and harmless can be seen all the same."""
+def test_copies_through_host_memory_change_nothing(attention: str) -> None:
+    """Without a GPU the copies copy nothing; the code path is the same."""
     for staged, direct in zip(found(2)[attention, True, "staged mpi"], found(2)[attention, True, "mpi"], strict=True):
         assert staged["digest"] == direct["digest"]
-        assert staged["parts"].keys() - direct["parts"].keys() == {"copy to host", "copy to device"}
 
 
 def losses_of(ranks: list[dict[str, Any]]) -> list[float]:
@@ -147,5 +139,5 @@ def test_an_exception_on_one_rank_ends_all() -> None:
 
 def test_counter_is_not_empty() -> None:
     """The comparisons above compare something."""
-    counts = Counter(op for case in CASES for op, _, _ in found(2)[case][0]["traffic"])
+    counts = Counter(op for case in CASES for op, _, _ in found(2)[case][0]["counted"])
     assert set(counts) == {"all_gather", "reduce_scatter", "all_to_all", "all_reduce", "send", "recv"}
