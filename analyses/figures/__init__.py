@@ -2,10 +2,10 @@
 
     import commtrace
     run = commtrace.open("logs/run1")
-    run.figure("message_sizes")                             # in Jupyter, this shows it
+    run.figure("message_sizes")                             # shown in Jupyter
 
     from commtrace.analyses import figures
-    figures.message_sizes(run.table("message_size_bins"))   # the same, of a table that may be your own
+    figures.message_sizes(run.table("message_size_bins"))   # the same, of any table with its columns
 
 and of several runs:
 
@@ -13,7 +13,8 @@ and of several runs:
     tables = compare({"ddp": run, "zero3": other})
     figures.operation_shares(tables["runs_by_operation"])
 
-`FIGURES`, `COMPARISONS` and `SCALING` name them all, with the table that each is drawn from and what to look for in it.
+`FIGURES`, `COMPARISONS` and `SCALING` list all figures, with the table of each and what to look for in it. A figure of
+a new question is a function in a module of this folder and an entry in `catalog`.
 """
 
 from __future__ import annotations
@@ -37,8 +38,6 @@ from .step_volumes import steps
 from .volumes import volume
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from commtrace.run import Run
 
 __all__ = [
@@ -66,18 +65,22 @@ __all__ = [
 
 
 def figure(run: Run, name: str) -> go.Figure:
-    """The figure called `name` in FIGURES, of a run. Raises NoSuchFigureError."""
+    """Draw a figure of a run.
+
+    Args:
+        run: The run.
+        name: One of FIGURES.
+
+    Raises:
+        NoSuchFigureError: There is no such figure, or the run has nothing to draw.
+    """
     if name not in FIGURES:
-        raise NoSuchFigureError(f"no figure is called {name!r}; there are {', '.join(FIGURES)}")
-    kind = FIGURES[name]
-    table = _table(run, kind.table)
-    if table is None or not kind.can(table):
-        raise NoSuchFigureError(f"{name}: {kind.absent}")
-    return kind.draw(table)
-
-
-def _table(run: Run, name: str) -> pd.DataFrame | None:
+        raise NoSuchFigureError(f"there is no figure {name!r}; figures are {', '.join(FIGURES)}")
+    entry = FIGURES[name]
     try:
-        return run.table(name)
+        table = run.table(entry.table)
     except NoSuchTableError:
-        return None
+        raise NoSuchFigureError(f"{name}: {entry.absent}") from None
+    if not entry.has_data(table):
+        raise NoSuchFigureError(f"{name}: {entry.absent}")
+    return entry.draw(table)

@@ -1,4 +1,4 @@
-"""The figures by name: what they are drawn from, and what to look for in them."""
+"""The figures by name: the table of each, and what to look for in it. Append an entry to add a figure."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from .volumes import volume
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure: `draw(table)` makes it of one table of an analysis."""
+    """A figure, which `draw` makes of one table of an analysis."""
 
     title: str
     table: str
     draw: Callable[[pd.DataFrame], go.Figure]
     look_for: str
     absent: str
-    """Why there is none, where the table is missing or says nothing."""
-    says: Callable[[pd.DataFrame], bool] = lambda table: len(table) > 0
+    """Why there is no figure, if the table is missing or has nothing to draw."""
+    has_data: Callable[[pd.DataFrame], bool] = lambda table: len(table) > 0
 
-    def can(self, table: pd.DataFrame | None) -> bool:
-        """Whether there is something to draw."""
-        return table is not None and self.says(table)
+    def can_draw(self, table: pd.DataFrame | None) -> bool:
+        """Return whether there is something to draw."""
+        return table is not None and self.has_data(table)
 
 
 def _has_steps(table: pd.DataFrame) -> bool:
@@ -52,8 +52,8 @@ FIGURES: Final[dict[str, Figure]] = {
         "Volume by operation and parallel dimension",
         "volume_by_role_and_operation",
         volume,
-        "The longest bar is where most data is moved. The thin grey bar is what the ranks must at least send for "
-        "it: where it is the longer one, the operation costs more on the wire than its buffers are large.",
+        "The longest bar moves most data. The thin grey bar is the least that the ranks send for it: where it is "
+        "longer, the operation sends more bytes than its buffers have.",
         _NO_CALL,
     ),
     "waterfall": Figure(
@@ -61,23 +61,23 @@ FIGURES: Final[dict[str, Figure]] = {
         "waterfall",
         waterfall,
         "Each bar between the first and the last is one cause for which this run sends more (or less) than the "
-        "textbook says. A hatched bar is what nobody has explained yet: that is where to look.",
+        "closed form predicts. A hatched bar has no known cause: look there.",
         _NO_THEORY,
     ),
     "waterfall_by_role": Figure(
-        "The same, dimension by dimension",
+        "From the closed form to what was measured, by dimension",
         "waterfall_by_role",
         waterfall_by_role,
-        "A formula of its own for each way in which the job is divided, and what its ranks really send for it. A "
-        "dimension without a formula (the norm of the whole model's gradients, say) begins at nothing.",
-        "The closed form of this run, if it has one, is of one dimension.",
+        "The formula of each parallel dimension, and what the ranks send in it. A dimension without a formula (the "
+        "norm of all gradients, for example) begins at 0.",
+        "The closed form of this run, if there is one, has a single dimension.",
     ),
     "expected_and_measured": Figure(
         "Expected and measured, by operation",
         "reconciliation",
         expected_and_measured,
-        "Pale is what the job's settings let one expect, full is what was measured. Pairs of one length are "
-        "understood; an operation in place of another shows as two pairs that differ in opposite directions.",
+        "Pale bars are expected from the job's settings, full ones were measured. Pairs of equal length agree; an "
+        "operation in place of another shows as two pairs that differ in opposite directions.",
         _NO_THEORY,
         _has_steps,
     ),
@@ -85,47 +85,46 @@ FIGURES: Final[dict[str, Figure]] = {
         "Message sizes",
         "message_size_bins",
         message_sizes,
-        "Above, how many calls have each size; below, how many bytes they move. Many calls on the left that carry no "
-        "bytes below cost latency, and are candidates for being merged.",
+        "Above, how many calls have each size; below, how many bytes they move. Many calls on the left that move few "
+        "bytes below cost latency, and are candidates for merging.",
         _NO_CALL,
     ),
     "steps": Figure(
         "Volume and time of each step",
         "steps_by_operation",
         steps,
-        "Bars of one height mean that steps are alike; one that stands out did something else. Time that moves while "
-        "the volume does not is waiting, for other ranks or for the machine. Calls that overlap are each counted in "
-        "full.",
+        "Bars of equal height are equal steps; an outlier did something else. Time that changes while the volume does "
+        "not is waiting, for other ranks or for the machine. Calls that overlap are each counted in full.",
         _NO_STEP,
         _has_steps,
     ),
     "timeline": Figure(
-        "One training step, as it went",
+        "Timeline of one training step",
         "timeline",
         timeline,
-        "An all_reduce, all_gather or reduce_scatter ends on all ranks together, so the rank whose bar is shortest "
-        "came last, and the others waited for it. (An end that only a late wait saw makes a bar too long.) Drag to "
-        "look closer, double-click to come back.",
+        "An all_reduce, all_gather or reduce_scatter ends on all ranks together, so the rank with the shortest bar "
+        "came last, and the others waited for it. (An end that was seen only by a later wait makes a bar too long.) "
+        "Drag to zoom in, double-click to zoom out.",
         _NO_STEP,
     ),
     "sizes_over_time": Figure(
         "Message sizes over time",
         "sizes_over_time",
         sizes_over_time,
-        "Start-up is at the left. A row that goes on to the right is a message of every step; a cell on its own is "
-        "something that happened once. Brighter is more calls.",
+        "Start-up is at the left. A row that continues to the right is a message of every step; a single cell "
+        "happened once. Brighter is more calls.",
         _NO_CALL,
     ),
 }
 
-# Of runs side by side, in the order of a page.
+# Of several runs, in the order of a page.
 COMPARISONS: Final[dict[str, Figure]] = {
     "operation_shares": Figure(
         "Share of each operation",
         "runs_by_operation",
         operation_shares,
-        "Each bar is one run, whatever it moved: a scheme shows by which operations it is made of. Start-up counts, "
-        "and weighs the less the longer a run is.",
+        "Each bar is one run, whatever its volume: the mix of operations shows the scheme. Start-up counts, the less "
+        "the longer a run is.",
         _NO_CALL,
     ),
     "operation_volumes": Figure(
@@ -140,7 +139,7 @@ COMPARISONS: Final[dict[str, Figure]] = {
         "Measured against predicted",
         "runs_predicted",
         measured_and_predicted,
-        "1.00 x is a run that does what the closed form says. Its own page says why another does not.",
+        "A run at 1.00 x sends what the closed form predicts. The report of a run explains other ratios.",
         "There is no prediction for any of these runs: it needs the jobs that are trained, captured in the logs.",
         lambda table: bool(table["predicted_bytes"].notna().any()),
     ),
@@ -148,8 +147,7 @@ COMPARISONS: Final[dict[str, Figure]] = {
         "Volume of each parallel dimension",
         "runs_by_role",
         role_volumes,
-        "What each way of dividing a model costs on the wire, whole runs side by side. What a rank sends to itself "
-        "alone (a group of one) is not there.",
+        "What each parallel dimension sends in the whole run. Groups of a single rank send nothing and are left out.",
         _NO_CALL,
         lambda table: bool((table["wire_bytes_per_rank"] > 0).any()),
     ),
@@ -157,9 +155,10 @@ COMPARISONS: Final[dict[str, Figure]] = {
         "Measured against predicted, by dimension",
         "runs_predicted_by_role",
         predicted_by_role,
-        "Equation 4 is of all stages of a pipeline and one micro-batch, equations 2 and 5 of one rank: measured is "
-        "counted likewise. Several micro-batches a step show as so many times what is predicted.",
-        "None of these runs is divided in several ways that have formulas.",
+        "Equation 4 counts all stages of a pipeline and one micro-batch, equations 2 and 5 one rank; measured bytes "
+        "are counted likewise. With several micro-batches per step, the measured bytes are that many times the "
+        "predicted ones.",
+        "None of these runs has several parallel dimensions with formulas.",
     ),
 }
 
@@ -168,15 +167,15 @@ SCALING: Final[dict[str, Figure]] = {
         "Speedup and efficiency",
         "scaling",
         speedup,
-        "The dotted line is a perfect division of the work. Where the full line leaves it, more ranks cost more "
-        "than they bring.",
+        "The dotted line is a perfect division of the work. The further the full line is below it, the more the "
+        "added ranks lose.",
         _NO_CALL,
     ),
     "step_parts": Figure(
         "Where the time of a step goes",
         "scaling",
         step_parts,
-        "Computing should shrink as ranks are added. What stays, or grows, is what stops the scaling.",
+        "Computing should shrink as ranks are added. What stays or grows limits the scaling.",
         _NO_CALL,
     ),
 }

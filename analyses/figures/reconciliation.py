@@ -1,9 +1,8 @@
-"""Measured against predicted."""
+"""Figures of the reconciliation: expected against measured, and the causes between them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -19,72 +18,71 @@ from .style import (
     UNEXPLAINED,
     bytes_scale,
     finish,
+    horizontal_bars,
     in_order,
     label,
     paint,
-    words_places,
+    text_positions,
     wrapped,
 )
 
-KINDS: Final = ("closed form", "cause", "unexplained", "measured")
-"""What a bar of a waterfall is."""
-
 
 def waterfall(table: pd.DataFrame) -> go.Figure:
-    """From the closed form to the measured volume of a step of one rank, a bar per cause of difference.
+    """Draw the bars from the closed form to the measured bytes of a step of one rank, one per cause.
 
-    `table`: `waterfall`, its rows from the closed form to the measured volume.
+    Args:
+        table: `waterfall`, its rows in order.
     """
-    return _drawn(table, [""] * len(table), "From the closed form to what was measured")
+    return _waterfall(table, [""] * len(table), "From the closed form to what was measured")
 
 
 def waterfall_by_role(table: pd.DataFrame) -> go.Figure:
-    """The same for each parallel dimension, one behind the other.
+    """Draw the waterfall of each parallel dimension, one below the other.
 
-    `table`: `waterfall_by_role`.
+    Args:
+        table: `waterfall_by_role`.
     """
-    return _drawn(table, [str(role) for role in table["role"]], "The same, dimension by dimension")
+    return _waterfall(
+        table, [str(role) for role in table["role"]], "From the closed form to what was measured, by dimension"
+    )
 
 
-def _drawn(table: pd.DataFrame, roles: Sequence[str], title: str) -> go.Figure:
-    """`roles`: what each bar belongs to; sums begin anew with each."""
-    of = pd.Series(roles, index=table.index, dtype=object)
+def _waterfall(table: pd.DataFrame, roles: Sequence[str], title: str) -> go.Figure:
+    """Draw the bars; running sums restart with each of `roles`, the roles of the bars."""
+    role_of = pd.Series(roles, index=table.index, dtype=object)
     total = table["kind"].isin(["closed form", "measured"])
-    # A total stands on the ground, a cause on the sum of what is before it.
-    running = table["bytes"].where(table["kind"] != "measured", 0).groupby(of, sort=False).cumsum()
+    # A total begins at 0, a cause at the sum of the bars before it.
+    running = table["bytes"].where(table["kind"] != "measured", 0).groupby(role_of, sort=False).cumsum()
     top = running.where(~total, table["bytes"])
     base = (top - table["bytes"]).where(~total, 0)
     scale = bytes_scale([*top, *base])
-    words = [
-        format_bytes(value) if all_ else format_signed(value, format_bytes)
-        for value, all_ in zip(table["bytes"], total, strict=True)
+    texts = [
+        format_bytes(size) if is_total else format_signed(size, format_bytes)
+        for size, is_total in zip(table["bytes"], total, strict=True)
     ]
     labels = [f"{role}: {name}" if role else str(name) for role, name in zip(roles, table["label"], strict=True)]
-    told = zip(labels, words, table["bytes"], strict=True)
+    hover = [
+        f"{wrapped(name)}<br>{text}<br>{format_count(float(size))} bytes"
+        for name, text, size in zip(labels, texts, table["bytes"], strict=True)
+    ]
     figure = go.Figure(
-        go.Bar(
-            orientation="h",
-            # By number, so that two causes of one name stay two bars.
-            y=list(range(len(table))),
+        horizontal_bars(
+            list(range(len(table))),  # by number, so that two causes of one name stay two bars
+            scale.axis(table["bytes"]),
+            hover,
+            text=texts,
+            text_position=text_positions(table["bytes"], top),
             base=scale.axis(base),
-            x=scale.axis(table["bytes"]),
             width=0.44,
             marker={
                 "color": [_colour(str(row.kind), row.bytes) for row in rows_of(table)],
                 "pattern": {"shape": ["/" if kind == "unexplained" else "" for kind in table["kind"]]},
             },
-            text=words,
-            textposition=words_places(table["bytes"], top),
-            insidetextanchor="end",
-            textangle=0,
-            cliponaxis=False,
-            customdata=[[wrapped(name), word, format_count(float(value))] for name, word, value in told],
-            hovertemplate="%{customdata[0]}<br>%{customdata[1]}<br>%{customdata[2]} bytes<extra></extra>",
         )
     )
     _connect(figure, scale.axis(top), [*table["kind"]])
     for number, name in enumerate(labels):
-        # Above its bar and not beside it: a cause is a sentence.
+        # Above its bar: a cause is a sentence, too long for the space beside it.
         figure.add_annotation(
             text=wrapped(name, 52, 2),
             align="left",
@@ -106,7 +104,7 @@ def _drawn(table: pd.DataFrame, roles: Sequence[str], title: str) -> go.Figure:
 
 
 def _connect(figure: go.Figure, ends: Sequence[float | None], kinds: Sequence[str]) -> None:
-    """Thin lines from where a bar ends to where the next one begins."""
+    """Draw thin lines from the end of each bar to the begin of the next one."""
     for number, end in enumerate(ends[:-1]):
         if kinds[number] == "measured":
             continue
@@ -121,42 +119,36 @@ def _colour(kind: str, value: float) -> str:
 
 
 def expected_and_measured(table: pd.DataFrame) -> go.Figure:
-    """Expected and measured payload of a training step by operation, mean over ranks and steps.
+    """Draw the expected and measured payload of a training step by operation, means over ranks and steps.
 
-    `table`: `reconciliation`.
+    Args:
+        table: `reconciliation`.
     """
     training = table.loc[table["step"] >= 0]
-    cells = max(1, len(training[["rank", "step"]].drop_duplicates()))
-    sums = (
-        training.groupby("op")[["expected_bytes", "measured_bytes", "expected_calls", "measured_calls"]].sum() / cells
-    )
-    operations = in_order(sums.index)
-    volumes = [*sums["expected_bytes"], *sums["measured_bytes"]]
+    steps = max(1, len(training[["rank", "step"]].drop_duplicates()))
+    columns = ["expected_bytes", "measured_bytes", "expected_calls", "measured_calls"]
+    means = training.groupby("op")[columns].sum() / steps
+    operations = in_order(means.index)
+    volumes = [*means["expected_bytes"], *means["measured_bytes"]]
     scale = bytes_scale(volumes)
     figure = go.Figure()
-    for what, opacity in (("expected", 0.4), ("measured", 1.0)):
+    for side, opacity in (("expected", 0.4), ("measured", 1.0)):
         for op in operations:
-            volume, calls = float(sums[f"{what}_bytes"][op]), float(sums[f"{what}_calls"][op])
+            size, calls = float(means[f"{side}_bytes"][op]), float(means[f"{side}_calls"][op])
             figure.add_trace(
-                go.Bar(
-                    orientation="h",
-                    y=[label(op)],
-                    x=scale.axis([volume]),
-                    offsetgroup=what,
+                horizontal_bars(
+                    [label(op)],
+                    scale.axis([size]),
+                    [f"{label(op)}, {side}<br>payload {format_bytes(size)}<br>{format_count(calls)} calls"],
+                    text=[format_bytes(size)],
+                    offsetgroup=side,
                     marker={**paint(op), "opacity": opacity},
                     showlegend=False,
-                    text=[format_bytes(volume)],
-                    textposition="outside",
-                    textangle=0,
-                    cliponaxis=False,
-                    customdata=[[label(op), what, format_bytes(volume), format_count(calls)]],
-                    hovertemplate="%{customdata[0]}, %{customdata[1]}<br>payload %{customdata[2]}"
-                    "<br>%{customdata[3]} calls<extra></extra>",
                 )
             )
-        # What pale and full mean, in the legend: a bar that is nowhere.
+        # An empty bar, for the meaning of pale and full colours in the legend.
         figure.add_trace(
-            go.Bar(x=[None], y=[None], name=what, offsetgroup=what, marker={"color": CLOSED_FORM}, opacity=opacity)
+            go.Bar(x=[None], y=[None], name=side, offsetgroup=side, marker={"color": CLOSED_FORM}, opacity=opacity)
         )
     figure.update_xaxes(title_text=f"payload per rank and step, {scale.unit}", range=[0, 1.3 * scale.reach(volumes)])
     figure.update_yaxes(categoryarray=[label(op) for op in operations], autorange="reversed", showgrid=False)

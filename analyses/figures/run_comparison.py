@@ -6,13 +6,14 @@ Models" (Anthony et al., 2024). Figure 12, tensor parallelism by operation, is d
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from commtrace.analyses.comparison import STEP, WHOLE
+from commtrace.analyses.engine import rows_of
 from commtrace.formatting import format_bytes, format_count, format_share
 from commtrace.schema import ROLES
 
@@ -26,18 +27,19 @@ from .style import (
     PINK,
     SKY,
     VERMILION,
-    Scale,
     bytes_scale,
     finish,
+    horizontal_bars,
     in_order,
     label,
     paint,
-    sums_of_stacks,
-    words_places,
+    show_legend_once,
+    stack_totals,
+    text_positions,
 )
 
 # Dimension: colour and pattern.
-_ROLES: Final = {
+_ROLE_PAINT: Final = {
     "data": (BLUE, ""),
     "tensor": (ORANGE, ""),
     "pipeline": (SKY, ""),
@@ -50,29 +52,31 @@ _ROLES: Final = {
 
 
 def operation_shares(table: pd.DataFrame) -> go.Figure:
-    """The share of each operation in each run's payload, start-up included (the paper's figure 7).
+    """Draw the share of each operation in each run's payload, start-up included (the paper's figure 7).
 
-    `table`: `runs_by_operation`.
+    Args:
+        table: `runs_by_operation`.
     """
-    whole = _part(table, WHOLE)
-    total = whole.groupby("run")["payload_bytes_per_rank"].transform("sum")
-    whole = whole.assign(share=(whole["payload_bytes_per_rank"] / total).where(total > 0))
+    rows = table.loc[table["part"] == WHOLE]
+    total = rows.groupby("run")["payload_bytes_per_rank"].transform("sum")
+    rows = rows.assign(share=(rows["payload_bytes_per_rank"] / total).where(total > 0))
     figure = go.Figure()
-    for op in _that_move_bytes(whole):
-        part = whole.loc[whole["op"] == op]
+    for op in _operations_with_payload(rows):
+        of_op = rows.loc[rows["op"] == op]
+        hover = [
+            f"{_volume_hover(row)}<br>{row.share * 100:.2f} % of the payload of the whole run" for row in rows_of(of_op)
+        ]
+        text = [format_share(value) if value >= 0.04 else "" for value in of_op["share"]]
         figure.add_trace(
-            go.Bar(
-                orientation="h",
-                y=[label(run) for run in part["run"]],
-                x=part["share"] * 100,
+            horizontal_bars(
+                [label(run) for run in of_op["run"]],
+                of_op["share"] * 100,
+                hover,
+                text=text,
+                text_position="inside",
+                text_anchor="middle",
                 name=label(op),
                 marker=paint(op),
-                text=[format_share(value) if value >= 0.04 else "" for value in part["share"]],
-                textposition="inside",
-                insidetextanchor="middle",
-                customdata=_told(part),
-                hovertemplate="%{y}: %{customdata[0]}<br>%{x:.2f} % of the payload<br>%{customdata[1]} per rank"
-                "<extra></extra>",
             )
         )
     figure.update_xaxes(title_text="share of the payload of the whole run, %", range=[0, 100], ticksuffix=" %")
@@ -82,62 +86,68 @@ def operation_shares(table: pd.DataFrame) -> go.Figure:
 
 
 def operation_volumes(table: pd.DataFrame) -> go.Figure:
-    """The volume of each operation in each run: of the whole run (the paper's figure 8), and of a training step.
+    """Draw the volume of each operation in each run: whole run (the paper's figure 8), and a training step.
 
-    `table`: `runs_by_operation`.
+    Args:
+        table: `runs_by_operation`.
     """
-    runs = table["run"].nunique()
-    height = 190 + 2 * 40 * runs
+    height = 190 + 2 * 40 * table["run"].nunique()
     figure = make_subplots(rows=2, cols=1, vertical_spacing=86 / height)
-    operations = _that_move_bytes(table)
-    for row, (part, words) in enumerate(((WHOLE, "whole run"), (STEP, "one training step")), start=1):
-        rows = _part(table, part)
+    operations = _operations_with_payload(table)
+    for panel, (part, part_text) in enumerate(((WHOLE, "whole run"), (STEP, "one training step")), start=1):
+        rows = table.loc[table["part"] == part]
         totals = rows.groupby("run", sort=False)["payload_bytes_per_rank"].sum()
         scale = bytes_scale(totals)
         for op in operations:
-            _stack(figure, op, rows.loc[rows["op"] == op], scale, row)
-        figure.add_trace(_sums(totals, scale), row=row, col=1)
-        title, room = f"payload per rank, {words}, {scale.unit}", 1.3 * scale.reach(totals)
-        figure.update_xaxes(title_text=title, range=[0, room], row=row, col=1)
-        _runs_axis(figure, table, row)
-    seen: set[str] = set()
-    for trace in figure.data:
-        trace.showlegend = bool(trace.name) and trace.name not in seen
-        seen.add(trace.name)
+            of_op = rows.loc[rows["op"] == op]
+            bars = horizontal_bars(
+                [label(run) for run in of_op["run"]],
+                scale.axis(of_op["payload_bytes_per_rank"]),
+                [_volume_hover(row) for row in rows_of(of_op)],
+                name=label(op),
+                legendgroup=label(op),
+                marker=paint(op),
+            )
+            figure.add_trace(bars, row=panel, col=1)
+        figure.add_trace(stack_totals(totals, scale.axis(totals)), row=panel, col=1)
+        title, reach = f"payload per rank, {part_text}, {scale.unit}", 1.3 * scale.reach(totals)
+        figure.update_xaxes(title_text=title, range=[0, reach], row=panel, col=1)
+        _runs_axis(figure, table, panel)
+    show_legend_once(figure)
     figure.update_layout(barmode="stack")
     return finish(figure, "Volume of each operation", height)
 
 
 def role_volumes(table: pd.DataFrame) -> go.Figure:
-    """The volume of each run by parallel dimension (the paper's figure 11, in total).
+    """Draw the wire bytes of each run by parallel dimension (the paper's figure 11, in total).
 
-    `table`: `runs_by_role`.
+    Args:
+        table: `runs_by_role`.
     """
     totals = table.groupby("run", sort=False)["wire_bytes_per_rank"].sum()
     scale = bytes_scale(totals)
     figure = go.Figure()
     known = [role for role in ROLES if role in set(table["role"])]
     for role in [*known, *sorted({*table["role"]} - {*ROLES})]:
-        part = table.loc[(table["role"] == role) & (table["wire_bytes_per_rank"] > 0)]
-        if not len(part):
+        rows = table.loc[(table["role"] == role) & (table["wire_bytes_per_rank"] > 0)]
+        if not len(rows):
             continue
-        colour, shape = _ROLES.get(role, (GREY, "/"))
+        colour, shape = _ROLE_PAINT.get(role, (GREY, "/"))
+        hover = [
+            f"{label(row.run)}: {label(role)}<br>{format_bytes(row.wire_bytes_per_rank)} per rank, at least"
+            f"<br>{format_bytes(row.payload_bytes_per_rank)} payload"
+            for row in rows_of(rows)
+        ]
         figure.add_trace(
-            go.Bar(
-                orientation="h",
-                y=[label(run) for run in part["run"]],
-                x=scale.axis(part["wire_bytes_per_rank"]),
+            horizontal_bars(
+                [label(run) for run in rows["run"]],
+                scale.axis(rows["wire_bytes_per_rank"]),
+                hover,
                 name=label(role),
                 marker={"color": colour, "pattern": {"shape": shape, "fillmode": "overlay", "size": 6}},
-                customdata=[
-                    [label(role), format_bytes(wire), format_bytes(payload)]
-                    for wire, payload in zip(part["wire_bytes_per_rank"], part["payload_bytes_per_rank"], strict=True)
-                ],
-                hovertemplate="%{y}: %{customdata[0]}<br>%{customdata[1]} per rank, at least"
-                "<br>%{customdata[2]} payload<extra></extra>",
             )
         )
-    figure.add_trace(_sums(totals, scale))
+    figure.add_trace(stack_totals(totals, scale.axis(totals)))
     title = f"bytes a rank sends in the whole run, at least, {scale.unit}"
     figure.update_xaxes(title_text=title, range=[0, 1.3 * scale.reach(totals)])
     _runs_axis(figure, table)
@@ -146,49 +156,47 @@ def role_volumes(table: pd.DataFrame) -> go.Figure:
 
 
 def measured_and_predicted(table: pd.DataFrame) -> go.Figure:
-    """Bytes that a rank sends in a training step, measured and by the closed form (the paper's figure 10).
+    """Draw the bytes that a rank sends in a training step, measured and by the closed form (the paper's figure 10).
 
-    `table`: `runs_predicted`.
+    Args:
+        table: `runs_predicted`.
     """
-    axis = "bytes a rank sends in a step, at least"
-    return _against(table, axis, "Measured against predicted")
+    return _prediction_bars(table, "bytes a rank sends in a step, at least", "Measured against predicted")
 
 
 def predicted_by_role(table: pd.DataFrame) -> go.Figure:
-    """Bytes of a training step, measured and by the formula of each parallel dimension (the paper's figure 13).
+    """Draw the bytes of a step, measured and by the formula of each parallel dimension (the paper's figure 13).
 
-    `table`: `runs_predicted_by_role`.
+    Args:
+        table: `runs_predicted_by_role`.
     """
     names = [f"{run} · {role}" for run, role in zip(table["run"], table["role"], strict=True)]
     axis = "bytes of a step (pipeline: all stages)"
-    return _against(table.assign(run=names), axis, "Measured against predicted, by dimension")
+    return _prediction_bars(table.assign(run=names), axis, "Measured against predicted, by dimension")
 
 
-def _against(table: pd.DataFrame, axis: str, title: str) -> go.Figure:
+def _prediction_bars(table: pd.DataFrame, axis: str, title: str) -> go.Figure:
     both = [*table["predicted_bytes"], *table["measured_bytes"]]
     scale = bytes_scale(both)
     ratios = (table["measured_bytes"] / table["predicted_bytes"]).where(table["predicted_bytes"] > 0)
-    times = [f" · {ratio:.2f} x" if pd.notna(ratio) else "" for ratio in ratios]
-    looks = {"predicted": ("predicted by the closed form", CLOSED_FORM), "measured": ("measured", MORE)}
+    ratio_texts = [f" · {ratio:.2f} x" if pd.notna(ratio) else "" for ratio in ratios]
+    runs = [label(run) for run in table["run"]]
     figure = go.Figure()
-    for what, (name, colour) in looks.items():
-        values = table[f"{what}_bytes"]
+    for kind, name, colour, suffixes in (
+        ("predicted", "predicted by the closed form", CLOSED_FORM, [""] * len(table)),
+        ("measured", "measured", MORE, ratio_texts),
+    ):
+        values = table[f"{kind}_bytes"]
         figure.add_trace(
-            go.Bar(
-                orientation="h",
-                y=[label(run) for run in table["run"]],
-                x=scale.axis(values),
+            horizontal_bars(
+                runs,
+                scale.axis(values),
+                [f"{run}, {kind}<br>{format_count(value)} bytes" for run, value in zip(runs, values, strict=True)],
+                text=[format_bytes(value) + suffix for value, suffix in zip(values, suffixes, strict=True)],
+                text_position=text_positions(values, both),
+                text_anchor="start",
                 name=name,
                 marker={"color": colour},
-                text=[
-                    format_bytes(value) + (times[at] if what == "measured" else "") for at, value in enumerate(values)
-                ],
-                textposition=words_places(values, both),
-                insidetextanchor="start",
-                textangle=0,
-                cliponaxis=False,
-                customdata=[[what, format_count(value)] for value in values],
-                hovertemplate="%{y}, %{customdata[0]}<br>%{customdata[1]} bytes<extra></extra>",
             )
         )
     figure.update_xaxes(title_text=f"{axis}, {scale.unit}", rangemode="tozero")
@@ -197,52 +205,23 @@ def _against(table: pd.DataFrame, axis: str, title: str) -> go.Figure:
     return finish(figure, title, 130 + 58 * len(table))
 
 
-def _part(table: pd.DataFrame, part: str) -> pd.DataFrame:
-    return table.loc[table["part"] == part]
-
-
-def _that_move_bytes(table: pd.DataFrame) -> list[str]:
-    """Operations with a payload: a barrier has no part in a volume."""
+def _operations_with_payload(table: pd.DataFrame) -> list[str]:
     return in_order(table.loc[table["payload_bytes_per_rank"] > 0, "op"])
 
 
-def _told(part: pd.DataFrame) -> list[list[str]]:
-    return [
-        [label(op), format_bytes(value)] for op, value in zip(part["op"], part["payload_bytes_per_rank"], strict=True)
-    ]
-
-
-def _stack(figure: go.Figure, op: str, part: pd.DataFrame, scale: Scale, row: int) -> None:
-    figure.add_trace(
-        go.Bar(
-            orientation="h",
-            y=[label(run) for run in part["run"]],
-            x=scale.axis(part["payload_bytes_per_rank"]),
-            name=label(op),
-            legendgroup=label(op),
-            marker=paint(op),
-            customdata=_told(part),
-            hovertemplate="%{y}: %{customdata[0]}<br>%{customdata[1]} per rank<extra></extra>",
-        ),
-        row=row,
-        col=1,
-    )
-
-
-def _sums(totals: pd.Series[float], scale: Scale) -> go.Scatter:
-    """Of each run."""
-    return sums_of_stacks(scale.axis(totals), [label(run) for run in totals.index], map(format_bytes, totals))
+def _volume_hover(row: Any) -> str:
+    return f"{label(row.run)}: {label(row.op)}<br>{format_bytes(row.payload_bytes_per_rank)} per rank"
 
 
 def _runs_axis(figure: go.Figure, table: pd.DataFrame, row: int | None = None) -> None:
-    """The runs from top to bottom in the order in which they were given, those without a value too."""
+    """Put the runs from top to bottom in the order of the table, those without a value too."""
     runs = [label(run) for run in table["run"].drop_duplicates()]
-    place = {"row": row, "col": 1} if row is not None else {}
+    panel = {"row": row, "col": 1} if row is not None else {}
     figure.update_yaxes(
         categoryorder="array",
         categoryarray=runs,
         range=[len(runs) - 0.5, -0.5],
         showgrid=False,
         type="category",
-        **place,
+        **panel,
     )

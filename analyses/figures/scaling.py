@@ -1,4 +1,4 @@
-"""Runs on more and more ranks."""
+"""Figures of runs on more and more ranks."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from .style import BLUE, CLOSED_FORM, GREY, ORANGE, VERMILION, finish, label, ti
 
 
 def speedup(table: pd.DataFrame) -> go.Figure:
-    """Speedup and efficiency against the number of ranks, beside a perfect division. `table`: `scaling`."""
+    """Draw speedup and efficiency against the number of ranks, beside a perfect division.
+
+    Args:
+        table: `scaling`.
+    """
     ranks, first = table["ranks"], table["ranks"].iloc[0]
     figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.12)
-    told = [
+    hover = [
         f"{label(run)}<br>{count} ranks<br>{ratio:.2f}x, {format_share(part)}"
         for run, count, ratio, part in zip(table["run"], ranks, table["speedup"], table["efficiency"], strict=True)
     ]
     ideal = {"mode": "lines", "line": {"color": CLOSED_FORM, "dash": "dot"}, "hoverinfo": "skip"}
     seen = {
-        "mode": "lines+markers", "line": {"color": BLUE}, "marker": {"size": 9}, "customdata": told,
+        "mode": "lines+markers", "line": {"color": BLUE}, "marker": {"size": 9}, "customdata": hover,
         "hovertemplate": "%{customdata}<extra></extra>",
     }  # fmt: skip
     figure.add_scatter(x=ranks, y=ranks / first, name="perfect division", row=1, col=1, **ideal)
@@ -29,7 +33,7 @@ def speedup(table: pd.DataFrame) -> go.Figure:
     figure.add_scatter(x=ranks, y=[100.0] * len(table), showlegend=False, row=1, col=2, **ideal)
     figure.add_scatter(x=ranks, y=table["efficiency"] * 100, showlegend=False, row=1, col=2, **seen)
     ticks = sorted(set(ranks))
-    figure.update_xaxes(title_text="ranks", type="log", tickvals=ticks, ticktext=[str(one) for one in ticks])
+    figure.update_xaxes(title_text="ranks", type="log", tickvals=ticks, ticktext=[str(tick) for tick in ticks])
     figure.update_yaxes(rangemode="tozero")
     figure.update_yaxes(title_text="speedup", row=1, col=1)
     figure.update_yaxes(title_text="efficiency, %", row=1, col=2)
@@ -37,14 +41,18 @@ def speedup(table: pd.DataFrame) -> go.Figure:
 
 
 def step_parts(table: pd.DataFrame) -> go.Figure:
-    """Where the time of a step goes, a bar for each run: means over its ranks. `table`: `scaling`."""
+    """Draw where the time of a step goes, a bar per run, means over its ranks.
+
+    Args:
+        table: `scaling`.
+    """
     parts = {
         "computing": (table["compute_ns"], BLUE),
         "communication": (table["blocked_ns"] - table["late_ns"], ORANGE),
         "waiting for late ranks": (table["late_ns"], VERMILION),
     }
     if table["compute_ns"].isna().any():
-        parts = {"all of it": (table["step_ns"], GREY), **{name: parts[name] for name in list(parts)[1:]}}
+        parts = {"whole step": (table["step_ns"], GREY), **{name: parts[name] for name in list(parts)[1:]}}
     scale = time_scale(table["step_ns"])
     runs = [f"{label(run)}, {ranks} ranks" for run, ranks in zip(table["run"], table["ranks"], strict=True)]
     figure = go.Figure()

@@ -1,4 +1,4 @@
-"""Message sizes: how many calls of each, how many bytes in them, and when."""
+"""Figures of message sizes: how many calls of each, how many bytes in them, and when."""
 
 from __future__ import annotations
 
@@ -16,49 +16,37 @@ from commtrace.formatting import format_bytes, format_count, format_power_of_two
 from .style import SCALE, bytes_scale, finish, in_order, label, paint
 
 _NO_PAYLOAD: Final = -1
-_HOVER: Final = (
-    "%{customdata[0]}<br>%{customdata[1]}<br>%{customdata[2]} calls<br>%{customdata[3]} in all<extra></extra>"
-)
 
 
 def message_sizes(table: pd.DataFrame) -> go.Figure:
-    """Calls (logarithmic) and bytes by message size, in powers of two, operation by operation.
+    """Draw calls (logarithmic) and bytes by message size in powers of two, operation by operation.
 
-    `table`: `message_size_bins`.
+    Args:
+        table: `message_size_bins`.
     """
     table = table.assign(exponent=_exponents(table["from_bytes"]))
     scale = bytes_scale(table.groupby("exponent")["sum_bytes"].sum())
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.06)
     operations = in_order(table["op"])
     for op in operations:
-        part = table.loc[table["op"] == op]
-        # Side by side: bars that stand on each other cannot be read on a logarithmic axis.
-        place, width = _places(table, part, operations)
-        shown = {"name": label(op), "legendgroup": label(op), "marker": paint(op), "customdata": _told(part)}
-        figure.add_trace(
-            go.Bar(
-                x=place,
-                y=part["calls"].to_numpy(),
-                width=width,
-                offset=0,
-                hovertemplate=_HOVER,
-                **shown,
-            ),
-            row=1,
-            col=1,
-        )
-        figure.add_trace(
-            go.Bar(
-                x=part["exponent"].to_numpy() + 0.5,
-                y=scale.axis(part["sum_bytes"]),
-                width=0.86,
-                showlegend=False,
-                hovertemplate=_HOVER,
-                **shown,
-            ),
-            row=2,
-            col=1,
-        )
+        bins = table.loc[table["op"] == op]
+        common = {
+            "name": label(op),
+            "legendgroup": label(op),
+            "marker": paint(op),
+            "customdata": [
+                f"{label(op)}<br>{_bin_text(row.exponent)}<br>{format_count(row.calls)} calls"
+                f"<br>{format_bytes(row.sum_bytes)} in all"
+                for row in rows_of(bins)
+            ],
+            "hovertemplate": "%{customdata}<extra></extra>",
+        }
+        # Side by side: stacked bars cannot be read on a logarithmic axis.
+        places, widths = _places(table, bins, operations)
+        calls = go.Bar(x=places, y=bins["calls"].to_numpy(), width=widths, offset=0, **common)
+        sums = go.Bar(x=bins["exponent"] + 0.5, y=scale.axis(bins["sum_bytes"]), width=0.86, showlegend=False, **common)
+        figure.add_trace(calls, row=1, col=1)
+        figure.add_trace(sums, row=2, col=1)
     most = int(table["calls"].max()) if len(table) else 1
     figure.update_yaxes(
         type="log", range=[np.log10(0.6), np.log10(most * 1.6)], title_text="calls (logarithmic)", row=1, col=1
@@ -72,21 +60,25 @@ def message_sizes(table: pd.DataFrame) -> go.Figure:
 
 
 def sizes_over_time(table: pd.DataFrame) -> go.Figure:
-    """Number of calls by time and message size, all operations. `table`: `sizes_over_time`."""
+    """Draw the number of calls of all operations by time and message size.
+
+    Args:
+        table: `sizes_over_time`.
+    """
     table = table.assign(exponent=_exponents(table["from_bytes"]))
     cells = table.groupby(["from_s", "below_s", "exponent"], as_index=False)[["calls", "sum_bytes"]].sum()
     names = table.groupby(["from_s", "exponent"])["op"].agg(lambda ops: ", ".join(in_order(ops)))
     width = float((cells["below_s"] - cells["from_s"]).iloc[0]) if len(cells) else 1.0
-    # Every span and size has a cell: the ones between those that occur are empty, and not left out.
+    # Every span and size has a cell; those between the ones that occur are empty.
     column = np.rint(cells["from_s"] / width).astype(int)
     low, high = (int(cells["exponent"].min()), int(cells["exponent"].max())) if len(cells) else (0, 0)
     calls = np.full((high - low + 1, int(column.max()) + 1 if len(cells) else 1), np.nan)
-    told = np.full(calls.shape, "", object)
+    hover = np.full(calls.shape, "", object)
     for cell, at in zip(rows_of(cells), column, strict=True):
         calls[cell.exponent - low, at] = cell.calls
         ops = label(names[cell.from_s, cell.exponent])
-        told[cell.exponent - low, at] = (
-            f"{_span(cell.exponent)}<br>{format_count(cell.calls)} calls, {format_bytes(cell.sum_bytes)}<br>{ops}"
+        hover[cell.exponent - low, at] = (
+            f"{_bin_text(cell.exponent)}<br>{format_count(cell.calls)} calls, {format_bytes(cell.sum_bytes)}<br>{ops}"
         )
     most = float(np.nanmax(calls)) if len(cells) else 1.0
     ticks = _call_ticks(most)
@@ -98,7 +90,7 @@ def sizes_over_time(table: pd.DataFrame) -> go.Figure:
             z=np.log10(calls),
             zmin=0,
             zmax=max(np.log10(most), 0.3),
-            text=told,
+            text=hover,
             hovertemplate="%{x:.4g} s<br>%{text}<extra></extra>",
             hoverongaps=False,
             colorscale=SCALE,
@@ -117,31 +109,24 @@ def sizes_over_time(table: pd.DataFrame) -> go.Figure:
     return finish(figure, "Message sizes over time", 400)
 
 
-def _places(table: pd.DataFrame, part: pd.DataFrame, operations: list[str]) -> tuple[list[float], list[float]]:
-    """Where the bars of one operation begin, and how wide they are, when those of each size share its room."""
+def _places(table: pd.DataFrame, bins: pd.DataFrame, operations: list[str]) -> tuple[list[float], list[float]]:
+    """Return begins and widths of the bars of one operation; the operations of a bin share its width."""
     sharing = table.groupby("exponent")["op"].agg(lambda ops: [op for op in operations if op in set(ops)])
-    widths = [0.86 / len(sharing[exponent]) for exponent in part["exponent"]]
-    before = [sharing[row.exponent].index(row.op) for row in rows_of(part)]
+    widths = [0.86 / len(sharing[exponent]) for exponent in bins["exponent"]]
+    before = [sharing[row.exponent].index(row.op) for row in rows_of(bins)]
     places = [
         exponent + 0.07 + width * number
-        for exponent, width, number in zip(part["exponent"], widths, before, strict=True)
+        for exponent, width, number in zip(bins["exponent"], widths, before, strict=True)
     ]
     return places, widths
 
 
 def _exponents(from_bytes: pd.Series[Any]) -> pd.Series[Any]:
-    """Powers of two -> their exponents; a bin of calls without payload is -1."""
+    """Return the exponents of powers of two, -1 for the bin of calls without payload."""
     return from_bytes.clip(lower=0.5).map(np.log2).round().astype(int)
 
 
-def _told(part: pd.DataFrame) -> list[list[str]]:
-    return [
-        [label(row.op), _span(row.exponent), format_count(row.calls), format_bytes(row.sum_bytes)]
-        for row in rows_of(part)
-    ]
-
-
-def _span(exponent: Any) -> str:
+def _bin_text(exponent: Any) -> str:
     """Return the limits of a bin as text, such as "256 KiB to below 512 KiB"."""
     if exponent == _NO_PAYLOAD:
         return "no payload"
@@ -149,16 +134,16 @@ def _span(exponent: Any) -> str:
 
 
 def _size_axis(exponents: Iterable[int]) -> dict[str, Any]:
-    """Ticks at the edges of the bins, at most about ten of them."""
+    """Return an axis with ticks at edges of the bins, about ten at most."""
     low, high = min(exponents, default=0), max(exponents, default=0)
     step = next((step for step in (1, 2, 5) if (high + 1 - low) / step <= 9), 10)
-    none = low == _NO_PAYLOAD  # then the edge of 1 B is too close to the place of 0 B for a tick of its own
+    none = low == _NO_PAYLOAD  # then the edge of 1 B is too close to 0 B for a tick of its own
     edges = [edge for edge in range(max(low, int(none)), high + 2) if edge % step == 0]
     ticks = [*([_NO_PAYLOAD + 0.5] if none else []), *edges]
-    words = [*(["0 B"] if none else []), *map(format_power_of_two, edges)]
-    return {"tickvals": ticks, "ticktext": words, "range": [low - 0.15, high + 1.15]}
+    texts = [*(["0 B"] if none else []), *map(format_power_of_two, edges)]
+    return {"tickvals": ticks, "ticktext": texts, "range": [low - 0.15, high + 1.15]}
 
 
 def _call_ticks(most: float) -> list[int]:
-    ticks = [10**power * one for power in range(19) for one in (1, 2, 5) if 10**power * one <= max(most, 2)]
+    ticks = [10**power * digit for power in range(19) for digit in (1, 2, 5) if 10**power * digit <= max(most, 2)]
     return ticks if len(ticks) <= 6 else [tick for tick in ticks if str(tick).startswith("1")]

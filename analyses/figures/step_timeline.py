@@ -1,4 +1,4 @@
-"""One training step as it went, rank by rank."""
+"""Figure of the calls of one training step, rank by rank."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from commtrace.formatting import format_bytes, format_count, format_duration
 
 from .style import finish, in_order, label, paint, time_scale
 
-MOST: Final = 3000
-"""Bars; of more calls, neighbours of one operation are drawn as one bar."""
+MAX_BARS: Final = 3000
+"""Of more calls, neighbours of one operation are drawn as one bar."""
 
-RANKS: Final = 16
+MAX_RANKS: Final = 16
 
 
 def timeline(table: pd.DataFrame) -> go.Figure:
-    """The calls of one step in time, a line per rank and within it one per operation, at most RANKS ranks.
+    """Draw the calls of one step over time, a row per rank and within it one per operation, of at most MAX_RANKS ranks.
 
-    `table`: `timeline`.
+    Args:
+        table: `timeline`.
     """
-    ranks = sorted(table["rank"].unique())[:RANKS]
+    ranks = sorted(table["rank"].unique())[:MAX_RANKS]
     spans = _spans(table.loc[table["rank"].isin(ranks)])
     operations = in_order(spans["op"])
     scale = time_scale(spans["end"])
@@ -32,19 +33,19 @@ def timeline(table: pd.DataFrame) -> go.Figure:
     place = {rank: number for number, rank in enumerate(ranks)}
     figure = go.Figure()
     for number, op in enumerate(operations):
-        part = spans.loc[spans["op"] == op]
+        of_op = spans.loc[spans["op"] == op]
         colours = paint(op)
         figure.add_trace(
             go.Bar(
                 orientation="h",
-                base=scale.axis(part["begin"]),
-                x=scale.axis(part["end"] - part["begin"]),
-                y=part["rank"].map(place) - 0.42 + lane * (number + 0.5),
+                base=scale.axis(of_op["begin"]),
+                x=scale.axis(of_op["end"] - of_op["begin"]),
+                y=of_op["rank"].map(place) - 0.42 + lane * (number + 0.5),
                 width=lane * 0.9,
                 name=label(op),
                 # The outline keeps a call visible that is shorter than a pixel.
                 marker={**colours, "line": {"color": colours["color"], "width": 1}},
-                customdata=[[_told(row)] for row in rows_of(part)],
+                customdata=[[_hover(row)] for row in rows_of(of_op)],
                 hovertemplate="%{customdata[0]}<extra></extra>",
             )
         )
@@ -61,27 +62,31 @@ def timeline(table: pd.DataFrame) -> go.Figure:
         figure.add_hline(y=edge - 0.5, line={"width": 1, "color": "rgba(138,148,160,0.35)"})
     figure.update_layout(barmode="overlay")
     rows = max(26, min(20 * len(operations), 640 // max(len(ranks), 1)))
-    return finish(figure, f"Training step {step}, as it went", max(240, 150 + rows * len(ranks)))
+    return finish(figure, f"Timeline of training step {step}", max(240, 150 + rows * len(ranks)))
 
 
 def _spans(table: pd.DataFrame) -> pd.DataFrame:
-    """What is drawn: `rank`, `op`, `begin`, `end` (ns), and of the calls in it number, bytes, an example's words."""
+    """Return bars, times in ns: `rank`, `op`, `begin`, `end`, `ended`, `calls`, `payload_bytes`, `phase`, `site`."""
     ended = table["to_completion_ns"].notna()
     length = table["to_completion_ns"].fillna(table["in_call_ns"]).fillna(0).astype(np.int64)
     calls = table.assign(begin=table["begin_ns"], end=table["begin_ns"] + length, ended=ended, calls=1)
     columns = ["rank", "op", "begin", "end", "ended", "calls", "payload_bytes", "phase", "site"]
     spans = calls[columns].sort_values(["rank", "op", "begin"], kind="stable")
-    whole = float(spans["end"].max() - spans["begin"].min()) if len(spans) else 0.0
-    gap = whole / 1000
-    while len(spans) > MOST and gap <= 2 * whole:
+    duration = float(spans["end"].max() - spans["begin"].min()) if len(spans) else 0.0
+    gap = duration / 1000
+    while len(spans) > MAX_BARS and gap <= 2 * duration:
         spans, gap = _joined(spans, gap), gap * 2
     return spans
 
 
 def _joined(spans: pd.DataFrame, gap: float) -> pd.DataFrame:
-    """Spans of a rank's operation that are less than `gap` ns apart as one."""
-    by = spans.groupby(["rank", "op"], sort=False)
-    latest = by["end"].cummax().groupby([spans["rank"], spans["op"]], sort=False).shift()
+    """Join spans of one rank and operation that are less than `gap` ns apart."""
+    latest = (
+        spans.groupby(["rank", "op"], sort=False)["end"]
+        .cummax()
+        .groupby([spans["rank"], spans["op"]], sort=False)
+        .shift()
+    )
     number = (latest.isna() | (spans["begin"] - latest > gap)).cumsum()
     return spans.groupby(number, as_index=False).agg(
         rank=("rank", "first"),
@@ -96,11 +101,11 @@ def _joined(spans: pd.DataFrame, gap: float) -> pd.DataFrame:
     )
 
 
-def _told(row: Any) -> str:
-    what = label(row.op) if row.calls == 1 else f"{format_count(row.calls)} calls of {label(row.op)}, drawn as one"
+def _hover(row: Any) -> str:
+    calls = label(row.op) if row.calls == 1 else f"{format_count(row.calls)} calls of {label(row.op)}, drawn as one"
     length = format_duration(row.end - row.begin)
     inside = f"{length} inside {'the call' if row.calls == 1 else 'the calls'}; the end was not seen"
-    parts = [f"{what}, payload {format_bytes(row.payload_bytes)}", length if row.ended else inside]
+    lines = [f"{calls}, payload {format_bytes(row.payload_bytes)}", length if row.ended else inside]
     if row.calls == 1:
-        parts += [f"phase {label(row.phase)}", label(row.site or "line not recorded")]
-    return "<br>".join(parts)
+        lines += [f"phase {label(row.phase)}", label(row.site or "line not recorded")]
+    return "<br>".join(lines)

@@ -1,4 +1,4 @@
-"""Volume and the host's time, step by step."""
+"""Figure of the volume and the host's time of each step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from commtrace.formatting import format_bytes, format_duration
 
 from .style import bytes_scale, finish, in_order, label, paint, time_scale
 
-MOST: Final = 400
+MAX_STEPS: Final = 400
 """Steps drawn one by one; of more, neighbours are drawn as their mean."""
 
-# Measure: how it is called, and how its line is drawn (they may cover each other, so not by colour alone).
+# Measure: its name, and its line (they may cover each other, so they differ not by colour alone).
 _TIMES: Final = {
     "to_completion": ("from the call to its end", {"color": "#AA4465", "dash": "solid", "width": 2}),
     "in_call": ("inside the call", {"color": "#44AA99", "dash": "dot", "width": 2.5}),
@@ -25,9 +25,10 @@ _TIMES: Final = {
 
 
 def steps(table: pd.DataFrame) -> go.Figure:
-    """Payload of each training step by operation, and the host's time in it, both per rank. Start-up is left out.
+    """Draw the payload of each training step by operation, and the host's time in it, both per rank.
 
-    `table`: `steps_by_operation`.
+    Args:
+        table: `steps_by_operation`. Its start-up is left out.
     """
     table, width = _averaged(table.loc[table["step"] >= 0])
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.06)
@@ -59,7 +60,7 @@ def steps(table: pd.DataFrame) -> go.Figure:
 
 def _host_time(figure: go.Figure, table: pd.DataFrame, width: int) -> None:
     columns = [f"{measure}_ns_per_rank" for measure in _TIMES]
-    # min_count: a step in which no time is known has none, and is no gap in the work.
+    # min_count: a step in which no time is known has a missing sum, not 0.
     times = table.groupby("step")[columns].sum(min_count=1)
     scale = time_scale(times.to_numpy().ravel())
     for (name, line), column in zip(_TIMES.values(), columns, strict=True):
@@ -81,11 +82,11 @@ def _host_time(figure: go.Figure, table: pd.DataFrame, width: int) -> None:
 
 
 def _averaged(training: pd.DataFrame) -> tuple[pd.DataFrame, int]:
-    """Rows by step and operation, neighbouring steps as their mean where there are more than MOST; and how many."""
+    """Return means of neighbouring steps if there are more than MAX_STEPS, and the number of steps of a mean."""
     if not len(training):
         return training, 1
     first, last = int(training["step"].min()), int(training["step"].max())
-    width = -(-(last - first + 1) // MOST)
+    width = -(-(last - first + 1) // MAX_STEPS)
     if width == 1:
         return training, 1
     numbers = (training["step"] - first) // width * width + first

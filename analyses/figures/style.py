@@ -1,19 +1,22 @@
-"""How every figure looks: an operation has one colour everywhere, and bytes have binary units everywhere.
+"""Colours, units, labels and traces that all figures share.
 
-The colours are those of Okabe and Ito, which people with any colour vision tell apart. Operations that belong together
-share a colour and differ by a pattern, so that the rarer ones stay distinct without a colour that is too similar.
+An operation has one colour in every figure, and bytes have binary units. The colours are those of Okabe and Ito, which
+are distinct with any colour vision. Related operations share a colour and differ by a pattern, so that the rarer ones
+stay distinct without a colour that is too similar.
 """
 
 from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import pandas as pd
 import plotly.graph_objects as go
+
+from commtrace.formatting import format_bytes
 
 BLUE, ORANGE, GREEN, PINK, VERMILION, SKY, GREY = (
     "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8A94A0",
@@ -41,7 +44,7 @@ OPERATIONS: Final[dict[str, tuple[str, str]]] = {
 }
 OTHER: Final = (GREY, "/")
 
-# What is not an operation: none of their colours.
+# Bars that are not operations have none of their colours.
 CLOSED_FORM, MORE, LESS, UNEXPLAINED = "#66727F", "#AA4465", "#44AA99", "#B8A13B"
 
 # Light enough at one end and dark enough at the other for a white and a black page: viridis without its ends.
@@ -85,9 +88,10 @@ _UNPRINTABLE: Final = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\
 
 
 def label(text: object, longest: int = 80) -> str:
-    """Text as plotly shows it and no more: names come from a log, and plotly reads HTML, links included.
+    """Return text from a log, escaped: plotly interprets HTML, links included.
 
-    Long names lose their beginning. Letters that have no shape, or turn the direction of writing, are replaced.
+    Texts over `longest` characters lose their beginning. Invisible characters, and those that change the direction of
+    writing, are replaced.
     """
     plain = _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", str(text))
     short = plain if len(plain) <= longest else "…" + plain[1 - longest :]
@@ -95,54 +99,81 @@ def label(text: object, longest: int = 80) -> str:
 
 
 def wrapped(text: object, width: int = 60, lines: int = 6) -> str:
-    """A label of at most so many lines."""
+    """Return a label that is wrapped at `width` characters, of at most so many lines."""
     return "<br>".join(label(line) for line in textwrap.wrap(str(text), width, max_lines=lines, placeholder=" …"))
 
 
 def in_order(operations: Iterable[object]) -> list[str]:
-    """Operations in the order of OPERATIONS, others after them."""
+    """Return the distinct operations in the order of OPERATIONS, others after them."""
     known = [*OPERATIONS]
     return sorted({str(op) for op in operations}, key=lambda op: (known.index(op) if op in known else len(known), op))
 
 
 def paint(op: str) -> dict[str, Any]:
-    """The `marker` of an operation's bars."""
+    """Return the `marker` of an operation's bars."""
     colour, shape = OPERATIONS.get(op, OTHER)
     pattern = {"shape": shape, "fillmode": "overlay", "size": 6, "solidity": 0.35} if shape else {"shape": ""}
     return {"color": colour, "pattern": pattern}
 
 
-def words_places(values: Iterable[float], longest_of: Iterable[float]) -> list[str]:
-    """`textposition` of bars of these lengths: within those more than 0.6 of the longest of others, behind the rest."""
-    most = _largest(longest_of)
-    return ["inside" if most and _largest([value]) > 0.6 * most else "outside" for value in values]
+def text_positions(values: Iterable[float], longest_of: Iterable[float]) -> list[str]:
+    """Return the `textposition` of bars: inside those longer than 0.6 of the longest of `longest_of`, else outside."""
+    longest = _largest(longest_of)
+    return ["inside" if longest and _largest([value]) > 0.6 * longest else "outside" for value in values]
+
+
+def horizontal_bars(
+    y: Sequence[Any],
+    x: Sequence[Any] | pd.Series[Any],
+    hover: Sequence[str],
+    *,
+    text: Sequence[str] | None = None,
+    text_position: str | Sequence[str] = "outside",
+    text_anchor: str = "end",
+    **options: Any,
+) -> go.Bar:
+    """Return horizontal bars.
+
+    Args:
+        y: Places or names of the bars.
+        x: Their lengths, in the unit of the axis.
+        hover: What is shown of each bar under the pointer, escaped HTML.
+        text: What is written at each bar.
+        text_position: "inside" or "outside", for all bars or for each.
+        text_anchor: Where text inside a bar stands: "start", "middle" or "end".
+        options: Further properties of `go.Bar`.
+    """
+    if text is not None:
+        options |= {"text": text, "textposition": text_position, "insidetextanchor": text_anchor, "textangle": 0}
+        options["cliponaxis"] = False
+    return go.Bar(orientation="h", y=y, x=x, customdata=hover, hovertemplate="%{customdata}<extra></extra>", **options)
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A unit for all values of an axis: `axis` divides by it."""
+    """The unit of an axis, and the number to divide values by."""
 
     divisor: float
     unit: str
 
     def axis(self, values: Sequence[float] | pd.Series[Any]) -> list[float | None]:
-        """The values in this unit; None where there is none."""
+        """Return the values in this unit; missing ones as None."""
         return [None if pd.isna(value) else float(value) / self.divisor for value in values]
 
     def reach(self, values: Iterable[float]) -> float:
-        """How far the axis must reach for the largest of the values; 1 where all are 0."""
+        """Return the largest of the values in this unit, 1 if all are 0."""
         return _largest(values) / self.divisor or 1.0
 
 
 def bytes_scale(values: Iterable[float]) -> Scale:
-    """The binary unit in which the largest of these is between 1 and 1024."""
+    """Return the binary unit in which the largest of these values is between 1 and 1024."""
     largest = _largest(values)
     power = min(max(int(largest).bit_length() - 1, 0) // 10, 6)
     return Scale(float(1 << 10 * power), ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")[power])
 
 
 def time_scale(values_ns: Iterable[float]) -> Scale:
-    """The unit in which the largest of these times in ns is between 1 and 1000."""
+    """Return the unit in which the largest of these times in ns is between 1 and 1000."""
     largest = _largest(values_ns)
     for divisor, unit in ((1e9, "s"), (1e6, "ms"), (1e3, "us")):
         if largest >= divisor:
@@ -150,13 +181,25 @@ def time_scale(values_ns: Iterable[float]) -> Scale:
     return Scale(1.0, "ns")
 
 
-def sums_of_stacks(x: Sequence[Any], y: Sequence[Any], words: Iterable[str]) -> go.Scatter:
-    """What stacks add up to, behind their ends."""
+def stack_totals(
+    totals: pd.Series[Any],
+    lengths: Sequence[Any],
+    places: Sequence[Any] | None = None,
+    write: Callable[[Any], str] = format_bytes,
+) -> go.Scatter:
+    """Return the totals of horizontal stacks as text behind their ends.
+
+    Args:
+        totals: The values to write, by the name of their stack.
+        lengths: The same in the unit of the axis.
+        places: Where the stacks are on the other axis. None: at their names.
+        write: Formats a value.
+    """
     return go.Scatter(
-        x=x,
-        y=y,
+        x=lengths,
+        y=[label(name) for name in totals.index] if places is None else places,
         mode="text",
-        text=[f" {word}" for word in words],
+        text=[f" {write(total)}" for total in totals],
         textposition="middle right",
         cliponaxis=False,
         hoverinfo="skip",
@@ -165,10 +208,18 @@ def sums_of_stacks(x: Sequence[Any], y: Sequence[Any], words: Iterable[str]) -> 
     )
 
 
+def show_legend_once(figure: go.Figure) -> None:
+    """Show each name once in the legend, though several panels have traces of it."""
+    seen: set[str] = set()
+    for trace in figure.data:
+        trace.showlegend = bool(trace.name) and trace.showlegend is not False and trace.name not in seen
+        seen.add(trace.name)
+
+
 def _largest(values: Iterable[float]) -> float:
     return max((abs(float(value)) for value in values if not pd.isna(value)), default=0.0)
 
 
 def finish(figure: go.Figure, title: str, height: int) -> go.Figure:
-    """The figure with what all have in common. `height` in px; the width is that of where it is shown."""
+    """Apply the common layout. `height` is in px; the width is that of the place where the figure is shown."""
     return figure.update_layout(template=TEMPLATE, title_text=title, height=height, autosize=True)

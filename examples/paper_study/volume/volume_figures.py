@@ -25,7 +25,7 @@ from commtrace.analyses.figures.style import (
     in_order,
     label,
     paint,
-    sums_of_stacks,
+    stack_totals,
     time_scale,
 )
 from commtrace.formatting import format_bytes, format_count, format_duration, format_power_of_two, format_share
@@ -78,7 +78,7 @@ def volumes(table: pd.DataFrame, title: str, axis: str) -> go.Figure:
             some = part.loc[part["op"] == op]
             hover = [f"{label(op)}<br>{format_bytes(value)}" for value in some["payload_bytes"]]
             figure.add_trace(_bar(some, op, scale.axis(some["payload_bytes"]), hover=hover), **place)
-        figure.add_trace(_sums(totals, scale.axis(totals)), **place)
+        figure.add_trace(stack_totals(totals, scale.axis(totals)), **place)
         figure.update_xaxes(title_text=f"{axis}, {scale.unit}", range=[0, 1.25 * scale.reach(totals)], **place)
 
     return _stacked(table, draw, title)
@@ -97,7 +97,7 @@ def totals(table: pd.DataFrame, title: str, axis: str) -> go.Figure:
                 bar = _bar(some, str(role), scale.axis(some["wire_bytes"]), hover=hover)
                 bar.update(marker={"color": colours.get(str(role), CLOSED_FORM), "pattern": {"shape": ""}})
                 figure.add_trace(bar, **place)
-        figure.add_trace(_sums(sums, scale.axis(sums)), **place)
+        figure.add_trace(stack_totals(sums, scale.axis(sums)), **place)
         figure.update_xaxes(title_text=f"{axis}, {scale.unit}", range=[0, 1.25 * scale.reach(sums)], **place)
 
     return _stacked(table, draw, title)
@@ -202,7 +202,7 @@ def times_of(table: pd.DataFrame, title: str) -> go.Figure:
             some = part.loc[part["op"] == op]
             hover = [f"{label(op)}<br>{format_duration(value * 1e3)}" for value in some["time_us"]]
             figure.add_trace(_bar(some, op, scale.axis(some["time_us"] * 1e3), hover=hover), **place)
-        figure.add_trace(_sums(sums, scale.axis(sums), format_duration), **place)
+        figure.add_trace(stack_totals(sums, scale.axis(sums), write=format_duration), **place)
         figure.update_xaxes(title_text=f"time of a step, {scale.unit}", range=[0, 1.25 * scale.reach(sums)], **place)
 
     return _stacked(table, draw, title)
@@ -313,8 +313,3 @@ def _stacked(table: pd.DataFrame, draw: Draw, title: str) -> go.Figure:
     figure = _panels(table, draw, bars=int(table.groupby("model")["name"].nunique().max()))
     figure.update_layout(barmode="stack")
     return finish(figure, title, figure.layout.height)
-
-
-def _sums(totals: pd.Series[float], x: Sequence[Any], words: Callable[[Any], str] = format_bytes) -> go.Scatter:
-    """Of each line."""
-    return sums_of_stacks(x, [label(name) for name in totals.index], map(words, totals))

@@ -138,7 +138,7 @@ def test_a_figure_is_made_from_its_table_and_leaves_it_as_it_was(name: str, tmp_
     kind = figures.FIGURES[name]
     table = tables_of(tmp_path)[kind.table]
     before = table.copy(deep=True)
-    assert kind.can(table)
+    assert kind.can_draw(table)
     figure = kind.draw(table)
     assert isinstance(figure, go.Figure)
     assert figure.data
@@ -160,8 +160,8 @@ def test_every_figure_is_public_and_explained() -> None:
 def test_a_figure_of_nothing_is_drawn_or_told_from_one_of_something(name: str, tmp_path: Path) -> None:
     kind = figures.FIGURES[name]
     empty = tables_of(tmp_path)[kind.table].head(0)
-    assert not kind.can(empty)
-    assert not kind.can(None)
+    assert not kind.can_draw(empty)
+    assert not kind.can_draw(None)
     assert isinstance(kind.draw(empty), go.Figure)
 
 
@@ -169,7 +169,7 @@ def test_run_figure_draws_from_the_run(tmp_path: Path) -> None:
     training(tmp_path)
     run = open_run(tmp_path)
     assert run.figure("message_sizes").to_json() == figures.message_sizes(run.table("message_size_bins")).to_json()
-    with pytest.raises(NoSuchFigureError, match=r"no figure is called 'dance'; there are volume, .*timeline"):
+    with pytest.raises(NoSuchFigureError, match=r"there is no figure 'dance'; figures are volume, .*timeline"):
         run.figure("dance")
 
 
@@ -194,9 +194,9 @@ def test_the_volume_figure_adds_up_to_the_table(tmp_path: Path) -> None:
     scale = style.bytes_scale([*table["payload_bytes"], *table["wire_bytes"], table["payload_bytes"].sum()])
     assert scale.unit in figure.layout.xaxis2.title.text
     for axis in ("x", "x2"):  # by operation, by dimension
-        drawn = sum(sum(bar.x) for bar in bars(figure, xaxis=axis) if bar.name != "wire bytes, at least")
+        drawn = sum(sum(bar.x) for bar in bars(figure, xaxis=axis) if bar.name != "wire (min)")
         assert drawn * scale.divisor == pytest.approx(table["payload_bytes"].sum())
-    (wire,) = bars(figure, name="wire bytes, at least")
+    (wire,) = bars(figure, name="wire (min)")
     assert sum(wire.x) * scale.divisor == pytest.approx(table["wire_bytes"].sum())
 
 
