@@ -52,11 +52,11 @@ def compare(runs: Mapping[str, Run], tables: Mapping[str, NamedTables] | None = 
 
 def short_names(paths: Sequence[Path]) -> dict[str, Path]:
     """Return the paths by their last parts, as few as make them distinct; equal paths are numbered."""
-    parts = [path.absolute().parts for path in paths]
+    components = [path.absolute().parts for path in paths]
     length = 1
-    while len({part[-length:] for part in parts}) < len({*parts}):
+    while len({path[-length:] for path in components}) < len({*components}):
         length += 1
-    names = ["/".join(part[-length:]) for part in parts]
+    names = ["/".join(path[-length:]) for path in components]
     numbered = [
         name if names.count(name) == 1 else f"{name} ({names[: at + 1].count(name)})" for at, name in enumerate(names)
     ]
@@ -81,14 +81,14 @@ def _run(name: str, run: Run, tables: NamedTables) -> dict[str, object]:
 
 
 def _operations(name: str, run: Run, tables: NamedTables) -> pd.DataFrame:
-    whole, steady = tables["volume_by_operation"], tables["steady_step"]
-    per_rank = _per_rank(run, whole, "calls", "payload_bytes", "wire_bytes")
-    parts = [
-        whole[["op"]].assign(part=WHOLE, **per_rank),
+    by_operation, steady = tables["volume_by_operation"], tables["steady_step"]
+    per_rank = _per_rank(run, by_operation, "calls", "payload_bytes", "wire_bytes")
+    frames = [
+        by_operation[["op"]].assign(part=WHOLE, **per_rank),
         steady.loc[steady["op"] != ALL, ["op", *_VOLUMES]].assign(part=STEP),
     ]
-    both = pd.concat([part for part in parts if len(part)] or parts[:1], ignore_index=True)
-    return both.assign(run=name)[["run", "part", "op", *_VOLUMES]]
+    table = pd.concat([frame for frame in frames if len(frame)] or frames[:1], ignore_index=True)
+    return table.assign(run=name)[["run", "part", "op", *_VOLUMES]]
 
 
 def _per_rank(run: Run, table: pd.DataFrame, *columns: str) -> dict[str, Any]:

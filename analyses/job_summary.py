@@ -13,20 +13,20 @@ def summarize_job(run: RecordedRun) -> str:
     job = run.job
     if job is None:
         return "simulated" if run.simulated else ""
-    parts = [str(job[key]) for key in ("engine", "source") if job.get(key)][:1]
+    texts = [str(job[key]) for key in ("engine", "source") if job.get(key)][:1]
     if job.get("zero_stage") is not None:
-        parts.append(f"ZeRO stage {job['zero_stage']}")
+        texts.append(f"ZeRO stage {job['zero_stage']}")
     if job.get("precision"):
-        parts.append(str(job["precision"]))
+        texts.append(str(job["precision"]))
     first_jobs = [next(iter(process.tables.jobs.values()), None) for process in run.processes]
     counts = {count for job in first_jobs if (count := parameter_count(job)) is not None}
     if len(counts) == 1:
-        parts.append(f"{counts.pop():,} parameters")
+        texts.append(f"{counts.pop():,} parameters")
     elif counts:
-        parts.append(f"{min(counts):,} to {max(counts):,} parameters per rank")
+        texts.append(f"{min(counts):,} to {max(counts):,} parameters per rank")
     models = max(len(process.tables.jobs) for process in run.processes)
     suffix = f" (the first of {models} models)" if models > 1 else ""
-    return ", ".join(parts) + suffix + (", simulated" if run.simulated else "")
+    return ", ".join(texts) + suffix + (", simulated" if run.simulated else "")
 
 
 def parameter_count(job: Row | None) -> int | None:

@@ -46,8 +46,8 @@ def findings(tables: Mapping[str, pd.DataFrame]) -> Iterator[str]:
     if total:
         largest = steady.loc[steady["op"] != ALL].nlargest(3, "payload_bytes_per_rank")
         shares = [(row.payload_bytes_per_rank / total, row.op) for row in rows_of(largest)]
-        parts = ", ".join(f"{format_share(share)} {op}" for share, op in shares if share >= 0.01)
-        yield f"A training step moves {format_bytes(total)} per rank: {parts}."
+        operations = ", ".join(f"{format_share(share)} {op}" for share, op in shares if share >= 0.01)
+        yield f"A training step moves {format_bytes(total)} per rank: {operations}."
     sites = tables["volume_by_site"]
     if len(sites) and is_known(sites["payload_share"].iloc[0]) and sites["payload_bytes"].iloc[0]:
         site = sites["site"].iloc[0] or "which was not recorded"

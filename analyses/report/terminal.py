@@ -80,8 +80,8 @@ def render(
         sections = ("log",)
     for name in SECTIONS:
         if name not in NOT_SHOWN if sections is None else name in sections:
-            parts = [*_RENDER[name](report)]
-            yield from ([Text(), *parts] if parts else [])
+            section = [*_RENDER[name](report)]
+            yield from ([Text(), *section] if section else [])
     if sections is None:
         names = ",".join(NOT_SHOWN)
         yield Text()

@@ -333,8 +333,8 @@ NETWORK_TABLES: Final = (
             duration("expected_ns", "expected", "Time that the network should take for one call."),
             duration("latency_ns", "of it latency", "Part of expected_ns that does not depend on the size."),
             word(
-                "how", "expected how",
-                '"fitted": measured for this operation and group; "extrapolated"; "described"; "local": within a rank.',
+                "how", "how",
+                'Source of expected_ns: "fitted" to this operation and group, "extrapolated", "described" or "local".',
                 optional=True,
             ),
             share("efficiency", "efficiency", "expected_ns / measured_ns."),

@@ -135,13 +135,13 @@ def _print_text(arguments: argparse.Namespace, runs: Mapping[str, Run], tables: 
 
     if len(runs) > 1:
         warnings = warnings_of_runs(runs, tables)
-        parts = side_by_side.render(compare(runs, tables), arguments.width, warnings=warnings)
+        renderables = side_by_side.render(compare(runs, tables), arguments.width, warnings=warnings)
     else:
         ((name, run),) = runs.items()
         sites = 10 if arguments.sites is None else arguments.sites
-        parts = terminal.render(run, tables[name], arguments.width, sites=sites, sections=arguments.sections)
-    for part in parts:
-        console(arguments.width).print(part)
+        renderables = terminal.render(run, tables[name], arguments.width, sites=sites, sections=arguments.sections)
+    for renderable in renderables:
+        console(arguments.width).print(renderable)
 
 
 def _tables(run: Run, *, details: bool = False, network: str | None = None) -> NamedTables:

@@ -39,9 +39,9 @@ def calls(
     """A run of so many ranks, each with these records, their ends seen by a callback unless they say else."""
     factory = LogFactory(log)
     for rank, rows in enumerate(ranks):
-        one = factory.process(rank, pid=4711 + rank, host=hosts[rank], world_size=len(ranks))
-        one.known({WORLD: [*range(len(ranks))], ALONE: [rank]}, **known)
-        one.write([record(**{"clock": Clock.FUTURE, "seq": at, **row}) for at, row in enumerate(rows)]).end()
+        process = factory.process(rank, pid=4711 + rank, host=hosts[rank], world_size=len(ranks))
+        process.known({WORLD: [*range(len(ranks))], ALONE: [rank]}, **known)
+        process.write([record(**{"clock": Clock.FUTURE, "seq": at, **row}) for at, row in enumerate(rows)]).end()
     return log
 
 
@@ -165,15 +165,15 @@ def test_of_long_runs_the_same_operations_count_on_all_ranks() -> None:
 
 def test_folds_in_any_cut(tmp_path: Path) -> None:
     rows = [at(number * 10_000, number * 10_000 + 5_000 + number) for number in range(1, 40)]
-    whole = table(calls(tmp_path / "one", rows, rows))
+    uncut = table(calls(tmp_path / "one", rows, rows))
     cut = LogFactory(tmp_path / "two")
     for rank in range(2):
-        one = cut.process(rank, pid=4711 + rank).known()
+        process = cut.process(rank, pid=4711 + rank).known()
         for begin in range(0, len(rows), 7):
-            some = rows[begin : begin + 7]
-            one.write([record(clock=Clock.FUTURE, seq=begin + number, **row) for number, row in enumerate(some)])
-        one.end()
-    pd.testing.assert_frame_equal(table(tmp_path / "two"), whole)
+            segment = rows[begin : begin + 7]
+            process.write([record(clock=Clock.FUTURE, seq=begin + number, **row) for number, row in enumerate(segment)])
+        process.end()
+    pd.testing.assert_frame_equal(table(tmp_path / "two"), uncut)
 
 
 def test_an_empty_run(tmp_path: Path) -> None:
@@ -246,23 +246,25 @@ def forecast(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, A
 def test_a_forecast_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     """13B under ZeRO-1 on 8 nodes of 8 GPUs: two bytes of each parameter, by a ring that has all NICs of a node."""
     pytest.importorskip("yaml")
-    told = forecast(capsys, "13B", "--world-size", "64", "--network", "ndr-infiniband")
-    rows = {row["op"]: row for row in told["times"] if row["when"] == "steps from 0"}
+    document = forecast(capsys, "13B", "--world-size", "64", "--network", "ndr-infiniband")
+    rows = {row["op"]: row for row in document["times"] if row["when"] == "steps from 0"}
     ring = 2 * 13_100_697_600 * 63 / 64 / 400e3  # us at 8 times 50 GB/s
     assert rows["all_gather"]["bandwidth_us"] == pytest.approx(ring, rel=1e-3)
     assert rows["all_reduce"]["bandwidth_us"] == pytest.approx(2 * ring, rel=1e-3)
     assert rows["all_gather"]["latency_us"] == pytest.approx(2 * (3.6 + 56 * 0.47 + 7 * 2.7))
     assert rows["all"]["time_us"] == pytest.approx(rows["all_gather"]["time_us"] + rows["all_reduce"]["time_us"])
-    assert {row["how"] for row in told["times"]} == {"described"}
-    assert told["network"]["name"] == "ndr-infiniband"
+    assert {row["how"] for row in document["times"]} == {"described"}
+    assert document["network"]["name"] == "ndr-infiniband"
 
 
 def test_tensor_parallel_ranks_share_a_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("yaml")
     (tmp_path / "tensor.yml").write_text("model_parallel_size: 8\n")
-    told = forecast(capsys, "19M", str(tmp_path / "tensor.yml"), "--world-size", "32", "--network", "ndr-infiniband")
-    steady = {(row["role"], row["op"]): row for row in told["times"] if row["when"].startswith("steps")}
-    volumes = {(row["role"], row["op"]): row for row in told["volumes"] if row["when"].startswith("steps")}
+    document = forecast(
+        capsys, "19M", str(tmp_path / "tensor.yml"), "--world-size", "32", "--network", "ndr-infiniband"
+    )
+    steady = {(row["role"], row["op"]): row for row in document["times"] if row["when"].startswith("steps")}
+    volumes = {(row["role"], row["op"]): row for row in document["volumes"] if row["when"].startswith("steps")}
     tensor = ("tensor", "all_reduce")
     assert steady[tensor]["bandwidth_us"] >= volumes[tensor]["wire_bytes"] / 450e3 * 0.999  # NVLink, ring or tree
     assert steady[tensor]["bandwidth_us"] < volumes[tensor]["wire_bytes"] / 450e3 * 8 / 7 * 1.001
@@ -274,8 +276,8 @@ def test_operations_that_were_not_measured_are_counted_and_left_out(
     kept: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("yaml")
-    told = forecast(capsys, "19M", "--world-size", "2", "--network", kept)
-    rows = {row["op"]: row for row in told["times"] if row["when"] == "steps from 0"}
+    document = forecast(capsys, "19M", "--world-size", "2", "--network", kept)
+    rows = {row["op"]: row for row in document["times"] if row["when"] == "steps from 0"}
     assert rows["all_gather"]["time_us"] is None
     assert rows["all_gather"]["calls_without_time"] == rows["all_gather"]["calls"] == 2
     assert rows["all"]["time_us"] == pytest.approx(rows["all_reduce"]["time_us"])
@@ -313,12 +315,12 @@ def test_hosts_of_the_groups_of_a_forecast(
     """Of 32 ranks, 8 on a host."""
     pytest.importorskip("yaml")
     (tmp_path / "keys.yml").write_text(json.dumps(keys))
-    found = forecasted(["tiny", str(tmp_path / "keys.yml")], 32, PlanOptions(**options))
+    predicted = forecasted(["tiny", str(tmp_path / "keys.yml")], 32, PlanOptions(**options))
     of = {
-        hosts_in(found, one, size, 8)
-        for one in (*found.prediction.start, *found.prediction.step(found.prediction.steady))
-        for size in [one.ranks or found.prediction.ranks_of(one.role)]
-        if (one.role, size) == (role, ranks)
+        hosts_in(predicted, call, size, 8)
+        for call in (*predicted.prediction.start, *predicted.prediction.step(predicted.prediction.steady))
+        for size in [call.ranks or predicted.prediction.ranks_of(call.role)]
+        if (call.role, size) == (role, ranks)
     }
     assert of == {hosts}
 
