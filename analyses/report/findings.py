@@ -25,7 +25,7 @@ def warnings(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> Iterator[s
     if coverage["without_end"]:
         yield f"{format_plural(int(coverage['without_end']), 'process', 'processes')} ended early, or still run."
     if coverage["simulated"]:
-        yield "Simulated (a dry run): the calls are the job's, nothing was sent, and there are no times."
+        yield "Simulated, a dry run: the calls are the job's, nothing was sent, and there are no times."
     if is_known(coverage["hook_errors"]) and coverage["hook_errors"]:
         errors = format_plural(int(coverage["hook_errors"]), "call")
         yield f"The hooks failed on {errors}: what they saw of them is missing."

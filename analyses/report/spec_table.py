@@ -27,13 +27,16 @@ def spec_table(
         table: The rows to show.
         width: Characters of the widest line.
         view: Name of the description's view.
-        more: Further columns at the right, each with a cell for each row.
+        more: Further columns, each with a cell for each row: at the right, before columns that may be left out.
     """
     specs = TABLES[name].columns_of(view)
     columns = [TextColumn(spec.head, spec.kind == "number", spec.shortenable, spec.optional) for spec in specs]
     rows = formatted_rows(specs, table)
-    for column, cells in more:
-        columns.append(column)
+    end = len(columns)
+    while columns[end - 1].optional:
+        end -= 1
+    for column, cells in reversed(more):
+        columns.insert(end, column)
         for row, cell in zip(rows, cells, strict=True):
-            row.append(cell)
+            row.insert(end, cell)
     return text_table(columns, rows, width)
