@@ -4,7 +4,7 @@
 figures are drawn from. The terminal report, the HTML pages, the "columns" of the JSON documents, `Run.describe_table`
 and the reference page of the documentation are made from it. A test compares it with the tables of real logs.
 
-    python -m commtrace.analyses.table_specs > docs/reference/tables.md
+    python -m commtrace.analyses.table_specs        # the reference page, in Markdown
 
 Definitions that hold for all tables are in the docstring of `commtrace.analyses`.
 """
@@ -62,8 +62,6 @@ def describe_columns(names: Iterable[str]) -> dict[str, dict[str, dict[str, str]
 _WIDTH: Final = 100
 
 _INTRODUCTION: Final = """\
-# Tables
-
 Every table, by its name, with what its rows and columns are. `run.describe_table(NAME)` shows the
 same in Python, and the JSON documents hold it as "columns".
 
@@ -72,13 +70,11 @@ same in Python, and the JSON documents hold it as "columns".
 - A missing value means "not known", never zero: `null` in JSON, "-" in text.
 - Text and pages show the columns under short heads, in units that suit; JSON and pandas hold exact
   numbers.
-
-<!-- Written by `python -m commtrace.analyses.table_specs`; edit the descriptions there. -->
 """
 
 
 def to_markdown() -> str:
-    """Return the reference page of all tables, in Markdown."""
+    """Return the reference page of all tables below its title, in Markdown."""
     return "\n".join(_markdown())
 
 
