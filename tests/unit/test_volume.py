@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from commtrace.schema import OPERATIONS
-from commtrace.volume import busbw_factor, wire_bytes
+from commtrace.volume import busbw_factor, size_bins, wire_bytes
 
 MIB = 1 << 20
 
@@ -83,3 +83,11 @@ def test_busbw_of_four(op: str, factor: float) -> None:
 
 def test_a_barrier_has_no_bandwidth() -> None:
     assert busbw_factor("barrier", 4) is None
+
+
+def test_a_size_bin_is_from_a_power_of_two_to_the_next() -> None:
+    sizes = np.array([0, 1, 2, 3, 4096, 8191, (1 << 52) - 1])
+    low, below = size_bins(sizes)
+    assert low.tolist() == [0, 1, 2, 2, 4096, 4096, 1 << 51]
+    assert below.tolist() == [1, 2, 4, 4, 8192, 8192, 1 << 52]
+    assert ((low <= sizes) & (sizes < below)).all()

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -25,10 +26,12 @@ from commtrace.analyses.figures.style import (
     in_order,
     label,
     paint,
+    show_legend_once,
     stack_totals,
     time_scale,
 )
 from commtrace.formatting import format_bytes, format_count, format_duration, format_power_of_two, format_share
+from commtrace.volume import size_bins
 
 _LINES: Final = (BLUE, ORANGE, GREEN, PINK, VERMILION, SKY, CLOSED_FORM, MORE)
 _THREE: Final = {
@@ -140,11 +143,11 @@ def message_sizes(table: pd.DataFrame, title: str) -> go.Figure:
     figure = make_subplots(
         rows=len(models), cols=2, subplot_titles=names, vertical_spacing=76 / height, horizontal_spacing=0.09
     )
-    exponents = [int(value).bit_length() - 1 for value in table.loc[table["size"] > 0, "size"]]
-    low, high = min(exponents, default=0), max(exponents, default=0)
+    table = table.loc[table["size"] > 0]
+    table = table.assign(exponent=np.log2(size_bins(table["size"].to_numpy())[0]).astype(int))
+    low, high = min(table["exponent"], default=0), max(table["exponent"], default=0)
     for row, model in enumerate(models, start=1):
-        part = table.loc[(table["model"] == model) & (table["size"] > 0)]
-        part = part.assign(exponent=[int(value).bit_length() - 1 for value in part["size"]])
+        part = table.loc[table["model"] == model]
         bins = part.groupby("exponent", as_index=False).agg(
             calls=("calls", "sum"), payload_bytes=("payload_bytes", "sum"), kinds=("size", "nunique")
         )
@@ -276,11 +279,7 @@ def _panels(table: pd.DataFrame, draw: Draw, *, bars: int, upright: bool = False
                 type="category",
                 **place,
             )
-    seen: set[str] = set()
-    for trace in figure.data:
-        if trace.name:
-            trace.showlegend = trace.showlegend is not False and trace.name not in seen
-            seen.add(trace.name)
+    show_legend_once(figure)
     figure.update_layout(height=height)
     return _headed(figure)
 
