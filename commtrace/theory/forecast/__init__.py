@@ -1,4 +1,11 @@
-"""What a training is going to communicate, told from its configuration files and the number of ranks: nothing runs."""
+"""Forecasts: what a job will communicate, from its configuration files and number of ranks alone.
+
+    from commtrace.theory.forecast import PlanOptions, forecast
+    job = forecast(["13B"], 64, PlanOptions(zero_stage=3))
+
+`predicted_volumes` has the forecast and its volumes as rows, `predicted_times` its times on a network, `text_report`
+the text of `commtrace theory`.
+"""
 
 from __future__ import annotations
 

@@ -1,106 +1,101 @@
-"""How long a network should take for what a training will communicate (`commtrace.network`).
+"""Predicted communication times of a job that has not run, on a network (`commtrace.network`).
 
-Times are sums over the calls of a rank, as if each waited for the one before it and nothing ran beside it: what
-overlaps with computation costs less, and what ranks wait for each other comes on top. Ranks fill one node after the
-other, and the ranks of a role are as far apart as parallel dimensions are laid out in GPT-NeoX and Megatron: tensor
-parallelism innermost, pipeline outermost.
+Times are sums over the calls of a rank, as if each waited for the one before it and nothing ran beside it: overlap with
+computation reduces them, and waiting for other ranks adds to them. Ranks fill one node after the other, and parallel
+dimensions are placed as in GPT-NeoX and Megatron: tensor parallelism innermost, pipeline outermost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
 
 from commtrace.network.networks import DESCRIBED, EXTRAPOLATED, FITTED, LOCAL, Network, hosts_of_group
 from commtrace.theory import ExpectedCall, Prediction
 from commtrace.theory.rules.torch.fsdp import COPIES
 
-from .predicted_volumes import Forecast, phases
+from .predicted_volumes import Forecast, phase_groups
+
+_TIMES: Final = ("latency_us", "bandwidth_us", "time_us")
+_POINT_TO_POINT: Final = ("send", "recv", "sendrecv")
 
 
-def time_rows(found: Forecast, network: Network) -> Iterator[dict[str, Any]]:
-    """A row for each part, role and operation of a rank, and one for the whole part, whose operation is "all".
+def time_rows(job: Forecast, network: Network) -> Iterator[dict[str, Any]]:
+    """Yield a row for each phase, role and operation of a rank, and one for all of a phase, whose operation is "all".
 
-    `latency_us`, `bandwidth_us` and their sum `time_us` are None where the network knows nothing of an operation; such
-    calls are counted in `calls_without_time`, and are not in the sums of "all". `how`: the weakest of their sources. Of
-    a pipeline for each stage, whose number is `stage`.
+    Columns `latency_us`, `bandwidth_us` and their sum `time_us` are microseconds, or None where the network has no
+    numbers for an operation; such calls are counted in `calls_without_time`, and left out of the sums of "all". `how`
+    is the weakest source of the times. In a pipeline rows are by stage, whose number is `stage`.
     """
-    for number, prediction in enumerate(found.kinds):
-        stage = {"stage": number} if found.stages else {}
-        for name, messages in phases(prediction):
-            groups: dict[tuple[str, str], list[ExpectedCall]] = {}
-            for one in messages:
-                groups.setdefault((one.role, one.op), []).append(one)
-            rows = [
-                {**stage, "when": name, "role": role, "op": op, **_time(found, prediction, network, some)}
-                for (role, op), some in sorted(groups.items())
-            ]
-            yield from rows
-            yield {**stage, "when": name, "role": "all", "op": "all", **_sum(rows)}
+    for cells, prediction, groups in phase_groups(job):
+        rows = [
+            {**cells, "role": role, "op": op, **_time(job, prediction, network, calls)}
+            for (role, op), calls in groups.items()
+        ]
+        yield from rows
+        yield {**cells, "role": "all", "op": "all", **total_time(rows)}
 
 
-def _time(
-    found: Forecast, prediction: Prediction, network: Network, messages: Iterable[ExpectedCall]
-) -> dict[str, Any]:
-    latency, bandwidth, calls, without = 0.0, 0.0, 0, 0
+def _time(job: Forecast, prediction: Prediction, network: Network, calls: Iterable[ExpectedCall]) -> dict[str, Any]:
+    latency, bandwidth, count, without_time = 0.0, 0.0, 0, 0
     sources = []
-    for one in messages:
-        ranks = one.ranks or prediction.ranks_of(one.role)
-        expected = network.expected(one.op, one.payload, ranks, num_hosts(found, one, ranks, network.ranks_per_node))
-        calls += one.calls
+    for call in calls:
+        ranks = call.ranks or prediction.ranks_of(call.role)
+        expected = network.expected(call.op, call.payload, ranks, num_hosts(job, call, ranks, network.ranks_per_node))
+        count += call.calls
         if expected is None:
-            without += one.calls
+            without_time += call.calls
             continue
-        latency += expected.latency_us * one.calls
-        bandwidth += expected.bandwidth_us * one.calls
+        latency += expected.latency_us * call.calls
+        bandwidth += expected.bandwidth_us * call.calls
         sources.append(expected.how)
-    known = calls > without
+    times = (latency, bandwidth, latency + bandwidth) if sources else (None, None, None)
+    counts = {"calls": count, "calls_without_time": without_time}
+    return {**counts, **dict(zip(_TIMES, times, strict=True)), "how": weakest_source(sources)}
+
+
+def total_time(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the sums of a phase's rows; times are None where no row has one."""
+    timed = [row for row in rows if row["time_us"] is not None]
     return {
-        "calls": calls,
-        "calls_without_time": without,
-        "latency_us": latency if known else None,
-        "bandwidth_us": bandwidth if known else None,
-        "time_us": latency + bandwidth if known else None,
-        "how": weakest(sources),
+        "calls": sum(row["calls"] for row in rows),
+        "calls_without_time": sum(row["calls_without_time"] for row in rows),
+        **{name: sum(row[name] for row in timed) if timed or not rows else None for name in _TIMES},
+        "how": weakest_source(row["how"] for row in rows),
     }
 
 
-def _sum(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    some = list(rows)
-    sums: dict[str, Any] = {name: sum(row[name] for row in some) for name in ("calls", "calls_without_time")}
-    known = [row for row in some if row["time_us"] is not None]
-    told = {name: sum(row[name] for row in known) if known or not some else None for name in _PARTS}
-    return {**sums, **told, "how": weakest([row["how"] for row in some if row["how"] is not None])}
+def weakest_source(sources: Iterable[str | None]) -> str | None:
+    """Return the source of times that is furthest from a measurement."""
+    present = set(sources)
+    return next((how for how in (DESCRIBED, EXTRAPOLATED, FITTED, LOCAL) if how in present), None)
 
 
-_PARTS = ("latency_us", "bandwidth_us", "time_us")
+def num_hosts(job: Forecast, call: ExpectedCall, ranks: int, ranks_per_node: int) -> int:
+    """Return the number of hosts that a call's group is on; for a message, 2 if it leaves its host.
 
-
-def weakest(sources: Iterable[str]) -> str | None:
-    """Of where times come from, what is furthest from a measurement."""
-    some = set(sources)
-    return next((how for how in (DESCRIBED, EXTRAPOLATED, FITTED, LOCAL) if how in some), None)
-
-
-def num_hosts(found: Forecast, message: ExpectedCall, ranks: int, ranks_per_node: int) -> int:
-    """Hosts of the group of a role, of so many ranks; of a message, whether it leaves its host: 1 or 2."""
-    stages, of_a_stage = len(found.kinds), found.ranks_of_a_kind
-    if message.role == "model":
-        places = {stage * of_a_stage + part for stage in range(stages) for part in range(found.plan.layout.tensor)}
+    Args:
+        job: The forecast.
+        call: The call.
+        ranks: Ranks of its group.
+        ranks_per_node: Ranks on one host.
+    """
+    if call.role == "model":
+        first_ranks = (stage * job.ranks_per_prediction for stage in range(len(job.predictions)))
+        places = {first + part for first in first_ranks for part in range(job.plan.layout.tensor)}
         return len({place // ranks_per_node for place in places})
-    some = 2 if message.op in _MESSAGES else ranks
-    return hosts_of_group(some, _stride(found, message, some), ranks_per_node)
+    members = 2 if call.op in _POINT_TO_POINT else ranks
+    return hosts_of_group(members, _stride(job, call, members), ranks_per_node)
 
 
-_MESSAGES = ("send", "recv", "sendrecv")
-
-
-def _stride(found: Forecast, message: ExpectedCall, ranks: int) -> int:
-    """From one rank of a role's group to the next."""
-    layout, of_a_stage = found.plan.layout, found.ranks_of_a_kind
-    if message.role == "pipeline":  # of some of the stages: the first and the last, which share weights
-        return of_a_stage if message.op in _MESSAGES else of_a_stage * ((len(found.kinds) - 1) // max(ranks - 1, 1))
-    if message.role == "data" and (message.cause == COPIES or (layout.experts > 1 and message.ranks)):
-        return of_a_stage // ranks  # between them are those that have the other parts, or the other experts
+def _stride(job: Forecast, call: ExpectedCall, ranks: int) -> int:
+    """Return the distance from one rank of a call's group to the next."""
+    layout, per_stage = job.plan.layout, job.ranks_per_prediction
+    if call.role == "pipeline":
+        if call.op in _POINT_TO_POINT:
+            return per_stage
+        return per_stage * ((len(job.predictions) - 1) // max(ranks - 1, 1))  # the first and the last share weights
+    if call.role == "data" and (call.cause == COPIES or (layout.experts > 1 and call.ranks)):
+        return per_stage // ranks  # between them are those that have the other shards, or the other experts
     # Ranks that share sequences reduce gradients together with the others.
-    return layout.tensor if message.role in ("data", "expert") else 1
+    return layout.tensor if call.role in ("data", "expert") else 1

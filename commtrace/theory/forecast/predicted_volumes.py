@@ -1,148 +1,175 @@
-"""A plan's two predictions as rows: the closed form, and every call.
+"""Predicted volumes of a job that has not run: the closed form and every call, as rows of tables.
 
 Volumes are bytes, of one rank and of all ranks together. Payload is nccl-tests' size, counted once on every rank that
-takes part; wire bytes are what ranks must at least send (`commtrace.volume`).
+takes part. Wire bytes are the least that ranks have to send (`commtrace.volume`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import prod
 from typing import Any, Final
 
 from commtrace.theory import ExpectedCall, NotPredictedError, Prediction, predict
 from commtrace.theory.configs.job_plan import DEFAULT_OPTIONS, JobPlan, PlanError, PlanOptions, plan_job
 from commtrace.theory.expected_calls import exact_wire_bytes
-from commtrace.volume import size_bins
 
 START: Final = "start-up"
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What every rank is going to communicate."""
+    """What every rank of a planned job will communicate.
+
+    Attributes:
+        plan: The job.
+        prediction: Calls of a rank; in a pipeline, of a rank of the first stage.
+        stages: In a pipeline, the prediction for a rank of each stage; otherwise empty.
+    """
 
     plan: JobPlan
     prediction: Prediction
     stages: tuple[Prediction, ...] = ()
-    """Of a pipeline those of the ranks of each stage, the first of which is `prediction`."""
 
     @property
-    def kinds(self) -> tuple[Prediction, ...]:
-        """The predictions of ranks that communicate differently, each of as many ranks."""
+    def predictions(self) -> tuple[Prediction, ...]:
+        """Predictions of ranks that communicate differently; each is of as many ranks."""
         return self.stages or (self.prediction,)
 
     @property
-    def ranks_of_a_kind(self) -> int:
-        """How many ranks each of `kinds` is of."""
-        return self.plan.layout.world // len(self.kinds)
+    def ranks_per_prediction(self) -> int:
+        """Ranks that each of `predictions` is of."""
+        return self.plan.layout.world // len(self.predictions)
+
+
+def forecast(files: Sequence[str], world: int, options: PlanOptions = DEFAULT_OPTIONS) -> Forecast:
+    """Predict what a job will communicate from its configuration files.
+
+    Args:
+        files: Configuration files, as in `plan_job`.
+        world: Ranks of the job.
+        options: Settings that complete the files.
+
+    Raises:
+        PlanError: If the files and options do not make a job, or there are no rules for it.
+    """
+    try:
+        plan = plan_job(files, world, options)
+        stages = tuple(predict(row) for row in plan.stages)
+        return Forecast(plan, stages[0] if stages else predict(plan.row), stages)
+    except NotPredictedError as error:
+        raise PlanError(f"{', '.join(files)}: not predicted: {error}") from error
 
 
 def phases(prediction: Prediction) -> Iterator[tuple[str, tuple[ExpectedCall, ...]]]:
-    """Start-up, the steps that differ, and the steps that are all alike: a name and the calls of a rank."""
+    """Yield name and calls of start-up, of each step that differs from later ones, and of the steps that are alike."""
     yield START, prediction.start
     for number in range(prediction.steady):
         yield f"step {number}", prediction.step(number)
     yield f"steps from {prediction.steady}", prediction.step(prediction.steady)
 
 
-def forecast(files: Sequence[str], world: int, options: PlanOptions = DEFAULT_OPTIONS) -> Forecast:
-    """The predictions for these files on `world` ranks. Raises PlanError where there is no job, or no rules for it."""
-    try:
-        found = plan_job(files, world, options)
-        stages = tuple(predict(row) for row in found.stages)
-        return Forecast(found, stages[0] if stages else predict(found.row), stages)
-    except NotPredictedError as error:
-        raise PlanError(f"{', '.join(files)}: not predicted: {error}") from error
-
-
-def volume_rows(found: Forecast) -> Iterator[dict[str, Any]]:
-    """A row for each part, role and operation, and one for the whole part, whose operation is "all".
-
-    Of a pipeline for each stage, whose number is `stage`; `all_ranks` are then all of that stage.
-    """
-    for number, prediction in enumerate(found.kinds):
-        stage = {"stage": number} if found.stages else {}
-        for name, messages in phases(prediction):
+def phase_groups(
+    job: Forecast,
+) -> Iterator[tuple[dict[str, Any], Prediction, dict[tuple[str, str], list[ExpectedCall]]]]:
+    """Yield the first cells of a phase's rows, its prediction, and its calls by role and operation."""
+    for stage, prediction in enumerate(job.predictions):
+        for name, calls in phases(prediction):
             groups: dict[tuple[str, str], list[ExpectedCall]] = {}
-            for one in messages:
-                groups.setdefault((one.role, one.op), []).append(one)
-            for (role, op), some in sorted(groups.items()):
-                yield {**stage, "when": name, "role": role, "op": op, **_volume(found, prediction, some)}
-            yield {**stage, "when": name, "role": "all", "op": "all", **_volume(found, prediction, messages)}
+            for call in calls:
+                groups.setdefault((call.role, call.op), []).append(call)
+            yield {**_stage_cell(job, stage), "when": name}, prediction, dict(sorted(groups.items()))
 
 
-def _volume(found: Forecast, prediction: Prediction, messages: Iterable[ExpectedCall]) -> dict[str, Any]:
-    some = list(messages)
-    bounds = any(one.most is not None for one in some)
-    ranks = found.ranks_of_a_kind
-    payload, wire = sum(one.bytes for one in some), _wire(prediction, some)
+def _stage_cell(job: Forecast, stage: int) -> dict[str, Any]:
+    return {"stage": stage} if job.stages else {}
+
+
+def volume_rows(job: Forecast) -> Iterator[dict[str, Any]]:
+    """Yield a row for each phase, role and operation, and one for all of a phase, whose role and operation are "all".
+
+    In a pipeline rows are by stage, whose number is `stage`; `all_ranks` columns are then of all ranks of that stage.
+    """
+    for cells, prediction, groups in phase_groups(job):
+        for (role, op), calls in groups.items():
+            yield {**cells, "role": role, "op": op, **_volume(job, prediction, calls)}
+        total = [call for calls in groups.values() for call in calls]
+        yield {**cells, "role": "all", "op": "all", **_volume(job, prediction, total)}
+
+
+def _volume(job: Forecast, prediction: Prediction, calls: Sequence[ExpectedCall]) -> dict[str, Any]:
+    has_bounds = any(call.most is not None for call in calls)
+    most = sum(call.calls if call.most is None else call.most for call in calls)
+    payload = sum(call.bytes for call in calls)
+    wire = sum(
+        (
+            exact_wire_bytes(call.op, call.payload, call.ranks or prediction.ranks_of(call.role)) * call.calls
+            for call in calls
+        ),
+        Fraction(0),
+    )
     return {
-        "calls": sum(one.calls for one in some),
-        "calls_max": sum(one.calls if one.most is None else one.most for one in some) if bounds else None,
+        "calls": sum(call.calls for call in calls),
+        "calls_max": most if has_bounds else None,
         "payload_bytes": payload,
         "wire_bytes": number(wire),
-        "all_ranks_payload_bytes": payload * ranks,
-        "all_ranks_wire_bytes": number(wire * ranks),
+        "all_ranks_payload_bytes": payload * job.ranks_per_prediction,
+        "all_ranks_wire_bytes": number(wire * job.ranks_per_prediction),
     }
 
 
-def _wire(prediction: Prediction, messages: Iterable[ExpectedCall]) -> Fraction:
-    ranks = prediction.ranks_of
-    return sum(
-        (exact_wire_bytes(one.op, one.payload, one.ranks or ranks(one.role)) * one.calls for one in messages),
-        Fraction(0),
-    )
-
-
-def size_rows(found: Forecast) -> Iterator[dict[str, Any]]:
-    """A row for each operation and message size of a rank in a step once steps are alike; of a pipeline by stage."""
-    for stage, prediction in enumerate(found.kinds):
+def size_rows(job: Forecast) -> Iterator[dict[str, Any]]:
+    """Yield a row for each role, operation and message size of a rank in a steady step; in a pipeline by stage."""
+    for stage, prediction in enumerate(job.predictions):
         counts: dict[tuple[str, str, int], int] = {}
-        for one in prediction.step(prediction.steady):
-            counts[one.role, one.op, one.payload] = counts.get((one.role, one.op, one.payload), 0) + one.calls
+        for call in prediction.step(prediction.steady):
+            key = (call.role, call.op, call.payload)
+            counts[key] = counts.get(key, 0) + call.calls
         for (role, op, payload), calls in sorted(counts.items()):
-            row = {"role": role, "op": op, "payload_bytes": payload, "calls": calls, "sum_bytes": payload * calls}
-            yield {"stage": stage, **row} if found.stages else row
+            sizes = {"payload_bytes": payload, "calls": calls, "sum_bytes": payload * calls}
+            yield {**_stage_cell(job, stage), "role": role, "op": op, **sizes}
 
 
-def size_bin_rows(found: Forecast) -> Iterator[dict[str, Any]]:
-    """The same by powers of two: a message of `from_bytes` up to, but not, `below_bytes`; without payload: 0 to 1."""
+def size_bin_rows(job: Forecast) -> Iterator[dict[str, Any]]:
+    """Yield `size_rows` by powers of two: sizes from `from_bytes` up to, but not including, `below_bytes`.
+
+    Messages without payload are from 0 to 1.
+    """
     sums: dict[tuple[int, str, str, int], list[int]] = {}
-    for row in size_rows(found):
-        low = int(size_bins(row["payload_bytes"])[0])
-        held = sums.setdefault((row.get("stage", 0), row["role"], row["op"], low), [0, 0])
-        held[0] += row["calls"]
-        held[1] += row["sum_bytes"]
+    for row in size_rows(job):
+        low = 1 << (row["payload_bytes"].bit_length() - 1) if row["payload_bytes"] else 0
+        counts = sums.setdefault((row.get("stage", 0), row["role"], row["op"], low), [0, 0])
+        counts[0] += row["calls"]
+        counts[1] += row["sum_bytes"]
     for (stage, role, op, low), (calls, total) in sorted(sums.items()):
-        row = {
-            "role": role, "op": op, "from_bytes": low, "below_bytes": low * 2 or 1, "calls": calls, "sum_bytes": total
-        }  # fmt: skip
-        yield {"stage": stage, **row} if found.stages else row
+        sizes = {"from_bytes": low, "below_bytes": low * 2 or 1, "calls": calls, "sum_bytes": total}
+        yield {**_stage_cell(job, stage), "role": role, "op": op, **sizes}
 
 
-def waterfall_rows(found: Forecast) -> Iterator[dict[str, Any]]:
-    """From the closed form to the wire bytes of a step, a cause a row; of a pipeline for each stage."""
-    for stage, prediction in enumerate(found.kinds):
-        for at, bar in enumerate((prediction.closed_form, *prediction.bars)):
-            if bar.bytes or not at:
-                row = {"label": bar.label, "wire_bytes": number(bar.bytes)}
-                yield {"stage": stage, "role": bar.role if at else "all", **row} if found.stages else row
+def waterfall_rows(job: Forecast) -> Iterator[dict[str, Any]]:
+    """Yield a row for each bar from the closed form to the wire bytes of a step; in a pipeline by stage."""
+    for stage, prediction in enumerate(job.predictions):
+        for position, bar in enumerate((prediction.closed_form, *prediction.bars)):
+            if bar.bytes or not position:
+                cells = {"stage": stage, "role": bar.role if position else "all"} if job.stages else {}
+                yield {**cells, "label": bar.label, "wire_bytes": number(bar.bytes)}
 
 
 def number(value: Fraction) -> int | float:
-    """A whole number where it is one."""
+    """Return an int where the value is a whole number."""
     return int(value) if value.denominator == 1 else float(value)
 
 
-def json_document(found: Forecast) -> dict[str, Any]:
-    """Everything, as JSON has it."""
-    row, layout, form = found.plan.row, found.plan.layout, found.prediction.closed_form
-    elements = [sum(_product(one["shape"]) for one in of["parameters"]) for of in found.plan.stages or (row,)]
-    pipeline = {"pipeline_stages": len(found.stages), "stage_parameters": elements} if found.stages else {}
+def json_document(job: Forecast) -> dict[str, Any]:
+    """Return the forecast as `commtrace theory --json` prints it."""
+    layout, form = job.plan.layout, job.prediction.closed_form
+    rows = job.plan.stages or (job.plan.row,)
+    elements = [sum(prod(parameter["shape"]) for parameter in row["parameters"]) for row in rows]
+    pipeline = {"pipeline_stages": len(job.stages), "stage_parameters": elements} if job.stages else {}
     return {
-        "scheme": found.prediction.scheme,
+        "scheme": job.prediction.scheme,
         "world_size": layout.world,
         "data_parallel_size": layout.data,
         "tensor_parallel_size": layout.tensor,
@@ -152,21 +179,14 @@ def json_document(found: Forecast) -> dict[str, Any]:
         "micro_batch_size": layout.micro_batch,
         "gradient_accumulation_steps": layout.accumulation,
         "parameters": sum(elements),
-        "assumed": [*found.plan.assumed],
+        "assumed": [*job.plan.assumed],
         "closed_form": {
             "label": form.label,
             "wire_bytes": number(form.bytes),
             "all_ranks_wire_bytes": number(form.bytes * layout.world),
         },
-        "waterfall": [*waterfall_rows(found)],
-        "volumes": [*volume_rows(found)],
-        "message_sizes": [*size_rows(found)],
-        "message_size_bins": [*size_bin_rows(found)],
+        "waterfall": [*waterfall_rows(job)],
+        "volumes": [*volume_rows(job)],
+        "message_sizes": [*size_rows(job)],
+        "message_size_bins": [*size_bin_rows(job)],
     }
-
-
-def _product(shape: Iterable[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product

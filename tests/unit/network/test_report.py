@@ -22,8 +22,8 @@ from commtrace.network.networks import MeasuredNetwork, Network
 from commtrace.schema import Clock, Flag, State
 from commtrace.theory.forecast import PlanOptions
 from commtrace.theory.forecast import forecast as forecasted
-from commtrace.theory.forecast.predicted_times import _sum
 from commtrace.theory.forecast.predicted_times import num_hosts as hosts_in
+from commtrace.theory.forecast.predicted_times import total_time
 
 NETWORK = MeasuredNetwork("it", results([*ideal("all_reduce", 2), *ideal("send_recv", 2)]))
 
@@ -328,5 +328,5 @@ def test_hosts_of_the_groups_of_a_forecast(
 def test_nothing_known_is_no_time_of_nothing() -> None:
     unknown = {"calls": 2, "calls_without_time": 2, "latency_us": None, "bandwidth_us": None, "time_us": None}
     known = {"calls": 1, "calls_without_time": 0, "latency_us": 1.0, "bandwidth_us": 2.0, "time_us": 3.0}
-    assert _sum([{**unknown, "how": None}])["time_us"] is None
-    assert _sum([{**unknown, "how": None}, {**known, "how": "fitted"}])["time_us"] == 3.0
+    assert total_time([{**unknown, "how": None}])["time_us"] is None
+    assert total_time([{**unknown, "how": None}, {**known, "how": "fitted"}])["time_us"] == 3.0
