@@ -41,15 +41,12 @@ class Command:
         from commtrace.theory.forecast.text_report import json_times, text_lines, text_times
 
         network = None if arguments.network is None else open_network(arguments.network)
-        found = forecast(arguments.config, arguments.world_size, options_of(arguments))
+        job = forecast(arguments.config, arguments.world_size, options_of(arguments))
         if arguments.json:
-            print(
-                json.dumps(
-                    {**json_document(found), **({} if network is None else json_times(found, network))}, indent=1
-                )
-            )
+            times = {} if network is None else json_times(job, network)
+            print(json.dumps({**json_document(job), **times}, indent=1))
         else:
-            print(*text_lines(found), *(() if network is None else text_times(found, network)), sep="\n")
+            print(*text_lines(job), *(() if network is None else text_times(job, network)), sep="\n")
         return 0
 
 

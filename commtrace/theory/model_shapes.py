@@ -1,14 +1,14 @@
-"""Models as their configuration describes them: which parameters they have, in the order in which they are made.
+"""Shapes of models from their configuration: parameters, buffers and modules in the order in which they are made.
 
-The rule: a model is a tree of modules, each with parameters of its own; torch lists parameters (`named_parameters`)
-from the root on, a module's own before those of the modules in it, and each shared one where it comes first. So shapes
-and order follow from the tree, and no model is built.
+A model is a tree of modules, each with parameters of its own. torch lists parameters (`named_parameters`) from the root
+on: a module's own before those of the modules in it, and each shared one where it comes first. So shapes and order
+follow from the tree, and no model is built.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 Shape: TypeAlias = tuple[int, ...]
@@ -16,152 +16,171 @@ Shape: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ModuleSpec:
-    """A module."""
+    """A module of a model, with the modules in it.
+
+    Attributes:
+        name: Last part of the dotted name.
+        parameters: Name and shape of its own parameters.
+        parts: Modules in it.
+        runs: Whether it has a forward of its own, which a list of modules has not.
+        norm: Whether it is a norm, whose parameters are not decayed.
+        shared: Full name of a parameter of another module that it uses as well; empty: none.
+        buffers: Name, shape and element type of its buffers.
+        expert: Whether it is one of several experts.
+    """
 
     name: str
     parameters: tuple[tuple[str, Shape], ...] = ()
     parts: tuple[ModuleSpec, ...] = ()
     runs: bool = True
-    """Whether it has a forward of its own; a list of modules has none."""
     norm: bool = False
-    """Its parameters are not decayed."""
     shared: str = ""
-    """A parameter of another module that it uses as well, by its full name."""
     buffers: tuple[tuple[str, Shape, str], ...] = ()
-    """Name, shape and element type."""
     expert: bool = False
-    """It is one of several experts, and the parts within it are its own."""
 
 
 def linear(name: str, inputs: int, outputs: int, *, bias: bool = True) -> ModuleSpec:
-    """`outputs` rows of `inputs`."""
-    own: tuple[tuple[str, Shape], ...] = (("weight", (outputs, inputs)), ("bias", (outputs,)))
-    return ModuleSpec(name, own if bias else own[:1])
+    """Return a linear layer, whose weight has `outputs` rows of `inputs`."""
+    parameters: tuple[tuple[str, Shape], ...] = (("weight", (outputs, inputs)), ("bias", (outputs,)))
+    return ModuleSpec(name, parameters if bias else parameters[:1])
 
 
 def norm(name: str, size: int, *, bias: bool = True) -> ModuleSpec:
-    """A layer norm, or one without a bias (RMSNorm)."""
-    own: tuple[tuple[str, Shape], ...] = (("weight", (size,)), ("bias", (size,)))
-    return ModuleSpec(name, own if bias else own[:1], norm=True)
+    """Return a layer norm, or one without a bias (RMSNorm)."""
+    parameters: tuple[tuple[str, Shape], ...] = (("weight", (size,)), ("bias", (size,)))
+    return ModuleSpec(name, parameters if bias else parameters[:1], norm=True)
 
 
-def embedding(name: str, count: int, size: int) -> ModuleSpec:
-    """An embedding of `count` rows."""
-    return ModuleSpec(name, (("weight", (count, size)),))
+def embedding(name: str, rows: int, size: int) -> ModuleSpec:
+    """Return an embedding."""
+    return ModuleSpec(name, (("weight", (rows, size)),))
+
+
+def module(name: str, *parts: ModuleSpec) -> ModuleSpec:
+    """Return a module without parameters of its own."""
+    return ModuleSpec(name, parts=parts)
 
 
 def module_list(name: str, *parts: ModuleSpec) -> ModuleSpec:
-    """A list or dictionary of modules."""
+    """Return a list or dictionary of modules."""
     return ModuleSpec(name, parts=parts, runs=False)
 
 
 def numbered_copies(part: ModuleSpec, count: int) -> Iterator[ModuleSpec]:
-    """The part so many times, named by number."""
+    """Return copies of a module, named by number."""
     return (replace(part, name=f"{part.name}{number}") for number in range(count))
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What decides the shapes of a GPT-NeoX model."""
+    """What decides the shapes of a GPT-NeoX model.
+
+    Attributes:
+        layers: Transformer layers.
+        hidden: Hidden size.
+        vocabulary: Rows of the embedding, with padding.
+        tied: Whether the head uses the embedding's matrix.
+        tensor: Ranks that share the model: each has a part of the vocabulary, of the heads and of the inner layers.
+        experts: Experts of a layer that has several.
+        experts_here: Experts of one rank.
+        expert_interval: One layer in so many has experts, beginning with the first.
+    """
 
     layers: int
     hidden: int
     vocabulary: int
-    """Rows of the embedding, with padding."""
     tied: bool = False
-    """The head uses the embedding's matrix."""
     tensor: int = 1
-    """Ranks that share the model: each has a part of the vocabulary, of the heads and of the inner layers."""
     experts: int = 1
-    """Of a layer that has several."""
     experts_here: int = 1
-    """Those of one rank."""
     expert_interval: int = 1
-    """Every so many-th layer has experts, the first one on."""
 
 
-def gpt_neox_model(figures: ModelShape) -> ModuleSpec:
-    """The tree of `examples.gpt_neox`, whose parameters are those of GPT-NeoX.
+def gpt_neox_model(shape: ModelShape) -> ModuleSpec:
+    """Return the model of `examples.gpt_neox`, whose parameters are those of GPT-NeoX.
 
-    2Vh + L(12h^2 + 13h) + 2h of them, less Vh where embeddings are tied; a rank of t has a t-th of the matrices and
-    of the biases behind column-parallel ones, and all of the others.
+    It has 2Vh + L(12h^2 + 13h) + 2h parameters, less Vh where embeddings are tied. A rank of t tensor-parallel ones has
+    a t-th of the matrices and of the biases of column-parallel ones, and all of the others.
     """
-    embedding, block, norm_, head = gpt_neox_layers(figures)
-    tied = ModuleSpec("head", shared="layers.embedding.weight")
-    blocks = (_with_experts(block, figures, number) for number in range(figures.layers))
-    return ModuleSpec("", parts=(module_list("layers", embedding, *blocks, norm_, tied if figures.tied else head),))
+    first, block, last_norm, head = gpt_neox_layers(shape)
+    if shape.tied:
+        head = ModuleSpec("head", shared="layers.embedding.weight")
+    blocks = []
+    for number in range(shape.layers):
+        *parts, mlp = block.parts
+        has_experts = shape.experts > 1 and number % shape.expert_interval == 0
+        layer_parts = (*parts, _experts(mlp, shape) if has_experts else mlp)
+        blocks.append(replace(block, name=f"{block.name}{number}", parts=layer_parts))
+    return module("", module_list("layers", first, *blocks, last_norm, head))
 
 
-def gpt_neox_layers(figures: ModelShape) -> tuple[ModuleSpec, ModuleSpec, ModuleSpec, ModuleSpec]:
-    """The embedding, a transformer layer without experts, the last norm, and a head with a matrix of its own."""
-    size, part = figures.hidden, figures.hidden // figures.tensor
-    attention = ModuleSpec("attention", parts=(linear("query_key_value", size, 3 * part), linear("dense", part, size)))
-    mlp = ModuleSpec("mlp", parts=(linear("dense_h_to_4h", size, 4 * part), linear("dense_4h_to_h", 4 * part, size)))
-    block = ModuleSpec(
-        "block_", parts=(norm("input_layernorm", size), attention, norm("post_attention_layernorm", size), mlp)
-    )
-    vocabulary = figures.vocabulary // figures.tensor
-    vocabulary_rows = embedding("embedding", vocabulary, size)
-    return vocabulary_rows, block, norm("final_norm", size), linear("head", size, vocabulary, bias=False)
+def gpt_neox_layers(shape: ModelShape) -> tuple[ModuleSpec, ModuleSpec, ModuleSpec, ModuleSpec]:
+    """Return the embedding, a transformer layer without experts, the last norm, and a head with its own matrix."""
+    size, part = shape.hidden, shape.hidden // shape.tensor
+    attention = module("attention", linear("query_key_value", size, 3 * part), linear("dense", part, size))
+    mlp = module("mlp", linear("dense_h_to_4h", size, 4 * part), linear("dense_4h_to_h", 4 * part, size))
+    block = module("block_", norm("input_layernorm", size), attention, norm("post_attention_layernorm", size), mlp)
+    vocabulary = shape.vocabulary // shape.tensor
+    head = linear("head", size, vocabulary, bias=False)
+    return embedding("embedding", vocabulary, size), block, norm("final_norm", size), head
 
 
-def _with_experts(block: ModuleSpec, figures: ModelShape, number: int) -> ModuleSpec:
-    """The layer of this number, with experts in place of its MLP where it has some."""
-    *others, mlp = block.parts
-    has = figures.experts > 1 and number % figures.expert_interval == 0
-    return replace(block, name=f"{block.name}{number}", parts=(*others, _experts(mlp, figures) if has else mlp))
+def _experts(mlp: ModuleSpec, shape: ModelShape) -> ModuleSpec:
+    """Return DeepSpeed's layer of experts in place of an MLP: a gate, and the experts of one rank."""
+    gate = module("gate", linear("wg", shape.hidden, shape.experts, bias=False))
+    copies = (replace(mlp, name=str(number), expert=True) for number in range(shape.experts_here))
+    experts = module("experts", module_list("deepspeed_experts", *copies))
+    return module("mlp", module("moe", module("deepspeed_moe", gate, experts)))
 
 
-def _experts(mlp: ModuleSpec, figures: ModelShape) -> ModuleSpec:
-    """DeepSpeed's layer of several, in place of one: a gate, and those of one rank."""
-    gate = ModuleSpec("gate", parts=(linear("wg", figures.hidden, figures.experts, bias=False),))
-    copies = (replace(mlp, name=str(number), expert=True) for number in range(figures.experts_here))
-    experts = ModuleSpec("experts", parts=(module_list("deepspeed_experts", *copies),))
-    return ModuleSpec("mlp", parts=(ModuleSpec("moe", parts=(ModuleSpec("deepspeed_moe", parts=(gate, experts)),)),))
-
-
-# --- as a row of the `job` table has it -----------------------------------------------------------------------------
+# --- rows of the `job` table ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ModelLists:
-    """The lists that a job row has of a model."""
+    """Lists about a model in a row of the `job` table.
 
-    parameters: list[dict[str, Any]]
-    buffers: list[dict[str, Any]]
-    modules: list[dict[str, Any]]
-    decaying: list[int]
-    """Numbers of the parameters that decay: matrices, that is neither biases nor those of norms."""
-    plain: list[int]
-    """Numbers of the others."""
+    Attributes:
+        parameters: Name, shape, dtype and whether it is trained, of each parameter.
+        buffers: Name, shape and dtype of each buffer.
+        modules: Name and parameter numbers of each module that runs.
+        decaying: Numbers of the parameters that decay: matrices, which are neither biases nor of norms.
+        plain: Numbers of the other parameters.
+    """
+
+    parameters: list[dict[str, Any]] = field(default_factory=list)
+    buffers: list[dict[str, Any]] = field(default_factory=list)
+    modules: list[dict[str, Any]] = field(default_factory=list)
+    decaying: list[int] = field(default_factory=list)
+    plain: list[int] = field(default_factory=list)
 
 
 def model_lists(root: ModuleSpec, dtype: str) -> ModelLists:
-    """Of a model whose parameters have this element type."""
-    found = ModelLists([], [], [], [], [])
+    """Return the lists of a model whose parameters have this element type."""
+    lists = ModelLists()
     numbers: dict[str, int] = {}
     for prefix, part in _walk(root, ""):
         own = []
         mark = {"expert": True} if part.expert else {}
         for name, shape in part.parameters:
-            number = numbers[prefix + name] = len(found.parameters)
+            number = numbers[prefix + name] = len(lists.parameters)
             row = {"name": prefix + name, "shape": [*shape], "dtype": dtype, "trainable": True}
-            found.parameters.append({**row, **mark})
-            (found.plain if part.norm or name.endswith("bias") else found.decaying).append(number)
+            lists.parameters.append({**row, **mark})
+            (lists.plain if part.norm or name.endswith("bias") else lists.decaying).append(number)
             own.append(number)
         if part.shared:
             own.append(numbers[part.shared])
-        found.buffers.extend(
+        lists.buffers.extend(
             {"name": prefix + name, "shape": [*shape], "dtype": kind} for name, shape, kind in part.buffers
         )
         if part.runs:
-            found.modules.append({"name": prefix.rstrip("."), "parameters": own})
-    return found
+            lists.modules.append({"name": prefix.rstrip("."), "parameters": own})
+    return lists
 
 
 def _walk(part: ModuleSpec, prefix: str) -> Iterator[tuple[str, ModuleSpec]]:
-    """Each part, parents first, with what stands before the names of its parameters."""
+    """Yield each module, parents first, with the prefix of its parameters' names."""
     inner = f"{prefix}{part.name}." if part.name else prefix
     yield inner, part
-    for one in part.parts:
-        yield from _walk(replace(one, expert=True) if part.expert else one, inner)
+    for child in part.parts:
+        yield from _walk(replace(child, expert=True) if part.expert else child, inner)

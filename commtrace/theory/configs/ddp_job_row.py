@@ -11,8 +11,8 @@ from .rank_layout import ELEMENT_TYPES, RankLayout
 
 
 def ddp_row(model: ModuleSpec, precision: str, layout: RankLayout) -> dict[str, Any]:
-    """A model under DistributedDataParallel with default settings, all of it in one element type."""
-    found = model_lists(model, ELEMENT_TYPES[precision])
+    """Return the row of a model in one element type, under DDP with default settings."""
+    lists = model_lists(model, ELEMENT_TYPES[precision])
     return {
         "source": "ddp",
         "engine": "DistributedDataParallel",
@@ -20,14 +20,14 @@ def ddp_row(model: ModuleSpec, precision: str, layout: RankLayout) -> dict[str, 
         "data_parallel_size": layout.reducing,
         "ignored": [],
         "mixed_precision": None,
-        "parameters": found.parameters,
-        "buffers": found.buffers,
+        "parameters": lists.parameters,
+        "buffers": lists.buffers,
     }
 
 
 @rule("torch.nn.parallel.DistributedDataParallel.__init__ (its defaults)", TORCH)
 def ddp_defaults() -> dict[str, Any]:
-    """Buckets of 25 MiB, the first of 1 MiB; broadcasts of 250 MiB."""
+    """By default buckets have 25 MiB, the first one 1 MiB, and broadcasts 250 MiB."""
     return {
         "broadcast_buffers": True,
         "broadcast_bucket_size": 250 << 20,

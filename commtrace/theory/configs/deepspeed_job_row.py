@@ -1,14 +1,14 @@
-"""Job rows from configurations, as the hooks would capture them when the job is set up.
+"""Row of the `job` table for a model under DeepSpeed's engine, from a configuration.
 
-A row has what the schemes ask for: a model's lists (`architecture.facts`), and the settings with the values that
-DeepSpeed and DDP give to those that the configuration leaves out. Those are of the versions that the rules mirror.
+It is what the hooks capture when the job is set up: a model's lists (`model_shapes.model_lists`), and the settings.
+Those that the configuration leaves out have DeepSpeed's defaults, of the version `registry.DEEPSPEED`.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from math import ceil
+from math import ceil, prod
 from typing import Any, Final
 
 from commtrace.theory.job import NotPredictedError
@@ -21,19 +21,24 @@ from .rank_layout import ELEMENT_TYPES, RankLayout
 def deepspeed_row(
     model: ModuleSpec, config: Mapping[str, Any], layout: RankLayout, *, groups: int = 2, optimizer: str = "AdamW"
 ) -> dict[str, Any]:
-    """A model under DeepSpeed's engine with this configuration (DeepSpeed's JSON, without "auto").
+    """Return the row of a model under DeepSpeed's engine.
 
-    `groups`: 2 where biases and norms are a group of the optimizer of their own, which is not decayed, else 1.
-    `optimizer`: class of the one that the program makes itself, if the configuration names none.
-    Raises NotPredictedError for settings that have no rules.
+    Args:
+        model: The model.
+        config: DeepSpeed's JSON, without "auto".
+        layout: Ranks and batch sizes.
+        groups: Groups of the optimizer; 2: biases and norms, which are not decayed, are a group of their own.
+        optimizer: Class of the optimizer that the program makes, if the configuration names none.
+
+    Raises:
+        NotPredictedError: If a setting has no rules.
     """
     precision = precision_of(config)
     zero = zero_settings(_block(config, "zero_optimization"))
-    found = model_lists(model, ELEMENT_TYPES[precision])
-    wanted = [found.decaying, found.plain] if groups == 2 else [[*range(len(found.parameters))]]
-    wanted = split_expert_groups(found, wanted)
+    lists = model_lists(model, ELEMENT_TYPES[precision])
+    decay_groups = [lists.decaying, lists.plain] if groups == 2 else [[*range(len(lists.parameters))]]
+    optimizer_groups = split_expert_groups(lists, decay_groups)
     stage = int(zero["stage"])
-    parts = [part for group in wanted if group for part in sub_groups(found, group, zero, layout.reducing)]
     return {
         "source": "deepspeed",
         "engine": "DeepSpeedEngine",
@@ -53,19 +58,21 @@ def deepspeed_row(
         "gradient_clipping": float(config.get("gradient_clipping") or 0.0),
         "optimizer": optimizer_wrapper(config, precision, stage, optimizer),
         "basic_optimizer": basic_optimizer(config, optimizer),
-        "optimizer_groups": parts,
+        "optimizer_groups": [
+            part for group in optimizer_groups if group for part in sub_groups(lists, group, zero, layout.reducing)
+        ],
         **({"check_grad_overflow": checks_overflow(config, precision)} if stage in (1, 2) else {}),
         "norm_dtype": "float64",
-        "moe": any("expert" in one for one in found.parameters),
+        "moe": any("expert" in parameter for parameter in lists.parameters),
         "expert_parallel_sizes": [layout.experts] if layout.experts else [],
-        "parameters": found.parameters,
-        "buffers": found.buffers,
-        **({"modules": found.modules} if stage == 3 else {}),
+        "parameters": lists.parameters,
+        "buffers": lists.buffers,
+        **({"modules": lists.modules} if stage == 3 else {}),
     }
 
 
 def precision_of(config: Mapping[str, Any]) -> str:
-    """The block that is enabled, else fp32."""
+    """Return the precision whose block is enabled, else "fp32"."""
     blocks = {"fp16": ("fp16",), "bf16": ("bf16", "bfloat16")}
     enabled = [name for name, keys in blocks.items() if any(_block(config, key).get("enabled") for key in keys)]
     if len(enabled) > 1:
@@ -80,10 +87,7 @@ def _block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value
 
 
-# --- rules ----------------------------------------------------------------------------------------------------------
-
-
-_ZERO: Final[dict[str, Any]] = {
+_ZERO_DEFAULTS: Final[dict[str, Any]] = {
     "stage": 0,
     "contiguous_gradients": True,
     "reduce_scatter": True,
@@ -115,41 +119,42 @@ _ZERO: Final[dict[str, Any]] = {
       "deepspeed.runtime.engine.DeepSpeedEngine._configure_zero_optimizer (allgather_sequential)",
       DEEPSPEED)  # fmt: skip
 def zero_settings(block: Mapping[str, Any]) -> dict[str, Any]:
-    """The block with what it leaves out; names without the prefix "stage3_"."""
+    """Settings that the block leaves out have defaults; returned are all, without the prefix "stage3_"."""
     given = {key.removeprefix("stage3_"): value for key, value in block.items()}
-    found = {name: given.get(name, default) for name, default in _ZERO.items()}
-    found = {name: _like(name, value, _ZERO[name]) for name, value in found.items()}
-    if found["stage"] not in range(4):
-        raise NotPredictedError(f"zero_optimization.stage is {found['stage']}; ZeRO's stages are 0 to 3")
-    if found["overlap_comm"] is None:
-        found["overlap_comm"] = found["stage"] == 3
-    if found["allgather_sequential"] and found["stage"] == 3:
-        found["prefetch_bucket_size"] = 1  # the engine sets it
+    settings = {
+        name: _like_default(name, given.get(name, default), default) for name, default in _ZERO_DEFAULTS.items()
+    }
+    if settings["stage"] not in range(4):
+        raise NotPredictedError(f"zero_optimization.stage is {settings['stage']}; ZeRO's stages are 0 to 3")
+    if settings["overlap_comm"] is None:
+        settings["overlap_comm"] = settings["stage"] == 3
+    if settings["allgather_sequential"] and settings["stage"] == 3:
+        settings["prefetch_bucket_size"] = 1  # the engine sets it
     for name in ("mics_shard_size", "mics_hierarchical_params_gather"):
         if name in given:
             raise NotPredictedError(f"zero_optimization.{name}: MiCS is gone from DeepSpeed, {DEEPSPEED[1]} refuses it")
     for name in ("offload_param", "offload_optimizer", "zenflow"):
         if given.get(name) not in (None, {}, -1):
             raise NotPredictedError(f"zero_optimization.{name} has no rules yet")
-    if found["module_granularity_threshold"]:
+    if settings["module_granularity_threshold"]:
         raise NotPredictedError("zero_optimization.stage3_module_granularity_threshold has no rules yet")
-    return found
+    return settings
 
 
-def _like(name: str, value: Any, default: Any) -> Any:
-    """The value as the type of the default; 5e8 is a whole number."""
-    wanted = type(default)
-    if wanted is int and isinstance(value, float) and value == int(value):
+def _like_default(name: str, value: Any, default: Any) -> Any:
+    """Return the value in the type of the default; 5e8 is a whole number."""
+    kind = type(default)
+    if kind is int and isinstance(value, float) and value == int(value):
         return int(value)
-    if default is not None and (not isinstance(value, wanted) or (wanted is int and isinstance(value, bool))):
-        kind = "a whole number" if wanted is int else "true or false"
-        raise NotPredictedError(f"zero_optimization.{name} is {value!r}; it is {kind}")
+    if default is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+        expected = "a whole number" if kind is int else "true or false"
+        raise NotPredictedError(f"zero_optimization.{name} is {value!r}; it is {expected}")
     return value
 
 
 @rule("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._create_fp16_sub_groups", DEEPSPEED)
-def sub_groups(found: ModelLists, group: Sequence[int], zero: Mapping[str, Any], ranks: int) -> list[list[int]]:
-    """ZeRO-3 cuts a group of the optimizer where a rank's parts of it reach sub_group_size elements."""
+def sub_groups(lists: ModelLists, group: Sequence[int], zero: Mapping[str, Any], ranks: int) -> list[list[int]]:
+    """ZeRO-3 splits a group of the optimizer where a rank's parts of it reach sub_group_size elements."""
     if int(zero["stage"]) < 3:
         return [[*group]]
     parts: list[list[int]] = [[]]
@@ -159,41 +164,38 @@ def sub_groups(found: ModelLists, group: Sequence[int], zero: Mapping[str, Any],
             parts.append([])
             held = 0
         parts[-1].append(number)
-        held += ceil(_elements(found, number) / ranks)
+        held += ceil(_elements(lists, number) / ranks)
     return parts
 
 
-def _elements(found: ModelLists, number: int) -> int:
-    product = 1
-    for size in found.parameters[number]["shape"]:
-        product *= size
-    return product
+def _elements(lists: ModelLists, number: int) -> int:
+    return prod(lists.parameters[number]["shape"])
 
 
 _EXPERT_ELEMENTS: Final = 178_956_971  # max_group_size: not a setting of GPT-NeoX
 
 
 @rule("deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer", DEEPSPEED)
-def split_expert_groups(found: ModelLists, groups: Sequence[list[int]]) -> list[list[int]]:
-    """Experts are groups of their own, behind the others; of so many elements at the most."""
-    others = [[number for number in group if "expert" not in found.parameters[number]] for group in groups]
+def split_expert_groups(lists: ModelLists, groups: Sequence[list[int]]) -> list[list[int]]:
+    """Experts are groups of their own, behind the others, each up to max_group_size elements."""
+    others = [[number for number in group if "expert" not in lists.parameters[number]] for group in groups]
     experts: list[list[int]] = []
     for group in groups:
         held = _EXPERT_ELEMENTS + 1
-        for number in (number for number in group if "expert" in found.parameters[number]):
-            if held + _elements(found, number) > _EXPERT_ELEMENTS:
+        for number in (number for number in group if "expert" in lists.parameters[number]):
+            if held + _elements(lists, number) > _EXPERT_ELEMENTS:
                 experts.append([])
                 held = 0
             experts[-1].append(number)
-            held += _elements(found, number)
+            held += _elements(lists, number)
     return [*others, *experts]
 
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine.communication_data_type (from the configuration)", DEEPSPEED)
 def communication_type(config: Mapping[str, Any], precision: str, sequence: int = 1) -> str:
-    """What the configuration says, else the type of the parameters; fp32 where ranks share sequences."""
-    key, otherwise = ("", precision) if sequence == 1 else ("seq_parallel_", "fp32")
-    named = str(config.get(f"{key}communication_data_type") or otherwise).lower()
+    """Gradients travel in the configured type, else in that of the parameters; fp32 where ranks share sequences."""
+    prefix, default = ("", precision) if sequence == 1 else ("seq_parallel_", "fp32")
+    named = str(config.get(f"{prefix}communication_data_type") or default).lower()
     if named not in ELEMENT_TYPES:
         raise NotPredictedError(f"communication_data_type is {named}; DeepSpeed knows fp32, fp16 and bf16")
     return ELEMENT_TYPES[named]
@@ -201,7 +203,7 @@ def communication_type(config: Mapping[str, Any], precision: str, sequence: int 
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._configure_zero_optimizer (check_grad_overflow)", DEEPSPEED)
 def checks_overflow(config: Mapping[str, Any], precision: str) -> bool:
-    """In fp16 always, in bf16 unless it is switched off."""
+    """Overflow is checked in fp16 always, and in bf16 unless it is switched off."""
     if precision == "bf16":
         return bool((_block(config, "bf16") or _block(config, "bfloat16")).get("check_grad_overflow", True))
     return precision == "fp16"
@@ -209,7 +211,7 @@ def checks_overflow(config: Mapping[str, Any], precision: str) -> bool:
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._do_optimizer_sanity_check", DEEPSPEED)
 def optimizer_wrapper(config: Mapping[str, Any], precision: str, stage: int, optimizer: str) -> str:
-    """The class that DeepSpeed puts around the optimizer."""
+    """DeepSpeed wraps the optimizer in this class."""
     accumulated = _block(config, "data_types").get("grad_accum_dtype")
     if stage == 0:
         return basic_optimizer(config, optimizer) if precision == "fp32" else "FP16_UnfusedOptimizer"
@@ -219,7 +221,7 @@ def optimizer_wrapper(config: Mapping[str, Any], precision: str, stage: int, opt
 
 
 def basic_optimizer(config: Mapping[str, Any], optimizer: str) -> str:
-    """The class of the optimizer itself: DeepSpeed's Adam, on a device FusedAdam, communicates as torch's does."""
+    """Return the optimizer's class; DeepSpeed's Adam, on a device FusedAdam, communicates as torch's."""
     named = _block(config, "optimizer").get("type")
     if named is None:
         return optimizer

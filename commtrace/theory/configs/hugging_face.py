@@ -1,8 +1,8 @@
-"""Models of transformers by their `config.json`: the trees of the decoders that most others are variants of.
+"""Hugging Face models by their `config.json`: the decoders that most others are variants of.
 
-As transformers 4.57 builds them (`modeling_llama.py`, `modeling_gpt2.py`, `modeling_gpt_neox.py`; a test compares every
-parameter and buffer where that library is installed); the families that share llama's tree are named in LLAMA.
-Adapters, quantized weights and heads other than the language model's are not told here.
+Modules are those of transformers 4.57 (`modeling_llama.py`, `modeling_gpt2.py`, `modeling_gpt_neox.py`); a test
+compares every parameter and buffer where that library is installed. LLAMA names the families that share llama's
+modules. Adapters, quantized weights and heads other than the language model's have no rules.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from commtrace.theory.job import NotPredictedError
-from commtrace.theory.model_shapes import ModuleSpec, embedding, linear, module_list, norm, numbered_copies
+from commtrace.theory.model_shapes import ModuleSpec, embedding, linear, module, module_list, norm, numbered_copies
 
 LLAMA: Final = ("llama", "mistral", "qwen2")
-"""Values of `model_type` with llama's tree."""
+"""Values of `model_type` with llama's modules."""
 
 
 class ModelConfig:
-    """A config.json, whose numbers are asked for by name."""
+    """A config.json, with typed access by name."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
 
     def number(self, name: str, default: int | None = None) -> int:
-        """A whole number from 1. Raises NotPredictedError for anything else."""
+        """Return a whole number from 1. Raise NotPredictedError for anything else."""
         value = self._values.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -32,17 +32,17 @@ class ModelConfig:
         return value
 
     def share(self, name: str, default: float) -> float:
-        """A number."""
+        """Return a number; the default where it is missing or 0."""
         return float(self._values.get(name) or default)
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false."""
+        """Return true or false."""
         value = self._values.get(name)
         return default if value is None else bool(value)
 
 
 def model(values: Mapping[str, Any]) -> ModuleSpec:
-    """The tree of the model with its language-modelling head. Raises NotPredictedError for other families."""
+    """Return the model with its language-modelling head. Raise NotPredictedError for other families."""
     kind = str(values.get("model_type"))
     if kind not in _MODELS:
         raise NotPredictedError(f"models of type {kind} have no rules yet; there are {', '.join(sorted(_MODELS))}")
@@ -50,49 +50,40 @@ def model(values: Mapping[str, Any]) -> ModuleSpec:
 
 
 def hidden_size(values: Mapping[str, Any]) -> int:
-    """Width of the model: `hidden_size`, which GPT-2 calls `n_embd`."""
+    """Return the width of the model: `hidden_size`, which GPT-2 calls `n_embd`."""
     return ModelConfig(values).number("hidden_size" if "hidden_size" in values else "n_embd")
 
 
 def _llama(config: ModelConfig, kind: str) -> ModuleSpec:
     hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
     head = config.number("head_dim", hidden // heads)
-    pairs = config.number("num_key_value_heads", heads)
-    biased = kind == "qwen2" or config.flag("attention_bias", False)
-    inner, mlp_biased = config.number("intermediate_size"), config.flag("mlp_bias", False)
-    attention = ModuleSpec(
+    key_value_heads = config.number("num_key_value_heads", heads)
+    has_bias = kind == "qwen2" or config.flag("attention_bias", False)
+    inner, mlp_bias = config.number("intermediate_size"), config.flag("mlp_bias", False)
+    attention = module(
         "self_attn",
-        parts=(
-            linear("q_proj", hidden, heads * head, bias=biased),
-            linear("k_proj", hidden, pairs * head, bias=biased),
-            linear("v_proj", hidden, pairs * head, bias=biased),
-            linear("o_proj", heads * head, hidden, bias=biased and kind != "qwen2"),
-        ),
+        linear("q_proj", hidden, heads * head, bias=has_bias),
+        linear("k_proj", hidden, key_value_heads * head, bias=has_bias),
+        linear("v_proj", hidden, key_value_heads * head, bias=has_bias),
+        linear("o_proj", heads * head, hidden, bias=has_bias and kind != "qwen2"),
     )
-    mlp = ModuleSpec(
+    mlp = module(
         "mlp",
-        parts=(
-            linear("gate_proj", hidden, inner, bias=mlp_biased),
-            linear("up_proj", hidden, inner, bias=mlp_biased),
-            linear("down_proj", inner, hidden, bias=mlp_biased),
-            ModuleSpec("act_fn"),
-        ),
+        linear("gate_proj", hidden, inner, bias=mlp_bias),
+        linear("up_proj", hidden, inner, bias=mlp_bias),
+        linear("down_proj", inner, hidden, bias=mlp_bias),
+        module("act_fn"),
     )
     norms = (norm("input_layernorm", hidden, bias=False), norm("post_attention_layernorm", hidden, bias=False))
-    layer = ModuleSpec("", parts=(attention, mlp, *norms))
-    decoder = ModuleSpec(
+    decoder = module(
         "model",
-        parts=(
-            embedding("embed_tokens", config.number("vocab_size"), hidden),
-            module_list("layers", *numbered_copies(layer, config.number("num_hidden_layers"))),
-            norm("norm", hidden, bias=False),
-            ModuleSpec("rotary_emb", buffers=(("inv_freq", (head // 2,), "float32"),)),
-        ),
+        embedding("embed_tokens", config.number("vocab_size"), hidden),
+        module_list("layers", *numbered_copies(module("", attention, mlp, *norms), config.number("num_hidden_layers"))),
+        norm("norm", hidden, bias=False),
+        ModuleSpec("rotary_emb", buffers=(("inv_freq", (head // 2,), "float32"),)),
     )
     tied = config.flag("tie_word_embeddings", False)
-    return ModuleSpec(
-        "", parts=(decoder, _head("lm_head", hidden, config, "model.embed_tokens.weight" if tied else ""))
-    )
+    return module("", decoder, _head("lm_head", hidden, config, "model.embed_tokens.weight" if tied else ""))
 
 
 def _head(name: str, hidden: int, config: ModelConfig, tied: str) -> ModuleSpec:
@@ -102,81 +93,60 @@ def _head(name: str, hidden: int, config: ModelConfig, tied: str) -> ModuleSpec:
 def _gpt2(config: ModelConfig, kind: str) -> ModuleSpec:
     hidden, positions = config.number("n_embd"), config.number("n_positions", 1024)
     inner = config.number("n_inner", 4 * hidden)
-    # Conv1D: as linear, with inputs and outputs exchanged.
     attention = ModuleSpec(
         "attn",
         parts=(
-            _conv("c_attn", hidden, 3 * hidden),
-            _conv("c_proj", hidden, hidden),
-            *_parts("attn_dropout", "resid_dropout"),
+            _conv1d("c_attn", hidden, 3 * hidden),
+            _conv1d("c_proj", hidden, hidden),
+            module("attn_dropout"),
+            module("resid_dropout"),
         ),
         buffers=(("bias", (1, 1, positions, positions), "bool"), ("masked_bias", (), "float32")),
     )
-    mlp = ModuleSpec(
-        "mlp", parts=(_conv("c_fc", hidden, inner), _conv("c_proj", inner, hidden), *_parts("act", "dropout"))
+    mlp = module(
+        "mlp", _conv1d("c_fc", hidden, inner), _conv1d("c_proj", inner, hidden), module("act"), module("dropout")
     )
-    layer = ModuleSpec("", parts=(norm("ln_1", hidden), attention, norm("ln_2", hidden), mlp))
-    decoder = ModuleSpec(
+    layer = module("", norm("ln_1", hidden), attention, norm("ln_2", hidden), mlp)
+    decoder = module(
         "transformer",
-        parts=(
-            embedding("wte", config.number("vocab_size"), hidden),
-            embedding("wpe", positions, hidden),
-            ModuleSpec("drop"),
-            module_list("h", *numbered_copies(layer, config.number("n_layer"))),
-            norm("ln_f", hidden),
-        ),
+        embedding("wte", config.number("vocab_size"), hidden),
+        embedding("wpe", positions, hidden),
+        module("drop"),
+        module_list("h", *numbered_copies(layer, config.number("n_layer"))),
+        norm("ln_f", hidden),
     )
     tied = config.flag("tie_word_embeddings", True)
-    return ModuleSpec("", parts=(decoder, _head("lm_head", hidden, config, "transformer.wte.weight" if tied else "")))
+    return module("", decoder, _head("lm_head", hidden, config, "transformer.wte.weight" if tied else ""))
 
 
-def _conv(name: str, inputs: int, outputs: int) -> ModuleSpec:
+def _conv1d(name: str, inputs: int, outputs: int) -> ModuleSpec:
+    """Return transformers' Conv1D: a linear layer whose weight is transposed."""
     return ModuleSpec(name, (("weight", (inputs, outputs)), ("bias", (outputs,))))
-
-
-def _parts(*names: str) -> tuple[ModuleSpec, ...]:
-    return tuple(ModuleSpec(name) for name in names)
 
 
 def _gpt_neox(config: ModelConfig, kind: str) -> ModuleSpec:
     hidden, inner = config.number("hidden_size"), config.number("intermediate_size")
     head = hidden // config.number("num_attention_heads")
-    biased = config.flag("attention_bias", True)
-    attention = ModuleSpec(
+    has_bias = config.flag("attention_bias", True)
+    attention = module(
         "attention",
-        parts=(
-            linear("query_key_value", hidden, 3 * hidden, bias=biased),
-            linear("dense", hidden, hidden, bias=biased),
-        ),
+        linear("query_key_value", hidden, 3 * hidden, bias=has_bias),
+        linear("dense", hidden, hidden, bias=has_bias),
     )
-    mlp = ModuleSpec(
-        "mlp", parts=(linear("dense_h_to_4h", hidden, inner), linear("dense_4h_to_h", inner, hidden), ModuleSpec("act"))
-    )
-    layer = ModuleSpec(
-        "",
-        parts=(
-            norm("input_layernorm", hidden),
-            norm("post_attention_layernorm", hidden),
-            *_parts("post_attention_dropout", "post_mlp_dropout"),
-            attention,
-            mlp,
-        ),
-    )
+    mlp = module("mlp", linear("dense_h_to_4h", hidden, inner), linear("dense_4h_to_h", inner, hidden), module("act"))
+    norms = (norm("input_layernorm", hidden), norm("post_attention_layernorm", hidden))
+    layer = module("", *norms, module("post_attention_dropout"), module("post_mlp_dropout"), attention, mlp)
     rotary = int(head * config.share("rotary_pct", 0.25))
-    decoder = ModuleSpec(
+    decoder = module(
         "gpt_neox",
-        parts=(
-            embedding("embed_in", config.number("vocab_size"), hidden),
-            ModuleSpec("emb_dropout"),
-            module_list("layers", *numbered_copies(layer, config.number("num_hidden_layers"))),
-            norm("final_layer_norm", hidden),
-            ModuleSpec("rotary_emb", buffers=(("inv_freq", (rotary // 2,), "float32"),)),
-        ),
+        embedding("embed_in", config.number("vocab_size"), hidden),
+        module("emb_dropout"),
+        module_list("layers", *numbered_copies(layer, config.number("num_hidden_layers"))),
+        norm("final_layer_norm", hidden),
+        ModuleSpec("rotary_emb", buffers=(("inv_freq", (rotary // 2,), "float32"),)),
     )
     tied = config.flag("tie_word_embeddings", False)
-    return ModuleSpec(
-        "", parts=(decoder, _head("embed_out", hidden, config, "gpt_neox.embed_in.weight" if tied else ""))
-    )
+    return module("", decoder, _head("embed_out", hidden, config, "gpt_neox.embed_in.weight" if tied else ""))
 
 
 _MODELS: Final[dict[str, Callable[[ModelConfig, str], ModuleSpec]]] = {

@@ -1,7 +1,7 @@
-"""Configuration files as a job: GPT-NeoX's YAML, DeepSpeed's JSON, a Hugging Face `config.json`, or two of them.
+"""Configuration files as a planned job: GPT-NeoX's YAML, DeepSpeed's JSON, a Hugging Face `config.json`.
 
-Which kind a file is, its keys say: `model_type` is Hugging Face's, `num_layers` and `hidden_size` are GPT-NeoX's, as is
-whatever is YAML; other JSON is DeepSpeed's.
+The kind of a file follows from its keys: `model_type` is Hugging Face's; `num_layers` and `hidden_size` are GPT-NeoX's,
+and so is all YAML; other JSON is DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from .gpt_neox.config import NeoxConfig
 
 ENGINES: Final = ("deepspeed", "ddp", "fsdp")
+_BATCH_SIZES: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_KINDS: Final = {"deepspeed": "DeepSpeed", "hugging_face": "a Hugging Face model"}
 
 
 class PlanError(CommtraceError):
@@ -35,7 +37,20 @@ class PlanError(CommtraceError):
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the command line adds to the files; None: as the files say."""
+    """Settings that complete or override the files; None: as the files say.
+
+    Attributes:
+        engine: One of ENGINES.
+        zero_stage: ZeRO stage, 0 to 3.
+        precision: "fp32", "bf16" or "fp16".
+        micro_batch: Sequences of one rank in a micro-batch.
+        accumulation: Micro-batches of a step.
+        layers: Layers of the model, where no file describes it.
+        hidden: Hidden size of the model.
+        vocabulary: Rows of the embedding, with padding.
+        tied: Whether the head uses the embedding's matrix.
+        groups: Groups of the optimizer; 2: biases and norms are a group of their own.
+    """
 
     engine: str | None = None
     zero_stage: int | None = None
@@ -48,55 +63,63 @@ class PlanOptions:
     tied: bool = False
     groups: int = 2
 
+    @property
+    def describes_model(self) -> bool:
+        """Whether any option describes the model."""
+        return any((self.layers, self.hidden, self.vocabulary, self.tied))
+
 
 DEFAULT_OPTIONS: Final = PlanOptions()
 
 
 @dataclass(frozen=True)
 class JobPlan:
-    """A job that nobody has started."""
+    """A job that has not run.
+
+    Attributes:
+        row: Row of the `job` table, as the hooks would capture it; in a pipeline that of the first stage.
+        layout: Ranks and batch sizes.
+        assumed: What the files do not say, as sentences without their full stop.
+        stages: In a pipeline, the rows of its stages, each of as many ranks; otherwise empty.
+    """
 
     row: Mapping[str, Any]
-    """As the hooks would capture it."""
     layout: RankLayout
     assumed: tuple[str, ...]
-    """What the files do not say, and was taken for granted: sentences without their full stop."""
     stages: tuple[Mapping[str, Any], ...] = ()
-    """Of a pipeline the rows of its stages, the first of which is `row`; each is of as many ranks."""
 
 
 def plan_job(files: Sequence[str], world: int, options: PlanOptions = DEFAULT_OPTIONS) -> JobPlan:
-    """The job of these files on `world` ranks.
+    """Return the job that configuration files describe.
 
-    Raises PlanError for files and options that do not make a job, NotPredictedError for settings without rules.
+    Args:
+        files: GPT-NeoX YAML files (later ones win) or names of shipped ones; or a DeepSpeed JSON, a Hugging Face
+            `config.json`, or both.
+        world: Ranks of the job.
+        options: Settings that complete or override the files.
+
+    Raises:
+        PlanError: If the files and options do not make a job.
+        NotPredictedError: If a setting has no rules.
     """
-    kinds: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     contents: dict[str, Mapping[str, Any]] = {}
     for name in files:
         content = _read(name)
         kind = _kind(name, content)
-        kinds.setdefault(kind, []).append(name)
+        names.setdefault(kind, []).append(name)
         contents[kind] = content
-    if "gpt_neox" in kinds:
-        if len(kinds) > 1 or _has_figures(options):
+    if "gpt_neox" in names:
+        if len(names) > 1 or options.describes_model or options.groups != 2:
             raise PlanError(
-                f"{kinds['gpt_neox'][0]}: a GPT-NeoX file says all; give no other kinds of files or figures"
+                f"{names['gpt_neox'][0]}: a GPT-NeoX file says all; give no other kinds of files or figures"
             )
-        return _of_gpt_neox(files, world, options)
-    for kind, names in kinds.items():
-        if len(names) > 1:
-            raise PlanError(f"{', '.join(names)}: both are of {_NAMES[kind]}; give one of them")
+        return _plan_gpt_neox(files, world, options)
+    for kind, same_kind in names.items():
+        if len(same_kind) > 1:
+            raise PlanError(f"{', '.join(same_kind)}: both are of {_KINDS[kind]}; give one of them")
     model, assumed = _model(contents.get("hugging_face"), options)
-    config = contents.get("deepspeed")
-    engine = options.engine or ("deepspeed" if config is not None or options.zero_stage is not None else "ddp")
-    return _of_model(model, config, engine, world, options, assumed, contents.get("hugging_face"))
-
-
-_NAMES: Final = {"deepspeed": "DeepSpeed", "hugging_face": "a Hugging Face model"}
-
-
-def _has_figures(options: PlanOptions) -> bool:
-    return any((options.layers, options.hidden, options.vocabulary, options.tied)) or options.groups != 2
+    return _plan_model(model, assumed, contents, world, options)
 
 
 def _kind(name: str, content: Mapping[str, Any]) -> str:
@@ -107,7 +130,7 @@ def _kind(name: str, content: Mapping[str, Any]) -> str:
 
 
 def _read(name: str) -> Mapping[str, Any]:
-    """A file's keys and values. A name without a file may be that of a shipped GPT-NeoX configuration."""
+    """Return a file's keys and values. A name without a file may be that of a shipped GPT-NeoX configuration."""
     path = Path(name)
     if path.suffix != ".json" or not path.is_file():
         return _read_yaml(name)
@@ -138,7 +161,7 @@ def _read_yaml(name: str) -> Mapping[str, Any]:
 # --- GPT-NeoX -------------------------------------------------------------------------------------------------------
 
 
-def _of_gpt_neox(files: Sequence[str], world: int, options: PlanOptions) -> JobPlan:
+def _plan_gpt_neox(files: Sequence[str], world: int, options: PlanOptions) -> JobPlan:
     from .gpt_neox.config import load_config
     from .gpt_neox.deepspeed_settings import deepspeed_config
     from .gpt_neox.neox_args import neox_args
@@ -150,78 +173,67 @@ def _of_gpt_neox(files: Sequence[str], world: int, options: PlanOptions) -> JobP
         "train_micro_batch_size_per_gpu": options.micro_batch,
         "gradient_accumulation_steps": options.accumulation,
     }
+    engine = options.engine or "deepspeed"
     try:
         config = load_config(files, overrides)
-        check_engine(config, options.engine or "deepspeed")
+        check_engine(config, engine)
         data = config.data_parallel(world)
         layout = RankLayout(world, data, *config.batch_shape(data), **config.shared)
+        sharding = _sharding(config, layout) if engine == "fsdp" else None
     except ConfigError as error:
         raise PlanError(str(error)) from error
-    figures = ModelShape(
-        config.num_layers,
-        config.hidden_size,
-        config.padded_vocab_size,
-        not config.no_weight_tying,
-        layout.tensor,
-        config.moe_num_experts,
-        config.moe_num_experts // config.moe_expert_parallel_size,
-        config.moe_expert_interval,
-    )
-    model = gpt_neox_model(figures)
-    assumed = _assumed_of(config)
-    told = {"model": vars(neox_args(config, layout.micro_batch, layout.accumulation))}
-    if options.engine not in (None, "deepspeed") and config.pipe_parallel_size > 1:
-        raise PlanError(
-            f"pipeline parallelism is DeepSpeed's; set pipe_parallel_size to 1 with --engine {options.engine}"
-        )
-    if options.engine == "ddp":
-        return JobPlan({**ddp_row(model, config.precision, layout), **told}, layout, assumed)
-    if options.engine == "fsdp":
-        return JobPlan({**_fsdp_row(config, layout), **told}, layout, assumed)
-    settings = deepspeed_config(config, layout.micro_batch, layout.accumulation, verbose=False)
-    if config.pipe_parallel_size > 1:
+    if engine != "deepspeed" and config.pipe_parallel_size > 1:
+        raise PlanError(f"pipeline parallelism is DeepSpeed's; set pipe_parallel_size to 1 with --engine {engine}")
+    sizes = (config.num_layers, config.hidden_size, config.padded_vocab_size, not config.no_weight_tying)
+    experts = config.moe_num_experts // config.moe_expert_parallel_size
+    shape = ModelShape(*sizes, layout.tensor, config.moe_num_experts, experts, config.moe_expert_interval)
+    stages: tuple[dict[str, Any], ...]
+    if sharding is not None:
+        # fully_shard and DTensors begin with the whole model.
+        stages = (_fsdp_row(gpt_neox_model(ModelShape(*sizes)), config.precision, layout, sharding),)
+    elif engine == "ddp":
+        stages = (ddp_row(gpt_neox_model(shape), config.precision, layout),)
+    else:
+        settings = deepspeed_config(config, layout.micro_batch, layout.accumulation, verbose=False)
         interval = config.checkpoint_num_layers if config.checkpoint_activations else 0
         division = StageDivision(config.pipe_parallel_size, config.pipe_partition_method, interval)
-        stages = tuple({**row, **told} for row in stage_rows(figures, settings, layout, division))
-        return JobPlan(stages[0], layout, assumed, stages)
-    return JobPlan({**deepspeed_row(model, settings, layout), **told}, layout, assumed)
+        is_pipeline = config.pipe_parallel_size > 1
+        stages = (
+            stage_rows(shape, settings, layout, division)
+            if is_pipeline
+            else (deepspeed_row(gpt_neox_model(shape), settings, layout),)
+        )
+    arguments = vars(neox_args(config, layout.micro_batch, layout.accumulation))
+    rows = tuple({**row, "model": arguments} for row in stages)
+    return JobPlan(rows[0], layout, _assumed(config), rows if config.pipe_parallel_size > 1 else ())
 
 
-def _fsdp_row(config: NeoxConfig, layout: RankLayout) -> dict[str, Any]:
-    """`fully_shard`, or where no ranks are left for it tensor parallelism alone."""
-    whole = gpt_neox_model(
-        ModelShape(config.num_layers, config.hidden_size, config.padded_vocab_size, not config.no_weight_tying)
-    )
+def _fsdp_row(model: ModuleSpec, precision: str, layout: RankLayout, sharding: FsdpSharding) -> dict[str, Any]:
+    """Return the row under `fully_shard`, or where no ranks are left for it that of tensor parallelism alone."""
     if layout.data == 1 and layout.tensor > 1:
-        return dtensor_row(whole, config.precision, layout, along_sequence=config.fsdp.sequence_parallel)
-    return fsdp_row(whole, config.precision, layout, _sharding(config, layout))
+        return dtensor_row(model, precision, layout, along_sequence=sharding.along_sequence)
+    return fsdp_row(model, precision, layout, sharding)
 
 
 def _sharding(config: NeoxConfig, layout: RankLayout) -> FsdpSharding:
-
-    said = config.fsdp
-    try:
-        shards = said.shards(layout.data)
-    except ConfigError as error:
-        raise PlanError(str(error)) from error
-    wide = "fp32" if config.fp32_allreduce else None
+    settings = config.fsdp
+    only_tensor = layout.data == 1 and layout.tensor > 1
     return FsdpSharding(
-        shards,
-        said.reshard_after_forward,
-        wide,
-        said.sync_every_micro_batch,
-        said.reshard_after_backward,
-        said.sequence_parallel,
+        1 if only_tensor else settings.shards(layout.data),
+        settings.reshard_after_forward,
+        "fp32" if config.fp32_allreduce else None,
+        settings.sync_every_micro_batch,
+        settings.reshard_after_backward,
+        settings.sequence_parallel,
     )
 
 
-def _assumed_of(config: NeoxConfig) -> tuple[str, ...]:
-    padded = config.padded_vocab_size
+def _assumed(config: NeoxConfig) -> tuple[str, ...]:
     experts = "tokens go to experts as unevenly as they can, so that sizes are the most (moe_token_dropping is off)"
-    bounded = config.moe_expert_parallel_size > 1 and not config.moe_token_dropping
+    is_bounded = config.moe_expert_parallel_size > 1 and not config.moe_token_dropping
     return (
-        *((experts,) if bounded else ()),
-        f"a vocabulary of {config.vocab_size:,} ids, padded to {padded:,}",
+        *((experts,) if is_bounded else ()),
+        f"a vocabulary of {config.vocab_size:,} ids, padded to {config.padded_vocab_size:,}",
         "modules are made and run in the order of commtrace's GPT-NeoX workload",
     )
 
@@ -230,60 +242,54 @@ def _assumed_of(config: NeoxConfig) -> tuple[str, ...]:
 
 
 def _model(config: Mapping[str, Any] | None, options: PlanOptions) -> tuple[ModuleSpec, tuple[str, ...]]:
+    """Return the model, and what is assumed about it."""
     if config is not None:
-        if _has_figures(PlanOptions(**{**vars(options), "groups": 2})):
+        if options.describes_model:
             raise PlanError("the Hugging Face file has the model's figures; leave --layers and its like out")
         kind = config.get("model_type")
         return hugging_face.model(config), (f"the model is transformers' {kind} with its language-modelling head",)
-    wanted = {"--layers": options.layers, "--hidden": options.hidden, "--vocabulary": options.vocabulary}
-    missing = [name for name, value in wanted.items() if value is None]
+    sizes = {"--layers": options.layers, "--hidden": options.hidden, "--vocabulary": options.vocabulary}
+    missing = [name for name, value in sizes.items() if value is None]
     if missing:
         raise PlanError(f"no file has the model's figures; add {', '.join(missing)}, or a model's config.json")
-    figures = ModelShape(options.layers or 0, options.hidden or 0, options.vocabulary or 0, options.tied)
-    return gpt_neox_model(figures), ("the model has the matrices, biases and norms of GPT-NeoX",)
+    shape = ModelShape(options.layers or 0, options.hidden or 0, options.vocabulary or 0, options.tied)
+    return gpt_neox_model(shape), ("the model has the matrices, biases and norms of GPT-NeoX",)
 
 
-def _of_model(
+def _plan_model(
     model: ModuleSpec,
-    config: Mapping[str, Any] | None,
-    engine: str,
+    assumed: Iterable[str],
+    contents: Mapping[str, Mapping[str, Any]],
     world: int,
     options: PlanOptions,
-    assumed: Iterable[str],
-    hugging: Mapping[str, Any] | None,
 ) -> JobPlan:
-    hidden = options.hidden or (hugging_face.hidden_size(hugging) if hugging is not None else 0)
-    settings = _settled(dict(config or {}), hidden, options)
+    has_deepspeed = "deepspeed" in contents or options.zero_stage is not None
+    engine = options.engine or ("deepspeed" if has_deepspeed else "ddp")
+    hugging_face_config = contents.get("hugging_face")
+    hidden = options.hidden or (hugging_face.hidden_size(hugging_face_config) if hugging_face_config else 0)
+    settings = _complete_settings(dict(contents.get("deepspeed", {})), hidden, options)
     layout = _layout(settings, world, options)
+    precision = options.precision or "fp32"
     if engine == "ddp":
-        precision = options.precision or "fp32"
-        words = (*assumed, f"all parameters are {ELEMENT_TYPES[precision]} (--precision)")
-        return JobPlan(ddp_row(model, precision, layout), layout, words)
+        note = f"all parameters are {ELEMENT_TYPES[precision]} (--precision)"
+        return JobPlan(ddp_row(model, precision, layout), layout, (*assumed, note))
     if engine == "fsdp":
-        precision = options.precision or "fp32"
-        told = {
+        arguments = {
             "model_parallel_size": 1,
             "gradient_accumulation_steps": layout.accumulation,
-            "gradient_clipping": _clipping(settings),
+            "gradient_clipping": float(settings.get("gradient_clipping") or 0.0),
         }
-        words = (*assumed, "every layer is a unit of fully_shard, and the model itself", _TRAVEL[precision])
-        return JobPlan({**fsdp_row(model, precision, layout, FsdpSharding(layout.data)), "model": told}, layout, words)
+        units = "every layer is a unit of fully_shard, and the model itself"
+        types = f"parameters are fp32, and travel as {ELEMENT_TYPES[precision]} (--precision)"
+        row = fsdp_row(model, precision, layout, FsdpSharding(layout.data))
+        return JobPlan({**row, "model": arguments}, layout, (*assumed, units, types))
     groups = "biases and norms are a group of the optimizer of their own" if options.groups == 2 else "one group"
     row = deepspeed_row(model, settings, layout, groups=options.groups)
     return JobPlan(row, layout, (*assumed, f"{groups} (--groups)", "activations are not recomputed"))
 
 
-_TRAVEL: Final = {
-    precision: f"parameters are fp32, and travel as {name} (--precision)" for precision, name in ELEMENT_TYPES.items()
-}
-
-
-def _clipping(settings: Mapping[str, Any]) -> float:
-    return float(settings.get("gradient_clipping") or 0.0)
-
-
-def _settled(config: dict[str, Any], hidden: int, options: PlanOptions) -> dict[str, Any]:
-    """DeepSpeed's configuration with the options, and without "auto"."""
+def _complete_settings(config: dict[str, Any], hidden: int, options: PlanOptions) -> dict[str, Any]:
+    """Return DeepSpeed's configuration with the options, and without "auto"."""
     if options.precision is not None:
         for name in ("fp16", "bf16"):
             config[name] = {**_block(config, name), "enabled": options.precision == name}
@@ -296,22 +302,17 @@ def _settled(config: dict[str, Any], hidden: int, options: PlanOptions) -> dict[
         "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
         "stage3_param_persistence_threshold": 10 * hidden,
     }
-    for name, value in auto.items():
-        if zero.get(name) == "auto" and hidden:
-            zero[name] = value
+    zero |= {name: value for name, value in auto.items() if zero.get(name) == "auto" and hidden}
     config["zero_optimization"] = zero
     if config.get("gradient_clipping") == "auto":
         config["gradient_clipping"] = 1.0  # TrainingArguments.max_grad_norm
     for name, value in [*config.items(), *((f"zero_optimization.{key}", value) for key, value in zero.items())]:
-        if value == "auto" and name not in _BATCHES:
+        if value == "auto" and name not in _BATCH_SIZES:
             raise PlanError(f'{name} is "auto"; put the number in its place')
     for name in ("fp16", "bf16"):
         if _block(config, name).get("enabled") == "auto":
             raise PlanError(f'{name}.enabled is "auto"; say which with --precision')
     return config
-
-
-_BATCHES: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def _block(config: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -322,8 +323,8 @@ def _block(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _layout(config: Mapping[str, Any], world: int, options: PlanOptions) -> RankLayout:
-    """Any two of the three batch sizes give the third, as in DeepSpeed."""
-    total, micro, steps = (_batch(config, name) for name in _BATCHES)
+    """Return the batch sizes of data-parallel ranks: any two of the three give the third, as in DeepSpeed."""
+    total, micro, steps = (_batch_size(config, name) for name in _BATCH_SIZES)
     micro, steps = options.micro_batch or micro, options.accumulation or steps
     if options.micro_batch or options.accumulation:
         total = None
@@ -338,7 +339,7 @@ def _layout(config: Mapping[str, Any], world: int, options: PlanOptions) -> Rank
     return RankLayout(world, world, micro or 1, steps or 1)
 
 
-def _batch(config: Mapping[str, Any], name: str) -> int | None:
+def _batch_size(config: Mapping[str, Any], name: str) -> int | None:
     value = config.get(name)
     if value in (None, "auto"):
         return None

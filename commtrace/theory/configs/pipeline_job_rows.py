@@ -1,4 +1,4 @@
-"""Job rows of a pipeline's stages, from a configuration: who has which layers, and what a stage's engine is set to."""
+"""Rows of the `job` table for a pipeline's stages, from a configuration: each stage's layers and settings."""
 
 from __future__ import annotations
 
@@ -21,33 +21,50 @@ _TIED: Final = "embed"
 
 @dataclass(frozen=True)
 class StageDivision:
-    """How a model is divided over stages, and what of it is recomputed."""
+    """Division of a model: the number of stages, pipe_partition_method, and layers recomputed together (or 0)."""
 
     stages: int
     method: str = "type:transformer|mlp"
     interval: int = 0
-    """Layers that are recomputed together, 0: none."""
 
 
 def stage_rows(
-    figures: ModelShape, config: Mapping[str, Any], layout: RankLayout, division: StageDivision
+    shape: ModelShape, config: Mapping[str, Any], layout: RankLayout, division: StageDivision
 ) -> tuple[dict[str, Any], ...]:
-    """A row for each stage of GPT-NeoX's model; `config` is DeepSpeed's. Raises NotPredictedError for settings."""
-    parts = _parts(figures)
-    names = layer_names(figures.layers, figures.tied)
+    """Return a row for each stage of GPT-NeoX's model.
+
+    Args:
+        shape: The model.
+        config: DeepSpeed's configuration.
+        layout: Ranks and batch sizes.
+        division: Division into stages.
+
+    Raises:
+        NotPredictedError: If a setting has no rules.
+    """
+    parts = _layers(shape)
+    names = layer_names(shape.layers, shape.tied)
     bounds = stage_bounds(names, [_elements(parts[name]) for name in names], division)
     settings = pipeline_settings(config)
-    found = []
+    rows = []
     for number in range(division.stages):
         begin, end = bounds[number], bounds[number + 1]
-        has_tied = figures.tied and number in (0, division.stages - 1)
-        numbered = {str(at): parts[names[at]] for at in range(begin, end) if not figures.tied or names[at] != EMBEDDING}
+        has_tied = shape.tied and number in (0, division.stages - 1)
+        numbered = {
+            str(position): parts[names[position]]
+            for position in range(begin, end)
+            if not shape.tied or names[position] != EMBEDDING
+        }
         tied = parts[EMBEDDING] if has_tied else None
         row = deepspeed_row(_stage(numbered, tied), config, layout)
-        row |= {"engine": "PipelineEngine", "pipeline_stages": division.stages, "grad_accum_dtype": _summed_in(config)}
+        row |= {
+            "engine": "PipelineEngine",
+            "pipeline_stages": division.stages,
+            "grad_accum_dtype": _accumulation_type(config),
+        }
         row["optimizer"] = pipeline_optimizer_wrapper(config, row)
         if row["optimizer"] == "BF16_Optimizer":
-            row.pop("check_grad_overflow", None)  # which this one does not have
+            row.pop("check_grad_overflow", None)  # BF16_Optimizer has no check
         row["pipeline"] = {
             **settings,
             "stage": number,
@@ -60,64 +77,57 @@ def stage_rows(
             # Models are made in fp32 and cast by the engine.
             "tied": [{"parameter": f"tied_modules.{_TIED}.weight", "ranks": 2, "first_dtype": "float32"}] * has_tied,
         }
-        found.append(row)
-    return tuple(found)
+        rows.append(row)
+    return tuple(rows)
 
 
-def _parts(figures: ModelShape) -> dict[str, ModuleSpec]:
-    """The layers by name; the functions have no parameters."""
-    embedding, block, norm, head = gpt_neox_layers(figures)
+def _layers(shape: ModelShape) -> dict[str, ModuleSpec]:
+    """Return the layers by name; functions have no parameters."""
+    embedding, block, norm, head = gpt_neox_layers(shape)
     functions = {name: ModuleSpec(name) for name in ("_pre_transformer_block", "_post_transformer_block")}
     return {EMBEDDING: embedding, BLOCK: block, "NormPipe": norm, "ParallelLinearPipe": head, **functions}
 
 
 def _stage(numbered: Mapping[str, ModuleSpec], tied: ModuleSpec | None) -> ModuleSpec:
-    """As PipelineModule registers it: first what is tied, then layers by their numbers, but functions."""
+    """Return a stage as PipelineModule registers it: tied modules, then layers by number, without functions."""
     first = (module_list("tied_modules", replace(tied, name=_TIED)),) if tied is not None else ()
-    parts = (replace(part, name=number) for number, part in numbered.items() if _has_parameters(part))
+    parts = (replace(part, name=number) for number, part in numbered.items() if part.parameters or part.parts)
     return ModuleSpec("", parts=(*first, *parts))
 
 
-def _has_parameters(part: ModuleSpec) -> bool:
-    return bool(part.parameters or part.parts)
-
-
 def _elements(part: ModuleSpec) -> int:
-    return sum(math.prod(one["shape"]) for one in model_lists(part, "float32").parameters)
+    return sum(math.prod(parameter["shape"]) for parameter in model_lists(part, "float32").parameters)
 
 
-def _summed_in(config: Mapping[str, Any]) -> str:
-    named = (config.get("data_types") or {}).get("grad_accum_dtype") or precision_of(config)
-    if named not in {**ELEMENT_TYPES, **{name: name for name in ELEMENT_TYPES.values()}}:
-        raise NotPredictedError(f"data_types.grad_accum_dtype is {named}; DeepSpeed knows fp32, fp16 and bf16")
-    return ELEMENT_TYPES.get(named, named)
-
-
-# --- rules ----------------------------------------------------------------------------------------------------------
+def _accumulation_type(config: Mapping[str, Any]) -> str:
+    name = (config.get("data_types") or {}).get("grad_accum_dtype") or precision_of(config)
+    if name not in {**ELEMENT_TYPES, **{name: name for name in ELEMENT_TYPES.values()}}:
+        raise NotPredictedError(f"data_types.grad_accum_dtype is {name}; DeepSpeed knows fp32, fp16 and bf16")
+    return ELEMENT_TYPES.get(name, name)
 
 
 @rule("megatron.model.gpt2_model.GPT2ModelPipe.init_specs", GPT_NEOX)
 def layer_names(layers: int, tied: bool) -> list[str]:
-    """In order, as DeepSpeed finds them where it divides layers by type; two are functions."""
+    """GPT-NeoX's pipeline has these layers in order, two of which are functions."""
     inner = ["_pre_transformer_block", *[BLOCK] * layers, "_post_transformer_block", "NormPipe"]
     return [EMBEDDING, *inner, EMBEDDING if tied else "ParallelLinearPipe"]
 
 
 @rule("deepspeed.runtime.pipe.module.PipelineModule._partition_layers, _find_layer_type", DEEPSPEED)
 def stage_bounds(names: Sequence[str], elements: Sequence[int], division: StageDivision) -> list[int]:
-    """Where each stage begins, and the last one ends: as many layers each, or parameters, or of a kind."""
+    """Stages have as many layers each, or parameters, or layers of a kind; returned are their begins and the end."""
     method = division.method.lower()
     if method == "uniform":
         return partition_uniform(len(names), division.stages)
     if method == "parameters":
         return partition_balanced(elements, division.stages)
-    wanted = re.compile(method.split(":")[1], re.IGNORECASE)
-    return partition_balanced([int(bool(wanted.search(name))) for name in names], division.stages)
+    pattern = re.compile(method.split(":")[1], re.IGNORECASE)
+    return partition_balanced([int(bool(pattern.search(name))) for name in names], division.stages)
 
 
 @rule("deepspeed.runtime.utils.partition_uniform", DEEPSPEED)
 def partition_uniform(items: int, parts: int) -> list[int]:
-    """What does not divide goes to the first parts, one each."""
+    """Items that do not divide go to the first parts, one each; returned are the parts' begins and the end."""
     if items <= parts:
         return [min(part, items) for part in range(parts + 1)]
     each, rest = divmod(items, parts)
@@ -126,7 +136,7 @@ def partition_uniform(items: int, parts: int) -> list[int]:
 
 @rule("deepspeed.runtime.utils.partition_balanced", DEEPSPEED)
 def partition_balanced(weights: Sequence[int], parts: int) -> list[int]:
-    """The least difference between the heaviest and the lightest part; of several ways the last part begins latest."""
+    """The heaviest and the lightest part differ least; of equal partitions, the last part begins latest."""
     items = len(weights)
     if items <= parts:
         return partition_uniform(items, parts)
@@ -153,16 +163,16 @@ def partition_balanced(weights: Sequence[int], parts: int) -> list[int]:
 @rule("deepspeed.runtime.config.get_pipeline_config; deepspeed.runtime.pipe.engine.PipelineEngine.__init__ "
       "(use_reentrant)", DEEPSPEED)  # fmt: skip
 def pipeline_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The block `pipeline` with what it leaves out."""
+    """Settings that the block `pipeline` leaves out have defaults; returned are all."""
     given = config.get("pipeline") or {}
     defaults = {"pipe_partitioned": True, "grad_partitioned": True, "activation_checkpoint_interval": 0}
-    found = {name: given.get(name, default) for name, default in defaults.items()}
+    settings = {name: given.get(name, default) for name, default in defaults.items()}
     reentrant = given.get("use_reentrant")
-    return {**found, "use_reentrant": True if reentrant is None else reentrant}
+    return {**settings, "use_reentrant": True if reentrant is None else reentrant}
 
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._do_optimizer_sanity_check (in a pipeline)", DEEPSPEED)
 def pipeline_optimizer_wrapper(config: Mapping[str, Any], row: Mapping[str, Any]) -> str:
-    """What DeepSpeed puts around the optimizer: in a pipeline BF16_Optimizer where bf16 goes without ZeRO."""
-    plain = row["zero_stage"] == 0 and precision_of(config) == "bf16"
-    return "BF16_Optimizer" if plain else str(row["optimizer"])
+    """In a pipeline DeepSpeed wraps the optimizer in BF16_Optimizer for bf16 without ZeRO."""
+    is_bf16_without_zero = row["zero_stage"] == 0 and precision_of(config) == "bf16"
+    return "BF16_Optimizer" if is_bf16_without_zero else str(row["optimizer"])

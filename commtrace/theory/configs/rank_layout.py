@@ -6,28 +6,32 @@ from dataclasses import dataclass
 from typing import Final
 
 ELEMENT_TYPES: Final = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-"""torch's names of the element types that DeepSpeed names."""
+"""torch's names of element types by DeepSpeed's."""
 
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Ranks by parallel dimension, and a step's batches."""
+    """Ranks by parallel dimension, and batch sizes of a step.
+
+    Attributes:
+        world: Ranks of the job.
+        data: Data-parallel ranks.
+        micro_batch: Sequences of one rank in a micro-batch.
+        accumulation: Micro-batches of a step.
+        tensor: Ranks that share a model.
+        sequence: Ranks that share sequences by DeepSpeed's Ulysses.
+        context: Ranks that share sequences in a ring; to DDP and DeepSpeed they are data-parallel.
+        experts: Ranks that have different experts; 0 without experts.
+    """
 
     world: int
     data: int
     micro_batch: int = 1
-    """Sequences of one rank in one micro-batch."""
     accumulation: int = 1
-    """Micro-batches of one step."""
     tensor: int = 1
-    """Ranks that share a model."""
     sequence: int = 1
-    """Ranks that share sequences as DeepSpeed's Ulysses does."""
     context: int = 1
-    """Ranks that share sequences in a ring; to DDP and DeepSpeed they are data-parallel ones."""
-
     experts: int = 0
-    """Ranks that have different experts; 0 where there are none."""
 
     @property
     def reducing(self) -> int:

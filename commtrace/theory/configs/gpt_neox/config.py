@@ -218,7 +218,7 @@ class NeoxConfig(BaseModel):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding: padded as GPT-NeoX does it, so that tensor-parallel ranks would get equal shares."""
+        """Rows of the embedding, padded as in GPT-NeoX so that tensor-parallel ranks get equal shares."""
         multiple = self.make_vocab_size_divisible_by * self.model_parallel_size
         return -(-self.vocab_size // multiple) * multiple
 
@@ -229,7 +229,7 @@ class NeoxConfig(BaseModel):
 
     @property
     def rotary_dims(self) -> int:
-        """How many of a head's dimensions are rotated."""
+        """Rotated dimensions of a head."""
         return int(self.head_size * self.rotary_pct)
 
     @property
@@ -239,7 +239,7 @@ class NeoxConfig(BaseModel):
 
     @property
     def shared(self) -> dict[str, int]:
-        """Ranks that share a model, sequences or experts, by the dimension's name."""
+        """Ranks that share a model, sequences or experts, by the field of `RankLayout`."""
         return {
             "tensor": self.model_parallel_size,
             "sequence": self.sequence_parallel_size,
@@ -253,7 +253,11 @@ class NeoxConfig(BaseModel):
         return self.model_parallel_size * self.sequence_parallel_size * self.context_parallel_size
 
     def data_parallel(self, world_size: int) -> int:
-        """Ranks that get samples of their own: what is left of so many by those that share a model or a sequence."""
+        """Return the data-parallel ranks of a job: those that get samples of their own.
+
+        Raises:
+            ConfigError: If the parallel sizes do not divide the world size.
+        """
         model = self.pipe_parallel_size * self.model_parallel_size
         if self.pipe_parallel_size > 1 and world_size % model:
             raise ConfigError(
@@ -272,9 +276,12 @@ class NeoxConfig(BaseModel):
         return world_size // (self.pipe_parallel_size * self.ranks_of_a_sample)
 
     def batch_shape(self, data_parallel: int) -> tuple[int, int]:
-        """(micro-batch, gradient accumulation steps) for that many data-parallel ranks.
+        """Return micro-batch size and gradient accumulation steps for a number of data-parallel ranks.
 
-        As in DeepSpeed any two of total batch, micro-batch and accumulation give the third.
+        As in DeepSpeed, any two of total batch, micro-batch and accumulation give the third.
+
+        Raises:
+            ConfigError: If they contradict each other.
         """
         micro, steps, total = self.micro_batch, self.gradient_accumulation, self.train_batch_size
         if total is None:

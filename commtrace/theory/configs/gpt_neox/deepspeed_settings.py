@@ -8,22 +8,28 @@ from .config import NeoxConfig
 
 
 def deepspeed_config(config: NeoxConfig, micro_batch: int, accumulation: int, verbose: bool) -> dict[str, Any]:
-    """The dictionary that ``deepspeed.initialize`` gets."""
-    found: dict[str, Any] = {
+    """Return the dictionary for ``deepspeed.initialize``.
+
+    Args:
+        config: The training.
+        micro_batch: Sequences of one rank in a micro-batch.
+        accumulation: Micro-batches of a step.
+        verbose: Whether DeepSpeed prints and measures every few steps, where the files say so.
+    """
+    settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": config.gradient_clipping,
         "zero_optimization": dict(config.zero_optimization),
-        # The optimizer is PyTorch's, which DeepSpeed then need not (and for offloading would not) replace by one that
-        # it compiles on first use.
+        # The optimizer is PyTorch's; with offloading DeepSpeed would demand its own, which it compiles on first use.
         "zero_force_ds_cpu_optimizer": False,
         **config.deepspeed_keys,
     }
     if config.precision != "fp32":
-        found[config.precision] = {**config.precision_block, "enabled": True}
+        settings[config.precision] = {**config.precision_block, "enabled": True}
     if config.pipe_parallel_size > 1:
-        found["pipeline"] = {"use_reentrant": config.checkpoint_reentrant, **found.get("pipeline", {})}
+        settings["pipeline"] = {"use_reentrant": config.checkpoint_reentrant, **settings.get("pipeline", {})}
     if not verbose:
         # GPT-NeoX's files switch these on. They print every few steps, and the timers wait for the device at each call.
-        found.update(steps_per_print=10**9, wall_clock_breakdown=False)
-    return found
+        settings.update(steps_per_print=10**9, wall_clock_breakdown=False)
+    return settings

@@ -38,7 +38,11 @@ _NeoxLoader.add_implicit_resolver(
 
 
 def find_file(name: str) -> Path:
-    """The file of that path or, when there is none, the shipped one of that name (``demo`` or ``demo.yml``)."""
+    """Return the file of a path, or the shipped one of that name (``demo`` or ``demo.yml``).
+
+    Raises:
+        ConfigError: If there is neither.
+    """
     given = Path(name)
     if given.is_file():
         return given
@@ -50,7 +54,11 @@ def find_file(name: str) -> Path:
 
 
 def read_file(path: Path) -> dict[str, Setting]:
-    """The settings of one file, with dashes in the names made underscores."""
+    """Return the settings of one file, with dashes in keys replaced by underscores.
+
+    Raises:
+        ConfigError: If the file is no mapping in YAML, or has a key twice.
+    """
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=_NeoxLoader)
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
@@ -70,7 +78,7 @@ def read_file(path: Path) -> dict[str, Setting]:
 
 
 def merge(layers: Iterable[Mapping[str, Setting]]) -> dict[str, Setting]:
-    """Later settings win; blocks such as ``zero_optimization`` are merged key by key."""
+    """Merge settings: later ones win, and blocks such as ``zero_optimization`` are merged key by key."""
     merged: dict[str, Setting] = {}
     for layer in layers:
         for key, setting in layer.items():
