@@ -17,12 +17,14 @@ _UNITS: Final = {"": 0, "k": 10, "m": 20, "g": 30}
 
 def positive_integer(text: str) -> int:
     """Parse a whole number from 1."""
-    return _integer(text, 1)
+    return non_negative_integer(text, minimum=1)
 
 
-def non_negative_integer(text: str) -> int:
-    """Parse a whole number from 0."""
-    return _integer(text, 0)
+def non_negative_integer(text: str, minimum: int = 0) -> int:
+    """Parse a whole number from `minimum`."""
+    if not text.isdecimal() or int(text) < minimum:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {minimum}")
+    return int(text)
 
 
 def positive_integers(text: str) -> tuple[int, ...]:
@@ -69,12 +71,6 @@ def text_width(text: str) -> int:
         return terminal_width()
     if not text.isdigit() or int(text) < MIN_WIDTH:
         raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a whole number from {MIN_WIDTH}")
-    return int(text)
-
-
-def _integer(text: str, minimum: int) -> int:
-    if not text.isdecimal() or int(text) < minimum:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {minimum}")
     return int(text)
 
 

@@ -77,12 +77,6 @@ class SimulatedCollectives:
                     kernel = self._kernel(getattr(torch.ops.c10d, name).default._schema)
                     self._library.impl(name, kernel, "CPU", allow_override=True)
 
-    def uninstall(self) -> None:
-        """Restore torch's kernels."""
-        if self._library is not None:
-            self._library._destroy()
-            self._library = None
-
     def _kernel(self, schema: Any) -> Callable[..., Any]:
         returned = len(schema.returns)
 

@@ -29,11 +29,6 @@ def install(uncomputed: UncomputedStorages) -> None:
     _patches.wrap(torch, "compile", _compiling)
 
 
-def uninstall() -> None:
-    """Restore torch's functions."""
-    _patches.undo()
-
-
 def _watch(name: str, uncomputed: UncomputedStorages) -> None:
     original = getattr(torch.Tensor, name)
 

@@ -36,9 +36,7 @@ def connect(plan: BenchPlan) -> TorchBenchLibrary:
         torch.cuda.set_device(device)
     try:
         dist.init_process_group(
-            plan.backend,
-            timeout=timedelta(seconds=plan.timeout_s),
-            device_id=device if device.type == "cuda" else None,
+            plan.backend, timeout=timedelta(seconds=plan.timeout_s), device_id=device if device.type == "cuda" else None
         )
     except (RuntimeError, ValueError) as error:
         raise NetworkError(
