@@ -224,7 +224,7 @@ def test_every_rule_names_a_function_and_a_version() -> None:
     assert len({(rule.module, rule.name) for rule in RULES}) == len(RULES)
     for rule in RULES:
         assert (rule.library, rule.version) in (TORCH, DEEPSPEED, GPT_NEOX, WORKLOAD)
-        assert rule.mirrors.startswith(("torch", "deepspeed", "megatron", "commtrace"))
+        assert rule.mirrors.startswith(("torch", "deepspeed", "megatron", "examples.gpt_neox"))
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.library == "deepspeed"], ids=names)
