@@ -1,1 +1,1 @@
-"""Hooks of DeepSpeed. `hook` is the reversible pair that `commtrace.startup` installs."""
+"""Hooks of DeepSpeed: `hook` is the pair of `install` and `uninstall`, the other modules read its engines."""

@@ -1,6 +1,6 @@
-"""The job that a DeepSpeed engine was given: everything that decides what it will communicate.
+"""The job row of a DeepSpeed engine: everything that decides what it communicates.
 
-Read from the engine once, when it is built; a theory can then say what is to be expected without seeing a single call.
+Read once, when the engine is built. The theory derives the expected calls from it alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .pipeline import stages
 
 
 def describe(engine: Any) -> dict[str, Any]:
-    """One row of the `job` table. A setting that this DeepSpeed does not have is left out."""
+    """Return a row of the `job` table, without settings that this DeepSpeed does not have."""
     return {
         "source": "deepspeed",
         "engine": type(engine).__name__,
@@ -62,22 +62,22 @@ def describe(engine: Any) -> dict[str, Any]:
 
 
 def _tensor_parallel_size(engine: Any) -> int:
-    """In a pipeline the engine's own word, model parallel, means the stages as well."""
+    """Return the tensor-parallel size; with a pipeline, the engine's model-parallel size counts the stages as well."""
     grid = getattr(engine, "grid", None)
     return int(engine.mp_world_size if grid is None else grid.slice_parallel_size)
 
 
 def _data_parallel(engine: Any) -> int:
-    """Not told by a unit that has sequence parallelism alone (DeepSpeed's parallel_state_sp)."""
-    told: int | None = engine.dp_world_size
-    return engine.seq_dp_world_size // engine.sequence_parallel_size if told is None else told
+    """Return the data-parallel size, which an mpu with sequence parallelism only (parallel_state_sp) does not have."""
+    size: int | None = engine.dp_world_size
+    return engine.seq_dp_world_size // engine.sequence_parallel_size if size is None else size
 
 
 def _groups(engine: Any) -> list[list[int]]:
-    """Numbers of the parameters in each group of the optimizer, in its order; ZeRO-3: in each of its sub-groups."""
+    """Return indices of the parameters in each of the optimizer's groups; with ZeRO-3, of its sub-groups."""
     optimizer = engine.optimizer
     names = ("bit16_groups", "fp16_groups", "bf16_groups")
-    groups = next((found for name in names if (found := getattr(optimizer, name, None))), None)
+    groups = next((values for name in names if (values := getattr(optimizer, name, None))), None)
     return grouped(engine.module, groups or [group["params"] for group in optimizer.param_groups])
 
 
@@ -88,7 +88,7 @@ def _norm_dtype() -> str:
 
 
 def _modules(engine: Any) -> list[dict[str, Any]]:
-    """ZeRO-3 gathers parameters where modules run: which ones there are."""
+    """Return the modules at which ZeRO-3 gathers parameters. Raises LookupError with other stages."""
     if int(engine.zero_optimization_stage()) < 3:
         raise LookupError
     from deepspeed.utils.z3_leaf_module import z3_leaf_module
@@ -109,5 +109,5 @@ def _precision(engine: Any) -> str:
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    """A pydantic model as what JSON can hold."""
+    """Return a pydantic model's settings as JSON values."""
     return {name: value for name, value in config.model_dump(mode="json").items() if value is not None}

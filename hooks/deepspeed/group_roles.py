@@ -1,4 +1,4 @@
-"""Which parallel dimension each group of a DeepSpeed program serves, as DeepSpeed's own registries say."""
+"""The parallel dimension of each group of a DeepSpeed program, from DeepSpeed's own registries."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Final
 import torch.distributed as dist
 
 Role = tuple[Any, str, str]
-"""(group, role, who says so); a group may be None."""
+"""(group or None, role, source of the role)"""
 
-# A name of `deepspeed.utils.groups` -> role; a registry that this DeepSpeed does not have is left out.
+# Global of `deepspeed.utils.groups` -> role. Globals that this DeepSpeed does not have are skipped.
 _GROUPS: Final = (
     ("_DATA_PARALLEL_GROUP", "data"),
     ("_ZERO_PARAM_INTRA_PARALLEL_GROUP", "data"),
@@ -22,8 +22,8 @@ _GROUPS: Final = (
 )
 _SEQUENCE: Final = (("_SEQUENCE_DATA_PARALLEL_GROUP", "data"), ("_SEQUENCE_PARALLEL_GROUP", "sequence"))
 _ENGINE: Final = ("seq_data_parallel_group", "data_parallel_group")
-# A Megatron-style unit; a pipeline's grid is one, too.
-_UNIT: Final = (
+# Method of a Megatron-style mpu -> role; a pipeline's grid is one, too.
+_MPU: Final = (
     ("get_data_parallel_group", "data"),
     ("get_pipe_parallel_group", "pipeline"),
     ("get_pipeline_model_parallel_group", "pipeline"),
@@ -31,14 +31,14 @@ _UNIT: Final = (
     ("get_tensor_model_parallel_group", "tensor"),
     ("get_sequence_parallel_group", "sequence"),
 )
-# Only of a unit that has none of the other names for it: elsewhere a pipeline's stages are in this group as well.
-_OLD_TENSOR: Final = ("get_model_parallel_group", "tensor")
-# DeepSpeed's parallel_state_sp (which has the last one) means the ranks that share a sequence by it.
-_NOT_OLD: Final = ("get_tensor_model_parallel_group", "get_slice_parallel_group", "initialize_sequence_parallel")
+# Only of an mpu without the other names for it: elsewhere this group contains the pipeline's stages as well.
+_MODEL_PARALLEL: Final = ("get_model_parallel_group", "tensor")
+# In DeepSpeed's parallel_state_sp (which has the last one) these are the ranks that share a sequence.
+_OTHER_NAMES: Final = ("get_tensor_model_parallel_group", "get_slice_parallel_group", "initialize_sequence_parallel")
 
 
 def roles(engine: Any) -> Iterator[Role]:
-    """The most telling last."""
+    """Yield the roles of an engine's groups; later ones take precedence."""
     from deepspeed.utils import groups
 
     yield from _partitioned(engine)
@@ -51,30 +51,30 @@ def roles(engine: Any) -> Iterator[Role]:
         pass  # a DeepSpeed without sequence parallelism
     else:
         yield from _registered(parallel_state_sp, _SEQUENCE)
-    yield from _unit(getattr(engine, "mpu", None))
+    yield from _of_mpu(getattr(engine, "mpu", None))
     yield from _pipeline(engine)
 
 
 def message_roles(engine: Any) -> Iterator[Role]:
-    """A pipeline's stages send to each other through torch's default group (deepspeed.runtime.pipe.p2p)."""
+    """Yield the roles of messages: a pipeline's stages send through torch's default group."""
     if getattr(engine, "is_pipe_parallel", False):
         yield dist.group.WORLD, "pipeline", "deepspeed.runtime.pipe.p2p"
 
 
 def _pipeline(engine: Any) -> Iterator[Role]:
-    """Of a pipeline, what its grid calls model parallel: all ranks that hold one copy of the model."""
+    """Yield the roles of a pipeline's groups; its "model parallel" group holds one replica of the model."""
     grid = getattr(engine, "grid", None)
     if grid is None:
         return
-    several = grid.slice_parallel_size > 1
-    role = ("model" if several else "pipeline") if grid.pipe_parallel_size > 1 else "tensor"
+    has_tensor = grid.slice_parallel_size > 1
+    role = ("model" if has_tensor else "pipeline") if grid.pipe_parallel_size > 1 else "tensor"
     yield grid.get_model_parallel_group(), role, f"{type(grid).__name__}.get_model_parallel_group"
     for tied in engine.module.tied_comms.values():
         yield tied["group"], "pipeline", f"{type(engine.module).__name__}.tied_comms"
 
 
 def _partitioned(engine: Any) -> Iterator[Role]:
-    """ZeRO-3's groups, which may be torch's default group itself and then stand in no registry."""
+    """Yield the roles of ZeRO-3's groups, of which torch's default group is in no registry."""
     yield getattr(engine.optimizer, "dp_process_group", None), "data", "ZeROOptimizer.dp_process_group"
     groups = (getattr(parameter, "ds_process_group", None) for parameter in engine.module.parameters())
     for group in {id(group): group for group in groups}.values():
@@ -83,14 +83,14 @@ def _partitioned(engine: Any) -> Iterator[Role]:
 
 def _registered(registry: ModuleType, names: tuple[tuple[str, str], ...]) -> Iterator[Role]:
     for name, role in names:
-        found = getattr(registry, name, None)
-        for group in found.values() if isinstance(found, dict) else (found,):
+        value = getattr(registry, name, None)
+        for group in value.values() if isinstance(value, dict) else (value,):
             yield group, role, registry.__name__
 
 
-def _unit(mpu: Any) -> Iterator[Role]:
-    old = () if any(hasattr(mpu, name) for name in _NOT_OLD) else (_OLD_TENSOR,)
-    for name, role in (*old, *_UNIT):
+def _of_mpu(mpu: Any) -> Iterator[Role]:
+    model_parallel = () if any(hasattr(mpu, name) for name in _OTHER_NAMES) else (_MODEL_PARALLEL,)
+    for name, role in (*model_parallel, *_MPU):
         getter = getattr(mpu, name, None)
         if getter is not None:
             try:

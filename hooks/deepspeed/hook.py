@@ -1,6 +1,6 @@
-"""DeepSpeed: steps, micro-batches and phases of its engines, roles of its groups, and the job it is given.
+"""The hook of DeepSpeed: steps, micro-batches and phases of its engines, roles of its groups, and its job.
 
-Its communication itself passes torch's operators and is recorded there, but for the all_reduce through shared memory.
+Its communication is recorded at torch's operators, except for the all_reduce through shared memory, hooked here.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ def install() -> None:
     try:
         _install()
     except BaseException:
-        uninstall()  # another version of DeepSpeed, say: half a hook would tell half the truth
+        uninstall()  # complete or not there; another version of DeepSpeed may lack a method
         raise
 
 
 def _install() -> None:
     for engine in (DeepSpeedEngine, PipelineEngine):
-        _patches.wrap(engine, "__init__", _building)
+        _patches.wrap(engine, "__init__", _init)
     _patches.wrap(DeepSpeedEngine, "forward", _forward)
     _patches.wrap(DeepSpeedEngine, "backward", _within(Phase.BACKWARD))
     _patches.wrap(DeepSpeedEngine, "step", _step)
     _patches.wrap(DeepSpeedEngine, "_take_model_step", _model_step)
     _patches.wrap(PipelineEngine, "train_batch", _train_batch)
-    _patches.wrap(PipelineModule, "_synchronize_tied_weights", tied_types.noted)
+    _patches.wrap(PipelineModule, "_synchronize_tied_weights", tied_types.wrap)
     _patches.wrap(TorchBackend, "__init__", _backend)
-    # The engine looks its instructions up in this table, not on the class.
+    # The engine looks up its instructions in this table, not on the class.
     _instructions.update(PipelineEngine._INSTRUCTION_MAP)
     for instruction, execute in _instructions.items():
         PipelineEngine._INSTRUCTION_MAP[instruction] = _instruction(instruction, execute)
@@ -77,7 +77,7 @@ def _install() -> None:
 
 
 def uninstall() -> None:
-    """Take everything out again, but the kernels, which only hand on from here on."""
+    """Restore everything but the kernels, which from here on only pass calls on."""
     _engines.uninstall()
     _patches.undo()
     PipelineEngine._INSTRUCTION_MAP.update(_instructions)
@@ -86,11 +86,11 @@ def uninstall() -> None:
     torch_training.steps.engine_decides = False
 
 
-def _building(original: Callable[..., None]) -> Callable[..., None]:
+def _init(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         with progress.within(Phase.INIT), torch_training.steps.suspended():
             original(self, *args, **kwargs)
-        # Of a pipeline's engine, DeepSpeedEngine.__init__ is the first part: its stages are not known yet.
+        # PipelineEngine.__init__ calls DeepSpeedEngine.__init__ first, when the stages are not known yet.
         if "PipelineEngine" in original.__qualname__ or not isinstance(self, PipelineEngine):
             torch_training.steps.engine_decides = True
             _engines.add(self)
@@ -160,23 +160,24 @@ def _train_batch(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Buffers:
-    """Which micro-batch each pipeline buffer of a stage holds: instructions name the buffer only."""
+    """The micro-batch in each pipeline buffer of a stage: instructions name only the buffer."""
 
     def __init__(self) -> None:
-        self._holds: dict[int, int] = {}
+        """Begin a batch with empty buffers."""
+        self._micro_batches: dict[int, int] = {}
         self._filled: set[int] = set()
         self._next = 0
 
     def micro_batch(self, instruction: str, buffer: int) -> int:
-        """Of an instruction on a buffer, which it may fill with the next micro-batch."""
+        """Return the micro-batch of an instruction on a buffer, which it may fill with the next one."""
         filling = instruction in ("LoadMicroBatch", "RecvActivation")
         if filling and buffer not in self._filled:
-            self._filled.add(buffer)  # first of the two that may fill it
-            self._holds[buffer] = self._next
+            self._filled.add(buffer)  # the first of the two instructions that may fill it
+            self._micro_batches[buffer] = self._next
             self._next += 1
         if instruction == "ForwardPass":
             self._filled.discard(buffer)
-        return self._holds.get(buffer, -1)
+        return self._micro_batches.get(buffer, -1)
 
 
 def _instruction(instruction: type, execute: Callable[..., Any]) -> Callable[..., Any]:
@@ -184,7 +185,7 @@ def _instruction(instruction: type, execute: Callable[..., Any]) -> Callable[...
     phase = _PHASES.get(name, Phase.OTHER)
 
     def traced(self: Any, *args: Any, **kwargs: Any) -> Any:
-        buffers = _buffers.get(self)  # none in an evaluation
+        buffers = _buffers.get(self)  # None in an evaluation
         buffer = kwargs.get("buffer_id")
         progress.micro_batch = -1 if buffers is None or buffer is None else buffers.micro_batch(name, buffer)
         with progress.within(phase):

@@ -1,4 +1,4 @@
-"""What of a pipeline decides its communication: stages, what they send, weights that they share."""
+"""The part of a job row that describes a pipeline: stages, what they send, weights that they share."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from commtrace.hooks.torch.model_facts import dtype_name
 
 
 class _TiedTypes:
-    """Element types in which tied weights were first made equal: the engine may cast them afterwards."""
+    """Element types of tied weights when they were first synchronized: the engine may cast them afterwards."""
 
     def __init__(self) -> None:
+        """Know no module yet."""
         self._known: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], str]] = weakref.WeakKeyDictionary()
 
-    def noted(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Wraps `PipelineModule._synchronize_tied_weights`."""
+    def wrap(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Wrap `PipelineModule._synchronize_tied_weights`."""
 
         def _synchronize_tied_weights(module: Any, *args: Any, **kwargs: Any) -> None:
             try:
                 self._known[module] = {key: dtype_name(weight.dtype) for key, weight in tied_weights(module)}
             except Exception:
-                self._known.pop(module, None)  # another version of DeepSpeed: the job does not say it
+                self._known.pop(module, None)  # another version of DeepSpeed: the job leaves it out
             original(module, *args, **kwargs)
 
         return _synchronize_tied_weights
 
     def of(self, module: Any) -> dict[tuple[str, str], str]:
-        """By key and attribute of the weight. Raises KeyError where nobody looked."""
+        """Return the types by key and attribute of the weight. Raises KeyError for an unknown module."""
         return self._known[module]
 
 
@@ -36,14 +37,14 @@ tied_types = _TiedTypes()
 
 
 def tied_weights(module: Any) -> Iterator[tuple[tuple[str, str], Any]]:
-    """Weights that other stages hold as well: key of the tied layers and attribute, and this stage's own copy."""
+    """Yield weights that other stages hold, too: (key of the tied layers, attribute) and this stage's copy."""
     for key, tied in module.tied_comms.items():
         for name in tied["weight_attr"]:
             yield (key, name), module._recursive_getattr(tied["module"], name)
 
 
 def stages(engine: Any) -> dict[str, Any]:
-    """What a job row says of this rank's stage. Raises AttributeError for an engine that has none."""
+    """Return the description of this rank's stage. Raises AttributeError for an engine without stages."""
     module = engine.module
     settings = engine._config.pipeline
     return {
@@ -57,7 +58,7 @@ def stages(engine: Any) -> dict[str, Any]:
         "attention_mask": bool(engine.has_attention_mask),
         "bool_tensors": bool(engine.has_bool_tensors),
         "dynamic_shape": bool(engine.dynamic_shape),
-        "tied": [_tied(engine, *one) for one in tied_weights(module)],
+        "tied": [_tied(engine, key, weight) for key, weight in tied_weights(module)],
     }
 
 
@@ -68,6 +69,6 @@ def _tied(engine: Any, key: tuple[str, str], weight: Any) -> dict[str, Any]:
 
 
 def _name(layer: Any) -> str:
-    """As DeepSpeed finds it where it divides layers by type."""
-    made = getattr(layer, "typename", None)
-    return str((made or (layer if hasattr(layer, "__name__") else type(layer))).__name__)
+    """Return the name by which DeepSpeed partitions layers by type."""
+    type_of_spec = getattr(layer, "typename", None)
+    return str((type_of_spec or (layer if hasattr(layer, "__name__") else type(layer))).__name__)

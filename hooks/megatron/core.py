@@ -1,6 +1,6 @@
-"""Megatron-LM: roles of the groups of `megatron.core.parallel_state`.
+"""The hook of Megatron-LM: roles of the groups of `megatron.core.parallel_state`.
 
-Groups of several dimensions at once (model-parallel, tensor and data, ...) have none.
+Groups that span several dimensions (model-parallel, tensor and data, ...) have no role.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _registry = Registry(
     {
         "_TENSOR_MODEL_PARALLEL_GROUP": "tensor",
         "_PIPELINE_MODEL_PARALLEL_GROUP": "pipeline",
-        # Gradients of what the first and the last stage share.
+        # Gradients of embeddings that the first and the last stage share.
         "_EMBEDDING_GROUP": "pipeline",
         "_POSITION_EMBEDDING_GROUP": "pipeline",
         "_DATA_PARALLEL_GROUP": "data",
@@ -29,7 +29,7 @@ _registry = Registry(
         "_EXPERT_TENSOR_PARALLEL_GROUP": "tensor",
         "_EXPERT_DATA_PARALLEL_GROUP": "data",
         "_EXPERT_DATA_PARALLEL_GROUP_GLOO": "data",
-        # Before Megatron-LM 0.9 had the names above.
+        # Names before Megatron-LM 0.9.
         "_DATA_MODULO_EXPERT_PARALLEL_GROUP": "data",
         "_DATA_MODULO_EXPERT_PARALLEL_GROUP_GLOO": "data",
     },

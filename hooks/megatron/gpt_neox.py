@@ -1,4 +1,4 @@
-"""GPT-NeoX: roles of the groups of `megatron.mpu`. What it calls model-parallel are tensor-parallel ranks alone."""
+"""The hook of GPT-NeoX: roles of the groups of `megatron.mpu`. Its model-parallel groups are tensor-parallel only."""
 
 from __future__ import annotations
 

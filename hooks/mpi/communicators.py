@@ -1,4 +1,4 @@
-"""mpi4py's communicators and windows as rows of the groups table."""
+"""Rows of the groups table for mpi4py's communicators and windows."""
 
 from __future__ import annotations
 
@@ -13,19 +13,28 @@ from mpi4py import MPI
 from commtrace.hooks.groups import Group, GroupRow, Groups
 from commtrace.recording.table_writer import TableWriter
 
-# Open MPI names what nobody has named, by a number that may differ from rank to rank.
+# Default names of Open MPI, which contain a number that may differ between ranks.
 _NO_NAME: Final = re.compile(
     r"MPI[ _](COMMUNICATOR|COMM|WIN)\b.*\d.*(FROM|DUP|SPLIT).*|MPI (COMMUNICATOR|WIN) \d+", re.I
 )
 
 
 class MpiGroup(Group):
-    """A communicator's group, or a window's."""
+    """The group of a communicator or a window."""
 
     def __init__(
         self, members: Any, number: int, row: GroupRow, local: Sequence[int], rank: int, remote: Sequence[int] | None
     ) -> None:
-        """`local`: global ranks of this side; `remote`: of the other side of an intercommunicator, -1: not known."""
+        """Describe a group.
+
+        Args:
+            members: mpi4py's object.
+            number: Its row in the groups table.
+            row: That row.
+            local: Global ranks of this side.
+            rank: This process's rank in `local`.
+            remote: Global ranks of an intercommunicator's other side, -1 where not known; None: not one.
+        """
         super().__init__(members, number, row.ranks, rank)
         self.local = local
         self.remote = remote
@@ -34,34 +43,34 @@ class MpiGroup(Group):
         self.handle = members.handle
         self._others = local if remote is None else remote
         self.blocks = len(self._others)
-        """Shares of a collective: one for each rank, of an intercommunicator for each on the other side."""
+        """Number of shares of a collective: one per rank; with an intercommunicator, per rank of the other side."""
         self.sources: int = members.indegree if _is_topology(members) else 0
-        """Neighbours that it gets from in a neighbourhood collective, and ..."""
+        """Number of neighbours that this rank receives from in a neighbourhood collective."""
         self.destinations: int = members.outdegree if _is_topology(members) else 0
-        """... gives to."""
+        """Number of neighbours that it sends to."""
 
     def peer(self, rank: int) -> int:
-        """Global rank of a source, destination, target or root; -1: nobody, anybody, or of another world."""
+        """Return the global rank of a source, destination, target or root; -1: none, any, or of another world."""
         return self._others[rank] if 0 <= rank < len(self._others) else -1
 
     def way(self, peer: int, tag: int, sends: bool) -> Iterator[int]:
-        """Sequence numbers of the messages to, or from, a peer (a global rank)."""
+        """Return the counter of messages to or from a peer (a global rank)."""
         return self.messages(self.own, peer, tag) if sends else self.messages(peer, self.own, tag)
 
     def root(self, rank: int) -> int:
-        """As `peer`, of a root, which may be this very rank on an intercommunicator."""
+        """Return the global rank of a root, which on an intercommunicator may be this rank (MPI.ROOT)."""
         return self.own if rank == MPI.ROOT else self.peer(rank)
 
     def is_root(self, rank: int) -> bool:
-        """This rank is the root that is given."""
+        """Return whether this rank is the given root."""
         return rank == MPI.ROOT if self.remote is not None else rank == self.rank
 
 
 class MpiGroups(Groups[MpiGroup]):
-    """Those of one recorder's tables, found by Python's object, or by MPI's handle where several stand for one."""
+    """The groups in one recorder's tables, by Python's object, or by MPI's handle if several objects have one."""
 
     def __init__(self, tables: TableWriter, world: Sequence[int]) -> None:
-        """`world`: global ranks of MPI.COMM_WORLD."""
+        """Write to these tables; `world` are the global ranks of MPI.COMM_WORLD."""
         super().__init__(tables)
         self._world = world
         self._by_handle: dict[tuple[type, int], MpiGroup] = {}
@@ -72,12 +81,12 @@ class MpiGroups(Groups[MpiGroup]):
         group = self._by_handle.get(key)
         if group is None:
             group = self._by_handle[key] = self._described(members)
-        return _another(group, members)
+        return _copy_for(group, members)
 
     def _described(self, members: Any) -> MpiGroup:
         local = self._ranks(members.Get_group())
         remote = self._ranks(members.Get_remote_group()) if _is_inter(members) else None
-        # Both sides of an intercommunicator describe it by the same row.
+        # Both sides of an intercommunicator write the same row.
         known = local if remote is None else sorted({*local, *remote} - {-1})
         row = GroupRow([rank for rank in known if rank >= 0], _name(members), _describe(members), self._backend)
         group = members.Get_group()
@@ -86,7 +95,7 @@ class MpiGroups(Groups[MpiGroup]):
         return MpiGroup(members, self._number(row), row, local, rank, remote)
 
     def _ranks(self, group: Any) -> list[int]:
-        """Global ranks of an MPI group, -1 for processes of another world. Frees it."""
+        """Return the global ranks of an MPI group, -1 for processes of another world. Frees the group."""
         size = group.Get_size()
         world = MPI.COMM_WORLD.Get_group()
         translated = MPI.Group.Translate_ranks(group, list(range(size)), world)
@@ -96,7 +105,7 @@ class MpiGroups(Groups[MpiGroup]):
         return ranks
 
     def forget(self, members: Any) -> None:
-        """A communicator or window is about to be freed: another one may get its handle."""
+        """Forget a communicator or window that is about to be freed: another one may get its handle."""
         self._known.pop(id(members), None)
         self._by_handle.pop((_kind(members), members.handle), None)
 
@@ -105,8 +114,8 @@ def _kind(members: Any) -> type:
     return MPI.Win if isinstance(members, MPI.Win) else MPI.Comm
 
 
-def _another(group: MpiGroup, members: Any) -> MpiGroup:
-    """The same group for another object that stands for it: one row, one count of calls."""
+def _copy_for(group: MpiGroup, members: Any) -> MpiGroup:
+    """Return a copy of the group for another object of the same handle, with the same row and counters."""
     same = copy.copy(group)
     same.ref = weakref.ref(members)
     return same

@@ -1,9 +1,9 @@
-"""Replacing methods of classes that forbid it, reversibly: extension types, whose attributes `setattr` refuses to set.
+"""Reversible replacement of methods of extension types, whose attributes `setattr` refuses to set.
 
-CPython looks methods up in a class's own dict, which the class shows as a read-only view. The dict behind the view can
-be had, and may be changed as long as the interpreter is told to forget what it has remembered of the class
-(PyType_Modified, which `setattr` calls, too). The class stays the same object: every instance, old or new, whoever
-makes it, is covered, and `isinstance`, `type`, equality and pickling are as they were.
+CPython looks up methods in a class's own dict, of which the class shows a read-only view. The garbage collector gives
+the dict behind the view. It may be changed if the interpreter's method cache is invalidated (PyType_Modified, as
+`setattr` does). The class stays the same object: all its instances are covered, and `isinstance`, `type`, equality and
+pickling do not change.
 """
 
 from __future__ import annotations
@@ -18,28 +18,35 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def namespace(cls: type) -> dict[str, Any]:
-    """The dict behind `vars(cls)`. Raises RuntimeError where this Python does not give it."""
-    found = [each for each in gc.get_referents(vars(cls)) if type(each) is dict]
-    if len(found) != 1:
+    """Return the dict behind `vars(cls)`. Raises RuntimeError if this Python does not give access to it."""
+    dicts = [each for each in gc.get_referents(vars(cls)) if type(each) is dict]
+    if len(dicts) != 1:
         raise RuntimeError(f"the methods of {cls.__name__} cannot be replaced in this Python")
-    return cast(dict[str, Any], found[0])
+    return cast(dict[str, Any], dicts[0])
 
 
 class ExtensionPatches:
-    """What a hook replaced in extension types, so that it can put it back."""
+    """What a hook has replaced in extension types, to restore it."""
 
     def __init__(self) -> None:
+        """Replace nothing yet."""
         self._replaced: list[tuple[type, str, Any, Any]] = []
 
     def __bool__(self) -> bool:
-        """Something is replaced."""
+        """Return whether anything is replaced."""
         return bool(self._replaced)
 
     def wrap(self, owner: type, name: str, wrapper: Wrapper, instead: Callable[[Any, Any], Any] | None = None) -> bool:
-        """Replace the method `owner.name`, defined on `owner` itself, by `wrapper(original)`. False if there is none.
+        """Replace a method that is defined on `owner` itself by `wrapper(original)`.
 
-        Of a class method, `original` takes the class first, and so must what `wrapper` gives. `instead` may give
-        something else for (original, replacement).
+        Args:
+            owner: The class.
+            name: Name of the method.
+            wrapper: Returns the replacement. The original of a class method takes the class first, so must its result.
+            instead: Returns what to install for (original, replacement); None: the replacement.
+
+        Returns:
+            False if `owner` defines no such method.
         """
         original = namespace(owner).get(name)
         if original is None:
@@ -64,7 +71,7 @@ class ExtensionPatches:
         _set(owner, name, replacement)
 
     def undo(self) -> None:
-        """Put everything back, latest first, but what somebody else has replaced since."""
+        """Restore everything, latest first, except what somebody else has replaced since."""
         while self._replaced:
             owner, name, original, replacement = self._replaced.pop()
             if namespace(owner).get(name) is replacement:
@@ -72,7 +79,7 @@ class ExtensionPatches:
 
 
 def _alike(replacement: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """With the original's name, documentation and signature."""
+    """Give a replacement the original's name, documentation and signature."""
     functools.update_wrapper(replacement, function)
     signature = getattr(function, "__text_signature__", None)
     if signature is not None:

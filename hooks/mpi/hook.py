@@ -1,8 +1,8 @@
-"""mpi4py: every method that communicates, in place, on its own class.
+"""The hook of mpi4py: replaces every method that communicates, on its own class.
 
-mpi4py's classes are immutable extension types. Their methods are replaced all the same (`extension_types`), so that
-every object is covered that there is or will be, whoever makes it, and stays what it is: no subclass, no wrapper
-object. mpi4py itself calls MPI from C and not its own methods, so a call that pickles is seen once.
+mpi4py's classes are immutable extension types. Replacing their methods anyway (`extension_types`) covers every object,
+whenever and by whom it is made, without subclasses or wrapper objects. mpi4py calls MPI from C and not its own methods,
+so a call that pickles is recorded once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def install() -> None:
     try:
         _install()
     except BaseException:
-        uninstall()  # half a hook would give half a log
+        uninstall()  # complete or not there: half of it would write a log with gaps
         raise
 
 
@@ -87,7 +87,7 @@ def _install() -> None:
 
 
 def uninstall() -> None:
-    """Put every method back."""
+    """Restore every method."""
     mpi_pickle.uninstall()
     _patches.undo()
     mpi_tracer.started.clear()

@@ -1,8 +1,7 @@
-"""How large the objects are that mpi4py pickles: seen where it calls its pickler, so that nothing is pickled twice.
+"""Sizes of the objects that mpi4py pickles, measured where it calls its pickler, so that nothing is pickled twice.
 
-mpi4py keeps the functions that pickle and unpickle in `MPI.pickle`, where a program may put its own ones. Ours stand
-around whichever are there, and note the size of what passes while a call is under way. They are put in with the first
-call that pickles, through the same door as a program's own: its `__init__`.
+mpi4py keeps the functions that pickle and unpickle in `MPI.pickle`, where a program may set its own by calling its
+`__init__`. The hook wraps whichever are set, by the same method, and notes sizes while a recorded call is under way.
 """
 
 from __future__ import annotations
@@ -22,9 +21,10 @@ _patches = ExtensionPatches()
 
 
 class _Noting:
-    """Stands for a function that pickles or unpickles."""
+    """Wrapper of a function that pickles or unpickles."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        """Wrap this function."""
         self.function = function
 
 
@@ -52,7 +52,7 @@ class _Loads(_Noting):
 
 
 def install() -> None:
-    """Stand around the functions of `MPI.pickle`, and around those that the program gives it from here on."""
+    """Wrap the functions of `MPI.pickle`, and those that the program sets from here on."""
     initialize = namespace(MPI.Pickle)["__init__"]
     protocol = namespace(MPI.Pickle)["PROTOCOL"]
     default = MPI.Pickle().PROTOCOL
@@ -65,7 +65,7 @@ def install() -> None:
     def set_protocol(self: Any, value: Any) -> None:
         dumps = _functions()[0] if self is MPI.pickle else None
         if value is None and isinstance(dumps, _Dumps) and dumps.function is _functions_of(MPI.Pickle())[0]:
-            value = default  # as mpi4py has it for its own pickler, which ours stands for
+            value = default  # as mpi4py does for its own pickler, which is wrapped
         protocol.__set__(self, value)
 
     __init__.__doc__, __init__.__qualname__ = initialize.__doc__, "Pickle.__init__"
@@ -75,7 +75,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put the functions back."""
+    """Restore the functions."""
     if not _patches:
         return
     _patches.undo()
@@ -94,10 +94,14 @@ def _functions() -> tuple[Any, Any, Any, Any]:
 
 
 def _functions_of(pickle: Any) -> tuple[Any, Any, Any, Any]:
-    """(dumps, loads, protocol, threshold), which it keeps to itself. Raises RuntimeError where they cannot be had."""
+    """Return (dumps, loads, protocol, threshold), found by the garbage collector: mpi4py does not export them.
+
+    Raises:
+        RuntimeError: This version of mpi4py stores them in another way.
+    """
     kept = [each for each in gc.get_referents(pickle) if each is not type(pickle)]
     protocol, threshold = pickle.PROTOCOL, pickle.THRESHOLD
     functions = [each for each in kept if callable(each)]
     if len(functions) != 2:
-        raise RuntimeError("mpi4py keeps its pickler in a way that is not known")
+        raise RuntimeError("this version of mpi4py stores its pickler in an unknown way")
     return functions[0], functions[1], protocol, threshold

@@ -1,4 +1,4 @@
-"""Calls that returned and whose end shows in a Request; what a receive's status tells; matched messages."""
+"""Pending calls by Request, persistent requests, matched messages, and receives completed from their status."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .communicators import MpiGroup
 
 
 class Receipt:
-    """A message that is to arrive. Its size, and of one from anybody its sender, show when it is there."""
+    """A message to receive. Its size is known when it has arrived; so are sender and tag, if any were accepted."""
 
     __slots__ = ("group", "peer", "tag")
 
     def __init__(self, group: MpiGroup, peer: int, tag: int) -> None:
-        """`peer` and `tag` as they were asked for, -1: any."""
+        """`peer` and `tag` are those that the call accepts; -1: any."""
         self.group, self.peer, self.tag = group, peer, tag
 
     def arrived(self, recorder: Recorder, slot_or_call: int | PendingCall, status: Any) -> None:
-        """What the status says goes into the record."""
+        """Complete the record from the status."""
         nbytes = status.Get_count(MPI.BYTE)
-        if nbytes >= 0:  # else: not told, and the record keeps the size of the buffer
+        if nbytes >= 0:  # else: undefined, and the record keeps the size of the buffer
             recorder.measured(slot_or_call, nbytes)
         source, tag = status.Get_source(), status.Get_tag()
         if (self.peer < 0 or self.tag < 0) and source >= 0 and tag >= 0:
@@ -39,7 +39,7 @@ Ends = Sequence[tuple[PendingCall | None, Receipt | None]]
 
 
 class Pending(weakref.ref[Any]):
-    """Calls whose end shows in a Request. Weakly: a Request that is kept alive pins its buffers."""
+    """A weak reference to the Request that ends these calls: a Request that is kept alive pins its buffers."""
 
     __slots__ = ("cancelled", "ends", "key")
 
@@ -49,7 +49,7 @@ class Pending(weakref.ref[Any]):
 
 
 class _Kept(weakref.ref[Any]):
-    """Something to know about an object as long as it lives."""
+    """A weak reference with a value that is known while the object lives."""
 
     __slots__ = ("key", "value")
 
@@ -62,33 +62,33 @@ class Requests:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._process = os.getpid  # an attribute: weak references die until the very end of the interpreter
+        self._process = os.getpid  # an attribute: weak references still die when modules are gone
         self._pending: dict[int, Pending] = {}
         self._kept: dict[int, _Kept] = {}
 
-    # ---- what is under way -----------------------------------------------------------------------------------------
+    # ---- pending calls ---------------------------------------------------------------------------------------------
 
     def add(self, request: Any, ends: Ends) -> None:
-        """These calls end when `request` does."""
+        """Note that these calls end when `request` does."""
         pending = Pending(request, self._died)
         pending.key, pending.ends, pending.cancelled = id(request), ends, False
         self._pending[pending.key] = pending
 
     def find(self, request: Any) -> Pending | None:
-        """The calls that end with this Request, if any are known."""
+        """Return the calls that end with this Request, if any are known."""
         pending = self._pending.get(id(request))
         return pending if pending is not None and pending() is request else None
 
     def ended(self, pending: Pending, t_wait: int, t_end: int, clock: Clock, status: Any) -> None:
-        """A wait (or, with `t_wait` 0, a poll) showed the end."""
+        """Record the end of these calls, shown by a wait or, with `t_wait` 0, by a poll."""
         if self._pending.pop(pending.key, None) is not pending:
-            return  # another thread has been faster
+            return  # another thread's wait returned before
         recorder = self._recorder
-        gone = pending.cancelled and status is not None and status.Is_cancelled()
+        cancelled = pending.cancelled and status is not None and status.Is_cancelled()
         for call, receipt in pending.ends:
             if call is None:
                 continue
-            if gone:
+            if cancelled:
                 recorder.measured(call, 0)
                 recorder.unobservable(call, t_wait)
                 continue
@@ -97,14 +97,14 @@ class Requests:
             recorder.ended(call, t_wait, t_end, clock)
 
     def failed(self, pending: Pending) -> None:
-        """A wait raised."""
+        """Record that these calls failed, as a wait has raised an exception."""
         if self._pending.pop(pending.key, None) is pending:
             for call, _ in pending.ends:
                 if call is not None:
                     self._recorder.failed(call)
 
     def dropped(self, request: Any) -> None:
-        """The program frees it, and whoever ends it nobody sees."""
+        """Give up on a Request that the program frees: its end cannot be observed."""
         pending = self.find(request)
         if pending is not None:
             self._died(pending)
@@ -117,23 +117,23 @@ class Requests:
             if call is not None:
                 self._recorder.unobservable(call)
 
-    # ---- what is known of an object --------------------------------------------------------------------------------
+    # ---- values by object ------------------------------------------------------------------------------------------
 
     def keep(self, holder: Any, value: Any) -> None:
-        """Know this of a persistent request or a matched message, as long as it lives."""
+        """Keep a value for a persistent request or a matched message while it lives."""
         kept = _Kept(holder, self._lost)
         kept.key, kept.value = id(holder), value
         self._kept[kept.key] = kept
 
     def kept(self, holder: Any) -> Any:
-        """What `keep` was told; None: nothing."""
+        """Return the value of `keep`; None if there is none."""
         kept = self._kept.get(id(holder))
         return kept.value if kept is not None and kept() is holder else None
 
     def message(self, message: Any) -> tuple[MpiGroup, int, int] | None:
-        """(group, source, tag) of a matched message."""
-        found: tuple[MpiGroup, int, int] | None = self.kept(message)
-        return found
+        """Return (group, source, tag) of a matched message; None if it is not known."""
+        matched: tuple[MpiGroup, int, int] | None = self.kept(message)
+        return matched
 
     def _lost(self, reference: Any) -> None:
         kept: _Kept = reference
@@ -141,6 +141,6 @@ class Requests:
             del self._kept[kept.key]
 
     def forget(self) -> None:
-        """The session has ended: nothing is followed from here on."""
+        """Drop everything, when the session has ended."""
         self._pending = {}
         self._kept = {}

@@ -1,4 +1,4 @@
-"""From a call of mpi4py to records: what the hook of mpi4py keeps while a recorder runs."""
+"""The tracer of mpi4py: turns calls of its methods into records."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ _pickled: Final = threading.local()
 
 
 def identity_in_world() -> RankIdentity | None:
-    """This process among all of MPI.COMM_WORLD; None for one that MPI has started alone, as torchrun's are."""
+    """Return the process's rank in MPI.COMM_WORLD; None if that has one process only (started by torchrun, say)."""
     if MPI.Is_initialized() and not MPI.Is_finalized() and MPI.COMM_WORLD.Get_size() > 1:
         return RankIdentity(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), _agree)
     return None
 
 
 def _agree(proposal: str) -> str:
-    """What all ranks know without a message between them. MPI has no store, and a collective could wait for ever."""
+    """Return a run name that all ranks know without a message. MPI has no store, and a collective might never end."""
     size = str(MPI.COMM_WORLD.Get_size())
     if size in (os.environ.get("MPI_LOCALNRANKS"), os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")):
-        starter = identity.mpi_starter()  # of all of them, as they are all on this host
+        starter = identity.mpi_starter()  # the parent of all ranks, as all are on this host
         return f"mpi-{starter}" if starter else proposal
     return "" if identity.launcher_run_name() else proposal
 
@@ -65,18 +65,19 @@ def begin() -> MpiTracer | None:
     return None if recorder is None else _tracers.start(recorder)
 
 
-class Part:
+class CallPart:
     """One record of a call: most calls have one, a Sendrecv has two."""
 
     __slots__ = ("receipt", "slot")
 
     def __init__(self, slot: int, receipt: Receipt | None = None) -> None:
+        """`receipt`: of a message that is received."""
         self.slot = slot
         self.receipt = receipt
 
 
 class Objects:
-    """What was pickled in one call, and what was unpickled: bytes of each object."""
+    """The bytes of each object that was pickled and unpickled in one call."""
 
     __slots__ = ("dumped", "loaded", "outer")
 
@@ -87,12 +88,12 @@ class Objects:
 
 
 def pickling() -> Objects | None:
-    """The call of this thread that pickles, if one is under way."""
+    """Return the objects of the call in which this thread pickles; None outside of one."""
     return getattr(_pickled, "objects", None)
 
 
 class MethodPlan:
-    """Everything of a call that is known before it is made; of a persistent one, for every time that it is started."""
+    """What is known of a call before it is made; of a persistent request, of every start."""
 
     __slots__ = ("batched", "flags", "group", "kind", "method", "parts", "peer")
 
@@ -104,11 +105,11 @@ class MethodPlan:
 
 
 class Entry:
-    """A call between its beginning and its return."""
+    """A call that has begun and not returned yet."""
 
     __slots__ = ("first", "objects", "parts", "plan", "status", "tracer")
 
-    def __init__(self, tracer: MpiTracer, plan: MethodPlan, parts: list[Part]) -> None:
+    def __init__(self, tracer: MpiTracer, plan: MethodPlan, parts: list[CallPart]) -> None:
         self.tracer, self.plan, self.parts = tracer, plan, parts
         self.first = False  # something was looked up for the first time
         self.status: Any = None
@@ -116,11 +117,11 @@ class Entry:
 
     @property
     def sampled(self) -> bool:
-        """The cost of this call is to be measured."""
+        """Whether the cost of this call is measured."""
         return self.parts[0].slot & SAMPLE_MASK == 0
 
     def enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """The arguments to call the method with: a status of ours where the program wants none and one is needed."""
+        """Return the arguments to call the method with: a new status if one is needed and the program passes none."""
         method = self.plan.method
         if method.objects:
             self.objects = Objects()
@@ -136,22 +137,22 @@ class Entry:
         return args, kwargs if given is not None else {**kwargs, "status": self.status}
 
     def left(self) -> None:
-        """The method came back, one way or the other."""
+        """Note that the method has returned or raised."""
         if self.objects is not None:
             _pickled.objects = self.objects.outer
 
     def failed(self, t_return: int) -> None:
-        """The method raised."""
+        """Record that the method raised an exception."""
         for part in self.parts:
             self.tracer.recorder.failed(part.slot, t_return)
 
     def lost(self, t_return: int) -> None:
-        """The hook failed, so nothing will see the end of this call."""
+        """Record that the end of this call cannot be observed, as the hook failed."""
         for part in self.parts:
             self.tracer.recorder.returned(part.slot, t_return, observable=False)
 
     def after(self, members: Any, result: Any, t_return: int) -> None:
-        """The method returned `result`, of a call that does not block a Request."""
+        """Record that the method returned `result`: a Request if it does not block."""
         tracer, method = self.tracer, self.plan.method
         if self.objects is not None:
             self._measure_objects()
@@ -181,24 +182,25 @@ class Entry:
 
 
 def object_size(op: str, group: MpiGroup, objects: Objects) -> tuple[int, int]:
-    """(payload, own share) of a collective that pickled and unpickled these."""
+    """Return payload and own share of a collective that pickled and unpickled these."""
     dumped, loaded = objects.dumped, objects.loaded
     sent, received = sum(dumped), sum(loaded)
     if op in ("all_gather", "gather"):
-        whole = received if loaded else sent  # of a gather, all but the root know their own share only
-        return whole, sent if group.remote is None and not group.sources else 0
+        payload = received if loaded else sent  # in a gather, all but the root know their own share only
+        return payload, sent if group.remote is None and not group.sources else 0
     if op == "scatter":
         return sent if dumped else received, received
     if op == "all_to_all":
         own = group.rank if group.remote is None and not group.destinations else -1
         return sent, dumped[own] if 0 <= own < len(dumped) else 0
-    return max(dumped + loaded, default=0), 0  # all of one size; partial results of a reduction are about so
+    return max(dumped + loaded, default=0), 0  # all of one size; partial results of a reduction nearly so
 
 
 class MpiTracer:
-    """Everything that the hook of mpi4py keeps for one recorder."""
+    """What the hook of mpi4py keeps for one recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
+        """Record with this recorder."""
         learn_predefined()
         self.recorder = recorder
         self.groups = MpiGroups(recorder.tables, _world(recorder.rank_identity))
@@ -209,7 +211,7 @@ class MpiTracer:
         self._batches = recorder_setup.batches
 
     def release(self) -> None:
-        """By the drain thread: when the session has ended, nothing is followed any more."""
+        """Forget all requests and windows when the session has ended. Called by the drain thread."""
         if session.recorder is not self.recorder:
             self.requests.forget()
             self.windows.forget()
@@ -217,14 +219,14 @@ class MpiTracer:
                 listener()
 
     def plan(self, method: Method, members: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> MethodPlan | None:
-        """What a call is about to do; None for one that has no communicator."""
+        """Return what a call is about to do; None for one without a communicator."""
         if not members:
             return None
         if method.message_object:
-            found = self.requests.message(members)
-            if found is None:
+            matched = self.requests.message(members)
+            if matched is None:
                 return None
-            return self._matched(method, *found, method.bind(args, kwargs))
+            return self._matched(method, *matched, method.bind(args, kwargs))
         group = self.groups.of(members)
         arguments = method.bind(args, kwargs)
         return self._messages(method, group, arguments) if method.messages else self._shared(method, group, arguments)
@@ -257,7 +259,7 @@ class MpiTracer:
         return plan
 
     def start(self, plan: MethodPlan, depth: int = 2) -> Entry | None:
-        """Record that a call begins; None where it found the ring full."""
+        """Record that a call begins; None if the ring is full."""
         method, group, recorder = plan.method, plan.group, self.recorder
         site, phase, seen = self.context.find(depth)
         flags = plan.flags | (_OBJECT if method.objects or seen & call_site.OBJECT else 0)
@@ -273,7 +275,7 @@ class MpiTracer:
                 site, progress.step, progress.micro_batch, batch, phase, flags,
             )  # fmt: skip
             if slot >= 0:
-                parts.append(Part(slot, receipt))
+                parts.append(CallPart(slot, receipt))
         return Entry(self, plan, parts) if parts else None
 
     @staticmethod
@@ -281,12 +283,12 @@ class MpiTracer:
         if not method.messages and method.op not in _ONE_SIDED:
             return next(group.collectives)
         if receives and (peer < 0 or tag < 0):
-            return 0  # shows when the message is there
+            return 0  # known when the message has arrived
         source, destination = (peer, group.own) if receives else (group.own, peer)
         return group.message(source, destination, tag)
 
     def kind_of(self, method: Method, message: Any, op: Any) -> int:
-        """The row of a call with this buffer (None: it has none) and reduction, for the wrappers in C."""
+        """Return the row of a call with this buffer (None: it has none) and reduction, for the wrappers in C."""
         dtype = None if message is None else simple(message).dtype
         reduce_op = (MPI.SUM if op is None else op) if method.reduces else None
         return self._kind(method, method.op, dtype, reduce_op)
@@ -327,6 +329,6 @@ def _message_size(method: Method, message: Message, arguments: Arguments, peer: 
 
 
 def _world(rank_identity: RankIdentity) -> list[int]:
-    """Global ranks of MPI.COMM_WORLD."""
+    """Return the global ranks of MPI.COMM_WORLD."""
     size = MPI.COMM_WORLD.Get_size()
     return list(range(size)) if size > 1 else [rank_identity.rank]

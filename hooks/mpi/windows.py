@@ -1,4 +1,4 @@
-"""One-sided operations: they are under way until their window is synchronized."""
+"""One-sided operations, which end when their window is synchronized."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from .communicators import MpiGroup
 
 
 class Windows:
-    """The operations under way, by window (the number of its group) and target (a global rank)."""
+    """Pending operations by window (the number of its group) and target (a global rank)."""
 
     def __init__(self, recorder: Recorder) -> None:
+        """Write ends with this recorder."""
         self._recorder = recorder
         self._open: dict[int, list[tuple[int, PendingCall]]] = {}
 
     def add(self, group: MpiGroup, target: int, call: PendingCall | None) -> None:
-        """An operation on this window has begun."""
+        """Add an operation on this window."""
         if call is not None:
             self._open.setdefault(group.number, []).append((target, call))
 
     def synchronized(self, group: MpiGroup, target: int | None, t_wait: int, t_end: int) -> None:
-        """What goes to this target (None: to any) is complete."""
+        """Record the end of the operations on this target (None: on all)."""
         calls = self._open.get(group.number)
         if not calls:
             return
@@ -31,5 +32,5 @@ class Windows:
                 self._recorder.ended(call, t_wait, t_end, Clock.WAIT)
 
     def forget(self) -> None:
-        """The session has ended."""
+        """Drop all operations, when the session has ended."""
         self._open = {}

@@ -1,4 +1,4 @@
-"""What stands in the place of mpi4py's methods: they record a call and hand it on."""
+"""Wrappers of mpi4py's methods: they record a call and pass it on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Original = Callable[..., Any]
 
 
 def recording(method: Method) -> Wrapper:
-    """Of a method that communicates."""
+    """Wrap a method that communicates."""
 
     def wrapper(original: Original) -> Original:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -37,7 +37,7 @@ def recording(method: Method) -> Wrapper:
                 tracer = current()
                 if tracer is None:
                     tracer = begin()
-                    entered = now()  # beginning happens once and is not what a call costs
+                    entered = now()  # the recorder's set-up happens once and is no cost of a call
                 lookups = 0 if tracer is None else tracer.recorder.tables.lookups
                 plan = None if tracer is None else tracer.plan(method, self, args, kwargs)
                 if plan is not None and tracer is not None:
@@ -68,11 +68,11 @@ def recording(method: Method) -> Wrapper:
 
 
 def _unmeasured(error: Exception, original: Original, *args: Any, **kwargs: Any) -> Any:
-    """A call that the hook can make nothing of: if mpi4py cannot either, the mistake is the program's."""
+    """Make a call that the hook could not read: if mpi4py raises as well, the error is the program's, not counted."""
     try:
         result = original(*args, **kwargs)
     except BaseException as own:
-        own.__context__ = None  # nothing of ours
+        own.__context__ = None  # without the hook's exception
         raise
     try:
         raise error
@@ -95,12 +95,12 @@ def _return(entry: Entry, members: Any, result: Any, cost: int) -> None:
 
 
 def planning(method: Method) -> Wrapper:
-    """Of a method that makes a persistent request: nothing moves before it is started."""
+    """Wrap a method that makes a persistent request: it is recorded each time that it is started."""
 
     def wrapper(original: Original) -> Original:
         def init(self: Any, *args: Any, **kwargs: Any) -> Any:
             request = original(self, *args, **kwargs)
-            try:  # afterwards: what mpi4py refuses is nothing to record, and no fault of ours
+            try:  # afterwards: a call that mpi4py rejects is neither recorded nor an error of the hook
                 tracer = current() or begin()
                 plan = None if tracer is None else tracer.plan(method, self, args, kwargs)
                 if plan is not None and tracer is not None:
@@ -115,7 +115,7 @@ def planning(method: Method) -> Wrapper:
 
 
 def starting(original: Original) -> Original:
-    """Prequest.Start."""
+    """Wrap Prequest.Start."""
 
     def Start(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802
         return _started([self], lambda: original(self, *args, **kwargs))
@@ -124,7 +124,7 @@ def starting(original: Original) -> Original:
 
 
 def starting_all(original: Original) -> Original:
-    """Prequest.Startall."""
+    """Wrap Prequest.Startall."""
 
     def Startall(cls: type, requests: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802
         return _started(_listed(requests), lambda: original(cls, requests, *args, **kwargs))
@@ -157,7 +157,7 @@ def _started(requests: Sequence[Any], original: Callable[[], Any]) -> Any:
 
 # ---- ends ------------------------------------------------------------------------------------------------------------
 
-# (what the method gave, number of requests) -> numbers of the requests that are seen to be complete
+# (result of the method, number of requests) -> indices of the requests that it shows to be complete
 Outcome = Callable[[Any, int], Sequence[int]]
 
 
@@ -187,7 +187,7 @@ def _numbers(result: Any, count: int) -> Sequence[int]:
     return () if numbers is None else numbers
 
 
-# Method -> what its result says, and whether it waits.
+# Method -> which requests its result shows to be complete, and whether it waits.
 ENDS: dict[str, tuple[Outcome, bool]] = {
     "Wait": (_all, True),
     "wait": (_all, True),
@@ -214,59 +214,59 @@ ENDS: dict[str, tuple[Outcome, bool]] = {
     "Get_status_some": (_numbers, False),
     "get_status_some": (_numbers, False),
 }
-"""Methods of Request that show ends."""
+"""Methods of Request that show the end of calls."""
 
-_ONE = ("Wait", "wait", "Test", "test", "Get_status", "get_status")
+_OF_ONE_REQUEST = ("Wait", "wait", "Test", "test", "Get_status", "get_status")
 
 
 def ending(name: str) -> Wrapper:
-    """Of a method of Request that shows the ends of calls."""
+    """Wrap a method of Request that shows the end of calls."""
     outcome, waits = ENDS[name]
 
     def wrapper(original: Original) -> Original:
-        if name in _ONE:
+        if name in _OF_ONE_REQUEST:
 
-            def one(self: Any, *args: Any, **kwargs: Any) -> Any:
+            def complete_one(self: Any, *args: Any, **kwargs: Any) -> Any:
                 tracer = current()
                 pending = None if tracer is None else tracer.requests.find(self)
                 if pending is None or tracer is None:
                     return original(self, *args, **kwargs)
                 given = args[0] if args else kwargs.get("status")
-                status = MPI.Status() if given is None and _wanted(pending) else given
+                status = MPI.Status() if given is None and _needs_status(pending) else given
                 if status is not given:
                     args, kwargs = (status,), {}
-                waited = _Waited(tracer, [pending], waits)
-                with waited:
+                completion = _Completion(tracer, [pending], waits)
+                with completion:
                     result = original(self, *args, **kwargs)
-                waited.came_back(outcome, result, status)
+                completion.returned(outcome, result, status)
                 return result
 
-            return one
+            return complete_one
 
-        def several(cls: type, requests: Any, *args: Any, **kwargs: Any) -> Any:
+        def complete_several(cls: type, requests: Any, *args: Any, **kwargs: Any) -> Any:
             tracer = current()
-            found = [] if tracer is None else _found(tracer, requests)
-            if tracer is None or not any(found):
+            all_pending = [] if tracer is None else _pending(tracer, requests)
+            if tracer is None or not any(all_pending):
                 return original(cls, requests, *args, **kwargs)
             single = name.lower().endswith("any")
             keyword = "status" if single else "statuses"
             given = args[0] if args else kwargs.get(keyword)
             statuses = given
-            if given is None and any(map(_wanted, found)):
+            if given is None and any(map(_needs_status, all_pending)):
                 statuses = MPI.Status() if single else []
                 args, kwargs = (statuses,), {}
-            waited = _Waited(tracer, found, waits)
-            with waited:
+            completion = _Completion(tracer, all_pending, waits)
+            with completion:
                 result = original(cls, requests, *args, **kwargs)
-            waited.came_back(outcome, result, statuses)
+            completion.returned(outcome, result, statuses)
             return result
 
-        return several
+        return complete_several
 
     return wrapper
 
 
-def _found(tracer: MpiTracer, requests: Any) -> list[Pending | None]:
+def _pending(tracer: MpiTracer, requests: Any) -> list[Pending | None]:
     try:
         return [tracer.requests.find(request) for request in _listed(requests)]
     except Exception:
@@ -280,16 +280,16 @@ def _listed(requests: Any) -> Sequence[Any]:
     return [requests[i] for i in range(len(requests))]  # as mpi4py does
 
 
-def _wanted(pending: Pending | None) -> bool:
-    """A status tells something about these calls."""
+def _needs_status(pending: Pending | None) -> bool:
+    """Return whether records of these calls are completed from a status."""
     return pending is not None and (pending.cancelled or any(receipt is not None for _, receipt in pending.ends))
 
 
-class _Waited:
+class _Completion:
     """A wait or a poll for these calls."""
 
-    def __init__(self, tracer: MpiTracer, found: Sequence[Pending | None], waits: bool) -> None:
-        self._requests, self._found, self._waits = tracer.requests, found, waits
+    def __init__(self, tracer: MpiTracer, pending: Sequence[Pending | None], waits: bool) -> None:
+        self._requests, self._pending, self._waits = tracer.requests, pending, waits
         self._begun = now()
 
     def __enter__(self) -> None:
@@ -297,17 +297,17 @@ class _Waited:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and issubclass(kind, MPI.Exception):
-            for pending in self._found:
+            for pending in self._pending:
                 if pending is not None:
                     self._requests.failed(pending)
 
-    def came_back(self, outcome: Outcome, result: Any, statuses: Any) -> None:
+    def returned(self, outcome: Outcome, result: Any, statuses: Any) -> None:
         t_end = now()
         try:
-            numbers = outcome(result, len(self._found))
+            numbers = outcome(result, len(self._pending))
             clock = Clock.WAIT if self._waits else Clock.TEST
             for place, number in enumerate(numbers):
-                pending = self._found[number]
+                pending = self._pending[number]
                 if pending is not None:
                     status = statuses[place] if isinstance(statuses, list) else statuses
                     self._requests.ended(pending, self._begun if self._waits else 0, t_end, clock, status)
@@ -316,7 +316,7 @@ class _Waited:
 
 
 def cancelling(original: Original) -> Original:
-    """Request.Cancel, cancel."""
+    """Wrap Request.Cancel and cancel."""
 
     def cancel(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
@@ -330,7 +330,7 @@ def cancelling(original: Original) -> Original:
 
 
 def freeing(original: Original) -> Original:
-    """Request.Free."""
+    """Wrap Request.Free."""
 
     def Free(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802
         result = original(self, *args, **kwargs)
@@ -346,7 +346,7 @@ def freeing(original: Original) -> Original:
 
 
 def forgetting(original: Original) -> Original:
-    """Free and Disconnect of communicators and windows: what is created next may get the same handle."""
+    """Wrap Free and Disconnect of communicators and windows: the next one may get the same handle."""
 
     def Free(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802
         tracer = current()
@@ -363,7 +363,7 @@ def forgetting(original: Original) -> Original:
 
 
 def matching(original: Original) -> Original:
-    """Mprobe, Improbe and their like: the Message that they give does not tell where it comes from."""
+    """Wrap Mprobe and Improbe, which return a Message that does not know its source."""
 
     def probe(self: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: Any = None) -> Any:
         tracer: MpiTracer | None = None
@@ -386,7 +386,7 @@ def matching(original: Original) -> Original:
 
 
 def matching_class(original: Original) -> Original:
-    """As `matching`, of the class methods of Message, which take the communicator first."""
+    """Wrap as `matching` the class methods of Message, which take the communicator first."""
 
     def probe(cls: type, comm: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: Any = None) -> Any:
         def of_comm(comm: Any, *args: Any) -> Any:
@@ -397,7 +397,7 @@ def matching_class(original: Original) -> Original:
     return probe
 
 
-# Method of Win -> number of the argument with the target that it synchronizes, -1: all.
+# Method of Win -> position of the argument with the target that it synchronizes; -1: all targets.
 SYNCHRONIZATIONS = {
     "Fence": -1,
     "Complete": -1,
@@ -411,7 +411,7 @@ SYNCHRONIZATIONS = {
 
 
 def synchronizing(name: str) -> Wrapper:
-    """Of a method of Win after which its one-sided operations are complete."""
+    """Wrap a method of Win after which one-sided operations are complete."""
     at = SYNCHRONIZATIONS[name]
 
     def wrapper(original: Original) -> Original:

@@ -12,7 +12,7 @@ namespace {
 using c10::DispatchKeySet;
 using torch::jit::Stack;
 
-// Tracing is on and no call has been made yet: the first one has Python begin.
+// Tracing is on and nothing records yet: the first call lets Python begin.
 std::atomic<bool> armed{false};
 PyObject* begin_recording = nullptr;
 
@@ -22,7 +22,7 @@ void hand_on(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
 
 // ---- before the call ---------------------------------------------------------------------------------------------------
 
-// A call between its beginning and its return.
+// A call that has begun and not returned yet.
 struct Entry {
   Recording* recording;
   const Plan& plan;
@@ -38,7 +38,7 @@ struct Entry {
   bool timed() const { return on_device && *on_device; }
 };
 
-// A compiler tracing the program, not communication.
+// Whether a compiler traces the program: such a call is no communication.
 bool is_fake(const at::Tensor& tensor) {
   if (tensor.is_meta()) return true;
   if (!tensor.key_set().has(c10::DispatchKey::Python)) return false;
@@ -165,7 +165,7 @@ bool record_call(Entry& entry, Thread& thread, Arguments args, const at::Tensor*
   return static_cast<bool>(entry.handle);
 }
 
-// Never throws but what Python wants thrown (an interrupt).
+// Throws only exceptions of Python (an interrupt).
 bool before(Entry& entry, Thread& thread, Arguments args, const at::Tensor* sample) {
   try {
     if (sample != nullptr && is_fake(*sample)) return false;  // before anything asks for its size, which may be symbolic
@@ -180,7 +180,7 @@ bool before(Entry& entry, Thread& thread, Arguments args, const at::Tensor* samp
 
 // ---- after the call ----------------------------------------------------------------------------------------------------
 
-// The call has become one of a batch, whose Work will show its end.
+// Adds the call to the open batch, whose Work will show its end.
 bool join_batch(const Entry& entry) {
   Group& group = *entry.group;
   if (group.batch.load(std::memory_order_relaxed) == 0) return false;
@@ -262,7 +262,7 @@ void after_or_fault(Entry& entry, Stack* stack) {
   if (entry.sampled || entry.looked_up != 0) note_cost(entry, now() - t_return);
 }
 
-// There was no place for a record.
+// Passes on a call that has no slot.
 void unrecorded(Recording& recording, const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   hand_on(op, keys, stack);
   if (!recording.devices.wanted() || stack->empty()) return;
@@ -271,8 +271,8 @@ void unrecorded(Recording& recording, const c10::OperatorHandle& op, DispatchKey
 
 // ---- kernels -----------------------------------------------------------------------------------------------------------
 
-// The cost of one call in 32 is measured: of the first 32 the 16th, of the next ones another. At the same place of each, a
-// program whose steps have 24 calls would never show what, say, the first call of a backward costs.
+// The cost of one call in 32 is measured: of the first 32 the 16th, then another one of each 32. With a fixed position, a
+// program whose steps have a multiple of it would always show the cost of the same calls.
 bool to_sample(uint32_t call) {
   constexpr uint32_t kMask = 31, kFirst = 15, kGoldenRatio = 0x9E3779B1;
   const uint32_t of_this_32 = ((call / (kMask + 1)) * kGoldenRatio >> 27) + kFirst;
@@ -353,7 +353,7 @@ class PassKernel : public c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) { hand_on(op, keys, stack); }
 };
 
-// ---- in and out --------------------------------------------------------------------------------------------------------
+// ---- installing --------------------------------------------------------------------------------------------------------
 
 // Never freed: at exit the dispatcher may go first.
 auto* const libraries = new std::vector<std::unique_ptr<torch::Library>>;
@@ -440,7 +440,7 @@ void arm(const py::object& begin) {
 
 void disarm() { armed.store(false); }
 
-void take_out() {
+void remove_kernels() {
   py::gil_scoped_release unlocked;
   libraries->clear();
 }

@@ -1,4 +1,4 @@
-// The kernels that stand before torch's own: they record a call and hand it on.
+// Kernels that run before torch's own: they record a call and redispatch it.
 //
 // Rules, all from runs that hung or crashed:
 //   - no lock of ours is held while the GIL is taken, and the GIL is never held while a call is handed on;
@@ -14,14 +14,14 @@
 
 namespace commtrace {
 
-// Puts kernels before these operators of c10d and of _c10d_functional. They stay, and only hand on while nothing records:
-// to take one out while another thread is on its way through it crashes (seen), and at exit the dispatcher may go first.
+// Installs kernels for these operators of c10d and of _c10d_functional. They stay, and only pass calls on while nothing
+// records: removing one that another thread is in crashes (seen), and at exit the dispatcher may be destroyed first.
 void install(const std::vector<Plan>& plans, const std::vector<std::string>& functional);
 
-// Takes them out. For whoever knows that no other thread communicates: a benchmark.
-void take_out();
+// Removes them. Only where no other thread communicates: in benchmarks.
+void remove_kernels();
 
-// From here on the next call has `begin()` called, which says whether to ask again where nothing records yet.
+// Lets the next call run `begin()`, which returns whether to try again if nothing records yet.
 void arm(const py::object& begin);
 void disarm();
 

@@ -41,7 +41,7 @@ Recording* open_recording(const py::buffer& ring, size_t dropped_at, size_t reco
   return recording;
 }
 
-// From here on calls are recorded, and `rows` is asked about what is new.
+// Starts recording; `rows` gives the numbers of new rows.
 void go(Recording& recording, const py::object& rows) {
   recording.ask.answers(rows);
   current.store(&recording, std::memory_order_release);
@@ -61,7 +61,7 @@ py::tuple close_recording(Recording& recording, bool off) {
   return py::make_tuple(as_array(left.first), left.second);
 }
 
-// Nobody asks for its records any more: it may serve for another ring.
+// Its log is complete: the recording can be used for another ring.
 void let_go(Recording& recording) { closed_recordings->push_back(&recording); }
 
 uint32_t take_slot(Recording& recording) {
@@ -196,7 +196,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("install", &install);
   m.def("arm", &arm);
   m.def("disarm", &disarm);
-  m.def("take_out", &take_out);
+  m.def("remove_kernels", &remove_kernels);
   m.def("waiting", &waiting_for);
   m.def("polled", &polled);
   m.def("layout", &layout);

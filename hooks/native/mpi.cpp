@@ -1,9 +1,8 @@
-// What stands in the place of mpi4py's methods, in C: blocking calls on buffers in the usual forms are recorded here, and
-// everything else goes to the same wrapper in Python, which is the reference (hooks/mpi/wrappers.py).
+// Replacements of mpi4py's methods: they record blocking calls on common forms of buffers, and pass every other call to
+// the wrapper in Python (hooks/mpi/wrappers.py), which is the reference.
 //
-// It knows neither torch nor MPI: it needs Python's headers and nothing else. All of it runs with the GIL, which a method
-// of mpi4py is called with, and writes into places that it takes from the recorder's own list, as Python's wrapper does;
-// numbers of rows, sequence numbers and groups are Python's objects, too, so that both may record side by side.
+// This file needs Python's headers only, neither torch's nor MPI's. All of it runs with the GIL. It takes slots from the
+// recorder's own list; rows, sequence numbers and groups are Python's objects, so that both can record side by side.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
@@ -21,7 +20,7 @@ namespace {
 
 using namespace commtrace;
 
-// A reference that is given back.
+// An owned reference.
 class Ref {
  public:
   explicit Ref(PyObject* object = nullptr) : object_(object) {}
@@ -55,7 +54,7 @@ long number_of(PyObject* object, const char* name, long otherwise) {
   return number;
 }
 
-// ---- what is remembered of one recording -------------------------------------------------------------------------------
+// ---- state of one recording -------------------------------------------------------------------------------
 
 constexpr int kMostTypes = 128;
 constexpr int kMostGroups = 64;  // a power of two, as the next ones
@@ -67,7 +66,7 @@ struct Type {
   int64_t size, extent;
 };
 
-// One way of messages of a group, and its counter.
+// The counter of a group's messages with one peer and tag.
 struct Way {
   int32_t peer = -2, tag = 0;
   bool sends = false;
@@ -75,8 +74,8 @@ struct Way {
 };
 
 struct Group {
-  PyObject* members = nullptr;  // compared with what `ref` still refers to, never followed
-  PyObject* group = nullptr;    // hooks.mpi_groups.MpiGroup
+  PyObject* members = nullptr;  // compared with the referent of `ref`, never dereferenced
+  PyObject* group = nullptr;    // hooks.mpi.communicators.MpiGroup
   PyObject* ref = nullptr;
   PyObject* collectives = nullptr;
   uint32_t number = 0;
@@ -92,7 +91,7 @@ struct Site {
   uint32_t site = UINT32_MAX;  // not asked for yet
 };
 
-// The state of the recording that goes on. Python sets it, and takes it back.
+// The running recording. Set by go() and cleared by stop().
 struct Current {
   PyObject* tracer = nullptr;
   PyObject* recorder = nullptr;
@@ -108,7 +107,7 @@ struct Current {
   bool sites = false;
   uint64_t calls = 0;
   uint64_t lookups = 0;  // answers of Python that are remembered: a call during which it grows is a first call
-  uint64_t log = 0;  // tells this recording from others
+  uint64_t log = 0;  // identifies this recording
   std::array<Group, kMostGroups> groups{};
   std::array<Site, kMostSites> known{};
 };
@@ -154,7 +153,7 @@ bool alive(const Group& group, PyObject* members) {
 #endif
 }
 
-// The group of a communicator; null for one that Python's wrapper has to look at.
+// The group of a communicator; null for one that is left to Python's wrapper.
 Group* group_of(PyObject* members) {
   Group& group = state.groups[(reinterpret_cast<uintptr_t>(members) >> 4) & (kMostGroups - 1)];
   if (alive(group, members)) return &group;
@@ -204,11 +203,11 @@ PyObject* counter_of(Group& group, int peer, int tag, bool sends) {
   return way.counter;
 }
 
-// ---- where a call is made ----------------------------------------------------------------------------------------------
+// ---- call site and phase ----------------------------------------------------------------------------------------------
 
 Site& site_at(uint64_t where) { return state.known[(where * 0x9E3779B97F4A7C15ULL) >> 54]; }
 
-// False where Python fails to tell.
+// False if Python raises.
 bool classify(Site& entry, const Frame& frame, int depth) {
   state.lookups++;
   Ref object(frame_object(depth));
@@ -269,13 +268,13 @@ struct Kind {
   uint16_t number = 0;
 };
 
-// What stands for one method: as a function, it binds to the object that it is looked up on.
+// The replacement of one method. Like a function, it binds to the object that it is looked up on.
 struct Method {
   PyObject_HEAD
   vectorcallfunc vectorcall;
   PyObject* original;
   PyObject* wrapper;     // in Python
-  PyObject* plan;        // hooks.mpi_methods.Method
+  PyObject* plan;        // hooks.mpi.methods.Method
   PyObject* parameters;  // their names
   PyObject* dict;
   Rule rule;
@@ -344,7 +343,7 @@ bool content_of(PyObject* message, Content& content, int64_t blocks) {
   return true;
 }
 
-// (payload, own share) of a call; false: Python has to look.
+// Payload and own share of a call; false: left to Python.
 bool measure(const Method& self, const Group& group, PyObject* const* argv, Content& content, int64_t& local) {
   PyObject* first = self.buffer_at < 0 ? nullptr : argv[self.buffer_at];
   PyObject* second = self.other_at < 0 ? nullptr : argv[self.other_at];
@@ -440,7 +439,7 @@ Record* record_at(uint32_t slot) { return reinterpret_cast<Record*>(state.record
 
 void publish(Record* record, State how) { __atomic_store_n(&record->state, how, __ATOMIC_RELEASE); }
 
-// What a status says of a message that has arrived; a failure leaves what was asked for.
+// Completes a receive's record from its status. On a failure the record keeps what was asked for.
 void arrived(Group& group, Record* record, PyObject* status, bool anybody) {
   static PyObject* get_count = PyUnicode_InternFromString("Get_count");
   PyObject* args[] = {status, byte_type};
@@ -470,7 +469,7 @@ bool integer(PyObject* object, long& number) {
   return number >= INT32_MIN && number <= INT32_MAX;
 }
 
-// A call of a method, from its arguments to its record. What any of its steps cannot do is left to Python's wrapper.
+// A call of a method, from its arguments to its record. A step that returns false leaves the call to Python's wrapper.
 struct Call {
   Method* self;
   PyObject* const* args;  // as Python passes them: the communicator first
@@ -542,7 +541,7 @@ PyObject* typed_buffer(const Call& call) {
   return buffer == in_place || buffer == Py_None ? call.argument(self.other_at) : buffer;
 }
 
-// Everything in the record that is known before the call is made, but the sequence number, which counts.
+// Fills in what is known before the call is made, except the sequence number, which counts.
 bool describe(Call& call) {
   Method& self = *call.self;
   Record& record = call.record;
@@ -568,7 +567,7 @@ bool describe(Call& call) {
   return true;
 }
 
-// The status of a receive: the program's, or one of ours where it wants none. Null for other calls.
+// The status of a receive: the program's, or a new one where it passes none. Null for other calls.
 PyObject* status_of(const Call& call) {
   if (call.self->status_at < 0 || call.self->sends) return nullptr;
   PyObject* given = call.argument(call.self->status_at);
@@ -581,7 +580,7 @@ PyObject* status_of(const Call& call) {
   return status;
 }
 
-// Calls the original with a status of ours: by place up to the first argument that is left out, by name from there on.
+// Calls the original with a new status: by place up to the first argument that is left out, by name from there on.
 PyObject* call_with_status(Call& call, PyObject* status) {
   const Method& self = *call.self;
   call.argv[self.status_at] = status;
@@ -671,7 +670,7 @@ PyObject* bind(PyObject* self, PyObject* object, PyObject*) {
   return PyMethod_New(self, object);
 }
 
-// Its name, signature and documentation are those of the wrapper, which has them from the original.
+// Name, signature and documentation are the wrapper's, which has copied those of the original.
 PyObject* attribute(PyObject* self, PyObject* name) {
   PyObject* own = PyObject_GenericGetAttr(self, name);
   if (own != nullptr || !PyErr_ExceptionMatches(PyExc_AttributeError)) return own;
@@ -685,7 +684,7 @@ PyObject* reduced(PyObject* self, PyObject*) {
   return PyObject_GetAttrString(reinterpret_cast<Method*>(self)->wrapper, "__qualname__");
 }
 
-// What a type has of its own, and an object of it then seems to have.
+// Attributes that the type itself defines.
 PyObject* of_wrapper(PyObject* self, void* name) {
   return PyObject_GetAttrString(reinterpret_cast<Method*>(self)->wrapper, static_cast<const char*>(name));
 }
@@ -697,7 +696,7 @@ PyGetSetDef method_attributes[] = {{doc_name, of_wrapper, nullptr, nullptr, doc_
 
 PyMethodDef method_methods[] = {{"__reduce__", reduced, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
 
-// Kept for ever: calls of other threads may be on their way into a method that has been taken out.
+// Never freed: other threads may still be calling a method that has been restored.
 PyTypeObject method_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 bool ready() {
@@ -820,7 +819,7 @@ PyObject* forget(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// Code is kept alive no more: what is known of instructions counts no longer.
+// Code objects are released: addresses of instructions may be used again.
 PyObject* forget_sites(PyObject*, PyObject*) {
   state.known.fill({});
   Py_RETURN_NONE;

@@ -1,8 +1,8 @@
-"""The compiled wrappers in the place of those in Python, for the methods and forms of buffers that are common.
+"""The compiled wrappers of mpi4py's methods, installed in place of those in Python for common calls.
 
-A wrapper in C takes a call that blocks, on an intracommunicator, with buffers in the usual forms; it hands every other
-one to Python's wrapper of the same method. Both write into the same places, count with the same counters, and use the
-same rows, so a program's log does not tell which of them took a call.
+A wrapper in C records a blocking call on an intracommunicator with common forms of buffers, and passes every other call
+to Python's wrapper of the same method. Both use the same slots, counters and rows, so the log is the same whichever
+of them records.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _library: Any = None
 
 
 def usable() -> bool:
-    """The settings allow it, and it is built."""
+    """Return whether the settings allow the compiled wrappers and they are built."""
     global _library
     if session.settings is None or session.settings.recorder == "python":
         return False
@@ -60,7 +60,7 @@ def usable() -> bool:
 
 
 def replacement(method: Method, original: Any, wrapper: Any) -> Any:
-    """What stands for this method: in C where there is a rule for it, else the wrapper."""
+    """Return the compiled wrapper of a method, or `wrapper` if there is no rule for it in C."""
     rule = _RULES.get(method.name) if method.owner in (MPI.Comm, MPI.Intracomm) and not method.objects else None
     if rule is None:
         return wrapper
@@ -88,7 +88,7 @@ def replacement(method: Method, original: Any, wrapper: Any) -> Any:
 
 
 def begins(tracer: MpiTracer) -> None:
-    """A recorder has begun: from here on C writes into its places, too."""
+    """Let C record, too, as a recorder has begun."""
     if _library is None:
         return
     recorder = tracer.recorder
@@ -105,12 +105,12 @@ def begins(tracer: MpiTracer) -> None:
 
 
 def ends() -> None:
-    """The session has ended."""
+    """Stop recording in C, as the session has ended."""
     if _library is not None:
         _library.stop()
 
 
 def forget() -> None:
-    """A communicator is about to be freed."""
+    """Forget all communicators in C, as one is about to be freed."""
     if _library is not None:
         _library.forget()

@@ -1,4 +1,4 @@
-// What C++ asks Python: numbers of rows that it meets for the first time (rows.py).
+// Questions to Python: the numbers of new rows (rows.py).
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>

@@ -67,7 +67,7 @@ def uninstall() -> None:
 def remove_kernels() -> None:
     """Remove the kernels, between recordings. Only where no other thread communicates."""
     if _library is not None:
-        _library.take_out()
+        _library.remove_kernels()
         _operators.clear()
 
 

@@ -1,4 +1,4 @@
-"""What C++ asks Python: numbers of rows that it meets for the first time."""
+"""Answers to the questions of the native recorder: the numbers of rows that are new to it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _never_raising(default: _Answer) -> Callable[[Callable[..., _Answer]], Calla
 
 
 class GroupRow(NamedTuple):
-    """What C++ needs to know of a group."""
+    """A group, as far as C++ needs it."""
 
     number: int
     size: int
@@ -43,7 +43,7 @@ class GroupRow(NamedTuple):
 
 
 class _Collectives:
-    """Sequence numbers of a group that C++ counts, for calls that Python records."""
+    """The counter of a group's collectives, kept by C++, for calls that Python records."""
 
     def __init__(self, recording: Any, pg: Any) -> None:
         self._recording, self._pg = recording, weakref.ref(pg)
@@ -59,16 +59,17 @@ _NO_GROUP: Final[GroupRow | None] = None
 
 
 class Rows:
-    """Answers of one recording."""
+    """The rows of one recording. No method raises: an error is counted, and the answer is a default."""
 
     def __init__(self, tracer: TorchTracer, recording: Any, operators: Sequence[Operator]) -> None:
+        """Answer from the tracer's tables; `operators` are indexed by the numbers of their plans."""
         self.tracer = tracer
         self._recording = recording
         self._operators = operators
 
     @_never_raising(_NO_GROUP)
     def group(self, pg: Any) -> GroupRow | None:
-        """The row of a process group."""
+        """Return the row of a process group."""
         group = self.tracer.groups.of(pg)
         first = next(group.collectives)
         group.collectives = _Collectives(self._recording, pg)
@@ -76,22 +77,22 @@ class Rows:
 
     @_never_raising(0)
     def kind(self, operator: int, dtype: torch.dtype | None, reduce_op: int) -> int:
-        """The row of an operator (by its plan's number), element type and reduction."""
+        """Return the row of an operator (by its plan's number), element type and reduction."""
         return self.tracer.kind(self._operators[operator], dtype, reduce_op)
 
     @_never_raising(0)
     def classify(self, frame: FrameType) -> int:
-        """What a frame tells, as bits of `call_site`."""
+        """Return the properties of a frame, as bits of `call_site`."""
         return self.tracer.sites.classify(frame.f_code)
 
     @_never_raising(0)
     def site(self, frame: FrameType) -> int:
-        """The row of a frame's line."""
+        """Return the row of a frame's line."""
         return self.tracer.sites.number(frame)
 
     @_never_raising(False)
     def in_training(self) -> bool:
-        """Whether the forward that is under way, without gradients, is one of training."""
+        """Return whether the running forward, without gradients, belongs to training."""
         return self.tracer.sites.in_training()
 
     @_never_raising((0, False))

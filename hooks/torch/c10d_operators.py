@@ -1,7 +1,7 @@
-"""What the arguments of each `c10d::` operator mean: payload, own share, peer, tag.
+"""The meaning of each `c10d::` operator's arguments: payload, own share, peer, tag.
 
-Arguments are found by their names in the operator's schema, so that torch versions may add some; trailing arguments
-that equal their defaults do not arrive at all.
+Arguments are found by their names in the operator's schema, so that torch versions may add some. Trailing arguments
+that equal their defaults are not passed to a kernel.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch.distributed as dist
 Tensor = torch.Tensor
 
 
-# (payload in bytes, bytes of it that are this rank's own share, whether shares have different sizes); a plain tuple,
-# because this is made on every call.
+# (payload in bytes, bytes of it that are this rank's own share, whether shares differ in size); a plain tuple, because
+# one is made for every call.
 Size = tuple[int, int, bool]
 
 # (arguments, group size, rank in the group) -> Size
@@ -28,16 +28,16 @@ MakeRule = Callable[[Mapping[str, int]], Rule]
 
 
 class Form(NamedTuple):
-    """How an operator is measured. The native recorder has a rule of its own for each kind of form."""
+    """How an operator's payload is measured. The native recorder implements each kind as well (plan.h)."""
 
     kind: str
     about: tuple[str, ...]
-    """Names of the arguments that decide."""
+    """Names of the arguments that it depends on."""
     make_rule: MakeRule
 
 
 def nbytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements; of a sparse one, of its indices and values, which are what travels."""
+    """Return the bytes of a tensor's elements; of a sparse one, those of indices and values, which are sent."""
     if tensor.layout is torch.strided:
         return tensor.nbytes
     if tensor.layout is torch.sparse_coo:
@@ -58,7 +58,7 @@ def _is_uneven(lists: Sequence[Sequence[Tensor]]) -> bool:
 
 
 def _buffers(name: str) -> Form:
-    """The payload is this list of tensors; nothing of it stays here."""
+    """Measure a list of tensors as the payload, without a share of this rank."""
 
     def rule(at: Mapping[str, int]) -> Rule:
         i = at[name]
@@ -68,7 +68,7 @@ def _buffers(name: str) -> Form:
 
 
 def _pair(whole: str, share: str) -> Form:
-    """One tensor is the whole, one is this rank's share of it."""
+    """Measure one tensor as the payload, another as this rank's share of it."""
 
     def rule(at: Mapping[str, int]) -> Rule:
         i, j = at[whole], at[share]
@@ -78,7 +78,7 @@ def _pair(whole: str, share: str) -> Form:
 
 
 def _pairs(whole: str, share: str) -> Form:
-    """As `_pair`, for a list of each."""
+    """Measure as `_pair`, with a list of tensors for each."""
 
     def rule(at: Mapping[str, int]) -> Rule:
         i, j = at[whole], at[share]
@@ -88,7 +88,7 @@ def _pairs(whole: str, share: str) -> Form:
 
 
 def _lists(whole: str, share: str) -> Form:
-    """A list of tensors per share is the whole."""
+    """Measure lists of tensors, one per rank, as the payload."""
 
     def rule(at: Mapping[str, int]) -> Rule:
         i, j = at[whole], at[share]
@@ -98,7 +98,7 @@ def _lists(whole: str, share: str) -> Form:
 
 
 def _rooted(share: str) -> Form:
-    """gather, scatter: every rank knows its own share; torch wants equal ones, so the whole is n of it."""
+    """Measure gather and scatter by this rank's share: shares must be equal, so the payload is n of them."""
 
     def rule(at: Mapping[str, int]) -> Rule:
         i = at[share]
@@ -174,17 +174,20 @@ _RULES: Final[dict[str, tuple[str, Form]]] = {
 # Not communication.
 IGNORED: Final = frozenset({"check_for_nan"})
 
-# Where the results are, for matching a wait on a tensor with the call that fills it.
+# Arguments with the results, by which a wait for a tensor finds the call that fills it.
 _OUTPUTS: Final = ("output_tensors", "output_tensor", "outputs", "output_lists", "output", "tensors")
 
-# A tensor, or a list of them, that every rank has: it shows element type and device. A barrier's carries no data.
+# Arguments that every rank has, with a tensor or a list of tensors: they show element type and device.
 _SAMPLES: Final = ("input_tensors", "input_tensor", "inputs", "input_list", "input", "tensors", "tensor")
-_SAMPLE_OF: Final = {"reduce_scatter_": "output_tensors", "scatter_": "output_tensors"}  # whose inputs are nested
+_SAMPLE_OF: Final = {
+    "reduce_scatter_": "output_tensors",
+    "scatter_": "output_tensors",
+}  # their inputs are lists of lists
 
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator, as this torch has it. `_at` is the position of an argument, None where there is none."""
+    """An operator of this version of torch. `*_at` are positions of arguments; None: it has no such argument."""
 
     variant: str
     op: str
@@ -198,21 +201,22 @@ class Operator:
     output_at: int
     sample_at: int
     form: str = ""
-    """The kind of its Form, and the positions of the arguments that this is about."""
+    """The kind of its Form."""
     about: tuple[int, ...] = ()
+    """Positions of the arguments that the form depends on."""
     reduce_op: str | None = None
-    """The reduction of an operator that has only one."""
+    """The reduction of an operator that has only one; None: it is an argument."""
     coalesced: bool = False
     """Several tensors in one call, which the backend may merge."""
     blocking: bool = False
-    """Returns when the operation is complete, and gives no Work."""
+    """The call returns when the operation is complete, without a Work."""
 
     def group(self, args: Sequence[Any]) -> Any:
-        """The ProcessGroup of a call; that of the whole world for an operator that takes none."""
+        """Return the ProcessGroup of a call: the default group for an operator that takes none."""
         return dist.group.WORLD if self.group_at is None else dist.ProcessGroup.unbox(args[self.group_at])
 
     def sample(self, args: Sequence[Any]) -> Tensor | None:
-        """A tensor that shows the call's element type and device; None for a call with an empty list."""
+        """Return a tensor that shows the call's element type and device; None for a call with an empty list."""
         value = args[self.sample_at]
         if type(value) is list:
             return value[0] if value else None
@@ -220,11 +224,11 @@ class Operator:
 
     @property
     def point_to_point(self) -> bool:
-        """A message between two ranks."""
+        """Whether the operator sends or receives a point-to-point message."""
         return self.op in ("send", "recv")
 
     def outputs(self, args: Sequence[Any]) -> list[Tensor]:
-        """The tensors that a call fills."""
+        """Return the tensors that a call fills."""
         return list(_flat(args[self.output_at]))
 
 
@@ -237,22 +241,22 @@ def _flat(value: Any) -> Iterator[Tensor]:
 
 
 def known_operators() -> tuple[list[Operator], list[str]]:
-    """(the operators to hook, the names of those that this version of commtrace does not know)."""
+    """Return the operators to hook, and the names of those that this version of commtrace does not know."""
     names = {
         name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")
     }
-    found, unknown = [], []
+    operators, unknown = [], []
     for name in sorted(names - IGNORED):
         operator = _describe(name) if name in _RULES else None
         if operator is None:
             unknown.append(f"c10d::{name}")
         else:
-            found.append(operator)
-    return found, unknown
+            operators.append(operator)
+    return operators, unknown
 
 
 def shared_memory_all_reduce() -> Operator | None:
-    """DeepSpeed's all_reduce through shared memory (`deepspeed::inference_all_reduce_`), where it is loaded."""
+    """Return DeepSpeed's all_reduce through shared memory (`deepspeed::inference_all_reduce_`), if it is loaded."""
     overload = getattr(getattr(torch.ops.deepspeed, "inference_all_reduce_", None), "default", None)
     if overload is None:
         return None
@@ -281,7 +285,7 @@ def _describe(name: str) -> Operator | None:
         rule, group_at = form.make_rule(at), at["process_group"]
         sample_at = at[_SAMPLE_OF[name]] if name in _SAMPLE_OF else next(at[n] for n in _SAMPLES if n in at)
     except (KeyError, StopIteration):
-        return None  # this torch names its arguments otherwise
+        return None  # this torch has other argument names
     return Operator(
         variant=name,
         op=op,

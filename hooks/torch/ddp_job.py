@@ -1,4 +1,4 @@
-"""The job that DistributedDataParallel was given: what decides its all_reduces and broadcasts."""
+"""The job row of DistributedDataParallel: what decides its all_reduces and broadcasts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SETTINGS = (
 
 
 def describe(replica: Any) -> dict[str, Any]:
-    """One row of the `job` table. A setting that this torch does not have is left out."""
+    """Return a row of the `job` table, without settings that this torch does not have."""
     return {
         "source": "ddp",
         "engine": type(replica).__name__,
@@ -31,7 +31,7 @@ def describe(replica: Any) -> dict[str, Any]:
                 "data_parallel_size": lambda: replica.process_group.size(),
                 "first_bucket_bytes_cap": lambda: _first_bucket(replica),
                 "bucket_bytes_caps": lambda: replica.bucket_bytes_cap_list,
-                # Of the first step; DDP then makes them anew, in the order in which gradients became ready.
+                # Of the first step; DDP then rebuilds them, in the order in which gradients became ready.
                 "first_buckets_bytes": lambda: _sizes(replica._get_ddp_logging_data()["bucket_sizes"]),
                 "ignored": lambda: sorted(replica.parameters_to_ignore),
                 "mixed_precision": lambda: None if replica.mixed_precision is None else str(replica.mixed_precision),
@@ -44,7 +44,7 @@ def describe(replica: Any) -> dict[str, Any]:
 
 
 def _first_bucket(replica: Any) -> int:
-    """Smaller than the others only where the program leaves their size to DDP."""
+    """Return the first bucket's capacity, smaller than the others if the program leaves their size to DDP."""
     dist: Any = torch.distributed
     return int(dist._DEFAULT_FIRST_BUCKET_BYTES if replica.bucket_bytes_cap_default else replica.bucket_bytes_cap)
 

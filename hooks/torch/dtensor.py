@@ -1,7 +1,7 @@
-"""PyTorch's own tensor parallelism: how `parallelize_module` cut a model, and the job where nothing else trains it.
+"""The hook of PyTorch's tensor parallelism: how `parallelize_module` divides a model.
 
-Installed when torch.distributed.tensor.parallel is imported. A model that is tensor-parallel alone has no engine whose
-making could be seen: it is known when an optimizer first steps, and neither FSDP, DDP nor DeepSpeed has told a job.
+Installed when torch.distributed.tensor.parallel is imported. A model that is tensor-parallel only has no engine whose
+construction could be hooked: it becomes a job when an optimizer first steps and FSDP, DDP and DeepSpeed have none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ API: Final = "torch.distributed.tensor.parallel.api"
 _PACKAGE: Final = API.rpartition(".")[0]
 
 _patches = Patches()
-_alone = Jobs(lambda root: cuts.rows[root], roles)
+_tensor_parallel_only = Jobs(lambda root: cuts.rows[root], roles)
 _handles: list[Any] = []
 
 
@@ -37,17 +37,19 @@ def install() -> None:
         if name in sys.modules:
             _patches.wrap(sys.modules[name], "parallelize_module", _noted)
     _handles.append(register_optimizer_step_pre_hook(_stepping))
-    _alone.install()
+    _tensor_parallel_only.install()
 
 
 def uninstall() -> None:
-    """Take everything out again."""
-    _alone.uninstall()
+    """Restore everything."""
+    _tensor_parallel_only.uninstall()
     _patches.undo()
     api, package = (vars(sys.modules[name]) if name in sys.modules else {} for name in (API, _PACKAGE))
-    left = package.get("parallelize_module")
-    if getattr(left, "__wrapped__", None) is api.get("parallelize_module"):  # taken over while it was replaced
-        sys.modules[_PACKAGE].parallelize_module = left.__wrapped__  # type: ignore[attr-defined, union-attr]
+    replaced = package.get("parallelize_module")
+    if getattr(replaced, "__wrapped__", None) is api.get(
+        "parallelize_module"
+    ):  # imported by the package while it was replaced
+        sys.modules[_PACKAGE].parallelize_module = replaced.__wrapped__  # type: ignore[attr-defined, union-attr]
     while _handles:
         _handles.pop().remove()
     cuts.clear()
@@ -56,24 +58,24 @@ def uninstall() -> None:
 def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
     def parallelize_module(module: Any, device_mesh: Any = None, parallelize_plan: Any = None, **named: Any) -> Any:
         with cuts.within(module):
-            found = original(module, device_mesh, parallelize_plan, **named)
+            result = original(module, device_mesh, parallelize_plan, **named)
         try:
             cuts.note(module, device_mesh, parallelize_plan, named.get("src_data_rank", 0))
         except Exception:
             fault()
-        return found
+        return result
 
     return parallelize_module
 
 
 def _stepping(optimizer: Optimizer, *_: Any) -> None:
-    if torch.compiler.is_compiling() or cuts.looked_at == len(cuts.styles) or cuts.rows or jobs.any_known():
+    if torch.compiler.is_compiling() or cuts.styles_seen == len(cuts.styles) or cuts.rows or jobs.any_known():
         return
     try:
-        cuts.looked_at = len(cuts.styles)
+        cuts.styles_seen = len(cuts.styles)
         root = cuts.root()
         if root is not None:
             cuts.rows[root] = describe(root, optimizer)
-            _alone.add(root)
+            _tensor_parallel_only.add(root)
     except Exception:
         fault()

@@ -1,4 +1,4 @@
-"""How `parallelize_module` cut a model: the style of each module, in the order in which the model has them."""
+"""The parallel style that `parallelize_module` gave each module of a model, in the model's order."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .model_facts import architecture, buffers, common, known, parameters
 
 
 class Cuts:
-    """What was given to `parallelize_module`. Kept weakly: modules belong to the program."""
+    """Arguments of `parallelize_module` by module, kept weakly: modules belong to the program."""
 
     def __init__(self) -> None:
         self.styles: weakref.WeakKeyDictionary[Any, tuple[Any, Any, bool]] = weakref.WeakKeyDictionary()
         """(style, mesh, whether parameters were sent from the first rank) of a module."""
         self.rows: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
-        self.looked_at = 0
-        """Styles that there were when somebody last looked for the module that has them all."""
+        self.styles_seen = 0
+        """Number of styles when the root module was last looked for."""
         self._roots: weakref.WeakSet[Any] = weakref.WeakSet()
         self._depth = 0
 
@@ -27,11 +27,11 @@ class Cuts:
         self.styles.clear()
         self.rows.clear()
         self._roots.clear()
-        self.looked_at = 0
+        self.styles_seen = 0
 
     @contextlib.contextmanager
     def within(self, module: Any) -> Iterator[None]:
-        """While a call is under way: it calls itself for the modules of a plan."""
+        """Enter a call, which calls itself for the modules of a plan: only the outermost module is a root."""
         if not self._depth:
             self._roots.add(module)
         self._depth += 1
@@ -73,22 +73,22 @@ def describe(root: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def cut(root: Any) -> dict[str, Any]:
-    """How a model is cut, for its job row; nothing where it is not. Never raises."""
-    some = [(name, one) for name, one in root.named_modules() if one in cuts.styles]
-    if not some:
+    """Return how a model is divided, for its job row; empty if it is not. Never raises."""
+    styled = [(name, module) for name, module in root.named_modules() if module in cuts.styles]
+    if not styled:
         return {}
     return known(
         {
-            "tensor_parallel_size": lambda: common({cuts.styles[one][1].size() for _, one in some}),
-            "tensor_plan": lambda: [_style(name, one) for name, one in some],
+            "tensor_parallel_size": lambda: common({cuts.styles[module][1].size() for _, module in styled}),
+            "tensor_plan": lambda: [_style(name, module) for name, module in styled],
         }
     )
 
 
 def roles(root: Any) -> Iterator[tuple[Any, str, str]]:
-    """Those of the meshes."""
+    """Yield the roles of the meshes' groups."""
     for _, mesh, _ in [*cuts.styles.values()]:
-        if mesh is not None:  # else that of a context manager of the program
+        if mesh is not None:  # None: the mesh of the program's context manager
             yield mesh.get_group(), "tensor", "torch.distributed.tensor.parallel.parallelize_module"
 
 
@@ -109,12 +109,12 @@ def _style(name: str, module: Any) -> dict[str, Any]:
 
 
 def _layout(style: Any, name: str) -> list[str]:
-    """ "Replicate", "Shard(1)": as short as they can be told."""
-    found = getattr(style, name, None) or ()
-    return [f"Shard({one.dim})" if one.is_shard() else type(one).__name__ for one in found if one is not None]
+    """Return placements as "Replicate" or "Shard(1)"."""
+    placements = [placement for placement in getattr(style, name, None) or () if placement is not None]
+    return [f"Shard({placement.dim})" if placement.is_shard() else type(placement).__name__ for placement in placements]
 
 
 def _shape(module: Any, name: str) -> list[int] | None:
-    """Of a parameter of the module's own, whole."""
+    """Return the full shape of one of the module's own parameters."""
     parameter = dict(module.named_parameters(recurse=False)).get(name)
     return None if parameter is None else [int(size) for size in parameter.shape]

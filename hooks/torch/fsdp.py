@@ -1,7 +1,7 @@
-"""PyTorch's FSDP2: the job that `fully_shard` was given, and roles of its groups.
+"""The hook of PyTorch's FSDP2: the job of `fully_shard`, and the roles of its groups.
 
-Installed when torch.distributed.fsdp is imported. A model is complete when its forward first runs: FSDP itself finds
-out only then which unit is the root.
+Installed when torch.distributed.fsdp is imported. The job is read when the model's forward first runs: only then FSDP
+determines the root unit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Take everything out again."""
+    """Restore everything."""
     _roots.uninstall()
     _patches.undo()
     _rows.clear()
@@ -47,7 +47,7 @@ def _complete(original: Callable[..., None]) -> Callable[..., None]:
         if not known:
             try:
                 root = self._modules[0]
-                _rows[root] = describe(root)  # now: later, while the model runs, its parameters are others
+                _rows[root] = describe(root)  # now, as parameters are replaced while the model runs
                 _roots.add(root)
             except Exception:
                 fault()

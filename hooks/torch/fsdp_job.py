@@ -1,4 +1,4 @@
-"""The job that `fully_shard` was given: units, in the order in which the model has them, and how each is divided."""
+"""The job row of FSDP2: its units in the model's order, and how each is sharded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .model_facts import architecture, buffers, common, dtype_name, grouped, kno
 
 
 def describe(root: Any) -> dict[str, Any]:
-    """One row of the `job` table. What this torch does not have is left out. Never raises."""
+    """Return a row of the `job` table, without what this torch does not have. Never raises."""
     groups = known({"groups": lambda: [*_groups(root)]}).get("groups", [])
     return {
         "source": "fsdp",
@@ -38,14 +38,14 @@ def describe(root: Any) -> dict[str, Any]:
 
 
 def _engine(root: Any) -> str:
-    """`replicate` is made of the same parts, and keeps every parameter whole."""
+    """Return "fully_shard", or "replicate", which uses the same code and does not shard."""
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 
     return "fully_shard" if type(_get_module_fsdp_state(root)) is FSDPState else "replicate"
 
 
 def roles(root: Any) -> Iterator[tuple[Any, str, str]]:
-    """Those of all meshes, of resharding within a node included."""
+    """Yield the roles of all meshes' groups, including those that reshard within a node."""
     for group in _groups(root):
         for mesh in (group.mesh_info, group.post_forward_mesh_info):
             for name in ("replicate_process_group", "shard_process_group", "reduce_scatter_process_group"):
@@ -54,7 +54,7 @@ def roles(root: Any) -> Iterator[tuple[Any, str, str]]:
 
 
 def _groups(root: Any) -> Iterator[Any]:
-    """Groups of parameters that travel together, of all units, the root's first."""
+    """Yield the parameter groups that are communicated together, of all units, the root's first."""
     from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 
     known_states = set()
@@ -62,25 +62,26 @@ def _groups(root: Any) -> Iterator[Any]:
         state = _get_module_fsdp_state(module)
         if state is not None and state not in known_states:
             known_states.add(state)
-            several = getattr(state, "_fsdp_param_groups", None)
+            groups = getattr(state, "_fsdp_param_groups", None)
             # Older versions of torch have one group, or none, for each state.
-            yield from (one for one in ([state._fsdp_param_group] if several is None else several) if one is not None)
+            groups = [state._fsdp_param_group] if groups is None else groups
+            yield from (group for group in groups if group is not None)
 
 
 def _units(root: Any, groups: Sequence[Any]) -> list[dict[str, Any]]:
-    numbers = grouped(root, ([one.sharded_param for one in group.fsdp_params] for group in groups))
+    numbers = grouped(root, ([parameter.sharded_param for parameter in group.fsdp_params] for group in groups))
     return [_unit(group, of_group) for group, of_group in zip(groups, numbers, strict=True)]
 
 
 def _unit(group: Any, numbers: list[int]) -> dict[str, Any]:
-    found = group.fsdp_params
+    parameters = group.fsdp_params
     return {
         "name": group._module_fqn,
         "parameters": numbers,
-        # As FSDP has them: of a tensor-parallel parameter this rank's part.
-        "shapes": [[int(size) for size in one._orig_size] for one in found],
-        "dims": [int(one.fsdp_placement.dim) for one in found],
-        "dtypes": [dtype_name(one.param_dtype or one.orig_dtype) for one in found],
+        # Before sharding; of a tensor-parallel parameter, this rank's shard.
+        "shapes": [[int(size) for size in parameter._orig_size] for parameter in parameters],
+        "dims": [int(parameter.fsdp_placement.dim) for parameter in parameters],
+        "dtypes": [dtype_name(parameter.param_dtype or parameter.orig_dtype) for parameter in parameters],
         "reduce_dtype": None if group._reduce_dtype is None else dtype_name(group._reduce_dtype),
         "shards": _shards(group),
         "copies": _copies(group),
@@ -90,7 +91,7 @@ def _unit(group: Any, numbers: list[int]) -> dict[str, Any]:
 
 
 def _reshard(group: Any) -> bool | int:
-    """The ranks among which the parameters are divided after forward, where they are fewer than before."""
+    """Return whether parameters are resharded after forward; the number of ranks, if they are fewer than before."""
     if group._use_post_forward_mesh:
         return int(group.post_forward_mesh_info.shard_mesh_size)
     return bool(group._reshard_after_forward)

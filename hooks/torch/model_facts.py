@@ -1,4 +1,4 @@
-"""What a job row says of any model, whoever trains it: its parameters and buffers."""
+"""Facts of a model for its job row, whichever engine trains it: parameters, buffers, modules, architecture."""
 
 from __future__ import annotations
 
@@ -7,27 +7,24 @@ from typing import Any, Final
 
 
 def parameters(module: Any) -> list[dict[str, Any]]:
-    """Name, shape, element type of each parameter of the whole model; shared ones once, partitioned ones whole.
-
-    Of experts, those of this rank, with the mark `expert`.
-    """
+    """Return name, full shape and dtype of each parameter; shared parameters once, of experts those of this rank."""
     return [
         {
             **_tensor(name, parameter),
             "trainable": bool(parameter.requires_grad),
-            **({} if getattr(parameter, "allreduce", True) else {"expert": True}),  # DeepSpeed's mark of experts
+            **({} if getattr(parameter, "allreduce", True) else {"expert": True}),  # as DeepSpeed marks experts
         }
         for name, parameter in module.named_parameters()
     ]
 
 
 def buffers(module: Any) -> list[dict[str, Any]]:
-    """Name, shape, element type of each buffer."""
+    """Return name, shape and dtype of each buffer."""
     return [_tensor(name, buffer) for name, buffer in module.named_buffers()]
 
 
 def grouped(module: Any, groups: Iterable[Iterable[Any]]) -> list[list[int]]:
-    """Groups of parameters as their numbers in `parameters`. Raises KeyError for one that is not the model's."""
+    """Return groups of parameters as indices into `parameters`. Raises KeyError for one of another model."""
     numbers = _numbers(module)
     return [[numbers[id(parameter)] for parameter in group] for group in groups]
 
@@ -65,37 +62,33 @@ _NEOX: Final = (
 
 
 def architecture(module: Any) -> dict[str, Any]:
-    """What decides the messages within a model, of one that says it as GPT-NeoX's models do (`neox_args`).
-
-    Raises LookupError for another.
-    """
-    told = getattr(module, "neox_args", None)
-    if told is None:
+    """Return the settings that decide the messages within a model of GPT-NeoX. Raises LookupError for other models."""
+    neox_args = getattr(module, "neox_args", None)
+    if neox_args is None:
         raise LookupError
-    found = {name: getattr(told, name) for name in _NEOX if hasattr(told, name)}
-    return {name: value for name, value in found.items() if isinstance(value, bool | int | float | str)}
+    settings = {name: getattr(neox_args, name) for name in _NEOX if hasattr(neox_args, name)}
+    return {name: value for name, value in settings.items() if isinstance(value, bool | int | float | str)}
 
 
 def modules(module: Any, leaf: Callable[[Any], bool]) -> list[dict[str, Any]]:
-    """Modules that run by themselves, parents first: name, and the numbers of their own parameters.
+    """Return the modules that have a forward, parents first: name, and indices of their own parameters.
 
-    Containers that only hold others have no forward, and are left out. What is within a `leaf` counts as the leaf's
-    own.
+    The parameters of modules within a `leaf` count as the leaf's own.
     """
     numbers = _numbers(module)
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     leaves: list[str] = []
-    for name, one in module.named_modules():
-        whole = leaf(one)
-        if getattr(type(one).forward, "__name__", "") == "_forward_unimplemented":
+    for name, submodule in module.named_modules():
+        is_leaf = leaf(submodule)
+        if getattr(type(submodule).forward, "__name__", "") == "_forward_unimplemented":
             continue
         if any(name.startswith(f"{above}." if above else "") for above in leaves):
             continue
-        own = [numbers[id(parameter)] for parameter in one.parameters(recurse=whole)]
-        found.append({"name": name, "parameters": own})
-        if whole:
+        own = [numbers[id(parameter)] for parameter in submodule.parameters(recurse=is_leaf)]
+        rows.append({"name": name, "parameters": own})
+        if is_leaf:
             leaves.append(name)
-    return found
+    return rows
 
 
 def _numbers(module: Any) -> dict[int, int]:
@@ -103,7 +96,7 @@ def _numbers(module: Any) -> dict[int, int]:
 
 
 def known(readers: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-    """What the readers give. A setting that this version of the library does not have, or not yet, is left out."""
+    """Call the readers; leave out settings that this version of the library does not have, or not yet."""
     values = {}
     for name, read in readers.items():
         try:
@@ -114,16 +107,16 @@ def known(readers: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
 
 
 def common(values: set[Any]) -> Any:
-    """What all have. Raises ValueError, by which `known` leaves the fact out, where they differ."""
+    """Return the only value of a set. Raises ValueError if there are several, so that `known` leaves it out."""
     (value,) = values
     return value
 
 
 def dtype_name(dtype: Any) -> str:
-    """ "float32" for torch.float32."""
+    """Return "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 
 def _tensor(name: str, tensor: Any) -> dict[str, Any]:
-    shape = getattr(tensor, "ds_shape", tensor.shape)  # ZeRO-3 leaves an empty tensor in place of a partitioned one
+    shape = getattr(tensor, "ds_shape", tensor.shape)  # ZeRO-3 leaves an empty tensor instead of a partitioned one
     return {"name": name, "shape": [int(size) for size in shape], "dtype": dtype_name(tensor.dtype)}
