@@ -2,9 +2,8 @@
 
 `TABLES` describes every table of `commtrace report`, of runs side by side, of `commtrace scaling`, and those that
 figures are drawn from. The terminal report, the HTML pages, the "columns" of the JSON documents, `Run.describe_table`
-and the reference page of the documentation are made from it. A test compares it with the tables of real logs.
-
-    python -m commtrace.analyses.table_specs        # the reference page, in Markdown
+and the reference page of the documentation (`to_markdown`) are made from it. A test compares it with the tables of
+real logs.
 
 Definitions that hold for all tables are in the docstring of `commtrace.analyses`.
 """
