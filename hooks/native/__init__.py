@@ -1,18 +1,23 @@
-"""The native recorder: the kernels of hooks/torch/kernels.py once more, in C++, for a thirtieth of their cost or less.
+"""The native recorder: the kernels of hooks/torch/kernels.py in C++, for a thirtieth of their cost or less.
 
-Everything above the kernels is shared with the portable recorder: settings, session, ring, tables, drain, log. Python
-still numbers rows of tables (`rows`), and keeps progress, jobs and roles; C++ asks it once per row.
+Everything above the kernels is shared with the Python recorder: settings, session, ring, tables, drain, log. Python
+still numbers the rows of tables (`rows`) and keeps progress, jobs and roles; C++ asks for each row once.
 
-    module.cpp     what Python calls
-    kernels.*      the kernels, and the ends that futures show
+    libraries, recorder, works  the two compiled libraries, and the installation of the recorder of torch
+    rows, slots                 what C++ asks, and the ring's slots that it takes
+    mpi_recorder, mpi.cpp       the compiled wrappers of mpi4py's methods, a library of their own without torch
+
+    module.cpp     the functions that Python calls
+    kernels.*      the kernels, and the ends of calls by futures
     waits.*        waits and coalesced calls that Python makes
     recording.h    one recording: groups, kinds, counters
     plan.h         what an operator's arguments mean, and its payload
-    callsites.h    the line that made a call; frames.* read a thread's frames without the GIL
-    works.h        which records a wait is about
-    device.*       times of calls on a device (docs/how-to/device-times.md): what is measured, and when it is read
+    callsites.h    call sites; frames.* read a thread's frames without the GIL
+    works.h        the records that a wait ends
+    device.*       times of calls on a device (docs/how-to/device-times.md): events, and when they are read
     device_events.*  one device: its streams, its capture, its events
-    device_clock.h   where its times lie on the host's clock
+    device_clock.h   its offset to the host's clock
     slots.h        records, and who may write to them
-    python.h       how Python is asked
+    progress.h     step, micro-batch and phase, shared with Python
+    python.h       questions to Python
 """

@@ -1,4 +1,4 @@
-"""The slots of a ring that C++ takes calls' places from; Python's own hooks may take some, too."""
+"""The slots of a ring that C++ records into. Python's own hooks may take some, too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from commtrace.schema import RECORD, Records, State
 
 
 class _Free:
-    """As the deque of the portable recorder: what it needs of one."""
+    """The free slots, with the methods of a deque that the Python recorder uses."""
 
     def __init__(self, recording: Any) -> None:
         self.popleft = recording.take
