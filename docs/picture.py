@@ -1,6 +1,6 @@
-"""Draws the README's picture: a figure of the page of several runs, as a browser draws it.
+"""Take the picture of the README: the top of a run's page, in a browser.
 
-python docs/picture.py docs/report.svg demo-logs/ddp demo-logs/zero0 demo-logs/zero1 demo-logs/zero2 demo-logs/zero3
+    python docs/picture.py demo-logs/zero1 docs/page.png
 
 Needs playwright, and Chromium on the PATH.
 """
@@ -11,35 +11,27 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from urllib.parse import unquote
 
 from playwright.sync_api import sync_playwright
 
 from commtrace.cli import main as commtrace
 
-FIGURE = "operation_volumes"
-WIDTH = 900
-
-# The figure as it was made, in colours of its own, and not as the page has dressed it.
-DRAW = """([name, width]) => {
-    const figure = JSON.parse(document.querySelector(`#${name} script`).textContent);
-    return Plotly.toImage(figure, {format: 'svg', width, height: figure.layout.height});
-}"""
+WIDTH, HEIGHT = 1200, 1540
 
 
-def main(picture: str, *logs: str) -> None:
-    """Draw FIGURE of these logs into the SVG file `picture`."""
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
-        file = Path(folder) / "page.html"
-        if commtrace(["report", *logs, "--html", str(file)]):
+def main(log: str, picture: str) -> None:
+    """Write the page of the run in `log`, and the upper part of it to the PNG file `picture`."""
+    with tempfile.TemporaryDirectory() as directory, sync_playwright() as playwright:
+        file = Path(directory) / "page.html"
+        if commtrace(["report", log, "--html", str(file)]):
             sys.exit(1)
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        page = browser.new_page()
+        page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
         page.goto(file.as_uri())
         page.wait_for_selector("html[data-drawn]")
-        image = page.evaluate(DRAW, [FIGURE, WIDTH])
+        page.add_style_tag(content=".modebar { display: none !important }")  # shown only below a pointer
+        page.screenshot(path=picture)
         browser.close()
-    Path(picture).write_text(unquote(image.partition(",")[2]) + "\n")
 
 
 if __name__ == "__main__":
