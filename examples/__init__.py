@@ -1,6 +1,9 @@
-"""Programs that commtrace traces: ordinary trainings that know nothing of the tracer.
+"""Example programs and studies; they run from a checkout and are not part of the package.
 
-Each subpackage runs on its own, with ``python -m`` under any launcher::
+* `gpt_neox`: GPT-NeoX-style training with DeepSpeed, DDP and FSDP, which knows nothing of the tracer
+* `mpi_encoder`, `mpi_sequence_parallel`: two Transformers over mpi4py; `mpi_common` has what they share
+* `paper_study`: the experiments of a paper, repeated and compared with theory
+* `demo`: the same small model under DDP and ZeRO, traced and reported
 
     torchrun --nproc_per_node 2 -m examples.gpt_neox.train demo.yml
 """

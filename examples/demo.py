@@ -1,7 +1,6 @@
-"""`make demo`: the same small GPT-NeoX model under DDP and ZeRO 0 to 3, each traced by nothing but a variable.
+"""Train the same small GPT-NeoX model under DDP and ZeRO 0 to 3, traced by setting COMMTRACE: `make demo`.
 
-Ends with two pages: the run whose volume surprises most, and all of them side by side. Prints the commands that it
-runs, so that they can be typed as well.
+Writes two pages at the end: ZeRO-1, and all runs side by side. Prints each command before it runs it.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ RUNS = {
     "zero3": ["--zero-stage", "3"],
 }
 TRAIN = ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "examples.gpt_neox.train", "demo.yml"]
-SECONDS = 300  # of one command: a hang shows as an error, not as a wait
+SECONDS = 300  # time limit of one command
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train and report each run, then write the pages; the status of the first command that failed, else 0."""
+    """Train and report each run, then write the pages; returns the status of the first command that failed, or 0."""
     logs = Path((sys.argv[1:] if argv is None else argv)[0])
     if logs.exists():
         print(f"{logs} exists; remove it or name another directory", file=sys.stderr)
@@ -36,16 +35,16 @@ def main(argv: list[str] | None = None) -> int:
             return status
     runs = [str(logs / name) for name in RUNS]
     pages = {"zero1.html": [str(logs / "zero1")], "side-by-side.html": runs}
-    status = max(run(["commtrace", "report", *of, "--html", str(logs / page)]) for page, of in pages.items())
+    status = max(run(["commtrace", "report", *shown, "--html", str(logs / page)]) for page, shown in pages.items())
     if not status:
         print("\nOpen in a browser:", *((logs / page).resolve().as_uri() for page in pages), sep="\n  ")
     return status
 
 
 def run(command: list[str], **variables: str) -> int:
-    """Show a command, run it with these variables beside the environment's, and return its status."""
+    """Print and run a command with additional environment variables, and return its status."""
     print("\n$", *(f"{name}={value}" for name, value in variables.items()), shlex.join(command), flush=True)
-    # The programs of this environment, whether it is activated or not.
+    # Find the programs of this environment even if it is not activated.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     begin = time.monotonic()
     try:

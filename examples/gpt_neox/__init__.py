@@ -29,7 +29,7 @@ __all__ = ["ConfigError", "DataError", "GPTNeoX", "LaunchError", "NeoxConfig", "
 
 
 def __getattr__(name: str) -> Any:
-    """The model when it is asked for: it brings torch, which who only reads configurations need not have."""
+    """Import the model on first use, because it needs torch and reading configurations does not."""
     if name == "GPTNeoX":
         from .model import GPTNeoX
 

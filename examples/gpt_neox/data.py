@@ -1,4 +1,4 @@
-"""Training samples from a real text: contiguous, in an order that the seed alone decides, different on every rank."""
+"""Training samples from a text: contiguous, shuffled by the seed alone, different on every rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .tokenizers import Tokens, make_tokenizer
 
 
 def read_text(path: str | None) -> bytes:
-    """The bytes of a file or, without one, the reference text that every Python carries for ``help()`` (0.7 MB)."""
+    """Read a file or, without one, the text of Python's ``help()`` (0.7 MB)."""
     if path is None:
         return _python_topics()
     try:
@@ -32,9 +32,9 @@ def _python_topics() -> bytes:
 
 
 class Samples:
-    """Non-overlapping stretches of ``length + 1`` tokens (the last token of one is the first of the next).
+    """Samples of ``length + 1`` tokens; the last token of one is the first of the next.
 
-    Samples are numbered without end: each pass over the text is shuffled anew, by (seed, pass) only.
+    Numbers have no upper limit: each pass over the text is shuffled again, by (seed, pass).
     """
 
     def __init__(self, tokens: Tokens, length: int, seed: int) -> None:
@@ -49,7 +49,7 @@ class Samples:
         self._order = np.empty(0, dtype=np.int64)
 
     def __getitem__(self, number: int) -> Tokens:
-        """The sample of that number, any from 0 on."""
+        """Return the sample with a number from 0."""
         which, place = divmod(number, self.count)
         if which != self._pass:
             self._pass, self._order = which, np.random.default_rng((self._seed, which)).permutation(self.count)
@@ -60,8 +60,8 @@ class Samples:
 class RankData:
     """The micro-batches of one data-parallel rank.
 
-    Sample numbers go up by micro-batch, then by rank, then by row; so no two ranks share a sample before the text is
-    used up, and a step's global batch is the same set whatever way it is divided.
+    Sample numbers increase by micro-batch, then by rank, then by row: no two ranks share a sample within a pass, and a
+    step's global batch is the same set for every number of ranks.
     """
 
     def __init__(self, samples: Samples, rank: int, ranks: int, micro_batch: int, accumulation: int) -> None:
@@ -69,12 +69,12 @@ class RankData:
         self._micro_batch, self._accumulation = micro_batch, accumulation
 
     def numbers(self, step: int, micro: int) -> range:
-        """Sample numbers of a micro-batch; steps and micro-batches count from 0."""
+        """Return the sample numbers of a micro-batch; steps and micro-batches count from 0."""
         start = ((step * self._accumulation + micro) * self._ranks + self._rank) * self._micro_batch
         return range(start, start + self._micro_batch)
 
     def step(self, step: int) -> list[torch.Tensor]:
-        """The micro-batches of a step: int64 (micro-batch, length + 1) each."""
+        """Return the micro-batches of a step, each int64 (micro-batch, length + 1)."""
         return [self._stack(self.numbers(step, micro)) for micro in range(self._accumulation)]
 
     def _stack(self, numbers: range) -> torch.Tensor:
@@ -82,7 +82,7 @@ class RankData:
 
 
 def load_samples(config: NeoxConfig, path: str | None) -> Samples:
-    """The training share (GPT-NeoX's ``split``, the text's beginning) of the text, tokenized and cut into samples."""
+    """Read the training share of the text (GPT-NeoX's ``split``, its beginning) as samples of tokens."""
     text = read_text(path)
     text = text[: int(len(text) * config.train_share)]
     tokens = make_tokenizer(config.vocab, text, config.vocab_size).encode(text)

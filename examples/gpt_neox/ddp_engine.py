@@ -1,4 +1,4 @@
-"""Training with plain PyTorch: DistributedDataParallel, whose C++ reducer does the communication."""
+"""Training with PyTorch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class DdpEngine:
         dist.init_process_group(backend)
 
     def train_step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One optimizer step; the mean loss of this rank's micro-batches (a scalar, without gradient)."""
+        """Run one optimizer step; return the mean loss of this rank's micro-batches (a scalar, without gradient)."""
         losses = []
         for index, batch in enumerate(micro_batches):
             with self._synchronise(index == len(micro_batches) - 1):
@@ -66,7 +66,7 @@ class DdpEngine:
 
     @contextlib.contextmanager
     def _synchronise(self, wanted: bool) -> Iterator[None]:
-        """Gradients travel with the last micro-batch only; the others are added up where they are."""
+        """Reduce gradients with the last micro-batch only; accumulate the others locally."""
         with contextlib.nullcontext() if wanted else self._ddp.no_sync():
             yield
 
@@ -83,15 +83,15 @@ class DdpEngine:
         self._model.zero_grad()
 
     def close(self) -> None:
-        """Let go of the model and leave the process group."""
-        # In this order: DDP's reducer would let go of the group last, and torch then joins gloo's threads with the GIL
-        # held, which they may be waiting for.
+        """Release the model and destroy the process group."""
+        # In this order: DDP's reducer would release the group last, and torch would then join gloo's threads with the
+        # GIL held, for which they may wait.
         del self._ddp
         dist.destroy_process_group()
 
 
 def _fp32_copies(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
-    """fp32 copies of the parameters that are not fp32 (the model's own fp32 parameters need none)."""
+    """Return fp32 copies of the parameters that are not fp32."""
     halves = [p for p in model.parameters() if p.dtype != torch.float32]
     copies = {p: nn.Parameter(p.detach().float()) for p in halves}
     for parameter, copy in copies.items():

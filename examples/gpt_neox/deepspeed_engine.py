@@ -33,9 +33,9 @@ def forbid_compiling() -> None:
 
 
 def prepare_import(device: torch.device, verbose: bool) -> None:
-    """What has to be said before DeepSpeed is imported for the first time."""
+    """Set environment and warnings before DeepSpeed is first imported."""
     if device.type == "cpu":
-        # Or DeepSpeed looks for devices and warns on every rank that it found none.
+        # Otherwise DeepSpeed looks for devices and warns on every rank that it found none.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if not verbose:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -52,7 +52,7 @@ class DeepSpeedEngine:
         import deepspeed
 
         settings = deepspeed_config(config, micro_batch, accumulation, verbose)
-        # ZeRO-3 takes the model apart while it is being built, so that no rank ever holds all of it.
+        # ZeRO-3 partitions the model while it is built, so that no rank ever holds all of it.
         mpu = make_mpu(config)
         self._shares = shares_of(config, mpu)
         self._part = self._shares.parts.of
@@ -79,7 +79,7 @@ class DeepSpeedEngine:
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=verbose)
 
     def train_step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One optimizer step; the mean loss of this rank's micro-batches (a scalar, without gradient)."""
+        """Run one optimizer step; return the mean loss of this rank's micro-batches (a scalar, without gradient)."""
         losses = []
         for batch in micro_batches:
             loss = language_model_loss(self._engine(self._part(batch[:, :-1])), self._part(batch[:, 1:]), self._shares)
@@ -90,18 +90,18 @@ class DeepSpeedEngine:
         return torch.stack(losses).mean()
 
     def close(self) -> None:
-        """Take DeepSpeed's hooks off and leave the process group."""
+        """Remove DeepSpeed's hooks and destroy the process group."""
         import deepspeed
 
         self._engine.destroy()
-        deepspeed.comm.destroy_process_group()  # and with it what DeepSpeed remembers of its groups
+        deepspeed.comm.destroy_process_group()  # clears DeepSpeed's cache of groups, too
 
 
 _QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 
 
 def check_quantization(config: NeoxConfig, device: torch.device) -> None:
-    """Raise :class:`ConfigError` where ZeRO++ would quantize without a GPU: DeepSpeed fails at it, on its way."""
+    """Raise :class:`ConfigError` if ZeRO++ would quantize without a GPU, at which DeepSpeed fails late."""
     asked = [name for name in _QUANTIZED if config.zero_optimization.get(name)]
     if asked and device.type == "cpu":
         origin = config.origins.get("zero_optimization", "no file")
@@ -116,7 +116,7 @@ def check_zero_block(config: NeoxConfig) -> None:
     from deepspeed.runtime import config as known  # type: ignore[import-untyped, unused-ignore]
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # type: ignore[import-untyped, unused-ignore]
 
-    # Settings of features that DeepSpeed had once, as MiCS, it refuses elsewhere.
+    # Settings of removed features, such as MiCS, are refused elsewhere.
     refuse = getattr(known, "_reject_removed_config_keys", lambda _: None)
     try:
         refuse({"zero_optimization": dict(config.zero_optimization)})

@@ -1,7 +1,7 @@
-"""Tensor parallelism by PyTorch itself: `parallelize_module`, whose parameters and activations are DTensors.
+"""Tensor parallelism with PyTorch's `parallelize_module`: parameters and activations are DTensors.
 
-The same cut as in `tensor_parallel`: embedding and head by the vocabulary, attention by heads, the MLP by its inner
-layer. With sequence parallelism what is between them (norms, residuals) is cut along the sequence.
+Divided as in `tensor_parallel`: embedding and head by the vocabulary, attention by heads, the MLP by its inner layer.
+With sequence parallelism norms and residuals are divided along the sequence.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .model import GPTNeoX
 
 
 def parallelize(model: GPTNeoX, mesh: DeviceMesh, *, along_sequence: bool) -> None:
-    """Cut the model over the ranks of the mesh; every rank gets its part from the first one."""
+    """Divide the model over the ranks of the mesh; the first rank's parameters are used."""
     tied = model.layers["head"].weight is model.layers["embedding"].weight
     parallelize_module(model, mesh, plan(model, along_sequence=along_sequence))
     if tied:
@@ -37,7 +37,7 @@ def parallelize(model: GPTNeoX, mesh: DeviceMesh, *, along_sequence: bool) -> No
 
 
 def plan(model: GPTNeoX, *, along_sequence: bool) -> dict[str, ParallelStyle]:
-    """A style for each module that is cut, by its name."""
+    """Return the parallel style of each divided module, by name."""
     between = Shard(1) if along_sequence else Replicate()
     found: dict[str, ParallelStyle] = {
         "layers.embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
@@ -69,7 +69,7 @@ def _block(*, along_sequence: bool) -> dict[str, ParallelStyle]:
 
 
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], largest: float) -> None:
-    """As torch's `clip_grad_norm_`, for parameters of several meshes, which that cannot take together."""
+    """Clip gradients as torch's `clip_grad_norm_` does, which does not accept parameters of several meshes."""
     every = [parameter for parameter in parameters if parameter.grad is not None]
     groups: dict[Any, list[torch.nn.Parameter]] = {}
     for parameter in every:

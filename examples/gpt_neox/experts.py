@@ -1,6 +1,6 @@
-"""Mixtures of experts (DeepSpeed's): several MLPs, of which each token sees the few that a gate chooses.
+"""Mixture of experts with DeepSpeed: several MLPs, of which a gate chooses a few for each token.
 
-Ranks hold different experts: two all_to_alls bring tokens there and results back, forward and again backward.
+Ranks hold different experts: two all_to_alls move tokens there and results back, in forward and in backward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .layers import MLP
 
 
 class Experts(nn.Module):
-    """In the place of one MLP, with what GPT-NeoX gives DeepSpeed's layer."""
+    """DeepSpeed's MoE layer in place of an MLP, with GPT-NeoX's settings."""
 
     def __init__(self, config: NeoxConfig) -> None:
         super().__init__()
@@ -42,24 +42,24 @@ class Experts(nn.Module):
 
     @property
     def balance(self) -> torch.Tensor:
-        """How unevenly the last forward pass chose, as a part of the loss."""
+        """Load-balancing loss of the last forward pass, weighted."""
         loss: torch.Tensor = self.moe.deepspeed_moe.l_aux * self.weight
         return loss
 
 
 def balance(layers: Iterable[nn.Module]) -> torch.Tensor | None:
-    """Of all experts in these layers; None where there are none."""
+    """Return the sum of the load-balancing losses of these layers; None without experts."""
     found = [part.balance for layer in layers for part in layer.modules() if isinstance(part, Experts)]
     return torch.stack(found).sum() if found else None
 
 
 def has_experts(config: NeoxConfig, layer: int) -> bool:
-    """Whether the layer of that number, from 0, has experts: every `moe_expert_interval`-th, the first one on."""
+    """Return whether a layer (numbered from 0) has experts: every `moe_expert_interval`-th, from the first on."""
     return config.moe_num_experts > 1 and layer % config.moe_expert_interval == 0
 
 
 def apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The optimizer's groups with experts in groups of their own, as ZeRO needs them; DeepSpeed's own function."""
+    """Return the optimizer's groups with experts in separate groups, as ZeRO requires."""
     from deepspeed.moe.utils import (  # type: ignore[import-untyped, unused-ignore]
         split_params_into_different_moe_groups_for_optimizer,
     )

@@ -1,7 +1,7 @@
-"""Training with PyTorch's FSDP2 (``fully_shard``), alone or, as HSDP, with copies of what is sharded.
+"""Training with PyTorch's FSDP2 (``fully_shard``) or HSDP.
 
-With tensor parallelism each rank's part of the model is what is sharded; where no ranks are left for that, the model
-is tensor-parallel alone.
+With tensor parallelism each rank's part of the model is sharded; without ranks left for data parallelism the model is
+tensor-parallel only.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .schedule import make_scheduler
 
 
 class FsdpEngine:
-    """Every transformer layer is a unit, and the model itself, which has the embedding, the last norm and the head.
+    """FSDP engine whose units are the transformer layers, and the model with embedding, last norm and head.
 
-    Parameters stay in fp32. In bf16 they travel, and are computed with, as bf16; gradients travel as bf16, or with
+    Parameters stay in fp32. With bf16 they are gathered and used as bf16; gradients are reduced as bf16, or with
     `fp32_allreduce` as fp32.
     """
 
@@ -38,13 +38,13 @@ class FsdpEngine:
         tensor, data = config.model_parallel_size, config.data_parallel(dist.get_world_size())
         mesh = make_mesh(device.type, data, self._settings.shards(data), tensor)
         if config.precision == "bf16" and data == 1:
-            model.to(torch.bfloat16)  # nothing here keeps fp32 parameters beside them
+            model.to(torch.bfloat16)  # without FSDP there are no fp32 copies
         if tensor > 1:
             parallelize(model, mesh["tensor"], along_sequence=self._settings.sequence_parallel)
         self._model: Any = shard(model, config, _data(mesh)) if data > 1 else model
         self._tensor, self._sharded = tensor, data > 1
         groups = weight_decay_groups(model, config.weight_decay)
-        # One after the other: plain tensors and DTensors cannot be updated together.
+        # Not foreach with tensor parallelism: plain tensors and DTensors cannot be updated together.
         self._optimizer = torch.optim.AdamW(
             groups, lr=1.0, betas=(config.betas[0], config.betas[1]), eps=config.eps, foreach=tensor == 1
         )
@@ -57,7 +57,7 @@ class FsdpEngine:
         dist.init_process_group(backend)
 
     def train_step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One optimizer step; the mean loss of this rank's micro-batches (a scalar, without gradient)."""
+        """Run one optimizer step; return the mean loss of this rank's micro-batches (a scalar, without gradient)."""
         losses = []
         for index, batch in enumerate(micro_batches):
             self._synchronise(index == len(micro_batches) - 1)
@@ -83,15 +83,15 @@ class FsdpEngine:
         self._optimizer.zero_grad()
 
     def close(self) -> None:
-        """Let go of the model and leave the process group."""
+        """Release the model and destroy the process group."""
         del self._model, self._optimizer, self._scheduler
         dist.destroy_process_group()
 
 
 def make_mesh(device: str, data: int, shards: int, tensor: int) -> DeviceMesh:
-    """Copies outermost, then the ranks over which parameters are divided, innermost those that share a model.
+    """Create the mesh: replicas outermost, then the ranks that shard parameters, tensor parallelism innermost.
 
-    Dimensions of one rank are left out, but for "shard" where there is data parallelism.
+    Dimensions of size 1 are left out, except "shard" with data parallelism.
     """
     sizes = {"replicate": data // shards, "shard": shards, "tensor": tensor}
     sizes = {name: size for name, size in sizes.items() if size > 1 or (name == "shard" and data > 1)}
@@ -99,13 +99,13 @@ def make_mesh(device: str, data: int, shards: int, tensor: int) -> DeviceMesh:
 
 
 def _data(mesh: DeviceMesh) -> DeviceMesh:
-    """Without the ranks that share a model."""
+    """Return the mesh without its tensor dimension."""
     names = [name for name in mesh.mesh_dim_names or () if name != "tensor"]
     return mesh[tuple(names)]
 
 
 def shard(model: GPTNeoX, config: NeoxConfig, mesh: DeviceMesh) -> Any:
-    """The model with its layers, and itself, under fully_shard."""
+    """Apply fully_shard to the layers and to the model."""
     half = torch.bfloat16 if config.precision == "bf16" else None
     wide = torch.float32 if config.fp32_allreduce else None
     for unit in [*(layer for layer in model.layers.values() if isinstance(layer, Block)), model]:

@@ -1,4 +1,4 @@
-"""The layers of a GPT-NeoX decoder. Each takes one tensor and gives one tensor back, so that they can be put in a row.
+"""Layers of a GPT-NeoX decoder. Each maps one tensor to one tensor, so that they can be chained.
 
 Shapes: b batch, s sequence, h hidden size, a heads, d head size, V padded vocabulary, t tensor-parallel ranks. `shares`
 says which part of a layer is this rank's; every rank draws the whole layer and keeps its part, so that the model is the
@@ -22,7 +22,7 @@ from .tensor_parallel import ALONE, Shares, mark_part
 
 
 def init_std(method: str, config: NeoxConfig) -> float:
-    """Standard deviation of an initialisation method of GPT-NeoX (megatron/model/init_functions.py)."""
+    """Return the standard deviation of an initialization method of GPT-NeoX (megatron/model/init_functions.py)."""
     if method == "scaled_normal":
         return config.init_method_std / math.sqrt(2.0 * config.num_layers)
     if method == "small_init":
@@ -35,14 +35,14 @@ def init_std(method: str, config: NeoxConfig) -> float:
 class Linear(nn.Linear):
     """``x @ weight.T + bias``, drawn from a normal distribution when it is built.
 
-    A kind of nn.Linear, so that torch's `parallelize_module` knows what it is; nothing of that is used.
+    A subclass of nn.Linear only because `parallelize_module` requires one.
 
-    It draws in its constructor because ZeRO-3 takes each module's parameters apart as soon as its constructor ends:
-    an initialisation that walks over the finished model would find empty shards.
+    Weights are drawn in the constructor because ZeRO-3 partitions a module's parameters when its constructor ends: a
+    later initialization would find empty shards.
     """
 
     cut: ClassVar[int]
-    """The dimension of the matrix that is cut: 0 its outputs, 1 its inputs."""
+    """Dimension of the matrix that is divided: 0 outputs, 1 inputs."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Linear(nn.Linear):
 
 
 class ColumnLinear(Linear):
-    """A rank has some of the outputs, of the matrix and of the bias."""
+    """Linear layer of which a rank has a part of the outputs, of matrix and bias."""
 
     cut = 0
 
@@ -80,7 +80,7 @@ class ColumnLinear(Linear):
 
 
 class RowLinear(Linear):
-    """A rank has some of the inputs; the bias, which is added once, is on every rank."""
+    """Linear layer of which a rank has a part of the inputs; the bias, added once, is on every rank."""
 
     cut = 1
 
@@ -94,16 +94,16 @@ class RowLinear(Linear):
         return self.biased(self.shares.summed(self.partial(x)))
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's summand, without the bias."""
+        """Return this rank's summand, without the bias."""
         return functional.linear(x, self.weight)
 
     def biased(self, x: torch.Tensor) -> torch.Tensor:
-        """With the bias, if there is one."""
+        """Add the bias, if there is one."""
         return x if self.bias is None else x + self.bias
 
 
 class Embedding(nn.Embedding):
-    """Token ids (b, s) to vectors (b, s, h). A kind of nn.Embedding, for parallelize_module again."""
+    """Token ids (b, s) to vectors (b, s, h). A subclass of nn.Embedding for parallelize_module."""
 
     weight: nn.Parameter
 
@@ -123,7 +123,7 @@ class Embedding(nn.Embedding):
         return functional.dropout(self._rows(tokens), self.dropout, self.training)
 
     def _rows(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Each token's row comes from the rank that has it, and is nothing on the others."""
+        """Look up rows: the rank that has a row contributes it, the others zero."""
         if self.shares.ranks == 1:
             return functional.embedding(tokens, self.weight)
         begin, end = self.shares.range_of(len(self.weight) * self.shares.ranks)
@@ -136,10 +136,9 @@ class Embedding(nn.Embedding):
 def rotary_tables(
     length: int, dims: int, base: float, device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines (length, dims) of position times frequency, the second half repeating the first.
+    """Return cosines and sines (length, dims) of position times frequency; the second half repeats the first.
 
-    A cached function and not a buffer of each layer: DDP broadcasts buffers before every forward pass, which would be
-    communication that this model has no need of.
+    A cached function and no buffer of the layers, because DDP broadcasts buffers before every forward pass.
     """
     frequency = 1.0 / base ** (torch.arange(0, dims, 2, device=device, dtype=torch.float32) / dims)
     angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency)
@@ -148,7 +147,7 @@ def rotary_tables(
 
 
 def rotate(x: torch.Tensor, dims: int, base: float, first_position: int = 0) -> torch.Tensor:
-    """Rotary positions (arXiv 2104.09864) on the first ``dims`` of d in (b, a, s, d), pairing i with i + dims/2."""
+    """Apply rotary positions (arXiv 2104.09864) to the first ``dims`` of (b, a, s, d), pairing i with i + dims/2."""
     tables = rotary_tables(first_position + x.shape[-2], dims, base, x.device, x.dtype)
     cos, sin = (table[first_position:] for table in tables)
     turned, rest = x[..., :dims], x[..., dims:]
@@ -177,7 +176,7 @@ class Attention(nn.Module):
         return out
 
     def mixed(self, x: torch.Tensor) -> torch.Tensor:
-        """(b, s, h) to what this rank's heads see, (b, s, h/t); with sequence parallelism from (b, s/t, h)."""
+        """Attend with this rank's heads: (b, s, h), with sequence parallelism (b, s/t, h), to (b, s, h/t)."""
         # (b, s, a, 3d), the layout of GPT-NeoX: each head's query, key and value lie together, so that a slice of the
         # projection's rows is a set of whole heads.
         projected = self.query_key_value(x)
@@ -192,7 +191,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """h to 4h, gelu, and back."""
+    """MLP from h to 4h, gelu, and back."""
 
     def __init__(self, config: NeoxConfig, shares: Shares = ALONE) -> None:
         super().__init__()
@@ -211,10 +210,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer: attention and MLP, each behind a layer norm, in turn or side by side (GPT-J)."""
+    """Transformer layer: attention and MLP, each after a layer norm, sequential or parallel (GPT-J)."""
 
     def __init__(self, config: NeoxConfig, shares: Shares = ALONE, mlp: nn.Module | None = None) -> None:
-        """`mlp`: in the place of the usual one."""
+        """`mlp` replaces the usual MLP."""
         super().__init__()
         self.input_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
         self.attention = Attention(config, shares)
@@ -236,7 +235,7 @@ class Block(nn.Module):
         return attended + self._drop(self.mlp(self.post_attention_layernorm(seen)))
 
     def _side_by_side(self, x: torch.Tensor) -> torch.Tensor:
-        """Attention and MLP of GPT-J, whose summands need one all_reduce together; the biases come after it."""
+        """Compute attention and MLP of GPT-J with one all_reduce of their sum; biases are added after it."""
         attention, mlp = self.attention, self.mlp
         assert isinstance(mlp, MLP)  # experts are not shared
         attended = attention.dense.partial(attention.mixed(self.input_layernorm(x)))
@@ -245,7 +244,7 @@ class Block(nn.Module):
 
 
 class Head(ColumnLinear):
-    """Vectors (b, s, h) to logits (b, s, V/t), with a matrix of its own or the embedding's."""
+    """Output layer from (b, s, h) to logits (b, s, V/t), with its own matrix or the embedding's."""
 
     def __init__(self, config: NeoxConfig, tied: nn.Parameter | None, shares: Shares = ALONE) -> None:
         std = init_std(config.init_method, config)

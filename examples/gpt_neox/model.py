@@ -1,6 +1,6 @@
-"""The GPT-NeoX model: a row of layers, built in one place, and the loss on its logits.
+"""GPT-NeoX model and the loss on its logits.
 
-``layer_specs`` says which layers there are, in order, and whatever runs them builds them from it.
+``layer_specs`` lists the layers in order; the model and the pipeline are built from it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Build = Callable[[nn.Parameter | None], nn.Module]
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A layer that can be built: ``build`` gets the embedding's matrix, for a head that shares it."""
+    """Name and constructor of a layer; ``build`` gets the embedding's matrix, for a head that shares it."""
 
     name: str
     build: Build
 
 
 def layer_specs(config: NeoxConfig, shares: Shares = ALONE) -> list[LayerSpec]:
-    """The layers of the model, in the order in which activations pass them."""
+    """Return the layers of the model in order."""
     blocks = [
         LayerSpec(f"block_{index}", functools.partial(_block, config, shares, index))
         for index in range(config.num_layers)
@@ -52,11 +52,11 @@ def _block(config: NeoxConfig, shares: Shares, index: int, _: nn.Parameter | Non
     return Block(config, shares, mlp=Experts(config) if has_experts(config, index) else None)
 
 
-class _Stretch(nn.Sequential):
-    """Layers in a row, with what their experts add to the loss."""
+class _LayerGroup(nn.Sequential):
+    """Consecutive layers, with the load-balancing loss of their experts."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What comes out behind the last one, and `experts.balance`."""
+        """Return the output of the last layer, and `experts.balance`."""
         for layer in self:
             x = layer(x)
         return x, balance(self)
@@ -72,8 +72,8 @@ class GPTNeoX(nn.Module):
         super().__init__()
         self.layers = nn.ModuleDict()
         self.shares = shares
-        self.neox_args: SimpleNamespace | None = None  # what the engine that trains it says, as GPT-NeoX's models do
-        self.balance: torch.Tensor | None = None  # what experts add to the loss of the last forward pass
+        self.neox_args: SimpleNamespace | None = None  # set by the engine, as in GPT-NeoX
+        self.balance: torch.Tensor | None = None  # load-balancing loss of the last forward pass
         shared: nn.Parameter | None = None
         for spec in layer_specs(config, shares):
             layer = spec.build(shared)
@@ -87,15 +87,15 @@ class GPTNeoX(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """(b, s) integers to (b, s, V/t)."""
         x, self.balance = tokens, None
-        for stretch, recompute in self._stretches():
+        for group, recompute in self._layer_groups():
             again = recompute and self.training
-            x, more = checkpoint(stretch, x, use_reentrant=self.reentrant) if again else stretch(x)
+            x, more = checkpoint(group, x, use_reentrant=self.reentrant) if again else group(x)
             if more is not None:
                 self.balance = more if self.balance is None else self.balance + more
         return x
 
-    def _stretches(self) -> Iterator[tuple[_Stretch, bool]]:
-        """The layers in groups: ``checkpoint_num_layers`` blocks at a time are recomputed, the other layers never."""
+    def _layer_groups(self) -> Iterator[tuple[_LayerGroup, bool]]:
+        """Yield the layers in groups: ``checkpoint_num_layers`` blocks are recomputed together, other layers never."""
         layers = list(self.layers.values())
         start = 0
         while start < len(layers):
@@ -103,12 +103,12 @@ class GPTNeoX(nn.Module):
             end = start + 1
             while recompute and end - start < self.checkpoint_every and isinstance(layers[end], Block):
                 end += 1
-            yield _Stretch(*layers[start:end]), recompute
+            yield _LayerGroup(*layers[start:end]), recompute
             start = end
 
 
 def _of_the_sequence(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters that work on each token by itself, and so on a rank's part of the sequence: norms, biases of sums."""
+    """Yield the parameters that act on each token separately: norms, and biases after sums."""
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
             yield from module.parameters()
@@ -117,9 +117,9 @@ def _of_the_sequence(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def language_model_loss(logits: torch.Tensor, labels: torch.Tensor, shares: Shares = ALONE) -> torch.Tensor:
-    """Mean cross entropy in fp32 of logits (b, s, V/t) against the next tokens (b, s).
+    """Return the mean cross entropy in fp32 of logits (b, s, V/t) against the next tokens (b, s).
 
-    Of a rank's part of the sequences; under Ulysses, where ranks gather the losses of theirs, of the whole.
+    It is of this rank's part of the sequences; under Ulysses, which gathers the losses, of all of them.
     """
     if shares.parts.way == ULYSSES:
         return _gathered_loss(logits, labels, shares.parts)
@@ -130,7 +130,7 @@ def language_model_loss(logits: torch.Tensor, labels: torch.Tensor, shares: Shar
 
 
 def _gathered_loss(logits: torch.Tensor, labels: torch.Tensor, parts: Parts) -> torch.Tensor:
-    """By DeepSpeed's own function, whose gradients are those of this rank's part: ranks add them up (ZeRO)."""
+    """Compute the loss with DeepSpeed's function, whose gradients are those of this rank's part; ZeRO sums them."""
     from deepspeed.sequence.cross_entropy import (  # type: ignore[import-untyped, unused-ignore]
         vocab_sequence_parallel_cross_entropy,
     )
@@ -142,9 +142,9 @@ def _gathered_loss(logits: torch.Tensor, labels: torch.Tensor, parts: Parts) -> 
 
 
 def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two parameter groups, as GPT-NeoX makes them: matrices decay, biases and layer norms do not.
+    """Return two parameter groups, as in GPT-NeoX: matrices decay, biases and layer norms do not.
 
-    Two groups also mean two flat buffers in ZeRO-1 and 2, and so two gathers of parameters a step.
+    With two groups, ZeRO-1 and 2 have two flat buffers and gather parameters twice a step.
     """
     norms = {id(p) for module in model.modules() if isinstance(module, nn.LayerNorm) for p in module.parameters()}
     decaying: list[nn.Parameter] = []

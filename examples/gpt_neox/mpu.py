@@ -1,4 +1,4 @@
-"""The model-parallel unit: which processes share the parts of a model, and which hold the same part.
+"""Model-parallel unit: which ranks share a model, and which hold the same part of it.
 
 Ranks in GPT-NeoX's order, tensor parallelism innermost: with two tensor-parallel ranks of eight, 0 and 1 share a model,
 and 0, 2, 4 and 6 hold the same half of it. Methods have the names of GPT-NeoX's `megatron.mpu`, which DeepSpeed asks
@@ -19,7 +19,7 @@ from .tensor_parallel import ALONE, Shares
 
 
 class Mpu:
-    """Groups of this process for tensor parallelism over `tensor` neighbouring ranks. All ranks make it at once."""
+    """Process groups for tensor parallelism over `tensor` neighbouring ranks. Collective: all ranks construct it."""
 
     def __init__(self, tensor: int) -> None:
         world = dist.get_world_size()
@@ -27,15 +27,15 @@ class Mpu:
         self._data = _own_group((range(at, world, tensor) for at in range(tensor)), "DATA_PARALLEL_GROUP")
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that share a model; in GPT-NeoX the tensor-parallel ones alone."""
+        """Return the group of ranks that share a model; in GPT-NeoX the tensor-parallel ones only."""
         return self._tensor
 
     def get_model_parallel_rank(self) -> int:
-        """This rank among those that share its model."""
+        """Return this rank within the group that shares its model."""
         return self._tensor.rank()
 
     def get_model_parallel_world_size(self) -> int:
-        """How many ranks share a model."""
+        """Return the number of ranks that share a model."""
         return self._tensor.size()
 
     get_tensor_model_parallel_group = get_model_parallel_group
@@ -43,26 +43,26 @@ class Mpu:
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that hold the same part of the model."""
+        """Return the group of ranks that hold the same part of the model."""
         return self._data
 
     def get_data_parallel_rank(self) -> int:
-        """This rank among them."""
+        """Return this rank within that group."""
         return self._data.rank()
 
     def get_data_parallel_world_size(self) -> int:
-        """How many they are."""
+        """Return the size of that group."""
         return self._data.size()
 
 
 def tensor_group(tensor: int) -> dist.ProcessGroup:
-    """This rank's tensor-parallel group: so many neighbouring ranks."""
+    """Return this rank's group of `tensor` neighbouring ranks."""
     starts = range(0, dist.get_world_size(), tensor)
     return _own_group((range(at, at + tensor) for at in starts), "TENSOR_MODEL_PARALLEL_GROUP")
 
 
 def _own_group(groups: Iterable[range], description: str) -> dist.ProcessGroup:
-    """Make all of these groups, on every rank in the same order; the one that this rank is in."""
+    """Create all groups, on every rank in the same order; return the one of this rank."""
     own: dist.ProcessGroup | None = None
     for ranks in groups:
         group = dist.new_group([*ranks], group_desc=description)
@@ -86,7 +86,7 @@ def make_mpu(config: NeoxConfig) -> Any:
 
 
 def parts_of(config: NeoxConfig, mpu: Any) -> Parts:
-    """This rank's part of each sequence."""
+    """Return this rank's part of each sequence."""
     if config.sequence_parallel_size > 1:
         group, way = mpu.get_sequence_parallel_group(), ULYSSES
     elif config.context_parallel_size > 1:
@@ -99,14 +99,14 @@ def parts_of(config: NeoxConfig, mpu: Any) -> Parts:
 
 
 def shares_of(config: NeoxConfig, mpu: Any) -> Shares:
-    """This rank's part of the model, or of the sequences. All ranks ask at once."""
+    """Return this rank's part of the model or the sequences. Collective: all ranks call it."""
     if config.model_parallel_size == 1:
         return Shares(parts=parts_of(config, mpu))
     return _shares(config, mpu.get_model_parallel_group())
 
 
 def tensor_shares(config: NeoxConfig) -> Shares:
-    """The same in a pipeline, whose other groups DeepSpeed makes itself."""
+    """Return the same in a pipeline, whose other groups DeepSpeed creates."""
     return _shares(config, tensor_group(config.model_parallel_size)) if config.model_parallel_size > 1 else ALONE
 
 

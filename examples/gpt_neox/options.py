@@ -1,4 +1,4 @@
-"""The command line of the training, and what its options mean in GPT-NeoX's keys."""
+"""Command line of the training, and the GPT-NeoX keys of its options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Later files override earlier ones, options override files."""
 
 
 def arguments() -> argparse.ArgumentParser:
-    """The command line."""
+    """Create the argument parser."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.gpt_neox.train",
         description=DESCRIPTION,
@@ -41,7 +41,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def overrides(options: argparse.Namespace) -> dict[str, Any]:
-    """The options as GPT-NeoX keys; None where an option was not given."""
+    """Return the options as GPT-NeoX keys; None where an option was not given."""
     checkpoint = options.checkpoint
     return {
         "zero_stage": options.zero_stage,

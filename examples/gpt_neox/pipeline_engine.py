@@ -1,4 +1,4 @@
-"""Training with DeepSpeed's pipeline: stages that each hold some of the layers, and pass activations on.
+"""Training with DeepSpeed's pipeline: each stage holds some of the layers and passes activations on.
 
 Ranks in GPT-NeoX's order: stages outermost, then data parallelism, tensor parallelism innermost.
 """
@@ -23,7 +23,7 @@ from .schedule import make_scheduler
 
 
 class PipelineEngine:
-    """This rank's stage under DeepSpeed's pipeline engine. Micro-batches are the steps of gradient accumulation."""
+    """Stage of this rank under DeepSpeed's pipeline engine; micro-batches are gradient accumulation steps."""
 
     def __init__(
         self, config: NeoxConfig, device: torch.device, micro_batch: int, accumulation: int, verbose: bool
@@ -60,17 +60,17 @@ class PipelineEngine:
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=verbose)
 
     def train_step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One optimizer step; the mean loss of this pipeline's micro-batches (a scalar, without gradient)."""
+        """Run one optimizer step; return the mean loss of the pipeline's micro-batches (scalar, without gradient)."""
         self._engine.train_batch(iter([((batch[:, :-1], self._mask), batch[:, 1:]) for batch in micro_batches]))
         loss: torch.Tensor = self._engine.dp_group_loss
         return loss
 
     def close(self) -> None:
-        """Take DeepSpeed's hooks off and leave the process group."""
+        """Remove DeepSpeed's hooks and destroy the process group."""
         import deepspeed
 
         self._engine.destroy()
-        deepspeed.comm.destroy_process_group()  # and with it what DeepSpeed remembers of its groups
+        deepspeed.comm.destroy_process_group()  # clears DeepSpeed's cache of groups, too
 
 
 def check_stages(config: NeoxConfig) -> None:

@@ -30,43 +30,43 @@ from .model import language_model_loss, layer_specs
 from .tensor_parallel import Shares
 
 Passed = tuple[torch.Tensor, torch.Tensor]
-"""Hidden states (b, s, h) and the attention mask (1, 1, s, s), true where nothing is seen."""
+"""Hidden states (b, s, h) and the attention mask (1, 1, s, s), true where attention is masked."""
 
 CHECKPOINTABLE: Final = ["GMLPBlock", "ParallelTransformerLayerPipe", "ParallelMambaResidualLayerPipe"]
 
 
 class EmbeddingPipe(Embedding):
-    """Tokens to hidden states; a head that shares the matrix is the same class."""
+    """Embedding from tokens to hidden states; a head that shares the matrix has the same class."""
 
     def __init__(self, config: NeoxConfig, shares: Shares, state: torch.Tensor) -> None:
         set_random_state(state)
         super().__init__(config, shares)
 
     def forward(self, inputs: Passed) -> Passed:  # type: ignore[override]
-        """Tokens (b, s) and the mask."""
+        """Map tokens (b, s) and the mask."""
         tokens, mask = inputs
         return super().forward(tokens), mask
 
 
 class ParallelTransformerLayerPipe(Block):
-    """A transformer layer that hands the mask on. It does not look at it: its attention is causal by itself."""
+    """Transformer layer that passes the mask on unused: its attention is causal."""
 
     def __init__(self, config: NeoxConfig, shares: Shares, state: torch.Tensor) -> None:
         set_random_state(state)
         super().__init__(config, shares)
 
     def forward(self, inputs: Passed) -> Passed:  # type: ignore[override]
-        """Hidden states and the mask."""
+        """Map hidden states and the mask."""
         x, mask = inputs
         return super().forward(x), mask
 
 
 class NormPipe(nn.LayerNorm):
-    """The norm behind the last transformer layer."""
+    """Norm after the last transformer layer."""
 
 
 class ParallelLinearPipe(Head):
-    """The head, with a matrix of its own."""
+    """Head with its own matrix."""
 
     def __init__(self, config: NeoxConfig, shares: Shares, state: torch.Tensor) -> None:
         set_random_state(state)
@@ -86,7 +86,7 @@ def _tied_head(embedding: EmbeddingPipe, x: torch.Tensor) -> torch.Tensor:
 
 
 class GPT2ModelPipe(PipelineModule):  # type: ignore[misc, unused-ignore]
-    """The stage of this rank. DeepSpeed knows the class by its name: what it passes on ends with an attention mask."""
+    """Stage of this rank. DeepSpeed recognizes the class name: its outputs end with an attention mask."""
 
     def __init__(self, config: NeoxConfig, shares: Shares, topology: Any) -> None:
         interval = config.checkpoint_num_layers if config.checkpoint_activations else 0
@@ -105,7 +105,7 @@ def _loss(shares: Shares, logits: torch.Tensor, labels: torch.Tensor) -> torch.T
 
 
 def pipe_specs(config: NeoxConfig, shares: Shares, states: Sequence[torch.Tensor]) -> list[Any]:
-    """GPT-NeoX's layers in order, of which each stage builds its own. `states`: what `random_states` gives."""
+    """Return GPT-NeoX's layers in order; each stage builds its own. `states`: the result of `random_states`."""
     first, *blocks, _, last = states
     norm = LayerSpec(NormPipe, config.hidden_size, eps=config.layernorm_epsilon)
     layers = (LayerSpec(ParallelTransformerLayerPipe, config, shares, state) for state in blocks)
@@ -118,7 +118,7 @@ def pipe_specs(config: NeoxConfig, shares: Shares, states: Sequence[torch.Tensor
 
 
 def random_states(config: NeoxConfig, shares: Shares) -> list[torch.Tensor]:
-    """The random numbers in front of each layer of the whole model.
+    """Return the state of the random generator before each layer of the whole model.
 
     So that a stage, which builds some of them, draws what it would as a part of the whole. Each layer is drawn once and
     let go: there is no other way to come past its numbers.
@@ -135,7 +135,7 @@ def _random_state() -> torch.Tensor:
 
 
 def set_random_state(state: torch.Tensor) -> None:
-    """Of the device on which layers are being built."""
+    """Return the generator of the device on which layers are built."""
     if _on_cuda():
         torch.cuda.set_rng_state(state)
     else:
@@ -147,7 +147,7 @@ def _on_cuda() -> bool:
 
 
 def attention_mask(length: int, device: torch.device) -> torch.Tensor:
-    """(1, 1, s, s), true above the diagonal: what a token must not see."""
+    """Return the causal mask (1, 1, s, s), true above the diagonal."""
     return torch.ones(1, 1, length, length, device=device).tril() < 0.5
 
 
@@ -155,7 +155,7 @@ def attention_mask(length: int, device: torch.device) -> torch.Tensor:
 
 
 def divided(config: NeoxConfig) -> list[list[str]]:
-    """Names of each stage's layers, told before anything starts."""
+    """Return the names of each stage's layers, without building them."""
     shares = Shares(0, config.model_parallel_size)
     specs = pipe_specs(config, shares, [torch.get_rng_state()] * (config.num_layers + 3))
     names = [spec.typename.__name__ if isinstance(spec, LayerSpec) else spec.__name__ for spec in specs]

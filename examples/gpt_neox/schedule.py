@@ -11,7 +11,7 @@ from commtrace.theory.configs.gpt_neox.config import NeoxConfig
 
 
 def learning_rate(config: NeoxConfig, step: int) -> float:
-    """The learning rate of a step that counts from 1, as megatron/learning_rates.py of GPT-NeoX computes it.
+    """Return the learning rate of a step (from 1), as GPT-NeoX's megatron/learning_rates.py computes it.
 
     GPT-NeoX counts from 0 and so spends the first step of a warm-up at learning rate 0: half of a two-step trial.
     """
@@ -32,6 +32,6 @@ def learning_rate(config: NeoxConfig, step: int) -> float:
 
 
 def make_scheduler(config: NeoxConfig, optimizer: Optimizer) -> LambdaLR:
-    """The schedule as a PyTorch scheduler, to be stepped once per optimizer step."""
+    """Return the schedule as a PyTorch scheduler, stepped once per optimizer step."""
     # The optimizer is made with learning rate 1, so that the factor is the rate itself, and rates of 0 are possible.
     return LambdaLR(optimizer, lambda done: learning_rate(config, done + 1))

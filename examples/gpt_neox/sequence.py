@@ -1,4 +1,4 @@
-"""Ranks that share sequences and have the whole model each: they need each other in attention alone.
+"""Sequence parallelism: ranks share sequences, have the whole model each, and communicate in attention only.
 
 Two ways. Ulysses (arXiv 2309.14509), by DeepSpeed's own layer: an all_to_all gives each rank whole sequences of some of
 the heads, another one gives their outputs back. Ring attention, context parallelism (arXiv 2310.01889): keys and values
@@ -24,7 +24,7 @@ RING: Final = "ring"
 
 @dataclass(frozen=True)
 class Parts:
-    """This rank's part of each sequence: the `rank`-th of as many equal ones as there are ranks that share it."""
+    """Part of each sequence that a rank has: the `rank`-th of `ranks` equal ones."""
 
     rank: int = 0
     ranks: int = 1
@@ -33,17 +33,17 @@ class Parts:
     """ULYSSES or RING."""
 
     def of(self, batch: torch.Tensor) -> torch.Tensor:
-        """This rank's columns of (b, s), without a copy."""
+        """Return this rank's columns of (b, s) as a view."""
         length = batch.shape[1] // self.ranks
         return batch[:, self.rank * length : (self.rank + 1) * length]
 
 
 WHOLE: Final = Parts()
-"""Of sequences that are not shared."""
+"""Parts of sequences that are not shared."""
 
 
 Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
-"""Of queries, keys, values (b, a, s, d) and a share to drop the weighted values; no position sees a later one."""
+"""Return the causal attention of queries, keys, values (b, a, s, d) and a dropout probability."""
 
 
 def attention_of(parts: Parts) -> Attend:
@@ -61,7 +61,7 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout
 
 
 def _ulysses(parts: Parts) -> Attend:
-    """Whole heads on each rank: DeepSpeed's DistributedAttention, which has sequences in front of heads."""
+    """Return attention with whole heads on each rank: DeepSpeed's DistributedAttention, which expects (s, a)."""
     from deepspeed.sequence.layer import DistributedAttention  # type: ignore[import-untyped, unused-ignore]
 
     class LengthFirst(nn.Module):
@@ -136,7 +136,7 @@ def _scale(query: torch.Tensor) -> float:
 
 
 def _scores(query: torch.Tensor, key: torch.Tensor, hop: int, parts: Parts) -> torch.Tensor | None:
-    """(b, a, s/n, s/n) fp32 of the keys that have come `hop` ranks far; None where they are all later ones."""
+    """Return the scores (b, a, s/n, s/n) in fp32 of keys from `hop` ranks before; None if all of them are later."""
     source = (parts.rank - hop) % parts.ranks
     if source > parts.rank:
         return None
@@ -148,7 +148,7 @@ def _scores(query: torch.Tensor, key: torch.Tensor, hop: int, parts: Parts) -> t
 
 
 def _passed_on(tensors: Iterable[torch.Tensor], parts: Parts) -> list[torch.Tensor]:
-    """What the rank before has, for what this one has, which goes to the next: a message for each tensor."""
+    """Send tensors to the next rank and receive those of the previous one: a message for each tensor."""
     group = parts.group
     assert group is not None
     before, after = (dist.get_global_rank(group, (parts.rank + step) % parts.ranks) for step in (-1, 1))

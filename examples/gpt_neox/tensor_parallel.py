@@ -24,32 +24,32 @@ from .sequence import WHOLE, Parts
 
 @dataclass(frozen=True)
 class Shares:
-    """This rank's place among those that share a model."""
+    """Place of this rank among those that share a model."""
 
     rank: int = 0
     ranks: int = 1
     group: dist.ProcessGroup | None = None
     wide: bool = False
-    """Sums travel in fp32, whatever the type of the activations (GPT-NeoX's `fp32_allreduce`)."""
+    """Reduce in fp32, whatever the type of the activations (GPT-NeoX's `fp32_allreduce`)."""
     sequence: bool = False
     """Between tensor-parallel layers a rank has a part of the sequence (GPT-NeoX's `sequence_parallel`)."""
     parts: Parts = WHOLE
-    """Its part of each sequence where ranks with the whole model share them."""
+    """Part of each sequence under sequence parallelism with whole models."""
 
     def range_of(self, size: int) -> tuple[int, int]:
-        """First and behind the last of this rank's of `size` rows or columns, which the ranks divide."""
+        """Return the range (begin, end) of this rank's part of `size` rows or columns."""
         each = size // self.ranks
         return self.rank * each, (self.rank + 1) * each
 
     def part(self, whole: torch.Tensor, dimension: int) -> torch.Tensor:
-        """This rank's rows (0) or columns (1), in memory of their own."""
+        """Return a copy of this rank's rows (0) or columns (1)."""
         if self.ranks == 1:
             return whole
         begin, end = self.range_of(whole.shape[dimension])
         return whole.narrow(dimension, begin, end - begin).clone()
 
     def copied(self, x: torch.Tensor) -> torch.Tensor:
-        """f: the same forward; backward the ranks' gradients are summed. Of parts of the sequence: gathered."""
+        """Apply Megatron's f: identity forward, all_reduce backward; with sequence parallelism all_gather forward."""
         if self.ranks == 1:
             return x
         function: Any = _Gathered if self.sequence else _Copied
@@ -57,7 +57,7 @@ class Shares:
         return out
 
     def summed(self, x: torch.Tensor) -> torch.Tensor:
-        """g: forward the ranks' outputs are summed; the same backward. For parts of the sequence: scattered."""
+        """Apply Megatron's g: all_reduce forward, identity backward; with sequence parallelism reduce_scatter."""
         if self.ranks == 1:
             return x
         function: Any = _Scattered if self.sequence else _Summed
@@ -65,13 +65,13 @@ class Shares:
         return out
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, in place of `x` where its type is the one that travels."""
+        """Return the sum over the ranks, computed in place if `x` has the communicated type."""
         travels = x.float() if self.wide else x.contiguous()
         dist.all_reduce(travels, group=self.group)
         return travels.to(x.dtype)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """The ranks' parts of a sequence, (b, s/t, h), as (b, s, h)."""
+        """Gather the ranks' parts of a sequence: (b, s/t, h) to (b, s, h)."""
         # The sequence comes first on the way: parts of the first dimension are what these operations know.
         part = x.transpose(0, 1).contiguous()
         whole = part.new_empty(self.ranks * part.shape[0], *part.shape[1:])
@@ -79,7 +79,7 @@ class Shares:
         return whole.transpose(0, 1)
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sum over the ranks of a sequence, (b, s, h), as (b, s/t, h)."""
+        """Reduce-scatter a sequence over the ranks: (b, s, h) to (b, s/t, h)."""
         whole = (x.float() if self.wide else x).transpose(0, 1).contiguous()
         part = whole.new_empty(whole.shape[0] // self.ranks, *whole.shape[1:])
         dist.reduce_scatter_tensor(part, whole, group=self.group)
@@ -87,7 +87,7 @@ class Shares:
 
 
 ALONE = Shares()
-"""Of a model that is not cut."""
+"""Shares of a model that is not divided."""
 
 
 class _Copied(torch.autograd.Function):
@@ -135,13 +135,14 @@ class _Scattered(torch.autograd.Function):
 
 
 class VocabularyCrossEntropy(torch.autograd.Function):
-    """Cross entropy of logits whose vocabulary is cut: (b, s, V/t) fp32 against tokens (b, s); the losses (b, s).
+    """Cross entropy of logits with divided vocabulary: (b, s, V/t) fp32 against tokens (b, s) to losses (b, s).
 
     Three all_reduces of one number a token: the largest logit, the token's own, the sum of exponentials.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, shares: Shares) -> torch.Tensor:
+        """Return the losses (b, s)."""
         largest = logits.max(dim=-1).values
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shares.group)
         logits = logits - largest.unsqueeze(-1)
@@ -158,13 +159,14 @@ class VocabularyCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        shares_of_one, own, elsewhere = ctx.saved_tensors
-        right = torch.zeros_like(shares_of_one).scatter_(-1, own.unsqueeze(-1), (~elsewhere).float().unsqueeze(-1))
-        return (shares_of_one - right) * gradients[0].unsqueeze(-1), None, None
+        """Return the gradient of the logits: softmax minus the one-hot labels."""
+        softmax, own, elsewhere = ctx.saved_tensors
+        one_hot = torch.zeros_like(softmax).scatter_(-1, own.unsqueeze(-1), (~elsewhere).float().unsqueeze(-1))
+        return (softmax - one_hot) * gradients[0].unsqueeze(-1), None, None
 
 
 def clip_gradients(parameters: list[torch.nn.Parameter], limit: float, shares: Shares) -> None:
-    """As torch's `clip_grad_norm_`, where ranks hold parts of some parameters and the same of others.
+    """Clip gradients as `clip_grad_norm_` does, if ranks hold parts of some parameters and copies of others.
 
     One all_reduce of one fp32 number: each rank's parts, and on the first what all of them have (Megatron's way).
     """
@@ -180,7 +182,7 @@ def clip_gradients(parameters: list[torch.nn.Parameter], limit: float, shares: S
 
 
 def sum_gradients(parameters: Iterable[torch.nn.Parameter], shares: Shares) -> None:
-    """Have ranks add up the gradients of parameters that see a part of the sequence each: one all_reduce for each.
+    """Sum the gradients of parameters that see only a part of the sequence: one all_reduce for each.
 
     GPT-NeoX does so for norms (`mark_norms_for_sequence_parallel_grad_sync`), Megatron-LM for biases as well.
     """
@@ -190,12 +192,12 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], shares: Shares) -> N
 
 
 def mark_part(parameter: torch.nn.Parameter, shares: Shares) -> torch.nn.Parameter:
-    """Say that ranks hold different parts of it, as Megatron marks it for DeepSpeed's norm."""
+    """Mark a parameter as divided among ranks, as Megatron does for DeepSpeed's norm."""
     if shares.ranks > 1:
         parameter.model_parallel = True  # type: ignore[attr-defined]
     return parameter
 
 
 def is_part(parameter: torch.nn.Parameter) -> bool:
-    """Whether ranks hold different parts of it."""
+    """Return whether a parameter is divided among ranks."""
     return bool(getattr(parameter, "model_parallel", False))

@@ -1,4 +1,4 @@
-"""Two vocabularies that need no download: bytes (256 ids), and words of the text itself with bytes to fall back on.
+"""Two tokenizers without downloads: bytes (256 ids), and words of the text with bytes as fallback.
 
 The word vocabulary stands in for GPT-2's byte-pair encoding: it has the same number of ids (50,257, padded to 50,304),
 so that the embedding, its gradient and their communication have the real shapes. It is not a byte-pair encoding.
@@ -23,33 +23,33 @@ _PIECE = re.compile(rb" ?[A-Za-z\x80-\xff]+| ?[0-9]+| ?[^\sA-Za-z0-9\x80-\xff]+|
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back, without loss."""
+    """Lossless conversion between text and token ids."""
 
     vocab_size: int
 
     def encode(self, text: bytes) -> Tokens:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
 
     def decode(self, tokens: Iterable[int]) -> bytes:
-        """The text of token ids."""
+        """Return the text of token ids."""
 
 
 class ByteTokenizer:
-    """Each byte is a token."""
+    """Tokenizer in which each byte is a token."""
 
     vocab_size = 256
 
     def encode(self, text: bytes) -> Tokens:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         return np.frombuffer(text, dtype=np.uint8).astype(np.int32)
 
     def decode(self, tokens: Iterable[int]) -> bytes:
-        """The text of token ids."""
+        """Return the text of token ids."""
         return bytes(tokens)
 
 
 class WordTokenizer:
-    """The most frequent pieces (words with their leading blank, signs) of a text, and single bytes for everything else.
+    """Tokenizer of the most frequent pieces (words with leading blank, signs) of a text, and bytes for the rest.
 
     Ids 0 to 255 are the bytes; then the pieces, most frequent first, equally frequent ones in the order of their bytes,
     so that the same text gives the same ids everywhere.
@@ -63,7 +63,7 @@ class WordTokenizer:
         self._ids = {piece: index for index, piece in enumerate(self._pieces)}
 
     def encode(self, text: bytes) -> Tokens:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         ids = array("i")
         for match in _PIECE.finditer(text):
             piece = match.group()
@@ -75,10 +75,10 @@ class WordTokenizer:
         return np.frombuffer(ids, dtype=np.int32) if ids else np.empty(0, dtype=np.int32)
 
     def decode(self, tokens: Iterable[int]) -> bytes:
-        """The text of token ids."""
+        """Return the text of token ids."""
         return b"".join(self._pieces[token] for token in tokens)
 
 
 def make_tokenizer(vocab: str, text: bytes, vocab_size: int) -> Tokenizer:
-    """The tokenizer of that name: ``bytes`` or ``words``."""
+    """Create a tokenizer by name: ``bytes`` or ``words``."""
     return ByteTokenizer() if vocab == "bytes" else WordTokenizer(text, vocab_size)

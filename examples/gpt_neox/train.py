@@ -36,24 +36,24 @@ from .pipeline_engine import PipelineEngine, check_stages
 
 
 class Engine(Protocol):
-    """What runs the model: one optimizer step at a time, and an end."""
+    """Interface of the engines that train the model."""
 
     def train_step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One optimizer step; the mean loss of this rank's micro-batches."""
+        """Run one optimizer step; return the mean loss of this rank's micro-batches."""
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Destroy the process group."""
 
 
 def say(process: LaunchedProcess, *lines: str) -> None:
-    """Print on rank 0, where the progress bar also is."""
+    """Print on rank 0, above the progress bar."""
     if process.rank == 0:
         for line in lines:
             print(f"gpt_neox: {line}", file=sys.stderr, flush=True)
 
 
 def choose_device(process: LaunchedProcess) -> torch.device:
-    """This process's GPU, or the CPU where there is none."""
+    """Return this process's GPU, or the CPU if there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", process.local_rank % torch.cuda.device_count())
@@ -62,7 +62,7 @@ def choose_device(process: LaunchedProcess) -> torch.device:
 
 
 def settle_precision(config: NeoxConfig, engine: str, device: torch.device) -> tuple[NeoxConfig, list[str]]:
-    """The configuration with a precision that can be trained here, and what to tell the user about it."""
+    """Return the configuration with a precision that this device can train with, and a note about a change."""
     if config.precision != "fp16":
         return config, []
     if device.type == "cpu":
@@ -74,7 +74,7 @@ def settle_precision(config: NeoxConfig, engine: str, device: torch.device) -> t
 
 
 def notices(config: NeoxConfig, engine: str) -> list[str]:
-    """What the user should know of the configuration before the first step."""
+    """Yield notes about the configuration, shown before the first step."""
     found = []
     if config.unknown_keys:
         found.append(f"keys without a meaning here, ignored: {', '.join(config.unknown_keys)}")
@@ -86,14 +86,14 @@ def notices(config: NeoxConfig, engine: str) -> list[str]:
 
 
 def seed_everything(seed: int) -> None:
-    """The same random numbers on all ranks: they build the same model, whatever the engine then broadcasts."""
+    """Seed all ranks equally, so that they build the same model."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
 def make_engine(options: Namespace, config: NeoxConfig, device: torch.device, batch_shape: tuple[int, int]) -> Engine:
-    """The process group and the engine in it, on all ranks at once."""
+    """Create the process group and the engine. Collective: all ranks call it."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     if options.engine == "ddp":
         DdpEngine.initialise(backend)
@@ -114,7 +114,7 @@ def make_engine(options: Namespace, config: NeoxConfig, device: torch.device, ba
 def train(
     config: NeoxConfig, engine: Engine, data: RankData, device: torch.device, process: LaunchedProcess
 ) -> list[float]:
-    """All steps; the losses of this rank's own data, one a step."""
+    """Run all steps; return the losses of this rank's data, one per step."""
     losses = []
     bar = tqdm(total=config.train_iters, desc="training", unit="step", disable=process.rank != 0, dynamic_ncols=True)
     for step in range(config.train_iters):
@@ -130,13 +130,13 @@ def train(
 
 
 def write_losses(path: str, losses: Sequence[float], process: LaunchedProcess) -> None:
-    """Losses as hexadecimal floats, which say every bit, for comparisons of whole runs."""
+    """Write losses as hexadecimal floats, which have every bit, to compare runs exactly."""
     content = {"world_size": process.world_size, "rank": process.rank, "losses": [loss.hex() for loss in losses]}
     Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def run(options: Namespace, process: LaunchedProcess) -> None:
-    """One training, from the files to the last step. Everything that can be wrong is looked at first."""
+    """Train from configuration files to the last step. All options are checked before anything starts."""
     config = load_config(options.configs, overrides(options))
     device = choose_device(process)
     config, changes = settle_precision(config, options.engine, device)
@@ -180,7 +180,7 @@ def run(options: Namespace, process: LaunchedProcess) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: 0 when the training ran to its end, 2 when it was asked for something impossible."""
+    """Run the command; returns 0 after a complete training, 2 for options that are not possible."""
     options = arguments().parse_args(argv)
     try:
         run(options, find_process(os.environ))

@@ -1,8 +1,7 @@
-"""Collectives with gradients. `n` is the number of ranks; a rank's place along a dimension is its rank.
+"""Differentiable collectives. `n` is the number of ranks; the parts of a dimension are in the order of ranks.
 
-Whether the gradient of what was gathered is summed over the ranks depends on what is done with it: where every rank
-uses the whole for a different part of the work, each has a different gradient, and they must be added up; where every
-rank does the same with it, each has all of the gradient already.
+If every rank uses a gathered tensor for a different part of the work, each has a different gradient, and gradients
+must be summed. If every rank does the same with it, each has the complete gradient already.
 """
 
 from __future__ import annotations
@@ -17,27 +16,27 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 def gather(x: torch.Tensor, dim: int, transport: Transport) -> torch.Tensor:
-    """Ranks' parts to the whole, for ranks that use it differently: all_gather forward, reduce_scatter backward."""
+    """Gather parts for ranks that use the result differently: all_gather forward, reduce_scatter backward."""
     return _apply(_Gather, x, dim, transport)
 
 
 def gather_same(x: torch.Tensor, dim: int, transport: Transport) -> torch.Tensor:
-    """Ranks' parts to the whole, for ranks that all do the same with it: all_gather forward, nothing backward."""
+    """Gather parts for ranks that all do the same with the result: all_gather forward, nothing backward."""
     return _apply(_GatherSame, x, dim, transport)
 
 
 def exchange(x: torch.Tensor, split: int, join: int, transport: Transport) -> torch.Tensor:
-    """Divide along `split`, undivide along `join`: an all_to_all forward, and its opposite backward."""
+    """Divide along `split` and join along `join`: all_to_all forward, the inverse backward."""
     return _apply(_Exchange, x, split, join, transport)
 
 
 def share(x: torch.Tensor, transport: Transport) -> torch.Tensor:
-    """What all ranks have, for ranks that use it differently: nothing forward, all_reduce backward (Megatron's f)."""
+    """Share a tensor among ranks that use it differently: nothing forward, all_reduce backward (Megatron's f)."""
     return _apply(_Share, x, transport)
 
 
 def add_up(x: torch.Tensor, transport: Transport) -> torch.Tensor:
-    """Ranks' summands to the sum, for ranks that all do the same with it: all_reduce forward, nothing backward (g)."""
+    """Sum over ranks that all do the same with the result: all_reduce forward, nothing backward (Megatron's g)."""
     return _apply(_AddUp, x, transport)
 
 
@@ -47,12 +46,12 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> torch.Te
 
 
 def _parts(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
-    """The whole to (n, part)."""
+    """Split a tensor into (n, part)."""
     return torch.stack(x.chunk(n, dim))
 
 
 def _whole(parts: torch.Tensor, dim: int) -> torch.Tensor:
-    """(n, part) to the whole."""
+    """Join (n, part) to one tensor."""
     return torch.cat(parts.unbind(0), dim)
 
 

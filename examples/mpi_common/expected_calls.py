@@ -1,8 +1,9 @@
-"""What the MPI workloads must communicate: `examples.mpi_sequence_parallel` and `examples.mpi_encoder`.
+"""Expected calls of the MPI examples `examples.mpi_sequence_parallel` and `examples.mpi_encoder`.
 
-Every function gives the calls of **one rank in one iteration** (of the encoder: one training step), payloads in bytes
-by the convention of `commtrace.volume`; `wire` (in `messages`) makes of them what the rank must at least send. One rank
-alone communicates nothing. `element`: bytes of an element. `backward`: whether the iteration has a backward pass.
+Every function returns the calls of **one rank in one iteration** (of the encoder: one training step), with payloads in
+bytes as `commtrace.volume` defines them; `total_wire_bytes` of `commtrace.theory.expected_calls` is the least that the
+rank sends for them. A single rank communicates nothing. `element`: bytes of an element. `backward`: whether the
+iteration has a backward pass.
 
 Letters: b batch, s sequence, h hidden (m, the encoder's model size), a heads, L layers, n ranks, e bytes per element.
 """
@@ -15,8 +16,10 @@ from commtrace.theory.expected_calls import ExpectedCall
 def gathered_attention(
     batch: int, sequence: int, hidden: int, element: int, ranks: int, backward: bool
 ) -> list[ExpectedCall]:
-    """Keys and values gathered: 2 all_gathers of b s h e forward (transformer-sequence-parallelism, "Communication: 2
-    AllGathers per layer"); backward, derived: the gradient of what is gathered is reduce_scattered.
+    """Return the calls of attention with gathered keys and values.
+
+    2 all_gathers of b s h e forward (transformer-sequence-parallelism, "Communication: 2 AllGathers per layer");
+    backward, derived: the gradient of what is gathered is reduce_scattered.
 
     Wire: 2 b s h e (n-1)/n forward, as much backward. The payload does not depend on n.
     """
@@ -31,7 +34,7 @@ def gathered_attention(
 def ulysses_attention(
     batch: int, sequence: int, hidden: int, element: int, ranks: int, backward: bool
 ) -> list[ExpectedCall]:
-    """Whole sequences of a part of the heads: 4 all_to_alls of b (s/n) h e forward, 4 backward (2309.14509, section 3).
+    """Return the calls of Ulysses: 4 all_to_alls of b (s/n) h e forward, 4 backward (2309.14509, section 3).
 
     Wire: 4 b (s/n) h e (n-1)/n forward, as much backward: it falls with n.
     """
@@ -47,9 +50,10 @@ def ulysses_attention(
 def ring_attention(
     batch: int, sequence: int, hidden: int, element: int, ranks: int, backward: bool
 ) -> list[ExpectedCall]:
-    """Blocks going round: B = 2 b (s/n) h e; n-1 sends and receipts of B forward; backward n-1 of keys and values once
-    more, and n-1 of their gradients (2310.01889; derived: a block's gradient starts one rank after its home, and n-1
-    further hops bring it there).
+    """Return the calls of ring attention with blocks of B = 2 b (s/n) h e.
+
+    n-1 sends and receives of B forward; backward n-1 of keys and values again, and n-1 of their gradients (2310.01889;
+    derived: the gradient of a block starts one rank after the block's owner and reaches it after n-1 further hops).
 
     Wire: B (n-1) forward, 2 B (n-1) backward.
     """
@@ -62,19 +66,24 @@ def ring_attention(
 
 
 SEQUENCE_PARALLEL = {"all_gather": gathered_attention, "ulysses": ulysses_attention, "ring": ring_attention}
-"""By the workload's --attention."""
+"""Functions by the example's --attention."""
 
 
 def layer_parameters(hidden: int, feed_forward: int) -> int:
-    """Elements of a layer: four projections and the feed-forward with biases, two norms; 12h² + 13h for f = 4h."""
+    """Return the elements of a layer: 12h² + 13h for f = 4h.
+
+    Four projections and the feed-forward with biases, two norms.
+    """
     return 4 * (hidden**2 + hidden) + (2 * hidden * feed_forward + feed_forward + hidden) + 4 * hidden
 
 
 def sequence_parallel(
     attention: str, batch: int, sequence: int, hidden: int, feed_forward: int, element: int, ranks: int, backward: bool
 ) -> list[ExpectedCall]:
-    """An iteration of the sequence-parallel layer: its attention, and one all_reduce of all gradients (derived: every
-    rank has all parameters, and the gradient of its own tokens only). Nothing else communicates.
+    """Return the calls of an iteration of the sequence-parallel layer.
+
+    Its attention, and one all_reduce of all gradients (derived: every rank has all parameters, and the gradient of its
+    own tokens only).
     """
     found = SEQUENCE_PARALLEL[attention](batch, sequence, hidden, element, ranks, backward)
     if ranks > 1 and backward:
@@ -87,8 +96,10 @@ def tensor_parallel(
     layers: int, batch: int, sequence: int, model: int, heads: int, element: int, ranks: int,
     backward: bool, micro_batches: int = 1,
 ) -> list[ExpectedCall]:  # fmt: skip
-    """A step of the encoder divided as in Megatron-LM (1909.08053, section 3): of S = b s m e, per layer, 2 all_reduces
-    forward, 2 backward (the first layer's too: the gradient of the input is wanted). Micro-batches divide S.
+    """Return the calls of a step of the encoder divided as in Megatron-LM (1909.08053, section 3).
+
+    Per layer 2 all_reduces of S = b s m e forward and 2 backward (also of the first layer, because the gradient of the
+    input is computed). Micro-batches divide S.
 
     Wire: 8 S (n-1)/n per layer. Ranks beyond the heads: see `shared_heads`.
     """
@@ -106,9 +117,11 @@ def model_parallel(
     layers: int, batch: int, sequence: int, model: int, heads: int, element: int, ranks: int,
     backward: bool, micro_batches: int = 1,
 ) -> list[ExpectedCall]:  # fmt: skip
-    """A step of the encoder divided as by Xiao and Ren: heads' outputs put together, then multiplied with a matrix
-    divided by its outputs. Per layer, of S = b s m e: forward 2 all_gathers (heads; outputs), backward (derived) a
-    reduce_scatter (gradient of the heads) and an all_reduce (of the input); the feed-forward as in `tensor_parallel`.
+    """Return the calls of a step of the encoder divided as by Xiao and Ren.
+
+    The heads' outputs are gathered and multiplied with a matrix divided by its outputs. Per layer, of S = b s m e:
+    forward 2 all_gathers (heads; outputs), backward (derived) a reduce_scatter (gradient of the heads) and an
+    all_reduce (of the input); the feed-forward as in `tensor_parallel`.
 
     Wire: 4 S (n-1)/n forward, as tensor parallel; 5 S (n-1)/n backward, one more.
     """
@@ -131,8 +144,10 @@ def model_parallel(
 def shared_heads(
     layers: int, batch: int, sequence: int, heads: int, element: int, ranks: int, backward: bool, micro_batches: int = 1
 ) -> list[ExpectedCall]:
-    """What more ranks than heads cost (derived): c = n/a ranks share a head, a c-th of its features each, and add up
-    its scores: per layer an all_reduce of b s² e among the c ranks forward, one of the weights' gradient backward.
+    """Return the calls that more ranks than heads add (derived).
+
+    c = n/a ranks share a head, a c-th of its features each, and sum its scores: per layer an all_reduce of b s² e among
+    the c ranks forward, and one of the weights' gradient backward.
 
     Wire: 4 b s² e (c-1)/c per layer. Payload and group size do not shrink with n: c grows.
     """
@@ -148,8 +163,10 @@ def shared_heads(
 def pipeline(
     batch: int, sequence: int, model: int, element: int, stages: int, stage: int, backward: bool, micro_batches: int
 ) -> list[ExpectedCall]:
-    """A step of one stage, GPipe and 1F1B alike (1811.06965, 2104.04473): for each of M micro-batches a message of
-    (b/M) s m e to the next stage, and one back with its gradient; nothing is before the first stage or after the last.
+    """Return the calls of a step of one stage, for GPipe and 1F1B (1811.06965, 2104.04473).
+
+    For each of M micro-batches a message of (b/M) s m e to the next stage, and one back with its gradient; the first
+    stage has none before it and the last none after it.
 
     Wire: an inner stage sends b s m e forward and as much backward; all stages together 2 b s m e (p-1).
     """

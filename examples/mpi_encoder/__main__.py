@@ -11,7 +11,7 @@ from .train import command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: 0 when all is well, 2 when it was asked for something impossible."""
+    """Run the command; returns 0, 1 if results differ from one process, 2 for options that are not possible."""
     return program.run("encoder", command, argv)
 
 

@@ -1,4 +1,4 @@
-"""What one process computes with torch's own layers: that which every rank's results are compared with."""
+"""Reference results of one process with torch's own layers."""
 
 from __future__ import annotations
 

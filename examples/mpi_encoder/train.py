@@ -1,4 +1,4 @@
-"""One run: training steps on every rank, timed, counted, and compared with one process where asked for.
+"""One run: training steps on every rank, compared with one process if requested.
 
 Every run is a pipeline. Divided by tensors, it has one stage, which all ranks share; divided by layers, every rank is
 a stage.
@@ -28,7 +28,7 @@ LEARNING_RATE = 0.1
 
 
 class Run:
-    """This rank's layers, and the input and labels, which are the same in every step."""
+    """Layers of this rank, and the input and labels, which are the same in every step."""
 
     def __init__(self, options: Namespace, transport: Transport, device: torch.device) -> None:
         self.options, self.shape, self.transport = options, shape_of(options), transport
@@ -61,7 +61,7 @@ class Run:
         return EncoderLayer(whole, index, self.shape, self.options.dropout, self.ways)
 
     def iterate(self, step: int) -> torch.Tensor:
-        """One training step: the mean loss of the batch on ranks that have the last layer, 0 on others."""
+        """Run one training step; return the mean loss of the batch on ranks with the last layer, 0 on others."""
         for _, parameter in self.named_parameters():
             parameter.grad = None
         loss = self.inputs.new_zeros(())
@@ -132,7 +132,7 @@ class Run:
 
 
 def divide(shape: Shape, parallel: str, transport: Transport) -> Ways:
-    """Who shares a layer. All ranks call this."""
+    """Return how a layer is divided. Collective: all ranks call it."""
     if parallel == "pipeline":
         alone = transport.blocks(1)
         return Ways(alone, alone, gathered=False)
@@ -143,7 +143,7 @@ def divide(shape: Shape, parallel: str, transport: Transport) -> Ways:
 def make_data(
     options: Namespace, shape: Shape, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random inputs (b, s, m), as the original's, and labels (b, s); the same on every rank."""
+    """Return random inputs (b, s, m) and labels (b, s), the same on every rank."""
     generator = torch.Generator().manual_seed(options.seed)
     inputs = torch.randn(shape.batch, shape.sequence, shape.model, generator=generator)
     labels = torch.randint(shape.classes, (shape.batch, shape.sequence), generator=generator)
@@ -151,7 +151,7 @@ def make_data(
 
 
 def check(run: Run) -> float:
-    """The largest relative difference of this rank's results from those of torch's own layers in one process."""
+    """Return the largest relative difference from torch's own layers in one process."""
     options = run.options
     reference = Reference(run.shape, options.seed, options.dropout, run.inputs, run.labels)
     for step in range(options.warmup + options.iterations):
@@ -176,7 +176,7 @@ def train(options: Namespace, transport: Transport, device: torch.device) -> tup
 
 
 def command(argv: Sequence[str], comm: Any) -> int:
-    """The command on one rank. Everything that can be wrong is looked at first."""
+    """Run the command on one rank. All options are checked before anything starts."""
     rank, size = comm.Get_rank(), comm.Get_size()
     options = parse(argv, rank)
     shape = shape_of(options)

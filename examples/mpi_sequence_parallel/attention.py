@@ -1,4 +1,4 @@
-"""Three ways to attend over a sequence that is divided among the ranks. All give the same result.
+"""Three implementations of attention over a sequence that is divided among ranks, with equal results.
 
 Each is a function of this rank's queries, keys and values, (b, s/n, h) of its s/n tokens, the number of heads a, and
 the transport between n ranks; it gives the attention's output for the same tokens, (b, s/n, h). Every token sees every
@@ -21,18 +21,18 @@ Attention: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, 
 
 
 def all_gather(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, transport: Transport) -> torch.Tensor:
-    """Keys and values of the whole sequence on every rank; queries stay (transformer-sequence-parallelism's way)."""
+    """Gather keys and values of the whole sequence; queries stay (transformer-sequence-parallelism)."""
     return attend(q, gather(k, 1, transport), gather(v, 1, transport), heads)
 
 
 def ulysses(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, transport: Transport) -> torch.Tensor:
-    """Every rank has the whole sequence of a/n heads, by all_to_all there and back (DeepSpeed-Ulysses, 2309.14509)."""
+    """Attend over the whole sequence of a/n heads, exchanged by all_to_all (DeepSpeed-Ulysses, 2309.14509)."""
     q, k, v = (exchange(x, 2, 1, transport) for x in (q, k, v))
     return exchange(attend(q, k, v, heads // transport.size), 1, 2, transport)
 
 
 def ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, transport: Transport) -> torch.Tensor:
-    """Keys and values go round from rank to rank, each working on what it has at the time (2310.01889)."""
+    """Pass keys and values around the ring, computing on one block at a time (Ring Attention, 2310.01889)."""
     out: torch.Tensor = _Ring.apply(q, k, v, heads, transport)  # type: ignore[no-untyped-call]
     return out
 
@@ -42,7 +42,7 @@ ATTENTIONS: Final[dict[str, Attention]] = {"all_gather": all_gather, "ring": rin
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int) -> torch.Tensor:
-    """Queries (b, q, h) over keys and values (b, k, h), for so many heads: (b, q, h)."""
+    """Attend with queries (b, q, h) to keys and values (b, k, h): (b, q, h)."""
     return _joined(functional.scaled_dot_product_attention(_by_head(q, heads), _by_head(k, heads), _by_head(v, heads)))
 
 
@@ -58,11 +58,11 @@ def _joined(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Ring(torch.autograd.Function):
-    """Softmax over blocks that come one after the other, and its gradient.
+    """Softmax over blocks that arrive one after the other, and its gradient.
 
-    Forward keeps the logarithm of each query's normaliser, from which backward has each block's weights again without
-    the others (FlashAttention, 2205.14135). A block's gradient travels with it, one round behind, and is home after the
-    last round: n - 1 messages for keys and values, n - 1 for their gradients.
+    Forward keeps the logarithm of each query's normalizer, from which backward recomputes the weights of each block
+    (FlashAttention, 2205.14135). The gradient of a block is passed on one round later and is complete on its rank
+    after the last round: n - 1 messages for keys and values, n - 1 for their gradients.
     """
 
     @staticmethod
@@ -109,7 +109,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _rounds(block: torch.Tensor, transport: Transport) -> Iterator[torch.Tensor]:
-    """Every rank's block in turn, from this one's down; the next is on its way while one is worked on."""
+    """Yield the blocks of all ranks, from this rank's down, while the next one is received."""
     for _ in range(transport.size - 1):
         coming = transport.shift(block)
         yield block

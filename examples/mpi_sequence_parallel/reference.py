@@ -1,4 +1,4 @@
-"""What one process computes with torch's own layer: that which every rank's results are compared with."""
+"""Reference results of one process with torch's own layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Reference:
         self.names = {_torch_name(name): name for name, _ in layer.named_parameters()}
 
     def results(self, whole: torch.Tensor, shape: Shape, step: int, transport: Transport) -> dict[str, torch.Tensor]:
-        """What `Run.results` should be on the rank of `transport`."""
+        """Return the expected `Run.results` of the rank of `transport`."""
         for number, drop in enumerate(self.drops):
             drop.key = 2 * step + number
         with torch.set_grad_enabled(whole.requires_grad):
@@ -43,5 +43,5 @@ class Reference:
 
 
 def _torch_name(name: str) -> str:
-    """What nn.TransformerEncoderLayer calls a parameter of Layer."""
+    """Return the name in nn.TransformerEncoderLayer of a parameter of Layer."""
     return name.replace("query_key_value.", "self_attn.in_proj_").replace("output.", "self_attn.out_proj.")

@@ -1,4 +1,4 @@
-"""One run: iterations of the layer on every rank, timed, counted, and compared with one process where asked for."""
+"""One run: iterations of the layer on every rank, compared with one process if requested."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .reference import Reference
 
 
 class Run:
-    """The layer and this rank's part of the input, which is the same in every iteration."""
+    """Layer and this rank's part of the input, which is the same in every iteration."""
 
     def __init__(self, options: Namespace, transport: Transport, device: torch.device) -> None:
         self.shape = shape_of(options)
@@ -31,7 +31,7 @@ class Run:
         self.y = self.x.detach()
 
     def iterate(self, step: int) -> torch.Tensor:
-        """Forward and, unless left out, backward with the gradients of all ranks added up: this rank's loss."""
+        """Run forward and, by default, backward with summed gradients; return this rank's loss."""
         with commtrace.phase("forward"), torch.set_grad_enabled(not self.forward_only):
             y = self.layer(self.x, step)
             loss = loss_of(y, self.shape)
@@ -46,7 +46,7 @@ class Run:
         return loss.detach()
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Of the last iteration, by name: this rank's output, its input's gradient, and the parameters' gradients."""
+        """Return the last output, the input's gradient and the parameters' gradients of this rank, by name."""
         found = {"output": self.y}
         if self.x.grad is not None:
             found["input"] = self.x.grad
@@ -57,19 +57,19 @@ class Run:
 
 
 def make_layer(options: Namespace, transport: Transport) -> Layer:
-    """The same parameters on every rank."""
+    """Create the layer with the same parameters on every rank."""
     torch.manual_seed(options.seed)
     return Layer(shape_of(options), options.attention, options.dropout, transport)
 
 
 def make_input(options: Namespace, shape: Shape) -> torch.Tensor:
-    """The whole input (b, s, h), the same on every rank."""
+    """Return the complete input (b, s, h), the same on every rank."""
     generator = torch.Generator().manual_seed(options.seed + 1)
     return torch.randn(shape.batch, shape.sequence, shape.hidden, generator=generator)
 
 
 def check(run: Run, options: Namespace) -> float:
-    """The largest relative difference of this rank's results from those of torch's own layer in one process."""
+    """Return the largest relative difference from torch's own layer in one process."""
     reference = Reference(run.layer, options.dropout)
     whole = make_input(options, run.shape).to(run.x).requires_grad_(not run.forward_only)
     last = options.warmup + options.iterations - 1
@@ -91,7 +91,7 @@ def train(options: Namespace, transport: Transport, device: torch.device) -> tup
 
 
 def command(argv: Sequence[str], comm: Any) -> int:
-    """The command on one rank. Everything that can be wrong is looked at first."""
+    """Run the command on one rank. All options are checked before anything starts."""
     rank, size = comm.Get_rank(), comm.Get_size()
     options = parse(argv, rank)
     shape = shape_of(options)

@@ -1,6 +1,6 @@
-"""`python -m examples.paper_study`: the paper's experiments as one command, with theory beside every figure.
+"""The experiments of a paper on communication in transformer training, repeated and compared with theory.
 
-A part (`parts.Part`) says which experiments it needs and what its results show. Experiments are run once each and kept
-(`experiments`), so that an interrupted study goes on where it stopped; the page, the tables and the pictures are made
-from what is kept. What there is to see, and how to repeat it: docs/study.md.
+`python -m examples.paper_study OUT`; docs/study.md has the results. A part (`parts.Part`) lists its experiments and
+makes sections of the page from their results. Every experiment is run once and kept (`experiments`), so that an
+interrupted study continues where it stopped. The verdicts about the paper's statements are a table (`claims`).
 """

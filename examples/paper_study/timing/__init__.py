@@ -1,12 +1,11 @@
-"""The part of the study that is about time: real ranks of this machine, small shapes.
+"""The time part of the study: real ranks of this machine, small models.
 
-points      what is trained, and how often
-messages    a program: messages between ranks that do nothing else
-machine     how busy the machine was meanwhile
-measured    from the logs to tables
-receives    receives of a pipeline, one by one: waiting for the sender, and the transfer
-verdicts    what the paper states, and what the tables say of it
-words       what else they say
-figures     what they show
-part        experiments and sections, for the command
+trainings       what is trained, and how often
+bare_messages   a program: messages between ranks that do nothing else
+machine_load    processor time of other programs
+time_tables     from the logs to tables
+receives        receives of a pipeline: waiting for the sender, and the transfer
+time_claims     the paper's statements and their verdicts
+time_figures    figures
+time_part       experiments and sections
 """

@@ -1,4 +1,4 @@
-"""Messages from one rank to another that do nothing else: what makes the first one slow.
+"""Bare messages from one rank to another: what makes the first one slow.
 
     COMMTRACE=log torchrun --standalone --nproc-per-node 2 -m examples.paper_study.timing.bare_messages
 

@@ -1,4 +1,4 @@
-"""How busy the machine was: processor time that others took while a program ran."""
+"""Load of the machine: processor time of other programs while a program ran."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def execute_watched(command: Sequence[str], folder: Path, environment: Mapping[s
 
 
 def busy_seconds(stat: Path = _STAT) -> float | None:
-    """Seconds that all processors together have worked since the start, time taken by the hypervisor included."""
+    """Return the busy seconds of all processors since boot, including steal time; None if unknown."""
     try:
         with stat.open() as file:
             head, *counts = file.readline().split()
@@ -50,7 +50,7 @@ def busy_seconds(stat: Path = _STAT) -> float | None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What `execute_watched` wrote; {} where there is nothing that can be read."""
+    """Read what `execute_watched` wrote; {} if that is not possible."""
     try:
         found = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What is trained to measure time: GPT-NeoX's schemes in small shapes, on real ranks, each point several times.
+"""Trainings to measure time: GPT-NeoX's schemes with small models on real ranks, each point several times.
 
 A point is one training of a few steps. Sequences of a micro-batch are the same in all of them (one), as in the paper,
 so that a longer sequence is more work; all is computed in fp32 by one thread a rank.
@@ -43,7 +43,7 @@ class Scheme:
 
     @property
     def key(self) -> str:
-        """Its name as a part of a folder's."""
+        """Its name within a folder name."""
         return self.name.lower().replace(" ", "-")
 
 
@@ -73,22 +73,22 @@ class Point:
 
     @property
     def key(self) -> str:
-        """Names its folder."""
+        """Name of its folder."""
         return f"{self.scheme.key}-h{self.hidden}-s{self.seq_length}-n{self.ranks}-{self.repeat}"
 
     @property
     def title(self) -> str:
-        """For the progress bar."""
+        """Title in the progress bar."""
         return f"{self.scheme.name}, hidden {self.hidden}, sequence {self.seq_length}, time {self.repeat}"
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What differs from the shipped demo.yml."""
+        """Settings that override the shipped demo.yml."""
         return {"num_layers": LAYERS, "hidden_size": self.hidden, "num_attention_heads": HEADS, **self.scheme.settings}
 
     @property
     def program(self) -> list[str]:
-        """What torchrun starts, in a folder that has `settings.yml`."""
+        """Arguments of torchrun, in a folder with `settings.yml`."""
         return [
             "-m", "examples.gpt_neox.train", "demo.yml", "settings.yml", *self.scheme.options,
             "--micro-batch", "1", "--gradient-accumulation", str(self.scheme.micro_batches),
@@ -97,7 +97,7 @@ class Point:
 
     @property
     def command(self) -> str:
-        """What a user types."""
+        """Shell command that repeats it."""
         run = ["COMMTRACE=log", "OMP_NUM_THREADS=1", "torchrun", *torchrun(self.ranks), *self.program]
         return f"echo '{json.dumps(self.settings)}' > settings.yml; {' '.join(run)}"
 
@@ -118,12 +118,12 @@ class Messages:
 
     @property
     def key(self) -> str:
-        """Names its folder."""
+        """Name of its folder."""
         return f"messages-{'lazy' if self.lazy else 'eager'}-{self.repeat}"
 
     @property
     def title(self) -> str:
-        """For the progress bar."""
+        """Title in the progress bar."""
         return f"messages, connections made {'when used' if self.lazy else 'at once'}, time {self.repeat}"
 
     @property
@@ -133,23 +133,23 @@ class Messages:
 
     @property
     def program(self) -> list[str]:
-        """What torchrun starts."""
+        """Arguments of torchrun."""
         return ["-m", "examples.paper_study.timing.bare_messages"]
 
     @property
     def command(self) -> str:
-        """What a user types."""
+        """Shell command that repeats it."""
         told = [f"{name}={value}" for name, value in self.environment.items()]
         return " ".join(["COMMTRACE=log", "OMP_NUM_THREADS=1", *told, "torchrun", *torchrun(2), *self.program])
 
 
 def torchrun(ranks: int) -> list[str]:
-    """Its options."""
+    """Return the options of torchrun."""
     return ["--standalone", "--nproc-per-node", str(ranks)]
 
 
 def schemes(ranks: int) -> list[Scheme]:
-    """Those that so many ranks can be divided for: models over two of them, as in the paper's figures 14 and 15.
+    """Return the schemes that are possible with a number of ranks.
 
     Raises CommtraceError for a single rank.
     """
@@ -160,9 +160,9 @@ def schemes(ranks: int) -> list[Scheme]:
 
 
 def points(ranks: int, *, quick: bool) -> list[Point]:
-    """All trainings, in the order in which they are run: every point once before any is run again.
+    """Return all trainings in the order in which they are run: every point once before any is repeated.
 
-    So whatever else the machine does meanwhile falls on all points alike.
+    Other load on the machine then affects all points alike.
     """
     return [point for repeat in range(1, 2 if quick else REPEATS + 1) for point in _once(ranks, repeat, quick)]
 
@@ -178,5 +178,5 @@ def _once(ranks: int, repeat: int, quick: bool) -> Iterator[Point]:
 
 
 def messages(*, quick: bool) -> list[Messages]:
-    """All runs of bare messages."""
+    """Return all runs of bare messages."""
     return [Messages(lazy, repeat) for repeat in range(1, 2 if quick else REPEATS + 1) for lazy in (False, True)]

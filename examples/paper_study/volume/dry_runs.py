@@ -1,4 +1,4 @@
-"""The dry runs of the volume part: what is trained, divided how, on how many ranks, and which of them are run."""
+"""Dry runs of the volume part: model, division, number of ranks, and which ranks are run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SECONDS_OF_A_RANK: Final = 9.0
 
 @dataclass(frozen=True)
 class DryRun:
-    """A training, as some of its ranks."""
+    """A training, run as some of its ranks."""
 
     model: str
     """A GPT-NeoX file, or the name of a shipped one."""
@@ -53,26 +53,26 @@ class DryRun:
     """Tokens of a sequence; 0: as the file says."""
     micro_batches: int = 1
     ranks: tuple[int, ...] = ()
-    """Those that are run; none: the first of each stage."""
+    """Ranks that are run; empty: the first of each stage."""
     switches: str = "{}"
-    """Settings beside these, as JSON."""
+    """Further settings, as JSON."""
     note: str = ""
-    """What the switches do, in a word or two."""
+    """Name of the further settings."""
 
     @property
     def name(self) -> str:
-        """The model, as the paper writes it."""
+        """The paper's name of the model."""
         return model_name(self.model)
 
     @property
     def division(self) -> str:
-        """How the model is divided, in a few words."""
+        """How the model is divided."""
         parts = [f"pipeline {self.pipeline}"] * (self.pipeline > 1) + [f"tensor {self.tensor}"] * (self.tensor > 1)
         return " x ".join(parts) or self.scheme
 
     @property
     def label(self) -> str:
-        """Everything that sets it apart, for people."""
+        """Readable description of the run."""
         sequence = f", sequences of {self.sequence:,}" if self.sequence else ""
         batches = f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
         note = f", {self.note}" if self.note else ""
@@ -86,7 +86,7 @@ class DryRun:
 
     @property
     def of_stages(self) -> tuple[int, ...]:
-        """The first rank of each stage: stages are outermost in GPT-NeoX's order of ranks."""
+        """First rank of each stage; stages are outermost in GPT-NeoX's order of ranks."""
         return tuple(range(0, self.world, self.world // self.pipeline))
 
     @property
@@ -105,7 +105,7 @@ class DryRun:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """GPT-NeoX's keys that the model's file is overridden with."""
+        """GPT-NeoX keys that override the model's file."""
         lengths = {"seq_length": self.sequence, "max_position_embeddings": self.sequence} if self.sequence else {}
         stage = {} if self.scheme == DDP else {"zero_optimization": {"stage": int(self.scheme[-1])}}
         given = {
@@ -121,12 +121,12 @@ class DryRun:
 
     @property
     def arguments(self) -> list[str]:
-        """The training's, after the model's file and SETTINGS."""
+        """Arguments of the training after the model's file and SETTINGS."""
         return ["--engine", "ddp"] if self.scheme == DDP else []
 
     @property
     def key(self) -> str:
-        """Names the result: in words, and a digest of all that it depends on."""
+        """Name of the result: a description, and a digest of everything that it depends on."""
         told = json.dumps([self.settings, self.arguments, self.run, self.world, find_file(self.model).read_text()])
         digest = hashlib.sha256((told + _versions()).encode()).hexdigest()[:10]
         note = f"-{self.note}" if self.note else ""
@@ -136,14 +136,14 @@ class DryRun:
 
     @property
     def command(self) -> str:
-        """What to type for the same, with the settings in a file."""
+        """Shell command that repeats the run."""
         ranks = ",".join(map(str, self.run))
         train = shlex.join(["python", *TRAIN, self.model, SETTINGS, *self.arguments])
         file = f"echo {shlex.quote(json.dumps(self.settings))} > {SETTINGS}"
         return f"{file}; commtrace dryrun --world-size {self.world} --ranks {ranks} {train}"
 
     def impossible(self) -> str:
-        """Why it cannot be run, in the words of the configuration's reader; empty if it can."""
+        """Return why the configuration is not possible; empty if it is."""
         try:
             config = load_config([self.model], self.settings)
             config.batch_shape(config.data_parallel(self.world))
@@ -152,9 +152,9 @@ class DryRun:
         return ""
 
     def experiment(self) -> Experiment:
-        """To be run, and kept."""
+        """Return the run as an experiment of the study."""
         ranks = len(self.run)
-        # Ranks that tell each other shapes are run more than once.
+        # Ranks that exchange shapes are run more than once.
         times = 2 if self.pipeline > 1 and self.tensor > 1 else 1
         many = self.world / 40 if self.scheme == ZERO_3 else 0
         seconds = (_SECONDS_OF_A_RANK + many) * ranks * times
@@ -173,13 +173,13 @@ class DryRun:
 
 
 def model_name(model: str) -> str:
-    """1-3B -> 1.3B; of a file its name."""
+    """Return the paper's name of a model: 1-3B -> 1.3B; for a file its name."""
     name = Path(model).name.removesuffix(".yml")
     return "1.3B" if name == "1-3B" else name
 
 
 def check(model: str) -> None:
-    """Raises CommtraceError for a model that cannot be read."""
+    """Raise CommtraceError if the model cannot be read."""
     try:
         load_config([model])
     except ConfigError as error:
@@ -187,7 +187,7 @@ def check(model: str) -> None:
 
 
 def shape_of(model: str) -> dict[str, int]:
-    """`vocabulary` (with padding), `hidden`, `layers`, `sequence` of a model: what equation 1 counts from."""
+    """Return `vocabulary` (padded), `hidden`, `layers` and `sequence` of a model, the inputs of equation 1."""
     config = load_config([model])
     return {
         "vocabulary": config.padded_vocab_size,
@@ -242,7 +242,7 @@ RELEASE: Final = (
 
 @dataclass(frozen=True)
 class Plan:
-    """All dry runs, by what they are for. One may be in several lists."""
+    """All dry runs by purpose; a run may be in several lists."""
 
     node: tuple[DryRun, ...]
     """Data parallelism on a node; of what the paper could not run on one, on two (figures 7, 8, 10)."""
@@ -257,17 +257,17 @@ class Plan:
     lengths: tuple[DryRun, ...]
     """Over the length of sequences, on two nodes (figures 14, 15)."""
     switched: tuple[DryRun, ...]
-    """Settings with which the formulas are met."""
+    """Runs with settings under which the closed forms hold."""
     alike: tuple[DryRun, ...]
-    """Several ranks that should communicate alike."""
+    """Several ranks of a stage, which should communicate alike."""
     batches: tuple[DryRun, ...]
     """Stages with several micro-batches."""
     impossible: Mapping[DryRun, str]
-    """What cannot be run, and why."""
+    """Runs that are not possible, and why."""
 
     @property
     def all(self) -> tuple[DryRun, ...]:
-        """Each once; what the paper has comes first."""
+        """All runs, each once; those of the paper first."""
         some = (
             self.node, self.sizes, self.switched, self.divided, self.batches, self.lengths, self.alike, self.combined,
             self.scaled,
@@ -276,7 +276,7 @@ class Plan:
 
 
 def plan(models: Sequence[str], *, quick: bool) -> Plan:
-    """The dry runs for these models. Raises CommtraceError for a model that cannot be read."""
+    """Return the dry runs for these models. Raises CommtraceError if a model cannot be read."""
     for model in models:
         check(model)
     # The least costly model is enough where the question is not one of size.
@@ -322,7 +322,7 @@ def plan(models: Sequence[str], *, quick: bool) -> Plan:
 
 
 def _divisions(model: str, models: Sequence[str], quick: bool) -> tuple[Division, ...]:
-    """Those of a model: more of larger ones, which are what is divided."""
+    """Return the divisions of a model; larger models have more."""
     if quick:
         return QUICK_DIVISIONS
     larger = OF_LARGER_MODELS if model in models[-2:] else ()
@@ -346,5 +346,5 @@ def _node(model: str) -> int:
 
 
 def _as_the_file_says(run: DryRun) -> DryRun:
-    """Without the length, where it is that of the model's file: the same run for another figure is run once."""
+    """Drop the length if it is that of the model's file, so that equal runs of two figures have the same key."""
     return replace(run, sequence=0) if run.sequence == shape_of(run.model)["sequence"] else run
