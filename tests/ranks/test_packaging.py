@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import functools
 import shutil
 import subprocess
 import sys
@@ -52,19 +53,28 @@ def build(source: Path, what: str, to: Path) -> Path:
     return to / result.out.split()[-1]
 
 
+class Wheels:
+    """Wheels by the way of making them, each made when first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._source = folder, copy_sources(folder / "source")
+
+    @functools.cached_property
+    def _unpacked(self) -> Path:
+        sdist = build(self._source, "build_sdist", self._folder / "sdist")
+        shutil.unpack_archive(sdist, self._folder / "unpacked")
+        (unpacked,) = (self._folder / "unpacked").iterdir()
+        return unpacked
+
+    @functools.cache  # noqa: B019  (one object a module)
+    def __getitem__(self, way: str) -> Path:
+        source = self._unpacked if way == "sdist" else self._source
+        return build(source, "build_editable" if way == "editable" else "build_wheel", self._folder / way)
+
+
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Wheels by the way of making them."""
-    base = tmp_path_factory.mktemp("wheels")
-    source = copy_sources(base / "source")
-    sdist = build(source, "build_sdist", base / "sdist")
-    shutil.unpack_archive(sdist, base / "unpacked")
-    (unpacked,) = (base / "unpacked").iterdir()
-    return {
-        "plain": build(source, "build_wheel", base / "plain"),
-        "sdist": build(unpacked, "build_wheel", base / "from_sdist"),
-        "editable": build(source, "build_editable", base / "editable"),
-    }
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
+    return Wheels(tmp_path_factory.mktemp("wheels"))
 
 
 class Environment:
@@ -84,11 +94,11 @@ class Environment:
         self.pip("install", "--no-deps", "--no-index", "--no-compile", wheel)
 
     def run(self, code: str = STATE, cwd: Path | None = None, **variables: Any) -> Result:
-        return processes.run([self.python, "-c", code], cwd=cwd, **variables)
+        return processes.run([self.python, "-c", code], cwd=cwd, PYTHONPATH="", **variables)
 
 
 @pytest.fixture(scope="module")
-def environment(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Environment]:
+def environment(wheels: Wheels, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Environment]:
     """The environment in which a wheel is installed."""
     made: dict[str, Environment] = {}
 
@@ -99,6 +109,9 @@ def environment(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
         return made[way]
 
     return make
+
+
+SDIST, EDITABLE = (pytest.param(way, marks=pytest.mark.exhaustive) for way in ("sdist", "editable"))
 
 
 def test_every_package_is_listed() -> None:
@@ -117,8 +130,8 @@ def test_every_package_is_listed() -> None:
             assert (file.parent / "__init__.py").exists() or file.parent.name == "bootstrap", file
 
 
-@pytest.mark.parametrize("way", ["plain", "sdist"])
-def test_every_module_is_in_the_wheel(way: str, wheels: dict[str, Path]) -> None:
+@pytest.mark.parametrize("way", ["plain", SDIST])
+def test_every_module_is_in_the_wheel(way: str, wheels: Wheels) -> None:
     names = set(zipfile.ZipFile(wheels[way]).namelist())
     expected = {"commtrace.pth", "commtrace.start", "commtrace/py.typed"}
     for folder in FOLDERS:
@@ -131,7 +144,7 @@ def test_every_module_is_in_the_wheel(way: str, wheels: dict[str, Path]) -> None
                 and ".dist-info/" not in name]  # fmt: skip
 
 
-@pytest.mark.parametrize("way", ["plain", "sdist", "editable"])
+@pytest.mark.parametrize("way", ["plain", SDIST, EDITABLE])
 def test_the_variable_switches_on(way: str, environment: Callable[[str], Environment], tmp_path: Path) -> None:
     installed = environment(way)
     assert (installed.site / "commtrace.pth").exists()
@@ -143,7 +156,7 @@ def test_the_variable_switches_on(way: str, environment: Callable[[str], Environ
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_line_twice_is_harmless(wheels: dict[str, Path], tmp_path: Path) -> None:
+def test_the_line_twice_is_harmless(wheels: Wheels, tmp_path: Path) -> None:
     installed = Environment(tmp_path / "venv")
     installed.install(wheels["plain"])
     shutil.copy(installed.site / "commtrace.pth", installed.site / "another.pth")
@@ -154,8 +167,8 @@ def test_the_line_twice_is_harmless(wheels: dict[str, Path], tmp_path: Path) -> 
     assert wrong.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("way", ["plain", "editable"])
-def test_uninstalling_takes_the_line_away(way: str, wheels: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["plain", EDITABLE])
+def test_uninstalling_takes_the_line_away(way: str, wheels: Wheels, tmp_path: Path) -> None:
     installed = Environment(tmp_path / "venv")
     installed.install(wheels[way])
     assert (installed.site / "commtrace.pth").exists()
@@ -165,7 +178,7 @@ def test_uninstalling_takes_the_line_away(way: str, wheels: dict[str, Path], tmp
 
 
 @pytest.mark.parametrize("damage", ["removed", "broken"])
-def test_a_package_that_is_damaged_stops_no_program(damage: str, wheels: dict[str, Path], tmp_path: Path) -> None:
+def test_a_package_that_is_damaged_stops_no_program(damage: str, wheels: Wheels, tmp_path: Path) -> None:
     installed = Environment(tmp_path / "venv")
     installed.install(wheels["plain"])
     if damage == "removed":

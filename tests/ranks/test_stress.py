@@ -312,7 +312,7 @@ def report(line: str) -> None:
 # ---- backends that give no Work --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recorder", recorders.RECORDERS)
+@pytest.mark.parametrize("recorder", ["python", pytest.param("native", marks=pytest.mark.exhaustive)])
 def test_batches_longer_than_the_ring(recorder: str, tmp_path: Path) -> None:
     recorders.needs(recorder)
     result = processes.run(
@@ -337,6 +337,7 @@ def test_batches_longer_than_the_ring(recorder: str, tmp_path: Path) -> None:
 # ---- the parts of the native recorder that threads share -------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 @pytest.mark.parametrize("program", ["slots_race", "works_race"])
 def test_no_thread_writes_where_it_must_not(program: str, sanitizer: str, tmp_path: Path) -> None:
@@ -429,7 +430,10 @@ def assert_bounded(run: Run, number: int, recorder: str, max_bytes: int) -> None
     assert (np.diff(numbers) > 0).all()
 
 
-@pytest.mark.parametrize(("recorder", "number"), [("python", 100_000), ("native", 500_000)])
+@pytest.mark.parametrize(
+    ("recorder", "number"),
+    [pytest.param("python", 100_000, marks=pytest.mark.exhaustive), ("native", 500_000)],
+)
 def test_many_events_stay_within_bounds(recorder: str, number: int, tmp_path: Path) -> None:
     max_bytes = 4 << 20
     run = many("calls", number, recorder, tmp_path / "log", max_bytes=max_bytes, segment_min_bytes=64 << 10)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import tempfile
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -142,7 +144,16 @@ def _trained(wanted: dict[str, dict[str, Any]], ranks: int) -> dict[str, Run]:
     return trainings.train(told, folder, ranks)
 
 
-RUNS: Final = {ranks: trainings.once(partial(_trained, WANTED[ranks], ranks)) for ranks in WANTED}
+OF_EACH_SCHEME: Final = ("pp2", *SAME_LOSSES, *SAME_LOSSES.values())
+
+
+@functools.cache
+def _runs(ranks: int) -> Mapping[str, Run]:
+    kept = [name for name in OF_EACH_SCHEME if name in WANTED[ranks]]
+    return trainings.TwoStarts(WANTED[ranks], kept, partial(_trained, ranks=ranks))
+
+
+RUNS: Final[dict[int, Callable[[], Mapping[str, Run]]]] = {ranks: partial(_runs, ranks) for ranks in WANTED}
 MORE_RUNS: Final = {ranks: trainings.once(partial(_trained, MORE[ranks], ranks)) for ranks in MORE}
 
 

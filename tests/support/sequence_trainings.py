@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
+from collections.abc import Mapping
 from typing import Any, Final
 
 import trainings
@@ -203,10 +205,13 @@ def wanted(name: str) -> dict[str, Any]:
     return {**_ALL, **EIGHT, **drawn()}[name]
 
 
-@trainings.once
-def runs() -> dict[str, Run]:
+OF_EACH_SCHEME: Final = ("sp2-zero0", "ulysses2-zero0", "ring2-zero3", "moe4x2-zero2", "moe4x2-kept")
+
+
+@functools.cache
+def runs() -> Mapping[str, Run]:
     """Runs of FIXED by name."""
-    return trainings.trained(FIXED, processes=RANKS)
+    return trainings.TwoStarts(FIXED, OF_EACH_SCHEME, functools.partial(trainings.trained, processes=RANKS))
 
 
 @trainings.once

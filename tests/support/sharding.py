@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import trainings
@@ -129,10 +130,13 @@ def wanted(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     return {name: every[name] for name in names}
 
 
-@trainings.once
-def sharded() -> dict[str, Run]:
+OF_EACH_SCHEME: Final = ("fsdp-kept", "hsdp-bf16", "fsdp-tp-bf16", "tp-sequence-again", "zero3-hpz-again")
+
+
+@functools.cache
+def sharded() -> Mapping[str, Run]:
     """Runs of NAMES, on four ranks."""
-    return trainings.trained(wanted(NAMES), processes=RANKS)
+    return trainings.TwoStarts(wanted(NAMES), OF_EACH_SCHEME, functools.partial(trainings.trained, processes=RANKS))
 
 
 @trainings.once

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from commtrace.analyses.engine import NamedTables, fold
 from commtrace.run import Run
 from commtrace.theory import predict
 
-Runs = Callable[[], dict[str, Run]]
+Runs = Callable[[], Mapping[str, Run]]
 
 
 @functools.cache

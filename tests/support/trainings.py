@@ -16,7 +16,7 @@ import json
 import os
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -93,6 +93,36 @@ def once(train_all: Callable[[], dict[str, Run]]) -> Callable[[], dict[str, Run]
         return kept[0]
 
     return runs
+
+
+class TwoStarts(Mapping[str, Run]):
+    """Runs by name. The representatives are trained in one start, all others in a second; each when first asked for."""
+
+    def __init__(
+        self,
+        wanted: dict[str, dict[str, Any]],
+        representatives: Sequence[str],
+        train_all: Callable[[dict[str, dict[str, Any]]], dict[str, Run]],
+    ) -> None:
+        kept = {name: wanted[name] for name in representatives}
+        others = {name: one for name, one in wanted.items() if name not in kept}
+        starts = [(names, once(functools.partial(train_all, names))) for names in (kept, others)]
+        self._start_of = {name: start for names, start in starts for name in names}
+
+    def __getitem__(self, name: str) -> Run:
+        return self._start_of[name]()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._start_of)
+
+    def __len__(self) -> int:
+        return len(self._start_of)
+
+
+def parameters(names: Iterable[str], representatives: Iterable[str], *before: object) -> list[Any]:
+    """Return names as parameters of a test (behind `before`); those that do not represent others are exhaustive."""
+    kept = set(representatives)
+    return [pytest.param(*before, name, marks=() if name in kept else pytest.mark.exhaustive) for name in names]
 
 
 def wanted_shapes() -> dict[str, dict[str, Any]]:
@@ -191,10 +221,13 @@ VARIANTS: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-@once
-def variants() -> dict[str, Run]:
+VARIANT_OF_EACH_SCHEME: Final = ("ddp", "zero0", "zero1", "zero2", "zero2-owners", "zero3")
+
+
+@functools.cache
+def variants() -> Mapping[str, Run]:
     """Runs of VARIANTS by name, on three ranks."""
-    return trained(VARIANTS, processes=3)
+    return TwoStarts(VARIANTS, VARIANT_OF_EACH_SCHEME, functools.partial(trained, processes=3))
 
 
 def _shared(ranks: int, which: str, precision: str = "fp32", **keys: Any) -> dict[str, Any]:
@@ -255,10 +288,13 @@ def draw_shared(chance: random.Random) -> dict[str, Any]:
 DRAWN: Final = tuple(f"drawn-{number}" for number in range(4))
 
 
-@once
-def shared() -> dict[str, Run]:
+SHARED_OF_EACH_SCHEME: Final = ("tp2-ddp", "tp2-zero1")
+
+
+@functools.cache
+def shared() -> Mapping[str, Run]:
     """Runs of SHARED by name, and of DRAWN, on four ranks."""
-    return trained({**SHARED, **drawn()}, processes=4)
+    return TwoStarts({**SHARED, **drawn()}, SHARED_OF_EACH_SCHEME, functools.partial(trained, processes=4))
 
 
 def drawn() -> dict[str, dict[str, Any]]:

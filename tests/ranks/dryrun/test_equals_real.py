@@ -25,7 +25,7 @@ from commtrace.run import Run, open_run
 SMALL: Final = 512
 """So few that most of a tiny model is not computed either."""
 
-Runs = Callable[[], dict[str, Run]]
+Runs = Callable[[], Mapping[str, Run]]
 
 
 class Start(NamedTuple):
@@ -58,7 +58,7 @@ STARTS: Final = {
         of(4, sequence_trainings.runs, SUITABLE, "sp2-zero0"),
     ),
 }
-"""The GPT-NeoX workload, its model cut by Megatron's ways."""
+"""The GPT-NeoX workload, its model divided as Megatron divides it."""
 
 MORE_STARTS: Final = {
     "ddp and zero": of(
@@ -97,6 +97,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("dry")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("which", "name"), listed(STARTS))
 def test_the_workload_in_every_way(which: str, name: str, folder: Path) -> None:
     dry_runs.assert_same(STARTS[which].real[name]()[name], dry(folder, which)[name])

@@ -72,6 +72,7 @@ def noticed(run: Run) -> dict[int, str]:
     return {row["line"]: row["what"] for row in rows if "user_" in row["file"]}
 
 
+@pytest.mark.exhaustive
 def test_a_plain_loop_under_ddp(tmp_path: Path) -> None:
     """With loaders that have workers, mixed precision, a gradient scaler, clipping, checkpoints, printed losses."""
     options = ("--batch-size", 16, "--checkpoints")
@@ -100,6 +101,7 @@ def test_a_script_as_in_deepspeeds_tutorial(tmp_path: Path) -> None:
     assert "no file is written" in noticed(run)[line_of("deepspeed", "engine.save_checkpoint(")]
 
 
+@pytest.mark.exhaustive
 def test_a_loop_like_hugging_faces_trainer(tmp_path: Path) -> None:
     """With accumulation that does not synchronise, recomputation, predictions of all ranks, early stopping."""
     expected = real("trainer", tmp_path, f"output={tmp_path / 'real-out'}")

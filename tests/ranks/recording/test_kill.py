@@ -82,7 +82,7 @@ def test_a_survivor_recovers_records_of_killed_processes(nursery: Nursery, tmp_p
     assert dead.tables["salvage"][0]["records"] == len(dead.records)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (1, 2))])
 def test_a_training_killed_at_a_random_moment(seed: int, nursery: Nursery, tmp_path: Path) -> None:
     """All ranks of a transformer's training; every collective of a group is in both logs, but for the last few."""
     pytest.importorskip("yaml")

@@ -33,7 +33,7 @@ def tables(name: str) -> NamedTables:
     return fold(pipelines.run(name), [reconciliation.ANALYSIS])
 
 
-@pytest.mark.parametrize("name", pipelines.NAMES)
+@pytest.mark.parametrize("name", trainings.parameters(pipelines.NAMES, pipelines.OF_EACH_SCHEME))
 def test_pipelines_are_exact_on_every_rank(name: str) -> None:
     assert_exact(tables(name), pipelines.run(name))
     assert_adds_up_by_role(tables(name), pipelines.run(name))
@@ -78,7 +78,7 @@ def assert_described(one: dict[str, Any], run: Run, folder: Path) -> None:
         assert told == {key: value for key, value in captured.items() if key in told}
 
 
-@pytest.mark.parametrize("name", pipelines.STAGED)
+@pytest.mark.parametrize("name", trainings.parameters(pipelines.STAGED, pipelines.OF_EACH_SCHEME))
 def test_a_job_told_from_its_configuration_is_the_one_that_was_captured(name: str, tmp_path: Path) -> None:
     ranks = pipelines.NAMES[name]
     assert_described(pipelines.WANTED[ranks][name], pipelines.run(name), tmp_path)
@@ -100,6 +100,7 @@ def roles(name: str) -> set[tuple[str, str]]:
     return {*zip(events["op"].astype(str), events["role"].astype(str), strict=True)}
 
 
+@pytest.mark.exhaustive
 def test_roles_are_found_without_help() -> None:
     """Messages between stages go through torch's default group, and are the pipeline's all the same."""
     assert {(op, role) for op, role in roles("pp2tp2dp2") if op in ("send", "recv")} == {

@@ -6,7 +6,7 @@ import functools
 import importlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,7 +51,7 @@ class Family(NamedTuple):
     """Trainings of one start."""
 
     wanted: dict[str, dict[str, Any]]
-    runs: Callable[[], dict[str, Run]]
+    runs: Callable[[], Mapping[str, Run]]
     ranks: int
 
 
@@ -191,6 +191,7 @@ def names(rule: Rule) -> str:
     return f"{rule.module.rpartition('.')[2]}.{rule.name}"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rule", RULES, ids=names)
 def test_a_wrong_rule_shows(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
     right = getattr(importlib.import_module(rule.module), rule.name)
@@ -213,6 +214,7 @@ def test_a_wrong_rule_shows(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None
     assert not all(clean(name) for some, clean in checks for name in some)
 
 
+@pytest.mark.exhaustive
 def test_with_the_right_rules_all_is_clean() -> None:
     assert [name for name in NAMES if not is_clean(*known(name))] == []
     assert [name for name in CONFIGURED if not is_clean_as_described(name)] == []
@@ -253,7 +255,12 @@ def exists(dotted: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", ["ddp", "ddp-unused", "zero0", "zero2-owners", "zero3-limits"])
+@pytest.mark.parametrize(
+    "name",
+    trainings.parameters(
+        ["ddp", "ddp-unused", "zero0", "zero2-owners", "zero3-limits"], trainings.VARIANT_OF_EACH_SCHEME
+    ),
+)
 def test_a_call_that_is_hidden_shows(name: str) -> None:
     """Every one of them, barriers and empty broadcasts included."""
     job, _ = known(name)

@@ -14,7 +14,7 @@ pytest.importorskip("yaml")
 
 import sequence_trainings
 import trainings
-from theory_assertions import assert_described, assert_exact, tables
+from theory_assertions import Runs, assert_described, assert_exact, tables
 
 from commtrace.analyses.reconciliation.matching import compare
 from commtrace.analyses.reconciliation.measured_calls import MeasuredCalls
@@ -23,7 +23,7 @@ from commtrace.theory import ExpectedCall
 
 pytestmark = trainings.TIMEOUT
 
-OF = {
+OF: dict[str, Runs] = {
     **dict.fromkeys(sequence_trainings.FIXED, sequence_trainings.runs),
     **dict.fromkeys(sequence_trainings.MORE, sequence_trainings.more),
     **dict.fromkeys(sequence_trainings.EIGHT, sequence_trainings.eight),
@@ -31,9 +31,8 @@ OF = {
 
 
 def listed(names: Iterable[str]) -> list[Any]:
-    """Names as parameters; of those that are not in every run of the tests, with the mark that says so."""
-    fixed = sequence_trainings.FIXED
-    return [pytest.param(name, marks=[] if name in fixed else pytest.mark.exhaustive) for name in names]
+    """Names as parameters; those that do not represent others are exhaustive."""
+    return trainings.parameters(names, sequence_trainings.OF_EACH_SCHEME)
 
 
 BOUNDED = sequence_trainings.BOUNDED

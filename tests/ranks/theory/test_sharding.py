@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -24,13 +24,13 @@ from commtrace.theory import predict
 pytestmark = trainings.TIMEOUT
 
 EVERY: Final = [
-    *(pytest.param(sharding.sharded, name) for name in sharding.NAMES),
+    *trainings.parameters(sharding.NAMES, sharding.OF_EACH_SCHEME, sharding.sharded),
     *(pytest.param(sharding.more, name, marks=pytest.mark.exhaustive) for name in sharding.MORE_NAMES),
     *(pytest.param(sharding.wide, name, marks=pytest.mark.exhaustive) for name in sharding.WIDE),
 ]
 CONFIGURED: Final = [one for one in EVERY if "script" not in str(one.values[1])]
 
-Runs = Callable[[], dict[str, Run]]
+Runs = Callable[[], Mapping[str, Run]]
 
 
 @functools.cache

@@ -28,9 +28,12 @@ from commtrace.theory.rules.gradient_buckets import (
 pytestmark = trainings.TIMEOUT
 
 SHAPES = [
-    *(pytest.param(trainings.shapes, name) for name in trainings.SHAPES),
-    *(pytest.param(trainings.more_shapes, name, marks=pytest.mark.exhaustive) for name in trainings.MORE_SHAPES),
+    *trainings.parameters(trainings.SHAPES, (), trainings.shapes),
+    *trainings.parameters(trainings.MORE_SHAPES, (), trainings.more_shapes),
 ]
+
+
+VARIANTS = trainings.parameters(trainings.VARIANTS, trainings.VARIANT_OF_EACH_SCHEME)
 
 
 @pytest.mark.parametrize(("runs", "name"), SHAPES)
@@ -38,12 +41,12 @@ def test_models_drawn_at_random_are_exact(runs: Runs, name: str) -> None:
     assert_exact(tables(runs, name), runs()[name])
 
 
-@pytest.mark.parametrize("name", trainings.VARIANTS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_settings_that_change_the_communication_are_exact(name: str) -> None:
     assert_exact(tables(trainings.variants, name), trainings.variants()[name])
 
 
-@pytest.mark.parametrize("name", trainings.VARIANTS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_expected_and_measured_are_the_same_table(name: str) -> None:
     """The table `expected` says what the log has, operation by operation, and its bounds hold."""
     expected = tables(trainings.variants, name)["expected"].set_index(["rank", "step", "role", "op"])
@@ -55,7 +58,7 @@ def test_expected_and_measured_are_the_same_table(name: str) -> None:
     assert (bounds["calls"] <= bounds["calls_max"]).all()
 
 
-FOUR = [*trainings.SHARED, *trainings.DRAWN]
+FOUR = trainings.parameters([*trainings.SHARED, *trainings.DRAWN], trainings.SHARED_OF_EACH_SCHEME)
 
 
 @pytest.mark.parametrize("name", FOUR)
@@ -65,8 +68,12 @@ def test_tensor_parallel_models_are_exact(name: str) -> None:
 
 DESCRIBED = [
     *SHAPES,
-    *(pytest.param(trainings.variants, name) for name, one in trainings.VARIANTS.items() if "model" in one),
-    *(pytest.param(trainings.shared, name) for name in FOUR),
+    *trainings.parameters(
+        [name for name, one in trainings.VARIANTS.items() if "model" in one],
+        trainings.VARIANT_OF_EACH_SCHEME,
+        trainings.variants,
+    ),
+    *trainings.parameters([*trainings.SHARED, *trainings.DRAWN], trainings.SHARED_OF_EACH_SCHEME, trainings.shared),
 ]
 
 

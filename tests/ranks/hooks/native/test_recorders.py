@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +19,14 @@ from hook_programs.runs import ENGINES, Log, null_work, ran, training
 from commtrace.schema import RECORD, Clock, State
 
 PROGRAMS = ("operators", "mixture", "plain", "train", "pipeline", "gpt_neox", "null_work")
+DEFAULT = ("operators", "plain", "gpt_neox")
+"""Every operator, calls of a plain program, and training by DDP and ZeRO."""
+
+
+def marked(programs: Sequence[str]) -> list[Any]:
+    return [pytest.param(program, marks=() if program in DEFAULT else pytest.mark.exhaustive) for program in programs]
+
+
 ROWS = {"kind": "kinds", "group": "groups", "site": "sites"}
 
 
@@ -38,7 +47,7 @@ def logs(program: str, recorder: str) -> list[Log]:
     return [each.log for each in found]
 
 
-@pytest.fixture(params=PROGRAMS, scope="module")
+@pytest.fixture(params=marked(PROGRAMS), scope="module")
 def both(request: pytest.FixtureRequest) -> tuple[str, list[tuple[Log, Log]]]:
     """A program, and the two logs of each rank."""
     recorders.needs("native")
@@ -101,7 +110,7 @@ def test_ends_are_those_of_the_list(both: Both) -> None:
             assert pair in recorders.pairs(ours.variant, gloo=program != "null_work"), (ours.variant, ours)
 
 
-@pytest.mark.parametrize("program", [program for program in PROGRAMS if program != "null_work"])
+@pytest.mark.parametrize("program", marked([program for program in PROGRAMS if program != "null_work"]))
 def test_on_gloo_every_call_has_an_end_or_is_of_an_operator_without_future(program: str) -> None:
     recorders.needs("native")
     for log in logs(program, "native"):
