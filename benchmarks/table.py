@@ -7,6 +7,7 @@ python benchmarks/table.py
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,11 +40,16 @@ def replaced(text: str, tables: str) -> str:
 def rendered(sections: dict[str, Any]) -> str:
     """All tables, in Markdown."""
     parts = [
-        f"{title} (`{sections[name]['command']}`):\n\n" + table(results.rows(sections[name]))
+        paragraph(f"{title} (`{sections[name]['command']}`):") + "\n\n" + table(results.rows(sections[name]))
         for name, (title, table) in SECTIONS.items()
         if name in sections
     ]
     return "\n" + "\n\n".join([*parts, *machines(sections)]) + "\n\n"
+
+
+def paragraph(text: str) -> str:
+    """Return the text in lines as long as those of the pages."""
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def headlines(sections: dict[str, Any]) -> str:
