@@ -53,10 +53,11 @@ def generated_blocks(study: Study) -> dict[str, str]:
             if len(table):
                 blocks[f"table {name}"] = markdown_table(*format_table(table))
     for part, done, wall, cpu in study.costs():
-        blocks[f"cost {part}"] = markdown_table(
-            ["experiments", "CPU time", "wall time, summed over concurrent experiments"],
-            [[f"{done:,}", format_minutes(cpu), format_minutes(wall)]],
-        )
+        if done:
+            blocks[f"cost {part}"] = markdown_table(
+                ["experiments", "CPU time", "wall time, summed over concurrent experiments"],
+                [[f"{done:,}", format_minutes(cpu), format_minutes(wall)]],
+            )
     return blocks
 
 
