@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Iterator
 
+import hypothesis
 import mpi_launch
 import processes
 import pytest
@@ -16,6 +17,11 @@ from recorders import RECORDERS, needs
 for _name in [name for name in os.environ if name.startswith("COMMTRACE")]:
     del os.environ[_name]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The default tier is the same in every run; with THEORY_SEED, as in `make test-all`, hypothesis draws new examples too.
+hypothesis.settings.register_profile("repeatable", derandomize=True, database=None)
+if "THEORY_SEED" not in os.environ:
+    hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_report_header() -> str:
