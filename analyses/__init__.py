@@ -1,8 +1,9 @@
 """Questions about a run, one module each. Every answer is a tidy table, described in its module's docstring.
 
-An analysis is a fold over the records (`engine`): `partial` makes a small table of one block of records, `merge` makes
-one table of many, `finish` makes the tables to show. So a log larger than memory works, and processes or a cluster can
-share the work. To add a question, write a module with an `Analysis` and append it to `catalog.ANALYSES`.
+An analysis is a fold over the records (`fold_engine`): `partial` makes a small table of one block of records, `merge`
+makes one table of many, `finish` makes the tables to show. So a log larger than memory works, and processes or a
+cluster can share the work. To add a question, write a module with an `Analysis` and append it to
+`analysis_catalog.ANALYSES`.
 
 Definitions that hold in every table:
 
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pandas as pd
 
-    from commtrace.reading.run import RecordedRun
+    from commtrace.reading.recorded_run import RecordedRun
 
 
 def analyse(run: RecordedRun, executor: Executor | None = None, *, details: bool = False) -> dict[str, pd.DataFrame]:
@@ -36,15 +37,15 @@ def analyse(run: RecordedRun, executor: Executor | None = None, *, details: bool
     Returns:
         The tables by name.
     """
-    from .catalog import ANALYSES, DETAILS
-    from .engine import fold
+    from .analysis_catalog import ANALYSES, DETAILS
+    from .fold_engine import fold
 
     return fold(run, (*ANALYSES, *DETAILS.values()) if details else ANALYSES, executor)
 
 
 def detail(run: RecordedRun, name: str) -> pd.DataFrame | None:
     """Compute a table that only figures use; None if there is none of this name."""
-    from .catalog import DETAILS
-    from .engine import fold
+    from .analysis_catalog import DETAILS
+    from .fold_engine import fold
 
     return fold(run, [DETAILS[name]])[name] if name in DETAILS else None

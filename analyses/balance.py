@@ -12,9 +12,9 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from commtrace.reading.run import RecordedRun
+from commtrace.reading.recorded_run import RecordedRun
 
-from .engine import Analysis, NamedTables, RecordBlock, mask_unknown_wire, merge_sums
+from .fold_engine import Analysis, NamedTables, RecordBlock, mask_unknown_wire, merge_sums
 
 
 def _partial(block: RecordBlock) -> pd.DataFrame:

@@ -28,11 +28,11 @@ import numpy as np
 import pandas as pd
 
 from commtrace.reading.labels import RecordLabels
-from commtrace.reading.run import RecordedRun
+from commtrace.reading.recorded_run import RecordedRun
 from commtrace.schema import Clock, Flag
 from commtrace.volume import busbw_factor
 
-from .engine import Analysis, Array, NamedTables, RecordBlock, group_rows, merge_by, merge_sums, sum_groups
+from .fold_engine import Analysis, Array, NamedTables, RecordBlock, group_rows, merge_by, merge_sums, sum_groups
 
 MEASURES: Final = ("in_call", "waiting", "to_completion")
 

@@ -14,7 +14,7 @@ import pandas as pd
 
 from commtrace.run import Run
 
-from .engine import NamedTables
+from .fold_engine import NamedTables
 from .job_summary import summarize_job
 from .steps import ALL
 

@@ -28,10 +28,10 @@ import pandas as pd
 
 from commtrace.formatting import format_ranks
 from commtrace.reading.log import Process
-from commtrace.reading.run import RecordedRun
+from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.table_reader import integer_or_none
 
-from .engine import Analysis, NamedTables, RecordBlock, merge_sums, table_by
+from .fold_engine import Analysis, NamedTables, RecordBlock, merge_sums, table_by
 
 COUNTERS: Final = ("calls", "dropped", "removed", "lost", "hook_errors")
 PROCESS_COLUMNS: Final = [

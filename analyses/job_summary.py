@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from commtrace.reading.run import RecordedRun
+from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.table_reader import Row
 
 

@@ -19,10 +19,10 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from commtrace.reading.run import RecordedRun
+from commtrace.reading.recorded_run import RecordedRun
 from commtrace.volume import size_bins
 
-from .engine import (
+from .fold_engine import (
     Analysis,
     Array,
     NamedTables,

@@ -33,10 +33,10 @@ import pandas as pd
 
 from commtrace.formatting import parse_ranks
 from commtrace.network.networks import Network
-from commtrace.reading.run import RecordedRun
+from commtrace.reading.recorded_run import RecordedRun
 
 from .call_times import exact_ends, transfer_begin
-from .engine import Analysis, Array, NamedTables, RecordBlock, group_rows, merge_by
+from .fold_engine import Analysis, Array, NamedTables, RecordBlock, group_rows, merge_by
 
 SYNCHRONIZING: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 """Operations that no rank can leave before all have come."""

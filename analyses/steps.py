@@ -24,10 +24,10 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from commtrace.reading.run import RecordedRun
+from commtrace.reading.recorded_run import RecordedRun
 
 from .call_times import MEASURES, durations
-from .engine import Analysis, NamedTables, RecordBlock, mask_unknown_wire, merge_sums, table_by
+from .fold_engine import Analysis, NamedTables, RecordBlock, mask_unknown_wire, merge_sums, table_by
 
 ALL: Final = "all"
 STEADY_COLUMNS: Final = (

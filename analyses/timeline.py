@@ -21,15 +21,17 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from commtrace.reading.run import RecordedRun
+from commtrace.reading.recorded_run import RecordedRun
 
 from .call_times import durations
-from .engine import Analysis, NamedTables, RecordBlock, concat_tables
+from .fold_engine import Analysis, NamedTables, RecordBlock, concat_tables
 
 FIRST_PROCESSES: Final = 16
 MAX_CALLS: Final = 4096
 
 _CANDIDATE_STEPS: Final = 2
+_NO_CANDIDATE: Final = -1
+"""Step of a row that only carries `last_step`: of a process, or a block, without a call of a candidate step."""
 _NAMED: Final = ("op", "role", "phase", "site")
 
 
@@ -43,12 +45,15 @@ def _partial(block: RecordBlock) -> pd.DataFrame:
     candidate = (steps >= 0) & (steps & (steps - 1) == 0) & (block["t_begin"] > 0) & shown(block.labels.number)
     used = np.flatnonzero(candidate)
     used = used[np.isin(steps[used], np.unique(steps[used])[-_CANDIDATE_STEPS:])]
+    shown_steps = steps[used]
+    if not len(used) and len(steps) and shown(block.labels.number):
+        used, shown_steps = np.array([steps.argmax()]), np.array([_NO_CANDIDATE])
     columns = {name: block.labels.text(name, block.labels.ids(name, block)[used]) for name in _NAMED}
     table = pd.DataFrame(
         {
             "process": np.full(len(used), block.labels.number, np.int64),
             "rank": np.full(len(used), block.labels.rank, np.int64),
-            "step": steps[used],
+            "step": shown_steps,
             "last_step": np.full(len(used), steps.max() if len(steps) else -1, np.int64),
             "t_begin": block["t_begin"][used],
             **columns,
@@ -62,9 +67,12 @@ def _partial(block: RecordBlock) -> pd.DataFrame:
 
 def _kept(table: pd.DataFrame) -> pd.DataFrame:
     """Keep the first calls of the last candidate steps of each process, one more than MAX_CALLS, for `more_calls`."""
-    steps = table.groupby("process")["step"].rank(method="dense", ascending=False)
-    last = table.groupby("process")["last_step"].transform("max")
-    kept = table.assign(last_step=last).loc[steps <= _CANDIDATE_STEPS]
+    by_process = table.groupby("process")
+    table = table.assign(last_step=by_process["last_step"].transform("max"))
+    is_call = table["step"] > _NO_CANDIDATE
+    is_recent = by_process["step"].rank(method="dense", ascending=False) <= _CANDIDATE_STEPS
+    stands_alone = (by_process["step"].transform("max") == _NO_CANDIDATE) & ~table["process"].duplicated()
+    kept = table.loc[(is_call & is_recent) | stands_alone]
     ordered = kept.sort_values(["process", "step", "t_begin"], kind="stable", ignore_index=True)
     return ordered.loc[ordered.groupby(["process", "step"]).cumcount() <= MAX_CALLS].reset_index(drop=True)
 
@@ -75,6 +83,7 @@ def _merge(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     offsets = _offsets(run)
+    table = table.loc[table["step"] > _NO_CANDIDATE]
     calls = table.loc[(table["step"] == _step(table)) & table["process"].isin([*offsets])]
     by_process = calls.groupby("process")["process"]
     calls = calls.assign(

@@ -22,10 +22,10 @@ import numpy as np
 import pandas as pd
 
 from commtrace.reading.log import Process
-from commtrace.reading.run import RecordedRun
+from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.table_reader import integer_or_none
 
-from .engine import Analysis, NamedTables, RecordBlock, merge_by
+from .fold_engine import Analysis, NamedTables, RecordBlock, merge_by
 
 COLUMNS: Final = (
     "rank",

@@ -16,9 +16,9 @@ from typing import Final
 
 import pandas as pd
 
-from commtrace.reading.run import RecordedRun
+from commtrace.reading.recorded_run import RecordedRun
 
-from .engine import Analysis, NamedTables, RecordBlock, mask_unknown_wire, merge_sums, table_by
+from .fold_engine import Analysis, NamedTables, RecordBlock, mask_unknown_wire, merge_sums, table_by
 
 KEYS: Final[dict[str, tuple[str, ...]]] = {
     "volume_by_operation": ("op",),

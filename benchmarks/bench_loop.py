@@ -30,11 +30,11 @@ import torch.distributed as dist
 from measuring import Round, Row, compared, in_turn
 
 from commtrace.network.bench_ranks import bind_to_core
+from commtrace.network.bench_torch import TorchBenchGroup
 from commtrace.network.fit import fit
 from commtrace.network.measuring import ROUNDS, BenchBuffers, BenchGroup, measure
 from commtrace.network.measuring import BenchRow as Measured
 from commtrace.network.operations import ELEMENT_BYTES, PING_PONG, payload_elements, payload_sizes
-from commtrace.network.torch_library import TorchBenchGroup
 
 NAME = "commtrace bench"
 OPERATIONS = ("all_reduce", "all_gather", PING_PONG)
@@ -136,7 +136,7 @@ class Mpi(Network):
     def __init__(self, most: int) -> None:
         from mpi4py import MPI
 
-        from commtrace.network.mpi_library import MpiBenchGroup
+        from commtrace.network.bench_mpi import MpiBenchGroup
 
         self._world: Any = MPI.COMM_WORLD
         self._max = MPI.MAX

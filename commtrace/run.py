@@ -16,7 +16,7 @@ import pandas as pd
 
 from commtrace.errors import NoSuchTableError
 from commtrace.reading.log import open_log
-from commtrace.reading.run import RecordedRun
+from commtrace.reading.recorded_run import RecordedRun
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure

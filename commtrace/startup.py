@@ -12,6 +12,8 @@ import os
 import sys
 from importlib import import_module
 
+from commtrace.hook_table import HOOKS, SIMULATIONS
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
@@ -20,22 +22,6 @@ if TYPE_CHECKING:
 
     from commtrace.settings import Settings
 
-# Library -> module of its hook, which has `install()` and `uninstall()`.
-HOOKS = {
-    "torch": "commtrace.hooks.torch.hook",
-    "mpi4py.MPI": "commtrace.hooks.mpi.hook",
-    "deepspeed": "commtrace.hooks.deepspeed.hook",
-    "torch.distributed.tensor.parallel.api": "commtrace.hooks.torch.dtensor",
-    "torch.distributed.fsdp._fully_shard._fsdp_state": "commtrace.hooks.torch.fsdp",
-    "megatron.core.parallel_state": "commtrace.hooks.megatron.core",
-    "megatron.mpu.initialize": "commtrace.hooks.megatron.gpt_neox",
-}
-
-# Library -> module that makes the process a simulated rank (`commtrace dryrun`), installed after the hook.
-SIMULATIONS = {
-    "torch": "commtrace.dryrun.simulation",
-    "deepspeed": "commtrace.dryrun.deepspeed_patches",
-}
 
 _installed: list[str] = []
 _registered: list[bool] = []

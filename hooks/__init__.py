@@ -26,8 +26,8 @@ raised into the program. Objects of the program are kept by weak reference only.
 To add a hook for another library, for example JAX:
 
 1. Write `hooks/jax/hook.py` with `install` and `uninstall`. List its package under `packages` in setup.cfg.
-2. Name it in `commtrace.startup.HOOKS`: the module of the library whose import is followed, and the module of the hook:
-   `"jax": "commtrace.hooks.jax.hook"`. One library may have several entries, for parts that are imported later.
+2. Name it in `commtrace.hook_table.HOOKS`: the module of the library whose import is followed, and the module of the
+   hook: `"jax": "commtrace.hooks.jax.hook"`. One library may have several entries, for parts that are imported later.
 3. In `install`, put the library's blind spots into `recorder_setup.blind_spots` and, if it knows the process's rank,
    a function into `recorder_setup.identities`.
 4. Make a tracer that turns arguments into records: `recorder_setup.Tracers` starts it with the first call, `Groups`

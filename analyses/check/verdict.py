@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import pandas as pd
 
-from commtrace.analyses.engine import rows_of
+from commtrace.analyses.fold_engine import rows_of
 from commtrace.analyses.reconciliation import EXPECTED
 from commtrace.analyses.reconciliation.causes import OTHER_PIECES
 from commtrace.formatting import format_ranks

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import pandas as pd
 
-from commtrace.analyses.engine import rows_of
+from commtrace.analyses.fold_engine import rows_of
 from commtrace.formatting import format_plural, format_ranks
 
 from .verdict import NUMBERS, Verdict

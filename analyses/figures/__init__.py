@@ -28,7 +28,7 @@ try:
 except ImportError:
     raise MissingLibraryError("figures need plotly; pip install 'commtrace[html]'") from None
 
-from .catalog import COMPARISONS, FIGURES, SCALING, Figure
+from .figure_catalog import COMPARISONS, FIGURES, SCALING, Figure
 from .reconciliation import expected_and_measured, waterfall, waterfall_by_role
 from .run_comparison import measured_and_predicted, operation_shares, operation_volumes, predicted_by_role, role_volumes
 from .scaling import speedup, step_parts

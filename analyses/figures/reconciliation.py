@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pandas as pd
 import plotly.graph_objects as go
 
-from commtrace.analyses.engine import rows_of
+from commtrace.analyses.fold_engine import rows_of
 from commtrace.formatting import format_bytes, format_count, format_signed
 
 from .style import (

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from commtrace.analyses.engine import rows_of
+from commtrace.analyses.fold_engine import rows_of
 from commtrace.formatting import format_bytes, format_count, format_duration
 
 from .style import finish, in_order, label, paint, time_scale

@@ -38,9 +38,9 @@ from typing import Any, Final
 
 import pandas as pd
 
-from commtrace.analyses.engine import Analysis, NamedTables
+from commtrace.analyses.fold_engine import Analysis, NamedTables
 from commtrace.reading.log import Process
-from commtrace.reading.run import RecordedRun
+from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.table_reader import integer_or_none
 from commtrace.theory import ExpectedCall, NotPredictedError, predict
 from commtrace.theory.rules.registry import DEEPSPEED, TORCH

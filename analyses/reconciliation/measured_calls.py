@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.engine import RecordBlock, group_rows, merge_sums, rows_of, sum_groups
+from commtrace.analyses.fold_engine import RecordBlock, group_rows, merge_sums, rows_of, sum_groups
 
 DETAILED_STEPS: Final = 64
 """Steps whose message sizes are kept apart, so that a log of many steps stays a small table; later ones have -1."""

@@ -37,7 +37,7 @@ import numpy as np
 import pandas as pd
 
 from commtrace.analyses.table_specs import describe_columns
-from commtrace.reading.run import RecordedRun
+from commtrace.reading.recorded_run import RecordedRun
 
 VERSION: Final = 1
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from commtrace.analyses.engine import rows_of
+from commtrace.analyses.fold_engine import rows_of
 from commtrace.analyses.job_summary import summarize_job
 from commtrace.formatting import (
     format_count,
@@ -19,7 +19,7 @@ from commtrace.formatting import (
     is_known,
 )
 from commtrace.reading.log_notes import Note
-from commtrace.reading.run import RecordedRun
+from commtrace.reading.recorded_run import RecordedRun
 
 
 def facts(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from commtrace.formatting import format_bytes, format_plural
-from commtrace.reading.run import RecordedRun
+from commtrace.reading.recorded_run import RecordedRun
 from commtrace.text_tables import left_column, paragraph, stdout_takes_unicode
 
 from .findings import findings, warnings

@@ -22,7 +22,7 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.engine import Array, rows_of
+from commtrace.analyses.fold_engine import Array, rows_of
 
 PROJECTED_FACTORS: Final = (2, 4, 8)
 """Multiples of the most ranks that were run."""

@@ -37,10 +37,10 @@ from typing import Any, Final
 
 import pandas as pd
 
-from commtrace.analyses.engine import NamedTables
+from commtrace.analyses.fold_engine import NamedTables
 from commtrace.errors import CommtraceError, LogError
 from commtrace.formatting import format_plural, parse_ranks
-from commtrace.reading.run import RecordedRun
+from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.table_reader import integer_or_none
 from commtrace.theory import NotPredictedError, predict
 

@@ -23,11 +23,11 @@ import numpy as np
 import pandas as pd
 
 from commtrace.analyses.call_times import exact_ends, has_own_times, wait_begin
-from commtrace.analyses.engine import Array, RecordBlock
+from commtrace.analyses.fold_engine import Array, RecordBlock
 from commtrace.errors import LogError
 from commtrace.reading.labels import RecordLabels
 from commtrace.reading.log import Process
-from commtrace.reading.run import RecordedRun
+from commtrace.reading.recorded_run import RecordedRun
 from commtrace.schema import Clock
 
 MAX_STEPS: Final = 200

@@ -10,7 +10,7 @@ from .option_types import add_run_directory, exact_fraction
 from .theory import add_options, options_of
 
 if TYPE_CHECKING:
-    from commtrace.analyses.engine import Analysis
+    from commtrace.analyses.fold_engine import Analysis
     from commtrace.run import Run
 
 DIFFERS: Final = 1
@@ -53,7 +53,7 @@ class Command:
         """Print the verdict."""
         from commtrace.analyses.check.verdict import judge
         from commtrace.analyses.check.verdict_text import lines
-        from commtrace.analyses.engine import fold
+        from commtrace.analyses.fold_engine import fold
         from commtrace.run import open_run
 
         run = open_run(arguments.directory)

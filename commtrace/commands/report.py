@@ -18,7 +18,7 @@ from commtrace.launchers import usable_cores
 from .option_types import add_formats, add_network, add_width, non_negative_integer
 
 if TYPE_CHECKING:
-    from commtrace.analyses.engine import Analysis, NamedTables
+    from commtrace.analyses.fold_engine import Analysis, NamedTables
     from commtrace.run import Run
 
 PARALLEL_FROM: Final = 8_000_000
@@ -151,7 +151,7 @@ def _tables(run: Run, *, details: bool = False, network: str | None = None) -> N
     with _executor(run) as executor:
         tables = analyse(run, executor, details=details)
         if question is not None:
-            from commtrace.analyses.engine import fold
+            from commtrace.analyses.fold_engine import fold
 
             tables |= fold(run, [question], executor)
         return tables

@@ -17,7 +17,7 @@ from commtrace.errors import CommtraceError, LogError
 from commtrace.formatting import format_plural, format_ranks, parse_ranks
 from commtrace.launchers import usable_cores
 from commtrace.reading.log import Log, open_log
-from commtrace.reading.run import RecordedRun
+from commtrace.reading.recorded_run import RecordedRun
 from commtrace.recording.log_writer import warn
 from commtrace.recording.recovery import recover_records
 from commtrace.settings import Settings

@@ -6,7 +6,7 @@ commtrace bench --show network.json    print the tables and the fits again
 operations        the measured operations, with nccl-tests' sizes
 bench_plan        what to measure
 bench_ranks       the processes of a measurement
-library           the interface of torch.distributed and mpi4py (torch_library, mpi_library)
+bench_library     the interface of torch.distributed and mpi4py (bench_torch, bench_mpi)
 measuring         one operation and size: warm-up, rounds, slowest rank
 bench_results     the results and their JSON file
 bench_text        the results as nccl-tests and the OSU micro-benchmarks print them

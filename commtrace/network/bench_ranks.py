@@ -20,10 +20,10 @@ from commtrace.errors import CommtraceError, LaunchError
 from commtrace.launchers import find_process, free_port
 
 from . import NetworkError, mpiexec
+from .bench_library import BenchLibrary, connect
 from .bench_plan import BenchPlan
 from .bench_results import BenchResults, write_results
 from .bench_text import results_lines
-from .library import BenchLibrary, connect
 from .measuring import BenchBuffers, BenchGroup, BenchRow, measure
 from .operations import BARRIER, POINT_TO_POINT, payload_sizes
 

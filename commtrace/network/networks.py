@@ -124,7 +124,7 @@ def shipped_networks() -> list[str]:
 
 
 def _folder() -> Any:
-    return resources.files(__package__).joinpath("networks")
+    return resources.files(__package__).joinpath("descriptions")
 
 
 def hosts_of_group(ranks: int, stride: int, ranks_per_node: int) -> int:

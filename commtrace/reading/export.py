@@ -18,7 +18,7 @@ from commtrace.errors import MissingLibraryError
 from commtrace.output_files import atomic_write
 from commtrace.schema import EVENT_TABLE_VERSION
 
-from .run import RecordedRun
+from .recorded_run import RecordedRun
 
 
 def export(run: RecordedRun, out: Path, form: str, *, force: bool = False) -> int:

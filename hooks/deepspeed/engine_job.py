@@ -7,15 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from commtrace.hooks.torch.model_facts import (
-    architecture,
-    buffers,
-    dtype_name,
-    grouped,
-    known,
-    modules,
-    parameters,
-)
+from commtrace.hooks.torch.model_facts import architecture, buffers, dtype_name, grouped, known, modules, parameters
 
 from .pipeline import stages
 

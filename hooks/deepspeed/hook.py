@@ -19,7 +19,7 @@ from commtrace.hooks.torch import training as torch_training
 from commtrace.hooks.torch.c10d_operators import shared_memory_all_reduce
 from commtrace.hooks.torch.captured_jobs import Jobs
 from commtrace.hooks.torch.dispatcher import Kernels
-from commtrace.hooks.torch.kernels import kernel_for
+from commtrace.hooks.torch.recording_kernels import kernel_for
 from commtrace.patching import Patches
 from commtrace.progress import progress
 from commtrace.schema import Phase

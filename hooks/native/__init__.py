@@ -1,4 +1,4 @@
-"""The native recorder: the kernels of hooks/torch/kernels.py in C++, for a thirtieth of their cost or less.
+"""The native recorder: the kernels of hooks/torch/recording_kernels.py in C++, for a thirtieth of their cost or less.
 
 Everything above the kernels is shared with the Python recorder: settings, session, ring, tables, drain, log. Python
 still numbers the rows of tables (`rows`) and keeps progress, jobs and roles; C++ asks for each row once.
@@ -8,7 +8,7 @@ still numbers the rows of tables (`rows`) and keeps progress, jobs and roles; C+
     mpi_recorder, mpi.cpp       the compiled wrappers of mpi4py's methods, a library of their own without torch
 
     module.cpp     the functions that Python calls
-    kernels.*      the kernels, and the ends of calls by futures
+    recording_kernels.*  the kernels, and the ends of calls by futures
     waits.*        waits and coalesced calls that Python makes
     recording.h    one recording: groups, kinds, counters
     plan.h         what an operator's arguments mean, and its payload

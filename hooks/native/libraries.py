@@ -200,7 +200,7 @@ def _torch_flags() -> Flags:
 
 TORCH: Final = Library(
     "commtrace_native",
-    ("module.cpp", "kernels.cpp", "waits.cpp", "frames.cpp", "device.cpp", "device_events.cpp"),
+    ("module.cpp", "recording_kernels.cpp", "waits.cpp", "frames.cpp", "device.cpp", "device_events.cpp"),
     sorted(path.name for path in _FOLDER.glob("*.h")),
     _torch_versions,
     _torch_flags,

@@ -3,7 +3,7 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
-#include "kernels.h"
+#include "recording_kernels.h"
 #include "recording.h"
 #include "waits.h"
 

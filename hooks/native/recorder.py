@@ -7,7 +7,7 @@ from typing import Any
 
 from commtrace.errors import CommtraceError
 from commtrace.hooks.recorder_setup import KernelBackend, fault
-from commtrace.hooks.torch import kernels as torch_kernels
+from commtrace.hooks.torch import recording_kernels as torch_kernels
 from commtrace.hooks.torch import tracer as torch_tracer
 from commtrace.hooks.torch.c10d_operators import Operator
 from commtrace.hooks.torch.tracer import TorchTracer

@@ -1,7 +1,7 @@
 // Waits, polls and coalesced calls that Python makes.
 #pragma once
 
-#include "kernels.h"
+#include "recording_kernels.h"
 
 namespace commtrace {
 

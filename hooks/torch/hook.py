@@ -19,7 +19,7 @@ from commtrace.recording.session import session
 from . import training as torch_training
 from .c10d_operators import Operator, known_operators
 from .dispatcher import Kernels
-from .kernels import blind_spots, crossing, functional_kernel, kernel_for, wait_kernel
+from .recording_kernels import blind_spots, crossing, functional_kernel, kernel_for, wait_kernel
 from .works import python_patches
 
 _ALWAYS = (

@@ -14,7 +14,7 @@ from commtrace.hooks.recorder_setup import fault
 from commtrace.patching import Patches
 from commtrace.recording.session import session
 
-from .kernels import begin
+from .recording_kernels import begin
 from .tracer import TorchTracer, current, now
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import trainings
 
 from commtrace.analyses import reconciliation
-from commtrace.analyses.engine import NamedTables, fold
+from commtrace.analyses.fold_engine import NamedTables, fold
 from commtrace.run import Run
 from commtrace.theory import predict
 

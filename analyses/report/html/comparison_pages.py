@@ -8,7 +8,7 @@ import pandas as pd
 
 from commtrace.analyses import figures
 from commtrace.analyses.comparison import compare
-from commtrace.analyses.engine import rows_of
+from commtrace.analyses.fold_engine import rows_of
 from commtrace.analyses.report.findings import warnings_of_runs
 from commtrace.formatting import format_plural
 from commtrace.run import Run

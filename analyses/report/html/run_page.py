@@ -14,15 +14,8 @@ from commtrace.analyses.report.log_facts import cost_per_call, facts, log_lists
 from commtrace.analyses.report.network_text import MEANING, network_source, network_title
 from commtrace.analyses.steps import ALL
 from commtrace.analyses.table_specs import TABLES
-from commtrace.formatting import (
-    format_bytes,
-    format_count,
-    format_plural,
-    format_share,
-    format_small_share,
-    is_known,
-)
-from commtrace.reading.run import RecordedRun
+from commtrace.formatting import format_bytes, format_count, format_plural, format_share, format_small_share, is_known
+from commtrace.reading.recorded_run import RecordedRun
 
 from .page import Page, PageSection, Tile, render
 from .sections import figure_section, spec_table

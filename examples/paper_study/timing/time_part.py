@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import pandas as pd
 
-from commtrace.analyses.engine import NamedTables
+from commtrace.analyses.fold_engine import NamedTables
 from commtrace.errors import CommtraceError
 from commtrace.formatting import format_plural
 from examples.paper_study.parts import Experiment, Options, Section

@@ -40,7 +40,7 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.engine import NamedTables
+from commtrace.analyses.fold_engine import NamedTables
 from commtrace.analyses.scaling.scaling_tables import shared_cores, tokens_per_step
 from commtrace.analyses.scaling.step_times import StepTimes, step_times, timed_calls
 from commtrace.errors import LogError

@@ -15,7 +15,7 @@ import pandas as pd
 from commtrace.analyses import reconciliation
 from commtrace.analyses.check.verdict import Verdict, judge
 from commtrace.analyses.check.verdict_text import lines
-from commtrace.analyses.engine import NamedTables, fold, rows_of
+from commtrace.analyses.fold_engine import NamedTables, fold, rows_of
 from commtrace.analyses.reconciliation.causes import UNEXPLAINED
 from commtrace.formatting import format_bytes, format_signed
 from commtrace.run import Run, open_run

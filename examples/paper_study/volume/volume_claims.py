@@ -9,7 +9,7 @@ from typing import Final
 
 import pandas as pd
 
-from commtrace.analyses.engine import NamedTables
+from commtrace.analyses.fold_engine import NamedTables
 from examples.paper_study.claims import CONFIRMED, CONTRADICTED, REFINED, Claim, Measure, value_range
 
 from .dry_runs import DDP, ZERO_1, ZERO_2, ZERO_3, Plan

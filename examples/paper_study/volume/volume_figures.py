@@ -11,7 +11,6 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from commtrace.analyses.engine import rows_of
 from commtrace.analyses.figures.style import (
     BLUE,
     CLOSED_FORM,
@@ -30,6 +29,7 @@ from commtrace.analyses.figures.style import (
     stack_totals,
     time_scale,
 )
+from commtrace.analyses.fold_engine import rows_of
 from commtrace.formatting import format_bytes, format_count, format_duration, format_power_of_two, format_share
 from commtrace.volume import size_bins
 

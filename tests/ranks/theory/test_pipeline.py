@@ -17,7 +17,7 @@ import trainings
 from theory_assertions import assert_exact
 
 from commtrace.analyses import reconciliation
-from commtrace.analyses.engine import NamedTables, fold
+from commtrace.analyses.fold_engine import NamedTables, fold
 from commtrace.cli import main
 from commtrace.run import Run
 from commtrace.theory import NotPredictedError, closed_forms, predict

@@ -22,7 +22,7 @@ import sequence_trainings
 import sharding
 import trainings
 
-from commtrace.analyses.engine import RecordBlock
+from commtrace.analyses.fold_engine import RecordBlock
 from commtrace.analyses.reconciliation import measured_calls as measured
 from commtrace.analyses.reconciliation.matching import compare
 from commtrace.analyses.reconciliation.measured_calls import CellKey, MeasuredCalls

@@ -12,7 +12,7 @@ from networks import ideal, results
 
 from commtrace.analyses import analyse
 from commtrace.analyses.comparison import compare
-from commtrace.analyses.engine import fold
+from commtrace.analyses.fold_engine import fold
 from commtrace.analyses.network_efficiency import network_analysis
 from commtrace.analyses.report.document import comparison_to_json, report_to_json, scaling_to_json
 from commtrace.analyses.scaling import scaling

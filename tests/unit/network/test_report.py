@@ -14,7 +14,7 @@ from factory import ALL_GATHER, ALONE, RECV, SEND, WORLD, LogFactory, record, tr
 from networks import ideal, results
 
 import commtrace
-from commtrace.analyses.engine import fold
+from commtrace.analyses.fold_engine import fold
 from commtrace.analyses.network_efficiency import is_sampled, network_analysis
 from commtrace.cli import main
 from commtrace.network.bench_results import write_results

@@ -16,7 +16,7 @@ from . import (
     volume,
     whole_job,
 )
-from .engine import Analysis
+from .fold_engine import Analysis
 
 ANALYSES: Final[tuple[Analysis, ...]] = (
     coverage.ANALYSIS,

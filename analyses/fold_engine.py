@@ -22,7 +22,7 @@ import pandas as pd
 
 from commtrace.reading.labels import LABEL_COLUMNS, RecordLabels
 from commtrace.reading.log import Process
-from commtrace.reading.run import RecordedRun
+from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.segment_reader import BLOCK, Segment
 from commtrace.reading.table_reader import ProcessTables
 from commtrace.schema import RECORD, Records

@@ -1,4 +1,4 @@
-#include "kernels.h"
+#include "recording_kernels.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/graph_task.h>

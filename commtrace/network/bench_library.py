@@ -49,6 +49,6 @@ def connect(plan: BenchPlan) -> BenchLibrary:
     Raises:
         NetworkError: The library is not installed, or the ranks did not find each other.
     """
-    module = importlib.import_module(f"commtrace.network.{'mpi' if plan.through == 'mpi4py' else 'torch'}_library")
+    module = importlib.import_module(f"commtrace.network.bench_{'mpi' if plan.through == 'mpi4py' else 'torch'}")
     library: BenchLibrary = module.connect(plan)
     return library

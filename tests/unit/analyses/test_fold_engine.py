@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 
-from commtrace.analyses.catalog import ANALYSES, DETAILS
-from commtrace.analyses.engine import EMPTY_BLOCK, Analysis, RecordBlock, group_rows, merged_partials, sum_groups
+from commtrace.analyses.analysis_catalog import ANALYSES, DETAILS
+from commtrace.analyses.fold_engine import EMPTY_BLOCK, Analysis, RecordBlock, group_rows, merged_partials, sum_groups
 from commtrace.reading.labels import RecordLabels
 from commtrace.run import open_run
 
@@ -49,6 +49,16 @@ def random(seed: int, count: int) -> Records:
     for name in ("t_begin", "t_return", "t_wait", "t_start", "t_end"):
         rows[name] = draw.integers(0, 10**9, count) * draw.integers(0, 2, count)
     return rows
+
+
+def test_the_timeline_s_step_does_not_depend_on_where_blocks_are_cut(labels: RecordLabels) -> None:
+    """Steps 1 and 2 are candidates, and a block of step 3 alone proves that step 2 is over."""
+    rows = np.concatenate([record(step=step, t_begin=1 + step, t_return=2 + step) for step in (1, 2, 3)])
+    analysis = DETAILS["timeline"]
+    blocks = [rows, rows[:2], rows[2:]]
+    whole, first, second = (analysis.partial(RecordBlock(block, labels)) for block in blocks)
+    assert_frame_equal(analysis.merge([first, second]), analysis.merge([whole]))
+    assert whole["last_step"].tolist() == [3, 3]
 
 
 @pytest.mark.parametrize("analysis", [*ANALYSES, *DETAILS.values()], ids=lambda analysis: analysis.name)

@@ -17,8 +17,8 @@ except ImportError as error:
     raise NetworkError(f"torch cannot be imported ({error}); install it, or measure MPI by --through mpi4py") from error
 
 from . import NetworkError
+from .bench_library import BenchLibrary
 from .bench_plan import BenchPlan
-from .library import BenchLibrary
 from .measuring import BenchGroup, Call
 from .operations import PING_PONG, Values
 

@@ -10,8 +10,8 @@ from typing import Any, Final
 import numpy as np
 
 from . import NetworkError
+from .bench_library import BenchLibrary
 from .bench_plan import BenchPlan
-from .library import BenchLibrary
 from .measuring import BenchGroup, Call
 from .operations import PING_PONG, Values
 

@@ -1,0 +1,18 @@
+"""Table of the hooks. To register a hook, add a line; `commtrace.startup` installs it after its library is imported."""
+
+# Library -> module of its hook, which has `install()` and `uninstall()`.
+HOOKS = {
+    "torch": "commtrace.hooks.torch.hook",
+    "mpi4py.MPI": "commtrace.hooks.mpi.hook",
+    "deepspeed": "commtrace.hooks.deepspeed.hook",
+    "torch.distributed.tensor.parallel.api": "commtrace.hooks.torch.dtensor",
+    "torch.distributed.fsdp._fully_shard._fsdp_state": "commtrace.hooks.torch.fsdp",
+    "megatron.core.parallel_state": "commtrace.hooks.megatron.megatron_core",
+    "megatron.mpu.initialize": "commtrace.hooks.megatron.gpt_neox",
+}
+
+# Library -> module that makes the process a simulated rank (`commtrace dryrun`), installed after the hook.
+SIMULATIONS = {
+    "torch": "commtrace.dryrun.simulation",
+    "deepspeed": "commtrace.dryrun.deepspeed_patches",
+}
