@@ -1,5 +1,5 @@
 # Everything sets itself up: `make demo` and `make test` need Python 3.10 or later (3.11 is what is tested) and nothing else.
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
