@@ -161,7 +161,7 @@ def test_a_page_and_an_export_work(job: tuple[Run, processes.Result], tmp_path: 
     pytest.importorskip("jinja2")
     run, _ = job
     assert main(["report", str(run.log.path), "--html", str(tmp_path / "page.html")]) == 0
-    assert "Simulated (a dry run)" in (tmp_path / "page.html").read_text()
+    assert "Simulated, a dry run" in (tmp_path / "page.html").read_text()
     assert main(["export", str(run.log.path), "--out", str(tmp_path / "events.csv")]) == 0
     assert len((tmp_path / "events.csv").read_text().splitlines()) == 1 + len(commtrace.open(run.log.path).events())
 

@@ -173,7 +173,7 @@ def check_exec_does_not_fill_memory() -> None:
 
     call_site: Any = module
 
-    most, call_site._MOST_CODES = call_site._MOST_CODES, 64
+    most, call_site._MAX_CODES = call_site._MAX_CODES, 64
     for number in range(200):
         exec(compile("dist.all_reduce(torch.ones(1))", f"<made {number}>", "exec"), globals())
     from commtrace.hooks.torch.tracer import current
@@ -182,7 +182,7 @@ def check_exec_does_not_fill_memory() -> None:
     assert tracer is not None
     assert len(tracer.sites._kinds) <= 64
     assert len(tracer.sites._sites) <= 64
-    call_site._MOST_CODES = most
+    call_site._MAX_CODES = most
 
 
 initialise()
