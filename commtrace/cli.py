@@ -43,7 +43,14 @@ class Command(Protocol):
         """Add the command's arguments."""
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Run the command and return the exit status. Raises CommtraceError."""
+        """Run the command.
+
+        Returns:
+            The exit status.
+
+        Raises:
+            CommtraceError: The command failed; the message says what to fix.
+        """
 
 
 _EPILOG: Final = """\

@@ -12,7 +12,4 @@ HOOKS = {
 }
 
 # Library -> module that makes the process a simulated rank (`commtrace dryrun`), installed after the hook.
-SIMULATIONS = {
-    "torch": "commtrace.dryrun.simulation",
-    "deepspeed": "commtrace.dryrun.deepspeed_patches",
-}
+SIMULATIONS = {"torch": "commtrace.dryrun.simulation", "deepspeed": "commtrace.dryrun.deepspeed_patches"}

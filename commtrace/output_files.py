@@ -25,7 +25,7 @@ def atomic_write(out: Path, *, force: bool = False) -> Iterator[Path]:
     if out.is_dir():
         raise OutputError(f"{out}: is a directory; give the name of a file in it")
     if os.path.lexists(out) and not force:
-        raise OutputError(f"{out}: exists already; give another name, or --force to replace it")
+        raise OutputError(f"{out}: already exists; choose another name or pass --force")
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         yield part

@@ -110,7 +110,7 @@ class Run(RecordedRun):
 
 
 def open_run(directory: str | os.PathLike[str], *, recover: bool = True) -> Run:
-    """Return the newest run in a directory: the one that COMMTRACE named, or the directory of one run in it.
+    """Return the newest run in a directory: the one that COMMTRACE was set to, or the directory of one run in it.
 
     Args:
         directory: A log directory.

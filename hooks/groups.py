@@ -46,7 +46,7 @@ class Group:
         return self._messages.setdefault((source, destination, tag), itertools.count())
 
 
-class GroupRow(NamedTuple):
+class GroupDescription(NamedTuple):
     """A row of the groups table, without its number."""
 
     ranks: list[int]
@@ -84,14 +84,13 @@ class Groups(Generic[_Group]):
         """Make the group of a new object."""
         raise NotImplementedError
 
-    def _number(self, row: GroupRow) -> int:
+    def _number(self, row: GroupDescription) -> int:
         """Add a row and return its number. Its `index` counts groups of the same ranks and name."""
         key = tuple(sorted(row.ranks)), row.name
         index = self._created[key]
         self._created[key] += 1
         return self._tables.new(
-            "groups",
-            {"ranks": row.ranks, "name": row.name, "desc": row.desc, "index": index, "backend": row.backend},
+            "groups", {"ranks": row.ranks, "name": row.name, "desc": row.desc, "index": index, "backend": row.backend}
         )
 
     def set_role(self, members: Any, role: str, source: str) -> None:

@@ -102,7 +102,7 @@ class Command:
             width=arguments.width,
         )
         if Path(plan.out).exists() and not plan.force:
-            raise NetworkError(f"{plan.out}: exists already; give another name by --out, or --force to replace it")
+            raise NetworkError(f"{plan.out}: already exists; choose another --out or pass --force")
         if arguments.nproc is not None:
             ranks.start_ranks(plan, arguments.nproc)
             return 0

@@ -20,11 +20,7 @@ class Command:
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the arguments."""
         parser.add_argument(
-            "directories",
-            metavar="DIR",
-            type=Path,
-            nargs="+",
-            help="log directories, one for each run; two or more",
+            "directories", metavar="DIR", type=Path, nargs="+", help="log directories, one for each run; two or more"
         )
         parser.add_argument(
             "--tokens",

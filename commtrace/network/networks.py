@@ -1,7 +1,7 @@
 """Networks that predict the time of a call: measured ones, and ones that a small file describes.
 
     network = open_network("network.json")               a file of commtrace bench
-    network = open_network("slingshot-11")               a shipped description, or the path of another
+    network = open_network("slingshot-11")               a built-in description, or the path of another
     network.expected("all_reduce", payload=1 << 20, ranks=8, hosts=2)
 
 A description is JSON:
@@ -97,7 +97,7 @@ class Network(ABC):
 
 
 def open_network(name: str) -> Network:
-    """Open a network by the path of its file, or by the name of a shipped description.
+    """Open a network by the path of its file, or by the name of a built-in description.
 
     Raises:
         NetworkError: There is no such network, or its file is invalid.
@@ -107,7 +107,7 @@ def open_network(name: str) -> Network:
         return _read_description(read_json_object(Path(str(_folder().joinpath(f"{name}.json")))), name)
     if not path.exists():
         raise NetworkError(
-            f"{name}: no such file, and no shipped description of this name (there are "
+            f"{name}: no such file, and no built-in description of this name (there are "
             f"{', '.join(shipped_networks())}); commtrace bench writes such a file"
         )
     document = read_json_object(path)

@@ -15,7 +15,7 @@ from commtrace.volume import wire_bytes
 
 from .group_roles import role_from_description
 from .log import Log, Process
-from .table_reader import Group, Site, integer_or_none
+from .table_reader import RecordedGroup, Site, integer_or_none
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -65,9 +65,9 @@ class RecordLabels:
         self,
         number: int,
         process: Process,
-        roles: Mapping[Group, str],
+        roles: Mapping[RecordedGroup, str],
         files: Mapping[str, str],
-        message_roles: Mapping[Group, str] | None = None,
+        message_roles: Mapping[RecordedGroup, str] | None = None,
     ) -> None:
         self.number = number
         self.rank = process.rank
@@ -160,7 +160,7 @@ class RecordLabels:
         return result
 
 
-def group_label(group: Group) -> str:
+def group_label(group: RecordedGroup) -> str:
     """Return a label that is the same on all ranks: ranks, the library's name, and a number where that name repeats."""
     name, index = f"/{group.name}" if group.name else "", f"#{group.index}" if group.index else ""
     return format_ranks(group.ranks) + name + index
@@ -185,9 +185,9 @@ def _short_path(file: str) -> str:
     return "/".join(parts[-2:])
 
 
-def roles_of(log: Log) -> dict[Group, str]:
+def roles_of(log: Log) -> dict[RecordedGroup, str]:
     """Return the role of each group: as a rank recorded it, else by its description, else by its ranks."""
-    roles: dict[Group, str] = {}
+    roles: dict[RecordedGroup, str] = {}
     all_ranks = tuple(range(log.world_size)) if log.world_size else None
     groups = [
         (process.tables, number, group) for process in log.processes for number, group in process.tables.groups.items()
@@ -207,7 +207,7 @@ def roles_of(log: Log) -> dict[Group, str]:
     return roles
 
 
-def message_roles_of(log: Log) -> dict[Group, str]:
+def message_roles_of(log: Log) -> dict[RecordedGroup, str]:
     """Return the role of point-to-point messages, for groups where a rank recorded one."""
     return {
         process.tables.groups[number]: role

@@ -89,12 +89,12 @@ def open_log(path: Path, *, recover: bool = True) -> Log:
     """
     path = Path(os.path.abspath(path.expanduser()))
     notes = [Note("salvage", path, text, "") for text in (recover_records(path) if recover else ())]
-    found: list[Note] = []
-    runs = _find_runs(path, found)
+    folder_notes: list[Note] = []
+    runs = _find_runs(path, folder_notes)
     if not runs:
-        raise LogError(_describe_no_log(path, found))
+        raise LogError(_describe_no_log(path, folder_notes))
     folder = max(runs, key=lambda folder: (_start_time(folder, runs[folder]), folder.name))
-    processes = [process for host in runs[folder] for process in _read_host(host, found)]
+    processes = [process for host in runs[folder] for process in _read_host(host, folder_notes)]
     # A folder may hold files of several runs, where files were moved: take its namesake, or the newest.
     started = {process.run: process.started_ns for process in sorted(processes, key=lambda process: process.started_ns)}
     newest = folder.name if folder.name in started else max(started, key=lambda run: (started[run], run))
@@ -104,7 +104,7 @@ def open_log(path: Path, *, recover: bool = True) -> Log:
         names = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if others[3:] else "")
         text = f"holds {len(others) + 1} runs; this is the newest, {newest}; not in it: {names}"
         notes.insert(0, Note("runs", path, text, f"to see another: commtrace report {path / others[-1]}"))
-    return Log(path, newest, tuple(processes), (*notes, *found, *_process_notes(processes)), tuple(others))
+    return Log(path, newest, tuple(processes), (*notes, *folder_notes, *_process_notes(processes)), tuple(others))
 
 
 def _find_runs(path: Path, notes: list[Note]) -> dict[Path, list[Path]]:
@@ -147,9 +147,9 @@ def _is_log_file(name: str) -> bool:
 
 def _describe_unusable(path: Path) -> str:
     if not os.path.lexists(path):
-        return f"{path}: no such directory; give the one that COMMTRACE named"
+        return f"{path}: no such directory; pass the directory that COMMTRACE was set to"
     if not path.is_dir():
-        return f"{path}: not a directory; give the one that COMMTRACE named, or the folder of a run in it"
+        return f"{path}: not a directory; pass the directory that COMMTRACE was set to, or the folder of a run in it"
     return f"{path}: may not be read; ask its owner for read permission"
 
 

@@ -51,8 +51,8 @@ class Segment:
                     if memory is None:
                         data = file.read(wanted)
                     else:
-                        whole = memoryview(memory)[:wanted]
-                        data = whole[: file.readinto(whole)]
+                        block = memoryview(memory)[:wanted]
+                        data = block[: file.readinto(block)]
                     records = np.frombuffer(data, RECORD, len(data) // RECORD.itemsize)
                     filled = records["state"] != State.FREE
                     yield records if filled.all() else records[filled]

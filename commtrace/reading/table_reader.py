@@ -27,7 +27,7 @@ class Kind(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Group:
+class RecordedGroup:
     """A process group, identified in the whole run by its ranks (ascending), its name and its index."""
 
     ranks: tuple[int, ...]
@@ -49,7 +49,7 @@ class ProcessTables:
 
     process: Row = field(default_factory=dict)
     kinds: dict[int, Kind] = field(default_factory=dict)
-    groups: dict[int, Group] = field(default_factory=dict)
+    groups: dict[int, RecordedGroup] = field(default_factory=dict)
     roles: dict[int, str] = field(default_factory=dict)
     message_roles: dict[int, str] = field(default_factory=dict)
     """By group: the role of its point-to-point messages, where that differs from the group's."""
@@ -94,8 +94,8 @@ def _natural(value: object) -> int:
     return value
 
 
-def _group(row: Row) -> Group:
-    return Group(
+def _group(row: Row) -> RecordedGroup:
+    return RecordedGroup(
         tuple(sorted(_natural(rank) for rank in row["ranks"])), str(row.get("name") or ""), int(row.get("index") or 0)
     )
 

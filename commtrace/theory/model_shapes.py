@@ -21,7 +21,7 @@ class ModuleSpec:
     Attributes:
         name: Last part of the dotted name.
         parameters: Name and shape of its own parameters.
-        parts: Modules in it.
+        children: Modules in it.
         runs: Whether it has a forward of its own, which a list of modules has not.
         norm: Whether it is a norm, whose parameters are not decayed.
         shared: Full name of a parameter of another module that it uses as well; empty: none.
@@ -31,7 +31,7 @@ class ModuleSpec:
 
     name: str
     parameters: tuple[tuple[str, Shape], ...] = ()
-    parts: tuple[ModuleSpec, ...] = ()
+    children: tuple[ModuleSpec, ...] = ()
     runs: bool = True
     norm: bool = False
     shared: str = ""
@@ -56,14 +56,14 @@ def embedding(name: str, rows: int, size: int) -> ModuleSpec:
     return ModuleSpec(name, (("weight", (rows, size)),))
 
 
-def module(name: str, *parts: ModuleSpec) -> ModuleSpec:
+def module(name: str, *children: ModuleSpec) -> ModuleSpec:
     """Return a module without parameters of its own."""
-    return ModuleSpec(name, parts=parts)
+    return ModuleSpec(name, children=children)
 
 
-def module_list(name: str, *parts: ModuleSpec) -> ModuleSpec:
+def module_list(name: str, *children: ModuleSpec) -> ModuleSpec:
     """Return a list or dictionary of modules."""
-    return ModuleSpec(name, parts=parts, runs=False)
+    return ModuleSpec(name, children=children, runs=False)
 
 
 def numbered_copies(part: ModuleSpec, count: int) -> Iterator[ModuleSpec]:
@@ -107,10 +107,10 @@ def gpt_neox_model(shape: ModelShape) -> ModuleSpec:
         head = ModuleSpec("head", shared="layers.embedding.weight")
     blocks = []
     for number in range(shape.layers):
-        *parts, mlp = block.parts
+        *parts, mlp = block.children
         has_experts = shape.experts > 1 and number % shape.expert_interval == 0
         layer_parts = (*parts, _experts(mlp, shape) if has_experts else mlp)
-        blocks.append(replace(block, name=f"{block.name}{number}", parts=layer_parts))
+        blocks.append(replace(block, name=f"{block.name}{number}", children=layer_parts))
     return module("", module_list("layers", first, *blocks, last_norm, head))
 
 
@@ -182,5 +182,5 @@ def _walk(part: ModuleSpec, prefix: str) -> Iterator[tuple[str, ModuleSpec]]:
     """Yield each module, parents first, with the prefix of its parameters' names."""
     inner = f"{prefix}{part.name}." if part.name else prefix
     yield inner, part
-    for child in part.parts:
+    for child in part.children:
         yield from _walk(replace(child, expert=True) if part.expert else child, inner)

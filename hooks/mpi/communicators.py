@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from mpi4py import MPI
 
-from commtrace.hooks.groups import Group, GroupRow, Groups
+from commtrace.hooks.groups import Group, GroupDescription, Groups
 from commtrace.recording.table_writer import TableWriter
 
 # Default names of Open MPI, which contain a number that may differ between ranks.
@@ -23,7 +23,13 @@ class MpiGroup(Group):
     """The group of a communicator or a window."""
 
     def __init__(
-        self, members: Any, number: int, row: GroupRow, local: Sequence[int], rank: int, remote: Sequence[int] | None
+        self,
+        members: Any,
+        number: int,
+        row: GroupDescription,
+        local: Sequence[int],
+        rank: int,
+        remote: Sequence[int] | None,
     ) -> None:
         """Describe a group.
 
@@ -88,7 +94,7 @@ class MpiGroups(Groups[MpiGroup]):
         remote = self._ranks(members.Get_remote_group()) if _is_inter(members) else None
         # Both sides of an intercommunicator write the same row.
         known = local if remote is None else sorted({*local, *remote} - {-1})
-        row = GroupRow([rank for rank in known if rank >= 0], _name(members), _describe(members), self._backend)
+        row = GroupDescription([rank for rank in known if rank >= 0], _name(members), _describe(members), self._backend)
         group = members.Get_group()
         rank = group.Get_rank()
         group.Free()

@@ -65,27 +65,27 @@ def _reduced(arguments: Arguments, group: MpiGroup, root: int) -> Size:
     return _of(simple(arguments["recvbuf"] if given is None or given is MPI.IN_PLACE or root == MPI.ROOT else given))
 
 
-def _gather(whole: str, share: str) -> Rule:
+def _gather(full: str, share: str) -> Rule:
     """gather, scatter: the root has the whole, every other rank one share of it, as large as each."""
 
     def rule(arguments: Arguments, group: MpiGroup, root: int) -> Size:
         if root == MPI.PROC_NULL:
             return _of(NOTHING)
         if group.is_root(root):
-            return _equal(simple(arguments[whole], group.blocks), group.blocks, group.remote is None)
+            return _equal(simple(arguments[full], group.blocks), group.blocks, group.remote is None)
         return _equal(simple(arguments[share]), group.size, own=True)
 
     return rule
 
 
-def _gatherv(whole: str, share: str) -> Rule:
+def _gatherv(full: str, share: str) -> Rule:
     """As `_gather`; a rank that is not the root knows its own share only, and that is then the payload."""
 
     def rule(arguments: Arguments, group: MpiGroup, root: int) -> Size:
         if root == MPI.PROC_NULL:
             return _of(NOTHING)
         if group.is_root(root):
-            return _shares(*vector(arguments[whole], group.blocks), _own(group))
+            return _shares(*vector(arguments[full], group.blocks), _own(group))
         own = simple(arguments[share])
         return Size(own.nbytes, own.nbytes, True, own.dtype)
 
@@ -123,14 +123,14 @@ def _reduce_scatter_block(arguments: Arguments, group: MpiGroup, root: int) -> S
 
 
 def _reduce_scatter(arguments: Arguments, group: MpiGroup, root: int) -> Size:
-    whole, counts = simple(_sent(arguments)), arguments.get("recvcounts")
+    sent, counts = simple(_sent(arguments)), arguments.get("recvcounts")
     if counts is not None:
         shares = [int(count) for count in counts]
         entries = sum(shares)
-        nbytes = [whole.nbytes // entries * count if entries else 0 for count in shares]
-        return _shares(nbytes, whole.dtype, _own(group))
+        nbytes = [sent.nbytes // entries * count if entries else 0 for count in shares]
+        return _shares(nbytes, sent.dtype, _own(group))
     own = simple(arguments["recvbuf"]).nbytes
-    return Size(whole.nbytes, own if group.remote is None else 0, own * group.size != whole.nbytes, whole.dtype)
+    return Size(sent.nbytes, own if group.remote is None else 0, own * group.size != sent.nbytes, sent.dtype)
 
 
 def _neighbors_gather(arguments: Arguments, group: MpiGroup, root: int) -> Size:
@@ -238,10 +238,7 @@ _COLLECTIVES: Final[dict[type, dict[str, tuple[str, tuple[str, ...], Rule]]]] = 
         "Reduce_scatter_block": ("reduce_scatter", (*_BOTH, "op"), _reduce_scatter_block),
         "Reduce_scatter": ("reduce_scatter", (*_BOTH, "recvcounts", "op"), _reduce_scatter),
     },
-    MPI.Intracomm: {
-        "Scan": ("scan", (*_BOTH, "op"), _reduced),
-        "Exscan": ("exscan", (*_BOTH, "op"), _reduced),
-    },
+    MPI.Intracomm: {"Scan": ("scan", (*_BOTH, "op"), _reduced), "Exscan": ("exscan", (*_BOTH, "op"), _reduced)},
     MPI.Topocomm: {
         "Neighbor_allgather": ("all_gather", _BOTH, _neighbors_gather),
         "Neighbor_allgatherv": ("all_gather", _BOTH, _neighbors_gatherv),

@@ -38,7 +38,7 @@ class Receipt:
 Ends = Sequence[tuple[PendingCall | None, Receipt | None]]
 
 
-class Pending(weakref.ref[Any]):
+class PendingRequest(weakref.ref[Any]):
     """A weak reference to the Request that ends these calls: a Request that is kept alive pins its buffers."""
 
     __slots__ = ("cancelled", "ends", "key")
@@ -63,23 +63,23 @@ class Requests:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._process = os.getpid  # an attribute: weak references still die when modules are gone
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, PendingRequest] = {}
         self._kept: dict[int, _Kept] = {}
 
     # ---- pending calls ---------------------------------------------------------------------------------------------
 
     def add(self, request: Any, ends: Ends) -> None:
         """Note that these calls end when `request` does."""
-        pending = Pending(request, self._died)
+        pending = PendingRequest(request, self._died)
         pending.key, pending.ends, pending.cancelled = id(request), ends, False
         self._pending[pending.key] = pending
 
-    def find(self, request: Any) -> Pending | None:
+    def find(self, request: Any) -> PendingRequest | None:
         """Return the calls that end with this Request, if any are known."""
         pending = self._pending.get(id(request))
         return pending if pending is not None and pending() is request else None
 
-    def ended(self, pending: Pending, t_wait: int, t_end: int, clock: Clock, status: Any) -> None:
+    def ended(self, pending: PendingRequest, t_wait: int, t_end: int, clock: Clock, status: Any) -> None:
         """Record the end of these calls, shown by a wait or, with `t_wait` 0, by a poll."""
         if self._pending.pop(pending.key, None) is not pending:
             return  # another thread's wait returned before
@@ -96,7 +96,7 @@ class Requests:
                 receipt.arrived(recorder, call, status)
             recorder.ended(call, t_wait, t_end, clock)
 
-    def failed(self, pending: Pending) -> None:
+    def failed(self, pending: PendingRequest) -> None:
         """Record that these calls failed, as a wait has raised an exception."""
         if self._pending.pop(pending.key, None) is pending:
             for call, _ in pending.ends:
@@ -110,7 +110,7 @@ class Requests:
             self._died(pending)
 
     def _died(self, reference: Any) -> None:
-        pending: Pending = reference
+        pending: PendingRequest = reference
         if self._recorder.pid != self._process() or self._pending.pop(pending.key, None) is not pending:
             return  # the log belongs to the process that this one was forked from, or is closed
         for call, _ in pending.ends:

@@ -104,7 +104,7 @@ class MethodPlan:
         self.parts: list[tuple[int, int, int, int, int, bool]] = []
 
 
-class Entry:
+class MpiEntry:
     """A call that has begun and not returned yet."""
 
     __slots__ = ("first", "objects", "parts", "plan", "status", "tracer")
@@ -258,7 +258,7 @@ class MpiTracer:
         plan.parts.append((self._kind(method, "recv", dtype, None), nbytes, 0, group.peer(source), tag, True))
         return plan
 
-    def start(self, plan: MethodPlan, depth: int = 2) -> Entry | None:
+    def start(self, plan: MethodPlan, depth: int = 2) -> MpiEntry | None:
         """Record that a call begins; None if the ring is full."""
         method, group, recorder = plan.method, plan.group, self.recorder
         site, phase, seen = self.context.find(depth)
@@ -276,7 +276,7 @@ class MpiTracer:
             )  # fmt: skip
             if slot >= 0:
                 parts.append(CallPart(slot, receipt))
-        return Entry(self, plan, parts) if parts else None
+        return MpiEntry(self, plan, parts) if parts else None
 
     @staticmethod
     def _seq(method: Method, group: MpiGroup, peer: int, tag: int, receives: bool) -> int:

@@ -15,8 +15,8 @@ from commtrace.schema import Clock
 
 from .extension_types import Wrapper
 from .methods import Method
-from .requests import Pending
-from .tracer import Entry, MethodPlan, MpiTracer, begin, current, now
+from .requests import PendingRequest
+from .tracer import MethodPlan, MpiEntry, MpiTracer, begin, current, now
 
 Original = Callable[..., Any]
 
@@ -30,7 +30,7 @@ def recording(method: Method) -> Wrapper:
     def wrapper(original: Original) -> Original:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             entered = now()
-            entry: Entry | None = None
+            entry: MpiEntry | None = None
             given: Any = args
             named: Any = kwargs
             try:
@@ -81,7 +81,7 @@ def _unmeasured(error: Exception, original: Original, *args: Any, **kwargs: Any)
     return result
 
 
-def _return(entry: Entry, members: Any, result: Any, cost: int) -> None:
+def _return(entry: MpiEntry, members: Any, result: Any, cost: int) -> None:
     t_return = now()
     try:
         entry.left()
@@ -133,7 +133,7 @@ def starting_all(original: Original) -> Original:
 
 
 def _started(requests: Sequence[Any], original: Callable[[], Any]) -> Any:
-    entries: list[tuple[Any, Entry]] = []
+    entries: list[tuple[Any, MpiEntry]] = []
     tracer = current()
     if tracer is not None:
         try:
@@ -266,7 +266,7 @@ def ending(name: str) -> Wrapper:
     return wrapper
 
 
-def _pending(tracer: MpiTracer, requests: Any) -> list[Pending | None]:
+def _pending(tracer: MpiTracer, requests: Any) -> list[PendingRequest | None]:
     try:
         return [tracer.requests.find(request) for request in _listed(requests)]
     except Exception:
@@ -280,7 +280,7 @@ def _listed(requests: Any) -> Sequence[Any]:
     return [requests[i] for i in range(len(requests))]  # as mpi4py does
 
 
-def _needs_status(pending: Pending | None) -> bool:
+def _needs_status(pending: PendingRequest | None) -> bool:
     """Return whether records of these calls are completed from a status."""
     return pending is not None and (pending.cancelled or any(receipt is not None for _, receipt in pending.ends))
 
@@ -288,7 +288,7 @@ def _needs_status(pending: Pending | None) -> bool:
 class _Completion:
     """A wait or a poll for these calls."""
 
-    def __init__(self, tracer: MpiTracer, pending: Sequence[Pending | None], waits: bool) -> None:
+    def __init__(self, tracer: MpiTracer, pending: Sequence[PendingRequest | None], waits: bool) -> None:
         self._requests, self._pending, self._waits = tracer.requests, pending, waits
         self._begun = now()
 

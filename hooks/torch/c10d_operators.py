@@ -67,34 +67,34 @@ def _buffers(name: str) -> Form:
     return Form("buffers", (name,), rule)
 
 
-def _pair(whole: str, share: str) -> Form:
+def _pair(payload: str, share: str) -> Form:
     """Measure one tensor as the payload, another as this rank's share of it."""
 
     def rule(at: Mapping[str, int]) -> Rule:
-        i, j = at[whole], at[share]
+        i, j = at[payload], at[share]
         return lambda args, n, rank: (nbytes(args[i]), nbytes(args[j]), False)
 
-    return Form("pair", (whole, share), rule)
+    return Form("pair", (payload, share), rule)
 
 
-def _pairs(whole: str, share: str) -> Form:
+def _pairs(payload: str, share: str) -> Form:
     """Measure as `_pair`, with a list of tensors for each."""
 
     def rule(at: Mapping[str, int]) -> Rule:
-        i, j = at[whole], at[share]
+        i, j = at[payload], at[share]
         return lambda args, n, rank: (_total(args[i]), _total(args[j]), False)
 
-    return Form("pair", (whole, share), rule)
+    return Form("pair", (payload, share), rule)
 
 
-def _lists(whole: str, share: str) -> Form:
+def _lists(payload: str, share: str) -> Form:
     """Measure lists of tensors, one per rank, as the payload."""
 
     def rule(at: Mapping[str, int]) -> Rule:
-        i, j = at[whole], at[share]
+        i, j = at[payload], at[share]
         return lambda args, n, rank: (_nested(args[i]), _total(args[j]), _is_uneven(args[i]))
 
-    return Form("lists", (whole, share), rule)
+    return Form("lists", (payload, share), rule)
 
 
 def _rooted(share: str) -> Form:

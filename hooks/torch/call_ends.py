@@ -19,7 +19,7 @@ from commtrace.schema import Clock
 _WeakStorage: Any = reductions.StorageWeakRef  # torch does not annotate it
 
 
-class Pending(weakref.ref[Any]):
+class PendingWork(weakref.ref[Any]):
     """A weak reference to the Work that ends these calls: a Work that is kept alive pins its tensors."""
 
     __slots__ = ("calls", "cost", "first", "key", "on_host", "thread")
@@ -40,26 +40,26 @@ class Works:
         self._recorder = recorder
         self._session = session
         self._process = os.getpid  # an attribute: weak references still die when modules are gone
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, PendingWork] = {}
         # By thread, the last Work, which its caller may not hold yet. Dropped after two drains at the latest.
         self._fresh: dict[int, Any] = {}
         self._old: dict[int, Any] = {}
 
-    def add(self, work: Any, calls: list[PendingCall], on_host: bool) -> Pending:
+    def add(self, work: Any, calls: list[PendingCall], on_host: bool) -> PendingWork:
         """Note that these calls end when `work` does."""
-        pending = Pending(work, self._died)
+        pending = PendingWork(work, self._died)
         thread = threading.get_ident()
         pending.key, pending.calls, pending.on_host, pending.cost, pending.thread = id(work), calls, on_host, 0, thread
         self._pending[pending.key] = pending
         self._fresh[thread] = work
         return pending
 
-    def find(self, work: Any) -> Pending | None:
+    def find(self, work: Any) -> PendingWork | None:
         """Return the calls that end with this Work, if any are known."""
         pending = self._pending.get(id(work))
         return pending if pending is not None and pending() is work else None
 
-    def waited(self, pending: Pending, t_wait: int, t_end: int) -> None:
+    def waited(self, pending: PendingWork, t_wait: int, t_end: int) -> None:
         """Record the end of these calls, as a wait has returned."""
         if not self._take(pending):
             return  # another thread's wait returned before
@@ -71,19 +71,19 @@ class Works:
         if pending.cost:
             self._recorder.note_cost(pending.cost + now() - t_end, sampled=True, first=pending.first)
 
-    def polled(self, pending: Pending, t_end: int) -> None:
+    def polled(self, pending: PendingWork, t_end: int) -> None:
         """Record the end of these calls, as a poll has shown that the Work is complete."""
         if pending.on_host and self._take(pending):
             for call in pending.calls:
                 self._recorder.ended(call, 0, t_end, Clock.TEST)
 
-    def failed(self, pending: Pending) -> None:
+    def failed(self, pending: PendingWork) -> None:
         """Record that these calls failed, as a wait has raised an exception."""
         if self._take(pending):
             for call in pending.calls:
                 self._recorder.failed(call)
 
-    def _take(self, pending: Pending) -> bool:
+    def _take(self, pending: PendingWork) -> bool:
         if self._pending.get(pending.key) is not pending:
             return False
         del self._pending[pending.key]
@@ -95,7 +95,7 @@ class Works:
 
     def _died(self, reference: Any) -> None:
         """Give up on a Work that Python does not hold any more: only C++ can still wait for it."""
-        pending: Pending = reference
+        pending: PendingWork = reference
         if self._recorder.pid != self._process() or not self._take(pending):
             return  # the log belongs to the process that this one was forked from, or is closed
         for call in pending.calls:

@@ -41,20 +41,20 @@ class Cuts:
             self._depth -= 1
 
     def note(self, module: Any, mesh: Any, plan: Any, source: Any) -> None:
-        """A call has ended. A plan with names has noted its modules by itself."""
+        """Note the style of a module after a call. A plan with names has noted its modules by itself."""
         if plan is not None and not isinstance(plan, dict):
             self.styles[module] = (plan, mesh, source is not None)
 
     def root(self) -> Any:
-        """The module that has all of those that were cut; None where there is none."""
-        return next((one for one in [*self._roots] if {*self.styles} <= {*one.modules()}), None)
+        """Return the module that contains all parallelized modules; None if there is none."""
+        return next((root for root in [*self._roots] if {*self.styles} <= {*root.modules()}), None)
 
 
 cuts = Cuts()
 
 
 def describe(root: Any, optimizer: Any) -> dict[str, Any]:
-    """One row of the `job` table, of a model that is tensor-parallel alone. Never raises."""
+    """Return the `job` row of a model that is only tensor-parallel. Never raises."""
     return {
         "source": "dtensor",
         "engine": "parallelize_module",

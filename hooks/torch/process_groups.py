@@ -7,14 +7,14 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from commtrace.hooks.groups import Group, GroupRow, Groups
+from commtrace.hooks.groups import Group, GroupDescription, Groups
 
 
 class TorchGroups(Groups[Group]):
     """The process groups in one recorder's tables."""
 
     def _make(self, pg: Any) -> Group:
-        row = GroupRow(global_ranks(pg), str(pg.group_name), str(pg.group_desc), _backend(pg))
+        row = GroupDescription(global_ranks(pg), str(pg.group_name), str(pg.group_desc), _backend(pg))
         return Group(pg, self._number(row), row.ranks, pg.rank(), _calls_so_far(pg))
 
 

@@ -14,7 +14,17 @@ from commtrace.recording.session import session
 
 from .c10d_operators import Operator
 from .dispatcher import BELOW
-from .tracer import SAMPLE_MASK, Entry, TorchTracer, current, functional, identity_in_default_group, is_fake, now, start
+from .tracer import (
+    SAMPLE_MASK,
+    TorchEntry,
+    TorchTracer,
+    current,
+    functional,
+    identity_in_default_group,
+    is_fake,
+    now,
+    start,
+)
 
 blind_spots: list[str] = recorder_setup.blind_spots.setdefault("torch", [])
 """What the installed hooks cannot observe."""
@@ -40,7 +50,7 @@ def kernel_for(operator: Operator) -> Callable[..., Any]:
 
     def kernel(keyset: Any, *args: Any) -> Any:
         entered = now()
-        entry: Entry | None = None
+        entry: TorchEntry | None = None
         try:
             tracer = current()
             if tracer is None:
@@ -64,7 +74,7 @@ def kernel_for(operator: Operator) -> Callable[..., Any]:
     return kernel
 
 
-def _return(entry: Entry, operator: Operator, args: Sequence[Any], result: Any, cost: int) -> None:
+def _return(entry: TorchEntry, operator: Operator, args: Sequence[Any], result: Any, cost: int) -> None:
     t_return = now()
     try:
         entry.after(operator, args, result, t_return)

@@ -23,7 +23,7 @@ from commtrace.recording.recorder import Recorder
 from commtrace.schema import Clock, Flag
 
 from .c10d_operators import Operator
-from .call_ends import Batch, Batches, Pending, TensorWaits, Works
+from .call_ends import Batch, Batches, PendingWork, TensorWaits, Works
 from .process_groups import TorchGroups
 
 now: Final = time.monotonic_ns
@@ -75,14 +75,14 @@ def _in_functional() -> bool:
     return getattr(_thread, "functional", 0) > 0
 
 
-class Entry:
+class TorchEntry:
     """A call that has begun and not returned yet."""
 
     __slots__ = ("batch", "first", "on_host", "pending", "slot", "tracer")
 
     def __init__(self, tracer: TorchTracer, slot: int, on_host: bool, batch: Batch | None, first: bool) -> None:
         self.tracer, self.slot, self.on_host, self.batch, self.first = tracer, slot, on_host, batch, first
-        self.pending: Pending | None = None
+        self.pending: PendingWork | None = None
 
     def failed(self, t_return: int) -> None:
         """Record that the operator raised an exception."""
@@ -143,7 +143,7 @@ class TorchTracer:
         self.works.release()
         self.tensors.release()
 
-    def before(self, operator: Operator, args: Sequence[Any]) -> Entry | None:
+    def before(self, operator: Operator, args: Sequence[Any]) -> TorchEntry | None:
         """Record that a call begins; None for a call that is not communication, or if the ring is full."""
         recorder = self.recorder
         tensor = operator.sample(args)
@@ -166,7 +166,7 @@ class TorchTracer:
         )  # fmt: skip
         if slot < 0:
             return None
-        return Entry(self, slot, tensor is None or tensor.is_cpu, batch, recorder.tables.lookups != lookups)
+        return TorchEntry(self, slot, tensor is None or tensor.is_cpu, batch, recorder.tables.lookups != lookups)
 
     def _kind(self, operator: Operator, args: Sequence[Any], tensor: torch.Tensor | None) -> int:
         # Through the method object: as an attribute it would be looked up in Python, which takes twice as long.

@@ -52,7 +52,7 @@ def test_an_error_is_one_line_and_status_1(tmp_path: Path, capsys: pytest.Captur
     assert main(["report", str(tmp_path / "none")]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == f"commtrace: {tmp_path / 'none'}: no such directory; give the one that COMMTRACE named\n"
+    assert err == f"commtrace: {tmp_path / 'none'}: no such directory; pass the directory that COMMTRACE was set to\n"
 
 
 def test_a_newer_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +77,7 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) -
     assert main(["export", str(tmp_path / "log"), "--out", str(out), "--force", "--format", form]) == 0
     text, err = capsys.readouterr()
     assert "14 events" in text
-    assert "exists already" in err
+    assert "already exists" in err
     assert "commtrace report" in err  # the note on the other run
 
 

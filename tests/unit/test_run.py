@@ -12,7 +12,7 @@ from factory import ALL_GATHER, ALL_REDUCE, ALONE, PAIR, RECV, SEND, WORLD, LogF
 from commtrace.errors import NoSuchTableError
 from commtrace.formatting import format_ranks, parse_ranks
 from commtrace.reading.labels import group_label, short_paths
-from commtrace.reading.table_reader import Group
+from commtrace.reading.table_reader import RecordedGroup
 from commtrace.run import open_run
 from commtrace.schema import EVENT_COLUMNS, Flag, Phase, State
 
@@ -117,9 +117,9 @@ def test_a_group_has_the_same_label_on_all_ranks(tmp_path: Path) -> None:
 
 
 def test_a_group_name_that_is_used_again_is_another_group() -> None:
-    assert group_label(Group((0, 2), "pg", 0)) == "0,2/pg"
-    assert group_label(Group((0, 2), "pg", 1)) == "0,2/pg#1"
-    assert group_label(Group((0,), "", 0)) == "0"
+    assert group_label(RecordedGroup((0, 2), "pg", 0)) == "0,2/pg"
+    assert group_label(RecordedGroup((0, 2), "pg", 1)) == "0,2/pg#1"
+    assert group_label(RecordedGroup((0,), "", 0)) == "0"
 
 
 @pytest.mark.parametrize(

@@ -17,16 +17,19 @@ _NORMS: Final = ("norm", "layernorm")
 _PREPARED: Final = ("attention", "mlp")
 
 
-def dtensor_row(model: ModuleSpec, precision: str, layout: RankLayout, *, along_sequence: bool) -> dict[str, Any]:
+def dtensor_row(model: ModuleSpec, precision: str, layout: RankLayout, *, sequence_parallel: bool) -> dict[str, Any]:
     """Return the row of a model that is only tensor-parallel, trained by Adam parameter by parameter."""
     if layout.data > 1 or precision == "fp16":
-        raise NotPredictedError("tensor parallelism without FSDP goes with one model and fp32 or bf16")
+        raise NotPredictedError(
+            "tensor parallelism without FSDP requires data-parallel size 1 and fp32 or bf16, "
+            f"got data-parallel size {layout.data} and {precision}"
+        )
     lists = model_lists(model, ELEMENT_TYPES[precision])
     return {
         "source": "dtensor",
         "engine": "parallelize_module",
         "data_parallel_size": 1,
-        **tensor_plan_row(model, layout, along_sequence=along_sequence),
+        **tensor_plan_row(model, layout, sequence_parallel=sequence_parallel),
         "optimizer": "AdamW",
         "foreach": False,
         "parameters": lists.parameters,
@@ -34,51 +37,58 @@ def dtensor_row(model: ModuleSpec, precision: str, layout: RankLayout, *, along_
     }
 
 
-def tensor_plan_row(model: ModuleSpec, layout: RankLayout, *, along_sequence: bool) -> dict[str, Any]:
+def tensor_plan_row(model: ModuleSpec, layout: RankLayout, *, sequence_parallel: bool) -> dict[str, Any]:
     """Return the plan's part of a job row; empty where no ranks share a model."""
     if layout.tensor < 2:
         return {}
-    return {"tensor_parallel_size": layout.tensor, "tensor_plan": tensor_plan(model, along_sequence=along_sequence)}
+    return {
+        "tensor_parallel_size": layout.tensor,
+        "tensor_plan": tensor_plan(model, sequence_parallel=sequence_parallel),
+    }
 
 
 @rule("examples.gpt_neox.dtensor_parallel.plan", WORKLOAD)
-def tensor_plan(model: ModuleSpec, *, along_sequence: bool) -> list[dict[str, Any]]:
-    """Each module that has a style is a row, in the order of the model's modules."""
+def tensor_plan(model: ModuleSpec, *, sequence_parallel: bool) -> list[dict[str, Any]]:
+    """Return one row per parallelized module, in model order."""
     shapes = {parameter["name"]: parameter["shape"] for parameter in model_lists(model, "float32").parameters}
-    rows = (_row(name, shapes, "Shard(1)" if along_sequence else "Replicate") for name in _modules(model, ""))
+    rows = (_row(name, shapes, "Shard(1)" if sequence_parallel else "Replicate") for name in _modules(model, ""))
     return [row for row in rows if row is not None]
 
 
-def _modules(part: ModuleSpec, prefix: str) -> Iterator[str]:
-    for child in part.parts:
+def _modules(module: ModuleSpec, prefix: str) -> Iterator[str]:
+    for child in module.children:
         yield prefix + child.name
         yield from _modules(child, f"{prefix}{child.name}.")
 
 
-def _row(name: str, shapes: Mapping[str, Any], between: str) -> dict[str, Any] | None:
-    along_sequence = between != "Replicate"
+def _row(name: str, shapes: Mapping[str, Any], activation_layout: str) -> dict[str, Any] | None:
+    sequence_parallel = activation_layout != "Replicate"
     weight, bias = shapes.get(f"{name}.weight"), shapes.get(f"{name}.bias")
     head = name.endswith("head")
     if head and weight is None:
         weight = shapes["layers.embedding.weight"]
     if name.endswith(_COLUMN_PARALLEL):
-        inputs, desired, outputs = between if head else "Replicate", "Replicate", "Replicate" if head else "Shard(-1)"
+        inputs, desired, outputs = (
+            activation_layout if head else "Replicate",
+            "Replicate",
+            "Replicate" if head else "Shard(-1)",
+        )
         kind, local = "ColwiseParallel", True
     elif name.endswith(_ROW_PARALLEL):
         inputs = desired = "Replicate" if name.endswith("embedding") else "Shard(-1)"
-        kind, outputs, local = "RowwiseParallel", between, True
-    elif along_sequence and name.endswith(_NORMS):
+        kind, outputs, local = "RowwiseParallel", activation_layout, True
+    elif sequence_parallel and name.endswith(_NORMS):
         kind, inputs, desired, outputs, local = "SequenceParallel", "", "", "", False
-    elif along_sequence and name.endswith(_PREPARED):
-        kind, inputs, desired, outputs, local = "PrepareModuleInput", between, "Replicate", "", False
+    elif sequence_parallel and name.endswith(_PREPARED):
+        kind, inputs, desired, outputs, local = "PrepareModuleInput", activation_layout, "Replicate", "", False
     else:
         return None
     return {
         "module": name,
         "style": kind,
-        "inputs": _listed(inputs),
-        "desired": _listed(desired),
-        "outputs": _listed(outputs),
+        "inputs": _as_list(inputs),
+        "desired": _as_list(desired),
+        "outputs": _as_list(outputs),
         "local": local,
         "embedding": name.endswith("embedding"),
         "weight": weight,
@@ -87,7 +97,7 @@ def _row(name: str, shapes: Mapping[str, Any], between: str) -> dict[str, Any] |
     }
 
 
-def _listed(layout: str) -> list[str]:
+def _as_list(layout: str) -> list[str]:
     return [layout] if layout else []
 
 

@@ -28,7 +28,7 @@ class FsdpSharding:
         reduce_dtype: "fp32", in which gradients travel; None: in their own type.
         sync_every_micro_batch: Whether gradients are reduced in each micro-batch.
         reshard_after_backward: Whether parameters are resharded between micro-batches.
-        along_sequence: Whether tensor-parallel ranks divide the sequence between their layers.
+        sequence_parallel: Whether tensor-parallel ranks divide the sequence between their layers.
     """
 
     shards: int
@@ -36,7 +36,7 @@ class FsdpSharding:
     reduce_dtype: str | None = None
     sync_every_micro_batch: bool = False
     reshard_after_backward: bool = True
-    along_sequence: bool = False
+    sequence_parallel: bool = False
 
 
 def fsdp_row(model: ModuleSpec, precision: str, layout: RankLayout, sharding: FsdpSharding) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def fsdp_row(model: ModuleSpec, precision: str, layout: RankLayout, sharding: Fs
         raise NotPredictedError("fp16 under fully_shard has no rules yet")
     lists = model_lists(model, "float32")
     units = _units(lists)
-    tensor = tensor_plan_row(model, layout, along_sequence=sharding.along_sequence)
+    tensor = tensor_plan_row(model, layout, sequence_parallel=sharding.sequence_parallel)
     rows = tensor.get("tensor_plan", [])
     last = layout.accumulation == 1
     return {

@@ -95,7 +95,7 @@ def _gpt2(config: ModelConfig, kind: str) -> ModuleSpec:
     inner = config.number("n_inner", 4 * hidden)
     attention = ModuleSpec(
         "attn",
-        parts=(
+        children=(
             _conv1d("c_attn", hidden, 3 * hidden),
             _conv1d("c_proj", hidden, hidden),
             module("attn_dropout"),

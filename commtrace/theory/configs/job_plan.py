@@ -93,7 +93,7 @@ def plan_job(files: Sequence[str], world: int, options: PlanOptions = DEFAULT_OP
     """Return the job that configuration files describe.
 
     Args:
-        files: GPT-NeoX YAML files (later ones win) or names of shipped ones; or a DeepSpeed JSON, a Hugging Face
+        files: GPT-NeoX YAML files (later ones win) or names of built-in ones; or a DeepSpeed JSON, a Hugging Face
             `config.json`, or both.
         world: Ranks of the job.
         options: Settings that complete or override the files.
@@ -130,7 +130,7 @@ def _kind(name: str, content: Mapping[str, Any]) -> str:
 
 
 def _read(name: str) -> Mapping[str, Any]:
-    """Return a file's keys and values. A name without a file may be that of a shipped GPT-NeoX configuration."""
+    """Return a file's keys and values. A name without a file may be that of a built-in GPT-NeoX configuration."""
     path = Path(name)
     if path.suffix != ".json" or not path.is_file():
         return _read_yaml(name)
@@ -211,7 +211,7 @@ def _plan_gpt_neox(files: Sequence[str], world: int, options: PlanOptions) -> Jo
 def _fsdp_row(model: ModuleSpec, precision: str, layout: RankLayout, sharding: FsdpSharding) -> dict[str, Any]:
     """Return the row under `fully_shard`, or where no ranks are left for it that of tensor parallelism alone."""
     if layout.data == 1 and layout.tensor > 1:
-        return dtensor_row(model, precision, layout, along_sequence=sharding.along_sequence)
+        return dtensor_row(model, precision, layout, sequence_parallel=sharding.sequence_parallel)
     return fsdp_row(model, precision, layout, sharding)
 
 
@@ -234,7 +234,7 @@ def _assumed(config: NeoxConfig) -> tuple[str, ...]:
     return (
         *((experts,) if is_bounded else ()),
         f"a vocabulary of {config.vocab_size:,} ids, padded to {config.padded_vocab_size:,}",
-        "modules are made and run in the order of commtrace's GPT-NeoX workload",
+        "modules are made and run in the order of commtrace's GPT-NeoX example",
     )
 
 

@@ -91,8 +91,8 @@ def _layers(shape: ModelShape) -> dict[str, ModuleSpec]:
 def _stage(numbered: Mapping[str, ModuleSpec], tied: ModuleSpec | None) -> ModuleSpec:
     """Return a stage as PipelineModule registers it: tied modules, then layers by number, without functions."""
     first = (module_list("tied_modules", replace(tied, name=_TIED)),) if tied is not None else ()
-    parts = (replace(part, name=number) for number, part in numbered.items() if part.parameters or part.parts)
-    return ModuleSpec("", parts=(*first, *parts))
+    parts = (replace(part, name=number) for number, part in numbered.items() if part.parameters or part.children)
+    return ModuleSpec("", children=(*first, *parts))
 
 
 def _elements(part: ModuleSpec) -> int:

@@ -33,7 +33,7 @@ def text_lines(job: Forecast) -> Iterator[str]:
     yield ""
     yield "Calls of a rank, and the bytes of one rank and of all"
     ranks = "the stage's ranks" if job.stages else "all ranks"
-    heads = ("when", "role", "operation", "calls", "payload", "wire", f"{ranks}: payload", "wire")
+    heads = ("when", "role", "operation", "calls", "payload", "wire (min)", f"{ranks}: payload", "wire (min)")
     yield from _table(heads, [_volume_cells(row) for row in volume_rows(job)], num_left=3)
     yield ""
     yield "Message sizes of a rank's step, once steps are alike"
@@ -47,7 +47,7 @@ def text_lines(job: Forecast) -> Iterator[str]:
         )
         for row in size_bin_rows(job)
     ]
-    yield from _table(("role", "operation", "size", "calls", "payload"), rows, num_left=3)
+    yield from _table(("role", "operation", "payload", "calls", "payload"), rows, num_left=3)
 
 
 def json_times(job: Forecast, network: Network) -> dict[str, Any]:
@@ -93,7 +93,9 @@ def _waterfall(document: dict[str, Any]) -> Iterator[str]:
             for position, row in enumerate(rows)
         ]
         cells.append(("every call", format_bytes(total), share(total)))
-        yield from _table((f"stage {stage}" if "stage" in rows[0] else "", "wire", "of the formula"), cells, num_left=1)
+        yield from _table(
+            (f"stage {stage}" if "stage" in rows[0] else "", "wire (min)", "of the formula"), cells, num_left=1
+        )
 
 
 def _with_stage(row: dict[str, Any], text: str) -> str:

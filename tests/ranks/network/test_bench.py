@@ -132,7 +132,7 @@ def test_results_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixtu
     path = tmp_path / "network.json"
     path.write_text("precious")
     assert main(["bench", "--nproc", "2", "--out", str(path)]) == 1
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert path.read_text() == "precious"
 
 

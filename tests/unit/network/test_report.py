@@ -293,7 +293,7 @@ def test_a_wrong_network_is_an_error_in_a_line(tmp_path: Path, capsys: pytest.Ca
     training(tmp_path / "log")
     for command in (["report", str(tmp_path / "log")], ["theory", "19M", "--world-size", "2"]):
         assert main([*command, "--network", "none"]) == 1
-        assert capsys.readouterr().err.startswith("commtrace: none: no such file, and no shipped description")
+        assert capsys.readouterr().err.startswith("commtrace: none: no such file, and no built-in description")
 
 
 @pytest.mark.parametrize(

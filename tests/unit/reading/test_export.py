@@ -59,7 +59,7 @@ def test_a_run_without_events_gives_the_columns(tmp_path: Path, form: str) -> No
 def test_an_existing_file_is_kept_unless_forced(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "events.csv"
     out.write_text("precious")
-    with pytest.raises(OutputError, match=r"events\.csv: exists already; .*--force"):
+    with pytest.raises(OutputError, match=r"events\.csv: already exists; .*--force"):
         export(run, out, "csv")
     assert out.read_text() == "precious"
     export(run, out, "csv", force=True)

@@ -259,7 +259,7 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(LogError, match=r"none: no such directory; give the one that COMMTRACE named"):
+    with pytest.raises(LogError, match=r"none: no such directory; pass the directory that COMMTRACE was set to"):
         open_log(tmp_path / "none")
 
 

@@ -303,7 +303,7 @@ def load_config(files: Sequence[str], overrides: Mapping[str, Any] | None = None
     """Read and check the configuration of a training.
 
     Args:
-        files: GPT-NeoX YAML files, or names of shipped ones (`13B`). Later ones win.
+        files: GPT-NeoX YAML files, or names of built-in ones (`13B`). Later ones win.
         overrides: GPT-NeoX keys with underscores, which win over all files; values of None are left out.
 
     Raises:

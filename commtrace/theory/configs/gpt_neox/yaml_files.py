@@ -38,7 +38,7 @@ _NeoxLoader.add_implicit_resolver(
 
 
 def find_file(name: str) -> Path:
-    """Return the file of a path, or the shipped one of that name (``demo`` or ``demo.yml``).
+    """Return the file of a path, or the built-in one of that name (``demo`` or ``demo.yml``).
 
     Raises:
         ConfigError: If there is neither.
@@ -46,9 +46,9 @@ def find_file(name: str) -> Path:
     given = Path(name)
     if given.is_file():
         return given
-    shipped = SHIPPED / (name if name.endswith(".yml") else f"{name}.yml")
-    if given.name == name and shipped.is_file():
-        return shipped
+    built_in = SHIPPED / (name if name.endswith(".yml") else f"{name}.yml")
+    if given.name == name and built_in.is_file():
+        return built_in
     names = ", ".join(sorted(path.name for path in SHIPPED.glob("*.yml")))
     raise ConfigError(f"{name}: no such file; give the path of a GPT-NeoX YAML file, or one of {names}")
 

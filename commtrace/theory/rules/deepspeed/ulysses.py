@@ -59,10 +59,7 @@ def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> tuple[WaterfallBar, list[W
     layers, steps = int(job.model("num_layers")), tensor.micro_batches(job)
     form = Fraction(layers * ulysses_layer(batch, length, hidden, job.sequence) * job.parameter_size)
     exact = total_wire_bytes(own, job.sequence, HEADS)
-    levels = {
-        "Ulysses: activations recomputed": exact / steps,
-        f"Ulysses: in each of {steps} micro-batches": exact,
-    }
+    levels = {"Ulysses: activations recomputed": exact / steps, f"Ulysses: in each of {steps} micro-batches": exact}
     bars = [*level_bars(form, levels), *cause_bars(own, job.sequence, HEADS, prefix="Ulysses: ")]
     return WaterfallBar("Ulysses: 8 L b s h (n-1)/n^2", form), bars
 
