@@ -1,13 +1,13 @@
-"""Questions about a run, one module each. Every answer is a tidy table, described in its module's docstring.
+"""Analyses of a run, one module each. Each makes tidy tables, which `table_specs` describes.
 
 An analysis is a fold over the records (`fold_engine`): `partial` makes a small table of one block of records, `merge`
 makes one table of many, `finish` makes the tables to show. So a log larger than memory works, and processes or a
-cluster can share the work. To add a question, write a module with an `Analysis` and append it to
+cluster can share the work. To add an analysis, write a module with an `Analysis` and append it to
 `analysis_catalog.ANALYSES`.
 
 Definitions that hold in every table:
 
-* Counts and bytes are sums over the ranks that left a log, unless the column says "per rank".
+* Counts and bytes are sums over the recorded ranks (those that left a log), unless the column says "per rank".
 * `payload_bytes` and `wire_bytes` follow `commtrace.volume`; wire bytes are the least that the algorithm sends, never
   measured, and missing where they are not known for every call of the row.
 * Every recorded call counts, failed and unfinished ones too; the table `states` has their numbers.

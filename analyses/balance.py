@@ -1,9 +1,4 @@
-"""Whether the ranks communicate equally much.
-
-`ranks`, a row per rank that left a log: `rank`, `calls`, `payload_bytes`, `wire_bytes`, then `training_calls` and
-`training_payload_bytes` (the same without start-up), and `payload_of_median` (the rank's training payload as a
-multiple of the median rank's).
-"""
+"""Calls and volume of each rank, and how the ranks compare. Columns: `table_specs`."""
 
 from __future__ import annotations
 

@@ -1,21 +1,8 @@
-"""How long the calls took, as the host saw it, and their bandwidth.
+"""Times of calls as the host saw them, and bandwidths. Columns of `host_time` and `bandwidth`: `table_specs`.
 
-`host_time`, a row per operation and measure:
-
-    in_call          t_return - t_begin: the program is inside the call
-    waiting          t_end - t_wait, for calls that the program waited for and whose end is known on the host: the
-                     program stands still (0 if a completion callback saw the end before the wait)
-    to_completion    t_end - t_begin, if the end was seen
-
-with `calls_known`, `calls_unknown`, and over the known ones `p50_ns`, `p99_ns` (of a histogram: right within 1 %),
-`max_ns` and `sum_ns` (exact; calls that overlap are each counted in full). Calls captured into a device graph and
-calls of dry runs have no times of their own, so theirs are unknown.
-
-`bandwidth`, a row per operation and `end_seen_by`: over the calls of groups of two or more whose end is known, with a
-payload, and not part of a coalesced batch: `calls`, `payload_bytes`, `time_ns`, `algbw_gb_per_s` = sum of payloads /
-sum of times, `busbw_gb_per_s` (nccl-tests' factors for each call's own group; missing for operations without a factor).
-1 GB is 1e9 bytes. Time runs from `t_start` if the device recorded it, else from `t_begin`, to `t_end`. An end that a
-wait or a poll saw may have been earlier: those bandwidths are lower bounds.
+The measures of `host_time`, in fields of the record: "in_call" is t_return - t_begin, "waiting" t_end - t_wait (0 if a
+completion callback saw the end before the wait), "to_completion" t_end - t_begin. Calls captured into a device graph
+and calls of dry runs have no times of their own, so theirs are unknown.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Runs side by side: tables of what a training step of each run communicates.
-
-`commtrace.analyses.table_specs` describes the tables: `runs`, `runs_by_operation`, `runs_predicted`, `runs_by_role` and
-`runs_predicted_by_role`.
-"""
+"""Runs side by side: calls and volume of a training step of each run. Columns: `table_specs`."""
 
 from __future__ import annotations
 

@@ -1,22 +1,4 @@
-"""What the log covers, and what is not known of the run. A report begins with it.
-
-`coverage`, one row:
-
-    run, ranks_seen, world_size, ranks_missing (text), hosts, processes
-    without_end              processes that are alive or ended early
-    records                  events in the log
-    calls                    calls that the hooks counted, missing unless every process wrote counters
-    dropped, removed, lost   calls without a record: the ring was full, the log over its bound, the write failed
-    not_found                further calls whose records are missing from the log, of processes that ended in order
-    simulated                processes of a dry run: nothing was sent
-    hook_errors, first_error calls that a hook failed on, and the first message
-    files_cut, files_foreign, files_unreadable, files_missing, files_garbled
-
-`states`: `state`, `calls`, `share`. `complete`: the end is known; `unobservable`: the recorder cannot see it;
-`returned`: it was not seen in time; `begun`: in flight, or the process died in it; `failed`: raised an exception.
-`processes`: per process rank, host, pid, recorder, records, counters, how it ended (missing: alive or ended early).
-`blind_spots`: what the hooks cannot see, and in how many processes. `notes`: what is damaged, and what follows from it.
-"""
+"""Coverage of the log: its processes, states of calls, blind spots and problems. Columns: `table_specs`."""
 
 from __future__ import annotations
 

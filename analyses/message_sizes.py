@@ -1,14 +1,8 @@
-"""Which message sizes each operation has, and when.
+"""Message sizes of each operation: exact, by powers of two, and over time. Columns: `table_specs`.
 
-`message_sizes`: `op`, `payload_bytes` (of one call), `calls`, `sum_bytes`.
-`message_size_bins`: the same by powers of two: `op`, `from_bytes` (inclusive), `below_bytes`, `calls`, `sum_bytes`;
-calls without payload are the bin from 0 below 1.
-`sizes_over_time`: the bins by time: `from_s` and `below_s` (seconds since the run's first call began, by the hosts'
-wall clocks), `op`, `from_bytes`, `below_bytes`, `calls`, `sum_bytes`. There are at most MAX_SPANS equal spans of time.
-Calls of a process whose log has no wall-clock time are left out.
-
-A span of time is 2**shift ns long and begins at a multiple of that, so two neighbours make one span of the next length:
-blocks are binned before the length of the run is known, and merge to the spans that the whole run would have had.
+`sizes_over_time` has at most MAX_SPANS equal spans of time. A span is 2**shift ns long and begins at a multiple of
+that, so two neighbours make one span of the next length: blocks are binned before the length of the run is known, and
+merge to the spans that the whole run would have had.
 """
 
 from __future__ import annotations

@@ -1,23 +1,11 @@
-"""How long the calls took, and how long a network should take for them (`commtrace.network`).
-
-`network`, a row per operation, size of group, hosts of the group and payload, largest calls * expected_ns first:
-
-    calls            of all ranks seen
-    timed            operations whose transfer time is known, each counted once for its group (of long runs: a sample)
-    measured_ns      median of these transfer times
-    expected_ns      of one call, and of it `latency_ns`, which a call takes however small it is
-    how              "fitted" (this operation, group size and hosts were measured), "extrapolated", "described", "local"
-    efficiency       expected / measured
-    why_not          why there is no measured time, or no expected one
-
-and `network_used`, one row: `name` and `about`.
+"""Measured times of calls and the times that a network should take for them. Columns: `table_specs`.
 
 A **transfer time** is not the time that a rank spends in a call, which includes the wait for the last rank. It is the
 time that the last rank spends, so the shortest of all ranks' times. That holds for operations that no rank can leave
-before all have come (all_reduce, all_gather, reduce_scatter, all_to_all, barrier), and needs no common clock. The
-transfer time of an operation is known if every rank of the group has recorded it with an exact end
-(`call_times.exact_ends`), and if no other call was under way meanwhile on any of the ranks, with which it would have
-shared the network. All other operations have an expected time, and no efficiency.
+before all ranks have entered (SYNCHRONIZING), and needs no common clock. The transfer time of an operation is known if
+every rank of the group has recorded it with an exact end (`call_times.exact_ends`), and if no other call of any of the
+ranks overlapped it, with which it would have shared the network. Other operations have an expected time, but no
+efficiency.
 
 Of each group, the first 512 operations count, and of later ones 256 in every doubling, so that the table stays small.
 """

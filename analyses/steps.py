@@ -1,21 +1,4 @@
-"""How much is communicated in each training step, how long calls take in it, and whether the steps are equal.
-
-`volume_by_step`: `step` (-1: start-up), `calls`, `payload_bytes`, `wire_bytes`, summed over the ranks.
-
-`steady_step`, a row per operation and one for "all": a typical training step. A step without the operation counts 0.
-
-    calls_per_rank, payload_bytes_per_rank, wire_bytes_per_rank    median of the steps' sums, divided by the ranks seen
-    payload_bytes_min, payload_bytes_max                           smallest and largest step, summed over the ranks
-    steps                                                          training steps in the log
-    differing_steps                                                those whose calls or payload are not the median ones
-
-`steps_by_operation`, a row per step (-1: start-up) and operation, sums over the calls divided by the ranks seen:
-
-    calls_per_rank, payload_bytes_per_rank, wire_bytes_per_rank
-    in_call_ns_per_rank, waiting_ns_per_rank, to_completion_ns_per_rank    the measures of `host_time`, over the calls
-                                                       whose time is known (missing: none is); calls that overlap are
-                                                       each counted in full
-"""
+"""Volume of each training step, times of its calls, and the typical step. Columns: `table_specs`."""
 
 from __future__ import annotations
 

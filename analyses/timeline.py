@@ -1,15 +1,7 @@
-"""The calls of one training step, rank by rank, in the order of time.
-
-`timeline`, a row per call, by rank and time:
-
-    rank, step, op, role, phase, site, payload_bytes
-    begin_ns             since the first of these calls began
-    in_call_ns           how long the program was inside the call (missing: not known)
-    to_completion_ns     from its begin to its end (missing: the end was not seen)
-    more_calls           whether the rank made more calls in this step than the MAX_CALLS that are kept, the first ones
+"""Calls of one training step of each rank, in the order of time. Columns: `table_specs`.
 
 The step is 0 or a power of two, the last one that is over on every rank shown: late enough to be past the warm-up, and
-known before the log has been read to its end. Shown are the first FIRST_PROCESSES processes of the log, and further
+known before the log has been read to its end. The table has the first FIRST_PROCESSES processes of the log, and further
 ones at powers of two. Times of ranks on different hosts are as comparable as the hosts' clocks are synchronised.
 """
 

@@ -1,17 +1,4 @@
-"""What tracing itself cost in this run.
-
-`tracing_cost`, a row per process that wrote counters, in ns of processor time of the traced program:
-
-    calls           calls recorded or counted
-    mean_ns, p99_ns cost of recording a call, by samples of this run
-    first_calls     calls that looked up a call site, an operator or a group for the first time, and
-    first_mean_ns   cost of recording one of them; missing where there was none, or an older commtrace recorded
-    steady_mean_ns  cost of recording one of the other calls, by samples; missing in the same cases
-    calls_ns        mean_ns times calls
-    drain_ns        processor time of writing to disk, in a thread of its own
-    span_ns         from the first to the last time that the process's log has
-    share           (calls_ns + drain_ns) / span_ns
-"""
+"""Cost of tracing each process of this run. Columns: `table_specs`."""
 
 from __future__ import annotations
 

@@ -1,13 +1,4 @@
-"""How much is communicated: by operation, parallel dimension, phase, and call site.
-
-Tables `volume_by_operation`, `volume_by_role`, `volume_by_role_and_operation`, `volume_by_phase`, `volume_by_site`:
-their keys, then
-
-    calls            recorded calls, summed over the ranks
-    payload_bytes    nccl-tests' size, summed over the calls of all ranks
-    wire_bytes       the least that the ranks send, summed
-    payload_share    of the payload of all calls, 0 to 1
-"""
+"""Volume by operation, parallel dimension, phase and call site. Columns: `table_specs`."""
 
 from __future__ import annotations
 

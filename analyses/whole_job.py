@@ -1,8 +1,7 @@
-"""What the whole job communicates, by a dry run of some of its ranks.
+"""Calls and volume of the whole job, from a dry run of some of its ranks. Columns: `table_specs`.
 
-`whole_job`, a row per `part` ("start-up" or "training steps") and `op`: `calls`, `payload_bytes`, `wire_bytes`. A call
-of a simulated rank counts as often as there are ranks of the job that the rank stands for. Without rows if the run is
-real, or if the simulated ranks do not stand for every rank of the job.
+A call of a simulated rank counts once for each rank of the job that the rank stands for. The table `whole_job` has no
+rows if the run is real, or if the simulated ranks do not stand for every rank of the job.
 """
 
 from __future__ import annotations

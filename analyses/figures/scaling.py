@@ -1,4 +1,4 @@
-"""Figures of runs on more and more ranks."""
+"""Figures of runs on increasing numbers of ranks."""
 
 from __future__ import annotations
 

@@ -1,32 +1,12 @@
-"""Measured against theory: the calls that the captured job must make, and those that the log has, cell by cell.
+"""Comparison of the recorded calls with those that theory expects of the captured job. Columns: `table_specs`.
 
-A cell is one operation of one role in one step of one rank. Only processes that trained one model, of a scheme with
-rules, are compared; `theory` has the reason for others. Payload is nccl-tests' size, in bytes; step -1 is start-up.
+A cell is one operation of one parallel dimension in one step of one rank. Calls of a cell are compared by payload, and
+by group size in dimensions whose groups differ in size; from step DETAILED_STEPS on, by number and bytes. Calls that
+match, or whose size is within its bounds, have the cause "expected". All others are leftovers, with the sentence of a
+cause (`causes.CAUSES`) or "unexplained". Only processes that trained one model, of a scheme with rules, are compared.
 
-`theory`, a row per process: `rank`, `scheme`, `not_predicted` (the reason, else missing), `other_versions` (libraries
-whose version is not the one that the rules were written from), then payload over all steps and start-up:
-`expected_bytes`, `measured_bytes`, `matched_bytes` (calls recorded as expected), `named_bytes` and `unexplained_bytes`
-(leftovers with and without a cause, extra and missing calls both positive), `matched_share` (matched of measured).
-
-`expected`, a row per `rank`, `step`, `role`, `op`: `calls`, `calls_max` (the most that could be made in another order
-of modules and gradients, which the job does not determine; missing where calls are certain), `payload_bytes` (the same
-in any order; an upper bound where it depends on the data), `payload_bytes_min` (the lower bound; missing where bytes
-are certain).
-
-`reconciliation`, rows per `rank`, `step`, `role`, `op`, `cause`: `expected_calls`, `measured_calls`, `expected_bytes`,
-`measured_bytes`, `difference_bytes` (measured - expected), `cause`, `sites` (call sites of the measured calls). Calls
-are compared by message size, and by group size in roles with groups of several sizes. Calls as expected, or of a size
-within its bounds, have the cause "expected". The others are leftovers, with the sentence of a cause (`causes.CAUSES`)
-or "unexplained". From step 64 on only calls and bytes are compared, not sizes.
-
-`waterfall`, `label`, `bytes`, `kind`: from the paper's closed form (equation 2 or 3 with the real number of
-parameters, times the bytes of a parameter's element) to what was measured, for the last complete step of the lowest
-rank that is compared. Bytes are the least wire volume of this rank (2S(d-1)/d for an all_reduce, S(d-1)/d for others,
-`commtrace.volume`), as the closed form counts it. Kinds: "closed form" (the first row), "cause", "unexplained",
-"measured" (the last row, the sum of all rows before it). Sums are exact; running sums are rounded to whole bytes.
-
-`waterfall_by_role`, the same with a `role` in front, if the closed form has parts of several roles: from each part to
-what was measured in that role. Roles for which the paper has no formula begin at 0.
+The waterfall leads from the paper's closed form (equation 2 or 3 with the real number of parameters, times the bytes of
+a parameter's element) to the wire bytes of one rank's step. Sums are exact; running sums are rounded to whole bytes.
 """
 
 from __future__ import annotations

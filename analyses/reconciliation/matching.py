@@ -32,9 +32,7 @@ class Cell:
 
 
 def compare(
-    expected: Iterable[ExpectedCall],
-    measured: Iterable[tuple[CellKey, MeasuredCalls]],
-    ranks_of: Callable[[str], int],
+    expected: Iterable[ExpectedCall], measured: Iterable[tuple[CellKey, MeasuredCalls]], ranks_of: Callable[[str], int]
 ) -> list[Cell]:
     """Compare the calls of one step.
 

@@ -1,4 +1,4 @@
-"""What a report says first: warnings that limit its numbers, and findings. Texts for terminal and page."""
+"""Warnings and findings at the top of a report."""
 
 from __future__ import annotations
 

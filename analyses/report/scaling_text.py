@@ -1,4 +1,4 @@
-"""Runs of one program on more and more ranks, as text. Computes nothing, and prints nothing."""
+"""Text report of runs on increasing numbers of ranks."""
 
 from __future__ import annotations
 

@@ -1,32 +1,4 @@
-"""Runs by number of ranks, as tables.
-
-`scaling`, a row per run, by ranks. Times are ns of one training step: `step_ns` is that of the slowest rank, the parts
-are means over the ranks.
-
-    run, ranks, hosts, steps        steps that were measured; 0: the log marks none, and all of it counts as one
-    step_ns                         mean duration
-    tokens_per_step, tokens_per_s   of the whole job, missing if neither the log nor the user says
-    speedup, efficiency             against the run with the fewest ranks, per token; if tokens are not known, as if
-                                    each step had the same work
-    compute_ns                      the step without `blocked_ns`; missing if a device's clock saw ends
-    blocked_ns, late_ns, in_flight_ns    `commtrace.analyses.scaling.step_times`; late is a part of blocked
-    calls, payload_bytes, wire_bytes     means of a rank and step; the payload of a message counts where it is sent
-    expected_wire_bytes, closed_form_bytes    of a step of the lowest rank, if theory has rules for its job
-    communication_per_compute       blocked_ns / compute_ns
-    late_known                      share of the time in calls for which it is known which rank was late
-    shared_cores                    "4 ranks on 2 cores" if ranks of a host share cores, else ""
-
-`scaling_ranks`, a row per run and rank: the same times and volumes.
-
-`scaling_fits`, a row per fitted number: `model`, `parameter`, `value`, `unit`, `error` (largest relative difference
-between the model and what was measured; missing if there are no more runs than parameters).
-
-`scaling_left_out`: `run`, `reason`.
-
-`scaling_projection`, rows for the measured numbers of ranks and, if the model is within `fits.MAX_ERROR` of those, for
-2, 4 and 8 times the most: `ranks`, `step_ns`, `measured_ns` (missing: not run), `speedup`, `efficiency`, and the parts
-`compute_ns`, `latency_ns`, `bandwidth_ns`, `late_ns`.
-"""
+"""Tables of runs by number of ranks. Columns: `table_specs`."""
 
 from __future__ import annotations
 

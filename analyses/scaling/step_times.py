@@ -1,13 +1,12 @@
-"""How long each rank's training steps took, and how long communication held the rank.
+"""Step time and blocked time per rank.
 
 A step of a rank lasts from its first call of the step to its first call of the next one. Within it,
 
-    blocked     some thread of the rank is inside a call, or waits for one: the union of [t_begin, t_return] and of
+    blocked     a thread of the rank is inside a call, or waits for one: the union of [t_begin, t_return] and of
                 [t_wait, t_end] where the end is known on the host
-    late        the part of `blocked` in which another rank of the call has not come yet: until the last rank begins a
-                collective, until the sender begins a message. Known for calls between ranks of one host, whose clock
-                they share
-    in_flight   some call is under way: the union of [t_start or t_begin, t_end]
+    late        the part of `blocked` before the last rank begins a collective, or the sender a message. Known for
+                calls between ranks of one host, which share a clock
+    in_flight   a call is in progress: the union of [t_start or t_begin, t_end]
 
 The rest of a step, after `blocked`, is computation and whatever else the program does. If the device's clock saw the
 ends of calls, the host need not stand still while data moves: `blocked` is then no measure of the device's time.

@@ -29,7 +29,7 @@ _SECTIONS: Final = (
         REPORT_TABLES,
     ),
     (
-        "Tables that only figures are drawn from",
+        "Tables used only by figures",
         "`commtrace.open(DIR).table(NAME)`; not in the JSON document.",
         FIGURE_TABLES,
     ),

@@ -1,4 +1,4 @@
-"""Tables of runs on more and more ranks (`commtrace.analyses.scaling`)."""
+"""Tables of runs on increasing numbers of ranks (`commtrace.analyses.scaling`)."""
 
 from __future__ import annotations
 
@@ -9,117 +9,84 @@ from typing import Final
 from commtrace.formatting import format_count, format_duration, is_known
 
 from .shared_columns import RANK, RUN
-from .spec import TableSpec, column, count, duration, prose, ratio_text, share, size, text_of, word
+from .spec import TableSpec, bytes_column, column, count, duration, ratio_text, share, text_column, text_of, word_column
 
 _STEP_TIMES: Final = (
     duration("blocked_ns", "in communication", "Part of the step in which calls hold a thread of the program."),
-    duration("late_ns", "of it, others late", "Part of blocked_ns before the last rank of the call has begun it."),
-    duration(
-        "in_flight_ns",
-        "in flight",
-        "Part of the step in which a call is in progress, also in the background.",
-        optional=True,
-    ),
-)
+    duration("late_ns", "waiting for late ranks", "Part of blocked_ns before the last rank of the call begins it."),
+    duration("in_flight_ns", "in flight", "Part of the step in which a call is in progress, also in the background.",
+        optional=True),
+)  # fmt: skip
 _STEP_VOLUMES: Final = (
-    column(
-        "count",
-        lambda calls: format_count(round(calls, 1)) if is_known(calls) else "-",
-        "calls",
-        "calls",
-        "Calls of a rank in a step.",
-    ),
-    size("payload_bytes", "payload", "Payload of a rank's step; a message counts where it is sent."),
-    size(
-        "wire_bytes", "wire (min)", "Least bytes that a rank must send in a step; missing if not known for every call."
-    ),
-)
-_COMPUTE: Final = duration(
-    "compute_ns", "computing", "The step without blocked_ns; missing if a device's clock saw ends."
-)
+    column("count", lambda calls: format_count(round(calls, 1)) if is_known(calls) else "-", "calls", "calls",
+        "Calls of a rank in a step."),
+    bytes_column("payload_bytes", "payload", "Payload of a rank's step; a message counts where it is sent."),
+    bytes_column("wire_bytes", "wire (min)", "Wire bytes of a rank's step; missing if not known for every call."),
+)  # fmt: skip
+_COMPUTE: Final = duration("compute_ns", "computing",
+    "The step without blocked_ns; missing if a device's clock saw ends.")  # fmt: skip
 _STEP_NS: Final = duration("step_ns", "a step", "Duration of a training step of the slowest rank, mean over the steps.")
 _SPEEDUP: Final = (
-    column(
-        "ratio",
-        partial(ratio_text, suffix="x"),
-        "speedup",
-        "speedup",
-        "Against the run with the fewest ranks, per token.",
-    ),
+    column("ratio", partial(ratio_text, suffix="x"), "speedup", "speedup",
+        "Against the run with the fewest ranks, per token; without tokens, as if each step had the same work."),
     share("efficiency", "efficiency", "Speedup / how many times as many ranks."),
-)
+)  # fmt: skip
 _RANKS: Final = count("ranks", "ranks", "Ranks of the job.")
 
 SCALING_TABLES: Final = (
-    TableSpec(
-        "scaling", "Runs by number of ranks",
-        "A row per run, by ranks. Times and volumes are of one training step; means over the ranks, except step_ns.",
-        (
-            RUN,
-            _RANKS,
-            count("hosts", "hosts", "Hosts of the ranks.", optional=True),
-            count("steps", "steps", "Measured steps; 0 if the program marks none: the whole run counts as one."),
-            _STEP_NS,
-            count("tokens_per_step", "tokens", "Tokens of a step of the whole job; missing if not known."),
-            column(
-                "tokens/s", lambda rate: format_count(round(rate)) if is_known(rate) else "-",
-                "tokens_per_s", "tokens/s", "Tokens of the whole job in a second.",
-            ),
-            *_SPEEDUP, _COMPUTE, *_STEP_TIMES, *_STEP_VOLUMES,
-            size("closed_form_bytes", "closed form", "Wire bytes of the lowest rank by the closed form."),
-            size("expected_wire_bytes", "expected", "Wire bytes of the lowest rank that theory expects."),
-            column("ratio", ratio_text, "communication_per_compute", "comm/compute", "blocked_ns / compute_ns."),
-            share("late_known", "late known", "Share of the time in calls for which it is known which rank was late."),
-            prose("shared_cores", "", 'Such as "4 ranks on 2 cores" if ranks of a host share cores, else "".'),
+    TableSpec("scaling", "Runs by number of ranks",
+        "A row per run, by ranks. Times and volumes are of one training step; means over the ranks, except step_ns.", (
+        RUN, _RANKS,
+        count("hosts", "hosts", "Hosts of the ranks.", optional=True),
+        count("steps", "steps", "Measured steps; 0 if the program marks none: the whole run counts as one."),
+        _STEP_NS,
+        count("tokens_per_step", "tokens",
+            "Tokens of a step of the whole job; missing if neither the log nor --tokens has them."),
+        column("tokens/s", lambda rate: format_count(round(rate)) if is_known(rate) else "-", "tokens_per_s",
+            "tokens/s", "Tokens of the whole job in a second."),
+        *_SPEEDUP, _COMPUTE, *_STEP_TIMES, *_STEP_VOLUMES,
+        bytes_column("closed_form_bytes", "closed form", "Wire bytes of the lowest rank by the closed form."),
+        bytes_column("expected_wire_bytes", "expected", "Wire bytes of the lowest rank that theory expects."),
+        column("ratio", ratio_text, "communication_per_compute", "comm/compute", "blocked_ns / compute_ns."),
+        share("late_known", "late known", "Share of the time in calls for which it is known which rank was late."),
+        text_column("shared_cores", "", 'Such as "4 ranks on 2 cores" if ranks of a host share cores, else "".'),
+    ), {
+        "speedup": ("run", "ranks", "hosts", "steps", "step_ns", "speedup", "efficiency", "tokens_per_s"),
+        "step_parts": (
+            "run", "ranks", "compute_ns", "blocked_ns", "late_ns", "in_flight_ns", "communication_per_compute",
         ),
-        {
-            "speedup": ("run", "ranks", "hosts", "steps", "step_ns", "speedup", "efficiency", "tokens_per_s"),
-            "step_parts": (
-                "run", "ranks", "compute_ns", "blocked_ns", "late_ns", "in_flight_ns", "communication_per_compute",
-            ),
-            "sent": (
-                "run", "ranks", "calls", "payload_bytes", "wire_bytes", "expected_wire_bytes", "closed_form_bytes",
-            ),
-        },
-    ),
-    TableSpec(
-        "scaling_ranks", "Ranks of the runs", "A row per run and rank: means over its steps.",
-        (RUN, RANK, replace(_STEP_NS, meaning="Duration of a step."), *_STEP_TIMES, *_STEP_VOLUMES, _COMPUTE),
-    ),
-    TableSpec(
-        "scaling_fits", "Fitted models", "A row per fitted number.",
-        (
-            word("model", "model", "Name of the model."),
-            word("parameter", "parameter", "Its parameter."),
-            column("see unit", text_of, "value", "value", "The fitted number."),
-            word("unit", "unit", "Unit of the value."),
-            share("error", "error", "Largest relative difference from the runs; missing without runs to spare."),
+        "sent": ("run", "ranks", "calls", "payload_bytes", "wire_bytes", "expected_wire_bytes", "closed_form_bytes"),
+    }),
+    TableSpec("scaling_ranks", "Ranks of the runs", "A row per run and rank: means over its steps.", (
+        RUN, RANK,
+        replace(_STEP_NS, meaning="Duration of a step."),
+        *_STEP_TIMES, *_STEP_VOLUMES, _COMPUTE,
+    )),
+    TableSpec("scaling_fits", "Fitted models", "A row per fitted number.", (
+        word_column("model", "model", "Name of the model."),
+        word_column("parameter", "parameter", "Its parameter."),
+        column("see unit", text_of, "value", "value", "The fitted number."),
+        word_column("unit", "unit", "Unit of the value."),
+        share("error", "error", "Largest relative difference from the runs; missing without runs to spare."),
+    )),
+    TableSpec("scaling_projection", "The model, and more ranks",
+        "A row per number of ranks: those that were run and, if the model fits, 2, 4 and 8 times the most.", (
+        _RANKS,
+        replace(_STEP_NS, meaning="Duration of a step by the model."),
+        column("ns", lambda value: format_duration(value) if is_known(value) else "not run", "measured_ns", "measured",
+            "Measured duration of a step; missing if not run."),
+        *_SPEEDUP,
+        duration("compute_ns", "computing", "Part of it that is computation."),
+        duration("latency_ns", "latency", "Part of it that is latency of calls."),
+        duration("bandwidth_ns", "bandwidth", "Part of it that is transfer of bytes."),
+        duration("late_ns", "waiting", "Part of it that is waiting for late ranks."),
+    ), {
+        "model": (
+            "ranks", "step_ns", "measured_ns", "efficiency", "compute_ns", "latency_ns", "bandwidth_ns", "late_ns",
         ),
-    ),
-    TableSpec(
-        "scaling_projection", "The model, and more ranks",
-        "A row per number of ranks: those that were run and, if the model fits, 2, 4 and 8 times the most.",
-        (
-            _RANKS,
-            replace(_STEP_NS, meaning="Duration of a step by the model."),
-            column(
-                "ns", lambda value: format_duration(value) if is_known(value) else "not run", "measured_ns", "measured",
-                "Measured duration of a step; missing if not run.",
-            ),
-            *_SPEEDUP,
-            duration("compute_ns", "computing", "Part of it that is computation."),
-            duration("latency_ns", "latency", "Part of it that is latency of calls."),
-            duration("bandwidth_ns", "bandwidth", "Part of it that is transfer of bytes."),
-            duration("late_ns", "waiting", "Part of it that is waiting for late ranks."),
-        ),
-        {
-            "model": (
-                "ranks", "step_ns", "measured_ns", "efficiency", "compute_ns", "latency_ns", "bandwidth_ns", "late_ns",
-            ),
-        },
-    ),
-    TableSpec(
-        "scaling_left_out", "Runs left out", "A row per run that was not compared.",
-        (RUN, prose("reason", "reason", "Why.")),
-    ),
+    }),
+    TableSpec("scaling_left_out", "Runs left out", "A row per run that was not compared.", (
+        RUN,
+        text_column("reason", "reason", "Why."),
+    )),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a table is described by: `TableSpec` and `ColumnSpec`, and makers of columns by what they count."""
+"""Table and column descriptions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from commtrace.formatting import format_bytes, format_count, format_duration, fo
 
 @dataclass(frozen=True)
 class ColumnSpec:
-    """A column of a table.
+    """Description of a column of a table.
 
     Attributes:
         name: Its name in the table, and in JSON.
@@ -39,7 +39,7 @@ class ColumnSpec:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """A table.
+    """Description of a table.
 
     Attributes:
         name: Its name in `Run.table`, and in JSON.
@@ -80,15 +80,17 @@ def ratio_text(value: Any, suffix: str = "") -> str:
     return f"{value:.2f}{suffix}" if is_known(value) else "-"
 
 
-def column(unit: str, write: Callable[[Any], str], name: str, head: str, meaning: str, **options: Any) -> ColumnSpec:
+def column(
+    unit: str, formatter: Callable[[Any], str], name: str, head: str, meaning: str, **options: Any
+) -> ColumnSpec:
     """Return a column. Its head is its name in words if `head` is ""; `options` are the other attributes."""
-    return ColumnSpec(name, head or name.replace("_", " "), unit, meaning, write, **options)
+    return ColumnSpec(name, head or name.replace("_", " "), unit, meaning, formatter, **options)
 
 
-word = partial(column, "", text_of, kind="word")
-prose = partial(column, "", text_of, kind="text")
+word_column = partial(column, "", text_of, kind="word")
+text_column = partial(column, "", text_of, kind="text")
 count = partial(column, "count", format_count)
-size = partial(column, "bytes", format_bytes)
+bytes_column = partial(column, "bytes", format_bytes)
 duration = partial(column, "ns", format_duration)
 share = partial(column, "fraction", format_share)
 flag = partial(column, "boolean", text_of, kind="word")
