@@ -32,6 +32,7 @@ OUTPUT: Final = "output.txt"
 PROGRAMS: Final = "programs.jsonl"
 _LOCK: Final = ".lock"
 _LAST_LINES: Final = 15
+_END_SECONDS: Final = 30  # a dry run ends its ranks on SIGINT, which takes seconds on a busy machine
 _POLL_SECONDS: Final = 0.02
 
 _stopping: Final = threading.Event()
@@ -99,7 +100,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, how)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=5)
+            process.wait(timeout=_END_SECONDS)
 
 
 def _end_of(file: Path) -> str:

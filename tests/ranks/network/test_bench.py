@@ -169,8 +169,9 @@ def test_two_ranks_of_gloo(tmp_path: Path) -> None:
         assert all((one.ranks, one.hosts) == (2, 1) for one in some)
     assert found.hosts[0]["ranks"] == 2
     assert found.versions["torch"]
-    assert max(map(len, done.out.splitlines())) <= 80
-    assert done.out.splitlines()[-1] == f"results in {path}"
+    *tables, last = done.out.splitlines()
+    assert max(map(len, tables)) <= 80
+    assert last == f"results in {path}"  # as long as the path is
 
 
 SHARED = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
