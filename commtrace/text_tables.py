@@ -33,19 +33,12 @@ MIN_SHORTENED: Final = 36
 
 @dataclass(frozen=True)
 class TextColumn:
-    """A column of a text table.
+    """A column of a text table."""
 
-    Attributes:
-        head: Text above the column.
-        number: Whether cells are aligned right.
-        shortenable: Whether cells may be shortened, as call sites are (`shorten_call_site`).
-        optional: Whether the column may be left out of a table that is too wide.
-    """
-
-    head: str
-    number: bool = True
-    shortenable: bool = False
-    optional: bool = False
+    head: str  # text above the column
+    number: bool = True  # whether cells are aligned right
+    shortenable: bool = False  # whether cells may be shortened, as call sites are (`shorten_call_site`)
+    optional: bool = False  # whether the column may be left out of a table that is too wide
 
 
 def left_column(head: str, *, shortenable: bool = False, optional: bool = False) -> TextColumn:

@@ -18,7 +18,7 @@ from commtrace.launchers import usable_cores
 from .option_types import add_formats, add_network, add_width, non_negative_integer
 
 if TYPE_CHECKING:
-    from commtrace.analyses.fold_engine import Analysis, NamedTables
+    from commtrace.analyses.fold_engine import NamedTables
     from commtrace.run import Run
 
 PARALLEL_FROM: Final = 8_000_000
@@ -146,8 +146,10 @@ def _print_text(arguments: argparse.Namespace, runs: Mapping[str, Run], tables: 
 
 def _tables(run: Run, *, details: bool = False, network: str | None = None) -> NamedTables:
     from commtrace.analyses import analyse
+    from commtrace.analyses.network_efficiency import network_analysis
+    from commtrace.network.networks import open_network
 
-    question = None if network is None else _network(network)
+    question = None if network is None else network_analysis(open_network(network))
     with _executor(run) as executor:
         tables = analyse(run, executor, details=details)
         if question is not None:
@@ -155,13 +157,6 @@ def _tables(run: Run, *, details: bool = False, network: str | None = None) -> N
 
             tables |= fold(run, [question], executor)
         return tables
-
-
-def _network(name: str) -> Analysis:
-    from commtrace.analyses.network_efficiency import network_analysis
-    from commtrace.network.networks import open_network
-
-    return network_analysis(open_network(name))
 
 
 @contextlib.contextmanager

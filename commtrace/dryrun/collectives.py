@@ -85,7 +85,10 @@ class SimulatedCollectives:
             with torch.no_grad():
                 self._set_results(call)
             outputs = call.outputs
-            work = _complete([*tensors_in(outputs)])
+            # The future of the completed Work holds the results, where DDP's reducer reads them.
+            future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+            future.set_result([*tensors_in(outputs)])
+            work = _work_from(future).boxed()
             return None if not returned else work if returned == 1 else (outputs, work)
 
         return kernel
@@ -195,10 +198,3 @@ def _clear(tensor: torch.Tensor) -> None:
     """Set to zero what may hold old values: all but large blocks, which are new from the system."""
     if tensor.untyped_storage().nbytes() <= MMAP_BYTES:
         tensor.zero_()
-
-
-def _complete(results: list[torch.Tensor]) -> Any:
-    """Return a completed Work; its future holds the results, where DDP's reducer reads them."""
-    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-    future.set_result(results)
-    return _work_from(future).boxed()

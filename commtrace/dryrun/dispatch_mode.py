@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -24,6 +24,10 @@ from .notices import add_notice
 from .operators import OperatorKind, OperatorPlan, operator_plan, tensors_in
 from .uncomputed_storages import UncomputedStorages
 from .untouched_memory import MAX_COMPUTED_ELEMENTS, empty_tensor
+
+Tensors: TypeAlias = list[torch.Tensor]
+Arguments: TypeAlias = Sequence[Any]
+Keywords: TypeAlias = dict[str, Any]
 
 _META: Final = torch.device("meta")
 _MAX_COMPUTED_BYTES: Final = 16 * MAX_COMPUTED_ELEMENTS
@@ -68,7 +72,7 @@ class DryRunMode(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Sequence[type], args: Arguments = (), kwargs: Keywords | None = None
     ) -> Any:
         """Treat one operator as in the table above."""
         if types:  # none where all are plain tensors
@@ -108,9 +112,7 @@ class DryRunMode(TorchDispatchMode):
 
     # ---- writes ------------------------------------------------------------------------------------------------------
 
-    def _write(
-        self, func: Any, plan: OperatorPlan, tensors: list[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
+    def _write(self, func: Any, plan: OperatorPlan, tensors: Tensors, args: Arguments, kwargs: Keywords) -> Any:
         targets = [kwargs.get(name, args[at] if at < len(args) else None) for at, name in plan.writes]
         written = [*tensors_in(targets)]
         uncomputed = self.uncomputed.any(tensors)
@@ -124,7 +126,7 @@ class DryRunMode(TorchDispatchMode):
         self.uncomputed.add(written)
         return None if plan.returns == 0 else targets[0] if plan.returns == 1 else tuple(targets[: plan.returns])
 
-    def _may_write(self, written: list[torch.Tensor], tensors: list[torch.Tensor], uncomputed: bool) -> bool:
+    def _may_write(self, written: Tensors, tensors: Tensors, uncomputed: bool) -> bool:
         if not uncomputed:
             return all(tensor.numel() <= _MAX_DATA_ELEMENTS for tensor in tensors)
         return all(tensor.numel() <= MAX_COMPUTED_ELEMENTS for tensor in tensors) and all(
@@ -133,9 +135,7 @@ class DryRunMode(TorchDispatchMode):
 
     # ---- new tensors -------------------------------------------------------------------------------------------------
 
-    def _new(
-        self, func: Any, plan: OperatorPlan, tensors: list[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
+    def _new(self, func: Any, plan: OperatorPlan, tensors: Tensors, args: Arguments, kwargs: Keywords) -> Any:
         uncomputed = self.uncomputed.any(tensors)
         limit = MAX_COMPUTED_ELEMENTS if uncomputed else _MAX_DATA_ELEMENTS
         may_compute = bool(tensors) and all(tensor.numel() <= limit for tensor in tensors)
@@ -153,7 +153,7 @@ class DryRunMode(TorchDispatchMode):
         self.uncomputed.add(tensors_in(result))
         return result
 
-    def _joined(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    def _joined(self, func: Any, args: Arguments, kwargs: Keywords) -> torch.Tensor | None:
         """Concatenate one-dimensional tensors, of which ZeRO-3 has thousands. Return None for other tensors."""
         pieces, dim = args[0], args[1] if len(args) > 1 else 0
         if dim not in (0, -1) or {*map(torch.Tensor.dim, pieces)} != {1} or any(map(_is_meta, pieces)):
@@ -169,7 +169,7 @@ class DryRunMode(TorchDispatchMode):
         self.uncomputed.add([joined])
         return joined
 
-    def _computed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], uncomputed: bool) -> Any:
+    def _computed(self, func: Any, args: Arguments, kwargs: Keywords, uncomputed: bool) -> Any:
         result = func(*args, **kwargs)
         if uncomputed:
             self.uncomputed.add(tensors_in(result))
@@ -177,9 +177,7 @@ class DryRunMode(TorchDispatchMode):
 
     # ---- results that depend on values -------------------------------------------------------------------------------
 
-    def _number(
-        self, func: Any, plan: OperatorPlan, tensors: list[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
+    def _number(self, func: Any, plan: OperatorPlan, tensors: Tensors, args: Arguments, kwargs: Keywords) -> Any:
         if not self.uncomputed.any(tensors):
             return func(*args, **kwargs)
         add_notice(_READ)
@@ -187,17 +185,13 @@ class DryRunMode(TorchDispatchMode):
             return func(*args, **kwargs)
         return True  # torch.equal: tensors without values count as equal
 
-    def _shape(
-        self, func: Any, plan: OperatorPlan, tensors: list[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
+    def _shape(self, func: Any, plan: OperatorPlan, tensors: Tensors, args: Arguments, kwargs: Keywords) -> Any:
         uncomputed = self.uncomputed.any(tensors)
         if uncomputed:
             add_notice(_SHAPED)
         return self._computed(func, args, kwargs, uncomputed)
 
-    def _index(
-        self, func: Any, plan: OperatorPlan, tensors: list[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
+    def _index(self, func: Any, plan: OperatorPlan, tensors: Tensors, args: Arguments, kwargs: Keywords) -> Any:
         indices: list[torch.Tensor | None] = []
         for index in args[1]:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
@@ -210,9 +204,7 @@ class DryRunMode(TorchDispatchMode):
 
     # ---- collectives -------------------------------------------------------------------------------------------------
 
-    def _copy(
-        self, func: Any, plan: OperatorPlan, tensors: list[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
+    def _copy(self, func: Any, plan: OperatorPlan, tensors: Tensors, args: Arguments, kwargs: Keywords) -> Any:
         """Call the collective in place on a new tensor, without the copy."""
         name = func._schema.name.partition("::")[2] + "_"
         with self:
@@ -229,14 +221,14 @@ def _fake_mode() -> Any:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
-def _is_shapes_only(tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
+def _is_shapes_only(tensors: Tensors, kwargs: Keywords) -> bool:
     device = kwargs.get("device")
     if device is not None and torch.device(device).type == "meta":
         return True
     return any(tensor.is_meta or tensor.layout is not torch.strided for tensor in tensors)
 
 
-def _is_kept(made: torch.Tensor, limit: int, tensors: list[torch.Tensor]) -> bool:
+def _is_kept(made: torch.Tensor, limit: int, tensors: Tensors) -> bool:
     """Return whether a new tensor is computed. A factory's floating point tensor is a weight, others are indices."""
     return made.numel() <= (limit if tensors or not made.is_floating_point() else MAX_COMPUTED_ELEMENTS)
 
@@ -249,7 +241,7 @@ def _on_meta(value: Any) -> Any:
     return None if isinstance(value, torch.Generator) else value  # a meta kernel needs no random numbers
 
 
-def _meta_options(kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> dict[str, Any]:
+def _meta_options(kwargs: Keywords, tensors: Tensors) -> dict[str, Any]:
     options = {name: _on_meta(value) for name, value in kwargs.items()}
     if "device" in options or not tensors:
         options["device"] = _META

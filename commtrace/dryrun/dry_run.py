@@ -48,27 +48,16 @@ class DryRunError(CommtraceError):
 
 @dataclass(frozen=True)
 class DryRunRequest:
-    """What to run.
+    """What to run."""
 
-    Attributes:
-        command: The program and its arguments.
-        environment: Variables of the program, with tracing into `out` on.
-        world_size: Number of ranks of the job.
-        ranks: The ranks to run: "0,60-63", "all", or "all-distinct".
-        out: Absolute path of the directory for the log.
-        ranks_per_node: Number of ranks of the job on each host.
-        jobs: Number of ranks to run at once; None: as many as there are cores, at most 4.
-        timeout_s: Seconds after which a rank is ended.
-    """
-
-    command: Sequence[str]
-    environment: Mapping[str, str]
-    world_size: int
-    ranks: str
-    out: Path
-    ranks_per_node: int
-    jobs: int | None
-    timeout_s: float
+    command: Sequence[str]  # the program and its arguments
+    environment: Mapping[str, str]  # variables of the program, with tracing into `out` on
+    world_size: int  # number of ranks of the job
+    ranks: str  # the ranks to run: "0,60-63", "all", or "all-distinct"
+    out: Path  # absolute path of the directory for the log
+    ranks_per_node: int  # number of ranks of the job on each host
+    jobs: int | None  # number of ranks to run at once; None: as many as there are cores, at most 4
+    timeout_s: float  # seconds after which a rank is ended
 
 
 class _RankFailedError(DryRunError):

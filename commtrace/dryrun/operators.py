@@ -23,23 +23,14 @@ class OperatorKind(Enum):
 
 
 class OperatorPlan(NamedTuple):
-    """How a dry run treats one operator.
+    """How a dry run treats one operator."""
 
-    Attributes:
-        kind: The kind.
-        writes: Position and name of each argument that is written to.
-        returns: Number of results of a WRITE.
-        pointwise: Whether the operator is elementwise.
-        fills: Whether it overwrites its first argument completely.
-        leaves_empty: Whether it makes a tensor without initial values.
-    """
-
-    kind: OperatorKind
-    writes: tuple[tuple[int, str], ...] = ()
-    returns: int = 0
-    pointwise: bool = False
-    fills: bool = False
-    leaves_empty: bool = False
+    kind: OperatorKind  # the kind
+    writes: tuple[tuple[int, str], ...] = ()  # position and name of each argument that is written to
+    returns: int = 0  # number of results of a WRITE
+    pointwise: bool = False  # whether the operator is elementwise
+    fills: bool = False  # whether it overwrites its first argument completely
+    leaves_empty: bool = False  # whether it makes a tensor without initial values
 
 
 # Operators that write metadata: the storage of a tensor, its length, its strides.

@@ -25,27 +25,16 @@ _STACK_TRACE_SECONDS: Final = 2.0
 
 @dataclass(frozen=True)
 class SimulatedJob:
-    """What the processes run.
+    """What the processes run."""
 
-    Attributes:
-        command: The program, by its path, and its arguments.
-        environment: Variables of the program.
-        world_size: Number of ranks of the job.
-        ranks_per_node: Number of ranks on each host.
-        run: The id of the run.
-        folder: An empty directory for all that the ranks write: logs, output, messages.
-        timeout_s: Seconds after which a rank is ended.
-        shown_rank: The rank whose output goes to this process's stdout and stderr; -1: none.
-    """
-
-    command: Sequence[str]
-    environment: Mapping[str, str]
-    world_size: int
-    ranks_per_node: int
-    run: str
-    folder: Path
-    timeout_s: float
-    shown_rank: int = -1
+    command: Sequence[str]  # the program, by its path, and its arguments
+    environment: Mapping[str, str]  # variables of the program
+    world_size: int  # number of ranks of the job
+    ranks_per_node: int  # number of ranks on each host
+    run: str  # the id of the run
+    folder: Path  # an empty directory for all that the ranks write: logs, output, messages
+    timeout_s: float  # seconds after which a rank is ended
+    shown_rank: int = -1  # the rank whose output goes to this process's stdout and stderr; -1: none
 
     @property
     def mail(self) -> Path:

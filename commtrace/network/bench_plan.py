@@ -12,35 +12,20 @@ from .operations import ELEMENT_BYTES, OPERATIONS
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """What to measure; the same on all ranks.
+    """What to measure; the same on all ranks."""
 
-    Attributes:
-        through: The library, "torch" or "mpi4py".
-        backend: Backend of torch.distributed: "gloo", "mpi" or "nccl".
-        operations: Names, in the order of OPERATIONS.
-        min_bytes: Smallest payload.
-        max_bytes: Largest payload.
-        group_sizes: Sizes of groups to measure in addition to all ranks.
-        seconds: Time for one operation and size, without warm-up; a large message may take longer.
-        timeout_s: Seconds after which a call that does not end is an error.
-        out: File for the results.
-        force: Whether `out` may be replaced.
-        form: Form of the tables: "nccl", "osu" or "auto".
-        width: Characters of a line of text.
-    """
-
-    through: str = "torch"
-    backend: str = "gloo"
-    operations: tuple[str, ...] = OPERATIONS
-    min_bytes: int = ELEMENT_BYTES
-    max_bytes: int = 64 << 20
-    group_sizes: tuple[int, ...] = ()
-    seconds: float = 0.2
-    timeout_s: float = 300.0
-    out: str = "network.json"
-    force: bool = False
-    form: str = "auto"
-    width: int = 80
+    through: str = "torch"  # the library, "torch" or "mpi4py"
+    backend: str = "gloo"  # backend of torch.distributed: "gloo", "mpi" or "nccl"
+    operations: tuple[str, ...] = OPERATIONS  # names, in the order of OPERATIONS
+    min_bytes: int = ELEMENT_BYTES  # smallest payload
+    max_bytes: int = 64 << 20  # largest payload
+    group_sizes: tuple[int, ...] = ()  # sizes of groups to measure in addition to all ranks
+    seconds: float = 0.2  # time for one operation and size, without warm-up; a large message may take longer
+    timeout_s: float = 300.0  # seconds after which a call that does not end is an error
+    out: str = "network.json"  # file for the results
+    force: bool = False  # whether `out` may be replaced
+    form: str = "auto"  # form of the tables: "nccl", "osu" or "auto"
+    width: int = 80  # characters of a line of text
 
     def to_json(self) -> str:
         """Return the plan as an argument for another process."""

@@ -20,7 +20,7 @@ from commtrace.errors import CommtraceError, LaunchError
 from commtrace.launchers import find_process, free_port
 
 from . import NetworkError, mpiexec
-from .bench_library import BenchLibrary, connect
+from .bench_library import connect
 from .bench_plan import BenchPlan
 from .bench_results import BenchResults, write_results
 from .bench_text import results_lines
@@ -164,7 +164,17 @@ def run_rank(plan: BenchPlan, *, bound: bool = False) -> int:
     try:
         if bound and plan.through == "mpi4py":
             bind_to_core(library.local_rank, library.size)
-        results = _measure_all(plan, library)
+        hosts: list[str] = library.gather_objects(socket.gethostname())
+        check_memory(plan, hosts.count(hosts[library.rank]))
+        rows: list[BenchRow] = []
+        for ranks, operations in operations_by_group(plan, hosts).items():
+            group = library.group(ranks)
+            for op in operations:
+                if group is not None:
+                    rows += _measure_sizes(group, op, len({hosts[rank] for rank in ranks}), plan, library.abort)
+                library.wait()  # ranks outside the group wait for one operation at a time
+        results = BenchResults.of(plan, hosts, library.versions(), rows)
+        # The results are complete on rank 0 only, which is in every group.
         if library.rank == 0:
             write_results(results, Path(plan.out), force=plan.force)
             text = results_lines(results, plan.form, plan.width)
@@ -201,19 +211,6 @@ def first_host(nodes: str) -> str:
     """Return the first host of Slurm's host list, which has rank 0: "node[03-07,12],login1" -> "node03"."""
     match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\])?([^\[,]*)", nodes)
     return "" if match is None else match[1] + (match[2] or "") + (match[3] or "")
-
-
-def _measure_all(plan: BenchPlan, library: BenchLibrary) -> BenchResults:
-    hosts: list[str] = library.gather_objects(socket.gethostname())
-    check_memory(plan, hosts.count(hosts[library.rank]))
-    rows: list[BenchRow] = []
-    for ranks, operations in operations_by_group(plan, hosts).items():
-        group = library.group(ranks)
-        for op in operations:
-            if group is not None:
-                rows += _measure_sizes(group, op, len({hosts[rank] for rank in ranks}), plan, library.abort)
-            library.wait()  # ranks outside the group wait for one operation at a time
-    return BenchResults.of(plan, hosts, library.versions(), rows)  # complete on rank 0 only, which is in every group
 
 
 def operations_by_group(plan: BenchPlan, hosts: Sequence[str]) -> dict[tuple[int, ...], list[str]]:

@@ -30,7 +30,17 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 def connect(plan: BenchPlan) -> TorchBenchLibrary:
     """Join the process group that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR ...)."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    _check(plan.backend, local_rank)
+    if not dist.is_available():
+        raise NetworkError("this torch was built without torch.distributed")
+    if plan.backend == "mpi" and not dist.is_mpi_available():
+        raise NetworkError("this torch was built without MPI; measure MPI by --through mpi4py, or use --backend gloo")
+    if plan.backend == "nccl":
+        if not torch.cuda.is_available() or not dist.is_nccl_available():
+            raise NetworkError("--backend nccl needs a torch with NCCL and a GPU for each rank; there is none")
+        if local_rank >= torch.cuda.device_count():
+            raise NetworkError(
+                f"--backend nccl: local rank {local_rank} has no GPU of its own, there are {torch.cuda.device_count()}"
+            )
     device = torch.device("cuda", local_rank) if plan.backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -43,20 +53,6 @@ def connect(plan: BenchPlan) -> TorchBenchLibrary:
             f"the ranks did not find each other ({plan.backend}): {str(error).partition(chr(10))[0]}"
         ) from error
     return TorchBenchLibrary(device, local_rank, plan.backend)
-
-
-def _check(backend: str, local_rank: int) -> None:
-    if not dist.is_available():
-        raise NetworkError("this torch was built without torch.distributed")
-    if backend == "mpi" and not dist.is_mpi_available():
-        raise NetworkError("this torch was built without MPI; measure MPI by --through mpi4py, or use --backend gloo")
-    if backend == "nccl":
-        if not torch.cuda.is_available() or not dist.is_nccl_available():
-            raise NetworkError("--backend nccl needs a torch with NCCL and a GPU for each rank; there is none")
-        if local_rank >= torch.cuda.device_count():
-            raise NetworkError(
-                f"--backend nccl: local rank {local_rank} has no GPU of its own, there are {torch.cuda.device_count()}"
-            )
 
 
 class TorchBenchLibrary(BenchLibrary):

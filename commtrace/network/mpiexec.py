@@ -29,7 +29,8 @@ def find_mpiexec() -> str:
 def mpiexec_command(ranks: int, program: Sequence[str]) -> list[str]:
     """Return the command that starts ranks of a program on this machine, which may have fewer cores."""
     launcher = find_mpiexec()
-    options = ["--oversubscribe", "--bind-to", "none"] if _is_open_mpi(launcher) else []
+    version = subprocess.run([launcher, "--version"], capture_output=True, text=True, timeout=30).stdout
+    options = ["--oversubscribe", "--bind-to", "none"] if "Open MPI" in version or "OpenRTE" in version else []
     return [launcher, *options, "-n", str(ranks), *program]
 
 
@@ -42,8 +43,3 @@ def mpiexec_variables(ranks: int) -> dict[str, str]:
     if os.geteuid() == 0:  # in a container; Open MPI requires both
         variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return variables
-
-
-def _is_open_mpi(launcher: str) -> bool:
-    version = subprocess.run([launcher, "--version"], capture_output=True, text=True, timeout=30).stdout
-    return "Open MPI" in version or "OpenRTE" in version

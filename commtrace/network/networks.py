@@ -62,17 +62,11 @@ class ExpectedTime:
 
 
 class Network(ABC):
-    """A network that predicts the time of a call.
+    """A network that predicts the time of a call."""
 
-    Attributes:
-        name: Name or file.
-        about: Sentences, without full stop, that belong to every table of its times.
-        ranks_per_node: Number of ranks on a host.
-    """
-
-    name: str
-    about: Sequence[str]
-    ranks_per_node: int
+    name: str  # name or file
+    about: Sequence[str]  # sentences, without full stop, that belong to every table of its times
+    ranks_per_node: int  # number of ranks on a host
 
     def expected(self, op: str, payload: int, ranks: int, hosts: int) -> ExpectedTime | None:
         """Predict the time of a call.

@@ -15,7 +15,7 @@ from commtrace.volume import wire_bytes
 
 from .group_roles import role_from_description
 from .log import Log, Process
-from .table_reader import RecordedGroup, Site, integer_or_none
+from .table_reader import RecordedGroup, integer_or_none
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -89,7 +89,12 @@ class RecordLabels:
         }
         self._add("role", "role", group_roles | message_ids)
         self._add(
-            "site", "site", {id_: "" if site is None else _site_label(site, files) for id_, site in sites.items()}
+            "site",
+            "site",
+            {
+                id_: "" if site is None else f"{files.get(site.file, site.file)}:{site.line} {site.function}".rstrip()
+                for id_, site in sites.items()
+            },
         )
         self._add("phase", "phase", {phase: phase.name.lower() for phase in Phase})
         self._add("state", "state", {state: state.name.lower() for state in State})
@@ -164,10 +169,6 @@ def group_label(group: RecordedGroup) -> str:
     """Return a label that is the same on all ranks: ranks, the library's name, and a number where that name repeats."""
     name, index = f"/{group.name}" if group.name else "", f"#{group.index}" if group.index else ""
     return format_ranks(group.ranks) + name + index
-
-
-def _site_label(site: Site, files: Mapping[str, str]) -> str:
-    return f"{files.get(site.file, site.file)}:{site.line} {site.function}".rstrip()
 
 
 def short_paths(files: Iterable[str]) -> dict[str, str]:

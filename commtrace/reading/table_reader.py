@@ -141,20 +141,17 @@ def _read_line(tables: ProcessTables, line: bytes, path: Path) -> bool:
     try:
         row = json.loads(line)
         if row["table"] == "process":
-            _check_process(row, path)
+            if row["format"] != FORMAT:
+                raise ValueError(row["format"])
+            if _natural(row["version"]) > VERSION:
+                raise NewerLogError(
+                    f"{path}: its format is version {row['version']}, this commtrace reads up to "
+                    f"{VERSION}; upgrade commtrace"
+                )
         tables.add(row)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError):
         return False
     return True
-
-
-def _check_process(row: Row, path: Path) -> None:
-    if row["format"] != FORMAT:
-        raise ValueError(row["format"])
-    if _natural(row["version"]) > VERSION:
-        raise NewerLogError(
-            f"{path}: its format is version {row['version']}, this commtrace reads up to {VERSION}; upgrade commtrace"
-        )
 
 
 def integer_or_none(value: object) -> int | None:

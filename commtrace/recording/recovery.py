@@ -94,9 +94,17 @@ def _move_to_log(orphan: OrphanedRing) -> str:
     recovered = folder / f"{stem}.salvaged.npy"
     # Left by an earlier attempt; its records must not count as being on disk.
     (folder / (recovered.name + ".open")).unlink(missing_ok=True)
-    records = _not_on_disk(orphan, folder, stem)
+    # A process may die after writing records, before freeing their slots: take those that no segment has.
+    recent = _last_records(folder, stem, int(orphan.identity["capacity"]))
+    records = orphan.records[~np.isin(_record_keys(orphan.records), _record_keys(recent))]
     if len(records) and not recovered.exists():
-        _write_segment(records, recovered)
+        segment = WrittenSegment(recovered)
+        try:
+            segment.append(np.ascontiguousarray(records, RECORD))
+            segment.close()
+        except OSError:
+            segment.abandon()
+            raise
     number = _count_records(recovered)
     _complete_tables(orphan, folder, stem, number)
     orphan.remove()
@@ -126,12 +134,6 @@ def _first_line(path: Path) -> bytes:
             return file.readline().rstrip(b"\n")
     except FileNotFoundError:
         return b""
-
-
-def _not_on_disk(orphan: OrphanedRing, folder: Path, stem: str) -> Records:
-    """Return the records that no segment has: a process may die after writing records, before freeing their slots."""
-    recent = _last_records(folder, stem, int(orphan.identity["capacity"]))
-    return orphan.records[~np.isin(_record_keys(orphan.records), _record_keys(recent))]
 
 
 def _last_records(folder: Path, stem: str, count: int) -> Records:
@@ -172,10 +174,7 @@ def _complete_tables(orphan: OrphanedRing, folder: Path, stem: str, recovered: i
     counters = {"removed": 0, "lost": 0, **orphan.counters, "dropped": orphan.dropped}
     counters["calls"] = on_disk + sum(counters[name] for name in ("dropped", "removed", "lost"))
     note = {"records": recovered, "host": identity.host(), "unix_ns": time.time_ns()}
-    _replace(path, lines + _line("stats", counters) + _line("salvage", note))
-
-
-def _replace(path: Path, data: bytes) -> None:
+    data = lines + _line("stats", counters) + _line("salvage", note)
     partial = path.with_name(path.name + ".salvage")
     fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
@@ -187,16 +186,6 @@ def _replace(path: Path, data: bytes) -> None:
 
 def _line(table: str, row: dict[str, object]) -> bytes:
     return json.dumps({"table": table, **row}).encode() + b"\n"
-
-
-def _write_segment(records: Records, path: Path) -> None:
-    segment = WrittenSegment(path)
-    try:
-        segment.append(np.ascontiguousarray(records, RECORD))
-        segment.close()
-    except OSError:
-        segment.abandon()
-        raise
 
 
 def _remove_unfinished(folder: str) -> None:

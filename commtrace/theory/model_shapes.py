@@ -16,27 +16,16 @@ Shape: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ModuleSpec:
-    """A module of a model, with the modules in it.
+    """A module of a model, with the modules in it."""
 
-    Attributes:
-        name: Last part of the dotted name.
-        parameters: Name and shape of its own parameters.
-        children: Modules in it.
-        runs: Whether it has a forward of its own, which a list of modules has not.
-        norm: Whether it is a norm, whose parameters are not decayed.
-        shared: Full name of a parameter of another module that it uses as well; empty: none.
-        buffers: Name, shape and element type of its buffers.
-        expert: Whether it is one of several experts.
-    """
-
-    name: str
-    parameters: tuple[tuple[str, Shape], ...] = ()
-    children: tuple[ModuleSpec, ...] = ()
-    runs: bool = True
-    norm: bool = False
-    shared: str = ""
-    buffers: tuple[tuple[str, Shape, str], ...] = ()
-    expert: bool = False
+    name: str  # last part of the dotted name
+    parameters: tuple[tuple[str, Shape], ...] = ()  # name and shape of its own parameters
+    children: tuple[ModuleSpec, ...] = ()  # modules in it
+    runs: bool = True  # whether it has a forward of its own, which a list of modules has not
+    norm: bool = False  # whether it is a norm, whose parameters are not decayed
+    shared: str = ""  # full name of a parameter of another module that it uses as well; empty: none
+    buffers: tuple[tuple[str, Shape, str], ...] = ()  # name, shape and element type of its buffers
+    expert: bool = False  # whether it is one of several experts
 
 
 def linear(name: str, inputs: int, outputs: int, *, bias: bool = True) -> ModuleSpec:
@@ -73,27 +62,17 @@ def numbered_copies(part: ModuleSpec, count: int) -> Iterator[ModuleSpec]:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What decides the shapes of a GPT-NeoX model.
+    """What decides the shapes of a GPT-NeoX model."""
 
-    Attributes:
-        layers: Transformer layers.
-        hidden: Hidden size.
-        vocabulary: Rows of the embedding, with padding.
-        tied: Whether the head uses the embedding's matrix.
-        tensor: Ranks that share the model: each has a part of the vocabulary, of the heads and of the inner layers.
-        experts: Experts of a layer that has several.
-        experts_here: Experts of one rank.
-        expert_interval: One layer in so many has experts, beginning with the first.
-    """
-
-    layers: int
-    hidden: int
-    vocabulary: int
-    tied: bool = False
+    layers: int  # transformer layers
+    hidden: int  # hidden size
+    vocabulary: int  # rows of the embedding, with padding
+    tied: bool = False  # whether the head uses the embedding's matrix
     tensor: int = 1
-    experts: int = 1
-    experts_here: int = 1
-    expert_interval: int = 1
+    """Ranks that share the model: each has a part of the vocabulary, of the heads and of the inner layers."""
+    experts: int = 1  # experts of a layer that has several
+    experts_here: int = 1  # experts of one rank
+    expert_interval: int = 1  # one layer in so many has experts, beginning with the first
 
 
 def gpt_neox_model(shape: ModelShape) -> ModuleSpec:
@@ -138,21 +117,15 @@ def _experts(mlp: ModuleSpec, shape: ModelShape) -> ModuleSpec:
 
 @dataclass(frozen=True)
 class ModelLists:
-    """Lists about a model in a row of the `job` table.
-
-    Attributes:
-        parameters: Name, shape, dtype and whether it is trained, of each parameter.
-        buffers: Name, shape and dtype of each buffer.
-        modules: Name and parameter numbers of each module that runs.
-        decaying: Numbers of the parameters that decay: matrices, which are neither biases nor of norms.
-        plain: Numbers of the other parameters.
-    """
+    """Lists about a model in a row of the `job` table."""
 
     parameters: list[dict[str, Any]] = field(default_factory=list)
-    buffers: list[dict[str, Any]] = field(default_factory=list)
-    modules: list[dict[str, Any]] = field(default_factory=list)
+    """Name, shape, dtype and whether it is trained, of each parameter."""
+    buffers: list[dict[str, Any]] = field(default_factory=list)  # name, shape and dtype of each buffer
+    modules: list[dict[str, Any]] = field(default_factory=list)  # name and parameter numbers of each module that runs
     decaying: list[int] = field(default_factory=list)
-    plain: list[int] = field(default_factory=list)
+    """Numbers of the parameters that decay: matrices, which are neither biases nor of norms."""
+    plain: list[int] = field(default_factory=list)  # numbers of the other parameters
 
 
 def model_lists(root: ModuleSpec, dtype: str) -> ModelLists:

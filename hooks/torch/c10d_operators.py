@@ -49,10 +49,6 @@ def _total(tensors: Sequence[Tensor]) -> int:
     return nbytes(tensors[0]) if len(tensors) == 1 else sum(map(nbytes, tensors))
 
 
-def _nested(lists: Sequence[Sequence[Tensor]]) -> int:
-    return sum(map(_total, lists))
-
-
 def _is_uneven(lists: Sequence[Sequence[Tensor]]) -> bool:
     return any(len({part.numel() for part in parts}) > 1 for parts in lists)
 
@@ -92,7 +88,7 @@ def _lists(payload: str, share: str) -> Form:
 
     def rule(at: Mapping[str, int]) -> Rule:
         i, j = at[payload], at[share]
-        return lambda args, n, rank: (_nested(args[i]), _total(args[j]), _is_uneven(args[i]))
+        return lambda args, n, rank: (sum(map(_total, args[i])), _total(args[j]), _is_uneven(args[i]))
 
     return Form("lists", (payload, share), rule)
 

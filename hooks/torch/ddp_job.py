@@ -32,7 +32,9 @@ def describe(replica: Any) -> dict[str, Any]:
                 "first_bucket_bytes_cap": lambda: _first_bucket(replica),
                 "bucket_bytes_caps": lambda: replica.bucket_bytes_cap_list,
                 # Of the first step; DDP then rebuilds them, in the order in which gradients became ready.
-                "first_buckets_bytes": lambda: _sizes(replica._get_ddp_logging_data()["bucket_sizes"]),
+                "first_buckets_bytes": lambda: [
+                    int(size) for size in replica._get_ddp_logging_data()["bucket_sizes"].replace(",", " ").split()
+                ],
                 "ignored": lambda: sorted(replica.parameters_to_ignore),
                 "mixed_precision": lambda: None if replica.mixed_precision is None else str(replica.mixed_precision),
             }
@@ -47,7 +49,3 @@ def _first_bucket(replica: Any) -> int:
     """Return the first bucket's capacity, smaller than the others if the program leaves their size to DDP."""
     dist: Any = torch.distributed
     return int(dist._DEFAULT_FIRST_BUCKET_BYTES if replica.bucket_bytes_cap_default else replica.bucket_bytes_cap)
-
-
-def _sizes(text: str) -> list[int]:
-    return [int(size) for size in text.replace(",", " ").split()]

@@ -80,20 +80,16 @@ def _install_python(operators: list[Operator]) -> None:
     if not _kernels:
         native.remove_kernels()  # of an earlier recording by the native recorder
         try:
-            _register(operators)
+            for operator in operators:
+                _kernels.add("c10d", operator.variant, kernel_for(operator))
+            for name, overload in _functional_operators():
+                kernel = wait_kernel(overload) if name == "wait_tensor" else functional_kernel(overload)
+                _kernels.add("_c10d_functional", name, kernel)
+            crossing.measure()
         except BaseException:
             _kernels.remove()
             raise
     python_patches.install()
-
-
-def _register(operators: list[Operator]) -> None:
-    for operator in operators:
-        _kernels.add("c10d", operator.variant, kernel_for(operator))
-    for name, overload in _functional_operators():
-        kernel = wait_kernel(overload) if name == "wait_tensor" else functional_kernel(overload)
-        _kernels.add("_c10d_functional", name, kernel)
-    crossing.measure()
 
 
 def uninstall() -> None:

@@ -20,23 +20,14 @@ _LAYER: Final = re.compile(r"(?:.*\.)?(?:block_)?\d+(?=\.)")
 
 @dataclass(frozen=True)
 class FsdpSharding:
-    """Arguments of `fully_shard`, with PyTorch's defaults.
+    """Arguments of `fully_shard`, with PyTorch's defaults."""
 
-    Attributes:
-        shards: Ranks that parameters are sharded over.
-        reshard_after_forward: As in `fully_shard`.
-        reduce_dtype: "fp32", in which gradients travel; None: in their own type.
-        sync_every_micro_batch: Whether gradients are reduced in each micro-batch.
-        reshard_after_backward: Whether parameters are resharded between micro-batches.
-        sequence_parallel: Whether tensor-parallel ranks divide the sequence between their layers.
-    """
-
-    shards: int
-    reshard_after_forward: bool | int | None = None
-    reduce_dtype: str | None = None
-    sync_every_micro_batch: bool = False
-    reshard_after_backward: bool = True
-    sequence_parallel: bool = False
+    shards: int  # ranks that parameters are sharded over
+    reshard_after_forward: bool | int | None = None  # as in `fully_shard`
+    reduce_dtype: str | None = None  # "fp32", in which gradients travel; None: in their own type
+    sync_every_micro_batch: bool = False  # whether gradients are reduced in each micro-batch
+    reshard_after_backward: bool = True  # whether parameters are resharded between micro-batches
+    sequence_parallel: bool = False  # whether tensor-parallel ranks divide the sequence between their layers
 
 
 def fsdp_row(model: ModuleSpec, precision: str, layout: RankLayout, sharding: FsdpSharding) -> dict[str, Any]:
@@ -44,7 +35,10 @@ def fsdp_row(model: ModuleSpec, precision: str, layout: RankLayout, sharding: Fs
     if precision == "fp16":
         raise NotPredictedError("fp16 under fully_shard has no rules yet")
     lists = model_lists(model, "float32")
-    units = _units(lists)
+    units: dict[str, list[int]] = {"": []}  # numbers of each unit's parameters; the root first
+    for number, parameter in enumerate(lists.parameters):
+        layer = _LAYER.match(parameter["name"])
+        units.setdefault(layer.group() if layer else "", []).append(number)
     tensor = tensor_plan_row(model, layout, sequence_parallel=sharding.sequence_parallel)
     rows = tensor.get("tensor_plan", [])
     last = layout.accumulation == 1
@@ -60,15 +54,6 @@ def fsdp_row(model: ModuleSpec, precision: str, layout: RankLayout, sharding: Fs
         "buffers": lists.buffers,
         **tensor,
     }
-
-
-def _units(lists: ModelLists) -> dict[str, list[int]]:
-    """Return the numbers of each unit's parameters; the root, whose name is empty, first."""
-    units: dict[str, list[int]] = {"": []}
-    for number, parameter in enumerate(lists.parameters):
-        layer = _LAYER.match(parameter["name"])
-        units.setdefault(layer.group() if layer else "", []).append(number)
-    return units
 
 
 def _unit(

@@ -37,31 +37,18 @@ class PlanError(CommtraceError):
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Settings that complete or override the files; None: as the files say.
+    """Settings that complete or override the files; None: as the files say."""
 
-    Attributes:
-        engine: One of ENGINES.
-        zero_stage: ZeRO stage, 0 to 3.
-        precision: "fp32", "bf16" or "fp16".
-        micro_batch: Sequences of one rank in a micro-batch.
-        accumulation: Micro-batches of a step.
-        layers: Layers of the model, where no file describes it.
-        hidden: Hidden size of the model.
-        vocabulary: Rows of the embedding, with padding.
-        tied: Whether the head uses the embedding's matrix.
-        groups: Groups of the optimizer; 2: biases and norms are a group of their own.
-    """
-
-    engine: str | None = None
-    zero_stage: int | None = None
-    precision: str | None = None
-    micro_batch: int | None = None
-    accumulation: int | None = None
-    layers: int | None = None
-    hidden: int | None = None
-    vocabulary: int | None = None
-    tied: bool = False
-    groups: int = 2
+    engine: str | None = None  # one of ENGINES
+    zero_stage: int | None = None  # ZeRO stage, 0 to 3
+    precision: str | None = None  # "fp32", "bf16" or "fp16"
+    micro_batch: int | None = None  # sequences of one rank in a micro-batch
+    accumulation: int | None = None  # micro-batches of a step
+    layers: int | None = None  # layers of the model, where no file describes it
+    hidden: int | None = None  # hidden size of the model
+    vocabulary: int | None = None  # rows of the embedding, with padding
+    tied: bool = False  # whether the head uses the embedding's matrix
+    groups: int = 2  # groups of the optimizer; 2: biases and norms are a group of their own
 
     @property
     def describes_model(self) -> bool:
@@ -74,19 +61,14 @@ DEFAULT_OPTIONS: Final = PlanOptions()
 
 @dataclass(frozen=True)
 class JobPlan:
-    """A job that has not run.
-
-    Attributes:
-        row: Row of the `job` table, as the hooks would capture it; in a pipeline that of the first stage.
-        layout: Ranks and batch sizes.
-        assumed: What the files do not say, as sentences without their full stop.
-        stages: In a pipeline, the rows of its stages, each of as many ranks; otherwise empty.
-    """
+    """A job that has not run."""
 
     row: Mapping[str, Any]
-    layout: RankLayout
-    assumed: tuple[str, ...]
+    """Row of the `job` table, as the hooks would capture it; in a pipeline that of the first stage."""
+    layout: RankLayout  # ranks and batch sizes
+    assumed: tuple[str, ...]  # what the files do not say, as sentences without their full stop
     stages: tuple[Mapping[str, Any], ...] = ()
+    """In a pipeline, the rows of its stages, each of as many ranks; otherwise empty."""
 
 
 def plan_job(files: Sequence[str], world: int, options: PlanOptions = DEFAULT_OPTIONS) -> JobPlan:
@@ -133,7 +115,18 @@ def _read(name: str) -> Mapping[str, Any]:
     """Return a file's keys and values. A name without a file may be that of a built-in GPT-NeoX configuration."""
     path = Path(name)
     if path.suffix != ".json" or not path.is_file():
-        return _read_yaml(name)
+        try:
+            import pydantic  # noqa: F401
+
+            from .gpt_neox.yaml_files import find_file, read_file
+        except ImportError as error:
+            raise MissingLibraryError(
+                f"{name}: GPT-NeoX's YAML needs {error.name}; pip install 'commtrace[theory]'"
+            ) from error
+        try:
+            return {key: setting.value for key, setting in read_file(find_file(name)).items()}
+        except ConfigError as error:
+            raise PlanError(str(error)) from error
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -141,21 +134,6 @@ def _read(name: str) -> Mapping[str, Any]:
     if not isinstance(content, dict):
         raise PlanError(f"{path}: a configuration is an object of keys and values; this one holds {content!r:.60}")
     return content
-
-
-def _read_yaml(name: str) -> Mapping[str, Any]:
-    try:
-        import pydantic  # noqa: F401
-
-        from .gpt_neox.yaml_files import find_file, read_file
-    except ImportError as error:
-        raise MissingLibraryError(
-            f"{name}: GPT-NeoX's YAML needs {error.name}; pip install 'commtrace[theory]'"
-        ) from error
-    try:
-        return {key: setting.value for key, setting in read_file(find_file(name)).items()}
-    except ConfigError as error:
-        raise PlanError(str(error)) from error
 
 
 # --- GPT-NeoX -------------------------------------------------------------------------------------------------------

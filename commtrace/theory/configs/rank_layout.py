@@ -11,27 +11,16 @@ ELEMENT_TYPES: Final = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Ranks by parallel dimension, and batch sizes of a step.
+    """Ranks by parallel dimension, and batch sizes of a step."""
 
-    Attributes:
-        world: Ranks of the job.
-        data: Data-parallel ranks.
-        micro_batch: Sequences of one rank in a micro-batch.
-        accumulation: Micro-batches of a step.
-        tensor: Ranks that share a model.
-        sequence: Ranks that share sequences by DeepSpeed's Ulysses.
-        context: Ranks that share sequences in a ring; to DDP and DeepSpeed they are data-parallel.
-        experts: Ranks that have different experts; 0 without experts.
-    """
-
-    world: int
-    data: int
-    micro_batch: int = 1
-    accumulation: int = 1
-    tensor: int = 1
-    sequence: int = 1
-    context: int = 1
-    experts: int = 0
+    world: int  # ranks of the job
+    data: int  # data-parallel ranks
+    micro_batch: int = 1  # sequences of one rank in a micro-batch
+    accumulation: int = 1  # micro-batches of a step
+    tensor: int = 1  # ranks that share a model
+    sequence: int = 1  # ranks that share sequences by DeepSpeed's Ulysses
+    context: int = 1  # ranks that share sequences in a ring; to DDP and DeepSpeed they are data-parallel
+    experts: int = 0  # ranks that have different experts; 0 without experts
 
     @property
     def reducing(self) -> int:

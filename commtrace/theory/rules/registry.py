@@ -26,21 +26,13 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 @dataclass(frozen=True)
 class Rule:
-    """A function that mirrors a function of a library.
+    """A function that mirrors a function of a library."""
 
-    Attributes:
-        module: Dotted name of the rule's module.
-        name: Name of the rule's function.
-        mirrors: Functions of the library, separated by ";".
-        library: The library's name.
-        version: The library's version whose source or behaviour the rule was written from.
-    """
-
-    module: str
-    name: str
-    mirrors: str
-    library: str
-    version: str
+    module: str  # dotted name of the rule's module
+    name: str  # name of the rule's function
+    mirrors: str  # functions of the library, separated by ";"
+    library: str  # the library's name
+    version: str  # the library's version whose source or behaviour the rule was written from
 
 
 RULES: Final[list[Rule]] = []

@@ -37,12 +37,6 @@ def extend_prediction(job: Job, data: Prediction) -> Prediction:
     if int(job.fact("zero_stage")) and not (job.zero("contiguous_gradients") and job.zero("reduce_scatter")):
         raise NotPredictedError("experts with reduce_scatter or contiguous_gradients off have no rules yet")
     own = (*exchanges(job), *capacities(job), *overflow_check(job), *expert_norms(job))
-    form, bars = _bars(job, own)
-    scheme = f"{data.scheme}, {int(job.model('moe_num_experts'))} experts over {job.experts_over}"
-    return tensor.combine_predictions(job, data, own, form, bars, scheme, {ROLE: job.experts_over, "self": 1})
-
-
-def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> tuple[WaterfallBar, list[WaterfallBar]]:
     steps, ranks = tensor.micro_batches(job), job.experts_over
     hidden, chosen = int(job.model("hidden_size")), int(job.model("moe_top_k"))
     form = expert_layers(job) * expert_layer(micro_batch_tokens(job), hidden, chosen, ranks) * job.parameter_size
@@ -54,7 +48,9 @@ def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> tuple[WaterfallBar, list[W
         f"experts: in each of {steps} micro-batches": exact * steps,
     }
     bars = [*level_bars(form, levels), *cause_bars(own, ranks, TOKENS, prefix="experts: ")]
-    return WaterfallBar("experts: 4 k T h (E-1)/E a layer", form), bars
+    closed_form = WaterfallBar("experts: 4 k T h (E-1)/E a layer", form)
+    scheme = f"{data.scheme}, {int(job.model('moe_num_experts'))} experts over {job.experts_over}"
+    return tensor.combine_predictions(job, data, own, closed_form, bars, scheme, {ROLE: job.experts_over, "self": 1})
 
 
 def micro_batch_tokens(job: Job) -> int:

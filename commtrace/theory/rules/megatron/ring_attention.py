@@ -34,12 +34,6 @@ def extend_prediction(job: Job, data: Prediction) -> Prediction:
     if job.row.get("moe"):
         raise NotPredictedError("ring attention together with experts has no rules yet")
     own = (*keys_and_values(job), *key_value_gradients(job))
-    form, bars = _bars(job, own)
-    scheme = f"{data.scheme}, context-parallel over {job.context} (ring attention)"
-    return tensor.combine_predictions(job, data, own, form, bars, scheme, {ROLE: job.context, "self": 1})
-
-
-def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> tuple[WaterfallBar, list[WaterfallBar]]:
     batch, length, hidden = tensor.batch_dimensions(job)
     layers, steps = int(job.model("num_layers")), tensor.micro_batches(job)
     form = Fraction(layers * ring_attention(batch, length, hidden, job.context) * job.parameter_size)
@@ -51,7 +45,11 @@ def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> tuple[WaterfallBar, list[W
         "ring attention: activations recomputed": exact / steps,
         f"ring attention: in each of {steps} micro-batches": exact,
     }
-    return WaterfallBar("ring attention: 6 L b s h (n-1)/n", form), level_bars(form, levels)
+    closed_form = WaterfallBar("ring attention: 6 L b s h (n-1)/n", form)
+    scheme = f"{data.scheme}, context-parallel over {job.context} (ring attention)"
+    return tensor.combine_predictions(
+        job, data, own, closed_form, level_bars(form, levels), scheme, {ROLE: job.context, "self": 1}
+    )
 
 
 def _key_elements(job: Job) -> int:

@@ -37,8 +37,14 @@ def predict(job: Job) -> Prediction:
         raise NotPredictedError("DDP's own mixed precision has no rules yet")
     start = (*verification(job), *first_broadcast(job))
     steps = drop_repeated_steps(_step(job, number) for number in range(_STEPS))
-    form, bars = _bars(job, steps[-1])
-    return Prediction("DDP", job.ranks, start, steps, form, bars)
+    steady = steps[-1]
+    form = data_parallel(job.elements, job.ranks) * job.parameter_size
+    levels = {
+        "frozen parameters have no gradients": data_parallel(job.trainable_elements, job.ranks) * job.parameter_size,
+        "gradients of smaller types": total_wire_bytes(steady, job.ranks, GRADIENTS),
+    }
+    bars = (*level_bars(form, levels), *cause_bars(steady, job.ranks, GRADIENTS))
+    return Prediction("DDP", job.ranks, start, steps, WaterfallBar("equation 2: 2 P (d-1)/d", form), bars)
 
 
 def _step(job: Job, number: int) -> tuple[ExpectedCall, ...]:
@@ -46,16 +52,6 @@ def _step(job: Job, number: int) -> tuple[ExpectedCall, ...]:
     new_buckets = rebuilding(job) if number == rebuilt else []
     reduced = gradients(job) if rebuilt is not None and number >= rebuilt else first_gradients(job)
     return (*new_buckets, *buffers_broadcast(job), *reduced, *used_map(job, number))
-
-
-def _bars(job: Job, steady: tuple[ExpectedCall, ...]) -> tuple[WaterfallBar, tuple[WaterfallBar, ...]]:
-    form = data_parallel(job.elements, job.ranks) * job.parameter_size
-    levels = {
-        "frozen parameters have no gradients": data_parallel(job.trainable_elements, job.ranks) * job.parameter_size,
-        "gradients of smaller types": total_wire_bytes(steady, job.ranks, GRADIENTS),
-    }
-    bars = (*level_bars(form, levels), *cause_bars(steady, job.ranks, GRADIENTS))
-    return WaterfallBar("equation 2: 2 P (d-1)/d", form), bars
 
 
 @rule("torch/csrc/distributed/c10d/reducer.cpp verify_params_across_processes", TORCH)

@@ -42,29 +42,17 @@ _LAYER: Final = re.compile(r"(?:.*\.)?(?:block_)?(\d+)(?=\.)")
 
 @dataclass(frozen=True)
 class ModuleStyle:
-    """Style of a module of the plan.
+    """Style of a module of the plan."""
 
-    Attributes:
-        module: Dotted name of the module.
-        kind: Class of the style ("ColwiseParallel").
-        inputs: Placement in which the input arrives ("Shard(1)").
-        outputs: Placement in which the output leaves.
-        embedding: Whether the module is an embedding.
-        weight: Shape of the weight before sharding; empty without one.
-        bias: Shape of the bias before sharding; empty without one.
-        sent: Whether its parameters come from the first rank.
-        wrapped: Whether a module around it prepares its input, which arrives as a DTensor.
-    """
-
-    module: str
-    kind: str
-    inputs: str
-    outputs: str
-    embedding: bool
-    weight: tuple[int, ...]
-    bias: tuple[int, ...]
-    sent: bool
-    wrapped: bool
+    module: str  # dotted name of the module
+    kind: str  # class of the style ("ColwiseParallel")
+    inputs: str  # placement in which the input arrives ("Shard(1)")
+    outputs: str  # placement in which the output leaves
+    embedding: bool  # whether the module is an embedding
+    weight: tuple[int, ...]  # shape of the weight before sharding; empty without one
+    bias: tuple[int, ...]  # shape of the bias before sharding; empty without one
+    sent: bool  # whether its parameters come from the first rank
+    wrapped: bool  # whether a module around it prepares its input, which arrives as a DTensor
 
     @property
     def layer(self) -> int | None:
