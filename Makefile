@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo quick test test-all lint docs types native bench clean
 
-demo: $(READY)  ## train a small GPT-NeoX under DDP and ZeRO 0 to 3, and show what each communicated, ending with a page
+demo: $(READY)  ## train a small GPT-NeoX under DDP and ZeRO 0 to 3; report what each communicated, and write two pages
 	rm -rf demo-logs
 	-$(BIN)/commtrace build
 	$(BIN)/python -m examples.demo demo-logs

@@ -24,10 +24,10 @@ from commtrace.errors import CommtraceError
 # Command, which is also its module in commtrace.commands -> first line of the docstring of its class.
 COMMANDS: Final = {
     "report": "Show what a run communicated.",
-    "scaling": "Compare runs of one program on more and more ranks, and say what stops the scaling.",
-    "check": "Compare a run with theory, for continuous integration: status 0 when they are equal.",
-    "theory": "Predict what a training will communicate, from its configuration alone.",
-    "bench": "Measure what the network can do: collectives and messages by size, as nccl-tests and OMB do.",
+    "scaling": "Compare runs of one program on increasing numbers of ranks: what limits the scaling.",
+    "check": "Compare a run with theory, for continuous integration.",
+    "theory": "Predict what a training run will communicate, from its configuration alone.",
+    "bench": "Measure the network: collectives and messages by payload, as nccl-tests and OMB do.",
     "run": "Run a program with tracing on.",
     "dryrun": "Run a training program as any rank of a job of any size, on this machine.",
     "build": "Build the native recorder for this environment.",

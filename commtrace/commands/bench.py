@@ -17,12 +17,13 @@ from .option_types import (
 
 
 class Command:
-    """Measure what the network can do: collectives and messages by size, as nccl-tests and OMB do.
+    """Measure the network: collectives and messages by payload, as nccl-tests and OMB do.
 
     `commtrace bench --nproc 2` starts two ranks on this machine. Under torchrun (--no-python), srun or mpiexec each
     process is a rank. The tables are printed, and written with the machine and the library versions to a JSON file for
-    `commtrace report --network FILE` and `commtrace theory --network FILE`. A latency and a bandwidth are fitted to
-    each operation and group size; the table of fits shows their errors for sizes that were left out of the fit.
+    `commtrace report --network FILE` and `commtrace theory --network FILE`. Latency and bandwidth are fitted for each
+    operation and group size: one line, or up to five, each for a range of payloads. The table of fits shows the
+    held-out errors.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
@@ -50,16 +51,20 @@ class Command:
             metavar="N,...",
             type=positive_integers,
             default=(),
-            help="also measure collectives among groups of N ranks",
+            help="also measure collectives among the first N ranks, for each N",
         )
         add(
             "--seconds",
             metavar="SECONDS",
             type=positive_number,
             default=0.2,
-            help="time to spend on one operation and size (default: %(default)s)",
+            help="time to spend on one operation and payload (default: %(default)s)",
         )
-        add_timeout(parser, 300, "fail when one call, with MPI all calls of one size, take longer")
+        add_timeout(
+            parser,
+            300,
+            "fail if one call takes longer; with mpi4py, if all calls of one operation and payload take longer",
+        )
         add(
             "--format",
             choices=("auto", "nccl", "osu"),

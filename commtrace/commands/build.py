@@ -9,10 +9,10 @@ import importlib.util
 class Command:
     """Build the native recorder for this environment.
 
-    With it, recording a call costs less than a microsecond, and the end of a call is observed even where nothing in
-    Python waits for it. The build needs a C++ compiler and half a minute, once per environment (Python, torch,
-    commtrace). The result is in the user's cache (XDG_CACHE_HOME), where every training finds it. Without it, the
-    Python recorder does the same work.
+    It records calls at a fraction of the cost of the Python recorder, and observes the end of a call even if nothing in
+    Python waits for it. The build needs a C++ compiler and takes half a minute, once per environment (Python, torch,
+    commtrace). The result is in the user's cache (XDG_CACHE_HOME), where every training run finds it. Without it, the
+    Python recorder is used.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:

@@ -19,18 +19,20 @@ NOT_COMPARED: Final = 3
 
 
 class Command:
-    """Compare a run with theory, for continuous integration: status 0 when they are equal.
+    """Compare a run with theory, for continuous integration.
 
     Theory predicts from the job alone (its parameters, parallel degrees and settings) which calls every rank makes at
     start-up and in each step. Exit status:
 
-      0  all ranks made exactly the expected calls
+      0  all ranks made the expected calls; with --tolerance, the payloads of all cells are within it
       1  something differs; each differing cell (one step of a rank, one operation of one parallel dimension) is printed
          with its call sites and the most likely cause. Also: the log cannot be read
+      2  wrong arguments
       3  nothing differs, but some rank could not be compared: theory has no rules for its job, or its log is missing
 
-    The job description comes from the log, where it is captured when DeepSpeed or DDP is set up. With --config it
-    comes from configuration files, as in `commtrace theory`: this compares what ran with what was meant to run.
+    The job description comes from the log: it is captured when DDP or DeepSpeed is set up, when a model of FSDP2 or
+    parallelize_module first runs, or when the optimizer of a tensor-parallel model first steps. With --config it comes
+    from configuration files, as in `commtrace theory`, which needs the extra `theory` (PyYAML, pydantic).
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
@@ -41,8 +43,8 @@ class Command:
             metavar="X",
             type=exact_fraction,
             default="0",
-            help="fraction by which the payload of a cell may differ, 0.01 for example; numbers and sizes of calls are "
-            "then not compared (default: %(default)s)",
+            help="fraction by which the payload of a cell may differ, 0.01 for example; numbers and payloads of "
+            "calls are then not compared (default: %(default)s)",
         )
         parser.add_argument(
             "--config", metavar="FILE", action="append", help="configuration to predict the calls from; may be repeated"

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from .option_types import add_timeout, add_world_size, positive_integer
+from .option_types import add_program, add_timeout, add_world_size, positive_integer
 
 
 class Command:
@@ -14,16 +14,17 @@ class Command:
 
     The program is unchanged: the command that torchrun would start on every rank. Each rank in --ranks runs here, one
     after the other or several at once. Its tensors have no memory and its collectives send nothing; the calls are
-    recorded as in any run. The log is an ordinary one without times, marked as simulated. Operations, sizes, groups,
-    order and call sites are those of the real job. Values that the program computes are not, and each line that
-    reads such a value is named.
+    recorded as in any run. The log is an ordinary one without times, marked as simulated. Operations, payloads,
+    groups, order and call sites are those of the real job, unless they depend on values that the program computes. Each
+    line of the program that reads such a value is reported. Values from other ranks are not reported: the program
+    continues as if all ranks had sent the same.
 
         commtrace dryrun --world-size 1024 --ranks 0,1023 --out logs/dry python train.py --zero-stage 3
         commtrace report logs/dry
         commtrace check logs/dry
 
-    `--ranks all-distinct` finds the ranks that differ, runs only those, and records which others each represents; the
-    report then shows what the whole job communicates.
+    `--ranks all-distinct` finds the ranks that differ, runs only those, and records which other ranks each represents;
+    the report then shows what the whole job communicates.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
@@ -36,13 +37,13 @@ class Command:
             default="0",
             help="ranks to run: 0,1,60-63 for example, all, or all-distinct (default: %(default)s)",
         )
-        add("--out", metavar="DIR", type=Path, help="directory for the log (default: commtrace-logs)")
+        add("--out", metavar="DIR", type=Path, help="log directory (default: commtrace-logs)")
         add(
             "--ranks-per-node",
             metavar="N",
             type=positive_integer,
             default=8,
-            help="number of ranks of the job on each host (default: %(default)s)",
+            help="ranks of each node, for LOCAL_RANK, LOCAL_WORLD_SIZE and NODE_RANK (default: %(default)s)",
         )
         add(
             "--jobs",
@@ -50,14 +51,14 @@ class Command:
             type=positive_integer,
             help="number of ranks to run at once (default: number of cores, at most 4)",
         )
-        add_timeout(parser, 1800, "end a rank that takes longer")
-        add("command", metavar="CMD", nargs=argparse.REMAINDER, help="program and its arguments")
+        add_timeout(parser, 1800, "stop a rank that takes longer")
+        add_program(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Run the ranks and print a line for each.
 
         Raises:
-            CommtraceError: The program cannot be run so, or a rank failed.
+            CommtraceError: The program cannot be run, or a rank failed.
         """
         from commtrace import settings
         from commtrace.dryrun.dry_run import DryRunRequest, dry_run

@@ -1,4 +1,4 @@
-"""The command `commtrace export`."""
+"""`commtrace export`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ class Command:
     """Write every event of a run to a CSV or Parquet file.
 
     One row per call, with the columns of the event table: rank, operation, group, role, bytes, times, step, phase,
-    call site and so on. Times are nanoseconds of the host's monotonic clock, 0 where not known; other unknown values
-    are empty. Memory use does not grow with the log.
+    call site and so on. Times are nanoseconds of the host's monotonic clock; a time of 0 is not known. -1 means none or
+    not known in peer, tag and micro_batch, and before the first step in step. Unknown wire_bytes and group_size are
+    empty. Memory use does not grow with the log. Parquet needs the extra `parquet` (pyarrow).
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the arguments."""
         add_run_directory(parser)
-        parser.add_argument("--format", choices=("csv", "parquet"), help="file format (default: by the ending of FILE)")
+        parser.add_argument(
+            "--format", choices=("csv", "parquet"), help="file format (default: from the file extension)"
+        )
         parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="file to write")
         add_force(parser)
 

@@ -64,7 +64,7 @@ def payload_bytes(text: str) -> int:
 
 
 def text_width(text: str) -> int:
-    """Parse a number of columns; "auto" is the terminal's."""
+    """Parse an output width in characters; "auto" is the terminal's."""
     from commtrace.text_tables import MIN_WIDTH, terminal_width
 
     if text == "auto":
@@ -87,12 +87,10 @@ def add_json(parser: argparse._ActionsContainer) -> None:
 
 
 def add_formats(parser: argparse.ArgumentParser) -> None:
-    """Add --json, --html and --force: other forms than text."""
+    """Add --json, --html and --force: output other than text."""
     group = parser.add_mutually_exclusive_group()
     add_json(group)
-    group.add_argument(
-        "--html", metavar="FILE", type=Path, help="write one HTML page with figures, which needs no network"
-    )
+    group.add_argument("--html", metavar="FILE", type=Path, help="write one self-contained HTML page with figures")
     add_force(parser)
 
 
@@ -104,7 +102,11 @@ def add_force(parser: argparse.ArgumentParser) -> None:
 def add_width(parser: argparse.ArgumentParser) -> None:
     """Add --width."""
     parser.add_argument(
-        "--width", metavar="N", type=text_width, default="auto", help="columns of text (default: the terminal's)"
+        "--width",
+        metavar="N",
+        type=text_width,
+        default="auto",
+        help="output width in characters (default: the terminal's)",
     )
 
 
@@ -119,6 +121,13 @@ def add_timeout(parser: argparse.ArgumentParser, seconds: int, help_text: str) -
     )
 
 
+def add_program(parser: argparse.ArgumentParser) -> None:
+    """Add CMD, the program to run and its arguments, which may follow "--". Add it last: the usage is fixed then."""
+    usage = parser.format_usage().removeprefix("usage: ").rstrip().replace("%", "%%")
+    parser.usage = f"{usage} [--] CMD ..."
+    parser.add_argument("command", metavar="CMD", nargs=argparse.REMAINDER, help="program and its arguments")
+
+
 def add_world_size(parser: argparse.ArgumentParser) -> None:
     """Add --world-size."""
     parser.add_argument(
@@ -131,6 +140,6 @@ def add_network(parser: argparse.ArgumentParser, help_text: str) -> None:
     parser.add_argument(
         "--network",
         metavar="NET",
-        help=f"{help_text}: a file of commtrace bench, a network description, or the name of a shipped one "
+        help=f"{help_text}: a file of commtrace bench, a network description, or the name of a built-in description "
         "(slingshot-11, ndr-infiniband)",
     )

@@ -1,4 +1,4 @@
-"""The command `commtrace recover`."""
+"""`commtrace recover`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 class Command:
     """Recover records of killed processes from this host's shared memory.
 
-    A killed process leaves its last records in /dev/shm. `commtrace report` recovers them on the host that it runs on,
-    and so does any process of the run that ends normally. On the other hosts of a cluster, run this command before
-    they are restarted or cleaned: `srun --ntasks-per-node=1 commtrace recover logs/run1`.
+    A killed process leaves its last records in /dev/shm. Every command that opens the log (report, check, scaling,
+    export) recovers the records on the host that it runs on, and so does any process of the run that exits normally. On
+    the other hosts of a cluster, run this command before they are restarted or cleaned:
+    `srun --ntasks-per-node=1 commtrace recover logs/run1`.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:

@@ -28,11 +28,11 @@ PARALLEL_FROM: Final = 8_000_000
 class Command:
     """Show what a run communicated.
 
-    The report begins with warnings that limit its numbers, with findings, and with the comparison of the run with
-    theory. Then come volumes by operation, parallel dimension, phase, step and call site, bandwidth, and the balance of
-    the ranks; in the end the coverage of the log, the cost of tracing, and the blind spots of the hooks. If DIR holds
-    several runs, the newest is shown. A damaged log is reported as far as it can be read. Several DIRs are shown side
-    by side.
+    The report begins with warnings, if anything limits its numbers, with findings, and with the comparison of the run
+    with theory. Then come volumes by operation, parallel dimension, phase, step and call site, bandwidth, and the
+    balance of the ranks, and last the coverage of the log, the cost of tracing, and the blind spots of the hooks. If
+    DIR holds several runs, the newest is shown. A damaged log is reported as far as it can be read. Several DIRs are
+    shown side by side.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
@@ -88,7 +88,7 @@ class Command:
 
 
 def section_names(text: str) -> tuple[str, ...]:
-    """Parse names of sections, separated by commas; "all" are all of them."""
+    """Parse names of sections, separated by commas; "all" selects all of them."""
     from commtrace.analyses.report.section_names import SECTIONS
 
     names = SECTIONS if text == "all" else tuple(text.split(","))
@@ -161,7 +161,7 @@ def _tables(run: Run, *, details: bool = False, network: str | None = None) -> N
 
 @contextlib.contextmanager
 def _executor(run: Run) -> Iterator[Executor | None]:
-    """Yield worker processes if there is much to read, else None."""
+    """Yield worker processes if the log is large, else None."""
     records = sum(segment.count for process in run.processes for segment in process.segments)
     if records < PARALLEL_FROM or usable_cores() < 2:
         yield None

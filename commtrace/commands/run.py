@@ -1,4 +1,4 @@
-"""The command `commtrace run`."""
+"""`commtrace run`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from commtrace.errors import CommtraceError
+
+from .option_types import add_program
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -24,10 +26,8 @@ class Command:
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the arguments."""
-        parser.add_argument(
-            "--out", metavar="DIR", help="directory for the log (default: $COMMTRACE, or commtrace-logs)"
-        )
-        parser.add_argument("command", metavar="CMD", nargs=argparse.REMAINDER, help="program and its arguments")
+        parser.add_argument("--out", metavar="DIR", help="log directory (default: $COMMTRACE, or commtrace-logs)")
+        add_program(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Replace this process by the program. Raises CommtraceError if that fails."""

@@ -9,25 +9,25 @@ from .option_types import add_formats, add_width, positive_integer
 
 
 class Command:
-    """Compare runs of one program on more and more ranks, and say what stops the scaling.
+    """Compare runs of one program on increasing numbers of ranks: what limits the scaling.
 
-    For each run: the time of a training step, speedup and efficiency against the run with the fewest ranks, tokens a
-    second, the division of the step time (computation, communication, waiting for late ranks), and what a rank sends,
-    compared with theory. Then fits of Amdahl's law and of a latency and bandwidth model, with their errors, and their
-    predictions for more ranks. Steps are those that the program marks, or that commtrace detects.
+    For each run: the time of a training step, speedup and efficiency against the run with the fewest ranks, tokens per
+    second, the parts of the step time (computation, communication, waiting for late ranks), and the bytes that a rank
+    sends, compared with theory. Then fits of Amdahl's law and of a latency and bandwidth model, with their errors, and
+    their predictions for more ranks. Steps are marked by the program or detected by commtrace.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the arguments."""
         parser.add_argument(
-            "directories", metavar="DIR", type=Path, nargs="+", help="log directories, one for each run; two or more"
+            "directories", metavar="DIR", type=Path, nargs="+", help="log directories, one per run; two or more"
         )
         parser.add_argument(
             "--tokens",
             metavar="N",
             type=positive_integer,
             action="append",
-            help="tokens of a step of the whole job, where the log does not have them; once, or once for each run",
+            help="tokens per step of the whole job, if the log does not have them; once, or once per run",
         )
         add_formats(parser)
         add_width(parser)

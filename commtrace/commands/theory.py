@@ -12,14 +12,15 @@ if TYPE_CHECKING:
 
 
 class Command:
-    """Predict what a training will communicate, from its configuration alone.
+    """Predict what a training run will communicate, from its configuration alone.
 
-    CONFIG is a GPT-NeoX YAML file or the name of a shipped one (13B), a DeepSpeed JSON, a Hugging Face config.json, or
-    the latter two together. A DeepSpeed JSON alone does not describe the model: add --layers, --hidden and
-    --vocabulary. Nothing is run, and neither torch nor DeepSpeed is needed: `commtrace theory 13B --world-size 1024`.
+    CONFIG is a GPT-NeoX YAML file or the name of a built-in model (13B), a DeepSpeed JSON file, a Hugging Face
+    config.json, or the latter two together. A DeepSpeed JSON file alone does not describe the model: add --layers,
+    --hidden and --vocabulary. Nothing is run, and neither torch nor DeepSpeed is needed, only the extra `theory`
+    (PyYAML, pydantic): `commtrace theory 13B --world-size 1024`.
 
-    Two predictions are shown: the closed form of the literature, and every call that the frameworks will make, with
-    the differences between the two.
+    Two predictions are shown: the closed form, and the calls that the frameworks will make (bounds of their payloads if
+    these depend on the data), with the differences between the two.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
@@ -30,7 +31,7 @@ class Command:
         add_world_size(parser)
         add_json(parser)
         add_network(parser, "also predict communication times on a network")
-        add_options(parser, parser.add_argument_group("model, where no file describes it"))
+        add_options(parser, parser.add_argument_group("model, if no file describes it"))
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Print the predictions."""
@@ -51,7 +52,7 @@ class Command:
 
 
 def add_options(general: argparse._ActionsContainer, figures: argparse._ActionsContainer) -> None:
-    """Add the options that complete the configuration files: settings of the training, and the model's shape."""
+    """Add the options that complete the configuration files: training settings and the shape of the model."""
     add = general.add_argument
     add(
         "--engine",
@@ -60,11 +61,13 @@ def add_options(general: argparse._ActionsContainer, figures: argparse._ActionsC
     )
     add("--zero-stage", type=int, choices=(0, 1, 2, 3), help="stage of ZeRO")
     add("--precision", choices=("fp32", "bf16", "fp16"), help="precision of parameters and gradients")
-    add("--micro-batch", metavar="N", type=positive_integer, help="sequences of a rank in a micro-batch")
-    add("--gradient-accumulation", metavar="N", type=positive_integer, help="micro-batches of a step")
+    add("--micro-batch", metavar="N", type=positive_integer, help="sequences per rank in a micro-batch")
+    add("--gradient-accumulation", metavar="N", type=positive_integer, help="micro-batches per step")
     figures.add_argument("--layers", metavar="N", type=positive_integer, help="number of transformer layers")
     figures.add_argument("--hidden", metavar="N", type=positive_integer, help="hidden size")
-    figures.add_argument("--vocabulary", metavar="N", type=positive_integer, help="rows of the embedding, with padding")
+    figures.add_argument(
+        "--vocabulary", metavar="N", type=positive_integer, help="rows of the embedding, including padding"
+    )
     figures.add_argument("--tied", action="store_true", help="the output layer shares the embedding's matrix")
     figures.add_argument(
         "--groups",

@@ -16,6 +16,9 @@ from commtrace.schema import Clock, State
 RECORDERS: Final = ("python", "native")
 PAGE: Final = (Path(__file__).parents[2] / "docs" / "explanation" / "recorders.md").read_text()
 
+CLOCKS: Final = {"return": Clock.RETURN, "wait": Clock.WAIT, "callback": Clock.FUTURE, "poll": Clock.TEST}
+"""Clocks by the names that the page and the reports use."""
+
 End = tuple[State, Clock]
 
 
@@ -57,7 +60,7 @@ def table(heading: str) -> list[list[str]]:
 
 def _end(cell: str) -> End:
     state, _, clock = cell.rstrip(")").partition(" (")
-    return State[state.upper()], Clock[clock.upper()] if clock else Clock.NONE
+    return State[state.upper()], CLOCKS[clock] if clock else Clock.NONE
 
 
 ENDS: Final[dict[str, dict[str, End]]] = {
