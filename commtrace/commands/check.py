@@ -30,9 +30,9 @@ class Command:
       2  wrong arguments
       3  nothing differs, but some rank could not be compared: theory has no rules for its job, or its log is missing
 
-    The job description comes from the log: it is captured when DDP or DeepSpeed is set up, when a model of FSDP2 or
-    parallelize_module first runs, or when the optimizer of a tensor-parallel model first steps. With --config it comes
-    from configuration files, as in `commtrace theory`, which needs the extra `theory` (PyYAML, pydantic).
+    The job description comes from the log: it is captured when DDP or DeepSpeed is set up, when an FSDP2 model first
+    runs, or when the optimizer of a model with parallelize_module alone first steps. With --config it comes from
+    configuration files, as in `commtrace theory`, which needs the extra `theory` (PyYAML, pydantic).
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
