@@ -1,6 +1,6 @@
 """The engine that runs analyses over the segments of a run, and the array operations that analyses are made of.
 
-An analysis is three functions, as of a map and reduce:
+An analysis is three functions, as in map and reduce:
 
     partial(block) -> table          of one block of records of one process; groups by the numbers in the records
     merge(tables) -> table           of any number of such tables; merge([merge([a, b]), c]) == merge([a, b, c])
@@ -9,10 +9,11 @@ An analysis is three functions, as of a map and reduce:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -106,12 +107,12 @@ class RecordBlock(CallColumns):
 
     @cached_property
     def calls(self) -> Array:
-        """Ones: a row is a call."""
+        """Return ones: each row is one call."""
         return np.ones(len(self.records), np.int64)
 
     @cached_property
     def distinct(self) -> DistinctCalls:
-        """The distinct calls of the block. Training repeats itself, so these are far fewer than the records."""
+        """Return the distinct calls of the block; training repeats itself, so they are far fewer than the records."""
         to_self = self["peer"] == self.labels.rank
         first, groups = group_rows([*(self[name] for name in _DISTINCT_FIELDS), to_self])
         return DistinctCalls(self, first, np.bincount(groups, minlength=len(first)))
@@ -140,7 +141,7 @@ class DistinctCalls(CallColumns):
 
 @dataclass(frozen=True)
 class Analysis:
-    """One question asked of a run: `partial`, `merge` and `finish` of this module's docstring, pure and picklable."""
+    """Functions that compute tables of a run, pure and picklable; the module docstring defines them."""
 
     name: str
     partial: Callable[[RecordBlock], pd.DataFrame]
@@ -155,17 +156,19 @@ def fold(run: RecordedRun, analyses: Sequence[Analysis], executor: Executor | No
 
     Args:
         run: The run to analyse.
-        analyses: The questions; their names are distinct.
+        analyses: The analyses; their names are distinct.
         executor: Reads the segments of the log, about RECORDS_PER_TASK records a task. None: this process does.
 
     Returns:
         The tables of all analyses by name.
     """
     mergers = {analysis.name: _Merger(analysis) for analysis in analyses}
-    partials = partial(
+    compute_partials = functools.partial(
         _partials, [analysis for analysis in analyses if analysis.reads_records is None or analysis.reads_records(run)]
     )
-    for tables in map(partials, _tasks(run)) if executor is None else executor.map(partials, [*_tasks(run)]):
+    for tables in (
+        map(compute_partials, _tasks(run)) if executor is None else executor.map(compute_partials, [*_tasks(run)])
+    ):
         for name, table in tables.items():
             mergers[name].add(table)
     return {
@@ -207,7 +210,7 @@ def _partials(analyses: Sequence[Analysis], task: list[tuple[RecordLabels, Segme
 
 @dataclass
 class _Merger:
-    """Merges partial tables as they come, a few at a time, so that few are in memory."""
+    """Accumulator of partial tables, which merges a few at a time to bound memory."""
 
     analysis: Analysis
     tables: list[pd.DataFrame] = field(default_factory=list)
@@ -314,7 +317,7 @@ def merge_by(keys: Sequence[str], how: Mapping[str, str], tables: Sequence[pd.Da
 
 def merge_sums(*keys: str) -> Callable[[Sequence[pd.DataFrame]], pd.DataFrame]:
     """Return a merge that adds up everything but the keys."""
-    return partial(merge_by, keys, {})
+    return functools.partial(merge_by, keys, {})
 
 
 def rows_of(table: pd.DataFrame) -> Iterator[Any]:

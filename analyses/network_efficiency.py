@@ -52,13 +52,13 @@ def _partial(block: RecordBlock) -> pd.DataFrame:
 def _calls(block: RecordBlock) -> pd.DataFrame:
     """Count the calls by operation, group and payload, and messages also by their two ranks."""
     labels, kinds = block.labels, block["kind"]
-    message = np.isin(labels.text("op", kinds).astype(str), MESSAGES)
-    peers = np.where(message, block["peer"], -1)
+    is_point_to_point = np.isin(labels.text("op", kinds).astype(str), MESSAGES)
+    peers = np.where(is_point_to_point, block["peer"], -1)
     first, groups = group_rows([kinds, block["group"], block["payload"], peers])
     return _table(
         block,
         first,
-        rank=np.where(message[first], labels.rank, -1),
+        rank=np.where(is_point_to_point[first], labels.rank, -1),
         peer=peers[first],
         seq=np.full(len(first), -1),
         calls=np.bincount(groups, minlength=len(first)),

@@ -1,4 +1,4 @@
-"""The verdict as text: cells that differ equally on several ranks and in several steps share one paragraph."""
+"""Verdict as text; cells with the same difference on several ranks or steps share a paragraph."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def _has_steps(table: pd.DataFrame) -> bool:
 
 
 _NO_CALL: Final = "The log holds no call."
-_NO_STEP: Final = "No training step was seen in this log: everything counts as start-up."
+_NO_STEP: Final = "The log has no training step: everything counts as start-up."
 _NO_THEORY: Final = (
     "There is no prediction for this run: it needs the job that is trained, captured in the log, and rules for its "
     "scheme."
@@ -52,7 +52,7 @@ FIGURES: Final[dict[str, Figure]] = {
         "Volume by operation and parallel dimension",
         "volume_by_role_and_operation",
         volume,
-        "The longest bar moves most data. The thin grey bar is the least that the ranks send for it: where it is "
+        "The longest bar moves most data. The thin grey bar is the wire bytes: where it is "
         "longer, the operation sends more bytes than its buffers have.",
         _NO_CALL,
     ),
@@ -179,4 +179,4 @@ SCALING: Final[dict[str, Figure]] = {
         _NO_CALL,
     ),
 }
-"""Of runs on more and more ranks (`commtrace scaling`)."""
+"""Figures of runs on increasing numbers of ranks (`commtrace scaling`)."""

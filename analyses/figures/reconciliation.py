@@ -96,7 +96,7 @@ def _waterfall(table: pd.DataFrame, roles: Sequence[str], title: str) -> go.Figu
     ends = [value for value in [0.0, *scale.axis(top), *scale.axis(base)] if value is not None]
     room = 0.24 * (max(ends) - min(ends) or 1)
     figure.update_xaxes(
-        title_text=f"bytes a rank sends in a step, at least, {scale.unit}",
+        title_text=f"wire bytes per step (min), {scale.unit}",
         range=[min(ends) - room * (min(ends) < 0), max(ends) + room],
     )
     figure.update_yaxes(showticklabels=False, range=[len(table) - 0.6, -0.75], showgrid=False, zeroline=False)

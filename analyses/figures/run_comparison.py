@@ -134,7 +134,7 @@ def role_volumes(table: pd.DataFrame) -> go.Figure:
             continue
         colour, shape = _ROLE_PAINT.get(role, (GREY, "/"))
         hover = [
-            f"{label(row.run)}: {label(role)}<br>{format_bytes(row.wire_bytes_per_rank)} per rank, at least"
+            f"{label(row.run)}: {label(role)}<br>{format_bytes(row.wire_bytes_per_rank)} per rank (min)"
             f"<br>{format_bytes(row.payload_bytes_per_rank)} payload"
             for row in rows_of(rows)
         ]
@@ -148,7 +148,7 @@ def role_volumes(table: pd.DataFrame) -> go.Figure:
             )
         )
     figure.add_trace(stack_totals(totals, scale.axis(totals)))
-    title = f"bytes a rank sends in the whole run, at least, {scale.unit}"
+    title = f"wire bytes per rank, whole run (min), {scale.unit}"
     figure.update_xaxes(title_text=title, range=[0, 1.3 * scale.reach(totals)])
     _runs_axis(figure, table)
     figure.update_layout(barmode="stack")
@@ -161,7 +161,7 @@ def measured_and_predicted(table: pd.DataFrame) -> go.Figure:
     Args:
         table: `runs_predicted`.
     """
-    return _prediction_bars(table, "bytes a rank sends in a step, at least", "Measured against predicted")
+    return _prediction_bars(table, "wire bytes per step (min)", "Measured against predicted")
 
 
 def predicted_by_role(table: pd.DataFrame) -> go.Figure:

@@ -185,7 +185,7 @@ def stack_totals(
     totals: pd.Series[Any],
     lengths: Sequence[Any],
     places: Sequence[Any] | None = None,
-    write: Callable[[Any], str] = format_bytes,
+    formatter: Callable[[Any], str] = format_bytes,
 ) -> go.Scatter:
     """Return the totals of horizontal stacks as text behind their ends.
 
@@ -193,13 +193,13 @@ def stack_totals(
         totals: The values to write, by the name of their stack.
         lengths: The same in the unit of the axis.
         places: Where the stacks are on the other axis. None: at their names.
-        write: Formats a value.
+        formatter: Formats a value.
     """
     return go.Scatter(
         x=lengths,
         y=[label(name) for name in totals.index] if places is None else places,
         mode="text",
-        text=[f" {write(total)}" for total in totals],
+        text=[f" {formatter(total)}" for total in totals],
         textposition="middle right",
         cliponaxis=False,
         hoverinfo="skip",

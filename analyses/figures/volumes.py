@@ -57,7 +57,7 @@ def volume(table: pd.DataFrame) -> go.Figure:
         figure.add_trace(bars, row=2, col=1)
     figure.add_trace(stack_totals(roles, scale.axis(roles), [*range(len(roles))]), row=2, col=1)
     figure.update_xaxes(range=[0, 1.3 * scale.reach([*operations["wire_bytes"], *roles])])
-    figure.update_xaxes(title_text=f"payload, {scale.unit}, sum over the ranks seen", row=2, col=1)
+    figure.update_xaxes(title_text=f"payload, {scale.unit}, sum over the recorded ranks", row=2, col=1)
     for row, names in enumerate((operations["op"], roles.index), start=1):
         figure.update_yaxes(**_numbered_rows([*names]), row=row, col=1)
     figure.update_layout(barmode="stack")

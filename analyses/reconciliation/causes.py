@@ -30,7 +30,7 @@ class Leftover:
 
     role: str
     op: str
-    size: int  # payload of one call, -1: not kept
+    payload: int  # of one call, -1: not kept
     calls: int
     bytes: int
     wire: Fraction
@@ -40,7 +40,7 @@ class Leftover:
 
 @dataclass(frozen=True)
 class StepContext:
-    """What is known of the rank and the step of leftovers."""
+    """Rank and step of leftovers."""
 
     prediction: Prediction
     job: Mapping[str, Any]
@@ -80,7 +80,7 @@ def _overflow(leftovers: Sequence[Leftover], context: StepContext) -> Sequence[L
         return ()
     missing: dict[tuple[str, int], int] = defaultdict(int)
     for leftover in leftovers:
-        missing[leftover.op, leftover.size] -= leftover.calls
+        missing[leftover.op, leftover.payload] -= leftover.calls
     skipped = [sorted_calls(calls) for calls in context.prediction.skipped]
     return leftovers if sorted((op, size, calls) for (op, size), calls in missing.items()) in skipped else ()
 

@@ -62,7 +62,7 @@ def _match(
     key: CellKey, expected: ExpectedCounts, measured: Sequence[MeasuredCalls], ranks: int, least: Mapping[int, int]
 ) -> Cell:
     """Match call by call. `ranks`: of the role's group; `least`: lower by upper bounds of sizes that have bounds."""
-    if any(calls.size < 0 for calls in measured):
+    if any(calls.payload < 0 for calls in measured):
         return _match_sums(key, expected, measured, ranks, least)
     missing = dict(expected)
     below_bound = Fraction(0)
@@ -76,9 +76,9 @@ def _match(
             if count:
                 missing[size, group] -= count
                 taken += count
-                below_bound += count * _wire_difference(key[1], calls.size, size, group or ranks)
+                below_bound += count * _wire_difference(key[1], calls.payload, size, group or ranks)
         if taken:
-            matched_calls, matched_bytes = matched_calls + taken, matched_bytes + taken * calls.size
+            matched_calls, matched_bytes = matched_calls + taken, matched_bytes + taken * calls.payload
             sites.append(calls.site)
         if calls.calls > taken:
             leftovers.append(_extra(key, calls, calls.calls - taken))
@@ -88,10 +88,10 @@ def _match(
 
 def _candidates(calls: MeasuredCalls, expected: ExpectedCounts, least: Mapping[int, int]) -> Iterator[tuple[int, int]]:
     """Return the expected sizes and groups that calls may match: the exact size first, then bounds around it."""
-    yield calls.size, calls.ranks
-    yield calls.size, 0
+    yield calls.payload, calls.ranks
+    yield calls.payload, 0
     for most, group in expected:
-        if most != calls.size and group in (0, calls.ranks) and least.get(most, most) <= calls.size <= most:
+        if most != calls.payload and group in (0, calls.ranks) and least.get(most, most) <= calls.payload <= most:
             yield most, group
 
 
@@ -117,7 +117,7 @@ def _match_sums(
 def _extra(key: CellKey, calls: MeasuredCalls, count: int) -> Leftover:
     wire = Fraction(0) if calls.wire is None else calls.wire * count / calls.calls
     size = calls.bytes * count // calls.calls
-    return Leftover(*key, calls.size, count, size, wire, calls.phase, calls.site)
+    return Leftover(*key, calls.payload, count, size, wire, calls.phase, calls.site)
 
 
 def _missing(key: CellKey, counts: ExpectedCounts, ranks: int) -> Iterator[Leftover]:

@@ -1,4 +1,4 @@
-"""The calls that a log has, by rank and step: the measured side of the reconciliation."""
+"""Measured calls of a log by rank and step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from commtrace.analyses.fold_engine import RecordBlock, group_rows, merge_sums, 
 DETAILED_STEPS: Final = 64
 """Steps whose message sizes are kept apart, so that a log of many steps stays a small table; later ones have -1."""
 
-KEYS: Final = ("process", "step", "role", "op", "phase", "site", "size", "ranks")
+KEYS: Final = ("process", "step", "role", "op", "phase", "site", "payload", "ranks")
 
 CellKey: TypeAlias = tuple[str, str]
 """Role and operation."""
@@ -25,7 +25,7 @@ CellKey: TypeAlias = tuple[str, str]
 class MeasuredCalls:
     """Measured calls of one role and operation that are equal in all other fields."""
 
-    size: int  # payload of one call in bytes, -1: not kept
+    payload: int  # of one call in bytes, -1: not kept
     calls: int
     bytes: int
     wire: Fraction | None
@@ -40,9 +40,9 @@ def partial(block: RecordBlock) -> pd.DataFrame:
     `ranks` is the size of the call's group. Wire bytes are multiples of 1/`ranks` byte: sums of `wire_parts` are exact.
     """
     rows, labels = block.distinct, block.labels
-    size = np.where(rows["step"] < DETAILED_STEPS, rows["payload"], -1)
+    payload = np.where(rows["step"] < DETAILED_STEPS, rows["payload"], -1)
     ranks = labels.group_sizes(rows["group"])
-    first, groups = group_rows([*(rows[name] for name in ("step", "group", "kind", "phase", "site")), size])
+    first, groups = group_rows([*(rows[name] for name in ("step", "group", "kind", "phase", "site")), payload])
     wire, unknown = rows.volumes["wire_bytes"], rows.volumes["wire_unknown"]
     values = {
         "calls": rows.calls,
@@ -55,7 +55,7 @@ def partial(block: RecordBlock) -> pd.DataFrame:
             "process": np.full(len(first), labels.number, np.int64),
             "step": rows["step"][first],
             **{name: labels.text(name, labels.ids(name, rows)[first]) for name in ("role", "op", "phase", "site")},
-            "size": size[first],
+            "payload": payload[first],
             "ranks": ranks[first],
             **{name: sum_groups(value, groups, len(first)) for name, value in values.items()},
         }
@@ -70,7 +70,7 @@ def calls_by_step(table: pd.DataFrame) -> dict[int, list[tuple[CellKey, Measured
     by_step: dict[int, list[tuple[CellKey, MeasuredCalls]]] = defaultdict(list)
     for row in rows_of(table):
         wire = Fraction(int(row.wire_parts), int(row.ranks)) if row.ranks and not row.wire_unknown else None
-        counts = int(row.size), int(row.calls), int(row.payload_bytes)
+        counts = int(row.payload), int(row.calls), int(row.payload_bytes)
         calls = MeasuredCalls(*counts, wire, str(row.phase), str(row.site), int(row.ranks))
         by_step[int(row.step)].append(((str(row.role), str(row.op)), calls))
     return by_step

@@ -15,32 +15,32 @@ from .log_facts import lost_calls
 
 
 def warnings(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> Iterator[str]:
-    """Yield what readers must know before they believe any number of a run."""
+    """Yield warnings about incomplete or unreliable data."""
     yield from (f"{note.path} {note.what}; {note.consequence}" for note in run.notes if note.kind == "runs")
     coverage = tables["coverage"].iloc[0]
     if coverage["ranks_missing"]:
-        yield f"Ranks {coverage['ranks_missing']} left no log: sums and means are over the ranks seen."
+        yield f"Ranks {coverage['ranks_missing']} left no log: sums and means are over the recorded ranks."
     if lost := lost_calls(coverage):
-        yield f"Some calls are counted and not recorded ({lost}): volumes are lower bounds."
+        yield f"Some calls were counted but not recorded ({lost}): volumes are lower bounds."
     if coverage["without_end"]:
         yield f"{format_plural(int(coverage['without_end']), 'process', 'processes')} ended early, or still run."
     if coverage["simulated"]:
         yield "Simulated, a dry run: the calls are the job's, nothing was sent, and there are no times."
     if is_known(coverage["hook_errors"]) and coverage["hook_errors"]:
         errors = format_plural(int(coverage["hook_errors"]), "call")
-        yield f"The hooks failed on {errors}: what they saw of them is missing."
+        yield f"The hooks failed on {errors}: their data is incomplete."
     damaged = sum(int(coverage[f"files_{kind}"]) for kind in ("cut", "foreign", "unreadable", "missing", "garbled"))
     if damaged:
         yield f"Damaged or foreign files in the log: {damaged:,}; see the notes on the log."
 
 
 def warnings_of_runs(runs: Mapping[str, RecordedRun], tables: Mapping[str, Mapping[str, pd.DataFrame]]) -> list[str]:
-    """Return the warnings of several runs, each behind the name of its run."""
+    """Return the warnings of several runs, each after the name of its run."""
     return [f"{name}: {text}" for name, run in runs.items() for text in warnings(run, tables[name])]
 
 
 def findings(tables: Mapping[str, pd.DataFrame]) -> Iterator[str]:
-    """Yield what the tables of a run show, the most important in sentences."""
+    """Yield the most important results of a run as sentences."""
     steady = tables["steady_step"]
     total = float(steady.loc[steady["op"] == ALL, "payload_bytes_per_rank"].sum())
     if total:

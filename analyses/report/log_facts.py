@@ -1,4 +1,4 @@
-"""What is known of a run and its log: coverage, damage, tracing cost, blind spots. Texts for terminal and page."""
+"""Facts about a run and its log for terminal and page: coverage, damage, tracing cost, blind spots."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from commtrace.reading.recorded_run import RecordedRun
 
 
 def facts(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> dict[str, str]:
-    """Return what is known of a run and its log, by name. What does not apply is left out."""
+    """Return facts about a run and its log by name; facts that do not apply are left out."""
     coverage = tables["coverage"].iloc[0]
     texts = {
         "job": summarize_job(run),
@@ -43,7 +43,7 @@ def facts(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> dict[str, str
 
 
 def log_lists(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> dict[str, list[str]]:
-    """Return what the log does not tell and what is damaged in it: lists by their titles, empty ones left out."""
+    """Return values that are not observed and problems of the log: lists by title, empty ones left out."""
     notices = [row for process in run.processes for row in process.tables.notices]
     uncomputed = (f"{row.get('file')}:{row.get('line')} {row.get('function')}: {row.get('what')}" for row in notices)
     lists = {
@@ -72,8 +72,8 @@ def _ranks(coverage: pd.Series[Any]) -> str:
     hosts = f"on {format_plural(int(coverage['hosts']), 'host')}"
     seen = int(coverage["ranks_seen"])
     if not is_known(coverage["world_size"]):
-        return f"{format_plural(seen, 'rank')} seen, {hosts}; the world size is not known"
-    text = f"{seen:,} of {int(coverage['world_size']):,} seen, {hosts}"
+        return f"{format_plural(seen, 'rank')} recorded, {hosts}; the world size is not known"
+    text = f"{seen:,} of {int(coverage['world_size']):,} recorded, {hosts}"
     return text + (f"; missing: {coverage['ranks_missing']}" if coverage["ranks_missing"] else "")
 
 

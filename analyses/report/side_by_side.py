@@ -1,4 +1,4 @@
-"""Runs side by side as text: what a training step of each communicates. Computes nothing, and prints nothing."""
+"""Text report of runs side by side. Renders tables; computes and prints nothing."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def render(tables: Mapping[str, pd.DataFrame], width: int, *, warnings: Sequence
         yield paragraph(text, width, first="! ", style="bold yellow")
     runs = tables["runs"]
     predicted = tables["runs_predicted"].set_index("run")["predicted_bytes"]
-    yield heading("A training step of each run, mean per rank seen")
-    more = [(TextColumn("predicted"), [format_bytes(predicted[run]) for run in runs["run"]])]
-    yield spec_table("runs", runs, width, more=more)
+    yield heading("A training step of each run, mean per recorded rank")
+    predictions = [(TextColumn("predicted"), [format_bytes(predicted[run]) for run in runs["run"]])]
+    yield spec_table("runs", runs, width, more=predictions)
     for part, title in ((STEP, "Payload of a training step"), (WHOLE, "Payload of the whole run, start-up included")):
         yield Text()
         yield heading(f"{title}, per rank, by operation")

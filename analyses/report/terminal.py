@@ -1,4 +1,4 @@
-"""The report of one run as text. Renders tables that exist, computes nothing, and prints nothing."""
+"""Text report of one run. Renders tables; computes and prints nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _BAR: Final = 16
 
 @dataclass(frozen=True)
 class _Report:
-    """What sections are rendered from."""
+    """Input of the functions that render sections."""
 
     run: RecordedRun
     tables: Mapping[str, pd.DataFrame]
@@ -107,7 +107,8 @@ def _theory(report: _Report) -> Iterator[RenderableType]:
 
 def _operations(report: _Report) -> Iterator[RenderableType]:
     role = _only_role(report)
-    yield heading("By operation, sums over the ranks seen" + (f"; all of dimension {role}" if role else ""))
+    dimension = f"; parallel dimension: {role}" if role else ""
+    yield heading(f"By operation, totals over the recorded ranks{dimension}")
     yield report.table("volume_by_operation")
 
 
@@ -137,11 +138,11 @@ def _steps(report: _Report) -> Iterator[RenderableType]:
     steps, steady = report.tables["volume_by_step"], report.tables["steady_step"]
     if not len(steady):
         yield heading("By step")
-        yield report.paragraph("No training step was seen: everything counts as start-up.")
+        yield report.paragraph("The log has no training step: everything counts as start-up.")
         return
     count, differing = int(steady["steps"].iloc[0]), int(steady["differing_steps"].max())
-    alike = f"median of {count:,}, {differing:,} differ" if differing else f"all {count:,} are equal"
-    yield heading(f"A training step, mean per rank seen: {'there is one' if count == 1 else alike}")
+    alike = f"median of {count:,}, {differing:,} differ" if differing else f"all {count:,} identical"
+    yield heading(f"A training step, mean per recorded rank: {'the only one' if count == 1 else alike}")
     yield report.table("steady_step")
     start = steps.loc[steps["step"] < 0]
     calls, payload = format_plural(int(start["calls"].sum()), "call"), format_bytes(start["payload_bytes"].sum())
@@ -170,8 +171,8 @@ def _sizes(report: _Report) -> Iterator[RenderableType]:
 
 _MEASURES: Final = {
     "in_call": "Time inside the call, as the host saw it",
-    "waiting": "Time waiting for the end, where the program waited and the host saw the end",
-    "to_completion": "Time from the call to its end, where the end was seen",
+    "waiting": "Time waiting for the end, where the program waited and the host knows the end",
+    "to_completion": "Time from the call to its end, where the end is known",
 }
 
 
@@ -193,10 +194,10 @@ def _bandwidth(report: _Report) -> Iterator[RenderableType]:
     if report.run.simulated:
         return
     table = report.tables["bandwidth"]
-    yield heading("Bandwidth, GB/s (1e9 bytes), over calls whose end was seen")
+    yield heading("Bandwidth, GB/s (1e9 bytes), over calls with a known end")
     yield report.table("bandwidth") if len(table) else report.paragraph("Known for no call.")
     if table["end_seen_by"].isin(["wait", "poll"]).any():
-        yield report.paragraph("A wait or a poll sees an end late: those bandwidths are lower bounds.")
+        yield report.paragraph("Waits and polls may see completion late: those bandwidths are lower bounds.")
 
 
 def _ranks(report: _Report) -> Iterator[RenderableType]:
@@ -205,7 +206,9 @@ def _ranks(report: _Report) -> Iterator[RenderableType]:
     if len(table) > 1 and all(table[column].nunique() == 1 for column in ("calls", "payload_bytes")):
         calls = format_plural(int(table["calls"].iloc[0]), "call")
         payload = format_bytes(table["payload_bytes"].iloc[0])
-        yield report.paragraph(f"The {len(table):,} ranks seen are alike: {calls} and a payload of {payload} each.")
+        yield report.paragraph(
+            f"All {len(table):,} recorded ranks are identical: {calls} and a payload of {payload} each."
+        )
         return
     if len(table) <= MAX_RANKS:
         yield report.table("ranks")

@@ -1,4 +1,4 @@
-"""The section on theory: how much of the payload is as expected, a step as a sum, and what differs."""
+"""Section on theory: agreement with the expected calls, differences, and waterfalls."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def render_theory(tables: Mapping[str, pd.DataFrame], width: int) -> Iterator[Re
 
 
 def _agreement(compared: pd.DataFrame) -> str:
-    measured, matched, named, unexplained = (
+    measured, matched, explained, unexplained = (
         int(compared[f"{name}_bytes"].sum()) for name in ("measured", "matched", "named", "unexplained")
     )
     share = "all" if matched == measured else format_share(matched / measured) if measured else "none"
-    differs = "nothing differs"
-    if named or unexplained:
-        differs = f"other, with a known cause: {format_bytes(named)}; unexplained: {format_bytes(unexplained)}"
+    differs = "no differences"
+    if explained or unexplained:
+        differs = f"other, with a known cause: {format_bytes(explained)}; unexplained: {format_bytes(unexplained)}"
     ranks = format_plural(compared["rank"].nunique(), "rank")
     payload = f"{share} of the payload of {ranks}, {format_bytes(measured)}"
-    return f"{', '.join(compared['scheme'].unique())}: {payload}, is as expected, call by call; {differs}."
+    return f"{', '.join(compared['scheme'].unique())}: {payload}, matches the expected calls; {differs}."
 
 
 def _causes(reconciliation: pd.DataFrame, width: int) -> Iterator[RenderableType]:
@@ -61,10 +61,10 @@ def _causes(reconciliation: pd.DataFrame, width: int) -> Iterator[RenderableType
 
 
 def _describe_cause(cause: str, rows: pd.DataFrame) -> str:
-    """Describe a cause: "unexplained: 3 calls more and 1 call missing of all_reduce, +12 B of payload, in 3 steps"."""
-    more, missing = int(rows["measured_calls"].sum()), int(rows["expected_calls"].sum())
-    calls = [f"{format_plural(more, 'call')} more"] if more else []
-    calls += [f"{format_plural(missing, 'call')} missing"] if missing else []
+    """Describe a cause: "unexplained: all_reduce: 3 extra calls, 1 missing, +12 B of payload, in 3 steps"."""
+    extra_calls, missing = int(rows["measured_calls"].sum()), int(rows["expected_calls"].sum())
+    calls = [format_plural(extra_calls, "extra call")] if extra_calls else []
+    calls += [f"{missing:,} missing" if calls else format_plural(missing, "missing call")] if missing else []
     training = rows["step"] >= 0
     where = f"in {format_plural(rows['step'].nunique(), 'step')}"
     if not training.all():
@@ -73,19 +73,19 @@ def _describe_cause(cause: str, rows: pd.DataFrame) -> str:
     places = f", from {'; '.join(sites[:MAX_SITES])}{' ...' * (len(sites) > MAX_SITES)}" if sites else ""
     ops = ", ".join(sorted(rows["op"].unique()))
     payload = format_signed(rows["difference_bytes"].sum(), format_bytes)
-    return f"{cause}: {' and '.join(calls)} of {ops}, {payload} of payload, {where}{places}"
+    return f"{cause}: {ops}: {', '.join(calls)}, {payload} of payload, {where}{places}"
 
 
 def _waterfall(rows: pd.DataFrame, head: str, width: int) -> Iterator[RenderableType]:
     """Yield the sum from the closed form to what was measured; its causes have a sign."""
     if not len(rows):
         return
-    form = int(rows["bytes"].iloc[0])
+    closed_form = int(rows["bytes"].iloc[0])
     cells = [
         [
             str(label),
             format_bytes(size) if kind in ("closed form", "measured") else format_signed(size, format_bytes),
-            format_share(size / form if form else None),
+            format_share(size / closed_form if closed_form else None),
         ]
         for label, size, kind in zip(rows["label"], rows["bytes"], rows["kind"], strict=True)
     ]
@@ -93,6 +93,6 @@ def _waterfall(rows: pd.DataFrame, head: str, width: int) -> Iterator[Renderable
     columns = [
         left_column(head, shortenable=True),
         TextColumn("wire (min)"),
-        TextColumn("of the formula", optional=True),
+        TextColumn("of closed form", optional=True),
     ]
     yield text_table(columns, cells, width)

@@ -1,4 +1,4 @@
-"""What limits the scaling, in sentences, each derived from numbers of the tables."""
+"""Findings on what limits the scaling, each derived from numbers of the tables."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _growth(table: pd.DataFrame) -> Iterator[str]:
     work_changes = "is the same" if abs(work - 1) < 0.005 else f"changes by a factor of {work:.3g}"
     changes = "stay at" if abs(growth - 1) < 0.005 else f"change from {format_bytes(first['wire_bytes'])} to"
     yield (
-        f"From {int(first['ranks'])} to {int(last['ranks'])} ranks, the bytes that a rank must send in a step "
+        f"From {int(first['ranks'])} to {int(last['ranks'])} ranks, the wire bytes of a rank's step "
         f"{changes} {format_bytes(last['wire_bytes'])}, while its share of the work {work_changes}: communication per "
         f"computation changes by a factor of {growth / work:.3g}."
     )

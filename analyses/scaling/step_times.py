@@ -24,6 +24,7 @@ import pandas as pd
 from commtrace.analyses.call_times import exact_ends, has_own_times, wait_begin
 from commtrace.analyses.fold_engine import Array, RecordBlock
 from commtrace.errors import LogError
+from commtrace.formatting import format_ranks
 from commtrace.reading.labels import RecordLabels
 from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun
@@ -41,7 +42,7 @@ _RECORD_FIELDS: Final = (
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What was measured of one run."""
+    """Step-time measurements of one run."""
 
     steps: pd.DataFrame
     """A row per `rank` and `step` with `step_ns`, `blocked_ns`, `late_ns`, `in_flight_ns`, `calls`, `payload_bytes`,
@@ -52,7 +53,7 @@ class StepTimes:
     marked: bool
     """Whether the log has training steps; else all of it counts as one."""
     on_device: bool
-    """Whether the device's clock saw some ends."""
+    """Whether the device's clock recorded some ends."""
     late_known: float
     """Share of the blocked time in calls of which all ranks are on one host and in the log."""
 
@@ -64,21 +65,21 @@ def step_times(run: RecordedRun) -> StepTimes:
         LogError: The run is a dry run, a rank recorded no call, or no step is complete.
     """
     if run.simulated:
-        raise LogError(f"{run.log.path}: a dry run has no times; give a run that happened")
+        raise LogError(f"{run.log.path}: a dry run has no times; pass a recorded run")
     spans = [_step_spans(process, labels) for process, labels in zip(run.processes, run.labels, strict=True)]
-    if not spans or any(not len(of_process) for of_process in spans):
-        raise LogError(f"{run.log.path}: a rank recorded no call, so nothing is known of its times")
+    silent = {process.rank for process, steps in zip(run.processes, spans, strict=True) if not len(steps)}
+    if silent or not spans:
+        ranks = f"rank {format_ranks(silent)}" if silent else "the run"
+        raise LogError(f"{run.log.path}: {ranks} recorded no calls; record at least three steps on every rank")
     chosen, marked = _choose_steps(spans)
     if not len(chosen):
-        raise LogError(
-            f"{run.log.path}: no training step is over on every rank; let the program run for three steps or more"
-        )
+        raise LogError(f"{run.log.path}: no training step completed on every rank; record at least three steps")
     calls = timed_calls(run, chosen)
     steps = [
         _measure_steps(calls.loc[calls["process"] == number], run.labels[number], spans[number], chosen)
         for number in sorted(calls["process"].unique().tolist())
     ]
-    blocked = (calls["until"] - calls["t_begin"]).clip(lower=0)
+    blocked = (calls["blocked_until"] - calls["t_begin"]).clip(lower=0)
     total, known = float(blocked.sum()), float(blocked[calls["last_begin"] > 0].sum())
     on_device = bool(calls["clock"].isin(_DEVICE_CLOCKS).any())
     late_known = known / total if total else 1.0
@@ -98,7 +99,7 @@ def timed_calls(run: RecordedRun, steps: Array | None = None, columns: Sequence[
         `op`, `members` (the group), `ranks` (its size), `wire_bytes`, `columns`, and
 
         t_wait         when the program began to wait, if it stood still
-        until          until when the call held a thread of the program, as far as the host knows
+        blocked_until  end of the time that the call held a thread of the program, as far as the host knows
         exact          whether t_end is the end of the transfer (`call_times.exact_ends`)
         last_begin     when the last rank of the call began it, on the clock of its host; 0: not known
     """
@@ -160,17 +161,17 @@ def _calls(process: Process, labels: RecordLabels, steps: Array | None, columns:
         }
         tables.append(pd.DataFrame(table))
     calls = pd.concat(tables, ignore_index=True).sort_values("t_begin", kind="stable", ignore_index=True)
-    return calls.assign(until=np.maximum(calls["t_return"], np.where(calls["t_wait"] > 0, calls["t_end"], 0)))
+    return calls.assign(blocked_until=np.maximum(calls["t_return"], np.where(calls["t_wait"] > 0, calls["t_end"], 0)))
 
 
 def _with_last_begin(calls: pd.DataFrame, run: RecordedRun) -> pd.DataFrame:
     boots = [(process.host, str(process.tables.process.get("boot_id"))) for process in run.processes]
-    message = calls["op"].isin(["send", "recv"])
-    peer = calls["peer"].where(message, -1)
+    is_point_to_point = calls["op"].isin(["send", "recv"])
+    peer = calls["peer"].where(is_point_to_point, -1)
     keys = pd.DataFrame(
         {
             "host": pd.factorize(pd.Series(boots))[0][calls["process"]],
-            "op": calls["op"].where(~message, "message"),
+            "op": calls["op"].where(~is_point_to_point, "message"),
             "members": calls["members"],
             "sender": calls["rank"].where(calls["op"] == "send", peer),
             "receiver": calls["rank"].where(calls["op"] == "recv", peer),
@@ -178,14 +179,14 @@ def _with_last_begin(calls: pd.DataFrame, run: RecordedRun) -> pd.DataFrame:
             "seq": calls["seq"],
         }
     )
-    call = keys.groupby([*keys.columns], sort=False).ngroup()
-    ranks_seen = calls.groupby(call)["rank"].transform("nunique")
-    last = calls.groupby(call)["t_begin"].transform("max")
+    call_id = keys.groupby([*keys.columns], sort=False).ngroup()
+    ranks_seen = calls.groupby(call_id)["rank"].transform("nunique")
+    last = calls.groupby(call_id)["t_begin"].transform("max")
     # A buffered send does not wait for its receiver; a receive waits until the send has begun.
-    send_begin = calls["t_begin"].where(calls["op"] == "send").groupby(call).transform("max")
+    send_begin = calls["t_begin"].where(calls["op"] == "send").groupby(call_id).transform("max")
     # No rank waits for another in a one-sided call.
-    all_seen = (ranks_seen == calls["ranks"].where(~message, 2)) & ~calls["op"].isin(_ONE_SIDED)
-    last_begin = last.where(~message, send_begin).where(all_seen, 0)
+    all_seen = (ranks_seen == calls["ranks"].where(~is_point_to_point, 2)) & ~calls["op"].isin(_ONE_SIDED)
+    last_begin = last.where(~is_point_to_point, send_begin).where(all_seen, 0)
     return calls.assign(last_begin=last_begin.fillna(0).astype(np.int64))
 
 
@@ -194,7 +195,7 @@ def _measure_steps(calls: pd.DataFrame, labels: RecordLabels, spans: pd.DataFram
     begin = spans.loc[steps, "begin"].to_numpy()
     end = spans.loc[steps + 1, "begin"].to_numpy() if steps[0] >= 0 else spans.loc[steps, "end"].to_numpy()
     known = calls.loc[calls["last_begin"] > 0]
-    until_last = np.minimum(known["until"], known["last_begin"])
+    until_last = np.minimum(known["blocked_until"], known["last_begin"])
     late_in_call = _intervals(known["t_begin"], np.minimum(until_last, known["t_return"]))
     late_in_wait = _intervals(known["t_wait"].where(known["t_wait"] > 0, until_last), until_last)
     started = calls["t_start"].where(calls["t_start"] > 0, calls["t_begin"])
@@ -218,7 +219,7 @@ def _measure_steps(calls: pd.DataFrame, labels: RecordLabels, spans: pd.DataFram
 
 
 def blocked_intervals(calls: pd.DataFrame) -> Array:
-    """Return when calls of `timed_calls` held the program, in ns, shape (n, 2), which may overlap."""
+    """Return intervals in which calls of `timed_calls` blocked the program, ns, shape (n, 2); they may overlap."""
     inside = _intervals(calls["t_begin"], calls["t_return"])
     waiting = _intervals(calls["t_wait"].where(calls["t_wait"] > 0, calls["t_end"]), calls["t_end"])
     return np.concatenate([inside, waiting])
@@ -240,9 +241,9 @@ def covered_ns(intervals: Array, begin: Array, end: Array) -> Array:
     starts, ends = intervals[first, 0], reach[np.concatenate([first[1:] - 1, [len(reach) - 1]])]
     covered_before = np.concatenate([[0], np.cumsum(ends - starts)])
 
-    def covered_until(moments: Array) -> Array:
-        at = np.searchsorted(starts, moments, side="right")
-        last = np.where(at > 0, np.minimum(moments, ends[at - 1]) - starts[at - 1], 0)
+    def covered_until(timestamps: Array) -> Array:
+        at = np.searchsorted(starts, timestamps, side="right")
+        last = np.where(at > 0, np.minimum(timestamps, ends[at - 1]) - starts[at - 1], 0)
         return np.where(at > 0, covered_before[np.maximum(at - 1, 0)] + last, 0)
 
     total: Array = covered_until(end) - covered_until(begin)
@@ -252,8 +253,8 @@ def covered_ns(intervals: Array, begin: Array, end: Array) -> Array:
 def _messages(calls: pd.DataFrame) -> pd.DataFrame:
     """Return `StepTimes.messages`. A message is measured at its receiver: a send may return before its bytes are gone.
 
-    Calls that continue in the background count from when their last rank began them: their return means nothing, as
-    DDP's take a tenth of a millisecond to start, whatever their size.
+    Calls that continue in the background count from when their last rank began them, not from their return: DDP's take
+    a tenth of a millisecond to start, whatever their size.
     """
     timed = calls.loc[
         (calls["last_begin"] > 0)

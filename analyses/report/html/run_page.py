@@ -71,7 +71,7 @@ def _tiles(tables: Mapping[str, pd.DataFrame]) -> Iterator[Tile]:
     missing = bool(is_known(world_size)) and seen < int(world_size)
     job = f"of {format_count(world_size)}" if is_known(world_size) else "of an unknown number"
     hosts = format_plural(int(coverage["hosts"]), "host")
-    yield Tile("ranks seen", format_count(seen), f"{job}, on {hosts}", missing)
+    yield Tile("recorded ranks", format_count(seen), f"{job}, on {hosts}", missing)
     records, calls = coverage["records"], coverage["calls"]
     counted = bool(is_known(calls) and calls)
     note = f"{format_share(records / calls)} of those counted" if counted else ""
@@ -91,8 +91,8 @@ def _tiles(tables: Mapping[str, pd.DataFrame]) -> Iterator[Tile]:
 
 def _step_tiles(step: pd.Series[Any]) -> Iterator[Tile]:
     differing = int(step["differing_steps"])
-    alike = f"{differing:,} unlike the median one" if differing else "all alike"
+    alike = f"{differing:,} differ from the median" if differing else "all identical"
     yield Tile("training steps", format_count(step["steps"]), alike)
     calls = f"{format_count(step['calls_per_rank'])} calls"
     yield Tile("payload of a step", format_bytes(step["payload_bytes_per_rank"]), f"per rank, in {calls}")
-    yield Tile("sent in a step", format_bytes(step["wire_bytes_per_rank"]), "per rank, at least")
+    yield Tile("sent in a step", format_bytes(step["wire_bytes_per_rank"]), "per rank (min)")

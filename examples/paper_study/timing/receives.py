@@ -48,11 +48,11 @@ def receives(calls: pd.DataFrame) -> pd.DataFrame:
     found = calls.loc[calls["op"] == "recv"].copy()
     found["what"] = what_they_are(found)
     found["when"] = when_they_are(found)
-    found["receive_ns"] = found["until"] - found["t_begin"]
+    found["receive_ns"] = found["blocked_until"] - found["t_begin"]
     known = found["last_begin"] > 0
-    waited = found[["until", "last_begin"]].min(axis=1).clip(lower=found["t_begin"])
+    waited = found[["blocked_until", "last_begin"]].min(axis=1).clip(lower=found["t_begin"])
     found["late_ns"] = (waited - found["t_begin"]).where(known)
-    found["transfer_ns"] = (found["until"] - waited).where(known)
+    found["transfer_ns"] = (found["blocked_until"] - waited).where(known)
     found["sender_in_calls_ns"] = _in_calls(calls, found, waited).where(known)
     found["sender_computing_ns"] = found["late_ns"] - found["sender_in_calls_ns"]
     return found.rename(columns={"payload": "payload_bytes"})[COLUMNS].reset_index(drop=True)
@@ -96,7 +96,7 @@ def forwards(calls: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for rank in sorted(senders - receivers):
         own = calls.loc[calls["rank"] == rank].sort_values("t_begin", ignore_index=True)
-        ended = np.maximum.accumulate(own["until"].to_numpy())
+        ended = np.maximum.accumulate(own["blocked_until"].to_numpy())
         first = (own["op"] == "send") & (own["step"] >= 0) & (own["micro_batch"] == 0)
         for step, part in own.loc[first].groupby("step"):
             begins, ends = int(part.index[0]), int(part.index[-1])

@@ -244,7 +244,7 @@ def standing(calls: pd.DataFrame) -> pd.DataFrame:
     begin, back, waits = calls["t_begin"], calls["t_return"], calls["t_wait"]
     waited = (calls["t_end"] - waits).where(waits > 0, 0).clip(lower=0)
     known = calls["last_begin"] > 0
-    held_back = np.minimum(calls["until"], calls["last_begin"])
+    held_back = np.minimum(calls["blocked_until"], calls["last_begin"])
     late = (np.minimum(held_back, back) - begin).clip(lower=0) + (held_back - waits).where(waits > 0, 0).clip(lower=0)
     there = np.maximum(calls["last_begin"], begin)
     return calls[["op", "step"]].assign(
@@ -320,7 +320,7 @@ def message_times(runs: Sequence[tuple[Messages, Run]]) -> pd.DataFrame:
                     "repeat": of.repeat,
                     "what": got["tag"].map(TAGS),
                     "payload_bytes": got["payload"],
-                    "transfer_ns": (got["until"] - there).clip(lower=0),
+                    "transfer_ns": (got["blocked_until"] - there).clip(lower=0),
                 }
             )
         )

@@ -205,7 +205,7 @@ def times_of(table: pd.DataFrame, title: str) -> go.Figure:
             some = part.loc[part["op"] == op]
             hover = [f"{label(op)}<br>{format_duration(value * 1e3)}" for value in some["time_us"]]
             figure.add_trace(_bar(some, op, scale.axis(some["time_us"] * 1e3), hover=hover), **place)
-        figure.add_trace(stack_totals(sums, scale.axis(sums), write=format_duration), **place)
+        figure.add_trace(stack_totals(sums, scale.axis(sums), formatter=format_duration), **place)
         figure.update_xaxes(title_text=f"time of a step, {scale.unit}", range=[0, 1.25 * scale.reach(sums)], **place)
 
     return _stacked(table, draw, title)

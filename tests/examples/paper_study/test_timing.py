@@ -448,7 +448,7 @@ def test_schemes_differ_only_beyond_the_spread(tmp_path: Path) -> None:
     ("damage", "reason"),
     [
         ("rank", "rank 1 left no log"),
-        ("steps", "no training step is over on every rank"),
+        ("steps", "no training step completed on every rank"),
         ("end", "rank 1 did not end"),
         ("cut", "rank00000-100"),
         ("dropped", "7 calls of rank 0 were not recorded"),

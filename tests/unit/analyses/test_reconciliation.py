@@ -202,7 +202,7 @@ def test_the_report_tells(width: int, tmp_path: Path) -> None:
     assert all(len(line) <= width for line in lines)
     text = " ".join(" ".join(lines).split())
     assert text.startswith("ZeRO-1: ")
-    assert "- unexplained: 3 calls more of all_reduce, +1.76 KiB of payload, in 1 step, from deepspeed/" in text
+    assert "- unexplained: all_reduce: 3 extra calls, +1.76 KiB of payload, in 1 step, from deepspeed/" in text
     assert "equation 2: 2 P (d-1)/d 195 B 100.0 %" in text
     assert "measured, rank 0, step 2" in text
 

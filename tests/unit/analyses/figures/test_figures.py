@@ -175,7 +175,7 @@ def test_run_figure_draws_from_the_run(tmp_path: Path) -> None:
 
 def test_run_figure_says_what_is_missing(tmp_path: Path) -> None:
     LogFactory(tmp_path).process(0).known().write([record(step=-1)]).end()
-    with pytest.raises(NoSuchFigureError, match="No training step was seen"):
+    with pytest.raises(NoSuchFigureError, match="The log has no training step"):
         open_run(tmp_path).figure("timeline")
 
 

@@ -125,7 +125,7 @@ def test_the_page_begins_with_what_must_be_known(tmp_path: Path) -> None:
 def test_the_tiles_say_what_the_tables_say(tmp_path: Path) -> None:
     training(tmp_path, ranks=2, steps=3)
     tiles = dict(re.findall(r"<dt>([^<]+)</dt>\s*<dd>([^<]+)", page_of(tmp_path)))
-    assert tiles["ranks seen"] == "2"
+    assert tiles["recorded ranks"] == "2"
     assert tiles["calls recorded"] == "14"
     assert tiles["training steps"] == "3"
     assert tiles["payload of a step"] == "6.00 KiB"

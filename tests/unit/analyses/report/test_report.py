@@ -90,7 +90,7 @@ def test_a_report_begins_with_warnings_and_findings_and_ends_with_the_log(tmp_pa
         for part in (
             "Run 2026",
             "DeepSpeedEngine, ZeRO stage 2, 12 parameters",
-            "2 of 2 seen",
+            "2 of 2 recorded",
             "! ",
             "2 processes ended early",
             "Findings",
@@ -147,7 +147,7 @@ def test_a_dimension_is_named_where_it_is_the_only_one(tmp_path: Path) -> None:
     two.write([record(group=WORLD), record(group=PAIR)])
     assert "By parallel dimension" in report(tmp_path / "two")
     LogFactory(tmp_path / "one").process().known({WORLD: [0, 1]}, {WORLD: "data"}).write(record())
-    assert "all of dimension data" in report(tmp_path / "one")
+    assert "parallel dimension: data" in report(tmp_path / "one")
     assert "By parallel dimension" not in report(tmp_path / "one")
     assert "By parallel dimension" in report(tmp_path / "one", sections=["dimensions"])
 
@@ -156,10 +156,10 @@ def test_what_is_not_known_is_a_dash(tmp_path: Path) -> None:
     process = LogFactory(tmp_path).process(world_size=None).known()
     process.write(record(kind=99, t_end=0, t_wait=0, t_return=0, clock=0, state=State.BEGUN, step=-1))
     text = report(tmp_path, sections=SECTIONS)
-    assert "1 rank seen, on 1 host; the world size is not known" in text
+    assert "1 rank recorded, on 1 host; the world size is not known" in text
     assert "tracing cost  not known" in text
     assert "not every process wrote how many it counted" in " ".join(text.split())
-    assert "No training step was seen" in text
+    assert "The log has no training step" in text
     assert "Known for no call." in text
     line = next(line for line in text.splitlines() if line.startswith("unknown  ") and "100.0 %" in line)
     assert line.split() == ["unknown", "1", "1.00", "KiB", "-", "100.0", "%"]
@@ -173,7 +173,7 @@ def test_a_log_without_events(tmp_path: Path) -> None:
 def test_start_up_is_kept_apart_and_equal_steps_are_called_equal(tmp_path: Path) -> None:
     training(tmp_path, steps=4)
     text = report(tmp_path)
-    assert "A training step, mean per rank seen: all 4 are equal" in text
+    assert "A training step, mean per recorded rank: all 4 identical" in text
     assert "Start-up, before the first step: 2 calls, payload 0 B, over all ranks." in text
 
 

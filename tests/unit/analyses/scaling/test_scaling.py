@@ -217,7 +217,7 @@ def test_a_run_without_whole_steps_is_left_out_and_said(tmp_path: Path) -> None:
     tables = scaling(found)
     assert tables["scaling"]["run"].tolist() == ["2", "4"]
     assert tables["scaling_left_out"]["run"].tolist() == ["short"]
-    assert "no training step is over on every rank" in sentences(tables)[0]
+    assert "no training step completed on every rank" in sentences(tables)[0]
 
 
 @pytest.mark.parametrize(
