@@ -32,25 +32,18 @@ class Command:
         add = parser.add_argument
         add_world_size(parser)
         add(
-            "--ranks",
-            metavar="LIST",
-            default="0",
+            "--ranks", metavar="LIST", default="0",
             help="ranks to run: 0,1,60-63 for example, all, or all-distinct (default: %(default)s)",
-        )
+        )  # fmt: skip
         add("--out", metavar="DIR", type=Path, help="log directory (default: commtrace-logs)")
         add(
-            "--ranks-per-node",
-            metavar="N",
-            type=positive_integer,
-            default=8,
+            "--ranks-per-node", metavar="N", type=positive_integer, default=8,
             help="ranks of each node, for LOCAL_RANK, LOCAL_WORLD_SIZE and NODE_RANK (default: %(default)s)",
-        )
+        )  # fmt: skip
         add(
-            "--jobs",
-            metavar="N",
-            type=positive_integer,
+            "--jobs", metavar="N", type=positive_integer,
             help="number of ranks to run at once (default: number of cores, at most 4)",
-        )
+        )  # fmt: skip
         add_timeout(parser, 1800, "stop a rank that takes longer")
         add_program(parser)
 

@@ -102,23 +102,17 @@ def add_force(parser: argparse.ArgumentParser) -> None:
 def add_width(parser: argparse.ArgumentParser) -> None:
     """Add --width."""
     parser.add_argument(
-        "--width",
-        metavar="N",
-        type=text_width,
-        default="auto",
+        "--width", metavar="N", type=text_width, default="auto",
         help="output width in characters (default: the terminal's)",
-    )
+    )  # fmt: skip
 
 
 def add_timeout(parser: argparse.ArgumentParser, seconds: int, help_text: str) -> None:
     """Add --timeout."""
     parser.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        type=positive_number,
-        default=float(seconds),
+        "--timeout", metavar="SECONDS", type=positive_number, default=float(seconds),
         help=f"{help_text} (default: {seconds})",
-    )
+    )  # fmt: skip
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:

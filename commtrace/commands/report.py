@@ -40,12 +40,9 @@ class Command:
         from commtrace.analyses.report.section_names import NOT_SHOWN, SECTIONS
 
         parser.add_argument(
-            "directories",
-            metavar="DIR",
-            type=Path,
-            nargs="+",
+            "directories", metavar="DIR", type=Path, nargs="+",
             help="log directory, as in COMMTRACE, or the folder of one run in it; several: runs side by side",
-        )
+        )  # fmt: skip
         add_formats(parser)
         add_network(parser, "compare times with a network")
         parser.add_argument(
@@ -56,11 +53,9 @@ class Command:
             f"{' and '.join(NOT_SHOWN)})",
         )
         parser.add_argument(
-            "--sites",
-            metavar="N",
-            type=non_negative_integer,
+            "--sites", metavar="N", type=non_negative_integer,
             help="number of call sites to show; 0: all (default: 10, in HTML 40)",
-        )
+        )  # fmt: skip
         add_width(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:

@@ -23,12 +23,9 @@ class Command:
             "directories", metavar="DIR", type=Path, nargs="+", help="log directories, one per run; two or more"
         )
         parser.add_argument(
-            "--tokens",
-            metavar="N",
-            type=positive_integer,
-            action="append",
+            "--tokens", metavar="N", type=positive_integer, action="append",
             help="tokens per step of the whole job, if the log does not have them; once, or once per run",
-        )
+        )  # fmt: skip
         add_formats(parser)
         add_width(parser)
 

@@ -55,10 +55,9 @@ def add_options(general: argparse._ActionsContainer, figures: argparse._ActionsC
     """Add the options that complete the configuration files: training settings and the shape of the model."""
     add = general.add_argument
     add(
-        "--engine",
-        choices=("deepspeed", "ddp", "fsdp"),
+        "--engine", choices=("deepspeed", "ddp", "fsdp"),
         help="training engine (default: from the files; ddp for a Hugging Face file alone)",
-    )
+    )  # fmt: skip
     add("--zero-stage", type=int, choices=(0, 1, 2, 3), help="stage of ZeRO")
     add("--precision", choices=("fp32", "bf16", "fp16"), help="precision of parameters and gradients")
     add("--micro-batch", metavar="N", type=positive_integer, help="sequences per rank in a micro-batch")

@@ -38,10 +38,7 @@ class NotAlikeError(CommtraceError):
 def find_distinct(world_size: int, groups: Iterable[Sequence[int]], run: RunRanks) -> dict[int, list[int]]:
     """Return the ranks that differ -> the ranks that each stands for.
 
-    Args:
-        world_size: Number of ranks of the job.
-        groups: Ranks of the groups that the program makes, in order.
-        run: Runs ranks.
+    `groups` are the ranks of the groups that the program makes, in order.
 
     Raises:
         NotAlikeError: A check failed.

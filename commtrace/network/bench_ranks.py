@@ -218,10 +218,6 @@ def operations_by_group(plan: BenchPlan, hosts: Sequence[str]) -> dict[tuple[int
 
     Collectives are measured among all ranks and among the first ranks, by the plan's group sizes; messages between the
     first two ranks, and from the first rank to one on another host.
-
-    Args:
-        plan: What to measure.
-        hosts: The host of each rank.
     """
     messages = [op for op in plan.operations if op in POINT_TO_POINT]
     collectives = [op for op in plan.operations if op not in POINT_TO_POINT]
@@ -268,11 +264,7 @@ def abort_after(timeout_s: float | None, subject: str, abort: Callable[[], None]
 
 
 def check_memory(plan: BenchPlan, ranks: int) -> None:
-    """Check that a host has enough memory for the buffers of so many ranks.
-
-    Raises:
-        NetworkError: It has not.
-    """
+    """Check that a host has enough memory for the buffers of so many ranks. Raises NetworkError if it has not."""
     available, needed = _available_bytes(), _BUFFERS * plan.max_bytes * ranks
     if available is not None and needed > available:
         raise NetworkError(

@@ -95,11 +95,7 @@ class BenchResults:
 
 
 def write_results(results: BenchResults, path: Path, *, force: bool = False) -> None:
-    """Write the file of `results`.
-
-    Raises:
-        OutputError: The file exists (without `force`) or cannot be written.
-    """
+    """Write the file of `results`. Raises OutputError if the file exists (without `force`) or cannot be written."""
     document = {
         "format": FORMAT,
         "version": VERSION,
@@ -116,11 +112,7 @@ def write_results(results: BenchResults, path: Path, *, force: bool = False) -> 
 
 
 def read_results(path: Path) -> BenchResults:
-    """Read a file of `write_results`.
-
-    Raises:
-        NetworkError: The file cannot be read, or is something else.
-    """
+    """Read a file of `write_results`. Raises NetworkError if the file cannot be read, or is something else."""
     document = read_json_object(path)
     if document.get("format") != FORMAT:
         raise NetworkError(f"{path}: not written by commtrace bench (its format is not {FORMAT!r})")

@@ -88,14 +88,11 @@ class RecordLabels:
             if message_roles and group in message_roles
         }
         self._add("role", "role", group_roles | message_ids)
-        self._add(
-            "site",
-            "site",
-            {
-                id_: "" if site is None else f"{files.get(site.file, site.file)}:{site.line} {site.function}".rstrip()
-                for id_, site in sites.items()
-            },
-        )
+        site_labels = {
+            id_: "" if site is None else f"{files.get(site.file, site.file)}:{site.line} {site.function}".rstrip()
+            for id_, site in sites.items()
+        }
+        self._add("site", "site", site_labels)
         self._add("phase", "phase", {phase: phase.name.lower() for phase in Phase})
         self._add("state", "state", {state: state.name.lower() for state in State})
         self._add("flags", "flags", dict(enumerate(_FLAGS)))

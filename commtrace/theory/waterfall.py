@@ -15,14 +15,7 @@ def level_bars(start: Fraction, levels: Mapping[str, Fraction]) -> list[Waterfal
 
 
 def cause_bars(calls: Iterable[ExpectedCall], ranks: int, *counted: str, prefix: str = "") -> list[WaterfallBar]:
-    """Return a bar for each cause of calls that no closed form counts.
-
-    Args:
-        calls: The calls.
-        ranks: Ranks of their group.
-        counted: Causes that a closed form or a level does count.
-        prefix: Begins the labels.
-    """
+    """Return a bar for each cause of calls, except causes that a closed form or a level has `counted`."""
     totals: dict[str, Fraction] = {}
     for call in calls:
         if call.cause not in counted:

@@ -31,15 +31,9 @@ class MpiGroup(Group):
         rank: int,
         remote: Sequence[int] | None,
     ) -> None:
-        """Describe a group.
+        """Describe a group of mpi4py, row `number` of the groups table, where this process is `rank` in `local`.
 
-        Args:
-            members: mpi4py's object.
-            number: Its row in the groups table.
-            row: That row.
-            local: Global ranks of this side.
-            rank: This process's rank in `local`.
-            remote: Global ranks of an intercommunicator's other side, -1 where not known; None: not one.
+        `remote` are the global ranks of an intercommunicator's other side, -1 where not known; None: not one.
         """
         super().__init__(members, number, row.ranks, rank)
         self.local = local

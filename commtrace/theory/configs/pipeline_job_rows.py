@@ -31,13 +31,7 @@ class StageDivision:
 def stage_rows(
     shape: ModelShape, config: Mapping[str, Any], layout: RankLayout, division: StageDivision
 ) -> tuple[dict[str, Any], ...]:
-    """Return a row for each stage of GPT-NeoX's model.
-
-    Args:
-        shape: The model.
-        config: DeepSpeed's configuration.
-        layout: Ranks and batch sizes.
-        division: Division into stages.
+    """Return a row for each stage of GPT-NeoX's model, from DeepSpeed's configuration.
 
     Raises:
         NotPredictedError: If a setting has no rules.

@@ -10,11 +10,7 @@ from .config import NeoxConfig
 def deepspeed_config(config: NeoxConfig, micro_batch: int, accumulation: int, verbose: bool) -> dict[str, Any]:
     """Return the dictionary for ``deepspeed.initialize``.
 
-    Args:
-        config: The training.
-        micro_batch: Sequences of one rank in a micro-batch.
-        accumulation: Micro-batches of a step.
-        verbose: Whether DeepSpeed prints and measures every few steps, where the files say so.
+    With `verbose`, DeepSpeed prints and measures every few steps, where the files say so.
     """
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch,

@@ -18,13 +18,7 @@ _SETTINGS: Final = (
 
 
 def neox_args(config: NeoxConfig, micro_batch: int, accumulation: int) -> SimpleNamespace:
-    """Return the settings that decide what travels through a model, by GPT-NeoX's names.
-
-    Args:
-        config: The training.
-        micro_batch: Sequences of one rank in a micro-batch.
-        accumulation: Micro-batches of a step.
-    """
+    """Return the settings that decide what travels through a model, by GPT-NeoX's names."""
     return SimpleNamespace(
         **{name: getattr(config, name) for name in _SETTINGS},
         train_micro_batch_size_per_gpu=micro_batch,

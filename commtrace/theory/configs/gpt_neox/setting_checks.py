@@ -138,11 +138,7 @@ def _experts_key(config: NeoxConfig) -> str:
 
 
 def check_engine(config: NeoxConfig, engine: str) -> None:
-    """Refuse settings that an engine cannot train.
-
-    Args:
-        config: The training.
-        engine: "deepspeed", "ddp" or "fsdp".
+    """Refuse settings that an engine ("deepspeed", "ddp" or "fsdp") cannot train.
 
     Raises:
         ConfigError: With the setting and the fix.

@@ -59,9 +59,7 @@ def predict(job: Job) -> Prediction:
 def gradient_levels(job: Job, volume: Callable[[int, int], Fraction]) -> dict[str, Fraction]:
     """Return the waterfall levels of trained parameters, and of the type in which gradients travel.
 
-    Args:
-        job: The job.
-        volume: Bytes that a rank sends for a number of elements of a size in bytes.
+    `volume` returns the bytes that a rank sends for a number of elements of a size in bytes.
     """
     communication = communication_type(job)
     return {
@@ -78,10 +76,7 @@ def scatter_volume(job: Job) -> Callable[[int, int], Fraction]:
 def copies_level(job: Job, volume: Callable[[int, int], Fraction], size: int) -> dict[str, Fraction]:
     """Return the waterfall level of experts, which only some ranks have a copy of; empty without experts.
 
-    Args:
-        job: The job.
-        volume: Elements that a rank sends for a number of elements among a number of ranks.
-        size: Bytes of an element.
+    `volume` returns the elements that a rank sends for a number of elements among a number of ranks.
     """
     elements: dict[int, int] = {}
     for parameter in job.trainable:

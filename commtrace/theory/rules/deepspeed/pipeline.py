@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from commtrace.theory.closed_forms import all_reduce, data_parallel, tensor_parallel
 from commtrace.theory.closed_forms import pipeline as pipeline_form
@@ -32,6 +32,9 @@ from commtrace.theory.waterfall import cause_bars, level_bars
 
 from . import engine, zero12
 from .engine import FALLBACK_BUCKET, GRADIENTS, NORM, OVERFLOW, communication_type
+
+FormAndBars: TypeAlias = tuple[WaterfallBar, list[WaterfallBar]]
+"""A closed form, and the bars that lead from it to the calls."""
 
 ROLE: Final = "pipeline"
 ACTIVATIONS: Final = "activations and their gradients"
@@ -428,7 +431,7 @@ def _with_group(call: ExpectedCall) -> ExpectedCall:
     return replace(call, cause=f"{call.cause}, over the whole model") if has_several_groups else call
 
 
-def _data_part(job: Job, data: Prediction) -> tuple[WaterfallBar, list[WaterfallBar]]:
+def _data_part(job: Job, data: Prediction) -> FormAndBars:
     form = data_parallel(model_parameters(job), job.ranks) * job.parameter_size
     stage_only = WaterfallBar("a rank has its stage's part of the parameters", data.closed_form.bytes - form)
     return WaterfallBar("equation 2: 2 P (d-1)/d", form), [stage_only, *data.bars]
@@ -441,9 +444,7 @@ def model_parameters(job: Job) -> int:
     return matrices * vocabulary * hidden + layers * (12 * hidden**2 + 13 * hidden) + 2 * hidden
 
 
-def _pipeline_part(
-    job: Job, stage: PipelineStage, own: Sequence[ExpectedCall]
-) -> tuple[WaterfallBar, list[WaterfallBar]]:
+def _pipeline_part(job: Job, stage: PipelineStage, own: Sequence[ExpectedCall]) -> FormAndBars:
     batch, length, hidden = tensor.batch_dimensions(job)
     form = Fraction(pipeline_form(batch, length, hidden, stage.stages) * job.parameter_size)
     of_this_stage = Fraction(stage.neighbours * hidden_bytes(job))
@@ -456,9 +457,7 @@ def _pipeline_part(
     return WaterfallBar("equation 4: 2 b s h (p-1)", form, ROLE), bars
 
 
-def _tensor_part(
-    job: Job, stage: PipelineStage, own: Sequence[ExpectedCall]
-) -> tuple[WaterfallBar, list[WaterfallBar]]:
+def _tensor_part(job: Job, stage: PipelineStage, own: Sequence[ExpectedCall]) -> FormAndBars:
     batch, length, hidden = tensor.batch_dimensions(job)
     layers = Fraction(int(job.model("num_layers")), stage.stages)
     form = tensor_parallel(batch, length, hidden, layers, job.tensor) * job.parameter_size

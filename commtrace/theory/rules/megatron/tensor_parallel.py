@@ -51,14 +51,9 @@ def combine_predictions(
 ) -> Prediction:
     """Return the prediction of a job with another parallel dimension beside data parallelism.
 
-    Args:
-        job: The job.
-        data: Prediction for ranks that reduce gradients together.
-        own: Calls of a step in the other dimension.
-        form: Their closed form.
-        bars: Waterfall from `form` to `own`.
-        scheme: Name of the whole.
-        others: Group sizes of other roles, where it is not the model that is shared.
+    `data` is the prediction for ranks that reduce gradients together, `own` are the calls of a step in the other
+    dimension. The waterfall `bars` lead from the closed form to `own`. `others` are the group sizes of other roles,
+    where it is not the model that is shared.
     """
     norms = tuple(call for call in own if call.cause == NORM)
     skipped = tuple(

@@ -75,11 +75,7 @@ def predict(job: Job) -> Prediction:
 
 
 def extend_prediction(job: Job, data: Prediction) -> Prediction:
-    """Add calls among ranks that share a model.
-
-    Args:
-        job: The job.
-        data: What FSDP does beside them.
+    """Add calls among ranks that share a model to FSDP's prediction.
 
     Raises:
         NotPredictedError: If the job does not have the model's architecture, or has a plan without rules.
