@@ -163,18 +163,18 @@ def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
-    "step_time": ("A training step of two ranks, bare and what is added; its ratio, and bare to bare", by_case),
+    "step_time": ("A training step of two ranks, bare + added, ratio (control)", by_case),
     "native_step": (
-        "A training step of two ranks, bare and with the native recorder, step by step; its ratio, and bare to bare",
+        "A training step of two ranks, bare + added by the native recorder, ratio (control)",
         native_step,
     ),
-    "mpi_cost": ("A call of mpi4py, bare and what is added; its ratio, and bare to bare", by_case),
-    "call_cost": ("A call, bare and what is added; its ratio, and bare to bare", by_case),
-    "own_cost": ("What commtrace adds to a call, and what its report says that it adds", own_cost),
+    "mpi_cost": ("A call of mpi4py, bare + added, ratio (control)", by_case),
+    "call_cost": ("A call, bare + added, ratio (control)", by_case),
+    "own_cost": ("The cost of a call, measured externally and by the report", own_cost),
     "startup": ("A Python process that never communicates", by_case),
-    "log_size": ("What is on disk", single),
-    "report": ("What a report takes", by_case_alone),
-    "bench_loop": ("`commtrace bench` beside a loop by hand, and its fit at sizes that it never saw", bench_loop),
+    "log_size": ("Size on disk", single),
+    "report": ("Time and memory of a report", by_case_alone),
+    "bench_loop": ("`commtrace bench` beside a hand-written loop, and its fit at held-out sizes", bench_loop),
 }
 
 
