@@ -42,10 +42,8 @@ class CompiledSlots(Slots):
 class KernelBackend(NamedTuple):
     """What the recorder needs from the kernels that are installed."""
 
-    calibrate: Callable[[], int] | None
-    """Measures the ns that a call spends entering and leaving a kernel."""
-    make_slots: Callable[[Ring], Slots] | None
-    """Makes the slots that the kernels write to; None: the recorder's own."""
+    calibrate: Callable[[], int] | None  # measures the ns that a call spends entering and leaving a kernel
+    make_slots: Callable[[Ring], Slots] | None  # makes the slots that the kernels write to; None: the recorder's own
 
 
 _backend: KernelBackend | None = None

@@ -182,24 +182,18 @@ class Method:
     op: str
     parameters: tuple[str, ...]
     measure: Rule
-    messages: tuple[Message, ...] = ()
-    """Of a method for messages: one, or of a Sendrecv two."""
-    root: str | None = None
-    """Name of the argument with the root, or the target of a one-sided operation."""
+    messages: tuple[Message, ...] = ()  # messages that the method carries; a Sendrecv has two
+    root: str | None = None  # name of the argument with the root, or the target of a one-sided operation
     reduces: bool = False
-    objects: bool = False
-    """Pickles Python objects."""
-    returns: str = ""
-    """"request": returns before the end, with a Request; "prequest": begins nothing yet; "": blocks."""
-    one_sided: bool = False
-    """Ends with the next synchronization of the window."""
-    message_object: bool = False
-    """Of a Message, which knows whose it is."""
+    objects: bool = False  # whether it pickles Python objects
+    returns: str = ""  # "request": returns before the end, with a Request; "prequest": begins nothing yet; "": blocks
+    one_sided: bool = False  # ends with the next synchronization of the window
+    message_object: bool = False  # whether it is a method of a Message, which holds its communicator
     partitions: bool = False
 
     @property
     def receives(self) -> bool:
-        """A message arrives, of which its status tells the size and the sender."""
+        """Whether a message arrives; its status has the size and the sender."""
         return any(message.op == "recv" for message in self.messages)
 
     @property
@@ -208,7 +202,7 @@ class Method:
         return self.parameters.index("status") if "status" in self.parameters else None
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments by name, as far as they are given."""
+        """Return the given arguments by name."""
         arguments = dict(zip(self.parameters, args, strict=False))
         arguments.update(kwargs)
         return arguments

@@ -38,8 +38,7 @@ class GroupRow(NamedTuple):
     size: int
     rank: int
     ranks: Sequence[int]
-    first: int
-    """Sequence number of the next collective."""
+    first: int  # sequence number of the next collective
 
 
 class _Collectives:

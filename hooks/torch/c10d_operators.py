@@ -31,8 +31,7 @@ class Form(NamedTuple):
     """How an operator's payload is measured. The native recorder implements each kind as well (plan.h)."""
 
     kind: str
-    about: tuple[str, ...]
-    """Names of the arguments that it depends on."""
+    about: tuple[str, ...]  # names of the arguments that it depends on
     make_rule: MakeRule
 
 
@@ -196,16 +195,11 @@ class Operator:
     tag_at: int | None
     output_at: int
     sample_at: int
-    form: str = ""
-    """The kind of its Form."""
-    about: tuple[int, ...] = ()
-    """Positions of the arguments that the form depends on."""
-    reduce_op: str | None = None
-    """The reduction of an operator that has only one; None: it is an argument."""
-    coalesced: bool = False
-    """Several tensors in one call, which the backend may merge."""
-    blocking: bool = False
-    """The call returns when the operation is complete, without a Work."""
+    form: str = ""  # the kind of its Form
+    about: tuple[int, ...] = ()  # positions of the arguments that the form depends on
+    reduce_op: str | None = None  # the reduction of an operator that has only one; None: it is an argument
+    coalesced: bool = False  # several tensors in one call, which the backend may merge
+    blocking: bool = False  # the call returns when the operation is complete, without a Work
 
     def group(self, args: Sequence[Any]) -> Any:
         """Return the ProcessGroup of a call: the default group for an operator that takes none."""

@@ -168,29 +168,24 @@ def _plan_gpt_neox(files: Sequence[str], world: int, options: PlanOptions) -> Jo
     stages: tuple[dict[str, Any], ...]
     if sharding is not None:
         # fully_shard and DTensors begin with the whole model.
-        stages = (_fsdp_row(gpt_neox_model(ModelShape(*sizes)), config.precision, layout, sharding),)
+        model = gpt_neox_model(ModelShape(*sizes))
+        if layout.data == 1 and layout.tensor > 1:  # no ranks are left for fully_shard
+            stages = (dtensor_row(model, config.precision, layout, sequence_parallel=sharding.sequence_parallel),)
+        else:
+            stages = (fsdp_row(model, config.precision, layout, sharding),)
     elif engine == "ddp":
         stages = (ddp_row(gpt_neox_model(shape), config.precision, layout),)
     else:
         settings = deepspeed_config(config, layout.micro_batch, layout.accumulation, verbose=False)
         interval = config.checkpoint_num_layers if config.checkpoint_activations else 0
         division = StageDivision(config.pipe_parallel_size, config.pipe_partition_method, interval)
-        is_pipeline = config.pipe_parallel_size > 1
-        stages = (
-            stage_rows(shape, settings, layout, division)
-            if is_pipeline
-            else (deepspeed_row(gpt_neox_model(shape), settings, layout),)
-        )
+        if config.pipe_parallel_size > 1:
+            stages = stage_rows(shape, settings, layout, division)
+        else:
+            stages = (deepspeed_row(gpt_neox_model(shape), settings, layout),)
     arguments = vars(neox_args(config, layout.micro_batch, layout.accumulation))
     rows = tuple({**row, "model": arguments} for row in stages)
     return JobPlan(rows[0], layout, _assumed(config), rows if config.pipe_parallel_size > 1 else ())
-
-
-def _fsdp_row(model: ModuleSpec, precision: str, layout: RankLayout, sharding: FsdpSharding) -> dict[str, Any]:
-    """Return the row under `fully_shard`, or where no ranks are left for it that of tensor parallelism alone."""
-    if layout.data == 1 and layout.tensor > 1:
-        return dtensor_row(model, precision, layout, sequence_parallel=sharding.sequence_parallel)
-    return fsdp_row(model, precision, layout, sharding)
 
 
 def _sharding(config: NeoxConfig, layout: RankLayout) -> FsdpSharding:

@@ -114,8 +114,7 @@ class NeoxConfig(BaseModel):
     """GPT-NeoX takes 0 for DeepSpeed's plain engine and 1 for its pipeline engine with a single stage. No activations
     travel in either, and its files say 1 whatever the ZeRO stage; here both mean the plain engine."""
     pipe_partition_method: Annotated[str, BeforeValidator(_partition_method)] = "type:transformer|mlp"
-    sequence_parallel: Flag = False
-    """Megatron's, among tensor-parallel ranks: False where there is only one of them."""
+    sequence_parallel: Flag = False  # Megatron's, among tensor-parallel ranks: False where there is only one of them
     sequence_parallel_size: ParallelSize = 1
     context_parallel_size: ParallelSize = 1
     fp32_allreduce: Flag = False
@@ -128,8 +127,7 @@ class NeoxConfig(BaseModel):
     moe_top_k: Count = 1
     moe_train_capacity_factor: Number = 1.0
     moe_min_capacity: CountOrZero = 4
-    moe_token_dropping: Flag = False
-    """Without it, how much travels depends on the data."""
+    moe_token_dropping: Flag = False  # without it, how much travels depends on the data
     moe_loss_coeff: Number = 0.1
 
     optimizer_type: Annotated[str, choice(_OPTIMIZERS)] = Field("adam", validation_alias=AliasPath("optimizer", "type"))
@@ -141,8 +139,7 @@ class NeoxConfig(BaseModel):
     gradient_clipping: Number = 1.0
     train_iters: Count = REQUIRED
     lr_decay_style: Annotated[str, choice(_DECAYS)] = "linear"
-    lr_decay_iters: Count = REQUIRED
-    """Default: train_iters."""
+    lr_decay_iters: Count = REQUIRED  # default: train_iters
     warmup: Share = 0.01
     micro_batch: OptionalCount = Field(None, validation_alias="train_micro_batch_size_per_gpu")
     gradient_accumulation: OptionalCount = Field(
@@ -151,16 +148,12 @@ class NeoxConfig(BaseModel):
     train_batch_size: OptionalCount = None
 
     precision: Annotated[str, choice(_PRECISIONS)] = "fp32"
-    precision_block: dict[str, Any] = {}
-    """The block `fp16` or `bf16`, with its loss scaling."""
+    precision_block: dict[str, Any] = {}  # the block `fp16` or `bf16`, with its loss scaling
     zero_optimization: dict[str, Any] = {}
     """ZeRO's block. Only the stage is checked here; DeepSpeed checks the rest."""
-    deepspeed_keys: dict[str, Any] = {}
-    """Keys that DeepSpeed gets unchanged."""
-    unknown_keys: tuple[str, ...] = ()
-    """Keys of the files that mean nothing here."""
-    origins: dict[str, str] = {}
-    """The file that set each key, for messages."""
+    deepspeed_keys: dict[str, Any] = {}  # keys that DeepSpeed gets unchanged
+    unknown_keys: tuple[str, ...] = ()  # keys of the files that mean nothing here
+    origins: dict[str, str] = {}  # the file that set each key, for messages
 
     @model_validator(mode="before")
     @classmethod

@@ -35,12 +35,9 @@ class FsdpSettings(BaseModel):
     shard_size: OptionalCount = None
     """Ranks that parameters are sharded over. Fewer than the data-parallel ranks: the rest replicates (HSDP). None:
     all of them."""
-    sync_every_micro_batch: Flag = False
-    """Reduce gradients in each micro-batch, not only in the last one of a step."""
-    reshard_after_backward: Flag = True
-    """Whether layers are resharded between the micro-batches of a step."""
-    sequence_parallel: Flag = False
-    """Whether tensor-parallel ranks divide the sequence between their layers."""
+    sync_every_micro_batch: Flag = False  # reduce gradients in each micro-batch, not only in the last one of a step
+    reshard_after_backward: Flag = True  # whether layers are resharded between the micro-batches of a step
+    sequence_parallel: Flag = False  # whether tensor-parallel ranks divide the sequence between their layers
 
     def shards(self, data_parallel: int) -> int:
         """Return the number of ranks that parameters are sharded over.

@@ -41,10 +41,19 @@ def extend_prediction(job: Job, data: Prediction) -> Prediction:
     role = norm_role(job)
     steps = (tuple(replace(call, role=role) if call.cause == NORM else call for call in step) for step in data.steps)
     data = replace(data, steps=tuple(steps))
-    form, bars = _bars(job, own)
+    batch, length, hidden = tensor.batch_dimensions(job)
+    layers, micro_batches = int(job.model("num_layers")), tensor.micro_batches(job)
+    form = Fraction(layers * ulysses_layer(batch, length, hidden, job.sequence) * job.parameter_size)
+    exact = total_wire_bytes(own, job.sequence, HEADS)
+    levels = {
+        "Ulysses: activations recomputed": exact / micro_batches,
+        f"Ulysses: in each of {micro_batches} micro-batches": exact,
+    }
+    bars = [*level_bars(form, levels), *cause_bars(own, job.sequence, HEADS, prefix="Ulysses: ")]
+    closed_form = WaterfallBar("Ulysses: 8 L b s h (n-1)/n^2", form)
     scheme = f"{data.scheme}, sequence-parallel over {job.sequence} (Ulysses)"
     others = {ROLE: job.sequence, "self": 1, "world": int(job.fact("world_size"))}
-    return tensor.combine_predictions(job, data, own, form, bars, scheme, others)
+    return tensor.combine_predictions(job, data, own, closed_form, bars, scheme, others)
 
 
 def optimizer_calls(job: Job) -> list[ExpectedCall]:
@@ -52,16 +61,6 @@ def optimizer_calls(job: Job) -> list[ExpectedCall]:
     if int(job.fact("zero_stage")) > 0 or not reduces_through_mpu(job):
         return []
     return [replace(call, role=ROLE) for call in (*tensor.fallback_overflow(job), *tensor.fallback_norm(job))]
-
-
-def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> tuple[WaterfallBar, list[WaterfallBar]]:
-    batch, length, hidden = tensor.batch_dimensions(job)
-    layers, steps = int(job.model("num_layers")), tensor.micro_batches(job)
-    form = Fraction(layers * ulysses_layer(batch, length, hidden, job.sequence) * job.parameter_size)
-    exact = total_wire_bytes(own, job.sequence, HEADS)
-    levels = {"Ulysses: activations recomputed": exact / steps, f"Ulysses: in each of {steps} micro-batches": exact}
-    bars = [*level_bars(form, levels), *cause_bars(own, job.sequence, HEADS, prefix="Ulysses: ")]
-    return WaterfallBar("Ulysses: 8 L b s h (n-1)/n^2", form), bars
 
 
 @rule(

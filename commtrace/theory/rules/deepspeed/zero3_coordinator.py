@@ -49,12 +49,10 @@ class CheckpointedSegment:
 class CoordinatorCalls:
     """Recorded calls of the coordinator."""
 
-    gathers: list[tuple[int, ...]] = field(default_factory=list)
-    """Numbers of the parameters gathered in each call."""
+    gathers: list[tuple[int, ...]] = field(default_factory=list)  # numbers of the parameters gathered in each call
     within: list[tuple[int, ...]] = field(default_factory=list)
     """Numbers of the parameters gathered from the secondary partition (hpZ), in each call."""
-    compared: list[int] = field(default_factory=list)
-    """Lengths of the lists that ranks compared."""
+    compared: list[int] = field(default_factory=list)  # lengths of the lists that ranks compared
 
 
 class Coordinator:

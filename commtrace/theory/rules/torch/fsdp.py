@@ -11,7 +11,6 @@ clipping are those that the model carries (`neox_args`); without them there is o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, prod
@@ -38,16 +37,13 @@ class FsdpUnit:
     name: str
     shapes: tuple[tuple[int, ...], ...]
     dims: tuple[int, ...]
-    dtypes: tuple[str, ...]
-    """Types in which parameters are gathered, and their gradients made."""
+    dtypes: tuple[str, ...]  # types in which parameters are gathered, and their gradients made
     trained: tuple[bool, ...]
     reduce_dtype: str | None
     shards: int
     copies: int
-    kept: bool
-    """Whether parameters stay gathered from forward to backward."""
-    within: int
-    """Ranks that parameters are sharded over from forward to backward."""
+    kept: bool  # whether parameters stay gathered from forward to backward
+    within: int  # ranks that parameters are sharded over from forward to backward
 
     @property
     def elements(self) -> int:
@@ -64,7 +60,9 @@ def predict(job: Job) -> Prediction:
     """Predict what a rank communicates. Raise NotPredictedError for settings without rules."""
     units = units_of(job)
     check(job, units)
-    step = tuple(_step(job, units))
+    reductions_of_unit = ((*gradient_scatters(unit), *replica_sums(unit)) for unit in units)
+    reduced = (call.times(reductions(job)) for calls in reductions_of_unit for call in calls)
+    step = (*gathers(job, units), *reduced, *clipping(job, units))
     copies = max(unit.copies for unit in units)
     form, bars = _bars(job, units, step)
     scheme = f"HSDP, {copies} copies" if copies > 1 else "FSDP2"
@@ -103,13 +101,6 @@ def _unit(job: Job, row: dict[str, Any]) -> FsdpUnit:
         reshard is False,
         shards if isinstance(reshard, bool) else int(reshard),
     )
-
-
-def _step(job: Job, units: list[FsdpUnit]) -> Iterator[ExpectedCall]:
-    yield from gathers(job, units)
-    for unit in units:
-        yield from (call.times(reductions(job)) for call in (*gradient_scatters(unit), *replica_sums(unit)))
-    yield from clipping(job, units)
 
 
 def micro_batches(job: Job) -> int:
