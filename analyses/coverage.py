@@ -96,16 +96,15 @@ def _coverage(processes: pd.DataFrame, run: RecordedRun) -> dict[str, object]:
         "processes": len(processes),
         "without_end": int(processes["end"].isna().sum()),
         "records": int(processes["records"].sum()),
-        **{name: _sum(processes[name]) for name in (*COUNTERS, "not_found")},
+        # A sum with a term that is not known is not known.
+        **{
+            name: None if processes[name].isna().any() else int(processes[name].sum())
+            for name in (*COUNTERS, "not_found")
+        },
         "simulated": int(processes["simulated"].sum()),
         "first_error": errors.iloc[0] if len(errors) else None,
         **{f"files_{kind}": files[kind] for kind in ("cut", "foreign", "unreadable", "missing", "garbled")},
     }
-
-
-def _sum(column: pd.Series[int]) -> int | None:
-    """Return the sum, None if a value is not known."""
-    return None if column.isna().any() else int(column.sum())
 
 
 def _blind_spots(run: RecordedRun) -> pd.DataFrame:

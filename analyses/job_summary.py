@@ -1,4 +1,4 @@
-"""What was trained, in a line."""
+"""One-line summary of the training job."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def summarize_job(run: RecordedRun) -> str:
 
 
 def parameter_count(job: Row | None) -> int | None:
-    """Return the elements of all parameters of a job row, None if the row does not tell."""
+    """Return the elements of all parameters of a job row, None if the row does not have them."""
     rows = (job or {}).get("parameters")
     try:
         return sum(math.prod(int(length) for length in row["shape"]) for row in rows) if rows else None

@@ -15,19 +15,9 @@ from commtrace.reading.table_reader import integer_or_none
 from .fold_engine import Analysis, NamedTables, RecordBlock, merge_by
 
 COLUMNS: Final = (
-    "rank",
-    "pid",
-    "calls",
-    "mean_ns",
-    "p99_ns",
-    "first_calls",
-    "first_mean_ns",
-    "steady_mean_ns",
-    "calls_ns",
-    "drain_ns",
-    "span_ns",
-    "share",
-)
+    "rank", "pid", "calls", "mean_ns", "p99_ns", "first_calls", "first_mean_ns", "steady_mean_ns", "calls_ns",
+    "drain_ns", "span_ns", "share",
+)  # fmt: skip
 
 
 def _partial(block: RecordBlock) -> pd.DataFrame:

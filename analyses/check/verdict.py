@@ -27,7 +27,7 @@ COLUMNS: Final = (*CELL, *NUMBERS, "calls_max", "causes", "sites")
 
 @dataclass(frozen=True)
 class Verdict:
-    """Cells that differ, and what could not be compared."""
+    """Differing cells, and ranks that could not be compared."""
 
     cells: int
     """Number of cells that were compared."""

@@ -41,27 +41,10 @@ if TYPE_CHECKING:
     from commtrace.run import Run
 
 __all__ = [
-    "COMPARISONS",
-    "FIGURES",
-    "SCALING",
-    "Figure",
-    "expected_and_measured",
-    "figure",
-    "measured_and_predicted",
-    "message_sizes",
-    "operation_shares",
-    "operation_volumes",
-    "predicted_by_role",
-    "role_volumes",
-    "sizes_over_time",
-    "speedup",
-    "step_parts",
-    "steps",
-    "timeline",
-    "volume",
-    "waterfall",
-    "waterfall_by_role",
-]
+    "COMPARISONS", "FIGURES", "SCALING", "Figure", "expected_and_measured", "figure", "measured_and_predicted",
+    "message_sizes", "operation_shares", "operation_volumes", "predicted_by_role", "role_volumes", "sizes_over_time",
+    "speedup", "step_parts", "steps", "timeline", "volume", "waterfall", "waterfall_by_role",
+]  # fmt: skip
 
 
 def figure(run: Run, name: str) -> go.Figure:

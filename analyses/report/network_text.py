@@ -1,4 +1,4 @@
-"""The section on a network: measured times of operations beside those that the network should take."""
+"""Section on a network: measured and expected times of operations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .spec_table import spec_table
 MAX_ROWS: Final = 20
 
 MEANING: Final = (
-    "Measured: the median transfer time of the timed operations. It is what an operation's last rank spends in it, "
+    "Measured: the median transfer time of the timed operations, which is the time that the last rank spends in one, "
     "without waiting for others. Efficiency: expected / measured."
 )
 

@@ -28,7 +28,7 @@ def page_of_runs(runs: Mapping[str, Run], tables: Mapping[str, dict[str, pd.Data
     overview = PageSection(
         "runs",
         "The runs",
-        "A training step of each run, per rank. Wire bytes are the least that a rank must send for the payload.",
+        "A training step of each run, per rank. Wire bytes are the least bytes that a rank must send for the payload.",
         table=spec_table("runs", compared["runs"]),
     )
     sections = [figure_section(name, figure, compared) for name, figure in figures.COMPARISONS.items()]
@@ -64,7 +64,7 @@ def page_of_scaling(runs: Mapping[str, Run], tables: Mapping[str, pd.DataFrame],
     model = PageSection(
         "model",
         "The model, and more ranks",
-        "Computing as a part that stays and one that is divided, calls of a latency and a bandwidth, and waiting.",
+        "Fixed and divided computing, latency and bandwidth of calls, and waiting for late ranks.",
         table=spec_table("scaling_projection", projection, "model") if len(projection) else None,
         absent="" if len(projection) else "No model: calls have one size only, or their times are not known.",
     )

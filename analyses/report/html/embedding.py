@@ -1,4 +1,4 @@
-"""Scripts and data inside of a page: nothing in them can end their element."""
+"""Scripts and data for embedding in a page: nothing in them can end their element."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def embeddable_script(code: str) -> str:
-    """Return JavaScript that can stand in a script element."""
+    """Return JavaScript that is safe in a script element."""
     return code.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
@@ -19,6 +19,6 @@ def script_digest(script: str) -> str:
 
 
 def embeddable_json(value: Any) -> str:
-    """Return JSON that can stand in a script element: no character in it means anything to HTML."""
+    """Return JSON that is safe in a script element: it has no character special to HTML."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

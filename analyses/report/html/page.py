@@ -1,4 +1,4 @@
-"""A page and what stands on it, and how it is rendered: one HTML file that loads nothing."""
+"""Content of a page, and its rendering as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Page:
 
 
 def drawing(name: str, figure: Any) -> Drawing:
-    """Return a plotly figure as it stands on a page, with its own title."""
+    """Return a plotly figure as a drawing of a page, with its own title."""
     data = embeddable_json(json.loads(figure.to_json()))
     return Drawing(name, figure.layout.title.text or name, data, int(figure.layout.height))
 

@@ -13,17 +13,10 @@ from commtrace.analyses.table_specs.spec import formatted_rows
 
 from .page import PageSection, PageTable, drawing
 
-_VIEWS: Final = {
-    "speedup": "speedup",
-    "step_parts": "step_parts",
-    "volume": "page",
-    "waterfall": "page",
-    "waterfall_by_role": "page",
-    "expected_and_measured": "page",
-    "message_sizes": "page",
-    "operation_volumes": "page",
-    "measured_and_predicted": "page",
-}
+_VIEWS: Final = {"speedup": "speedup", "step_parts": "step_parts"} | dict.fromkeys(
+    ("volume", "waterfall", "waterfall_by_role", "expected_and_measured", "message_sizes", "operation_volumes",
+     "measured_and_predicted"), "page",
+)  # fmt: skip
 """Figures with a table below them: the view of the table's description."""
 
 

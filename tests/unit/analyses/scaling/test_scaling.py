@@ -1,4 +1,4 @@
-"""Runs on more and more ranks whose times are made up, so that every number that the comparison says is known."""
+"""Runs on increasing numbers of ranks with made-up times, so that every number of the comparison is known."""
 
 from __future__ import annotations
 
