@@ -1,5 +1,7 @@
 """Table of the hooks. To register a hook, add a line; `commtrace.startup` installs it after its library is imported."""
 
+PACKAGE = "commtrace.hooks"
+
 # Library -> module of its hook, which has `install()` and `uninstall()`.
 HOOKS = {
     "torch": "commtrace.hooks.torch.hook",

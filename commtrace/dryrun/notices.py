@@ -12,14 +12,13 @@ import sysconfig
 from types import FrameType
 from typing import Any, Final
 
+from commtrace.hook_table import PACKAGE
 from commtrace.recording.log_writer import warn
 from commtrace.recording.session import session
 
 _STANDARD: Final = sysconfig.get_paths()["stdlib"] + os.sep
 # The hooks are in sys.modules: `commtrace.startup` imports them before it makes the process a simulated rank.
-_OWN: Final = tuple(
-    os.path.dirname(file or "") + os.sep for file in (__file__, sys.modules["commtrace.hooks"].__file__)
-)
+_OWN: Final = tuple(os.path.dirname(file or "") + os.sep for file in (__file__, sys.modules[PACKAGE].__file__))
 _ROOTS: Final = ("/site-packages/", "/dist-packages/")
 
 # Files of torch that read values for their caller; the rest of torch reads them for itself.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,8 @@ from processes import ROOT
 
 FOLDERS: Final = {"commtrace": "commtrace", "commtrace.hooks": "hooks", "commtrace.analyses": "analyses"}
 """Package -> the folder of the checkout that it is installed from."""
-MAY_IMPORT_ANYTHING: Final = ("commtrace.run", "commtrace.commands")
+MAY_IMPORT_ANYTHING: Final = ("commtrace.api", "commtrace.run", "commtrace.commands")
+"""The public interface and the commands: what users call, above everything else."""
 
 
 @cache
@@ -35,15 +37,17 @@ def tree(name: str) -> ast.Module:
 
 
 def statements(node: ast.AST, *, lazy: bool) -> Iterator[ast.AST]:
-    """Yield the nodes below `node`; without `lazy`, those within functions are left out."""
+    """Yield the nodes below `node`; without `lazy`, not those within functions and for type checkers alone."""
     for child in ast.iter_child_nodes(node):
+        if not lazy and isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
         yield child
         if lazy or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             yield from statements(child, lazy=lazy)
 
 
 def imported(name: str, *, lazy: bool) -> set[str]:
-    """Return what a module imports, type checkers' imports included: names of modules, or what comes closest."""
+    """Return what a module imports: names of modules, or what comes closest."""
     package = name.split(".")
     if modules()[name].name != "__init__.py":
         package.pop()
@@ -69,7 +73,34 @@ def part_of(name: str) -> str:
     return part if f"commtrace.{part}" in modules() and modules()[f"commtrace.{part}"].name == "__init__.py" else ""
 
 
-@pytest.mark.parametrize("part", ["recording", "reading", "theory", "network", "hooks", "analyses"])
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return the modules that reach themselves, in groups."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        todo = [*graph[start]]
+        while todo:
+            if (name := todo.pop()) not in seen:
+                seen.add(name)
+                todo += graph[name]
+        return seen
+
+    reach = {name: reached(name) for name in graph}
+    groups = {tuple(sorted(other for other in reach[name] if name in reach[other])) for name in graph}
+    return [list(group) for group in sorted(groups) if group]
+
+
+def test_cycles_are_found() -> None:
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == [["b", "c"]]
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    """Imports that run when a module is loaded: not those within functions, and not those for type checkers alone."""
+    graph = {name: imported(name, lazy=False) & set(modules()) - {name} for name in modules()}
+    assert cycles(graph) == []
+
+
+@pytest.mark.parametrize("part", ["", "recording", "reading", "theory", "network", "dryrun", "hooks", "analyses"])
 def test_imports_point_one_way(part: str) -> None:
     """hooks -> commtrace <- analyses; imports within functions and module names in strings count."""
     forbidden = {f"commtrace.{other}" for other in ("hooks", "analyses") if other != part}
@@ -101,3 +132,13 @@ def test_setup_lists_every_package() -> None:
     config.read(ROOT / "setup.cfg")
     packages = {name for name, path in modules().items() if path.name == "__init__.py"}
     assert set(config["options"]["packages"].split()) == packages
+
+
+def test_a_class_name_is_used_once() -> None:
+    """`Command` excepted: each command's module has one, and the command line finds it by that name."""
+    classes = defaultdict(list)
+    for name in modules():
+        for node in tree(name).body:
+            if isinstance(node, ast.ClassDef) and node.name != "Command":
+                classes[node.name].append(name)
+    assert {name: where for name, where in classes.items() if len(where) > 1} == {}
