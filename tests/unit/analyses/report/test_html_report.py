@@ -34,6 +34,11 @@ CHROMIUM = next(
     None,
 )
 WIDTHS = {"phone": 390, "laptop": 1280, "wide": 1920}
+SCREENS = [
+    pytest.param(width, id=name, marks=() if name == "laptop" else pytest.mark.exhaustive)
+    for name, width in WIDTHS.items()
+]
+"""One screen by default: a browser takes seconds for each page."""
 
 in_browser = pytest.mark.skipif(
     CHROMIUM is None or find_spec("playwright") is None,
@@ -261,8 +266,8 @@ CLASHES = """() => [...document.querySelectorAll('.figure')].flatMap(figure => {
 
 
 @in_browser
-@pytest.mark.parametrize("colours", ["light", "dark"])
-@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
+@pytest.mark.parametrize("colours", ["light", pytest.param("dark", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("width", SCREENS)
 def test_every_figure_is_drawn_and_nothing_is_asked_for(width: int, colours: str, browser: Any, tmp_path: Path) -> None:
     training(tmp_path / "log", steps=6)
     seen = visit(browser, page_of(tmp_path / "log"), tmp_path, width=width, colours=colours)
@@ -278,7 +283,7 @@ def test_every_figure_is_drawn_and_nothing_is_asked_for(width: int, colours: str
 
 
 @in_browser
-@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
+@pytest.mark.parametrize("width", SCREENS)
 def test_runs_side_by_side_are_drawn(width: int, browser: Any, tmp_path: Path) -> None:
     training(tmp_path / "one", steps=2)
     training(tmp_path / "two", steps=4, ranks=4)
@@ -325,6 +330,7 @@ def test_the_page_lets_nothing_else_run_or_load(browser: Any, tmp_path: Path) ->
 
 
 @in_browser
+@pytest.mark.exhaustive
 def test_the_switch_changes_the_colours_of_page_and_figures(browser: Any, tmp_path: Path) -> None:
     training(tmp_path / "log")
     page = visit(browser, page_of(tmp_path / "log"), tmp_path).page
@@ -351,6 +357,7 @@ def test_the_switch_changes_the_colours_of_page_and_figures(browser: Any, tmp_pa
 
 
 @in_browser
+@pytest.mark.exhaustive
 def test_it_prints_light_and_within_the_paper(browser: Any, tmp_path: Path) -> None:
     training(tmp_path / "log")
     page = visit(browser, page_of(tmp_path / "log"), tmp_path, width=1920, colours="dark").page
