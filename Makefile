@@ -9,7 +9,7 @@ PARALLEL ?= --numprocesses 2 --dist loadfile
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo quick test test-all lint docs types native bench clean
+.PHONY: demo quick test test-all lint docs native bench clean
 
 demo: $(READY)  ## train a small GPT-NeoX under DDP and ZeRO 0 to 3; report what each communicated, and write two pages
 	rm -rf demo-logs
