@@ -145,9 +145,10 @@ def test_a_run_without_a_call_has_a_page(tmp_path: Path) -> None:
     assert "The log holds no call." in text
 
 
-def test_a_page_is_small_however_long_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [10_000, pytest.param(40_000, marks=pytest.mark.exhaustive)])
+def test_a_page_is_small_however_long_the_run(tmp_path: Path, count: int) -> None:
     random = np.random.default_rng(1)
-    log, count = LogFactory(tmp_path), 40_000
+    log = LogFactory(tmp_path)
     for rank in range(8):
         process = log.process(rank, pid=rank + 1, world_size=8)
         process.known({WORLD: list(range(8)), PAIR: [0, 1], ALONE: [rank]}, {WORLD: "data", PAIR: "tensor"})

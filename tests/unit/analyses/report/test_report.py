@@ -311,7 +311,7 @@ def test_shares(value: Any, text: str) -> None:
     assert units.format_share(value) == text
 
 
-@given(st.text(min_size=1, max_size=60), st.integers(1, 200))
+@given(st.text("ab/\\:. _1é漢", min_size=1, max_size=60), st.integers(1, 200))
 def test_shortened_text_fits(text: str, width: int) -> None:
     assert len(shorten_call_site(text, width, "…")) <= width
 
