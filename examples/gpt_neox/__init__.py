@@ -18,14 +18,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from commtrace.errors import ConfigError, LaunchError
-from commtrace.theory.configs.gpt_neox.config import NeoxConfig, load_config
 
+from .config import TrainingConfig, load_config
 from .errors import DataError
 
 if TYPE_CHECKING:
     from .model import GPTNeoX
 
-__all__ = ["ConfigError", "DataError", "GPTNeoX", "LaunchError", "NeoxConfig", "load_config"]
+__all__ = ["ConfigError", "DataError", "GPTNeoX", "LaunchError", "TrainingConfig", "load_config"]
 
 
 def __getattr__(name: str) -> Any:

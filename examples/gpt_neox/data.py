@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from commtrace.theory.configs.gpt_neox.config import NeoxConfig
-
+from .config import TrainingConfig
 from .errors import DataError
 from .tokenizers import Tokens, make_tokenizer
 
@@ -81,7 +80,7 @@ class RankData:
         return torch.from_numpy(np.stack([self._samples[number] for number in numbers]).astype(np.int64))
 
 
-def load_samples(config: NeoxConfig, path: str | None) -> Samples:
+def load_samples(config: TrainingConfig, path: str | None) -> Samples:
     """Read the training share of the text (GPT-NeoX's ``split``, its beginning) as samples of tokens."""
     text = read_text(path)
     text = text[: int(len(text) * config.train_share)]

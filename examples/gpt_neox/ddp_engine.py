@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commtrace.theory.configs.gpt_neox.config import NeoxConfig
-from commtrace.theory.configs.gpt_neox.neox_args import neox_args
+from commtrace.theory.configs.gpt_neox.derived_settings import neox_args
 
+from .config import TrainingConfig
 from .model import GPTNeoX, language_model_loss, weight_decay_groups
 from .mpu import make_mpu, shares_of
 from .schedule import make_scheduler
@@ -26,7 +26,7 @@ class DdpEngine:
     the parameters, as DeepSpeed does; with bf16 parameters alone small updates would round away.
     """
 
-    def __init__(self, config: NeoxConfig, device: torch.device, micro_batch: int, accumulation: int) -> None:
+    def __init__(self, config: TrainingConfig, device: torch.device, micro_batch: int, accumulation: int) -> None:
         mpu = make_mpu(config)
         self._shares = shares_of(config, mpu)
         self._part = self._shares.parts.of

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 import torch
 
 from commtrace.errors import ConfigError
-from commtrace.theory.configs.gpt_neox.config import NeoxConfig
-from commtrace.theory.configs.gpt_neox.deepspeed_settings import deepspeed_config
-from commtrace.theory.configs.gpt_neox.neox_args import neox_args
+from commtrace.theory.configs.gpt_neox.derived_settings import deepspeed_config, neox_args
 
+from .config import TrainingConfig
 from .experts import apart
 from .model import GPTNeoX, language_model_loss, weight_decay_groups
 from .mpu import make_mpu, shares_of
@@ -47,7 +46,7 @@ class DeepSpeedEngine:
     """The model under DeepSpeed's engine."""
 
     def __init__(
-        self, config: NeoxConfig, device: torch.device, micro_batch: int, accumulation: int, verbose: bool
+        self, config: TrainingConfig, device: torch.device, micro_batch: int, accumulation: int, verbose: bool
     ) -> None:
         import deepspeed
 
@@ -100,7 +99,7 @@ class DeepSpeedEngine:
 _QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 
 
-def check_quantization(config: NeoxConfig, device: torch.device) -> None:
+def check_quantization(config: TrainingConfig, device: torch.device) -> None:
     """Raise :class:`ConfigError` if ZeRO++ would quantize without a GPU, at which DeepSpeed fails late."""
     asked = [name for name in _QUANTIZED if config.zero_optimization.get(name)]
     if asked and device.type == "cpu":
@@ -111,7 +110,7 @@ def check_quantization(config: NeoxConfig, device: torch.device) -> None:
         )
 
 
-def check_zero_block(config: NeoxConfig) -> None:
+def check_zero_block(config: TrainingConfig) -> None:
     """Raise :class:`ConfigError` for a ``zero_optimization`` block that DeepSpeed would refuse."""
     from deepspeed.runtime import config as known  # type: ignore[import-untyped, unused-ignore]
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # type: ignore[import-untyped, unused-ignore]

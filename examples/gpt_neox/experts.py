@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from commtrace.theory.configs.gpt_neox.config import NeoxConfig
-
+from .config import TrainingConfig
 from .layers import MLP
 
 
 class Experts(nn.Module):
     """DeepSpeed's MoE layer in place of an MLP, with GPT-NeoX's settings."""
 
-    def __init__(self, config: NeoxConfig) -> None:
+    def __init__(self, config: TrainingConfig) -> None:
         super().__init__()
         from deepspeed.moe.layer import MoE  # type: ignore[import-untyped, unused-ignore]
 
@@ -53,7 +52,7 @@ def balance(layers: Iterable[nn.Module]) -> torch.Tensor | None:
     return torch.stack(found).sum() if found else None
 
 
-def has_experts(config: NeoxConfig, layer: int) -> bool:
+def has_experts(config: TrainingConfig, layer: int) -> bool:
     """Return whether a layer (numbered from 0) has experts: every `moe_expert_interval`-th, from the first on."""
     return config.moe_num_experts > 1 and layer % config.moe_expert_interval == 0
 

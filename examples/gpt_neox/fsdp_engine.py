@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from commtrace.theory.configs.gpt_neox.config import NeoxConfig
-from commtrace.theory.configs.gpt_neox.neox_args import neox_args
+from commtrace.theory.configs.gpt_neox.derived_settings import neox_args
 
+from .config import TrainingConfig
 from .dtensor_parallel import clip_gradients, parallelize
 from .layers import Block
 from .model import GPTNeoX, language_model_loss, weight_decay_groups
@@ -30,7 +30,7 @@ class FsdpEngine:
     `fp32_allreduce` as fp32.
     """
 
-    def __init__(self, config: NeoxConfig, device: torch.device, micro_batch: int, accumulation: int) -> None:
+    def __init__(self, config: TrainingConfig, device: torch.device, micro_batch: int, accumulation: int) -> None:
         self._settings = config.fsdp
         with device:
             model = GPTNeoX(config)
@@ -104,7 +104,7 @@ def _data(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[tuple(names)]
 
 
-def shard(model: GPTNeoX, config: NeoxConfig, mesh: DeviceMesh) -> Any:
+def shard(model: GPTNeoX, config: TrainingConfig, mesh: DeviceMesh) -> Any:
     """Apply fully_shard to the layers and to the model."""
     half = torch.bfloat16 if config.precision == "bf16" else None
     wide = torch.float32 if config.fp32_allreduce else None

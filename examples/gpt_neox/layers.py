@@ -15,13 +15,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from commtrace.theory.configs.gpt_neox.config import NeoxConfig
-
+from .config import TrainingConfig
 from .sequence import attention_of
 from .tensor_parallel import ALONE, Shares, mark_part
 
 
-def init_std(method: str, config: NeoxConfig) -> float:
+def init_std(method: str, config: TrainingConfig) -> float:
     """Return the standard deviation of an initialization method of GPT-NeoX (megatron/model/init_functions.py)."""
     if method == "scaled_normal":
         return config.init_method_std / math.sqrt(2.0 * config.num_layers)
@@ -107,7 +106,7 @@ class Embedding(nn.Embedding):
 
     weight: nn.Parameter
 
-    def __init__(self, config: NeoxConfig, shares: Shares = ALONE) -> None:
+    def __init__(self, config: TrainingConfig, shares: Shares = ALONE) -> None:
         nn.Module.__init__(self)
         self.num_embeddings, self.embedding_dim = config.padded_vocab_size, config.hidden_size
         self.padding_idx = self.max_norm = None
@@ -159,7 +158,7 @@ def rotate(x: torch.Tensor, dims: int, base: float, first_position: int = 0) -> 
 class Attention(nn.Module):
     """Causal self-attention with one fused query-key-value projection and rotary positions."""
 
-    def __init__(self, config: NeoxConfig, shares: Shares = ALONE) -> None:
+    def __init__(self, config: TrainingConfig, shares: Shares = ALONE) -> None:
         super().__init__()
         hidden = config.hidden_size
         self.heads, self.head_size = config.num_attention_heads // shares.ranks, config.head_size
@@ -193,7 +192,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """MLP from h to 4h, gelu, and back."""
 
-    def __init__(self, config: NeoxConfig, shares: Shares = ALONE) -> None:
+    def __init__(self, config: TrainingConfig, shares: Shares = ALONE) -> None:
         super().__init__()
         hidden = config.hidden_size
         self.dense_h_to_4h = ColumnLinear(hidden, 4 * hidden, init_std(config.init_method, config), shares)
@@ -212,7 +211,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Transformer layer: attention and MLP, each after a layer norm, sequential or parallel (GPT-J)."""
 
-    def __init__(self, config: NeoxConfig, shares: Shares = ALONE, mlp: nn.Module | None = None) -> None:
+    def __init__(self, config: TrainingConfig, shares: Shares = ALONE, mlp: nn.Module | None = None) -> None:
         """`mlp` replaces the usual MLP."""
         super().__init__()
         self.input_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
@@ -246,6 +245,6 @@ class Block(nn.Module):
 class Head(ColumnLinear):
     """Output layer from (b, s, h) to logits (b, s, V/t), with its own matrix or the embedding's."""
 
-    def __init__(self, config: NeoxConfig, tied: nn.Parameter | None, shares: Shares = ALONE) -> None:
+    def __init__(self, config: TrainingConfig, tied: nn.Parameter | None, shares: Shares = ALONE) -> None:
         std = init_std(config.init_method, config)
         super().__init__(config.hidden_size, config.padded_vocab_size, std, shares, bias=False, weight=tied)

@@ -16,8 +16,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from commtrace.theory.configs.gpt_neox.config import NeoxConfig
-
+from .config import TrainingConfig
 from .experts import Experts, balance, has_experts
 from .layers import Block, Embedding, Head, RowLinear
 from .sequence import ULYSSES, Parts
@@ -34,7 +33,7 @@ class LayerSpec:
     build: Build
 
 
-def layer_specs(config: NeoxConfig, shares: Shares = ALONE) -> list[LayerSpec]:
+def layer_specs(config: TrainingConfig, shares: Shares = ALONE) -> list[LayerSpec]:
     """Return the layers of the model in order."""
     blocks = [
         LayerSpec(f"block_{index}", functools.partial(_block, config, shares, index))
@@ -48,7 +47,7 @@ def layer_specs(config: NeoxConfig, shares: Shares = ALONE) -> list[LayerSpec]:
     ]
 
 
-def _block(config: NeoxConfig, shares: Shares, index: int, _: nn.Parameter | None) -> Block:
+def _block(config: TrainingConfig, shares: Shares, index: int, _: nn.Parameter | None) -> Block:
     return Block(config, shares, mlp=Experts(config) if has_experts(config, index) else None)
 
 
@@ -68,7 +67,7 @@ class GPTNeoX(nn.Module):
     It has exactly GPT-NeoX's number of parameters: 2Vh + L(12h^2 + 13h) + 2h, less Vh with tied embeddings.
     """
 
-    def __init__(self, config: NeoxConfig, shares: Shares = ALONE) -> None:
+    def __init__(self, config: TrainingConfig, shares: Shares = ALONE) -> None:
         super().__init__()
         self.layers = nn.ModuleDict()
         self.shares = shares

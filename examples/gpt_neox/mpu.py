@@ -12,8 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commtrace.theory.configs.gpt_neox.config import NeoxConfig
-
+from .config import TrainingConfig
 from .sequence import RING, ULYSSES, WHOLE, Parts
 from .tensor_parallel import ALONE, Shares
 
@@ -72,7 +71,7 @@ def _own_group(groups: Iterable[range], description: str) -> dist.ProcessGroup:
     return own
 
 
-def make_mpu(config: NeoxConfig) -> Any:
+def make_mpu(config: TrainingConfig) -> Any:
     """The unit of a model, once the process group is there; None where ranks share neither models nor sequences.
 
     Of sequences that ranks share as DeepSpeed's Ulysses has it: DeepSpeed's own module, which serves as one.
@@ -85,7 +84,7 @@ def make_mpu(config: NeoxConfig) -> Any:
     return Mpu(config.model_parallel_size) if config.model_parallel_size > 1 else None
 
 
-def parts_of(config: NeoxConfig, mpu: Any) -> Parts:
+def parts_of(config: TrainingConfig, mpu: Any) -> Parts:
     """Return this rank's part of each sequence."""
     if config.sequence_parallel_size > 1:
         group, way = mpu.get_sequence_parallel_group(), ULYSSES
@@ -98,17 +97,17 @@ def parts_of(config: NeoxConfig, mpu: Any) -> Parts:
     return Parts(group.rank(), group.size(), group, way)
 
 
-def shares_of(config: NeoxConfig, mpu: Any) -> Shares:
+def shares_of(config: TrainingConfig, mpu: Any) -> Shares:
     """Return this rank's part of the model or the sequences. Collective: all ranks call it."""
     if config.model_parallel_size == 1:
         return Shares(parts=parts_of(config, mpu))
     return _shares(config, mpu.get_model_parallel_group())
 
 
-def tensor_shares(config: NeoxConfig) -> Shares:
+def tensor_shares(config: TrainingConfig) -> Shares:
     """Return the same in a pipeline, whose other groups DeepSpeed creates."""
     return _shares(config, tensor_group(config.model_parallel_size)) if config.model_parallel_size > 1 else ALONE
 
 
-def _shares(config: NeoxConfig, group: dist.ProcessGroup) -> Shares:
+def _shares(config: TrainingConfig, group: dist.ProcessGroup) -> Shares:
     return Shares(group.rank(), group.size(), group, wide=config.fp32_allreduce, sequence=config.sequence_parallel)

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 import torch
 
 from commtrace.errors import ConfigError
-from commtrace.theory.configs.gpt_neox.config import NeoxConfig
-from commtrace.theory.configs.gpt_neox.deepspeed_settings import deepspeed_config
-from commtrace.theory.configs.gpt_neox.neox_args import neox_args
+from commtrace.theory.configs.gpt_neox.derived_settings import deepspeed_config, neox_args
 
+from .config import TrainingConfig
 from .deepspeed_engine import forbid_compiling
 from .model import weight_decay_groups
 from .mpu import tensor_shares
@@ -26,7 +25,7 @@ class PipelineEngine:
     """Stage of this rank under DeepSpeed's pipeline engine; micro-batches are gradient accumulation steps."""
 
     def __init__(
-        self, config: NeoxConfig, device: torch.device, micro_batch: int, accumulation: int, verbose: bool
+        self, config: TrainingConfig, device: torch.device, micro_batch: int, accumulation: int, verbose: bool
     ) -> None:
         import deepspeed  # type: ignore[import-untyped, unused-ignore]
         from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -73,7 +72,7 @@ class PipelineEngine:
         deepspeed.comm.destroy_process_group()  # clears DeepSpeed's cache of groups, too
 
 
-def check_stages(config: NeoxConfig) -> None:
+def check_stages(config: TrainingConfig) -> None:
     """Raise :class:`ConfigError` for stages that DeepSpeed's pipeline would hang or fail in.
 
     A stage without transformer layers has no biases or norms, and so a group of the optimizer less than the others,

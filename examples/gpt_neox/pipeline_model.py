@@ -23,8 +23,7 @@ from deepspeed.runtime.utils import (  # type: ignore[import-untyped, unused-ign
 from torch import nn
 from torch.nn import functional
 
-from commtrace.theory.configs.gpt_neox.config import NeoxConfig
-
+from .config import TrainingConfig
 from .layers import Block, Embedding, Head
 from .model import language_model_loss, layer_specs
 from .tensor_parallel import Shares
@@ -38,7 +37,7 @@ CHECKPOINTABLE: Final = ["GMLPBlock", "ParallelTransformerLayerPipe", "ParallelM
 class EmbeddingPipe(Embedding):
     """Embedding from tokens to hidden states; a head that shares the matrix has the same class."""
 
-    def __init__(self, config: NeoxConfig, shares: Shares, state: torch.Tensor) -> None:
+    def __init__(self, config: TrainingConfig, shares: Shares, state: torch.Tensor) -> None:
         set_random_state(state)
         super().__init__(config, shares)
 
@@ -51,7 +50,7 @@ class EmbeddingPipe(Embedding):
 class ParallelTransformerLayerPipe(Block):
     """Transformer layer that passes the mask on unused: its attention is causal."""
 
-    def __init__(self, config: NeoxConfig, shares: Shares, state: torch.Tensor) -> None:
+    def __init__(self, config: TrainingConfig, shares: Shares, state: torch.Tensor) -> None:
         set_random_state(state)
         super().__init__(config, shares)
 
@@ -68,7 +67,7 @@ class NormPipe(nn.LayerNorm):
 class ParallelLinearPipe(Head):
     """Head with its own matrix."""
 
-    def __init__(self, config: NeoxConfig, shares: Shares, state: torch.Tensor) -> None:
+    def __init__(self, config: TrainingConfig, shares: Shares, state: torch.Tensor) -> None:
         set_random_state(state)
         super().__init__(config, None, shares)
 
@@ -88,7 +87,7 @@ def _tied_head(embedding: EmbeddingPipe, x: torch.Tensor) -> torch.Tensor:
 class GPT2ModelPipe(PipelineModule):  # type: ignore[misc, unused-ignore]
     """Stage of this rank. DeepSpeed recognizes the class name: its outputs end with an attention mask."""
 
-    def __init__(self, config: NeoxConfig, shares: Shares, topology: Any) -> None:
+    def __init__(self, config: TrainingConfig, shares: Shares, topology: Any) -> None:
         interval = config.checkpoint_num_layers if config.checkpoint_activations else 0
         super().__init__(
             layers=pipe_specs(config, shares, random_states(config, shares)),
@@ -104,7 +103,7 @@ def _loss(shares: Shares, logits: torch.Tensor, labels: torch.Tensor) -> torch.T
     return language_model_loss(logits, labels, shares)
 
 
-def pipe_specs(config: NeoxConfig, shares: Shares, states: Sequence[torch.Tensor]) -> list[Any]:
+def pipe_specs(config: TrainingConfig, shares: Shares, states: Sequence[torch.Tensor]) -> list[Any]:
     """Return GPT-NeoX's layers in order; each stage builds its own. `states`: the result of `random_states`."""
     first, *blocks, _, last = states
     norm = LayerSpec(NormPipe, config.hidden_size, eps=config.layernorm_epsilon)
@@ -117,7 +116,7 @@ def pipe_specs(config: NeoxConfig, shares: Shares, states: Sequence[torch.Tensor
     return [tied(), *inner, tied(forward_fn=_tied_head)]
 
 
-def random_states(config: NeoxConfig, shares: Shares) -> list[torch.Tensor]:
+def random_states(config: TrainingConfig, shares: Shares) -> list[torch.Tensor]:
     """Return the state of the random generator before each layer of the whole model.
 
     So that a stage, which builds some of them, draws what it would as a part of the whole. Each layer is drawn once and
@@ -154,7 +153,7 @@ def attention_mask(length: int, device: torch.device) -> torch.Tensor:
 # --- how DeepSpeed will divide the layers ---------------------------------------------------------------------------
 
 
-def divided(config: NeoxConfig) -> list[list[str]]:
+def divided(config: TrainingConfig) -> list[list[str]]:
     """Return the names of each stage's layers, without building them."""
     shares = Shares(0, config.model_parallel_size)
     specs = pipe_specs(config, shares, [torch.get_rng_state()] * (config.num_layers + 3))
@@ -163,7 +162,7 @@ def divided(config: NeoxConfig) -> list[list[str]]:
     return [names[begin:end] for begin, end in pairwise(bounds)]
 
 
-def _bounds(config: NeoxConfig, specs: Sequence[Any], names: Sequence[str]) -> list[int]:
+def _bounds(config: TrainingConfig, specs: Sequence[Any], names: Sequence[str]) -> list[int]:
     method = config.pipe_partition_method.lower()
     if method == "uniform":
         return list(partition_uniform(len(specs), config.pipe_parallel_size))

@@ -7,10 +7,10 @@ import math
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from commtrace.theory.configs.gpt_neox.config import NeoxConfig
+from .config import TrainingConfig
 
 
-def learning_rate(config: NeoxConfig, step: int) -> float:
+def learning_rate(config: TrainingConfig, step: int) -> float:
     """Return the learning rate of a step (from 1), as GPT-NeoX's megatron/learning_rates.py computes it.
 
     GPT-NeoX counts from 0 and so spends the first step of a warm-up at learning rate 0: half of a two-step trial.
@@ -31,7 +31,7 @@ def learning_rate(config: NeoxConfig, step: int) -> float:
     return max(rate, config.min_lr)
 
 
-def make_scheduler(config: NeoxConfig, optimizer: Optimizer) -> LambdaLR:
+def make_scheduler(config: TrainingConfig, optimizer: Optimizer) -> LambdaLR:
     """Return the schedule as a PyTorch scheduler, stepped once per optimizer step."""
     # The optimizer is made with learning rate 1, so that the factor is the rate itself, and rates of 0 are possible.
     return LambdaLR(optimizer, lambda done: learning_rate(config, done + 1))

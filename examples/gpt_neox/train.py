@@ -24,13 +24,13 @@ from tqdm import tqdm
 from commtrace.errors import CommtraceError, ConfigError
 from commtrace.launchers import LaunchedProcess, find_process
 from commtrace.network.process_exit import wait_for_threads
-from commtrace.theory.configs.gpt_neox.config import NeoxConfig, load_config
-from commtrace.theory.configs.gpt_neox.fsdp_settings import FsdpSettings
 from commtrace.theory.configs.gpt_neox.setting_checks import check_engine
 
+from .config import TrainingConfig, check_fsdp, load_config
 from .data import RankData, load_samples
 from .ddp_engine import DdpEngine
 from .deepspeed_engine import DeepSpeedEngine, check_quantization, check_zero_block, prepare_import
+from .fsdp_settings import FsdpSettings
 from .options import arguments, overrides
 from .pipeline_engine import PipelineEngine, check_stages
 
@@ -61,7 +61,7 @@ def choose_device(process: LaunchedProcess) -> torch.device:
     return device
 
 
-def settle_precision(config: NeoxConfig, engine: str, device: torch.device) -> tuple[NeoxConfig, list[str]]:
+def settle_precision(config: TrainingConfig, engine: str, device: torch.device) -> tuple[TrainingConfig, list[str]]:
     """Return the configuration with a precision that this device can train with, and a note about a change."""
     if config.precision != "fp16":
         return config, []
@@ -73,7 +73,7 @@ def settle_precision(config: NeoxConfig, engine: str, device: torch.device) -> t
     return config, []
 
 
-def notices(config: NeoxConfig, engine: str) -> list[str]:
+def notices(config: TrainingConfig, engine: str) -> list[str]:
     """Yield notes about the configuration, shown before the first step."""
     found = []
     if config.unknown_keys:
@@ -92,7 +92,9 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def make_engine(options: Namespace, config: NeoxConfig, device: torch.device, batch_shape: tuple[int, int]) -> Engine:
+def make_engine(
+    options: Namespace, config: TrainingConfig, device: torch.device, batch_shape: tuple[int, int]
+) -> Engine:
     """Create the process group and the engine. Collective: all ranks call it."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     if options.engine == "ddp":
@@ -112,7 +114,7 @@ def make_engine(options: Namespace, config: NeoxConfig, device: torch.device, ba
 
 
 def train(
-    config: NeoxConfig, engine: Engine, data: RankData, device: torch.device, process: LaunchedProcess
+    config: TrainingConfig, engine: Engine, data: RankData, device: torch.device, process: LaunchedProcess
 ) -> list[float]:
     """Run all steps; return the losses of this rank's data, one per step."""
     losses = []
@@ -150,14 +152,11 @@ def run(options: Namespace, process: LaunchedProcess) -> None:
         raise ConfigError(
             f"--zero-stage {options.zero_stage} is DeepSpeed's; leave it out with --engine {options.engine}"
         )
-    elif config.pipe_parallel_size > 1:
-        raise ConfigError(
-            f"pipeline parallelism is DeepSpeed's; set pipe_parallel_size to 1 with --engine {options.engine}"
-        )
+    check_engine(config, options.engine)
     data_parallel = config.data_parallel(process.world_size)
     if options.engine == "fsdp":
         config.fsdp.shards(data_parallel)
-    check_engine(config, options.engine)
+        check_fsdp(config)
     batch_shape = config.batch_shape(data_parallel)
     tokens = batch_shape[0] * config.seq_length
     if config.moe_num_experts > 1 and tokens < config.moe_min_capacity:

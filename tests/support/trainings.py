@@ -25,9 +25,12 @@ import pytest
 import ranks
 
 from commtrace.run import Run, open_run
+from examples.gpt_neox.theory import register
 
 if TYPE_CHECKING:
     from commtrace.theory.forecast import JobPlan
+
+register()
 
 ENGINES: Final = ("ddp", "0", "1", "2", "3")
 SECONDS_A_RANK: Final = 150

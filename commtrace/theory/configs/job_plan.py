@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from commtrace.errors import CommtraceError, ConfigError, MissingLibraryError
 from commtrace.theory.model_shapes import ModelShape, ModuleSpec, gpt_neox_model
@@ -18,15 +18,9 @@ from commtrace.theory.model_shapes import ModelShape, ModuleSpec, gpt_neox_model
 from . import hugging_face
 from .ddp_job_row import ddp_row
 from .deepspeed_job_row import deepspeed_row
-from .dtensor_job_row import dtensor_row
-from .fsdp_job_row import FsdpSharding, fsdp_row
-from .pipeline_job_rows import StageDivision, stage_rows
+from .fsdp_job_row import fsdp_row
 from .rank_layout import ELEMENT_TYPES, RankLayout
 
-if TYPE_CHECKING:
-    from .gpt_neox.config import NeoxConfig
-
-ENGINES: Final = ("deepspeed", "ddp", "fsdp")
 _BATCH_SIZES: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _KINDS: Final = {"deepspeed": "DeepSpeed", "hugging_face": "a Hugging Face model"}
 
@@ -39,7 +33,7 @@ class PlanError(CommtraceError):
 class PlanOptions:
     """Settings that complete or override the files; None: as the files say."""
 
-    engine: str | None = None  # one of ENGINES
+    engine: str | None = None  # "deepspeed", "ddp" or "fsdp"
     zero_stage: int | None = None  # ZeRO stage, 0 to 3
     precision: str | None = None  # "fp32", "bf16" or "fp16"
     micro_batch: int | None = None  # sequences of one rank in a micro-batch
@@ -96,7 +90,9 @@ def plan_job(files: Sequence[str], world: int, options: PlanOptions = DEFAULT_OP
             raise PlanError(
                 f"{names['gpt_neox'][0]}: a GPT-NeoX file says all; give no other kinds of files or figures"
             )
-        return _plan_gpt_neox(files, world, options)
+        from .gpt_neox.planning import plan_gpt_neox
+
+        return plan_gpt_neox(files, world, options)
     for kind, same_kind in names.items():
         if len(same_kind) > 1:
             raise PlanError(f"{', '.join(same_kind)}: both are of {_KINDS[kind]}; give one of them")
@@ -134,81 +130,6 @@ def _read(name: str) -> Mapping[str, Any]:
     if not isinstance(content, dict):
         raise PlanError(f"{path}: a configuration is an object of keys and values; this one holds {content!r:.60}")
     return content
-
-
-# --- GPT-NeoX -------------------------------------------------------------------------------------------------------
-
-
-def _plan_gpt_neox(files: Sequence[str], world: int, options: PlanOptions) -> JobPlan:
-    from .gpt_neox.config import load_config
-    from .gpt_neox.deepspeed_settings import deepspeed_config
-    from .gpt_neox.neox_args import neox_args
-    from .gpt_neox.setting_checks import check_engine
-
-    overrides = {
-        "zero_stage": options.zero_stage,
-        "precision": options.precision,
-        "train_micro_batch_size_per_gpu": options.micro_batch,
-        "gradient_accumulation_steps": options.accumulation,
-    }
-    engine = options.engine or "deepspeed"
-    try:
-        config = load_config(files, overrides)
-        check_engine(config, engine)
-        data = config.data_parallel(world)
-        layout = RankLayout(world, data, *config.batch_shape(data), **config.shared)
-        sharding = _sharding(config, layout) if engine == "fsdp" else None
-    except ConfigError as error:
-        raise PlanError(str(error)) from error
-    if engine != "deepspeed" and config.pipe_parallel_size > 1:
-        raise PlanError(f"pipeline parallelism is DeepSpeed's; set pipe_parallel_size to 1 with --engine {engine}")
-    sizes = (config.num_layers, config.hidden_size, config.padded_vocab_size, not config.no_weight_tying)
-    experts = config.moe_num_experts // config.moe_expert_parallel_size
-    shape = ModelShape(*sizes, layout.tensor, config.moe_num_experts, experts, config.moe_expert_interval)
-    stages: tuple[dict[str, Any], ...]
-    if sharding is not None:
-        # fully_shard and DTensors begin with the whole model.
-        model = gpt_neox_model(ModelShape(*sizes))
-        if layout.data == 1 and layout.tensor > 1:  # no ranks are left for fully_shard
-            stages = (dtensor_row(model, config.precision, layout, sequence_parallel=sharding.sequence_parallel),)
-        else:
-            stages = (fsdp_row(model, config.precision, layout, sharding),)
-    elif engine == "ddp":
-        stages = (ddp_row(gpt_neox_model(shape), config.precision, layout),)
-    else:
-        settings = deepspeed_config(config, layout.micro_batch, layout.accumulation, verbose=False)
-        interval = config.checkpoint_num_layers if config.checkpoint_activations else 0
-        division = StageDivision(config.pipe_parallel_size, config.pipe_partition_method, interval)
-        if config.pipe_parallel_size > 1:
-            stages = stage_rows(shape, settings, layout, division)
-        else:
-            stages = (deepspeed_row(gpt_neox_model(shape), settings, layout),)
-    arguments = vars(neox_args(config, layout.micro_batch, layout.accumulation))
-    rows = tuple({**row, "model": arguments} for row in stages)
-    return JobPlan(rows[0], layout, _assumed(config), rows if config.pipe_parallel_size > 1 else ())
-
-
-def _sharding(config: NeoxConfig, layout: RankLayout) -> FsdpSharding:
-    settings = config.fsdp
-    only_tensor = layout.data == 1 and layout.tensor > 1
-    return FsdpSharding(
-        1 if only_tensor else settings.shards(layout.data),
-        settings.reshard_after_forward,
-        "fp32" if config.fp32_allreduce else None,
-        settings.sync_every_micro_batch,
-        settings.reshard_after_backward,
-        settings.sequence_parallel,
-    )
-
-
-def _assumed(config: NeoxConfig) -> tuple[str, ...]:
-    experts = "tokens go to experts as unevenly as they can, so that sizes are the most (moe_token_dropping is off)"
-    is_bounded = config.moe_expert_parallel_size > 1 and not config.moe_token_dropping
-    return (
-        *((experts,) if is_bounded else ()),
-        f"a vocabulary of {config.vocab_size:,} ids, padded to {config.padded_vocab_size:,}",
-        "modules are made and run in the order of commtrace's GPT-NeoX example",
-    )
 
 
 # --- DeepSpeed, Hugging Face ----------------------------------------------------------------------------------------
@@ -254,7 +175,7 @@ def _plan_model(
         }
         units = "every layer is a unit of fully_shard, and the model itself"
         types = f"parameters are fp32, and travel as {ELEMENT_TYPES[precision]} (--precision)"
-        row = fsdp_row(model, precision, layout, FsdpSharding(layout.data))
+        row = fsdp_row(model, precision, layout)
         return JobPlan({**row, "model": arguments}, layout, (*assumed, units, types))
     groups = "biases and norms are a group of the optimizer of their own" if options.groups == 2 else "one group"
     row = deepspeed_row(model, settings, layout, groups=options.groups)

@@ -9,7 +9,7 @@ from commtrace.theory.expected_calls import Prediction
 from commtrace.theory.job import Job, NotPredictedError
 
 from .deepspeed import engine, experts, pipeline, ulysses, zero3, zero12
-from .megatron import ring_attention, sequence_parallel, tensor_parallel
+from .megatron import sequence_parallel, tensor_parallel
 from .torch import ddp, dtensor, fsdp
 
 SCHEMES: Final[dict[tuple[str, str, int | None], Callable[[Job], Prediction]]] = {
@@ -26,24 +26,29 @@ SCHEMES: Final[dict[tuple[str, str, int | None], Callable[[Job], Prediction]]] =
 """Predictions by source, engine and ZeRO stage of the job."""
 
 
-EXTENSIONS: Final[tuple[tuple[Callable[[Job], bool], Callable[[Job, Prediction], Prediction]], ...]] = (
-    (lambda job: "tensor_plan" in job.row and job.row.get("source") == "fsdp", dtensor.extend_prediction),
-    # Schemes whose own rules cover all parallel dimensions:
-    (lambda job: job.row.get("source") in ("fsdp", "dtensor"), lambda job, data: data),
-    (lambda job: job.row.get("engine") == "PipelineEngine", lambda job, data: data),
-    (
-        lambda job: job.tensor > 1 and bool(job.row.get("model", {}).get("sequence_parallel")),
-        sequence_parallel.extend_prediction,
-    ),
-    (lambda job: job.tensor > 1, tensor_parallel.extend_prediction),
-    (lambda job: job.sequence > 1, ulysses.extend_prediction),
-    (lambda job: job.context > 1, ring_attention.extend_prediction),
-    (lambda job: bool(job.row.get("moe")), experts.extend_prediction),
-)
-"""Conditions, and functions that extend the data-parallel prediction of a job by the calls in another dimension.
+EXTENSIONS: Final[dict[str, Callable[[Job, Prediction], Prediction]]] = {
+    "tensor and sequence": sequence_parallel.extend_prediction,
+    "tensor": tensor_parallel.extend_prediction,
+    "sequence": ulysses.extend_prediction,
+    "expert": experts.extend_prediction,
+    "DTensor": dtensor.extend_prediction,
+}
+"""Functions that extend the data-parallel prediction of a job by the calls of another parallel dimension.
 
-The first whose condition holds is used; several dimensions together have no rules yet.
+A program that implements a dimension itself adds its own, as `examples.gpt_neox.theory` does with "context".
 """
+
+
+def extended_dimension(job: Job) -> str | None:
+    """Return the key of EXTENSIONS for a job, or None. Several dimensions together have no rules, or are one key."""
+    if job.row.get("source") == "fsdp" and "tensor_plan" in job.row:
+        return "DTensor"
+    if job.row.get("source") in ("fsdp", "dtensor") or job.row.get("engine") == "PipelineEngine":
+        return None  # their own rules cover all parallel dimensions
+    if job.tensor > 1:
+        return "tensor and sequence" if job.row.get("model", {}).get("sequence_parallel") else "tensor"
+    sizes = {"sequence": job.sequence > 1, "context": job.context > 1, "expert": bool(job.row.get("moe"))}
+    return next((dimension for dimension, is_used in sizes.items() if is_used), None)
 
 
 def predict(row: Mapping[str, Any]) -> Prediction:
@@ -65,7 +70,11 @@ def predict(row: Mapping[str, Any]) -> Prediction:
     try:
         job = Job(row)
         prediction = SCHEMES[source, engine_name, stage](job)
-        extend = next((extend for applies, extend in EXTENSIONS if applies(job)), None)
-        return prediction if extend is None else extend(job, prediction)
+        dimension = extended_dimension(job)
+        if dimension is None:
+            return prediction
+        if dimension not in EXTENSIONS:
+            raise NotPredictedError(f"{dimension} parallelism has no rules yet")
+        return EXTENSIONS[dimension](job, prediction)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
         raise NotPredictedError(f"the job in the log cannot be read ({type(error).__name__}: {error})") from error

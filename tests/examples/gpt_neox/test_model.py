@@ -13,16 +13,16 @@ pytest.importorskip("yaml")
 
 import torch
 
-from examples.gpt_neox import GPTNeoX, NeoxConfig, load_config
+from examples.gpt_neox import GPTNeoX, TrainingConfig, load_config
 from examples.gpt_neox.layers import Block, rotate
 from examples.gpt_neox.model import language_model_loss, layer_specs, weight_decay_groups
 
 
-def tiny(**changes: Any) -> NeoxConfig:
+def tiny(**changes: Any) -> TrainingConfig:
     return load_config(["tiny"]).model_copy(update=changes)
 
 
-def build(config: NeoxConfig, seed: int = 0) -> GPTNeoX:
+def build(config: TrainingConfig, seed: int = 0) -> GPTNeoX:
     torch.manual_seed(seed)
     return GPTNeoX(config)
 
@@ -37,7 +37,7 @@ def tokens(rows: int = 2, length: int = 16) -> torch.Tensor:
     return torch.randint(0, 256, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
-def count(config: NeoxConfig) -> int:
+def count(config: TrainingConfig) -> int:
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in GPTNeoX(config).parameters())
 

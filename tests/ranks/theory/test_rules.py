@@ -183,7 +183,7 @@ def wrong_list(value: list[Any]) -> list[Any]:
 def places(function: Callable[..., Any]) -> Iterator[tuple[Any, str]]:
     """Every module of theory that knows the function, and its name there."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("commtrace.theory"):
+        if name.startswith(("commtrace.theory", "examples.gpt_neox.theory")):
             yield from ((module, known_as) for known_as, one in vars(module).items() if one is function)
 
 

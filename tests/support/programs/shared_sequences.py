@@ -13,7 +13,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from commtrace.theory.configs.gpt_neox.config import NeoxConfig, load_config
+from examples.gpt_neox.config import TrainingConfig, load_config
 from examples.gpt_neox.deepspeed_engine import forbid_compiling
 from examples.gpt_neox.model import GPTNeoX, language_model_loss
 from examples.gpt_neox.mpu import make_mpu, shares_of
@@ -21,7 +21,7 @@ from examples.gpt_neox.sequence import ULYSSES
 from examples.gpt_neox.tensor_parallel import ALONE, Shares
 
 
-def trained(config: NeoxConfig, shares: Shares, tokens: torch.Tensor) -> tuple[GPTNeoX, torch.Tensor, torch.Tensor]:
+def trained(config: TrainingConfig, shares: Shares, tokens: torch.Tensor) -> tuple[GPTNeoX, torch.Tensor, torch.Tensor]:
     """Model, logits and loss, after backward."""
     torch.manual_seed(5)
     model = GPTNeoX(config, shares)
@@ -31,7 +31,7 @@ def trained(config: NeoxConfig, shares: Shares, tokens: torch.Tensor) -> tuple[G
     return model, logits, loss.detach()
 
 
-def compare(case: dict[str, Any], config: NeoxConfig, shares: Shares) -> None:
+def compare(case: dict[str, Any], config: TrainingConfig, shares: Shares) -> None:
     """One model."""
     tokens = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(1))
     parts = shares.parts

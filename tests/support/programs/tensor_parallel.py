@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commtrace.theory.configs.gpt_neox.config import NeoxConfig, load_config
+from examples.gpt_neox.config import TrainingConfig, load_config
 from examples.gpt_neox.model import GPTNeoX, language_model_loss
 from examples.gpt_neox.mpu import make_mpu, shares_of
 from examples.gpt_neox.tensor_parallel import ALONE, Shares, clip_gradients, is_part
 
 
-def trained(config: NeoxConfig, shares: Shares, tokens: torch.Tensor) -> tuple[GPTNeoX, torch.Tensor, torch.Tensor]:
+def trained(config: TrainingConfig, shares: Shares, tokens: torch.Tensor) -> tuple[GPTNeoX, torch.Tensor, torch.Tensor]:
     """Model, logits and loss, after backward."""
     torch.manual_seed(5)
     model = GPTNeoX(config, shares)
@@ -42,7 +42,7 @@ def part(whole: torch.Tensor, like: torch.Tensor, shares: Shares) -> torch.Tenso
     return whole
 
 
-def compare(case: dict[str, Any], config: NeoxConfig, shares: Shares) -> None:
+def compare(case: dict[str, Any], config: TrainingConfig, shares: Shares) -> None:
     """One model."""
     tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(1))
     whole, logits, loss = trained(config, ALONE, tokens)

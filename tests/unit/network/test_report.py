@@ -314,6 +314,9 @@ def test_hosts_of_the_groups_of_a_forecast(
 ) -> None:
     """Of 32 ranks, 8 on a host."""
     pytest.importorskip("yaml")
+    from examples.gpt_neox.theory import register
+
+    register()
     (tmp_path / "keys.yml").write_text(json.dumps(keys))
     predicted = forecasted(["tiny", str(tmp_path / "keys.yml")], 32, PlanOptions(**options))
     of = {

@@ -1,9 +1,9 @@
-"""GPT-NeoX's training configuration: its keys with their types and defaults, read from files and checked."""
+"""GPT-NeoX's configuration: the keys that decide what is communicated, read from files and checked."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import (
     AliasChoices,
@@ -22,9 +22,7 @@ from commtrace.errors import ConfigError
 
 from . import setting_checks
 from .field_types import (
-    BLOCK_FIX,
     REQUIRED,
-    Betas,
     Count,
     CountOrZero,
     Dropout,
@@ -33,20 +31,14 @@ from .field_types import (
     OptionalCount,
     ParallelSize,
     SettingError,
-    Share,
-    Split,
     choice,
     config_error,
-    number_or_fix,
 )
-from .fsdp_settings import FsdpSettings
 from .yaml_files import COMMAND_LINE, Setting, find_file, merge, read_file
 
 GPT2_VOCAB: Final = 50257
 BYTE_VOCAB: Final = 256
 
-_INITS: Final = {name: name for name in ("normal", "scaled_normal", "small_init", "wang_init")}
-_DECAYS: Final = {name: name for name in ("constant", "linear", "cosine", "exponential")}
 _PRECISIONS: Final = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "float32": "fp32", "bfloat16": "bf16"}
 _OPTIMIZERS: Final = {"adam": "adam", "adamw": "adam", "cpu_torch_adam": "adam"}
 
@@ -58,13 +50,12 @@ _VOCABS: Final = {
 }  # fmt: skip
 
 # Keys whose meaning is DeepSpeed's own: they are handed on unchanged.
-_DEEPSPEED_KEYS: Final = (
+DEEPSPEED_KEYS: Final = (
     "communication_data_type", "data_types", "prescale_gradients", "gradient_predivide_factor", "sparse_gradients",
     "comms_logger", "flops_profiler", "steps_per_print", "wall_clock_breakdown",
 )  # fmt: skip
 
-# Keys that are read by `NeoxConfig._from_settings`, beside those of its fields.
-_OTHER_KEYS: Final = ("attention_config", "zero_stage", "fp16", "bf16", "deepspeed_extra_args")
+Config = TypeVar("Config", bound="NeoxConfig")
 
 
 def _partition_method(value: Any) -> str:
@@ -74,12 +65,8 @@ def _partition_method(value: Any) -> str:
     return method
 
 
-def _optimizer_parameter(name: str) -> AliasPath:
-    return AliasPath("optimizer", "params", name)
-
-
 class NeoxConfig(BaseModel):
-    """A checked training configuration. Fields have GPT-NeoX's names where it has one, and GPT-NeoX's defaults."""
+    """A checked configuration. Fields have GPT-NeoX's names where it has one, and GPT-NeoX's defaults."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -87,27 +74,16 @@ class NeoxConfig(BaseModel):
     hidden_size: Count = REQUIRED
     num_attention_heads: Count = REQUIRED
     seq_length: Count = REQUIRED
-    max_position_embeddings: OptionalCount = None
-    rotary_pct: Share = 1.0
-    rotary_emb_base: Annotated[float, Field(ge=1, allow_inf_nan=False), number_or_fix("give a number, 1 or more")] = (
-        10000.0
-    )
-    layernorm_epsilon: Number = 1e-5
     hidden_dropout: Dropout = 0.0
     attention_dropout: Dropout = 0.0
     gpt_j_residual: Flag = False
     no_weight_tying: Flag = False
-    init_method: Annotated[str, choice(_INITS)] = "normal"
-    output_layer_init_method: Annotated[str, choice(_INITS)] = "scaled_normal"
-    init_method_std: Number = 0.02
     checkpoint_activations: Flag = False
     checkpoint_num_layers: Count = 1
     checkpoint_reentrant: Flag = True
     """Not a key of GPT-NeoX, which always checkpoints reentrantly (DeepSpeed's function); hence the default."""
     vocab: Annotated[str, choice(_VOCABS)] = Field("words", validation_alias="tokenizer_type")
     make_vocab_size_divisible_by: Count = 128
-    split: Split = (969, 30, 1)
-    seed: CountOrZero = 1234
 
     model_parallel_size: Count = 1
     pipe_parallel_size: ParallelSize = 1
@@ -118,7 +94,6 @@ class NeoxConfig(BaseModel):
     sequence_parallel_size: ParallelSize = 1
     context_parallel_size: ParallelSize = 1
     fp32_allreduce: Flag = False
-    fsdp: FsdpSettings = FsdpSettings()
 
     # GPT-NeoX before its second version used the later names.
     moe_num_experts: ParallelSize = Field(1, validation_alias=AliasChoices("moe_num_experts", "num_experts"))
@@ -128,19 +103,9 @@ class NeoxConfig(BaseModel):
     moe_train_capacity_factor: Number = 1.0
     moe_min_capacity: CountOrZero = 4
     moe_token_dropping: Flag = False  # without it, how much travels depends on the data
-    moe_loss_coeff: Number = 0.1
 
     optimizer_type: Annotated[str, choice(_OPTIMIZERS)] = Field("adam", validation_alias=AliasPath("optimizer", "type"))
-    lr: Number = Field(0.001, validation_alias=_optimizer_parameter("lr"))
-    betas: Betas = Field((0.9, 0.999), validation_alias=_optimizer_parameter("betas"))
-    eps: Number = Field(1e-8, validation_alias=_optimizer_parameter("eps"))
-    min_lr: Number = 0.0
-    weight_decay: Number = 0.1
     gradient_clipping: Number = 1.0
-    train_iters: Count = REQUIRED
-    lr_decay_style: Annotated[str, choice(_DECAYS)] = "linear"
-    lr_decay_iters: Count = REQUIRED  # default: train_iters
-    warmup: Share = 0.01
     micro_batch: OptionalCount = Field(None, validation_alias="train_micro_batch_size_per_gpu")
     gradient_accumulation: OptionalCount = Field(
         None, validation_alias=AliasChoices("gradient_accumulation_steps", "gas")
@@ -152,57 +117,34 @@ class NeoxConfig(BaseModel):
     zero_optimization: dict[str, Any] = {}
     """ZeRO's block. Only the stage is checked here; DeepSpeed checks the rest."""
     deepspeed_keys: dict[str, Any] = {}  # keys that DeepSpeed gets unchanged
-    unknown_keys: tuple[str, ...] = ()  # keys of the files that mean nothing here
     origins: dict[str, str] = {}  # the file that set each key, for messages
 
     @model_validator(mode="before")
     @classmethod
     def _from_settings(cls, settings: dict[str, Setting]) -> dict[str, Any]:
         """Return the values of merged settings, with the fields that several keys decide."""
-        # `null` counts as not set.
-        values = {key: setting.value for key, setting in settings.items() if setting.value is not None}
+        values = _without_nulls({key: setting.value for key, setting in settings.items()})
         setting_checks.refuse_other_models(values)
-        values.setdefault("lr_decay_iters", values.get("train_iters"))
-        for key in ("optimizer", "fsdp"):
-            values[key] = {
-                name: value for name, value in setting_checks.block(values, key).items() if value is not None
-            }
-        params = values["optimizer"].get("params", {})
-        if not isinstance(params, dict):
-            raise SettingError("optimizer.params", BLOCK_FIX)
-        values["optimizer"]["params"] = {name: value for name, value in params.items() if value is not None}
+        setting_checks.block(values, "optimizer")
         return {
             **values,
             **_precision(values),
             "zero_optimization": _zero_block(values),
             "deepspeed_keys": _deepspeed_keys(values),
-            "unknown_keys": _unknown_keys(settings, values),
             "origins": {key: settings[key].source for key in values if key in settings},
         }
-
-    @field_validator("split")
-    @classmethod
-    def _trains_on_something(cls, split: Split) -> Split:
-        if not split[0]:
-            raise ValueError("the first share is the training's and must not be 0")
-        return split
 
     @field_validator("sequence_parallel")
     @classmethod
     def _among_several_ranks(cls, wanted: bool, info: ValidationInfo) -> bool:
         if wanted and info.data.get("pipe_parallel_size", 1) > 1:
-            raise ValueError("this trainer does not build it together with pipe_parallel_size; leave one out")
+            raise ValueError("not supported together with pipe_parallel_size; leave one out")
         return wanted and bool(info.data.get("model_parallel_size", 1) > 1)
 
     @model_validator(mode="after")
     def _check_together(self) -> NeoxConfig:
         setting_checks.check_together(self)
         return self
-
-    @property
-    def train_share(self) -> float:
-        """Share of the text that is trained on."""
-        return self.split[0] / sum(self.split)
 
     @property
     def vocab_size(self) -> int:
@@ -214,16 +156,6 @@ class NeoxConfig(BaseModel):
         """Rows of the embedding, padded as in GPT-NeoX so that tensor-parallel ranks get equal shares."""
         multiple = self.make_vocab_size_divisible_by * self.model_parallel_size
         return -(-self.vocab_size // multiple) * multiple
-
-    @property
-    def head_size(self) -> int:
-        """Width of one attention head."""
-        return self.hidden_size // self.num_attention_heads
-
-    @property
-    def rotary_dims(self) -> int:
-        """Rotated dimensions of a head."""
-        return int(self.head_size * self.rotary_pct)
 
     @property
     def zero_stage(self) -> int:
@@ -292,12 +224,15 @@ class NeoxConfig(BaseModel):
         return micro, steps
 
 
-def load_config(files: Sequence[str], overrides: Mapping[str, Any] | None = None) -> NeoxConfig:
-    """Read and check the configuration of a training.
+def load_config(
+    files: Sequence[str], overrides: Mapping[str, Any] | None = None, kind: type[Config] = NeoxConfig
+) -> Config:
+    """Read and check a configuration.
 
     Args:
         files: GPT-NeoX YAML files, or names of built-in ones (`13B`). Later ones win.
         overrides: GPT-NeoX keys with underscores, which win over all files; values of None are left out.
+        kind: Class of the configuration.
 
     Raises:
         ConfigError: For a wrong file, key or value, with the file, the key, the value and the fix.
@@ -306,9 +241,18 @@ def load_config(files: Sequence[str], overrides: Mapping[str, Any] | None = None
     given = {key: value for key, value in (overrides or {}).items() if value is not None}
     settings = merge([*layers, {key: Setting(value, COMMAND_LINE) for key, value in given.items()}])
     try:
-        return NeoxConfig.model_validate(settings)
+        return kind.model_validate(settings)
     except ValidationError as error:
         raise config_error(error, settings) from error
+
+
+def _without_nulls(block: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a block without keys whose value is `null`, which counts as not set."""
+    return {
+        key: _without_nulls(value) if isinstance(value, dict) else value
+        for key, value in block.items()
+        if value is not None
+    }
 
 
 def _precision(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -338,20 +282,7 @@ def _zero_block(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _deepspeed_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    keys = {key: values[key] for key in _DEEPSPEED_KEYS if key in values}
+    keys = {key: values[key] for key in DEEPSPEED_KEYS if key in values}
     if values.get("fp32_allreduce") is True:
         keys["communication_data_type"] = "fp32"
     return {**keys, **setting_checks.block(values, "deepspeed_extra_args")}
-
-
-def _unknown_keys(settings: Mapping[str, Setting], values: Mapping[str, Any]) -> tuple[str, ...]:
-    known = {*setting_checks.FIXED_SETTINGS, *_DEEPSPEED_KEYS, *_OTHER_KEYS}
-    for name, field in NeoxConfig.model_fields.items():
-        alias = field.validation_alias
-        if isinstance(alias, AliasChoices):
-            # Once the new name is set, the old one has no meaning.
-            new, old = (str(choice) for choice in alias.choices)
-            known |= {new} if new in values else {new, old}
-        else:
-            known.add(str(alias.path[0]) if isinstance(alias, AliasPath) else alias or name)
-    return tuple(sorted({*settings} - known))

@@ -66,14 +66,10 @@ def choice(allowed: Mapping[str, str]) -> BeforeValidator:
     def validate(value: Any) -> str:
         name = str(value).lower()
         if name not in allowed:
-            raise ValueError(f"this trainer knows {', '.join(allowed)}")
+            raise ValueError(f"known are {', '.join(allowed)}")
         return allowed[name]
 
     return BeforeValidator(validate)
-
-
-def _split_commas(value: Any) -> Any:
-    return value.split(",") if isinstance(value, str) else value
 
 
 Flag = Annotated[bool, Field(strict=True), or_fix("give true or false")]
@@ -83,12 +79,7 @@ CountOrZero = Annotated[int, Field(ge=0), number_or_fix("give a whole number, 0 
 ParallelSize = Annotated[CountOrZero, AfterValidator(lambda size: max(size, 1))]
 """Ranks of a parallel dimension; GPT-NeoX takes 0 and 1 for a dimension that is not used."""
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False), number_or_fix("give a number, 0 or more")]
-Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), number_or_fix("give a number from 0 to 1")]
 Dropout = Annotated[float, Field(ge=0, le=0.999, allow_inf_nan=False), number_or_fix("give a number from 0 to 0.999")]
-Betas = Annotated[tuple[Number, Number], BeforeValidator(_split_commas), or_fix("give 2 numbers, such as 0.9, 0.999")]
-Split = Annotated[
-    tuple[Number, Number, Number], BeforeValidator(_split_commas), or_fix("give 3 numbers, such as 969, 30, 1")
-]
 REQUIRED: Final[Any] = Field(None, validate_default=True)
 """Default of a setting that a file has to give: it fails the field's validation, whose message has the fix."""
 

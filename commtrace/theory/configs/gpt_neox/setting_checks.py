@@ -12,9 +12,8 @@ from .field_types import BLOCK_FIX, SettingError
 if TYPE_CHECKING:
     from .config import NeoxConfig
 
-# GPT-NeoX switches that make another model or another communication pattern, with the values that stand for the one
-# built here. The first value is GPT-NeoX's default. Anything else is refused: training something else silently, and
-# drawing conclusions from its communication, would be worse than not training.
+# GPT-NeoX switches that make another model or another communication pattern, with the values that have rules. The first
+# value is GPT-NeoX's default. Anything else is refused: a prediction for another model would be wrong.
 FIXED_SETTINGS: Final[dict[str, tuple[Any, ...]]] = {
     "pos_emb": ("learned", "rotary"),  # the default is refused below, with a fix of its own
     "norm": ("layernorm",),
@@ -39,15 +38,15 @@ _SEQUENCE_SIZES: Final = ("sequence_parallel_size", "context_parallel_size")
 
 
 def refuse_other_models(values: Mapping[str, Any]) -> None:
-    """Raise SettingError for settings that ask for a model that is not built here."""
+    """Raise SettingError for settings that ask for a model without rules."""
     for key, allowed in FIXED_SETTINGS.items():
         if values.get(key, allowed[0]) not in allowed:
             instead = "leave the key out" if allowed[-1] is None else f"set it to {allowed[-1]!r}"
-            raise SettingError(key, f"this trainer does not build that; {instead}")
+            raise SettingError(key, f"not supported; {instead}")
     if values.get("pos_emb") != "rotary":
-        raise SettingError("pos_emb", "this trainer builds rotary positions only; set pos_emb to rotary")
+        raise SettingError("pos_emb", "only rotary positions are supported; set pos_emb to rotary")
     if any(name not in ("global", "flash") for name in _names(values.get("attention_config"))):
-        raise SettingError("attention_config", 'this trainer builds full causal attention: "global" or "flash"')
+        raise SettingError("attention_config", 'only full causal attention is supported: "global" or "flash"')
 
 
 def _names(value: Any) -> list[str]:
@@ -69,25 +68,11 @@ def check_together(config: NeoxConfig) -> None:
     heads, length, tensor_ranks = config.num_attention_heads, config.seq_length, config.model_parallel_size
     if config.hidden_size % heads:
         raise SettingError("hidden_size", f"it must be a multiple of num_attention_heads, which is {heads}")
-    if config.rotary_dims < 2 or config.rotary_dims % 2:
-        raise SettingError(
-            "rotary_pct",
-            f"it rotates {config.rotary_dims} of the {config.head_size} dimensions of a head (hidden_size / "
-            "num_attention_heads), and pairs are needed: choose it so that the number is even and at least 2",
-        )
-    if (config.max_position_embeddings or length) < length:
-        raise SettingError("max_position_embeddings", f"give at least seq_length, which is {length}")
     if heads % tensor_ranks:
         raise SettingError("model_parallel_size", f"it must divide num_attention_heads, which is {heads}")
-    if tensor_ranks > 1 and config.attention_dropout:
-        fix = "tensor-parallel ranks would drop the same of different heads; set it to 0"
-        raise SettingError("attention_dropout", fix)
     if config.sequence_parallel and length % tensor_ranks:
         fix = f"model_parallel_size, which is {tensor_ranks}, must divide seq_length, which is {length}"
         raise SettingError("sequence_parallel", fix)
-    if config.sequence_parallel and config.hidden_dropout:
-        fix = "ranks would drop the same of different parts of the sequence; set it to 0"
-        raise SettingError("hidden_dropout", fix)
     _check_shared_sequences(config)
     _check_experts(config)
     if config.pipe_parallel_size > 1:
@@ -98,15 +83,13 @@ def _check_shared_sequences(config: NeoxConfig) -> None:
     """Check sequences that ranks share: as Ulysses (DeepSpeed's key), or in a ring (GPT-NeoX's)."""
     used = [key for key in (*_SEQUENCE_SIZES, "model_parallel_size") if getattr(config, key) > 1]
     if len(used) > 1:
-        raise SettingError(used[0], f"this trainer does not build it together with {used[1]}; set one of them to 1")
+        raise SettingError(used[0], f"not supported together with {used[1]}; set one of them to 1")
     for key in _SEQUENCE_SIZES:
         if config.seq_length % getattr(config, key):
             raise SettingError(key, f"it must divide seq_length, which is {config.seq_length}")
     if config.num_attention_heads % config.sequence_parallel_size:
         fix = f"it must divide num_attention_heads, which is {config.num_attention_heads}"
         raise SettingError("sequence_parallel_size", fix)
-    if config.context_parallel_size > 1 and config.attention_dropout:
-        raise SettingError("attention_dropout", "attention in a ring drops nothing; set it to 0")
 
 
 def _check_experts(config: NeoxConfig) -> None:
@@ -117,7 +100,7 @@ def _check_experts(config: NeoxConfig) -> None:
         raise SettingError("moe_top_k", f"there are no more experts than {count_key} says, which is {experts}")
     for key in ("model_parallel_size", *_SEQUENCE_SIZES):
         if experts > 1 and getattr(config, key) > 1:
-            raise SettingError(key, "this trainer does not build it together with experts; set it to 1")
+            raise SettingError(key, "not supported together with experts; set it to 1")
 
 
 def _check_pipeline(config: NeoxConfig) -> None:
@@ -126,7 +109,7 @@ def _check_pipeline(config: NeoxConfig) -> None:
     for key in (*_SEQUENCE_SIZES, "moe_num_experts"):
         if getattr(config, key) > 1:
             key = _experts_key(config) if key == "moe_num_experts" else key
-            raise SettingError(key, "this trainer does not build it together with pipe_parallel_size; leave one out")
+            raise SettingError(key, "not supported together with pipe_parallel_size; leave one out")
     if config.zero_stage > 1:
         key = "zero_stage" if "zero_stage" in config.origins else "zero_optimization"
         fix = "DeepSpeed's pipeline goes with ZeRO-0 and ZeRO-1 alone; take one of them, or pipe_parallel_size 1"
@@ -143,24 +126,19 @@ def check_engine(config: NeoxConfig, engine: str) -> None:
     Raises:
         ConfigError: With the setting and the fix.
     """
-    zero_3, tensor_ranks = config.zero_stage == 3, config.model_parallel_size
-    message = ""
-    if tensor_ranks > 1 and engine == "deepspeed" and zero_3:
-        message = "tensor parallelism goes with ZeRO 0 to 2 here; set model_parallel_size to 1 with ZeRO-3"
-    elif config.sequence_parallel_size > 1 and engine != "deepspeed":
-        message = f"sequence_parallel_size is DeepSpeed's; set it to 1 with --engine {engine}"
-    elif config.context_parallel_size > 1 and engine == "fsdp":
-        message = "attention in a ring goes with DDP and DeepSpeed here; set context_parallel_size to 1"
-    elif config.sequence_parallel and engine == "fsdp":
-        message = "sequence_parallel is Megatron's; with --engine fsdp say fsdp.sequence_parallel instead"
-    elif engine == "fsdp" and config.fsdp.sequence_parallel and config.seq_length % tensor_ranks:
-        message = (
-            f"fsdp.sequence_parallel: model_parallel_size, which is {tensor_ranks}, must divide seq_length, which is "
-            f"{config.seq_length}"
-        )
-    elif config.sequence_parallel_size > 1 and zero_3:
-        message = "Ulysses goes with ZeRO 0 to 2 here; set sequence_parallel_size to 1 with ZeRO-3"
-    elif config.moe_num_experts > 1 and (engine != "deepspeed" or zero_3):
-        message = "experts are DeepSpeed's, with ZeRO 0 to 2; leave moe_num_experts out, or change the engine"
-    if message:
-        raise ConfigError(message)
+    is_deepspeed, is_zero_3 = engine == "deepspeed", engine == "deepspeed" and config.zero_stage == 3
+    refused = (
+        (config.pipe_parallel_size > 1 and not is_deepspeed,
+         f"pipeline parallelism is DeepSpeed's; set pipe_parallel_size to 1 with --engine {engine}"),
+        (config.model_parallel_size > 1 and is_zero_3,
+         "tensor parallelism goes with ZeRO 0 to 2 here; set model_parallel_size to 1 with ZeRO-3"),
+        (config.sequence_parallel_size > 1 and not is_deepspeed,
+         f"sequence_parallel_size is DeepSpeed's; set it to 1 with --engine {engine}"),
+        (config.sequence_parallel_size > 1 and is_zero_3,
+         "Ulysses goes with ZeRO 0 to 2 here; set sequence_parallel_size to 1 with ZeRO-3"),
+        (config.moe_num_experts > 1 and (not is_deepspeed or is_zero_3),
+         "experts are DeepSpeed's, with ZeRO 0 to 2; leave moe_num_experts out, or change the engine"),
+    )  # fmt: skip
+    for is_refused, message in refused:
+        if is_refused:
+            raise ConfigError(message)

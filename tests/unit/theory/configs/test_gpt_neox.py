@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("yaml")
 pytest.importorskip("torch")
 
-from commtrace.theory.configs.gpt_neox.deepspeed_settings import deepspeed_config
+from commtrace.theory.configs.gpt_neox.derived_settings import deepspeed_config
 from commtrace.theory.configs.gpt_neox.yaml_files import SHIPPED
-from examples.gpt_neox import ConfigError, NeoxConfig, load_config
+from examples.gpt_neox import ConfigError, TrainingConfig, load_config
 from examples.gpt_neox.options import arguments, overrides
 from examples.gpt_neox.schedule import learning_rate
 
@@ -22,7 +22,7 @@ def write(folder: Path, text: str, name: str = "given.yml") -> str:
     return str(path)
 
 
-def with_lines(folder: Path, *lines: str) -> NeoxConfig:
+def with_lines(folder: Path, *lines: str) -> TrainingConfig:
     """The tiny configuration, overridden by a file with these lines."""
     return load_config(["tiny", write(folder, "\n".join(lines))])
 

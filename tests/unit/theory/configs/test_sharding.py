@@ -12,9 +12,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("yaml")
 
-from commtrace.theory.forecast import PlanOptions, forecast
+from commtrace.theory.forecast import PlanError, PlanOptions, forecast
 from commtrace.theory.forecast.predicted_volumes import volume_rows
-from examples.gpt_neox import ConfigError, NeoxConfig, load_config
+from examples.gpt_neox import ConfigError, TrainingConfig, load_config
+from examples.gpt_neox.theory import register
 
 LLAMA = {
     "model_type": "llama",
@@ -33,7 +34,7 @@ def write(folder: Path, content: Any, name: str = "given.yml") -> str:
     return str(path)
 
 
-def configured(folder: Path, **keys: Any) -> NeoxConfig:
+def configured(folder: Path, **keys: Any) -> TrainingConfig:
     """The tiny configuration with these keys."""
     return load_config(["tiny", write(folder, keys)])
 
@@ -101,20 +102,34 @@ def test_a_hugging_face_model_under_fully_shard(tmp_path: Path) -> None:
 def test_hpz_and_fsdp_of_a_gpt_neox_file(tmp_path: Path) -> None:
     hpz = write(tmp_path, {"zero_optimization": {"zero_hpz_partition_size": 4}})
     assert forecast(["13B", hpz], 1024, PlanOptions(zero_stage=3)).prediction.scheme == "ZeRO-3, hpZ within 4 ranks"
+    register()
     cut = write(tmp_path, {"model_parallel_size": 8, "fsdp": {"shard_size": 16, "sequence_parallel": True}}, "cut.yml")
     told = forecast(["13B", cut], 1024, PlanOptions(engine="fsdp", precision="bf16")).prediction
     assert told.scheme == "HSDP, 8 copies, tensor-parallel along the sequence over 8"
 
 
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"context_parallel_size": 4}, "attention in a ring goes with DDP and DeepSpeed"),
+        ({"model_parallel_size": 2, "sequence_parallel": True}, "say fsdp.sequence_parallel instead"),
+    ],
+)
+def test_what_the_example_cannot_train_is_not_predicted(keys: dict[str, Any], words: str, tmp_path: Path) -> None:
+    register()
+    with pytest.raises(PlanError, match=words):
+        forecast(["tiny", write(tmp_path, keys)], 8, PlanOptions(engine="fsdp"))
+
+
 def test_a_sequence_that_cannot_be_divided_is_refused(tmp_path: Path) -> None:
-    from commtrace.theory.configs.gpt_neox.setting_checks import check_engine
+    from examples.gpt_neox.config import check_fsdp
     from examples.gpt_neox.train import notices
 
     odd = configured(tmp_path, model_parallel_size=2, seq_length=31, fsdp={"sequence_parallel": True})
     with pytest.raises(ConfigError, match="which is 2, must divide seq_length, which is 31"):
-        check_engine(odd, "fsdp")
+        check_fsdp(odd)
     assert "the block fsdp, ignored with --engine ddp" in notices(odd, "ddp")
-    check_engine(configured(tmp_path, model_parallel_size=2, fsdp={"sequence_parallel": True}), "fsdp")
+    check_fsdp(configured(tmp_path, model_parallel_size=2, fsdp={"sequence_parallel": True}))
     assert not [one for one in notices(configured(tmp_path), "ddp") if "fsdp" in one]
 
 

@@ -15,6 +15,8 @@ pytest.importorskip("yaml")
 
 from commtrace.cli import main
 from commtrace.theory.configs import hugging_face
+from commtrace.theory.configs.gpt_neox import planning
+from commtrace.theory.configs.gpt_neox.config import NeoxConfig
 from commtrace.theory.forecast import PlanError, PlanOptions, forecast
 from commtrace.theory.forecast.predicted_volumes import (
     json_document,
@@ -24,6 +26,7 @@ from commtrace.theory.forecast.predicted_volumes import (
     waterfall_rows,
 )
 from commtrace.theory.model_shapes import ModelShape, ModuleSpec, gpt_neox_model, model_lists
+from commtrace.theory.rules import schemes
 
 LLAMA = {
     "model_type": "llama",
@@ -230,18 +233,29 @@ def test_what_is_no_job_is_said(contents: list[Any], options: PlanOptions, words
 @pytest.mark.parametrize(
     ("keys", "engine", "words"),
     [
-        ({"context_parallel_size": 4}, "fsdp", "attention in a ring goes with DDP and DeepSpeed"),
+        ({"context_parallel_size": 4}, "fsdp", "GPT-NeoX has no FSDP"),
+        ({"context_parallel_size": 4}, "ddp", "context parallelism has no rules yet"),
         ({"sequence_parallel_size": 4}, "ddp", "sequence_parallel_size is DeepSpeed's"),
         ({"moe_num_experts": 4}, "ddp", "experts are DeepSpeed's"),
-        ({"model_parallel_size": 2, "sequence_parallel": True}, "fsdp", "say fsdp.sequence_parallel instead"),
+        ({"model_parallel_size": 2, "sequence_parallel": True}, "fsdp", "GPT-NeoX has no FSDP"),
+        ({"fsdp": {"shard_size": 2}}, "fsdp", "leave out the block fsdp"),
     ],
 )
 def test_what_the_engine_cannot_train_is_not_predicted(
-    keys: dict[str, Any], engine: str, words: str, tmp_path: Path
+    keys: dict[str, Any], engine: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In place of a prediction that leaves out what the engine does not know."""
+    # Other tests have entered the example's own rules.
+    monkeypatch.delitem(schemes.EXTENSIONS, "context", raising=False)
+    monkeypatch.setitem(planning.ENGINE_ROWS, "fsdp", planning.EngineRows(NeoxConfig, planning._fsdp_rows))
     with pytest.raises(PlanError, match=words):
         forecast(["tiny", write(tmp_path, keys, "keys.yml")], 8, PlanOptions(engine=engine))
+
+
+def test_a_gpt_neox_file_needs_no_settings_of_the_optimization(tmp_path: Path) -> None:
+    sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "pos_emb": "rotary"}
+    given = write(tmp_path, {**sizes, "optimizer": {"type": "adam", "params": {"lr": "any"}}}, "sizes.yml")
+    assert forecast([given], 4).prediction.scheme == "ZeRO-0"
 
 
 def test_ranks_that_the_job_does_not_divide(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from commtrace.errors import ConfigError
-
-from .field_types import Flag, OptionalCount
+from commtrace.theory.configs.gpt_neox.field_types import Flag, OptionalCount
 
 
 def _flag_or_ranks(value: Any) -> Any:

@@ -16,10 +16,9 @@ from commtrace.theory.closed_forms import ring_attention
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
 from commtrace.theory.job import Job, NotPredictedError, element_size
 from commtrace.theory.rules.deepspeed.ulysses import recomputed_attention
+from commtrace.theory.rules.megatron import tensor_parallel as tensor
 from commtrace.theory.rules.registry import WORKLOAD, rule
 from commtrace.theory.waterfall import level_bars
-
-from . import tensor_parallel as tensor
 
 ROLE: Final = "context"
 FORWARD: Final = "keys and values passed round"

@@ -1,50 +1,17 @@
-"""Row of the `job` table for a tensor-parallel model: the plan of `parallelize_module` in `examples.gpt_neox`."""
+"""The plan of `parallelize_module` in `dtensor_parallel`, as the hooks capture it, and a rank's shards by it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from commtrace.theory.job import NotPredictedError
-from commtrace.theory.model_shapes import ModelLists, ModuleSpec, model_lists
+from commtrace.theory.model_shapes import ModuleSpec, model_lists
 from commtrace.theory.rules.registry import WORKLOAD, rule
-
-from .rank_layout import ELEMENT_TYPES, RankLayout
 
 _ROW_PARALLEL: Final = ("attention.dense", "mlp.dense_4h_to_h", "embedding")
 _COLUMN_PARALLEL: Final = ("query_key_value", "dense_h_to_4h", "head")
 _NORMS: Final = ("norm", "layernorm")
 _PREPARED: Final = ("attention", "mlp")
-
-
-def dtensor_row(model: ModuleSpec, precision: str, layout: RankLayout, *, sequence_parallel: bool) -> dict[str, Any]:
-    """Return the row of a model that is only tensor-parallel, trained by Adam parameter by parameter."""
-    if layout.data > 1 or precision == "fp16":
-        raise NotPredictedError(
-            "tensor parallelism without FSDP requires data-parallel size 1 and fp32 or bf16, "
-            f"got data-parallel size {layout.data} and {precision}"
-        )
-    lists = model_lists(model, ELEMENT_TYPES[precision])
-    return {
-        "source": "dtensor",
-        "engine": "parallelize_module",
-        "data_parallel_size": 1,
-        **tensor_plan_row(model, layout, sequence_parallel=sequence_parallel),
-        "optimizer": "AdamW",
-        "foreach": False,
-        "parameters": lists.parameters,
-        "buffers": lists.buffers,
-    }
-
-
-def tensor_plan_row(model: ModuleSpec, layout: RankLayout, *, sequence_parallel: bool) -> dict[str, Any]:
-    """Return the plan's part of a job row; empty where no ranks share a model."""
-    if layout.tensor < 2:
-        return {}
-    return {
-        "tensor_parallel_size": layout.tensor,
-        "tensor_plan": tensor_plan(model, sequence_parallel=sequence_parallel),
-    }
 
 
 @rule("examples.gpt_neox.dtensor_parallel.plan", WORKLOAD)
@@ -101,11 +68,11 @@ def _as_list(layout: str) -> list[str]:
     return [layout] if layout else []
 
 
-def local_shape(lists: ModelLists, number: int, rows: Sequence[Mapping[str, Any]], ranks: int) -> list[int]:
-    """Return the shape of a rank's shard of a parameter."""
-    name, _, kind = str(lists.parameters[number]["name"]).rpartition(".")
-    shape = [*lists.parameters[number]["shape"]]
-    style = next((row for row in rows if row["module"] == name), None)
+def local_shape(parameter: Mapping[str, Any], plan: Sequence[Mapping[str, Any]], ranks: int) -> list[int]:
+    """Return the shape of a rank's shard of a parameter, a row of `ModelLists.parameters`."""
+    name, _, kind = str(parameter["name"]).rpartition(".")
+    shape = [*parameter["shape"]]
+    style = next((row for row in plan if row["module"] == name), None)
     if style is None or style["style"] == "SequenceParallel":
         return shape
     rowwise = style["style"] == "RowwiseParallel" and not style["embedding"]

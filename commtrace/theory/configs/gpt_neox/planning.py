@@ -1,0 +1,97 @@
+"""GPT-NeoX's YAML files as a planned job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+from commtrace.errors import ConfigError
+from commtrace.theory.configs.ddp_job_row import ddp_row
+from commtrace.theory.configs.deepspeed_job_row import deepspeed_row
+from commtrace.theory.configs.fsdp_job_row import fsdp_row
+from commtrace.theory.configs.job_plan import JobPlan, PlanError, PlanOptions
+from commtrace.theory.configs.pipeline_job_rows import StageDivision, stage_rows
+from commtrace.theory.configs.rank_layout import RankLayout
+from commtrace.theory.model_shapes import ModelShape, gpt_neox_model
+
+from .config import NeoxConfig, load_config
+from .derived_settings import deepspeed_config, neox_args
+from .setting_checks import check_engine
+
+
+class EngineRows(NamedTuple):
+    """The class of an engine's configuration, and the function that makes job rows from it: a row for each stage."""
+
+    config_type: type[NeoxConfig]
+    rows: Callable[[Any, RankLayout], Sequence[dict[str, Any]]]
+
+
+def plan_gpt_neox(files: Sequence[str], world: int, options: PlanOptions) -> JobPlan:
+    """Return the job that GPT-NeoX's files describe; arguments and errors as in `job_plan.plan_job`."""
+    overrides = {
+        "zero_stage": options.zero_stage,
+        "precision": options.precision,
+        "train_micro_batch_size_per_gpu": options.micro_batch,
+        "gradient_accumulation_steps": options.accumulation,
+    }
+    engine = options.engine or "deepspeed"
+    config_type, make_rows = ENGINE_ROWS[engine]
+    try:
+        config = load_config(files, overrides, config_type)
+        check_engine(config, engine)
+        data = config.data_parallel(world)
+        layout = RankLayout(world, data, *config.batch_shape(data), **config.shared)
+        arguments = vars(neox_args(config, layout.micro_batch, layout.accumulation))
+        rows = tuple({**row, "model": arguments} for row in make_rows(config, layout))
+    except ConfigError as error:
+        raise PlanError(str(error)) from error
+    return JobPlan(rows[0], layout, _assumed(config), rows if config.pipe_parallel_size > 1 else ())
+
+
+def model_shape(config: NeoxConfig, layout: RankLayout) -> ModelShape:
+    """Return the shape of a rank's part of the model."""
+    sizes = (config.num_layers, config.hidden_size, config.padded_vocab_size, not config.no_weight_tying)
+    experts = config.moe_num_experts // config.moe_expert_parallel_size
+    return ModelShape(*sizes, layout.tensor, config.moe_num_experts, experts, config.moe_expert_interval)
+
+
+def _deepspeed_rows(config: NeoxConfig, layout: RankLayout) -> Sequence[dict[str, Any]]:
+    shape = model_shape(config, layout)
+    settings = deepspeed_config(config, layout.micro_batch, layout.accumulation, verbose=False)
+    if config.pipe_parallel_size == 1:
+        return [deepspeed_row(gpt_neox_model(shape), settings, layout)]
+    interval = config.checkpoint_num_layers if config.checkpoint_activations else 0
+    division = StageDivision(config.pipe_parallel_size, config.pipe_partition_method, interval)
+    return stage_rows(shape, settings, layout, division)
+
+
+def _ddp_rows(config: NeoxConfig, layout: RankLayout) -> Sequence[dict[str, Any]]:
+    return [ddp_row(gpt_neox_model(model_shape(config, layout)), config.precision, layout)]
+
+
+def _fsdp_rows(config: NeoxConfig, layout: RankLayout) -> Sequence[dict[str, Any]]:
+    if "fsdp" in config.origins or config.ranks_of_a_sample > 1:
+        raise ConfigError(
+            "GPT-NeoX has no FSDP: it is predicted with PyTorch's defaults and without other parallel dimensions; "
+            "leave out the block fsdp, and model_, sequence_ and context_parallel_size"
+        )
+    model = gpt_neox_model(model_shape(config, layout))
+    return [fsdp_row(model, config.precision, layout, "fp32" if config.fp32_allreduce else None)]
+
+
+def _assumed(config: NeoxConfig) -> tuple[str, ...]:
+    experts = "tokens go to experts as unevenly as they can, so that sizes are the most (moe_token_dropping is off)"
+    is_bounded = config.moe_expert_parallel_size > 1 and not config.moe_token_dropping
+    return (
+        *((experts,) if is_bounded else ()),
+        f"a vocabulary of {config.vocab_size:,} ids, padded to {config.padded_vocab_size:,}",
+        "modules are made and run in the order of commtrace's GPT-NeoX example",
+    )
+
+
+ENGINE_ROWS: Final[dict[str, EngineRows]] = {
+    "deepspeed": EngineRows(NeoxConfig, _deepspeed_rows),
+    "ddp": EngineRows(NeoxConfig, _ddp_rows),
+    "fsdp": EngineRows(NeoxConfig, _fsdp_rows),
+}
+"""Job rows by engine. A program that trains differently replaces an entry, as `examples.gpt_neox.theory` does."""

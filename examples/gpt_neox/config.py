@@ -1,0 +1,161 @@
+"""The training's configuration: GPT-NeoX's keys, of which commtrace reads those that decide what is communicated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final
+
+from pydantic import AliasChoices, AliasPath, BeforeValidator, Field, field_validator, model_validator
+
+from commtrace.errors import ConfigError
+from commtrace.theory.configs.gpt_neox import config as neox
+from commtrace.theory.configs.gpt_neox.field_types import (
+    BLOCK_FIX,
+    REQUIRED,
+    Count,
+    CountOrZero,
+    Number,
+    OptionalCount,
+    SettingError,
+    choice,
+    number_or_fix,
+    or_fix,
+)
+from commtrace.theory.configs.gpt_neox.setting_checks import FIXED_SETTINGS, block
+from commtrace.theory.configs.gpt_neox.yaml_files import Setting
+
+from .fsdp_settings import FsdpSettings
+
+_INITS: Final = {name: name for name in ("normal", "scaled_normal", "small_init", "wang_init")}
+_DECAYS: Final = {name: name for name in ("constant", "linear", "cosine", "exponential")}
+
+# Keys that configurations read beside those of their fields.
+_OTHER_KEYS: Final = ("attention_config", "zero_stage", "fp16", "bf16", "deepspeed_extra_args")
+
+
+def _split_commas(value: Any) -> Any:
+    return value.split(",") if isinstance(value, str) else value
+
+
+def _optimizer_parameter(name: str) -> AliasPath:
+    return AliasPath("optimizer", "params", name)
+
+
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), number_or_fix("give a number from 0 to 1")]
+Betas = Annotated[tuple[Number, Number], BeforeValidator(_split_commas), or_fix("give 2 numbers, such as 0.9, 0.999")]
+Split = Annotated[
+    tuple[Number, Number, Number], BeforeValidator(_split_commas), or_fix("give 3 numbers, such as 969, 30, 1")
+]
+
+
+class TrainingConfig(neox.NeoxConfig):
+    """A checked training configuration. Fields have GPT-NeoX's names where it has one, and GPT-NeoX's defaults."""
+
+    max_position_embeddings: OptionalCount = None
+    rotary_pct: Share = 1.0
+    rotary_emb_base: Annotated[float, Field(ge=1, allow_inf_nan=False), number_or_fix("give a number, 1 or more")] = (
+        10000.0
+    )
+    layernorm_epsilon: Number = 1e-5
+    init_method: Annotated[str, choice(_INITS)] = "normal"
+    output_layer_init_method: Annotated[str, choice(_INITS)] = "scaled_normal"
+    init_method_std: Number = 0.02
+    split: Split = (969, 30, 1)
+    seed: CountOrZero = 1234
+    fsdp: FsdpSettings = FsdpSettings()
+    moe_loss_coeff: Number = 0.1
+    lr: Number = Field(0.001, validation_alias=_optimizer_parameter("lr"))
+    betas: Betas = Field((0.9, 0.999), validation_alias=_optimizer_parameter("betas"))
+    eps: Number = Field(1e-8, validation_alias=_optimizer_parameter("eps"))
+    min_lr: Number = 0.0
+    weight_decay: Number = 0.1
+    train_iters: Count = REQUIRED
+    lr_decay_style: Annotated[str, choice(_DECAYS)] = "linear"
+    lr_decay_iters: Count = REQUIRED  # default: train_iters
+    warmup: Share = 0.01
+    unknown_keys: tuple[str, ...] = ()  # keys of the files that mean nothing here
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_settings(cls, settings: dict[str, Setting]) -> dict[str, Any]:
+        """Return the values of merged settings, with the fields that several keys decide."""
+        values = super()._from_settings(settings)
+        block(values, "fsdp")
+        if not isinstance(values.get("optimizer", {}).get("params", {}), dict):
+            raise SettingError("optimizer.params", BLOCK_FIX)
+        values.setdefault("lr_decay_iters", values.get("train_iters"))
+        return {**values, "unknown_keys": _unknown_keys(settings, values)}
+
+    @field_validator("split")
+    @classmethod
+    def _trains_on_something(cls, split: Split) -> Split:
+        if not split[0]:
+            raise ValueError("the first share is the training's and must not be 0")
+        return split
+
+    @model_validator(mode="after")
+    def _check_training(self) -> TrainingConfig:
+        """Check what this model and its parallel layers cannot compute."""
+        if self.rotary_dims < 2 or self.rotary_dims % 2:
+            raise SettingError(
+                "rotary_pct",
+                f"it rotates {self.rotary_dims} of the {self.head_size} dimensions of a head (hidden_size / "
+                "num_attention_heads), and pairs are needed: choose it so that the number is even and at least 2",
+            )
+        if (self.max_position_embeddings or self.seq_length) < self.seq_length:
+            raise SettingError("max_position_embeddings", f"give at least seq_length, which is {self.seq_length}")
+        if self.model_parallel_size > 1 and self.attention_dropout:
+            fix = "tensor-parallel ranks would drop the same of different heads; set it to 0"
+            raise SettingError("attention_dropout", fix)
+        if self.context_parallel_size > 1 and self.attention_dropout:
+            raise SettingError("attention_dropout", "attention in a ring drops nothing; set it to 0")
+        if self.sequence_parallel and self.hidden_dropout:
+            fix = "ranks would drop the same of different parts of the sequence; set it to 0"
+            raise SettingError("hidden_dropout", fix)
+        return self
+
+    @property
+    def train_share(self) -> float:
+        """Share of the text that is trained on."""
+        return self.split[0] / sum(self.split)
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_dims(self) -> int:
+        """Rotated dimensions of a head."""
+        return int(self.head_size * self.rotary_pct)
+
+
+def load_config(files: Sequence[str], overrides: Mapping[str, Any] | None = None) -> TrainingConfig:
+    """Read and check the configuration of a training; arguments and errors as in commtrace's `load_config`."""
+    return neox.load_config(files, overrides, TrainingConfig)
+
+
+def check_fsdp(config: TrainingConfig) -> None:
+    """Refuse settings that `--engine fsdp` cannot train. Raise ConfigError with the setting and the fix."""
+    ranks, length = config.model_parallel_size, config.seq_length
+    if config.context_parallel_size > 1:
+        raise ConfigError("attention in a ring goes with DDP and DeepSpeed here; set context_parallel_size to 1")
+    if config.sequence_parallel:
+        raise ConfigError("sequence_parallel is Megatron's; with --engine fsdp say fsdp.sequence_parallel instead")
+    if config.fsdp.sequence_parallel and length % ranks:
+        raise ConfigError(
+            f"fsdp.sequence_parallel: model_parallel_size, which is {ranks}, must divide seq_length, which is {length}"
+        )
+
+
+def _unknown_keys(settings: Mapping[str, Setting], values: Mapping[str, Any]) -> tuple[str, ...]:
+    known = {*FIXED_SETTINGS, *neox.DEEPSPEED_KEYS, *_OTHER_KEYS}
+    for name, field in TrainingConfig.model_fields.items():
+        alias = field.validation_alias
+        if isinstance(alias, AliasChoices):
+            # Once the new name is set, the old one has no meaning.
+            new, old = (str(choice) for choice in alias.choices)
+            known |= {new} if new in values else {new, old}
+        else:
+            known.add(str(alias.path[0]) if isinstance(alias, AliasPath) else alias or name)
+    return tuple(sorted({*settings} - known))

@@ -1,0 +1,60 @@
+"""Rows of the `job` table for this example's `--engine fsdp`: the block `fsdp`, and tensor parallelism by DTensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from commtrace.theory.configs.fsdp_job_row import fsdp_row
+from commtrace.theory.configs.rank_layout import ELEMENT_TYPES, RankLayout
+from commtrace.theory.job import NotPredictedError
+from commtrace.theory.model_shapes import ModelShape, ModuleSpec, gpt_neox_model, model_lists
+from examples.gpt_neox.config import TrainingConfig, check_fsdp
+
+from .tensor_plan import local_shape, tensor_plan
+
+
+def fsdp_rows(config: TrainingConfig, layout: RankLayout) -> list[dict[str, Any]]:
+    """Return the row of a job. Raise ConfigError or NotPredictedError for settings that it cannot have."""
+    check_fsdp(config)
+    sizes = (config.num_layers, config.hidden_size, config.padded_vocab_size, not config.no_weight_tying)
+    model = gpt_neox_model(ModelShape(*sizes))  # fully_shard and DTensors begin with the whole model
+    plan = tensor_plan(model, sequence_parallel=config.fsdp.sequence_parallel) if layout.tensor > 1 else []
+    tensor = {"tensor_parallel_size": layout.tensor, "tensor_plan": plan} if plan else {}
+    if layout.data == 1 and plan:  # no ranks are left for fully_shard
+        return [{**_dtensor_row(model, config.precision), **tensor}]
+    return [{**_sharded_row(model, config, layout, plan), **tensor}]
+
+
+def _dtensor_row(model: ModuleSpec, precision: str) -> dict[str, Any]:
+    if precision == "fp16":
+        raise NotPredictedError("fp16 with tensor parallelism alone has no rules yet")
+    lists = model_lists(model, ELEMENT_TYPES[precision])
+    return {
+        "source": "dtensor",
+        "engine": "parallelize_module",
+        "data_parallel_size": 1,
+        "optimizer": "AdamW",
+        "foreach": False,
+        "parameters": lists.parameters,
+        "buffers": lists.buffers,
+    }
+
+
+def _sharded_row(
+    model: ModuleSpec, config: TrainingConfig, layout: RankLayout, plan: list[dict[str, Any]]
+) -> dict[str, Any]:
+    settings, shards = config.fsdp, config.fsdp.shards(layout.data)
+    row = fsdp_row(model, config.precision, layout, "fp32" if config.fp32_allreduce else None)
+    for unit in row["units"]:
+        unit["shapes"] = [local_shape(row["parameters"][number], plan, layout.tensor) for number in unit["parameters"]]
+        unit |= {"shards": shards, "copies": layout.data // shards}
+        if settings.reshard_after_forward is not None:
+            unit["reshard_after_forward"] = settings.reshard_after_forward
+    is_last = layout.accumulation == 1  # whether the first micro-batch, in which the job is captured, is the last one
+    reduces = is_last or settings.sync_every_micro_batch
+    return {
+        **row,
+        "reduce_grads": reduces,
+        "all_reduce_grads": reduces,
+        "reshard_after_backward": is_last or settings.reshard_after_backward,
+    }
