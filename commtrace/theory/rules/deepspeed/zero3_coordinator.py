@@ -13,10 +13,10 @@ run once more within the backward pass.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 
 from commtrace.theory.job import ModuleNode, NotPredictedError
 from commtrace.theory.rules.registry import DEEPSPEED, rule
@@ -55,43 +55,36 @@ class CoordinatorCalls:
     compared: list[int] = field(default_factory=list)  # lengths of the lists that ranks compared
 
 
+@dataclass
 class Coordinator:
-    """State between calls. Parameters are numbers.
+    """State between calls. Parameters are numbers."""
 
-    Args:
-        root: The model.
-        elements: Elements of each parameter.
-        persistent: Parameters that are not released.
-        limits: Settings.
-        segments: Recomputed children of the root.
-        secondary: Parameters whose secondary partition (hpZ) an optimizer step makes stale; None: there is none.
-    """
+    root: ModuleNode  # the model
+    elements: dict[int, int]  # elements of each parameter
+    persistent: frozenset[int]  # parameters that are not released
+    limits: CoordinatorLimits
+    segments: Sequence[CheckpointedSegment] = ()  # recomputed children of the root
+    secondary: frozenset[int] | None = None
+    """Parameters whose secondary partition (hpZ) an optimizer step makes stale; None: there is none."""
+    valid: set[int] = field(default_factory=set)  # parameters whose secondary partition can be gathered
+    recorded: CoordinatorCalls = field(default_factory=CoordinatorCalls)
+    available: set[int] = field(default_factory=set)
+    inflight: set[int] = field(default_factory=set)
+    active: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    recording: bool = False
+    complete: bool = False
+    order: list[ModuleNode] = field(default_factory=list)
+    trace: list[tuple[int, int]] = field(default_factory=list)
+    queue: deque[tuple[int, int]] = field(default_factory=deque)
+    latest: dict[int, int] = field(default_factory=dict)
+    position: int = 0
+    live: int = 0
+    released: dict[tuple[int, int], frozenset[int]] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        root: ModuleNode,
-        elements: dict[int, int],
-        persistent: frozenset[int],
-        limits: CoordinatorLimits,
-        segments: Sequence[CheckpointedSegment] = (),
-        secondary: frozenset[int] | None = None,
-    ) -> None:
-        self.root, self.elements, self.persistent, self.limits = root, elements, persistent, limits
-        self.segments = {segment.end - 1: segment for segment in segments}
-        self.secondary = secondary
-        self.valid = {*elements} if secondary is not None else set()
-        """Parameters whose secondary partition can be gathered."""
-        self.recorded = CoordinatorCalls()
-        self.available: set[int] = set()
-        self.inflight: set[int] = set()
-        self.active: dict[int, set[int]] = {number: set() for number in elements}
-        self.recording = self.complete = False
-        self.order: list[ModuleNode] = []
-        self.trace: list[tuple[int, int]] = []
-        self.queue: deque[tuple[int, int]] = deque()
-        self.latest: dict[int, int] = {}
-        self.position = self.live = 0
-        self.released: dict[tuple[int, int], frozenset[int]] = {}
+    def __post_init__(self) -> None:
+        """Begin with a secondary partition of all parameters."""
+        if self.secondary is not None:
+            self.valid = {*self.elements}
 
     def take_recorded(self) -> CoordinatorCalls:
         """Return the calls recorded since the last time."""
@@ -99,75 +92,79 @@ class Coordinator:
         return recorded
 
 
+# --- hooks of a micro-batch, in order -------------------------------------------------------------------------------
+
+HookCall: TypeAlias = tuple[Callable[[Coordinator, ModuleNode], None], ModuleNode]
+"""A function of the coordinator (`fetch`, `release`, `release_leftovers`), and the module that it is called for."""
+
+
 @rule("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.setup_zero_stage3_hooks", DEEPSPEED)
 def micro_batch(state: Coordinator) -> None:
     """Hooks of every module fetch and release its parameters, forward and backward."""
     reset_step(state)
-    forward(state, state.root)
-    fetch(state, state.root)
-    unreleased, position = [state.root], len(state.root.children)
-    while position:
-        segment = state.segments.get(position - 1)
-        position = position - 1 if segment is None else segment.first
-        if segment is None:
-            unreleased += backward(state, state.root.children[position], has_model_input=position == 0)
-        else:
-            unreleased += recomputed_backward(state, segment)
-    release_leftovers(state, unreleased)
+    for call, module in (*forward(state.root), *model_backward(state.root, state.segments)):
+        call(state, module)
 
 
-def forward(state: Coordinator, module: ModuleNode) -> None:
-    """Run forward of a module and of the modules within it."""
-    fetch(state, module)
+def forward(module: ModuleNode) -> Iterator[HookCall]:
+    """Yield the calls of a module's forward, with those of the modules within it."""
+    yield fetch, module
     for child in module.children:
-        forward(state, child)
-    release(state, module)
+        yield from forward(child)
+    yield release, module
 
 
-def backward(state: Coordinator, module: ModuleNode, *, has_model_input: bool) -> list[ModuleNode]:
-    """Run backward of a module, and return modules that are not released yet.
+def backward(module: ModuleNode, *, has_model_input: bool = False) -> Iterator[HookCall]:
+    """Yield the calls of a module's backward, with those of the modules within it.
 
     The end of a module's backward is seen at the gradient of its input. The model's own input has no gradient: modules
-    that it is handed to are released later.
+    that it is handed to are released after the whole backward pass, in which they come last.
     """
-    fetch(state, module)
-    unreleased = []
-    for position in reversed(range(len(module.children))):
-        child_has_input = has_model_input and position == 0
-        unreleased += backward(state, module.children[position], has_model_input=child_has_input)
-    if has_model_input:
-        return [module, *unreleased]
-    release(state, module)
-    return unreleased
+    yield fetch, module
+    for position, child in reversed([*enumerate(module.children)]):
+        yield from backward(child, has_model_input=has_model_input and position == 0)
+    yield release_leftovers if has_model_input else release, module
+
+
+def model_backward(root: ModuleNode, segments: Sequence[CheckpointedSegment]) -> Iterator[HookCall]:
+    """Yield the calls of the model's backward, some of whose children are recomputed."""
+    yield fetch, root
+    segment_ending = {segment.end: segment for segment in segments}
+    position = len(root.children)
+    while position:
+        if position in segment_ending:
+            segment = segment_ending[position]
+            yield from recomputed_backward(root.children[segment.first : segment.end], segment)
+            position = segment.first
+        else:
+            position -= 1
+            yield from backward(root.children[position], has_model_input=position == 0)
+    yield release_leftovers, root
 
 
 @rule("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.pre_sub_module_forward_function "
       "(within torch.utils.checkpoint)", DEEPSPEED)  # fmt: skip
-def recomputed_backward(state: Coordinator, segment: CheckpointedSegment) -> list[ModuleNode]:
+def recomputed_backward(modules: Sequence[ModuleNode], segment: CheckpointedSegment) -> list[HookCall]:
     """Modules whose activations were not kept run forward again, before their backward or within it.
 
     With reentrant autograd, before it. Without, when backward first needs what was not kept: at the last module that
     has parameters, whose backward has begun; the second forward pass stops there, because it has then made all that
     backward needs. If dropout behind that module keeps a mask, it stops behind it.
     """
-    modules = state.root.children[segment.first : segment.end]
     if segment.reentrant:
-        for module in modules:
-            forward(state, module)
-        return [
-            unreleased for module in reversed(modules) for unreleased in backward(state, module, has_model_input=False)
-        ]
-    last = modules[-1]
-    path = [last] if segment.masked else path_to_last_parameters(last)
-    for module in path:
-        fetch(state, module)
-    for module in modules[:-1]:
-        forward(state, module)
-    forward_until(state, last, None if segment.masked else path[-1])
-    finish_backward(state, path)
-    for module in reversed(modules[:-1]):
-        backward(state, module, has_model_input=False)
-    return []
+        again = [call for module in modules for call in forward(module)]
+        return [*again, *(call for module in reversed(modules) for call in backward(module))]
+    *others, last = modules
+    begun = [last] if segment.masked else path_to_last_parameters(last)
+    last_forward, last_backward = [*forward(last)], [*backward(last)]
+    stop = -1 if segment.masked else last_forward.index((fetch, begun[-1])) + 1
+    return [
+        *((fetch, module) for module in begun),
+        *(call for module in others for call in forward(module)),
+        *last_forward[:stop],
+        *last_backward[last_backward.index((fetch, begun[-1])) + 1 :],
+        *(call for module in reversed(others) for call in backward(module)),
+    ]
 
 
 def path_to_last_parameters(module: ModuleNode) -> list[ModuleNode]:
@@ -179,37 +176,7 @@ def path_to_last_parameters(module: ModuleNode) -> list[ModuleNode]:
     return [module] if module.parameters else []
 
 
-def forward_until(state: Coordinator, module: ModuleNode, end: ModuleNode | None) -> bool:
-    """Run `forward` up to the beginning of the module `end`, or with None to behind the last child.
-
-    Returns:
-        Whether `end` was reached.
-    """
-    fetch(state, module)
-    if module is end:
-        return True
-    for child in module.children:
-        if end is None:
-            forward(state, child)
-        elif forward_until(state, child, end):
-            return True
-    if end is None:
-        return True
-    release(state, module)
-    return False
-
-
-def finish_backward(state: Coordinator, path: Sequence[ModuleNode]) -> None:
-    """Run the rest of backward of nested modules whose backward has begun."""
-    inner = path[1] if len(path) > 1 else None
-    has_begun = inner is None
-    for child in reversed(path[0].children):
-        if has_begun:
-            backward(state, child, has_model_input=False)
-        elif child is inner:
-            finish_backward(state, path[1:])
-            has_begun = True
-    release(state, path[0])
+# --- the coordinator ------------------------------------------------------------------------------------------------
 
 
 @rule(_WHERE + "reset_step", DEEPSPEED)
@@ -349,13 +316,12 @@ def invalidate_secondary(state: Coordinator) -> None:
 
 
 @rule(_WHERE + "release_backward_leftovers", DEEPSPEED)
-def release_leftovers(state: Coordinator, modules: Iterable[ModuleNode]) -> None:
-    """After backward: release parameters of modules whose input had no gradient, except persistent ones."""
-    for module in modules:
-        for number in module.parameters:
-            state.active[number].discard(module.number)
-            if number not in state.persistent:
-                release_parameter(state, number)
+def release_leftovers(state: Coordinator, module: ModuleNode) -> None:
+    """After backward: release the parameters of a module whose input had no gradient, except persistent ones."""
+    for number in module.parameters:
+        state.active[number].discard(module.number)
+        if number not in state.persistent:
+            release_parameter(state, number)
 
 
 @rule(_WHERE + "release_and_reset_all", DEEPSPEED)
