@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Final, TypeAlias
 
-from commtrace.theory.closed_forms import all_reduce, data_parallel, tensor_parallel
+from commtrace.theory.closed_forms import data_parallel
 from commtrace.theory.closed_forms import pipeline as pipeline_form
 from commtrace.theory.expected_calls import (
     ExpectedCall,
@@ -99,11 +99,6 @@ def predict(job: Job) -> Prediction:
     start = (*tensor.alone_as_self(job, data.start), *tied_broadcasts(job), *parameter_counts(job))
     step = (*tensor.alone_as_self(job, data.steps[0]), *always)
     forms, bars = _waterfalls(job, stage, data, always)
-    norms = tuple(call for call in own if call.cause == NORM)
-    skipped = tuple(
-        (*tensor.alone_as_self(job, calls), *(norms if any(call.cause == NORM for call in calls) else ()))
-        for calls in data.skipped
-    )
     label = "3D: equations 2 + 4 + 5" if job.tensor > 1 else "equations 2 + 4"
     tensor_parallel_part = f", tensor-parallel over {job.tensor}" if job.tensor > 1 else ""
     return Prediction(
@@ -113,7 +108,7 @@ def predict(job: Job) -> Prediction:
         steps=drop_repeated_steps([(*metadata(stage), *step), step]),
         closed_form=WaterfallBar(label, sum((form.bytes for form in forms), Fraction(0))),
         bars=tuple(bars),
-        skipped=skipped,
+        skipped=tensor.skipped_calls(job, data, own),
         others=_group_sizes(job, stage),
         forms=tuple(forms),
     )
@@ -357,7 +352,8 @@ def _tensor_calls(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
     """Return what passes within the stage's layers in a step, and what its neighbours sent in parts."""
     if job.tensor == 1:
         return []
-    sums = forward_sums(job, stage) + backward_sums(stage) + recomputed_sums(job, stage) + edge_sums(stage)
+    layer_sums = tensor.forward_sums(job, stage.blocks) + tensor.backward_sums(stage.blocks)
+    sums = layer_sums + recomputed_sums(job, stage) + edge_sums(stage)
     calls = [
         ExpectedCall("all_reduce", tensor.activation_bytes(job), tensor.ACTIVATIONS, sums, role=tensor.ROLE),
         *(tensor.loss_sums(job) if stage.last else ()),
@@ -366,23 +362,11 @@ def _tensor_calls(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
     return [call.times(job.micro_batches) for call in calls]
 
 
-@rule("megatron.mpu.layers.RowParallelLinear.forward (of a stage's layers)", GPT_NEOX)
-def forward_sums(job: Job, stage: PipelineStage) -> int:
-    """Attention and MLP of each of the stage's layers sum their outputs; once together where they are side by side."""
-    return stage.blocks * (1 if job.model("gpt_j_residual", False) else 2)
-
-
-@rule("megatron.mpu.layers.ColumnParallelLinear.forward (copy_to_model_parallel_region of a stage's layers)", GPT_NEOX)
-def backward_sums(stage: PipelineStage) -> int:
-    """Attention and MLP of each of the stage's layers sum the gradients of their inputs."""
-    return stage.blocks * 2
-
-
 @rule("megatron.mpu.layers.VocabParallelEmbedding.forward; megatron.model.transformer.ParallelLinear (in stages)",
       GPT_NEOX)  # fmt: skip
 def edge_sums(stage: PipelineStage) -> int:
     """The first stage sums for the embedding, the last one the gradient of the head's input."""
-    return int(stage.first) + int(stage.last)
+    return stage.first * tensor.embedding_sums() + stage.last * tensor.head_sums()
 
 
 @rule("deepspeed.runtime.pipe.module.PipelineModule.forward, _is_checkpointable", DEEPSPEED)
@@ -396,7 +380,7 @@ def recomputed_sums(job: Job, stage: PipelineStage) -> int:
         return 0
     segments = [stage.layers[first : first + interval] for first in range(0, len(stage.layers), interval)]
     recomputed = sum(len(segment) for segment in segments if set(segment) == {BLOCK})
-    return forward_sums(job, stage) // max(1, stage.blocks) * recomputed
+    return tensor.forward_sums(job, recomputed)
 
 
 @rule("deepspeed.runtime.pipe.engine.PipelineEngine._exec_forward_pass, _exec_backward_pass; "
@@ -458,23 +442,14 @@ def _pipeline_part(job: Job, stage: PipelineStage, own: Sequence[ExpectedCall]) 
 
 
 def _tensor_part(job: Job, stage: PipelineStage, own: Sequence[ExpectedCall]) -> FormAndBars:
-    batch, length, hidden = tensor.batch_dimensions(job)
-    layers = Fraction(int(job.model("num_layers")), stage.stages)
-    form = tensor_parallel(batch, length, hidden, layers, job.tensor) * job.parameter_size
-
-    def volume(sums: int) -> Fraction:
-        return sums * all_reduce(tensor.activation_elements(job), job.tensor) * job.parameter_size
-
-    kept = forward_sums(job, stage) + backward_sums(stage)
+    form = tensor.form_bytes(job, stage.stages)
+    kept = tensor.forward_sums(job, stage.blocks) + tensor.backward_sums(stage.blocks)
     recomputed = kept + recomputed_sums(job, stage)
-    with_edges = recomputed + edge_sums(stage)
-    levels = {
-        "tensor parallelism: this stage's layers, two sums forward and two backward": volume(4 * stage.blocks),
-        "tensor parallelism: attention and MLP side by side, summed once": volume(kept),
-        "tensor parallelism: activations recomputed": volume(recomputed),
-        "tensor parallelism: the embedding, or the gradient of the head's input": volume(with_edges),
-        f"tensor parallelism: in each of {job.micro_batches} micro-batches": job.micro_batches * volume(with_edges),
-        "tensor parallelism: sums travel in fp32": total_wire_bytes(own, job.tensor, tensor.ACTIVATIONS),
+    sums = {
+        "this stage's layers, two sums forward and two backward": 4 * stage.blocks,
+        "attention and MLP side by side, summed once": kept,
+        "activations recomputed": recomputed,
+        "the embedding, or the gradient of the head's input": recomputed + edge_sums(stage),
     }
-    bars = [replace(bar, role=tensor.ROLE) for bar in level_bars(form, levels)]
+    bars = [replace(bar, role=tensor.ROLE) for bar in tensor.activation_bars(job, own, form, sums)]
     return WaterfallBar("equation 5 with L/p layers: (12 L/p + 2) b s h (t-1)/t", form, tensor.ROLE), bars

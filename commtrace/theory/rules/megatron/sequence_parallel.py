@@ -10,14 +10,13 @@ Assumed, as for tensor parallelism: every micro-batch has the configured size an
 
 from __future__ import annotations
 
-from fractions import Fraction
 from typing import Final
 
 from commtrace.theory.closed_forms import all_gather_volume
-from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
+from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar
 from commtrace.theory.job import Job, element_size
 from commtrace.theory.rules.registry import GPT_NEOX, TORCH, WORKLOAD, rule
-from commtrace.theory.waterfall import cause_bars, level_bars
+from commtrace.theory.waterfall import cause_bars
 
 from . import tensor_parallel as tensor
 
@@ -48,24 +47,16 @@ def activation_calls(job: Job) -> list[ExpectedCall]:
 
 
 def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> list[WaterfallBar]:
-    layers, steps = int(job.model("num_layers")), tensor.micro_batches(job)
     kept = forward_gathers(job) + forward_scatters(job) + gathered_gradients(job) + scattered_gradients(job)
     recomputed = recomputed_gathers(job) + tensor.recomputed_sums(job)
-
-    def volume(count: int) -> Fraction:
-        # Of all_gathers and reduce_scatters, two of which are as much as an all_reduce.
-        return count * all_gather_volume(tensor.activation_elements(job), job.tensor) * job.parameter_size
-
-    levels = {
-        "sequence parallelism: in each layer four all_gathers and four reduce_scatters": volume(2 + 8 * layers),
-        "sequence parallelism: attention and MLP side by side, scattered once": volume(kept - 2),
-        "sequence parallelism: activations recomputed": volume(kept - 2 + recomputed),
-        "sequence parallelism: the head's input": volume(kept + recomputed),
-        f"sequence parallelism: in each of {steps} micro-batches": steps * volume(kept + recomputed),
-        "sequence parallelism: sums travel in fp32": total_wire_bytes(own, job.tensor, tensor.ACTIVATIONS),
+    counts = {
+        "in each layer four all_gathers and four reduce_scatters": 2 + 8 * tensor.num_layers(job),
+        "attention and MLP side by side, scattered once": kept - 2,
+        "activations recomputed": kept - 2 + recomputed,
+        "the head's input": kept + recomputed,
     }
-    others = cause_bars(own, job.tensor, tensor.ACTIVATIONS, prefix="sequence parallelism: ")
-    return [*level_bars(tensor.form_bytes(job), levels), *others]
+    bars = tensor.activation_bars(job, own, tensor.form_bytes(job), counts, "sequence", all_gather_volume)
+    return [*bars, *cause_bars(own, job.tensor, tensor.ACTIVATIONS, prefix="sequence parallelism: ")]
 
 
 @rule("megatron.mpu.mappings._gather_along_seq_dim", GPT_NEOX)
@@ -77,19 +68,19 @@ def gathered_bytes(job: Job) -> int:
 @rule("megatron.mpu.mappings._GatherFromSequenceParallelRegion.forward", GPT_NEOX)
 def forward_gathers(job: Job) -> int:
     """Attention and MLP of each layer gather their inputs, and so does the head."""
-    return 2 * int(job.model("num_layers")) + 1
+    return 2 * tensor.num_layers(job) + 1
 
 
 @rule("megatron.mpu.mappings._ReduceScatterToSequenceParallelRegion.forward", GPT_NEOX)
 def forward_scatters(job: Job) -> int:
     """The embedding scatters its output, and so does each layer where tensor parallelism alone sums."""
-    return 1 + tensor.forward_sums(job)
+    return 1 + tensor.forward_sums(job, tensor.num_layers(job))
 
 
 @rule("megatron.mpu.mappings._GatherFromSequenceParallelRegion.backward", GPT_NEOX)
 def scattered_gradients(job: Job) -> int:
     """The gradient of each gathered input is scattered, the head's included."""
-    return tensor.backward_sums(job) + 1
+    return tensor.backward_sums(tensor.num_layers(job)) + 1
 
 
 @rule("megatron.mpu.mappings._ReduceScatterToSequenceParallelRegion.backward", GPT_NEOX)
@@ -102,13 +93,13 @@ def gathered_gradients(job: Job) -> int:
       "torch.utils.checkpoint._checkpoint_without_reentrant_generator (all_gathers)", TORCH)  # fmt: skip
 def recomputed_gathers(job: Job) -> int:
     """Recomputation repeats both gathers of each layer, with any autograd: backward needs what is gathered."""
-    return 2 * int(job.model("num_layers")) if job.model("checkpoint_activations", False) else 0
+    return 2 * tensor.num_layers(job) if job.model("checkpoint_activations", False) else 0
 
 
 @rule("examples.gpt_neox.tensor_parallel.sum_gradients", WORKLOAD)
 def summed_gradients(job: Job) -> list[ExpectedCall]:
     """Every backward pass sums gradients one by one: weight and bias of each norm, and the biases behind sums."""
-    norms, layers = 2, int(job.model("num_layers"))
+    norms, layers = 2, tensor.num_layers(job)
     count = norms * (2 * layers + 1) + 2 * layers
     size = element_size("float32") if job.model("fp32_allreduce", False) else job.parameter_size
     return [ExpectedCall("all_reduce", int(job.model("hidden_size")) * size, PARTS, count, role=tensor.ROLE)]

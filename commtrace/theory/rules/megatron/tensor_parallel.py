@@ -10,7 +10,7 @@ vocabulary of embedding and loss as in GPT-NeoX.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from math import ceil
@@ -55,11 +55,6 @@ def combine_predictions(
     dimension. The waterfall `bars` lead from the closed form to `own`. `others` are the group sizes of other roles,
     where it is not the model that is shared.
     """
-    norms = tuple(call for call in own if call.cause == NORM)
-    skipped = tuple(
-        (*alone_as_self(job, calls), *(norms if any(call.cause == NORM for call in calls) else ()))
-        for calls in data.skipped
-    )
     return replace(
         data,
         scheme=scheme,
@@ -67,9 +62,18 @@ def combine_predictions(
         steps=tuple((*alone_as_self(job, step), *own) for step in data.steps),
         closed_form=WaterfallBar(f"{data.closed_form.label} + {form.label}", data.closed_form.bytes + form.bytes),
         bars=(*data.bars, *(bars if others else [replace(bar, role=ROLE) for bar in bars])),
-        skipped=skipped,
+        skipped=skipped_calls(job, data, own),
         others=others or {ROLE: job.tensor, "self": 1},
         forms=() if others else (data.closed_form, replace(form, role=ROLE)),
+    )
+
+
+def skipped_calls(job: Job, data: Prediction, own: Iterable[ExpectedCall]) -> tuple[tuple[ExpectedCall, ...], ...]:
+    """Return `Prediction.skipped` with the norms in the other dimension, where it skips norms."""
+    norms = [call for call in own if call.cause == NORM]
+    return tuple(
+        (*alone_as_self(job, calls), *(norms if any(call.cause == NORM for call in calls) else ()))
+        for calls in data.skipped
     )
 
 
@@ -96,7 +100,9 @@ def alone_as_self(job: Job, calls: tuple[ExpectedCall, ...]) -> tuple[ExpectedCa
 
 def activation_calls(job: Job) -> list[ExpectedCall]:
     """Return what travels through the model in one step."""
-    sums = embedding_sums() + forward_sums(job) + recomputed_sums(job) + backward_sums(job) + head_sums()
+    layers = num_layers(job)
+    layer_sums = forward_sums(job, layers) + recomputed_sums(job) + backward_sums(layers)
+    sums = embedding_sums() + layer_sums + head_sums()
     calls = [ExpectedCall("all_reduce", activation_bytes(job), ACTIVATIONS, sums, role=ROLE), *loss_sums(job)]
     return [call.times(micro_batches(job)) for call in calls]
 
@@ -111,29 +117,52 @@ def optimizer_calls(job: Job) -> list[ExpectedCall]:
 
 
 def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> list[WaterfallBar]:
-    kept = forward_sums(job) + backward_sums(job) + embedding_sums()
+    kept = forward_sums(job, num_layers(job)) + backward_sums(num_layers(job)) + embedding_sums()
     recomputed = kept + recomputed_sums(job)
-    with_head = recomputed + head_sums()
-
-    def volume(sums: int) -> Fraction:
-        return sums * all_reduce(activation_elements(job), job.tensor) * job.parameter_size
-
-    levels = {
-        "tensor parallelism: two forward and two backward in each layer": volume(1 + 4 * int(job.model("num_layers"))),
-        "tensor parallelism: attention and MLP side by side, summed once": volume(kept),
-        "tensor parallelism: activations recomputed": volume(recomputed),
-        "tensor parallelism: the gradient of the head's input": volume(with_head),
-        f"tensor parallelism: in each of {micro_batches(job)} micro-batches": micro_batches(job) * volume(with_head),
-        "tensor parallelism: sums travel in fp32": total_wire_bytes(own, job.tensor, ACTIVATIONS),
+    sums = {
+        "two forward and two backward in each layer": 1 + 4 * num_layers(job),
+        "attention and MLP side by side, summed once": kept,
+        "activations recomputed": recomputed,
+        "the gradient of the head's input": recomputed + head_sums(),
     }
-    others = cause_bars(own, job.tensor, ACTIVATIONS, prefix="tensor parallelism: ")
-    return [*level_bars(form_bytes(job), levels), *others]
+    bars = activation_bars(job, own, form_bytes(job), sums)
+    return [*bars, *cause_bars(own, job.tensor, ACTIVATIONS, prefix="tensor parallelism: ")]
 
 
-def form_bytes(job: Job) -> Fraction:
-    """Return equation 5 in bytes of the parameters' type."""
+def activation_bars(
+    job: Job,
+    own: Iterable[ExpectedCall],
+    form: Fraction,
+    counts: Mapping[str, int],
+    name: str = "tensor",
+    volume: Callable[[int, int], Fraction] = all_reduce,
+) -> list[WaterfallBar]:
+    """Return the bars from a closed form to the activations of a step.
+
+    Args:
+        job: The job.
+        own: Calls of the step.
+        form: Bytes of the closed form.
+        counts: Collective calls of a micro-batch up to each level.
+        name: Name of the parallelism.
+        volume: Closed form of such a call.
+    """
+    sent = volume(activation_elements(job), job.tensor) * job.parameter_size
+    levels = {label: count * sent for label, count in counts.items()}
+    levels[f"in each of {micro_batches(job)} micro-batches"] = micro_batches(job) * [*levels.values()][-1]
+    levels["sums travel in fp32"] = total_wire_bytes(own, job.tensor, ACTIVATIONS)
+    return level_bars(form, {f"{name} parallelism: {label}": level for label, level in levels.items()})
+
+
+def num_layers(job: Job) -> int:
+    """Return the number of transformer layers."""
+    return int(job.model("num_layers"))
+
+
+def form_bytes(job: Job, stages: int = 1) -> Fraction:
+    """Return equation 5 in bytes of the parameters' type, for a stage's share of the layers."""
     batch, length, hidden = batch_dimensions(job)
-    return tensor_parallel(batch, length, hidden, int(job.model("num_layers")), job.tensor) * job.parameter_size
+    return tensor_parallel(batch, length, hidden, Fraction(num_layers(job), stages), job.tensor) * job.parameter_size
 
 
 def batch_dimensions(job: Job) -> tuple[int, int, int]:
@@ -174,15 +203,15 @@ def embedding_sums() -> int:
 
 @rule("megatron.mpu.layers.RowParallelLinear.forward; megatron.model.transformer.ParallelTransformerLayer.forward",
       GPT_NEOX)  # fmt: skip
-def forward_sums(job: Job) -> int:
+def forward_sums(job: Job, layers: int) -> int:
     """Attention and MLP of each layer sum their outputs; once together where they are side by side (gpt_j_residual)."""
-    return int(job.model("num_layers")) * (1 if job.model("gpt_j_residual", False) else 2)
+    return layers * (1 if job.model("gpt_j_residual", False) else 2)
 
 
 @rule("megatron.mpu.layers.ColumnParallelLinear.forward (copy_to_model_parallel_region)", GPT_NEOX)
-def backward_sums(job: Job) -> int:
+def backward_sums(layers: int) -> int:
     """Attention and MLP of each layer sum the gradients of their inputs."""
-    return int(job.model("num_layers")) * 2
+    return layers * 2
 
 
 @rule("megatron.model.transformer.ParallelLinear (the head)", GPT_NEOX)
@@ -201,10 +230,10 @@ def recomputed_sums(job: Job) -> int:
     """
     if not job.model("checkpoint_activations", False):
         return 0
+    sums = forward_sums(job, num_layers(job))
     if job.model("checkpoint_reentrant", True) or float(job.model("hidden_dropout", 0.0)):
-        return forward_sums(job)
-    segments = ceil(int(job.model("num_layers")) / int(job.model("checkpoint_num_layers", 1)))
-    return forward_sums(job) - segments
+        return sums
+    return sums - ceil(num_layers(job) / int(job.model("checkpoint_num_layers", 1)))
 
 
 @rule("megatron.mpu.cross_entropy._VocabParallelCrossEntropy.forward", GPT_NEOX)
