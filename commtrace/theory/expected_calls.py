@@ -64,7 +64,7 @@ class Prediction:
         scheme: Name of the parallelism ("ZeRO-1").
         ranks: Ranks of the data-parallel group.
         start: Calls at start-up, before the first step.
-        steps: Calls of each training step; all steps from the last one on are alike.
+        steps: Calls of each training step; all steps from the last one on are alike, and repetitions of it are dropped.
         closed_form: Wire bytes of a step by the literature's formula.
         bars: Waterfall from the closed form to the wire bytes of the last of `steps`; their sum is exact.
         skipped: Calls that a step leaves out where gradients overflow, as found by the check or by the norm.
@@ -81,6 +81,13 @@ class Prediction:
     skipped: tuple[tuple[ExpectedCall, ...], ...] = ()
     others: Mapping[str, int] = field(default_factory=dict)
     forms: tuple[WaterfallBar, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Drop repetitions of the last step at the end."""
+        steps = self.steps
+        while len(steps) > 1 and sorted_calls(steps[-1]) == sorted_calls(steps[-2]):
+            steps = steps[:-1]
+        object.__setattr__(self, "steps", steps)
 
     def ranks_of(self, role: str) -> int:
         """Return the group size of a role."""
@@ -120,14 +127,6 @@ def total_wire_bytes(calls: Iterable[ExpectedCall], ranks: int, *causes: str) ->
     return sum(
         (exact_wire_bytes(call.op, call.payload, call.ranks or ranks) * call.calls for call in chosen), Fraction(0)
     )
-
-
-def drop_repeated_steps(steps: Iterable[tuple[ExpectedCall, ...]]) -> tuple[tuple[ExpectedCall, ...], ...]:
-    """Return the steps without repetitions of the last one at the end."""
-    kept = list(steps)
-    while len(kept) > 1 and sorted_calls(kept[-1]) == sorted_calls(kept[-2]):
-        kept.pop()
-    return tuple(kept)
 
 
 def sorted_calls(calls: Iterable[ExpectedCall]) -> list[tuple[str, int, int]]:

@@ -91,6 +91,13 @@ class Job:
             return default
         return self.fact("model", name)
 
+    def require_architecture(self, feature: str) -> None:
+        """Raise NotPredictedError if the model does not declare its architecture (`neox_args`), which rules need."""
+        if "model" not in self.row:
+            raise NotPredictedError(
+                f"{feature} of a model that does not say its architecture (neox_args) has no rules yet"
+            )
+
     @cached_property
     def ranks(self) -> int:
         """Ranks that reduce gradients together: the data-parallel ones, with Ulysses those that share sequences too."""

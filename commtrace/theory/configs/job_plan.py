@@ -19,7 +19,7 @@ from . import hugging_face
 from .ddp_job_row import ddp_row
 from .deepspeed_job_row import deepspeed_row
 from .fsdp_job_row import fsdp_row
-from .rank_layout import ELEMENT_TYPES, RankLayout
+from .rank_layout import ELEMENT_TYPES, RankLayout, complete_batch_sizes
 
 _BATCH_SIZES: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _KINDS: Final = {"deepspeed": "DeepSpeed", "hugging_face": "a Hugging Face model"}
@@ -217,20 +217,14 @@ def _block(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _layout(config: Mapping[str, Any], world: int, options: PlanOptions) -> RankLayout:
-    """Return the batch sizes of data-parallel ranks: any two of the three give the third, as in DeepSpeed."""
+    """Return the batch sizes of data-parallel ranks; options take the place of a total."""
     total, micro, steps = (_batch_size(config, name) for name in _BATCH_SIZES)
-    micro, steps = options.micro_batch or micro, options.accumulation or steps
     if options.micro_batch or options.accumulation:
-        total = None
-    if total is not None:
-        micro = micro or total // (world * (steps or 1))
-        steps = steps or total // (world * max(micro, 1))
-        if micro * steps * world != total:
-            raise PlanError(
-                f"train_batch_size {total} is not train_micro_batch_size_per_gpu ({micro}) * "
-                f"gradient_accumulation_steps ({steps}) * data-parallel ranks ({world}); change one of them"
-            )
-    return RankLayout(world, world, micro or 1, steps or 1)
+        micro, steps, total = options.micro_batch or micro, options.accumulation or steps, None
+    try:
+        return RankLayout(world, world, *complete_batch_sizes(world, micro, steps, total, _BATCH_SIZES[0]))
+    except ConfigError as error:
+        raise PlanError(str(error)) from error
 
 
 def _batch_size(config: Mapping[str, Any], name: str) -> int | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from commtrace.errors import ConfigError
+
 ELEMENT_TYPES: Final = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 """torch's names of element types by DeepSpeed's."""
 
@@ -26,3 +28,33 @@ class RankLayout:
     def reducing(self) -> int:
         """Ranks that reduce gradients together."""
         return self.data * self.sequence * self.context
+
+
+def complete_batch_sizes(
+    data_parallel: int, micro: int | None, steps: int | None, total: int | None, source: str
+) -> tuple[int, int]:
+    """Return micro-batch size and gradient accumulation steps: as in DeepSpeed, any two of three sizes give the third.
+
+    Args:
+        data_parallel: Data-parallel ranks.
+        micro: Sequences of a rank's micro-batch.
+        steps: Micro-batches of a step.
+        total: Sequences of a step on all ranks.
+        source: Name of `total` in messages, with its file.
+
+    Raises:
+        ConfigError: If they contradict each other.
+    """
+    if total is None:
+        return micro or 1, steps or 1
+    if micro is None:
+        micro = total // (data_parallel * (steps or 1))
+    if steps is None:
+        steps = total // (data_parallel * max(micro, 1))
+    if micro * steps * data_parallel != total or total == 0:
+        raise ConfigError(
+            f"{source} {total} is not train_micro_batch_size_per_gpu ({micro}) * "
+            f"gradient_accumulation_steps ({steps}) * data-parallel ranks ({data_parallel}); change one of them, or "
+            "leave train_batch_size out"
+        )
+    return micro, steps

@@ -154,12 +154,12 @@ def wrong(value: Any) -> Any:
         return {key: wrong(one) for key, one in value.items()}
     if isinstance(value, ExpectedCall):
         return replace(value, payload=value.payload + 1)
+    if hasattr(value, "backward"):
+        return value._replace(**{way: tuple(wrong([*getattr(value, way)])) for way in ("forward", "backward")})
     if isinstance(value, tuple):
         return value[::-1]  # bounds
     if hasattr(value, "part"):
         return replace(value, part=value.part + 1)
-    if hasattr(value, "backward"):
-        return replace(value, **{way: tuple(wrong([*getattr(value, way)])) for way in ("forward", "backward")})
     if hasattr(value, "prefetch"):
         return replace(value, prefetch=value.prefetch // 1000, live=value.live // 1000, reuse=value.reuse // 1000)
     assert isinstance(value, list), value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import (
@@ -19,6 +20,7 @@ from pydantic import (
 )
 
 from commtrace.errors import ConfigError
+from commtrace.theory.configs.rank_layout import complete_batch_sizes
 
 from . import setting_checks
 from .field_types import (
@@ -54,6 +56,9 @@ DEEPSPEED_KEYS: Final = (
     "communication_data_type", "data_types", "prescale_gradients", "gradient_predivide_factor", "sparse_gradients",
     "comms_logger", "flops_profiler", "steps_per_print", "wall_clock_breakdown",
 )  # fmt: skip
+
+_SHARING_KEYS: Final = ("model_parallel_size", "sequence_parallel_size", "context_parallel_size")
+"""Ranks that work on the same samples: they share the model, or the sequences."""
 
 Config = TypeVar("Config", bound="NeoxConfig")
 
@@ -175,7 +180,7 @@ class NeoxConfig(BaseModel):
     @property
     def ranks_of_a_sample(self) -> int:
         """Ranks that work on the same samples: they share the model, or the sequences."""
-        return self.model_parallel_size * self.sequence_parallel_size * self.context_parallel_size
+        return prod(getattr(self, key) for key in _SHARING_KEYS)
 
     def data_parallel(self, world_size: int) -> int:
         """Return the data-parallel ranks of a job: those that get samples of their own.
@@ -183,20 +188,13 @@ class NeoxConfig(BaseModel):
         Raises:
             ConfigError: If the parallel sizes do not divide the world size.
         """
-        model = self.pipe_parallel_size * self.model_parallel_size
-        if self.pipe_parallel_size > 1 and world_size % model:
-            raise ConfigError(
-                f"{self.origins.get('pipe_parallel_size', 'no file')}: pipe_parallel_size: {self.pipe_parallel_size}, "
-                f"times model_parallel_size {self.model_parallel_size}, does not divide the {world_size} ranks of this "
-                "job; start a multiple of it, or change it"
-            )
-        shared = ("model_parallel_size", "sequence_parallel_size", "context_parallel_size")
-        for key in (*shared, "moe_expert_parallel_size"):
-            size = getattr(self, key)
+        sizes = {key: getattr(self, key) for key in (*_SHARING_KEYS, "moe_expert_parallel_size")}
+        sizes["pipe_parallel_size, times model_parallel_size"] = self.pipe_parallel_size * self.model_parallel_size
+        for keys, size in sizes.items():
             if world_size % size:
                 raise ConfigError(
-                    f"{self.origins.get(key, 'no file')}: {key}: {size} does not divide the {world_size} ranks of "
-                    "this job; start a multiple of it, or change it"
+                    f"{self.origins.get(keys.partition(',')[0], 'no file')}: {keys}: {size} does not divide the "
+                    f"{world_size} ranks of this job; start a multiple of it, or change it"
                 )
         return world_size // (self.pipe_parallel_size * self.ranks_of_a_sample)
 
@@ -208,20 +206,10 @@ class NeoxConfig(BaseModel):
         Raises:
             ConfigError: If they contradict each other.
         """
-        micro, steps, total = self.micro_batch, self.gradient_accumulation, self.train_batch_size
-        if total is None:
-            return micro or 1, steps or 1
-        if micro is None:
-            micro = total // (data_parallel * (steps or 1))
-        if steps is None:
-            steps = total // (data_parallel * max(micro, 1))
-        if micro * steps * data_parallel != total or total == 0:
-            raise ConfigError(
-                f"{self.origins['train_batch_size']}: train_batch_size: {total} is not train_micro_batch_size_per_gpu "
-                f"({micro}) * gradient_accumulation_steps ({steps}) * data-parallel ranks ({data_parallel}); change "
-                "one of them, or leave train_batch_size out"
-            )
-        return micro, steps
+        source = f"{self.origins.get('train_batch_size', 'no file')}: train_batch_size:"
+        return complete_batch_sizes(
+            data_parallel, self.micro_batch, self.gradient_accumulation, self.train_batch_size, source
+        )
 
 
 def load_config(

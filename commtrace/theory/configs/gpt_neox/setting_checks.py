@@ -66,58 +66,35 @@ def block(values: Mapping[str, Any], key: str) -> dict[str, Any]:
 def check_together(config: NeoxConfig) -> None:
     """Raise SettingError for the first setting that does not fit the others."""
     heads, length, tensor_ranks = config.num_attention_heads, config.seq_length, config.model_parallel_size
-    if config.hidden_size % heads:
-        raise SettingError("hidden_size", f"it must be a multiple of num_attention_heads, which is {heads}")
-    if heads % tensor_ranks:
-        raise SettingError("model_parallel_size", f"it must divide num_attention_heads, which is {heads}")
-    if config.sequence_parallel and length % tensor_ranks:
-        fix = f"model_parallel_size, which is {tensor_ranks}, must divide seq_length, which is {length}"
-        raise SettingError("sequence_parallel", fix)
-    _check_shared_sequences(config)
-    _check_experts(config)
-    if config.pipe_parallel_size > 1:
-        _check_pipeline(config)
-
-
-def _check_shared_sequences(config: NeoxConfig) -> None:
-    """Check sequences that ranks share: as Ulysses (DeepSpeed's key), or in a ring (GPT-NeoX's)."""
-    used = [key for key in (*_SEQUENCE_SIZES, "model_parallel_size") if getattr(config, key) > 1]
-    if len(used) > 1:
-        raise SettingError(used[0], f"not supported together with {used[1]}; set one of them to 1")
-    for key in _SEQUENCE_SIZES:
-        if config.seq_length % getattr(config, key):
-            raise SettingError(key, f"it must divide seq_length, which is {config.seq_length}")
-    if config.num_attention_heads % config.sequence_parallel_size:
-        fix = f"it must divide num_attention_heads, which is {config.num_attention_heads}"
-        raise SettingError("sequence_parallel_size", fix)
-
-
-def _check_experts(config: NeoxConfig) -> None:
-    experts, count_key = config.moe_num_experts, _experts_key(config)
-    if experts % config.moe_expert_parallel_size:
-        raise SettingError("moe_expert_parallel_size", f"it must divide {count_key}, which is {experts}")
-    if config.moe_top_k > experts:
-        raise SettingError("moe_top_k", f"there are no more experts than {count_key} says, which is {experts}")
-    for key in ("model_parallel_size", *_SEQUENCE_SIZES):
-        if experts > 1 and getattr(config, key) > 1:
-            raise SettingError(key, "not supported together with experts; set it to 1")
-
-
-def _check_pipeline(config: NeoxConfig) -> None:
-    if config.pipe_parallel_size > config.num_layers:
-        raise SettingError("pipe_parallel_size", f"a stage has a layer at least, and num_layers is {config.num_layers}")
-    for key in (*_SEQUENCE_SIZES, "moe_num_experts"):
-        if getattr(config, key) > 1:
-            key = _experts_key(config) if key == "moe_num_experts" else key
-            raise SettingError(key, "not supported together with pipe_parallel_size; leave one out")
-    if config.zero_stage > 1:
-        key = "zero_stage" if "zero_stage" in config.origins else "zero_optimization"
-        fix = "DeepSpeed's pipeline goes with ZeRO-0 and ZeRO-1 alone; take one of them, or pipe_parallel_size 1"
-        raise SettingError(key, fix)
-
-
-def _experts_key(config: NeoxConfig) -> str:
-    return "moe_num_experts" if "moe_num_experts" in config.origins else "num_experts"
+    experts, stages, sequence_ranks = config.moe_num_experts, config.pipe_parallel_size, config.sequence_parallel_size
+    experts_key = "moe_num_experts" if "moe_num_experts" in config.origins else "num_experts"
+    zero_key = "zero_stage" if "zero_stage" in config.origins else "zero_optimization"
+    shared = [key for key in (*_SEQUENCE_SIZES, "model_parallel_size") if getattr(config, key) > 1]
+    together = "not supported together with"
+    wrong = (
+        (config.hidden_size % heads, "hidden_size", f"it must be a multiple of num_attention_heads, which is {heads}"),
+        (heads % tensor_ranks, "model_parallel_size", f"it must divide num_attention_heads, which is {heads}"),
+        (config.sequence_parallel and length % tensor_ranks, "sequence_parallel",
+         f"model_parallel_size, which is {tensor_ranks}, must divide seq_length, which is {length}"),
+        (len(shared) > 1, "".join(shared[:1]), f"{together} {''.join(shared[1:2])}; set one of them to 1"),
+        *((length % getattr(config, key), key, f"it must divide seq_length, which is {length}")
+          for key in _SEQUENCE_SIZES),
+        (heads % sequence_ranks, "sequence_parallel_size", f"it must divide num_attention_heads, which is {heads}"),
+        (experts % config.moe_expert_parallel_size, "moe_expert_parallel_size",
+         f"it must divide {experts_key}, which is {experts}"),
+        (config.moe_top_k > experts, "moe_top_k",
+         f"there are no more experts than {experts_key} says, which is {experts}"),
+        *((experts > 1, key, f"{together} experts; set it to 1") for key in shared),
+        (stages > config.num_layers, "pipe_parallel_size",
+         f"a stage has a layer at least, and num_layers is {config.num_layers}"),
+        *((stages > 1 and getattr(config, key) > 1, shown, f"{together} pipe_parallel_size; leave one out")
+          for key, shown in (*zip(_SEQUENCE_SIZES, _SEQUENCE_SIZES, strict=True), ("moe_num_experts", experts_key))),
+        (stages > 1 and config.zero_stage > 1, zero_key,
+         "DeepSpeed's pipeline goes with ZeRO-0 and ZeRO-1 alone; take one of them, or pipe_parallel_size 1"),
+    )  # fmt: skip
+    for is_wrong, key, fix in wrong:
+        if is_wrong:
+            raise SettingError(key, fix)
 
 
 def check_engine(config: NeoxConfig, engine: str) -> None:

@@ -32,8 +32,7 @@ def extend_prediction(job: Job, data: Prediction) -> Prediction:
 
     Raise NotPredictedError if the job does not have the model's architecture, or experts as DeepSpeed makes them.
     """
-    if "model" not in job.row:
-        raise NotPredictedError("experts of a model that does not say its architecture (neox_args) have no rules yet")
+    job.require_architecture("a mixture of experts")
     if int(job.fact("zero_stage")) and not (job.zero("contiguous_gradients") and job.zero("reduce_scatter")):
         raise NotPredictedError("experts with reduce_scatter or contiguous_gradients off have no rules yet")
     own = (*exchanges(job), *capacities(job), *overflow_check(job), *expert_norms(job))

@@ -17,13 +17,7 @@ from typing import Any, Final, TypeAlias
 
 from commtrace.theory.closed_forms import data_parallel
 from commtrace.theory.closed_forms import pipeline as pipeline_form
-from commtrace.theory.expected_calls import (
-    ExpectedCall,
-    Prediction,
-    WaterfallBar,
-    drop_repeated_steps,
-    total_wire_bytes,
-)
+from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
 from commtrace.theory.job import Job, NotPredictedError, element_size
 from commtrace.theory.rules.gradient_buckets import buckets_exceeding_limit
 from commtrace.theory.rules.megatron import tensor_parallel as tensor
@@ -105,7 +99,7 @@ def predict(job: Job) -> Prediction:
         scheme=f"{data.scheme}, pipeline of {stage.stages} stages{tensor_parallel_part}",
         ranks=job.ranks,
         start=(*start, *communicator_setup(stage)),
-        steps=drop_repeated_steps([(*metadata(stage), *step), step]),
+        steps=((*metadata(stage), *step), step),
         closed_form=WaterfallBar(label, sum((form.bytes for form in forms), Fraction(0))),
         bars=tuple(bars),
         skipped=tensor.skipped_calls(job, data, own),

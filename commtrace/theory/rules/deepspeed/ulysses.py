@@ -33,8 +33,7 @@ def extend_prediction(job: Job, data: Prediction) -> Prediction:
 
     Raise NotPredictedError if the job does not have the model's architecture, or has one without rules.
     """
-    if "model" not in job.row:
-        raise NotPredictedError("Ulysses of a model that does not say its architecture (neox_args) has no rules yet")
+    job.require_architecture("Ulysses")
     if job.context > 1 or job.row.get("moe"):
         raise NotPredictedError("Ulysses together with a ring or experts has no rules yet")
     own = (*exchanges(job), *losses(job), *optimizer_calls(job))

@@ -13,13 +13,7 @@ from math import ceil
 from typing import Final
 
 from commtrace.theory.closed_forms import all_gather_volume, zero_3
-from commtrace.theory.expected_calls import (
-    ExpectedCall,
-    Prediction,
-    WaterfallBar,
-    drop_repeated_steps,
-    total_wire_bytes,
-)
+from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
 from commtrace.theory.job import Job, ModelTensor, NotPredictedError, element_size
 from commtrace.theory.rules.gradient_buckets import buckets_within_limit, max_buckets_within_limit
 from commtrace.theory.rules.gradient_order import gradient_order, zero3_linear_order
@@ -63,7 +57,7 @@ def predict(job: Job) -> Prediction:
         job.root, elements, persistent(job), limits(job), segments=checkpointed_segments(job), secondary=secondary
     )
     recorded = [run_step(state, job.micro_batches) for _ in range(_STEPS)]
-    steps = drop_repeated_steps(_step(job, parts) for parts in recorded)
+    steps = tuple(_step(job, parts) for parts in recorded)
     form = WaterfallBar("equation 3: 3 P (d-1)/d", zero_3(job.elements, job.ranks) * job.parameter_size)
     persistent_gathers = gathers(job, recorded[-1][-1].gathers, PERSISTENT)
     skipped = ((*norms(job), *persistent_gathers), tuple(persistent_gathers))

@@ -79,10 +79,7 @@ def skipped_calls(job: Job, data: Prediction, own: Iterable[ExpectedCall]) -> tu
 
 def check(job: Job) -> None:
     """Raise NotPredictedError for architectures that have no rules yet."""
-    if "model" not in job.row:
-        raise NotPredictedError(
-            f"tensor parallelism over {job.tensor} ranks of a model that does not say its architecture (neox_args)"
-        )
+    job.require_architecture(f"tensor parallelism over {job.tensor} ranks")
     if job.model("model_parallel_size", 1) != job.tensor:
         raise NotPredictedError(
             f"the model is cut for {job.model('model_parallel_size', 1)} ranks and the engine for {job.tensor}"

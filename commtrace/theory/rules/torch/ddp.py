@@ -11,13 +11,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from commtrace.theory.closed_forms import data_parallel
-from commtrace.theory.expected_calls import (
-    ExpectedCall,
-    Prediction,
-    WaterfallBar,
-    drop_repeated_steps,
-    total_wire_bytes,
-)
+from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
 from commtrace.theory.job import Job, ModelTensor, NotPredictedError
 from commtrace.theory.rules.gradient_buckets import buckets_reaching_limit, max_buckets_reaching_limit
 from commtrace.theory.rules.gradient_order import backward_order
@@ -36,7 +30,7 @@ def predict(job: Job) -> Prediction:
     if job.fact("mixed_precision") is not None:
         raise NotPredictedError("DDP's own mixed precision has no rules yet")
     start = (*verification(job), *first_broadcast(job))
-    steps = drop_repeated_steps(_step(job, number) for number in range(_STEPS))
+    steps = tuple(_step(job, number) for number in range(_STEPS))
     steady = steps[-1]
     form = data_parallel(job.elements, job.ranks) * job.parameter_size
     levels = {

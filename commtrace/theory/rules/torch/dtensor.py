@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
 from commtrace.theory.job import Job, NotPredictedError, element_size
@@ -61,8 +61,7 @@ class ModuleStyle:
         return int(match.group(1)) if match else None
 
 
-@dataclass(frozen=True)
-class ModuleCalls:
+class ModuleCalls(NamedTuple):
     """Calls of a module in one micro-batch."""
 
     forward: tuple[ExpectedCall, ...] = ()
@@ -80,10 +79,7 @@ def extend_prediction(job: Job, data: Prediction) -> Prediction:
     Raises:
         NotPredictedError: If the job does not have the model's architecture, or has a plan without rules.
     """
-    if "model" not in job.row:
-        raise NotPredictedError(
-            "a tensor-parallel model that does not say its architecture (neox_args) has no rules yet"
-        )
+    job.require_architecture("tensor parallelism by DTensors")
     plan = styles(job)
     own = (*activation_calls(job, plan), *norm_gradients(job, plan), *clipping(job, plan))
     form = WaterfallBar(FORM, form_bytes(job))
@@ -138,10 +134,7 @@ def activation_type(job: Job) -> str:
 
 def activation_calls(job: Job, plan: Sequence[ModuleStyle]) -> list[ExpectedCall]:
     """Return the calls for activations of a step."""
-    calls: list[ExpectedCall] = []
-    for style in plan:
-        of_module = module_calls(job, style)
-        calls += (*of_module.forward, *of_module.backward)
+    calls = (call for style in plan for direction in module_calls(job, style) for call in direction)
     return [call.times(micro_batches(job)) for call in (*calls, *recomputed(job, plan))]
 
 
@@ -181,44 +174,38 @@ def module_calls(job: Job, style: ModuleStyle) -> ModuleCalls:
     if style.kind == "SequenceParallel":
         return ModuleCalls()
     if style.kind == "PrepareModuleInput":
-        return _gathered_input(job, style.inputs, int(job.model("hidden_size")))
+        return _moved(job, "input", style.inputs, int(job.model("hidden_size")))
     if style.kind == "ColwiseParallel":
-        before = ModuleCalls() if style.wrapped else _gathered_input(job, style.inputs, style.weight[1])
-        after = _gathered_output(job, style.outputs, style.weight[0])
+        before = ModuleCalls() if style.wrapped else _moved(job, "input", style.inputs, style.weight[1])
+        after = _moved(job, "column-parallel output", style.outputs, style.weight[0])
         return ModuleCalls((*before.forward, *after.forward), (*before.backward, *after.backward))
     if style.kind == "RowwiseParallel":
-        return _summed_output(job, style.outputs, style.weight[1] if style.embedding else style.weight[0])
+        width = style.weight[1] if style.embedding else style.weight[0]
+        return _moved(job, "row-parallel output", style.outputs, width)
     raise NotPredictedError(f"the style {style.kind} has no rules yet")
 
 
-def _gathered_input(job: Job, layout: str, width: int) -> ModuleCalls:
-    """Return the calls that gather a module's input; backward, the ranks' gradients are summed."""
-    if layout == "Replicate":
-        return ModuleCalls(backward=(_moved(job, "all_reduce", width),))
-    if layout == "Shard(1)":
-        return ModuleCalls((_moved(job, "all_gather", width),), (_moved(job, "reduce_scatter", width),))
-    raise NotPredictedError(f"an input placed as {layout} has no rules yet")
+_MOVES: Final = {
+    ("input", "Replicate"): (None, "all_reduce"),  # backward sums the ranks' gradients
+    ("input", "Shard(1)"): ("all_gather", "reduce_scatter"),
+    ("column-parallel output", "Shard(-1)"): (None, None),
+    ("column-parallel output", "Replicate"): ("all_gather", None),
+    ("row-parallel output", "Replicate"): ("all_reduce", None),
+    ("row-parallel output", "Shard(1)"): ("reduce_scatter", "all_gather"),
+}
+"""Operations, forward and backward, that move activations from or to a placement."""
 
 
-def _gathered_output(job: Job, layout: str, width: int) -> ModuleCalls:
-    if layout == "Shard(-1)":
-        return ModuleCalls()
-    if layout == "Replicate":
-        return ModuleCalls((replace(_moved(job, "all_gather", width), cause=LOGITS),))
-    raise NotPredictedError(f"a column-parallel output placed as {layout} has no rules yet")
-
-
-def _summed_output(job: Job, layout: str, width: int) -> ModuleCalls:
-    if layout == "Replicate":
-        return ModuleCalls((_moved(job, "all_reduce", width),))
-    if layout == "Shard(1)":
-        return ModuleCalls((_moved(job, "reduce_scatter", width),), (_moved(job, "all_gather", width),))
-    raise NotPredictedError(f"a row-parallel output placed as {layout} has no rules yet")
-
-
-def _moved(job: Job, op: str, width: int) -> ExpectedCall:
+def _moved(job: Job, activation: str, placement: str, width: int) -> ModuleCalls:
+    """Return the calls that move activations of so many numbers a token."""
+    if (activation, placement) not in _MOVES:
+        raise NotPredictedError(f"a {activation} placed as {placement} has no rules yet")
     tokens = activation_elements(job) // int(job.model("hidden_size"))
-    return ExpectedCall(op, tokens * width * element_size(activation_type(job)), ACTIVATIONS, role=ROLE)
+    payload = tokens * width * element_size(activation_type(job))
+    cause = LOGITS if activation == "column-parallel output" else ACTIVATIONS
+    return ModuleCalls(*(
+        (ExpectedCall(op, payload, cause, role=ROLE),) if op else () for op in _MOVES[activation, placement]
+    ))  # fmt: skip
 
 
 @rule("torch.utils.checkpoint.CheckpointFunction; "
