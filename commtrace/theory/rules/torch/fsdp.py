@@ -29,16 +29,28 @@ GRADIENTS: Final = "gradients"
 COPIES: Final = "gradients among copies"
 NORM: Final = "norm of the gradients"
 
+_PARAMETER_KEYS: Final = ("parameters", "shapes", "dims", "dtypes")
+
+
+@dataclass(frozen=True)
+class FsdpParameter:
+    """A parameter of a unit."""
+
+    shape: tuple[int, ...]  # before sharding
+    dim: int  # the dimension that is sharded
+    dtype: str  # type in which it is gathered, and its gradient made
+    trained: bool
+
+    def padded_bytes(self, shards: int, dtype: str) -> int:
+        """Return the bytes of its elements in a type, with the padding to equal shards."""
+        return padded_elements(self.shape, self.dim, shards) * element_size(dtype)
+
 
 @dataclass(frozen=True)
 class FsdpUnit:
-    """Parameters that travel together, with an item each in `shapes` (before sharding), `dims`, `dtypes`, `trained`."""
+    """Parameters that travel together."""
 
-    name: str
-    shapes: tuple[tuple[int, ...], ...]
-    dims: tuple[int, ...]
-    dtypes: tuple[str, ...]  # types in which parameters are gathered, and their gradients made
-    trained: tuple[bool, ...]
+    parameters: tuple[FsdpParameter, ...]
     reduce_dtype: str | None
     shards: int
     copies: int
@@ -46,14 +58,19 @@ class FsdpUnit:
     within: int  # ranks that parameters are sharded over from forward to backward
 
     @property
-    def elements(self) -> int:
-        """Elements of all parameters, without padding."""
-        return sum(map(prod, self.shapes))
+    def trained(self) -> tuple[FsdpParameter, ...]:
+        """Parameters that get a gradient."""
+        return tuple(parameter for parameter in self.parameters if parameter.trained)
 
     @property
-    def gradient_elements(self) -> int:
-        """Elements of the trained parameters, without padding."""
-        return sum(prod(shape) for shape, trained in zip(self.shapes, self.trained, strict=True) if trained)
+    def gradient_type(self) -> str:
+        """Type in which gradients travel."""
+        return self.reduce_dtype or min(parameter.dtype for parameter in self.trained)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of all gradients, with padding."""
+        return sum(parameter.padded_bytes(self.shards, self.gradient_type) for parameter in self.trained)
 
 
 def predict(job: Job) -> Prediction:
@@ -73,7 +90,7 @@ def check(job: Job, units: list[FsdpUnit]) -> None:
     """Raise NotPredictedError for settings that have no rules yet."""
     if job.ranks < 2:
         raise NotPredictedError("one data-parallel rank has nothing to communicate")
-    if any(not any(unit.trained) for unit in units):
+    if not all(unit.trained for unit in units):
         raise NotPredictedError("units of fully_shard without a trained parameter have no rules yet")
     if not job.fact("all_reduce_grads") and job.fact("reduce_grads"):
         raise NotPredictedError("fully_shard without its all_reduce (set_requires_all_reduce) has no rules yet")
@@ -85,22 +102,15 @@ def units_of(job: Job) -> list[FsdpUnit]:
 
 
 def _unit(job: Job, row: dict[str, Any]) -> FsdpUnit:
-    reshard = row["reshard_after_forward"]
     if not row["unshard_in_backward"]:
         raise NotPredictedError("set_unshard_in_backward has no rules yet")
-    shards = int(row["shards"])
-    return FsdpUnit(
-        str(row["name"]),
-        tuple(tuple(map(int, shape)) for shape in row["shapes"]),
-        tuple(map(int, row["dims"])),
-        tuple(map(str, row["dtypes"])),
-        tuple(job.parameters[number].trainable for number in row["parameters"]),
-        None if row["reduce_dtype"] is None else str(row["reduce_dtype"]),
-        shards,
-        int(row["copies"]),
-        reshard is False,
-        shards if isinstance(reshard, bool) else int(reshard),
+    parameters = (
+        FsdpParameter(tuple(map(int, shape)), int(dim), str(dtype), job.parameters[number].trainable)
+        for number, shape, dim, dtype in zip(*(row[key] for key in _PARAMETER_KEYS), strict=True)
     )
+    reshard, shards = row["reshard_after_forward"], int(row["shards"])
+    within = shards if isinstance(reshard, bool) else int(reshard)
+    return FsdpUnit(tuple(parameters), row["reduce_dtype"], shards, int(row["copies"]), reshard is False, within)
 
 
 def micro_batches(job: Job) -> int:
@@ -116,28 +126,28 @@ def clips(job: Job) -> bool:
 def _bars(job: Job, units: list[FsdpUnit], step: tuple[ExpectedCall, ...]) -> tuple[WaterfallBar, list[WaterfallBar]]:
     """Two thirds are all_gathers and a third a reduce_scatter; HSDP adds an all_reduce of what that leaves."""
     shards, copies = max(unit.shards for unit in units), max(unit.copies for unit in units)
-    elements, size, parts = sum(unit.elements for unit in units), job.parameter_size, micro_batches(job)
+    every = [parameter for unit in units for parameter in unit.parameters]
+    elements = sum(prod(parameter.shape) for parameter in every)
+    size, parts = job.parameter_size, micro_batches(job)
     form = WaterfallBar(
         "HSDP: 3 P (F-1)/F + 2 (P/F) (R-1)/R" if copies > 1 else "equation 3: 3 P (d-1)/d",
         hybrid_sharded(elements, shards, copies) * size,
     )
     third = all_gather_volume(elements, shards) * size
-    parameter_bytes = sum(
-        prod(shape) * element_size(dtype)
-        for unit in units
-        for shape, dtype in zip(unit.shapes, unit.dtypes, strict=True)
-    )
+    parameter_bytes = sum(prod(parameter.shape) * element_size(parameter.dtype) for parameter in every)
     padded = sum((all_gather_volume(gathered_bytes(unit), unit.shards) for unit in units), Fraction(0))
     gather_levels = {
         f"parameters pass twice in each of {parts} micro-batches": 2 * parts * third,
-        f"parameters travel as {units[0].dtypes[0]}": 2 * parts * all_gather_volume(parameter_bytes, shards),
+        f"parameters travel as {every[0].dtype}": 2 * parts * all_gather_volume(parameter_bytes, shards),
         "padding of parameters to equal parts": 2 * parts * padded,
         "parameters that are still there, or gathered from fewer ranks": total_wire_bytes(step, shards, PARAMETERS),
     }
-    trained = sum(unit.gradient_elements for unit in units)
-    gradient_bytes = sum(unit.gradient_elements * element_size(_gradient_type(unit)) for unit in units)
-    padded_bytes = sum(_padded_gradients(unit) for unit in units)
-    gradient_type, times = _gradient_type(units[0]), reductions(job)
+    trained = sum(prod(parameter.shape) for parameter in every if parameter.trained)
+    gradient_bytes = sum(
+        prod(parameter.shape) * element_size(unit.gradient_type) for unit in units for parameter in unit.trained
+    )
+    padded_bytes = sum(unit.gradient_bytes for unit in units)
+    gradient_type, times = units[0].gradient_type, reductions(job)
     scatter_levels = {
         "frozen parameters have no gradients": all_gather_volume(trained, shards) * size,
         f"gradients travel as {gradient_type}": all_gather_volume(gradient_bytes, shards),
@@ -156,11 +166,6 @@ def _bars(job: Job, units: list[FsdpUnit], step: tuple[ExpectedCall, ...]) -> tu
     return form, [*bars, *cause_bars(step, shards, PARAMETERS, GRADIENTS, COPIES)]
 
 
-def _gradient_type(unit: FsdpUnit) -> str:
-    types = {dtype for dtype, trained in zip(unit.dtypes, unit.trained, strict=True) if trained}
-    return unit.reduce_dtype or min(types)
-
-
 _WHERE: Final = "torch.distributed.fsdp._fully_shard."
 
 
@@ -173,8 +178,7 @@ def padded_elements(shape: tuple[int, ...], dim: int, shards: int) -> int:
 @rule(_WHERE + "_fsdp_collectives.foreach_all_gather", TORCH)
 def gathered_bytes(unit: FsdpUnit) -> int:
     """Parameters of several types travel together, as bytes; returned is the payload of a unit's all_gather."""
-    parts = zip(unit.shapes, unit.dims, unit.dtypes, strict=True)
-    return sum(padded_elements(shape, dim, unit.shards) * element_size(dtype) for shape, dim, dtype in parts)
+    return sum(parameter.padded_bytes(unit.shards, parameter.dtype) for parameter in unit.parameters)
 
 
 @rule(_WHERE + "_fsdp_param_group.FSDPParamGroup.unshard, reshard; "
@@ -188,16 +192,11 @@ def gathers(job: Job, units: list[FsdpUnit]) -> list[ExpectedCall]:
     stay_gathered = False  # from one micro-batch to the next
     for _ in range(micro_batches(job)):
         for unit in units:
-            if not stay_gathered:
-                calls += _gather(unit, unit.shards)
-            if not unit.kept:
-                calls += _gather(unit, unit.within)
+            groups = ([] if stay_gathered else [unit.shards]) + ([] if unit.kept else [unit.within])
+            payload = gathered_bytes(unit)
+            calls += [ExpectedCall("all_gather", payload, PARAMETERS, ranks=ranks) for ranks in groups if ranks > 1]
         stay_gathered = not job.fact("reshard_after_backward")
     return calls
-
-
-def _gather(unit: FsdpUnit, ranks: int) -> list[ExpectedCall]:
-    return [ExpectedCall("all_gather", gathered_bytes(unit), PARAMETERS, ranks=ranks)] if ranks > 1 else []
 
 
 @rule(_WHERE + "_fsdp_param_group.FSDPParamGroup.post_backward", TORCH)
@@ -209,22 +208,14 @@ def reductions(job: Job) -> int:
 @rule(_WHERE + "_fsdp_collectives.foreach_reduce", TORCH)
 def gradient_scatters(unit: FsdpUnit) -> list[ExpectedCall]:
     """The gradients of a unit's trained parameters are one reduce_scatter, padded as the parameters are."""
-    if unit.shards < 2:
-        return []
-    return [ExpectedCall("reduce_scatter", _padded_gradients(unit), GRADIENTS, ranks=unit.shards)]
-
-
-def _padded_gradients(unit: FsdpUnit) -> int:
-    parts = zip(unit.shapes, unit.dims, unit.trained, strict=True)
-    elements = sum(padded_elements(shape, dim, unit.shards) for shape, dim, trained in parts if trained)
-    return elements * element_size(_gradient_type(unit))
+    return [ExpectedCall("reduce_scatter", unit.gradient_bytes, GRADIENTS, ranks=unit.shards)] * (unit.shards > 1)
 
 
 @rule(_WHERE + "_fsdp_collectives.foreach_reduce (HSDP)", TORCH)
 def replica_sums(unit: FsdpUnit) -> list[ExpectedCall]:
     """HSDP all_reduces each shard of the gradients among the ranks that hold replicas of it."""
-    payload = _padded_gradients(unit) // unit.shards
-    return [ExpectedCall("all_reduce", payload, COPIES, ranks=unit.copies)] if unit.copies > 1 else []
+    payload = unit.gradient_bytes // unit.shards
+    return [ExpectedCall("all_reduce", payload, COPIES, ranks=unit.copies)] * (unit.copies > 1)
 
 
 @rule("torch.nn.utils.clip_grad_norm_ (of DTensors)", TORCH)
