@@ -6,7 +6,7 @@ The other forms name their sources.
 
 Volumes are elements, unless the function's name ends in `_bytes`, for the algorithms that send least (a ring, or
 point-to-point). They are exact `Fraction`s, because no parallel degree has to divide anything. Scopes of the paper's
-equations differ, which the paper does not say: 2, 3 and 5 count what one rank sends, 4 is the sum over all stages; 2
+equations differ, which the paper does not state: 2, 3 and 5 count what one rank sends, 4 is the sum over all stages; 2
 and 3 count one optimizer step (with one micro-batch), 4 and 5 one micro-batch. d is the number of data-parallel ranks,
 p of pipeline stages, t of tensor-parallel ranks.
 """

@@ -18,7 +18,7 @@ class ExpectedCall:
         payload: Payload of each call in bytes, as nccl-tests counts it.
         cause: What the calls are for, in a few words.
         calls: Number of calls.
-        most: Most calls, where their number depends on what the job does not say; None: exactly `calls`.
+        most: Maximum of `calls`, where it depends on facts that no job row has; None: exactly `calls`.
         role: Parallel dimension of the group: "data", "tensor", "pipeline" ...; "self" for a group of one rank.
         ranks: Ranks of the group, where a role has groups of several sizes; None: `Prediction.ranks_of(role)`.
         least: Least bytes of a call, where its size depends on the data and `payload` is the most; None: `payload`.

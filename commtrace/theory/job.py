@@ -73,7 +73,7 @@ class Job:
         value: Any = self.row
         for key in path:
             if not isinstance(value, Mapping) or key not in value:
-                raise NotPredictedError(f"the log does not say {'.'.join(path)}")
+                raise NotPredictedError(f"the job in the log has no {'.'.join(path)}")
             value = value[key]
         return value
 
@@ -95,7 +95,7 @@ class Job:
         """Raise NotPredictedError if the model does not declare its architecture (`neox_args`), which rules need."""
         if "model" not in self.row:
             raise NotPredictedError(
-                f"{feature} of a model that does not say its architecture (neox_args) has no rules yet"
+                f"{feature} of a model that does not declare its architecture (neox_args) has no rules yet"
             )
 
     @cached_property

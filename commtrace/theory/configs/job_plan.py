@@ -26,7 +26,7 @@ _KINDS: Final = {"deepspeed": "DeepSpeed", "hugging_face": "a Hugging Face model
 
 
 class PlanError(CommtraceError):
-    """The configuration does not say what is to be predicted; the message says what to add."""
+    """The configuration is not complete or not consistent; the message says what to add or change."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def text_lines(job: Forecast) -> Iterator[str]:
     yield f"{document['scheme']} on {format_plural(document['world_size'], 'rank')}: {model}, {micro}"
     yield from (f"assumed: {assumption}" for assumption in document["assumed"])
     yield ""
-    yield "From the closed form to every call: wire bytes of a rank's step, once steps are alike"
+    yield "From the closed form to the expected calls: wire bytes of a rank's steady step"
     yield from _waterfall(document)
     yield ""
     yield "Calls of a rank, and the bytes of one rank and of all"
@@ -36,7 +36,7 @@ def text_lines(job: Forecast) -> Iterator[str]:
     heads = ("when", "role", "operation", "calls", "payload", "wire (min)", f"{ranks}: payload", "wire (min)")
     yield from _table(heads, [_volume_cells(row) for row in volume_rows(job)], num_left=3)
     yield ""
-    yield "Message sizes of a rank's step, once steps are alike"
+    yield "Message sizes of a rank's steady step"
     rows = [
         (
             _with_stage(row, row["role"]),
@@ -92,9 +92,9 @@ def _waterfall(document: dict[str, Any]) -> Iterator[str]:
             )
             for position, row in enumerate(rows)
         ]
-        cells.append(("every call", format_bytes(total), share(total)))
+        cells.append(("expected calls", format_bytes(total), share(total)))
         yield from _table(
-            (f"stage {stage}" if "stage" in rows[0] else "", "wire (min)", "of the formula"), cells, num_left=1
+            (f"stage {stage}" if "stage" in rows[0] else "", "wire (min)", "of closed form"), cells, num_left=1
         )
 
 

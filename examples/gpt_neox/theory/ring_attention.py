@@ -21,14 +21,14 @@ from commtrace.theory.rules.registry import WORKLOAD, rule
 from commtrace.theory.waterfall import level_bars
 
 ROLE: Final = "context"
-FORWARD: Final = "keys and values passed round"
-BACKWARD: Final = "gradients of keys and values passed round"
+FORWARD: Final = "keys and values around the ring"
+BACKWARD: Final = "gradients of keys and values around the ring"
 
 
 def extend_prediction(job: Job, data: Prediction) -> Prediction:
     """Add calls among ranks that share sequences.
 
-    Raise NotPredictedError if the model has experts as well, or does not say its architecture.
+    Raise NotPredictedError if the model has experts as well, or does not declare its architecture.
     """
     if job.row.get("moe"):
         raise NotPredictedError("ring attention together with experts has no rules yet")

@@ -208,7 +208,7 @@ def test_the_command_tells_all_stages(tmp_path: Path, capsys: pytest.CaptureFixt
     text = capsys.readouterr().out
     assert text.startswith("ZeRO-1, pipeline of 4 stages on 8 ranks: stages of ")
     assert "stage 3: step 0" in text
-    assert "what the first activations look like" not in text  # it belongs to no steady step
+    assert "metadata of the first activations" not in text  # it belongs to no steady step
     assert main(["theory", *files, "--world-size", "8", "--json"]) == 0
     assert {row["stage"] for row in json.loads(capsys.readouterr().out)["volumes"]} == {0, 1, 2, 3}
 

@@ -205,10 +205,10 @@ SHARED_TWICE: dict[str, object] = {
         (SHARED_TWICE, "tensor parallelism together with shared sequences or experts"),
         ({}, "there are no rules for None None"),
         ({"source": "deepspeed", "engine": "PipelineEngine", "zero_stage": 2}, "PipelineEngine with ZeRO stage 2"),
-        ({"source": "deepspeed", "engine": "PipelineEngine", "zero_stage": 1}, "does not say pipeline"),
-        ({"source": "deepspeed", "engine": "DeepSpeedEngine", "zero_stage": 2}, "does not say sequence_parallel_size"),
-        ({"source": "ddp", "engine": "DistributedDataParallel"}, "does not say mixed_precision"),
-        ({"source": "ddp", "engine": "DistributedDataParallel", "mixed_precision": None}, "does not say"),
+        ({"source": "deepspeed", "engine": "PipelineEngine", "zero_stage": 1}, "has no pipeline"),
+        ({"source": "deepspeed", "engine": "DeepSpeedEngine", "zero_stage": 2}, "has no sequence_parallel_size"),
+        ({"source": "ddp", "engine": "DistributedDataParallel"}, "has no mixed_precision"),
+        ({"source": "ddp", "engine": "DistributedDataParallel", "mixed_precision": None}, "has no"),
     ],
 )
 def test_what_cannot_be_predicted_is_said(row: dict[str, object], reason: str) -> None:

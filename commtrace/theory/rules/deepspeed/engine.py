@@ -1,6 +1,6 @@
 """DeepSpeed's engine without ZeRO (ZeRO-0), and what all ZeRO stages share.
 
-Assumed, because the job does not say it: the order of gradients (see `gradient_order`); every parameter is used in
+Assumptions, which no job row contains: the order of gradients (see `gradient_order`); every parameter is used in
 every micro-batch; the overflow check lets every step pass.
 """
 

@@ -4,7 +4,7 @@ Stages pass on the hidden states and the attention mask, and get gradients of th
 part of the model, the rules are those of `engine` and `zero12`, for the stage's parameters; among tensor-parallel ranks
 those of `tensor_parallel`, for the stage's layers. A job row is of one stage, and so is the prediction.
 
-Assumed, because the job does not say it: every micro-batch has the configured size and length. Evaluation is not
+Assumptions, which no job row contains: every micro-batch has the configured size and length. Evaluation is not
 counted.
 """
 
@@ -33,9 +33,9 @@ FormAndBars: TypeAlias = tuple[WaterfallBar, list[WaterfallBar]]
 ROLE: Final = "pipeline"
 ACTIVATIONS: Final = "activations and their gradients"
 MASK: Final = "the attention mask, as 16-bit numbers"
-PARTS: Final = "how a part of the activations fits into the whole"
-METADATA: Final = "what the first activations look like"
-GATHERED: Final = "parts of activations put together again"
+PARTS: Final = "metadata of partitioned activations"
+METADATA: Final = "metadata of the first activations"
+GATHERED: Final = "activations gathered from partitions"
 TIED: Final = "gradients of tied weights"
 LOSS: Final = "the loss, broadcast to all stages"
 

@@ -24,7 +24,7 @@ from commtrace.theory.waterfall import cause_bars, level_bars
 from .engine import NORM
 
 ROLE: Final = "sequence"
-HEADS: Final = "heads in place of parts of the sequence"
+HEADS: Final = "exchange of attention heads and sequence parts"
 LOSS: Final = "losses of the parts of the sequence"
 
 

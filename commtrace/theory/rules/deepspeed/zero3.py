@@ -92,7 +92,7 @@ def _bars(job: Job, parts: list[CoordinatorCalls], step: tuple[ExpectedCall, ...
     )
     gathered_once_a_pass = twice * (job.elements - small) + small
     less_or_more = (
-        "parameters still there when they are used again"
+        "parameters that are still gathered"
         if fetched <= gathered_once_a_pass
         else "parameters gathered more than twice (recomputation, shared weights)"
     )

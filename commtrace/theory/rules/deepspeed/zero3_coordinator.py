@@ -6,7 +6,7 @@ parameters when it runs, forward and backward, and the order of modules is recor
 known: parameters are fetched ahead of their use, as many as prefetch_bucket_size and max_live_parameters allow, and are
 kept where they are used again soon enough (max_reuse_distance).
 
-Assumed, because the job does not say it: modules run once each, in the order in which they were made, nested as they
+Assumptions, which no job row contains: modules run once each, in the order in which they were made, nested as they
 are registered; the model's input needs no gradient. Modules whose activations are recomputed (`CheckpointedSegment`)
 run once more within the backward pass.
 """

@@ -4,7 +4,7 @@ All of them are all_reduces: of activations (b s h elements: micro-batch, sequen
 add up, of one number a token in the loss, and of scalars in the optimizer. Counts are exact: they follow from the
 architecture, not from the order of modules.
 
-Assumed, because the job does not say it: every micro-batch has the configured size and length; ranks share the
+Assumptions, which no job row contains: every micro-batch has the configured size and length; ranks share the
 vocabulary of embedding and loss as in GPT-NeoX.
 """
 

@@ -1,6 +1,6 @@
 """DistributedDataParallel: buckets of gradients are all_reduced while backward runs.
 
-Assumed, because the job does not say it: gradients become ready in the reverse of the order in which parameters are
+Assumptions, which no job row contains: gradients become ready in the reverse of the order in which parameters are
 registered (sizes of buckets depend on it, total bytes do not), and are reduced once a step (with `no_sync` in the other
 micro-batches).
 """
@@ -129,7 +129,7 @@ def _reductions(tensors: Iterable[ModelTensor], limits: list[int], *, ordered: b
 @rule("torch/csrc/distributed/c10d/reducer.cpp Reducer::sync_bucket_indices", TORCH)
 def rebuilding(job: Job) -> list[ExpectedCall]:
     """Rank 0 broadcasts the bucket of each parameter, and the number in each bucket (32-bit numbers)."""
-    cause = "new buckets"
+    cause = "rebuilt buckets"
     trained = _trained(job)
     count = len(_reductions(backward_order(job, trained), rebuilt_limits(job)))
     return [

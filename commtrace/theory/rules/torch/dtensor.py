@@ -4,7 +4,7 @@ A style says how a module's parameters, input and output are sharded over the ra
 moved follows from it, forward and, in the reverse direction, backward. Sizes are those of activations: micro-batch by
 sequence by the module's width, in the type of the parameters.
 
-Assumed, because the job does not say it: every micro-batch has the size and length that the model says (`neox_args`);
+Assumptions, which no job row contains: every micro-batch has the size and length that the model says (`neox_args`);
 each module of the plan runs once in it, with an input of micro-batch by sequence by width that needs a gradient (an
 embedding's needs none); recomputed are the modules of the model's layers, and dropout is as the model says.
 """
@@ -32,7 +32,7 @@ from commtrace.theory.waterfall import cause_bars, level_bars
 
 ROLE: Final = "tensor"
 ACTIVATIONS: Final = "activations of tensor-parallel layers"
-LOGITS: Final = "logits, whole on every rank"
+LOGITS: Final = "logits, gathered on every rank"
 NORMS: Final = "gradients of norms along the sequence"
 NORM: Final = "norm of the gradients"
 START: Final = "parameters, from the first of the ranks that share a model"

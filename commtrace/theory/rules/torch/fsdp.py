@@ -4,7 +4,7 @@ A unit is what one call of `fully_shard` was given: its parameters are gathered 
 its gradients reduced in one reduce_scatter behind its backward pass (HSDP: and in one all_reduce among the ranks that
 hold replicas of the same shard). Nothing is sent at start-up: every rank makes the whole model, and keeps its shard.
 
-Sizes and counts are exact: they do not depend on the order of units. Assumed, because the job does not say it: every
+Sizes and counts are exact: they do not depend on the order of units. Assumptions, which no job row contains: every
 unit runs once in each micro-batch, and all of its trained parameters get a gradient. Micro-batches of a step and
 clipping are those that the model carries (`neox_args`); without them there is one micro-batch, and no clipping.
 """
@@ -26,7 +26,7 @@ from .dtensor import num_sharded_parameters, styles
 
 PARAMETERS: Final = "parameters"
 GRADIENTS: Final = "gradients"
-COPIES: Final = "gradients among copies"
+COPIES: Final = "gradients among replicas"
 NORM: Final = "norm of the gradients"
 
 _PARAMETER_KEYS: Final = ("parameters", "shapes", "dims", "dtypes")
@@ -140,7 +140,7 @@ def _bars(job: Job, units: list[FsdpUnit], step: tuple[ExpectedCall, ...]) -> tu
         f"parameters pass twice in each of {parts} micro-batches": 2 * parts * third,
         f"parameters travel as {every[0].dtype}": 2 * parts * all_gather_volume(parameter_bytes, shards),
         "padding of parameters to equal parts": 2 * parts * padded,
-        "parameters that are still there, or gathered from fewer ranks": total_wire_bytes(step, shards, PARAMETERS),
+        "parameters that are still gathered, or gathered from fewer ranks": total_wire_bytes(step, shards, PARAMETERS),
     }
     trained = sum(prod(parameter.shape) for parameter in every if parameter.trained)
     gradient_bytes = sum(
@@ -157,10 +157,10 @@ def _bars(job: Job, units: list[FsdpUnit], step: tuple[ExpectedCall, ...]) -> tu
     bars = [*level_bars(2 * third, gather_levels), *level_bars(third, scatter_levels)]
     if copies > 1:
         sum_levels = {
-            "among copies: frozen parameters have no gradients": all_reduce(trained, copies) * size / shards,
-            f"among copies: gradients travel as {gradient_type}": all_reduce(gradient_bytes, copies) / shards,
-            "among copies: padding of gradients": all_reduce(padded_bytes, copies) / shards,
-            f"among copies: reduced {times} times a step": total_wire_bytes(step, copies, COPIES),
+            "among replicas: frozen parameters have no gradients": all_reduce(trained, copies) * size / shards,
+            f"among replicas: gradients travel as {gradient_type}": all_reduce(gradient_bytes, copies) / shards,
+            "among replicas: padding of gradients": all_reduce(padded_bytes, copies) / shards,
+            f"among replicas: reduced {times} times a step": total_wire_bytes(step, copies, COPIES),
         }
         bars += level_bars(form.bytes - 3 * third, sum_levels)
     return form, [*bars, *cause_bars(step, shards, PARAMETERS, GRADIENTS, COPIES)]
