@@ -114,31 +114,31 @@ def _group_sizes(job: Job, stage: PipelineStage) -> dict[str, int]:
 
 def check(job: Job, stage: PipelineStage) -> None:
     """Raise NotPredictedError for stages that have no rules yet."""
-    if stage.stages < 2:
-        raise NotPredictedError("a pipeline of one stage has no rules yet")
-    if "model" not in job.row or not stage.facts["attention_mask"]:
-        raise NotPredictedError("the stages of a model that is not GPT-NeoX's (GPT2ModelPipe) have no rules yet")
-    for name, feature in (("dynamic_shape", "shapes that change"), ("bool_tensors", "bool tensors")):
-        if stage.facts[name]:
-            raise NotPredictedError(f"a pipeline with {feature} has no rules yet")
+    job.require_architecture("a pipeline")
     known = {EMBEDDING, BLOCK, "NormPipe", "ParallelLinearPipe", "_pre_transformer_block", "_post_transformer_block"}
-    if not known.issuperset(stage.layers):
-        raise NotPredictedError(f"layers of other kinds than GPT-NeoX's: {sorted({*stage.layers} - known)}")
-    if stage.last != ("_post_transformer_block" in stage.layers):
-        raise NotPredictedError("stages that are cut behind the last transformer layer cannot pass anything on")
-    if job.model("model_parallel_size", 1) != job.tensor:
-        raise NotPredictedError(
-            f"the model is cut for {job.model('model_parallel_size', 1)} ranks and the grid for {job.tensor}"
-        )
-    if job.tensor > 1 and stage.facts["grad_partitioned"] != stage.facts["pipe_partitioned"]:
-        raise NotPredictedError(
-            f"DeepSpeed {DEEPSPEED[1]} cannot send activations in parts and their gradients whole, or vice versa"
-        )
-    accumulates = job.row.get("grad_accum_dtype", job.parameters[0].dtype)
-    if job.fact("optimizer") not in _OPTIMIZERS and job.fact("precision") != "fp32":
-        raise NotPredictedError(f"the optimizer {job.fact('optimizer')} in a pipeline has no rules yet")
-    if job.fact("optimizer") == "DeepSpeedZeroOptimizer" and accumulates != job.parameters[0].dtype:
-        raise NotPredictedError("ZeRO-1 in a pipeline whose gradients are summed in another type has no rules yet")
+    facts, optimizer, first_type = stage.facts, job.fact("optimizer"), job.parameters[0].dtype
+    sizes = job.model("model_parallel_size", 1), job.tensor
+    accumulates_otherwise = job.row.get("grad_accum_dtype", first_type) != first_type
+    refused = (
+        (stage.stages < 2, "a pipeline of one stage has no rules yet"),
+        (not facts["attention_mask"], "stages of a model that is not GPT-NeoX's (GPT2ModelPipe) have no rules yet"),
+        (facts["dynamic_shape"], "a pipeline with shapes that change has no rules yet"),
+        (facts["bool_tensors"], "a pipeline with bool tensors has no rules yet"),
+        (not known.issuperset(stage.layers),
+         f"layers of other kinds than GPT-NeoX's: {sorted({*stage.layers} - known)}"),
+        (stage.last != ("_post_transformer_block" in stage.layers),
+         "stages that are cut behind the last transformer layer cannot pass anything on"),
+        (sizes[0] != sizes[1], f"the model is cut for {sizes[0]} ranks and the grid for {sizes[1]}"),
+        (job.tensor > 1 and facts["grad_partitioned"] != facts["pipe_partitioned"],
+         f"DeepSpeed {DEEPSPEED[1]} cannot send activations partitioned and their gradients not, or vice versa"),
+        (optimizer not in _OPTIMIZERS and job.fact("precision") != "fp32",
+         f"the optimizer {optimizer} in a pipeline has no rules yet"),
+        (optimizer == "DeepSpeedZeroOptimizer" and accumulates_otherwise,
+         "ZeRO-1 in a pipeline whose gradients are summed in another type has no rules yet"),
+    )  # fmt: skip
+    for is_refused, reason in refused:
+        if is_refused:
+            raise NotPredictedError(reason)
 
 
 # --- among the ranks of one stage that hold the same parameters -----------------------------------------------------
@@ -198,7 +198,7 @@ def bf16_gradients(job: Job) -> list[ExpectedCall]:
 @rule("deepspeed.runtime.pipe.engine.PipelineEngine.__init__ (Initialize pipeline communicators)", DEEPSPEED)
 def communicator_setup(stage: PipelineStage) -> list[ExpectedCall]:
     """Each stage sends the next one a loss of zero."""
-    return _both_ways(stage, forward=[(4, "pipeline communicators are set up")], backward=[])
+    return _neighbour_calls(stage, forward=[(4, "pipeline communicators are set up")])
 
 
 @rule("deepspeed.runtime.pipe.engine.PipelineEngine.__init__ (params_tensor)", DEEPSPEED)
@@ -217,13 +217,7 @@ def model_role(job: Job) -> str:
 def tied_broadcasts(job: Job) -> list[ExpectedCall]:
     """Tied weights are broadcast in the type in which the model was made, before the engine casts it."""
     return [
-        ExpectedCall(
-            "broadcast",
-            _parameter_elements(job, tied) * element_size(str(tied["first_dtype"])),
-            "first tied weights",
-            role=ROLE,
-            ranks=int(tied["ranks"]),
-        )
+        _among_tied(job, tied, ExpectedCall("broadcast", element_size(str(tied["first_dtype"])), "first tied weights"))
         for tied in job.fact("pipeline", "tied")
     ]
 
@@ -232,26 +226,25 @@ def tied_broadcasts(job: Job) -> list[ExpectedCall]:
 def tied_gradients(job: Job) -> list[ExpectedCall]:
     """Gradients of tied weights are all_reduced once a step, in the type in which gradients are kept."""
     kept = job.fact("grad_accum_dtype") if job.fact("optimizer") == "BF16_Optimizer" else job.parameters[0].dtype
-    size = element_size(str(kept))
-    return [
-        ExpectedCall("all_reduce", _parameter_elements(job, tied) * size, TIED, role=ROLE, ranks=int(tied["ranks"]))
-        for tied in job.fact("pipeline", "tied")
-    ]
+    call = ExpectedCall("all_reduce", element_size(str(kept)), TIED)
+    return [_among_tied(job, tied, call) for tied in job.fact("pipeline", "tied")]
 
 
-def _parameter_elements(job: Job, tied: dict[str, Any]) -> int:
-    return next(parameter.elements for parameter in job.parameters if parameter.name == tied["parameter"])
+def _among_tied(job: Job, tied: dict[str, Any], call: ExpectedCall) -> ExpectedCall:
+    """Return a call whose payload is of one element, for all elements, among the stages that have the weight."""
+    elements = next(parameter.elements for parameter in job.parameters if parameter.name == tied["parameter"])
+    return replace(call, payload=call.payload * elements, role=ROLE, ranks=int(tied["ranks"]))
 
 
 @rule("deepspeed.runtime.pipe.engine.PipelineEngine._send_tensor_meta, _recv_tensor_meta", DEEPSPEED)
 def metadata(stage: PipelineStage) -> list[ExpectedCall]:
     """Before the first activations, a fixed number of 32-bit numbers describes them."""
-    return _both_ways(stage, forward=[(4 * _META_NUMBERS, METADATA)], backward=[])
+    return _neighbour_calls(stage, forward=[(4 * _META_NUMBERS, METADATA)])
 
 
 def boundary_calls(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
     """Return what a stage and its neighbours send to each other in one step."""
-    calls = _both_ways(stage, forward=activations(job, stage), backward=gradients(job, stage))
+    calls = _neighbour_calls(stage, forward=activations(job, stage), backward=gradients(job, stage))
     return [call.times(job.micro_batches) for call in calls]
 
 
@@ -259,10 +252,16 @@ MessageSizes = list[tuple[int, str]]
 """Payload in bytes and cause of messages in one direction."""
 
 
-def _both_ways(stage: PipelineStage, *, forward: MessageSizes, backward: MessageSizes) -> list[ExpectedCall]:
+def _neighbour_calls(
+    stage: PipelineStage, *, forward: MessageSizes, backward: MessageSizes | None = None
+) -> list[ExpectedCall]:
     """Return sends and receives of a stage: forward to the next and from the previous one, backward the reverse."""
-    directions = [("send", not stage.last, forward), ("recv", not stage.first, forward)]
-    directions += [("send", not stage.first, backward), ("recv", not stage.last, backward)]
+    directions = (
+        ("send", not stage.last, forward),
+        ("recv", not stage.first, forward),
+        ("send", not stage.first, backward or []),
+        ("recv", not stage.last, backward or []),
+    )
     return [
         ExpectedCall(op, payload, cause, role=ROLE)
         for op, has_neighbour, messages in directions
