@@ -75,11 +75,10 @@ class TrainingConfig(neox.NeoxConfig):
     warmup: Share = 0.01
     unknown_keys: tuple[str, ...] = ()  # keys of the files that mean nothing here
 
-    @model_validator(mode="before")
     @classmethod
-    def _from_settings(cls, settings: dict[str, Setting]) -> dict[str, Any]:
+    def from_settings(cls, settings: Mapping[str, Setting]) -> dict[str, Any]:
         """Return the values of merged settings, with the fields that several keys decide."""
-        values = super()._from_settings(settings)
+        values = super().from_settings(settings)
         block(values, "fsdp")
         if not isinstance(values.get("optimizer", {}).get("params", {}), dict):
             raise SettingError("optimizer.params", BLOCK_FIX)
@@ -132,7 +131,7 @@ class TrainingConfig(neox.NeoxConfig):
 
 def load_config(files: Sequence[str], overrides: Mapping[str, Any] | None = None) -> TrainingConfig:
     """Read and check the configuration of a training; arguments and errors as in commtrace's `load_config`."""
-    return neox.load_config(files, overrides, TrainingConfig)
+    return neox.load_config(files, overrides or {}, TrainingConfig)
 
 
 def check_fsdp(config: TrainingConfig) -> None:

@@ -19,8 +19,8 @@ from examples.paper_study.parts import Experiment
 
 try:
     from commtrace.errors import ConfigError
-    from commtrace.theory.configs.gpt_neox.config import load_config
     from commtrace.theory.configs.gpt_neox.yaml_files import find_file
+    from examples.gpt_neox.config import load_config
 except ImportError as error:
     raise MissingLibraryError(f"the study needs {error.name}; pip install '.[examples]' in the checkout") from None
 

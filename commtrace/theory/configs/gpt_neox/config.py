@@ -126,7 +126,11 @@ class NeoxConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_settings(cls, settings: dict[str, Setting]) -> dict[str, Any]:
+    def _validate_settings(cls, settings: dict[str, Setting]) -> dict[str, Any]:
+        return cls.from_settings(settings)
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Setting]) -> dict[str, Any]:
         """Return the values of merged settings, with the fields that several keys decide."""
         values = _without_nulls({key: setting.value for key, setting in settings.items()})
         setting_checks.refuse_other_models(values)
@@ -212,9 +216,7 @@ class NeoxConfig(BaseModel):
         )
 
 
-def load_config(
-    files: Sequence[str], overrides: Mapping[str, Any] | None = None, kind: type[Config] = NeoxConfig
-) -> Config:
+def load_config(files: Sequence[str], overrides: Mapping[str, Any], kind: type[Config]) -> Config:
     """Read and check a configuration.
 
     Args:
@@ -226,7 +228,7 @@ def load_config(
         ConfigError: For a wrong file, key or value, with the file, the key, the value and the fix.
     """
     layers = [read_file(find_file(name)) for name in files]
-    given = {key: value for key, value in (overrides or {}).items() if value is not None}
+    given = {key: value for key, value in overrides.items() if value is not None}
     settings = merge([*layers, {key: Setting(value, COMMAND_LINE) for key, value in given.items()}])
     try:
         return kind.model_validate(settings)
