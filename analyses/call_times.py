@@ -7,8 +7,6 @@ and calls of dry runs have no times of their own, so theirs are unknown.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -19,7 +17,8 @@ from commtrace.reading.recorded_run import RecordedRun
 from commtrace.schema import Clock, Flag
 from commtrace.volume import busbw_factor
 
-from .fold_engine import Analysis, Array, NamedTables, RecordBlock, group_rows, merge_by, merge_sums, sum_groups
+from .fold_engine import Analysis, Array, NamedTables, RecordBlock, group_rows, merge_sums, sum_groups, sums_by
+from .table_specs import TABLES
 
 MEASURES: Final = ("in_call", "waiting", "to_completion")
 
@@ -108,14 +107,10 @@ def _histogram(measure: str, block: RecordBlock) -> pd.DataFrame:
     )
 
 
-def _merge(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    return merge_by(("op", "measure", "bin"), {"max_ns": "max"}, tables)
-
-
 def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     groups = table.groupby(["op", "measure"])
     rows = [{"op": op, "measure": measure, **_summary(bins)} for (op, measure), bins in groups]
-    columns = ["op", "measure", "calls_known", "calls_unknown", "p50_ns", "p99_ns", "max_ns", "sum_ns"]
+    columns = TABLES["host_time"].column_names
     result = pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(columns[4:], "Int64"))
     order = result["measure"].map(MEASURES.index)
     return {"host_time": result.iloc[np.lexsort((result["op"], order))].reset_index(drop=True)}
@@ -142,7 +137,7 @@ def _quantile(bins: pd.DataFrame, q: float) -> int:
     return round(int(bins["sum_ns"].iloc[position]) / int(counts[position]))
 
 
-ANALYSIS: Final = Analysis("times", _partial, _merge, _finish)
+ANALYSIS: Final = Analysis("times", _partial, merge_sums("op", "measure", "bin", max_ns="max"), _finish)
 
 
 def _bandwidth_partial(block: RecordBlock) -> pd.DataFrame:
@@ -151,17 +146,14 @@ def _bandwidth_partial(block: RecordBlock) -> pd.DataFrame:
     not_batched = (block["batch"] == 0) & ((block["flags"] & int(Flag.COALESCED)) == 0)
     used = np.flatnonzero((times > 0) & (block["payload"] > 0) & (sizes > 1) & not_batched)
     kinds, clocks, payload = (block[name][used] for name in ("kind", "clock", "payload"))
-    first, groups = group_rows([kinds, clocks])
-    total = partial(sum_groups, groups=groups, count=len(first))
-    columns = {
-        "op": block.labels.text("op", kinds[first]),
-        "end_seen_by": np.array([END_SEEN_BY.get(clock, "unknown") for clock in clocks[first]], object),
-        "calls": np.bincount(groups, minlength=len(first)),
-        "payload_bytes": total(payload),
-        "time_ns": total(times[used]),
-        "bus_bytes": total(payload * _busbw_factors(block.labels, kinds, sizes[used])),
+    values = {
+        "calls": block.calls[used],
+        "payload_bytes": payload,
+        "time_ns": times[used],
+        "bus_bytes": payload * _busbw_factors(block.labels, kinds, sizes[used]),
     }
-    return pd.DataFrame(columns)
+    table = sums_by(block.labels, {"op": kinds, "end_seen_by": clocks}, values)
+    return table.assign(end_seen_by=[END_SEEN_BY.get(clock, "unknown") for clock in table["end_seen_by"]])
 
 
 def _busbw_factors(labels: RecordLabels, kinds: Array, sizes: Array) -> Array:

@@ -13,6 +13,7 @@ from commtrace.run import Run
 from .fold_engine import NamedTables
 from .job_summary import summarize_job
 from .steps import ALL
+from .table_specs import TABLES
 
 WHOLE, STEP = "whole run", "training step"
 
@@ -41,7 +42,7 @@ def compare(runs: Mapping[str, Run], tables: Mapping[str, NamedTables] | None = 
         "runs_by_role": pd.concat([_roles(name, run, tables[name]) for name, run in runs.items()], ignore_index=True),
         "runs_predicted_by_role": pd.DataFrame(
             [row for name, run in runs.items() for row in _predicted_by_role(name, run, tables[name])],
-            columns=["run", "role", "form", "predicted_bytes", "measured_bytes"],
+            columns=TABLES["runs_predicted_by_role"].column_names,
         ),
     }
 

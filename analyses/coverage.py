@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
-import numpy as np
 import pandas as pd
 
 from commtrace.formatting import format_ranks
@@ -14,18 +13,13 @@ from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.table_reader import integer_or_none
 
 from .fold_engine import Analysis, NamedTables, RecordBlock, merge_sums, table_by
+from .table_specs import TABLES
 
 COUNTERS: Final = ("calls", "dropped", "removed", "lost", "hook_errors")
-PROCESS_COLUMNS: Final = [
-    "rank", "host", "pid", "recorder", "simulated", "started_unix_ns", "records", *COUNTERS, "first_error", "end",
-    "not_found",
-]  # fmt: skip
 
 
 def _partial(block: RecordBlock) -> pd.DataFrame:
-    table = table_by(block.distinct, ("state",), {})
-    table["process"] = np.full(len(table), block.labels.number, np.int64)
-    return table
+    return table_by(block.distinct, ("state",), {}).assign(process=block.labels.number)
 
 
 def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
@@ -51,7 +45,7 @@ def _states(table: pd.DataFrame) -> pd.DataFrame:
 def _processes(table: pd.DataFrame, run: RecordedRun) -> pd.DataFrame:
     records = table.groupby("process")["calls"].sum().to_dict()
     rows = [_process(process, int(records.get(number, 0))) for number, process in enumerate(run.processes)]
-    return pd.DataFrame(rows, columns=PROCESS_COLUMNS).astype(
+    return pd.DataFrame(rows, columns=TABLES["processes"].column_names).astype(
         dict.fromkeys((*COUNTERS, "not_found", "started_unix_ns"), "Int64")
     )
 

@@ -10,7 +10,7 @@ An analysis is three functions, as in map and reduce:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -43,32 +43,37 @@ _READ_FIELDS: Final = (
 _DISTINCT_FIELDS: Final = ("step", "kind", "group", "site", "phase", "state", "payload", "local")
 
 
-class CallColumns:
-    """Calls of one process as columns; a row stands for `calls` equal calls.
+class RecordBlock:
+    """Records of one process as columns, a row per call, or in `distinct` per number of equal calls.
 
-    `labels` translates the numbers in the columns. `columns[field]` is a field of the record, shape (n,).
+    Attributes:
+        records: Fields of the records, a structured array of shape (n,).
+        labels: Translates the numbers in the records.
+        calls: Calls that each row stands for, int64, shape (n,).
     """
 
-    def __init__(self, labels: RecordLabels) -> None:
+    def __init__(self, records: Records, labels: RecordLabels, calls: Array | None = None) -> None:
+        self.records = records
         self.labels = labels
+        self.calls = np.ones(len(records), np.int64) if calls is None else calls
         self._columns: dict[str, Array] = {}
 
     def __getitem__(self, name: str) -> Array:
-        """Return a field of the record, shape (n,)."""
-        if name not in self._columns:
-            self._columns[name] = self._column(name)
+        """Return a field of the records, shape (n,)."""
+        if name not in _READ_FIELDS:
+            return np.ascontiguousarray(self.records[name])
+        if not self._columns:
+            # All fields that analyses read, a few records at a time: a record is longer than a cache line, and a block
+            # of records is larger than a cache.
+            self._columns = {read: np.empty(len(self.records), RECORD[read]) for read in _READ_FIELDS}
+            for begin in range(0, len(self.records), _RECORDS_IN_CACHE):
+                records = self.records[begin : begin + _RECORDS_IN_CACHE]
+                for field_name, column in self._columns.items():
+                    column[begin : begin + _RECORDS_IN_CACHE] = records[field_name]
         return self._columns[name]
 
     def __len__(self) -> int:
-        return len(self.calls)
-
-    def _column(self, name: str) -> Array:
-        raise NotImplementedError
-
-    @property
-    def calls(self) -> Array:
-        """Calls that each row stands for, int64, shape (n,)."""
-        raise NotImplementedError
+        return len(self.records)
 
     @cached_property
     def volumes(self) -> dict[str, Array]:
@@ -84,59 +89,16 @@ class CallColumns:
             "wire_unknown": unknown * self.calls,
         }
 
-
-class RecordBlock(CallColumns):
-    """Records of one process, a row per call."""
-
-    def __init__(self, records: Records, labels: RecordLabels) -> None:
-        super().__init__(labels)
-        self.records = records
-
-    def _column(self, name: str) -> Array:
-        if name not in _READ_FIELDS:
-            return np.ascontiguousarray(self.records[name])
-        # All fields that analyses read, a few records at a time: a record is longer than a cache line, and a block of
-        # records is larger than a cache.
-        columns = {read: np.empty(len(self.records), RECORD[read]) for read in _READ_FIELDS}
-        for begin in range(0, len(self.records), _RECORDS_IN_CACHE):
-            records = self.records[begin : begin + _RECORDS_IN_CACHE]
-            for field_name, column in columns.items():
-                column[begin : begin + _RECORDS_IN_CACHE] = records[field_name]
-        self._columns.update(columns)
-        return columns[name]
-
     @cached_property
-    def calls(self) -> Array:
-        """Return ones: each row is one call."""
-        return np.ones(len(self.records), np.int64)
+    def distinct(self) -> RecordBlock:
+        """The distinct calls of the block; training repeats itself, so they are far fewer than the records.
 
-    @cached_property
-    def distinct(self) -> DistinctCalls:
-        """Return the distinct calls of the block; training repeats itself, so they are far fewer than the records."""
+        Calls of a row are equal in `step`, `kind`, `group`, `site`, `phase`, `state`, `payload` and `local`, and in
+        whether this rank is the `peer`. Other fields are those of any one of them.
+        """
         to_self = self["peer"] == self.labels.rank
         first, groups = group_rows([*(self[name] for name in _DISTINCT_FIELDS), to_self])
-        return DistinctCalls(self, first, np.bincount(groups, minlength=len(first)))
-
-
-class DistinctCalls(CallColumns):
-    """Calls of a block with equal fields, a row per distinct combination.
-
-    Calls of a row are equal in `step`, `kind`, `group`, `site`, `phase`, `state`, `payload` and `local`, and in whether
-    this rank is the `peer`. Other fields are those of any one of them.
-    """
-
-    def __init__(self, block: RecordBlock, first: Array, calls: Array) -> None:
-        super().__init__(block.labels)
-        self._block, self._first, self._calls = block, first, calls
-
-    def _column(self, name: str) -> Array:
-        column: Array = self._block[name][self._first]
-        return column
-
-    @property
-    def calls(self) -> Array:
-        """Number of equal calls of each row."""
-        return self._calls
+        return RecordBlock(self.records[first], self.labels, np.bincount(groups, minlength=len(first)))
 
 
 @dataclass(frozen=True)
@@ -176,14 +138,6 @@ def fold(run: RecordedRun, analyses: Sequence[Analysis], executor: Executor | No
         for analysis in analyses
         for name, table in analysis.finish(mergers[analysis.name].table(), run).items()
     }
-
-
-def merged_partials(analysis: Analysis, blocks: Iterable[RecordBlock]) -> pd.DataFrame:
-    """Return the merged partial table of blocks, which has its columns even without a block."""
-    merger = _Merger(analysis)
-    for block in blocks:
-        merger.add(analysis.partial(block))
-    return merger.table()
 
 
 def _tasks(run: RecordedRun) -> Iterator[list[tuple[RecordLabels, Segment]]]:
@@ -274,11 +228,26 @@ def sum_groups(values: Array, groups: Array, count: int) -> Array:
     return result
 
 
+def sums_by(labels: RecordLabels, keys: Mapping[str, Array], values: Mapping[str, Array]) -> pd.DataFrame:
+    """Return keys and sums of values, a row per combination of keys.
+
+    Args:
+        labels: The labels of the ids in keys.
+        keys: Columns of integers, each of shape (n,); those of LABEL_COLUMNS are ids, and become labels.
+        values: Columns to sum, each of shape (n,).
+    """
+    first, groups = group_rows([*keys.values()])
+    columns = {
+        name: labels.text(name, key[first]) if name in LABEL_COLUMNS else key[first] for name, key in keys.items()
+    }
+    return pd.DataFrame({**columns, **{name: sum_groups(value, groups, len(first)) for name, value in values.items()}})
+
+
 # Columns of the event table that a table may be keyed by, beside LABEL_COLUMNS.
 _KEY_FIELDS: Final = {"step": "step", "payload_bytes": "payload"}
 
 
-def table_by(rows: CallColumns, keys: Sequence[str], values: Mapping[str, Array]) -> pd.DataFrame:
+def table_by(rows: RecordBlock, keys: Sequence[str], values: Mapping[str, Array]) -> pd.DataFrame:
     """Return `keys`, `calls` and the sums of `values`, a row per combination of keys.
 
     A combination may take several rows (two kinds that are the same operation); `merge_sums` adds them up.
@@ -289,13 +258,7 @@ def table_by(rows: CallColumns, keys: Sequence[str], values: Mapping[str, Array]
         values: Columns to sum, each of shape (n,).
     """
     numbers = {key: rows.labels.ids(key, rows) if key in LABEL_COLUMNS else rows[_KEY_FIELDS[key]] for key in keys}
-    first, groups = group_rows([*numbers.values()])
-    columns = {
-        key: rows.labels.text(key, column[first]) if key in LABEL_COLUMNS else column[first]
-        for key, column in numbers.items()
-    }
-    sums = {name: sum_groups(value, groups, len(first)) for name, value in {"calls": rows.calls, **values}.items()}
-    return pd.DataFrame({**columns, **sums})
+    return sums_by(rows.labels, numbers, {"calls": rows.calls, **values})
 
 
 def mask_unknown_wire(table: pd.DataFrame) -> pd.DataFrame:
@@ -308,16 +271,15 @@ def concat_tables(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     return pd.concat([table for table in tables if len(table)] or [tables[0]], ignore_index=True)
 
 
-def merge_by(keys: Sequence[str], how: Mapping[str, str], tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """Merge tables with the same columns to a row per combination of keys; other columns by `how`, else summed."""
+def merge_sums(*keys: str, **how: str) -> Callable[[Sequence[pd.DataFrame]], pd.DataFrame]:
+    """Return a merge to a row per combination of keys, which sums the other columns; `how`: those with another rule."""
+    return functools.partial(_merge_by, keys, how)
+
+
+def _merge_by(keys: Sequence[str], how: Mapping[str, str], tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     table = concat_tables(tables)
     rules = {column: how.get(column, "sum") for column in table.columns if column not in keys}
     return table.groupby([*keys], as_index=False, sort=True, observed=True, dropna=False).agg(rules)
-
-
-def merge_sums(*keys: str) -> Callable[[Sequence[pd.DataFrame]], pd.DataFrame]:
-    """Return a merge that adds up everything but the keys."""
-    return functools.partial(merge_by, keys, {})
 
 
 def rows_of(table: pd.DataFrame) -> Iterator[Any]:

@@ -16,18 +16,7 @@ import pandas as pd
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.volume import size_bins
 
-from .fold_engine import (
-    Analysis,
-    Array,
-    NamedTables,
-    RecordBlock,
-    concat_tables,
-    group_rows,
-    merge_by,
-    merge_sums,
-    sum_groups,
-    table_by,
-)
+from .fold_engine import Analysis, Array, NamedTables, RecordBlock, concat_tables, merge_sums, sums_by, table_by
 
 MAX_SPANS: Final = 160
 
@@ -55,20 +44,15 @@ def _partial_over_time(block: RecordBlock) -> pd.DataFrame:
     times = block["t_begin"][used] + np.int64(offset or 0)
     shift = _shift(times)
     payload = block["payload"][used]
-    columns = (times >> shift, block["kind"][used], *size_bins(payload))
-    first, groups = group_rows(columns)
-    spans, kinds, from_bytes, below_bytes = (column[first] for column in columns)
-    return pd.DataFrame(
-        {
-            "shift": np.full(len(first), shift, np.int64),
-            "span": spans,
-            "op": block.labels.text("op", kinds),
-            "from_bytes": from_bytes,
-            "below_bytes": below_bytes,
-            "calls": np.bincount(groups, minlength=len(first)),
-            "sum_bytes": sum_groups(payload, groups, len(first)),
-        }
-    )
+    from_bytes, below_bytes = size_bins(payload)
+    keys = {
+        "shift": np.full(len(used), shift, np.int64),
+        "span": times >> shift,
+        "op": block["kind"][used],
+        "from_bytes": from_bytes,
+        "below_bytes": below_bytes,
+    }
+    return sums_by(block.labels, keys, {"calls": block.calls[used], "sum_bytes": payload})
 
 
 def _shift(times: Array) -> int:
@@ -86,7 +70,7 @@ def _merge_over_time(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
         spans = table["span"].to_numpy() >> (shift - table["shift"].to_numpy())
         longer = _shift(spans)
         table = table.assign(shift=shift + longer, span=spans >> longer)
-    return merge_by(("shift", "span", *_BIN), {}, [table])
+    return merge_sums("shift", "span", *_BIN)([table])
 
 
 def _finish_over_time(table: pd.DataFrame, run: RecordedRun) -> NamedTables:

@@ -24,7 +24,8 @@ from commtrace.network.networks import Network
 from commtrace.reading.recorded_run import RecordedRun
 
 from .call_times import exact_ends, transfer_begin
-from .fold_engine import Analysis, Array, NamedTables, RecordBlock, group_rows, merge_by
+from .fold_engine import Analysis, Array, NamedTables, RecordBlock, group_rows, merge_sums
+from .table_specs import TABLES
 
 SYNCHRONIZING: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 """Operations that no rank can leave before all have come."""
@@ -42,7 +43,7 @@ _NO_LOG: Final = "not all ranks of the group left a log"
 
 def network_analysis(network: Network) -> Analysis:
     """Return the analysis that compares calls with the expected times of a network."""
-    return Analysis("network", _partial, _merge, partial(_finish, network))
+    return Analysis("network", _partial, merge_sums(*_KEYS, exact="min", shortest_ns="min"), partial(_finish, network))
 
 
 def _partial(block: RecordBlock) -> pd.DataFrame:
@@ -126,10 +127,6 @@ def _overlapped(block: RecordBlock, begin: Array, end: Array) -> Array:
     return result
 
 
-def _merge(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    return merge_by(_KEYS, {"exact": "min", "shortest_ns": "min"}, tables)
-
-
 def _finish(network: Network, table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     hosts = {process.rank: str(process.tables.process.get("host")) for process in run.processes}
     table = table.assign(hosts=_host_counts(table, hosts))
@@ -138,7 +135,7 @@ def _finish(network: Network, table: pd.DataFrame, run: RecordedRun) -> NamedTab
     counts = {key: int(calls.sum()) for key, calls in _by_key(table.loc[table["seq"] < 0], "calls")}
     rows = [_row(network, key, calls, *times.get(key, (0, None))) for key, calls in counts.items()]
     types = dict.fromkeys(("hosts", "measured_ns", "expected_ns", "latency_ns"), "Int64")
-    result = pd.DataFrame(rows, columns=_COLUMNS).astype(types)
+    result = pd.DataFrame(rows, columns=TABLES["network"].column_names).astype(types)
     order = (result["calls"] * result["expected_ns"].astype(float)).fillna(-1)
     result = result.loc[order.sort_values(ascending=False, kind="stable").index].reset_index(drop=True)
     return {
@@ -155,12 +152,6 @@ def _by_key(table: pd.DataFrame, column: str) -> Iterator[tuple[Key, pd.Series[A
     for key, values in table.groupby(["op", "ranks", "hosts", "payload_bytes"])[column]:
         op, ranks, hosts, payload = cast("Key", key)
         yield (str(op), int(ranks), int(hosts), int(payload)), values
-
-
-_COLUMNS: Final = [
-    "op", "ranks", "hosts", "payload_bytes", "calls", "timed", "measured_ns", "expected_ns", "latency_ns", "how",
-    "efficiency", "why_not",
-]  # fmt: skip
 
 
 def _host_counts(table: pd.DataFrame, hosts: Mapping[int, str]) -> Array:

@@ -11,13 +11,9 @@ from commtrace.reading.recorded_run import RecordedRun
 
 from .call_times import MEASURES, durations
 from .fold_engine import Analysis, NamedTables, RecordBlock, mask_unknown_wire, merge_sums, table_by
+from .table_specs import TABLES
 
 ALL: Final = "all"
-STEADY_COLUMNS: Final = (
-    "op", "calls_per_rank", "payload_bytes_per_rank", "wire_bytes_per_rank", "payload_bytes_min", "payload_bytes_max",
-    "steps", "differing_steps",
-)  # fmt: skip
-
 _SUMS: Final = ["calls", "payload_bytes", "wire_bytes", "wire_unknown"]
 
 
@@ -34,7 +30,7 @@ def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
         _steady(str(op), rows, training["step"], _ranks_seen(run))
         for op, rows in all_and_each.groupby("op", sort=False)
     ]
-    steady = pd.DataFrame(rows, columns=[*STEADY_COLUMNS])
+    steady = pd.DataFrame(rows, columns=TABLES["steady_step"].column_names)
     return {
         "volume_by_step": mask_unknown_wire(steps),
         "steady_step": steady.sort_values("payload_bytes_max", ascending=False, kind="stable", ignore_index=True),

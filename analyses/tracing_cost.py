@@ -12,12 +12,8 @@ from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.table_reader import integer_or_none
 
-from .fold_engine import Analysis, NamedTables, RecordBlock, merge_by
-
-COLUMNS: Final = (
-    "rank", "pid", "calls", "mean_ns", "p99_ns", "first_calls", "first_mean_ns", "steady_mean_ns", "calls_ns",
-    "drain_ns", "span_ns", "share",
-)  # fmt: skip
+from .fold_engine import Analysis, NamedTables, RecordBlock, merge_sums
+from .table_specs import TABLES
 
 
 def _partial(block: RecordBlock) -> pd.DataFrame:
@@ -29,10 +25,6 @@ def _partial(block: RecordBlock) -> pd.DataFrame:
     return pd.DataFrame(spans, columns=["process", "first_ns", "last_ns"], dtype=np.int64)
 
 
-def _merge(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    return merge_by(("process",), {"first_ns": "min", "last_ns": "max"}, tables)
-
-
 def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     call_times = {number: (first, last) for number, first, last in table.itertuples(index=False)}
     rows = [
@@ -40,8 +32,9 @@ def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
         for number, process in enumerate(run.processes)
         if process.tables.stats
     ]
-    types = {"rank": "int64", "pid": "int64", **dict.fromkeys(COLUMNS[2:-1], "Int64"), "share": "float64"}
-    return {"tracing_cost": pd.DataFrame(rows, columns=[*COLUMNS]).astype(types)}
+    columns = TABLES["tracing_cost"].column_names
+    types = dict.fromkeys(columns, "Int64") | {"rank": "int64", "pid": "int64", "share": "float64"}
+    return {"tracing_cost": pd.DataFrame(rows, columns=columns).astype(types)}
 
 
 def _row(process: Process, call_times: Sequence[int]) -> dict[str, object]:
@@ -74,4 +67,4 @@ def _mean(stats: Mapping[str, object], total: str, count: str) -> int | None:
     return round(total_ns / calls) if calls and total_ns is not None else None
 
 
-ANALYSIS: Final = Analysis("cost", _partial, _merge, _finish)
+ANALYSIS: Final = Analysis("cost", _partial, merge_sums("process", first_ns="min", last_ns="max"), _finish)

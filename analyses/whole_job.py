@@ -23,9 +23,8 @@ _SUMS: Final = ["calls", "payload_bytes", "wire_bytes", "wire_unknown"]
 
 def _partial(block: RecordBlock) -> pd.DataFrame:
     table = table_by(block.distinct, ("step", "op"), block.distinct.volumes)
-    table["process"] = np.full(len(table), block.labels.number, np.int64)
-    table["part"] = np.where(table.pop("step") < 0, START_UP, TRAINING).astype(object)
-    return table
+    part = np.where(table.pop("step") < 0, START_UP, TRAINING).astype(object)
+    return table.assign(process=block.labels.number, part=part)
 
 
 def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:

@@ -19,6 +19,7 @@ from typing import Any, Final
 import pandas as pd
 
 from commtrace.analyses.fold_engine import Analysis, NamedTables
+from commtrace.analyses.table_specs import TABLES
 from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.table_reader import integer_or_none
@@ -35,23 +36,13 @@ EXPECTED: Final = "expected"
 
 _CELL: Final = ("rank", "step", "role", "op")
 _NUMBERS: Final = ("expected_calls", "measured_calls", "expected_bytes", "measured_bytes")
-COLUMNS: Final[dict[str, tuple[str, ...]]] = {
-    "theory": (
-        "rank", "scheme", "not_predicted", "other_versions", "expected_bytes", "measured_bytes", "matched_bytes",
-        "named_bytes", "unexplained_bytes", "matched_share",
-    ),
-    "expected": (*_CELL, "calls", "calls_max", "payload_bytes", "payload_bytes_min"),
-    "reconciliation": (*_CELL, *_NUMBERS, "difference_bytes", "cause", "sites"),
-    "waterfall": ("label", "bytes", "kind"),
-    "waterfall_by_role": ("role", "label", "bytes", "kind"),
-}  # fmt: skip
-
+TABLE_NAMES: Final = ("theory", "expected", "reconciliation", "waterfall", "waterfall_by_role")
 _TEXT: Final = ("role", "op", "scheme", "not_predicted", "other_versions", "cause", "sites", "label", "kind")
 _NEVER_MISSING: Final = {"rank": "int64", "step": "int64", "bytes": "int64", "matched_share": "float64"}
 
 
 def _finish(table: pd.DataFrame, run: RecordedRun, jobs: Sequence[Mapping[str, Any]] = ()) -> NamedTables:
-    rows: dict[str, list[dict[str, object]]] = {name: [] for name in COLUMNS}
+    rows: dict[str, list[dict[str, object]]] = {name: [] for name in TABLE_NAMES}
     last_step = int(max(table["step"], default=-1))
     tables = dict(iter(table.groupby("process")))
     for number, process in enumerate(run.processes):
@@ -59,10 +50,10 @@ def _finish(table: pd.DataFrame, run: RecordedRun, jobs: Sequence[Mapping[str, A
         job = jobs[process.rank * len(jobs) // (run.world_size or len(run.processes))] if jobs else None
         _add_process(process, calls_by_step(tables.get(number, table.iloc[:0])), last_step, rows, job)
     return {
-        name: pd.DataFrame(rows[name], columns=[*columns]).astype(
+        name: pd.DataFrame(rows[name], columns=(columns := TABLES[name].column_names)).astype(
             {column: object if column in _TEXT else _NEVER_MISSING.get(column, "Int64") for column in columns}
         )
-        for name, columns in COLUMNS.items()
+        for name in TABLE_NAMES
     }
 
 

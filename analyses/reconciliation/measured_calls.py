@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.fold_engine import RecordBlock, group_rows, merge_sums, rows_of, sum_groups
+from commtrace.analyses.fold_engine import RecordBlock, merge_sums, rows_of, sums_by
 
 DETAILED_STEPS: Final = 64
 """Steps whose message sizes are kept apart, so that a log of many steps stays a small table; later ones have -1."""
@@ -40,26 +40,22 @@ def partial(block: RecordBlock) -> pd.DataFrame:
     `ranks` is the size of the call's group. Wire bytes are multiples of 1/`ranks` byte: sums of `wire_parts` are exact.
     """
     rows, labels = block.distinct, block.labels
-    payload = np.where(rows["step"] < DETAILED_STEPS, rows["payload"], -1)
     ranks = labels.group_sizes(rows["group"])
-    first, groups = group_rows([*(rows[name] for name in ("step", "group", "kind", "phase", "site")), payload])
     wire, unknown = rows.volumes["wire_bytes"], rows.volumes["wire_unknown"]
+    keys = {
+        "process": np.full(len(rows), labels.number, np.int64),
+        "step": rows["step"],
+        **{name: labels.ids(name, rows) for name in ("role", "op", "phase", "site")},
+        "payload": np.where(rows["step"] < DETAILED_STEPS, rows["payload"], -1),
+        "ranks": ranks,
+    }
     values = {
         "calls": rows.calls,
         "payload_bytes": rows.volumes["payload_bytes"],
         "wire_parts": np.rint(np.where(unknown == 0, wire * ranks, 0)).astype(np.int64),
         "wire_unknown": unknown,
     }
-    return pd.DataFrame(
-        {
-            "process": np.full(len(first), labels.number, np.int64),
-            "step": rows["step"][first],
-            **{name: labels.text(name, labels.ids(name, rows)[first]) for name in ("role", "op", "phase", "site")},
-            "payload": payload[first],
-            "ranks": ranks[first],
-            **{name: sum_groups(value, groups, len(first)) for name, value in values.items()},
-        }
-    )
+    return sums_by(labels, keys, values)
 
 
 merge = merge_sums(*KEYS)

@@ -23,17 +23,13 @@ import numpy as np
 import pandas as pd
 
 from commtrace.analyses.fold_engine import Array, rows_of
+from commtrace.analyses.table_specs import TABLES
 
 PROJECTED_FACTORS: Final = (2, 4, 8)
 """Multiples of the most ranks that were run."""
 
 MAX_ERROR: Final = 0.25
 """Largest relative difference from a measured run with which the model is used for more ranks."""
-
-FIT_COLUMNS: Final = ["model", "parameter", "value", "unit", "error"]
-PROJECTION_COLUMNS: Final = [
-    "ranks", "step_ns", "measured_ns", "speedup", "efficiency", "compute_ns", "latency_ns", "bandwidth_ns", "late_ns",
-]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -154,7 +150,7 @@ def fit_runs(table: pd.DataFrame, messages: pd.DataFrame) -> tuple[pd.DataFrame,
     if amdahl.fixed > 0:
         most = (amdahl.fixed + amdahl.divided) / amdahl.fixed
         rows.append(("Amdahl", "most speedup over one rank", most, "", amdahl.error))
-    projection = pd.DataFrame([], columns=PROJECTION_COLUMNS)
+    projection = pd.DataFrame([], columns=TABLES["scaling_projection"].column_names)
     hockney = fit_hockney(messages.loc[messages["run"] == table["run"].iloc[-1]])
     if hockney is not None and table[["compute_ns", "wire_bytes"]].notna().all(axis=None):
         bandwidth = 1 / hockney.beta if hockney.beta else None
@@ -165,7 +161,7 @@ def fit_runs(table: pd.DataFrame, messages: pd.DataFrame) -> tuple[pd.DataFrame,
             *(("growth", name, None, fit.law, fit.error) for name, fit in growth.items()),
         ]
         projection = _project(table, work, hockney, growth)
-    return pd.DataFrame(rows, columns=FIT_COLUMNS), projection
+    return pd.DataFrame(rows, columns=TABLES["scaling_fits"].column_names), projection
 
 
 def _relative_work(table: pd.DataFrame) -> Array:
@@ -206,4 +202,5 @@ def _project(table: pd.DataFrame, work: Array, hockney: HockneyFit, growth: dict
         result = result.loc[result["measured_ns"].notna()]
     rate = result["load"] / result["step_ns"]
     speedup = rate / rate.iloc[0]
-    return result.assign(speedup=speedup, efficiency=speedup * ranks[0] / result["ranks"])[PROJECTION_COLUMNS]
+    result = result.assign(speedup=speedup, efficiency=speedup * ranks[0] / result["ranks"])
+    return result[TABLES["scaling_projection"].column_names]

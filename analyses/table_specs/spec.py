@@ -58,6 +58,11 @@ class TableSpec:
     views: Mapping[str, Sequence[str]] = field(default_factory=dict)
     max_rows: int = 60
 
+    @property
+    def column_names(self) -> list[str]:
+        """The names of all columns, in order."""
+        return [column.name for column in self.columns]
+
     def columns_of(self, view: str) -> tuple[ColumnSpec, ...]:
         """Return the columns that a view shows, in its order."""
         by_name = {column.name: column for column in self.columns}

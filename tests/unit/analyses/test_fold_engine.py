@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from factory import ALONE, PAIR, WORLD, LogFactory, Records, record, training
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 
 from commtrace.analyses.analysis_catalog import ANALYSES, DETAILS
-from commtrace.analyses.fold_engine import EMPTY_BLOCK, Analysis, RecordBlock, group_rows, merged_partials, sum_groups
+from commtrace.analyses.fold_engine import EMPTY_BLOCK, Analysis, RecordBlock, group_rows, sum_groups
 from commtrace.reading.labels import RecordLabels
 from commtrace.run import open_run
 
@@ -51,6 +52,10 @@ def random(seed: int, count: int) -> Records:
     return rows
 
 
+def merged_partials(analysis: Analysis, *blocks: RecordBlock) -> pd.DataFrame:
+    return analysis.merge([analysis.partial(block) for block in blocks or [EMPTY_BLOCK]])
+
+
 def test_the_timeline_s_step_does_not_depend_on_where_blocks_are_cut(labels: RecordLabels) -> None:
     """Steps 1 and 2 are candidates, and a block of step 3 alone proves that step 2 is over."""
     rows = np.concatenate([record(step=step, t_begin=1 + step, t_return=2 + step) for step in (1, 2, 3)])
@@ -69,8 +74,8 @@ def test_parts_merge_to_the_whole(
 ) -> None:
     rows = random(seed, count)
     cut = data.draw(st.integers(0, count))
-    whole = merged_partials(analysis, [RecordBlock(rows, labels)])
-    parts = merged_partials(analysis, [RecordBlock(rows[:cut], labels), RecordBlock(rows[cut:], labels)])
+    whole = merged_partials(analysis, RecordBlock(rows, labels))
+    parts = merged_partials(analysis, RecordBlock(rows[:cut], labels), RecordBlock(rows[cut:], labels))
     nested = analysis.merge(
         [
             analysis.merge([analysis.partial(RecordBlock(rows[:cut], labels))]),
@@ -83,8 +88,8 @@ def test_parts_merge_to_the_whole(
 
 @pytest.mark.parametrize("analysis", [*ANALYSES, *DETAILS.values()], ids=lambda analysis: analysis.name)
 def test_nothing_gives_the_columns(analysis: Analysis, labels: RecordLabels) -> None:
-    some = merged_partials(analysis, [RecordBlock(random(1, 50), labels)])
-    assert list(merged_partials(analysis, []).columns) == list(some.columns)
+    some = merged_partials(analysis, RecordBlock(random(1, 50), labels))
+    assert list(merged_partials(analysis).columns) == list(some.columns)
     assert len(analysis.partial(EMPTY_BLOCK)) == 0
 
 
