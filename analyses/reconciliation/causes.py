@@ -62,16 +62,36 @@ class Cause:
     select: Select
 
 
-def _before_log(leftovers: Sequence[Leftover], context: StepContext) -> Sequence[Leftover]:
-    return leftovers if context.step < 0 and not context.has_calls else ()
+def _absent(applies: Callable[[StepContext], bool]) -> Select:
+    """Select the calls that were not recorded, in the steps that this applies to."""
+    return lambda leftovers, context: [leftover for leftover in leftovers if leftover.calls < 0 and applies(context)]
 
 
-def _log_ends_in_step(leftovers: Sequence[Leftover], context: StepContext) -> Sequence[Leftover]:
-    return _absent(leftovers) if context.step == context.last_step and not context.ended else ()
+def _extra(fits: Callable[[Leftover], bool]) -> Select:
+    """Select the calls that were not expected and that fit."""
+    return lambda leftovers, context: [leftover for leftover in leftovers if leftover.calls > 0 and fits(leftover)]
 
 
-def _after_log(leftovers: Sequence[Leftover], context: StepContext) -> Sequence[Leftover]:
-    return leftovers if context.step > context.last_step else ()
+def _called_from(*names: str) -> Select:
+    """Select calls with one of these names of functions or files in their call site."""
+    return _extra(lambda leftover: any(name in leftover.site for name in names))
+
+
+def _by_program(fits: Callable[[Leftover], bool]) -> Select:
+    """Select calls from the program's own code: neither within a framework nor from C++ during its backward."""
+    return _extra(
+        lambda leftover: (
+            bool(leftover.site)
+            and not is_framework_site(leftover.site)
+            and leftover.phase != "backward"
+            and fits(leftover)
+        )
+    )
+
+
+def is_framework_site(site: str) -> bool:
+    """Return whether a call site is in DeepSpeed's or torch's code."""
+    return site.startswith(("deepspeed/", "torch/"))
 
 
 def _overflow(leftovers: Sequence[Leftover], context: StepContext) -> Sequence[Leftover]:
@@ -108,69 +128,36 @@ def _several_reductions(leftovers: Sequence[Leftover], context: StepContext) -> 
     return extra if context.prediction.scheme == "DDP" and is_multiple else ()
 
 
-def _lost_records(leftovers: Sequence[Leftover], context: StepContext) -> Sequence[Leftover]:
-    return _absent(leftovers) if context.lost_records > 0 else ()
-
-
-def _absent(leftovers: Sequence[Leftover]) -> list[Leftover]:
-    return [leftover for leftover in leftovers if leftover.calls < 0]
-
-
-def _called_from(*functions: str) -> Select:
-    """Select calls that DeepSpeed or torch makes in one of these functions or files."""
-
-    def select(leftovers: Sequence[Leftover], context: StepContext) -> Sequence[Leftover]:
-        return [
-            leftover
-            for leftover in leftovers
-            if leftover.calls > 0 and any(function in leftover.site for function in functions)
-        ]
-
-    return select
-
-
-def _by_program(fits: Callable[[Leftover], bool]) -> Select:
-    """Select calls from the program's own code: neither within a framework nor from C++ during its backward."""
-
-    def select(leftovers: Sequence[Leftover], context: StepContext) -> Sequence[Leftover]:
-        return [
-            leftover
-            for leftover in leftovers
-            if leftover.calls > 0
-            and leftover.site
-            and not is_framework_site(leftover.site)
-            and leftover.phase != "backward"
-            and fits(leftover)
-        ]
-
-    return select
-
-
-def is_framework_site(site: str) -> bool:
-    """Return whether a call site is in DeepSpeed's or torch's code."""
-    return site.startswith(("deepspeed/", "torch/"))
-
-
 CAUSES: Final[tuple[Cause, ...]] = (
-    Cause("the log begins after start-up", _before_log),
-    Cause("the log ends within this step", _log_ends_in_step),
-    Cause("the log ends before this step, which other ranks have", _after_log),
-    Cause("optimizer skipped: gradients overflowed", _overflow),
-    Cause("saving or loading a checkpoint", _called_from("checkpoint", "consolidated", "state_dict")),
+    Cause("the log begins after start-up", _absent(lambda context: context.step < 0 and not context.has_calls)),
     Cause(
-        "full gradients or optimizer states gathered for the program",
+        "the log ends within this step",
+        _absent(lambda context: context.step == context.last_step and not context.ended),
+    ),
+    Cause(
+        "the log ends before this step, which other ranks have",
+        _absent(lambda context: context.step > context.last_step),
+    ),
+    Cause("optimizer skipped: gradients overflowed", _overflow),
+    # The name in a call site is what was seen. What it did there is not: checkpoints are files, but also activations.
+    Cause(
+        "a call site with checkpoint, consolidated or state_dict in its name",
+        _called_from("checkpoint", "consolidated", "state_dict"),
+    ),
+    Cause(
+        "a call site in DeepSpeed's access to full gradients or optimizer states",
         _called_from("tensor_fragment.py", "_fp32_state_allgather"),
     ),
-    Cause("GatheredParameters of the program", _called_from("GatheredParameters")),
+    Cause("a call site in DeepSpeed's GatheredParameters", _called_from("GatheredParameters")),
     Cause("a barrier that the program calls", _by_program(lambda leftover: leftover.op == "barrier")),
     Cause(
-        "small calls of the program, such as an averaged loss",
+        f"calls of the program, of at most {_SCALAR_BYTES} bytes each",
         _by_program(lambda leftover: 0 <= leftover.bytes <= _SCALAR_BYTES * leftover.calls),
     ),
     Cause("other calls of the program", _by_program(lambda leftover: True)),
     Cause(OTHER_PIECES, _other_pieces),
     Cause("gradients reduced several times: no_sync is not used", _several_reductions),
-    Cause("records missing from the log", _lost_records),
+    Cause("records missing from the log", _absent(lambda context: context.lost_records > 0)),
 )
 
 

@@ -29,6 +29,7 @@ from factory import LogFactory, record
 from commtrace.analyses import reconciliation
 from commtrace.analyses.reconciliation.causes import CAUSES, UNEXPLAINED
 from commtrace.analyses.reconciliation.measured_calls import DETAILED_STEPS
+from commtrace.analyses.table_specs import TABLES
 from commtrace.run import Run, open_run
 from commtrace.schema import Phase, Records
 from commtrace.theory import ExpectedCall
@@ -56,9 +57,13 @@ DIFFERENT: Final[dict[str, tuple[Callable[[list[Records]], list[Records]], dict[
     "the log begins after start-up": (lambda rows: [row for row in rows if row["step"][0] >= 0], {}, (3, 0, -146)),
     "the log ends within this step": (cut, {"end": False}, (1, 0, -72)),
     "optimizer skipped: gradients overflowed": (without_optimizer, {}, (4, 0, -164)),
-    "saving or loading a checkpoint": (with_call("broadcast", 700, site=CHECKPOINT), {}, (0, 1, 700)),
+    "a call site with checkpoint, consolidated or state_dict in its name": (
+        with_call("broadcast", 700, site=CHECKPOINT),
+        {},
+        (0, 1, 700),
+    ),
     "a barrier that the program calls": (with_call("barrier", 0, site=PROGRAM), {}, (0, 1, 0)),
-    "small calls of the program, such as an averaged loss": (
+    "calls of the program, of at most 64 bytes each": (
         with_call("all_reduce", 4, site=PROGRAM, phase=Phase.OTHER),
         {},
         (0, 1, 4),
@@ -103,8 +108,8 @@ def calls_of(rows: list[Records]) -> list[int]:
 def test_every_cause_has_an_example() -> None:
     tested_elsewhere = {
         "the log ends before this step, which other ranks have",
-        "full gradients or optimizer states gathered for the program",
-        "GatheredParameters of the program",
+        "a call site in DeepSpeed's access to full gradients or optimizer states",
+        "a call site in DeepSpeed's GatheredParameters",
         "gradients reduced several times: no_sync is not used",
     }
     assert {cause.sentence for cause in CAUSES} == {*DIFFERENT, *tested_elsewhere}
@@ -155,10 +160,10 @@ def test_a_run_without_a_job(tmp_path: Path) -> None:
     assert not sum(len(run.table(name)) for name in ("expected", "reconciliation", "waterfall"))
 
 
-@pytest.mark.parametrize("name", reconciliation.COLUMNS)
+@pytest.mark.parametrize("name", reconciliation.TABLE_NAMES)
 def test_columns(name: str, tmp_path: Path) -> None:
     full, empty = run_of(tmp_path / "a", every_step(), ZERO_1), run_of(tmp_path / "b", every_step())
-    assert [*full.table(name).columns] == [*empty.table(name).columns] == [*reconciliation.COLUMNS[name]]
+    assert [*full.table(name).columns] == [*empty.table(name).columns] == TABLES[name].column_names
     assert full.table(name).dtypes.to_dict() == empty.table(name).dtypes.to_dict()
 
 

@@ -73,7 +73,7 @@ def test_what_is_said_of_a_cell(tmp_path: Path, capsys: Captured) -> None:
         "rank 0-2, step 1, all_reduce of role data:",
         "    expected 5 calls of 155 bytes together (at most 6 calls)",
         "    measured 6 calls of 159 bytes together: +1 calls, +4 bytes",
-        "    most likely cause: small calls of the program, such as an averaged loss",
+        "    most likely cause: calls of the program, of at most 64 bytes each",
         "    from project/train.py:9 main",
         "differs from theory: 3 of 21 cells of rank 0-2",
     ]
