@@ -14,12 +14,16 @@ and of several runs:
     figures.operation_shares(tables["runs_by_operation"])
 
 `FIGURES`, `COMPARISONS` and `SCALING` list all figures, with the table of each and what to look for in it. A figure of
-a new question is a function in a module of this folder and an entry in `catalog`.
+a new question is a function in a module of this folder and an entry in `FIGURES`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import pandas as pd
 
 from commtrace.errors import MissingLibraryError, NoSuchFigureError, NoSuchTableError
 
@@ -28,7 +32,6 @@ try:
 except ImportError:
     raise MissingLibraryError("figures need plotly; pip install 'commtrace[html]'") from None
 
-from .figure_catalog import COMPARISONS, FIGURES, SCALING, Figure
 from .reconciliation import expected_and_measured, waterfall, waterfall_by_role
 from .run_comparison import measured_and_predicted, operation_shares, operation_volumes, predicted_by_role, role_volumes
 from .scaling import speedup, step_parts
@@ -45,6 +48,166 @@ __all__ = [
     "message_sizes", "operation_shares", "operation_volumes", "predicted_by_role", "role_volumes", "sizes_over_time",
     "speedup", "step_parts", "steps", "timeline", "volume", "waterfall", "waterfall_by_role",
 ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure, which `draw` makes of one table of an analysis."""
+
+    title: str
+    table: str
+    draw: Callable[[pd.DataFrame], go.Figure]
+    look_for: str
+    absent: str
+    """Why there is no figure, if the table is missing or has nothing to draw."""
+    has_data: Callable[[pd.DataFrame], bool] = lambda table: len(table) > 0
+
+
+def _has_steps(table: pd.DataFrame) -> bool:
+    return bool((table["step"] >= 0).any())
+
+
+_NO_CALL: Final = "The log holds no call."
+_NO_STEP: Final = "The log has no training step: everything counts as start-up."
+_NO_THEORY: Final = (
+    "There is no prediction for this run: it needs the job that is trained, captured in the log, and rules for its "
+    "scheme."
+)
+
+# In the order of a page.
+FIGURES: Final[dict[str, Figure]] = {
+    "volume": Figure(
+        "Volume by operation and parallel dimension",
+        "volume_by_role_and_operation",
+        volume,
+        "The longest bar moves most data. The thin grey bar is the wire bytes: where it is "
+        "longer, the operation sends more bytes than its buffers have.",
+        _NO_CALL,
+    ),
+    "waterfall": Figure(
+        "From the closed form to what was measured",
+        "waterfall",
+        waterfall,
+        "Each bar between the first and the last is one cause for which this run sends more (or less) than the "
+        "closed form predicts. A hatched bar has no known cause: look there.",
+        _NO_THEORY,
+    ),
+    "waterfall_by_role": Figure(
+        "From the closed form to what was measured, by dimension",
+        "waterfall_by_role",
+        waterfall_by_role,
+        "The formula of each parallel dimension, and what the ranks send in it. A dimension without a formula (the "
+        "norm of all gradients, for example) begins at 0.",
+        "The closed form of this run, if there is one, has a single dimension.",
+    ),
+    "expected_and_measured": Figure(
+        "Expected and measured, by operation",
+        "reconciliation",
+        expected_and_measured,
+        "Pale bars are expected from the job's settings, full ones were measured. Pairs of equal length agree; an "
+        "operation in place of another shows as two pairs that differ in opposite directions.",
+        _NO_THEORY,
+        _has_steps,
+    ),
+    "message_sizes": Figure(
+        "Message sizes",
+        "message_size_bins",
+        message_sizes,
+        "Above, how many calls have each size; below, how many bytes they move. Many calls on the left that move few "
+        "bytes below cost latency, and are candidates for merging.",
+        _NO_CALL,
+    ),
+    "steps": Figure(
+        "Volume and time of each step",
+        "steps_by_operation",
+        steps,
+        "Bars of equal height are equal steps; an outlier did something else. Time that changes while the volume does "
+        "not is waiting, for other ranks or for the machine. Calls that overlap are each counted in full.",
+        _NO_STEP,
+        _has_steps,
+    ),
+    "timeline": Figure(
+        "Timeline of one training step",
+        "timeline",
+        timeline,
+        "An all_reduce, all_gather or reduce_scatter ends on all ranks together, so the rank with the shortest bar "
+        "came last, and the others waited for it. (An end that was seen only by a later wait makes a bar too long.) "
+        "Drag to zoom in, double-click to zoom out.",
+        _NO_STEP,
+    ),
+    "sizes_over_time": Figure(
+        "Message sizes over time",
+        "sizes_over_time",
+        sizes_over_time,
+        "Start-up is at the left. A row that continues to the right is a message of every step; a single cell "
+        "happened once. Brighter is more calls.",
+        _NO_CALL,
+    ),
+}
+
+# Of several runs, in the order of a page.
+COMPARISONS: Final[dict[str, Figure]] = {
+    "operation_shares": Figure(
+        "Share of each operation",
+        "runs_by_operation",
+        operation_shares,
+        "Each bar is one run, whatever its volume: the mix of operations shows the scheme. Start-up counts, the less "
+        "the longer a run is.",
+        _NO_CALL,
+    ),
+    "operation_volumes": Figure(
+        "Volume of each operation",
+        "runs_by_operation",
+        operation_volumes,
+        "Compare the lower bars: a training step of each run. The upper ones add start-up and grow with the number of "
+        "steps.",
+        _NO_CALL,
+    ),
+    "measured_and_predicted": Figure(
+        "Measured against predicted",
+        "runs_predicted",
+        measured_and_predicted,
+        "A run at 1.00 x sends what the closed form predicts. The report of a run explains other ratios.",
+        "There is no prediction for any of these runs: it needs the jobs that are trained, captured in the logs.",
+        lambda table: bool(table["predicted_bytes"].notna().any()),
+    ),
+    "role_volumes": Figure(
+        "Volume of each parallel dimension",
+        "runs_by_role",
+        role_volumes,
+        "What each parallel dimension sends in the whole run. Groups of a single rank send nothing and are left out.",
+        _NO_CALL,
+        lambda table: bool((table["wire_bytes_per_rank"] > 0).any()),
+    ),
+    "predicted_by_role": Figure(
+        "Measured against predicted, by dimension",
+        "runs_predicted_by_role",
+        predicted_by_role,
+        "Equation 4 counts all stages of a pipeline and one micro-batch, equations 2 and 5 one rank; measured bytes "
+        "are counted likewise. With several micro-batches per step, the measured bytes are that many times the "
+        "predicted ones.",
+        "None of these runs has several parallel dimensions with formulas.",
+    ),
+}
+
+SCALING: Final[dict[str, Figure]] = {
+    "speedup": Figure(
+        "Speedup and efficiency",
+        "scaling",
+        speedup,
+        "The dotted line is a perfect division of the work. The further the full line is below it, the more the "
+        "added ranks lose.",
+        _NO_CALL,
+    ),
+    "step_parts": Figure(
+        "Where the time of a step goes",
+        "scaling",
+        step_parts,
+        "Computing should shrink as ranks are added. What stays or grows limits the scaling.",
+        _NO_CALL,
+    ),
+}
+"""Figures of runs on increasing numbers of ranks (`commtrace scaling`)."""
 
 
 def figure(run: Run, name: str) -> go.Figure:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pandas as pd
 import plotly.graph_objects as go
 
-from commtrace.analyses.fold_engine import rows_of
 from commtrace.formatting import format_bytes, format_count, format_signed
 
 from .style import (
@@ -51,6 +50,8 @@ def _waterfall(table: pd.DataFrame, roles: Sequence[str], title: str) -> go.Figu
     """Draw the bars; running sums restart with each of `roles`, the roles of the bars."""
     role_of = pd.Series(roles, index=table.index, dtype=object)
     total = table["kind"].isin(["closed form", "measured"])
+    colours = table["kind"].map({"unexplained": UNEXPLAINED, "cause": MORE}).fillna(CLOSED_FORM)
+    colours = colours.mask((table["kind"] == "cause") & (table["bytes"] < 0), LESS)
     # A total begins at 0, a cause at the sum of the bars before it.
     running = table["bytes"].where(table["kind"] != "measured", 0).groupby(role_of, sort=False).cumsum()
     top = running.where(~total, table["bytes"])
@@ -75,12 +76,15 @@ def _waterfall(table: pd.DataFrame, roles: Sequence[str], title: str) -> go.Figu
             base=scale.axis(base),
             width=0.44,
             marker={
-                "color": [_colour(str(row.kind), row.bytes) for row in rows_of(table)],
+                "color": [*colours],
                 "pattern": {"shape": ["/" if kind == "unexplained" else "" for kind in table["kind"]]},
             },
         )
     )
-    _connect(figure, scale.axis(top), [*table["kind"]])
+    for number, (end, kind) in enumerate(zip(scale.axis(top)[:-1], table["kind"][:-1], strict=True)):
+        if kind != "measured":  # from the end of the bar to the begin of the next one
+            line = {"width": 1, "color": GREY}
+            figure.add_shape(type="line", x0=end, x1=end, y0=number, y1=number + 1, line=line, layer="below")
     for number, name in enumerate(labels):
         # Above its bar: a cause is a sentence, too long for the space beside it.
         figure.add_annotation(
@@ -101,21 +105,6 @@ def _waterfall(table: pd.DataFrame, roles: Sequence[str], title: str) -> go.Figu
     )
     figure.update_yaxes(showticklabels=False, range=[len(table) - 0.6, -0.75], showgrid=False, zeroline=False)
     return finish(figure, title, 120 + 60 * len(table))
-
-
-def _connect(figure: go.Figure, ends: Sequence[float | None], kinds: Sequence[str]) -> None:
-    """Draw thin lines from the end of each bar to the begin of the next one."""
-    for number, end in enumerate(ends[:-1]):
-        if kinds[number] == "measured":
-            continue
-        line = {"width": 1, "color": GREY}
-        figure.add_shape(type="line", x0=end, x1=end, y0=number, y1=number + 1, line=line, layer="below")
-
-
-def _colour(kind: str, value: float) -> str:
-    if kind == "unexplained":
-        return UNEXPLAINED
-    return CLOSED_FORM if kind != "cause" else MORE if value >= 0 else LESS
 
 
 def expected_and_measured(table: pd.DataFrame) -> go.Figure:

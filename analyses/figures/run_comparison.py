@@ -6,6 +6,7 @@ Models" (Anthony et al., 2024). Figure 12, tensor parallelism by operation, is d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import pandas as pd
@@ -32,7 +33,7 @@ from .style import (
     horizontal_bars,
     in_order,
     label,
-    paint,
+    operation_style,
     show_legend_once,
     stack_totals,
     text_positions,
@@ -63,26 +64,18 @@ def operation_shares(table: pd.DataFrame) -> go.Figure:
     figure = go.Figure()
     for op in _operations_with_payload(rows):
         of_op = rows.loc[rows["op"] == op]
-        hover = [
-            f"{_volume_hover(row)}<br>{row.share * 100:.2f} % of the payload of the whole run" for row in rows_of(of_op)
-        ]
-        text = [format_share(value) if value >= 0.04 else "" for value in of_op["share"]]
-        figure.add_trace(
-            horizontal_bars(
-                [label(run) for run in of_op["run"]],
-                of_op["share"] * 100,
-                hover,
-                text=text,
-                text_position="inside",
-                text_anchor="middle",
-                name=label(op),
-                marker=paint(op),
-            )
+        bars = _run_bars(
+            of_op,
+            of_op["share"] * 100,
+            lambda row: f"{_volume_hover(row)}<br>{row.share * 100:.2f} % of the payload of the whole run",
+            text=[format_share(value) if value >= 0.04 else "" for value in of_op["share"]],
+            text_position="inside",
+            text_anchor="middle",
+            **operation_style(op),
         )
+        figure.add_trace(bars)
     figure.update_xaxes(title_text="share of the payload of the whole run, %", range=[0, 100], ticksuffix=" %")
-    _runs_axis(figure, table)
-    figure.update_layout(barmode="stack")
-    return finish(figure, "Share of each operation", 130 + 40 * table["run"].nunique())
+    return _finish_stacks(figure, table, "Share of each operation", 130 + 40 * table["run"].nunique())
 
 
 def operation_volumes(table: pd.DataFrame) -> go.Figure:
@@ -100,22 +93,13 @@ def operation_volumes(table: pd.DataFrame) -> go.Figure:
         scale = bytes_scale(totals)
         for op in operations:
             of_op = rows.loc[rows["op"] == op]
-            bars = horizontal_bars(
-                [label(run) for run in of_op["run"]],
-                scale.axis(of_op["payload_bytes_per_rank"]),
-                [_volume_hover(row) for row in rows_of(of_op)],
-                name=label(op),
-                legendgroup=label(op),
-                marker=paint(op),
-            )
+            bars = _run_bars(of_op, scale.axis(of_op["payload_bytes_per_rank"]), _volume_hover, **operation_style(op))
             figure.add_trace(bars, row=panel, col=1)
         figure.add_trace(stack_totals(totals, scale.axis(totals)), row=panel, col=1)
         title, reach = f"payload per rank, {part_text}, {scale.unit}", 1.3 * scale.reach(totals)
         figure.update_xaxes(title_text=title, range=[0, reach], row=panel, col=1)
-        _runs_axis(figure, table, panel)
     show_legend_once(figure)
-    figure.update_layout(barmode="stack")
-    return finish(figure, "Volume of each operation", height)
+    return _finish_stacks(figure, table, "Volume of each operation", height)
 
 
 def role_volumes(table: pd.DataFrame) -> go.Figure:
@@ -127,32 +111,26 @@ def role_volumes(table: pd.DataFrame) -> go.Figure:
     totals = table.groupby("run", sort=False)["wire_bytes_per_rank"].sum()
     scale = bytes_scale(totals)
     figure = go.Figure()
-    known = [role for role in ROLES if role in set(table["role"])]
-    for role in [*known, *sorted({*table["role"]} - {*ROLES})]:
-        rows = table.loc[(table["role"] == role) & (table["wire_bytes_per_rank"] > 0)]
-        if not len(rows):
-            continue
+    sending = table.loc[table["wire_bytes_per_rank"] > 0]
+    roles = {*sending["role"]}
+    for role in [*(role for role in ROLES if role in roles), *sorted(roles - {*ROLES})]:
+        rows = sending.loc[sending["role"] == role]
         colour, shape = _ROLE_PAINT.get(role, (GREY, "/"))
-        hover = [
-            f"{label(row.run)}: {label(role)}<br>{format_bytes(row.wire_bytes_per_rank)} per rank (min)"
-            f"<br>{format_bytes(row.payload_bytes_per_rank)} payload"
-            for row in rows_of(rows)
-        ]
-        figure.add_trace(
-            horizontal_bars(
-                [label(run) for run in rows["run"]],
-                scale.axis(rows["wire_bytes_per_rank"]),
-                hover,
-                name=label(role),
-                marker={"color": colour, "pattern": {"shape": shape, "fillmode": "overlay", "size": 6}},
-            )
+        bars = _run_bars(
+            rows,
+            scale.axis(rows["wire_bytes_per_rank"]),
+            lambda row: (
+                f"{label(row.run)}: {label(row.role)}<br>{format_bytes(row.wire_bytes_per_rank)} per rank (min)"
+                f"<br>{format_bytes(row.payload_bytes_per_rank)} payload"
+            ),
+            name=label(role),
+            marker={"color": colour, "pattern": {"shape": shape, "fillmode": "overlay", "size": 6}},
         )
+        figure.add_trace(bars)
     figure.add_trace(stack_totals(totals, scale.axis(totals)))
     title = f"wire bytes per rank, whole run (min), {scale.unit}"
     figure.update_xaxes(title_text=title, range=[0, 1.3 * scale.reach(totals)])
-    _runs_axis(figure, table)
-    figure.update_layout(barmode="stack")
-    return finish(figure, "Volume of each parallel dimension", 150 + 40 * table["run"].nunique())
+    return _finish_stacks(figure, table, "Volume of each parallel dimension", 150 + 40 * table["run"].nunique())
 
 
 def measured_and_predicted(table: pd.DataFrame) -> go.Figure:
@@ -170,7 +148,7 @@ def predicted_by_role(table: pd.DataFrame) -> go.Figure:
     Args:
         table: `runs_predicted_by_role`.
     """
-    names = [f"{run} · {role}" for run, role in zip(table["run"], table["role"], strict=True)]
+    names = table["run"].astype(str) + " · " + table["role"].astype(str)
     axis = "bytes of a step (pipeline: all stages)"
     return _prediction_bars(table.assign(run=names), axis, "Measured against predicted, by dimension")
 
@@ -180,27 +158,25 @@ def _prediction_bars(table: pd.DataFrame, axis: str, title: str) -> go.Figure:
     scale = bytes_scale(both)
     ratios = (table["measured_bytes"] / table["predicted_bytes"]).where(table["predicted_bytes"] > 0)
     ratio_texts = [f" · {ratio:.2f} x" if pd.notna(ratio) else "" for ratio in ratios]
-    runs = [label(run) for run in table["run"]]
     figure = go.Figure()
     for kind, name, colour, suffixes in (
         ("predicted", "predicted by the closed form", CLOSED_FORM, [""] * len(table)),
         ("measured", "measured", MORE, ratio_texts),
     ):
         values = table[f"{kind}_bytes"]
-        figure.add_trace(
-            horizontal_bars(
-                runs,
-                scale.axis(values),
-                [f"{run}, {kind}<br>{format_count(value)} bytes" for run, value in zip(runs, values, strict=True)],
-                text=[format_bytes(value) + suffix for value, suffix in zip(values, suffixes, strict=True)],
-                text_position=text_positions(values, both),
-                text_anchor="start",
-                name=name,
-                marker={"color": colour},
-            )
+        bars = _run_bars(
+            table,
+            scale.axis(values),
+            lambda row, kind=kind: f"{label(row.run)}, {kind}<br>{format_count(getattr(row, f'{kind}_bytes'))} bytes",
+            text=[format_bytes(value) + suffix for value, suffix in zip(values, suffixes, strict=True)],
+            text_position=text_positions(values, both),
+            text_anchor="start",
+            name=name,
+            marker={"color": colour},
         )
+        figure.add_trace(bars)
     figure.update_xaxes(title_text=f"{axis}, {scale.unit}", rangemode="tozero")
-    _runs_axis(figure, table)
+    figure.update_yaxes(**_runs_axis(table))
     figure.update_layout(barmode="group", bargap=0.3, bargroupgap=0.08)
     return finish(figure, title, 130 + 58 * len(table))
 
@@ -209,19 +185,24 @@ def _operations_with_payload(table: pd.DataFrame) -> list[str]:
     return in_order(table.loc[table["payload_bytes_per_rank"] > 0, "op"])
 
 
+def _run_bars(rows: pd.DataFrame, lengths: Any, hover: Callable[[Any], str], **options: Any) -> go.Bar:
+    """Return a bar for each row, at its run. `hover`: returns the text of a row; `options`: of `horizontal_bars`."""
+    return horizontal_bars([label(run) for run in rows["run"]], lengths, [*map(hover, rows_of(rows))], **options)
+
+
 def _volume_hover(row: Any) -> str:
     return f"{label(row.run)}: {label(row.op)}<br>{format_bytes(row.payload_bytes_per_rank)} per rank"
 
 
-def _runs_axis(figure: go.Figure, table: pd.DataFrame, row: int | None = None) -> None:
-    """Put the runs from top to bottom in the order of the table, those without a value too."""
+def _runs_axis(table: pd.DataFrame) -> dict[str, Any]:
+    """Return an axis with the runs from top to bottom in the order of the table, those without a value too."""
     runs = [label(run) for run in table["run"].drop_duplicates()]
-    panel = {"row": row, "col": 1} if row is not None else {}
-    figure.update_yaxes(
-        categoryorder="array",
-        categoryarray=runs,
-        range=[len(runs) - 0.5, -0.5],
-        showgrid=False,
-        type="category",
-        **panel,
-    )
+    limits = [len(runs) - 0.5, -0.5]
+    return {
+        "categoryorder": "array", "categoryarray": runs, "range": limits, "showgrid": False, "type": "category",
+    }  # fmt: skip
+
+
+def _finish_stacks(figure: go.Figure, table: pd.DataFrame, title: str, height: int) -> go.Figure:
+    figure.update_yaxes(**_runs_axis(table))
+    return finish(figure.update_layout(barmode="stack"), title, height)

@@ -8,7 +8,7 @@ from plotly.subplots import make_subplots
 
 from commtrace.formatting import format_duration, format_share
 
-from .style import BLUE, CLOSED_FORM, GREY, ORANGE, VERMILION, finish, label, time_scale
+from .style import BLUE, CLOSED_FORM, GREY, ORANGE, VERMILION, finish, hover_texts, label, time_scale
 
 
 def speedup(table: pd.DataFrame) -> go.Figure:
@@ -25,9 +25,11 @@ def speedup(table: pd.DataFrame) -> go.Figure:
     ]
     ideal = {"mode": "lines", "line": {"color": CLOSED_FORM, "dash": "dot"}, "hoverinfo": "skip"}
     seen = {
-        "mode": "lines+markers", "line": {"color": BLUE}, "marker": {"size": 9}, "customdata": hover,
-        "hovertemplate": "%{customdata}<extra></extra>",
-    }  # fmt: skip
+        "mode": "lines+markers",
+        "line": {"color": BLUE},
+        "marker": {"size": 9},
+        **hover_texts(hover),
+    }
     figure.add_scatter(x=ranks, y=ranks / first, name="perfect division", row=1, col=1, **ideal)
     figure.add_scatter(x=ranks, y=table["speedup"], name="measured", row=1, col=1, **seen)
     figure.add_scatter(x=ranks, y=[100.0] * len(table), showlegend=False, row=1, col=2, **ideal)

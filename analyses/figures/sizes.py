@@ -13,7 +13,7 @@ from plotly.subplots import make_subplots
 from commtrace.analyses.fold_engine import rows_of
 from commtrace.formatting import format_bytes, format_count, format_power_of_two
 
-from .style import SCALE, bytes_scale, finish, in_order, label, paint
+from .style import SCALE, bytes_scale, finish, hover_texts, in_order, label, operation_style
 
 _NO_PAYLOAD: Final = -1
 
@@ -24,26 +24,26 @@ def message_sizes(table: pd.DataFrame) -> go.Figure:
     Args:
         table: `message_size_bins`.
     """
+    operations = in_order(table["op"])
     table = table.assign(exponent=_exponents(table["from_bytes"]))
+    table = table.sort_values("op", key=lambda ops: ops.map(operations.index), kind="stable")
+    # Side by side, as stacked bars cannot be read on a logarithmic axis: the operations of a bin share its width.
+    in_bin = table.groupby("exponent")["op"]
+    width = 0.86 / in_bin.transform("size")
+    table = table.assign(width=width, place=table["exponent"] + 0.07 + width * in_bin.cumcount())
     scale = bytes_scale(table.groupby("exponent")["sum_bytes"].sum())
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.06)
-    operations = in_order(table["op"])
     for op in operations:
         bins = table.loc[table["op"] == op]
         common = {
-            "name": label(op),
-            "legendgroup": label(op),
-            "marker": paint(op),
-            "customdata": [
+            **operation_style(op),
+            **hover_texts(
                 f"{label(op)}<br>{_bin_text(row.exponent)}<br>{format_count(row.calls)} calls"
                 f"<br>{format_bytes(row.sum_bytes)} in all"
                 for row in rows_of(bins)
-            ],
-            "hovertemplate": "%{customdata}<extra></extra>",
+            ),
         }
-        # Side by side: stacked bars cannot be read on a logarithmic axis.
-        places, widths = _places(table, bins, operations)
-        calls = go.Bar(x=places, y=bins["calls"].to_numpy(), width=widths, offset=0, **common)
+        calls = go.Bar(x=bins["place"], y=bins["calls"], width=bins["width"], offset=0, **common)
         sums = go.Bar(x=bins["exponent"] + 0.5, y=scale.axis(bins["sum_bytes"]), width=0.86, showlegend=False, **common)
         figure.add_trace(calls, row=1, col=1)
         figure.add_trace(sums, row=2, col=1)
@@ -107,18 +107,6 @@ def sizes_over_time(table: pd.DataFrame) -> go.Figure:
     figure.update_yaxes(**_size_axis(cells["exponent"]), title_text="payload of a call")
     figure.update_xaxes(title_text="seconds since the first call", rangemode="tozero")
     return finish(figure, "Message sizes over time", 400)
-
-
-def _places(table: pd.DataFrame, bins: pd.DataFrame, operations: list[str]) -> tuple[list[float], list[float]]:
-    """Return begins and widths of the bars of one operation; the operations of a bin share its width."""
-    sharing = table.groupby("exponent")["op"].agg(lambda ops: [op for op in operations if op in set(ops)])
-    widths = [0.86 / len(sharing[exponent]) for exponent in bins["exponent"]]
-    before = [sharing[row.exponent].index(row.op) for row in rows_of(bins)]
-    places = [
-        exponent + 0.07 + width * number
-        for exponent, width, number in zip(bins["exponent"], widths, before, strict=True)
-    ]
-    return places, widths
 
 
 def _exponents(from_bytes: pd.Series[Any]) -> pd.Series[Any]:

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from commtrace.analyses.fold_engine import rows_of
 from commtrace.formatting import format_bytes, format_count, format_duration
 
-from .style import finish, in_order, label, paint, time_scale
+from .style import finish, horizontal_bars, in_order, label, numbered_rows, operation_style, time_scale
 
 MAX_BARS: Final = 3000
 """Of more calls, neighbours of one operation are drawn as one bar."""
@@ -34,30 +34,19 @@ def timeline(table: pd.DataFrame) -> go.Figure:
     figure = go.Figure()
     for number, op in enumerate(operations):
         of_op = spans.loc[spans["op"] == op]
-        colours = paint(op)
-        figure.add_trace(
-            go.Bar(
-                orientation="h",
-                base=scale.axis(of_op["begin"]),
-                x=scale.axis(of_op["end"] - of_op["begin"]),
-                y=of_op["rank"].map(place) - 0.42 + lane * (number + 0.5),
-                width=lane * 0.9,
-                name=label(op),
-                # The outline keeps a call visible that is shorter than a pixel.
-                marker={**colours, "line": {"color": colours["color"], "width": 1}},
-                customdata=[[_hover(row)] for row in rows_of(of_op)],
-                hovertemplate="%{customdata[0]}<extra></extra>",
-            )
+        bars = horizontal_bars(
+            of_op["rank"].map(place) - 0.42 + lane * (number + 0.5),
+            scale.axis(of_op["end"] - of_op["begin"]),
+            [_hover(row) for row in rows_of(of_op)],
+            base=scale.axis(of_op["begin"]),
+            width=lane * 0.9,
+            **operation_style(op),
         )
+        # The outline keeps a call visible that is shorter than a pixel.
+        figure.add_trace(bars.update(marker_line={"color": bars.marker.color, "width": 1}))
     step = int(table["step"].iloc[0]) if len(table) else 0
     figure.update_xaxes(title_text=f"time since the first of these calls began, {scale.unit}")
-    figure.update_yaxes(
-        tickvals=[*place.values()],
-        ticktext=[f"rank {rank}" for rank in ranks],
-        range=[len(ranks) - 0.5, -0.5],
-        showgrid=False,
-        zeroline=False,
-    )
+    figure.update_yaxes(**numbered_rows(f"rank {rank}" for rank in ranks))
     for edge in range(1, len(ranks)):
         figure.add_hline(y=edge - 0.5, line={"width": 1, "color": "rgba(138,148,160,0.35)"})
     figure.update_layout(barmode="overlay")
@@ -81,24 +70,11 @@ def _spans(table: pd.DataFrame) -> pd.DataFrame:
 
 def _joined(spans: pd.DataFrame, gap: float) -> pd.DataFrame:
     """Join spans of one rank and operation that are less than `gap` ns apart."""
-    latest = (
-        spans.groupby(["rank", "op"], sort=False)["end"]
-        .cummax()
-        .groupby([spans["rank"], spans["op"]], sort=False)
-        .shift()
-    )
+    lanes = [spans["rank"], spans["op"]]
+    latest = spans.groupby(lanes, sort=False)["end"].cummax().groupby(lanes, sort=False).shift()
     number = (latest.isna() | (spans["begin"] - latest > gap)).cumsum()
-    return spans.groupby(number, as_index=False).agg(
-        rank=("rank", "first"),
-        op=("op", "first"),
-        begin=("begin", "min"),
-        end=("end", "max"),
-        ended=("ended", "all"),
-        calls=("calls", "sum"),
-        payload_bytes=("payload_bytes", "sum"),
-        phase=("phase", "first"),
-        site=("site", "first"),
-    )
+    how = {"begin": "min", "end": "max", "ended": "all", "calls": "sum", "payload_bytes": "sum"}
+    return spans.groupby(number, as_index=False).agg({column: how.get(column, "first") for column in spans})
 
 
 def _hover(row: Any) -> str:

@@ -11,7 +11,7 @@ from plotly.subplots import make_subplots
 
 from commtrace.formatting import format_bytes, format_duration
 
-from .style import bytes_scale, finish, in_order, label, paint, time_scale
+from .style import bytes_scale, finish, hover_texts, in_order, label, operation_style, time_scale
 
 MAX_STEPS: Final = 400
 """Steps drawn one by one; of more, neighbours are drawn as their mean."""
@@ -36,19 +36,16 @@ def steps(table: pd.DataFrame) -> go.Figure:
     scale = bytes_scale(volumes.sum(axis=1))
     for op in in_order(table["op"]):
         part = volumes[op].dropna()
-        figure.add_trace(
-            go.Bar(
-                x=part.index + (width - 1) / 2,
-                y=scale.axis(part),
-                width=width * (0.8 if len(volumes) <= 60 else 1),
-                name=label(op),
-                marker={**paint(op), "line": {"width": 0}},
-                customdata=[[label(op), _steps(step, width), format_bytes(value)] for step, value in part.items()],
-                hovertemplate="%{customdata[0]}<br>%{customdata[1]}<br>%{customdata[2]}<extra></extra>",
+        bars = go.Bar(
+            x=part.index + (width - 1) / 2,
+            y=scale.axis(part),
+            width=width * (0.8 if len(volumes) <= 60 else 1),
+            **operation_style(op),
+            **hover_texts(
+                f"{label(op)}<br>{_steps(step, width)}<br>{format_bytes(size)}" for step, size in part.items()
             ),
-            row=1,
-            col=1,
         )
+        figure.add_trace(bars.update(marker_line_width=0), row=1, col=1)
     _host_time(figure, table, width)
     figure.update_yaxes(title_text=f"payload per rank, {scale.unit}", rangemode="tozero", row=1, col=1)
     figure.update_xaxes(title_text="training step" + (f" (means of {width})" if width > 1 else ""), row=2, col=1)
@@ -65,15 +62,15 @@ def _host_time(figure: go.Figure, table: pd.DataFrame, width: int) -> None:
     scale = time_scale(times.to_numpy().ravel())
     for (name, line), column in zip(_TIMES.values(), columns, strict=True):
         if times[column].notna().any():
-            figure.add_trace(
-                go.Scatter(
-                    x=times.index + (width - 1) / 2,
-                    y=scale.axis(times[column]),
-                    mode="lines+markers" if len(times) <= 60 else "lines",
-                    line=line,
-                    name=name,
-                    customdata=[[_steps(step, width), format_duration(value)] for step, value in times[column].items()],
-                    hovertemplate=name + "<br>%{customdata[0]}<br>%{customdata[1]}<extra></extra>",
+            figure.add_scatter(
+                x=times.index + (width - 1) / 2,
+                y=scale.axis(times[column]),
+                mode="lines+markers" if len(times) <= 60 else "lines",
+                line=line,
+                name=name,
+                **hover_texts(
+                    f"{name}<br>{_steps(step, width)}<br>{format_duration(time)}"
+                    for step, time in times[column].items()
                 ),
                 row=2,
                 col=1,

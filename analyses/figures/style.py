@@ -116,6 +116,28 @@ def paint(op: str) -> dict[str, Any]:
     return {"color": colour, "pattern": pattern}
 
 
+def operation_style(op: object) -> dict[str, Any]:
+    """Return the properties of a trace of an operation's bars: their name, their group in the legend and `marker`."""
+    return {"name": label(op), "legendgroup": label(op), "marker": paint(str(op))}
+
+
+def hover_texts(texts: Iterable[str]) -> dict[str, Any]:
+    """Return the properties of a trace that shows these texts, escaped HTML, under the pointer."""
+    return {"customdata": [*texts], "hovertemplate": "%{customdata}<extra></extra>"}
+
+
+def numbered_rows(names: Iterable[object]) -> dict[str, Any]:
+    """Return a vertical axis of rows 0, 1 ... with these names, of which the row 0 is the uppermost."""
+    labels = [label(name) for name in names]
+    return {
+        "tickvals": list(range(len(labels))),
+        "ticktext": labels,
+        "range": [max(len(labels), 1) - 0.5, -0.5],
+        "showgrid": False,
+        "zeroline": False,
+    }
+
+
 def text_positions(values: Iterable[float], longest_of: Iterable[float]) -> list[str]:
     """Return the `textposition` of bars: inside those longer than 0.6 of the longest of `longest_of`, else outside."""
     longest = _largest(longest_of)
@@ -146,7 +168,7 @@ def horizontal_bars(
     if text is not None:
         options |= {"text": text, "textposition": text_position, "insidetextanchor": text_anchor, "textangle": 0}
         options["cliponaxis"] = False
-    return go.Bar(orientation="h", y=y, x=x, customdata=hover, hovertemplate="%{customdata}<extra></extra>", **options)
+    return go.Bar(orientation="h", y=y, x=x, **hover_texts(hover), **options)
 
 
 @dataclass(frozen=True)

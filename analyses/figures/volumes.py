@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -20,7 +19,8 @@ from .style import (
     horizontal_bars,
     in_order,
     label,
-    paint,
+    numbered_rows,
+    operation_style,
     stack_totals,
     text_positions,
 )
@@ -49,30 +49,17 @@ def volume(table: pd.DataFrame) -> go.Figure:
             scale.axis(cells["payload_bytes"]),
             [f"{label(row.role)}: {label(op)}<br>payload {format_bytes(row.payload_bytes)}" for row in rows_of(cells)],
             width=0.6,
-            name=label(op),
-            marker=paint(op),
-            legendgroup=label(op),
             showlegend=False,
+            **operation_style(op),
         )
         figure.add_trace(bars, row=2, col=1)
     figure.add_trace(stack_totals(roles, scale.axis(roles), [*range(len(roles))]), row=2, col=1)
     figure.update_xaxes(range=[0, 1.3 * scale.reach([*operations["wire_bytes"], *roles])])
     figure.update_xaxes(title_text=f"payload, {scale.unit}, sum over the recorded ranks", row=2, col=1)
     for row, names in enumerate((operations["op"], roles.index), start=1):
-        figure.update_yaxes(**_numbered_rows([*names]), row=row, col=1)
+        figure.update_yaxes(**numbered_rows(names), row=row, col=1)
     figure.update_layout(barmode="stack")
     return finish(figure, "Volume by operation and parallel dimension", height)
-
-
-def _numbered_rows(names: Sequence[object]) -> dict[str, Any]:
-    """Return a vertical axis on which the row 0 is the uppermost."""
-    return {
-        "tickvals": list(range(len(names))),
-        "ticktext": [label(name) for name in names],
-        "range": [max(len(names), 1) - 0.5, -0.5],
-        "showgrid": False,
-        "zeroline": False,
-    }
 
 
 def _by_operation(table: pd.DataFrame) -> pd.DataFrame:
@@ -98,12 +85,10 @@ def _draw_operations(figure: go.Figure, operations: pd.DataFrame, longest: float
             text=[f"{payload} · {format_share(row.share)}"],
             text_position=position,
             width=0.5,
-            name=label(row.op),
-            marker=paint(str(row.op)),
-            legendgroup=label(row.op),
+            **operation_style(row.op),
         )
         figure.add_trace(bar, row=1, col=1)
-    wire_bars = go.Bar(
+    figure.add_bar(
         y=[number + 0.27 for number in range(len(operations))],
         x=scale.axis(operations["wire_bytes"]),
         width=0.14,
@@ -111,5 +96,6 @@ def _draw_operations(figure: go.Figure, operations: pd.DataFrame, longest: float
         marker={"color": GREY},
         name="wire (min)",
         hoverinfo="skip",
+        row=1,
+        col=1,
     )
-    figure.add_trace(wire_bars, row=1, col=1)

@@ -31,7 +31,7 @@ def spec_table(name: str, table: pd.DataFrame, view: str = "page") -> PageTable:
 def figure_section(name: str, figure: Figure, tables: Mapping[str, pd.DataFrame]) -> PageSection:
     """Return the section of a figure, or the reason why it cannot be drawn."""
     table = tables.get(figure.table)
-    if table is None or not figure.can_draw(table):
+    if table is None or not figure.has_data(table):
         return PageSection(name, figure.title, "", absent=figure.absent + _why_not_predicted(figure.table, tables))
     drawn = drawing(name, figure.draw(table))
     rows, title = table, "The numbers"

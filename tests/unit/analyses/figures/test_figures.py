@@ -138,7 +138,7 @@ def test_a_figure_is_made_from_its_table_and_leaves_it_as_it_was(name: str, tmp_
     kind = figures.FIGURES[name]
     table = tables_of(tmp_path)[kind.table]
     before = table.copy(deep=True)
-    assert kind.can_draw(table)
+    assert kind.has_data(table)
     figure = kind.draw(table)
     assert isinstance(figure, go.Figure)
     assert figure.data
@@ -160,8 +160,7 @@ def test_every_figure_is_public_and_explained() -> None:
 def test_a_figure_of_nothing_is_drawn_or_told_from_one_of_something(name: str, tmp_path: Path) -> None:
     kind = figures.FIGURES[name]
     empty = tables_of(tmp_path)[kind.table].head(0)
-    assert not kind.can_draw(empty)
-    assert not kind.can_draw(None)
+    assert not kind.has_data(empty)
     assert isinstance(kind.draw(empty), go.Figure)
 
 
@@ -247,8 +246,8 @@ def test_a_crowded_timeline_loses_no_call_and_no_byte(tmp_path: Path) -> None:
     table = steps_of(tmp_path, 0, more=3000).table("timeline")
     (calls,) = bars(figures.timeline(table))
     assert len(calls.x) < 3000
-    words = [text[0] for text in calls.customdata]
-    told = [int(text.split(" calls of")[0].replace(",", "")) if " calls of" in text else 1 for text in words]
+    texts = calls.customdata
+    told = [int(text.split(" calls of")[0].replace(",", "")) if " calls of" in text else 1 for text in texts]
     assert sum(told) == len(table) == 6000
 
 
@@ -256,7 +255,7 @@ def test_an_end_that_nobody_saw_is_not_drawn_as_one(tmp_path: Path) -> None:
     LogFactory(tmp_path).process(0).known().write([record(step=0, t_begin=10, t_return=30, t_end=0, clock=0)]).end()
     (calls,) = bars(open_run(tmp_path).figure("timeline"))
     assert list(calls.x) == [20]
-    assert "20 ns inside the call; the end was not seen" in calls.customdata[0][0]
+    assert "20 ns inside the call; the end was not seen" in calls.customdata[0]
 
 
 def test_a_waterfall_leads_from_the_closed_form_to_the_measured_volume() -> None:
