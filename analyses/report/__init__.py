@@ -1,5 +1,18 @@
 """Reports of one run, of runs side by side, and of runs by number of ranks.
 
-`terminal`, `side_by_side` and `scaling_text` make text, `document` makes JSON, `html` makes pages. Text and
+`terminal` and `several_runs_text` make text, `document` makes JSON, `html` makes pages. Text and
 pages share the sentences of `findings` and `log_facts`; `commtrace.analyses.table_specs` describes the tables.
 """
+
+from __future__ import annotations
+
+from typing import Final
+
+SECTIONS: Final = (
+    "findings", "theory", "operations", "whole-job", "dimensions", "phases", "steps", "call-sites", "sizes", "times",
+    "bandwidth", "ranks", "network", "log",
+)  # fmt: skip
+"""All sections in the order of the report."""
+
+NOT_SHOWN: Final = ("sizes", "times")
+"""Sections that are shown only on request, so that the report of a healthy run fits on two screens."""

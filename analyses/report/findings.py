@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import pandas as pd
 
+from commtrace.analyses.coverage import FILE_PROBLEMS
 from commtrace.analyses.fold_engine import rows_of
 from commtrace.analyses.steps import ALL
 from commtrace.formatting import format_bytes, format_plural, format_share, format_signed, is_known
@@ -29,7 +30,7 @@ def warnings(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> Iterator[s
     if is_known(coverage["hook_errors"]) and coverage["hook_errors"]:
         errors = format_plural(int(coverage["hook_errors"]), "call")
         yield f"The hooks failed on {errors}: their data is incomplete."
-    damaged = sum(int(coverage[f"files_{kind}"]) for kind in ("cut", "foreign", "unreadable", "missing", "garbled"))
+    damaged = sum(int(coverage[f"files_{kind}"]) for kind in FILE_PROBLEMS)
     if damaged:
         yield f"Damaged or foreign files in the log: {damaged:,}; see the notes on the log."
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from commtrace.analyses.coverage import FILE_PROBLEMS
 from commtrace.analyses.fold_engine import rows_of
 from commtrace.analyses.job_summary import summarize_job
 from commtrace.formatting import (
@@ -120,11 +121,9 @@ def _hook_errors(coverage: pd.Series[Any]) -> str:
 
 
 def _damage(run: RecordedRun) -> str:
-    kinds = {name: name for name in ("cut", "foreign", "unreadable", "missing", "garbled")} | {
-        "unreadable": "not readable"
-    }
-    counts = {text: sum(note.kind == kind for note in run.notes) for kind, text in kinds.items()}
-    return "; ".join(f"{format_plural(count, 'file')} {text}" for text, count in counts.items() if count)
+    counts = {kind: sum(note.kind == kind for note in run.notes) for kind in FILE_PROBLEMS}
+    texts = [f"{format_plural(count, 'file')} {kind}" for kind, count in counts.items() if count]
+    return "; ".join(texts).replace("unreadable", "not readable")
 
 
 def recorder_line(processes: pd.DataFrame) -> str:

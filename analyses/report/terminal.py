@@ -14,10 +14,10 @@ from commtrace.formatting import format_bytes, format_plural
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.text_tables import left_column, paragraph, stdout_takes_unicode
 
+from . import NOT_SHOWN, SECTIONS
 from .findings import findings, warnings
 from .log_facts import facts, log_lists
 from .network_text import network_title, render_network
-from .section_names import NOT_SHOWN, SECTIONS
 from .spec_table import spec_table
 from .theory_text import render_theory
 

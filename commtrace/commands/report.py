@@ -37,7 +37,7 @@ class Command:
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the arguments."""
-        from commtrace.analyses.report.section_names import NOT_SHOWN, SECTIONS
+        from commtrace.analyses.report import NOT_SHOWN, SECTIONS
 
         parser.add_argument(
             "directories", metavar="DIR", type=Path, nargs="+",
@@ -84,7 +84,7 @@ class Command:
 
 def section_names(text: str) -> tuple[str, ...]:
     """Parse names of sections, separated by commas; "all" selects all of them."""
-    from commtrace.analyses.report.section_names import SECTIONS
+    from commtrace.analyses.report import SECTIONS
 
     names = SECTIONS if text == "all" else tuple(text.split(","))
     for name in names:
@@ -96,8 +96,7 @@ def section_names(text: str) -> tuple[str, ...]:
 
 
 def _write_page(arguments: argparse.Namespace, runs: Mapping[str, Run], tables: Mapping[str, NamedTables]) -> None:
-    from commtrace.analyses.report.html.comparison_pages import page_of_runs
-    from commtrace.analyses.report.html.run_page import MAX_SITES, page_of_run
+    from commtrace.analyses.report.html.pages import MAX_SITES, page_of_run, page_of_runs
     from commtrace.output_files import atomic_write
 
     if len(runs) > 1:
@@ -124,13 +123,13 @@ def _print_json(runs: Mapping[str, Run], tables: Mapping[str, NamedTables]) -> N
 
 def _print_text(arguments: argparse.Namespace, runs: Mapping[str, Run], tables: Mapping[str, NamedTables]) -> None:
     from commtrace.analyses.comparison import compare
-    from commtrace.analyses.report import side_by_side, terminal
+    from commtrace.analyses.report import several_runs_text, terminal
     from commtrace.analyses.report.findings import warnings_of_runs
     from commtrace.text_tables import console
 
     if len(runs) > 1:
         warnings = warnings_of_runs(runs, tables)
-        renderables = side_by_side.render(compare(runs, tables), arguments.width, warnings=warnings)
+        renderables = several_runs_text.render_side_by_side(compare(runs, tables), arguments.width, warnings=warnings)
     else:
         ((name, run),) = runs.items()
         sites = 10 if arguments.sites is None else arguments.sites

@@ -39,7 +39,7 @@ class Command:
         runs = {name: open_run(path) for name, path in short_names(arguments.directories).items()}
         tables = scaling(runs, arguments.tokens)
         if arguments.html is not None:
-            from commtrace.analyses.report.html.comparison_pages import page_of_scaling
+            from commtrace.analyses.report.html.pages import page_of_scaling
             from commtrace.output_files import atomic_write
 
             page = page_of_scaling(runs, tables, sentences(tables))
@@ -51,9 +51,9 @@ class Command:
 
             print(scaling_to_json(tables, sentences(tables)))
         else:
-            from commtrace.analyses.report import scaling_text
+            from commtrace.analyses.report.several_runs_text import render_scaling
             from commtrace.text_tables import console
 
-            for text in scaling_text.render(tables, sentences(tables), arguments.width):
+            for text in render_scaling(tables, sentences(tables), arguments.width):
                 console(arguments.width).print(text)
         return 0

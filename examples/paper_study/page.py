@@ -112,10 +112,8 @@ def page(study: Study) -> str:
             title="The communication of transformer training",
             subtitle=f"The experiments of {PAPER}, repeated and compared with theory.",
             tiles=[*_tiles(study)],
-            findings=[],
             warnings=[*failed, *([f"not done: {shorten(not_done)}"] if not_done else []), *warnings],
             facts=[*_facts(study)],
-            lists=[],
             sections=[verdicts, *(_section(number, section) for number, section in enumerate(study.all_sections))],
             facts_title="Experiments and their costs",
         )

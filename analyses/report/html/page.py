@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,8 +11,6 @@ from importlib import resources
 from typing import Any
 
 from commtrace.errors import MissingLibraryError
-
-from .embedding import embeddable_json, embeddable_script, script_digest
 
 try:
     import jinja2
@@ -40,7 +40,7 @@ class PageTable:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure: plotly's JSON, fit for a script element, and its height in px."""
+    """A figure: plotly's JSON, fit for a script element, and its height in px. The title may be ""."""
 
     name: str
     title: str
@@ -56,26 +56,16 @@ class PageSection:
         name: Its anchor.
         title: Its heading.
         text: What to look for.
-        figure: A figure under the heading, as in `Drawing`.
-        height: The figure's height in px.
         absent: Why there is no figure or table.
-        table: A table below the figure.
-        table_title: If given, the table is folded behind this title.
-        paragraphs: Paragraphs in pieces: the kind of a piece ("code", "strong" or "") and its text.
-        drawings: Further figures, with titles.
-        tables: Further tables, folded behind their titles.
+        drawings: Figures.
+        tables: Titles and tables. A table is folded behind its title; one whose title is "" is not folded.
         commands: Shell commands that make the section's data.
     """
 
     name: str
     title: str
     text: str
-    figure: str | None = None
-    height: int = 0
     absent: str = ""
-    table: PageTable | None = None
-    table_title: str = ""
-    paragraphs: Sequence[Sequence[tuple[str, str]]] = ()
     drawings: Sequence[Drawing] = ()
     tables: Sequence[tuple[str, PageTable]] = ()
     commands: Sequence[str] = ()
@@ -87,12 +77,12 @@ class Page:
 
     title: str
     subtitle: str
-    tiles: Sequence[Tile]
-    findings: Sequence[str]
-    warnings: Sequence[str]
     facts: Sequence[tuple[str, str]]
-    lists: Sequence[tuple[str, Sequence[str]]]
     sections: Sequence[PageSection]
+    tiles: Sequence[Tile] = ()
+    findings: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+    lists: Sequence[tuple[str, Sequence[str]]] = ()
     facts_title: str = ""
 
 
@@ -118,3 +108,19 @@ def render(page: Page) -> str:
         policy=f"default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; "
         f"script-src {' '.join(map(script_digest, scripts))}; base-uri 'none'; form-action 'none'",
     )
+
+
+def embeddable_script(code: str) -> str:
+    """Return JavaScript that is safe in a script element."""
+    return code.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+def script_digest(script: str) -> str:
+    """Return the source expression by which a Content Security Policy allows a script."""
+    return "'sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() + "'"
+
+
+def embeddable_json(value: Any) -> str:
+    """Return JSON that is safe in a script element: it has no character special to HTML."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from commtrace import formatting as units
+from commtrace.analyses.report import NOT_SHOWN, SECTIONS
 from commtrace.analyses.report.document import plain, report_to_json
-from commtrace.analyses.report.section_names import NOT_SHOWN, SECTIONS
 from commtrace.analyses.report.terminal import _RENDER, render
 from commtrace.cli import main
 from commtrace.run import open_run

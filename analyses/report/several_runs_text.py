@@ -1,8 +1,9 @@
-"""Text report of runs side by side. Renders tables; computes and prints nothing."""
+"""Text reports of runs side by side, and of runs by number of ranks. They render tables, and compute nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
 import pandas as pd
 from rich.console import RenderableType
@@ -16,8 +17,17 @@ from commtrace.text_tables import TextColumn, left_column, paragraph, text_table
 from .spec_table import spec_table
 from .terminal import heading
 
+_SCALING_TABLES: Final = (
+    ("scaling", "speedup", "Speed"),
+    ("scaling", "step_parts", "Where the time of a step goes, means over the ranks"),
+    ("scaling", "sent", "What a rank sends in a step"),
+    ("scaling_projection", "model", "The model: computing, latency, bandwidth, waiting"),
+)
 
-def render(tables: Mapping[str, pd.DataFrame], width: int, *, warnings: Sequence[str] = ()) -> Iterator[RenderableType]:
+
+def render_side_by_side(
+    tables: Mapping[str, pd.DataFrame], width: int, *, warnings: Sequence[str] = ()
+) -> Iterator[RenderableType]:
     """Yield the report, top to bottom.
 
     Args:
@@ -55,3 +65,22 @@ def _by_operation(table: pd.DataFrame, runs: list[str], part: str, width: int) -
     ]
     cells = [[run, *(format_bytes(payloads.loc[run, op]) for op in operations)] for run in runs]
     return text_table(columns, cells, width)
+
+
+def render_scaling(
+    tables: Mapping[str, pd.DataFrame], sentences: Sequence[str], width: int
+) -> Iterator[RenderableType]:
+    """Yield the comparison, top to bottom.
+
+    Args:
+        tables: Those of `commtrace.analyses.scaling`.
+        sentences: What they say.
+        width: Characters of the longest line.
+    """
+    for name, view, title in _SCALING_TABLES:
+        if len(tables[name]):
+            yield title
+            yield spec_table(name, tables[name], width, view=view)
+            yield ""
+    for sentence in sentences:
+        yield paragraph(sentence, width, first="- ")

@@ -1,0 +1,210 @@
+"""The pages of one run, of runs side by side, and of runs by number of ranks: their sections of figures and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import pandas as pd
+
+from commtrace.analyses import figures
+from commtrace.analyses.comparison import compare
+from commtrace.analyses.fold_engine import rows_of
+from commtrace.analyses.job_summary import summarize_job
+from commtrace.analyses.report.findings import findings, warnings, warnings_of_runs
+from commtrace.analyses.report.log_facts import cost_per_call, facts, log_lists
+from commtrace.analyses.report.network_text import MEANING, network_source, network_title
+from commtrace.analyses.steps import ALL
+from commtrace.analyses.table_specs import TABLES
+from commtrace.analyses.table_specs.spec import formatted_rows
+from commtrace.formatting import format_bytes, format_count, format_plural, format_share, format_small_share, is_known
+from commtrace.reading.recorded_run import RecordedRun
+from commtrace.run import Run
+
+from .page import Page, PageSection, PageTable, Tile, drawing, render
+
+MAX_SITES: Final = 40
+"""Call sites that the page shows by default."""
+
+
+def page_of_run(name: str, run: RecordedRun, tables: Mapping[str, pd.DataFrame], *, sites: int = MAX_SITES) -> str:
+    """Return the page of one run.
+
+    Args:
+        name: The page's title.
+        run: The run.
+        tables: Its tables, by name, with those that only figures are drawn from.
+        sites: Call sites to show; 0: all.
+    """
+    sections = [_figure_section(name, figure, tables) for name, figure in figures.FIGURES.items()]
+    if "network" in tables:
+        shown = tables["network"].head(TABLES["network"].max_rows)
+        text = f"{network_source(tables)} {MEANING}"
+        sections.append(_table_section("network", network_title(tables), text, "network", shown))
+    return render(
+        Page(
+            title=name,
+            subtitle=summarize_job(run) or "what was trained was not captured",
+            tiles=[*_tiles(tables)],
+            findings=[*findings(tables)],
+            warnings=[*warnings(run, tables)],
+            facts=[("run", run.id), *facts(run, tables).items()],
+            lists=[*log_lists(run, tables).items()],
+            sections=[*sections, _call_sites(tables["volume_by_site"], sites)],
+        )
+    )
+
+
+def _call_sites(table: pd.DataFrame, sites: int) -> PageSection:
+    shown = table.head(sites) if sites else table
+    more = f", the first {len(shown)} of {len(table):,}" if len(shown) < len(table) else ""
+    text = "Lines of code that made the calls, outside of the wrappers of torch and DeepSpeed. Sums over the ranks."
+    return _table_section("sites", f"Call sites{more}", text, "volume_by_site", shown, absent="The log holds no call.")
+
+
+def _tiles(tables: Mapping[str, pd.DataFrame]) -> Iterator[Tile]:
+    """Yield the run at a glance."""
+    coverage = tables["coverage"].iloc[0]
+    seen, world_size = int(coverage["ranks_seen"]), coverage["world_size"]
+    missing = bool(is_known(world_size)) and seen < int(world_size)
+    job = f"of {format_count(world_size)}" if is_known(world_size) else "of an unknown number"
+    hosts = format_plural(int(coverage["hosts"]), "host")
+    yield Tile("recorded ranks", format_count(seen), f"{job}, on {hosts}", missing)
+    records, calls = coverage["records"], coverage["calls"]
+    counted = bool(is_known(calls) and calls)
+    note = f"{format_share(records / calls)} of those counted" if counted else ""
+    yield Tile("calls recorded", format_count(records), note, counted and records < calls)
+    steady = tables["steady_step"]
+    for _, step in steady.loc[steady["op"] == ALL].iterrows():
+        yield from _step_tiles(step)
+    cost = tables["tracing_cost"].dropna(subset=["share"])
+    if coverage["simulated"]:
+        yield Tile("times", "none", "simulated: nothing was sent")
+    elif len(cost):
+        note = f"of the run's time; {cost_per_call(cost)}"
+        yield Tile("tracing cost", format_small_share(cost["share"].mean()), note)
+    else:
+        yield Tile("tracing cost", "not known")
+
+
+def _step_tiles(step: pd.Series[Any]) -> Iterator[Tile]:
+    differing = int(step["differing_steps"])
+    alike = f"{differing:,} differ from the median" if differing else "all identical"
+    yield Tile("training steps", format_count(step["steps"]), alike)
+    calls = f"{format_count(step['calls_per_rank'])} calls"
+    yield Tile("payload of a step", format_bytes(step["payload_bytes_per_rank"]), f"per rank, in {calls}")
+    yield Tile("sent in a step", format_bytes(step["wire_bytes_per_rank"]), "per rank (min)")
+
+
+def page_of_runs(runs: Mapping[str, Run], tables: Mapping[str, dict[str, pd.DataFrame]]) -> str:
+    """Return the page of runs side by side.
+
+    Args:
+        runs: The runs, by the names that the page gives them.
+        tables: The tables of each run, by the same names.
+    """
+    compared = compare(runs, tables)
+    text = (
+        "A training step of each run, per rank. Wire bytes are the least bytes that a rank must send for the payload."
+    )
+    overview = _table_section("runs", "The runs", text, "runs", compared["runs"])
+    sections = [_figure_section(name, figure, compared) for name, figure in figures.COMPARISONS.items()]
+    return render(
+        Page(
+            title=", ".join(runs),
+            subtitle=f"{format_plural(len(runs), 'run')} side by side",
+            warnings=warnings_of_runs(runs, tables),
+            facts=[(str(row.run), f"{row.path}, run {row.id}") for row in rows_of(compared["runs"])],
+            sections=[overview, *sections],
+        )
+    )
+
+
+def page_of_scaling(runs: Mapping[str, Run], tables: Mapping[str, pd.DataFrame], sentences: Sequence[str]) -> str:
+    """Return the page of runs by number of ranks.
+
+    Args:
+        runs: The runs, by name.
+        tables: Those of `commtrace.analyses.scaling`.
+        sentences: What they say.
+    """
+    ranks = tables["scaling"]["ranks"]
+    text = (
+        "Means over the ranks. Expected, and the closed form: of the lowest rank, where theory has rules for the job."
+    )
+    volumes = _table_section("sent", "What a rank sends in a step", text, "scaling", tables["scaling"], "sent")
+    text = "Fixed and divided computing, latency and bandwidth of calls, and waiting for late ranks."
+    absent = "No model: calls have one size only, or their times are not known."
+    name, title = "scaling_projection", "The model, and more ranks"
+    model = _table_section("model", title, text, name, tables[name], "model", absent=absent)
+    sections = [_figure_section(name, figure, tables) for name, figure in figures.SCALING.items()]
+    return render(
+        Page(
+            title=", ".join(runs),
+            subtitle=f"scaling from {ranks.min():,} to {ranks.max():,} ranks",
+            findings=sentences,
+            facts=[(name, f"{run.log.path}, run {run.id}") for name, run in runs.items()],
+            sections=[*sections, volumes, model],
+        )
+    )
+
+
+_VIEWS: Final = {"speedup": "speedup", "step_parts": "step_parts"} | dict.fromkeys(
+    ("volume", "waterfall", "waterfall_by_role", "expected_and_measured", "message_sizes", "operation_volumes",
+     "measured_and_predicted"), "page",
+)  # fmt: skip
+"""Figures with a table below them: the view of the table's description."""
+
+
+def _table_section(
+    name: str, title: str, text: str, table: str, rows: pd.DataFrame, view: str = "page", *, absent: str = ""
+) -> PageSection:
+    """Return the section of a table. `absent`: why there are no rows, if there are none."""
+    if absent and not len(rows):
+        return PageSection(name, title, text, absent=absent)
+    return PageSection(name, title, text, tables=[("", _spec_table(table, rows, view))])
+
+
+def _spec_table(name: str, table: pd.DataFrame, view: str = "page") -> PageTable:
+    """Return a table as texts, by its description in `commtrace.analyses.table_specs`."""
+    columns = TABLES[name].columns_of(view)
+    heads, kinds = [column.head for column in columns], [column.kind for column in columns]
+    return PageTable(heads, kinds, formatted_rows(columns, table))
+
+
+def _figure_section(name: str, figure: figures.Figure, tables: Mapping[str, pd.DataFrame]) -> PageSection:
+    """Return the section of a figure, or the reason why it cannot be drawn."""
+    table = tables.get(figure.table)
+    if table is None or not figure.has_data(table):
+        return PageSection(name, figure.title, "", absent=figure.absent + _why_not_predicted(figure.table, tables))
+    rows, title = table, "The numbers"
+    if name == "expected_and_measured":
+        rows, title = _differences(table), "What differs, sums over ranks and training steps"
+    shown = rows.head(TABLES[figure.table].max_rows)
+    if len(shown) < len(rows):
+        title += f", the first {len(shown)} of {len(rows):,}"
+    return PageSection(
+        name,
+        figure.title,
+        figure.look_for,
+        drawings=[replace(drawing(name, figure.draw(table)), title="")],
+        tables=[(title, _spec_table(figure.table, shown, _VIEWS[name]))] if name in _VIEWS and len(shown) else [],
+    )
+
+
+def _why_not_predicted(table: str, tables: Mapping[str, pd.DataFrame]) -> str:
+    """Return why a run is not compared with theory, if `table` is a table of that comparison."""
+    theory = tables.get("theory")
+    if theory is None or table not in ("waterfall", "reconciliation"):
+        return ""
+    return "".join(f" ({reason})" for reason in theory["not_predicted"].dropna().unique()[:3])
+
+
+def _differences(reconciliation: pd.DataFrame) -> pd.DataFrame:
+    """Return what differs in training steps by dimension, operation and cause, the largest difference first."""
+    differing = ~reconciliation["cause"].isin(["", "expected"])
+    rows = reconciliation.loc[(reconciliation["step"] >= 0) & differing]
+    sums = {name: (name, "sum") for name in ("expected_calls", "measured_calls", "difference_bytes")}
+    groups = rows.groupby(["role", "op", "cause"], as_index=False).agg(**sums, sites=("sites", "max"))
+    return groups.sort_values("difference_bytes", key=lambda difference: difference.abs(), ascending=False)
