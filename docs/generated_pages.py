@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import textwrap
 from collections.abc import Iterator
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from typing import Final
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -28,7 +30,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {
         "reference/commands.md": commands_page(),
         "reference/settings.md": settings_page(),
-        "reference/tables.md": "# Tables\n\n" + table_specs.to_markdown(),
+        "reference/tables.md": tables_page(),
         "reference/rules.md": rules_page(),
     }
     for path, text in pages.items():
@@ -72,6 +74,62 @@ def settings_page() -> str:
         shown = int(default) if isinstance(default, bool) else default
         lines.append(f"| `{variable}` | `{shown}` | {meaning} |")
     return "\n".join(lines) + "\n"
+
+
+_TABLE_SECTIONS: Final = (
+    (
+        "Tables of a report",
+        "`commtrace report DIR --json`, and `commtrace.open(DIR).table(NAME)`. All of them are in every document; one "
+        "that does not apply to a run has no rows.",
+        table_specs.REPORT_TABLES,
+    ),
+    (
+        "Tables used only by figures",
+        "`commtrace.open(DIR).table(NAME)`; not in the JSON document.",
+        table_specs.FIGURE_TABLES,
+    ),
+    ("Tables of a report with a network", "`commtrace report DIR --network NET --json`.", table_specs.NETWORK_TABLES),
+    (
+        "Tables of runs side by side",
+        "`commtrace report DIR DIR ... --json`, and `commtrace.analyses.comparison.compare`.",
+        table_specs.COMPARISON_TABLES,
+    ),
+    (
+        "Tables of a scaling comparison",
+        "`commtrace scaling DIR DIR ... --json`, and `commtrace.analyses.scaling.scaling_tables.scaling`.",
+        table_specs.SCALING_TABLES,
+    ),
+)
+
+_WIDTH: Final = 100
+
+_TABLES_INTRODUCTION: Final = """\
+Every table, by its name, with what its rows and columns are. `run.describe_table(NAME)` shows the
+same in Python, and the JSON documents hold it as "columns".
+
+- Counts and bytes are sums over the ranks that left a log, unless a column says "per rank".
+- Every recorded call counts, also one that failed or did not end; the table `states` counts them.
+- A missing value means "not known", never zero: `null` in JSON, "-" in text.
+- Text and pages show the columns under short heads, in units that suit; JSON and pandas hold exact
+  numbers.
+"""
+
+
+def tables_page() -> str:
+    """Return the descriptions of all tables."""
+    return "\n".join(("# Tables", "", *_describe_tables()))
+
+
+def _describe_tables() -> Iterator[str]:
+    yield _TABLES_INTRODUCTION
+    for title, about, specs in _TABLE_SECTIONS:
+        yield from (f"## {title}", "", textwrap.fill(about, _WIDTH, break_on_hyphens=False), "")
+        for spec in specs:
+            text = textwrap.fill(f"{spec.title}. {spec.rows}", _WIDTH, break_on_hyphens=False)
+            yield from (f"### `{spec.name}`", "", text, "")
+            yield from ("| column | unit | meaning |", "| --- | --- | --- |")
+            yield from (f"| `{column.name}` | {column.unit} | {column.meaning} |" for column in spec.columns)
+            yield ""
 
 
 def rules_page() -> str:
