@@ -6,7 +6,7 @@ Models" (Anthony et al., 2024). Figure 12, tensor parallelism by operation, is d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, Final
 
 import pandas as pd
@@ -67,7 +67,10 @@ def operation_shares(table: pd.DataFrame) -> go.Figure:
         bars = _run_bars(
             of_op,
             of_op["share"] * 100,
-            lambda row: f"{_volume_hover(row)}<br>{row.share * 100:.2f} % of the payload of the whole run",
+            [
+                f"{_volume_hover(row)}<br>{row.share * 100:.2f} % of the payload of the whole run"
+                for row in rows_of(of_op)
+            ],
             text=[format_share(value) if value >= 0.04 else "" for value in of_op["share"]],
             text_position="inside",
             text_anchor="middle",
@@ -93,7 +96,8 @@ def operation_volumes(table: pd.DataFrame) -> go.Figure:
         scale = bytes_scale(totals)
         for op in operations:
             of_op = rows.loc[rows["op"] == op]
-            bars = _run_bars(of_op, scale.axis(of_op["payload_bytes_per_rank"]), _volume_hover, **operation_style(op))
+            hover = [_volume_hover(row) for row in rows_of(of_op)]
+            bars = _run_bars(of_op, scale.axis(of_op["payload_bytes_per_rank"]), hover, **operation_style(op))
             figure.add_trace(bars, row=panel, col=1)
         figure.add_trace(stack_totals(totals, scale.axis(totals)), row=panel, col=1)
         title, reach = f"payload per rank, {part_text}, {scale.unit}", 1.3 * scale.reach(totals)
@@ -116,13 +120,15 @@ def role_volumes(table: pd.DataFrame) -> go.Figure:
     for role in [*(role for role in ROLES if role in roles), *sorted(roles - {*ROLES})]:
         rows = sending.loc[sending["role"] == role]
         colour, shape = _ROLE_PAINT.get(role, (GREY, "/"))
+        hover = [
+            f"{label(row.run)}: {label(role)}<br>{format_bytes(row.wire_bytes_per_rank)} per rank (min)"
+            f"<br>{format_bytes(row.payload_bytes_per_rank)} payload"
+            for row in rows_of(rows)
+        ]
         bars = _run_bars(
             rows,
             scale.axis(rows["wire_bytes_per_rank"]),
-            lambda row: (
-                f"{label(row.run)}: {label(row.role)}<br>{format_bytes(row.wire_bytes_per_rank)} per rank (min)"
-                f"<br>{format_bytes(row.payload_bytes_per_rank)} payload"
-            ),
+            hover,
             name=label(role),
             marker={"color": colour, "pattern": {"shape": shape, "fillmode": "overlay", "size": 6}},
         )
@@ -167,7 +173,10 @@ def _prediction_bars(table: pd.DataFrame, axis: str, title: str) -> go.Figure:
         bars = _run_bars(
             table,
             scale.axis(values),
-            lambda row, kind=kind: f"{label(row.run)}, {kind}<br>{format_count(getattr(row, f'{kind}_bytes'))} bytes",
+            [
+                f"{label(run)}, {kind}<br>{format_count(size)} bytes"
+                for run, size in zip(table["run"], values, strict=True)
+            ],
             text=[format_bytes(value) + suffix for value, suffix in zip(values, suffixes, strict=True)],
             text_position=text_positions(values, both),
             text_anchor="start",
@@ -185,9 +194,9 @@ def _operations_with_payload(table: pd.DataFrame) -> list[str]:
     return in_order(table.loc[table["payload_bytes_per_rank"] > 0, "op"])
 
 
-def _run_bars(rows: pd.DataFrame, lengths: Any, hover: Callable[[Any], str], **options: Any) -> go.Bar:
-    """Return a bar for each row, at its run. `hover`: returns the text of a row; `options`: of `horizontal_bars`."""
-    return horizontal_bars([label(run) for run in rows["run"]], lengths, [*map(hover, rows_of(rows))], **options)
+def _run_bars(rows: pd.DataFrame, lengths: Any, hover: Sequence[str], **options: Any) -> go.Bar:
+    """Return a bar for each row, at its run; the other arguments are those of `horizontal_bars`."""
+    return horizontal_bars([label(run) for run in rows["run"]], lengths, hover, **options)
 
 
 def _volume_hover(row: Any) -> str:

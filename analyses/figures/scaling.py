@@ -8,7 +8,7 @@ from plotly.subplots import make_subplots
 
 from commtrace.formatting import format_duration, format_share
 
-from .style import BLUE, CLOSED_FORM, GREY, ORANGE, VERMILION, finish, hover_texts, label, time_scale
+from .style import BLUE, CLOSED_FORM, GREY, ORANGE, VERMILION, finish, horizontal_bars, hover_texts, label, time_scale
 
 
 def speedup(table: pd.DataFrame) -> go.Figure:
@@ -59,11 +59,8 @@ def step_parts(table: pd.DataFrame) -> go.Figure:
     runs = [f"{label(run)}, {ranks} ranks" for run, ranks in zip(table["run"], table["ranks"], strict=True)]
     figure = go.Figure()
     for name, (values, colour) in parts.items():
-        figure.add_bar(
-            orientation="h", y=runs, x=scale.axis(values), name=name, marker={"color": colour},
-            customdata=[format_duration(value) for value in values],
-            hovertemplate=f"%{{y}}: {name}<br>%{{customdata}}<extra></extra>",
-        )  # fmt: skip
+        hover = [f"{run}: {name}<br>{format_duration(value)}" for run, value in zip(runs, values, strict=True)]
+        figure.add_trace(horizontal_bars(runs, scale.axis(values), hover, name=name, marker={"color": colour}))
     figure.update_xaxes(title_text=f"a training step, {scale.unit}", rangemode="tozero")
     figure.update_yaxes(autorange="reversed", showgrid=False, type="category")
     figure.update_layout(barmode="group" if table["compute_ns"].isna().any() else "stack")

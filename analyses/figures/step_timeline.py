@@ -74,7 +74,7 @@ def _joined(spans: pd.DataFrame, gap: float) -> pd.DataFrame:
     latest = spans.groupby(lanes, sort=False)["end"].cummax().groupby(lanes, sort=False).shift()
     number = (latest.isna() | (spans["begin"] - latest > gap)).cumsum()
     how = {"begin": "min", "end": "max", "ended": "all", "calls": "sum", "payload_bytes": "sum"}
-    return spans.groupby(number, as_index=False).agg({column: how.get(column, "first") for column in spans})
+    return spans.groupby(number, as_index=False).agg({column: how.get(str(column), "first") for column in spans})
 
 
 def _hover(row: Any) -> str:

@@ -145,7 +145,7 @@ def text_positions(values: Iterable[float], longest_of: Iterable[float]) -> list
 
 
 def horizontal_bars(
-    y: Sequence[Any],
+    y: Sequence[Any] | pd.Series[Any],
     x: Sequence[Any] | pd.Series[Any],
     hover: Sequence[str],
     *,
