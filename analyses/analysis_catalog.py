@@ -4,30 +4,19 @@ from __future__ import annotations
 
 from typing import Final
 
-from . import (
-    balance,
-    call_times,
-    coverage,
-    message_sizes,
-    reconciliation,
-    steps,
-    timeline,
-    tracing_cost,
-    volume,
-    whole_job,
-)
+from . import call_times, coverage, message_sizes, reconciliation, steps, timeline, tracing_cost, volume
 from .fold_engine import Analysis
 
 ANALYSES: Final[tuple[Analysis, ...]] = (
     coverage.ANALYSIS,
     tracing_cost.ANALYSIS,
     *volume.ANALYSES,
-    whole_job.ANALYSIS,
+    volume.WHOLE_JOB,
     steps.ANALYSIS,
     message_sizes.ANALYSIS,
     call_times.ANALYSIS,
     call_times.BANDWIDTH,
-    balance.ANALYSIS,
+    volume.BY_RANK,
     reconciliation.ANALYSIS,
 )
 

@@ -1,10 +1,15 @@
-"""Volume by operation, parallel dimension, phase and call site. Columns: `table_specs`."""
+"""Volume by operation, parallel dimension, phase, call site and rank, and of the whole job. Columns: `table_specs`.
+
+`whole_job` is of a dry run of some ranks of the job: a call counts once for each rank that its rank stands for. The
+table has no rows if the run is real, or if the simulated ranks do not stand for every rank of the job.
+"""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Final
 
+import numpy as np
 import pandas as pd
 
 from commtrace.reading.recorded_run import RecordedRun
@@ -34,3 +39,48 @@ def _finish(name: str, table: pd.DataFrame, run: RecordedRun) -> NamedTables:
 ANALYSES: Final = tuple(
     Analysis(name, partial(_partial, keys), merge_sums(*keys), partial(_finish, name)) for name, keys in KEYS.items()
 )
+
+
+def _partial_by_rank(block: RecordBlock) -> pd.DataFrame:
+    rows = block.distinct
+    training = (rows["step"] >= 0).astype(np.int64)
+    values = {
+        "calls": rows.calls,
+        **rows.volumes,
+        "training_calls": training * rows.calls,
+        "training_payload_bytes": training * rows.volumes["payload_bytes"],
+    }
+    sums = {name: value.sum(keepdims=True)[: len(rows)] for name, value in values.items()}
+    return pd.DataFrame({"rank": np.full(min(len(rows), 1), block.labels.rank, np.int64), **sums})
+
+
+def _finish_by_rank(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
+    ranks = pd.DataFrame({"rank": sorted({process.rank for process in run.processes})}, dtype=np.int64)
+    # A rank without records is known to have none in the log, so 0 is its value.
+    filled = ranks.merge(table, on="rank", how="left").fillna(0).astype(table.dtypes.to_dict())
+    median = filled["training_payload_bytes"].median()
+    share = filled["training_payload_bytes"] / median if median else np.nan
+    return {"ranks": mask_unknown_wire(filled).assign(payload_of_median=share)}
+
+
+BY_RANK: Final = Analysis("balance", _partial_by_rank, merge_sums("rank"), _finish_by_rank)
+
+_SUMS: Final = ["calls", "payload_bytes", "wire_bytes", "wire_unknown"]
+
+
+def _partial_of_job(block: RecordBlock) -> pd.DataFrame:
+    table = table_by(block.distinct, ("step", "op"), block.distinct.volumes)
+    part = np.where(table.pop("step") < 0, "start-up", "training steps").astype(object)
+    return table.assign(process=block.labels.number, part=part)
+
+
+def _finish_of_job(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
+    if not run.simulated or sum(run.stands_for.values()) != run.world_size:
+        table = table.iloc[:0]
+    ranks = table["process"].map({at: process.tables.stands_for[1] for at, process in enumerate(run.processes)})
+    sums = table.assign(**{name: table[name] * ranks.astype(np.int64) for name in _SUMS})
+    result = mask_unknown_wire(sums.groupby(["part", "op"], as_index=False)[_SUMS].sum())
+    return {"whole_job": result.sort_values(["part", "payload_bytes"], ascending=[True, False], ignore_index=True)}
+
+
+WHOLE_JOB: Final = Analysis("whole_job", _partial_of_job, merge_sums("process", "part", "op"), _finish_of_job)
