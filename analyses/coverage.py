@@ -15,6 +15,9 @@ from commtrace.reading.table_reader import integer_or_none
 from .fold_engine import Analysis, NamedTables, RecordBlock, merge_sums, table_by
 from .table_specs import TABLES
 
+FILE_PROBLEMS: Final = ("cut", "foreign", "unreadable", "missing", "garbled")
+"""Kinds of notes on files of the log."""
+
 COUNTERS: Final = ("calls", "dropped", "removed", "lost", "hook_errors")
 
 
@@ -97,7 +100,7 @@ def _coverage(processes: pd.DataFrame, run: RecordedRun) -> dict[str, object]:
         },
         "simulated": int(processes["simulated"].sum()),
         "first_error": errors.iloc[0] if len(errors) else None,
-        **{f"files_{kind}": files[kind] for kind in ("cut", "foreign", "unreadable", "missing", "garbled")},
+        **{f"files_{kind}": files[kind] for kind in FILE_PROBLEMS},
     }
 
 

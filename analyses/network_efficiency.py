@@ -12,19 +12,19 @@ Of each group, the first 512 operations count, and of later ones 256 in every do
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final
 
 import numpy as np
 import pandas as pd
 
-from commtrace.formatting import parse_ranks
+from commtrace.formatting import is_known, parse_ranks
 from commtrace.network.networks import Network
 from commtrace.reading.recorded_run import RecordedRun
 
 from .call_times import exact_ends, transfer_begin
-from .fold_engine import Analysis, Array, NamedTables, RecordBlock, group_rows, merge_sums
+from .fold_engine import Analysis, Array, NamedTables, RecordBlock, group_rows, merge_sums, rows_of
 from .table_specs import TABLES
 
 SYNCHRONIZING: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
@@ -33,6 +33,7 @@ SYNCHRONIZING: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_al
 MESSAGES: Final = ("send", "recv", "sendrecv")
 
 _KEYS: Final = ("op", "group", "group_ranks", "ranks", "payload_bytes", "rank", "peer", "seq")
+_CALL: Final = ["op", "ranks", "hosts", "payload_bytes"]
 _NO_TIME: Final = np.iinfo(np.int64).max
 
 _NOT_SYNCHRONIZING: Final = "a rank may leave it before others come"
@@ -131,9 +132,9 @@ def _finish(network: Network, table: pd.DataFrame, run: RecordedRun) -> NamedTab
     hosts = {process.rank: str(process.tables.process.get("host")) for process in run.processes}
     table = table.assign(hosts=_host_counts(table, hosts))
     timed = table.loc[(table["seq"] >= 0) & (table["seen"] == table["ranks"]) & (table["exact"] == 1)]
-    times = {key: (len(shortest), round(shortest.median())) for key, shortest in _by_key(timed, "shortest_ns")}
-    counts = {key: int(calls.sum()) for key, calls in _by_key(table.loc[table["seq"] < 0], "calls")}
-    rows = [_row(network, key, calls, *times.get(key, (0, None))) for key, calls in counts.items()]
+    times = timed.groupby(_CALL)["shortest_ns"].agg(timed="size", measured_ns="median")
+    calls = table.loc[table["seq"] < 0].groupby(_CALL)["calls"].sum().to_frame().join(times).reset_index()
+    rows = [_row(network, row) for row in rows_of(calls)]
     types = dict.fromkeys(("hosts", "measured_ns", "expected_ns", "latency_ns"), "Int64")
     result = pd.DataFrame(rows, columns=TABLES["network"].column_names).astype(types)
     order = (result["calls"] * result["expected_ns"].astype(float)).fillna(-1)
@@ -142,16 +143,6 @@ def _finish(network: Network, table: pd.DataFrame, run: RecordedRun) -> NamedTab
         "network": result,
         "network_used": pd.DataFrame([{"name": network.name, "about": "; ".join(network.about)}]),
     }
-
-
-Key: TypeAlias = tuple[str, int, int, int]
-"""Operation, ranks and hosts of the group, payload."""
-
-
-def _by_key(table: pd.DataFrame, column: str) -> Iterator[tuple[Key, pd.Series[Any]]]:
-    for key, values in table.groupby(["op", "ranks", "hosts", "payload_bytes"])[column]:
-        op, ranks, hosts, payload = cast("Key", key)
-        yield (str(op), int(ranks), int(hosts), int(payload)), values
 
 
 def _host_counts(table: pd.DataFrame, hosts: Mapping[int, str]) -> Array:
@@ -171,23 +162,20 @@ def _host_counts(table: pd.DataFrame, hosts: Mapping[int, str]) -> Array:
     return np.array([of_group[group] if rank < 0 else count([rank, peer]) for rank, peer, group in rows], np.int64)
 
 
-def _row(network: Network, key: Key, calls: int, timed: int, measured: int | None) -> dict[str, object]:
-    op, ranks, hosts, payload = key
-    expected = network.expected(op, payload, ranks, hosts) if hosts else None
+def _row(network: Network, row: Any) -> dict[str, object]:
+    expected = network.expected(row.op, row.payload_bytes, row.ranks, row.hosts) if row.hosts else None
     total = None if expected is None else round(expected.total_us * 1e3)
+    measured = round(row.measured_ns) if is_known(row.measured_ns) else None
     return {
-        "op": op,
-        "ranks": ranks,
-        "hosts": hosts or None,
-        "payload_bytes": payload,
-        "calls": calls,
-        "timed": timed,
+        **row._asdict(),
+        "hosts": row.hosts or None,
+        "timed": 0 if measured is None else int(row.timed),
         "measured_ns": measured,
         "expected_ns": total,
         "latency_ns": None if expected is None else round(expected.latency_us * 1e3),
         "how": None if expected is None else expected.how,
         "efficiency": total / measured if total and measured else None,
-        "why_not": _why_not(op, ranks, hosts, measured is None, expected is None),
+        "why_not": _why_not(row.op, row.ranks, row.hosts, measured is None, expected is None),
     }
 
 

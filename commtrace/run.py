@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from commtrace.analyses import analyse, detail
 from commtrace.errors import NoSuchTableError
 from commtrace.reading.log import open_log
 from commtrace.reading.recorded_run import RecordedRun
@@ -36,16 +37,11 @@ class Run(RecordedRun):
 
     @cached_property
     def _tables(self) -> dict[str, pd.DataFrame]:
-        return self._analyse(None)
+        return analyse(self)
 
     @cached_property
     def _figure_tables(self) -> dict[str, pd.DataFrame]:
         return {}
-
-    def _analyse(self, executor: Executor | None) -> dict[str, pd.DataFrame]:
-        from commtrace.analyses import analyse
-
-        return analyse(self, executor)
 
     def tables(self, executor: Executor | None = None) -> dict[str, pd.DataFrame]:
         """Return the tables of every analysis by name, as `commtrace report --json` shows them.
@@ -56,7 +52,7 @@ class Run(RecordedRun):
         Returns:
             Tables by name; the page on tables describes their columns and units.
         """
-        return self._tables if executor is None else self._analyse(executor)
+        return self._tables if executor is None else analyse(self, executor)
 
     def table(self, name: str) -> pd.DataFrame:
         """Return one table.
@@ -67,8 +63,6 @@ class Run(RecordedRun):
         Raises:
             NoSuchTableError: No analysis has a table of this name.
         """
-        from commtrace.analyses import detail
-
         if name not in self._figure_tables and (table := detail(self, name)) is not None:
             self._figure_tables[name] = table
         tables = self._figure_tables if name in self._figure_tables else self.tables()

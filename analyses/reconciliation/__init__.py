@@ -37,7 +37,6 @@ EXPECTED: Final = "expected"
 _CELL: Final = ("rank", "step", "role", "op")
 _NUMBERS: Final = ("expected_calls", "measured_calls", "expected_bytes", "measured_bytes")
 TABLE_NAMES: Final = ("theory", "expected", "reconciliation", "waterfall", "waterfall_by_role")
-_TEXT: Final = ("role", "op", "scheme", "not_predicted", "other_versions", "cause", "sites", "label", "kind")
 _NEVER_MISSING: Final = {"rank": "int64", "step": "int64", "bytes": "int64", "matched_share": "float64"}
 
 
@@ -49,12 +48,15 @@ def _finish(table: pd.DataFrame, run: RecordedRun, jobs: Sequence[Mapping[str, A
         # Stages have equally many ranks each, and are in the order of the ranks.
         job = jobs[process.rank * len(jobs) // (run.world_size or len(run.processes))] if jobs else None
         _add_process(process, calls_by_step(tables.get(number, table.iloc[:0])), last_step, rows, job)
-    return {
-        name: pd.DataFrame(rows[name], columns=(columns := TABLES[name].column_names)).astype(
-            {column: object if column in _TEXT else _NEVER_MISSING.get(column, "Int64") for column in columns}
-        )
-        for name in TABLE_NAMES
+    return {name: _table(name, rows[name]) for name in TABLE_NAMES}
+
+
+def _table(name: str, rows: Sequence[Mapping[str, object]]) -> pd.DataFrame:
+    types = {
+        column.name: _NEVER_MISSING.get(column.name, "Int64") if column.kind == "number" else object
+        for column in TABLES[name].columns
     }
+    return pd.DataFrame(rows, columns=[*types]).astype(types)
 
 
 def _add_process(
@@ -158,34 +160,25 @@ def _expected_rows(rank: int, step: int, expected: Iterable[ExpectedCall]) -> It
 def _reconciliation_rows(
     rank: int, step: int, cells: Iterable[Cell], explained: Iterable[tuple[str, Leftover]]
 ) -> Iterator[dict[str, object]]:
-    by_cause: dict[tuple[CellKey, str], list[Leftover]] = defaultdict(list)
-    for cause, leftover in explained:
-        by_cause[(leftover.role, leftover.op), cause].append(leftover)
+    sums: dict[tuple[CellKey, str], list[int]] = {}  # _NUMBERS by cell and cause
+    sites: dict[tuple[CellKey, str], set[str]] = defaultdict(set)
     for cell in cells:
         if cell.matched_calls:
-            numbers = (cell.matched_calls, cell.matched_calls, cell.matched_bytes, cell.matched_bytes)
-            yield _reconciliation_row(rank, step, cell.key, numbers, EXPECTED, cell.sites)
-    for (key, cause), leftovers in by_cause.items():
-        missing = [leftover for leftover in leftovers if leftover.calls < 0]
-        extra = [leftover for leftover in leftovers if leftover.calls > 0]
-        numbers = (
-            -sum(leftover.calls for leftover in missing),
-            sum(leftover.calls for leftover in extra),
-            -sum(leftover.bytes for leftover in missing),
-            sum(leftover.bytes for leftover in extra),
-        )
-        yield _reconciliation_row(rank, step, key, numbers, cause, [leftover.site for leftover in extra])
-
-
-def _reconciliation_row(
-    rank: int, step: int, key: CellKey, numbers: tuple[int, int, int, int], cause: str, sites: Iterable[str]
-) -> dict[str, object]:
-    return {
-        **dict(zip((*_CELL, *_NUMBERS), (rank, step, *key, *numbers), strict=True)),
-        "difference_bytes": numbers[3] - numbers[2],
-        "cause": cause,
-        "sites": "; ".join(sorted({site for site in sites if site})),
-    }
+            sums[cell.key, EXPECTED] = [cell.matched_calls, cell.matched_calls, cell.matched_bytes, cell.matched_bytes]
+            sites[cell.key, EXPECTED] = {*cell.sites}
+    for cause, leftover in explained:
+        key = (leftover.role, leftover.op), cause
+        numbers, recorded = sums.setdefault(key, [0, 0, 0, 0]), int(leftover.calls > 0)
+        numbers[recorded] += abs(leftover.calls)
+        numbers[2 + recorded] += abs(leftover.bytes)
+        sites[key].add(leftover.site)
+    for (cell_key, cause), numbers in sums.items():
+        yield {
+            **dict(zip((*_CELL, *_NUMBERS), (rank, step, *cell_key, *numbers), strict=True)),
+            "difference_bytes": numbers[3] - numbers[2],
+            "cause": cause,
+            "sites": "; ".join(sorted(sites[cell_key, cause] - {""})),
+        }
 
 
 def _has_job(run: RecordedRun) -> bool:

@@ -141,7 +141,9 @@ def fit_runs(table: pd.DataFrame, messages: pd.DataFrame) -> tuple[pd.DataFrame,
         messages: The messages of all runs (`step_times.StepTimes`) with a column `run`.
     """
     ranks = table["ranks"].to_numpy(float)
-    work = _relative_work(table)
+    tokens = table["tokens_per_step"]
+    # The work of a step of each run, in units of the first run's.
+    work = (tokens.astype(float) / float(tokens.iloc[0])).to_numpy() if tokens.notna().all() else np.ones(len(table))
     amdahl = fit_amdahl(ranks, table["step_ns"].to_numpy(float) / work)
     rows: list[tuple[str, str, float | None, str, float | None]] = [
         ("Amdahl", "fixed", amdahl.fixed * work[0], "ns", amdahl.error),
@@ -162,15 +164,6 @@ def fit_runs(table: pd.DataFrame, messages: pd.DataFrame) -> tuple[pd.DataFrame,
         ]
         projection = _project(table, work, hockney, growth)
     return pd.DataFrame(rows, columns=TABLES["scaling_fits"].column_names), projection
-
-
-def _relative_work(table: pd.DataFrame) -> Array:
-    """Return the work of a step of each run in units of the first run's, shape (runs,)."""
-    tokens = table["tokens_per_step"]
-    work: Array = (
-        (tokens.astype(float) / float(tokens.iloc[0])).to_numpy() if tokens.notna().all() else np.ones(len(table))
-    )
-    return work
 
 
 def _project(table: pd.DataFrame, work: Array, hockney: HockneyFit, growth: dict[str, GrowthFit]) -> pd.DataFrame:
