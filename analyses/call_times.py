@@ -153,7 +153,8 @@ def _bandwidth_partial(block: RecordBlock) -> pd.DataFrame:
         "bus_bytes": payload * _busbw_factors(block.labels, kinds, sizes[used]),
     }
     table = sums_by(block.labels, {"op": kinds, "end_seen_by": clocks}, values)
-    return table.assign(end_seen_by=[END_SEEN_BY.get(clock, "unknown") for clock in table["end_seen_by"]])
+    ends = [END_SEEN_BY.get(clock, "unknown") for clock in table["end_seen_by"]]
+    return table.assign(end_seen_by=np.array(ends, object))
 
 
 def _busbw_factors(labels: RecordLabels, kinds: Array, sizes: Array) -> Array:
