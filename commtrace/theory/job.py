@@ -141,8 +141,15 @@ class Job:
 
     @cached_property
     def micro_batches(self) -> int:
-        """Micro-batches of a step."""
-        return int(self.fact("gradient_accumulation_steps"))
+        """Micro-batches of a step: of DeepSpeed's engine, otherwise as the model declares them, or one."""
+        if self.row.get("source") == "deepspeed":
+            return int(self.fact("gradient_accumulation_steps"))
+        return int(self.model("gradient_accumulation_steps", 1)) if "model" in self.row else 1
+
+    @cached_property
+    def clips_gradients(self) -> bool:
+        """Whether the program clips gradients itself, as the model declares it."""
+        return "model" in self.row and float(self.model("gradient_clipping", 0.0)) > 0
 
     @cached_property
     def tensor(self) -> int:

@@ -16,10 +16,9 @@ from commtrace.errors import CommtraceError, ConfigError, MissingLibraryError
 from commtrace.theory.model_shapes import ModelShape, ModuleSpec, gpt_neox_model
 
 from . import hugging_face
-from .ddp_job_row import ddp_row
 from .deepspeed_job_row import deepspeed_row
-from .fsdp_job_row import fsdp_row
 from .rank_layout import ELEMENT_TYPES, RankLayout, complete_batch_sizes
+from .torch_job_rows import ddp_row, fsdp_row
 
 _BATCH_SIZES: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _KINDS: Final = {"deepspeed": "DeepSpeed", "hugging_face": "a Hugging Face model"}

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from commtrace.theory import ExpectedCall, NotPredictedError, Prediction, predict
 from commtrace.theory.configs.job_plan import DEFAULT_OPTIONS, JobPlan, PlanError, PlanOptions, plan_job
-from commtrace.theory.expected_calls import exact_wire_bytes
+from commtrace.theory.expected_calls import total_wire_bytes
 
 START: Final = "start-up"
 
@@ -103,13 +103,7 @@ def _volume(job: Forecast, prediction: Prediction, calls: Sequence[ExpectedCall]
     has_bounds = any(call.most is not None for call in calls)
     most = sum(call.calls if call.most is None else call.most for call in calls)
     payload = sum(call.bytes for call in calls)
-    wire = sum(
-        (
-            exact_wire_bytes(call.op, call.payload, call.ranks or prediction.ranks_of(call.role)) * call.calls
-            for call in calls
-        ),
-        Fraction(0),
-    )
+    wire = sum((total_wire_bytes([call], prediction.ranks_of(call.role)) for call in calls), Fraction(0))
     return {
         "calls": sum(call.calls for call in calls),
         "calls_max": most if has_bounds else None,

@@ -77,25 +77,18 @@ def _time_cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _waterfall(document: dict[str, Any]) -> Iterator[str]:
-    for stage in dict.fromkeys(row.get("stage", 0) for row in document["waterfall"]):
-        rows = [row for row in document["waterfall"] if row.get("stage", 0) == stage]
+    stages: dict[int | None, list[dict[str, Any]]] = {}
+    for row in document["waterfall"]:
+        stages.setdefault(row.get("stage"), []).append(row)
+    for stage, rows in stages.items():
         closed_form, total = rows[0]["wire_bytes"], sum(row["wire_bytes"] for row in rows)
-
-        def share(value: float, closed_form: float = closed_form) -> str:
-            return format_share(value / closed_form) if closed_form else "-"
-
-        cells = [
-            (
-                row["label"],
-                ("+" if position and row["wire_bytes"] > 0 else "") + format_bytes(row["wire_bytes"]),
-                share(row["wire_bytes"]),
-            )
-            for position, row in enumerate(rows)
-        ]
-        cells.append(("expected calls", format_bytes(total), share(total)))
-        yield from _table(
-            (f"stage {stage}" if "stage" in rows[0] else "", "wire (min)", "of closed form"), cells, num_left=1
-        )
+        cells = []
+        for row in (*rows, {"label": "expected calls", "wire_bytes": total}):
+            sign = "+" if cells and row["wire_bytes"] > 0 and row["label"] != "expected calls" else ""
+            share = format_share(row["wire_bytes"] / closed_form) if closed_form else "-"
+            cells.append((row["label"], sign + format_bytes(row["wire_bytes"]), share))
+        head = "" if stage is None else f"stage {stage}"
+        yield from _table((head, "wire (min)", "of closed form"), cells, num_left=1)
 
 
 def _with_stage(row: dict[str, Any], text: str) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from commtrace.theory.configs.fsdp_job_row import fsdp_row
 from commtrace.theory.configs.rank_layout import ELEMENT_TYPES, RankLayout
+from commtrace.theory.configs.torch_job_rows import fsdp_row
 from commtrace.theory.job import NotPredictedError
 from commtrace.theory.model_shapes import ModelShape, ModuleSpec, gpt_neox_model, model_lists
 from examples.gpt_neox.config import TrainingConfig, check_fsdp

@@ -15,7 +15,6 @@ from typing import Final
 from commtrace.theory.closed_forms import ring_attention
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
 from commtrace.theory.job import Job, NotPredictedError, element_size
-from commtrace.theory.rules.deepspeed.ulysses import recomputed_attention
 from commtrace.theory.rules.megatron import tensor_parallel as tensor
 from commtrace.theory.rules.registry import WORKLOAD, rule
 from commtrace.theory.waterfall import level_bars
@@ -34,7 +33,7 @@ def extend_prediction(job: Job, data: Prediction) -> Prediction:
         raise NotPredictedError("ring attention together with experts has no rules yet")
     own = (*keys_and_values(job), *key_value_gradients(job))
     batch, length, hidden = tensor.batch_dimensions(job)
-    layers, steps = int(job.model("num_layers")), tensor.micro_batches(job)
+    layers, steps = int(job.model("num_layers")), job.micro_batches
     form = Fraction(layers * ring_attention(batch, length, hidden, job.context) * job.parameter_size)
     once_round = Fraction(2 * layers * _key_elements(job) * (job.context - 1))  # keys and values
     gradients = total_wire_bytes(own, job.context, BACKWARD) / steps
@@ -59,14 +58,14 @@ def _key_elements(job: Job) -> int:
 
 def _hops(job: Job, size: int, cause: str, hops: int) -> list[ExpectedCall]:
     """Return hops of keys and of values in each layer and micro-batch: sent to the next rank, and received."""
-    calls = 2 * hops * int(job.model("num_layers")) * tensor.micro_batches(job)
+    calls = 2 * hops * int(job.model("num_layers")) * job.micro_batches
     return [ExpectedCall(op, _key_elements(job) * size, cause, calls, role=ROLE) for op in ("send", "recv")]
 
 
 @rule("examples.gpt_neox.sequence._Ring.forward", WORKLOAD)
 def keys_and_values(job: Job) -> list[ExpectedCall]:
     """Keys and values go round forward and backward, and once more where activations are recomputed."""
-    return _hops(job, job.parameter_size, FORWARD, (job.context - 1) * (2 + recomputed_attention(job)))
+    return _hops(job, job.parameter_size, FORWARD, (job.context - 1) * (2 + tensor.recomputed_passes(job)))
 
 
 @rule("examples.gpt_neox.sequence._Ring.backward", WORKLOAD)

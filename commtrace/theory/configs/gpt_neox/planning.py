@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from commtrace.errors import ConfigError
-from commtrace.theory.configs.ddp_job_row import ddp_row
 from commtrace.theory.configs.deepspeed_job_row import deepspeed_row
-from commtrace.theory.configs.fsdp_job_row import fsdp_row
 from commtrace.theory.configs.job_plan import JobPlan, PlanError, PlanOptions
 from commtrace.theory.configs.pipeline_job_rows import StageDivision, stage_rows
 from commtrace.theory.configs.rank_layout import RankLayout
+from commtrace.theory.configs.torch_job_rows import ddp_row, fsdp_row
 from commtrace.theory.model_shapes import ModelShape, gpt_neox_model
 
 from .config import NeoxConfig, load_config

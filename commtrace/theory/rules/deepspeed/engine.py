@@ -6,7 +6,6 @@ every micro-batch; the overflow check lets every step pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Final
 
@@ -49,42 +48,37 @@ def predict(job: Job) -> Prediction:
     check(job)
     step = (*fallback_gradients(job), *fallback_norm(job))
     form = WaterfallBar("equation 2: 2 P (d-1)/d", data_parallel(job.elements, job.ranks) * job.parameter_size)
-    levels = gradient_levels(job, lambda elements, size: data_parallel(elements, job.ranks) * size)
-    levels |= copies_level(job, data_parallel, element_size(communication_type(job)))
+    levels = gradient_levels(job, passes=2)
     levels["gradients of other types"] = total_wire_bytes(step, job.ranks, GRADIENTS)
     bars = (*level_bars(form.bytes, levels), *cause_bars(step, job.ranks, GRADIENTS))
     return Prediction("ZeRO-0", job.ranks, tuple(broadcast_model(job)), (step,), form, bars)
 
 
-def gradient_levels(job: Job, volume: Callable[[int, int], Fraction]) -> dict[str, Fraction]:
-    """Return the waterfall levels of trained parameters, and of the type in which gradients travel.
+def gradient_levels(job: Job, passes: int = 1) -> dict[str, Fraction]:
+    """Return the waterfall levels of trained parameters, of the type in which gradients travel, and of experts.
 
-    `volume` returns the bytes that a rank sends for a number of elements of a size in bytes.
+    They are the bytes that a rank sends in a reduce_scatter, or in two `passes` in an all_reduce.
     """
     communication = communication_type(job)
+    size = element_size(communication)
     return {
-        "frozen parameters have no gradients": volume(job.trainable_elements, job.parameter_size),
-        f"gradients travel as {communication}": volume(job.trainable_elements, element_size(communication)),
+        "frozen parameters have no gradients": passes * ring_bytes(job, job.trainable_elements, job.parameter_size),
+        f"gradients travel as {communication}": passes * ring_bytes(job, job.trainable_elements, size),
+        **replicas_level(job, passes * size),
     }
 
 
-def scatter_volume(job: Job) -> Callable[[int, int], Fraction]:
-    """Return the bytes that a rank sends in a reduce_scatter or all_gather, by number of elements and their size."""
-    return lambda elements, size: all_gather_volume(elements, job.ranks) * size
+def ring_bytes(job: Job, elements: int, size: int) -> Fraction:
+    """Return the bytes that a rank sends in a reduce_scatter or all_gather of elements of a size in bytes."""
+    return all_gather_volume(elements, job.ranks) * size
 
 
-def copies_level(job: Job, volume: Callable[[int, int], Fraction], size: int) -> dict[str, Fraction]:
-    """Return the waterfall level of experts, which only some ranks have a copy of; empty without experts.
-
-    `volume` returns the elements that a rank sends for a number of elements among a number of ranks.
-    """
-    elements: dict[int, int] = {}
-    for parameter in job.trainable:
-        elements[job.copies(parameter)] = elements.get(job.copies(parameter), 0) + parameter.elements
+def replicas_level(job: Job, size: int) -> dict[str, Fraction]:
+    """Return the waterfall level of experts, which only some ranks have; empty without experts."""
     if not any(parameter.expert for parameter in job.trainable):
         return {}
-    total = sum((volume(count, ranks) for ranks, count in elements.items()), Fraction(0))
-    return {"experts travel among the ranks that have them": total * size}
+    total = sum(all_gather_volume(parameter.elements, job.copies(parameter)) for parameter in job.trainable)
+    return {"experts travel among the ranks that have them": Fraction(total * size)}
 
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._broadcast_model", DEEPSPEED)

@@ -17,7 +17,7 @@ from commtrace.theory.closed_forms import expert_layer
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
 from commtrace.theory.job import Job, NotPredictedError, element_size
 from commtrace.theory.rules.megatron import tensor_parallel as tensor
-from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, TORCH, rule
+from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, rule
 from commtrace.theory.waterfall import cause_bars, level_bars
 
 from .engine import NORM, OVERFLOW
@@ -36,13 +36,13 @@ def extend_prediction(job: Job, data: Prediction) -> Prediction:
     if int(job.fact("zero_stage")) and not (job.zero("contiguous_gradients") and job.zero("reduce_scatter")):
         raise NotPredictedError("experts with reduce_scatter or contiguous_gradients off have no rules yet")
     own = (*exchanges(job), *capacities(job), *overflow_check(job), *expert_norms(job))
-    steps, ranks = tensor.micro_batches(job), job.experts_over
+    steps, ranks = job.micro_batches, job.experts_over
     hidden, chosen = int(job.model("hidden_size")), int(job.model("moe_top_k"))
     form = expert_layers(job) * expert_layer(micro_batch_tokens(job), hidden, chosen, ranks) * job.parameter_size
     exact = total_wire_bytes(own, ranks, TOKENS) / steps
     label = "experts: capacity" if job.model("moe_token_dropping") else "experts: capacity, at the most"
     levels = {
-        label: exact * 4 / (4 + 2 * recomputed_passes(job)),
+        label: exact * 4 / (4 + 2 * tensor.recomputed_passes(job)),
         "experts: activations recomputed": exact,
         f"experts: in each of {steps} micro-batches": exact * steps,
     }
@@ -87,20 +87,13 @@ def token_bounds(job: Job) -> tuple[int, int]:
     return even, micro_batch_tokens(job)
 
 
-@rule("torch.utils.checkpoint.CheckpointFunction (experts); "
-      "torch.utils.checkpoint._checkpoint_without_reentrant_generator (experts)", TORCH)  # fmt: skip
-def recomputed_passes(job: Job) -> int:
-    """Recomputation repeats dispatch and combine, with any autograd: backward needs what comes behind them."""
-    return 1 if job.model("checkpoint_activations", False) else 0
-
-
 @rule("deepspeed.moe.sharded_moe.MOELayer.forward; deepspeed.moe.sharded_moe._AllToAll.backward", DEEPSPEED)
 def exchanges(job: Job) -> list[ExpectedCall]:
     """Dispatch and combine have the capacity of every expert, in the parameters' type: two forward, two backward."""
     if job.experts_over == 1:
         return []
     token_bytes = int(job.model("moe_num_experts")) * int(job.model("hidden_size")) * job.parameter_size
-    calls = (4 + 2 * recomputed_passes(job)) * expert_layers(job) * tensor.micro_batches(job)
+    calls = (4 + 2 * tensor.recomputed_passes(job)) * expert_layers(job) * job.micro_batches
     if job.model("moe_token_dropping"):
         return [ExpectedCall("all_to_all", capacity(job) * token_bytes, TOKENS, calls, role=ROLE)]
     least, most = token_bounds(job)
@@ -112,7 +105,7 @@ def capacities(job: Job) -> list[ExpectedCall]:
     """Without dropping, ranks agree on a capacity: a 64-bit number in each forward pass of a layer."""
     if job.model("moe_token_dropping") or job.experts_over == 1:
         return []
-    calls = (1 + recomputed_passes(job)) * expert_layers(job) * tensor.micro_batches(job)
+    calls = (1 + tensor.recomputed_passes(job)) * expert_layers(job) * job.micro_batches
     return [ExpectedCall("all_reduce", element_size("int64"), CAPACITY, calls, role=ROLE)]
 
 

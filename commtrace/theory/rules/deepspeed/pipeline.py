@@ -170,7 +170,7 @@ def _bf16(job: Job) -> Prediction:
     engine.check(job)
     half = data_parallel(job.elements, job.ranks) * job.parameter_size / 2
     reduced, gathered = bf16_gradients(job), zero12.parameter_gathers(job)
-    levels = engine.gradient_levels(job, engine.scatter_volume(job))
+    levels = engine.gradient_levels(job)
     levels["all_reduce in place of reduce_scatter"] = total_wire_bytes(reduced, job.ranks)
     padding = {"padding of the parameters to equal parts": total_wire_bytes(gathered, job.ranks)}
     bars = (*level_bars(half, levels), *level_bars(half, padding))

@@ -18,7 +18,7 @@ from commtrace.theory.closed_forms import ulysses_layer
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
 from commtrace.theory.job import Job, NotPredictedError, element_size
 from commtrace.theory.rules.megatron import tensor_parallel as tensor
-from commtrace.theory.rules.registry import DEEPSPEED, TORCH, rule
+from commtrace.theory.rules.registry import DEEPSPEED, rule
 from commtrace.theory.waterfall import cause_bars, level_bars
 
 from .engine import NORM
@@ -41,7 +41,7 @@ def extend_prediction(job: Job, data: Prediction) -> Prediction:
     steps = (tuple(replace(call, role=role) if call.cause == NORM else call for call in step) for step in data.steps)
     data = replace(data, steps=tuple(steps))
     batch, length, hidden = tensor.batch_dimensions(job)
-    layers, micro_batches = int(job.model("num_layers")), tensor.micro_batches(job)
+    layers, micro_batches = int(job.model("num_layers")), job.micro_batches
     form = Fraction(layers * ulysses_layer(batch, length, hidden, job.sequence) * job.parameter_size)
     exact = total_wire_bytes(own, job.sequence, HEADS)
     levels = {
@@ -69,15 +69,8 @@ def exchanges(job: Job) -> list[ExpectedCall]:
     """Queries, keys, values and outputs are exchanged: b (s/n) h elements of a rank each; as much backward."""
     batch, length, hidden = tensor.batch_dimensions(job)
     part = batch * (length // job.sequence) * hidden * job.parameter_size
-    calls = 4 * int(job.model("num_layers")) * (2 + recomputed_attention(job))
-    return [ExpectedCall("all_to_all", part, HEADS, calls, role=ROLE).times(tensor.micro_batches(job))]
-
-
-@rule("torch.utils.checkpoint.CheckpointFunction (attention); "
-      "torch.utils.checkpoint._checkpoint_without_reentrant_generator (attention)", TORCH)  # fmt: skip
-def recomputed_attention(job: Job) -> int:
-    """Recomputation repeats a layer's attention, with any autograd: backward needs the MLP behind it."""
-    return 1 if job.model("checkpoint_activations", False) else 0
+    calls = 4 * int(job.model("num_layers")) * (2 + tensor.recomputed_passes(job))
+    return [ExpectedCall("all_to_all", part, HEADS, calls, role=ROLE).times(job.micro_batches)]
 
 
 @rule("deepspeed.sequence.cross_entropy.vocab_sequence_parallel_cross_entropy", DEEPSPEED)
@@ -85,7 +78,7 @@ def losses(job: Job) -> list[ExpectedCall]:
     """The loss gathers an fp32 number for each token of the sequences; backward each rank takes its own part."""
     batch, length, _ = tensor.batch_dimensions(job)
     size = batch * length * element_size("float32")
-    return [ExpectedCall("all_gather", size, LOSS, tensor.micro_batches(job), role=ROLE)]
+    return [ExpectedCall("all_gather", size, LOSS, job.micro_batches, role=ROLE)]
 
 
 @rule("deepspeed.utils.groups._get_sequence_data_parallel_group", DEEPSPEED)

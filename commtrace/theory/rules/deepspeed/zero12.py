@@ -9,7 +9,7 @@ from itertools import groupby
 from math import ceil, gcd
 from typing import Final
 
-from commtrace.theory.closed_forms import all_gather_volume, data_parallel
+from commtrace.theory.closed_forms import data_parallel
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
 from commtrace.theory.job import Job, ModelTensor, NotPredictedError, element_size
 from commtrace.theory.rules.gradient_buckets import (
@@ -44,18 +44,15 @@ def predict(job: Job) -> Prediction:
 
 def _bars(job: Job, step: tuple[ExpectedCall, ...], half: Fraction) -> Iterator[WaterfallBar]:
     """Half of equation 2 is the gradients' reduce_scatter, half the parameters' all_gather: two waterfalls."""
-    volume = engine.scatter_volume(job)
-    levels = engine.gradient_levels(job, volume) | engine.copies_level(
-        job, all_gather_volume, element_size(engine.communication_type(job))
-    )
+    levels = engine.gradient_levels(job)
     once = [*levels.values()][-1]
     if reduces_each_micro_batch(job):
         levels[f"gradients reduced in each of {job.micro_batches} micro-batches"] = once * job.micro_batches
     levels["all_reduce in place of reduce_scatter"] = total_wire_bytes(step, job.ranks, GRADIENTS)
     yield from level_bars(half, levels)
     gather_levels = {
-        "frozen parameters are not gathered": volume(job.trainable_elements, job.parameter_size),
-        **engine.copies_level(job, all_gather_volume, job.parameter_size),
+        "frozen parameters are not gathered": engine.ring_bytes(job, job.trainable_elements, job.parameter_size),
+        **engine.replicas_level(job, job.parameter_size),
         "padding of the parameters to equal parts": total_wire_bytes(step, job.ranks, PARAMETERS),
     }
     yield from level_bars(half, gather_levels)

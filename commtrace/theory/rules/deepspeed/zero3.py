@@ -80,8 +80,8 @@ def _step(job: Job, parts: list[CoordinatorCalls]) -> tuple[ExpectedCall, ...]:
 
 def _bars(job: Job, parts: list[CoordinatorCalls], step: tuple[ExpectedCall, ...]) -> Iterator[WaterfallBar]:
     """Two thirds of equation 3 are all_gathers of the parameters, a third is the gradients' reduce_scatter."""
-    volume = engine.scatter_volume(job)
-    third = all_gather_volume(job.elements, job.ranks) * job.parameter_size
+    size = job.parameter_size
+    third = engine.ring_bytes(job, job.elements, size)
     twice = 2 * job.micro_batches
     small = sum(job.parameters[number].elements for number in persistent(job))
     fetched = sum(
@@ -99,13 +99,13 @@ def _bars(job: Job, parts: list[CoordinatorCalls], step: tuple[ExpectedCall, ...
     among_all_ranks = [replace(call, ranks=None) for call in step]
     levels = {
         f"parameters pass twice in each of {job.micro_batches} micro-batches": third * twice,
-        "small parameters gathered once (persistence threshold)": volume(gathered_once_a_pass, job.parameter_size),
-        less_or_more: volume(fetched, job.parameter_size),
+        "small parameters gathered once (persistence threshold)": engine.ring_bytes(job, gathered_once_a_pass, size),
+        less_or_more: engine.ring_bytes(job, fetched, size),
         "padding of parameters to equal parts": total_wire_bytes(among_all_ranks, job.ranks, PARAMETERS, PERSISTENT),
         "gathered from fewer ranks (hpZ)": total_wire_bytes(step, job.ranks, PARAMETERS, PERSISTENT),
     }
     yield from level_bars(third * 2, levels)
-    levels = engine.gradient_levels(job, volume)
+    levels = engine.gradient_levels(job)
     once = [*levels.values()][-1]
     levels[f"gradients reduced in each of {job.micro_batches} micro-batches"] = once * job.micro_batches
     reduced = sum(call.bytes for call in step if call.cause == GRADIENTS)

@@ -15,7 +15,7 @@ from typing import Final
 from commtrace.theory.closed_forms import all_gather_volume
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar
 from commtrace.theory.job import Job, element_size
-from commtrace.theory.rules.registry import GPT_NEOX, TORCH, WORKLOAD, rule
+from commtrace.theory.rules.registry import GPT_NEOX, WORKLOAD, rule
 from commtrace.theory.waterfall import cause_bars
 
 from . import tensor_parallel as tensor
@@ -43,7 +43,12 @@ def activation_calls(job: Job) -> list[ExpectedCall]:
         *summed_gradients(job),
         *tensor.loss_sums(job),
     ]
-    return [call.times(tensor.micro_batches(job)) for call in calls]
+    return [call.times(job.micro_batches) for call in calls]
+
+
+def recomputed_gathers(job: Job) -> int:
+    """Return the all_gathers of recomputation: both of each layer."""
+    return 2 * tensor.num_layers(job) * tensor.recomputed_passes(job)
 
 
 def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> list[WaterfallBar]:
@@ -87,13 +92,6 @@ def scattered_gradients(job: Job) -> int:
 def gathered_gradients(job: Job) -> int:
     """The gradient of each scattered output is gathered, the embedding's included."""
     return forward_scatters(job)
-
-
-@rule("torch.utils.checkpoint.CheckpointFunction (all_gathers); "
-      "torch.utils.checkpoint._checkpoint_without_reentrant_generator (all_gathers)", TORCH)  # fmt: skip
-def recomputed_gathers(job: Job) -> int:
-    """Recomputation repeats both gathers of each layer, with any autograd: backward needs what is gathered."""
-    return 2 * tensor.num_layers(job) if job.model("checkpoint_activations", False) else 0
 
 
 @rule("examples.gpt_neox.tensor_parallel.sum_gradients", WORKLOAD)

@@ -19,6 +19,7 @@ from typing import Final
 from commtrace.theory.closed_forms import all_reduce, tensor_parallel
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
 from commtrace.theory.job import Job, NotPredictedError, element_size
+from commtrace.theory.rules.deepspeed import zero12
 from commtrace.theory.rules.deepspeed.engine import NORM, OVERFLOW
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, TORCH, WORKLOAD, rule
 from commtrace.theory.waterfall import cause_bars, level_bars
@@ -101,7 +102,7 @@ def activation_calls(job: Job) -> list[ExpectedCall]:
     layer_sums = forward_sums(job, layers) + recomputed_sums(job) + backward_sums(layers)
     sums = embedding_sums() + layer_sums + head_sums()
     calls = [ExpectedCall("all_reduce", activation_bytes(job), ACTIVATIONS, sums, role=ROLE), *loss_sums(job)]
-    return [call.times(micro_batches(job)) for call in calls]
+    return [call.times(job.micro_batches) for call in calls]
 
 
 def optimizer_calls(job: Job) -> list[ExpectedCall]:
@@ -110,7 +111,7 @@ def optimizer_calls(job: Job) -> list[ExpectedCall]:
         return clipping(job)
     if int(job.fact("zero_stage")) == 0:
         return [*fallback_overflow(job), *fallback_norm(job)]
-    return [*overflow_checks(job), *norms(job)]
+    return model_parallel_all_reduces(job)
 
 
 def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> list[WaterfallBar]:
@@ -146,7 +147,7 @@ def activation_bars(
     """
     sent = volume(activation_elements(job), job.tensor) * job.parameter_size
     levels = {label: count * sent for label, count in counts.items()}
-    levels[f"in each of {micro_batches(job)} micro-batches"] = micro_batches(job) * [*levels.values()][-1]
+    levels[f"in each of {job.micro_batches} micro-batches"] = job.micro_batches * [*levels.values()][-1]
     levels["sums travel in fp32"] = total_wire_bytes(own, job.tensor, ACTIVATIONS)
     return level_bars(form, {f"{name} parallelism: {label}": level for label, level in levels.items()})
 
@@ -173,16 +174,6 @@ def activation_elements(job: Job) -> int:
     """Return the elements of one micro-batch's activations between two layers: b s h."""
     batch, length, hidden = batch_dimensions(job)
     return batch * length * hidden
-
-
-def micro_batches(job: Job) -> int:
-    """Return the micro-batches of a step as the model says them; DDP has no such setting."""
-    return int(job.model("gradient_accumulation_steps"))
-
-
-def clips_gradients(job: Job) -> bool:
-    """Return whether the program clips gradients itself."""
-    return float(job.model("gradient_clipping", 0.0)) > 0
 
 
 @rule("megatron.mpu.mappings._reduce", GPT_NEOX)
@@ -217,6 +208,17 @@ def head_sums() -> int:
     return 1
 
 
+@rule("torch.utils.checkpoint.CheckpointFunction (calls before the last sum); "
+      "torch.utils.checkpoint._checkpoint_without_reentrant_generator (calls before the last sum)",
+      TORCH)  # fmt: skip
+def recomputed_passes(job: Job) -> int:
+    """Recomputation runs layers forward again, with any autograd up to the last sum: what they sent before is repeated.
+
+    These are the all_gathers of sequence parallelism, attention's all_to_alls, and those to experts and back.
+    """
+    return 1 if job.model("checkpoint_activations", False) else 0
+
+
 @rule("torch.utils.checkpoint.CheckpointFunction; "
       "torch.utils.checkpoint._checkpoint_without_reentrant_generator (early stop)", TORCH)  # fmt: skip
 def recomputed_sums(job: Job) -> int:
@@ -240,17 +242,10 @@ def loss_sums(job: Job) -> list[ExpectedCall]:
     return [ExpectedCall("all_reduce", batch * length * element_size("float32"), LOSS, 3, role=ROLE)]
 
 
-@rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.has_overflow, _model_parallel_all_reduce", DEEPSPEED)
-def overflow_checks(job: Job) -> list[ExpectedCall]:
-    """The overflow check all_reduces its byte once more, among the ranks that share a model."""
-    return [ExpectedCall("all_reduce", 1, OVERFLOW, role=ROLE)] if job.fact("check_grad_overflow") else []
-
-
-@rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.get_grad_norm_direct, _model_parallel_all_reduce",
-      DEEPSPEED)  # fmt: skip
-def norms(job: Job) -> list[ExpectedCall]:
-    """Each of the optimizer's groups all_reduces its 32-bit norm once more."""
-    return [ExpectedCall("all_reduce", 4, NORM, len(job.groups), role=ROLE)] if job.zero("compute_grad_norm") else []
+@rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer._model_parallel_all_reduce", DEEPSPEED)
+def model_parallel_all_reduces(job: Job) -> list[ExpectedCall]:
+    """ZeRO all_reduces overflow and norms once more, among the ranks that share a model."""
+    return [replace(call, role=ROLE) for call in (*zero12.overflow_check(job), *zero12.norms(job))]
 
 
 @rule("deepspeed.runtime.utils.CheckOverflow.has_overflow (with an mpu)", DEEPSPEED)
@@ -271,4 +266,4 @@ def fallback_norm(job: Job) -> list[ExpectedCall]:
 @rule("examples.gpt_neox.tensor_parallel.clip_gradients", WORKLOAD)
 def clipping(job: Job) -> list[ExpectedCall]:
     """Under DDP the program clips: it all_reduces the squared norms of the parts, one 32-bit number."""
-    return [ExpectedCall("all_reduce", 4, NORM, role=ROLE)] if clips_gradients(job) else []
+    return [ExpectedCall("all_reduce", 4, NORM, role=ROLE)] if job.clips_gradients else []

@@ -23,9 +23,7 @@ from commtrace.theory.job import Job, NotPredictedError, element_size
 from commtrace.theory.rules.megatron.tensor_parallel import (
     FORM,
     activation_elements,
-    clips_gradients,
     form_bytes,
-    micro_batches,
 )
 from commtrace.theory.rules.registry import TORCH, WORKLOAD, rule
 from commtrace.theory.waterfall import cause_bars, level_bars
@@ -135,11 +133,11 @@ def activation_type(job: Job) -> str:
 def activation_calls(job: Job, plan: Sequence[ModuleStyle]) -> list[ExpectedCall]:
     """Return the calls for activations of a step."""
     calls = (call for style in plan for direction in module_calls(job, style) for call in direction)
-    return [call.times(micro_batches(job)) for call in (*calls, *recomputed(job, plan))]
+    return [call.times(job.micro_batches) for call in (*calls, *recomputed(job, plan))]
 
 
 def _bars(job: Job, own: Sequence[ExpectedCall]) -> list[WaterfallBar]:
-    form, steps = form_bytes(job), micro_batches(job)
+    form, steps = form_bytes(job), job.micro_batches
     moved = total_wire_bytes(own, job.tensor, ACTIVATIONS)
     typed = form * element_size(activation_type(job)) / job.parameter_size
     levels = {
@@ -244,7 +242,7 @@ def norm_gradients(job: Job, plan: Sequence[ModuleStyle]) -> list[ExpectedCall]:
             raise NotPredictedError(
                 "sequence parallelism with another optimizer than Adam, foreach=False, has no rules yet"
             )
-        size, times = job.parameter_size, 3 + clips_gradients(job)
+        size, times = job.parameter_size, 3 + job.clips_gradients
     return [ExpectedCall("all_reduce", elements * size, NORMS, times, role=ROLE) for elements in parameters]
 
 
@@ -252,9 +250,9 @@ def _partial_gradients(job: Job) -> tuple[int, int]:
     """Return the bytes of an element and the sums a step; accumulated gradients have the reduce type."""
     reduces_each = job.fact("reduce_grads")
     reduce_type = job.fact("units")[0]["reduce_dtype"]
-    accumulates = reduce_type is not None and not reduces_each and micro_batches(job) > 1
+    accumulates = reduce_type is not None and not reduces_each and job.micro_batches > 1
     size = element_size(str(reduce_type) if accumulates else activation_type(job))
-    return size, micro_batches(job) if reduces_each else 1
+    return size, job.micro_batches if reduces_each else 1
 
 
 def num_sharded_parameters(job: Job, plan: Sequence[ModuleStyle]) -> int:
@@ -266,6 +264,6 @@ def num_sharded_parameters(job: Job, plan: Sequence[ModuleStyle]) -> int:
 @rule("examples.gpt_neox.dtensor_parallel.clip_gradients", WORKLOAD)
 def clipping(job: Job, plan: Sequence[ModuleStyle]) -> list[ExpectedCall]:
     """Clipping all_reduces the norms of sharded parameters, a number each, in one call."""
-    if not clips_gradients(job):
+    if not job.clips_gradients:
         return []
     return [ExpectedCall("all_reduce", num_sharded_parameters(job, plan) * job.parameter_size, NORM, role=ROLE)]

@@ -113,22 +113,12 @@ def _unit(job: Job, row: dict[str, Any]) -> FsdpUnit:
     return FsdpUnit(tuple(parameters), row["reduce_dtype"], shards, int(row["copies"]), reshard is False, within)
 
 
-def micro_batches(job: Job) -> int:
-    """Return the micro-batches of a step."""
-    return int(job.model("gradient_accumulation_steps", 1)) if "model" in job.row else 1
-
-
-def clips(job: Job) -> bool:
-    """Return whether the program clips gradients."""
-    return "model" in job.row and float(job.model("gradient_clipping", 0.0)) > 0
-
-
 def _bars(job: Job, units: list[FsdpUnit], step: tuple[ExpectedCall, ...]) -> tuple[WaterfallBar, list[WaterfallBar]]:
     """Two thirds are all_gathers and a third a reduce_scatter; HSDP adds an all_reduce of what that leaves."""
     shards, copies = max(unit.shards for unit in units), max(unit.copies for unit in units)
     every = [parameter for unit in units for parameter in unit.parameters]
     elements = sum(prod(parameter.shape) for parameter in every)
-    size, parts = job.parameter_size, micro_batches(job)
+    size, parts = job.parameter_size, job.micro_batches
     form = WaterfallBar(
         "HSDP: 3 P (F-1)/F + 2 (P/F) (R-1)/R" if copies > 1 else "equation 3: 3 P (d-1)/d",
         hybrid_sharded(elements, shards, copies) * size,
@@ -190,7 +180,7 @@ def gathers(job: Job, units: list[FsdpUnit]) -> list[ExpectedCall]:
     """
     calls = []
     stay_gathered = False  # from one micro-batch to the next
-    for _ in range(micro_batches(job)):
+    for _ in range(job.micro_batches):
         for unit in units:
             groups = ([] if stay_gathered else [unit.shards]) + ([] if unit.kept else [unit.within])
             payload = gathered_bytes(unit)
@@ -202,7 +192,7 @@ def gathers(job: Job, units: list[FsdpUnit]) -> list[ExpectedCall]:
 @rule(_WHERE + "_fsdp_param_group.FSDPParamGroup.post_backward", TORCH)
 def reductions(job: Job) -> int:
     """Gradients are reduced once a step, or in each micro-batch (set_requires_gradient_sync)."""
-    return micro_batches(job) if job.fact("reduce_grads") else 1
+    return job.micro_batches if job.fact("reduce_grads") else 1
 
 
 @rule(_WHERE + "_fsdp_collectives.foreach_reduce", TORCH)
@@ -225,7 +215,7 @@ def clipping(job: Job, units: list[FsdpUnit]) -> list[ExpectedCall]:
     With tensor parallelism in two calls: of parameters that it shards, and of the others.
     """
     shards = max(unit.shards for unit in units)
-    if not clips(job) or shards < 2:
+    if not job.clips_gradients or shards < 2:
         return []
     sharded = num_sharded_parameters(job, styles(job)) if "tensor_plan" in job.row else 0
     counts = (count for count in (sharded, len(job.trainable) - sharded) if count)

@@ -1,4 +1,4 @@
-"""Row of the `job` table for a model under `fully_shard`, from a configuration: each layer is a unit, and the model."""
+"""Rows of the `job` table for a model under DistributedDataParallel or `fully_shard`, from a configuration."""
 
 from __future__ import annotations
 
@@ -15,12 +15,42 @@ _LAYER: Final = re.compile(r"(?:.*\.)?(?:block_)?\d+(?=\.)")
 """Matches the layer in a parameter's name: `layers.block_0`, `model.layers.0`."""
 
 
+def ddp_row(model: ModuleSpec, precision: str, layout: RankLayout) -> dict[str, Any]:
+    """Return the row of a model in one element type, under DDP with default settings."""
+    lists = model_lists(model, ELEMENT_TYPES[precision])
+    return {
+        "source": "ddp",
+        "engine": "DistributedDataParallel",
+        **ddp_defaults(),
+        "data_parallel_size": layout.reducing,
+        "ignored": [],
+        "mixed_precision": None,
+        "parameters": lists.parameters,
+        "buffers": lists.buffers,
+    }
+
+
+@rule("torch.nn.parallel.DistributedDataParallel.__init__ (its defaults)", TORCH)
+def ddp_defaults() -> dict[str, Any]:
+    """By default buckets have 25 MiB, the first one 1 MiB, and broadcasts 250 MiB."""
+    return {
+        "broadcast_buffers": True,
+        "broadcast_bucket_size": 250 << 20,
+        "bucket_bytes_cap": 25 << 20,
+        "first_bucket_bytes_cap": 1 << 20,
+        "bucket_bytes_caps": [],
+        "find_unused_parameters": False,
+        "static_graph": False,
+    }
+
+
 def fsdp_row(
     model: ModuleSpec, precision: str, layout: RankLayout, reduce_precision: str | None = None
 ) -> dict[str, Any]:
-    """Return the row of a model with fp32 parameters, which travel in the type of the precision.
+    """Return the row of a model under `fully_shard`: each layer is a unit, and the model itself.
 
-    It is sharded over all data-parallel ranks, with PyTorch's defaults, and reduces gradients once a step.
+    Parameters are fp32, travel in the type of the precision, and are sharded over all data-parallel ranks with
+    PyTorch's defaults. Gradients are reduced once a step.
 
     Args:
         model: The model.
