@@ -77,19 +77,17 @@ class PipelineStage:
         return (not self.first) + (not self.last)
 
 
-def stage_of(job: Job) -> PipelineStage:
-    """Return the stage of a job row."""
-    facts = dict(job.fact("pipeline"))
-    return PipelineStage(int(facts["stage"]), int(job.fact("pipeline_stages")), tuple(map(str, facts["layers"])), facts)
-
-
 def predict(job: Job) -> Prediction:
     """Predict what a rank of one stage communicates. Raise NotPredictedError for settings without rules."""
-    stage = stage_of(job)
+    facts = dict(job.fact("pipeline"))
+    layers = tuple(map(str, facts["layers"]))
+    stage = PipelineStage(int(facts["stage"]), int(job.fact("pipeline_stages")), layers, facts)
     check(job, stage)
     data = _among_replicas(job)
     own = (*_tensor_calls(job, stage), *_optimizer_calls(job))
-    always = (*boundary_calls(job, stage), *tied_gradients(job), *loss_calls(job, stage), *own)
+    boundary = _neighbour_calls(stage, forward=activations(job, stage), backward=gradients(job, stage))
+    passed = (call.times(job.micro_batches) for call in boundary)
+    always = (*passed, *tied_gradients(job), *loss_calls(job, stage), *own)
     start = (*tensor.alone_as_self(job, data.start), *tied_broadcasts(job), *parameter_counts(job))
     step = (*tensor.alone_as_self(job, data.steps[0]), *always)
     forms, bars = _waterfalls(job, stage, data, always)
@@ -242,12 +240,6 @@ def metadata(stage: PipelineStage) -> list[ExpectedCall]:
     return _neighbour_calls(stage, forward=[(4 * _META_NUMBERS, METADATA)])
 
 
-def boundary_calls(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
-    """Return what a stage and its neighbours send to each other in one step."""
-    calls = _neighbour_calls(stage, forward=activations(job, stage), backward=gradients(job, stage))
-    return [call.times(job.micro_batches) for call in calls]
-
-
 MessageSizes = list[tuple[int, str]]
 """Payload in bytes and cause of messages in one direction."""
 
@@ -391,27 +383,24 @@ def _waterfalls(
     job: Job, stage: PipelineStage, data: Prediction, own: Sequence[ExpectedCall]
 ) -> tuple[list[WaterfallBar], list[WaterfallBar]]:
     """Return the closed forms of the paper by role, and what leads from them to this rank's steady step."""
-    parts = [_data_part(job, data), _pipeline_part(job, stage, own)]
+    form = WaterfallBar(
+        "equation 2: 2 P (d-1)/d", 2 * engine.ring_bytes(job, model_parameters(job), job.parameter_size)
+    )
+    stage_only = WaterfallBar("a rank has its stage's part of the parameters", data.closed_form.bytes - form.bytes)
+    parts: list[FormAndBars] = [(form, [stage_only, *data.bars]), _pipeline_part(job, stage, own)]
     if job.tensor > 1:
         parts.append(_tensor_part(job, stage, own))
     bars = [bar for _, part_bars in parts for bar in part_bars]
     for role in sorted({call.role for call in own}):
-        calls = [_with_group(call) for call in own if call.role == role]
+        # Several groups make norms and overflow checks: these bars name theirs.
+        calls = [
+            replace(call, cause=f"{call.cause}, over the whole model") if call.cause in (NORM, OVERFLOW) else call
+            for call in own
+            if call.role == role
+        ]
         ranks = {**_group_sizes(job, stage), "self": job.ranks}.get(role, job.ranks)
         bars += [replace(bar, role=role) for bar in cause_bars(calls, ranks, ACTIVATIONS, tensor.ACTIVATIONS)]
     return [form for form, _ in parts], bars
-
-
-def _with_group(call: ExpectedCall) -> ExpectedCall:
-    """Name the group of norms and overflow checks in their cause, because several groups make them."""
-    has_several_groups = call.cause in (NORM, OVERFLOW)
-    return replace(call, cause=f"{call.cause}, over the whole model") if has_several_groups else call
-
-
-def _data_part(job: Job, data: Prediction) -> FormAndBars:
-    form = data_parallel(model_parameters(job), job.ranks) * job.parameter_size
-    stage_only = WaterfallBar("a rank has its stage's part of the parameters", data.closed_form.bytes - form)
-    return WaterfallBar("equation 2: 2 P (d-1)/d", form), [stage_only, *data.bars]
 
 
 def model_parameters(job: Job) -> int:

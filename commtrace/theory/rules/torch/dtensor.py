@@ -105,8 +105,8 @@ def _style(row: Mapping[str, Any], prepared: Sequence[str]) -> ModuleStyle:
     style = ModuleStyle(
         str(row["module"]),
         str(row["style"]),
-        _first(row["inputs"]),
-        _first(row["outputs"]),
+        "".join(row["inputs"][:1]),
+        "".join(row["outputs"][:1]),
         bool(row["embedding"]),
         tuple(row["weight"] or ()),
         tuple(row["bias"] or ()),
@@ -118,10 +118,6 @@ def _style(row: Mapping[str, Any], prepared: Sequence[str]) -> ModuleStyle:
     if style.kind == "ColwiseParallel" and style.embedding:
         raise NotPredictedError(f"ColwiseParallel of an embedding ({style.module}) has no rules yet")
     return style
-
-
-def _first(layouts: Sequence[str]) -> str:
-    return str(layouts[0]) if layouts else ""
 
 
 def activation_type(job: Job) -> str:
