@@ -192,12 +192,14 @@ class NeoxConfig(BaseModel):
         Raises:
             ConfigError: If the parallel sizes do not divide the world size.
         """
-        sizes = {key: getattr(self, key) for key in (*_SHARING_KEYS, "moe_expert_parallel_size")}
-        sizes["pipe_parallel_size, times model_parallel_size"] = self.pipe_parallel_size * self.model_parallel_size
-        for keys, size in sizes.items():
+        keys = (*_SHARING_KEYS, "moe_expert_parallel_size")
+        sizes = {f"{key}: {getattr(self, key)}": getattr(self, key) for key in keys}
+        stages, tensor_ranks = self.pipe_parallel_size, self.model_parallel_size
+        sizes[f"pipe_parallel_size: {stages}, times model_parallel_size {tensor_ranks},"] = stages * tensor_ranks
+        for setting, size in sizes.items():
             if world_size % size:
                 raise ConfigError(
-                    f"{self.origins.get(keys.partition(',')[0], 'no file')}: {keys}: {size} does not divide the "
+                    f"{self.origins.get(setting.partition(':')[0], 'no file')}: {setting} does not divide the "
                     f"{world_size} ranks of this job; start a multiple of it, or change it"
                 )
         return world_size // (self.pipe_parallel_size * self.ranks_of_a_sample)
