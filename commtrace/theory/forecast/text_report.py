@@ -82,7 +82,7 @@ def _waterfall(document: dict[str, Any]) -> Iterator[str]:
         stages.setdefault(row.get("stage"), []).append(row)
     for stage, rows in stages.items():
         closed_form, total = rows[0]["wire_bytes"], sum(row["wire_bytes"] for row in rows)
-        cells = []
+        cells: list[tuple[str, str, str]] = []
         for row in (*rows, {"label": "expected calls", "wire_bytes": total}):
             sign = "+" if cells and row["wire_bytes"] > 0 and row["label"] != "expected calls" else ""
             share = format_share(row["wire_bytes"] / closed_form) if closed_form else "-"
