@@ -1,13 +1,14 @@
-"""How many bytes a message of mpi4py holds, and of what: every form of buffer that mpi4py takes, by its own rules.
+"""Bytes and element type of mpi4py's message arguments, in every form that mpi4py accepts.
 
-A message is a buffer, or a list or tuple of a buffer, a count (with a displacement, perhaps) and a datatype. Where the
-count is left out, mpi4py takes what the buffer holds; of a collective with a share for each rank, divided by the ranks.
-Nothing here touches the data, takes a device's memory across, or holds on to a buffer.
+A message is a buffer, or a list or tuple of a buffer, a count (and a displacement) and a datatype. Without a count,
+mpi4py sends what the buffer holds, divided by the number of ranks in a collective with a share for each rank.
+Nothing here reads the data, copies device memory, or keeps a buffer alive.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Sequence
 from operator import index
@@ -18,7 +19,7 @@ from mpi4py import MPI
 
 
 class Element(NamedTuple):
-    """A datatype: bytes that travel for each, bytes from one to the next, and its name."""
+    """A datatype: bytes that are sent of each element, bytes from one to the next, and its name."""
 
     size: int
     extent: int
@@ -26,7 +27,7 @@ class Element(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What goes to, or comes from, one rank: bytes and element type."""
+    """What is sent to, or received from, one rank: bytes and element type."""
 
     nbytes: int
     dtype: str | None
@@ -39,58 +40,38 @@ class Blocks(NamedTuple):
     dtype: str | None
 
 
-NOTHING: Final = Block(0, None)
+# PEP 3118 formats by their letter -> numpy's names, which are torch's too.
+_FORMATS: Final = {letter: np.dtype(letter).name for letter in "?bBhHiIlLqQefdgFDG"}
+_FORMATS.update((f"Z{letter.lower()}", _FORMATS[letter]) for letter in "FDG")
 
-# PEP 3118 formats by their letter, and the kinds of numpy's type strings: to numpy's names, which are torch's too.
-_FORMATS: Final = {
-    "?": "bool", "b": "int8", "B": "uint8", "h": "int16", "H": "uint16", "i": "int32", "I": "uint32",
-    "l": f"int{8 * np.dtype('l').itemsize}", "L": f"uint{8 * np.dtype('l').itemsize}", "q": "int64", "Q": "uint64",
-    "e": "float16", "f": "float32", "d": "float64", "g": np.dtype("g").name, "Zf": "complex64", "Zd": "complex128",
-    "Zg": np.dtype("G").name, "F": "complex64", "D": "complex128", "G": np.dtype("G").name,
-}  # fmt: skip
-_KINDS: Final = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}
-
-_names: dict[Any, str] = {}  # of numpy's types
-_predefined: dict[
-    int, tuple[Any, Element]
-] = {}  # by id of mpi4py's own object, which is kept so that its id stays its own
+predefined: Final[dict[int, tuple[Any, Element]]] = {}
+"""The datatypes that mpi4py names, by id of mpi4py's object, which is kept so that the id stays its own."""
 
 
 def simple(message: Any, blocks: int = 1) -> Block:
-    """The share of one rank, of a message with `blocks` equal ones; of a buffer without a count, a `blocks`-th of it.
+    """Return the share of one rank of a message with `blocks` equal shares.
 
-    What mpi4py will refuse counts as nothing, or raises.
+    A message that mpi4py rejects has no bytes, or raises.
     """
     if type(message) is np.ndarray:
         return Block(message.nbytes // blocks, _numpy_name(message.dtype))
     if not isinstance(message, (list, tuple)):
-        return _whole(message, blocks)
-    buffer, count, displacement, datatype = _parts(message)
-    if datatype is None:
-        nbytes, itemsize, name = _described(buffer)
-        if count is not None:
-            return Block(index(count) * itemsize, name)
-        return Block((nbytes - index(displacement or 0) * itemsize) // blocks, name)
-    element = element_of(datatype)
+        nbytes, _, name = _describe(message)
+        return Block(nbytes // blocks, name)
+    buffer, count, displacement, datatype = _unpack(message)
+    element, entries = _elements(buffer, count, datatype)
     if count is None:
-        count = _entries(buffer, element, displacement) // blocks
+        count = (entries - index(displacement or 0)) // blocks
     return Block(index(count) * element.size, element.name)
 
 
 def vector(message: Any, blocks: int) -> Blocks:
-    """The shares of a message with a count for each of `blocks` ranks."""
-    if isinstance(message, (list, tuple)):
-        buffer, counts, _, datatype = _parts(message, several=True)
-    else:
-        buffer, counts, datatype = message, None, None
-    if datatype is None:
-        nbytes, itemsize, name = _described(buffer)
-        element = Element(itemsize, itemsize, name)
-    else:
-        element = element_of(datatype)
-        nbytes = 0 if counts is not None else _described(buffer)[0]
+    """Return the shares of a message with a count for each of `blocks` ranks."""
+    buffer, counts, _, datatype = (
+        _unpack(message, several=True) if isinstance(message, (list, tuple)) else (message, None, None, None)
+    )
+    element, entries = _elements(buffer, counts, datatype)
     if counts is None:
-        entries = nbytes // element.extent if element.extent > 0 else 0
         shares = [entries // blocks + (entries % blocks > i) for i in range(blocks)]
     elif hasattr(counts, "__index__") and not getattr(counts, "shape", ()):
         shares = [index(counts)] * blocks
@@ -100,102 +81,81 @@ def vector(message: Any, blocks: int) -> Blocks:
 
 
 def vector_of_types(message: Any, blocks: int) -> Blocks:
-    """As `vector`, with a datatype for each rank."""
-    _, counts, _, datatypes = (message[0], None, None, message[1]) if len(message) == 2 else _four(message)
+    """Return the shares of a message with a count and a datatype for each of `blocks` ranks."""
+    _, *layout, datatypes = message  # layout: nothing, or counts and displacements, which may be one tuple
+    counts = (layout[0] if len(layout) == 1 else layout)[0] if layout else [1] * blocks
     elements = [element_of(datatype) for datatype in datatypes]
-    shares = [1] * blocks if counts is None else [int(count) for count in counts]
     names = {element.name for element in elements}
-    total = [count * element.size for count, element in zip(shares, elements, strict=False)]
-    return Blocks(total, names.pop() if len(names) == 1 else None)
+    nbytes = [int(count) * element.size for count, element in zip(counts, elements, strict=False)]
+    return Blocks(nbytes, names.pop() if len(names) == 1 else None)
 
 
 def element_of(datatype: Any) -> Element:
-    """A datatype, or what mpi4py takes for one's name."""
-    known = _predefined.get(id(datatype))
+    """Return the element of a datatype, or of a string that mpi4py accepts for one."""
+    known = predefined.get(id(datatype))
     if known is not None:
         return known[1]
     if isinstance(datatype, str):
-        datatype = MPI._typedict[datatype]
-        return element_of(datatype)
-    return _measured(datatype)
-
-
-def _measured(datatype: Any) -> Element:
+        return element_of(MPI._typedict[datatype])
     return Element(datatype.Get_size(), datatype.Get_extent()[1], _type_name(datatype))
 
 
 def learn_predefined() -> None:
-    """The datatypes that mpi4py names, once MPI has been initialized: they are never freed."""
-    for name in dir(MPI):
-        datatype = getattr(MPI, name)
+    """Fill `predefined` once MPI is initialized: these datatypes are never freed."""
+    for datatype in vars(MPI).values():
         if isinstance(datatype, MPI.Datatype) and datatype != MPI.DATATYPE_NULL:
-            _predefined[id(datatype)] = datatype, _measured(datatype)
-
-
-def predefined() -> list[tuple[Any, Element]]:
-    """What `learn_predefined` has found."""
-    return list(_predefined.values())
+            predefined[id(datatype)] = datatype, element_of(datatype)
 
 
 def _type_name(datatype: Any) -> str:
-    """Numpy's name where numpy has such a type, MPI's (without its prefix) where not; a derived one is "derived"."""
-    kind = datatype.typestr
-    if kind[:1] in _KINDS and kind[1:].isdigit():
-        return "bool" if kind[0] == "b" else f"{_KINDS[kind[0]]}{8 * int(kind[1:])}"
+    """Return numpy's name of the type if numpy has it, else MPI's without its prefix; "derived" for a derived type."""
+    typestr = datatype.typestr
+    if typestr[:1] in "biufc" and typestr[1:].isdigit():
+        return str(np.dtype(typestr).name)
     if not datatype.is_predefined:
         return "derived"
     return str(datatype.Get_name()).removeprefix("MPI_").lower()
 
 
-def _parts(message: Sequence[Any], *, several: bool = False) -> tuple[Any, Any, Any, Any]:
-    """(buffer, count, displacement, datatype), as mpi4py takes a list apart; None for what is left out."""
-    size = len(message)
-    buffer = count = displacement = datatype = None
-    if size == 2:
+def _unpack(message: Sequence[Any], *, several: bool = False) -> tuple[Any, Any, Any, Any]:
+    """Return (buffer, count, displacement, datatype) as mpi4py reads a list; None for what is left out."""
+    displacement = datatype = None
+    if len(message) == 4:
+        buffer, count, displacement, datatype = message
+        return buffer, count, displacement, datatype
+    if len(message) == 2:
         buffer, count = message
         if isinstance(count, (MPI.Datatype, str)):
             count, datatype = None, count
-    elif size == 3:
-        buffer, count, datatype = message
     else:
-        return _four(message)
-    pairs = tuple if several else (tuple, list)  # a list of counts is what a vector has
-    if isinstance(count, pairs):
+        buffer, count, datatype = message
+    if isinstance(count, tuple if several else (tuple, list)):  # a vector's counts may be a list
         count, displacement = count
     return buffer, count, displacement, datatype
 
 
-def _four(message: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
-    if len(message) == 3:
-        buffer, (count, displacement), datatype = message
-        return buffer, count, displacement, datatype
-    buffer, count, displacement, datatype = message
-    return buffer, count, displacement, datatype
+def _elements(buffer: Any, count: Any, datatype: Any) -> tuple[Element, int]:
+    """Return the element type and, if the count is left out, how many elements the buffer holds."""
+    if datatype is not None and count is not None:
+        return element_of(datatype), 0
+    nbytes, itemsize, name = _describe(buffer)
+    element = Element(itemsize, itemsize, name) if datatype is None else element_of(datatype)
+    return element, nbytes // element.extent if element.extent > 0 else 0
 
 
-def _entries(buffer: Any, element: Element, displacement: Any) -> int:
-    nbytes = _described(buffer)[0]
-    return (nbytes // element.extent if element.extent > 0 else 0) - index(displacement or 0)
-
-
-def _whole(buffer: Any, blocks: int) -> Block:
-    nbytes, _, name = _described(buffer)
-    return Block(nbytes // blocks, name)
-
-
-def _described(buffer: Any) -> tuple[int, int, str | None]:
-    """(bytes, bytes of an item, element type) of a buffer in any of the forms that mpi4py takes."""
+def _describe(buffer: Any) -> tuple[int, int, str | None]:
+    """Return (bytes, bytes of an item, element type) of a buffer in any form that mpi4py accepts."""
     if buffer is None or isinstance(buffer, int):  # None, and MPI's constants: BOTTOM, IN_PLACE
         return 0, 1, None
     try:
         with memoryview(buffer) as view:
             return view.nbytes, view.itemsize, _format_name(view.format)
     except TypeError:
-        return _on_device(buffer)
+        return _describe_device_buffer(buffer)
 
 
-def _on_device(buffer: Any) -> tuple[int, int, str | None]:
-    """What DLPack or CUDA's array interface is for. Its owner's attributes, as an export may wait for a stream."""
+def _describe_device_buffer(buffer: Any) -> tuple[int, int, str | None]:
+    """Describe an owner of device memory, by its attributes if it has them, because an export may wait for a stream."""
     dtype = getattr(buffer, "dtype", None)
     itemsize = getattr(dtype, "itemsize", None)
     nbytes = getattr(buffer, "nbytes", None)
@@ -203,16 +163,13 @@ def _on_device(buffer: Any) -> tuple[int, int, str | None]:
         return nbytes, itemsize, str(dtype).rpartition(".")[2]
     interface = getattr(buffer, "__cuda_array_interface__", None)
     if interface is None:
-        return _exported(buffer)
+        return _describe_dlpack(buffer)
     dtype = np.dtype(interface["typestr"])
-    entries = 1
-    for length in interface["shape"]:
-        entries *= length
-    return entries * dtype.itemsize, dtype.itemsize, dtype.name
+    return math.prod(interface["shape"]) * dtype.itemsize, dtype.itemsize, dtype.name
 
 
 class _DLTensor(ctypes.Structure):
-    """The beginning of what a DLPack capsule holds (dmlc/dlpack, dlpack.h)."""
+    """The first fields of a DLPack capsule's struct (dmlc/dlpack, dlpack.h)."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("data", ctypes.c_void_p),
@@ -232,25 +189,21 @@ _pointer = ctypes.PyDLL(None).PyCapsule_GetPointer
 _pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 
 
-def _exported(buffer: Any) -> tuple[int, int, str | None]:
-    """As DLPack tells, of an owner that tells nothing else. As mpi4py asks for it: waiting for no stream."""
+def _describe_dlpack(buffer: Any) -> tuple[int, int, str | None]:
+    """Describe a buffer that supports DLPack only. As in mpi4py, the export waits for no stream."""
     on_host = buffer.__dlpack_device__()[0] == _ON_HOST
     capsule = buffer.__dlpack__() if on_host else buffer.__dlpack__(stream=-1)
-    tensor = _DLTensor.from_address(_pointer(capsule, b"dltensor"))  # unnamed still: its end frees what was exported
+    tensor = _DLTensor.from_address(_pointer(capsule, b"dltensor"))  # the capsule's destructor releases the export
     itemsize = tensor.bits * tensor.lanes // 8
     kind = _CODES.get(tensor.code)
     name = None if kind is None else "bool" if kind == "bool" else f"{kind}{tensor.bits}"
-    return math.prod(tensor.shape[axis] for axis in range(tensor.ndim)) * itemsize, itemsize, name
+    return math.prod(tensor.shape[: tensor.ndim]) * itemsize, itemsize, name
 
 
+@functools.cache
 def _numpy_name(dtype: Any) -> str:
-    name = _names.get(dtype)
-    if name is None:
-        name = _names[dtype] = str(dtype.name)
-    return name
+    return str(dtype.name)
 
 
 def _format_name(text: str | None) -> str | None:
-    if text is None:
-        return "uint8"
-    return _FORMATS.get(text.lstrip("@=<>!"), text)
+    return "uint8" if text is None else _FORMATS.get(text.lstrip("@=<>!"), text)

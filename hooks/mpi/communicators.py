@@ -33,27 +33,27 @@ class MpiGroup(Group):
     ) -> None:
         """Describe a group of mpi4py, row `number` of the groups table, where this process is `rank` in `local`.
 
-        `remote` are the global ranks of an intercommunicator's other side, -1 where not known; None: not one.
+        `remote` are the global ranks of an intercommunicator's other side, -1 if not known; None: no intercommunicator.
         """
         super().__init__(members, number, row.ranks, rank)
         self.local = local
         self.remote = remote
         self.size = len(local)
         self.own = local[rank]
-        self.handle = members.handle
         self._others = local if remote is None else remote
         self.blocks = len(self._others)
         """Number of shares of a collective: one per rank; with an intercommunicator, per rank of the other side."""
-        self.sources: int = members.indegree if _is_topology(members) else 0
+        topology = isinstance(members, MPI.Topocomm)
+        self.sources: int = members.indegree if topology else 0
         """Number of neighbours that this rank receives from in a neighbourhood collective."""
-        self.destinations: int = members.outdegree if _is_topology(members) else 0
+        self.destinations: int = members.outdegree if topology else 0
         """Number of neighbours that it sends to."""
 
     def peer(self, rank: int) -> int:
         """Return the global rank of a source, destination, target or root; -1: none, any, or of another world."""
         return self._others[rank] if 0 <= rank < len(self._others) else -1
 
-    def way(self, peer: int, tag: int, sends: bool) -> Iterator[int]:
+    def counter(self, peer: int, tag: int, sends: bool) -> Iterator[int]:
         """Return the counter of messages to or from a peer (a global rank)."""
         return self.messages(self.own, peer, tag) if sends else self.messages(peer, self.own, tag)
 
@@ -80,29 +80,28 @@ class MpiGroups(Groups[MpiGroup]):
         key = _kind(members), members.handle
         group = self._by_handle.get(key)
         if group is None:
-            group = self._by_handle[key] = self._described(members)
-        return _copy_for(group, members)
+            group = self._by_handle[key] = self._new(members)
+        same = copy.copy(group)  # with the same row and counters, for another object of the same handle
+        same.ref = weakref.ref(members)
+        return same
 
-    def _described(self, members: Any) -> MpiGroup:
-        local = self._ranks(members.Get_group())
-        remote = self._ranks(members.Get_remote_group()) if _is_inter(members) else None
+    def _new(self, members: Any) -> MpiGroup:
+        local, rank = self._ranks(members.Get_group())
+        inter = isinstance(members, MPI.Comm) and members.Is_inter()
+        remote = self._ranks(members.Get_remote_group())[0] if inter else None
         # Both sides of an intercommunicator write the same row.
-        known = local if remote is None else sorted({*local, *remote} - {-1})
-        row = GroupDescription([rank for rank in known if rank >= 0], _name(members), _describe(members), self._backend)
-        group = members.Get_group()
-        rank = group.Get_rank()
-        group.Free()
+        known = local if remote is None else sorted({*local, *remote})
+        row = GroupDescription([each for each in known if each >= 0], _name(members), _describe(members), self._backend)
         return MpiGroup(members, self._number(row), row, local, rank, remote)
 
-    def _ranks(self, group: Any) -> list[int]:
-        """Return the global ranks of an MPI group, -1 for processes of another world. Frees the group."""
-        size = group.Get_size()
+    def _ranks(self, group: Any) -> tuple[list[int], int]:
+        """Return an MPI group's global ranks, -1 for processes of another world, and the own rank. Frees the group."""
         world = MPI.COMM_WORLD.Get_group()
-        translated = MPI.Group.Translate_ranks(group, list(range(size)), world)
-        ranks = [self._world[rank] if rank >= 0 else -1 for rank in translated]
+        translated = MPI.Group.Translate_ranks(group, list(range(group.Get_size())), world)
+        ranks, own = [self._world[rank] if rank >= 0 else -1 for rank in translated], group.Get_rank()
         world.Free()
         group.Free()
-        return ranks
+        return ranks, own
 
     def forget(self, members: Any) -> None:
         """Forget a communicator or window that is about to be freed: another one may get its handle."""
@@ -112,21 +111,6 @@ class MpiGroups(Groups[MpiGroup]):
 
 def _kind(members: Any) -> type:
     return MPI.Win if isinstance(members, MPI.Win) else MPI.Comm
-
-
-def _copy_for(group: MpiGroup, members: Any) -> MpiGroup:
-    """Return a copy of the group for another object of the same handle, with the same row and counters."""
-    same = copy.copy(group)
-    same.ref = weakref.ref(members)
-    return same
-
-
-def _is_inter(members: Any) -> bool:
-    return isinstance(members, MPI.Comm) and bool(members.Is_inter())
-
-
-def _is_topology(members: Any) -> bool:
-    return isinstance(members, MPI.Topocomm)
 
 
 def _name(members: Any) -> str:

@@ -7,7 +7,7 @@ so a call that pickles is recorded once.
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 
 from mpi4py import MPI
 
@@ -16,23 +16,9 @@ from commtrace.hooks.native import mpi_recorder as native
 
 from . import pickled_objects as mpi_pickle
 from . import tracer as mpi_tracer
+from . import wrappers
 from .extension_types import ExtensionPatches, namespace
 from .methods import METHODS
-from .wrappers import (
-    ENDS,
-    SYNCHRONIZATIONS,
-    cancelling,
-    ending,
-    forgetting,
-    freeing,
-    matching,
-    matching_class,
-    planning,
-    recording,
-    starting,
-    starting_all,
-    synchronizing,
-)
 
 _BLIND_SPOTS = (
     "MPI calls that C or Fortran code makes beside mpi4py, file input and output, and programs that use MPI sessions "
@@ -50,7 +36,7 @@ def install() -> None:
     try:
         _install()
     except BaseException:
-        uninstall()  # complete or not there: half of it would write a log with gaps
+        uninstall()  # a partial hook would write a log with gaps
         raise
 
 
@@ -58,29 +44,27 @@ def _install() -> None:
     in_c = native.usable()
     for method in METHODS:
         if method.name in namespace(method.owner):
-            wrapper = planning(method) if method.returns == "prequest" else recording(method)
-            _patches.wrap(
-                method.owner, method.name, wrapper, functools.partial(native.replacement, method) if in_c else None
-            )
+            wrapper = wrappers.planning(method) if method.returns == "prequest" else wrappers.recording(method)
+            instead = partial(native.replacement, method) if in_c else None
+            _patches.wrap(method.owner, method.name, wrapper, instead)
     if in_c:
         recorder_setup.compiled.add("mpi4py")
         mpi_tracer.started.append(native.begins)
         mpi_tracer.ended.append(native.ends)
-    for name in ENDS:
-        _patches.wrap(MPI.Request, name, ending(name))
-    for name in SYNCHRONIZATIONS:
-        _patches.wrap(MPI.Win, name, synchronizing(name))
-    for name in ("Cancel", "cancel"):
-        _patches.wrap(MPI.Request, name, cancelling)
-    _patches.wrap(MPI.Request, "Free", freeing)
-    _patches.wrap(MPI.Prequest, "Start", starting)
-    _patches.wrap(MPI.Prequest, "Startall", starting_all)
-    for owner, name in ((MPI.Comm, "Free"), (MPI.Comm, "Disconnect"), (MPI.Win, "Free")):
-        _patches.wrap(owner, name, forgetting)
-    for name in ("Mprobe", "Improbe", "mprobe", "improbe"):
-        _patches.wrap(MPI.Comm, name, matching)
-    for name in ("Probe", "Iprobe", "probe", "iprobe"):
-        _patches.wrap(MPI.Message, name, matching_class)
+    for owner, names, wrapper in (
+        (MPI.Request, ("Cancel", "cancel"), wrappers.cancelling),
+        (MPI.Request, ("Free",), wrappers.freeing),
+        (MPI.Prequest, ("Start",), wrappers.starting),
+        (MPI.Prequest, ("Startall",), wrappers.starting_all),
+        (MPI.Comm, ("Free", "Disconnect"), wrappers.forgetting),
+        (MPI.Win, ("Free",), wrappers.forgetting),
+        (MPI.Comm, ("Mprobe", "Improbe", "mprobe", "improbe"), wrappers.matching),
+        (MPI.Message, ("Probe", "Iprobe", "probe", "iprobe"), wrappers.matching_class),
+        *((MPI.Request, (name,), wrappers.ending(name)) for name in wrappers.ENDS),
+        *((MPI.Win, (name,), wrappers.synchronizing(name)) for name in wrappers.SYNCHRONIZATIONS),
+    ):
+        for name in names:
+            _patches.wrap(owner, name, wrapper)
     mpi_pickle.install()
     recorder_setup.blind_spots["mpi4py"] = list(_BLIND_SPOTS)
     recorder_setup.identities["mpi4py"] = mpi_tracer.identity_in_world

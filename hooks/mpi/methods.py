@@ -1,18 +1,19 @@
-"""What the arguments of mpi4py's methods mean: operation, payload, own share, peer, tag.
+"""Methods of mpi4py that communicate: operation, payload, own share, peer and tag from their arguments.
 
-mpi4py names its methods as MPI does: `Allreduce` blocks, `Iallreduce` gives a Request, `Allreduce_init` a Prequest that
-is started later, and `allreduce` pickles Python objects. Sizes follow docs/reference/log-format.md, as torch's do.
+mpi4py names its methods as MPI does: `Allreduce` blocks, `Iallreduce` returns a Request, `Allreduce_init` returns a
+Prequest, which is started later, and `allreduce` pickles Python objects. Sizes follow docs/reference/log-format.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 from mpi4py import MPI
 
-from .buffers import NOTHING, Block, simple, vector, vector_of_types
+from .buffers import Block, Blocks, simple, vector, vector_of_types
 from .communicators import MpiGroup
 
 
@@ -20,101 +21,88 @@ class Size(NamedTuple):
     """Payload in bytes, bytes of it that are this rank's own share, whether shares differ, element type."""
 
     payload: int
-    local: int
-    uneven: bool
-    dtype: str | None
+    local: int = 0
+    uneven: bool = False
+    dtype: str | None = None
 
+
+NOTHING: Final = Size(0)
 
 Arguments = Mapping[str, Any]
 
-# (arguments, group, rank of the root as the caller gives it) -> Size
+# (arguments, group, rank of the root as the caller gives it) -> Size. Not called if the root is MPI.PROC_NULL.
 Rule = Callable[[Arguments, MpiGroup, int], Size]
 
 
-def _of(block: Block) -> Size:
-    return Size(block.nbytes, 0, False, block.dtype)
+def _whole(block: Block) -> Size:
+    return Size(block.nbytes, dtype=block.dtype)
 
 
-def _equal(block: Block, blocks: int, own: bool) -> Size:
-    return Size(block.nbytes * blocks, block.nbytes if own else 0, False, block.dtype)
+def _equal(block: Block, ranks: int, own: bool) -> Size:
+    return Size(block.nbytes * ranks, block.nbytes if own else 0, False, block.dtype)
 
 
-def _shares(shares: Sequence[int], dtype: str | None, own: int | None) -> Size:
-    """`own`: which of them is this rank's own; None: none."""
-    local = 0 if own is None or own >= len(shares) else shares[own]
-    return Size(sum(shares), local, len(set(shares)) > 1, dtype)
+def _unequal(shares: Sequence[int], dtype: str | None, group: MpiGroup | None) -> Size:
+    """Return the size of these shares; `group`: the group of which one share is this rank's own."""
+    own = len(shares) if group is None or group.remote is not None else group.rank
+    return Size(sum(shares), shares[own] if own < len(shares) else 0, len(set(shares)) > 1, dtype)
 
 
-def _own(group: MpiGroup) -> int | None:
-    return None if group.remote is not None else group.rank
+def _argument(arguments: Arguments, name: str) -> Any:
+    """Return a buffer; the receive buffer where the send buffer is in place."""
+    buffer = arguments[name]
+    return arguments["recvbuf"] if buffer is MPI.IN_PLACE else buffer
+
+
+def nothing(arguments: Arguments, group: MpiGroup, root: int) -> Size:
+    """Return no bytes."""
+    return NOTHING
 
 
 def _buffer(name: str) -> Rule:
-    return lambda arguments, group, root: _of(NOTHING if root == MPI.PROC_NULL else simple(arguments[name]))
-
-
-def _rooted_buffer(arguments: Arguments, group: MpiGroup, root: int) -> Size:
-    return _of(NOTHING if root == MPI.PROC_NULL else simple(arguments["buf"]))
+    return lambda arguments, group, root: _whole(simple(arguments[name]))
 
 
 def _reduced(arguments: Arguments, group: MpiGroup, root: int) -> Size:
-    """Reductions: the buffers of all ranks are of one size. What it gives or, where that is in place, what it gets."""
-    if root == MPI.PROC_NULL:
-        return _of(NOTHING)
-    given = arguments["sendbuf"]
-    return _of(simple(arguments["recvbuf"] if given is None or given is MPI.IN_PLACE or root == MPI.ROOT else given))
+    """Return the size of a reduction, whose buffers have one size on all ranks."""
+    sent = arguments["sendbuf"]
+    received = sent is None or sent is MPI.IN_PLACE or root == MPI.ROOT
+    return _whole(simple(arguments["recvbuf"] if received else sent))
 
 
-def _gather(full: str, share: str) -> Rule:
-    """gather, scatter: the root has the whole, every other rank one share of it, as large as each."""
+def _rooted(full: str, share: str, uneven: bool = False) -> Rule:
+    """Make the rule of gather and scatter: the root's buffer has all shares, every other rank's has its own.
+
+    If shares may differ, a rank that is not the root sees only its own, which is then the payload.
+    """
 
     def rule(arguments: Arguments, group: MpiGroup, root: int) -> Size:
-        if root == MPI.PROC_NULL:
-            return _of(NOTHING)
-        if group.is_root(root):
-            return _equal(simple(arguments[full], group.blocks), group.blocks, group.remote is None)
-        return _equal(simple(arguments[share]), group.size, own=True)
+        if not group.is_root(root):
+            own = simple(arguments[share])
+            return Size(own.nbytes, own.nbytes, True, own.dtype) if uneven else _equal(own, group.size, own=True)
+        if uneven:
+            return _unequal(*vector(arguments[full], group.blocks), group)
+        return _equal(simple(arguments[full], group.blocks), group.blocks, group.remote is None)
 
     return rule
 
 
-def _gatherv(full: str, share: str) -> Rule:
-    """As `_gather`; a rank that is not the root knows its own share only, and that is then the payload."""
+def _shares(buffer: str, ranks: str = "blocks") -> Rule:
+    """Make the rule of a buffer with equal shares of as many ranks as this attribute of the group counts."""
 
     def rule(arguments: Arguments, group: MpiGroup, root: int) -> Size:
-        if root == MPI.PROC_NULL:
-            return _of(NOTHING)
-        if group.is_root(root):
-            return _shares(*vector(arguments[full], group.blocks), _own(group))
-        own = simple(arguments[share])
-        return Size(own.nbytes, own.nbytes, True, own.dtype)
+        count = getattr(group, ranks)
+        share = simple(_argument(arguments, buffer), count or 1)
+        return _equal(share, count, ranks == "blocks" and group.remote is None)
 
     return rule
 
 
-def _all_gather(arguments: Arguments, group: MpiGroup, root: int) -> Size:
-    return _equal(simple(arguments["recvbuf"], group.blocks), group.blocks, group.remote is None)
-
-
-def _all_gatherv(arguments: Arguments, group: MpiGroup, root: int) -> Size:
-    return _shares(*vector(arguments["recvbuf"], group.blocks), _own(group))
-
-
-def _sent(arguments: Arguments) -> Any:
-    given = arguments["sendbuf"]
-    return arguments["recvbuf"] if given is MPI.IN_PLACE else given
-
-
-def _all_to_all(arguments: Arguments, group: MpiGroup, root: int) -> Size:
-    return _equal(simple(_sent(arguments), group.blocks), group.blocks, group.remote is None)
-
-
-def _all_to_allv(arguments: Arguments, group: MpiGroup, root: int) -> Size:
-    return _shares(*vector(_sent(arguments), group.blocks), _own(group))
-
-
-def _all_to_allw(arguments: Arguments, group: MpiGroup, root: int) -> Size:
-    return _shares(*vector_of_types(_sent(arguments), group.blocks), _own(group))
+def _vector(buffer: str, ranks: str = "blocks", measure: Callable[[Any, int], Blocks] = vector) -> Rule:
+    """Make the rule of a buffer with shares that may differ."""
+    return lambda arguments, group, root: _unequal(
+        *measure(_argument(arguments, buffer), getattr(group, ranks)), group if ranks == "blocks" else None
+    )
 
 
 def _reduce_scatter_block(arguments: Arguments, group: MpiGroup, root: int) -> Size:
@@ -123,49 +111,23 @@ def _reduce_scatter_block(arguments: Arguments, group: MpiGroup, root: int) -> S
 
 
 def _reduce_scatter(arguments: Arguments, group: MpiGroup, root: int) -> Size:
-    sent, counts = simple(_sent(arguments)), arguments.get("recvcounts")
+    sent, counts = simple(_argument(arguments, "sendbuf")), arguments.get("recvcounts")
     if counts is not None:
         shares = [int(count) for count in counts]
         entries = sum(shares)
         nbytes = [sent.nbytes // entries * count if entries else 0 for count in shares]
-        return _shares(nbytes, sent.dtype, _own(group))
+        return _unequal(nbytes, sent.dtype, group)
     own = simple(arguments["recvbuf"]).nbytes
     return Size(sent.nbytes, own if group.remote is None else 0, own * group.size != sent.nbytes, sent.dtype)
 
 
-def _neighbors_gather(arguments: Arguments, group: MpiGroup, root: int) -> Size:
-    return _equal(simple(arguments["recvbuf"], group.sources), group.sources, own=False)
-
-
-def _neighbors_gatherv(arguments: Arguments, group: MpiGroup, root: int) -> Size:
-    return _shares(*vector(arguments["recvbuf"], group.sources), None)
-
-
-def _neighbors_all(arguments: Arguments, group: MpiGroup, root: int) -> Size:
-    return _equal(simple(arguments["sendbuf"], group.destinations), group.destinations, own=False)
-
-
-def _neighbors_allv(arguments: Arguments, group: MpiGroup, root: int) -> Size:
-    return _shares(*vector(arguments["sendbuf"], group.destinations), None)
-
-
-def _neighbors_allw(arguments: Arguments, group: MpiGroup, root: int) -> Size:
-    return _shares(*vector_of_types(arguments["sendbuf"], group.destinations), None)
-
-
 def _fetched(arguments: Arguments, group: MpiGroup, root: int) -> Size:
-    """What goes to the target; where nothing does (NO_OP), what comes back."""
-    if root == MPI.PROC_NULL:
-        return _of(NOTHING)
-    return _of(simple(arguments["result" if arguments.get("op") == MPI.NO_OP else "origin"]))
-
-
-def _nothing(arguments: Arguments, group: MpiGroup, root: int) -> Size:
-    return _of(NOTHING)
+    """Return the size of what is sent to the target or, if nothing is (NO_OP), of what it returns."""
+    return _whole(simple(arguments["result" if arguments.get("op") == MPI.NO_OP else "origin"]))
 
 
 class Message(NamedTuple):
-    """A message between two ranks: names of the arguments that tell what, with whom and under which tag."""
+    """A message between two ranks: the names of the arguments with its buffer (None: an object), peer and tag."""
 
     op: str
     buffer: str | None
@@ -181,22 +143,33 @@ class Method:
     name: str
     op: str
     parameters: tuple[str, ...]
-    measure: Rule
+    measure: Rule = nothing
     messages: tuple[Message, ...] = ()  # messages that the method carries; a Sendrecv has two
     root: str | None = None  # name of the argument with the root, or the target of a one-sided operation
-    reduces: bool = False
     objects: bool = False  # whether it pickles Python objects
     returns: str = ""  # "request": returns before the end, with a Request; "prequest": begins nothing yet; "": blocks
-    one_sided: bool = False  # ends with the next synchronization of the window
-    message_object: bool = False  # whether it is a method of a Message, which holds its communicator
-    partitions: bool = False
 
-    @property
+    @cached_property
+    def reduces(self) -> bool:
+        """Whether it reduces with an operation."""
+        return "op" in self.parameters
+
+    @cached_property
+    def message_object(self) -> bool:
+        """Whether it is a method of a Message, which holds its communicator."""
+        return self.owner is MPI.Message
+
+    @cached_property
+    def one_sided(self) -> bool:
+        """Whether it ends with the next synchronization of the window."""
+        return self.root == "target_rank" and not self.returns
+
+    @cached_property
     def receives(self) -> bool:
         """Whether a message arrives; its status has the size and the sender."""
         return any(message.op == "recv" for message in self.messages)
 
-    @property
+    @cached_property
     def status_at(self) -> int | None:
         """Position of the argument that takes the status."""
         return self.parameters.index("status") if "status" in self.parameters else None
@@ -210,118 +183,91 @@ class Method:
 
 _BOTH: Final = ("sendbuf", "recvbuf")
 _ROOT: Final = ("sendbuf", "recvbuf", "root")
-_SEND: Final = Message("send", "buf", "dest", "tag")
-_RECV: Final = Message("recv", "buf", "source", "tag")
 
-# Name -> (operation, parameters, rule), of the blocking form on buffers.
-_COLLECTIVES: Final[dict[type, dict[str, tuple[str, tuple[str, ...], Rule]]]] = {
-    MPI.Comm: {
-        "Barrier": ("barrier", (), _nothing),
-        "Bcast": ("broadcast", ("buf", "root"), _rooted_buffer),
-        "Gather": ("gather", _ROOT, _gather("recvbuf", "sendbuf")),
-        "Gatherv": ("gather", _ROOT, _gatherv("recvbuf", "sendbuf")),
-        "Scatter": ("scatter", _ROOT, _gather("sendbuf", "recvbuf")),
-        "Scatterv": ("scatter", _ROOT, _gatherv("sendbuf", "recvbuf")),
-        "Allgather": ("all_gather", _BOTH, _all_gather),
-        "Allgatherv": ("all_gather", _BOTH, _all_gatherv),
-        "Alltoall": ("all_to_all", _BOTH, _all_to_all),
-        "Alltoallv": ("all_to_all", _BOTH, _all_to_allv),
-        "Alltoallw": ("all_to_all", _BOTH, _all_to_allw),
-        "Reduce": ("reduce", (*_BOTH, "op", "root"), _reduced),
-        "Allreduce": ("all_reduce", (*_BOTH, "op"), _reduced),
-        "Reduce_scatter_block": ("reduce_scatter", (*_BOTH, "op"), _reduce_scatter_block),
-        "Reduce_scatter": ("reduce_scatter", (*_BOTH, "recvcounts", "op"), _reduce_scatter),
-    },
-    MPI.Intracomm: {"Scan": ("scan", (*_BOTH, "op"), _reduced), "Exscan": ("exscan", (*_BOTH, "op"), _reduced)},
-    MPI.Topocomm: {
-        "Neighbor_allgather": ("all_gather", _BOTH, _neighbors_gather),
-        "Neighbor_allgatherv": ("all_gather", _BOTH, _neighbors_gatherv),
-        "Neighbor_alltoall": ("all_to_all", _BOTH, _neighbors_all),
-        "Neighbor_alltoallv": ("all_to_all", _BOTH, _neighbors_allv),
-        "Neighbor_alltoallw": ("all_to_all", _BOTH, _neighbors_allw),
-    },
-}
-
-# Name -> (operation, parameters), of the forms that pickle.
-_OBJECT_COLLECTIVES: Final[dict[type, dict[str, tuple[str, tuple[str, ...]]]]] = {
-    MPI.Comm: {
-        "barrier": ("barrier", ()),
-        "bcast": ("broadcast", ("obj", "root")),
-        "gather": ("gather", ("sendobj", "root")),
-        "scatter": ("scatter", ("sendobj", "root")),
-        "allgather": ("all_gather", ("sendobj",)),
-        "alltoall": ("all_to_all", ("sendobj",)),
-        "reduce": ("reduce", ("sendobj", "op", "root")),
-        "allreduce": ("all_reduce", ("sendobj", "op")),
-    },
-    MPI.Intracomm: {"scan": ("scan", ("sendobj", "op")), "exscan": ("exscan", ("sendobj", "op"))},
-    MPI.Topocomm: {
-        "neighbor_allgather": ("all_gather", ("sendobj",)),
-        "neighbor_alltoall": ("all_to_all", ("sendobj",)),
-    },
-}
+# (class, blocking form on buffers, operation, parameters, rule)
+_COLLECTIVES: Final[tuple[tuple[type, str, str, tuple[str, ...], Rule], ...]] = (
+    (MPI.Comm, "Barrier", "barrier", (), nothing),
+    (MPI.Comm, "Bcast", "broadcast", ("buf", "root"), _buffer("buf")),
+    (MPI.Comm, "Gather", "gather", _ROOT, _rooted("recvbuf", "sendbuf")),
+    (MPI.Comm, "Gatherv", "gather", _ROOT, _rooted("recvbuf", "sendbuf", uneven=True)),
+    (MPI.Comm, "Scatter", "scatter", _ROOT, _rooted("sendbuf", "recvbuf")),
+    (MPI.Comm, "Scatterv", "scatter", _ROOT, _rooted("sendbuf", "recvbuf", uneven=True)),
+    (MPI.Comm, "Allgather", "all_gather", _BOTH, _shares("recvbuf")),
+    (MPI.Comm, "Allgatherv", "all_gather", _BOTH, _vector("recvbuf")),
+    (MPI.Comm, "Alltoall", "all_to_all", _BOTH, _shares("sendbuf")),
+    (MPI.Comm, "Alltoallv", "all_to_all", _BOTH, _vector("sendbuf")),
+    (MPI.Comm, "Alltoallw", "all_to_all", _BOTH, _vector("sendbuf", measure=vector_of_types)),
+    (MPI.Comm, "Reduce", "reduce", (*_BOTH, "op", "root"), _reduced),
+    (MPI.Comm, "Allreduce", "all_reduce", (*_BOTH, "op"), _reduced),
+    (MPI.Comm, "Reduce_scatter_block", "reduce_scatter", (*_BOTH, "op"), _reduce_scatter_block),
+    (MPI.Comm, "Reduce_scatter", "reduce_scatter", (*_BOTH, "recvcounts", "op"), _reduce_scatter),
+    (MPI.Intracomm, "Scan", "scan", (*_BOTH, "op"), _reduced),
+    (MPI.Intracomm, "Exscan", "exscan", (*_BOTH, "op"), _reduced),
+    (MPI.Topocomm, "Neighbor_allgather", "all_gather", _BOTH, _shares("recvbuf", "sources")),
+    (MPI.Topocomm, "Neighbor_allgatherv", "all_gather", _BOTH, _vector("recvbuf", "sources")),
+    (MPI.Topocomm, "Neighbor_alltoall", "all_to_all", _BOTH, _shares("sendbuf", "destinations")),
+    (MPI.Topocomm, "Neighbor_alltoallv", "all_to_all", _BOTH, _vector("sendbuf", "destinations")),
+    (MPI.Topocomm, "Neighbor_alltoallw", "all_to_all", _BOTH, _vector("sendbuf", "destinations", vector_of_types)),
+)
 
 
 def _collectives() -> Iterator[Method]:
-    for owner, methods in _COLLECTIVES.items():
-        for name, (op, parameters, rule) in methods.items():
-            shared: dict[str, Any] = {
-                "owner": owner, "op": op, "measure": rule, "reduces": "op" in parameters,
-                "root": "root" if "root" in parameters else None,
-            }  # fmt: skip
-            yield Method(name=name, parameters=parameters, **shared)
-            yield Method(name=f"I{name.lower()}", parameters=parameters, returns="request", **shared)
-            yield Method(name=f"{name}_init", parameters=(*parameters, "info"), returns="prequest", **shared)
-    for owner, objects in _OBJECT_COLLECTIVES.items():
-        for name, (op, parameters) in objects.items():
-            yield Method(
-                owner, name, op, parameters, _nothing, root="root" if "root" in parameters else None,
-                reduces="op" in parameters, objects=op != "barrier",
-            )  # fmt: skip
+    for owner, name, op, parameters, rule in _COLLECTIVES:
+        root = "root" if "root" in parameters else None
+        yield Method(owner, name, op, parameters, rule, root=root)
+        yield Method(owner, f"I{name.lower()}", op, parameters, rule, root=root, returns="request")
+        yield Method(owner, f"{name}_init", op, (*parameters, "info"), rule, root=root, returns="prequest")
+        if not name.endswith(("v", "w")) and not name.startswith("Reduce_scatter"):
+            first = "obj" if op == "broadcast" else "sendobj"
+            others = (each for each in parameters if each in ("op", "root"))
+            pickled = (first, *others) if parameters else ()
+            yield Method(owner, name.lower(), op, pickled, root=root, objects=op != "barrier")
+
+
+_SEND: Final = Message("send", "buf", "dest", "tag")
+_RECV: Final = Message("recv", "buf", "source", "tag")
+_SEND_OBJECT, _RECV_OBJECT = _SEND._replace(buffer=None), _RECV._replace(buffer=None)
 
 
 def _messages() -> Iterator[Method]:
-    comm, send, recv = MPI.Comm, ("buf", "dest", "tag"), ("buf", "source", "tag")
-    both = (Message("send", "sendbuf", "dest", "sendtag"), Message("recv", "recvbuf", "source", "recvtag"))
-    replace = (both[0]._replace(buffer="buf"), both[1]._replace(buffer="buf"))
-    exchange = ("sendbuf", "dest", "sendtag", "recvbuf", "source", "recvtag")
-    exchange_in_place = ("buf", "dest", "sendtag", "source", "recvtag")
-
-    def method(name: str, parameters: tuple[str, ...], messages: tuple[Message, ...], **more: Any) -> Method:
-        return Method(comm, name, messages[0].op, parameters, _nothing, messages, **more)
+    def method(name: str, parameters: str, *messages: Message, returns: str = "") -> Method:
+        objects = messages[0].buffer is None
+        return Method(
+            MPI.Comm, name, messages[0].op, tuple(parameters.split()),
+            messages=messages, objects=objects, returns=returns,
+        )  # fmt: skip
 
     for mode in ("", "b", "s", "r"):
         blocking = f"{mode}send".capitalize()
-        yield method(blocking, send, (_SEND,))
-        yield method(f"I{mode}send", send, (_SEND,), returns="request")
-        yield method(f"{blocking}_init", send, (_SEND,), returns="prequest")
+        yield method(blocking, "buf dest tag", _SEND)
+        yield method(f"I{mode}send", "buf dest tag", _SEND, returns="request")
+        yield method(f"{blocking}_init", "buf dest tag", _SEND, returns="prequest")
         if mode != "r":
-            pickled = ("obj", "dest", "tag")
-            yield method(f"{mode}send", pickled, (_SEND._replace(buffer=None),), objects=True)
-            yield method(f"i{mode}send", pickled, (_SEND._replace(buffer=None),), objects=True, returns="request")
-    yield method("Recv", (*recv, "status"), (_RECV,))
-    yield method("Irecv", recv, (_RECV,), returns="request")
-    yield method("Recv_init", recv, (_RECV,), returns="prequest")
-    yield method("recv", (*recv, "status"), (_RECV._replace(buffer=None),), objects=True)
-    yield method("irecv", recv, (_RECV._replace(buffer=None),), objects=True, returns="request")
-    yield method("Sendrecv", (*exchange, "status"), both)
-    yield method("Sendrecv_replace", (*exchange_in_place, "status"), replace)
-    yield method("Isendrecv", exchange, both, returns="request")
-    yield method("Isendrecv_replace", exchange_in_place, replace, returns="request")
-    exchanged = ("sendobj", *exchange[1:], "status")
-    yield method("sendrecv", exchanged, (both[0]._replace(buffer=None), both[1]._replace(buffer=None)), objects=True)
-    parts = ("buf", "partitions")
-    yield method("Psend_init", (*parts, "dest", "tag", "info"), (_SEND,), returns="prequest", partitions=True)
-    yield method("Precv_init", (*parts, "source", "tag", "info"), (_RECV,), returns="prequest", partitions=True)
+            yield method(f"{mode}send", "obj dest tag", _SEND_OBJECT)
+            yield method(f"i{mode}send", "obj dest tag", _SEND_OBJECT, returns="request")
+    yield method("Recv", "buf source tag status", _RECV)
+    yield method("Irecv", "buf source tag", _RECV, returns="request")
+    yield method("Recv_init", "buf source tag", _RECV, returns="prequest")
+    yield method("recv", "buf source tag status", _RECV_OBJECT)
+    yield method("irecv", "buf source tag", _RECV_OBJECT, returns="request")
+    yield method("Psend_init", "buf partitions dest tag info", _SEND, returns="prequest")
+    yield method("Precv_init", "buf partitions source tag info", _RECV, returns="prequest")
 
+    send, recv = Message("send", "sendbuf", "dest", "sendtag"), Message("recv", "recvbuf", "source", "recvtag")
+    exchange = "sendbuf dest sendtag recvbuf source recvtag"
+    yield method("Sendrecv", f"{exchange} status", send, recv)
+    yield method("Isendrecv", exchange, send, recv, returns="request")
+    pickled = send._replace(buffer=None), recv._replace(buffer=None)
+    yield method("sendrecv", f"{exchange} status".replace("sendbuf", "sendobj"), *pickled)
+    in_place = send._replace(buffer="buf"), recv._replace(buffer="buf")
+    yield method("Sendrecv_replace", "buf dest sendtag source recvtag status", *in_place)
+    yield method("Isendrecv_replace", "buf dest sendtag source recvtag", *in_place, returns="request")
 
-def _matched() -> Iterator[Method]:
-    shared: dict[str, Any] = {"owner": MPI.Message, "op": "recv", "measure": _nothing, "message_object": True}
-    pickled = (_RECV._replace(buffer=None),)
-    yield Method(name="Recv", parameters=("buf", "status"), messages=(_RECV,), **shared)
-    yield Method(name="Irecv", parameters=("buf",), messages=(_RECV,), returns="request", **shared)
-    yield Method(name="recv", parameters=("status",), messages=pickled, objects=True, **shared)
-    yield Method(name="irecv", parameters=(), messages=pickled, objects=True, returns="request", **shared)
+    owner = MPI.Message
+    yield Method(owner, "Recv", "recv", ("buf", "status"), messages=(_RECV,))
+    yield Method(owner, "Irecv", "recv", ("buf",), messages=(_RECV,), returns="request")
+    yield Method(owner, "recv", "recv", ("status",), messages=(_RECV_OBJECT,), objects=True)
+    yield Method(owner, "irecv", "recv", (), messages=(_RECV_OBJECT,), objects=True, returns="request")
 
 
 def _one_sided() -> Iterator[Method]:
@@ -333,15 +279,12 @@ def _one_sided() -> Iterator[Method]:
         ("Fetch_and_op", "accumulate", ("origin", "result", "target_rank", "target_disp", "op")),
         ("Compare_and_swap", "accumulate", ("origin", "compare", "result", "target_rank", "target_disp")),
     ):
-        shared: dict[str, Any] = {
-            "owner": MPI.Win, "op": op, "parameters": parameters, "root": "target_rank", "reduces": "op" in parameters,
-            "measure": _fetched if "result" in parameters else _buffer("origin"),
-        }  # fmt: skip
-        yield Method(name=name, one_sided=True, **shared)
+        rule = _fetched if "result" in parameters else _buffer("origin")
+        yield Method(MPI.Win, name, op, parameters, rule, root="target_rank")
         if "_and_" not in name:
-            yield Method(name=f"R{name.lower()}", returns="request", **shared)
-    yield Method(MPI.Win, "Fence", "barrier", ("assertion",), _nothing)
+            yield Method(MPI.Win, f"R{name.lower()}", op, parameters, rule, root="target_rank", returns="request")
+    yield Method(MPI.Win, "Fence", "barrier", ("assertion",))
 
 
-METHODS: Final[tuple[Method, ...]] = (*_collectives(), *_messages(), *_matched(), *_one_sided())
+METHODS: Final[tuple[Method, ...]] = (*_collectives(), *_messages(), *_one_sided())
 """Every method that is recorded. One that this mpi4py does not have is left out."""

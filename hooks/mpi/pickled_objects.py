@@ -20,35 +20,25 @@ from .tracer import pickling
 _patches = ExtensionPatches()
 
 
-class _Noting:
+class _Measured:
     """Wrapper of a function that pickles or unpickles."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        """Wrap this function."""
+    def __init__(self, function: Callable[..., Any], loads: bool) -> None:
         self.function = function
+        self.loads = loads
 
-
-class _Dumps(_Noting):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        data = self.function(*args, **kwargs)
+        result = self.function(*args, **kwargs)
         objects = pickling()
         if objects is not None:
             try:
-                objects.dumped.append(len(data))
+                if self.loads:
+                    objects.loaded.append(len(args[0]))
+                else:
+                    objects.dumped.append(len(result))
             except Exception:
                 fault()
-        return data
-
-
-class _Loads(_Noting):
-    def __call__(self, data: Any, *args: Any, **kwargs: Any) -> Any:
-        objects = pickling()
-        if objects is not None:
-            try:
-                objects.loaded.append(len(data))
-            except Exception:
-                fault()
-        return self.function(data, *args, **kwargs)
+        return result
 
 
 def install() -> None:
@@ -63,8 +53,8 @@ def install() -> None:
             _wrap(initialize)
 
     def set_protocol(self: Any, value: Any) -> None:
-        dumps = _functions()[0] if self is MPI.pickle else None
-        if value is None and isinstance(dumps, _Dumps) and dumps.function is _functions_of(MPI.Pickle())[0]:
+        dumps = _functions(self)[0] if self is MPI.pickle else None
+        if value is None and isinstance(dumps, _Measured) and dumps.function is _functions(MPI.Pickle())[0]:
             value = default  # as mpi4py does for its own pickler, which is wrapped
         protocol.__set__(self, value)
 
@@ -79,21 +69,17 @@ def uninstall() -> None:
     if not _patches:
         return
     _patches.undo()
-    dumps, loads, protocol, threshold = _functions()
-    own = [each.function if isinstance(each, _Noting) else each for each in (dumps, loads)]
+    dumps, loads, protocol, threshold = _functions(MPI.pickle)
+    own = [each.function if isinstance(each, _Measured) else each for each in (dumps, loads)]
     namespace(MPI.Pickle)["__init__"](MPI.pickle, *own, protocol, threshold)
 
 
 def _wrap(initialize: Callable[..., None]) -> None:
-    dumps, loads, protocol, threshold = _functions()
-    initialize(MPI.pickle, _Dumps(dumps), _Loads(loads), protocol, threshold)
+    dumps, loads, protocol, threshold = _functions(MPI.pickle)
+    initialize(MPI.pickle, _Measured(dumps, loads=False), _Measured(loads, loads=True), protocol, threshold)
 
 
-def _functions() -> tuple[Any, Any, Any, Any]:
-    return _functions_of(MPI.pickle)
-
-
-def _functions_of(pickle: Any) -> tuple[Any, Any, Any, Any]:
+def _functions(pickle: Any) -> tuple[Any, Any, Any, Any]:
     """Return (dumps, loads, protocol, threshold), found by the garbage collector: mpi4py does not export them.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
@@ -15,14 +15,12 @@ from commtrace.schema import Clock
 from .communicators import MpiGroup
 
 
-class Receipt:
+class Receipt(NamedTuple):
     """A message to receive. Its size is known when it has arrived; so are sender and tag, if any were accepted."""
 
-    __slots__ = ("group", "peer", "tag")
-
-    def __init__(self, group: MpiGroup, peer: int, tag: int) -> None:
-        """`peer` and `tag` are those that the call accepts; -1: any."""
-        self.group, self.peer, self.tag = group, peer, tag
+    group: MpiGroup
+    peer: int  # that the call accepts; -1: any
+    tag: int
 
     def arrived(self, recorder: Recorder, slot_or_call: int | PendingCall, status: Any) -> None:
         """Complete the record from the status."""
@@ -32,7 +30,7 @@ class Receipt:
         source, tag = status.Get_source(), status.Get_tag()
         if (self.peer < 0 or self.tag < 0) and source >= 0 and tag >= 0:
             peer = self.group.peer(source)
-            recorder.addressed(slot_or_call, peer, tag, self.group.message(peer, self.group.own, tag))
+            recorder.addressed(slot_or_call, peer, tag, next(self.group.counter(peer, tag, sends=False)))
 
 
 Ends = Sequence[tuple[PendingCall | None, Receipt | None]]
@@ -62,7 +60,7 @@ class Requests:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._process = os.getpid  # an attribute: weak references still die when modules are gone
+        self._process = os.getpid  # an attribute: weak references may die after modules are torn down
         self._pending: dict[int, PendingRequest] = {}
         self._kept: dict[int, _Kept] = {}
 
@@ -103,6 +101,12 @@ class Requests:
                 if call is not None:
                     self._recorder.failed(call)
 
+    def cancel(self, request: Any) -> None:
+        """Note that the program has cancelled a Request: its status shows whether that succeeded."""
+        pending = self.find(request)
+        if pending is not None:
+            pending.cancelled = True
+
     def dropped(self, request: Any) -> None:
         """Give up on a Request that the program frees: its end cannot be observed."""
         pending = self.find(request)
@@ -129,11 +133,6 @@ class Requests:
         """Return the value of `keep`; None if there is none."""
         kept = self._kept.get(id(holder))
         return kept.value if kept is not None and kept() is holder else None
-
-    def message(self, message: Any) -> tuple[MpiGroup, int, int] | None:
-        """Return (group, source, tag) of a matched message; None if it is not known."""
-        matched: tuple[MpiGroup, int, int] | None = self.kept(message)
-        return matched
 
     def _lost(self, reference: Any) -> None:
         kept: _Kept = reference

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from mpi4py import MPI
 
@@ -21,7 +21,7 @@ from commtrace.schema import Clock, Flag
 
 from .buffers import learn_predefined, simple
 from .communicators import MpiGroup, MpiGroups
-from .methods import Arguments, Message, Method, Size
+from .methods import NOTHING, Arguments, Message, Method, Size
 from .requests import Receipt, Requests
 from .windows import Windows
 
@@ -31,7 +31,7 @@ SAMPLE_MASK: Final = 15  # the cost of one call in sixteen is measured
 _ASYNC, _COALESCED, _OBJECT, _UNEVEN = (int(flag) for flag in (Flag.ASYNC, Flag.COALESCED, Flag.OBJECT, Flag.UNEVEN))
 _PREDEFINED_OPS: Final = {name: op for name, op in vars(MPI).items() if isinstance(op, MPI.Op) and op != MPI.OP_NULL}
 _REDUCE_OPS: Final = {id(op): name for name, op in _PREDEFINED_OPS.items()}
-_ONE_SIDED: Final = ("put", "get", "accumulate")
+_OBJECT_SIZE: Final = Size(0, dtype="object")  # until mpi4py has pickled
 _pickled: Final = threading.local()
 
 
@@ -43,7 +43,7 @@ def identity_in_world() -> RankIdentity | None:
 
 
 def _agree(proposal: str) -> str:
-    """Return a run name that all ranks know without a message. MPI has no store, and a collective might never end."""
+    """Return a run name on which all ranks agree without a message: MPI has no store, and a collective may not end."""
     size = str(MPI.COMM_WORLD.Get_size())
     if size in (os.environ.get("MPI_LOCALNRANKS"), os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")):
         starter = identity.mpi_starter()  # the parent of all ranks, as all are on this host
@@ -65,15 +65,11 @@ def begin() -> MpiTracer | None:
     return None if recorder is None else _tracers.start(recorder)
 
 
-class CallPart:
+class CallPart(NamedTuple):
     """One record of a call: most calls have one, a Sendrecv has two."""
 
-    __slots__ = ("receipt", "slot")
-
-    def __init__(self, slot: int, receipt: Receipt | None = None) -> None:
-        """`receipt`: of a message that is received."""
-        self.slot = slot
-        self.receipt = receipt
+    slot: int
+    receipt: Receipt | None  # of a message that is received
 
 
 class Objects:
@@ -88,20 +84,17 @@ class Objects:
 
 
 def pickling() -> Objects | None:
-    """Return the objects of the call in which this thread pickles; None outside of one."""
+    """Return the objects of the call in which this thread pickles; None outside of a call."""
     return getattr(_pickled, "objects", None)
 
 
-class MethodPlan:
-    """What is known of a call before it is made; of a persistent request, of every start."""
+class MethodPlan(NamedTuple):
+    """What is known before a call; for a persistent request, before every start."""
 
-    __slots__ = ("batched", "flags", "group", "kind", "method", "parts", "peer")
-
-    def __init__(self, method: Method, group: MpiGroup, kind: int, flags: int) -> None:
-        self.method, self.group, self.kind, self.flags = method, group, kind, flags
-        self.peer = -1
-        # (kind, payload, local, peer, tag, whether it receives) of each record
-        self.parts: list[tuple[int, int, int, int, int, bool]] = []
+    method: Method
+    group: MpiGroup
+    flags: int
+    parts: list[tuple[int, int, int, int, int, bool]]  # (kind, payload, local, peer, tag, whether it receives)
 
 
 class MpiEntry:
@@ -151,33 +144,32 @@ class MpiEntry:
         for part in self.parts:
             self.tracer.recorder.returned(part.slot, t_return, observable=False)
 
-    def after(self, members: Any, result: Any, t_return: int) -> None:
+    def after(self, result: Any, t_return: int) -> None:
         """Record that the method returned `result`: a Request if it does not block."""
         tracer, method = self.tracer, self.plan.method
         if self.objects is not None:
-            self._measure_objects()
+            self._measure_objects(self.objects)
         if self.status is not None:
-            for part in self.parts:
-                if part.receipt is not None:
-                    part.receipt.arrived(tracer.recorder, part.slot, self.status)
+            for slot, receipt in self.parts:
+                if receipt is not None:
+                    receipt.arrived(tracer.recorder, slot, self.status)
         calls = [tracer.recorder.returned(part.slot, t_return, observable=True) for part in self.parts]
         if method.returns:
-            tracer.requests.add(result, list(zip(calls, (part.receipt for part in self.parts), strict=True)))
+            tracer.requests.add(result, [(call, part.receipt) for call, part in zip(calls, self.parts, strict=True)])
         elif method.one_sided:
-            tracer.windows.add(self.plan.group, self.plan.peer, calls[0])
+            tracer.windows.add(self.plan.group, self.plan.parts[0][3], calls[0])
         else:
             for call in calls:
                 if call is not None:
                     tracer.recorder.ended(call, 0, t_return, Clock.RETURN)
 
-    def _measure_objects(self) -> None:
-        assert self.objects is not None
+    def _measure_objects(self, objects: Objects) -> None:
         if self.plan.method.messages:
-            for part in self.parts:
-                if part.receipt is None:
-                    self.tracer.recorder.measured(part.slot, sum(self.objects.dumped))
+            for slot, receipt in self.parts:
+                if receipt is None:
+                    self.tracer.recorder.measured(slot, sum(objects.dumped))
         else:
-            payload, local = object_size(self.plan.method.op, self.plan.group, self.objects)
+            payload, local = object_size(self.plan.method.op, self.plan.group, objects)
             self.tracer.recorder.measured(self.parts[0].slot, payload, local)
 
 
@@ -186,7 +178,7 @@ def object_size(op: str, group: MpiGroup, objects: Objects) -> tuple[int, int]:
     dumped, loaded = objects.dumped, objects.loaded
     sent, received = sum(dumped), sum(loaded)
     if op in ("all_gather", "gather"):
-        payload = received if loaded else sent  # in a gather, all but the root know their own share only
+        payload = received if loaded else sent  # in a gather, all ranks but the root see only their own share
         return payload, sent if group.remote is None and not group.sources else 0
     if op == "scatter":
         return sent if dumped else received, received
@@ -197,7 +189,7 @@ def object_size(op: str, group: MpiGroup, objects: Objects) -> tuple[int, int]:
 
 
 class MpiTracer:
-    """What the hook of mpi4py keeps for one recorder."""
+    """The state of the hook of mpi4py for one recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         """Record with this recorder."""
@@ -222,41 +214,37 @@ class MpiTracer:
         """Return what a call is about to do; None for one without a communicator."""
         if not members:
             return None
+        arguments = method.bind(args, kwargs)
         if method.message_object:
-            matched = self.requests.message(members)
+            matched = self.requests.kept(members)
             if matched is None:
                 return None
-            return self._matched(method, *matched, method.bind(args, kwargs))
-        group = self.groups.of(members)
-        arguments = method.bind(args, kwargs)
+            group, arguments["source"], arguments["tag"] = matched
+        else:
+            group = self.groups.of(members)
         return self._messages(method, group, arguments) if method.messages else self._shared(method, group, arguments)
 
     def _shared(self, method: Method, group: MpiGroup, arguments: Arguments) -> MethodPlan:
-        given = 0 if method.root is None else arguments.get(method.root, 0)
-        size = Size(0, 0, False, "object") if method.objects else method.measure(arguments, group, given)
-        plan = MethodPlan(method, group, -1, _UNEVEN if size.uneven else 0)
-        plan.peer = -1 if method.root is None else group.root(given)
+        root = 0 if method.root is None else arguments.get(method.root, 0)
+        if method.objects:
+            size = _OBJECT_SIZE
+        else:
+            size = NOTHING if root == MPI.PROC_NULL else method.measure(arguments, group, root)
+        peer = -1 if method.root is None else group.root(root)
         op = arguments.get("op", MPI.SUM) if method.reduces else None
-        kind = self._kind(method, method.op, size.dtype if method.op != "barrier" else None, op)
-        plan.parts.append((kind, size.payload, size.local, plan.peer, -1, False))
-        return plan
+        part = self._kind(method, method.op, size.dtype, op), size.payload, size.local, peer, -1, False
+        return MethodPlan(method, group, _UNEVEN if size.uneven else 0, [part])
 
     def _messages(self, method: Method, group: MpiGroup, arguments: Arguments) -> MethodPlan:
-        plan = MethodPlan(method, group, -1, _COALESCED if len(method.messages) > 1 else 0)
+        parts = []
         for message in method.messages:
             receives = message.op == "recv"
             peer = arguments.get(message.peer, MPI.ANY_SOURCE)
             tag = arguments.get(message.tag, MPI.ANY_TAG if receives else 0)
-            nbytes, dtype = _message_size(method, message, arguments, peer)
+            nbytes, dtype = _message_size(message, arguments, peer)
             kind = self._kind(method, message.op, dtype, None)
-            plan.parts.append((kind, nbytes, 0, group.peer(peer), max(tag, -1), receives))
-        return plan
-
-    def _matched(self, method: Method, group: MpiGroup, source: int, tag: int, arguments: Arguments) -> MethodPlan:
-        plan = MethodPlan(method, group, -1, 0)
-        nbytes, dtype = (0, "object") if method.objects else simple(arguments["buf"])
-        plan.parts.append((self._kind(method, "recv", dtype, None), nbytes, 0, group.peer(source), tag, True))
-        return plan
+            parts.append((kind, nbytes, 0, group.peer(peer), max(tag, -1), receives))
+        return MethodPlan(method, group, _COALESCED if len(parts) > 1 else 0, parts)
 
     def start(self, plan: MethodPlan, depth: int = 2) -> MpiEntry | None:
         """Record that a call begins; None if the ring is full."""
@@ -268,24 +256,22 @@ class MpiTracer:
         batch = next(self._batches) & 0xFFFFFFFF if len(plan.parts) > 1 else 0
         parts = []
         for kind, payload, local, peer, tag, receives in plan.parts:
-            receipt = Receipt(group, peer, tag) if receives else None
             seq = self._seq(method, group, peer, tag, receives)
             slot = recorder.begin(
                 kind, group.number, seq, payload, local, peer, tag,
                 site, progress.step, progress.micro_batch, batch, phase, flags,
             )  # fmt: skip
             if slot >= 0:
-                parts.append(CallPart(slot, receipt))
+                parts.append(CallPart(slot, Receipt(group, peer, tag) if receives else None))
         return MpiEntry(self, plan, parts) if parts else None
 
     @staticmethod
     def _seq(method: Method, group: MpiGroup, peer: int, tag: int, receives: bool) -> int:
-        if not method.messages and method.op not in _ONE_SIDED:
+        if not method.messages and method.root != "target_rank":
             return next(group.collectives)
         if receives and (peer < 0 or tag < 0):
             return 0  # known when the message has arrived
-        source, destination = (peer, group.own) if receives else (group.own, peer)
-        return group.message(source, destination, tag)
+        return next(group.counter(peer, tag, not receives))
 
     def kind_of(self, method: Method, message: Any, op: Any) -> int:
         """Return the row of a call with this buffer (None: it has none) and reduction, for the wrappers in C."""
@@ -294,17 +280,12 @@ class MpiTracer:
         return self._kind(method, method.op, dtype, reduce_op)
 
     def _kind(self, method: Method, op: str, dtype: str | None, reduce_op: Any) -> int:
-        reduction = None if reduce_op is None else _REDUCE_OPS.get(id(reduce_op)) or _named(reduce_op)
+        reduction = None if reduce_op is None else _REDUCE_OPS.get(id(reduce_op)) or _operation_name(reduce_op)
         key = method, op, dtype, reduction
         kind = self._kinds.get(key)
         if kind is None:
-            row = {
-                "op": op,
-                "variant": f"Message.{method.name}" if method.message_object else method.name,
-                "api": "mpi",
-                "dtype": dtype,
-                "reduce_op": reduction,
-            }
+            variant = f"Message.{method.name}" if method.message_object else method.name
+            row = {"op": op, "variant": variant, "api": "mpi", "dtype": dtype, "reduce_op": reduction}
             kind = self._kinds[key] = self.recorder.tables.number("kinds", ("mpi", *row.values()), lambda: row)
         return kind
 
@@ -314,18 +295,18 @@ current: Final = _tracers.current
 started: Final = _tracers.started
 
 
-def _named(reduce_op: Any) -> str:
+def _operation_name(reduce_op: Any) -> str:
     return next((name for name, op in _PREDEFINED_OPS.items() if op == reduce_op), "user")
 
 
-def _message_size(method: Method, message: Message, arguments: Arguments, peer: int) -> tuple[int, str | None]:
+def _message_size(message: Message, arguments: Arguments, peer: int) -> tuple[int, str | None]:
     if message.buffer is None:
         return 0, "object"
     if peer == MPI.PROC_NULL:
         return 0, None  # mpi4py does not look at the buffer
-    blocks = arguments["partitions"] if method.partitions else 1
-    nbytes, dtype = simple(arguments[message.buffer], blocks)
-    return nbytes * blocks, dtype
+    partitions = arguments.get("partitions", 1)
+    nbytes, dtype = simple(arguments[message.buffer], partitions)
+    return nbytes * partitions, dtype
 
 
 def _world(rank_identity: RankIdentity) -> list[int]:

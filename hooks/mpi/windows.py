@@ -26,7 +26,7 @@ class Windows:
         calls = self._open.get(group.number)
         if not calls:
             return
-        self._open[group.number] = [each for each in calls if target is not None and each[0] != target]
+        self._open[group.number] = [(to, call) for to, call in calls if target is not None and to != target]
         for to, call in calls:
             if target is None or to == target:
                 self._recorder.ended(call, t_wait, t_end, Clock.WAIT)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 from mpi4py import MPI
 
@@ -59,7 +60,7 @@ def recording(method: Method) -> Wrapper:
                 entry.left()
                 entry.failed(now())
                 raise
-            _return(entry, self, result, begun - entered)
+            _return(entry, result, begun - entered)
             return result
 
         return call
@@ -81,11 +82,11 @@ def _unmeasured(error: Exception, original: Original, *args: Any, **kwargs: Any)
     return result
 
 
-def _return(entry: MpiEntry, members: Any, result: Any, cost: int) -> None:
+def _return(entry: MpiEntry, result: Any, cost: int) -> None:
     t_return = now()
     try:
         entry.left()
-        entry.after(members, result, t_return)
+        entry.after(result, t_return)
         if entry.sampled or entry.first:
             entry.tracer.recorder.note_cost(cost + now() - t_return, sampled=entry.sampled, first=entry.first)
     except Exception:
@@ -116,20 +117,14 @@ def planning(method: Method) -> Wrapper:
 
 def starting(original: Original) -> Original:
     """Wrap Prequest.Start."""
-
-    def Start(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802
-        return _started([self], lambda: original(self, *args, **kwargs))
-
-    return Start
+    return lambda self, *args, **kwargs: _started([self], partial(original, self, *args, **kwargs))
 
 
 def starting_all(original: Original) -> Original:
     """Wrap Prequest.Startall."""
-
-    def Startall(cls: type, requests: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802
-        return _started(_listed(requests), lambda: original(cls, requests, *args, **kwargs))
-
-    return Startall
+    return lambda cls, requests, *args, **kwargs: _started(
+        _listed(requests), partial(original, cls, requests, *args, **kwargs)
+    )
 
 
 def _started(requests: Sequence[Any], original: Callable[[], Any]) -> Any:
@@ -151,7 +146,7 @@ def _started(requests: Sequence[Any], original: Callable[[], Any]) -> Any:
             entry.failed(now())
         raise
     for request, entry in entries:
-        _return(entry, None, request, 0)
+        _return(entry, request, 0)
     return result
 
 
@@ -165,103 +160,91 @@ def _all(result: Any, count: int) -> Sequence[int]:
     return range(count)
 
 
-def _if_true(result: Any, count: int) -> Sequence[int]:
-    return range(count if result else 0)
+def _all_if_flag(result: Any, count: int) -> Sequence[int]:
+    flag = result[0] if isinstance(result, tuple) else result  # with objects: (flag, objects)
+    return range(count if flag else 0)
 
 
-def _if_first_true(result: Any, count: int) -> Sequence[int]:
-    return range(count if result[0] else 0)
-
-
-def _number(result: Any, count: int) -> Sequence[int]:
+def _index(result: Any, count: int) -> Sequence[int]:
     number = result[0] if isinstance(result, tuple) else result
     return () if number == MPI.UNDEFINED else (number,)
 
 
-def _number_if_true(result: Any, count: int) -> Sequence[int]:
-    return () if not result[1] or result[0] == MPI.UNDEFINED else (result[0],)
+def _index_if_flag(result: Any, count: int) -> Sequence[int]:
+    return _index(result, count) if result[1] else ()
 
 
-def _numbers(result: Any, count: int) -> Sequence[int]:
+def _indices(result: Any, count: int) -> Sequence[int]:
     numbers = result[0] if isinstance(result, tuple) else result
     return () if numbers is None else numbers
 
 
-# Method -> which requests its result shows to be complete, and whether it waits.
-ENDS: dict[str, tuple[Outcome, bool]] = {
-    "Wait": (_all, True),
-    "wait": (_all, True),
-    "Test": (_if_true, False),
-    "test": (_if_first_true, False),
-    "Get_status": (_if_true, False),
-    "get_status": (_if_true, False),
-    "Waitany": (_number, True),
-    "waitany": (_number, True),
-    "Testany": (_number_if_true, False),
-    "testany": (_number_if_true, False),
-    "Get_status_any": (_number_if_true, False),
-    "get_status_any": (_number_if_true, False),
-    "Waitall": (_all, True),
-    "waitall": (_all, True),
-    "Testall": (_if_true, False),
-    "testall": (_if_first_true, False),
-    "Get_status_all": (_if_true, False),
-    "get_status_all": (_if_true, False),
-    "Waitsome": (_numbers, True),
-    "waitsome": (_numbers, True),
-    "Testsome": (_numbers, False),
-    "testsome": (_numbers, False),
-    "Get_status_some": (_numbers, False),
-    "get_status_some": (_numbers, False),
+# By the method's end; the outcome of a wait, and of a poll.
+_OUTCOMES: Final[dict[str, tuple[Outcome, Outcome]]] = {
+    "": (_all, _all_if_flag),
+    "any": (_index, _index_if_flag),
+    "all": (_all, _all_if_flag),
+    "some": (_indices, _indices),
 }
-"""Methods of Request that show the end of calls."""
 
-_OF_ONE_REQUEST = ("Wait", "wait", "Test", "test", "Get_status", "get_status")
+ENDS: Final = {
+    variant: (name.startswith("Wait"), which)
+    for which in _OUTCOMES
+    for name in (f"Wait{which}", f"Test{which}", f"Get_status_{which}".rstrip("_"))
+    for variant in (name, name.lower())
+}
+"""Methods of Request that show the end of calls: whether each waits, and for which requests."""
 
 
 def ending(name: str) -> Wrapper:
     """Wrap a method of Request that shows the end of calls."""
-    outcome, waits = ENDS[name]
+    waits, which = ENDS[name]
+    outcome = _OUTCOMES[which][0 if waits else 1]
+    single = which in ("", "any")  # whether it gives one status
+
+    def complete(
+        tracer: MpiTracer, all_pending: list[PendingRequest | None], original: Original, args: Any, kwargs: Any
+    ) -> Any:
+        status = args[0] if args else kwargs.get("status" if single else "statuses")
+        if status is None and any(map(_needs_status, all_pending)):
+            status = MPI.Status() if single else []
+            args, kwargs = (status,), {}
+        t_begin = now()
+        try:
+            result = original(*args, **kwargs)
+        except MPI.Exception:
+            for pending in all_pending:
+                if pending is not None:
+                    tracer.requests.failed(pending)
+            raise
+        t_end = now()
+        try:
+            for place, number in enumerate(outcome(result, len(all_pending))):
+                pending = all_pending[number]
+                if pending is not None:
+                    own_status = status[place] if isinstance(status, list) else status
+                    clock = Clock.WAIT if waits else Clock.TEST
+                    tracer.requests.ended(pending, t_begin if waits else 0, t_end, clock, own_status)
+        except Exception:
+            fault()
+        return result
 
     def wrapper(original: Original) -> Original:
-        if name in _OF_ONE_REQUEST:
-
-            def complete_one(self: Any, *args: Any, **kwargs: Any) -> Any:
-                tracer = current()
-                pending = None if tracer is None else tracer.requests.find(self)
-                if pending is None or tracer is None:
-                    return original(self, *args, **kwargs)
-                given = args[0] if args else kwargs.get("status")
-                status = MPI.Status() if given is None and _needs_status(pending) else given
-                if status is not given:
-                    args, kwargs = (status,), {}
-                completion = _Completion(tracer, [pending], waits)
-                with completion:
-                    result = original(self, *args, **kwargs)
-                completion.returned(outcome, result, status)
-                return result
-
-            return complete_one
+        def complete_one(self: Any, *args: Any, **kwargs: Any) -> Any:
+            tracer = current()
+            pending = None if tracer is None else tracer.requests.find(self)
+            if pending is None or tracer is None:
+                return original(self, *args, **kwargs)
+            return complete(tracer, [pending], partial(original, self), args, kwargs)
 
         def complete_several(cls: type, requests: Any, *args: Any, **kwargs: Any) -> Any:
             tracer = current()
             all_pending = [] if tracer is None else _pending(tracer, requests)
             if tracer is None or not any(all_pending):
                 return original(cls, requests, *args, **kwargs)
-            single = name.lower().endswith("any")
-            keyword = "status" if single else "statuses"
-            given = args[0] if args else kwargs.get(keyword)
-            statuses = given
-            if given is None and any(map(_needs_status, all_pending)):
-                statuses = MPI.Status() if single else []
-                args, kwargs = (statuses,), {}
-            completion = _Completion(tracer, all_pending, waits)
-            with completion:
-                result = original(cls, requests, *args, **kwargs)
-            completion.returned(outcome, result, statuses)
-            return result
+            return complete(tracer, all_pending, partial(original, cls, requests), args, kwargs)
 
-        return complete_several
+        return complete_several if which else complete_one
 
     return wrapper
 
@@ -285,68 +268,33 @@ def _needs_status(pending: PendingRequest | None) -> bool:
     return pending is not None and (pending.cancelled or any(receipt is not None for _, receipt in pending.ends))
 
 
-class _Completion:
-    """A wait or a poll for these calls."""
+def _followed_by(action: Callable[[MpiTracer, Any], None]) -> Wrapper:
 
-    def __init__(self, tracer: MpiTracer, pending: Sequence[PendingRequest | None], waits: bool) -> None:
-        self._requests, self._pending, self._waits = tracer.requests, pending, waits
-        self._begun = now()
+    def wrapper(original: Original) -> Original:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            tracer = current()
+            if tracer is not None:
+                action(tracer, self)
+            return result
 
-    def __enter__(self) -> None:
-        pass
+        return call
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and issubclass(kind, MPI.Exception):
-            for pending in self._pending:
-                if pending is not None:
-                    self._requests.failed(pending)
-
-    def returned(self, outcome: Outcome, result: Any, statuses: Any) -> None:
-        t_end = now()
-        try:
-            numbers = outcome(result, len(self._pending))
-            clock = Clock.WAIT if self._waits else Clock.TEST
-            for place, number in enumerate(numbers):
-                pending = self._pending[number]
-                if pending is not None:
-                    status = statuses[place] if isinstance(statuses, list) else statuses
-                    self._requests.ended(pending, self._begun if self._waits else 0, t_end, clock, status)
-        except Exception:
-            fault()
+    return wrapper
 
 
-def cancelling(original: Original) -> Original:
-    """Wrap Request.Cancel and cancel."""
+cancelling: Final = _followed_by(lambda tracer, request: tracer.requests.cancel(request))
+"""Wrap Request.Cancel and cancel."""
 
-    def cancel(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        tracer = current()
-        pending = None if tracer is None else tracer.requests.find(self)
-        if pending is not None:
-            pending.cancelled = True
-        return result
-
-    return cancel
-
-
-def freeing(original: Original) -> Original:
-    """Wrap Request.Free."""
-
-    def Free(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802
-        result = original(self, *args, **kwargs)
-        tracer = current()
-        if tracer is not None:
-            tracer.requests.dropped(self)
-        return result
-
-    return Free
+freeing: Final = _followed_by(lambda tracer, request: tracer.requests.dropped(request))
+"""Wrap Request.Free."""
 
 
 # ---- communicators, messages, windows --------------------------------------------------------------------------------
 
 
 def forgetting(original: Original) -> Original:
-    """Wrap Free and Disconnect of communicators and windows: the next one may get the same handle."""
+    """Wrap Free and Disconnect of communicators and windows, because MPI may use the same handle again."""
 
     def Free(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802
         tracer = current()
@@ -363,7 +311,7 @@ def forgetting(original: Original) -> Original:
 
 
 def matching(original: Original) -> Original:
-    """Wrap Mprobe and Improbe, which return a Message that does not know its source."""
+    """Wrap Mprobe and Improbe: they return a Message, which has no attribute for its source."""
 
     def probe(self: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: Any = None) -> Any:
         tracer: MpiTracer | None = None
@@ -387,32 +335,19 @@ def matching(original: Original) -> Original:
 
 def matching_class(original: Original) -> Original:
     """Wrap as `matching` the class methods of Message, which take the communicator first."""
-
-    def probe(cls: type, comm: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: Any = None) -> Any:
-        def of_comm(comm: Any, *args: Any) -> Any:
-            return original(cls, comm, *args)
-
-        return matching(of_comm)(comm, source, tag, status)
-
-    return probe
+    return lambda cls, comm, *args, **kwargs: matching(partial(original, cls))(comm, *args, **kwargs)
 
 
-# Method of Win -> position of the argument with the target that it synchronizes; -1: all targets.
-SYNCHRONIZATIONS = {
-    "Fence": -1,
-    "Complete": -1,
-    "Unlock": 0,
-    "Unlock_all": -1,
-    "Flush": 0,
-    "Flush_all": -1,
-    "Flush_local": 0,
-    "Flush_local_all": -1,
+# Method of Win after which one-sided operations are complete -> whether its argument names the only target.
+SYNCHRONIZATIONS: Final = {
+    **dict.fromkeys(("Fence", "Complete", "Unlock_all", "Flush_all", "Flush_local_all"), False),
+    **dict.fromkeys(("Unlock", "Flush", "Flush_local"), True),
 }
 
 
 def synchronizing(name: str) -> Wrapper:
     """Wrap a method of Win after which one-sided operations are complete."""
-    at = SYNCHRONIZATIONS[name]
+    targeted = SYNCHRONIZATIONS[name]
 
     def wrapper(original: Original) -> Original:
         def synchronize(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -422,8 +357,9 @@ def synchronizing(name: str) -> Wrapper:
             tracer = current()
             if tracer is not None:
                 try:
-                    target = None if at < 0 else tracer.groups.of(self).peer(args[at] if args else kwargs["rank"])
-                    tracer.windows.synchronized(tracer.groups.of(self), target, t_wait, t_end)
+                    group = tracer.groups.of(self)
+                    target = group.peer(args[0] if args else kwargs["rank"]) if targeted else None
+                    tracer.windows.synchronized(group, target, t_wait, t_end)
                 except Exception:
                     fault()
             return result

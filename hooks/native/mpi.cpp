@@ -1,8 +1,8 @@
-// Replacements of mpi4py's methods: they record blocking calls on common forms of buffers, and pass every other call to
+// Replacements of mpi4py's methods. They record blocking calls on common forms of buffers, and pass every other call to
 // the wrapper in Python (hooks/mpi/wrappers.py), which is the reference.
 //
-// This file needs Python's headers only, neither torch's nor MPI's. All of it runs with the GIL. It takes slots from the
-// recorder's own list; rows, sequence numbers and groups are Python's objects, so that both can record side by side.
+// This file needs only Python's headers, neither torch's nor MPI's. All of it runs with the GIL. It takes slots from the
+// recorder's own list. Rows, sequence numbers and groups are Python objects, so that both recorders can run side by side.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
@@ -29,85 +29,60 @@ class Ref {
   ~Ref() { Py_XDECREF(object_); }
   PyObject* get() const { return object_; }
   explicit operator bool() const { return object_ != nullptr; }
-  void set(PyObject* object) {
-    PyObject* old = object_;
-    object_ = object;
-    Py_XDECREF(old);
-  }
   PyObject* release() { return std::exchange(object_, nullptr); }
 
  private:
   PyObject* object_;
 };
 
-long number_of(PyObject* object, const char* name, long otherwise) {
-  Ref value(PyObject_GetAttrString(object, name));
-  if (!value) {
-    PyErr_Clear();
-    return otherwise;
-  }
-  const long number = PyLong_AsLong(value.get());
-  if (number == -1 && PyErr_Occurred()) {
-    PyErr_Clear();
-    return otherwise;
-  }
-  return number;
-}
-
-// ---- state of one recording -------------------------------------------------------------------------------
+// ---- state of one recording -------------------------------------------------------------------------------------------
 
 constexpr int kMostTypes = 128;
-constexpr int kMostGroups = 64;  // a power of two, as the next ones
-constexpr int kMostSites = 1024;
-constexpr int kMostWays = 16;
+constexpr int kMostGroups = 64;  // a power of two
+constexpr int kMostSites = 1024;  // 2^10: see site_at
+constexpr int kMostCounters = 16;
 
 struct Type {
   PyObject* datatype;
   int64_t size, extent;
 };
 
-// The counter of a group's messages with one peer and tag.
-struct Way {
+// The counter of a group's messages with one peer and tag. The group owns it.
+struct MessageCounter {
   int32_t peer = -2, tag = 0;
   bool sends = false;
   PyObject* counter = nullptr;
 };
 
+// A communicator's group. `row` owns the objects: hooks.mpi.communicators.MpiGroup and some of its attributes.
 struct Group {
   PyObject* members = nullptr;  // compared with the referent of `ref`, never dereferenced
-  PyObject* group = nullptr;    // hooks.mpi.communicators.MpiGroup
-  PyObject* ref = nullptr;
-  PyObject* collectives = nullptr;
-  uint32_t number = 0;
-  int64_t size = 0, rank = 0;
-  bool remote = false;
-  std::array<Way, kMostWays> ways{};
-  int next_way = 0;
+  PyObject* row = nullptr;
+  PyObject *group = nullptr, *ref = nullptr, *collectives = nullptr, *ranks = nullptr;
+  unsigned int number = 0;
+  long long size = 0;
+  int inter = 0;
+  std::array<MessageCounter, kMostCounters> counters{};
+  int next_counter = 0;
 };
 
 struct Site {
   uint64_t where = 0;
   uint8_t kind = 0;
-  uint32_t site = UINT32_MAX;  // not asked for yet
+  uint32_t site = UINT32_MAX;  // not looked up yet
 };
 
 // The running recording. Set by go() and cleared by stop().
 struct Current {
-  PyObject* tracer = nullptr;
+  PyObject* rows = nullptr;  // hooks.native.mpi_recorder.MpiRows; null: not recording
   PyObject* recorder = nullptr;
-  PyObject* session = nullptr;
-  PyObject* pop = nullptr;  // takes the number of a free place
-  PyObject* free = nullptr;
-  PyObject* slots = nullptr;
-  PyObject* classify = nullptr;   // frame -> bits
-  PyObject* number = nullptr;     // frame -> row of its line
-  PyObject* note_cost = nullptr;  // (ns, sampled, first)
-  PyObject* graph_task = nullptr; // number of the backward pass that runs; null where nothing differentiates
+  PyObject* pop = nullptr;         // returns the number of a free slot
+  PyObject* graph_task = nullptr;  // returns the number of the running backward pass; null if no library has any
   char* records = nullptr;
   bool sites = false;
   uint64_t calls = 0;
   uint64_t lookups = 0;  // answers of Python that are remembered: a call during which it grows is a first call
-  uint64_t log = 0;  // identifies this recording
+  uint64_t log = 0;      // identifies this recording
   std::array<Group, kMostGroups> groups{};
   std::array<Site, kMostSites> known{};
 };
@@ -116,12 +91,14 @@ Current state;
 const Progress* progress = nullptr;
 std::array<Type, kMostTypes> types{};
 int type_count = 0;
-PyObject *in_place = nullptr, *status_type = nullptr, *byte_type = nullptr, *recorder_name = nullptr, *proc_null = nullptr;
+// Objects that live as long as the process.
+PyObject *session, *in_place, *status_type, *byte_type, *any_source_object, *any_tag_object;
 long any_source = -1, any_tag = -1;
 
 bool records_now() {
-  if (state.tracer == nullptr) return false;
-  Ref recorder(PyObject_GetAttr(state.session, recorder_name));
+  static PyObject* name = PyUnicode_InternFromString("recorder");
+  if (state.rows == nullptr) return false;
+  Ref recorder(PyObject_GetAttr(session, name));
   if (!recorder) PyErr_Clear();
   return recorder.get() == state.recorder;
 }
@@ -133,21 +110,17 @@ const Type* type_of(PyObject* datatype) {
 }
 
 void clear(Group& group) {
-  for (Way& way : group.ways) Py_CLEAR(way.counter);
-  group.members = nullptr;
-  Py_CLEAR(group.group);
-  Py_CLEAR(group.ref);
-  Py_CLEAR(group.collectives);
-  group.ways.fill({});
+  const Ref row(group.row);
+  group = {};
 }
 
 bool alive(const Group& group, PyObject* members) {
   if (group.members != members || group.ref == nullptr) return false;
 #if PY_VERSION_HEX >= 0x030D0000
-  PyObject* found = nullptr;
-  const int there = PyWeakref_GetRef(group.ref, &found);
-  Py_XDECREF(found);
-  return there == 1 && found == members;
+  PyObject* referent = nullptr;
+  const int status = PyWeakref_GetRef(group.ref, &referent);
+  Py_XDECREF(referent);
+  return status == 1 && referent == members;
 #else
   return PyWeakref_GetObject(group.ref) == members;
 #endif
@@ -157,108 +130,92 @@ bool alive(const Group& group, PyObject* members) {
 Group* group_of(PyObject* members) {
   Group& group = state.groups[(reinterpret_cast<uintptr_t>(members) >> 4) & (kMostGroups - 1)];
   if (alive(group, members)) return &group;
-  clear(group);
   state.lookups++;
-  const int there = PyObject_IsTrue(members);
-  Ref groups(there == 1 ? PyObject_GetAttrString(state.tracer, "groups") : nullptr);
-  Ref found(groups ? PyObject_CallMethod(groups.get(), "of", "O", members) : nullptr);
-  Ref remote(found ? PyObject_GetAttrString(found.get(), "remote") : nullptr);
-  Ref ref(found ? PyObject_GetAttrString(found.get(), "ref") : nullptr);
-  Ref collectives(found ? PyObject_GetAttrString(found.get(), "collectives") : nullptr);
-  if (!remote || !ref || !collectives) {
+  Ref row(PyObject_CallMethod(state.rows, "group", "O", members));
+  Group added;
+  if (!row || !PyArg_ParseTuple(row.get(), "OOOOILp", &added.group, &added.ref, &added.collectives, &added.ranks,
+                                &added.number, &added.size, &added.inter)) {
     PyErr_Clear();
     return nullptr;
   }
-  group.number = number_of(found.get(), "number", 0);
-  group.size = number_of(found.get(), "size", 1);
-  group.rank = number_of(found.get(), "rank", 0);
-  group.remote = remote.get() != Py_None;
+  clear(group);
+  group = added;
   group.members = members;
-  Py_INCREF(found.get());
-  group.group = found.get();
-  Py_INCREF(ref.get());
-  group.ref = ref.get();
-  Py_INCREF(collectives.get());
-  group.collectives = collectives.get();
+  group.row = row.release();
   return &group;
 }
 
-// The next number that an iterator gives; -1 where it fails.
+// The next number of an iterator; -1 if it fails.
 int64_t next_of(PyObject* iterator) {
   Ref value(PyIter_Next(iterator));
-  if (!value) return -1;
-  return PyLong_AsLongLong(value.get());
+  return value ? PyLong_AsLongLong(value.get()) : -1;
 }
 
-// The counter of messages on a way: a new reference held by the group.
+// The counter of messages to or from a peer (borrowed), or null.
 PyObject* counter_of(Group& group, int peer, int tag, bool sends) {
-  for (Way& way : group.ways)
-    if (way.peer == peer && way.tag == tag && way.sends == sends && way.counter != nullptr) return way.counter;
-  Ref counter(PyObject_CallMethod(group.group, "way", "iiO", peer, tag, sends ? Py_True : Py_False));
+  for (const MessageCounter& known : group.counters)
+    if (known.peer == peer && known.tag == tag && known.sends == sends) return known.counter;
+  Ref counter(PyObject_CallMethod(group.group, "counter", "iiO", peer, tag, sends ? Py_True : Py_False));
   if (!counter) return nullptr;
-  Way& way = group.ways[group.next_way++ % kMostWays];
-  Py_XDECREF(way.counter);
-  Py_INCREF(counter.get());
-  way = {peer, tag, sends, counter.get()};
-  return way.counter;
+  group.counters[group.next_counter++ % kMostCounters] = {peer, tag, sends, counter.get()};
+  return counter.get();
 }
 
 // ---- call site and phase ----------------------------------------------------------------------------------------------
 
 Site& site_at(uint64_t where) { return state.known[(where * 0x9E3779B97F4A7C15ULL) >> 54]; }
 
-// False if Python raises.
-bool classify(Site& entry, const Frame& frame, int depth) {
+// Asks Python about the frame at this depth: its properties ("classify"), or its row ("site"). -1 if Python raises.
+long ask(const char* question, int depth) {
   state.lookups++;
-  Ref object(frame_object(depth));
-  Ref kind(object ? PyObject_CallOneArg(state.classify, object.get()) : nullptr);
-  if (!kind) return false;
-  entry = {frame.where, static_cast<uint8_t>(PyLong_AsLong(kind.get())), UINT32_MAX};
-  return true;
+  Ref frame(frame_object(depth));
+  Ref answer(frame ? PyObject_CallMethod(state.rows, question, "O", frame.get()) : nullptr);
+  return answer ? PyLong_AsLong(answer.get()) : -1;
 }
 
-// As CallSites.find of hooks/call_site.py.
-bool find(CallSite& found, bool deep) {
+// The same as CallSites.find of hooks/call_site.py. False if Python raises.
+bool find(CallSite& result, bool deep) {
   Frame frame;
   if (!innermost(frame)) return true;
   int depth = 0, named_depth = 0;
   uint64_t named = frame.where;
-  bool within = true, ok = true;
+  bool in_wrappers = true, ok = true;
   do {
     Site& entry = site_at(frame.where);
-    if (entry.where != frame.where && !classify(entry, frame, depth)) {
-      ok = false;
-      break;
+    if (entry.where != frame.where) {
+      const long kind = ask("classify", depth);
+      ok = kind >= 0;
+      if (!ok) break;
+      entry = {frame.where, static_cast<uint8_t>(kind), UINT32_MAX};
     }
-    found.seen |= entry.kind;
-    if (within && !(entry.kind & kWrapper)) {
-      within = false;
+    result.seen |= entry.kind;
+    if (in_wrappers && !(entry.kind & kWrapper)) {
+      in_wrappers = false;
       named = frame.where;
       named_depth = depth;
       if (!deep) break;
     }
-    if (!within && (found.seen & (kForward | kOptimizer))) break;
+    if (!in_wrappers && (result.seen & (kForward | kOptimizer))) break;
     depth++;
   } while (outer(frame));
   finished(frame);
   if (!ok || !state.sites) return ok;
   Site& entry = site_at(named);
   if (entry.where == named && entry.site != UINT32_MAX) {
-    found.site = entry.site;
+    result.site = entry.site;
     return true;
   }
-  state.lookups++;
-  Ref object(frame_object(named_depth));
-  Ref number(object ? PyObject_CallOneArg(state.number, object.get()) : nullptr);
-  if (!number) return false;
-  found.site = static_cast<uint32_t>(PyLong_AsLong(number.get()));
-  if (entry.where == named) entry.site = found.site;
+  const long site = ask("site", named_depth);
+  if (site < 0) return false;
+  result.site = static_cast<uint32_t>(site);
+  if (entry.where == named) entry.site = result.site;
   return true;
 }
 
-// ---- one method --------------------------------------------------------------------------------------------------------
+// ---- one method -------------------------------------------------------------------------------------------------------
 
-enum class Rule : int { kNone = 0, kBuffer = 1, kReduced = 2, kAllGather = 3, kAllToAll = 4, kScatteredBlock = 5, kNothing = 6 };
+// What the buffer of a call holds: nothing, the payload, the shares of all ranks, or this rank's share (in place: of all).
+enum class Rule : int { kNothing, kPayload, kShares, kOwnShare };
 constexpr int kMostParameters = 8;
 constexpr int kMostKinds = 16;
 
@@ -274,31 +231,45 @@ struct Method {
   vectorcallfunc vectorcall;
   PyObject* original;
   PyObject* wrapper;     // in Python
-  PyObject* plan;        // hooks.mpi.methods.Method
+  PyObject* method;      // hooks.mpi.methods.Method
   PyObject* parameters;  // their names
   PyObject* dict;
   Rule rule;
-  int buffer_at, other_at, peer_at, tag_at, op_at, status_at;
-  bool message, sends;
+  int sent_at, received_at, peer_at, tag_at, op_at, status_at;  // positions of arguments; -1: there is none
+  int message, sends;
   int parameter_count;
   uint64_t log;
   int kind_count;
   Kind kinds[kMostKinds];
 };
 
-PyObject* slowly(Method* self, PyObject* const* args, size_t nargsf, PyObject* names) {
+PyObject* call_wrapper(Method* self, PyObject* const* args, size_t nargsf, PyObject* names) {
   return PyObject_Vectorcall(self->wrapper, args, PyVectorcall_NARGS(nargsf), names);
 }
+
+// A call of a method, from its arguments to its record. A step that returns false leaves the call to Python's wrapper.
+struct Call {
+  Method* self;
+  PyObject* const* args;  // as Python passes them: the communicator first
+  Py_ssize_t count;       // of the positional arguments, without the communicator
+  PyObject* names;        // of the keyword arguments
+  PyObject* argv[kMostParameters + 1] = {};  // all arguments by position; null: left out
+  Group* group = nullptr;
+  Record record{};
+  bool wildcard = false;        // receives from any source, or with any tag
+  PyObject* counter = nullptr;  // gives the sequence number (borrowed); null: known when the message has arrived
+
+  bool receives() const { return self->message && !self->sends; }
+  PyObject* argument(int at) const { return at < 0 ? nullptr : argv[at]; }
+};
 
 struct Content {
   int64_t nbytes = 0;
   uint64_t format = 0;
 };
 
-bool is_intercepted_sequence(PyObject* message) { return PyList_CheckExact(message) || PyTuple_CheckExact(message); }
-
-// A buffer by its protocol. False where it has none, or is not contiguous, or of a format that takes Python to name.
-bool content_of_buffer(PyObject* object, Content& content, int64_t& itemsize) {
+// A buffer that supports the buffer protocol, is contiguous, and has a short format.
+bool content_of_buffer(PyObject* object, Content& content) {
   if (!PyObject_CheckBuffer(object)) return false;
   Py_buffer view;
   if (PyObject_GetBuffer(object, &view, PyBUF_FORMAT | PyBUF_ND) != 0) {
@@ -306,7 +277,6 @@ bool content_of_buffer(PyObject* object, Content& content, int64_t& itemsize) {
     return false;
   }
   content.nbytes = view.len;
-  itemsize = view.itemsize;
   const char* format = view.format == nullptr ? "B" : view.format;
   const size_t length = strlen(format);
   if (length < sizeof(content.format)) {
@@ -318,9 +288,8 @@ bool content_of_buffer(PyObject* object, Content& content, int64_t& itemsize) {
 }
 
 bool content_of(PyObject* message, Content& content, int64_t blocks) {
-  int64_t itemsize = 1;
-  if (!is_intercepted_sequence(message)) {
-    if (!content_of_buffer(message, content, itemsize)) return false;
+  if (!PyList_CheckExact(message) && !PyTuple_CheckExact(message)) {
+    if (!content_of_buffer(message, content)) return false;
     content.nbytes /= blocks;
     return true;
   }
@@ -329,54 +298,43 @@ bool content_of(PyObject* message, Content& content, int64_t blocks) {
   PyObject** items = PySequence_Fast_ITEMS(message);
   const Type* type = type_of(items[size - 1]);
   if (type == nullptr) return false;
-  content.format = reinterpret_cast<uint64_t>(type->datatype);
   if (size == 3) {
-    if (!PyLong_CheckExact(items[1])) return false;
-    const int64_t count = PyLong_AsLongLong(items[1]);
+    const int64_t count = PyLong_CheckExact(items[1]) ? PyLong_AsLongLong(items[1]) : -1;
     if (count < 0) return PyErr_Clear(), false;
     content.nbytes = count * type->size;
-    return true;
+  } else {
+    if (type->extent <= 0 || !content_of_buffer(items[0], content)) return false;
+    content.nbytes = content.nbytes / type->extent / blocks * type->size;
   }
-  Content whole;
-  if (type->extent <= 0 || !content_of_buffer(items[0], whole, itemsize)) return false;
-  content.nbytes = whole.nbytes / type->extent / blocks * type->size;
+  content.format = reinterpret_cast<uint64_t>(type->datatype);
   return true;
 }
 
-// Payload and own share of a call; false: left to Python.
-bool measure(const Method& self, const Group& group, PyObject* const* argv, Content& content, int64_t& local) {
-  PyObject* first = self.buffer_at < 0 ? nullptr : argv[self.buffer_at];
-  PyObject* second = self.other_at < 0 ? nullptr : argv[self.other_at];
-  switch (self.rule) {
-    case Rule::kNothing:
-      return true;
-    case Rule::kBuffer:
-      return first != nullptr && content_of(first, content, 1);
-    case Rule::kReduced:
-      if (first == in_place || first == Py_None) first = second;
-      return first != nullptr && content_of(first, content, 1);
-    case Rule::kAllGather:
-      first = second;
-      break;
-    case Rule::kAllToAll:
-      if (first == in_place) first = second;
-      break;
-    case Rule::kScatteredBlock:
-      if (first == in_place || second == nullptr || !content_of(second, content, 1)) return false;
-      local = content.nbytes;
-      content.nbytes *= group.size;
-      return true;
-    default:
-      return false;
-  }
-  if (first == nullptr || !content_of(first, content, group.size)) return false;
-  local = content.nbytes;
-  content.nbytes *= group.size;
+// The buffer that shows payload and element type; null if there is none.
+PyObject* measured_buffer(const Call& call) {
+  const Method& self = *call.self;
+  PyObject* sent = call.argument(self.sent_at);
+  const bool received = self.sent_at < 0 || self.rule == Rule::kOwnShare || sent == in_place ||
+                        (self.rule == Rule::kPayload && sent == Py_None);
+  return received ? call.argument(self.received_at) : sent;
+}
+
+// Payload and own share of a call.
+bool measure(Call& call, PyObject* buffer, Content& content) {
+  const Rule rule = call.self->rule;
+  if (rule == Rule::kNothing) return true;
+  const bool in_place_share = rule == Rule::kOwnShare && call.argument(call.self->sent_at) == in_place;
+  const int64_t blocks = rule == Rule::kShares || in_place_share ? call.group->size : 1;
+  if (buffer == nullptr || !content_of(buffer, content, blocks)) return false;
+  call.record.payload = content.nbytes;
+  if (rule == Rule::kPayload) return true;
+  call.record.local = content.nbytes;
+  call.record.payload *= call.group->size;
   return true;
 }
 
-// Row of the kinds table; 0 where it cannot be had.
-uint16_t kind_of(Method* self, const Content& content, PyObject* op, PyObject* message) {
+// Row of the kinds table; 0 if it cannot be looked up.
+uint16_t kind_of(Method* self, const Content& content, PyObject* op, PyObject* buffer) {
   if (self->log != state.log) {
     self->kind_count = 0;
     self->log = state.log;
@@ -384,7 +342,7 @@ uint16_t kind_of(Method* self, const Content& content, PyObject* op, PyObject* m
   for (int i = 0; i < self->kind_count; i++)
     if (self->kinds[i].format == content.format && self->kinds[i].op == op) return self->kinds[i].number;
   state.lookups++;
-  Ref kind(PyObject_CallMethod(state.tracer, "kind_of", "OOO", self->plan, message == nullptr ? Py_None : message,
+  Ref kind(PyObject_CallMethod(state.rows, "kind", "OOO", self->method, buffer == nullptr ? Py_None : buffer,
                                op == nullptr ? Py_None : op));
   const long number = kind ? PyLong_AsLong(kind.get()) : 0;
   if (number <= 0) return PyErr_Clear(), 0;
@@ -395,16 +353,16 @@ uint16_t kind_of(Method* self, const Content& content, PyObject* op, PyObject* m
 thread_local uint64_t thread_log = 0;
 thread_local uint16_t thread_number = 0;
 
-bool thread_of() {
+bool find_thread() {
   if (thread_log == state.log) return true;
-  Ref number(PyObject_CallMethod(state.recorder, "thread", nullptr));
+  Ref number(PyObject_CallMethod(state.rows, "thread", nullptr));
   if (!number) return false;
   thread_number = static_cast<uint16_t>(PyLong_AsLong(number.get()));
   thread_log = state.log;
   return true;
 }
 
-// The call site and the phase, as CallContext.find in Python; false for what is left to it.
+// The call site and the phase, the same as CallContext.find in Python.
 bool call_context(CallSite& where, uint8_t& phase) {
   if (state.graph_task != nullptr) {
     Ref task(PyObject_CallNoArgs(state.graph_task));
@@ -428,8 +386,8 @@ constexpr uint32_t kNoSlot = UINT32_MAX;
 uint32_t take() {
   Ref slot(PyObject_CallNoArgs(state.pop));
   if (!slot) return PyErr_Clear(), kNoSlot;
-  if ((++state.calls & 1023) == 0 && state.free != nullptr && PyObject_Size(state.free) < PyLong_AsLong(PyTuple_GET_ITEM(state.slots, 1))) {
-    Ref woken(PyObject_CallMethod(PyTuple_GET_ITEM(state.slots, 0), "wake", nullptr));
+  if ((++state.calls & 1023) == 0) {
+    Ref woken(PyObject_CallMethod(state.rows, "wake_if_low", nullptr));
     if (!woken) PyErr_Clear();
   }
   return static_cast<uint32_t>(PyLong_AsUnsignedLong(slot.get()));
@@ -439,26 +397,26 @@ Record* record_at(uint32_t slot) { return reinterpret_cast<Record*>(state.record
 
 void publish(Record* record, State how) { __atomic_store_n(&record->state, how, __ATOMIC_RELEASE); }
 
-// Completes a receive's record from its status. On a failure the record keeps what was asked for.
-void arrived(Group& group, Record* record, PyObject* status, bool anybody) {
+// Completes the record of a receive from its status. On a failure the record keeps what the call accepts.
+void arrived(Group& group, Record* record, PyObject* status, bool wildcard) {
   static PyObject* get_count = PyUnicode_InternFromString("Get_count");
   PyObject* args[] = {status, byte_type};
   Ref count(PyObject_VectorcallMethod(get_count, args, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
   const int64_t nbytes = count ? PyLong_AsLongLong(count.get()) : -1;
   if (nbytes >= 0) record->payload = nbytes;
-  if (!anybody) return;
+  if (!wildcard) return;
   Ref source(PyObject_CallMethod(status, "Get_source", nullptr));
-  Ref tag(source ? PyObject_CallMethod(status, "Get_tag", nullptr) : nullptr);
-  if (!tag) return;
-  const long from = PyLong_AsLong(source.get()), what = PyLong_AsLong(tag.get());
-  if (from < 0 || what < 0) return;
-  Ref peer(PyObject_CallMethod(group.group, "peer", "l", from));
-  if (!peer) return;
-  const int global = PyLong_AsLong(peer.get());
-  PyObject* counter = counter_of(group, global, what, false);
+  Ref tag_object(source ? PyObject_CallMethod(status, "Get_tag", nullptr) : nullptr);
+  if (!tag_object) return;
+  const long rank = PyLong_AsLong(source.get()), tag = PyLong_AsLong(tag_object.get());
+  if (rank < 0 || tag < 0) return;
+  Ref peer_object(PyObject_CallMethod(group.group, "peer", "l", rank));
+  if (!peer_object) return;
+  const int peer = PyLong_AsLong(peer_object.get());
+  PyObject* counter = counter_of(group, peer, tag, false);
   if (counter == nullptr) return;
-  record->peer = global;
-  record->tag = what;
+  record->peer = peer;
+  record->tag = tag;
   record->seq = static_cast<uint32_t>(next_of(counter));
 }
 
@@ -468,22 +426,6 @@ bool integer(PyObject* object, long& number) {
   if (number == -1 && PyErr_Occurred()) return PyErr_Clear(), false;
   return number >= INT32_MIN && number <= INT32_MAX;
 }
-
-// A call of a method, from its arguments to its record. A step that returns false leaves the call to Python's wrapper.
-struct Call {
-  Method* self;
-  PyObject* const* args;  // as Python passes them: the communicator first
-  Py_ssize_t count;       // of the arguments by place, without the communicator
-  PyObject* names;        // of the others
-  PyObject* argv[kMostParameters + 1] = {};  // all of them by place; null: left out
-  Group* group = nullptr;
-  Record record{};
-  bool anybody = false;         // receives from any source, or with any tag
-  PyObject* counter = nullptr;  // gives the sequence number; null: known when the message is there
-
-  bool receives() const { return self->message && !self->sends; }
-  PyObject* argument(int at) const { return at < 0 ? nullptr : argv[at]; }
-};
 
 bool place_arguments(Call& call) {
   if (call.count < 0 || call.count > call.self->parameter_count) return false;
@@ -507,12 +449,11 @@ bool find_peer(Call& call) {
   long peer = call.receives() ? any_source : 0;
   if (given != nullptr && !integer(given, peer)) return false;
   if (peer == any_source && call.receives()) {
-    call.anybody = true;
+    call.wildcard = true;
     return true;
   }
   if (peer < 0 || peer >= call.group->size) return false;
-  Ref ranks(PyObject_GetAttrString(call.group->group, "local"));
-  Ref global(ranks ? PySequence_GetItem(ranks.get(), peer) : nullptr);
+  Ref global(PySequence_GetItem(call.group->ranks, peer));
   if (global) call.record.peer = PyLong_AsLong(global.get());
   return static_cast<bool>(global);
 }
@@ -524,7 +465,7 @@ bool find_tag(Call& call) {
   long tag = call.self->sends ? 0 : any_tag;
   if (given != nullptr && !integer(given, tag)) return false;
   if (tag == any_tag && !call.self->sends)
-    call.anybody = true;
+    call.wildcard = true;
   else if (tag < 0)
     return false;
   else
@@ -532,44 +473,36 @@ bool find_tag(Call& call) {
   return true;
 }
 
-// The buffer that shows the element type; null for a barrier.
-PyObject* typed_buffer(const Call& call) {
-  const Method& self = *call.self;
-  if (self.rule == Rule::kNothing) return nullptr;
-  const bool received = self.rule == Rule::kAllGather || self.rule == Rule::kScatteredBlock;
-  PyObject* buffer = call.argument(received ? self.other_at : self.buffer_at);
-  return buffer == in_place || buffer == Py_None ? call.argument(self.other_at) : buffer;
-}
-
 // Fills in what is known before the call is made, except the sequence number, which counts.
 bool describe(Call& call) {
   Method& self = *call.self;
   Record& record = call.record;
   call.group = group_of(call.args[0]);
-  if (call.group == nullptr || call.group->remote || !find_peer(call) || !find_tag(call)) return false;
+  if (call.group == nullptr || call.group->inter || !find_peer(call) || !find_tag(call)) return false;
+  PyObject* buffer = measured_buffer(call);
   Content content;
-  if (!measure(self, *call.group, call.argv, content, record.local)) return false;
-  record.kind = kind_of(&self, content, call.argument(self.op_at), typed_buffer(call));
-  CallSite where;
-  if (record.kind == 0 || !thread_of() || !call_context(where, record.phase)) return false;
+  if (!measure(call, buffer, content)) return false;
+  record.kind = kind_of(&self, content, call.argument(self.op_at), buffer);
+  CallSite site;
+  if (record.kind == 0 || !find_thread() || !call_context(site, record.phase)) return false;
+  if (!alive(*call.group, call.args[0])) return false;  // Python has run, and another thread has used this entry
   if (!self.message)
     call.counter = call.group->collectives;
-  else if (!call.anybody)
+  else if (!call.wildcard)
     call.counter = counter_of(*call.group, record.peer, record.tag, self.sends);
-  if (call.counter == nullptr && !call.anybody) return false;
-  record.payload = content.nbytes;
+  if (call.counter == nullptr && !call.wildcard) return false;
   record.group = call.group->number;
-  record.site = where.site;
+  record.site = site.site;
   record.step = progress->step;
   record.micro_batch = progress->micro_batch;
   record.thread = thread_number;
-  record.flags = where.seen & kObject ? kObjects : 0;
+  record.flags = site.seen & kObject ? kObjects : 0;
   return true;
 }
 
-// The status of a receive: the program's, or a new one where it passes none. Null for other calls.
+// The status of a receive: the program's, or a new one if it passes none. Null for other calls.
 PyObject* status_of(const Call& call) {
-  if (call.self->status_at < 0 || call.self->sends) return nullptr;
+  if (call.self->status_at < 0) return nullptr;
   PyObject* given = call.argument(call.self->status_at);
   if (given != nullptr && given != Py_None) {
     Py_INCREF(given);
@@ -580,54 +513,31 @@ PyObject* status_of(const Call& call) {
   return status;
 }
 
-// Calls the original with a new status: by place up to the first argument that is left out, by name from there on.
+// Calls the original of a receive with a new status: all arguments by position, with the default of those left out.
 PyObject* call_with_status(Call& call, PyObject* status) {
   const Method& self = *call.self;
   call.argv[self.status_at] = status;
   PyObject* all[kMostParameters + 1] = {call.args[0]};
-  int by_place = 0;
-  for (; by_place < self.parameter_count && call.argv[by_place] != nullptr; by_place++) all[1 + by_place] = call.argv[by_place];
-  Py_ssize_t by_name = 0;
-  for (int i = by_place; i < self.parameter_count; i++) by_name += call.argv[i] != nullptr;
-  Ref keywords(by_name == 0 ? nullptr : PyTuple_New(by_name));
-  if (by_name != 0 && !keywords) return nullptr;
-  Py_ssize_t filled = 0;
-  for (int i = by_place; i < self.parameter_count; i++) {
-    if (call.argv[i] == nullptr) continue;
-    PyObject* name = PyTuple_GET_ITEM(self.parameters, i);
-    Py_INCREF(name);
-    PyTuple_SET_ITEM(keywords.get(), filled, name);
-    all[1 + by_place + filled++] = call.argv[i];
-  }
-  return PyObject_Vectorcall(self.original, all, 1 + by_place, keywords.get());
+  for (int i = 0; i < self.parameter_count; i++)
+    all[1 + i] = call.argv[i] != nullptr ? call.argv[i] : i == self.peer_at ? any_source_object : any_tag_object;
+  return PyObject_Vectorcall(self.original, all, 1 + self.parameter_count, nullptr);
 }
 
-// What follows a call may run code of Python: its exception is kept out of the way.
-void note_failure(Record* place, int64_t t_return) {
-  PyObject *type, *value, *trace;
-  PyErr_Fetch(&type, &value, &trace);
-  place->t_return = t_return;
-  publish(place, kFailed);
-  PyErr_Restore(type, value, trace);
-}
-
-void note_success(const Call& call, Record* place, PyObject* status, int64_t t_return) {
+void note_success(const Call& call, Record* record, PyObject* status, int64_t t_return) {
   if (status != nullptr) {
     Group* group = group_of(call.args[0]);
-    if (group != nullptr) arrived(*group, place, status, call.anybody);
+    if (group != nullptr) arrived(*group, record, status, call.wildcard);
     PyErr_Clear();
   }
-  place->t_return = place->t_end = t_return;
-  place->clock = kReturn;
-  publish(place, kComplete);
+  record->t_return = record->t_end = t_return;
+  record->clock = kReturn;
+  publish(record, kComplete);
 }
 
 void note_cost(int64_t ns, bool sampled, bool first) {
   if (!sampled && !first) return;
-  static PyObject* names = Py_BuildValue("(ss)", "sampled", "first");
-  Ref cost(PyLong_FromLongLong(ns));
-  PyObject* args[] = {cost.get(), sampled ? Py_True : Py_False, first ? Py_True : Py_False};
-  Ref noted(cost ? PyObject_Vectorcall(state.note_cost, args, 1, names) : nullptr);
+  Ref noted(PyObject_CallMethod(state.rows, "note_cost", "LOO", static_cast<long long>(ns), sampled ? Py_True : Py_False,
+                                first ? Py_True : Py_False));
   PyErr_Clear();
 }
 
@@ -637,10 +547,11 @@ PyObject* call(PyObject* object, PyObject* const* args, size_t nargsf, PyObject*
   const uint64_t lookups = state.lookups;
   Call call{self, args, PyVectorcall_NARGS(nargsf) - 1, names};
   const bool recordable = records_now() && place_arguments(call) && describe(call);
+  const Ref counter(Py_XNewRef(call.counter));  // another thread may forget the group
   const uint32_t slot = recordable ? take() : kNoSlot;
-  if (slot == kNoSlot) return PyErr_Clear(), slowly(self, args, nargsf, names);  // which also counts a dropped call
+  if (slot == kNoSlot) return PyErr_Clear(), call_wrapper(self, args, nargsf, names);  // it also counts a dropped call
   Record& record = call.record;
-  if (call.counter != nullptr) record.seq = static_cast<uint32_t>(next_of(call.counter));
+  if (counter) record.seq = static_cast<uint32_t>(next_of(counter.get()));
   const bool first = state.lookups != lookups;
   record.t_begin = now();
   Record* place = record_at(slot);
@@ -650,11 +561,13 @@ PyObject* call(PyObject* object, PyObject* const* args, size_t nargsf, PyObject*
   const uint64_t log = state.log;
   const Ref status(status_of(call));
   const bool replaced = status && call.argument(self->status_at) != status.get();
-  PyObject* result = replaced ? call_with_status(call, status.get()) : PyObject_Vectorcall(self->original, args, 1 + call.count, names);
+  PyObject* result = replaced ? call_with_status(call, status.get())
+                              : PyObject_Vectorcall(self->original, args, 1 + call.count, names);
   const int64_t t_return = now();
   if (state.log != log || !records_now()) return result;  // the log was closed meanwhile
   if (result == nullptr) {
-    note_failure(place, t_return);
+    place->t_return = t_return;
+    publish(place, kFailed);
     return nullptr;
   }
   note_success(call, place, status.get(), t_return);
@@ -663,40 +576,23 @@ PyObject* call(PyObject* object, PyObject* const* args, size_t nargsf, PyObject*
 }
 
 PyObject* bind(PyObject* self, PyObject* object, PyObject*) {
-  if (object == nullptr || object == Py_None) {
-    Py_INCREF(self);
-    return self;
-  }
-  return PyMethod_New(self, object);
+  if (object != nullptr && object != Py_None) return PyMethod_New(self, object);
+  Py_INCREF(self);
+  return self;
 }
 
-// Name, signature and documentation are the wrapper's, which has copied those of the original.
-PyObject* attribute(PyObject* self, PyObject* name) {
-  PyObject* own = PyObject_GenericGetAttr(self, name);
-  if (own != nullptr || !PyErr_ExceptionMatches(PyExc_AttributeError)) return own;
-  PyErr_Clear();
-  return PyObject_GetAttr(reinterpret_cast<Method*>(self)->wrapper, name);
-}
+PyObject* represent(PyObject* self) { return PyObject_Repr(reinterpret_cast<Method*>(self)->original); }
 
-PyObject* shown(PyObject* self) { return PyObject_Repr(reinterpret_cast<Method*>(self)->original); }
+// A method is pickled by its qualified name, as a function is.
+PyObject* reduce(PyObject* self, PyObject*) { return PyObject_GetAttrString(self, "__qualname__"); }
 
-PyObject* reduced(PyObject* self, PyObject*) {
-  return PyObject_GetAttrString(reinterpret_cast<Method*>(self)->wrapper, "__qualname__");
-}
-
-// Attributes that the type itself defines.
-PyObject* of_wrapper(PyObject* self, void* name) {
-  return PyObject_GetAttrString(reinterpret_cast<Method*>(self)->wrapper, static_cast<const char*>(name));
-}
-
-char doc_name[] = "__doc__", module_name[] = "__module__";
-PyGetSetDef method_attributes[] = {{doc_name, of_wrapper, nullptr, nullptr, doc_name},
-                                   {module_name, of_wrapper, nullptr, nullptr, module_name},
+char dict_name[] = "__dict__";
+PyGetSetDef method_attributes[] = {{dict_name, PyObject_GenericGetDict, nullptr, nullptr, nullptr},
                                    {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
-PyMethodDef method_methods[] = {{"__reduce__", reduced, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyMethodDef method_methods[] = {{"__reduce__", reduce, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
 
-// Never freed: other threads may still be calling a method that has been restored.
+// Methods are never freed: other threads may still be calling one that has been restored.
 PyTypeObject method_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 bool ready() {
@@ -704,74 +600,33 @@ bool ready() {
   method_type.tp_basicsize = sizeof(Method);
   method_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR;
   method_type.tp_vectorcall_offset = offsetof(Method, vectorcall);
+  method_type.tp_dictoffset = offsetof(Method, dict);
   method_type.tp_call = PyVectorcall_Call;
   method_type.tp_descr_get = bind;
-  method_type.tp_getattro = attribute;
-  method_type.tp_repr = shown;
+  method_type.tp_repr = represent;
   method_type.tp_methods = method_methods;
   method_type.tp_getset = method_attributes;
   return PyType_Ready(&method_type) == 0;
 }
 
-// ---- what Python calls -------------------------------------------------------------------------------------------------
+// ---- functions for Python ---------------------------------------------------------------------------------------------
 
-int place(PyObject* places, const char* name) {
-  PyObject* at = PyDict_GetItemString(places, name);
-  return at == nullptr ? -1 : static_cast<int>(PyLong_AsLong(at));
-}
-
-// method(original, wrapper, plan, parameters, rule, places, message, sends)
+// method(original, wrapper, method, parameters, rule, positions, message, sends)
 PyObject* make_method(PyObject*, PyObject* args) {
-  PyObject *original, *wrapper, *plan, *parameters, *places;
-  int rule, message, sends;
-  if (!PyArg_ParseTuple(args, "OOOO!iO!pp", &original, &wrapper, &plan, &PyTuple_Type, &parameters, &rule, &PyDict_Type,
-                        &places, &message, &sends))
+  PyObject *original, *wrapper, *method, *parameters;
+  int rule, sent, received, peer, tag, op, status, message, sends;
+  if (!PyArg_ParseTuple(args, "OOOO!i(iiiiii)pp", &original, &wrapper, &method, &PyTuple_Type, &parameters, &rule, &sent,
+                        &received, &peer, &tag, &op, &status, &message, &sends))
     return nullptr;
-  if (PyTuple_GET_SIZE(parameters) > kMostParameters) return PyErr_Format(PyExc_ValueError, "too many parameters");
+  const int count = static_cast<int>(PyTuple_GET_SIZE(parameters));
+  if (count > kMostParameters) return PyErr_Format(PyExc_ValueError, "too many parameters");
   auto* self = PyObject_New(Method, &method_type);
   if (self == nullptr) return nullptr;
-  self->vectorcall = call;
-  for (PyObject* kept : {original, wrapper, plan, parameters}) Py_INCREF(kept);
-  self->original = original, self->wrapper = wrapper, self->plan = plan, self->parameters = parameters;
-  self->dict = nullptr;
-  self->rule = static_cast<Rule>(rule);
-  self->buffer_at = place(places, "buffer"), self->other_at = place(places, "other");
-  self->peer_at = place(places, "peer"), self->tag_at = place(places, "tag");
-  self->op_at = place(places, "op"), self->status_at = place(places, "status");
-  self->message = message, self->sends = sends;
-  self->parameter_count = static_cast<int>(PyTuple_GET_SIZE(parameters));
-  self->log = 0, self->kind_count = 0;
+  for (PyObject* kept : {original, wrapper, method, parameters}) Py_INCREF(kept);
+  const PyObject base = self->ob_base;
+  *self = {base, call, original, wrapper, method, parameters, nullptr, static_cast<Rule>(rule), sent, received, peer, tag,
+           op, status, message, sends, count, 0, 0, {}};
   return reinterpret_cast<PyObject*>(self);
-}
-
-void keep(PyObject*& place, PyObject* value) {
-  Py_XINCREF(value);
-  PyObject* old = place;
-  place = value;
-  Py_XDECREF(old);
-}
-
-// constants(in_place, status, byte, any_source, any_tag, session, progress cells, [(datatype, size, extent), ...])
-PyObject* set_constants(PyObject*, PyObject* args) {
-  PyObject *here, *status, *byte, *session, *cells, *known;
-  if (!PyArg_ParseTuple(args, "OOOllOOO!", &here, &status, &byte, &any_source, &any_tag, &session, &cells, &PyList_Type, &known))
-    return nullptr;
-  keep(in_place, here), keep(status_type, status), keep(byte_type, byte), keep(state.session, session);
-  if (progress == nullptr) {
-    static Py_buffer view;  // kept: an array that is looked into stays where it is
-    if (PyObject_GetBuffer(cells, &view, PyBUF_SIMPLE) != 0) return nullptr;
-    if (view.len != sizeof(Progress)) return PyErr_Format(PyExc_ValueError, "these are not progress cells");
-    progress = static_cast<const Progress*>(view.buf);
-  }
-  if (recorder_name == nullptr) recorder_name = PyUnicode_InternFromString("recorder");
-  type_count = 0;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(known) && type_count < kMostTypes; i++) {
-    Type type{};
-    if (!PyArg_ParseTuple(PyList_GET_ITEM(known, i), "OLL", &type.datatype, &type.size, &type.extent)) return nullptr;
-    Py_INCREF(type.datatype);
-    types[type_count++] = type;
-  }
-  Py_RETURN_NONE;
 }
 
 void forget_groups() {
@@ -780,36 +635,51 @@ void forget_groups() {
 
 uint64_t logs = 0;
 
-// go(tracer, recorder, ring, records_at, pop, free, (slots, half), classify, number, note_cost, graph_task, sites)
+// Replaces what the state owns, each time with another log.
+void keep(PyObject* rows, PyObject* recorder, PyObject* pop, PyObject* graph_task) {
+  state.log = ++logs;
+  forget_groups();
+  for (PyObject* added : {rows, recorder, pop, graph_task}) Py_XINCREF(added);
+  PyObject* old[] = {state.rows, state.recorder, state.pop, state.graph_task};
+  state.rows = rows, state.recorder = recorder, state.pop = pop, state.graph_task = graph_task;
+  for (PyObject* each : old) Py_XDECREF(each);
+}
+
+// go(rows, recorder, ring, records_at, pop, graph_task, sites, session, progress cells, constants, datatypes), where
+// constants are (IN_PLACE, Status, BYTE, ANY_SOURCE, ANY_TAG) and each datatype is (object, size, extent).
 PyObject* go(PyObject*, PyObject* args) {
-  PyObject *tracer, *recorder, *ring, *pop, *free, *slots, *classify, *number, *note_cost, *task;
+  PyObject *rows, *recorder, *ring, *pop, *task, *cells, *known;
   Py_ssize_t at;
   int sites;
-  if (!PyArg_ParseTuple(args, "OOOnOOO!OOOOp", &tracer, &recorder, &ring, &at, &pop, &free, &PyTuple_Type, &slots, &classify,
-                        &number, &note_cost, &task, &sites))
+  if (!PyArg_ParseTuple(args, "OOOnOOpOO(OOOOO)O!", &rows, &recorder, &ring, &at, &pop, &task, &sites, &session, &cells,
+                        &in_place, &status_type, &byte_type, &any_source_object, &any_tag_object, &PyList_Type, &known))
     return nullptr;
+  any_source = PyLong_AsLong(any_source_object), any_tag = PyLong_AsLong(any_tag_object);
+  if (progress == nullptr) {
+    static Py_buffer view;  // never released: an array with an exported buffer is not resized
+    if (PyObject_GetBuffer(cells, &view, PyBUF_SIMPLE) != 0) return nullptr;
+    if (view.len != sizeof(Progress)) return PyErr_Format(PyExc_ValueError, "these are not progress cells");
+    progress = static_cast<const Progress*>(view.buf);
+  }
+  type_count = 0;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(known) && type_count < kMostTypes; i++) {
+    long long size, extent;
+    PyObject* datatype;
+    if (!PyArg_ParseTuple(PyList_GET_ITEM(known, i), "OLL", &datatype, &size, &extent)) return nullptr;
+    types[type_count++] = {datatype, size, extent};
+  }
   Py_buffer view;
   if (PyObject_GetBuffer(ring, &view, PyBUF_WRITABLE) != 0) return nullptr;
-  state.records = static_cast<char*>(view.buf) + at;  // its recorder keeps it as long as it is the session's
+  state.records = static_cast<char*>(view.buf) + at;  // the recorder keeps the ring until the session ends
   PyBuffer_Release(&view);
-  forget_groups();
   state.known.fill({});
-  keep(state.recorder, recorder), keep(state.pop, pop), keep(state.free, free == Py_None ? nullptr : free);
-  keep(state.slots, slots), keep(state.classify, classify), keep(state.number, number), keep(state.note_cost, note_cost);
-  keep(state.graph_task, task == Py_None ? nullptr : task);
   state.sites = sites;
-  state.log = ++logs;
-  keep(state.tracer, tracer);
+  keep(rows, recorder, pop, task == Py_None ? nullptr : task);
   Py_RETURN_NONE;
 }
 
 PyObject* stop(PyObject*, PyObject*) {
-  keep(state.tracer, nullptr);
-  state.log = ++logs;
-  forget_groups();
-  for (PyObject** kept : {&state.recorder, &state.pop, &state.free, &state.slots, &state.classify, &state.number,
-                          &state.note_cost, &state.graph_task})
-    keep(*kept, nullptr);
+  keep(nullptr, nullptr, nullptr, nullptr);
   Py_RETURN_NONE;
 }
 
@@ -819,7 +689,7 @@ PyObject* forget(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// Code objects are released: addresses of instructions may be used again.
+// Code objects are released: addresses of their instructions may be reused.
 PyObject* forget_sites(PyObject*, PyObject*) {
   state.known.fill({});
   Py_RETURN_NONE;
@@ -836,7 +706,6 @@ PyObject* layout(PyObject*, PyObject*) {
 
 PyMethodDef functions[] = {
     {"method", make_method, METH_VARARGS, nullptr},
-    {"constants", set_constants, METH_VARARGS, nullptr},
     {"go", go, METH_VARARGS, nullptr},
     {"stop", stop, METH_NOARGS, nullptr},
     {"forget", forget, METH_NOARGS, nullptr},

@@ -1,12 +1,13 @@
 """The compiled wrappers of mpi4py's methods, installed in place of those in Python for common calls.
 
-A wrapper in C records a blocking call on an intracommunicator with common forms of buffers, and passes every other call
-to Python's wrapper of the same method. Both use the same slots, counters and rows, so the log is the same whichever
-of them records.
+A wrapper in C++ records a blocking call on an intracommunicator with common forms of buffers, and passes every other
+call to Python's wrapper of the same method. Both use the same slots, counters and rows, so both write the same log.
 """
 
 from __future__ import annotations
 
+import functools
+from types import FrameType
 from typing import Any, Final
 
 from mpi4py import MPI
@@ -23,23 +24,14 @@ from commtrace.recording.session import session
 
 from . import libraries
 
-# As enum Rule of mpi.cpp.
-_BUFFER, _REDUCED, _ALL_GATHER, _ALL_TO_ALL, _SCATTERED_BLOCK, _NOTHING = range(1, 7)
+# As enum Rule of mpi.cpp: what the buffer of a call holds.
+_NOTHING, _PAYLOAD, _SHARES, _OWN_SHARE = range(4)
 _RULES: Final = {
     "Barrier": _NOTHING,
-    "Bcast": _BUFFER,
-    "Reduce": _REDUCED,
-    "Allreduce": _REDUCED,
-    "Scan": _REDUCED,
-    "Exscan": _REDUCED,
-    "Allgather": _ALL_GATHER,
-    "Alltoall": _ALL_TO_ALL,
-    "Reduce_scatter_block": _SCATTERED_BLOCK,
-    "Send": _BUFFER,
-    "Ssend": _BUFFER,
-    "Bsend": _BUFFER,
-    "Rsend": _BUFFER,
-    "Recv": _BUFFER,
+    **dict.fromkeys(("Bcast", "Reduce", "Allreduce", "Scan", "Exscan"), _PAYLOAD),
+    **dict.fromkeys(("Send", "Ssend", "Bsend", "Rsend", "Recv"), _PAYLOAD),
+    **dict.fromkeys(("Allgather", "Alltoall"), _SHARES),
+    "Reduce_scatter_block": _OWN_SHARE,
 }
 
 _library: Any = None
@@ -55,62 +47,80 @@ def usable() -> bool:
     except libraries.NotBuiltError:
         pass
     except (ImportError, OSError, CommtraceError) as error:
-        warn(f"the compiled wrappers of mpi4py cannot be used: {error}. Python's record.")
+        warn(f"the compiled wrappers of mpi4py cannot be used: {error}. The Python recorder records.")
     return _library is not None
 
 
 def replacement(method: Method, original: Any, wrapper: Any) -> Any:
-    """Return the compiled wrapper of a method, or `wrapper` if there is no rule for it in C."""
+    """Return the compiled wrapper of a method, or `wrapper` if there is no rule for it in C++."""
     rule = _RULES.get(method.name) if method.owner in (MPI.Comm, MPI.Intracomm) and not method.objects else None
     if rule is None:
         return wrapper
     names = method.parameters
     message = method.messages[0] if method.messages else None
-    wanted = {
-        "buffer": "sendbuf" if "sendbuf" in names else "buf",
-        "other": "recvbuf",
-        "peer": message.peer if message is not None else method.root,
-        "tag": message.tag if message is not None else None,
-        "op": "op",
-        "status": "status",
-    }
-    places = {place: names.index(name) for place, name in wanted.items() if name in names}
-    return _library.method(
-        original,
-        wrapper,
-        method,
-        names,
-        rule,
-        places,
-        message is not None,
-        message is not None and message.op == "send",
-    )
+    sent = "buf" if "buf" in names else "sendbuf" if method.op != "all_gather" else ""
+    peer, tag = (message.peer, message.tag) if message is not None else (method.root, "")
+    wanted = sent, "recvbuf", peer, tag, "op", "status"
+    positions = tuple(names.index(name) if name in names else -1 for name in wanted)
+    sends = message is not None and message.op == "send"
+    compiled = _library.method(original, wrapper, method, names, rule, positions, message is not None, sends)
+    return functools.update_wrapper(compiled, wrapper)
+
+
+class MpiRows:
+    """What C++ looks up in one recorder: rows of its tables, mostly, which C++ remembers."""
+
+    def __init__(self, tracer: MpiTracer) -> None:
+        self._tracer = tracer
+        self._slots = tracer.recorder.slots
+        self._sites = tracer.context.sites
+        self.kind = tracer.kind_of
+        self.site = self._sites.number
+        self.thread = tracer.recorder.thread
+
+    def group(self, members: Any) -> tuple[Any, ...]:
+        """Return what C++ needs of a communicator's group. Raises ValueError for a null communicator."""
+        if not members:
+            raise ValueError("a null communicator has no group")
+        group = self._tracer.groups.of(members)
+        inter = group.remote is not None
+        return group, group.ref, group.collectives, group.local, group.number, group.size, inter
+
+    def classify(self, frame: FrameType) -> int:
+        """Return the properties of a frame."""
+        return self._sites.classify(frame.f_code)
+
+    def note_cost(self, ns: int, sampled: bool, first: bool) -> None:
+        """Note the cost of a call."""
+        self._tracer.recorder.note_cost(ns, sampled=sampled, first=first)
+
+    def wake_if_low(self) -> None:
+        """Wake the drain thread if fewer than half of the slots are free."""
+        if len(self._slots.free) < self._slots.capacity // 2:
+            self._slots.wake()
 
 
 def begins(tracer: MpiTracer) -> None:
-    """Let C record, too, as a recorder has begun."""
+    """Let C++ record, too, as a recorder has begun."""
     if _library is None:
         return
     recorder = tracer.recorder
-    known = [(datatype, element.size, element.extent) for datatype, element in predefined()]
-    _library.constants(MPI.IN_PLACE, MPI.Status, MPI.BYTE, MPI.ANY_SOURCE, MPI.ANY_TAG, session, progress.cells, known)
-    sites = tracer.context.sites
-    sites.cleared.append(_library.forget_sites)
-    slots = recorder.slots
+    tracer.context.sites.cleared.append(_library.forget_sites)
+    constants = MPI.IN_PLACE, MPI.Status, MPI.BYTE, MPI.ANY_SOURCE, MPI.ANY_TAG
+    datatypes = [(datatype, element.size, element.extent) for datatype, element in predefined.values()]
     _library.go(
-        tracer, recorder, recorder.ring.buffer, RECORDS_AT, slots.free.popleft, slots.free,
-        (slots, slots.capacity // 2), lambda frame: sites.classify(frame.f_code), sites.number,
-        recorder.note_cost, call_context.backward(), recorder.sites,
+        MpiRows(tracer), recorder, recorder.ring.buffer, RECORDS_AT, recorder.slots.free.popleft,
+        call_context.backward(), recorder.sites, session, progress.cells, constants, datatypes,
     )  # fmt: skip
 
 
 def ends() -> None:
-    """Stop recording in C, as the session has ended."""
+    """Stop recording in C++, as the session has ended."""
     if _library is not None:
         _library.stop()
 
 
 def forget() -> None:
-    """Forget all communicators in C, as one is about to be freed."""
+    """Forget all communicators in C++, as one is about to be freed."""
     if _library is not None:
         _library.forget()
