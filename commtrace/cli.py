@@ -25,7 +25,8 @@ from commtrace.errors import CommtraceError
 COMMANDS: Final = {
     "report": "Show what a run communicated.",
     "scaling": "Compare runs of one program on increasing numbers of ranks: what limits the scaling.",
-    "check": "Compare a run with theory, for continuous integration.",
+    "check": "Compare a run with what it is expected to communicate, for continuous integration.",
+    "diff": "Compare the calls of two runs.",
     "theory": "Predict what a training run will communicate, from its configuration alone.",
     "bench": "Measure the network: collectives and messages by payload, as nccl-tests and OMB do.",
     "run": "Run a program with tracing on.",

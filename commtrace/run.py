@@ -102,6 +102,20 @@ class Run(RecordedRun):
 
         return figure(self, name)
 
+    def diff(self, other: RecordedRun) -> pd.DataFrame:
+        """Return what differs between the calls of this run and of another one, as `commtrace diff` finds it.
+
+        Args:
+            other: The run to compare with.
+
+        Returns:
+            The table `call_differences`; without rows, if nothing differs.
+        """
+        from commtrace.analyses.diff import CallCatalog, compare_calls, read_calls
+
+        catalog = CallCatalog()
+        return compare_calls(read_calls(self, catalog), read_calls(other, catalog)).table
+
 
 def open_run(directory: str | os.PathLike[str], *, recover: bool = True) -> Run:
     """Return the newest run in a directory: the one that COMMTRACE was set to, or the directory of one run in it.

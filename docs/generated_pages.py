@@ -95,6 +95,11 @@ _TABLE_SECTIONS: Final = (
         table_specs.COMPARISON_TABLES,
     ),
     (
+        "Tables of the differences of two runs",
+        "`commtrace diff A B --json`; `commtrace.open(A).diff(commtrace.open(B))` returns the first.",
+        table_specs.DIFFERENCE_TABLES,
+    ),
+    (
         "Tables of a scaling comparison",
         "`commtrace scaling DIR DIR ... --json`, and `commtrace.analyses.scaling.scaling_tables.scaling`.",
         table_specs.SCALING_TABLES,

@@ -1,28 +1,42 @@
-"""The verdict on a run: the cells of the reconciliation that differ, and what could not be compared.
+"""The verdict on a run by the rules of theory: cells that differ, the program's own calls, what was not compared.
 
 A cell is one operation of one parallel dimension in one step of one rank. It agrees if its payload is the expected one,
 and if its calls are the expected ones in size and number. If the order of gradients and modules determines how many
 calls carry the same bytes (`calls_max` of the table `expected`), their number only has to stay within that bound. With
 a tolerance above 0 the payload alone is compared.
+
+Calls beyond the expected ones are the program's own if their call site is not in a library that has rules, and if none
+of the expected calls of the cell is missing: otherwise they may be what the rules expect in another form. Calls in a
+group of one rank, which send nothing, are listed with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Final
 
+import numpy as np
 import pandas as pd
 
-from commtrace.analyses.fold_engine import rows_of
+from commtrace.analyses.diff.run_calls import OwnCalls, matches
+from commtrace.analyses.fold_engine import Analysis, NamedTables, rows_of
 from commtrace.analyses.reconciliation import EXPECTED
-from commtrace.analyses.reconciliation.causes import OTHER_PIECES
+from commtrace.analyses.reconciliation.causes import OTHER_PIECES, PROGRAM_CAUSES, path_in_packages
 from commtrace.formatting import format_ranks
+from commtrace.reading.recorded_run import RecordedRun
 
 CELL: Final = ("rank", "step", "role", "op")
 NUMBERS: Final = ("expected_calls", "measured_calls", "expected_bytes", "measured_bytes")
 COLUMNS: Final = (*CELL, *NUMBERS, "calls_max", "causes", "sites")
+
+_OWN_COLUMNS: Final = ("rank", "role", "op", "sites", "measured_calls", "measured_bytes")
+_LIBRARIES_WITH_RULES: Final = (
+    "deepspeed/", "torch/", "mpu/mappings.py", "mpu/layers.py", "mpu/cross_entropy.py",
+    "megatron/core/tensor_parallel/", "tensor_parallel/",
+)  # fmt: skip
+"""How call sites in them begin; those of Megatron in a checkout, and installed."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +49,8 @@ class Verdict:
     """Ranks that were compared."""
     differences: pd.DataFrame
     """Cells that do not agree: COLUMNS. Calls are all calls of the cell; causes and sites are those of what differs."""
+    own: Mapping[tuple[str, str], OwnCalls]
+    """The program's own calls, by call site and operation; no cell counts them."""
     not_compared: tuple[str, ...]
     """Why ranks could not be compared with theory: sentences without their full stop."""
 
@@ -44,27 +60,68 @@ class Verdict:
         return not len(self.differences) and not self.not_compared
 
 
+def declare_own(analysis: Analysis, patterns: Sequence[str]) -> Analysis:
+    """Return the analysis `reconciliation` without the calls of these call sites, which its table `declared` has."""
+
+    def finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
+        sites = table["site"].map(path_in_packages)
+        declared = np.array([any(matches(pattern, site) for pattern in patterns) for site in sites], bool)
+        ranks = table["process"].map(dict(enumerate(process.rank for process in run.processes)))
+        calls = table.assign(rank=ranks, sites=table["site"]).loc[declared]
+        calls = calls.rename(columns={"calls": "measured_calls", "payload_bytes": "measured_bytes"})
+        return analysis.finish(table.loc[~declared], run) | {"declared": calls[[*_OWN_COLUMNS]]}
+
+    return replace(analysis, finish=finish)
+
+
 def judge(
-    tables: Mapping[str, pd.DataFrame], ranks: Iterable[int], world_size: int | None, tolerance: Fraction = Fraction(0)
+    tables: Mapping[str, pd.DataFrame],
+    ranks: Iterable[int],
+    world_size: int | None,
+    tolerance: Fraction = Fraction(0),
+    *,
+    strict: bool = False,
 ) -> Verdict:
     """Judge the tables of `reconciliation`.
 
     Args:
-        tables: The tables by name.
+        tables: The tables by name, also those of `declare_own`.
         ranks: The ranks that left a log.
         world_size: The number of ranks of the job; None: not known, and no rank counts as missing.
         tolerance: Share of the expected payload of a cell by which the measured payload may differ.
+        strict: Whether only declared calls are the program's own.
     """
-    cells = compared_cells(tables["expected"], tables["reconciliation"])
+    rows = tables["reconciliation"]
+    is_own = _is_own(rows) & (not strict)
+    cells = compared_cells(tables["expected"], rows.loc[~is_own])
     differs = [not _agrees(cell, tolerance) for cell in rows_of(cells)]
     theory = tables["theory"]
     compared = theory.loc[theory["not_predicted"].isna(), "rank"]
+    declared = [tables["declared"]] if "declared" in tables else []
+    own = pd.concat([*declared, rows.loc[is_own, [*_OWN_COLUMNS]]])
+    own["sites"] += (own["role"] == "self").map({True: " (in a group of one rank, sends nothing)", False: ""})
     return Verdict(
         len(cells),
         tuple(sorted({int(rank) for rank in compared})),
         cells.loc[differs].reset_index(drop=True),
+        {
+            (str(site), str(op)): OwnCalls(
+                int(calls["measured_calls"].sum()), int(calls["measured_bytes"].sum()), frozenset(calls["rank"])
+            )
+            for (site, op), calls in own.groupby(["sites", "op"])
+        },
         tuple(_not_compared(theory, {*ranks}, world_size)),
     )
+
+
+def _is_own(rows: pd.DataFrame) -> pd.Series[bool]:
+    """Return which rows are surplus calls of the program's own, or in groups of one rank."""
+    surplus = (rows["expected_calls"] == 0) & (rows["cause"] != EXPECTED)
+    shortage = (rows["expected_calls"] - rows["measured_calls"]).clip(lower=0)
+    is_short = shortage.groupby([rows[name] for name in CELL]).transform("sum") > 0
+    in_library = [path_in_packages(site).startswith(_LIBRARIES_WITH_RULES) for site in rows["sites"]]
+    of_program = rows["cause"].isin(PROGRAM_CAUSES) & ~np.array(in_library, bool)
+    return surplus & (of_program | (rows["role"] == "self")) & ~is_short
 
 
 def compared_cells(expected: pd.DataFrame, reconciliation: pd.DataFrame) -> pd.DataFrame:

@@ -7,6 +7,8 @@ from typing import Any, Final
 
 import pandas as pd
 
+from commtrace.analyses.diff.call_differences import format_steps
+from commtrace.analyses.diff.diff_text import own_lines, own_volume, wrapped
 from commtrace.analyses.fold_engine import rows_of
 from commtrace.formatting import format_plural, format_ranks
 
@@ -15,42 +17,50 @@ from .verdict import NUMBERS, Verdict
 MAX_PARAGRAPHS: Final = 40
 
 
-def lines(verdict: Verdict) -> Iterator[str]:
-    """Return the lines of the verdict, the most important last."""
+def lines(verdict: Verdict, width: int) -> Iterator[str]:
+    """Return the lines of the verdict, the conclusion first."""
+    yield from wrapped(conclusion(verdict), width)
     paragraphs = merge_equal_cells(verdict.differences)
     for paragraph in rows_of(paragraphs.head(MAX_PARAGRAPHS)):
-        yield from _paragraph(paragraph)
+        yield from _paragraph(paragraph, width)
     if len(paragraphs) > MAX_PARAGRAPHS:
         yield f"... and {len(paragraphs) - MAX_PARAGRAPHS:,} more; all are in the report's table `reconciliation`"
-    yield from (f"not compared: {reason}." for reason in verdict.not_compared)
-    yield _conclusion(verdict)
+    yield from own_lines(verdict.own, width)
+    for reason in verdict.not_compared:
+        yield from wrapped(f"not compared: {reason}.", width)
+
+
+def conclusion(verdict: Verdict) -> str:
+    """Return the first line of the verdict."""
+    compared = f"{format_plural(verdict.cells, 'cell')} of rank {format_ranks(verdict.ranks)}"
+    own = f"; besides, {own_volume(verdict.own.values())} of the program's own" if verdict.own else ""
+    if len(verdict.differences):
+        return f"differs from the rules: {len(verdict.differences):,} of {compared}{own}"
+    if not verdict.ranks:
+        return "not compared: there are no rules for this job"
+    return f"as expected by the rules: {compared}{own}" + ("; not all ranks were compared" * bool(verdict.not_compared))
 
 
 def merge_equal_cells(differences: pd.DataFrame) -> pd.DataFrame:
     """Merge cells that differ only in rank and step, in the order of their first step; `ranks` and `steps` are text."""
     equal = ["role", "op", *NUMBERS, "calls_max", "causes", "sites"]
     by_rank = differences.groupby(["rank", *equal], dropna=False, sort=False).agg(
-        steps=("step", _format_steps), first=("step", "min")
+        steps=("step", format_steps), first=("step", "min")
     )
     groups = by_rank.reset_index().groupby([*equal, "steps"], dropna=False, sort=False)
     merged = groups.agg(ranks=("rank", format_ranks), first=("first", "min")).reset_index()
     return merged.sort_values("first", kind="stable", ignore_index=True)
 
 
-def _format_steps(steps: pd.Series[int]) -> str:
-    training = format_ranks(step for step in steps if step >= 0)
-    return " and ".join(["start-up"] * bool((steps < 0).any()) + [f"step {training}"] * bool(training))
-
-
-def _paragraph(row: Any) -> Iterator[str]:
+def _paragraph(row: Any, width: int) -> Iterator[str]:
     yield f"rank {row.ranks}, {row.steps}, {row.op} of role {row.role}:"
     most = f" (at most {format_plural(row.calls_max, 'call')})" if not pd.isna(row.calls_max) else ""
     yield f"    expected {_volume(row.expected_calls, row.expected_bytes)}{most}"
     yield f"    measured {_volume(row.measured_calls, row.measured_bytes)}: {_difference(row)}"
     if row.causes:
-        yield f"    most likely cause: {row.causes}"
+        yield from wrapped(f"most likely cause: {row.causes}", width, "    ")
     if row.sites:
-        yield f"    from {row.sites}"
+        yield from wrapped(f"from {row.sites}", width, "    ")
 
 
 def _volume(calls: Any, size: Any) -> str:
@@ -63,12 +73,3 @@ def _difference(row: Any) -> str:
     if not calls and not size:
         return "the same number of calls, of other sizes"
     return f"{calls:+,} calls, {size:+,} bytes"
-
-
-def _conclusion(verdict: Verdict) -> str:
-    compared = f"{format_plural(verdict.cells, 'cell')} of rank {format_ranks(verdict.ranks)}"
-    if len(verdict.differences):
-        return f"differs from theory: {len(verdict.differences):,} of {compared}"
-    if not verdict.ranks:
-        return "not compared with theory, so there is no verdict"
-    return f"as expected: {compared}" + (", but not all ranks were compared" if verdict.not_compared else "")

@@ -27,7 +27,7 @@ from commtrace.theory import ExpectedCall, NotPredictedError, predict
 from commtrace.theory.rules.registry import DEEPSPEED, TORCH
 
 from . import measured_calls
-from .causes import UNEXPLAINED, Leftover, StepContext, explain
+from .causes import PROGRAM_CAUSES, UNEXPLAINED, Leftover, StepContext, explain
 from .matching import Cell, compare
 from .measured_calls import CellKey, MeasuredCalls, calls_by_step
 from .waterfall import waterfall
@@ -160,24 +160,30 @@ def _expected_rows(rank: int, step: int, expected: Iterable[ExpectedCall]) -> It
 def _reconciliation_rows(
     rank: int, step: int, cells: Iterable[Cell], explained: Iterable[tuple[str, Leftover]]
 ) -> Iterator[dict[str, object]]:
-    sums: dict[tuple[CellKey, str], list[int]] = {}  # _NUMBERS by cell and cause
-    sites: dict[tuple[CellKey, str], set[str]] = defaultdict(set)
+    # _NUMBERS by cell, cause and, for causes in the program, call site
+    sums: dict[tuple[CellKey, str, str], list[int]] = {}
+    sites: dict[tuple[CellKey, str, str], set[str]] = defaultdict(set)
     for cell in cells:
         if cell.matched_calls:
-            sums[cell.key, EXPECTED] = [cell.matched_calls, cell.matched_calls, cell.matched_bytes, cell.matched_bytes]
-            sites[cell.key, EXPECTED] = {*cell.sites}
+            sums[cell.key, EXPECTED, ""] = [
+                cell.matched_calls,
+                cell.matched_calls,
+                cell.matched_bytes,
+                cell.matched_bytes,
+            ]
+            sites[cell.key, EXPECTED, ""] = {*cell.sites}
     for cause, leftover in explained:
-        key = (leftover.role, leftover.op), cause
+        key = (leftover.role, leftover.op), cause, leftover.site if cause in PROGRAM_CAUSES else ""
         numbers, recorded = sums.setdefault(key, [0, 0, 0, 0]), int(leftover.calls > 0)
         numbers[recorded] += abs(leftover.calls)
         numbers[2 + recorded] += abs(leftover.bytes)
         sites[key].add(leftover.site)
-    for (cell_key, cause), numbers in sums.items():
+    for (cell_key, cause, site), numbers in sums.items():
         yield {
             **dict(zip((*_CELL, *_NUMBERS), (rank, step, *cell_key, *numbers), strict=True)),
             "difference_bytes": numbers[3] - numbers[2],
             "cause": cause,
-            "sites": "; ".join(sorted(sites[cell_key, cause] - {""})),
+            "sites": "; ".join(sorted(sites[cell_key, cause, site] - {""})),
         }
 
 

@@ -20,6 +20,14 @@ OTHER_PIECES: Final = "the same bytes in other pieces: another order"
 
 _SCALAR_BYTES: Final = 64
 
+# The name in a call site is what was seen. What it did there is not: checkpoints are files, but also activations.
+_CHECKPOINT: Final = "a call site with checkpoint, consolidated or state_dict in its name"
+_BARRIER: Final = "a barrier that the program calls"
+_SMALL: Final = f"calls of the program, of at most {_SCALAR_BYTES} bytes each"
+_OTHER: Final = "other calls of the program"
+PROGRAM_CAUSES: Final = frozenset({_CHECKPOINT, _BARRIER, _SMALL, _OTHER})
+"""Causes of calls beyond the expected ones that the program itself may have made."""
+
 
 @dataclass(frozen=True)
 class Leftover:
@@ -91,7 +99,12 @@ def _by_program(fits: Callable[[Leftover], bool]) -> Select:
 
 def is_framework_site(site: str) -> bool:
     """Return whether a call site is in DeepSpeed's or torch's code."""
-    return site.startswith(("deepspeed/", "torch/"))
+    return path_in_packages(site).startswith(("deepspeed/", "torch/"))
+
+
+def path_in_packages(site: str) -> str:
+    """Return a call site without the folder of its packages, which it has if ranks have the library in several."""
+    return site.rpartition("-packages/")[2]
 
 
 def _overflow(leftovers: Sequence[Leftover], context: StepContext) -> Sequence[Leftover]:
@@ -139,22 +152,15 @@ CAUSES: Final[tuple[Cause, ...]] = (
         _absent(lambda context: context.step > context.last_step),
     ),
     Cause("optimizer skipped: gradients overflowed", _overflow),
-    # The name in a call site is what was seen. What it did there is not: checkpoints are files, but also activations.
-    Cause(
-        "a call site with checkpoint, consolidated or state_dict in its name",
-        _called_from("checkpoint", "consolidated", "state_dict"),
-    ),
+    Cause(_CHECKPOINT, _called_from("checkpoint", "consolidated", "state_dict")),
     Cause(
         "a call site in DeepSpeed's access to full gradients or optimizer states",
         _called_from("tensor_fragment.py", "_fp32_state_allgather"),
     ),
     Cause("a call site in DeepSpeed's GatheredParameters", _called_from("GatheredParameters")),
-    Cause("a barrier that the program calls", _by_program(lambda leftover: leftover.op == "barrier")),
-    Cause(
-        f"calls of the program, of at most {_SCALAR_BYTES} bytes each",
-        _by_program(lambda leftover: 0 <= leftover.bytes <= _SCALAR_BYTES * leftover.calls),
-    ),
-    Cause("other calls of the program", _by_program(lambda leftover: True)),
+    Cause(_BARRIER, _by_program(lambda leftover: leftover.op == "barrier")),
+    Cause(_SMALL, _by_program(lambda leftover: 0 <= leftover.bytes <= _SCALAR_BYTES * leftover.calls)),
+    Cause(_OTHER, _by_program(lambda leftover: True)),
     Cause(OTHER_PIECES, _other_pieces),
     Cause("gradients reduced several times: no_sync is not used", _several_reductions),
     Cause("records missing from the log", _absent(lambda context: context.lost_records > 0)),

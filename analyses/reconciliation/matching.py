@@ -102,14 +102,18 @@ def _wire_difference(op: str, size: int, most: int, ranks: int) -> Fraction:
 def _match_sums(
     key: CellKey, expected: ExpectedCounts, measured: Sequence[MeasuredCalls], ranks: int, least: Mapping[int, int]
 ) -> Cell:
-    """Match number and bytes of all calls, where the log's table has no sizes."""
+    """Match number and bytes of all calls, else of those of libraries, where the log's table has no sizes."""
     most = sum(size * count for (size, _), count in expected.items())
     low = sum(least.get(size, size) * count for (size, _), count in expected.items())
-    total = sum(calls.bytes for calls in measured)
-    if sum(calls.calls for calls in measured) == sum(expected.values()) and low <= total <= most:
-        group = max((own or ranks for _, own in expected), default=ranks)
-        sites = tuple(calls.site for calls in measured)
-        return Cell(key, sum(expected.values()), total, sites, (), _wire_difference(key[1], total, most, group))
+    of_libraries = [calls for calls in measured if is_framework_site(calls.site) or calls.phase == "backward"]
+    for candidates in (measured, of_libraries):
+        total = sum(calls.bytes for calls in candidates)
+        if sum(calls.calls for calls in candidates) == sum(expected.values()) and low <= total <= most:
+            group = max((own or ranks for _, own in expected), default=ranks)
+            sites = tuple(calls.site for calls in candidates)
+            rest = tuple(_extra(key, calls, calls.calls) for calls in measured if calls not in candidates)
+            below_bound = _wire_difference(key[1], total, most, group)
+            return Cell(key, sum(expected.values()), total, sites, rest, below_bound)
     extras = [_extra(key, calls, calls.calls) for calls in measured]
     return Cell(key, 0, 0, (), (*extras, *_missing(key, expected, ranks)))
 

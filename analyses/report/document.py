@@ -24,6 +24,11 @@ Runs side by side, with the tables of `commtrace.analyses.comparison`, and runs 
 
     {"format": "commtrace-comparison", "version": 1, "tables": {"runs": [...], ...}, "columns": {...}}
     {"format": "commtrace-scaling", "version": 1, "tables": {"scaling": [...]}, "sentences": [...], "columns": {...}}
+
+Differences of two runs, with the tables of `commtrace diff`:
+
+    {"format": "commtrace-diff", "version": 1, "equal": true, "tables": {"call_differences": [...], ...},
+     "not_compared": [...], "notes": [...], "columns": {...}}
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
+from commtrace.analyses.diff import RunDifferences
 from commtrace.analyses.table_specs import describe_columns
 from commtrace.reading.recorded_run import RecordedRun
 
@@ -62,6 +68,13 @@ def comparison_to_json(tables: Mapping[str, pd.DataFrame]) -> str:
 def scaling_to_json(tables: Mapping[str, pd.DataFrame], sentences: Sequence[str]) -> str:
     """Return the document of runs by number of ranks."""
     return _document("commtrace-scaling", tables, last={"sentences": [*sentences]})
+
+
+def diff_to_json(differences: RunDifferences) -> str:
+    """Return the document of the differences of two runs."""
+    tables = {"call_differences": differences.table, "setting_differences": differences.settings}
+    last = {"not_compared": [*differences.not_compared], "notes": [*differences.notes]}
+    return _document("commtrace-diff", tables, last=last, equal=differences.equal)
 
 
 def _document(

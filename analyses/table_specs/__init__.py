@@ -13,16 +13,18 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from .report_specs import FIGURE_TABLES, NETWORK_TABLES, REPORT_TABLES
-from .several_runs_specs import COMPARISON_TABLES, SCALING_TABLES
+from .several_runs_specs import COMPARISON_TABLES, DIFFERENCE_TABLES, SCALING_TABLES
 from .spec import ColumnSpec, TableSpec
 
 __all__ = [
-    "COMPARISON_TABLES", "FIGURE_TABLES", "NETWORK_TABLES", "REPORT_TABLES", "SCALING_TABLES", "TABLES", "ColumnSpec",
-    "TableSpec", "describe_columns",
+    "COMPARISON_TABLES", "DIFFERENCE_TABLES", "FIGURE_TABLES", "NETWORK_TABLES", "REPORT_TABLES", "SCALING_TABLES",
+    "TABLES", "ColumnSpec", "TableSpec", "describe_columns",
 ]  # fmt: skip
 
 TABLES: Final[Mapping[str, TableSpec]] = {
-    spec.name: spec for spec in (*REPORT_TABLES, *FIGURE_TABLES, *NETWORK_TABLES, *COMPARISON_TABLES, *SCALING_TABLES)
+    spec.name: spec
+    for specs in (REPORT_TABLES, FIGURE_TABLES, NETWORK_TABLES, COMPARISON_TABLES, DIFFERENCE_TABLES, SCALING_TABLES)
+    for spec in specs
 }
 """Every table by name."""
 

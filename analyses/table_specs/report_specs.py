@@ -189,7 +189,8 @@ REPORT_TABLES: Final = (
         bytes_column("payload_bytes_min", "payload (min)", "Lower bound of their payload; missing if it is certain."),
     )),
     TableSpec("reconciliation", "Expected and recorded calls",
-        "Rows per rank, step, dimension, operation and cause. Calls are compared by size; from step 64 on by "
+        "Rows per rank, step, dimension, operation and cause, and by call site where the program itself may be the "
+        "cause. Calls are compared by size; from step 64 on by "
         "number and bytes.", (
         shared.RANK, shared.STEP, shared.ROLE, shared.OP,
         count("expected_calls", "expected calls", "Calls that theory expects."),

@@ -1,4 +1,4 @@
-"""Tables of runs side by side (`analyses.comparison`), and by number of ranks (`analyses.scaling`)."""
+"""Tables of runs side by side (`analyses.comparison`, `.diff`), and by number of ranks (`analyses.scaling`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 from commtrace.formatting import format_count, format_duration, format_small_share, is_known
 
-from .shared_columns import OP, PER_RANK, RANK, ROLE, RUN
+from .shared_columns import OP, PER_RANK, PHASE, RANK, ROLE, RUN
 from .spec import TableSpec, bytes_column, column, count, duration, ratio_text, share, text_column, text_of, word_column
 
 COMPARISON_TABLES: Final = (
@@ -134,5 +134,31 @@ SCALING_TABLES: Final = (
     TableSpec("scaling_left_out", "Runs left out", "A row per run that was not compared.", (
         RUN,
         text_column("reason", "reason", "Why."),
+    )),
+)  # fmt: skip
+
+DIFFERENCE_TABLES: Final = (
+    TableSpec("call_differences", "Calls that differ between two runs",
+        "A row per call that differs, merged over ranks and steps that differ alike, by first step.", (
+        word_column("kind", "kind", '"calls": another number; "order": in another order; "rank": all calls of ranks '
+            'that only one run has; "site": equal calls from another call site.'),
+        word_column("ranks", "ranks", 'Ranks, as "0-3,8".'),
+        word_column("steps", "steps", 'Steps of the run that has more of them, as "start-up and 0-4".'),
+        OP,
+        column("bytes", format_count, "payload", "bytes each", "Payload of each call; -1: pickled objects."),
+        word_column("dtype", "type", "Type of the elements."),
+        word_column("reduce_op", "reduction", "Reduction."),
+        PHASE, ROLE,
+        word_column("group", "group", 'Members of the group, as their ranks see them: "4/2" is 4 ranks with stride 2.'),
+        word_column("peer", "peer", 'Of a message "peer=+1", the distance in the group; of a collective "root=0".'),
+        count("calls_a", "calls in A", "Calls of a rank and step in the first run; of all ranks, if kind is rank."),
+        count("calls_b", "calls in B", "The same in the second run."),
+        text_column("sites_a", "call sites in A", "Call sites that make more of these calls in the first run."),
+        text_column("sites_b", "call sites in B", "The same in the second run."),
+    )),
+    TableSpec("setting_differences", "Settings that differ between two runs", "A row per setting.", (
+        text_column("name", "setting", "World size, library version, environment variable, or field of the job."),
+        text_column("a", "A", 'Value in the first run, "-" without one.'),
+        text_column("b", "B", "The same in the second run."),
     )),
 )  # fmt: skip

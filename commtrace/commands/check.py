@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from .option_types import add_run_directory, exact_fraction
+from commtrace.errors import CommtraceError
+
+from .option_types import add_own, add_run_directory, add_width, exact_fraction
 from .theory import add_options, options_of
 
 if TYPE_CHECKING:
@@ -19,60 +23,155 @@ NOT_COMPARED: Final = 3
 
 
 class Command:
-    """Compare a run with theory, for continuous integration.
+    """Compare a run with what it is expected to communicate, for continuous integration.
 
-    Theory predicts from the job alone (its parameters, parallel degrees and settings) which calls every rank makes at
-    start-up and in each step. Exit status:
+    What is expected comes from one of three sources:
 
-      0  all ranks made the expected calls; with --tolerance, the payloads of all cells are within it
-      1  something differs; each differing cell (one step of a rank, one operation of one parallel dimension) is printed
-         with its call sites and the most likely cause. Also: the log cannot be read
+      rules                the job alone (its parameters, parallel degrees and settings), by rules that mirror PyTorch,
+                           DeepSpeed and Megatron. They name causes. Calls of the program itself, or of a framework
+                           without rules, are listed, and fail with --strict only
+      --against DIR2       the log of a dry run of the same program, or of an earlier run
+      --baseline FILE      a text file for version control, which --update-baseline FILE writes
+
+    The first line says which of these holds. Exit status:
+
+      0  as expected; with --tolerance, the payloads of all cells are within it
+      1  something differs; it is printed with call sites and, by rules, the most likely cause. Also: a log or FILE
+         cannot be read
       2  wrong arguments
-      3  nothing differs, but some rank could not be compared: theory has no rules for its job, or its log is missing
+      3  nothing differs, but a part could not be compared: there are no rules for the job, a rank left no log, records
+         were lost, or a process was killed
 
-    The job description comes from the log: it is captured when DDP or DeepSpeed is set up, when an FSDP2 model first
-    runs, or when the optimizer of a model with parallelize_module alone first steps. With --config it comes from
-    configuration files, as in `commtrace theory`, which needs the extra `theory` (PyYAML, pydantic).
+    By rules, the job description comes from the log: it is captured when DDP or DeepSpeed is set up, when an FSDP2
+    model first runs, or when the optimizer of a model with parallelize_module alone first steps. With --config it comes
+    from configuration files, as in `commtrace theory`, which needs the extra `theory` (PyYAML, pydantic).
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the arguments."""
         add_run_directory(parser)
+        sources = parser.add_mutually_exclusive_group()
+        sources.add_argument(
+            "--against", metavar="DIR2", type=Path, help="compare with this dry run or earlier run, not with rules"
+        )
+        sources.add_argument("--baseline", metavar="FILE", type=Path, help="compare with this baseline, not with rules")
+        sources.add_argument(
+            "--update-baseline", metavar="FILE", type=Path,
+            help="write the calls of this run to FILE, and compare nothing; `own` lines in FILE are kept",
+        )  # fmt: skip
+        add_own(parser, "calls whose call site contains PATTERN are the program's own, and never differ")
+        parser.add_argument(
+            "--strict", action="store_true", help="by rules: calls of the program itself fail, except those of --own"
+        )
         parser.add_argument(
             "--tolerance",
             metavar="X",
             type=exact_fraction,
             default="0",
-            help="fraction by which the payload of a cell may differ, 0.01 for example; numbers and payloads of "
-            "calls are then not compared (default: %(default)s)",
+            help="by rules: fraction by which the payload of a cell may differ, 0.01 for example; numbers and payloads "
+            "of calls are then not compared (default: %(default)s)",
         )
         parser.add_argument(
             "--config", metavar="FILE", action="append", help="configuration to predict the calls from; may be repeated"
         )
+        add_width(parser)
         add_options(parser.add_argument_group("with --config"), parser.add_argument_group("with --config, the model"))
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Print the verdict."""
-        from commtrace.analyses.check.verdict import judge
-        from commtrace.analyses.check.verdict_text import lines
-        from commtrace.analyses.fold_engine import fold
         from commtrace.run import open_run
 
+        by_rules = {"--tolerance": arguments.tolerance, "--config": arguments.config, "--strict": arguments.strict}
+        source = next((name for name in ("against", "baseline", "update_baseline") if getattr(arguments, name)), None)
+        for option in (name for name, value in by_rules.items() if value and source):
+            raise CommtraceError(f"{option} is for the comparison with rules; leave it out with --{_option(source)}")
         run = open_run(arguments.directory)
-        for note in run.notes:
-            print(f"commtrace: {note}", file=sys.stderr)
-        tables = fold(run, [_analysis(run, arguments)])
-        for other in tables["theory"]["other_versions"].dropna().unique():
-            print(f"commtrace: rules were written from other versions: {other}", file=sys.stderr)
-        # Of a dry run, ranks that were not run are not missing.
-        world_size = None if run.simulated else run.world_size
-        verdict = judge(tables, run.ranks, world_size, arguments.tolerance)
-        print("\n".join(lines(verdict)))
-        if run.simulated:
-            print(f"simulated: {len(run.ranks):,} of {run.world_size:,} ranks were run, and nothing was sent")
-        if len(verdict.differences):
-            return DIFFERS
-        return 0 if verdict.agrees else NOT_COMPARED
+        _warn(str(note) for note in run.notes)
+        if arguments.update_baseline:
+            return _update_baseline(run, arguments)
+        return _check_calls(run, arguments) if source else _check_rules(run, arguments)
+
+
+def _option(name: str | None) -> str:
+    return str(name).replace("_", "-")
+
+
+def _warn(texts: Iterable[str]) -> None:
+    for text in texts:
+        print(f"commtrace: {text}", file=sys.stderr)
+
+
+def _check_rules(run: Run, arguments: argparse.Namespace) -> int:
+    from commtrace.analyses.check.verdict import declare_own, judge
+    from commtrace.analyses.check.verdict_text import lines
+    from commtrace.analyses.diff.diff_text import wrapped
+    from commtrace.analyses.fold_engine import fold
+
+    tables = fold(run, [declare_own(_analysis(run, arguments), arguments.own)])
+    versions = tables["theory"]["other_versions"].dropna().unique()
+    _warn(f"rules were written from other versions: {other}" for other in versions)
+    # Of a dry run, ranks that were not run are not missing.
+    world_size = None if run.simulated else run.world_size
+    verdict = judge(tables, run.ranks, world_size, arguments.tolerance, strict=arguments.strict)
+    print(*lines(verdict, arguments.width), sep="\n")
+    if run.simulated:
+        print(f"simulated: {len(run.ranks):,} of {run.world_size:,} ranks were run, and nothing was sent")
+    if not verdict.ranks:
+        log = arguments.directory
+        hints = (
+            "to compare with a dry run of the same program instead:",
+            f"    commtrace dryrun --world-size {run.world_size or 'N'} --out DIR2 python train.py ...",
+            f"    commtrace check {log} --against DIR2",
+            "to accept this run as the baseline of later ones:",
+            f"    commtrace check {log} --update-baseline FILE",
+        )
+        print(*(line for hint in hints for line in wrapped(hint, arguments.width)), sep="\n")
+    if len(verdict.differences):
+        return DIFFERS
+    return 0 if verdict.agrees else NOT_COMPARED
+
+
+def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
+    from commtrace.analyses.diff import CallCatalog, compare_calls, read_calls
+    from commtrace.analyses.diff.baseline import read_baseline
+    from commtrace.analyses.diff.diff_text import compared_lines, difference_lines, own_lines
+    from commtrace.run import open_run
+
+    catalog, own = CallCatalog(), [*arguments.own]
+    if arguments.baseline:
+        baseline = read_baseline(arguments.baseline, own)
+        own += baseline.own
+        expected, source = baseline.run, f"the baseline {arguments.baseline}"
+    else:
+        against = open_run(arguments.against)
+        _warn(str(note) for note in against.notes)
+        expected = read_calls(against, catalog, own)
+        source = f"the {'dry run' if against.simulated else 'run'} {arguments.against}"
+    measured = read_calls(run, catalog, own)
+    differences = compare_calls(expected, measured)
+    status = DIFFERS if not differences.equal else NOT_COMPARED if differences.not_compared else 0
+    begins = {0: "as expected by", DIFFERS: "differs from", NOT_COMPARED: "as far as compared, as expected by"}
+    width = arguments.width
+    names = "expected", "measured"
+    lines = (*compared_lines(differences, width), *difference_lines(differences, names, width))
+    print(f"{begins[status]} {source}", *lines, *own_lines(measured.own, width), sep="\n")
+    return status
+
+
+def _update_baseline(run: Run, arguments: argparse.Namespace) -> int:
+    from commtrace.analyses.diff import CallCatalog, read_calls
+    from commtrace.analyses.diff.baseline import read_baseline, to_text
+    from commtrace.output_files import atomic_write
+
+    path: Path = arguments.update_baseline
+    own = [*arguments.own, *(read_baseline(path).own if path.exists() else ())]
+    text = to_text(read_calls(run, CallCatalog(), own), own)
+    before = path.read_text(encoding="utf-8") if path.exists() else None
+    if before != text:
+        with atomic_write(path, force=True) as part:
+            part.write_text(text, encoding="utf-8")
+    print(f"{path}: {'not changed' if before == text else 'written'}")
+    return 0
 
 
 def _analysis(run: Run, arguments: argparse.Namespace) -> Analysis:

@@ -107,6 +107,14 @@ def add_width(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def add_own(parser: argparse.ArgumentParser, help_text: str) -> None:
+    """Add --own."""
+    parser.add_argument(
+        "--own", metavar="PATTERN", action="append", default=[],
+        help=f"{help_text}: a part of file and function, such as train.py or log_loss; may be repeated",
+    )  # fmt: skip
+
+
 def add_timeout(parser: argparse.ArgumentParser, seconds: int, help_text: str) -> None:
     """Add --timeout."""
     parser.add_argument(

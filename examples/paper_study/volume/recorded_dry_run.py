@@ -68,7 +68,8 @@ class RecordedDryRun:
             return ""
         steady = max((prediction.steady for prediction in self.predictions.values()), default=0)
         early = [f"steps are equal from {steady} on, but the last one is {self.last}"] if self.last < steady else []
-        return " ".join(line.strip() for line in ([] if self.verdict.agrees else lines(self.verdict))) + "".join(early)
+        differing = [] if self.verdict.agrees else lines(self.verdict, 120)
+        return " ".join(line.strip() for line in differing) + "".join(early)
 
     @cached_property
     def stages(self) -> pd.DataFrame:
@@ -184,7 +185,7 @@ def read(run: DryRun, folder: Path) -> RecordedDryRun:
     """Read the log of a dry run. Raises LogError."""
     log = open_run(folder)
     theory = fold(log, [reconciliation.ANALYSIS])
-    verdict = judge(theory, log.ranks, None)
+    verdict = judge(theory, log.ranks, None, strict=True)
     return RecordedDryRun(run, folder, _calls(log), theory, verdict, _predictions(log), _parameters(log))
 
 

@@ -1,0 +1,183 @@
+"""Baseline: a text file with the expected calls of a run, by ranks that communicate alike, for version control.
+
+    commtrace-baseline 1
+    # calls operation bytes type reduction phase dimension group peer call-site
+    world-size 8
+    version torch 2.13.0
+    own train.py log_loss
+
+    ranks 0-7
+     start-up
+      1 broadcast 1024 float32 - init data 8 root=0 torch/distributed/utils.py _sync_params_and_buffers
+      order data 8 3f9a1c27be01
+     steps 0-4,6-9
+      1 all_reduce 26214400 float32 sum backward data 8 - train.py main
+      ...
+
+`own` lines are patterns of call sites that are not compared. `order` lines have a digest of the order of the calls in a
+group. The same run always makes the same file: there are no times and no absolute paths in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from commtrace.errors import CommtraceError
+from commtrace.formatting import format_ranks, parse_ranks
+
+from .run_calls import Call, CallKey, RankCalls, RunCalls, StepCalls, matches
+
+_HEAD: Final = "commtrace-baseline 1"
+_COLUMNS: Final = "# calls operation bytes type reduction phase dimension group peer call-site"
+_START_UP: Final = "start-up"
+
+
+class BaselineError(CommtraceError):
+    """A file is not a baseline, or a run cannot become one."""
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Contents of a baseline file."""
+
+    run: RunCalls
+    own: tuple[str, ...]
+    """Patterns of call sites that are not compared."""
+
+
+def to_text(run: RunCalls, own: Sequence[str]) -> str:
+    """Return the baseline of a run.
+
+    Args:
+        run: Its calls, without those of `own`.
+        own: Patterns of call sites that are not compared.
+
+    Raises:
+        BaselineError: The run is not complete.
+    """
+    missing = {*range(run.world_size or 0)} - {*run.ranks}
+    incomplete = [rank for rank, calls in run.ranks.items() if calls.lost_records or not calls.ended]
+    if incomplete or not run.ranks or (missing and not run.partial):
+        reason = f"rank {format_ranks(incomplete or missing)} lost records, did not end in order or left no log"
+        raise BaselineError(f"{run.name}: no baseline can be made, because {reason}; give a complete run")
+    return "\n".join([*_head(run, own), *_classes(run)]) + "\n"
+
+
+def _head(run: RunCalls, own: Sequence[str]) -> Iterator[str]:
+    yield from (_HEAD, _COLUMNS)
+    if run.world_size:
+        yield f"world-size {run.world_size}"
+    yield from (f"{name} {value}" for name, value in sorted(run.facts.items()) if name.startswith("version "))
+    yield from (f"own {pattern}" for pattern in sorted({*own}))
+
+
+def _classes(run: RunCalls) -> Iterator[str]:
+    classes: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for rank, calls in sorted(run.ranks.items()):
+        classes.setdefault(tuple((step, id(content)) for step, content in sorted(calls.steps.items())), []).append(rank)
+    for ranks in classes.values():
+        yield from ("", f"ranks {format_ranks(ranks)}")
+        places: dict[StepCalls, list[int]] = {}
+        for step, content in sorted(run.ranks[ranks[0]].steps.items()):
+            places.setdefault(content, []).append(step)
+        for content, steps in places.items():
+            training = format_ranks(step for step in steps if step >= 0)
+            yield from ([f" {_START_UP}"] * (steps[0] < 0)) + ([f" steps {training}"] * bool(training))
+            yield from _step_lines(content)
+
+
+def _step_lines(content: StepCalls) -> Iterator[str]:
+    for (key, site), count in sorted(content.counts.items()):
+        yield f"  {count} {' '.join(map(str, key))} {site}"
+    for (role, group), digest in sorted(content.orders.items()):
+        yield f"  order {role} {group} {digest}"
+
+
+def read_baseline(path: Path, own: Sequence[str] = ()) -> Baseline:
+    """Read a baseline.
+
+    Args:
+        path: The file.
+        own: Patterns of call sites that are not compared, besides those of the file.
+
+    Raises:
+        BaselineError: The file cannot be read, is not a baseline, or has calls of these patterns.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BaselineError(
+            f"{path}: cannot be read ({error}); `commtrace check DIR --update-baseline {path}` writes it"
+        ) from None
+    if lines[:1] != [_HEAD]:
+        raise BaselineError(f"{path}: not a baseline of this version, which begins with {_HEAD!r}")
+    parser = _Parser()
+    for number, line in enumerate(lines[1:], 2):
+        try:
+            parser.read(line)
+        except (ValueError, IndexError, TypeError):
+            raise BaselineError(
+                f"{path}: line {number} cannot be read: {line.strip()!r}; write the file anew"
+            ) from None
+    patterns = [*parser.own, *own]
+    for call in parser.calls:
+        if pattern := next((pattern for pattern in patterns if matches(pattern, call.site)), None):
+            raise BaselineError(
+                f"{path}: has calls of {call.site}, which {pattern!r} declares as the program's own; "
+                f"write the file anew: commtrace check DIR --update-baseline {path} --own '{pattern}'"
+            )
+    return Baseline(parser.run(str(path)), tuple(parser.own))
+
+
+class _Parser:
+    def __init__(self) -> None:
+        self.own: list[str] = []
+        self.calls: set[Call] = set()
+        self._world_size: int | None = None
+        self._facts: dict[str, str] = {}
+        self._classes: list[tuple[list[int], dict[int, StepCalls]]] = []
+        self._counts: dict[Call, int] = {}
+        self._orders: dict[tuple[str, str], str] = {}
+        self._same_step = False
+
+    def read(self, line: str) -> None:
+        """Read a line below the head."""
+        word, _, rest = line.strip().partition(" ")
+        if word in (_START_UP, "steps"):
+            self._add_step([-1] if word == _START_UP else parse_ranks(rest))
+        elif word == "ranks":
+            self._classes.append((parse_ranks(rest), {}))
+        elif word == "own":
+            self.own.append(rest)
+        elif word == "world-size":
+            self._world_size = int(rest)
+        elif word == "version":
+            name, version = rest.split(" ", 1)
+            self._facts[f"version {name}"] = version
+        elif word == "order":
+            role, group, digest = rest.split()
+            self._orders[role, group] = digest
+        elif word and not word.startswith("#"):
+            op, payload, dtype, reduce_op, phase, role, group, peer, site = rest.split(" ", 8)
+            call = Call(CallKey(op, int(payload), dtype, reduce_op, phase, role, group, peer), site)
+            self._counts[call] = int(word)
+            self.calls.add(call)
+        self._same_step = word in (_START_UP, "steps")
+
+    def _add_step(self, steps: Sequence[int]) -> None:
+        if not self._same_step:  # start-up and steps may have equal calls
+            self._counts, self._orders = {}, {}
+            self._content = StepCalls(self._counts, self._orders)
+        self._classes[-1][1].update(dict.fromkeys(steps, self._content))
+
+    def run(self, name: str) -> RunCalls:
+        """Return the run that was read."""
+        ranks: Mapping[int, RankCalls] = {
+            rank: calls for ranks, steps in self._classes for calls in [RankCalls(steps)] for rank in ranks
+        }
+        facts = self._facts | ({"world size": str(self._world_size)} if self._world_size else {})
+        partial = self._world_size is not None and len(ranks) < self._world_size
+        return RunCalls(name, ranks, self._world_size, partial, facts)

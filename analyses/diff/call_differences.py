@@ -1,0 +1,311 @@
+"""Differences between the calls of two runs, merged over ranks and steps that differ alike.
+
+Calls are compared as numbers of equal calls and by their order in each group, so one inserted call does not shift the
+others. If only the order differs, the calls that moved are found by aligning the two sequences.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+import pandas as pd
+
+from commtrace.formatting import format_plural, format_ranks
+
+from .run_calls import NO_CALLS, Call, CallKey, GroupLabel, RankCalls, RunCalls, StepCalls
+from .settings import compare_settings
+
+COLUMNS: Final = ("kind", "ranks", "steps", *CallKey._fields, "calls_a", "calls_b", "sites_a", "sites_b")
+
+Difference: TypeAlias = Literal["calls", "order", "rank", "site"]
+
+_ALIGNED_CALLS: Final = 4_000
+"""Longest sequence that is aligned: the time is quadratic."""
+_NO_KEY: Final = CallKey("-", 0, "-", "-", "-", "-", "-", "-")
+
+
+class _Row(NamedTuple):
+    kind: Difference
+    key: CallKey
+    calls_a: int
+    calls_b: int
+    sites_a: str = ""
+    sites_b: str = ""
+
+
+_Content: TypeAlias = tuple[_Row, ...]
+"""The differences in one group of one step."""
+
+
+@dataclass(frozen=True)
+class RunDifferences:
+    """Result of a comparison of runs a and b."""
+
+    table: pd.DataFrame
+    """COLUMNS: per rank and step, how often a call is in a and in b, where that differs; merged over ranks and steps.
+    Kinds: "calls"; "order": so many equal calls are in another order; "rank": all calls of ranks that only one run
+    has; "site": calls are equal, the functions that make them are not."""
+    settings: pd.DataFrame
+    compared: tuple[frozenset[int], frozenset[int]]
+    """Ranks and steps that were compared; start-up is step -1."""
+    differing: tuple[frozenset[int], frozenset[int]]
+    """Ranks and steps that differ."""
+    volumes: tuple[tuple[int, int], tuple[int, int]]
+    """Calls and payload bytes of what was compared, in a and in b."""
+    not_compared: tuple[str, ...]
+    """Why parts could not be compared: sentences without their full stop."""
+    notes: tuple[str, ...]
+    """What limits the comparison without being a fault of either run."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing that was compared differs; call sites do not count."""
+        return not (self.table["kind"] != "site").any()
+
+
+def compare_calls(a: RunCalls, b: RunCalls) -> RunDifferences:
+    """Compare two runs that were read with one catalog."""
+    places: dict[_Content, list[tuple[int, int]]] = defaultdict(list)
+    known: dict[tuple[StepCalls, StepCalls], list[_Content]] = {}
+    reasons: dict[str, list[int]] = defaultdict(list)
+    notes: dict[str, list[int]] = defaultdict(list)
+    volumes = [[0, 0], [0, 0]]
+    compared: list[int] = []
+    steps: set[int] = set()
+    differing: set[tuple[int, int]] = set()
+    for rank in sorted({*a.ranks} & {*b.ranks}):
+        lost = [f"{run.name}: {run.ranks[rank].lost_records:,} records were lost" for run in (a, b)]
+        lost = [text for text, run in zip(lost, (a, b), strict=True) if run.ranks[rank].lost_records]
+        if lost:
+            reasons[" and ".join(lost)].append(rank)
+            continue
+        compared.append(rank)
+        pairs = _Pairs(a.ranks[rank], b.ranks[rank], a.last_step, b.last_step)
+        for text in pairs.notes(a.name, b.name):
+            notes[text].append(rank)
+        for text in pairs.reasons(a.name, b.name):
+            reasons[text].append(rank)
+        for step, of_a, of_b in pairs.steps():
+            if (of_a, of_b) not in known:
+                known[of_a, of_b] = [] if of_a is of_b else [*_differences(of_a, of_b, a, b)]
+            for content in known[of_a, of_b]:
+                places[content].append((rank, step))
+            steps.add(step)
+            if of_a.digest != of_b.digest:
+                differing.add((rank, step))
+            for volume, calls in zip(volumes, (of_a, of_b), strict=True):
+                volume[0] += calls.volume[0]
+                volume[1] += calls.volume[1]
+    missing_rows = [*_missing_ranks(a, b, notes)]
+    table = pd.DataFrame([*missing_rows, *_merged(places)], columns=[*COLUMNS])
+    return RunDifferences(
+        table,
+        compare_settings(a.facts, b.facts),
+        (frozenset(compared), frozenset(steps)),
+        (frozenset(rank for rank, _ in differing), frozenset(step for _, step in differing)),
+        ((volumes[0][0], volumes[0][1]), (volumes[1][0], volumes[1][1])),
+        tuple(_of_ranks(reasons, compared)),
+        tuple(_of_ranks(notes, compared)),
+    )
+
+
+def _of_ranks(sentences: Mapping[str, Sequence[int]], compared: Sequence[int]) -> Iterator[str]:
+    for text, ranks in sentences.items():
+        yield text if {*ranks} == {*compared} and len(ranks) > 1 else f"rank {format_ranks(ranks)}: {text}"
+
+
+def _missing_ranks(a: RunCalls, b: RunCalls, notes: dict[str, list[int]]) -> Iterator[tuple[Any, ...]]:
+    """Yield a row for the ranks that only one run has; those that a dry run did not run become a note."""
+    for run, other, is_a in ((a, b, True), (b, a, False)):
+        only = sorted({*run.ranks} - {*other.ranks})
+        if only and other.partial:
+            notes[f"not in {other.name}, a dry run of other ranks; not compared"] = only
+        elif only:
+            calls = sum(step.volume[0] for rank in only for step in run.ranks[rank].steps.values())
+            counts = (calls, 0) if is_a else (0, calls)
+            yield ("rank", format_ranks(only), "-", *_NO_KEY, *counts, "", "")
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+class _Pairs:
+    """The steps of a rank in two runs that are compared with each other.
+
+    Steps of equal number are compared. The last step of a program also has what it communicates at its end: if one run
+    has more steps, its last one is compared with the other's last one, and its further steps must be equal to a step
+    that the other run has. If they are not, they are compared with the last but one if that repeats the one before.
+    """
+
+    def __init__(self, a: RankCalls, b: RankCalls, last_a: int, last_b: int) -> None:
+        self._ended = a.ended, b.ended
+        self._a_is_longer = last_a > last_b
+        self._longer, self._shorter = (a, b) if self._a_is_longer else (b, a)
+        self._last, self._shorter_last = max(last_a, last_b), min(last_a, last_b)
+        incomplete = [max(rank.steps, default=-1) for rank in (a, b) if not rank.ended]
+        self._end = min([self._last, *(step - 1 for step in incomplete)])
+        self._open: list[int] = []
+        self._pairs = [*self._find()]
+
+    def steps(self) -> Iterator[tuple[int, StepCalls, StepCalls]]:
+        """Yield the step's number in the longer run, and its calls in a and in b."""
+        for step, longer, shorter in self._pairs:
+            yield (step, longer, shorter) if self._a_is_longer else (step, shorter, longer)
+
+    def _find(self) -> Iterator[tuple[int, StepCalls, StepCalls]]:
+        longer, shorter, last = self._longer.steps, self._shorter.steps, self._shorter_last
+        more = self._last > last
+        same = range(-1, min(max(last - more, -1), self._end) + 1)
+        yield from ((step, longer.get(step, NO_CALLS), shorter.get(step, NO_CALLS)) for step in same)
+        if not more:
+            return
+        known = {(calls := shorter.get(step, NO_CALLS)).digest: calls for step in range(int(last > 0), last + 1)}
+        regular = [shorter.get(step, NO_CALLS) for step in (last - 1, last - 2)] if last > 1 else []
+        repeats = bool(regular) and regular[0].digest == regular[1].digest
+        for step in range(max(last, 0), self._end + 1):
+            calls = longer.get(step, NO_CALLS)
+            if step == self._last and last > 0:
+                yield step, calls, shorter.get(last, NO_CALLS)
+            elif calls.digest in known:
+                yield step, calls, known[calls.digest]
+            elif repeats:
+                yield step, calls, regular[0]
+            else:
+                self._open.append(step)
+
+    def notes(self, a: str, b: str) -> Iterator[str]:
+        """Yield what to know about steps that only one run has."""
+        if self._last == self._shorter_last:
+            return
+        longer, shorter = (a, b) if self._a_is_longer else (b, a)
+        text = f"{longer} has {format_plural(self._last + 1, 'step')}, {shorter} {self._shorter_last + 1}"
+        if self._open:
+            text += f"; step {format_ranks(self._open)} could not be compared: {shorter} has no step that repeats"
+        else:
+            text += ", with which the further ones are compared"
+        yield text
+
+    def reasons(self, a: str, b: str) -> Iterator[str]:
+        """Yield why steps could not be compared."""
+        for name, ended in zip((a, b), self._ended, strict=True):
+            if not ended:
+                yield f"{name}: did not end in order (killed, or still running); its last step is not compared"
+
+
+# ---- the differences of one step -------------------------------------------------------------------------------------
+
+
+def _differences(a: StepCalls, b: StepCalls, run_a: RunCalls, run_b: RunCalls) -> Iterator[_Content]:
+    """Yield the differences in each group; where the calls are equal, of their call sites."""
+    keys_a, keys_b = _by_key(a.counts), _by_key(b.counts)
+    for group in sorted({*a.orders, *b.orders}):
+        if a.orders.get(group) == b.orders.get(group):
+            rows = _site_rows(keys_a, keys_b, group)
+        else:
+            rows = _call_rows(keys_a, keys_b, group, run_a, run_b)
+            rows += _order_rows(a, b, group, changed=bool(rows))
+        if rows:
+            yield tuple(rows)
+
+
+def _by_key(counts: Mapping[Call, int]) -> dict[CallKey, Counter[str]]:
+    by_key: dict[CallKey, Counter[str]] = defaultdict(Counter)
+    for (key, site), count in counts.items():
+        by_key[key][site] += count
+    return by_key
+
+
+_Keys: TypeAlias = Mapping[CallKey, Counter[str]]
+
+
+def _of_group(a: _Keys, b: _Keys, group: GroupLabel) -> Iterator[tuple[CallKey, Counter[str], Counter[str]]]:
+    for key in sorted({*a, *b}):
+        if (key.role, key.group) == group:
+            yield key, a.get(key, Counter()), b.get(key, Counter())
+
+
+def _call_rows(a: _Keys, b: _Keys, group: GroupLabel, run_a: RunCalls, run_b: RunCalls) -> list[_Row]:
+    return [
+        _Row("calls", key, calls_a, calls_b, _lines(run_a, key, in_a - in_b), _lines(run_b, key, in_b - in_a))
+        for key, in_a, in_b in _of_group(a, b, group)
+        if (calls_a := in_a.total()) != (calls_b := in_b.total())
+    ]
+
+
+def _site_rows(a: _Keys, b: _Keys, group: GroupLabel) -> list[_Row]:
+    return [
+        _Row("site", key, (moved := in_a - in_b).total(), moved.total(), _joined(moved), _joined(in_b - in_a))
+        for key, in_a, in_b in _of_group(a, b, group)
+        if in_a != in_b
+    ]
+
+
+def _order_rows(a: StepCalls, b: StepCalls, group: GroupLabel, *, changed: bool) -> list[_Row]:
+    """Return the calls that both steps have, in another order. `changed`: the numbers of calls differ, too."""
+    before, after = a.sequences.get(group, ()), b.sequences.get(group, ())
+    if changed and not (before and after):
+        return []
+    moved = _moved(before, after)
+    if moved:
+        return [_Row("order", key, count, count) for key, count in sorted(moved.items())]
+    return [] if changed else [_Row("order", _NO_KEY._replace(role=group[0], group=group[1]), 0, 0)]
+
+
+def _moved(a: Sequence[CallKey], b: Sequence[CallKey]) -> Counter[CallKey]:
+    """Return the calls that both sequences have outside of their alignment; none for very long sequences."""
+    begin = _equal_calls(a, b)
+    a, b = a[begin:], b[begin:]
+    end = _equal_calls(a[::-1], b[::-1])
+    a, b = a[: len(a) - end], b[: len(b) - end]
+    if max(len(a), len(b)) > _ALIGNED_CALLS:
+        return Counter()
+    outside_a: Counter[CallKey] = Counter()
+    outside_b: Counter[CallKey] = Counter()
+    for tag, from_a, to_a, from_b, to_b in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        if tag != "equal":
+            outside_a.update(a[from_a:to_a])
+            outside_b.update(b[from_b:to_b])
+    return outside_a & outside_b
+
+
+def _equal_calls(a: Sequence[CallKey], b: Sequence[CallKey]) -> int:
+    """Return how many calls at the beginning are equal."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(a), len(b)))
+
+
+def _lines(run: RunCalls, key: CallKey, sites: Counter[str]) -> str:
+    lines = [run.lines.get(Call(key, site)) or {site} for site in sites]
+    return _joined(itertools.chain.from_iterable(lines))
+
+
+def _joined(sites: Iterable[str]) -> str:
+    return "; ".join(sorted({site for site in sites if site not in ("", "-")}))
+
+
+# ---- equal differences -----------------------------------------------------------------------------------------------
+
+
+def _merged(places: Mapping[_Content, Sequence[tuple[int, int]]]) -> Iterator[tuple[Any, ...]]:
+    """Yield the rows of the table, by their first step and rank."""
+    merged: dict[tuple[_Content, tuple[int, ...]], list[int]] = defaultdict(list)
+    for content, where in places.items():
+        for rank, pairs in itertools.groupby(where, lambda place: place[0]):
+            merged[content, tuple(step for _, step in pairs)].append(rank)
+    ordered = sorted(merged.items(), key=lambda item: (item[0][1][0], item[1][0], item[0][0][0].key))
+    for (content, steps), ranks in ordered:
+        for row in content:
+            place = format_ranks(ranks), format_steps(steps)
+            yield (row.kind, *place, *row.key, row.calls_a, row.calls_b, row.sites_a, row.sites_b)
+
+
+def format_steps(steps: Iterable[int]) -> str:
+    """Return steps as text: "start-up and step 0-4"."""
+    numbers = {*steps}
+    training = format_ranks(step for step in numbers if step >= 0)
+    return " and ".join(["start-up"] * (-1 in numbers) + [f"step {training}"] * bool(training))

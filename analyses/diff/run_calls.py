@@ -1,0 +1,360 @@
+"""Calls of a run by rank and step, in a form that is equal where ranks, steps and runs communicate alike.
+
+Groups and peers are described as their rank sees them ("4/2": 4 ranks with stride 2; "peer=+1"), so that ranks with
+equal calls in different groups are equal. The order of calls counts within each group only: threads and asynchronous
+calls may interleave those of different groups differently in equal runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+
+from commtrace.analyses.fold_engine import RecordBlock, group_rows
+from commtrace.formatting import parse_ranks
+from commtrace.reading.labels import RecordLabels, short_paths
+from commtrace.reading.log import Process
+from commtrace.reading.recorded_run import RecordedRun
+from commtrace.reading.table_reader import Kind, RecordedGroup, Site, integer_or_none
+from commtrace.schema import Flag
+
+from .settings import setting_facts
+
+OBJECTS: Final = -1
+"""Payload of a call that carries pickled objects: their size is not compared, it depends on host names and the like."""
+
+_MESSAGES: Final = ("send", "recv", "sendrecv", "put", "get", "accumulate")
+_START_UP: Final = -1
+_STREAM_BITS: Final = 34  # of `RecordLabels.ids("role", ...)`
+
+GroupLabel: TypeAlias = tuple[str, str]
+"""Role and shape of a group."""
+
+
+class CallKey(NamedTuple):
+    """What identifies a call. Missing labels are "-"."""
+
+    op: str
+    payload: int
+    dtype: str
+    reduce_op: str
+    phase: str
+    role: str
+    group: str
+    """Shape of the group: `group_shape`."""
+    peer: str
+    """Of a message "peer=+1", the distance in the group; of a collective "root=0", the root's position in it."""
+
+
+class Call(NamedTuple):
+    """A call and the function that made it, without line number: "train.py main"."""
+
+    key: CallKey
+    site: str
+
+
+@dataclass(frozen=True, eq=False)
+class StepCalls:
+    """The calls of one step. Equal steps that were read with one `CallCatalog` are one object."""
+
+    counts: Mapping[Call, int]
+    orders: Mapping[GroupLabel, str]
+    """Digest of the order of the keys in each group. Equal digests mean equal calls."""
+    sequences: Mapping[GroupLabel, Sequence[CallKey]] = field(default_factory=dict)
+    """The keys in their order; empty for a baseline, which has digests only."""
+
+    @cached_property
+    def digest(self) -> tuple[tuple[GroupLabel, str], ...]:
+        """Equal for steps with equal calls, whatever their call sites."""
+        return tuple(sorted(self.orders.items()))
+
+    @cached_property
+    def volume(self) -> tuple[int, int]:
+        """Number of calls, and their payload in bytes."""
+        return sum(self.counts.values()), sum(max(call.key.payload, 0) * n for call, n in self.counts.items())
+
+
+NO_CALLS: Final = StepCalls({}, {})
+
+
+@dataclass(frozen=True)
+class RankCalls:
+    """The calls of a rank by step; step -1 is start-up."""
+
+    steps: Mapping[int, StepCalls]
+    ended: bool = True
+    """Whether the rank ended in order. The last step of another one may be incomplete."""
+    lost_records: int = 0
+
+
+@dataclass(frozen=True)
+class OwnCalls:
+    """Calls that were declared to be the program's own, and are not compared."""
+
+    calls: int
+    payload_bytes: int
+    ranks: frozenset[int]
+
+
+@dataclass(frozen=True)
+class RunCalls:
+    """The calls of a run."""
+
+    name: str
+    ranks: Mapping[int, RankCalls]
+    world_size: int | None
+    partial: bool = False
+    """Whether ranks that are missing were not run (dry run), and do not count as missing."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """Settings, versions and job of the run, as text."""
+    lines: Mapping[Call, frozenset[str]] = field(default_factory=dict)
+    """Lines of code that made a call: "project/train.py:40 main"."""
+    own: Mapping[tuple[str, str], OwnCalls] = field(default_factory=dict)
+    """By call site and operation."""
+
+    @property
+    def last_step(self) -> int:
+        """The last step of any rank, -1 without one."""
+        return max((step for calls in self.ranks.values() for step in calls.steps), default=_START_UP)
+
+
+class CallCatalog:
+    """Numbers of calls, and the distinct steps. Runs that are compared must be read with the same catalog."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self._numbers: dict[Call, int] = {}
+        self._hashes: list[int] = []
+        self._sequences: dict[bytes, _Sequence] = {}
+        self._steps: dict[tuple[int, ...], StepCalls] = {}
+        self._distinct: dict[object, StepCalls] = {}
+
+    def number(self, call: Call) -> int:
+        """Return the number of a call."""
+        known = self._numbers.get(call)
+        if known is None:
+            known = self._numbers[call] = len(self.calls)
+            self.calls.append(call)
+            self._hashes.append(int.from_bytes(blake2b(repr(tuple(call.key)).encode(), digest_size=8).digest(), "big"))
+        return known
+
+    def steps(self, step: Any, stream: Any, numbers: Any) -> dict[int, StepCalls]:
+        """Return the calls of each step.
+
+        Args:
+            step: Step of each call, shape (n,), ascending.
+            stream: Number of each call's group, shape (n,), ascending within a step.
+            numbers: Number of each call, int32 of shape (n,), in its order within the group.
+        """
+        changes = np.flatnonzero((np.diff(step) != 0) | (np.diff(stream) != 0)) + 1
+        bounds = [0, *changes.tolist(), len(step)] if len(step) else []
+        hashes = np.array(self._hashes, np.uint64)
+        sequences: dict[int, list[_Sequence]] = defaultdict(list)
+        for begin, end in itertools.pairwise(bounds):
+            content = numbers[begin:end].tobytes()
+            known = self._sequences.get(content)
+            if known is None:
+                digest = blake2b(hashes[numbers[begin:end]].tobytes(), digest_size=6).hexdigest()
+                known = self._sequences[content] = _Sequence(len(self._sequences), numbers[begin:end], digest)
+            sequences[int(step[begin])].append(known)
+        return {number: self._step(sorted(parts, key=lambda part: part.number)) for number, parts in sequences.items()}
+
+    def _step(self, sequences: list[_Sequence]) -> StepCalls:
+        key = tuple(sequence.number for sequence in sequences)
+        if key not in self._steps:
+            counts: Counter[Call] = Counter()
+            by_group: dict[GroupLabel, list[_Sequence]] = defaultdict(list)
+            for sequence in sequences:
+                numbers, repeats = np.unique(sequence.numbers, return_counts=True)
+                for number, count in zip(numbers.tolist(), repeats.tolist(), strict=True):
+                    counts[self.calls[number]] += count
+                first = self.calls[sequence.numbers[0]].key
+                by_group[first.role, first.group].append(sequence)
+            for same in by_group.values():
+                same.sort(key=lambda sequence: sequence.digest)
+            calls = StepCalls(
+                counts,
+                {group: "+".join(sequence.digest for sequence in same) for group, same in by_group.items()},
+                {
+                    group: [self.calls[number].key for sequence in same for number in sequence.numbers.tolist()]
+                    for group, same in by_group.items()
+                },
+            )
+            # Equal calls may come from their call sites in another order.
+            self._steps[key] = self._distinct.setdefault((calls.digest, frozenset(counts.items())), calls)
+        return self._steps[key]
+
+
+class _Sequence(NamedTuple):
+    """The calls of one group in one step."""
+
+    number: int
+    numbers: Any
+    digest: str
+
+
+def read_calls(run: RecordedRun, catalog: CallCatalog, own: Sequence[str] = ()) -> RunCalls:
+    """Read the calls of a run.
+
+    Args:
+        run: The run.
+        catalog: The catalog of all runs that this one is compared with.
+        own: Patterns of call sites (`matches`) whose calls are the program's own, and are left out.
+    """
+    reader = _Reader(run, catalog, own)
+    ranks: dict[int, RankCalls] = {}
+    for rank, processes in itertools.groupby(zip(run.processes, run.labels, strict=True), lambda pair: pair[0].rank):
+        calls = reader.read([*processes])
+        represented = next((process.tables.stands_for[0] for process in run.processes if process.rank == rank), "")
+        ranks |= dict.fromkeys(parse_ranks(represented) or [rank], calls)
+    ranks.pop(-1, None)  # of a process whose rank is not known
+    facts = setting_facts(run)
+    return RunCalls(
+        str(run.log.path),
+        ranks,
+        run.world_size,
+        run.simulated,
+        facts,
+        {call: frozenset(lines) for call, lines in reader.lines.items()},
+        {
+            (line, op): OwnCalls(calls, size, frozenset(reader.own_ranks[line, op]))
+            for (line, op), (calls, size) in reader.own.items()
+        },
+    )
+
+
+class _Reader:
+    """Reader of the calls of one run."""
+
+    def __init__(self, run: RecordedRun, catalog: CallCatalog, patterns: Sequence[str]) -> None:
+        self._catalog, self._patterns = catalog, patterns
+        sites = {site for process in run.processes for site in process.tables.sites.values()}
+        self._files = short_paths({site.file for site in sites})
+        self.lines: dict[Call, set[str]] = defaultdict(set)
+        self.own: dict[tuple[str, str], tuple[int, int]] = {}
+        self.own_ranks: dict[tuple[str, str], set[int]] = defaultdict(set)
+
+    def read(self, processes: Sequence[tuple[Process, RecordLabels]]) -> RankCalls:
+        """Read the calls of the processes of one rank."""
+        columns = [part for process, labels in processes for part in self._columns(process, labels)]
+        empty = np.zeros((4, 0), np.int64)
+        begin, step, stream, numbers = np.concatenate([empty, *columns], axis=1)
+        order = np.lexsort((begin, stream, step))
+        order = order[numbers[order] >= 0]
+        steps = self._catalog.steps(step[order], stream[order], numbers[order].astype(np.int32))
+        stats = [process.tables.stats or {} for process, _ in processes]
+        lost = sum(integer_or_none(row.get(name)) or 0 for row in stats for name in ("dropped", "removed", "lost"))
+        return RankCalls(steps, all(process.tables.end is not None for process, _ in processes), lost)
+
+    def _columns(self, process: Process, labels: RecordLabels) -> Iterator[Any]:
+        """Yield t_begin, step, stream and number of the calls of each block, of shape (4, n)."""
+        describe = self._describer(process)
+        for segment in process.segments:
+            for records in segment.blocks():
+                block = RecordBlock(records, labels)
+                payload = np.where(block["flags"] & Flag.OBJECT, OBJECTS, block["payload"])
+                stream = labels.ids("role", block)
+                keys = [block["kind"], stream, block["phase"], block["peer"], block["site"], payload]
+                first, groups = group_rows(keys)
+                texts = (labels.text("role", stream[first]), labels.text("phase", block["phase"][first]))
+                fields = (block[name][first].tolist() for name in ("kind", "group", "peer", "site"))
+                counts = np.bincount(groups, minlength=len(first)).tolist()
+                sizes = block["payload"][first].tolist()
+                rows = zip(payload[first].tolist(), *fields, *texts, strict=True)
+                numbers = np.array(
+                    [
+                        self._number(*describe(*row), labels.rank, count, count * size)
+                        for row, count, size in zip(rows, counts, sizes, strict=True)
+                    ],
+                    np.int64,
+                )
+                stream = stream + (labels.number << _STREAM_BITS)
+                yield np.stack([block["t_begin"], block["step"].astype(np.int64), stream, numbers[groups]])
+
+    def _describer(self, process: Process) -> Callable[..., tuple[Call, str]]:
+        """Return the function that describes a call, and its line of code, by the numbers in its record."""
+        tables = process.tables
+        unknown = Kind("unknown", "", "", "", "")
+        shapes = {number: group_shape(group.ranks) for number, group in tables.groups.items()}
+
+        @functools.cache
+        def labels(
+            kind: int, group: int, peer: int, site: int, role: str, phase: str
+        ) -> tuple[str, tuple[str, ...], str, str]:
+            named = tables.kinds.get(kind, unknown)
+            seen = _peer(named.op, peer, process.rank, tables.groups.get(group))
+            texts = (named.dtype, named.reduce_op.lower(), phase, role, shapes.get(group, ""), seen)
+            known = tables.sites.get(site)
+            name, line = ("-", "") if known is None else (site_name(known), self._line(known))
+            return named.op, tuple("_".join(text.split()) or "-" for text in texts), name, line
+
+        def describe(payload: int, *row: Any) -> tuple[Call, str]:
+            op, texts, name, line = labels(*row)
+            return Call(CallKey(op, payload, *texts), name), line
+
+        return describe
+
+    def _line(self, site: Site) -> str:
+        return f"{self._files[site.file]}:{site.line} {site.function}".rstrip()
+
+    def _number(self, call: Call, line: str, rank: int, count: int, size: int) -> int:
+        """Return the number of a call, -1 for one of the program's own."""
+        if any(matches(pattern, text) for pattern in self._patterns for text in (call.site, line)):
+            own = line or call.site, call.key.op
+            calls, total = self.own.get(own, (0, 0))
+            self.own[own] = calls + count, total + size
+            self.own_ranks[own].add(rank)
+            return -1
+        self.lines[call].add(line)
+        return self._catalog.number(call)
+
+
+def matches(pattern: str, site: str) -> bool:
+    """Return whether a pattern of the shell (`*`, `?`), or a part of a name, is found in a call site."""
+    return fnmatchcase(site, f"*{pattern}*")
+
+
+def site_name(site: Site) -> str:
+    """Return a call site without line number and without folders that differ between checkouts."""
+    file = site.file.replace("\\", "/")
+    below = [file.rpartition(mark)[2] for mark in ("/site-packages/", "/dist-packages/") if mark in file]
+    return f"{(below or [file.rpartition('/')[2]])[0]} {site.function}".rstrip()
+
+
+@functools.cache
+def group_shape(ranks: tuple[int, ...]) -> str:
+    """Describe the members of a group, so that each of them knows who the others are.
+
+    "4/2" is 4 ranks with stride 2; "2/4+1": the first of them, divided by the stride, is 1 modulo the size. With its
+    own rank, a member can tell all others. Members without a constant stride are a digest of their distances.
+    """
+    if len(ranks) < 2:
+        return str(len(ranks))
+    gaps = [after - before for before, after in itertools.pairwise(ranks)]
+    if len({*gaps}) > 1:
+        return f"{len(ranks)}#{blake2b(repr(gaps).encode(), digest_size=3).hexdigest()}"
+    stride = gaps[0]
+    offset = ranks[0] // stride % len(ranks)
+    return f"{len(ranks)}" + (f"/{stride}" if stride > 1 else "") + (f"+{offset}" if offset else "")
+
+
+def _peer(op: str, peer: int, rank: int, group: RecordedGroup | None) -> str:
+    if peer < 0:
+        return ""
+    if group is None or peer not in group.ranks or rank not in group.ranks:
+        return f"rank={peer}"
+    position = group.ranks.index(peer)
+    if op not in _MESSAGES:
+        return f"root={position}"
+    size = len(group.ranks)
+    distance = (position - group.ranks.index(rank)) % size
+    return f"peer={distance - size if distance > size // 2 else distance:+d}"

@@ -1,0 +1,49 @@
+"""Settings of runs that may be the cause of different calls: job, library versions, environment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+from typing import Any, Final
+
+import pandas as pd
+
+from commtrace.analyses.job_summary import parameter_count
+from commtrace.formatting import format_plural
+from commtrace.reading.recorded_run import RecordedRun
+
+_VARIABLES: Final = ("NCCL_", "TORCH_NCCL_", "GLOO_", "OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "DS_")
+_LONGEST: Final = 60
+
+
+def setting_facts(run: RecordedRun) -> dict[str, str]:
+    """Return the settings of a run by name, as its lowest rank recorded them."""
+    process: Mapping[str, Any] = run.processes[0].tables.process if run.processes else {}
+    job = dict(run.job or {})
+    parameters = job.pop("parameters", None)
+    facts = {"world size": str(run.world_size or "")} | dict(_flatten(process.get("versions"), "version "))
+    environment = process.get("environment")
+    if isinstance(environment, Mapping):
+        facts |= {str(name): str(value) for name, value in environment.items() if str(name).startswith(_VARIABLES)}
+    facts |= dict(_flatten(job, "job "))
+    if isinstance(parameters, list):
+        elements = parameter_count(run.job) or 0
+        facts["job parameters"] = f"{format_plural(len(parameters), 'tensor')} of {elements:,} elements"
+    return {name: value for name, value in facts.items() if value}
+
+
+def compare_settings(a: Mapping[str, str], b: Mapping[str, str]) -> pd.DataFrame:
+    """Return the settings that differ: `name`, and its values `a` and `b`, "-" where it is missing."""
+    rows = [(name, a.get(name, "-"), b.get(name, "-")) for name in {**a, **b} if a.get(name) != b.get(name)]
+    return pd.DataFrame(rows, columns=["name", "a", "b"], dtype=object)
+
+
+def _flatten(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flatten(item, f"{name}{key}" if name.endswith(" ") else f"{name}.{key}")
+        return
+    text = str(value)
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST - 12]}... #{blake2b(text.encode(), digest_size=3).hexdigest()}"
+    yield name, text

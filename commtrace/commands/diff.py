@@ -1,0 +1,55 @@
+"""`commtrace diff`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Final
+
+from .option_types import add_json, add_own, add_width
+
+DIFFERENT: Final = 1
+NOT_COMPARED: Final = 3
+"""Exit statuses besides 0; 2 is argparse's."""
+
+
+class Command:
+    """Compare the calls of two runs.
+
+    Calls are compared by operation, payload, type, group, peer, phase and step, and by their order within a group; not
+    by times. Ranks and steps that differ alike are merged. If one run has more steps than the other, its further steps
+    are compared with those that the other repeats. Settings, versions and jobs that differ are listed. Exit status:
+
+      0  equal; calls may come from other call sites, which are listed
+      1  something differs, or a rank is missing. Also: a log cannot be read
+      2  wrong arguments
+      3  nothing differs, but a part could not be compared: records were lost, or a process was killed
+    """
+
+    def prepare(self, parser: argparse.ArgumentParser) -> None:
+        """Add the arguments."""
+        for name in ("a", "b"):
+            parser.add_argument(name, metavar=name.upper(), type=Path, help="log directory of a run or of a dry run")
+        add_json(parser)
+        add_own(parser, "leave out calls whose call site contains PATTERN")
+        add_width(parser)
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Print the differences."""
+        from commtrace.analyses.diff import CallCatalog, compare_calls, read_calls
+        from commtrace.analyses.diff.diff_text import compared_lines, difference_lines, own_lines
+        from commtrace.analyses.report.document import diff_to_json
+        from commtrace.run import open_run
+
+        catalog = CallCatalog()
+        a, b = (read_calls(open_run(path), catalog, arguments.own) for path in (arguments.a, arguments.b))
+        differences = compare_calls(a, b)
+        status = DIFFERENT if not differences.equal else NOT_COMPARED if differences.not_compared else 0
+        if arguments.json:
+            print(diff_to_json(differences))
+            return status
+        width = arguments.width
+        first = {0: "equal", DIFFERENT: "different", NOT_COMPARED: "equal as far as compared"}[status]
+        lines = (*compared_lines(differences, width), *difference_lines(differences, ("A", "B"), width))
+        print(first, *lines, *own_lines(b.own, width), sep="\n")
+        return status
