@@ -1,9 +1,9 @@
 """Command line: `commtrace COMMAND ...`. Imports only the command that runs.
 
-A command is one class `Command` in one file: its docstring is its help, `prepare` adds its arguments, `run` does the
-work and returns the exit status. Only this module prints errors. Exit statuses: 0 success (also for a partial log), 1
-an error that the user can fix (`check`: also a difference), 2 wrong arguments, 3 `check` could not compare, 130
-interrupted.
+A command is one class `Command` in one file: its docstring is its help, `prepare(parser)` adds its arguments,
+`run(arguments)` does the work and returns the exit status, or raises CommtraceError with what to fix. Only this module
+prints errors. Exit statuses: 0 success (also for a partial log), 1 an error that the user can fix (`check`: also a
+difference), 2 wrong arguments, 3 `check` could not compare, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from io import TextIOWrapper
-from typing import Final, Protocol
+from typing import Final
 
+import commtrace
 from commtrace.errors import CommtraceError
 
 # Command, which is also its module in commtrace.commands -> first line of the docstring of its class.
@@ -35,23 +35,6 @@ COMMANDS: Final = {
     "recover": "Recover records of killed processes from this host's shared memory.",
     "export": "Write every event of a run to a CSV or Parquet file.",
 }
-
-
-class Command(Protocol):
-    """Interface of the class `Command` in a command module."""
-
-    def prepare(self, parser: argparse.ArgumentParser) -> None:
-        """Add the command's arguments."""
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Run the command.
-
-        Returns:
-            The exit status.
-
-        Raises:
-            CommtraceError: The command failed; the message says what to fix.
-        """
 
 
 _EPILOG: Final = """\
@@ -75,12 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CommtraceError as error:
         print(f"commtrace: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        _discard_stdout()
-        return 0
     except OSError as error:  # stdout on a full disk, for example
+        # Python flushes stdout once more at exit, and would print a traceback about it.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has closed the pipe
+            return 0
         print(f"commtrace: {error}", file=sys.stderr)
-        _discard_stdout()
         return 1
     except KeyboardInterrupt:
         return 130
@@ -94,31 +78,18 @@ def _run(arguments: list[str]) -> int:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"commtrace {_version()}")
+    parser.add_argument("--version", action="version", version=f"commtrace {commtrace.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         sub = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
         if name == chosen:
-            command: Command = import_module(f"commtrace.commands.{name}").Command()
+            command = import_module(f"commtrace.commands.{name}").Command()
             sub.description = inspect.getdoc(command)
             command.prepare(sub)
             sub.set_defaults(run=command.run)
     parsed = parser.parse_args(arguments)
     status: int = parsed.run(parsed)
     return status
-
-
-def _version() -> str:
-    try:
-        return version("commtrace")
-    except PackageNotFoundError:
-        return "(not installed)"
-
-
-def _discard_stdout() -> None:
-    # Python flushes stdout once more at exit, and would print a traceback about it.
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -5,15 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .option_types import (
-    add_force,
-    add_timeout,
-    add_width,
-    payload_bytes,
-    positive_integer,
-    positive_integers,
-    positive_number,
-)
+from .option_types import add_shared, add_timeout, payload_bytes, positive_integer, positive_integers, positive_number
 
 
 class Command:
@@ -49,55 +41,44 @@ class Command:
             "--seconds", metavar="SECONDS", type=positive_number, default=0.2,
             help="time to spend on one operation and payload (default: %(default)s)",
         )  # fmt: skip
-        add_timeout(
-            parser,
-            300,
-            "fail if one call takes longer; with mpi4py, if all calls of one operation and payload take longer",
-        )
+        limit = "fail if one call takes longer; with mpi4py, if all calls of one operation and payload take longer"
+        add_timeout(parser, 300, limit)
         add(
-            "--format", choices=("auto", "nccl", "osu"), default="auto",
+            "--format", choices=("auto", "nccl", "osu"), default="auto", dest="form",
             help="print tables as nccl-tests or OMB do (default: nccl for torch's collectives, else osu)",
         )  # fmt: skip
-        add_width(parser)
+        add_shared(parser, "--width")
         add("--out", metavar="FILE", default="network.json", help="file for the results (default: %(default)s)")
-        add_force(parser)
+        add_shared(parser, "--force")
         add("--show", metavar="FILE", help="measure nothing; print the tables and fits of a results file")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Measure and print, or only print."""
+        from dataclasses import fields
+
         from commtrace.launchers import is_launched
         from commtrace.network import NetworkError
-        from commtrace.network import bench_ranks as ranks
         from commtrace.network.bench_plan import BenchPlan, select_operations
+        from commtrace.network.bench_ranks import run_rank, start_ranks
         from commtrace.network.operations import OPERATIONS
 
         if arguments.show is not None:
             from commtrace.network.bench_results import read_results
             from commtrace.network.bench_text import results_lines
 
-            print(*results_lines(read_results(Path(arguments.show)), arguments.format, arguments.width), sep="\n")
+            print(*results_lines(read_results(Path(arguments.show)), arguments.form, arguments.width), sep="\n")
             return 0
         if arguments.min_bytes > arguments.max_bytes:
             raise NetworkError(f"--min-bytes {arguments.min_bytes} is more than --max-bytes {arguments.max_bytes}")
         plan = BenchPlan(
-            through=arguments.through,
-            backend=arguments.backend,
             operations=select_operations(arguments.operations.split(",") if arguments.operations else OPERATIONS),
-            min_bytes=arguments.min_bytes,
-            max_bytes=arguments.max_bytes,
-            group_sizes=arguments.group_sizes,
-            seconds=arguments.seconds,
-            timeout_s=arguments.timeout,
-            out=arguments.out,
-            force=arguments.force,
-            form=arguments.format,
-            width=arguments.width,
+            **{field.name: vars(arguments)[field.name] for field in fields(BenchPlan) if field.name != "operations"},
         )
         if Path(plan.out).exists() and not plan.force:
             raise NetworkError(f"{plan.out}: already exists; choose another --out or pass --force")
         if arguments.nproc is not None:
-            ranks.start_ranks(plan, arguments.nproc)
+            start_ranks(plan, arguments.nproc)
             return 0
         if plan.through == "torch" and not is_launched():
             raise NetworkError("no ranks to measure; give --nproc 2, or start under torchrun, srun or mpiexec")
-        return ranks.run_rank(plan)
+        return run_rank(plan)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from commtrace.errors import CommtraceError
 
-from .option_types import add_own, add_run_directory, add_width, exact_fraction
+from .option_types import add_own, add_shared, exact_fraction
 from .theory import add_options, options_of
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Command:
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the arguments."""
-        add_run_directory(parser)
+        add_shared(parser, "directory")
         sources = parser.add_mutually_exclusive_group()
         sources.add_argument(
             "--against", metavar="DIR2", type=Path, help="compare with this dry run or earlier run, not with rules"
@@ -74,7 +74,7 @@ class Command:
         parser.add_argument(
             "--config", metavar="FILE", action="append", help="configuration to predict the calls from; may be repeated"
         )
-        add_width(parser)
+        add_shared(parser, "--width")
         add_options(parser.add_argument_group("with --config"), parser.add_argument_group("with --config, the model"))
 
     def run(self, arguments: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-from .option_types import add_json, add_own, add_width
+from .option_types import add_own, add_shared
 
 DIFFERENT: Final = 1
 NOT_COMPARED: Final = 3
@@ -30,9 +30,9 @@ class Command:
         """Add the arguments."""
         for name in ("a", "b"):
             parser.add_argument(name, metavar=name.upper(), type=Path, help="log directory of a run or of a dry run")
-        add_json(parser)
+        add_shared(parser, "--json")
         add_own(parser, "leave out calls whose call site contains PATTERN")
-        add_width(parser)
+        add_shared(parser, "--width")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Print the differences."""

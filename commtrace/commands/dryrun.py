@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from .option_types import add_program, add_timeout, add_world_size, positive_integer
+from .option_types import add_program, add_shared, add_timeout, positive_integer
 
 
 class Command:
@@ -30,7 +30,7 @@ class Command:
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the arguments."""
         add = parser.add_argument
-        add_world_size(parser)
+        add_shared(parser, "--world-size")
         add(
             "--ranks", metavar="LIST", default="0",
             help="ranks to run: 0,1,60-63 for example, all, or all-distinct (default: %(default)s)",

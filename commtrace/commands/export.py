@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from .option_types import add_force, add_run_directory
+from .option_types import add_shared
 
 
 class Command:
@@ -20,12 +20,11 @@ class Command:
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the arguments."""
-        add_run_directory(parser)
-        parser.add_argument(
-            "--format", choices=("csv", "parquet"), help="file format (default: from the file extension)"
-        )
-        parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="file to write")
-        add_force(parser)
+        add_shared(parser, "directory")
+        add = parser.add_argument
+        add("--format", choices=("csv", "parquet"), help="file format (default: from the file extension)")
+        add("--out", metavar="FILE", type=Path, required=True, help="file to write")
+        add_shared(parser, "--force")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Write the file, and print damage in the log to stderr."""

@@ -7,60 +7,54 @@ prints the message after the name of the option, and ends with status 2.
 from __future__ import annotations
 
 import argparse
+import math
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
-_UNITS: Final = {"": 0, "k": 10, "m": 20, "g": 30}
-
-
-def positive_integer(text: str) -> int:
-    """Parse a whole number from 1."""
-    return non_negative_integer(text, minimum=1)
+Value = TypeVar("Value", int, float, Fraction)
 
 
-def non_negative_integer(text: str, minimum: int = 0) -> int:
-    """Parse a whole number from `minimum`."""
-    if not text.isdecimal() or int(text) < minimum:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {minimum}")
-    return int(text)
+def _number_type(
+    parse: Callable[[str], Value], minimum: float, description: str, below: float = math.inf
+) -> Callable[[str], Value]:
+    """Return a type of numbers from `minimum` and below `below`; `description` is for the error message."""
+
+    def option_type(text: str) -> Value:
+        try:
+            number = parse(text)
+        except (ValueError, ZeroDivisionError):
+            number = parse("-1")
+        if not minimum <= number < below:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {description}")
+        return number
+
+    return option_type
+
+
+def _whole(text: str) -> int:
+    return int(text) if text.isdecimal() else -1
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+)([kmg]?)", text.lower())
+    return int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2]] if match else -1
+
+
+positive_integer = _number_type(_whole, 1, "a whole number from 1")
+non_negative_integer = _number_type(_whole, 0, "a whole number from 0")
+positive_number = _number_type(float, math.ulp(0.0), "a number above 0", below=1e9)
+exact_fraction = _number_type(Fraction, 0, "a number from 0, such as 0.01")
+"""A fraction, exactly as its decimal digits."""
+payload_bytes = _number_type(_bytes, 4, "a number of bytes from 4, such as 4, 64k or 1m")
+"""A payload of at least one 4-byte element; the units are powers of 1024."""
 
 
 def positive_integers(text: str) -> tuple[int, ...]:
     """Parse whole numbers from 1, separated by commas: "2,4,8"."""
-    return tuple(positive_integer(item) for item in text.split(","))
-
-
-def positive_number(text: str) -> float:
-    """Parse a number above 0 and below a billion."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number
-
-
-def exact_fraction(text: str) -> Fraction:
-    """Parse a number from 0, exactly as its decimal digits: "0.01"."""
-    try:
-        fraction = Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        fraction = Fraction(-1)
-    if fraction < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0, such as 0.01")
-    return fraction
-
-
-def payload_bytes(text: str) -> int:
-    """Parse a payload of at least one 4-byte element: "4", "64k", "1m"; the units are powers of 1024."""
-    match = re.fullmatch(r"(\d+)([kmg]?)", text.lower())
-    number = int(match[1]) << _UNITS[match[2]] if match else 0
-    if number < 4:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes from 4, such as 4, 64k or 1m")
-    return number
+    return tuple(map(positive_integer, text.split(",")))
 
 
 def text_width(text: str) -> int:
@@ -74,37 +68,34 @@ def text_width(text: str) -> int:
     return int(text)
 
 
-def add_run_directory(parser: argparse.ArgumentParser) -> None:
-    """Add DIR, the log to read."""
-    parser.add_argument(
-        "directory", metavar="DIR", type=Path, help="log directory, as in COMMTRACE, or the folder of one run in it"
-    )
+_SHARED: Final[dict[str, dict[str, Any]]] = {
+    "directory": {
+        "metavar": "DIR", "type": Path, "help": "log directory, as in COMMTRACE, or the folder of one run in it",
+    },
+    "--json": {"action": "store_true", "help": "print all tables with exact numbers as one JSON document"},
+    "--html": {"metavar": "FILE", "type": Path, "help": "write one self-contained HTML page with figures"},
+    "--force": {"action": "store_true", "help": "replace FILE if it exists"},
+    "--width": {
+        "metavar": "N", "type": text_width, "default": "auto",
+        "help": "output width in characters (default: the terminal's)",
+    },
+    "--world-size": {
+        "metavar": "N", "type": positive_integer, "required": True, "help": "number of ranks of the job",
+    },
+}  # fmt: skip
+"""Arguments that several commands have in the same sense."""
 
 
-def add_json(parser: argparse._ActionsContainer) -> None:
-    """Add --json."""
-    parser.add_argument("--json", action="store_true", help="print all tables with exact numbers as one JSON document")
+def add_shared(parser: argparse._ActionsContainer, *names: str) -> None:
+    """Add arguments that several commands share, by name."""
+    for name in names:
+        parser.add_argument(name, **_SHARED[name])
 
 
 def add_formats(parser: argparse.ArgumentParser) -> None:
     """Add --json, --html and --force: output other than text."""
-    group = parser.add_mutually_exclusive_group()
-    add_json(group)
-    group.add_argument("--html", metavar="FILE", type=Path, help="write one self-contained HTML page with figures")
-    add_force(parser)
-
-
-def add_force(parser: argparse.ArgumentParser) -> None:
-    """Add --force."""
-    parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
-
-
-def add_width(parser: argparse.ArgumentParser) -> None:
-    """Add --width."""
-    parser.add_argument(
-        "--width", metavar="N", type=text_width, default="auto",
-        help="output width in characters (default: the terminal's)",
-    )  # fmt: skip
+    add_shared(parser.add_mutually_exclusive_group(), "--json", "--html")
+    add_shared(parser, "--force")
 
 
 def add_own(parser: argparse.ArgumentParser, help_text: str) -> None:
@@ -130,18 +121,10 @@ def add_program(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("command", metavar="CMD", nargs=argparse.REMAINDER, help="program and its arguments")
 
 
-def add_world_size(parser: argparse.ArgumentParser) -> None:
-    """Add --world-size."""
-    parser.add_argument(
-        "--world-size", metavar="N", type=positive_integer, required=True, help="number of ranks of the job"
-    )
-
-
 def add_network(parser: argparse.ArgumentParser, help_text: str) -> None:
     """Add --network."""
     parser.add_argument(
-        "--network",
-        metavar="NET",
+        "--network", metavar="NET",
         help=f"{help_text}: a file of commtrace bench, a network description, or the name of a built-in description "
         "(slingshot-11, ndr-infiniband)",
-    )
+    )  # fmt: skip

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+
+from .option_types import add_shared
 
 
 class Command:
@@ -17,7 +18,7 @@ class Command:
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the arguments."""
-        parser.add_argument("directory", metavar="DIR", type=Path, help="log directory, as in COMMTRACE")
+        add_shared(parser, "directory")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Recover the records, and print what was recovered."""

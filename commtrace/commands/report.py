@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from commtrace.errors import CommtraceError
 from commtrace.launchers import usable_cores
 
-from .option_types import add_formats, add_network, add_width, non_negative_integer
+from .option_types import add_formats, add_network, add_shared, non_negative_integer
 
 if TYPE_CHECKING:
     from commtrace.analyses.fold_engine import NamedTables
@@ -46,17 +46,15 @@ class Command:
         add_formats(parser)
         add_network(parser, "compare times with a network")
         parser.add_argument(
-            "--sections",
-            metavar="NAME,...",
-            type=section_names,
+            "--sections", metavar="NAME,...", type=section_names,
             help=f"sections of the text to show: all, or some of {', '.join(SECTIONS)} (default: all but "
             f"{' and '.join(NOT_SHOWN)})",
-        )
+        )  # fmt: skip
         parser.add_argument(
             "--sites", metavar="N", type=non_negative_integer,
             help="number of call sites to show; 0: all (default: 10, in HTML 40)",
         )  # fmt: skip
-        add_width(parser)
+        add_shared(parser, "--width")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Print the report, or write the page."""
@@ -76,7 +74,11 @@ class Command:
         if arguments.html is not None:
             _write_page(arguments, runs, tables)
         elif arguments.json:
-            _print_json(runs, tables)
+            from commtrace.analyses.comparison import compare
+            from commtrace.analyses.report.document import comparison_to_json, report_to_json
+
+            documents = (report_to_json(run, tables[name]) for name, run in runs.items())
+            print(comparison_to_json(compare(runs, tables)) if several else next(documents))
         else:
             _print_text(arguments, runs, tables)
         return 0
@@ -110,17 +112,6 @@ def _write_page(arguments: argparse.Namespace, runs: Mapping[str, Run], tables: 
     print(f"{arguments.html}: {shown}, to be opened in a browser")
 
 
-def _print_json(runs: Mapping[str, Run], tables: Mapping[str, NamedTables]) -> None:
-    from commtrace.analyses.comparison import compare
-    from commtrace.analyses.report.document import comparison_to_json, report_to_json
-
-    if len(runs) > 1:
-        print(comparison_to_json(compare(runs, tables)))
-    else:
-        ((name, run),) = runs.items()
-        print(report_to_json(run, tables[name]))
-
-
 def _print_text(arguments: argparse.Namespace, runs: Mapping[str, Run], tables: Mapping[str, NamedTables]) -> None:
     from commtrace.analyses.comparison import compare
     from commtrace.analyses.report import several_runs_text, terminal
@@ -140,17 +131,13 @@ def _print_text(arguments: argparse.Namespace, runs: Mapping[str, Run], tables: 
 
 def _tables(run: Run, *, details: bool = False, network: str | None = None) -> NamedTables:
     from commtrace.analyses import analyse
+    from commtrace.analyses.fold_engine import fold
     from commtrace.analyses.network_efficiency import network_analysis
     from commtrace.network.networks import open_network
 
-    question = None if network is None else network_analysis(open_network(network))
+    more = [] if network is None else [network_analysis(open_network(network))]
     with _executor(run) as executor:
-        tables = analyse(run, executor, details=details)
-        if question is not None:
-            from commtrace.analyses.fold_engine import fold
-
-            tables |= fold(run, [question], executor)
-        return tables
+        return {**analyse(run, executor, details=details), **(fold(run, more, executor) if more else {})}
 
 
 @contextlib.contextmanager

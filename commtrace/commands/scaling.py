@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .option_types import add_formats, add_width, positive_integer
+from .option_types import add_formats, add_shared, positive_integer
 
 
 class Command:
@@ -27,7 +27,7 @@ class Command:
             help="tokens per step of the whole job, if the log does not have them; once, or once per run",
         )  # fmt: skip
         add_formats(parser)
-        add_width(parser)
+        add_shared(parser, "--width")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Print the comparison, or write the page."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from .option_types import add_json, add_network, add_world_size, positive_integer
+from .option_types import add_network, add_shared, positive_integer
 
 if TYPE_CHECKING:
     from commtrace.theory.configs.job_plan import PlanOptions
@@ -28,8 +28,7 @@ class Command:
         parser.add_argument(
             "config", metavar="CONFIG", nargs="+", help="configuration file; later GPT-NeoX files override earlier ones"
         )
-        add_world_size(parser)
-        add_json(parser)
+        add_shared(parser, "--world-size", "--json")
         add_network(parser, "also predict communication times on a network")
         add_options(parser, parser.add_argument_group("model, if no file describes it"))
 
@@ -61,7 +60,10 @@ def add_options(general: argparse._ActionsContainer, figures: argparse._ActionsC
     add("--zero-stage", type=int, choices=(0, 1, 2, 3), help="stage of ZeRO")
     add("--precision", choices=("fp32", "bf16", "fp16"), help="precision of parameters and gradients")
     add("--micro-batch", metavar="N", type=positive_integer, help="sequences per rank in a micro-batch")
-    add("--gradient-accumulation", metavar="N", type=positive_integer, help="micro-batches per step")
+    add(
+        "--gradient-accumulation", metavar="N", type=positive_integer, dest="accumulation",
+        help="micro-batches per step",
+    )  # fmt: skip
     figures.add_argument("--layers", metavar="N", type=positive_integer, help="number of transformer layers")
     figures.add_argument("--hidden", metavar="N", type=positive_integer, help="hidden size")
     figures.add_argument(
@@ -69,28 +71,16 @@ def add_options(general: argparse._ActionsContainer, figures: argparse._ActionsC
     )
     figures.add_argument("--tied", action="store_true", help="the output layer shares the embedding's matrix")
     figures.add_argument(
-        "--groups",
-        type=int,
-        choices=(1, 2),
-        default=2,
+        "--groups", type=int, choices=(1, 2), default=2,
         help="parameter groups of the optimizer; 2: a second group of biases and norms, without weight decay "
         "(default: %(default)s)",
-    )
+    )  # fmt: skip
 
 
 def options_of(arguments: argparse.Namespace) -> PlanOptions:
     """Return the options of `add_options` as the forecast takes them."""
+    from dataclasses import fields
+
     from commtrace.theory.configs.job_plan import PlanOptions
 
-    return PlanOptions(
-        arguments.engine,
-        arguments.zero_stage,
-        arguments.precision,
-        arguments.micro_batch,
-        arguments.gradient_accumulation,
-        arguments.layers,
-        arguments.hidden,
-        arguments.vocabulary,
-        arguments.tied,
-        arguments.groups,
-    )
+    return PlanOptions(**{field.name: getattr(arguments, field.name) for field in fields(PlanOptions)})

@@ -96,12 +96,8 @@ def _costs(op: str, payload: int, ranks: int, hosts: int, intra: Level, inter: L
         intra_bytes, inter_bytes = payload * (ranks_per_host - 1) / ranks, payload * (ranks - ranks_per_host) / ranks
         yield Cost(far.latency_us, max(intra.transfer_us(intra_bytes), inter.transfer_us(inter_bytes)))
         return
-    ring = Level(
-        0.0,
-        min(intra.bandwidth_gb_per_s, ranks_per_host * inter.bandwidth_gb_per_s)
-        if hosts > 1
-        else intra.bandwidth_gb_per_s,
-    )
+    of_rings = ranks_per_host * inter.bandwidth_gb_per_s if hosts > 1 else intra.bandwidth_gb_per_s
+    ring = Level(0.0, min(intra.bandwidth_gb_per_s, of_rings))
     around = (ranks - hosts) * intra.latency_us + (hosts - 1) * inter.latency_us
     up = (ranks_per_host - 1) * intra.latency_us + _log2(hosts) * inter.latency_us
     if op in _TWO_PHASES:
@@ -111,8 +107,6 @@ def _costs(op: str, payload: int, ranks: int, hosts: int, intra: Level, inter: L
         yield Cost(around, ring.transfer_us(payload * (ranks - 1) / ranks))
     else:
         yield Cost(around, ring.transfer_us(payload))
-        climb, cross = _log2(ranks_per_host), _log2(hosts)
-        yield Cost(
-            climb * intra.latency_us + cross * inter.latency_us,
-            climb * intra.transfer_us(payload) + cross * inter.transfer_us(payload),
-        )
+        hops = ((_log2(ranks_per_host), intra), (_log2(hosts), inter))
+        latency_us = sum(steps * level.latency_us for steps, level in hops)
+        yield Cost(latency_us, sum(steps * level.transfer_us(payload) for steps, level in hops))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from .bench_plan import BenchPlan
-from .measuring import BenchGroup
+from .measuring import BenchGroup, Call
+from .operations import PING_PONG
 
 
 class BenchLibrary(ABC):
@@ -21,10 +21,6 @@ class BenchLibrary(ABC):
     @abstractmethod
     def group(self, ranks: Sequence[int]) -> BenchGroup | None:
         """Make a group of ranks; return None if this rank is not in it. All ranks call this, in the same order."""
-
-    @abstractmethod
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Return the small objects of all ranks, on every rank."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -43,12 +39,52 @@ class BenchLibrary(ABC):
         """End the other ranks as well, if the library can, because this one has failed."""
 
 
+class Transfers(NamedTuple):
+    """Functions of a library that send a buffer to the other rank of a pair, or receive one."""
+
+    send: Callable[[Any], object]
+    recv: Callable[[Any], object]
+    isend: Callable[[Any], object]
+    irecv: Callable[[Any], object]
+    wait_all: Callable[[list[Any]], object]
+
+
+def message_call(
+    op: str, rank: int, transfers: Transfers, source: Any, result: Any, answer: Any, messages: int
+) -> Call:
+    """Return what a rank of a pair calls to exchange messages; `answer` is a buffer of one element."""
+    send, recv, isend, irecv, wait_all = transfers
+
+    def ping() -> None:
+        send(source)
+        recv(result)
+
+    def pong() -> None:
+        recv(result)
+        send(source)
+
+    def send_window() -> None:
+        wait_all([isend(source) for _ in range(messages)])
+        recv(answer)
+
+    def recv_window() -> None:
+        wait_all([irecv(result) for _ in range(messages)])
+        send(answer)
+
+    calls = (ping, pong) if op == PING_PONG else (send_window, recv_window)
+    return calls[rank]
+
+
 def connect(plan: BenchPlan) -> BenchLibrary:
     """Connect this process, as a rank, through the plan's library.
 
     Raises:
         NetworkError: The library is not installed, or the ranks did not find each other.
     """
-    module = importlib.import_module(f"commtrace.network.bench_{'mpi' if plan.through == 'mpi4py' else 'torch'}")
-    library: BenchLibrary = module.connect(plan)
-    return library
+    if plan.through == "mpi4py":
+        from .bench_mpi import MpiBenchLibrary
+
+        return MpiBenchLibrary()
+    from .bench_torch import TorchBenchLibrary
+
+    return TorchBenchLibrary(plan)

@@ -21,7 +21,7 @@ class BenchPlan:
     max_bytes: int = 64 << 20  # largest payload
     group_sizes: tuple[int, ...] = ()  # sizes of groups to measure in addition to all ranks
     seconds: float = 0.2  # time for one operation and size, without warm-up; a large message may take longer
-    timeout_s: float = 300.0  # seconds after which a call that does not end is an error
+    timeout: float = 300.0  # seconds after which a call that does not end is an error
     out: str = "network.json"  # file for the results
     force: bool = False  # whether `out` may be replaced
     form: str = "auto"  # form of the tables: "nccl", "osu" or "auto"
@@ -34,10 +34,10 @@ class BenchPlan:
     @staticmethod
     def from_json(text: str) -> BenchPlan:
         """Parse what `to_json` returns."""
-        fields = json.loads(text)
+        values = json.loads(text)
         for name in ("operations", "group_sizes"):
-            fields[name] = tuple(fields[name])
-        return BenchPlan(**fields)
+            values[name] = tuple(values[name])
+        return BenchPlan(**values)
 
     def groups(self, world_size: int) -> list[int]:
         """Return the sizes of the groups to measure, ascending.
@@ -63,7 +63,6 @@ def select_operations(names: Sequence[str]) -> tuple[str, ...]:
     Raises:
         NetworkError: There is no operation of a name.
     """
-    unknown = [name for name in names if name not in OPERATIONS]
-    if unknown:
+    if unknown := [name for name in names if name not in OPERATIONS]:
         raise NetworkError(f"--operations: no operation {', '.join(unknown)}; there are {', '.join(OPERATIONS)}")
     return tuple(op for op in OPERATIONS if op in names)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Final
 
-from commtrace.errors import CommtraceError, LaunchError
+from commtrace.errors import CommtraceError
 from commtrace.launchers import find_process, free_port
 
 from . import NetworkError, mpiexec
@@ -26,6 +26,7 @@ from .bench_results import BenchResults, write_results
 from .bench_text import results_lines
 from .measuring import BenchBuffers, BenchGroup, BenchRow, measure
 from .operations import BARRIER, POINT_TO_POINT, payload_sizes
+from .process_exit import wait_for_threads
 
 # Without the working directory on sys.path: in a checkout its folder `commtrace` is not the whole package.
 _PROGRAM: Final = (
@@ -47,27 +48,23 @@ def start_ranks(plan: BenchPlan, ranks: int) -> None:
 
     Raises:
         NetworkError: The first rank that failed, with its error message. All other ranks are ended.
+        LaunchError: There is no mpiexec.
     """
     plan.groups(ranks)
     check_memory(plan, ranks)
     program = [sys.executable, "-c", _PROGRAM, plan.to_json()]
-    if plan.through == "mpi4py":
-        _start_mpi(program, ranks)
-    else:
-        _start_torch(program, ranks)
+    (_start_mpi if plan.through == "mpi4py" else _start_torch)(program, ranks)
 
 
 def _start_torch(program: Sequence[str], ranks: int) -> None:
     errors = [tempfile.TemporaryFile("w+") for _ in range(ranks)]
-    port = str(free_port())
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(ranks):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            job = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-            rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            environment = {"OMP_NUM_THREADS": "1", **os.environ, **place, **job, **rendezvous}
-            processes.append(subprocess.Popen([*program], env=environment, stderr=errors[rank]))
+            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(subprocess.Popen([*program], env=own, stderr=errors[rank]))
         failed = _first_failure(processes)
     finally:
         for process in processes:
@@ -94,14 +91,10 @@ def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
 
 
 def _start_mpi(program: Sequence[str], ranks: int) -> None:
-    try:
-        command, variables = mpiexec.mpiexec_command(ranks, program), mpiexec.mpiexec_variables(ranks)
-    except LaunchError as error:
-        raise NetworkError(f"--through mpi4py: {error}") from error
+    command = mpiexec.mpiexec_command(ranks, program)
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, **mpiexec.mpiexec_variables(ranks)}
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command, env={"OMP_NUM_THREADS": "1", **os.environ, **variables}, stderr=errors, start_new_session=True
-        )
+        process = subprocess.Popen(command, env=environment, stderr=errors, start_new_session=True)
         try:
             status = process.wait()
         finally:
@@ -135,7 +128,7 @@ def main() -> int:
     """Run one of the ranks of `start_ranks`; return its exit status."""
     try:
         return run_rank(BenchPlan.from_json(sys.argv[1]), bound=True)
-    except NetworkError as error:
+    except CommtraceError as error:
         print(f"commtrace: {error}", file=sys.stderr, flush=True)
         return 1
 
@@ -151,20 +144,19 @@ def run_rank(plan: BenchPlan, *, bound: bool = False) -> int:
         The exit status of this process: 1 after a failure, which is printed to stderr with the number of the rank.
 
     Raises:
-        NetworkError: The ranks could not be connected.
+        CommtraceError: The ranks could not be connected.
     """
     if plan.through == "torch":
         if "SLURM_STEP_NODELIST" in os.environ and "MASTER_ADDR" not in os.environ:
             os.environ["MASTER_ADDR"] = first_host(os.environ["SLURM_STEP_NODELIST"])
-        try:
-            find_process(os.environ)
-        except LaunchError as error:
-            raise NetworkError(str(error)) from error
+        find_process(os.environ)
     library = connect(plan)
     try:
         if bound and plan.through == "mpi4py":
             bind_to_core(library.local_rank, library.size)
-        hosts: list[str] = library.gather_objects(socket.gethostname())
+        world = library.group(range(library.size))
+        assert world is not None
+        hosts: list[str] = world.gather(socket.gethostname())
         check_memory(plan, hosts.count(hosts[library.rank]))
         rows: list[BenchRow] = []
         for ranks, operations in operations_by_group(plan, hosts).items():
@@ -185,8 +177,6 @@ def run_rank(plan: BenchPlan, *, bound: bool = False) -> int:
         library.abort()
         return 1
     if plan.through == "torch":
-        from .process_exit import wait_for_threads
-
         wait_for_threads()
     return 0
 
@@ -209,8 +199,8 @@ def _describe_error(error: Exception) -> str:
 
 def first_host(nodes: str) -> str:
     """Return the first host of Slurm's host list, which has rank 0: "node[03-07,12],login1" -> "node03"."""
-    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\])?([^\[,]*)", nodes)
-    return "" if match is None else match[1] + (match[2] or "") + (match[3] or "")
+    match = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\])?([^\[,]*)", nodes)
+    return "".join(group or "" for group in match.groups()) if match else ""
 
 
 def operations_by_group(plan: BenchPlan, hosts: Sequence[str]) -> dict[tuple[int, ...], list[str]]:
@@ -232,7 +222,7 @@ def _measure_sizes(
     group: BenchGroup, op: str, hosts: int, plan: BenchPlan, abort: Callable[[], None]
 ) -> Iterator[BenchRow]:
     buffers = BenchBuffers(group, 0 if op == BARRIER else plan.max_bytes)
-    timeout_s = plan.timeout_s if plan.through == "mpi4py" else None  # torch has a timeout of its own
+    timeout_s = plan.timeout if plan.through == "mpi4py" else None  # torch has a timeout of its own
     for size in [0] if op == BARRIER else payload_sizes(plan.min_bytes, plan.max_bytes):
         try:
             with abort_after(timeout_s, f"{op} of {size:,} bytes", abort):
@@ -246,35 +236,34 @@ def _measure_sizes(
 @contextlib.contextmanager
 def abort_after(timeout_s: float | None, subject: str, abort: Callable[[], None]) -> Iterator[None]:
     """Print an error and call `abort` from another thread if the body takes too long, because MPI waits for ever."""
+    ended = threading.Event()
 
-    def expire() -> None:
-        print(f"commtrace: {subject}: no end after {timeout_s:g} s (--timeout)", file=sys.stderr, flush=True)
-        abort()
+    def watch() -> None:
+        if not ended.wait(timeout_s):
+            print(f"commtrace: {subject}: no end after {timeout_s:g} s (--timeout)", file=sys.stderr, flush=True)
+            abort()
 
-    if timeout_s is None:
-        yield
-        return
-    timer = threading.Timer(timeout_s, expire)
-    timer.daemon = True
-    timer.start()
+    if timeout_s is not None:
+        threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
-        timer.cancel()
+        ended.set()
 
 
 def check_memory(plan: BenchPlan, ranks: int) -> None:
     """Check that a host has enough memory for the buffers of so many ranks. Raises NetworkError if it has not."""
     available, needed = _available_bytes(), _BUFFERS * plan.max_bytes * ranks
-    if available is not None and needed > available:
+    if needed > available:
         raise NetworkError(
             f"{ranks} ranks of a host need {needed >> 20:,} MiB for messages of {plan.max_bytes:,} bytes, and "
-            f"{available >> 20:,} MiB are available; give a smaller --max-bytes"
+            f"{available / (1 << 20):,.0f} MiB are available; give a smaller --max-bytes"
         )
 
 
-def _available_bytes() -> int | None:
+def _available_bytes() -> float:
+    """Return the available memory of this host, infinity where the system does not tell it."""
     with contextlib.suppress(OSError):
-        match = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-        return None if match is None else int(match[1]) << 10
-    return None
+        if match := re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE):
+            return int(match[1]) << 10
+    return float("inf")

@@ -16,9 +16,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -96,17 +98,12 @@ class BenchResults:
 
 def write_results(results: BenchResults, path: Path, *, force: bool = False) -> None:
     """Write the file of `results`. Raises OutputError if the file exists (without `force`) or cannot be written."""
-    document = {
-        "format": FORMAT,
-        "version": VERSION,
-        **{field.name: getattr(results, field.name) for field in fields(results) if field.name != "rows"},
-        # Six digits: the others are noise.
-        "rows": [
-            {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in asdict(row).items()}
-            for row in results.rows
-        ],
-        "fits": [asdict(fit) for fit in results.fits],
-    }
+    fits = [asdict(fit) for fit in results.fits]
+    document: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(results), "fits": fits}
+    for row in document["rows"]:
+        for name, value in row.items():
+            if isinstance(value, float):
+                row[name] = float(f"{value:.6g}")  # further digits are noise
     with atomic_write(path, force=force) as part:
         part.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
@@ -119,8 +116,8 @@ def read_results(path: Path) -> BenchResults:
     if document.get("version") != VERSION:
         raise NetworkError(f"{path}: version {document.get('version')!r} of the format; this commtrace reads {VERSION}")
     try:
-        values = {field.name: document[field.name] for field in fields(BenchResults) if field.name != "rows"}
-        return BenchResults(**values, rows=tuple(BenchRow(**row) for row in document["rows"]))
+        values = {field.name: document[field.name] for field in fields(BenchResults)}
+        return BenchResults(**{**values, "rows": tuple(BenchRow(**row) for row in document["rows"])})
     except (KeyError, TypeError, ValueError) as error:
         raise NetworkError(f"{path}: damaged ({type(error).__name__}: {error}); measure again") from error
 
@@ -143,9 +140,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+    with contextlib.suppress(OSError):
+        if match := re.search(r"^model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return match[1].strip()
+    return platform.machine()

@@ -10,14 +10,14 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from commtrace.formatting import format_bytes, format_plural
+from commtrace.formatting import format_bandwidth, format_bytes, format_plural
 from commtrace.text_tables import TextColumn, left_column, rendered_lines, text_table
 from commtrace.volume import busbw_factor
 
 from .bench_results import BenchResults
 from .fit import Fit
 from .measuring import BenchRow
-from .operations import BARRIER, ELEMENT_BYTES, PING_PONG, POINT_TO_POINT, ROOTED, SUMMED, WINDOW
+from .operations import BARRIER, ELEMENT_BYTES, POINT_TO_POINT, ROOTED, SUMMED, WINDOW
 
 WIDE: Final = 130
 """Columns of text from which on the spread and the fit are in the table as well."""
@@ -76,9 +76,8 @@ def _nccl(rows: Sequence[BenchRow], fit: Fit, *, wide: bool) -> Iterator[str]:
     columns = (*_NCCL_COLUMNS, *(_WIDE_COLUMNS if wide else ()))
 
     def line(first: str, cells: Sequence[str]) -> str:
-        return (
-            first + " ".join(cell.rjust(width) for cell, (_, _, width) in zip(cells, columns, strict=False))
-        ).rstrip()
+        texts = [cell.rjust(width) for cell, (_, _, width) in zip(cells, columns, strict=False)]
+        return (first + " ".join(texts)).rstrip()
 
     yield line("#", [head for head, _, _ in columns])
     yield line("#", [unit for _, unit, _ in columns])
@@ -96,12 +95,11 @@ def _nccl(rows: Sequence[BenchRow], fit: Fit, *, wide: bool) -> Iterator[str]:
 
 
 def _osu(rows: Sequence[BenchRow]) -> Iterator[str]:
-    if rows[0].op == WINDOW:
-        yield f"{'# Size':<10}{'Bandwidth (MB/s)':>20}"
-        yield from (f"{row.payload_bytes:<10}{row.payload_bytes / row.avg_us:>20.2f}" for row in rows)
-    elif rows[0].op == PING_PONG:
-        yield f"{'# Size':<10}{'Latency (us)':>20}"
-        yield from (f"{row.payload_bytes:<10}{row.avg_us:>20.2f}" for row in rows)
+    if rows[0].op in POINT_TO_POINT:
+        is_window = rows[0].op == WINDOW
+        yield f"{'# Size':<10}{'Bandwidth (MB/s)' if is_window else 'Latency (us)':>20}"
+        for row in rows:
+            yield f"{row.payload_bytes:<10}{row.payload_bytes / row.avg_us if is_window else row.avg_us:>20.2f}"
     else:
         heads = ("Avg Latency(us)", "Min Latency(us)", "Max Latency(us)", "Iterations")
         yield f"{'# Size':<10}" + "".join(f"{head:>17}" for head in heads)
@@ -127,12 +125,14 @@ def describe_fit(fit: Fit) -> str:
 def fit_lines(fits: Sequence[Fit], width: int) -> list[str]:
     """Return the table of all fits, one line each."""
     heads = ("ranks", "hosts", "latency (us)", "busbw (GB/s)", "pieces", "median error", "worst")
-    rows = []
-    for fit in fits:
-        bandwidth = "-" if fit.busbw_gb_per_s is None else f"{fit.busbw_gb_per_s:.3g}"
-        errors = ["-" if error is None else f"{error:.1%}" for error in (fit.held_out_median, fit.held_out_worst)]
-        numbers = [str(fit.ranks), str(fit.hosts), _us(fit.latency_us), bandwidth, str(len(fit.pieces))]
-        rows.append([fit.op, *numbers, *errors])
+    rows = [
+        [
+            fit.op, str(fit.ranks), str(fit.hosts), _us(fit.latency_us), format_bandwidth(fit.busbw_gb_per_s),
+            str(len(fit.pieces)),
+            *("-" if error is None else f"{error:.1%}" for error in (fit.held_out_median, fit.held_out_worst)),
+        ]
+        for fit in fits
+    ]  # fmt: skip
     columns = [left_column("# operation"), *(TextColumn(head) for head in heads)]
     return rendered_lines(text_table(columns, rows, width), width)
 

@@ -6,70 +6,59 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
+
+from . import NetworkError
+from .bench_library import BenchLibrary, Transfers, message_call
+from .bench_plan import BenchPlan
+from .measuring import BenchGroup, Call
+from .operations import POINT_TO_POINT, Values
 
 try:
     import torch
     import torch.distributed as dist
 except ImportError as error:
-    from . import NetworkError
-
     raise NetworkError(f"torch cannot be imported ({error}); install it, or measure MPI by --through mpi4py") from error
-
-from . import NetworkError
-from .bench_library import BenchLibrary
-from .bench_plan import BenchPlan
-from .measuring import BenchGroup, Call
-from .operations import PING_PONG, Values
 
 # torch 2.13 renames these two, and warns about the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def connect(plan: BenchPlan) -> TorchBenchLibrary:
-    """Join the process group that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR ...)."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if not dist.is_available():
-        raise NetworkError("this torch was built without torch.distributed")
-    if plan.backend == "mpi" and not dist.is_mpi_available():
-        raise NetworkError("this torch was built without MPI; measure MPI by --through mpi4py, or use --backend gloo")
-    if plan.backend == "nccl":
-        if not torch.cuda.is_available() or not dist.is_nccl_available():
-            raise NetworkError("--backend nccl needs a torch with NCCL and a GPU for each rank; there is none")
-        if local_rank >= torch.cuda.device_count():
-            raise NetworkError(
-                f"--backend nccl: local rank {local_rank} has no GPU of its own, there are {torch.cuda.device_count()}"
-            )
-    device = torch.device("cuda", local_rank) if plan.backend == "nccl" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    try:
-        dist.init_process_group(
-            plan.backend, timeout=timedelta(seconds=plan.timeout_s), device_id=device if device.type == "cuda" else None
-        )
-    except (RuntimeError, ValueError) as error:
-        raise NetworkError(
-            f"the ranks did not find each other ({plan.backend}): {str(error).partition(chr(10))[0]}"
-        ) from error
-    return TorchBenchLibrary(device, local_rank, plan.backend)
-
-
 class TorchBenchLibrary(BenchLibrary):
-    """All ranks of a process group."""
+    """All ranks of the process group that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR ...)."""
 
-    def __init__(self, device: torch.device, local_rank: int, backend: str) -> None:
-        self.rank, self.size, self.local_rank = dist.get_rank(), dist.get_world_size(), local_rank
-        self._device, self._backend = device, backend
+    def __init__(self, plan: BenchPlan) -> None:
+        self._backend, self.local_rank = plan.backend, int(os.environ.get("LOCAL_RANK", "0"))
+        if not dist.is_available():
+            raise NetworkError("this torch was built without torch.distributed")
+        if plan.backend == "mpi" and not dist.is_mpi_available():
+            raise NetworkError(
+                "this torch was built without MPI; measure MPI by --through mpi4py, or use --backend gloo"
+            )
+        self._device = torch.device("cpu")
+        if plan.backend == "nccl":
+            if not torch.cuda.is_available() or not dist.is_nccl_available():
+                raise NetworkError("--backend nccl needs a torch with NCCL and a GPU for each rank; there is none")
+            gpus = torch.cuda.device_count()
+            if self.local_rank >= gpus:
+                raise NetworkError(
+                    f"--backend nccl: local rank {self.local_rank} has no GPU of its own, there are {gpus}"
+                )
+            self._device = torch.device("cuda", self.local_rank)
+            torch.cuda.set_device(self._device)
+        timeout, gpu = timedelta(seconds=plan.timeout), self._device if plan.backend == "nccl" else None
+        try:
+            dist.init_process_group(plan.backend, timeout=timeout, device_id=gpu)
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
+            raise NetworkError(f"the ranks did not find each other ({plan.backend}): {reason}") from error
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def group(self, ranks: Sequence[int]) -> BenchGroup | None:
         group = dist.new_group([*ranks])
         return TorchBenchGroup(group, self._device) if self.rank in ranks else None
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
 
     def wait(self) -> None:
         dist.barrier()  # threads of gloo sleep meanwhile; ranks of NCCL have a device each
@@ -110,19 +99,22 @@ class TorchBenchGroup(BenchGroup):
     def barrier(self) -> None:
         dist.barrier(self._group)
 
-    def gather(self, values: Sequence[float]) -> list[list[float]]:
-        own = torch.tensor(values, dtype=torch.float64, device=self._device)
-        gathered = torch.empty(self.size * len(values), dtype=torch.float64, device=self._device)
-        _all_gather(gathered, own, group=self._group)
-        rows: list[list[float]] = gathered.view(self.size, -1).tolist()
-        return rows
+    def gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
 
     def call(self, op: str, source: torch.Tensor, result: torch.Tensor, messages: int) -> Call:
-        if op in ("gather", "scatter"):
-            return self._rooted(op, source, result)
-        if op.startswith("send_recv"):
-            return self._ping_pong(source, result) if op == PING_PONG else self._window(source, result, messages)
-        group = self._group
+        group, is_root, peer = self._group, self.rank == 0, 1 - self.rank
+        if op in POINT_TO_POINT:
+            to, of = {"group": group, "group_dst": peer}, {"group": group, "group_src": peer}
+            transfers = Transfers(
+                partial(dist.send, **to), partial(dist.recv, **of), partial(dist.isend, **to),
+                partial(dist.irecv, **of), lambda works: [work.wait() for work in works],
+            )  # fmt: skip
+            return message_call(op, self.rank, transfers, source, result, self.buffer(1), messages)
+        # The lists of shares are made before the timing, as programs do.
+        gathered, scattered = ([*buffer.chunk(self.size)] if is_root else None for buffer in (result, source))
         calls: dict[str, Call] = {
             "all_reduce": lambda: dist.all_reduce(result, group=group),
             "all_gather": lambda: _all_gather(result, source, group=group),
@@ -130,44 +122,8 @@ class TorchBenchGroup(BenchGroup):
             "broadcast": lambda: dist.broadcast(result, group=group, group_src=0),
             "reduce": lambda: dist.reduce(result, group=group, group_dst=0),
             "all_to_all": lambda: dist.all_to_all_single(result, source, group=group),
+            "gather": lambda: dist.gather(source, gathered, group=group, group_dst=0),
+            "scatter": lambda: dist.scatter(result, scattered, group=group, group_src=0),
             "barrier": lambda: dist.barrier(group),
         }
         return calls[op]
-
-    def _rooted(self, op: str, source: torch.Tensor, result: torch.Tensor) -> Call:
-        """Return a gather or scatter; the lists of shares are made before the timing, as programs do."""
-        group, is_root = self._group, self.rank == 0
-        shares = [*(result if op == "gather" else source).chunk(self.size)] if is_root else None
-        if op == "gather":
-            return lambda: dist.gather(source, shares, group=group, group_dst=0)
-        return lambda: dist.scatter(result, shares, group=group, group_src=0)
-
-    def _ping_pong(self, source: torch.Tensor, result: torch.Tensor) -> Call:
-        group, other = self._group, 1 - self.rank
-
-        def first() -> None:
-            dist.send(source, group=group, group_dst=other)
-            dist.recv(result, group=group, group_src=other)
-
-        def second() -> None:
-            dist.recv(result, group=group, group_src=other)
-            dist.send(source, group=group, group_dst=other)
-
-        return second if self.rank else first
-
-    def _window(self, source: torch.Tensor, result: torch.Tensor, messages: int) -> Call:
-        group, answer = self._group, self.buffer(1)
-
-        def sender() -> None:
-            works = [dist.isend(source, group=group, group_dst=1) for _ in range(messages)]
-            for work in works:
-                work.wait()  # type: ignore[union-attr]  # this rank is in the group
-            dist.recv(answer, group=group, group_src=1)
-
-        def receiver() -> None:
-            works = [dist.irecv(result, group=group, group_src=0) for _ in range(messages)]
-            for work in works:
-                work.wait()  # type: ignore[union-attr]  # this rank is in the group
-            dist.send(answer, group=group, group_dst=0)
-
-        return receiver if self.rank else sender

@@ -106,36 +106,17 @@ def fit(op: str, ranks: int, hosts: int, rows: Sequence[BenchRow]) -> Fit:
     payload = np.array([row.payload_bytes for row in rows], float)
     bus = np.asarray(bus_bytes(op, payload, ranks), float)
     times = np.array([max(row.median_us, 1e-6) for row in rows])
-    held = {pieces: _held_out(payload, bus, times, pieces) for pieces in range(1, _most(len(rows) - 1) + 1)}
-    pieces = _fewest({number: float(errors.mean()) for number, errors in held.items()})
-    errors = held.get(pieces)
-    worst = None if errors is None else int(errors.argmax())
-    return Fit(
-        op,
-        ranks,
-        hosts,
-        len(rows),
-        int(payload[0]),
-        int(payload[-1]),
-        _robust(payload, bus, times, pieces),
-        None if errors is None else float(np.median(errors)),
-        None if errors is None or worst is None else float(errors[worst]),
-        None if worst is None else int(payload[worst]),
-    )
-
-
-def _most(sizes: int) -> int:
-    """Return the largest number of pieces for so many sizes; 0: too few to fit and leave one out."""
-    return min(MOST_PIECES, sizes // _PIECE_SIZES) if sizes >= 2 * _PIECE_SIZES else int(sizes >= 2)
-
-
-def _fewest(errors: dict[int, float]) -> int:
-    """Return the number of pieces: more of them must lower the error enough."""
-    chosen = 1
-    for pieces, error in errors.items():
-        if error < _WORTH * errors[chosen] and error < errors[chosen] - _WORTH_POINTS:
-            chosen = pieces
-    return chosen
+    begin, end = int(payload[0]), int(payload[-1])
+    if len(rows) < 3:  # too few to fit and leave one out
+        return Fit(op, ranks, hosts, len(rows), begin, end, _robust(payload, bus, times, 1), None, None, None)
+    pieces, errors = 1, _held_out(payload, bus, times, 1)
+    for more in range(2, min(MOST_PIECES, (len(rows) - 1) // _PIECE_SIZES) + 1):
+        of_more = _held_out(payload, bus, times, more)
+        if of_more.mean() < min(_WORTH * errors.mean(), errors.mean() - _WORTH_POINTS):
+            pieces, errors = more, of_more
+    fitted, worst = _robust(payload, bus, times, pieces), int(errors.argmax())
+    median, highest = float(np.median(errors)), float(errors[worst])
+    return Fit(op, ranks, hosts, len(rows), begin, end, fitted, median, highest, int(payload[worst]))
 
 
 def _held_out(payload: Array, bus: Array, times: Array, pieces: int) -> Array:
@@ -193,13 +174,9 @@ def _segments(bus: Array, times: Array, weights: Array) -> tuple[Array, Array, A
     unit = max(float(bus.max()), 1.0)
     ones, slopes = 1 / times, bus / unit / times
 
-    def sums(values: Array) -> Array:
-        running = np.concatenate([[0.0], np.cumsum(weights * values)])
-        return np.asarray(running[None, :] - running[:, None])
-
-    aa, ab, bb, a, b, n = (
-        sums(values) for values in (ones * ones, ones * slopes, slopes * slopes, ones, slopes, np.ones(len(times)))
-    )
+    products = np.array([ones * ones, ones * slopes, slopes * slopes, ones, slopes, np.ones(len(times))])
+    running = np.cumsum(np.pad(weights * products, ((0, 0), (1, 0))), axis=1)
+    aa, ab, bb, a, b, n = running[:, None, :] - running[:, :, None]
     with np.errstate(divide="ignore", invalid="ignore"):
         determinant = aa * bb - ab * ab
         alpha, beta = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant

@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,7 +20,6 @@ from .operations import (
     BARRIER,
     ELEMENT_BYTES,
     PING_PONG,
-    ROOTED,
     WINDOW,
     Values,
     expected_values,
@@ -29,7 +28,7 @@ from .operations import (
     payload_elements,
     rank_values,
     window_messages,
-)
+)  # fmt: skip
 
 ROUNDS: Final = 10
 _MIN_ROUNDS: Final = 3
@@ -80,8 +79,8 @@ class BenchGroup(ABC):
         """Wait for all ranks of the group."""
 
     @abstractmethod
-    def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Return the values of every rank, on all ranks."""
+    def gather(self, value: Any) -> list[Any]:
+        """Return the small objects of all ranks, on every rank."""
 
 
 class BenchBuffers:
@@ -173,28 +172,15 @@ def measure(
     us = 1e6 / calls * (0.5 if op == PING_PONG else 1 / messages)
     round_us = [max(times) * us for times in zip(*seconds_by_rank, strict=True)]
     rank_us = [statistics.fmean(times) * us for times in seconds_by_rank]
-    return BenchRow(
-        op,
-        group.size,
-        hosts,
-        payload,
-        calls,
-        rounds,
-        min(round_us),
-        statistics.fmean(round_us),
-        statistics.median(round_us),
-        max(round_us),
-        statistics.fmean(rank_us),
-        min(rank_us),
-        max(rank_us),
-        wrong,
-    )
+    of_rounds = min(round_us), statistics.fmean(round_us), statistics.median(round_us), max(round_us)
+    of_ranks = statistics.fmean(rank_us), min(rank_us), max(rank_us)
+    return BenchRow(op, group.size, hosts, payload, calls, rounds, *of_rounds, *of_ranks, wrong)
 
 
 def _wrong_elements(group: BenchGroup, op: str, count: int, source: Any, result: Any, call: Call) -> int:
     """Call once with the ranks' test values, count wrong elements of all ranks, and set the buffers to zero again."""
     values = rank_values(count)
-    in_place = op == "all_reduce" or (op in ROOTED and op not in ("gather", "scatter"))
+    in_place = op in ("all_reduce", "broadcast", "reduce")
     for buffer in (source, result) if in_place else (source,):
         group.fill(buffer, values[: input_elements(op, count, group.size)] + group.rank)
     if op == "broadcast" and group.rank:

@@ -25,18 +25,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
 from commtrace.volume import busbw_factor
 
 from . import NetworkError
-from .algorithms import ALGORITHMS, RING, Level, cost, steps
+from .algorithms import ALGORITHMS, RING, Cost, Level, cost, steps
 from .bench_results import FORMAT, BenchResults, read_json_object, read_results
 from .fit import Fit
 from .operations import BARRIER, COLLECTIVES, PING_PONG, bus_bytes
 
+_DESCRIPTIONS: Final = Path(__file__).with_name("descriptions")
 DESCRIPTION: Final = "commtrace-network-description"
 _VERSION: Final = 1
 
@@ -48,17 +48,10 @@ _MESSAGES: Final = ("send", "recv", "sendrecv")
 
 
 @dataclass(frozen=True)
-class ExpectedTime:
+class ExpectedTime(Cost):
     """Expected microseconds of a call: latency, the rest, which depends on the size, and the source (`FITTED` ...)."""
 
-    latency_us: float
-    bandwidth_us: float
     how: str
-
-    @property
-    def total_us(self) -> float:
-        """The sum of latency and bandwidth part."""
-        return self.latency_us + self.bandwidth_us
 
 
 class Network(ABC):
@@ -97,13 +90,13 @@ def open_network(name: str) -> Network:
         NetworkError: There is no such network, or its file is invalid.
     """
     path = Path(name)
-    if not path.exists() and name in shipped_networks():
-        return _read_description(read_json_object(Path(str(_folder().joinpath(f"{name}.json")))), name)
     if not path.exists():
-        raise NetworkError(
-            f"{name}: no such file, and no built-in description of this name (there are "
-            f"{', '.join(shipped_networks())}); commtrace bench writes such a file"
-        )
+        if name not in shipped_networks():
+            raise NetworkError(
+                f"{name}: no such file, and no built-in description of this name (there are "
+                f"{', '.join(shipped_networks())}); commtrace bench writes such a file"
+            )
+        path = _DESCRIPTIONS / f"{name}.json"
     document = read_json_object(path)
     if document.get("format") == FORMAT:
         return MeasuredNetwork(name, read_results(path))
@@ -114,11 +107,7 @@ def open_network(name: str) -> Network:
 
 def shipped_networks() -> list[str]:
     """Return the names of the descriptions that are part of commtrace."""
-    return sorted(Path(file.name).stem for file in _folder().iterdir() if file.name.endswith(".json"))
-
-
-def _folder() -> Any:
-    return resources.files(__package__).joinpath("descriptions")
+    return sorted(path.stem for path in _DESCRIPTIONS.glob("*.json"))
 
 
 def hosts_of_group(ranks: int, stride: int, ranks_per_node: int) -> int:
@@ -140,15 +129,12 @@ class MeasuredNetwork(Network):
     def __init__(self, name: str, results: BenchResults) -> None:
         self.name = name
         self.ranks_per_node = max(int(host["ranks"]) for host in results.hosts)
-        self.about = (f"measured: {results.title}, {results.date}",)
-        if results.traced:
-            self.about += ("commtrace was recording while this was measured",)
-        self._fits: dict[str, list[Fit]] = {}
-        for fit in results.fits:
-            self._fits.setdefault(fit.op, []).append(fit)
+        traced = ("commtrace was recording while this was measured",) if results.traced else ()
+        self.about = (f"measured: {results.title}, {results.date}", *traced)
+        self._fits = results.fits
 
     def _expected(self, op: str, payload: int, ranks: int, hosts: int) -> ExpectedTime | None:
-        fits = self._fits.get(op)
+        fits = [fit for fit in self._fits if fit.op == op]
         if not fits:
             return None
         for fit in fits:
@@ -213,12 +199,11 @@ def _read_description(document: Mapping[str, Any], file: str) -> DescribedNetwor
         raise NetworkError(f"{file}: version is {document.get('version')!r}; this commtrace reads {_VERSION}")
 
     def check_keys(table: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
-        unknown = sorted(set(table) - set(keys))
-        if unknown:
+        if unknown := sorted(set(table) - set(keys)):
             raise NetworkError(f"{where}: unknown key {', '.join(unknown)}; there are {', '.join(keys)}")
 
     def number(value: Any, key: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        if type(value) not in (int, float) or not 0 <= value < float("inf"):
             raise NetworkError(f"{file}: {key} is {value!r}; a number from 0 is needed")
         return float(value)
 
@@ -234,16 +219,10 @@ def _read_description(document: Mapping[str, Any], file: str) -> DescribedNetwor
 
     check_keys(document, _KEYS, file)
     ranks, sources = document.get("ranks_per_node"), document.get("sources", {})
-    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+    if type(ranks) is not int or ranks < 1:
         raise NetworkError(f"{file}: ranks_per_node is {ranks!r}; a whole number from 1 is needed")
     if not isinstance(sources, dict):
         raise NetworkError(f"{file}: sources is {sources!r:.40}; an object of keys and sentences is needed")
-    return DescribedNetwork(
-        str(document.get("name", file)),
-        (f"described: {document.get('about') or file}",),
-        ranks,
-        number(document.get("start_us", 0), "start_us"),
-        level("intra_node"),
-        level("inter_node"),
-        {str(key): str(value) for key, value in sources.items()},
-    )
+    name, about = str(document.get("name", file)), (f"described: {document.get('about') or file}",)
+    start_us, sources = number(document.get("start_us", 0), "start_us"), {key: str(sources[key]) for key in sources}
+    return DescribedNetwork(name, about, ranks, start_us, level("intra_node"), level("inter_node"), sources)

@@ -16,7 +16,6 @@ the same bytes. A share is the payload divided by the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -73,11 +72,9 @@ def bus_bytes(op: str, payload: Any, ranks: int) -> Any:
     return payload * (factor if factor is not None else 1.0)
 
 
-def payload_sizes(min_bytes: int, max_bytes: int) -> Iterator[int]:
-    """Yield `min_bytes` times powers of two, up to `max_bytes`."""
-    while min_bytes <= max_bytes:
-        yield min_bytes
-        min_bytes *= 2
+def payload_sizes(min_bytes: int, max_bytes: int) -> list[int]:
+    """Return `min_bytes` times powers of two, up to `max_bytes`."""
+    return [min_bytes << power for power in range((max_bytes // min_bytes).bit_length())]
 
 
 def window_messages(payload: int) -> int:
@@ -106,12 +103,11 @@ def expected_values(op: str, values: Values, rank: int, ranks: int) -> Values | 
     """
     share = len(values) // ranks
     own_share = values[rank * share : (rank + 1) * share]
-    if op in ROOTED and op not in ("broadcast", "scatter") and rank:
+    if op in ("reduce", "gather") and rank:
         return None
-    if op in ("all_reduce", "reduce"):
-        return _total(values, ranks)
-    if op == "reduce_scatter":
-        return _total(own_share, ranks)
+    if op in SUMMED:
+        summed = own_share if op == "reduce_scatter" else values
+        return (summed * ranks + ranks * (ranks - 1) / 2).astype(np.float32)
     if op == "broadcast":
         return values
     if op in ("all_gather", "gather"):
@@ -123,7 +119,3 @@ def expected_values(op: str, values: Values, rank: int, ranks: int) -> Values | 
     if op == PING_PONG or (op == WINDOW and rank):
         return values + (1 - rank)
     return None
-
-
-def _total(values: Values, ranks: int) -> Values:
-    return (values * ranks + ranks * (ranks - 1) / 2).astype(np.float32)

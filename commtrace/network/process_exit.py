@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from pathlib import Path
-
-_TASKS = Path("/proc/self/task")
 
 
 def wait_for_threads(timeout_s: float = 5.0) -> None:
@@ -23,20 +20,13 @@ def wait_for_threads(timeout_s: float = 5.0) -> None:
     # Twice: between two checks the GIL is free, so that a thread that waited for it has had it.
     while quiet < 2 and time.monotonic() < end:
         time.sleep(0.01)
-        quiet = 0 if _others_run() else quiet + 1
+        quiet = 0 if any(map(_is_running, Path("/proc/self/task").glob("*"))) else quiet + 1  # no /proc: none
 
 
-def _others_run() -> bool:
-    if not _TASKS.is_dir():
-        return False  # not Linux: the two sleeps must suffice
-    own = threading.get_native_id()
-    return any(_state(int(task)) == "R" for task in os.listdir(_TASKS) if int(task) != own)
-
-
-def _state(task: int) -> str:
-    """Return the scheduler's state of a thread: R is running or runnable, S is sleeping."""
+def _is_running(task: Path) -> bool:
+    """Return whether a thread other than this one is running or runnable, which is the state R."""
     try:
-        stat = (_TASKS / str(task) / "stat").read_text()
+        stat = (task / "stat").read_text()
     except OSError:
-        return ""  # it has ended
-    return stat.rpartition(")")[2].split()[0]
+        return False  # it has ended
+    return task.name != str(threading.get_native_id()) and stat.rpartition(")")[2].split()[0] == "R"
