@@ -19,26 +19,41 @@ A program may mark what commtrace cannot detect: `commtrace.step()` where a trai
 from __future__ import annotations
 
 import os
+from importlib import import_module
 
 # In a checkout `hooks/` and `analyses/` are beside this folder; installed, they are sub-packages.
 if not os.path.isdir(os.path.join(__path__[0], "hooks")):
     __path__.append(os.path.dirname(__path__[0]))
 
-from commtrace.api import compare, open, phase, scaling, start, step, stop
 from commtrace.errors import CommtraceError
 
 TYPE_CHECKING = False  # importing typing takes a millisecond or two in every process
 if TYPE_CHECKING:
+    from commtrace.analyses.comparison import compare
+    from commtrace.analyses.scaling import scaling
+    from commtrace.progress import phase, step
     from commtrace.run import Run
+    from commtrace.run import open_run as open
+    from commtrace.startup import start, stop
 
 __version__ = "0.1.0"
 __all__ = ["CommtraceError", "Run", "compare", "open", "phase", "scaling", "start", "step", "stop"]
 
+# Name -> where it is imported from on first use: training processes import this package, and must not import pandas.
+_ON_FIRST_USE = {
+    "Run": ("run", "Run"), "open": ("run", "open_run"), "compare": ("analyses.comparison", "compare"),
+    "scaling": ("analyses.scaling", "scaling"), "start": ("startup", "start"), "stop": ("startup", "stop"),
+    "step": ("progress", "step"), "phase": ("progress", "phase"),
+}  # fmt: skip
 
-def __getattr__(name: str) -> type[Run]:
-    # Training processes import this package, and must not import pandas.
-    if name == "Run":
-        from commtrace.run import Run
 
-        return Run
-    raise AttributeError(f"module 'commtrace' has no attribute {name!r}")
+def __getattr__(name: str) -> object:
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module 'commtrace' has no attribute {name!r}")
+    module, attribute = _ON_FIRST_USE[name]
+    value = globals()[name] = getattr(import_module(f"commtrace.{module}"), attribute)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

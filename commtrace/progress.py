@@ -8,8 +8,7 @@ main thread writes, and the native recorder reads it and begins a step without P
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Final
 
 from commtrace.errors import CommtraceError
@@ -76,14 +75,9 @@ class Progress:
         """Return the phase of calls without a mark."""
         return Phase.INIT if self.step < 0 else Phase.OTHER
 
-    @contextmanager
-    def within(self, phase: Phase) -> Iterator[None]:
-        """Mark the calls in a `with` block with a phase."""
-        self.mark(phase)
-        try:
-            yield
-        finally:
-            self.unmark()
+    def within(self, phase: Phase) -> _Mark:
+        """Return a context manager that marks the calls in a `with` block with a phase."""
+        return _Mark(self, phase, begins_step=False)
 
     def mark(self, phase: Phase) -> None:
         """Mark calls with a phase until `unmark`."""
@@ -97,22 +91,26 @@ class Progress:
         self.cells[_MARK] = self.marks[-1] if self.marks else _UNMARKED
 
     def named_phase(self, name: str) -> _Mark:
-        """Return a context manager that marks a phase of the program. Raises CommtraceError for an unknown name."""
+        """Return a context manager that marks a phase of the program; a phase of computation begins a training step.
+
+        Raises CommtraceError for an unknown name.
+        """
         try:
-            return _Mark(self, Phase[name.upper()])
+            phase = Phase[name.upper()]
         except (KeyError, AttributeError):
             names = ", ".join(repr(phase.name.lower()) for phase in Phase)
             raise CommtraceError(f"commtrace.phase({name!r}): no such phase; there are {names}") from None
+        return _Mark(self, phase, begins_step=phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER))
 
 
 class _Mark:
-    """A phase that the program marks. Forward, backward and optimizer phases begin a training step."""
+    """A context manager that marks a phase."""
 
-    def __init__(self, progress: Progress, phase: Phase) -> None:
-        self._progress, self._phase = progress, phase
+    def __init__(self, progress: Progress, phase: Phase, *, begins_step: bool) -> None:
+        self._progress, self._phase, self._begins_step = progress, phase, begins_step
 
     def __enter__(self) -> None:
-        if self._phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
+        if self._begins_step:
             self._progress.activity()
         self._progress.mark(self._phase)
 
@@ -122,3 +120,20 @@ class _Mark:
 
 progress = Progress()
 """The progress of this process; all threads share it, as a program runs one training at a time."""
+
+
+def step() -> None:
+    """Mark the beginning of a training step. From the first call on, only these calls count steps."""
+    progress.step_begins()
+
+
+def phase(name: str) -> AbstractContextManager[None]:
+    """Mark the calls in a `with` block as a phase of the training step.
+
+    Args:
+        name: "init", "forward", "backward", "optimizer" or "other".
+
+    Raises:
+        CommtraceError: There is no such phase.
+    """
+    return progress.named_phase(name)

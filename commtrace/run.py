@@ -1,7 +1,6 @@
 """The run that `commtrace.open` returns: its events, and the table and the figure of every analysis by name.
 
-This is a module of its own because it imports pandas, which `commtrace.api` must not: training processes import that.
-Besides `commtrace.commands` only this module and `commtrace.api` import the analyses.
+Besides `commtrace.commands` only this module and `commtrace` itself, on first use, import the analyses.
 """
 
 from __future__ import annotations
@@ -124,6 +123,9 @@ def open_run(directory: str | os.PathLike[str], *, recover: bool = True) -> Run:
         directory: A log directory.
         recover: First recover records that killed processes of the run left in this host's shared memory. This
             writes them to the log and removes them from /dev/shm. False: write nothing.
+
+    Returns:
+        The run, with `events()`, `table(name)` and `figure(name)`.
 
     Raises:
         LogError: The directory holds no run that can be read.

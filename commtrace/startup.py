@@ -12,6 +12,7 @@ import os
 import sys
 from importlib import import_module
 
+from commtrace.errors import CommtraceError
 from commtrace.hook_table import HOOKS, SIMULATIONS
 
 TYPE_CHECKING = False
@@ -33,20 +34,23 @@ def activate() -> None:
         if os.environ.get("COMMTRACE", "0") in ("", "0"):
             return
         from commtrace import settings
-        from commtrace.errors import SettingsError
 
-        try:
-            _switch_on(settings.from_environment(os.environ))
-        except SettingsError as error:
-            _warn_once(f"{error}. The program goes on untraced.")
+        _switch_on(settings.from_environment(os.environ))
     except Exception as error:
-        _warn_once(f"cannot start: {type(error).__name__}: {error}. The program goes on untraced.")
+        reason = error if isinstance(error, CommtraceError) else f"cannot start: {type(error).__name__}: {error}"
+        _warn_once(f"{reason}. The program goes on untraced.")
 
 
-def start(directory: str | os.PathLike[str]) -> None:
-    """Start recording; see `commtrace.start`."""
+def start(directory: str | os.PathLike[str] = "commtrace-logs") -> None:
+    """Start recording in this process, as COMMTRACE=directory in the environment does from its beginning.
+
+    Args:
+        directory: Where the log goes. It is created with the first communication call.
+
+    Raises:
+        CommtraceError: Tracing is on already, or a COMMTRACE_* variable has an invalid value.
+    """
     from commtrace import settings
-    from commtrace.errors import CommtraceError
     from commtrace.recording.session import session
 
     if session.settings is not None:
@@ -55,7 +59,7 @@ def start(directory: str | os.PathLike[str]) -> None:
 
 
 def stop() -> None:
-    """Stop recording; see `commtrace.stop`."""
+    """Write all records, close the log and remove every hook. Does nothing while tracing is off."""
     from commtrace.recording.session import session
 
     session.end("stop")
@@ -72,23 +76,17 @@ def _switch_on(settings: Settings | None) -> None:
     if settings is None or session.settings is not None:
         return  # off, or on already: a .pth line may run twice in one interpreter
     session.settings = settings
-    _register_exit()
+    if not _registered:
+        _registered.append(True)
+        # Registered before any library registers its own, so it runs after theirs: calls at exit are recorded.
+        atexit.register(session.end, "exit")
+        os.register_at_fork(after_in_child=session.forked)
     _follower.wanted.update(HOOKS)
     if _follower not in sys.meta_path:
         sys.meta_path.insert(0, _follower)
     for library in HOOKS:
         if library in sys.modules:
             _follower.imported(library)
-
-
-def _register_exit() -> None:
-    from commtrace.recording.session import session
-
-    if not _registered:
-        _registered.append(True)
-        # Registered before any library registers its own, so it runs after theirs: calls at exit are recorded.
-        atexit.register(session.end, "exit")
-        os.register_at_fork(after_in_child=session.forked)
 
 
 class _ImportFollower:
@@ -126,6 +124,8 @@ class _ImportFollower:
 
     def imported(self, name: str) -> None:
         """Install the hook of a library whose import has ended."""
+        from commtrace.recording.session import session
+
         hook = self.wanted.pop(name, None)
         if hook is None:
             return
@@ -134,11 +134,6 @@ class _ImportFollower:
             _installed.append(hook)
         except Exception as error:
             _warn_once(f"cannot hook {name}: {type(error).__name__}: {error}. Its calls are not traced.")
-        self._simulate(name)
-
-    def _simulate(self, name: str) -> None:
-        from commtrace.recording.session import session
-
         if name in SIMULATIONS and session.settings is not None and session.settings.simulated:
             import_module(SIMULATIONS[name]).install()
             _installed.append(SIMULATIONS[name])
