@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from commtrace import launchers
+from commtrace.launchers import launched_number
 
 # Variables that are copied to the log. An allow-list, because an environment may hold secrets.
 ENVIRONMENT = (
@@ -37,7 +37,7 @@ class RankIdentity:
 
 def rank_from_environment(environ: Mapping[str, str] = os.environ) -> RankIdentity:
     """Return the rank that the launcher gave, for programs without a group of all ranks; rank 0 without a launcher."""
-    return RankIdentity(launchers.rank(environ) or 0, launchers.world_size(environ))
+    return RankIdentity(launched_number("rank", environ) or 0, launched_number("world_size", environ))
 
 
 def launcher_run_name(environ: Mapping[str, str] = os.environ) -> str:
@@ -92,17 +92,12 @@ def agree_on_run(member: RankIdentity) -> str:
     global _recordings
     _recordings += 1
     again = "" if _recordings == 1 else str(_recordings)
-    return _file_name("-".join(part for part in (_agreed(member), again) if part))
-
-
-def _agreed(member: RankIdentity) -> str:
-    proposal = time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + os.urandom(3).hex()
+    given, agreed = launcher_run_name(), time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + os.urandom(3).hex()
     if member.agree is not None:
-        name = "-".join(part for part in (launcher_run_name(), member.agree(proposal)) if part)
-        return name or proposal
-    if launcher_run_name().startswith(("slurm-", "pmix-")):
-        return launcher_run_name()  # no store, but these names are used only once
-    return "-".join(part for part in (launcher_run_name(), proposal) if part)
+        agreed = member.agree(agreed) or (agreed if not given else "")
+    elif given.startswith(("slurm-", "pmix-")):
+        agreed = ""  # no store, but these names are used only once
+    return _file_name("-".join(filter(None, (given, agreed, again))))
 
 
 def forked() -> None:
@@ -122,31 +117,30 @@ def _file_name(text: str) -> str:
 
 def boot_id() -> str:
     """Return an identifier that changes when the host restarts; "" if the system has none."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
+    return _read("/proc/sys/kernel/random/boot_id").strip()
 
 
 def cores() -> str:
     """Return the cores that this process may use, as the kernel writes lists ("0-3,8"); "" if not known."""
+    match = re.search(r"^Cpus_allowed_list:\s*(\S+)", _read("/proc/self/status"), re.MULTILINE)
+    return match[1] if match else ""
+
+
+def _read(path: str) -> str:
     try:
-        status = Path("/proc/self/status").read_text()
+        return Path(path).read_text()
     except OSError:
         return ""
-    return next((line.split()[1] for line in status.splitlines() if line.startswith("Cpus_allowed_list:")), "")
 
 
 def versions() -> dict[str, str]:
     """Return the versions of Python, commtrace, and the traced libraries that this process has imported."""
     import commtrace
 
-    result = {"python": platform.python_version(), "commtrace": commtrace.__version__}
-    for name in ("torch", "deepspeed", "mpi4py", "transformers", "megatron"):
-        version = getattr(sys.modules.get(name), "__version__", None)
-        if version is not None:
-            result[name] = str(version)
-    return result
+    names = ("torch", "deepspeed", "mpi4py", "transformers", "megatron")
+    found = {name: getattr(sys.modules.get(name), "__version__", None) for name in names}
+    libraries = {name: str(version) for name, version in found.items() if version is not None}
+    return {"python": platform.python_version(), "commtrace": commtrace.__version__, **libraries}
 
 
 def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -6,7 +6,7 @@ import os
 import socket
 import zlib
 from collections.abc import Mapping, MutableMapping
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from commtrace.errors import LaunchError
 
@@ -58,19 +58,12 @@ class LaunchedProcess(NamedTuple):
     local_rank: int
 
 
-def rank(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the rank that the launcher gave this process; None without a launcher."""
-    return _first_number(environ, [launcher.rank for launcher in LAUNCHERS])
-
-
-def world_size(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the number of ranks of the job; None where no launcher tells it."""
-    return _first_number(environ, [launcher.world_size for launcher in LAUNCHERS])
-
-
-def local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the rank within the host; None where no launcher tells it."""
-    return _first_number(environ, [launcher.local_rank for launcher in LAUNCHERS])
+def launched_number(
+    name: Literal["rank", "world_size", "local_rank"], environ: Mapping[str, str] = os.environ
+) -> int | None:
+    """Return this process's rank, the number of ranks, or its rank within the host; None where no launcher tells it."""
+    texts = (environ.get(getattr(launcher, name), "") for launcher in LAUNCHERS)
+    return next((int(text) for text in texts if text.isdigit()), None)
 
 
 def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
@@ -106,7 +99,9 @@ def find_process(environ: MutableMapping[str, str]) -> LaunchedProcess:
 def _translate(launcher: Launcher, environ: MutableMapping[str, str]) -> None:
     environ[TORCH.rank], environ[TORCH.world_size] = environ[launcher.rank], environ[launcher.world_size]
     # Under `srun --mpi=pmi2` PMI gives the rank, and only Slurm the local rank.
-    known_local_rank = local_rank({name: value for name, value in environ.items() if name != TORCH.local_rank})
+    known_local_rank = launched_number(
+        "local_rank", {name: value for name, value in environ.items() if name != TORCH.local_rank}
+    )
     environ[TORCH.local_rank] = environ[launcher.rank] if known_local_rank is None else str(known_local_rank)
     if "MASTER_ADDR" not in environ:
         local_sizes = [environ.get(name) for name in (launcher.local_world_size, SLURM.local_world_size)]
@@ -118,10 +113,6 @@ def _translate(launcher: Launcher, environ: MutableMapping[str, str]) -> None:
         environ["MASTER_ADDR"] = "127.0.0.1"
     # A port from the job's name, so that two jobs on one host do not meet; below the range for outgoing connections.
     environ.setdefault("MASTER_PORT", str(20000 + zlib.crc32(environ.get(launcher.job, "").encode()) % 10000))
-
-
-def _first_number(environ: Mapping[str, str], names: list[str]) -> int | None:
-    return next((int(environ[name]) for name in names if environ.get(name, "").isdigit()), None)
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:

@@ -8,18 +8,18 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from commtrace import identity
 from commtrace.settings import Settings
 
 from .log_writer import LogWriter, warn
 from .recovery import recover_records
-from .ring import Ring
-from .slots import NO_SLOTS, SlotNumbers, Slots
-from .table_writer import TableWriter
+from .slots import NO_SLOTS, SlotNumbers
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
 
 FIRST_STATS_SECONDS: Final = 10.0
 COST_SECONDS: Final = 2.0
@@ -29,41 +29,15 @@ COST_SECONDS: Final = 2.0
 _OWN_FAULTS: Final = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGABRT}
 
 
-class DrainedRecorder(Protocol):
-    """The part of a recorder that its drain thread uses."""
-
-    ring: Ring
-    tables: TableWriter
-    hook_errors: int
-    first_error: str
-    untimed: int
-    device_clock_ns: int
-    cost_samples: deque[int]
-    steady_samples: deque[int]
-    first_calls: int
-    first_ns: int
-    each_drain: list[Callable[[], None]]
-
-    def fault(self) -> None:
-        """Count the exception that is being handled as a hook error."""
-
-
 class Drain:
     """Drain thread of one recorder."""
 
     def __init__(
-        self,
-        recorder: DrainedRecorder,
-        slots: Slots,
-        writer: LogWriter,
-        settings: Settings,
-        calibrate: Callable[[], int] | None,
+        self, recorder: Recorder, writer: LogWriter, settings: Settings, calibrate: Callable[[], int] | None
     ) -> None:
-        self._recorder, self._slots, self._writer, self._settings = recorder, slots, writer, settings
-        self._calibrate = calibrate
-        self._crossing_ns = 0
-        self._written = 0
-        self._cpu_ns = 0
+        self._recorder, self._slots, self._writer, self._settings = recorder, recorder.slots, writer, settings
+        self._calibrate = calibrate or (lambda: 0)
+        self._crossing_ns = self._written = self._cpu_ns = 0
         self._costs: dict[str, int] = {}
         self._costs_at = 0.0
         self._counted: object = None
@@ -81,9 +55,8 @@ class Drain:
         if threading.current_thread() is not self._thread:
             self._thread.join(self._settings.exit_seconds)
             if self._thread.is_alive():
-                warn(
-                    f"the log could not be finished within {self._settings.exit_seconds:g} s; {self._unwritten_place()}"
-                )
+                seconds = self._settings.exit_seconds
+                warn(f"the log could not be finished within {seconds:g} s; {self._unwritten_place()}")
 
     def stats(self) -> dict[str, Any]:
         """Return the current counters, as docs/reference/log-format.md describes them."""
@@ -93,8 +66,8 @@ class Drain:
             self._costs = self._summary()
         return {
             "mono_ns": time.monotonic_ns(),
-            "calls": self._written + self._slots.taken + self._slots.dropped,
-            "dropped": self._slots.dropped,
+            "calls": self._written + self._slots.taken + self._recorder.ring.dropped,
+            "dropped": self._recorder.ring.dropped,
             "removed": writer.removed,
             "lost": writer.lost,
             "hook_errors": recorder.hook_errors,
@@ -126,8 +99,7 @@ class Drain:
     def _run(self) -> None:
         # Leave signals of the process to the program's threads.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _OWN_FAULTS)
-        if self._calibrate is not None:
-            self._guarded(self._measure_crossing)
+        self._guarded(self._measure_crossing)
         while not self._reason:
             self._slots.wait(self._settings.drain_ms / 1000)
             if not self._reason:
@@ -142,7 +114,6 @@ class Drain:
             self._recorder.fault()
 
     def _measure_crossing(self) -> None:
-        assert self._calibrate is not None
         self._crossing_ns = self._calibrate()
 
     def _run_callbacks(self) -> None:
@@ -164,7 +135,7 @@ class Drain:
 
     def _count(self) -> None:
         due = time.monotonic() >= self._stats_at
-        counted = self._written, self._slots.taken, self._slots.dropped, self._recorder.hook_errors
+        counted = self._written, self._slots.taken, self._recorder.ring.dropped, self._recorder.hook_errors
         if counted == self._counted and not due:
             return
         self._counted = counted

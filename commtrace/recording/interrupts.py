@@ -10,8 +10,8 @@ import functools
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from types import CodeType, TracebackType
+import traceback
+from types import CodeType
 from typing import Any
 
 
@@ -20,7 +20,7 @@ def reraise_if_from_signal_handler() -> None:
     error = sys.exc_info()[1]
     if error is not None and threading.current_thread() is threading.main_thread():
         handlers = {code for code in map(_code, map(signal.getsignal, signal.valid_signals())) if code is not None}
-        if handlers and any(code in handlers for code in _codes(error.__traceback__)):
+        if handlers and any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__)):
             raise error
 
 
@@ -33,9 +33,3 @@ def _code(handler: Any) -> CodeType | None:
         function = vars(type(handler)).get("__call__")
     code = getattr(function, "__code__", None)
     return code if isinstance(code, CodeType) else None
-
-
-def _codes(traceback: TracebackType | None) -> Iterator[CodeType]:
-    while traceback is not None:
-        yield traceback.tb_frame.f_code
-        traceback = traceback.tb_next

@@ -6,6 +6,7 @@ on stderr, and the write is repeated from time to time; the records stay in the 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -40,13 +41,8 @@ class LogWriter:
         self._tables_path = folder / f"{stem}.jsonl"
         self._tables_fd = -1
         self._lines_written = self._tables_size = 0
-        self._series = SegmentSeries(
-            folder,
-            stem,
-            smallest=settings.segment_min_bytes,
-            largest=settings.segment_max_bytes,
-            max_bytes=settings.max_bytes,
-        )
+        smallest, largest = settings.segment_min_bytes, settings.segment_max_bytes
+        self._series = SegmentSeries(folder, stem, smallest=smallest, largest=largest, max_bytes=settings.max_bytes)
         self._retry_at = self._look_at = 0.0
         self.lost = 0
         """Number of records in files that were removed while the log was written."""
@@ -106,7 +102,13 @@ class LogWriter:
 
     def _write_all(self, lines: list[bytes], records: Records) -> None:
         # Lines come first, so that a record on disk never refers to a row that is not there.
-        self._write_lines(lines)
+        while self._lines_written < len(lines):
+            chunk = lines[self._lines_written : self._lines_written + 1000]
+            data = b"".join(chunk)
+            truncate(self._tables_fd, self._tables_size)  # what a failed attempt may have left
+            write_all(self._tables_fd, data)
+            self._tables_size += len(data)
+            self._lines_written += len(chunk)
         self._series.append(records)
 
     def _make_files(self) -> None:
@@ -121,19 +123,17 @@ class LogWriter:
     def _open_tables(self) -> None:
         # The name is taken if a process of the same number in another container, or before an exec, used it.
         head, _, pid = self._stem.rpartition("-")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_EXCL
         for number in itertools.count(1):
             stem = self._stem if number == 1 else f"{head}-{number}-{pid}"
             path = self.folder / f"{stem}.jsonl"
             if path != self._tables_path:
                 self._renamed(stem)
                 self._tables_path = path
-            try:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_EXCL
+            with contextlib.suppress(FileExistsError):
                 self._tables_fd = os.open(path, flags, 0o666)
-            except FileExistsError:
-                continue
-            self._series.stem = stem
-            return
+                self._series.stem = stem
+                return
 
     def _start_over(self) -> None:
         # The files were removed or moved. Write what follows to new files, with complete tables.
@@ -149,15 +149,6 @@ class LogWriter:
         if fd >= 0:
             os.close(fd)
 
-    def _write_lines(self, lines: list[bytes]) -> None:
-        while self._lines_written < len(lines):
-            chunk = lines[self._lines_written : self._lines_written + 1000]
-            data = b"".join(chunk)
-            truncate(self._tables_fd, self._tables_size)  # what a failed attempt may have left
-            write_all(self._tables_fd, data)
-            self._tables_size += len(data)
-            self._lines_written += len(chunk)
-
     def _note(self, error: OSError) -> None:
         self.last_error = f"{error.strerror or error} ({error.filename or self.folder})"
         if self.errors == 0:
@@ -168,8 +159,5 @@ class LogWriter:
 
 def warn(message: str) -> None:
     """Print a line on stderr; never on stdout, which belongs to the program."""
-    try:
-        sys.stderr.write(f"commtrace: {message}\n")
-        sys.stderr.flush()
-    except Exception:
-        pass  # stderr is closed, or an object of the program that failed
+    with contextlib.suppress(Exception):  # stderr is closed, or an object of the program that failed
+        print(f"commtrace: {message}", file=sys.stderr, flush=True)

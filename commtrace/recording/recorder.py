@@ -92,28 +92,24 @@ class Recorder:
         self.ring = ring.make_ring(settings.ring_records, settings.shm, name, {**process, "stem": stem})
         try:
             self._buffer: Any = self.ring.buffer
-            self._slots = (make_slots or Slots)(self.ring)
-            self._free, self._pending = self._slots.free, self._slots.pending
+            self.slots = (make_slots or Slots)(self.ring)
+            self._free, self._pending = self.slots.free, self.slots.pending
             self._half = self.ring.capacity // 2
             self.tables = TableWriter(self.ring)
             self.tables.add(
-                "process", **_process_row(run, host, rank_identity, settings, blind_spots, self._slots.recorder)
-            )
-            writer = LogWriter(
-                Path(settings.directory) / run / host,
-                stem,
-                settings,
-                renamed=lambda stem: self.ring.describe({**process, "stem": stem}),
-            )
-            self._drain = Drain(self, self._slots, writer, settings, calibrate)
+                "process", format=FORMAT, version=VERSION, run=run, rank=rank_identity.rank,
+                world_size=rank_identity.world_size, local_rank=launchers.launched_number("local_rank"), host=host,
+                pid=self.pid, boot_id=identity.boot_id(), cores=identity.cores(), recorder=self.slots.recorder,
+                versions=identity.versions(), environment=identity.environment(),
+                launcher=identity.launcher_run_name(), settings=settings.as_dict(), **identity.clock_readings(),
+                simulated=False, blind_spots=blind_spots,
+            )  # fmt: skip
+            folder = Path(settings.directory) / run / host
+            writer = LogWriter(folder, stem, settings, lambda stem: self.ring.describe({**process, "stem": stem}))
+            self._drain = Drain(self, writer, settings, calibrate)
         except BaseException:
             self.ring.remove()
             raise
-
-    @property
-    def slots(self) -> Slots:
-        """The slots of the ring."""
-        return self._slots
 
     def thread(self) -> int:
         """Return the number of the calling thread, from 1."""
@@ -139,14 +135,14 @@ class Recorder:
         try:
             slot = self._free.popleft()
             if len(self._free) == self._half:
-                self._slots.wake()
+                self.slots.wake()
             _pack(
                 self._buffer, ring.RECORDS_AT + slot * _SIZE, now(), 0, 0, 0, 0, payload, local, seq & 0xFFFFFFFF,
                 group, site, step, micro_batch, peer, tag, batch, kind, self.thread(), phase, 0, flags, _BEGUN,
             )  # fmt: skip
             return slot
         except IndexError:
-            self._slots.drop(1)
+            self.slots.drop(1)
             return -1
         except BaseException:  # a signal handler's, for instance
             if slot >= 0:
@@ -169,14 +165,14 @@ class Recorder:
 
     def measured(self, slot_or_call: int | PendingCall, payload: int, local: int = 0) -> None:
         """Set the size of a call that is known only after it was made. Call this before its end is recorded."""
-        with self._slots.lock:
+        with self.slots.lock:
             slot = slot_or_call.slot if isinstance(slot_or_call, PendingCall) else slot_or_call
             if slot >= 0:
                 _pack_size(self._buffer, ring.RECORDS_AT + slot * _SIZE + _PAYLOAD, payload, local)
 
     def addressed(self, slot_or_call: int | PendingCall, peer: int, tag: int, seq: int) -> None:
         """Set the source of a message that is known only on arrival. Call this before its end is recorded."""
-        with self._slots.lock:
+        with self.slots.lock:
             slot = slot_or_call.slot if isinstance(slot_or_call, PendingCall) else slot_or_call
             if slot >= 0:
                 at = ring.RECORDS_AT + slot * _SIZE
@@ -201,7 +197,7 @@ class Recorder:
             self._buffer[at + _STATE] = _FAILED
 
     def _finish(self, call: PendingCall, t_wait: int, t_end: int, clock: Clock, state: int) -> None:
-        with self._slots.lock:
+        with self.slots.lock:
             slot, call.slot = call.slot, -1
             if slot < 0:
                 return
@@ -226,7 +222,7 @@ class Recorder:
         Call this in the `except` of a hook. An exception of a signal handler of the program is raised again.
         """
         reraise_if_from_signal_handler()
-        with self._slots.lock:
+        with self.slots.lock:
             self.hook_errors += 1
             first = self.hook_errors == 1
         if first:
@@ -248,7 +244,7 @@ class Recorder:
             if not first:
                 self.steady_samples.append(ns)
         if first:
-            with self._slots.lock:
+            with self.slots.lock:
                 self.first_calls += 1
                 self.first_ns += ns
 
@@ -265,32 +261,7 @@ class Recorder:
 
         The child may still wait for an operation that was in flight.
         """
-        self._slots.forked()
+        self.slots.forked()
         self.tables.forked()
         self.ring.forked()
         self._buffer = self.ring.buffer
-
-
-def _process_row(
-    run: str, host: str, rank_identity: RankIdentity, settings: Settings, blind_spots: list[str], recorder: str
-) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "run": run,
-        "rank": rank_identity.rank,
-        "world_size": rank_identity.world_size,
-        "local_rank": launchers.local_rank(),
-        "host": host,
-        "pid": os.getpid(),
-        "boot_id": identity.boot_id(),
-        "cores": identity.cores(),
-        "recorder": recorder,
-        "versions": identity.versions(),
-        "environment": identity.environment(),
-        "launcher": identity.launcher_run_name(),
-        "settings": settings.as_dict(),
-        **identity.clock_readings(),
-        "simulated": False,
-        "blind_spots": blind_spots,
-    }

@@ -7,6 +7,7 @@ nothing, and does not count records twice.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -22,7 +23,7 @@ from commtrace.schema import RECORD, Records
 
 from . import ring
 from .ring import OrphanedRing
-from .segment_writer import EMPTY, HEADER_BYTES, WrittenSegment, read_records, write_all
+from .segment_writer import EMPTY, HEADER_BYTES, WrittenSegment, read_records
 
 DEFAULT_SHM: Final = "/dev/shm"
 STALE_SECONDS: Final = 60
@@ -45,16 +46,12 @@ def recover_records(log_directory: Path, *, shm: str | None = None) -> list[str]
     Returns:
         A sentence for each ring.
     """
-    notes = []
     folder = shm or os.environ.get("COMMTRACE_SHM") or DEFAULT_SHM
     target = os.path.realpath(log_directory)
     with _recovering:
-        for path in ring.other_rings(folder):
-            note = _recover_ring(path, target)
-            if note:
-                notes.append(note)
+        notes = [_recover_ring(path, target) for path in ring.other_rings(folder)]
         _remove_unfinished(folder)
-    return notes
+    return [note for note in notes if note]
 
 
 def _recover_ring(path: Path, target: str) -> str:
@@ -86,8 +83,9 @@ def _belongs_to(identity_of_ring: dict[str, Any], target: str) -> bool:
 def _move_to_log(orphan: OrphanedRing) -> str:
     host = str(orphan.identity["host"])
     folder = Path(orphan.identity["directory"]) / orphan.identity["run"] / host
-    if _made_no_call(orphan, folder):
-        orphan.remove()
+    has_lines = b"\n" in orphan.tables() or (folder / f"{orphan.identity['stem']}.jsonl").exists()
+    if not has_lines and not len(orphan.records):
+        ring.remove_files(orphan.path)  # the process was killed before it made a call
         return ""
     folder.mkdir(parents=True, exist_ok=True)
     stem = _stem(orphan, folder)
@@ -107,33 +105,22 @@ def _move_to_log(orphan: OrphanedRing) -> str:
             raise
     number = _count_records(recovered)
     _complete_tables(orphan, folder, stem, number)
-    orphan.remove()
+    ring.remove_files(orphan.path)
     return f"{stem} on {host}: {number} records of a process that ended early were recovered"
-
-
-def _made_no_call(orphan: OrphanedRing, folder: Path) -> bool:
-    """Return whether the process was killed before it wrote the first line of its tables."""
-    if len(orphan.records) or b"\n" in orphan.tables():
-        return False
-    return not (folder / f"{orphan.identity['stem']}.jsonl").exists()
 
 
 def _stem(orphan: OrphanedRing, folder: Path) -> str:
     """Return the stem of the process's files; another one if it made no files and another process uses the name."""
     stem = str(orphan.identity["stem"])
-    theirs, ours = _first_line(folder / f"{stem}.jsonl"), orphan.tables().partition(b"\n")[0]
-    if not theirs or not ours or theirs == ours:
+    path, ours = folder / f"{stem}.jsonl", orphan.tables().partition(b"\n")[0]
+    if not path.exists() or not ours:
+        return stem
+    with open(path, "rb") as file:
+        theirs = file.readline().rstrip(b"\n")
+    if theirs in (b"", ours):
         return stem
     head, _, pid = stem.rpartition("-")
     return f"{head}-{orphan.path.stem.rpartition('-')[2]}-{pid}"
-
-
-def _first_line(path: Path) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            return file.readline().rstrip(b"\n")
-    except FileNotFoundError:
-        return b""
 
 
 def _last_records(folder: Path, stem: str, count: int) -> Records:
@@ -173,27 +160,17 @@ def _complete_tables(orphan: OrphanedRing, folder: Path, stem: str, recovered: i
     on_disk = sum(map(_count_records, folder.glob(f"{stem}.*.npy*")))
     counters = {"removed": 0, "lost": 0, **orphan.counters, "dropped": orphan.dropped}
     counters["calls"] = on_disk + sum(counters[name] for name in ("dropped", "removed", "lost"))
-    note = {"records": recovered, "host": identity.host(), "unix_ns": time.time_ns()}
-    data = lines + _line("stats", counters) + _line("salvage", note)
+    note = {"table": "salvage", "records": recovered, "host": identity.host(), "unix_ns": time.time_ns()}
+    added = [json.dumps(row).encode() + b"\n" for row in ({"table": "stats", **counters}, note)]
     partial = path.with_name(path.name + ".salvage")
-    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-    try:
-        write_all(fd, data)
-    finally:
-        os.close(fd)
+    partial.write_bytes(lines + b"".join(added))
     os.replace(partial, path)
-
-
-def _line(table: str, row: dict[str, object]) -> bytes:
-    return json.dumps({"table": table, **row}).encode() + b"\n"
 
 
 def _remove_unfinished(folder: str) -> None:
     """Remove rings of processes that were killed while they made them."""
     for path in Path(folder).glob("commtrace-*.new"):
-        try:
+        with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > STALE_SECONDS:
                 path.unlink()
                 path.with_suffix(".jsonl").unlink(missing_ok=True)
-        except OSError:
-            continue

@@ -54,7 +54,6 @@ class Ring:
         """Create the file `path`, or private memory for None. Raises OSError or ValueError if there is no file."""
         self.capacity = capacity
         self.path: Path | None = path
-        self.tables_path: Path | None = None if path is None else path.with_suffix(".jsonl")
         self._fd = self._tables_fd = -1
         self._turns = {IDENTITY_AT: 0, COUNTERS_AT: 0}
         size = RECORDS_AT + capacity * RECORD.itemsize
@@ -92,14 +91,14 @@ class Ring:
         if not self._put(COUNTERS_AT, counters):  # error messages are too long; the numbers always fit
             self._put(COUNTERS_AT, {name: value for name, value in counters.items() if isinstance(value, int)})
 
-    def count_dropped(self, dropped: int) -> None:
-        """Write the number of dropped calls at once: it accounts for missing records."""
-        _NUMBER.pack_into(self.buffer, DROPPED_AT, dropped)
-
     @property
     def dropped(self) -> int:
-        """Number of calls that found the ring full."""
+        """Number of calls that found the ring full. It accounts for missing records, and is written at once."""
         return int(_NUMBER.unpack_from(self.buffer, DROPPED_AT)[0])
+
+    @dropped.setter
+    def dropped(self, calls: int) -> None:
+        _NUMBER.pack_into(self.buffer, DROPPED_AT, calls)
 
     def _put(self, start: int, value: dict[str, Any]) -> bool:
         turn = self._turns[start] + 1
@@ -127,20 +126,18 @@ class Ring:
         """Detach a forked child from the parent's ring. Closes nothing: a descriptor may be another file's by now."""
         self.buffer = bytearray(len(self.buffer))
         self._fd = self._tables_fd = -1
-        self.path = self.tables_path = None
+        self.path = None
 
     def remove(self) -> None:
         """Remove the ring's files; everything in them is on disk."""
-        path, tables_path, self.path, self.tables_path = self.path, self.tables_path, None, None
-        for file in (path, tables_path):
-            if file is not None:
-                file.unlink(missing_ok=True)
+        path, self.path = self.path, None
+        if path is not None:
+            remove_files(path)
+            _own_rings.discard(path)
         for fd in (self._fd, self._tables_fd):
             if fd >= 0:
                 os.close(fd)
         self._fd = self._tables_fd = -1
-        if path is not None:
-            _own_rings.discard(path)
 
 
 def make_ring(capacity: int, folder: str, name: str, identity: dict[str, Any]) -> Ring:
@@ -149,6 +146,12 @@ def make_ring(capacity: int, folder: str, name: str, identity: dict[str, Any]) -
         return Ring(capacity, Path(folder) / f"commtrace-{name}.ring", identity)
     except (OSError, ValueError):
         return Ring(capacity, None, identity)
+
+
+def remove_files(path: Path) -> None:
+    """Remove a ring and the tables beside it."""
+    path.unlink(missing_ok=True)
+    path.with_suffix(".jsonl").unlink(missing_ok=True)
 
 
 def other_rings(folder: str) -> list[Path]:
@@ -189,11 +192,6 @@ class OrphanedRing:
         except OSError:
             return b""
 
-    def remove(self) -> None:
-        """Remove the ring's files; their content is in the log."""
-        self.path.unlink(missing_ok=True)
-        self.path.with_suffix(".jsonl").unlink(missing_ok=True)
-
     def __enter__(self) -> OrphanedRing:
         return self
 
@@ -203,16 +201,12 @@ class OrphanedRing:
 
 def _latest(data: bytes, start: int) -> dict[str, Any]:
     """Return the later of the two copies that is intact; {} if none is."""
-    copies = (_parse_copy(data[at : at + COPY_BYTES]) for at in (start, start + COPY_BYTES))
+    copies: list[dict[str, Any]] = [{}]
+    for at in (start, start + COPY_BYTES):
+        checksum, _, text = data[at : at + COPY_BYTES].rstrip(b"\0 ").partition(b" ")
+        if checksum == b"%08x" % zlib.crc32(text):
+            copies.append(json.loads(text))
     return max(copies, key=lambda copy: int(copy.pop("turn", 0)))
-
-
-def _parse_copy(copy: bytes) -> dict[str, Any]:
-    checksum, _, text = copy.rstrip(b"\0 ").partition(b" ")
-    if checksum != b"%08x" % zlib.crc32(text):
-        return {}
-    value: dict[str, Any] = json.loads(text)
-    return value
 
 
 def identity_of(path: Path) -> dict[str, Any]:

@@ -24,13 +24,8 @@ EMPTY: Final[Records] = np.zeros(0, RECORD)
 def header(records: int) -> bytes:
     """Return an `.npy` header (format 1.0) of fixed length for a number of records."""
     descr = np.lib.format.dtype_to_descr(RECORD)
-    text = str({"descr": descr, "fortran_order": False, "shape": (records,)})
-    return (
-        np.lib.format.magic(1, 0)
-        + (HEADER_BYTES - 10).to_bytes(2, "little")
-        + text.ljust(HEADER_BYTES - 11).encode()
-        + b"\n"
-    )
+    text = str({"descr": descr, "fortran_order": False, "shape": (records,)}).ljust(HEADER_BYTES - 11) + "\n"
+    return np.lib.format.magic(1, 0) + len(text).to_bytes(2, "little") + text.encode()
 
 
 class WrittenSegment:
@@ -41,9 +36,9 @@ class WrittenSegment:
         self.path = path.with_name(path.name + ".open")
         self.records = 0
         self._closed_path = path
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self.fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            write_all(self._fd, header(0))
+            write_all(self.fd, header(0))
         except OSError:
             self._close_fd()
             self.path.unlink(missing_ok=True)
@@ -56,18 +51,14 @@ class WrittenSegment:
 
     def append(self, records: Records) -> None:
         """Append records. After an OSError the file ends where it ended before."""
-        truncate(self._fd, self.size)  # what a failed attempt could not remove
+        truncate(self.fd, self.size)  # what a failed attempt could not remove
         try:
-            write_all(self._fd, records.tobytes())
+            write_all(self.fd, records.tobytes())
         except OSError:
             with contextlib.suppress(OSError):
-                truncate(self._fd, self.size)
+                truncate(self.fd, self.size)
             raise
         self.records += len(records)
-
-    def vanished(self) -> bool:
-        """Return whether the file was removed, so that its records are lost."""
-        return unlinked(self._fd)
 
     def close(self) -> None:
         """Turn the file into an ordinary `.npy` file, or remove it if it is empty."""
@@ -76,8 +67,8 @@ class WrittenSegment:
             self.path.unlink(missing_ok=True)
             return
         try:
-            truncate(self._fd, self.size)
-            os.pwrite(self._fd, header(self.records), 0)
+            truncate(self.fd, self.size)
+            os.pwrite(self.fd, header(self.records), 0)
         finally:
             self._close_fd()
         os.rename(self.path, self._closed_path)
@@ -89,7 +80,7 @@ class WrittenSegment:
             self._close_fd()
 
     def _close_fd(self) -> None:
-        fd, self._fd = self._fd, -1
+        fd, self.fd = self.fd, -1
         os.close(fd)
 
 
@@ -124,7 +115,7 @@ class SegmentSeries:
 
     def vanished(self) -> bool:
         """Return whether the open segment was removed by another program."""
-        return self._open is not None and self._open.vanished()
+        return self._open is not None and unlinked(self._open.fd)
 
     def forget_missing(self) -> int:
         """Forget removed files, and begin a new segment. Returns the number of records in them."""
@@ -132,7 +123,7 @@ class SegmentSeries:
         self._full = deque(segment for segment in self._full if segment not in missing)
         if self._open is not None:
             segment, self._open = self._open, None
-            gone = segment.vanished() or not os.path.exists(segment.path)
+            gone = unlinked(segment.fd) or not os.path.exists(segment.path)
             (missing if gone else self._full).append(segment)
             segment.abandon()
         return sum(segment.records for segment in missing)
@@ -147,7 +138,10 @@ class SegmentSeries:
 
     def _segment(self) -> WrittenSegment:
         if self._open is None:
-            self._make_room()
+            # The new segment counts at its full length, so that the limit holds until it is closed.
+            while self._full and sum(segment.size for segment in self._full) + self._length > self._max_bytes:
+                self._full[0].path.unlink(missing_ok=True)
+                self.removed += self._full.popleft().records
             try:
                 self._open = WrittenSegment(self._folder / f"{self.stem}.{self._number:05d}.npy")
             except FileExistsError:  # left by a failed attempt
@@ -155,14 +149,6 @@ class SegmentSeries:
                 raise
             self._number += 1
         return self._open
-
-    def _make_room(self) -> None:
-        # The new segment counts at its full length, so that the limit holds until it is closed.
-        while self._full and sum(segment.size for segment in self._full) + self._length > self._max_bytes:
-            oldest = self._full[0]
-            oldest.path.unlink(missing_ok=True)
-            self._full.popleft()
-            self.removed += oldest.records
 
 
 def unlinked(fd: int) -> bool:

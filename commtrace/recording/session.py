@@ -49,37 +49,28 @@ class Session:
             return None
         with self._lock:
             # A signal handler that communicates may get here while the recorder is made: its call is not traced.
-            if self.recorder is None and self.settings is not None and not self._beginning:
+            settings = self.settings
+            if self.recorder is None and settings is not None and not self._beginning:
                 self._beginning = True
                 try:
-                    self._begin(self.settings, find_rank, list(blind_spots), calibrate, make_slots)
+                    from .recorder import Recorder
+
+                    self.recorder = Recorder(
+                        settings, find_rank(), blind_spots=[*blind_spots], calibrate=calibrate,
+                        make_slots=make_slots,
+                    )  # fmt: skip
+                    if self._is_fork:
+                        self._end_with_multiprocessing()
+                except Exception as error:
+                    from .interrupts import reraise_if_from_signal_handler
+                    from .log_writer import warn
+
+                    reraise_if_from_signal_handler()
+                    self.settings = None
+                    warn(f"cannot record: {type(error).__name__}: {error}. The program goes on untraced.")
                 finally:
                     self._beginning = False
         return self.recorder
-
-    def _begin(
-        self,
-        settings: Settings,
-        find_rank: Callable[[], RankIdentity],
-        blind_spots: list[str],
-        calibrate: Callable[[], int] | None,
-        make_slots: Callable[[Ring], Slots] | None,
-    ) -> None:
-        from .interrupts import reraise_if_from_signal_handler
-        from .log_writer import warn
-
-        try:
-            from .recorder import Recorder
-
-            self.recorder = Recorder(
-                settings, find_rank(), blind_spots=blind_spots, calibrate=calibrate, make_slots=make_slots
-            )
-            if self._is_fork:
-                self._end_with_multiprocessing()
-        except Exception as error:
-            reraise_if_from_signal_handler()
-            self.settings = None
-            warn(f"cannot record: {type(error).__name__}: {error}. The program goes on untraced.")
 
     def _end_with_multiprocessing(self) -> None:
         # Processes that multiprocessing forks end by os._exit: its finalizers run, atexit does not. This one runs last.

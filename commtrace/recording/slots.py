@@ -57,15 +57,10 @@ class Slots:
         """Number of slots in use."""
         return self.capacity - len(self.free) if self._seized < 0 else self._seized
 
-    @property
-    def dropped(self) -> int:
-        """Number of calls that found no free slot."""
-        return self._ring.dropped
-
     def drop(self, calls: int) -> None:
         """Count calls that found no free slot."""
         with self.lock:
-            self._ring.count_dropped(self._ring.dropped + calls)
+            self._ring.dropped += calls
 
     def wait(self, seconds: float) -> None:
         """Block the drain thread until `wake` is called or the time is over."""
@@ -77,22 +72,19 @@ class Slots:
             self._asleep.release()
 
     def finished(self) -> SlotNumbers:
-        """Return slots with final records. If free slots run short, give up the ends of the oldest returned calls."""
-        slots = np.flatnonzero(self._state >= State.COMPLETE)
-        if len(self.free) + len(slots) >= self.capacity // 4:
-            return slots
-        return np.concatenate([slots, self._give_up(max(1, self.capacity // 4))])
+        """Return slots with final records.
 
-    def _give_up(self, count: int) -> SlotNumbers:
-        """Give up on the ends of the oldest calls that returned, and return their slots.
-
-        Their records are written with the state RETURNED; an end that comes later is ignored.
+        If free slots run short, the ends of the oldest returned calls are given up: their records are written with the
+        state RETURNED, and an end that comes later is ignored.
         """
+        slots, quarter = np.flatnonzero(self._state >= State.COMPLETE), self.capacity // 4
+        if len(self.free) + len(slots) >= quarter:
+            return slots
         with self.lock:
             waiting = np.flatnonzero(self._state == State.RETURNED)
-            oldest = waiting[np.argsort(self._records["t_begin"][waiting], kind="stable")[:count]]
+            oldest = waiting[np.argsort(self._records["t_begin"][waiting], kind="stable")[: max(1, quarter)]]
             self._detach(oldest)
-        return oldest
+        return np.concatenate([slots, oldest])
 
     def _detach(self, slots: SlotNumbers) -> None:
         for slot in slots.tolist():
@@ -107,12 +99,10 @@ class Slots:
             Slots with records, and the number of slots whose calls had not written a record yet and are lost.
         """
         taken = self.capacity
-        while self.free:
-            try:
+        with suppress(IndexError):
+            while True:
                 self.free.popleft()
                 taken -= 1
-            except IndexError:  # a call took the last one
-                break
         with self.lock:
             slots = np.flatnonzero(self._state >= State.BEGUN)
             self._detach(slots)

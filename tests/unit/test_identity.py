@@ -34,7 +34,7 @@ def first_recording(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_launchers_say(environ: dict[str, str], rank: int, world: int | None, local: int | None) -> None:
     assert identity.rank_from_environment(environ) == RankIdentity(rank, world)
-    assert launchers.local_rank(environ) == local
+    assert launchers.launched_number("local_rank", environ) == local
 
 
 @pytest.mark.parametrize(

@@ -312,7 +312,7 @@ def test_files_that_disappear(what: str, tmp_path: Path, new_recorder: NewRecord
 def _record(recorder: processes.Recorder, numbers: range) -> None:
     for number in numbers:
         recorder.returned(processes.call(recorder, number), 1, observable=False)
-    processes.wait_for(lambda: not recorder._slots.taken)
+    processes.wait_for(lambda: not recorder.slots.taken)
 
 
 def _make_disappear(what: str, log: Path) -> None:

@@ -74,7 +74,7 @@ def test_locks_that_another_thread_held_at_the_fork(tmp_path: Path, new_recorder
     held, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with recorder._slots.lock, recorder.tables._lock, session._lock:
+        with recorder.slots.lock, recorder.tables._lock, session._lock:
             held.set()
             done.wait()
 

@@ -139,7 +139,7 @@ original_append = segments.SegmentSeries.append
 
 STEPS: dict[str, tuple[object, str, Callable[..., object]]] = {
     "before the tables are made": (log_writer.LogWriter, "_open_tables", die),
-    "before table lines": (log_writer.LogWriter, "_write_lines", die),
+    "before table lines": (log_writer.LogWriter, "_write_all", die),
     "within table lines": (log_writer, "write_all", half_a_write),
     "before records": (segments.SegmentSeries, "append", die),
     "within records": (segments, "write_all", half_a_write),
@@ -160,7 +160,7 @@ def test_killed_at_each_step_of_writing(step: str, segment_bytes: int, tmp_path:
         recorder = processes.recorder(tmp_path / "log", drain_ms=5, segment_min_bytes=segment_bytes)
         for number in range(60):
             recorder.returned(processes.call(recorder, number), 1, observable=False)
-        processes.wait_for(lambda: recorder.stats()["calls"] and not recorder._slots.taken)
+        processes.wait_for(lambda: recorder.stats()["calls"] and not recorder.slots.taken)
         setattr(owner, name, replacement)  # only this child lives to see it
         for number in range(60, 200):
             recorder.returned(processes.call(recorder, number), 1, observable=False)

@@ -87,7 +87,7 @@ RECOVERY_STEPS: dict[str, tuple[object, str]] = {
     "before it is closed": (segments.WrittenSegment, "close"),
     "before the tables": (recovery, "_complete_tables"),
     "before the tables are in place": (os, "replace"),
-    "before the ring is removed": (OrphanedRing, "remove"),
+    "before the ring is removed": (ring, "remove_files"),
 }
 
 
@@ -309,7 +309,7 @@ def test_what_was_written_already_is_known_by_its_call(log: Path) -> None:
                 recorder.returned(slot, 9, observable=True)
             die()
 
-        recorder._slots.release = come_back_and_die  # type: ignore[assignment,method-assign]
+        recorder.slots.release = come_back_and_die  # type: ignore[assignment,method-assign]
         recorder.close("exit")
 
     assert processes.in_child(record) == -signal.SIGKILL

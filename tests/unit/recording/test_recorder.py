@@ -276,9 +276,7 @@ def test_two_processes_of_the_same_name(
 ) -> None:
     """In two containers, with the same rank, process number, host name and run."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    monkeypatch.setattr("commtrace.identity._agreed", lambda member: "run")
-    monkeypatch.setattr("commtrace.identity._recordings", -5)
-    monkeypatch.setattr("commtrace.identity._file_name", lambda text: text.partition("--")[0])
+    monkeypatch.setattr("commtrace.identity.agree_on_run", lambda member: "run")
     recorders = [new_recorder(tmp_path, shm=shm, segment_min_bytes=4096, drain_ms=2) for _ in range(3)]
     for number in range(300):
         recorder = recorders[number % 3]

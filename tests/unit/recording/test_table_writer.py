@@ -49,8 +49,8 @@ def test_a_copy_lies_beside_the_ring(memory: Ring) -> None:
     tables = TableWriter(memory)
     for number in range(5):
         tables.add("sites", id=number, file="ü\n")
-    assert memory.tables_path is not None
-    assert memory.tables_path.read_bytes() == b"".join(tables.lines)
+    assert memory.path is not None
+    assert memory.path.with_suffix(".jsonl").read_bytes() == b"".join(tables.lines)
     assert all(line.count(b"\n") == 1 for line in tables.lines)
 
 
