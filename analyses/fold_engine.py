@@ -288,6 +288,6 @@ def rows_of(table: pd.DataFrame) -> Iterator[Any]:
 
 
 EMPTY_BLOCK: Final = RecordBlock(
-    np.zeros(0, RECORD), RecordLabels(-1, Process(Path(), -1, -1, "", ProcessTables(), ()), {}, {})
+    np.zeros(0, RECORD), RecordLabels(-1, Process(Path(), -1, -1, "", ProcessTables(), ()), {}, {}, {})
 )
 """A block without records, from which every partial table gets its columns."""

@@ -5,19 +5,13 @@ A value that is not known is None, NaN or pandas' NA, and becomes "-".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 NOT_KNOWN: Final = "-"
 
 _BYTE_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
-# (upper bound in ns, ns per unit, unit)
-_TIME_UNITS: Final = (
-    (1_000, 1, "ns"),
-    (1_000_000, 1_000, "us"),
-    (1_000_000_000, 1_000_000, "ms"),
-    (float("inf"), 1_000_000_000, "s"),
-)
+_TIME_UNITS: Final = ("ns", "us", "ms", "s")
 
 
 def is_known(value: Any) -> bool:
@@ -36,12 +30,7 @@ def format_count(value: Any) -> str:
 
 def format_bytes(value: Any) -> str:
     """Format bytes in binary units with three digits: 1536 -> "1.50 KiB"."""
-    if not is_known(value):
-        return NOT_KNOWN
-    number, unit = float(value), 0
-    while abs(number) >= 999.5 and unit < len(_BYTE_UNITS) - 1:
-        number, unit = number / 1024, unit + 1
-    return f"{_three_digits(number, exact=unit == 0)} {_BYTE_UNITS[unit]}"
+    return _with_unit(value, 1024, _BYTE_UNITS)
 
 
 def format_power_of_two(exponent: int) -> str:
@@ -51,11 +40,7 @@ def format_power_of_two(exponent: int) -> str:
 
 def format_duration(ns: Any) -> str:
     """Format nanoseconds in the unit that suits, with three digits: 1500 -> "1.50 us"."""
-    if not is_known(ns):
-        return NOT_KNOWN
-    number = float(ns)
-    scale, unit = next((scale, unit) for bound, scale, unit in _TIME_UNITS if number < bound * 0.9995)
-    return f"{_three_digits(number / scale, exact=scale == 1)} {unit}"
+    return _with_unit(ns, 1000, _TIME_UNITS)
 
 
 def format_share(value: Any) -> str:
@@ -109,6 +94,16 @@ def parse_ranks(text: str) -> list[int]:
         first, dash, last = item.partition("-")
         ranks.update(range(int(first), int(last if dash else first) + 1))
     return sorted(ranks)
+
+
+def _with_unit(value: Any, factor: int, units: Sequence[str]) -> str:
+    """Format a number with the unit that suits; each unit is `factor` times the one before."""
+    if not is_known(value):
+        return NOT_KNOWN
+    number, unit = float(value), 0
+    while abs(number) >= 999.5 and unit < len(units) - 1:
+        number, unit = number / factor, unit + 1
+    return f"{_three_digits(number, exact=unit == 0)} {units[unit]}"
 
 
 def _three_digits(number: float, *, exact: bool) -> str:

@@ -31,16 +31,11 @@ def atomic_write(out: Path, *, force: bool = False) -> Iterator[Path]:
         yield part
         os.replace(part, out)
     except OSError as error:
+        hint = "make its folder first" if error.errno == errno.ENOENT else "give a file in a folder where you may write"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            hint = "make room, or give a file on another disk"
         reason = (error.strerror or str(error)).lower()
-        raise OutputError(f"{out}: cannot be written ({reason}); {_hint(error)}") from error
+        raise OutputError(f"{out}: cannot be written ({reason}); {hint}") from error
     finally:
         with contextlib.suppress(OSError):  # the folder does not exist, or its file system is gone
             part.unlink(missing_ok=True)
-
-
-def _hint(error: OSError) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return "make room, or give a file on another disk"
-    if error.errno == errno.ENOENT:
-        return "make its folder first"
-    return "give a file in a folder where you may write"

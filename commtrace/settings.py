@@ -8,7 +8,8 @@ from commtrace.errors import SettingsError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+    from typing import Any
 
 DEFAULT_DIRECTORY = "commtrace-logs"
 
@@ -108,54 +109,48 @@ def for_directory(directory: str | os.PathLike[str], environ: Mapping[str, str])
             if variable not in known:
                 raise SettingsError(f"{variable}={text}: no such setting; there are {', '.join(sorted(known))}")
             values[known[variable]] = _value(variable, known[variable], text)
-    settings = Settings(_absolute(directory), **values)
-    _check_directory(settings.directory)
-    return settings
+    return Settings(_checked_directory(os.fspath(directory)), **values)
 
 
-def _absolute(directory: str | os.PathLike[str]) -> str:
+def _checked_directory(directory: str) -> str:
+    """Return an absolute path. It, or its nearest existing parent, must be a writable directory."""
     try:
-        return os.path.abspath(os.path.expanduser(directory))
+        existing = absolute = os.path.abspath(os.path.expanduser(directory))
     except FileNotFoundError:
-        message = f"COMMTRACE={os.fspath(directory)}: the working directory is gone; give an absolute path"
-        raise SettingsError(message) from None
-
-
-def _check_directory(directory: str) -> None:
-    """Check that the directory, or its nearest existing parent, is a writable directory. Raises SettingsError."""
-    existing = directory
+        raise SettingsError(f"COMMTRACE={directory}: the working directory is gone; give an absolute path") from None
     while not os.path.lexists(existing) and existing != os.path.dirname(existing):
         existing = os.path.dirname(existing)
     if not os.path.isdir(existing):
-        raise SettingsError(f"COMMTRACE={directory}: {existing} is not a directory; name a directory")
+        raise SettingsError(f"COMMTRACE={absolute}: {existing} is not a directory; name a directory")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise SettingsError(f"COMMTRACE={directory}: {existing} may not be written to; name a directory that may")
-
-
-def _value(variable: str, name: str, text: str) -> object:
-    if name in _CHOICES:
-        if text not in _CHOICES[name]:
-            raise SettingsError(f"{variable}={text}: not understood; give one of {', '.join(_CHOICES[name])}")
-        return text
-    kind = FIELDS[name]
-    if kind == "str":
-        return text
-    if kind == "bool":
-        if text.lower() not in _BOOLEANS:
-            raise SettingsError(f"{variable}={text}: not understood; give 1 or 0")
-        return _BOOLEANS[text.lower()]
-    try:
-        number = float(text) if kind == "float" else _size(text)
-    except ValueError:
-        like = "a number of seconds, such as 10" if kind == "float" else "a whole number, such as 4096, 64k, 16m or 1g"
-        raise SettingsError(f"{variable}={text}: not understood; give {like}") from None
-    least, most = _LIMITS[name]
-    if not least <= number <= most:
-        raise SettingsError(f"{variable}={text}: out of range; give a number from {least} to {most}")
-    return number
+        raise SettingsError(f"COMMTRACE={absolute}: {existing} may not be written to; name a directory that may")
+    return absolute
 
 
 def _size(text: str) -> int:
     stem = text.lower().removesuffix("ib").removesuffix("b")
     unit = _UNITS.get(stem[-1:], 1)
     return int(stem[:-1] if unit > 1 else stem) * unit
+
+
+_KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "str": (str, "text"),
+    "bool": (lambda text: _BOOLEANS[text.lower()], "1 or 0"),
+    "float": (float, "a number of seconds, such as 10"),
+    "int": (_size, "a whole number, such as 4096, 64k, 16m or 1g"),
+}
+"""Type of a setting -> the function that parses it, and what it takes."""
+
+
+def _value(variable: str, name: str, text: str) -> object:
+    parse, expected = _KINDS[FIELDS[name]]
+    if name in _CHOICES and text not in _CHOICES[name]:
+        raise SettingsError(f"{variable}={text}: not understood; give one of {', '.join(_CHOICES[name])}")
+    try:
+        value = parse(text)
+    except (KeyError, ValueError):
+        raise SettingsError(f"{variable}={text}: not understood; give {expected}") from None
+    least, most = _LIMITS.get(name, (value, value))
+    if not least <= value <= most:
+        raise SettingsError(f"{variable}={text}: out of range; give a number from {least} to {most}")
+    return value

@@ -25,17 +25,9 @@ Number = Any  # a Python number or a numpy array; numpy's own types have no comm
 # depends on the algorithm. all_reduce: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002.
 _NTHS: Final[dict[str, Callable[[Number], Number]]] = {
     "all_reduce": lambda n: 2 * (n - 1),
-    "broadcast": lambda n: n - 1,
-    "reduce": lambda n: n - 1,
-    "scan": lambda n: n - 1,
-    "exscan": lambda n: n - 1,
-    "send": lambda n: n,
-    "sendrecv": lambda n: n,
-    "put": lambda n: n,
-    "accumulate": lambda n: n,
-    "recv": lambda n: 0 * n,
-    "get": lambda n: 0 * n,
-    "barrier": lambda n: 0 * n,
+    **dict.fromkeys(("broadcast", "reduce", "scan", "exscan"), lambda n: n - 1),
+    **dict.fromkeys(("send", "sendrecv", "put", "accumulate"), lambda n: n),
+    **dict.fromkeys(("recv", "get", "barrier"), lambda n: 0 * n),
 }
 
 _BUSBW: Final[dict[str, Callable[[Number], Number]]] = {

@@ -10,20 +10,15 @@ import sys
 
 _folder = os.path.dirname(os.path.abspath(__file__))
 
-
-def _run_next_sitecustomize() -> None:
-    other_folders = [path for path in sys.path if os.path.abspath(path or ".") != _folder]
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", other_folders)
-    if spec is not None and spec.loader is not None:
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["sitecustomize"] = module
-        spec.loader.exec_module(module)
-
-
 try:
     if os.environ.get("COMMTRACE", "0") not in ("", "0"):
         import commtrace.startup  # noqa: F401
 except Exception as error:  # tracing must not make a program fail
     print(f"commtrace: cannot start: {error}. The program goes on untraced.", file=sys.stderr)
 
-_run_next_sitecustomize()
+_other_folders = [path for path in sys.path if os.path.abspath(path or ".") != _folder]
+_spec = importlib.machinery.PathFinder.find_spec("sitecustomize", _other_folders)
+if _spec is not None and _spec.loader is not None:
+    _module = importlib.util.module_from_spec(_spec)
+    sys.modules["sitecustomize"] = _module
+    _spec.loader.exec_module(_module)

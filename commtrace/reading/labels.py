@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
@@ -15,7 +17,7 @@ from commtrace.volume import wire_bytes
 
 from .group_roles import role_from_description
 from .log import Log, Process
-from .table_reader import RecordedGroup, integer_or_none
+from .table_reader import ProcessTables, RecordedGroup, integer_or_none
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -24,17 +26,10 @@ UNKNOWN: Final = "unknown"
 
 # Columns of the event table that are ids in a record and text outside: the field that holds the id.
 LABEL_COLUMNS: Final = {
-    "op": "kind",
-    "variant": "kind",
-    "api": "kind",
-    "dtype": "kind",
-    "group": "group",
-    "group_ranks": "group",
-    "role": "role",  # of the group, or of its point-to-point messages (`RecordLabels.ids`)
-    "site": "site",
-    "phase": "phase",
-    "state": "state",
-    "flags": "flags",
+    **dict.fromkeys(("op", "variant", "api", "dtype"), "kind"),
+    **dict.fromkeys(("group", "group_ranks"), "group"),
+    # role: of the group, or of its point-to-point messages (`RecordLabels.ids`)
+    **{name: name for name in ("role", "site", "phase", "state", "flags")},
 }
 _MESSAGES: Final = 1 << 32
 """Added to the id of a group for the role of its point-to-point messages."""
@@ -62,18 +57,14 @@ class RecordLabels:
     """
 
     def __init__(
-        self,
-        number: int,
-        process: Process,
-        roles: Mapping[RecordedGroup, str],
-        files: Mapping[str, str],
-        message_roles: Mapping[RecordedGroup, str] | None = None,
-    ) -> None:
+        self, number: int, process: Process, roles: Mapping[RecordedGroup, str], files: Mapping[str, str],
+        message_roles: Mapping[RecordedGroup, str],
+    ) -> None:  # fmt: skip
         self.number = number
         self.rank = process.rank
         tables = process.tables
-        moments = [integer_or_none(tables.process.get(name)) for name in ("unix_ns", "mono_ns")]
-        self.unix_minus_mono_ns = None if moments[0] is None or moments[1] is None else moments[0] - moments[1]
+        unix, mono = (integer_or_none(tables.process.get(name)) for name in ("unix_ns", "mono_ns"))
+        self.unix_minus_mono_ns = None if unix is None or mono is None else unix - mono
         self._ids: dict[str, Array] = {}
         self._labels: dict[str, Array] = {}
         kinds, groups, sites = tables.kinds, tables.groups, {0: None, **tables.sites}
@@ -82,11 +73,8 @@ class RecordLabels:
         self._add("group", "group", {number: group_label(group) for number, group in groups.items()})
         self._add("group", "group_ranks", {number: format_ranks(group.ranks) for number, group in groups.items()})
         group_roles = {number: roles.get(group, UNKNOWN) for number, group in groups.items()}
-        message_ids = {
-            number | _MESSAGES: message_roles[group]
-            for number, group in groups.items()
-            if message_roles and group in message_roles
-        }
+        of_messages = [(number, message_roles[group]) for number, group in groups.items() if group in message_roles]
+        message_ids = {number | _MESSAGES: role for number, role in of_messages}
         self._add("role", "role", group_roles | message_ids)
         site_labels = {
             id_: "" if site is None else f"{files.get(site.file, site.file)}:{site.line} {site.function}".rstrip()
@@ -98,7 +86,7 @@ class RecordLabels:
         self._add("flags", "flags", dict(enumerate(_FLAGS)))
         self._sizes = np.array([len(groups[number].ranks) for number in sorted(groups)] + [0])
         self._operations, self._operation = np.unique(self._labels["op"].astype(str), return_inverse=True)
-        self._message_groups = np.array([number ^ _MESSAGES for number in message_ids], np.int64)
+        self._message_groups = np.array([number for number, _ in of_messages], np.int64)
         self._point_to_point = np.isin(self._labels["op"].astype(str), _POINT_TO_POINT)
 
     def _add(self, field: str, column: str, labels: Mapping[int, str]) -> None:
@@ -129,13 +117,11 @@ class RecordLabels:
 
     def text(self, column: str, ids: Array) -> Array:
         """Return the labels of ids, shape (n,), in a column of LABEL_COLUMNS."""
-        labels: Array = self._labels[column][self.index(LABEL_COLUMNS[column], ids)]
-        return labels
+        return np.asarray(self._labels[column][self.index(LABEL_COLUMNS[column], ids)])
 
     def group_sizes(self, groups: Array) -> Array:
         """Return the sizes of groups, given by id; 0 where a size is not known."""
-        sizes: Array = self._sizes[self.index("group", groups)]
-        return sizes
+        return np.asarray(self._sizes[self.index("group", groups)])
 
     def by_operation(self, kinds: Array) -> Iterator[tuple[str, Array]]:
         """Yield each operation among kinds, with the positions of its kinds."""
@@ -152,13 +138,10 @@ class RecordLabels:
         sizes[sizes == 0] = np.nan
         peer_is_self = (records["peer"] == self.rank) & (self.rank >= 0)
         for op, at in self.by_operation(records["kind"]):
-            to_self = peer_is_self[at] if op in ("send", "sendrecv", "put", "accumulate") else 0
-            try:
-                result[at] = wire_bytes(
-                    op, payload[at], local[at], sizes[at], is_root=peer_is_self[at], to_self=to_self
-                )
-            except ValueError:  # an operation without a wire rule
-                continue
+            is_peer = peer_is_self[at]
+            to_self = is_peer if op in ("send", "sendrecv", "put", "accumulate") else 0
+            with suppress(ValueError):  # an operation without a wire rule
+                result[at] = wire_bytes(op, payload[at], local[at], sizes[at], is_root=is_peer, to_self=to_self)
         return result
 
 
@@ -170,38 +153,31 @@ def group_label(group: RecordedGroup) -> str:
 
 def short_paths(files: Iterable[str]) -> dict[str, str]:
     """Shorten each path to the part below its package; two paths that would become equal stay as they are."""
-    short = {file: _short_path(file) for file in files}
+    short = {}
+    for file in files:
+        path = file.replace("\\", "/")
+        package = re.fullmatch(r"(?:.*/)?(?:site|dist)-packages/(.+)", path)
+        short[file] = package[1] if package else "/".join(path.split("/")[-2:])
     count = Counter(short.values())
     return {file: name if count[name] == 1 else file for file, name in short.items()}
-
-
-def _short_path(file: str) -> str:
-    parts = file.replace("\\", "/").split("/")
-    for mark in ("site-packages", "dist-packages"):
-        if mark in parts[:-1]:
-            return "/".join(parts[len(parts) - parts[::-1].index(mark) :])
-    return "/".join(parts[-2:])
 
 
 def roles_of(log: Log) -> dict[RecordedGroup, str]:
     """Return the role of each group: as a rank recorded it, else by its description, else by its ranks."""
     roles: dict[RecordedGroup, str] = {}
     all_ranks = tuple(range(log.world_size)) if log.world_size else None
-    groups = [
-        (process.tables, number, group) for process in log.processes for number, group in process.tables.groups.items()
-    ]
-    for tables, number, group in groups:
-        recorded = tables.roles.get(number)
-        if len(group.ranks) == 1:
-            roles[group] = "self"
-        elif recorded in ROLES:
-            roles.setdefault(group, recorded)
-    for tables, number, group in groups:
-        described = role_from_description(tables.descriptions.get(number, ""))
-        if described is not None:
-            roles.setdefault(group, described)
-    for _, _, group in groups:
-        roles.setdefault(group, "world" if group.ranks == all_ranks else UNKNOWN)
+    all_tables = [process.tables for process in log.processes]
+    groups = [(tables, number, group) for tables in all_tables for number, group in tables.groups.items()]
+    sources: tuple[Callable[[ProcessTables, int, RecordedGroup], str | None], ...] = (
+        lambda tables, number, group: "self" if len(group.ranks) == 1 else tables.roles.get(number),
+        lambda tables, number, group: role_from_description(tables.descriptions.get(number, "")),
+        lambda tables, number, group: "world" if group.ranks == all_ranks else UNKNOWN,
+    )
+    for source in sources:
+        for tables, number, group in groups:
+            role = source(tables, number, group)
+            if role in ROLES:
+                roles.setdefault(group, role)
     return roles
 
 

@@ -16,6 +16,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -111,7 +112,10 @@ def _find_runs(path: Path, notes: list[Note]) -> dict[Path, list[Path]]:
     """Return the run folders at or below `path`, each with its host folders."""
     names = _list_folder(path, [])
     if names is None:
-        raise LogError(_describe_unusable(path))
+        if path.is_dir():
+            raise LogError(f"{path}: may not be read; ask its owner for read permission")
+        what = "not a directory" if os.path.lexists(path) else "no such directory"
+        raise LogError(f"{path}: {what}; pass the directory that COMMTRACE was set to, or the folder of a run in it")
     if any(map(_is_log_file, names)):
         return {path.parent: [path]}
     runs: dict[Path, list[Path]] = {}
@@ -120,13 +124,9 @@ def _find_runs(path: Path, notes: list[Note]) -> dict[Path, list[Path]]:
         if any(map(_is_log_file, names)):
             runs.setdefault(path, []).append(child)
             continue
-        hosts = [
-            host
-            for host in sorted(child / name for name in names)
-            if any(map(_is_log_file, _list_folder(host, notes) or ()))
-        ]
-        if hosts:
-            runs[child] = hosts
+        for host in sorted(child / name for name in names):
+            if any(map(_is_log_file, _list_folder(host, notes) or ())):
+                runs.setdefault(child, []).append(host)
     return runs
 
 
@@ -145,18 +145,9 @@ def _is_log_file(name: str) -> bool:
     return bool(_TABLES.fullmatch(name) or _SEGMENT.fullmatch(name))
 
 
-def _describe_unusable(path: Path) -> str:
-    if not os.path.lexists(path):
-        return f"{path}: no such directory; pass the directory that COMMTRACE was set to"
-    if not path.is_dir():
-        return f"{path}: not a directory; pass the directory that COMMTRACE was set to, or the folder of a run in it"
-    return f"{path}: may not be read; ask its owner for read permission"
-
-
 def _describe_no_log(path: Path, notes: list[Note]) -> str:
     if notes:
-        cause = f"{notes[0].path}: {notes[0].what}"
-        return f"{path}: no readable log in it ({cause}); ask its owner for read permission"
+        return f"{path}: no readable log in it ({notes[0].path}: {notes[0].what}); ask its owner for read permission"
     for file in sorted(path.glob("*/*/*/rank*")):
         if _is_log_file(file.name):
             return f"{path}: no log in it, but in {file.parent.parent.parent}; give that directory"
@@ -167,13 +158,10 @@ def _start_time(folder: Path, hosts: list[Path]) -> int:
     """Return the wall-clock time when a run began, in ns: of the first process that recorded it, else of the folder."""
     for host in hosts:
         for name in sorted(filter(_TABLES.fullmatch, _list_folder(host, []) or ())):
-            try:
-                with open(host / name, "rb") as file:
-                    started = integer_or_none(json.loads(file.readline(1 << 20))["unix_ns"])
-            except (OSError, KeyError, TypeError, ValueError, RecursionError):
-                continue
-            if started is not None:
-                return started
+            with suppress(OSError, KeyError, TypeError, ValueError, RecursionError), open(host / name, "rb") as file:
+                started = json.loads(file.readline(1 << 20))["unix_ns"]
+                if type(started) is int:
+                    return started
     return folder.stat().st_mtime_ns
 
 

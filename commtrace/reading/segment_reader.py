@@ -47,12 +47,8 @@ class Segment:
                 file.seek(self.offset)
                 for begin in range(0, self.count, size):
                     wanted = min(size, self.count - begin) * RECORD.itemsize
-                    data: memoryview | bytes
-                    if memory is None:
-                        data = file.read(wanted)
-                    else:
-                        block = memoryview(memory)[:wanted]
-                        data = block[: file.readinto(block)]
+                    block = memoryview(bytearray(wanted) if memory is None else memory)[:wanted]
+                    data = block[: file.readinto(block)]
                     records = np.frombuffer(data, RECORD, len(data) // RECORD.itemsize)
                     filled = records["state"] != State.FREE
                     yield records if filled.all() else records[filled]
@@ -84,8 +80,13 @@ def inspect_segment(path: Path) -> tuple[Segment | None, list[Note]]:
     except ValueError as error:
         return None, [Note("foreign", path, str(error), "it is left out")]
     count, rest = divmod(size - offset, RECORD.itemsize)
-    segment = Segment(path, offset, count)
-    return segment, _length_notes(segment, None if path.suffix == ".open" else stated, rest)
+    segment, is_closed = Segment(path, offset, count), path.suffix != ".open"
+    if is_closed and count != stated:
+        what, consequence = f"the header states {stated:,} records, {count:,} are there", "all were read"
+        if count < stated:
+            what, consequence = f"cut after {count:,} of {stated:,} records", f"{stated - count:,} are missing"
+        return segment, [Note("cut", path, what, consequence)]
+    return segment, [Note("cut", path, "cut within its last record", "that record is missing")] if rest else []
 
 
 def _read_header(file: BinaryIO) -> int:
@@ -107,12 +108,3 @@ def _read_header(file: BinaryIO) -> int:
     if dtype != RECORD or len(shape) != 1:
         raise ValueError("an .npy file of something other than records")
     return int(shape[0])
-
-
-def _length_notes(segment: Segment, stated: int | None, rest: int) -> list[Note]:
-    path, count = segment.path, segment.count
-    if stated is not None and count < stated:
-        return [Note("cut", path, f"cut after {count:,} of {stated:,} records", f"{stated - count:,} are missing")]
-    if stated is not None and count > stated:
-        return [Note("cut", path, f"the header states {stated:,} records, {count:,} are there", "all were read")]
-    return [Note("cut", path, "cut within its last record", "that record is missing")] if rest else []

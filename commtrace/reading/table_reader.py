@@ -95,9 +95,8 @@ def _natural(value: object) -> int:
 
 
 def _group(row: Row) -> RecordedGroup:
-    return RecordedGroup(
-        tuple(sorted(_natural(rank) for rank in row["ranks"])), str(row.get("name") or ""), int(row.get("index") or 0)
-    )
+    ranks = tuple(sorted(map(_natural, row["ranks"])))
+    return RecordedGroup(ranks, str(row.get("name") or ""), int(row.get("index") or 0))
 
 
 # Tables of numbered rows: (key of the number, function that reads a row).
@@ -108,7 +107,6 @@ _ROWS: Final[dict[str, tuple[str, Callable[[Row], object]]]] = {
     "message_roles": ("group", lambda row: str(row["role"])),
     "sites": ("id", lambda row: Site(str(row["file"]), int(row.get("line") or 0), str(row.get("function") or ""))),
 }
-
 
 _ALL_UNKNOWN: Final = "operations, groups and sites of its records are unknown"
 

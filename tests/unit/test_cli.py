@@ -52,7 +52,8 @@ def test_an_error_is_one_line_and_status_1(tmp_path: Path, capsys: pytest.Captur
     assert main(["report", str(tmp_path / "none")]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == f"commtrace: {tmp_path / 'none'}: no such directory; pass the directory that COMMTRACE was set to\n"
+    message = "no such directory; pass the directory that COMMTRACE was set to, or the folder of a run in it"
+    assert err == f"commtrace: {tmp_path / 'none'}: {message}\n"
 
 
 def test_a_newer_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
