@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.diff.run_calls import OwnCalls, matches
+from commtrace.analyses.diff.run_calls import OwnCalls, is_own
 from commtrace.analyses.fold_engine import Analysis, NamedTables, rows_of
 from commtrace.analyses.reconciliation import EXPECTED
 from commtrace.analyses.reconciliation.causes import OTHER_PIECES, PROGRAM_CAUSES, path_in_packages
@@ -64,8 +64,8 @@ def declare_own(analysis: Analysis, patterns: Sequence[str]) -> Analysis:
     """Return the analysis `reconciliation` without the calls of these call sites, which its table `declared` has."""
 
     def finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
-        sites = table["site"].map(path_in_packages)
-        declared = np.array([any(matches(pattern, site) for pattern in patterns) for site in sites], bool)
+        places = [*zip(table["phase"], table["site"].map(path_in_packages), strict=True)]
+        declared = np.array([any(is_own(pattern, *place) for pattern in patterns) for place in places], bool)
         ranks = table["process"].map(dict(enumerate(process.rank for process in run.processes)))
         calls = table.assign(rank=ranks, sites=table["site"]).loc[declared]
         calls = calls.rename(columns={"calls": "measured_calls", "payload_bytes": "measured_bytes"})

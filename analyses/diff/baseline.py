@@ -1,4 +1,4 @@
-"""Baseline: a text file with the expected calls of a run, by ranks that communicate alike, for version control.
+"""Baseline: a text file with the expected calls of a run, by ranks and steps that are alike, for version control.
 
     commtrace-baseline 1
     # calls operation bytes type reduction phase dimension group peer call-site
@@ -6,21 +6,24 @@
     version torch 2.13.0
     own train.py log_loss
 
-    ranks 0-7
-     start-up
-      1 broadcast 1024 float32 - init data 8 root=0 torch/distributed/utils.py _sync_params_and_buffers
-      order data 8 3f9a1c27be01
-     steps 0-4,6-9
-      1 all_reduce 26214400 float32 sum backward data 8 - train.py main
-      ...
+    ranks 0-7 start-up
+     1 broadcast 1024 float32 - init data 8 root=0 torch/distributed/utils.py _sync_params_and_buffers
+     order data 8 3f9a1c27be01
 
-`own` lines are patterns of call sites that are not compared. `order` lines have a digest of the order of the calls in a
-group. The same run always makes the same file: there are no times and no absolute paths in it.
+    ranks 0-7 steps 0-4,6-9
+     1 all_reduce 26214400 float32 sum backward data 8 - train.py main
+     ...
+
+Ranks and steps with equal calls are written once; several `ranks` lines may stand above the calls. `own` lines are
+patterns of call sites that are not compared. `order` lines have a digest of the order of the calls in a group. The same
+run always makes the same file: there are no times and no absolute paths in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -28,7 +31,7 @@ from typing import Final
 from commtrace.errors import CommtraceError
 from commtrace.formatting import format_ranks, parse_ranks
 
-from .run_calls import Call, CallKey, RankCalls, RunCalls, StepCalls, matches
+from .run_calls import Call, CallKey, RankCalls, RunCalls, StepCalls, is_own
 
 _HEAD: Final = "commtrace-baseline 1"
 _COLUMNS: Final = "# calls operation bytes type reduction phase dimension group peer call-site"
@@ -63,7 +66,7 @@ def to_text(run: RunCalls, own: Sequence[str]) -> str:
     if incomplete or not run.ranks or (missing and not run.partial):
         reason = f"rank {format_ranks(incomplete or missing)} lost records, did not end in order or left no log"
         raise BaselineError(f"{run.name}: no baseline can be made, because {reason}; give a complete run")
-    return "\n".join([*_head(run, own), *_classes(run)]) + "\n"
+    return "\n".join([*_head(run, own), *_blocks(run)]) + "\n"
 
 
 def _head(run: RunCalls, own: Sequence[str]) -> Iterator[str]:
@@ -74,26 +77,27 @@ def _head(run: RunCalls, own: Sequence[str]) -> Iterator[str]:
     yield from (f"own {pattern}" for pattern in sorted({*own}))
 
 
-def _classes(run: RunCalls) -> Iterator[str]:
-    classes: dict[tuple[tuple[int, int], ...], list[int]] = {}
+def _blocks(run: RunCalls) -> Iterator[str]:
+    """Yield the lines of each distinct step, by its first step and rank."""
+    places: dict[StepCalls, list[tuple[int, int]]] = defaultdict(list)
     for rank, calls in sorted(run.ranks.items()):
-        classes.setdefault(tuple((step, id(content)) for step, content in sorted(calls.steps.items())), []).append(rank)
-    for ranks in classes.values():
-        yield from ("", f"ranks {format_ranks(ranks)}")
-        places: dict[StepCalls, list[int]] = {}
-        for step, content in sorted(run.ranks[ranks[0]].steps.items()):
-            places.setdefault(content, []).append(step)
-        for content, steps in places.items():
-            training = format_ranks(step for step in steps if step >= 0)
-            yield from ([f" {_START_UP}"] * (steps[0] < 0)) + ([f" steps {training}"] * bool(training))
-            yield from _step_lines(content)
-
-
-def _step_lines(content: StepCalls) -> Iterator[str]:
-    for (key, site), count in sorted(content.counts.items()):
-        yield f"  {count} {' '.join(map(str, key))} {site}"
-    for (role, group), digest in sorted(content.orders.items()):
-        yield f"  order {role} {group} {digest}"
+        for step, content in sorted(calls.steps.items()):
+            places[content].append((step, rank))
+    for content, where in sorted(places.items(), key=lambda item: min(item[1])):
+        yield ""
+        by_steps: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for rank, pairs in itertools.groupby(where, lambda place: place[1]):
+            by_steps[tuple(step for step, _ in pairs)].append(rank)
+        for steps, ranks in sorted(by_steps.items()):
+            training = [step for step in steps if step >= 0]
+            if steps[0] < 0:
+                yield f"ranks {format_ranks(ranks)} {_START_UP}"
+            if training:
+                yield f"ranks {format_ranks(ranks)} steps {format_ranks(training)}"
+        for (key, site), count in sorted(content.counts.items()):
+            yield f" {count} {' '.join(map(str, key))} {site}"
+        for (role, group), digest in sorted(content.orders.items()):
+            yield f" order {role} {group} {digest}"
 
 
 def read_baseline(path: Path, own: Sequence[str] = ()) -> Baseline:
@@ -124,7 +128,7 @@ def read_baseline(path: Path, own: Sequence[str] = ()) -> Baseline:
             ) from None
     patterns = [*parser.own, *own]
     for call in parser.calls:
-        if pattern := next((pattern for pattern in patterns if matches(pattern, call.site)), None):
+        if pattern := next((pattern for pattern in patterns if is_own(pattern, call.key.phase, call.site)), None):
             raise BaselineError(
                 f"{path}: has calls of {call.site}, which {pattern!r} declares as the program's own; "
                 f"write the file anew: commtrace check DIR --update-baseline {path} --own '{pattern}'"
@@ -138,18 +142,15 @@ class _Parser:
         self.calls: set[Call] = set()
         self._world_size: int | None = None
         self._facts: dict[str, str] = {}
-        self._classes: list[tuple[list[int], dict[int, StepCalls]]] = []
+        self._ranks: dict[int, dict[int, StepCalls]] = defaultdict(dict)
         self._counts: dict[Call, int] = {}
         self._orders: dict[tuple[str, str], str] = {}
-        self._same_step = False
 
     def read(self, line: str) -> None:
         """Read a line below the head."""
         word, _, rest = line.strip().partition(" ")
-        if word in (_START_UP, "steps"):
-            self._add_step([-1] if word == _START_UP else parse_ranks(rest))
-        elif word == "ranks":
-            self._classes.append((parse_ranks(rest), {}))
+        if word == "ranks":
+            self._add_place(*rest.split())
         elif word == "own":
             self.own.append(rest)
         elif word == "world-size":
@@ -165,19 +166,19 @@ class _Parser:
             call = Call(CallKey(op, int(payload), dtype, reduce_op, phase, role, group, peer), site)
             self._counts[call] = int(word)
             self.calls.add(call)
-        self._same_step = word in (_START_UP, "steps")
 
-    def _add_step(self, steps: Sequence[int]) -> None:
-        if not self._same_step:  # start-up and steps may have equal calls
+    def _add_place(self, ranks: str, what: str, steps: str = "") -> None:
+        if self._counts or not self._ranks:  # the first place of a block
             self._counts, self._orders = {}, {}
             self._content = StepCalls(self._counts, self._orders)
-        self._classes[-1][1].update(dict.fromkeys(steps, self._content))
+        if what not in ("steps", _START_UP):
+            raise ValueError(what)
+        for rank in parse_ranks(ranks):
+            self._ranks[rank] |= dict.fromkeys([-1] if what == _START_UP else parse_ranks(steps), self._content)
 
     def run(self, name: str) -> RunCalls:
         """Return the run that was read."""
-        ranks: Mapping[int, RankCalls] = {
-            rank: calls for ranks, steps in self._classes for calls in [RankCalls(steps)] for rank in ranks
-        }
+        ranks = {rank: RankCalls(steps) for rank, steps in self._ranks.items()}
         facts = self._facts | ({"world size": str(self._world_size)} if self._world_size else {})
         partial = self._world_size is not None and len(ranks) < self._world_size
         return RunCalls(name, ranks, self._world_size, partial, facts)

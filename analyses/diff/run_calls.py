@@ -208,7 +208,7 @@ def read_calls(run: RecordedRun, catalog: CallCatalog, own: Sequence[str] = ()) 
     Args:
         run: The run.
         catalog: The catalog of all runs that this one is compared with.
-        own: Patterns of call sites (`matches`) whose calls are the program's own, and are left out.
+        own: Patterns of call sites (`is_own`) whose calls are the program's own, and are left out.
     """
     reader = _Reader(run, catalog, own)
     ranks: dict[int, RankCalls] = {}
@@ -308,7 +308,7 @@ class _Reader:
 
     def _number(self, call: Call, line: str, rank: int, count: int, size: int) -> int:
         """Return the number of a call, -1 for one of the program's own."""
-        if any(matches(pattern, text) for pattern in self._patterns for text in (call.site, line)):
+        if any(is_own(pattern, call.key.phase, site) for pattern in self._patterns for site in (call.site, line)):
             own = line or call.site, call.key.op
             calls, total = self.own.get(own, (0, 0))
             self.own[own] = calls + count, total + size
@@ -318,9 +318,12 @@ class _Reader:
         return self._catalog.number(call)
 
 
-def matches(pattern: str, site: str) -> bool:
-    """Return whether a pattern of the shell (`*`, `?`), or a part of a name, is found in a call site."""
-    return fnmatchcase(site, f"*{pattern}*")
+def is_own(pattern: str, phase: str, site: str) -> bool:
+    """Return whether a pattern of the shell (`*`, `?`), or a part of a name, declares a call as the program's own.
+
+    Calls in backward never are: those of DDP have the call site of the program's `backward()`.
+    """
+    return phase != "backward" and fnmatchcase(site, f"*{pattern}*")
 
 
 def site_name(site: Site) -> str:
