@@ -6,7 +6,8 @@ that equal their defaults are not passed to a kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -20,19 +21,13 @@ Tensor = torch.Tensor
 # one is made for every call.
 Size = tuple[int, int, bool]
 
-# (arguments, group size, rank in the group) -> Size
-Rule = Callable[[Sequence[Any], int, int], Size]
-
-# Positions of the arguments by name -> Rule
-MakeRule = Callable[[Mapping[str, int]], Rule]
-
 
 class Form(NamedTuple):
     """How an operator's payload is measured. The native recorder implements each kind as well (plan.h)."""
 
     kind: str
+    measure: Callable[..., Size]  # (*positions of `about`, arguments, group size, rank in the group)
     about: tuple[str, ...]  # names of the arguments that it depends on
-    make_rule: MakeRule
 
 
 def nbytes(tensor: Tensor) -> int:
@@ -52,102 +47,57 @@ def _is_uneven(lists: Sequence[Sequence[Tensor]]) -> bool:
     return any(len({part.numel() for part in parts}) > 1 for parts in lists)
 
 
-def _buffers(name: str) -> Form:
-    """Measure a list of tensors as the payload, without a share of this rank."""
+def _rooted(i: int, args: Sequence[Any], n: int, rank: int) -> Size:
+    own = _total(args[i])
+    return n * own, own, False  # all shares of gather and scatter must be equal
 
-    def rule(at: Mapping[str, int]) -> Rule:
-        i = at[name]
-        return lambda args, n, rank: (_total(args[i]), 0, False)
 
-    return Form("buffers", (name,), rule)
+def _all_to_all(i: int, j: int, args: Sequence[Any], n: int, rank: int) -> Size:
+    tensors = args[i]
+    own = nbytes(tensors[rank]) if rank < len(tensors) else 0
+    return _total(tensors), own, _is_uneven((tensors, args[j]))
+
+
+def _all_to_all_single(i: int, inputs: int, outputs: int, args: Sequence[Any], n: int, rank: int) -> Size:
+    tensor, sent, received = args[i], args[inputs], args[outputs]
+    payload = nbytes(tensor)
+    uneven = len(set(sent)) > 1 or len(set(received)) > 1
+    if not sent:
+        return payload, payload // n, uneven
+    rows = tensor.shape[0]  # splits count rows, whatever their length
+    return payload, payload // rows * sent[rank] if rows else 0, uneven
+
+
+# A list of tensors, without a share of this rank.
+_BUFFERS: Final = Form("buffers", lambda i, args, n, rank: (_total(args[i]), 0, False), ("tensors",))
+_NOTHING: Final = Form("nothing", lambda args, n, rank: (0, 0, False), ())
 
 
 def _pair(payload: str, share: str) -> Form:
     """Measure one tensor as the payload, another as this rank's share of it."""
-
-    def rule(at: Mapping[str, int]) -> Rule:
-        i, j = at[payload], at[share]
-        return lambda args, n, rank: (nbytes(args[i]), nbytes(args[j]), False)
-
-    return Form("pair", (payload, share), rule)
+    return Form("pair", lambda i, j, args, n, rank: (nbytes(args[i]), nbytes(args[j]), False), (payload, share))
 
 
 def _pairs(payload: str, share: str) -> Form:
     """Measure as `_pair`, with a list of tensors for each."""
-
-    def rule(at: Mapping[str, int]) -> Rule:
-        i, j = at[payload], at[share]
-        return lambda args, n, rank: (_total(args[i]), _total(args[j]), False)
-
-    return Form("pair", (payload, share), rule)
+    return Form("pair", lambda i, j, args, n, rank: (_total(args[i]), _total(args[j]), False), (payload, share))
 
 
 def _lists(payload: str, share: str) -> Form:
     """Measure lists of tensors, one per rank, as the payload."""
 
-    def rule(at: Mapping[str, int]) -> Rule:
-        i, j = at[payload], at[share]
-        return lambda args, n, rank: (sum(map(_total, args[i])), _total(args[j]), _is_uneven(args[i]))
+    def measure(i: int, j: int, args: Sequence[Any], n: int, rank: int) -> Size:
+        return sum(map(_total, args[i])), _total(args[j]), _is_uneven(args[i])
 
-    return Form("lists", (payload, share), rule)
-
-
-def _rooted(share: str) -> Form:
-    """Measure gather and scatter by this rank's share: shares must be equal, so the payload is n of them."""
-
-    def rule(at: Mapping[str, int]) -> Rule:
-        i = at[share]
-
-        def measure(args: Sequence[Any], n: int, rank: int) -> Size:
-            own = _total(args[i])
-            return n * own, own, False
-
-        return measure
-
-    return Form("rooted", (share,), rule)
+    return Form("lists", measure, (payload, share))
 
 
-def _all_to_all_single(at: Mapping[str, int]) -> Rule:
-    i, inputs, outputs = at["input"], at["input_split_sizes"], at["output_split_sizes"]
-
-    def measure(args: Sequence[Any], n: int, rank: int) -> Size:
-        tensor, sent, received = args[i], args[inputs], args[outputs]
-        payload = nbytes(tensor)
-        uneven = len(set(sent)) > 1 or len(set(received)) > 1
-        if not sent:
-            return payload, payload // n, uneven
-        rows = tensor.shape[0]  # splits count rows, whatever their length
-        return payload, payload // rows * sent[rank] if rows else 0, uneven
-
-    return measure
-
-
-def _all_to_all(at: Mapping[str, int]) -> Rule:
-    i, j = at["input_tensors"], at["output_tensors"]
-
-    def measure(args: Sequence[Any], n: int, rank: int) -> Size:
-        tensors = args[i]
-        own = nbytes(tensors[rank]) if rank < len(tensors) else 0
-        return _total(tensors), own, _is_uneven((tensors, args[j]))
-
-    return measure
-
-
-def _nothing(at: Mapping[str, int]) -> Rule:
-    return lambda args, n, rank: (0, 0, False)
-
-
-_TO_ALL: Final = Form("all_to_all", ("input_tensors", "output_tensors"), _all_to_all)
-_TO_ALL_SINGLE: Final = Form(
-    "all_to_all_single", ("input", "input_split_sizes", "output_split_sizes"), _all_to_all_single
-)
-_NOTHING: Final = Form("nothing", (), _nothing)
-
+# Operator -> (operation, form).
 _RULES: Final[dict[str, tuple[str, Form]]] = {
-    "allreduce_": ("all_reduce", _buffers("tensors")),
-    "allreduce_coalesced_": ("all_reduce", _buffers("tensors")),
-    "broadcast_": ("broadcast", _buffers("tensors")),
-    "reduce_": ("reduce", _buffers("tensors")),
+    "allreduce_": ("all_reduce", _BUFFERS),
+    "allreduce_coalesced_": ("all_reduce", _BUFFERS),
+    "broadcast_": ("broadcast", _BUFFERS),
+    "reduce_": ("reduce", _BUFFERS),
     "allgather_": ("all_gather", _lists("output_tensors", "input_tensors")),
     "_allgather_base_": ("all_gather", _pair("output_tensor", "input_tensor")),
     "allgather_coalesced_": ("all_gather", _lists("output_lists", "input_list")),
@@ -155,13 +105,16 @@ _RULES: Final[dict[str, tuple[str, Form]]] = {
     "reduce_scatter_": ("reduce_scatter", _lists("input_tensors", "output_tensors")),
     "_reduce_scatter_base_": ("reduce_scatter", _pair("input_tensor", "output_tensor")),
     "reduce_scatter_tensor_coalesced_": ("reduce_scatter", _pairs("inputs", "outputs")),
-    "alltoall_": ("all_to_all", _TO_ALL),
-    "alltoall_base_": ("all_to_all", _TO_ALL_SINGLE),
-    "gather_": ("gather", _rooted("input_tensors")),
-    "scatter_": ("scatter", _rooted("output_tensors")),
-    "send": ("send", _buffers("tensors")),
-    "recv_": ("recv", _buffers("tensors")),
-    "recv_any_source_": ("recv", _buffers("tensors")),
+    "alltoall_": ("all_to_all", Form("all_to_all", _all_to_all, ("input_tensors", "output_tensors"))),
+    "alltoall_base_": (
+        "all_to_all",
+        Form("all_to_all_single", _all_to_all_single, ("input", "input_split_sizes", "output_split_sizes")),
+    ),
+    "gather_": ("gather", Form("rooted", _rooted, ("input_tensors",))),
+    "scatter_": ("scatter", Form("rooted", _rooted, ("output_tensors",))),
+    "send": ("send", _BUFFERS),
+    "recv_": ("recv", _BUFFERS),
+    "recv_any_source_": ("recv", _BUFFERS),
     "barrier": ("barrier", _NOTHING),
     "monitored_barrier_": ("barrier", _NOTHING),
 }
@@ -187,14 +140,14 @@ class Operator:
     variant: str
     op: str
     overload: Any
-    measure: Rule
-    group_at: int | None
-    async_at: int | None
-    reduce_op_at: int | None
-    peer_at: int | None
-    tag_at: int | None
-    output_at: int
-    sample_at: int
+    measure: Callable[[Sequence[Any], int, int], Size]  # (arguments, group size, rank in the group)
+    group_at: int | None = None
+    async_at: int | None = None
+    reduce_op_at: int | None = None
+    peer_at: int | None = None
+    tag_at: int | None = None
+    output_at: int = 0
+    sample_at: int = 0
     form: str = ""  # the kind of its Form
     about: tuple[int, ...] = ()  # positions of the arguments that the form depends on
     reduce_op: str | None = None  # the reduction of an operator that has only one; None: it is an argument
@@ -230,13 +183,18 @@ def _flat(value: Any) -> Iterator[Tensor]:
             yield from _flat(item)
 
 
+def operator_names(namespace: str) -> list[str]:
+    """Return the names of a namespace's operators, without overloads."""
+    qualified = (name.partition(".")[0].split("::") for name in torch._C._dispatch_get_all_op_names())
+    return sorted({name for space, name in qualified if space == namespace})
+
+
 def known_operators() -> tuple[list[Operator], list[str]]:
     """Return the operators to hook, and the names of those that this version of commtrace does not know."""
-    names = {
-        name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")
-    }
     operators, unknown = [], []
-    for name in sorted(names - IGNORED):
+    for name in operator_names("c10d"):
+        if name in IGNORED:
+            continue
         operator = _describe(name) if name in _RULES else None
         if operator is None:
             unknown.append(f"c10d::{name}")
@@ -255,13 +213,6 @@ def shared_memory_all_reduce() -> Operator | None:
         op="all_reduce",
         overload=overload,
         measure=lambda args, n, rank: (nbytes(args[0]), 0, False),
-        group_at=None,
-        async_at=None,
-        reduce_op_at=None,
-        peer_at=None,
-        tag_at=None,
-        output_at=0,
-        sample_at=0,
         reduce_op="SUM",
         blocking=True,
     )
@@ -272,7 +223,7 @@ def _describe(name: str) -> Operator | None:
     overload = getattr(torch.ops.c10d, name).default
     at = {argument.name: i for i, argument in enumerate(overload._schema.arguments)}
     try:
-        rule, group_at = form.make_rule(at), at["process_group"]
+        about, group_at = tuple(at[argument] for argument in form.about), at["process_group"]
         sample_at = at[_SAMPLE_OF[name]] if name in _SAMPLE_OF else next(at[n] for n in _SAMPLES if n in at)
     except (KeyError, StopIteration):
         return None  # this torch has other argument names
@@ -280,9 +231,9 @@ def _describe(name: str) -> Operator | None:
         variant=name,
         op=op,
         overload=overload,
-        measure=rule,
+        measure=functools.partial(form.measure, *about),
         form=form.kind,
-        about=tuple(at[argument] for argument in form.about),
+        about=about,
         group_at=group_at,
         async_at=at.get("async_op"),
         reduce_op_at=at.get("reduce_op"),
