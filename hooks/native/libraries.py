@@ -18,6 +18,8 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -40,28 +42,23 @@ class Flags(NamedTuple):
     link: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
 class Library:
-    """A compiled library in the user's cache."""
+    """A compiled library in the user's cache. Nothing is read or imported before it is used.
 
-    def __init__(
-        self,
-        name: str,
-        sources: Sequence[str],
-        headers: Sequence[str],
-        versions: Callable[[], Sequence[object]] = tuple,
-        flags: Callable[[], Flags] = Flags,
-    ) -> None:
-        """Describe a library. Nothing is read or imported before it is used.
+    Attributes:
+        name: Name of the Python module that it becomes.
+        sources: C++ files in this folder, compiled one by one.
+        headers: Headers in this folder that the sources include.
+        versions: Returns what distinguishes environments, besides Python, that need different builds.
+        flags: Returns further compiler arguments. Called only to build.
+    """
 
-        Args:
-            name: Name of the Python module that it becomes.
-            sources: C++ files in this folder, compiled one by one.
-            headers: Headers in this folder that the sources include.
-            versions: Returns what distinguishes environments, besides Python, that need different builds.
-            flags: Returns further compiler arguments. Called only to build.
-        """
-        self.name = name
-        self._sources, self._headers, self._versions, self._flags = sources, headers, versions, flags
+    name: str
+    sources: Sequence[str]
+    headers: Sequence[str]
+    versions: Callable[[], Sequence[object]] = tuple
+    flags: Callable[[], Flags] = Flags
 
     def path(self) -> Path:
         """Return where this environment's library is or will be: one per version of Python, torch and commtrace."""
@@ -70,11 +67,11 @@ class Library:
             sysconfig.get_config_var("SOABI"),
             platform.python_version(),  # frames.cpp reads structures of exactly this version
             platform.machine(),
-            *self._versions(),
+            *self.versions(),
             _FLAGS,
         ):
             digest.update(f"{part}\n".encode())
-        for file in sorted((*self._sources, *self._headers)):
+        for file in sorted((*self.sources, *self.headers)):
             digest.update((_FOLDER / file).read_bytes())
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         return cache / "commtrace" / f"{self.name}-{digest.hexdigest()[:20]}" / f"{self.name}.so"
@@ -116,31 +113,35 @@ class Library:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with open(f"{target}.lock", "w") as lock:
-                try:
+                with suppress(OSError):  # a file system without locks: every process builds, and the first result stays
                     fcntl.flock(lock, fcntl.LOCK_EX)
-                except OSError:
-                    pass  # a file system without locks: every process builds, and the first result stays
                 if not path.exists():
-                    with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as folder:
-                        self._compile(compiler, Path(folder))
-                        self._publish(Path(folder), path)
+                    self._compile(compiler, target)
         except OSError as error:
             raise CommtraceError(
                 f"{error.filename or target}: {error.strerror}; set XDG_CACHE_HOME to a writable folder"
             ) from error
         return path
 
-    def _compile(self, compiler: str, folder: Path) -> None:
-        flags = self._flags()
+    def _compile(self, compiler: str, target: Path) -> None:
+        flags = self.flags()
         include = f"-I{sysconfig.get_paths()['include']}"
-        objects = [str(folder / f"{Path(source).stem}.o") for source in self._sources]
-        commands = [
-            [compiler, *_FLAGS, include, *flags.compile, "-c", str(_FOLDER / source), "-o", made]
-            for source, made in zip(self._sources, objects, strict=True)
-        ]
-        with ThreadPoolExecutor(launchers.usable_cores()) as pool:
-            list(pool.map(self._run, commands))
-        self._run([compiler, "-shared", *objects, *flags.link, "-o", str(folder / f"{self.name}.so")])
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as folder:
+            objects = [f"{folder}/{Path(source).stem}.o" for source in self.sources]
+            commands = [
+                [compiler, *_FLAGS, include, *flags.compile, "-c", str(_FOLDER / source), "-o", made]
+                for source, made in zip(self.sources, objects, strict=True)
+            ]
+            with ThreadPoolExecutor(launchers.usable_cores()) as pool:
+                list(pool.map(self._run, commands))
+            finished = Path(folder) / "finished"
+            finished.mkdir()
+            self._run([compiler, "-shared", *objects, *flags.link, "-o", str(finished / f"{self.name}.so")])
+            try:
+                finished.rename(target)  # atomic: other processes see nothing or the complete folder
+            except OSError:
+                if not target.exists():
+                    raise
 
     def _run(self, command: list[str]) -> None:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -149,16 +150,6 @@ class Library:
                 f"{self.name} cannot be compiled; without it the Python recorder records.\n"
                 f"{' '.join(command)}\n{result.stderr}"
             )
-
-    def _publish(self, folder: Path, path: Path) -> None:
-        finished = folder / "finished"
-        finished.mkdir()
-        shutil.copy(folder / path.name, finished / path.name)
-        try:
-            finished.rename(path.parent)  # atomic: other processes see nothing or the complete folder
-        except OSError:
-            if not path.exists():
-                raise
 
 
 def _compiler() -> str:
