@@ -71,9 +71,8 @@ class Groups(Generic[_Group]):
     def of(self, members: Any) -> _Group:
         """Return the group of a library's object. A new one is added to the table."""
         group = self._known.get(id(members))
-        return group if group is not None and group.ref() is members else self._enter(members)
-
-    def _enter(self, members: Any) -> _Group:
+        if group is not None and group.ref() is members:
+            return group
         with self._lock:
             group = self._known.get(id(members))
             if group is None or group.ref() is not members:
@@ -89,17 +88,12 @@ class Groups(Generic[_Group]):
         key = tuple(sorted(row.ranks)), row.name
         index = self._created[key]
         self._created[key] += 1
-        return self._tables.new(
-            "groups", {"ranks": row.ranks, "name": row.name, "desc": row.desc, "index": index, "backend": row.backend}
-        )
+        return self._tables.new("groups", {**row._asdict(), "index": index})
 
-    def set_role(self, members: Any, role: str, source: str) -> None:
-        """Record which parallel dimension this group serves, and the source of that."""
-        number = self.of(members).number
-        self._tables.number("roles", (number, role), lambda: {"group": number, "role": role, "source": source})
+    def set_role(self, members: Any, role: str, source: str, table: str = "roles") -> None:
+        """Record which parallel dimension this group serves, and the source of that.
 
-    def set_message_role(self, members: Any, role: str, source: str) -> None:
-        """Record which parallel dimension the group's point-to-point messages serve, where it is another one."""
+        The table is "roles", or "message_roles" where point-to-point messages serve another dimension than the group.
+        """
         number = self.of(members).number
-        row = {"group": number, "role": role, "source": source}
-        self._tables.number("message_roles", (number, role), lambda: row)
+        self._tables.number(table, (number, role), lambda: {"group": number, "role": role, "source": source})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from commtrace.hooks.torch.model_facts import architecture, buffers, dtype_name, grouped, known, modules, parameters
+from commtrace.hooks.torch.model_facts import dtype_name, grouped, known, model_row, modules
 
 from .pipeline import stages
 
@@ -47,9 +47,8 @@ def describe(engine: Any) -> dict[str, Any]:
                 "expert_parallel_sizes": lambda: _expert_parallel_sizes(),
             }
         ),
-        "parameters": parameters(engine.module),
-        "buffers": buffers(engine.module),
-        **known({"modules": lambda: _modules(engine), "model": lambda: architecture(engine.module)}),
+        **known({"modules": lambda: _modules(engine)}),
+        **model_row(engine.module),
     }
 
 

@@ -20,13 +20,13 @@ from commtrace.hooks.torch.c10d_operators import shared_memory_all_reduce
 from commtrace.hooks.torch.captured_jobs import Jobs
 from commtrace.hooks.torch.dispatcher import Kernels
 from commtrace.hooks.torch.recording_kernels import kernel_for
-from commtrace.patching import Patches
+from commtrace.patching import Patches, Wrapper
 from commtrace.progress import progress
 from commtrace.schema import Phase
 
 from .engine_job import describe
 from .group_roles import message_roles, roles
-from .pipeline import tied_types
+from .pipeline import note_dtypes
 
 _patches = Patches()
 _kernels = Kernels()
@@ -64,10 +64,10 @@ def _install() -> None:
         _patches.wrap(engine, "__init__", _init)
     _patches.wrap(DeepSpeedEngine, "forward", _forward)
     _patches.wrap(DeepSpeedEngine, "backward", _within(Phase.BACKWARD))
-    _patches.wrap(DeepSpeedEngine, "step", _step)
+    _patches.wrap(DeepSpeedEngine, "step", _within(Phase.OPTIMIZER, in_micro_batch=False))
     _patches.wrap(DeepSpeedEngine, "_take_model_step", _model_step)
     _patches.wrap(PipelineEngine, "train_batch", _train_batch)
-    _patches.wrap(PipelineModule, "_synchronize_tied_weights", tied_types.wrap)
+    _patches.wrap(PipelineModule, "_synchronize_tied_weights", note_dtypes)
     _patches.wrap(TorchBackend, "__init__", _backend)
     # The engine looks up its instructions in this table, not on the class.
     _instructions.update(PipelineEngine._INSTRUCTION_MAP)
@@ -101,9 +101,11 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
 # ---- training: steps, micro-batches, phases --------------------------------------------------------------------------
 
 
-def _within(phase: Phase) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _within(phase: Phase, *, in_micro_batch: bool = True) -> Wrapper:
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not in_micro_batch:
+                progress.micro_batch = -1
             with progress.within(phase):
                 return original(self, *args, **kwargs)
 
@@ -122,15 +124,6 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
 
     return forward
-
-
-def _step(original: Callable[..., Any]) -> Callable[..., Any]:
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        progress.micro_batch = -1
-        with progress.within(Phase.OPTIMIZER):
-            return original(self, *args, **kwargs)
-
-    return step
 
 
 def _model_step(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,7 +156,6 @@ class _Buffers:
     """The micro-batch in each pipeline buffer of a stage: instructions name only the buffer."""
 
     def __init__(self) -> None:
-        """Begin a batch with empty buffers."""
         self._micro_batches: dict[int, int] = {}
         self._filled: set[int] = set()
         self._next = 0

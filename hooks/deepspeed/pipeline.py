@@ -8,32 +8,21 @@ from typing import Any
 
 from commtrace.hooks.torch.model_facts import dtype_name
 
-
-class _TiedTypes:
-    """Element types of tied weights when they were first synchronized: the engine may cast them afterwards."""
-
-    def __init__(self) -> None:
-        """Know no module yet."""
-        self._known: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], str]] = weakref.WeakKeyDictionary()
-
-    def wrap(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Wrap `PipelineModule._synchronize_tied_weights`."""
-
-        def _synchronize_tied_weights(module: Any, *args: Any, **kwargs: Any) -> None:
-            try:
-                self._known[module] = {key: dtype_name(weight.dtype) for key, weight in tied_weights(module)}
-            except Exception:
-                self._known.pop(module, None)  # another version of DeepSpeed: the job leaves it out
-            original(module, *args, **kwargs)
-
-        return _synchronize_tied_weights
-
-    def of(self, module: Any) -> dict[tuple[str, str], str]:
-        """Return the types by key and attribute of the weight. Raises KeyError for an unknown module."""
-        return self._known[module]
+# By pipeline module: element types of tied weights when they were first synchronized. The engine may cast them later.
+_first_dtypes: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], str]] = weakref.WeakKeyDictionary()
 
 
-tied_types = _TiedTypes()
+def note_dtypes(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `PipelineModule._synchronize_tied_weights`."""
+
+    def _synchronize_tied_weights(module: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            _first_dtypes[module] = {key: dtype_name(weight.dtype) for key, weight in tied_weights(module)}
+        except Exception:
+            _first_dtypes.pop(module, None)  # another version of DeepSpeed: the job leaves it out
+        original(module, *args, **kwargs)
+
+    return _synchronize_tied_weights
 
 
 def tied_weights(module: Any) -> Iterator[tuple[tuple[str, str], Any]]:
@@ -65,7 +54,7 @@ def stages(engine: Any) -> dict[str, Any]:
 def _tied(engine: Any, key: tuple[str, str], weight: Any) -> dict[str, Any]:
     names = [name for name, parameter in engine.module.named_parameters() if parameter is weight]
     ranks = engine.module.tied_comms[key[0]]["ranks"]
-    return {"parameter": names[0], "ranks": len(ranks), "first_dtype": tied_types.of(engine.module)[key]}
+    return {"parameter": names[0], "ranks": len(ranks), "first_dtype": _first_dtypes[engine.module][key]}
 
 
 def _name(layer: Any) -> str:

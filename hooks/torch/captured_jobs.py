@@ -22,13 +22,13 @@ _all_jobs: list[Jobs] = []
 
 def any_known() -> bool:
     """Return whether an engine of any kind has been built."""
-    return any(jobs.known for jobs in _all_jobs)
+    return any(jobs._known for jobs in _all_jobs)
 
 
 class Jobs:
     """Engines of one kind, kept weakly: tracing must not keep a model in memory."""
 
-    def __init__(self, describe: Describe, roles: Roles, message_roles: Roles | None = None) -> None:
+    def __init__(self, describe: Describe, roles: Roles, message_roles: Roles = lambda engine: iter(())) -> None:
         """Describe a kind of engine.
 
         Args:
@@ -39,11 +39,6 @@ class Jobs:
         self._describe, self._roles, self._message_roles = describe, roles, message_roles
         _all_jobs.append(self)
         self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-
-    @property
-    def known(self) -> bool:
-        """Whether an engine of this kind has been built."""
-        return len(self._known) > 0
 
     def install(self) -> None:
         """Write to the tables of each recorder that begins from now on."""
@@ -72,11 +67,9 @@ class Jobs:
         try:
             for engine, number in list(self._known.items()):
                 tracer.recorder.tables.number("job", number, functools.partial(self._describe, engine))
-                for group, role, source in self._roles(engine):
-                    if isinstance(group, dist.ProcessGroup):
-                        tracer.groups.set_role(group, role, source)
-                for group, role, source in self._message_roles(engine) if self._message_roles else ():
-                    if isinstance(group, dist.ProcessGroup):
-                        tracer.groups.set_message_role(group, role, source)
+                for table, roles in (("roles", self._roles), ("message_roles", self._message_roles)):
+                    for group, role, source in roles(engine):
+                        if isinstance(group, dist.ProcessGroup):
+                            tracer.groups.set_role(group, role, source, table)
         except Exception:
             tracer.recorder.fault()

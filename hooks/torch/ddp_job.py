@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed
 
-from .model_facts import architecture, buffers, known, parameters
+from .model_facts import known, model_row
 
 _SETTINGS = (
     "broadcast_buffers",
@@ -39,9 +39,7 @@ def describe(replica: Any) -> dict[str, Any]:
                 "mixed_precision": lambda: None if replica.mixed_precision is None else str(replica.mixed_precision),
             }
         ),
-        "parameters": parameters(replica.module),
-        "buffers": buffers(replica.module),
-        **known({"model": lambda: architecture(replica.module)}),
+        **model_row(replica.module),
     }
 
 

@@ -44,12 +44,11 @@ def uninstall() -> None:
     """Restore everything."""
     _tensor_parallel_only.uninstall()
     _patches.undo()
-    api, package = (vars(sys.modules[name]) if name in sys.modules else {} for name in (API, _PACKAGE))
-    replaced = package.get("parallelize_module")
-    if getattr(replaced, "__wrapped__", None) is api.get(
-        "parallelize_module"
-    ):  # imported by the package while it was replaced
-        sys.modules[_PACKAGE].parallelize_module = replaced.__wrapped__  # type: ignore[attr-defined, union-attr]
+    api: Any = sys.modules.get(API)
+    package: Any = sys.modules.get(_PACKAGE)
+    original = getattr(getattr(package, "parallelize_module", None), "__wrapped__", None)
+    if original is not None and original is getattr(api, "parallelize_module", None):
+        package.parallelize_module = original  # the package had imported the replacement
     while _handles:
         _handles.pop().remove()
     cuts.clear()

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from .model_facts import architecture, buffers, common, known, parameters
+from .model_facts import common, known, model_row
 
 
 class Cuts:
@@ -64,11 +64,9 @@ def describe(root: Any, optimizer: Any) -> dict[str, Any]:
             {
                 "optimizer": lambda: type(optimizer).__name__,
                 "foreach": lambda: common({group.get("foreach") for group in optimizer.param_groups}),
-                "parameters": lambda: parameters(root),
-                "buffers": lambda: buffers(root),
-                "model": lambda: architecture(root),
             }
         ),
+        **model_row(root),
     }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from .dtensor_job import cut
 from .dtensor_job import roles as tensor_roles
-from .model_facts import architecture, buffers, common, dtype_name, grouped, known, parameters
+from .model_facts import common, dtype_name, grouped, known, model_row
 
 
 def describe(root: Any) -> dict[str, Any]:
@@ -26,13 +26,7 @@ def describe(root: Any) -> dict[str, Any]:
                 "units": lambda: _units(root, groups),
             }
         ),
-        **known(
-            {
-                "parameters": lambda: parameters(root),
-                "buffers": lambda: buffers(root),
-                "model": lambda: architecture(root),
-            }
-        ),
+        **model_row(root),
         **cut(root),
     }
 

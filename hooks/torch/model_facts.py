@@ -6,6 +6,17 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 
+def model_row(module: Any) -> dict[str, Any]:
+    """Return the part of a job row that describes the model. Never raises."""
+    return known(
+        {
+            "parameters": lambda: parameters(module),
+            "buffers": lambda: buffers(module),
+            "model": lambda: architecture(module),
+        }
+    )
+
+
 def parameters(module: Any) -> list[dict[str, Any]]:
     """Return name, full shape and dtype of each parameter; shared parameters once, of experts those of this rank."""
     return [
