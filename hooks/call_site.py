@@ -75,12 +75,8 @@ _WRAPPER_FUNCTIONS: Final = frozenset(
 # Wrappers that show more about a call: (file, function) -> bits.
 _C10D: Final = "torch/distributed/distributed_c10d.py"
 _PROPERTIES: Final = {
-    (_C10D, "all_gather_object"): OBJECT,
-    (_C10D, "broadcast_object_list"): OBJECT,
-    (_C10D, "gather_object"): OBJECT,
-    (_C10D, "recv_object_list"): OBJECT,
-    (_C10D, "scatter_object_list"): OBJECT,
-    (_C10D, "send_object_list"): OBJECT,
+    **{(_C10D, f"{name}_object"): OBJECT for name in ("all_gather", "gather")},
+    **{(_C10D, f"{name}_object_list"): OBJECT for name in ("broadcast", "recv", "scatter", "send")},
     (_C10D, "isend"): HANDLE,
     (_C10D, "irecv"): HANDLE,
     (_C10D, "send"): BLOCKING,
@@ -215,8 +211,10 @@ def _classify(code: CodeType) -> int:
 
 _ROOTS: Final = ("/site-packages/", "/dist-packages/")
 _STANDARD: Final = os.path.dirname(os.__file__).replace("\\", "/") + "/"
-_OWN: Final = os.path.dirname(__file__).replace("\\", "/") + "/"
-_SIMULATION: Final = os.path.join(os.path.dirname(commtrace.__file__), "dryrun").replace("\\", "/") + "/"
+_OWN: Final = {  # folders of a checkout -> folders of the package
+    os.path.dirname(__file__).replace("\\", "/") + "/": "commtrace/hooks/",
+    os.path.join(os.path.dirname(commtrace.__file__), "dryrun").replace("\\", "/") + "/": "commtrace/dryrun/",
+}
 
 
 def _below_packages(path: str) -> str:
@@ -225,10 +223,9 @@ def _below_packages(path: str) -> str:
         return path  # written by torch.fx
     if "/torchinductor_" in path:
         return "torch/_inductor/"  # written by torch.compile, into its own folder
-    if path.startswith(_OWN):
-        return "commtrace/hooks/" + path[len(_OWN) :]
-    if path.startswith(_SIMULATION):
-        return "commtrace/dryrun/" + path[len(_SIMULATION) :]
+    for folder, below in _OWN.items():
+        if path.startswith(folder):
+            return below + path[len(folder) :]
     for name in ("torch", "deepspeed"):  # installed, or run from a source tree
         package = os.path.dirname(getattr(sys.modules.get(name), "__file__", None) or "")
         if package and path.startswith(package + "/"):
