@@ -49,8 +49,8 @@ class KernelBackend(NamedTuple):
 _backend: KernelBackend | None = None
 
 
-def install_backend(backend: KernelBackend | None) -> None:
-    """Use these kernels in the next recording; None: none that the recorder has to know."""
+def install_backend(backend: KernelBackend) -> None:
+    """Use these kernels in the next recording."""
     global _backend
     _backend = backend
 

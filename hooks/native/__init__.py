@@ -3,7 +3,7 @@
 Everything above the kernels is shared with the Python recorder: settings, session, ring, tables, drain, log. Python
 still numbers the rows of tables (`rows`) and keeps progress, jobs and roles; C++ asks for each row once.
 
-    libraries, recorder, works  the two compiled libraries, and the installation of the recorder of torch
+    libraries, recorder         the two compiled libraries, and the installation of the recorder of torch
     rows, slots                 what C++ asks, and the ring's slots that it takes
     mpi_recorder, mpi.cpp       the compiled wrappers of mpi4py's methods, a library of their own without torch
 

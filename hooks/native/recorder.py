@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from commtrace.errors import CommtraceError
+from commtrace.hooks import recorder_setup
 from commtrace.hooks.recorder_setup import KernelBackend, fault
 from commtrace.hooks.torch import recording_kernels as torch_kernels
 from commtrace.hooks.torch import tracer as torch_tracer
 from commtrace.hooks.torch.c10d_operators import Operator
 from commtrace.hooks.torch.tracer import TorchTracer
+from commtrace.hooks.torch.works import WorkPatches
+from commtrace.patching import Patches
 from commtrace.recording.log_writer import warn
 from commtrace.recording.recorder import Recorder
 from commtrace.recording.ring import Ring
@@ -19,10 +23,31 @@ from commtrace.recording.session import session
 from . import libraries
 from .rows import Rows
 from .slots import NativeSlots
-from .works import native_patches
 
 _library: Any = None
 _operators: list[Operator] = []
+
+
+class NativeWorkPatches(WorkPatches):
+    """Wrappers around waits, polls and coalesced calls that pass on to C++."""
+
+    def _wrap_wait(self, patches: Patches, cls: Any, name: str) -> None:
+        patches.replace(cls, name, functools.partial(_library.waiting, cls))
+
+    def _polled(self, work: Any, completed: bool) -> None:
+        if completed:
+            _library.polled(work)
+
+    def _batch_begins(self, tracer: TorchTracer, group: Any) -> None:
+        if isinstance(tracer.recorder.slots, NativeSlots):
+            tracer.recorder.slots.recording.batch_begins(group)
+
+    def _batch_ends(self, tracer: TorchTracer, group: Any, work: Any) -> None:
+        if isinstance(tracer.recorder.slots, NativeSlots):
+            tracer.recorder.slots.recording.batch_ends(group, work)
+
+
+_patches = NativeWorkPatches()
 
 
 def usable() -> bool:
@@ -45,10 +70,9 @@ def usable() -> bool:
 
 def install(operators: Sequence[Operator], functional: Sequence[str]) -> None:
     """Install kernels for these operators of c10d and of _c10d_functional, and wrap the waits."""
-    torch_kernels.use_backend(KernelBackend(_library.crossing, _make_slots))
+    recorder_setup.install_backend(KernelBackend(_library.crossing, _make_slots))
     torch_tracer.started.insert(0, _go)
-    native_patches.library = _library
-    native_patches.install()
+    _patches.install()
     if not _operators:
         _operators[:] = operators
         _library.install([_plan(number, operator) for number, operator in enumerate(operators)], list(functional))
@@ -58,10 +82,10 @@ def install(operators: Sequence[Operator], functional: Sequence[str]) -> None:
 def uninstall() -> None:
     """Restore what was wrapped. The kernels stay and only pass calls on."""
     if _go in torch_tracer.started:
-        native_patches.uninstall()
+        _patches.uninstall()
         _library.disarm()
         torch_tracer.started.remove(_go)
-        torch_kernels.use_backend(None)
+        recorder_setup.install_backend(torch_kernels.PYTHON_BACKEND)
 
 
 def remove_kernels() -> None:

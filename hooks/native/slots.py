@@ -1,4 +1,4 @@
-"""The slots of a ring that C++ records into. Python's own hooks may take some, too."""
+"""Slots of a ring that C++ and Python hooks record into."""
 
 from __future__ import annotations
 
@@ -44,33 +44,33 @@ class NativeSlots(Slots):
         self.free: Any = _Free(self.recording)
 
     def wait(self, seconds: float) -> None:
-        """By the drain thread: until somebody wakes it, or for so long, without the GIL."""
+        """Block the drain thread until `wake` is called or the time is over, without the GIL."""
         self.recording.wait(seconds)
 
     def wake(self) -> None:
-        """There is something to do for the drain thread."""
+        """Wake the drain thread."""
         self.recording.wake()
 
     def drop(self, calls: int) -> None:
-        """There was no place for these calls."""
-        if not self.recording.drop(calls):  # closed: nobody else counts any more
+        """Count calls that found no free slot."""
+        if not self.recording.drop(calls):  # closed: C++ counts no more
             super().drop(calls)
 
     def finished(self) -> SlotNumbers:
-        """As of the portable recorder; C++ gives up on its own calls, and Python on its own here."""
+        """Return slots with final records. C++ gives up the ends of its calls; those of Python's are given up here."""
         slots: SlotNumbers = self.recording.finished()
         with self.lock:
             self._detach(slots[self._state[slots] == State.RETURNED])
         return slots
 
     def records(self, slots: SlotNumbers) -> Records:
-        """Copies of these slots' records, made without the GIL."""
+        """Return a copy of the records in slots, made without the GIL."""
         copies: Records = self.recording.records(slots).view(RECORD)
         return copies
 
     def seize(self) -> tuple[SlotNumbers, int]:
-        """As of the portable recorder."""
-        # Tracing may be on again already, where the store kept this thread from closing the log in time.
+        """Stop recording, as `Slots.seize`."""
+        # Tracing may be on again already, if this thread could not close the log in time.
         slots, unwritten = self.recording.close(session.settings is None)
         with self.lock:
             self._detach(slots)
@@ -78,7 +78,7 @@ class NativeSlots(Slots):
         return slots, unwritten
 
     def release(self, slots: SlotNumbers) -> None:
-        """These records are on disk."""
+        """Free slots whose records are on disk."""
         self.recording.release(slots)
         if self._seized >= 0:
             self._seized -= len(slots)

@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -147,14 +148,13 @@ class TensorWaits:
                     self._recorder.unobservable(call)
 
 
+@dataclass
 class Batch:
     """Calls between _start_coalescing and _end_coalescing."""
 
-    def __init__(self, number: int) -> None:
-        """Begin a batch without calls."""
-        self.number = number
-        self.calls: list[PendingCall] = []
-        self.on_host = False
+    number: int
+    calls: list[PendingCall] = field(default_factory=list)
+    on_host: bool = False
 
 
 class Batches:
@@ -169,14 +169,12 @@ class Batches:
 
     def begins(self, group: int) -> None:
         """Open a batch: calls on this group belong together until `ends`."""
-        self._close(self._open.pop(group, None), None)  # left open by an exception
+        self.ends(group, None)  # if an exception left one open
         self._open[group] = Batch(next(self._numbers))
 
     def ends(self, group: int, work: Any) -> None:
         """Close the batch. Its one Work ends its calls; None: the backend has waited itself, or orders a stream."""
-        self._close(self._open.pop(group, None), work)
-
-    def _close(self, batch: Batch | None, work: Any) -> None:
+        batch = self._open.pop(group, None)
         if batch is None:
             return
         if work is not None and batch.calls:

@@ -19,7 +19,6 @@ class Kernels:
     """
 
     def __init__(self) -> None:
-        """Register nothing yet."""
         # Not torch.library.Library: it unregisters kernels at interpreter exit, while threads may still call them.
         self._libraries: dict[str, Any] = {}
 

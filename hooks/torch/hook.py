@@ -17,10 +17,10 @@ from commtrace.hooks.native import recorder as native
 from commtrace.recording.session import session
 
 from . import training as torch_training
-from .c10d_operators import Operator, known_operators
+from .c10d_operators import Operator, known_operators, operator_names
 from .dispatcher import Kernels
-from .recording_kernels import blind_spots, crossing, functional_kernel, kernel_for, wait_kernel
-from .works import python_patches
+from .recording_kernels import blind_spots, functional_kernel, kernel_for, measure_crossing, wait_kernel
+from .works import patches
 
 _ALWAYS = (
     "direct calls on a backend object, ProcessGroup subclasses written in Python, symmetric memory (symm_mem::), "
@@ -60,7 +60,8 @@ def install() -> None:
 def _install() -> None:
     operators, unknown = known_operators()
     in_cpp = native.usable()
-    blind_spots[:] = (*_ALWAYS, _ends_unseen(in_cpp))
+    device_times = session.settings is not None and session.settings.device_times
+    blind_spots[:] = (*_ALWAYS, _PYTHON if not in_cpp else _NATIVE_DEVICE if device_times else _NATIVE)
     blind_spots.extend(f"the operator {name} is not known to this version of commtrace" for name in unknown)
     if in_cpp:
         _kernels.remove()
@@ -68,12 +69,6 @@ def _install() -> None:
     else:
         _install_python(operators)
     torch_training.install()
-
-
-def _ends_unseen(in_cpp: bool) -> str:
-    if not in_cpp:
-        return _PYTHON
-    return _NATIVE_DEVICE if session.settings is not None and session.settings.device_times else _NATIVE
 
 
 def _install_python(operators: list[Operator]) -> None:
@@ -85,11 +80,11 @@ def _install_python(operators: list[Operator]) -> None:
             for name, overload in _functional_operators():
                 kernel = wait_kernel(overload) if name == "wait_tensor" else functional_kernel(overload)
                 _kernels.add("_c10d_functional", name, kernel)
-            crossing.measure()
+            measure_crossing()
         except BaseException:
             _kernels.remove()
             raise
-    python_patches.install()
+    patches.install()
 
 
 def uninstall() -> None:
@@ -97,7 +92,7 @@ def uninstall() -> None:
     global _installed
     _installed = False
     torch_training.uninstall()
-    python_patches.uninstall()
+    patches.uninstall()
     native.uninstall()
 
 
@@ -109,10 +104,5 @@ def remove_kernels() -> None:
 
 def _functional_operators() -> list[tuple[str, Any]]:
     """Return name and default overload of the operators of `_c10d_functional`."""
-    names = {
-        name.split("::")[1].split(".")[0]
-        for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith("_c10d_functional::")
-    }
-    packets = ((name, getattr(torch.ops._c10d_functional, name)) for name in sorted(names))
+    packets = ((name, getattr(torch.ops._c10d_functional, name)) for name in operator_names("_c10d_functional"))
     return [(name, packet.default) for name, packet in packets if hasattr(packet, "default")]

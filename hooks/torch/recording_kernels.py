@@ -66,7 +66,7 @@ def kernel_for(operator: Operator) -> Callable[..., Any]:
         try:
             result = redispatch(keyset & below, *args)
         except BaseException:
-            entry.failed(now())
+            entry.tracer.recorder.failed(entry.slot, now())
             raise
         _return(entry, operator, args, result, begun - entered)
         return result
@@ -83,7 +83,7 @@ def _return(entry: TorchEntry, operator: Operator, args: Sequence[Any], result: 
             entry.cost(cost + now() - t_return, sampled)
     except Exception:
         with suppress(Exception):
-            entry.lost(t_return)
+            entry.tracer.recorder.returned(entry.slot, t_return, observable=False)
         fault()
 
 
@@ -122,52 +122,32 @@ def wait_kernel(overload: Any) -> Callable[..., Any]:
     return kernel
 
 
-class Crossing:
-    """The ns that a call spends entering and leaving a kernel in Python, which the kernel itself cannot measure."""
-
-    def __init__(self) -> None:
-        """Assume 0 before `measure` is called."""
-        self._ns = 0
-
-    def measured(self) -> int:
-        """Return the result of `measure`."""
-        return self._ns
-
-    def measure(self) -> None:
-        """Call an operator with arguments like those of all_reduce, with and without such a kernel.
-
-        Call it when the hook is installed, not later: the program then has no modes that would see the operator, and no
-        thread still uses it when torch destroys its libraries at interpreter exit.
-        """
-        library: Any = torch.library.Library("commtrace_calibration", "DEF")
-        try:
-            library.define("probe(Tensor[] tensors, Any group, Tensor? none, bool flag, int number) -> Tensor[]")
-            library.impl("probe", lambda tensors, *_: tensors, "CPU")
-            probe = torch.ops.commtrace_calibration.probe.default
-            args = ([torch.zeros(1)], None, None, True, 1)
-            bare = _least_ns(lambda: probe(*args))
-            library.impl(
-                "probe",
-                lambda keyset, *args: probe.redispatch(keyset & BELOW, *args),
-                "BackendSelect",
-                with_keyset=True,
-            )
-            self._ns = max(0, _least_ns(lambda: probe(*args)) - bare)
-        finally:
-            library._destroy()
+_crossing_ns = 0
 
 
-crossing = Crossing()
-_PYTHON: Final = KernelBackend(crossing.measured, None)
+def measure_crossing() -> None:
+    """Measure the ns that a call spends entering and leaving a kernel in Python, which the kernel itself cannot.
 
+    Calls an operator with arguments like those of all_reduce, with and without such a kernel. Call it when the hook is
+    installed, not later: the program then has no modes that would see the operator, and no thread still uses it when
+    torch destroys its libraries at interpreter exit.
+    """
+    global _crossing_ns
+    library: Any = torch.library.Library("commtrace_calibration", "DEF")
+    try:
+        library.define("probe(Tensor[] tensors, Any group, Tensor? none, bool flag, int number) -> Tensor[]")
+        library.impl("probe", lambda tensors, *_: tensors, "CPU")
+        probe = torch.ops.commtrace_calibration.probe.default
+        args = ([torch.zeros(1)], None, None, True, 1)
+        bare = _least_ns(lambda: probe(*args))
 
-def use_backend(backend: KernelBackend | None) -> None:
-    """Record with another recorder's kernels; None: with those of this module."""
-    recorder_setup.install_backend(backend or _PYTHON)
+        def through(keyset: Any, *args: Any) -> Any:
+            return probe.redispatch(keyset & BELOW, *args)
 
-
-use_backend(None)
-recorder_setup.identities["torch"] = identity_in_default_group
+        library.impl("probe", through, "BackendSelect", with_keyset=True)
+        _crossing_ns = max(0, _least_ns(lambda: probe(*args)) - bare)
+    finally:
+        library._destroy()
 
 
 def _least_ns(call: Callable[[], Any]) -> int:
@@ -178,3 +158,8 @@ def _least_ns(call: Callable[[], Any]) -> int:
         return (now() - begun) // 20
 
     return min(once() for _ in range(10))
+
+
+PYTHON_BACKEND: Final = KernelBackend(lambda: _crossing_ns, None)
+recorder_setup.install_backend(PYTHON_BACKEND)
+recorder_setup.identities["torch"] = identity_in_default_group

@@ -14,7 +14,6 @@ from torch.distributed import distributed_c10d
 
 from commtrace.hooks import call_context, call_site
 from commtrace.hooks.call_context import CallContext
-from commtrace.hooks.call_site import CallSites
 from commtrace.hooks.groups import Group
 from commtrace.hooks.recorder_setup import Tracers
 from commtrace.identity import RankIdentity
@@ -84,10 +83,6 @@ class TorchEntry:
         self.tracer, self.slot, self.on_host, self.batch, self.first = tracer, slot, on_host, batch, first
         self.pending: PendingWork | None = None
 
-    def failed(self, t_return: int) -> None:
-        """Record that the operator raised an exception."""
-        self.tracer.recorder.failed(self.slot, t_return)
-
     def after(self, operator: Operator, args: Sequence[Any], result: Any, t_return: int) -> None:
         """Record that the operator returned `result`: its outputs and a Work, a Work alone, or neither."""
         tracer, recorder = self.tracer, self.tracer.recorder
@@ -108,10 +103,6 @@ class TorchEntry:
         else:
             self.pending = tracer.works.add(work, [call], self.on_host)
 
-    def lost(self, t_return: int) -> None:
-        """Record that the end of this call cannot be observed, as the hook failed."""
-        self.tracer.recorder.returned(self.slot, t_return, observable=False)
-
     def cost(self, ns: int, sampled: bool) -> None:
         """Note what this call cost up to its return. To a sample, a wait that is still to come adds its part."""
         if sampled and self.pending is not None:
@@ -131,12 +122,8 @@ class TorchTracer:
         self.tensors = TensorWaits(recorder)
         self.batches = Batches(recorder, self.works)
         self.context = CallContext(recorder)
+        self.sites = self.context.sites
         self._kinds: dict[tuple[str, torch.dtype | None, int], int] = {}
-
-    @property
-    def sites(self) -> CallSites:
-        """The rows of call sites."""
-        return self.context.sites
 
     def release(self) -> None:
         """Drop the Works and tensors that are kept for a moment only. Called by the drain thread."""

@@ -30,7 +30,6 @@ class _Steps:
     """Training steps by optimizers. With several of them (in a GAN), the first one seen ends the steps."""
 
     def __init__(self) -> None:
-        """Know no optimizer yet."""
         self.reset()
 
     def reset(self) -> None:

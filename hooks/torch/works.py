@@ -1,6 +1,7 @@
 """Wrappers around the methods that show the ends of calls: waits and polls of Work objects, and coalescing.
 
-They are no operators, so both recorders wrap them in Python; what differs is in a subclass of `WorkPatches`.
+They are no operators, so both recorders wrap them in Python. `WorkPatches` notes the ends for the Python recorder; a
+subclass passes them on to the native one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from commtrace.hooks.recorder_setup import fault
-from commtrace.patching import Patches
+from commtrace.patching import Patches, Wrapper
 from commtrace.recording.session import session
 
 from .recording_kernels import begin
@@ -22,7 +23,6 @@ class WorkPatches:
     """The wrapped methods of Work and ProcessGroup. Of two nested waits the inner one counts."""
 
     def __init__(self) -> None:
-        """Replace nothing yet."""
         self._patches = Patches()
 
     def install(self) -> None:
@@ -31,9 +31,9 @@ class WorkPatches:
         for cls in (work, *work.__subclasses__()):
             for name in ("wait", "synchronize"):
                 self._wrap_wait(self._patches, cls, name)
-            self._patches.wrap(cls, "is_completed", self._polling)
-        self._patches.wrap(dist.ProcessGroup, "_start_coalescing", self._start_coalescing)
-        self._patches.wrap(dist.ProcessGroup, "_end_coalescing", self._end_coalescing)
+            self._patches.wrap(cls, "is_completed", _then(self._polled))
+        self._patches.wrap(dist.ProcessGroup, "_start_coalescing", _then(self._started_coalescing))
+        self._patches.wrap(dist.ProcessGroup, "_end_coalescing", _then(self._ended_coalescing))
 
     def uninstall(self) -> None:
         """Restore the methods."""
@@ -41,85 +41,52 @@ class WorkPatches:
 
     def _wrap_wait(self, patches: Patches, cls: Any, name: str) -> None:
         """Replace a method of a Work class that waits."""
-        raise NotImplementedError
-
-    def _polled(self, work: Any) -> None:
-        """Note that `work` is complete, as a poll has just shown."""
-        raise NotImplementedError
-
-    def _batch_begins(self, tracer: TorchTracer, group: Any) -> None:
-        """Note that calls on this process group belong together from here on."""
-        raise NotImplementedError
-
-    def _batch_ends(self, tracer: TorchTracer, group: Any, work: Any) -> None:
-        """Note that the batch is issued; it ends with `work` (None: the backend has waited, or orders a stream)."""
-        raise NotImplementedError
-
-    def _polling(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        polled = self._polled
-
-        def is_completed(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(self, *args, **kwargs)
-            if result:
-                try:
-                    polled(self)
-                except Exception:
-                    fault()
-            return result
-
-        return is_completed
-
-    def _start_coalescing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        batch_begins = self._batch_begins
-
-        def _start_coalescing(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(self, *args, **kwargs)
-            try:
-                tracer = current()
-                if tracer is None and session.settings is not None:
-                    tracer = begin()  # the first calls of a program may be a batch
-                if tracer is not None:
-                    batch_begins(tracer, self)
-            except Exception:
-                fault()
-            return result
-
-        return _start_coalescing
-
-    def _end_coalescing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        batch_ends = self._batch_ends
-
-        def _end_coalescing(self: Any, *args: Any, **kwargs: Any) -> Any:
-            work = original(self, *args, **kwargs)
-            try:
-                tracer = current()
-                if tracer is not None:
-                    batch_ends(tracer, self, work)
-            except Exception:
-                fault()
-            return work
-
-        return _end_coalescing
-
-
-class PythonWorkPatches(WorkPatches):
-    """The wrappers of the Python recorder."""
-
-    def _wrap_wait(self, patches: Patches, cls: Any, name: str) -> None:
         patches.wrap(cls, name, _waiting)
 
-    def _polled(self, work: Any) -> None:
+    def _polled(self, work: Any, completed: bool) -> None:
+        """Record the end of the calls that end with `work`, if a poll has shown that it is complete."""
         t_end = now()
-        tracer = current()
+        tracer = current() if completed else None
         pending = None if tracer is None else tracer.works.find(work)
         if pending is not None and tracer is not None:
             tracer.works.polled(pending, t_end)
 
+    def _started_coalescing(self, group: Any, _: Any) -> None:
+        tracer = current()
+        if tracer is None and session.settings is not None:
+            tracer = begin()  # the first calls of a program may be a batch
+        if tracer is not None:
+            self._batch_begins(tracer, group)
+
+    def _ended_coalescing(self, group: Any, work: Any) -> None:
+        tracer = current()
+        if tracer is not None:
+            self._batch_ends(tracer, group, work)
+
     def _batch_begins(self, tracer: TorchTracer, group: Any) -> None:
+        """Note that calls on this process group belong together from here on."""
         tracer.batches.begins(tracer.groups.of(group).number)
 
     def _batch_ends(self, tracer: TorchTracer, group: Any, work: Any) -> None:
+        """Note that the batch is issued; it ends with `work` (None: the backend has waited, or orders a stream)."""
         tracer.batches.ends(tracer.groups.of(group).number, work)
+
+
+def _then(note: Callable[[Any, Any], None]) -> Wrapper:
+    """Return a wrapper of a method that calls `note(self, result)` after it."""
+
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            try:
+                note(self, result)
+            except Exception:
+                fault()
+            return result
+
+        return method
+
+    return wrapper
 
 
 def _waiting(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,4 +111,4 @@ def _waiting(original: Callable[..., Any]) -> Callable[..., Any]:
     return wait
 
 
-python_patches = PythonWorkPatches()
+patches = WorkPatches()
