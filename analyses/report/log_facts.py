@@ -106,6 +106,8 @@ def _simulated(run: RecordedRun) -> str:
     if not run.simulated:
         return ""
     text = "simulated: the calls are the job's, nothing was sent, and there are no times"
+    if any(process.tables.process.get("simulated_device") == "cuda" for process in run.processes):
+        text += "; its CUDA devices were simulated"
     represented = sum(run.stands_for.values())
     if represented == len(run.ranks):
         return text

@@ -41,6 +41,10 @@ class Command:
             help="ranks of each node, for LOCAL_RANK, LOCAL_WORLD_SIZE and NODE_RANK (default: %(default)s)",
         )  # fmt: skip
         add(
+            "--device", choices=("cpu", "cuda"),
+            help="device of the program; cuda: simulated (default: cuda if the program requires it)",
+        )  # fmt: skip
+        add(
             "--jobs", metavar="N", type=positive_integer,
             help="number of ranks to run at once (default: number of cores, at most 4)",
         )  # fmt: skip
@@ -67,6 +71,7 @@ class Command:
                 ranks=arguments.ranks,
                 out=out,
                 ranks_per_node=arguments.ranks_per_node,
+                device=arguments.device,
                 jobs=arguments.jobs,
                 timeout_s=arguments.timeout,
             )

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from .operators import tensors_in
 from .rank_messages import RankMessages
-from .uncomputed_storages import UncomputedStorages
+from .storage_set import StorageSet, numel, storage_of
 from .untouched_memory import MAX_COMPUTED_ELEMENTS, MMAP_BYTES
 
 # Arguments that hold the results of an operator; `tensors` for the others.
@@ -61,7 +61,7 @@ class CollectiveCall:
 class SimulatedCollectives:
     """The kernels of one simulated rank."""
 
-    def __init__(self, uncomputed: UncomputedStorages, messages: RankMessages) -> None:
+    def __init__(self, uncomputed: StorageSet, messages: RankMessages) -> None:
         self._uncomputed, self._messages = uncomputed, messages
         self._library: Any = None
         self._counts: Counter[Any] = Counter()
@@ -82,6 +82,7 @@ class SimulatedCollectives:
 
         def kernel(*args: Any) -> Any:
             call = CollectiveCall(schema, args)
+            self._messages.count_call()
             with torch.no_grad():
                 self._set_results(call)
             outputs = call.outputs
@@ -107,11 +108,11 @@ class SimulatedCollectives:
             self._from_root(call, outputs)
         else:
             inputs = call.inputs
-            own = {tensor.untyped_storage()._cdata for tensor in inputs}
+            own = {storage_of(tensor)._cdata for tensor in inputs}
             for tensor in outputs if call.name not in _REDUCING else ():
-                if tensor.untyped_storage()._cdata not in own:
+                if storage_of(tensor)._cdata not in own:
                     _clear(tensor)
-            if sum(tensor.numel() for tensor in (*outputs, *inputs)) <= MAX_COMPUTED_ELEMENTS:
+            if sum(map(numel, (*outputs, *inputs))) <= MAX_COMPUTED_ELEMENTS:
                 self._fill_as_if_equal(call, inputs, outputs)
             self._uncomputed.add(outputs)
 
@@ -173,7 +174,7 @@ class SimulatedCollectives:
 
     @staticmethod
     def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-        if source.numel() == target.numel() <= MAX_COMPUTED_ELEMENTS and source.dtype == target.dtype:
+        if numel(source) == numel(target) <= MAX_COMPUTED_ELEMENTS and source.dtype == target.dtype:
             target.copy_(source.reshape(target.shape))
 
     def _key(self, call: CollectiveCall, *ends: Any) -> tuple[Any, ...]:
@@ -196,5 +197,5 @@ def _reduce(tensor: torch.Tensor, boxed: Any, n: int) -> None:
 
 def _clear(tensor: torch.Tensor) -> None:
     """Set to zero what may hold old values: all but large blocks, which are new from the system."""
-    if tensor.untyped_storage().nbytes() <= MMAP_BYTES:
+    if storage_of(tensor).nbytes() <= MMAP_BYTES:
         tensor.zero_()

@@ -19,6 +19,8 @@ from deepspeed.ops.op_builder.builder import OpBuilder
 
 from commtrace.patching import Patches
 
+from .inert import Inert
+
 # Functions that slice the partitions of all ranks: (module, class or "", function).
 _SLICING: Final = (
     ("deepspeed.runtime.comm.coalesced_collectives", "", "reduce_scatter_coalesced"),
@@ -90,15 +92,8 @@ def _without_mode(original: Callable[..., Any]) -> Callable[..., Any]:
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 
 
-class _NullModule:
-    """A compiled extension whose functions do nothing."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_, **__: None
-
-
 def _without_optimizers(original: Callable[..., Any]) -> Callable[..., Any]:
     def load(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _NullModule() if self.name in _OPTIMIZERS else original(self, *args, **kwargs)
+        return Inert() if self.name in _OPTIMIZERS else original(self, *args, **kwargs)
 
     return load

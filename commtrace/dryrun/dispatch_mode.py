@@ -12,7 +12,7 @@ The mode is below autograd, DDP's reducer and DTensor, and sees only their plain
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter
 from typing import Any, Final, TypeAlias
 
@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .notices import add_notice
 from .operators import OperatorKind, OperatorPlan, operator_plan, tensors_in
-from .uncomputed_storages import UncomputedStorages
+from .simulated_cuda import DeviceTensors
+from .storage_set import StorageSet, numel, storage_of
 from .untouched_memory import MAX_COMPUTED_ELEMENTS, empty_tensor
 
 Tensors: TypeAlias = list[torch.Tensor]
@@ -42,6 +43,7 @@ _disabled: Final = torch._C._disabled_torch_dispatch_impl
 _dtype: Final = attrgetter("dtype")
 _is_meta: Final = attrgetter("is_meta")
 _layout: Final = attrgetter("layout")
+_stride: Final = torch.Tensor.stride
 
 functional: Final[Any] = torch.ops._c10d_functional
 
@@ -49,20 +51,21 @@ functional: Final[Any] = torch.ops._c10d_functional
 class DryRunMode(TorchDispatchMode):
     """The mode; it is entered once, on the thread that trains."""
 
-    def __init__(self, uncomputed: UncomputedStorages) -> None:
+    def __init__(self, uncomputed: StorageSet, devices: DeviceTensors | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.uncomputed = uncomputed
+        self.uncomputed, self._devices = uncomputed, devices
         self.forked = False  # True in a data loader's process, where everything is executed
         self._plans: dict[Any, OperatorPlan] = {}
         self._real: dict[Any, Callable[..., Any]] = {}
         self._wrapping: dict[type, bool] = {}
+        self._shapes: dict[Hashable, Any] = {}
         self._do: Final = {
             OperatorKind.WRITE: self._write,
             OperatorKind.NEW: self._new,
             OperatorKind.NUMBER: self._number,
             OperatorKind.SHAPE: self._shape,
             OperatorKind.INDEX: self._index,
-            OperatorKind.JOIN: self._new,
+            OperatorKind.JOIN: self._join,
             OperatorKind.COPY: self._copy,
         }
 
@@ -94,14 +97,13 @@ class DryRunMode(TorchDispatchMode):
             if plan.kind is OperatorKind.REAL:
                 self._real[func] = func._op
             return func(*args, **kwargs)
-        if plan.kind is OperatorKind.JOIN:
-            joined = self._joined(func, args, kwargs)
-            if joined is not None:
-                return joined
         tensors = [*tensors_in(args), *tensors_in([*kwargs.values()])]
         if _is_shapes_only(tensors, kwargs):
             return func(*args, **kwargs)
-        return self._do[plan.kind](func, plan, tensors, args, kwargs)
+        if self._devices is None or plan.kind in (OperatorKind.WRITE, OperatorKind.NUMBER):
+            return self._do[plan.kind](func, plan, tensors, args, kwargs)
+        on_cpu, device = self._devices.redirect(kwargs, tensors)
+        return self._devices.place(self._do[plan.kind](func, plan, tensors, args, on_cpu), device)
 
     def _wraps(self, cls: type) -> bool:
         wraps = self._wrapping.get(cls)
@@ -128,9 +130,9 @@ class DryRunMode(TorchDispatchMode):
 
     def _may_write(self, written: Tensors, tensors: Tensors, uncomputed: bool) -> bool:
         if not uncomputed:
-            return all(tensor.numel() <= _MAX_DATA_ELEMENTS for tensor in tensors)
-        return all(tensor.numel() <= MAX_COMPUTED_ELEMENTS for tensor in tensors) and all(
-            tensor.untyped_storage().nbytes() <= _MAX_COMPUTED_BYTES for tensor in written
+            return max(map(numel, tensors), default=0) <= _MAX_DATA_ELEMENTS
+        return max(map(numel, tensors), default=0) <= MAX_COMPUTED_ELEMENTS and all(
+            storage_of(tensor).nbytes() <= _MAX_COMPUTED_BYTES for tensor in written
         )
 
     # ---- new tensors -------------------------------------------------------------------------------------------------
@@ -138,11 +140,11 @@ class DryRunMode(TorchDispatchMode):
     def _new(self, func: Any, plan: OperatorPlan, tensors: Tensors, args: Arguments, kwargs: Keywords) -> Any:
         uncomputed = self.uncomputed.any(tensors)
         limit = MAX_COMPUTED_ELEMENTS if uncomputed else _MAX_DATA_ELEMENTS
-        may_compute = bool(tensors) and all(tensor.numel() <= limit for tensor in tensors)
+        may_compute = bool(tensors) and max(map(numel, tensors)) <= limit
         if may_compute and plan.pointwise and len({tensor.shape for tensor in tensors}) == 1:
             return self._computed(func, args, kwargs, uncomputed)
         try:
-            shapes = func(*_on_meta(args), **_meta_options(kwargs, tensors))
+            shapes = self._shapes_of(func, args, kwargs, tensors)
         except NotImplementedError:
             return self._computed(func, args, kwargs, uncomputed)  # torch has no meta kernel for it
         if (may_compute or not tensors) and all(_is_kept(tensor, limit, tensors) for tensor in tensors_in(shapes)):
@@ -153,18 +155,23 @@ class DryRunMode(TorchDispatchMode):
         self.uncomputed.add(tensors_in(result))
         return result
 
-    def _joined(self, func: Any, args: Arguments, kwargs: Keywords) -> torch.Tensor | None:
-        """Concatenate one-dimensional tensors, of which ZeRO-3 has thousands. Return None for other tensors."""
+    def _shapes_of(self, func: Any, args: Arguments, kwargs: Keywords, tensors: Tensors) -> Any:
+        """Return the results of an operator on the device `meta`. Torch's rules are slow: each result is kept."""
+        key = func, _shape_key(args), _shape_key([*kwargs.items()]), torch.get_default_dtype()
+        shapes = self._shapes.get(key)
+        if shapes is None:
+            shapes = self._shapes[key] = func(*_on_meta(args), **_meta_options(kwargs, tensors))
+        return shapes
+
+    def _join(self, func: Any, plan: OperatorPlan, tensors: Tensors, args: Arguments, kwargs: Keywords) -> Any:
+        """Concatenate one-dimensional tensors, of which ZeRO-3 has thousands, without torch's rules for the shape."""
         pieces, dim = args[0], args[1] if len(args) > 1 else 0
-        if dim not in (0, -1) or {*map(torch.Tensor.dim, pieces)} != {1} or any(map(_is_meta, pieces)):
-            return None
         dtypes = {*map(_dtype, pieces)}
-        if len(dtypes) > 1 or {*map(_layout, pieces)} != {torch.strided}:
-            return None
-        length, uncomputed = sum(map(torch.Tensor.numel, pieces)), self.uncomputed.any(pieces)
+        if dim not in (0, -1) or {*map(torch.Tensor.dim, pieces)} != {1} or len(dtypes) > 1:
+            return self._new(func, plan, tensors, args, kwargs)
+        length, uncomputed = sum(map(numel, pieces)), self.uncomputed.any(pieces)
         if length <= (MAX_COMPUTED_ELEMENTS if uncomputed else _MAX_DATA_ELEMENTS):
-            joined: torch.Tensor = self._computed(func, args, kwargs, uncomputed)
-            return joined
+            return self._computed(func, args, kwargs, uncomputed)
         joined = empty_tensor((length,), (1,), dtypes.pop())
         self.uncomputed.add([joined])
         return joined
@@ -181,7 +188,7 @@ class DryRunMode(TorchDispatchMode):
         if not self.uncomputed.any(tensors):
             return func(*args, **kwargs)
         add_notice(_READ)
-        if all(tensor.numel() <= MAX_COMPUTED_ELEMENTS for tensor in tensors):
+        if max(map(numel, tensors)) <= MAX_COMPUTED_ELEMENTS:
             return func(*args, **kwargs)
         return True  # torch.equal: tensors without values count as equal
 
@@ -199,7 +206,7 @@ class DryRunMode(TorchDispatchMode):
                 continue
             if index in self.uncomputed:
                 add_notice(_SHAPED)
-            indices += index.nonzero().unbind(1)
+            indices += torch.nonzero(index).unbind(1)
         return self._new(func, plan, tensors, (args[0], indices), kwargs)
 
     # ---- collectives -------------------------------------------------------------------------------------------------
@@ -209,9 +216,9 @@ class DryRunMode(TorchDispatchMode):
         name = func._schema.name.partition("::")[2] + "_"
         with self:
             copies = (
-                [tensor.clone(memory_format=torch.contiguous_format) for tensor in args[0]]
+                [torch.clone(tensor, memory_format=torch.contiguous_format) for tensor in args[0]]
                 if isinstance(args[0], list | tuple)
-                else args[0].clone(memory_format=torch.contiguous_format)
+                else torch.clone(args[0], memory_format=torch.contiguous_format)
             )
         return getattr(functional, name).default(copies, *args[1:], **kwargs)
 
@@ -230,12 +237,21 @@ def _is_shapes_only(tensors: Tensors, kwargs: Keywords) -> bool:
 
 def _is_kept(made: torch.Tensor, limit: int, tensors: Tensors) -> bool:
     """Return whether a new tensor is computed. A factory's floating point tensor is a weight, others are indices."""
-    return made.numel() <= (limit if tensors or not made.is_floating_point() else MAX_COMPUTED_ELEMENTS)
+    return numel(made) <= (limit if tensors or not made.is_floating_point() else MAX_COMPUTED_ELEMENTS)
+
+
+def _shape_key(value: Any) -> Hashable:
+    """Return what the shapes of an operator's results depend on, of an argument or of a list of them."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, _stride(value), value.dtype
+    if isinstance(value, list | tuple):
+        return tuple(map(_shape_key, value))
+    return None if isinstance(value, torch.Generator) else (type(value), value)  # 1, 1.0 and True are equal
 
 
 def _on_meta(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
+        return torch.empty_strided(value.shape, _stride(value), dtype=value.dtype, device=_META)
     if isinstance(value, list | tuple):
         return [_on_meta(item) for item in value]
     return None if isinstance(value, torch.Generator) else value  # a meta kernel needs no random numbers
@@ -252,7 +268,7 @@ def _meta_options(kwargs: Keywords, tensors: Tensors) -> dict[str, Any]:
 
 def _untouched(shapes: Any) -> Any:
     if isinstance(shapes, torch.Tensor):
-        return empty_tensor(tuple(shapes.shape), shapes.stride(), shapes.dtype)
+        return empty_tensor(tuple(shapes.shape), _stride(shapes), shapes.dtype)
     if isinstance(shapes, list | tuple):
         return type(shapes)(_untouched(shape) for shape in shapes)
     return shapes

@@ -24,6 +24,7 @@ from commtrace.settings import Settings
 
 from .distinct_ranks import find_distinct
 from .memory_limits import memory_obstacle
+from .rank_messages import CUDA_REQUIRED
 from .rank_processes import RankOutcome, SimulatedJob, run_ranks
 from .simulated_log import write_simulated_log
 
@@ -56,8 +57,13 @@ class DryRunRequest:
     ranks: str  # the ranks to run: "0,60-63", "all", or "all-distinct"
     out: Path  # absolute path of the directory for the log
     ranks_per_node: int  # number of ranks of the job on each host
+    device: str | None  # "cpu", "cuda" for simulated devices; None: CUDA if the program requires it
     jobs: int | None  # number of ranks to run at once; None: as many as there are cores, at most 4
     timeout_s: float  # seconds after which a rank is ended
+
+
+class _CudaRequiredError(DryRunError):
+    """The program requires CUDA, which is not simulated."""
 
 
 class _RankFailedError(DryRunError):
@@ -80,6 +86,14 @@ def dry_run(request: DryRunRequest) -> None:
     problem = memory_obstacle() or _unwritable(request.out)
     if problem:
         raise DryRunError(problem)
+    try:
+        _dry_run(request, command, ranks, request.device or "any")
+    except _CudaRequiredError:
+        warn("dry run: the program requires CUDA; it starts again with simulated devices (--device cpu prevents this)")
+        _dry_run(request, command, ranks, "cuda")
+
+
+def _dry_run(request: DryRunRequest, command: Sequence[str], ranks: Sequence[int], device: str) -> None:
     settings = all_settings.from_environment(request.environment)
     assert settings is not None
     with tempfile.TemporaryDirectory(prefix="commtrace-dryrun-") as folder:
@@ -91,6 +105,7 @@ def dry_run(request: DryRunRequest) -> None:
             time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + os.urandom(3).hex(),
             Path(folder),
             request.timeout_s,
+            device,
             shown_rank=ranks[0],
         )
         jobs = request.jobs or min(_MAX_JOBS, usable_cores())
@@ -170,6 +185,8 @@ def _run(job: SimulatedJob, ranks: Sequence[int], jobs: int, outcomes: dict[int,
         if not outcome.status:
             continue
         recover_records(outcome.log)  # removes what it left in shared memory
+        if (job.mail / CUDA_REQUIRED).exists():
+            raise _CudaRequiredError
         if outcome.timed_out:
             end = f"was not done after {outcome.seconds:.0f} s (--timeout gives it longer)"
         elif outcome.status < 0:
@@ -243,21 +260,27 @@ def _write_logs(
     If `out` has no room, the logs go to a temporary directory: hours of work may be behind them.
     """
     try:
-        lines = [_write_log(outcome, out, settings, stands_for.get(rank, ())) for rank, outcome in outcomes.items()]
+        lines = [
+            _write_log(job, outcome, out, settings, stands_for.get(rank, ())) for rank, outcome in outcomes.items()
+        ]
     except OSError as error:
         shutil.rmtree(out / job.run, ignore_errors=True)
         temporary = Path(tempfile.mkdtemp(prefix="commtrace-logs-"))
         warn(f"{out}: {error.strerror}; the log goes to {temporary}")
         out = temporary
-        lines = [_write_log(outcome, out, settings, stands_for.get(rank, ())) for rank, outcome in outcomes.items()]
+        lines = [
+            _write_log(job, outcome, out, settings, stands_for.get(rank, ())) for rank, outcome in outcomes.items()
+        ]
     print("\n".join(lines), flush=True)
     return out
 
 
-def _write_log(outcome: RankOutcome, out: Path, settings: Settings, stands_for: Sequence[int]) -> str:
+def _write_log(
+    job: SimulatedJob, outcome: RankOutcome, out: Path, settings: Settings, stands_for: Sequence[int]
+) -> str:
     log = _recorded_log(outcome)
     calls = sum(
-        write_simulated_log(process, out / log.run / process.path.parent.name, settings, stands_for)
+        write_simulated_log(process, out / log.run / process.path.parent.name, settings, job.device, stands_for)
         for process in log.processes
     )
     cost = f"{outcome.seconds:.1f} s, {outcome.peak_bytes >> 20:,} MiB, {format_plural(calls, 'call')}"

@@ -1,4 +1,4 @@
-"""The processes of simulated ranks: a few at a time, each run again until it has the messages that it waits for."""
+"""The processes of simulated ranks: a few at a time, and beside them those that wait for messages of others."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from commtrace.launchers import VARIABLE_PREFIXES
-
-from .rank_messages import WAITING
 
 _POLL_SECONDS: Final = 0.02
 _STACK_TRACE_SECONDS: Final = 2.0
 """Time for a rank to write its stacks before it is killed."""
+_PROGRESS_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,7 @@ class SimulatedJob:
     run: str  # the id of the run
     folder: Path  # an empty directory for all that the ranks write: logs, output, messages
     timeout_s: float  # seconds after which a rank is ended
+    device: str  # "cuda" for simulated devices, "cpu", or "any": the CPU, and a rank reports that it requires CUDA
     shown_rank: int = -1  # the rank whose output goes to this process's stdout and stderr; -1: none
 
     @property
@@ -56,15 +56,15 @@ class SimulatedJob:
             "CUDA_VISIBLE_DEVICES": "",
             "TORCHDYNAMO_DISABLE": 1,  # compiled code would compute
             "COMMTRACE": log,
-            "COMMTRACE_SIMULATED": f"0:{self.run}:{self.mail}",
+            "COMMTRACE_SIMULATED": f"0:{self.run}:{self.device}:{self.mail}",
         }
-        defaults = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        defaults = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cuda" if self.device == "cuda" else "cpu"}
         return {**defaults, **kept, **{name: str(value) for name, value in variables.items()}}
 
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """How a rank ended: its exit status (negative: a signal), seconds, and peak of resident memory."""
+    """How a rank ended: its exit status (negative: a signal), seconds without waiting, and peak of resident memory."""
 
     rank: int
     status: int
@@ -81,139 +81,131 @@ def run_ranks(job: SimulatedJob, ranks: Iterable[int], jobs: int, outcomes: dict
     Args:
         job: What to run.
         ranks: The ranks; those with an outcome are not run again.
-        jobs: Number of ranks to run at once.
+        jobs: Number of ranks to run at once, not counting those that wait for messages.
         outcomes: Outcomes of earlier calls; those of this call are added.
     """
-    _Scheduler(job, outcomes).run([*ranks], jobs)
+    job.mail.mkdir(parents=True, exist_ok=True)
+    ready = [rank for rank in ranks if rank not in outcomes]
+    running: dict[int, _Process] = {}
+    reported = time.monotonic()
+    try:
+        while ready or running:
+            waits_for = {rank: source for rank, process in running.items() if (source := process.waits_for()) >= 0}
+            for source in waits_for.values():
+                if source not in running and source not in outcomes:
+                    ready = [source, *(rank for rank in ready if rank != source)]
+            # The first rank runs alone: most others wait for messages of it.
+            while ready and len(running) - len(waits_for) < (jobs if outcomes else 1):
+                rank = ready.pop(0)
+                running[rank] = _Process(job, rank)
+            if len(waits_for) == len(running):
+                _break_deadlock(job, running)
+            time.sleep(_POLL_SECONDS)
+            for rank, process in [*running.items()]:
+                outcome = process.poll(waits=rank in waits_for)
+                if outcome is not None:
+                    del running[rank]
+                    outcomes[rank] = outcome
+                    (job.mail / f"done-{rank:05d}").touch()
+                    if outcome.status:
+                        return
+                    if ready or running:
+                        _print_progress(f"rank {rank}: done, {outcome.seconds:.0f} s")
+            if time.monotonic() > reported + _PROGRESS_SECONDS:
+                reported = time.monotonic()
+                for process in running.values():
+                    _print_progress(process.progress())
+    finally:
+        for process in running.values():
+            process.kill()
 
 
-class _Wait(NamedTuple):
-    """The rank whose messages a rank waits for, and the bytes that it had sent by then."""
-
-    source: int
-    sent: int
-
-
-class _Scheduler:
-    def __init__(self, job: SimulatedJob, outcomes: dict[int, RankOutcome]) -> None:
-        self._job, self._outcomes = job, outcomes
-        self._attempts = len(outcomes)
-        self._ready: list[int] = []
-        self._waiting: dict[int, _Wait] = {}
-        self._running: dict[Future[RankOutcome], int] = {}
-        job.mail.mkdir(parents=True, exist_ok=True)
-
-    def run(self, ranks: Sequence[int], jobs: int) -> None:
-        self._ready = [rank for rank in ranks if rank not in self._outcomes]
-        with ThreadPoolExecutor(jobs) as pool:
-            try:
-                while self._ready or self._running or self._waiting:
-                    self._start(pool, jobs)
-                    if not self._collect():
-                        break
-            finally:
-                for process in list(_alive):
-                    _kill(process)
-
-    def _start(self, pool: ThreadPoolExecutor, jobs: int) -> None:
-        if not self._ready and not self._running:
-            # All wait for each other: one continues without the message.
-            rank, waits_for = next(iter(self._waiting.items()))
-            (self._job.mail / f"done-{waits_for.source:05d}").touch()
-            del self._waiting[rank]
-            self._ready.append(rank)
-        # The first rank runs alone: most others wait for messages of it.
-        jobs = jobs if self._outcomes else 1
-        while self._ready and len(self._running) < jobs:
-            rank = self._ready.pop(0)
-            self._attempts += 1
-            self._running[pool.submit(_attempt, self._job, rank, self._attempts)] = rank
-
-    def _collect(self) -> bool:
-        """Handle the ranks that have ended. Returns False if one has failed."""
-        done, _ = wait(self._running, return_when=FIRST_COMPLETED)
-        for future in done:
-            rank = self._running.pop(future)
-            outcome = future.result()
-            if outcome.status == WAITING:
-                self._wait(rank)
-            else:
-                self._outcomes[rank] = outcome
-                (self._job.mail / f"done-{rank:05d}").touch()
-                if outcome.status:
-                    return False
-            self._wake(rank)
-        return True
-
-    def _wait(self, rank: int) -> None:
-        source = int((self._job.mail / f"wants-{rank:05d}").read_text())
-        self._waiting[rank] = _Wait(source, self._sent_bytes(source))
-        if source in self._outcomes:
-            self._wake(source)
-        elif source not in {*self._ready, *self._waiting, *self._running.values()}:
-            self._ready.insert(0, source)
-
-    def _wake(self, source: int) -> None:
-        """Run the ranks again that waited for a message of `source`, which has ended, if it has sent more."""
-        for rank, waits_for in list(self._waiting.items()):
-            more = source in self._outcomes or self._sent_bytes(source) > waits_for.sent
-            if waits_for.source == source and more:
-                del self._waiting[rank]
-                self._ready.insert(0, rank)
-
-    def _sent_bytes(self, rank: int) -> int:
-        with contextlib.suppress(OSError):
-            return (self._job.mail / f"rank-{rank:05d}.bin").stat().st_size
-        return 0
+def _break_deadlock(job: SimulatedJob, running: Mapping[int, _Process]) -> None:
+    """Let one rank continue without the message that it waits for, if all wait and none has one to read."""
+    if any(process.has_mail() or (job.mail / f"skip-{rank:05d}").exists() for rank, process in running.items()):
+        return
+    (job.mail / f"skip-{min(running):05d}").touch()
 
 
-# ---- one process -----------------------------------------------------------------------------------------------------
-
-_alive: set[subprocess.Popen[bytes]] = set()
-
-
-def _attempt(job: SimulatedJob, rank: int, number: int) -> RankOutcome:
-    log, output = (job.folder / f"{kind}-{rank:05d}-{number}" for kind in ("log", "output"))
-    start = time.monotonic()
-    with open(output, "wb") as file:
-        stream = None if rank == job.shown_rank else file
-        process = subprocess.Popen(
-            job.command,
-            env=job.environment_of(rank, log),
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=stream,
-            start_new_session=True,
-        )
-        _alive.add(process)
-        try:
-            status, peak_bytes, timed_out = _wait_for_end(process, start + job.timeout_s)
-        finally:
-            _alive.discard(process)
-            _kill(process)
-    return RankOutcome(rank, status, time.monotonic() - start, peak_bytes, log, output, timed_out)
+def _print_progress(line: str) -> None:
+    print(f"commtrace: dry run: {line}", file=sys.stderr, flush=True)
 
 
-def _wait_for_end(process: subprocess.Popen[bytes], deadline: float) -> tuple[int, int, bool]:
-    """Return the exit status, the peak of memory in bytes, and whether the process was ended at its deadline."""
-    timed_out = False
-    while True:
-        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+class _Process:
+    """A rank that runs."""
+
+    def __init__(self, job: SimulatedJob, rank: int) -> None:
+        self._job, self._rank = job, rank
+        self._log, self._output = (job.folder / f"{kind}-{rank:05d}" for kind in ("log", "output"))
+        with open(self._output, "wb") as file:
+            stream = None if rank == job.shown_rank else file
+            self._process = subprocess.Popen(
+                job.command,
+                env=job.environment_of(rank, self._log),
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                start_new_session=True,
+            )
+        self._seconds, self._polled, self._timed_out = 0.0, time.monotonic(), False
+
+    def poll(self, *, waits: bool) -> RankOutcome | None:
+        """Return the outcome if the rank has ended. End it if it has run too long, without the time that it waits."""
+        pid, status, usage = os.wait4(self._process.pid, os.WNOHANG)
+        now = time.monotonic()
+        self._seconds += 0.0 if waits else now - self._polled
+        self._polled = now
         if pid:
-            process.returncode = os.waitstatus_to_exitcode(status)
-            return process.returncode, usage.ru_maxrss << 10, timed_out
-        if time.monotonic() > deadline and timed_out:
-            _kill(process)
-        elif time.monotonic() > deadline:
-            timed_out, deadline = True, deadline + _STACK_TRACE_SECONDS
+            self._process.returncode = os.waitstatus_to_exitcode(status)
+            self.kill()  # what it has started
+            return RankOutcome(
+                self._rank,
+                self._process.returncode,
+                self._seconds,
+                usage.ru_maxrss << 10,
+                self._log,
+                self._output,
+                self._timed_out,
+            )
+        if self._seconds > self._job.timeout_s + _STACK_TRACE_SECONDS:
+            self.kill()
+        elif self._seconds > self._job.timeout_s and not self._timed_out:
+            self._timed_out = True
             # On SIGABRT a simulated rank writes the stacks of its threads, and ends. It shall leave no core file.
             with contextlib.suppress(OSError):
-                resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))
-                os.killpg(process.pid, signal.SIGABRT)
-        time.sleep(_POLL_SECONDS)
+                resource.prlimit(self._process.pid, resource.RLIMIT_CORE, (0, 0))
+                os.killpg(self._process.pid, signal.SIGABRT)
+        return None
 
+    def waits_for(self) -> int:
+        """Return the rank for whose message this one waits, or -1."""
+        return self._wait()[0]
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and all that it has started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+    def has_mail(self) -> bool:
+        """Return whether the rank for which this one waits has sent something new, or has ended."""
+        source, read_bytes = self._wait()
+        with contextlib.suppress(OSError):
+            if (self._job.mail / f"rank-{source:05d}.bin").stat().st_size > read_bytes:
+                return True
+        return source < 0 or (self._job.mail / f"done-{source:05d}").exists()
+
+    def _wait(self) -> tuple[int, int]:
+        source, read_bytes = (self._file("waits") or "-1 0").split()
+        return int(source), int(read_bytes)
+
+    def _file(self, name: str) -> str:
+        """Return the text of a file that the rank writes."""
+        with contextlib.suppress(OSError):
+            return (self._job.mail / f"{name}-{self._rank:05d}").read_text()
+        return ""
+
+    def progress(self) -> str:
+        """Return the line of progress."""
+        source = self.waits_for()
+        waits = f", waits for rank {source}" if source >= 0 else ""
+        return f"rank {self._rank}: {self._seconds:.0f} s, {int(self._file('calls') or 0):,} calls{waits}"
+
+    def kill(self) -> None:
+        """Kill the rank and all that it has started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)

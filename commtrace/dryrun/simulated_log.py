@@ -33,13 +33,16 @@ _COSTS: Final = (
 _DONE: Final = (int(State.RETURNED), int(State.COMPLETE))
 
 
-def write_simulated_log(process: Process, folder: Path, settings: Settings, stands_for: Sequence[int] = ()) -> int:
+def write_simulated_log(
+    process: Process, folder: Path, settings: Settings, device: str, stands_for: Sequence[int] = ()
+) -> int:
     """Write the log of a process that has ended.
 
     Args:
         process: The recorded log.
         folder: Directory to write to.
         settings: Sizes of the segments.
+        device: The device of the program: "cpu", or "cuda" if devices were simulated.
         stands_for: The ranks that this one represents, itself included; empty: only itself.
 
     Returns:
@@ -62,7 +65,7 @@ def write_simulated_log(process: Process, folder: Path, settings: Settings, stan
         )
         series.append(records)
         series.close()
-        rows = [*_rows(process.path)]
+        rows = [*_rows(process.path, device)]
         if stands_for:
             rows.append({"table": "stands_for", "ranks": format_ranks(stands_for), "count": len(stands_for)})
         (folder / f"{stem}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -85,7 +88,7 @@ def without_times(records: Records) -> Records:
     return ordered
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
+def _rows(path: Path, device: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of the tables, without clocks and without the cost of recording."""
     for line in path.read_text().splitlines():
         try:
@@ -94,7 +97,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             continue  # cut off when the process was killed
         row.pop("mono_ns", None)
         if row["table"] == "process":
-            row["simulated"] = True
+            row.update(simulated=True, simulated_device="cuda" if device == "cuda" else "cpu")
         elif row["table"] == "clock":
             continue
         elif row["table"] == "stats":

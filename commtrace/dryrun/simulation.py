@@ -10,8 +10,12 @@ import atexit
 import contextlib
 import faulthandler
 import os
+import re
+import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Final, NamedTuple
 
 from torch.distributed import distributed_c10d
@@ -20,17 +24,18 @@ from commtrace.errors import CommtraceError
 from commtrace.patching import Patches
 from commtrace.recording.session import session
 
-from . import notices
+from . import notices, simulated_cuda
 from . import torch_functions as requests
 from . import untouched_memory as memory
 from .collectives import SimulatedCollectives
 from .dispatch_mode import DryRunMode
 from .process_groups import GroupTopology, SimulatedGroups
-from .rank_messages import RankMessages
-from .uncomputed_storages import UncomputedStorages
+from .rank_messages import CUDA_REQUIRED, RankMessages
+from .storage_set import StorageSet
 
 VARIABLE: Final = "COMMTRACE_SIMULATED"
-"""Environment variable "PID:RUN:FOLDER": the rank's process (0: none yet), the run, and the messages' folder."""
+"""Environment variable "PID:RUN:DEVICE:FOLDER": the rank's process (0: none yet), the run, "cpu", "cuda", or "any", and
+the messages' folder."""
 
 
 class SpawnedError(CommtraceError):
@@ -53,13 +58,13 @@ def install() -> None:
     global _rank
     if _rank is not None or _patches:
         return
-    pid, run, folder = os.environ[VARIABLE].split(":", 2)
+    pid, run, device, folder = os.environ[VARIABLE].split(":", 3)
     if pid not in ("0", str(os.getpid())):
         _refuse_groups()
         return
     try:
-        os.environ[VARIABLE] = f"{os.getpid()}:{run}:{folder}"
-        _rank = _simulate(run, Path(folder), os.environ)
+        os.environ[VARIABLE] = f"{os.getpid()}:{run}:{device}:{folder}"
+        _rank = _simulate(run, device, Path(folder), os.environ)
     except Exception as error:
         raise SystemExit(f"commtrace: this process cannot be simulated: {type(error).__name__}: {error}") from error
     os.register_at_fork(after_in_child=_in_child)
@@ -71,15 +76,18 @@ def uninstall() -> None:
     _patches.undo()
 
 
-def _simulate(run: str, folder: Path, environ: Mapping[str, str]) -> _Rank:
+def _simulate(run: str, device: str, folder: Path, environ: Mapping[str, str]) -> _Rank:
     rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     memory.configure_malloc()
     if not faulthandler.is_enabled():
         with contextlib.suppress(AttributeError, OSError, ValueError):  # stderr is not a file
             faulthandler.enable()  # `rank_processes` ends it by SIGABRT, which prints its stacks
-    uncomputed, topology = UncomputedStorages(), GroupTopology()
+    uncomputed, topology = StorageSet(), GroupTopology()
+    devices = simulated_cuda.install(int(environ["LOCAL_WORLD_SIZE"])) if device == "cuda" else None
+    if device == "any":
+        _watch_for_cuda(folder)
     simulated = _Rank(
-        DryRunMode(uncomputed),
+        DryRunMode(uncomputed, devices),
         SimulatedCollectives(uncomputed, RankMessages(folder, rank)),
         SimulatedGroups(run, rank, world_size, topology),
         topology,
@@ -89,6 +97,18 @@ def _simulate(run: str, folder: Path, environ: Mapping[str, str]) -> _Rank:
     requests.install(uncomputed)
     simulated.mode.__enter__()  # type: ignore[no-untyped-call]
     return simulated
+
+
+def _watch_for_cuda(folder: Path) -> None:
+    """Make the file CUDA_REQUIRED if the program ends with an exception that names CUDA, in its text or its line."""
+
+    def excepthook(kind: type[BaseException], error: BaseException, stack: TracebackType | None) -> None:
+        lines = [str(error), *(frame.line or "" for frame in traceback.extract_tb(stack)[-1:])]
+        if re.search("cuda|nccl|gpu|accelerator", " ".join(lines), re.IGNORECASE):
+            (folder / CUDA_REQUIRED).touch()
+        original(kind, error, stack)
+
+    original, sys.excepthook = sys.excepthook, excepthook
 
 
 def _end() -> None:

@@ -11,7 +11,7 @@ from commtrace.patching import Patches
 
 from .notices import add_notice
 from .operators import tensors_in
-from .uncomputed_storages import UncomputedStorages
+from .storage_set import StorageSet, numel
 from .untouched_memory import MAX_COMPUTED_ELEMENTS
 
 _patches: Final = Patches()
@@ -21,7 +21,7 @@ _SAVED: Final = "torch.save of tensors that a dry run does not compute: no file 
 _COMPILED: Final = "torch.compile is left out, because compiled code would compute; the code runs as it is"
 
 
-def install(uncomputed: UncomputedStorages) -> None:
+def install(uncomputed: StorageSet) -> None:
     """Report reads of values that were not computed, and leave out saving and compiling."""
     for name in ("tolist", "numpy", "__array__"):
         _watch(name, uncomputed)
@@ -29,7 +29,7 @@ def install(uncomputed: UncomputedStorages) -> None:
     _patches.wrap(torch, "compile", _compiling)
 
 
-def _watch(name: str, uncomputed: UncomputedStorages) -> None:
+def _watch(name: str, uncomputed: StorageSet) -> None:
     original = getattr(torch.Tensor, name)
 
     def read(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -40,10 +40,10 @@ def _watch(name: str, uncomputed: UncomputedStorages) -> None:
     setattr(torch.Tensor, name, read)
 
 
-def _saving(uncomputed: UncomputedStorages) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _saving(uncomputed: StorageSet) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
-            large = [tensor for tensor in _tensors_of(obj, set()) if tensor.numel() > MAX_COMPUTED_ELEMENTS]
+            large = [tensor for tensor in _tensors_of(obj, set()) if numel(tensor) > MAX_COMPUTED_ELEMENTS]
             if any(tensor in uncomputed for tensor in large):
                 add_notice(_SAVED, also_libraries=True)
                 return None

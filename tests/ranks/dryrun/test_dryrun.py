@@ -249,6 +249,67 @@ model(torch.ones(2, 1024)).sum().backward()
 """
 
 
+def test_a_script_for_gpus_runs_on_simulated_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It fails without, so it is started again with them; its layers hide methods of tensors by attributes."""
+    script = (processes.PROGRAMS / "user_cuda.py").read_text()
+    result = dry_run(tmp_path, "--world-size", "4", "--ranks", "0,3", "--ranks-per-node", "2", script=script)
+    assert result.status == 0, result.err
+    assert "the program requires CUDA; it starts again with simulated devices" in result.err
+    run = open_run(tmp_path / "log")
+    assert {process.tables.process["simulated_device"] for process in run.processes} == {"cuda"}
+    events = run.events()
+    payloads = {rank: calls.groupby("op")["payload_bytes"].sum().to_dict() for rank, calls in events.groupby("rank")}
+    gradients = 4 * (2 * (256 * 256 + 3 * 256) + 257)
+    # Two steps: the gradients of DDP, a count of 8 bytes, five numbers in bfloat16.
+    assert payloads[0]["all_reduce"] == payloads[3]["all_reduce"] == 2 * (gradients + 8 + 2 * 5)
+    half = events[(events["group_size"] == 2) & (events["op"] == "broadcast")]
+    assert half[["rank", "payload_bytes"]].to_numpy().tolist() == [[0, 8]]
+    assert main(["report", str(run.log.path), "--width", "300"]) == 0
+    assert "its CUDA devices were simulated" in capsys.readouterr().out
+
+
+def test_a_script_for_gpus_fails_on_the_cpu(tmp_path: Path) -> None:
+    script = (processes.PROGRAMS / "user_cuda.py").read_text()
+    result = dry_run(tmp_path, "--world-size", "4", "--device", "cpu", script=script)
+    assert result.status == 1
+    assert "This script requires CUDA" in result.err
+    assert not (tmp_path / "log").exists()
+
+
+PINGPONG: Final = """
+import os
+import torch
+import torch.distributed as dist
+
+with open("starts", "a") as starts:
+    print(os.environ["RANK"], file=starts)
+dist.init_process_group("gloo")
+rank, last = dist.get_rank(), dist.get_world_size() - 1
+for turn in range(40):
+    number = torch.tensor([turn])
+    if rank > 0:
+        dist.recv(number, rank - 1)
+    if rank < last:
+        dist.send(number + 1, rank + 1)
+        dist.recv(number, rank + 1)
+    assert number.item() == turn + last, (rank, turn, number)     # each needs what the others sent
+    if rank > 0:
+        dist.send(number, rank - 1)
+if rank == last:
+    dist.recv(number, 0)      # which nobody sends
+assert not number.item() or rank < last
+"""
+
+
+def test_ranks_that_need_each_others_messages_run_side_by_side(tmp_path: Path) -> None:
+    result = dry_run(tmp_path, "--world-size", "4", "--ranks", "all", "--jobs", "1", script=PINGPONG)
+    assert result.status == 0, result.err
+    assert sorted((tmp_path / "starts").read_text().split()) == ["0", "1", "2", "3"]
+    calls = open_run(tmp_path / "log").events().groupby("rank").size()
+    assert calls.to_dict() == {0: 80, 1: 160, 2: 160, 3: 81}
+    assert result.err.count(": done, ") == 3
+
+
 def test_large_weights_are_sharded_by_fsdp2(tmp_path: Path) -> None:
     """Whose DTensor works out shapes by tensors of its own that have no memory at all."""
     result = dry_run(tmp_path, "--world-size", "4", script=SHARDED)

@@ -1,8 +1,7 @@
 """python simulate.py SMALL WORLD MAIL PROGRAM [ARGUMENT ...]: a program as every rank of a dry run, all at once.
 
 SMALL: elements up to which tensors are computed; MAIL: an empty folder. A rank is a fork of this process, which has
-imported torch. One that needs what another rank has not sent yet waits for it here, where `commtrace dryrun` would run
-it again: many trainings in one start would begin anew many times.
+imported torch.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import os
 import runpy
 import signal
 import sys
-import time
 from pathlib import Path
 
 from commtrace.dryrun import untouched_memory as memory
@@ -41,13 +39,12 @@ def main() -> bool:
 
 def become(rank: int) -> bool:
     """The rank of that number."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=world, LOCAL_RANK=str(rank), COMMTRACE_SIMULATED=f"0:simulated:{mail}")
+    os.environ.update(RANK=str(rank), WORLD_SIZE=world, LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=world)
+    os.environ.update(COMMTRACE_SIMULATED=f"0:simulated:cpu:{mail}")
     sys.argv = program
     import commtrace.hooks  # noqa: F401  (as commtrace.startup does before it starts a simulated rank)
     from commtrace.dryrun import simulation
-    from commtrace.dryrun.rank_messages import RankMessages
 
-    RankMessages._wait_for = lambda self, source: time.sleep(0.005)  # type: ignore[method-assign]
     simulation.install()
     if "deepspeed" in sys.modules:
         from commtrace.dryrun import deepspeed_patches as deepspeed

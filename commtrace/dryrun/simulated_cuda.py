@@ -1,0 +1,271 @@
+"""CUDA devices that do not exist: `torch.cuda` answers, and tensors on a device are tensors on the CPU that say so.
+
+    x.cuda(), x.to(0), torch.ones(2, device="cuda")    a tensor on the CPU, whose storage is noted as on the device
+    x.device, x.is_cuda, x.type()                      what it would say on the device
+    a result of an operator                            on the device if one of its arguments is
+    streams, events, memory statistics, nvtx           do nothing; nothing is allocated
+
+Below Python, everything is on the CPU: kernels, autograd, DDP's reducer. The changes last as long as the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch
+from torch.distributed import distributed_c10d
+from torch.jit import _builtins
+from torch.utils._device import _device_constructors
+
+from . import cuda_autocast
+from .inert import Inert
+from .operators import tensors_in
+from .storage_set import StorageSet, has_storage
+
+_CPU: Final = torch.device("cpu")
+_PROPERTIES: Final = {
+    "name": "simulated by commtrace dryrun", "major": 9, "minor": 0, "total_memory": 80 << 30,
+    "multi_processor_count": 132, "warp_size": 32, "L2_cache_size": 50 << 20, "gcnArchName": "",
+}  # fmt: skip
+_ANSWERS: Final[tuple[tuple[Any, tuple[str, ...]], ...]] = (
+    (True, ("is_available", "is_initialized", "is_bf16_supported", "is_tf32_supported", "can_device_access_peer")),
+    (False, ("is_current_stream_capturing", "_is_in_bad_fork")),
+    (0, (
+        "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_cached",
+        "max_memory_cached", "utilization", "memory_usage", "device_memory_used", "get_sync_debug_mode",
+    )),
+    (None, (
+        "init", "_lazy_init", "synchronize", "empty_cache", "ipc_collect", "set_per_process_memory_fraction",
+        "reset_peak_memory_stats", "reset_accumulated_memory_stats", "reset_max_memory_allocated",
+        "reset_max_memory_cached", "set_stream", "set_sync_debug_mode", "_sleep", "_record_memory_history",
+    )),
+    ("", ("memory_summary",)),
+    ((80 << 30, 80 << 30), ("mem_get_info", "get_memory_info")),
+    ((9, 0), ("get_device_capability",)),
+    (_PROPERTIES["name"], ("get_device_name",)),
+)  # fmt: skip
+"""Constant answers, and the functions that give them."""
+
+_MODULES: Final = (
+    torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.streams, torch.cuda.graphs, torch.accelerator,
+    torch.accelerator.memory, torch._C,
+)  # fmt: skip
+_DTYPES: Final = ("Byte", "Char", "Short", "Int", "Long", "Half", "BFloat16", "Float", "Double", "Bool")
+_LIKE: Final = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
+
+
+class SimulatedStream(Inert):
+    """A stream or an event, on which nothing waits."""
+
+    def __init__(self, device: Any = None, **_: Any) -> None:
+        self.device = torch.device("cuda", _index_of(device))
+        self.stream_id = self.cuda_stream = self.cuda_event = self.priority = 0
+        self._recorded_s = 0.0
+
+    def query(self) -> bool:
+        """Return whether all work is done."""
+        return True
+
+    def record(self, stream: Any = None) -> None:
+        """Note the time of this process."""
+        self._recorded_s = time.perf_counter()
+
+    def elapsed_time(self, end: SimulatedStream) -> float:
+        """Return the milliseconds that this process took between two events: programs divide by them."""
+        return 1e3 * (end._recorded_s - self._recorded_s)
+
+    def record_event(self, event: Any = None) -> Any:
+        """Return an event."""
+        event = event or SimulatedStream(self.device)
+        event.record()
+        return event
+
+    def __enter__(self) -> SimulatedStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the stream."""
+
+
+class _TensorType(type):
+    """The type of torch.cuda.LongTensor and its like."""
+
+    def __call__(cls, *arguments: Any) -> Any:
+        return getattr(torch, cls.__name__)(*arguments).cuda()
+
+    def __instancecheck__(cls, tensor: Any) -> bool:
+        return isinstance(tensor, torch.Tensor) and tensor.type() == f"torch.cuda.{cls.__name__}"
+
+
+class DeviceTensors:
+    """Which storages are on the rank's device, and the functions of tensors that depend on it."""
+
+    def __init__(self) -> None:
+        self._storages = StorageSet()
+        self._device_of, self._to, self._type = torch.Tensor.device.__get__, torch.Tensor.to, torch.Tensor.type
+
+    def install(self) -> None:
+        """Replace torch's functions."""
+        tensor: Any = torch.Tensor
+        tensor.device = property(self._device)
+        tensor.is_cuda = property(lambda tensor: tensor.device.type == "cuda")
+        tensor.is_cpu = property(lambda tensor: tensor.device.type == "cpu")
+        tensor.get_device = lambda tensor: -1 if tensor.device.index is None else tensor.device.index
+        tensor.to = lambda tensor, *args, **kwargs: self._moved(tensor, *args, **kwargs)
+        tensor.cuda = lambda tensor, device=None, non_blocking=False, **options: self._moved(
+            tensor, "cuda" if device is None else device, **options
+        )
+        tensor.cpu = lambda tensor, **options: self._moved(tensor, _CPU, **options)
+        tensor.type = lambda tensor, dtype=None, non_blocking=False: self._typed(tensor, dtype)
+        tensor.pin_memory = lambda tensor, device=None: tensor
+        tensor.is_pinned = lambda tensor, device=None: tensor.device == _CPU
+        tensor.record_stream = lambda tensor, stream: None
+        constructors = {function.__name__ for function in _device_constructors()} & vars(torch).keys()
+        for name in (*constructors, *_LIKE):
+            setattr(torch, name, self._constructing(getattr(torch, name)))
+            _builtins._register_builtin(getattr(torch, name), f"aten::{name}")  # for torch.jit.script
+        for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"):
+            setattr(tensor, name, self._constructing(getattr(tensor, name)))
+        parse_to = torch._C._nn._parse_to
+        torch._C._nn._parse_to = lambda *args, **kwargs: parse_to(*map(_from_index, args), **kwargs)
+
+    def place(self, made: Any, device: torch.device) -> Any:
+        """Note the device of new tensors. Returns them."""
+        change = self._storages.add if device.type == "cuda" else self._storages.discard
+        change(tensor for tensor in tensors_in(made) if has_storage(tensor))
+        return made
+
+    def redirect(self, kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]) -> tuple[dict[str, Any], torch.device]:
+        """Return the keywords of an operator for the CPU, and the device of its results."""
+        if kwargs.get("device") is None:
+            return kwargs, torch.device("cuda") if self._storages.any(tensors) else _CPU
+        on_cpu = {"device": _CPU, "pin_memory": False}
+        return {name: on_cpu.get(name, value) for name, value in kwargs.items()}, kwargs["device"]
+
+    def _device(self, tensor: torch.Tensor) -> torch.device:
+        device: torch.device = self._device_of(tensor)
+        local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+        if device == _CPU and has_storage(local) and local in self._storages:
+            return torch.device("cuda", torch.cuda.current_device())
+        return device
+
+    def _moved(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Do what Tensor.to does."""
+        if "other" in kwargs:
+            args = (kwargs.pop("other"), *args)
+        target: Any = kwargs.pop("device", None)
+        if args and isinstance(args[0], torch.Tensor):
+            target, args = args[0].device, (args[0].dtype, *args[1:])
+        elif args and isinstance(args[0], int | str | torch.device):
+            target, args = args[0], args[1:]
+        if target is None:
+            return self._to(tensor, *args, **kwargs) if args or kwargs else tensor
+        device = torch.device(_from_index(target))
+        if device.type not in ("cpu", "cuda") or not has_storage(tensor):
+            return self._to(tensor, _CPU if device.type == "cuda" else device, *args, **kwargs)
+        if device.type != tensor.device.type:
+            kwargs["copy"] = True
+        moved = self._to(tensor, _CPU, *args, **kwargs)
+        return moved if moved is tensor else self.place(moved, device)
+
+    def _typed(self, tensor: torch.Tensor, dtype: Any) -> Any:
+        """Do what Tensor.type does."""
+        if dtype is None:
+            name: str = self._type(tensor)
+            return name.replace("torch.", "torch.cuda.", 1) if tensor.is_cuda else name
+        if isinstance(dtype, torch.dtype):
+            return self._type(tensor, dtype)
+        name = dtype if isinstance(dtype, str) else f"{dtype.__module__}.{dtype.__name__}"
+        return self._moved(self._type(tensor, name.replace(".cuda.", ".")), "cuda" if ".cuda." in name else "cpu")
+
+    def _constructing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def construct(*args: Any, **kwargs: Any) -> Any:
+            kwargs.pop("pin_memory", None)
+            if kwargs.get("device") is None:
+                return original(*args, **kwargs)
+            device = torch.device(_from_index(kwargs["device"]))
+            if device.type == "cuda":
+                kwargs["device"] = _CPU
+            return self.place(original(*args, **kwargs), device)
+
+        return construct
+
+
+def install(devices: int) -> DeviceTensors:
+    """Simulate CUDA devices in this process, one for each rank of the host. Returns what knows where tensors are."""
+    current = 0
+
+    def exchange(device: Any) -> int:
+        nonlocal current
+        previous, index = current, _index_of(device)
+        if index >= devices:
+            raise RuntimeError(f"CUDA error: invalid device ordinal {index}, of {devices} that are simulated")
+        current = index if index >= 0 else previous
+        return previous
+
+    generators = tuple(torch.Generator() for _ in range(devices))
+    functions: dict[str, Callable[..., Any]] = {
+        name: functools.partial(_answer, answer) for answer, names in _ANSWERS for name in names
+    }
+    functions |= dict.fromkeys(("Stream", "ExternalStream", "Event"), SimulatedStream)
+    functions |= dict.fromkeys(("current_stream", "default_stream"), lambda device=None: SimulatedStream(device))
+    functions |= dict.fromkeys(("current_device", "current_device_index"), lambda: current)
+    functions |= dict.fromkeys(("set_device", "set_device_index"), lambda device: exchange(device) and None)
+    functions |= dict.fromkeys(("_exchange_device", "_maybe_exchange_device"), exchange)
+    functions |= dict.fromkeys(("_accelerator_exchangeDevice", "_accelerator_maybeExchangeDevice"), exchange)
+    functions |= dict.fromkeys(("manual_seed", "manual_seed_all"), lambda seed: _seed(generators, seed))
+    functions |= dict.fromkeys(("seed", "seed_all"), lambda: _seed(generators, torch.seed()))
+    functions |= {
+        "device_count": lambda: devices,
+        "current_accelerator": lambda check_available=False: torch.device("cuda"),
+        "get_device_properties": lambda device=None: SimpleNamespace(**_PROPERTIES),
+        "get_arch_list": lambda: ["sm_90"],
+        "memory_stats": lambda device=None: defaultdict(int),
+        "memory_snapshot": lambda mempool_id=None: [],
+        "cudart": Inert,
+        "stream": contextlib.nullcontext,
+        "get_rng_state": lambda device=None: generators[_index_of(device)].get_state(),
+        "set_rng_state": lambda state, device=None: generators[_index_of(device)].set_state(state) and None,
+        "get_rng_state_all": lambda: [generator.get_state() for generator in generators],
+        "initial_seed": lambda: generators[current].initial_seed(),
+    }
+    for module in _MODULES:
+        vars(module).update({name: function for name, function in functions.items() if name in vars(module)})
+    cuda: Any = torch.cuda
+    cuda._initialized, cuda.default_generators = True, generators
+    cuda.nvtx._nvtx, cuda.nccl.version = Inert(), lambda: (2, 27, 3)
+    for name in (f"{dtype}Tensor" for dtype in _DTYPES):
+        setattr(cuda, name, _TensorType(name, (), {"__module__": "torch.cuda"}))
+    nccl: Any = type("ProcessGroupNCCL", (), {"Options": type("Options", (Inert,), {})})
+    for module in (torch.distributed, distributed_c10d):
+        vars(module).setdefault("ProcessGroupNCCL", nccl)
+        vars(module).update(is_nccl_available=lambda: True, default_pg_nccl_timeout=timedelta(minutes=10))
+    tensors = DeviceTensors()
+    tensors.install()
+    cuda.autocast_kernels = cuda_autocast.install()
+    return tensors
+
+
+def _index_of(device: Any) -> int:
+    return int(torch.cuda._utils._get_device_index(device, optional=True))
+
+
+def _from_index(device: Any) -> Any:
+    return torch.device("cuda", device) if type(device) is int else device
+
+
+def _answer(answer: Any, *_: Any, **__: Any) -> Any:
+    return answer
+
+
+def _seed(generators: Sequence[torch.Generator], seed: int) -> None:
+    for generator in generators:
+        generator.manual_seed(seed)
