@@ -85,12 +85,15 @@ def compare_calls(a: RunCalls, b: RunCalls) -> RunDifferences:
             reasons[" and ".join(lost)].append(rank)
             continue
         compared.append(rank)
-        pairs = _Pairs(a.ranks[rank], b.ranks[rank], a.last_step, b.last_step)
-        for text in pairs.notes(a.name, b.name):
-            notes[text].append(rank)
-        for text in pairs.reasons(a.name, b.name):
-            reasons[text].append(rank)
-        for step, of_a, of_b in pairs.steps():
+        for run in (a, b):
+            if not run.ranks[rank].ended:
+                text = "did not end in order (killed, or still running); its last step is not compared"
+                reasons[f"{run.name}: {text}"].append(rank)
+        pairs, open_steps = _step_pairs(a.ranks[rank], b.ranks[rank], a.last_step, b.last_step)
+        if a.last_step != b.last_step:
+            longer, shorter = (a, b) if a.last_step > b.last_step else (b, a)
+            notes[_describe_steps(longer, shorter, open_steps)].append(rank)
+        for step, of_a, of_b in pairs:
             if (of_a, of_b) not in known:
                 known[of_a, of_b] = [] if of_a is of_b else [*_differences(of_a, of_b, a, b)]
             for content in known[of_a, of_b]:
@@ -114,6 +117,13 @@ def compare_calls(a: RunCalls, b: RunCalls) -> RunDifferences:
     )
 
 
+def _describe_steps(longer: RunCalls, shorter: RunCalls, open_steps: Sequence[int]) -> str:
+    text = f"{longer.name} has {format_plural(longer.last_step + 1, 'step')}, {shorter.name} {shorter.last_step + 1}"
+    if open_steps:
+        return f"{text}; step {format_ranks(open_steps)} could not be compared: {shorter.name} has no step that repeats"
+    return f"{text}, with which the further ones are compared"
+
+
 def _of_ranks(sentences: Mapping[str, Sequence[int]], compared: Sequence[int]) -> Iterator[str]:
     for text, ranks in sentences.items():
         yield text if {*ranks} == {*compared} and len(ranks) > 1 else f"rank {format_ranks(ranks)}: {text}"
@@ -134,67 +144,41 @@ def _missing_ranks(a: RunCalls, b: RunCalls, notes: dict[str, list[int]]) -> Ite
 # ---- steps -----------------------------------------------------------------------------------------------------------
 
 
-class _Pairs:
-    """The steps of a rank in two runs that are compared with each other.
+_StepPair: TypeAlias = tuple[int, StepCalls, StepCalls]
+"""Number of a step in the run that has more steps, and its calls in a and in b."""
+
+
+def _step_pairs(a: RankCalls, b: RankCalls, last_a: int, last_b: int) -> tuple[list[_StepPair], list[int]]:
+    """Return the steps that are compared with each other, and those of the longer run that have no counterpart.
 
     Steps of equal number are compared. The last step of a program also has what it communicates at its end: if one run
     has more steps, its last one is compared with the other's last one, and its further steps must be equal to a step
     that the other run has. If they are not, they are compared with the last but one if that repeats the one before.
     """
-
-    def __init__(self, a: RankCalls, b: RankCalls, last_a: int, last_b: int) -> None:
-        self._ended = a.ended, b.ended
-        self._a_is_longer = last_a > last_b
-        self._longer, self._shorter = (a, b) if self._a_is_longer else (b, a)
-        self._last, self._shorter_last = max(last_a, last_b), min(last_a, last_b)
-        incomplete = [max(rank.steps, default=-1) for rank in (a, b) if not rank.ended]
-        self._end = min([self._last, *(step - 1 for step in incomplete)])
-        self._open: list[int] = []
-        self._pairs = [*self._find()]
-
-    def steps(self) -> Iterator[tuple[int, StepCalls, StepCalls]]:
-        """Yield the step's number in the longer run, and its calls in a and in b."""
-        for step, longer, shorter in self._pairs:
-            yield (step, longer, shorter) if self._a_is_longer else (step, shorter, longer)
-
-    def _find(self) -> Iterator[tuple[int, StepCalls, StepCalls]]:
-        longer, shorter, last = self._longer.steps, self._shorter.steps, self._shorter_last
-        more = self._last > last
-        same = range(-1, min(max(last - more, -1), self._end) + 1)
-        yield from ((step, longer.get(step, NO_CALLS), shorter.get(step, NO_CALLS)) for step in same)
-        if not more:
-            return
-        known = {(calls := shorter.get(step, NO_CALLS)).digest: calls for step in range(int(last > 0), last + 1)}
-        regular = [shorter.get(step, NO_CALLS) for step in (last - 1, last - 2)] if last > 1 else []
-        repeats = bool(regular) and regular[0].digest == regular[1].digest
-        for step in range(max(last, 0), self._end + 1):
-            calls = longer.get(step, NO_CALLS)
-            if step == self._last and last > 0:
-                yield step, calls, shorter.get(last, NO_CALLS)
-            elif calls.digest in known:
-                yield step, calls, known[calls.digest]
-            elif repeats:
-                yield step, calls, regular[0]
-            else:
-                self._open.append(step)
-
-    def notes(self, a: str, b: str) -> Iterator[str]:
-        """Yield what to know about steps that only one run has."""
-        if self._last == self._shorter_last:
-            return
-        longer, shorter = (a, b) if self._a_is_longer else (b, a)
-        text = f"{longer} has {format_plural(self._last + 1, 'step')}, {shorter} {self._shorter_last + 1}"
-        if self._open:
-            text += f"; step {format_ranks(self._open)} could not be compared: {shorter} has no step that repeats"
+    if last_a < last_b:
+        swapped, open_steps = _step_pairs(b, a, last_b, last_a)
+        return [(step, of_a, of_b) for step, of_b, of_a in swapped], open_steps
+    # The last step of a process that did not end in order may be incomplete.
+    end = min([last_a, *(max(rank.steps, default=-1) - 1 for rank in (a, b) if not rank.ended)])
+    more = last_a > last_b
+    further = range(max(last_b, 0) if more else end + 1, end + 1)
+    same = range(-1, min(further.start, end + 1))
+    pairs = [(step, a.steps.get(step, NO_CALLS), b.steps.get(step, NO_CALLS)) for step in same]
+    known = {(calls := b.steps.get(step, NO_CALLS)).digest: calls for step in range(int(last_b > 0), last_b + 1)}
+    regular = [b.steps.get(step, NO_CALLS) for step in (last_b - 1, last_b - 2)] if last_b > 1 else []
+    repeats = bool(regular) and regular[0].digest == regular[1].digest
+    open_steps = []
+    for step in further:
+        calls = a.steps.get(step, NO_CALLS)
+        if step == last_a and last_b > 0:
+            pairs.append((step, calls, b.steps.get(last_b, NO_CALLS)))
+        elif calls.digest in known:
+            pairs.append((step, calls, known[calls.digest]))
+        elif repeats:
+            pairs.append((step, calls, regular[0]))
         else:
-            text += ", with which the further ones are compared"
-        yield text
-
-    def reasons(self, a: str, b: str) -> Iterator[str]:
-        """Yield why steps could not be compared."""
-        for name, ended in zip((a, b), self._ended, strict=True):
-            if not ended:
-                yield f"{name}: did not end in order (killed, or still running); its last step is not compared"
+            open_steps.append(step)
+    return pairs, open_steps
 
 
 # ---- the differences of one step -------------------------------------------------------------------------------------

@@ -45,9 +45,8 @@ def difference_lines(differences: RunDifferences, names: tuple[str, str], width:
         yield from wrapped(f"not compared: {text}.", width)
     for text in differences.notes:
         yield from wrapped(f"note: {text}.", width)
-    if len(differences.settings):
-        cause = "" if differences.equal else ", and may be the cause"
-        yield f"settings that differ{cause} ({names[0]} -> {names[1]}):"
+    if not differences.equal and len(differences.settings):
+        yield f"settings that differ, and may be the cause ({names[0]} -> {names[1]}):"
         for setting in rows_of(differences.settings):
             yield from wrapped(f"{setting.name}: {setting.a} -> {setting.b}", width, _INDENT)
 

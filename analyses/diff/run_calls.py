@@ -121,7 +121,7 @@ class RunCalls:
     own: Mapping[tuple[str, str], OwnCalls] = field(default_factory=dict)
     """By call site and operation."""
 
-    @property
+    @cached_property
     def last_step(self) -> int:
         """The last step of any rank, -1 without one."""
         return max((step for calls in self.ranks.values() for step in calls.steps), default=_START_UP)

@@ -21,7 +21,7 @@ def setting_facts(run: RecordedRun) -> dict[str, str]:
     process: Mapping[str, Any] = run.processes[0].tables.process if run.processes else {}
     job = dict(run.job or {})
     parameters = job.pop("parameters", None)
-    facts = {"world size": str(run.world_size or "")} | dict(_flatten(process.get("versions"), "version "))
+    facts = {"world size": str(run.world_size or "")} | dict(_flatten(process.get("versions") or {}, "version "))
     environment = process.get("environment")
     if isinstance(environment, Mapping):
         facts |= {str(name): str(value) for name, value in environment.items() if str(name).startswith(_VARIABLES)}

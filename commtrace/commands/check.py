@@ -120,7 +120,7 @@ def _check_rules(run: Run, arguments: argparse.Namespace) -> int:
         log = arguments.directory
         hints = (
             "to compare with a dry run of the same program instead:",
-            f"    commtrace dryrun --world-size {run.world_size or 'N'} --out DIR2 python train.py ...",
+            f"    commtrace dryrun --world-size {run.world_size or 'N'} --ranks all --out DIR2 python train.py ...",
             f"    commtrace check {log} --against DIR2",
             "to accept this run as the baseline of later ones:",
             f"    commtrace check {log} --update-baseline FILE",

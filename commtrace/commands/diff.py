@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Final
 
@@ -41,8 +42,10 @@ class Command:
         from commtrace.analyses.report.document import diff_to_json
         from commtrace.run import open_run
 
-        catalog = CallCatalog()
-        a, b = (read_calls(open_run(path), catalog, arguments.own) for path in (arguments.a, arguments.b))
+        catalog, runs = CallCatalog(), [open_run(path) for path in (arguments.a, arguments.b)]
+        for note in (note for run in runs for note in run.notes):
+            print(f"commtrace: {note}", file=sys.stderr)
+        a, b = (read_calls(run, catalog, arguments.own) for run in runs)
         differences = compare_calls(a, b)
         status = DIFFERENT if not differences.equal else NOT_COMPARED if differences.not_compared else 0
         if arguments.json:
