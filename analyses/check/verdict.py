@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.diff.run_calls import OwnCalls, is_own
+from commtrace.analyses.diff.run_calls import OwnCalls, is_own, sum_own_calls
 from commtrace.analyses.fold_engine import Analysis, NamedTables, rows_of
 from commtrace.analyses.reconciliation import EXPECTED
 from commtrace.analyses.reconciliation.causes import OTHER_PIECES, PROGRAM_CAUSES, path_in_packages
@@ -31,7 +31,7 @@ CELL: Final = ("rank", "step", "role", "op")
 NUMBERS: Final = ("expected_calls", "measured_calls", "expected_bytes", "measured_bytes")
 COLUMNS: Final = (*CELL, *NUMBERS, "calls_max", "causes", "sites")
 
-_OWN_COLUMNS: Final = ("rank", "role", "op", "sites", "measured_calls", "measured_bytes")
+_OWN_COLUMNS: Final = ("sites", "op", "rank", "measured_calls", "measured_bytes")
 _LIBRARIES_WITH_RULES: Final = (
     "deepspeed/", "torch/", "mpu/mappings.py", "mpu/layers.py", "mpu/cross_entropy.py",
     "megatron/core/tensor_parallel/", "tensor_parallel/",
@@ -69,7 +69,7 @@ def declare_own(analysis: Analysis, patterns: Sequence[str]) -> Analysis:
         ranks = table["process"].map(dict(enumerate(process.rank for process in run.processes)))
         calls = table.assign(rank=ranks, sites=table["site"]).loc[declared]
         calls = calls.rename(columns={"calls": "measured_calls", "payload_bytes": "measured_bytes"})
-        return analysis.finish(table.loc[~declared], run) | {"declared": calls[[*_OWN_COLUMNS]]}
+        return analysis.finish(table.loc[~declared], run) | {"declared": calls[["role", *_OWN_COLUMNS]]}
 
     return replace(analysis, finish=finish)
 
@@ -98,18 +98,13 @@ def judge(
     theory = tables["theory"]
     compared = theory.loc[theory["not_predicted"].isna(), "rank"]
     declared = [tables["declared"]] if "declared" in tables else []
-    own = pd.concat([*declared, rows.loc[is_own, [*_OWN_COLUMNS]]])
+    own = pd.concat([*declared, rows.loc[is_own, ["role", *_OWN_COLUMNS]]])
     own["sites"] += (own["role"] == "self").map({True: " (in a group of one rank, sends nothing)", False: ""})
     return Verdict(
         len(cells),
         tuple(sorted({int(rank) for rank in compared})),
         cells.loc[differs].reset_index(drop=True),
-        {
-            (str(site), str(op)): OwnCalls(
-                int(calls["measured_calls"].sum()), int(calls["measured_bytes"].sum()), frozenset(calls["rank"])
-            )
-            for (site, op), calls in own.groupby(["sites", "op"])
-        },
+        sum_own_calls(own[[*_OWN_COLUMNS]].itertuples(index=False, name=None)),
         tuple(_not_compared(theory, {*ranks}, world_size)),
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -212,24 +212,25 @@ def read_calls(run: RecordedRun, catalog: CallCatalog, own: Sequence[str] = ()) 
     """
     reader = _Reader(run, catalog, own)
     ranks: dict[int, RankCalls] = {}
-    for rank, processes in itertools.groupby(zip(run.processes, run.labels, strict=True), lambda pair: pair[0].rank):
-        calls = reader.read([*processes])
-        represented = next((process.tables.stands_for[0] for process in run.processes if process.rank == rank), "")
-        ranks |= dict.fromkeys(parse_ranks(represented) or [rank], calls)
+    for rank, pairs in itertools.groupby(zip(run.processes, run.labels, strict=True), lambda pair: pair[0].rank):
+        processes = [*pairs]
+        represented = parse_ranks(processes[0][0].tables.stands_for[0])
+        ranks |= dict.fromkeys(represented or [rank], reader.read(processes))
     ranks.pop(-1, None)  # of a process whose rank is not known
-    facts = setting_facts(run)
-    return RunCalls(
-        str(run.log.path),
-        ranks,
-        run.world_size,
-        run.simulated,
-        facts,
-        {call: frozenset(lines) for call, lines in reader.lines.items()},
-        {
-            (line, op): OwnCalls(calls, size, frozenset(reader.own_ranks[line, op]))
-            for (line, op), (calls, size) in reader.own.items()
-        },
-    )
+    lines = {call: frozenset(lines) for call, lines in reader.lines.items()}
+    own_calls = sum_own_calls(reader.own)
+    return RunCalls(str(run.log.path), ranks, run.world_size, run.simulated, setting_facts(run), lines, own_calls)
+
+
+def sum_own_calls(rows: Iterable[tuple[str, str, int, int, int]]) -> dict[tuple[str, str], OwnCalls]:
+    """Sum calls by call site and operation. Rows are call site, operation, rank, calls, bytes."""
+    by_place: dict[tuple[str, str], list[tuple[int, int, int]]] = defaultdict(list)
+    for site, op, *numbers in rows:
+        by_place[site, op].append((numbers[0], numbers[1], numbers[2]))
+    return {
+        place: OwnCalls(sum(row[1] for row in same), sum(row[2] for row in same), frozenset(row[0] for row in same))
+        for place, same in by_place.items()
+    }
 
 
 class _Reader:
@@ -240,8 +241,7 @@ class _Reader:
         sites = {site for process in run.processes for site in process.tables.sites.values()}
         self._files = short_paths({site.file for site in sites})
         self.lines: dict[Call, set[str]] = defaultdict(set)
-        self.own: dict[tuple[str, str], tuple[int, int]] = {}
-        self.own_ranks: dict[tuple[str, str], set[int]] = defaultdict(set)
+        self.own: list[tuple[str, str, int, int, int]] = []
 
     def read(self, processes: Sequence[tuple[Process, RecordLabels]]) -> RankCalls:
         """Read the calls of the processes of one rank."""
@@ -309,10 +309,7 @@ class _Reader:
     def _number(self, call: Call, line: str, rank: int, count: int, size: int) -> int:
         """Return the number of a call, -1 for one of the program's own."""
         if any(is_own(pattern, call.key.phase, site) for pattern in self._patterns for site in (call.site, line)):
-            own = line or call.site, call.key.op
-            calls, total = self.own.get(own, (0, 0))
-            self.own[own] = calls + count, total + size
-            self.own_ranks[own].add(rank)
+            self.own.append((line, call.key.op, rank, count, size))
             return -1
         self.lines[call].add(line)
         return self._catalog.number(call)

@@ -180,10 +180,8 @@ def test_a_rank_without_a_log(tmp_path: Path, capsys: Captured) -> None:
 def test_no_log_is_an_error(tmp_path: Path, capsys: Captured) -> None:
     assert main(["check", str(tmp_path / "none")]) == 1
     out, err = capsys.readouterr()
-    assert (out, err) == (
-        "",
-        f"commtrace: {tmp_path / 'none'}: no such directory; pass the directory that COMMTRACE was set to\n",
-    )
+    assert out == ""
+    assert err.startswith(f"commtrace: {tmp_path / 'none'}: no such directory; ")
 
 
 def test_many_differences_are_cut(tmp_path: Path, capsys: Captured) -> None:
