@@ -75,9 +75,9 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], largest: float) -> 
     for parameter in every:
         groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
     norms = []
-    for some in groups.values():
-        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in some if parameter.grad is not None])
+    for members in groups.values():
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in members if parameter.grad is not None])
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     total = torch.linalg.vector_norm(torch.stack(norms))
-    for some in groups.values():
-        torch.nn.utils.clip_grads_with_norm_(some, largest, total)
+    for members in groups.values():
+        torch.nn.utils.clip_grads_with_norm_(members, largest, total)

@@ -48,8 +48,8 @@ class Experts(nn.Module):
 
 def balance(layers: Iterable[nn.Module]) -> torch.Tensor | None:
     """Return the sum of the load-balancing losses of these layers; None without experts."""
-    found = [part.balance for layer in layers for part in layer.modules() if isinstance(part, Experts)]
-    return torch.stack(found).sum() if found else None
+    losses = [part.balance for layer in layers for part in layer.modules() if isinstance(part, Experts)]
+    return torch.stack(losses).sum() if losses else None
 
 
 def has_experts(config: TrainingConfig, layer: int) -> bool:

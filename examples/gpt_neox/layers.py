@@ -127,8 +127,8 @@ class Embedding(nn.Embedding):
             return functional.embedding(tokens, self.weight)
         begin, end = self.shares.range_of(len(self.weight) * self.shares.ranks)
         elsewhere = (tokens < begin) | (tokens >= end)
-        found = functional.embedding((tokens - begin).masked_fill(elsewhere, 0), self.weight)
-        return self.shares.summed(found.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+        embedded = functional.embedding((tokens - begin).masked_fill(elsewhere, 0), self.weight)
+        return self.shares.summed(embedded.masked_fill(elsewhere.unsqueeze(-1), 0.0))
 
 
 @functools.lru_cache(maxsize=8)

@@ -66,13 +66,13 @@ def _ulysses(parts: Parts) -> Attend:
 
     class LengthFirst(nn.Module):
         def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> torch.Tensor:
-            found = _causal(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), dropout)
-            return found.transpose(1, 2)
+            output = _causal(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), dropout)
+            return output.transpose(1, 2)
 
     layer = DistributedAttention(LengthFirst(), parts.group, scatter_idx=2, gather_idx=1)
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> torch.Tensor:
-        parts = (one.transpose(1, 2) for one in (query, key, value))
+        parts = (tensor.transpose(1, 2) for tensor in (query, key, value))
         out: torch.Tensor = layer(*parts, 0, None, dropout)
         return out.transpose(1, 2)
 
@@ -93,15 +93,15 @@ class _Ring(torch.autograd.Function):
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parts: Parts) -> torch.Tensor:
         out = torch.zeros_like(query, dtype=torch.float32)
         sums = query.new_full((*query.shape[:-1], 1), -torch.inf, dtype=torch.float32)  # logarithms
-        held = [key.contiguous(), value.contiguous()]
+        block_tensors = [key.contiguous(), value.contiguous()]
         for hop in range(parts.ranks):
             if hop:
-                held = _passed_on(held, parts)
-            scores = _scores(query, held[0], hop, parts)
+                block_tensors = _passed_on(block_tensors, parts)
+            scores = _scores(query, block_tensors[0], hop, parts)
             if scores is not None:
                 block = scores.logsumexp(dim=-1, keepdim=True)
                 both = torch.logaddexp(sums, block)
-                out = out * (sums - both).exp() + (scores - both).exp() @ held[1].float()
+                out = out * (sums - both).exp() + (scores - both).exp() @ block_tensors[1].float()
                 sums = both
         result = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, result, sums)
@@ -114,21 +114,21 @@ class _Ring(torch.autograd.Function):
         parts, gradient = ctx.parts, gradients[0].float()
         inner = (gradient * result.float()).sum(dim=-1, keepdim=True)
         own = torch.zeros_like(query, dtype=torch.float32)
-        held = [key.contiguous(), value.contiguous()]
-        theirs = [torch.zeros_like(one, dtype=torch.float32) for one in held]
+        block_tensors = [key.contiguous(), value.contiguous()]
+        block_gradients = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in block_tensors]
         for hop in range(parts.ranks):
             if hop:
-                held = _passed_on(held, parts)
-            scores = _scores(query, held[0], hop, parts)
+                block_tensors = _passed_on(block_tensors, parts)
+            scores = _scores(query, block_tensors[0], hop, parts)
             if scores is not None:
                 weights = (scores - sums).exp()
-                flow = weights * (gradient @ held[1].float().transpose(-1, -2) - inner) * _scale(query)
-                own += flow @ held[0].float()
-                theirs[0] += flow.transpose(-1, -2) @ query.float()
-                theirs[1] += weights.transpose(-1, -2) @ gradient
+                flow = weights * (gradient @ block_tensors[1].float().transpose(-1, -2) - inner) * _scale(query)
+                own += flow @ block_tensors[0].float()
+                block_gradients[0] += flow.transpose(-1, -2) @ query.float()
+                block_gradients[1] += weights.transpose(-1, -2) @ gradient
             # After the last hop they are back where they belong.
-            theirs = _passed_on(theirs, parts)
-        return own.to(query.dtype), theirs[0].to(key.dtype), theirs[1].to(value.dtype), None
+            block_gradients = _passed_on(block_gradients, parts)
+        return own.to(query.dtype), block_gradients[0].to(key.dtype), block_gradients[1].to(value.dtype), None
 
 
 def _scale(query: torch.Tensor) -> float:
@@ -153,9 +153,9 @@ def _passed_on(tensors: Iterable[torch.Tensor], parts: Parts) -> list[torch.Tens
     assert group is not None
     before, after = (dist.get_global_rank(group, (parts.rank + step) % parts.ranks) for step in (-1, 1))
     sent = list(tensors)
-    received = [torch.empty_like(one) for one in sent]
-    messages = [dist.P2POp(dist.isend, one, after, group) for one in sent]
-    messages += [dist.P2POp(dist.irecv, one, before, group) for one in received]
+    received = [torch.empty_like(tensor) for tensor in sent]
+    messages = [dist.P2POp(dist.isend, tensor, after, group) for tensor in sent]
+    messages += [dist.P2POp(dist.irecv, tensor, before, group) for tensor in received]
     for work in dist.batch_isend_irecv(messages):
         work.wait()
     return received

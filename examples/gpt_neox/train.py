@@ -75,14 +75,14 @@ def settle_precision(config: TrainingConfig, engine: str, device: torch.device) 
 
 def notices(config: TrainingConfig, engine: str) -> list[str]:
     """Yield notes about the configuration, shown before the first step."""
-    found = []
+    notes = []
     if config.unknown_keys:
-        found.append(f"keys without a meaning here, ignored: {', '.join(config.unknown_keys)}")
+        notes.append(f"keys without a meaning here, ignored: {', '.join(config.unknown_keys)}")
     if engine != "deepspeed" and config.deepspeed_keys:
-        found.append(f"DeepSpeed's keys, ignored with --engine {engine}: {', '.join(sorted(config.deepspeed_keys))}")
+        notes.append(f"DeepSpeed's keys, ignored with --engine {engine}: {', '.join(sorted(config.deepspeed_keys))}")
     if engine != "fsdp" and config.fsdp != FsdpSettings():
-        found.append(f"the block fsdp, ignored with --engine {engine}")
-    return found
+        notes.append(f"the block fsdp, ignored with --engine {engine}")
+    return notes
 
 
 def seed_everything(seed: int) -> None:

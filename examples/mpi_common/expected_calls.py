@@ -58,11 +58,11 @@ def ring_attention(
     Wire: B (n-1) forward, 2 B (n-1) backward.
     """
     size = 2 * batch * (sequence // ranks) * hidden * element
-    found = []
+    calls = []
     causes = ["keys and values", "keys and values again", "gradients of keys and values"]
     for cause in causes if backward else causes[:1]:
-        found += [ExpectedCall(op, size, cause, ranks - 1, role="sequence") for op in ("send", "recv")]
-    return found if ranks > 1 else []
+        calls += [ExpectedCall(op, size, cause, ranks - 1, role="sequence") for op in ("send", "recv")]
+    return calls if ranks > 1 else []
 
 
 SEQUENCE_PARALLEL = {"all_gather": gathered_attention, "ulysses": ulysses_attention, "ring": ring_attention}
@@ -85,11 +85,11 @@ def sequence_parallel(
     Its attention, and one all_reduce of all gradients (derived: every rank has all parameters, and the gradient of its
     own tokens only).
     """
-    found = SEQUENCE_PARALLEL[attention](batch, sequence, hidden, element, ranks, backward)
+    calls = SEQUENCE_PARALLEL[attention](batch, sequence, hidden, element, ranks, backward)
     if ranks > 1 and backward:
         size = layer_parameters(hidden, feed_forward) * element
-        found.append(ExpectedCall("all_reduce", size, "gradients of the parameters", role="sequence"))
-    return found
+        calls.append(ExpectedCall("all_reduce", size, "gradients of the parameters", role="sequence"))
+    return calls
 
 
 def tensor_parallel(
@@ -129,16 +129,16 @@ def model_parallel(
         return []
     size = batch // micro_batches * sequence * model * element
     calls = layers * micro_batches
-    found = [
+    expected = [
         ExpectedCall("all_gather", size, "heads put together, and outputs of attention", 2 * calls, role="tensor"),
         ExpectedCall("all_reduce", size, "outputs of the feed-forward", calls, role="tensor"),
     ]
     if backward:
-        found += [
+        expected += [
             ExpectedCall("reduce_scatter", size, "gradients of the heads' outputs", calls, role="tensor"),
             ExpectedCall("all_reduce", size, "gradients of the sub-layers' inputs", 2 * calls, role="tensor"),
         ]
-    return [*found, *shared_heads(layers, batch, sequence, heads, element, ranks, backward, micro_batches)]
+    return [*expected, *shared_heads(layers, batch, sequence, heads, element, ranks, backward, micro_batches)]
 
 
 def shared_heads(
@@ -175,11 +175,11 @@ def pipeline(
     def message(op: str, cause: str) -> ExpectedCall:
         return ExpectedCall(op, size, cause, micro_batches, role="pipeline")
 
-    found = []
+    calls = []
     if stage > 0:
-        found.append(message("recv", "activations"))
-        found += [message("send", "gradients")] if backward else []
+        calls.append(message("recv", "activations"))
+        calls += [message("send", "gradients")] if backward else []
     if stage < stages - 1:
-        found.append(message("send", "activations"))
-        found += [message("recv", "gradients")] if backward else []
-    return found
+        calls.append(message("send", "activations"))
+        calls += [message("recv", "gradients")] if backward else []
+    return calls

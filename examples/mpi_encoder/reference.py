@@ -41,14 +41,14 @@ class Reference:
 
     def results(self) -> dict[str, torch.Tensor]:
         """Of the last step, under the names of `Run.results`, whole."""
-        found = {"logits": self.logits.detach()}
+        tensors = {"logits": self.logits.detach()}
         if self.inputs.grad is not None:
-            found["input gradient"] = self.inputs.grad
+            tensors["input gradient"] = self.inputs.grad
         for name, parameter in self._named():
-            found[name] = parameter.detach()
+            tensors[name] = parameter.detach()
             if parameter.grad is not None:
-                found[f"{name} gradient"] = parameter.grad
-        return found
+                tensors[f"{name} gradient"] = parameter.grad
+        return tensors
 
     def _named(self) -> list[tuple[str, torch.nn.Parameter]]:
         layers = [

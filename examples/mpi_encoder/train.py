@@ -113,16 +113,16 @@ class Run:
 
         Names of parameters begin with the number of the layer.
         """
-        found = {
+        tensors = {
             name: torch.cat([by_number[number] for number in sorted(by_number)])
             for name, by_number in (("logits", self.logits), ("input gradient", self.input_gradients))
             if by_number
         }
         for name, parameter in self.named_parameters():
-            found[name] = parameter.detach()
+            tensors[name] = parameter.detach()
             if parameter.grad is not None:
-                found[f"{name} gradient"] = parameter.grad
-        return found
+                tensors[f"{name} gradient"] = parameter.grad
+        return tensors
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Of this rank: "2.linear1.weight", "head.bias"."""

@@ -30,16 +30,16 @@ class Reference:
             drop.key = 2 * step + number
         with torch.set_grad_enabled(whole.requires_grad):
             y = self.module(whole)
-        found = {"output": y.detach().chunk(transport.size, 1)[transport.rank]}
+        tensors = {"output": y.detach().chunk(transport.size, 1)[transport.rank]}
         if not whole.requires_grad:
-            return found
+            return tensors
         loss_of(y, shape).backward()
         assert whole.grad is not None
-        found["input"] = whole.grad.chunk(transport.size, 1)[transport.rank]
+        tensors["input"] = whole.grad.chunk(transport.size, 1)[transport.rank]
         for name, parameter in self.module.named_parameters():
             assert parameter.grad is not None
-            found[self.names[name]] = parameter.grad
-        return found
+            tensors[self.names[name]] = parameter.grad
+        return tensors
 
 
 def _torch_name(name: str) -> str:

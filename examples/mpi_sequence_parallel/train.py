@@ -47,13 +47,13 @@ class Run:
 
     def results(self) -> dict[str, torch.Tensor]:
         """Return the last output, the input's gradient and the parameters' gradients of this rank, by name."""
-        found = {"output": self.y}
+        tensors = {"output": self.y}
         if self.x.grad is not None:
-            found["input"] = self.x.grad
+            tensors["input"] = self.x.grad
         for name, parameter in self.layer.named_parameters():
             if parameter.grad is not None:
-                found[name] = parameter.grad
-        return found
+                tensors[name] = parameter.grad
+        return tensors
 
 
 def make_layer(options: Namespace, transport: Transport) -> Layer:
@@ -74,9 +74,9 @@ def check(run: Run, options: Namespace) -> float:
     whole = make_input(options, run.shape).to(run.x).requires_grad_(not run.forward_only)
     last = options.warmup + options.iterations - 1
     expected = reference.results(whole, run.shape, last, run.transport)
-    found = run.results()
-    assert found.keys() == expected.keys()
-    return max(relative_difference(found[name], expected[name]) for name in found)
+    measured = run.results()
+    assert measured.keys() == expected.keys()
+    return max(relative_difference(measured[name], expected[name]) for name in measured)
 
 
 def train(options: Namespace, transport: Transport, device: torch.device) -> tuple[RankResult, Run]:

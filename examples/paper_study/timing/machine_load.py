@@ -29,11 +29,11 @@ def execute_watched(command: Sequence[str], folder: Path, environment: Mapping[s
     others = None
     if before is not None and after is not None:
         others = max(0.0, after - before - cost.cpu_seconds) / cost.wall_seconds
-    told = {
+    load = {
         "cores": usable_cores(), "wall_seconds": cost.wall_seconds, "cpu_seconds": cost.cpu_seconds,
         "others_cores": others,
     }  # fmt: skip
-    (folder / FILE).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    (folder / FILE).write_text(json.dumps(load, indent=1) + "\n", encoding="utf-8")
 
 
 def busy_seconds(stat: Path = _STAT) -> float | None:
@@ -41,18 +41,18 @@ def busy_seconds(stat: Path = _STAT) -> float | None:
     try:
         with stat.open() as file:
             head, *counts = file.readline().split()
-        ticks = [int(one) for one in counts[:_COUNTED]]
+        ticks = [int(count) for count in counts[:_COUNTED]]
     except (OSError, ValueError):
         return None
     if head != "cpu" or len(ticks) < _COUNTED:
         return None
-    return sum(one for at, one in enumerate(ticks) if at not in _IDLE) / os.sysconf("SC_CLK_TCK")
+    return sum(count for at, count in enumerate(ticks) if at not in _IDLE) / os.sysconf("SC_CLK_TCK")
 
 
 def read(folder: Path) -> dict[str, Any]:
     """Read what `execute_watched` wrote; {} if that is not possible."""
     try:
-        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        document = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}

@@ -45,17 +45,17 @@ COLUMNS: Final = [
 
 def receives(calls: pd.DataFrame) -> pd.DataFrame:
     """Of a pipeline's calls (`timed_calls` with `site`), all steps."""
-    found = calls.loc[calls["op"] == "recv"].copy()
-    found["what"] = what_they_are(found)
-    found["when"] = when_they_are(found)
-    found["receive_ns"] = found["blocked_until"] - found["t_begin"]
-    known = found["last_begin"] > 0
-    waited = found[["blocked_until", "last_begin"]].min(axis=1).clip(lower=found["t_begin"])
-    found["late_ns"] = (waited - found["t_begin"]).where(known)
-    found["transfer_ns"] = (found["blocked_until"] - waited).where(known)
-    found["sender_in_calls_ns"] = _in_calls(calls, found, waited).where(known)
-    found["sender_computing_ns"] = found["late_ns"] - found["sender_in_calls_ns"]
-    return found.rename(columns={"payload": "payload_bytes"})[COLUMNS].reset_index(drop=True)
+    received = calls.loc[calls["op"] == "recv"].copy()
+    received["what"] = what_they_are(received)
+    received["when"] = when_they_are(received)
+    received["receive_ns"] = received["blocked_until"] - received["t_begin"]
+    known = received["last_begin"] > 0
+    waited = received[["blocked_until", "last_begin"]].min(axis=1).clip(lower=received["t_begin"])
+    received["late_ns"] = (waited - received["t_begin"]).where(known)
+    received["transfer_ns"] = (received["blocked_until"] - waited).where(known)
+    received["sender_in_calls_ns"] = _in_calls(calls, received, waited).where(known)
+    received["sender_computing_ns"] = received["late_ns"] - received["sender_in_calls_ns"]
+    return received.rename(columns={"payload": "payload_bytes"})[COLUMNS].reset_index(drop=True)
 
 
 def what_they_are(found: pd.DataFrame) -> pd.Series[str]:
@@ -126,14 +126,14 @@ def by_kind(table: pd.DataFrame) -> pd.DataFrame:
     keys = ["what", "payload_bytes", "when"]
     groups = table.astype(dict.fromkeys(TIMES, float)).groupby(keys, sort=False)
     hows = (("", "mean"), ("_median", "median"), ("_least", "min"), ("_most", "max"))
-    found = groups.agg(
+    totals = groups.agg(
         receives=("receive_ns", "size"), **{f"{name}{end}": (name, how) for name in TIMES for end, how in hows}
     ).reset_index()
-    order = found.assign(
-        kind=found["what"].map(dict(zip(_KINDS, range(len(_KINDS)), strict=True))).fillna(len(_KINDS)),
-        moment=found["when"].map(dict(zip(_WHENS, range(len(_WHENS)), strict=True))),
+    order = totals.assign(
+        kind=totals["what"].map(dict(zip(_KINDS, range(len(_KINDS)), strict=True))).fillna(len(_KINDS)),
+        moment=totals["when"].map(dict(zip(_WHENS, range(len(_WHENS)), strict=True))),
     ).sort_values(["kind", "moment"], kind="stable")
-    return found.loc[order.index].reset_index(drop=True)
+    return totals.loc[order.index].reset_index(drop=True)
 
 
 def transfers_by_size(receives: pd.DataFrame, messages: pd.DataFrame) -> pd.DataFrame:

@@ -166,7 +166,9 @@ def _by_scheme(table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
 
 def _lengths(figure: go.Figure, table: pd.DataFrame) -> None:
     ticks = sorted(table["seq_length"].unique())
-    figure.update_xaxes(title_text="sequence length", type="log", tickvals=ticks, ticktext=[str(one) for one in ticks])
+    figure.update_xaxes(
+        title_text="sequence length", type="log", tickvals=ticks, ticktext=[str(tick) for tick in ticks]
+    )
 
 
 def receive_parts(summary: pd.DataFrame) -> go.Figure:
@@ -261,7 +263,7 @@ def transfer_by_size(sizes: pd.DataFrame) -> go.Figure:
             hovertemplate=f"{name}<br>%{{customdata}}<extra></extra>",
         )  # fmt: skip
     ticks = sorted(sizes["payload_bytes"].unique())
-    names = [format_bytes(one).replace(".00 ", " ").replace(".0 ", " ") for one in ticks]
+    names = [format_bytes(tick).replace(".00 ", " ").replace(".0 ", " ") for tick in ticks]
     figure.update_xaxes(title_text="message", type="log", tickvals=ticks, ticktext=names, tickangle=-45)
     figure.update_yaxes(title_text="transfer, ms", type="log", dtick=1)
     return finish(figure, "Transfers by size, cold and warm: medians, and between the quartiles", 430)

@@ -100,8 +100,8 @@ def complete_run(folder: Path, ranks: int) -> Run:
 
 def tables_of(results: Sequence[Result]) -> NamedTables:
     """Return all tables about steps. `results` must not be empty."""
-    steps = pd.concat([_steps(one) for one in results], ignore_index=True)
-    runs = pd.DataFrame([_run(one, steps) for one in results])
+    steps = pd.concat([_steps(result) for result in results], ignore_index=True)
+    runs = pd.DataFrame([_run(result, steps) for result in results])
     median = medians(runs)
     return {
         "time_steps": steps,
@@ -181,7 +181,7 @@ def _points(runs: pd.DataFrame, median: Sequence[int]) -> pd.DataFrame:
 
 
 def _bandwidths(results: Sequence[Result]) -> pd.DataFrame:
-    rows = [row for one in results for row in _of_largest(one)]
+    rows = [row for result in results for row in _of_largest(result)]
     table = pd.DataFrame(rows, columns=[*POINT, "repeat", "op", "message_bytes", "calls", "busbw_gb_per_s"])
     return table.groupby([*POINT, "op", "message_bytes"], sort=False, as_index=False).agg(
         repeats=("repeat", "nunique"),
@@ -210,25 +210,25 @@ def _of_largest(result: Result) -> Iterator[dict[str, Any]]:
 
 def _operations(results: Sequence[Result]) -> pd.DataFrame:
     parts = []
-    for one in results:
-        steps = one.times.steps["step"].unique()
-        calls = standing(one.calls.loc[one.calls["step"].isin(steps)])
-        sums = calls.groupby("op")["standing_ns"].sum() / (len(steps) * one.point.ranks)
-        told = {name: value for name, value in named(one.point).items() if name in POINT}
-        parts.append(pd.DataFrame({**told, "op": sums.index, "standing_ns": sums.to_numpy()}))
+    for result in results:
+        steps = result.times.steps["step"].unique()
+        calls = standing(result.calls.loc[result.calls["step"].isin(steps)])
+        sums = calls.groupby("op")["standing_ns"].sum() / (len(steps) * result.point.ranks)
+        labels = {name: value for name, value in named(result.point).items() if name in POINT}
+        parts.append(pd.DataFrame({**labels, "op": sums.index, "standing_ns": sums.to_numpy()}))
     return pd.concat(parts, ignore_index=True)
 
 
 def _first_steps(results: Sequence[Result]) -> pd.DataFrame:
     measures = ["calls", "standing_ns", "late_ns", "transfer_ns"]
     parts = []
-    for one in results:
-        training = standing(one.calls.loc[one.calls["step"] >= 0])
-        by_step = training.groupby(["op", "step"])[measures].sum(min_count=1) / one.point.ranks
+    for result in results:
+        training = standing(result.calls.loc[result.calls["step"] >= 0])
+        by_step = training.groupby(["op", "step"])[measures].sum(min_count=1) / result.point.ranks
         at_first = by_step.index.get_level_values("step") == 0
         first = by_step.loc[at_first].droplevel("step").add_prefix("first_")
         later = by_step.loc[~at_first].groupby("op").median().add_prefix("later_")
-        parts.append(first.join(later, how="outer").reset_index().assign(**named(one.point)))
+        parts.append(first.join(later, how="outer").reset_index().assign(**named(result.point)))
     table = pd.concat(parts, ignore_index=True)
     columns = [f"{when}_{measure}" for measure in measures for when in ("first", "later")]
     return table.groupby([*POINT, "op"], sort=False, as_index=False)[columns].median()
@@ -294,11 +294,11 @@ def throughput(points: pd.DataFrame) -> pd.DataFrame:
 
 def receive_tables(results: Sequence[Result]) -> NamedTables:
     """Return `time_receives` and `time_forwards` (see `receives`) of all pipelines, with POINT and `repeat`."""
-    found = [(one, receives(one.calls)) for one in results if (one.calls["op"] == "recv").any()]
-    stages = [(one, forwards(one.calls)) for one, _ in found]
+    received = [(result, receives(result.calls)) for result in results if (result.calls["op"] == "recv").any()]
+    stages = [(result, forwards(result.calls)) for result, _ in received]
     return {
-        name: pd.concat([table.assign(**named(one.point)) for one, table in parts], ignore_index=True)
-        for name, parts in (("time_receives", found), ("time_forwards", stages))
+        name: pd.concat([table.assign(**named(result.point)) for result, table in parts], ignore_index=True)
+        for name, parts in (("time_receives", received), ("time_forwards", stages))
         if parts
     }
 

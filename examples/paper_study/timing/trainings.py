@@ -139,8 +139,8 @@ class Messages:
     @property
     def command(self) -> str:
         """Shell command that repeats it."""
-        told = [f"{name}={value}" for name, value in self.environment.items()]
-        return " ".join(["COMMTRACE=log", "OMP_NUM_THREADS=1", *told, "torchrun", *torchrun(2), *self.program])
+        variables = [f"{name}={value}" for name, value in self.environment.items()]
+        return " ".join(["COMMTRACE=log", "OMP_NUM_THREADS=1", *variables, "torchrun", *torchrun(2), *self.program])
 
 
 def torchrun(ranks: int) -> list[str]:
@@ -155,8 +155,8 @@ def schemes(ranks: int) -> list[Scheme]:
     """
     if ranks < 2:
         raise CommtraceError(f"--nproc {ranks}: one rank has nobody to communicate with; give 2 or more")
-    found = [scheme for scheme in SCHEMES if ranks % scheme.model_ranks == 0]
-    return found if ranks >= 4 else [scheme for scheme in found if scheme != ZERO_AND_TENSOR]
+    possible = [scheme for scheme in SCHEMES if ranks % scheme.model_ranks == 0]
+    return possible if ranks >= 4 else [scheme for scheme in possible if scheme != ZERO_AND_TENSOR]
 
 
 def points(ranks: int, *, quick: bool) -> list[Point]:
@@ -168,13 +168,13 @@ def points(ranks: int, *, quick: bool) -> list[Point]:
 
 
 def _once(ranks: int, repeat: int, quick: bool) -> Iterator[Point]:
-    found = schemes(ranks)
+    possible = schemes(ranks)
     lengths = LENGTHS[:2] if quick else LENGTHS
-    for length in sorted(lengths, key=lambda one: one != LENGTH):
-        swept = found if length == LENGTH else [scheme for scheme in found if scheme != ZERO_AND_TENSOR]
+    for length in sorted(lengths, key=lambda value: value != LENGTH):
+        swept = possible if length == LENGTH else [scheme for scheme in possible if scheme != ZERO_AND_TENSOR]
         yield from (Point(scheme, HIDDEN, length, ranks, repeat) for scheme in swept)
     if not quick:
-        yield from (Point(scheme, LARGER_HIDDEN, LENGTH, ranks, repeat) for scheme in found if scheme in WIDENED)
+        yield from (Point(scheme, LARGER_HIDDEN, LENGTH, ranks, repeat) for scheme in possible if scheme in WIDENED)
 
 
 def messages(*, quick: bool) -> list[Messages]:

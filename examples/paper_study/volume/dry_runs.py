@@ -108,7 +108,7 @@ class DryRun:
         """GPT-NeoX keys that override the model's file."""
         lengths = {"seq_length": self.sequence, "max_position_embeddings": self.sequence} if self.sequence else {}
         stage = {} if self.scheme == DDP else {"zero_optimization": {"stage": int(self.scheme[-1])}}
-        given = {
+        keys = {
             "pipe_parallel_size": self.pipeline,
             "model_parallel_size": self.tensor,
             "gradient_accumulation_steps": self.micro_batches,
@@ -117,7 +117,7 @@ class DryRun:
             **lengths,
             **stage,
         }
-        return _merged(given, json.loads(self.switches))
+        return _merged(keys, json.loads(self.switches))
 
     @property
     def arguments(self) -> list[str]:
@@ -127,8 +127,10 @@ class DryRun:
     @property
     def key(self) -> str:
         """Name of the result: a description, and a digest of everything that it depends on."""
-        told = json.dumps([self.settings, self.arguments, self.run, self.world, find_file(self.model).read_text()])
-        digest = hashlib.sha256((told + _versions()).encode()).hexdigest()[:10]
+        description = json.dumps(
+            [self.settings, self.arguments, self.run, self.world, find_file(self.model).read_text()]
+        )
+        digest = hashlib.sha256((description + _versions()).encode()).hexdigest()[:10]
         note = f"-{self.note}" if self.note else ""
         words = f"{self.name}-{self.division}{note}-{self.world}"
         words += f"-{self.sequence}" if self.sequence else ""
@@ -268,11 +270,11 @@ class Plan:
     @property
     def all(self) -> tuple[DryRun, ...]:
         """All runs, each once; those of the paper first."""
-        some = (
+        families = (
             self.node, self.sizes, self.switched, self.divided, self.batches, self.lengths, self.alike, self.combined,
             self.scaled,
         )  # fmt: skip
-        return tuple(dict.fromkeys(one for of in some for one in of))
+        return tuple(dict.fromkeys(run for of in families for run in of))
 
 
 def plan(models: Sequence[str], *, quick: bool) -> Plan:
@@ -280,7 +282,7 @@ def plan(models: Sequence[str], *, quick: bool) -> Plan:
     for model in models:
         check(model)
     # The least costly model is enough where the question is not one of size.
-    least, middle = models[0], next((one for one in models if model_name(one) == LONG_SEQUENCES_OF), models[0])
+    least, middle = models[0], next((run for run in models if model_name(run) == LONG_SEQUENCES_OF), models[0])
     lists: dict[str, list[DryRun]] = {
         "node": [DryRun(model, _node(model), scheme) for model in models for scheme in DATA_PARALLEL],
         "sizes": [DryRun(model, FEW_NODES, ZERO_3) for model in models],
@@ -314,9 +316,9 @@ def plan(models: Sequence[str], *, quick: bool) -> Plan:
             ],
             "batches": [DryRun(middle, 4, pipeline=4, micro_batches=8)],
         }
-    impossible = {one: why for of in lists.values() for one in of if (why := one.impossible())}
+    impossible = {run: why for of in lists.values() for run in of if (why := run.impossible())}
     return Plan(
-        **{name: tuple(one for one in of if one not in impossible) for name, of in lists.items()},
+        **{name: tuple(run for run in of if run not in impossible) for name, of in lists.items()},
         impossible=impossible,
     )
 
@@ -338,7 +340,7 @@ def _by_length(model: str, lengths: Sequence[int]) -> list[DryRun]:
         for p, t in QUICK_DIVISIONS
         for length in lengths
     ]
-    return [_as_the_file_says(one) for one in dict.fromkeys((*zero, *divided))]
+    return [_as_the_file_says(run) for run in dict.fromkeys((*zero, *divided))]
 
 
 def _node(model: str) -> int:

@@ -172,8 +172,8 @@ class RecordedDryRun:
         form = float(table.loc[table["kind"] == "closed form", "bytes"].sum())
         causes = [(str(row.label), int(row.bytes)) for row in rows_of(table) if row.kind in ("cause", UNEXPLAINED)]
         amounts = {extra for _, extra in causes}
-        kept = [(label, extra) for label, extra in causes if -extra not in amounts and abs(extra) > least * form]
-        return sorted(kept, key=lambda cause: -abs(cause[1]))
+        significant = [(label, extra) for label, extra in causes if -extra not in amounts and abs(extra) > least * form]
+        return sorted(significant, key=lambda cause: -abs(cause[1]))
 
 
 def format_causes(causes: list[tuple[str, int]]) -> str:

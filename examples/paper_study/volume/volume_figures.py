@@ -52,16 +52,16 @@ def shares(table: pd.DataFrame, title: str) -> go.Figure:
 
     def draw(figure: go.Figure, part: pd.DataFrame, place: dict[str, int]) -> None:
         for op in in_order(part.loc[part["payload_bytes"] > 0, "op"]):
-            some = part.loc[part["op"] == op]
+            rows = part.loc[part["op"] == op]
             figure.add_trace(
                 _bar(
-                    some,
+                    rows,
                     op,
-                    some["share"] * 100,
-                    text=[format_share(value) if value >= 0.06 else "" for value in some["share"]],
+                    rows["share"] * 100,
+                    text=[format_share(value) if value >= 0.06 else "" for value in rows["share"]],
                     hover=[
-                        f"{label(op)}<br>{format_share(one.share)}, {format_bytes(one.payload_bytes)}"
-                        for one in rows_of(some)
+                        f"{label(op)}<br>{format_share(row.share)}, {format_bytes(row.payload_bytes)}"
+                        for row in rows_of(rows)
                     ],
                 ),
                 **place,
@@ -78,9 +78,9 @@ def volumes(table: pd.DataFrame, title: str, axis: str) -> go.Figure:
         totals = part.groupby("name", sort=False)["payload_bytes"].sum()
         scale = bytes_scale(totals)
         for op in in_order(part.loc[part["payload_bytes"] > 0, "op"]):
-            some = part.loc[part["op"] == op]
-            hover = [f"{label(op)}<br>{format_bytes(value)}" for value in some["payload_bytes"]]
-            figure.add_trace(_bar(some, op, scale.axis(some["payload_bytes"]), hover=hover), **place)
+            rows = part.loc[part["op"] == op]
+            hover = [f"{label(op)}<br>{format_bytes(value)}" for value in rows["payload_bytes"]]
+            figure.add_trace(_bar(rows, op, scale.axis(rows["payload_bytes"]), hover=hover), **place)
         figure.add_trace(stack_totals(totals, scale.axis(totals)), **place)
         figure.update_xaxes(title_text=f"{axis}, {scale.unit}", range=[0, 1.25 * scale.reach(totals)], **place)
 
@@ -94,10 +94,10 @@ def totals(table: pd.DataFrame, title: str, axis: str) -> go.Figure:
     def draw(figure: go.Figure, part: pd.DataFrame, place: dict[str, int]) -> None:
         sums = part.groupby("name", sort=False)["wire_bytes"].sum()
         scale = bytes_scale(sums)
-        for role, some in part.groupby("role", sort=False):
-            if some["wire_bytes"].sum() > 0:
-                hover = [f"{label(role)}<br>{format_bytes(value)}" for value in some["wire_bytes"]]
-                bar = _bar(some, str(role), scale.axis(some["wire_bytes"]), hover=hover)
+        for role, rows in part.groupby("role", sort=False):
+            if rows["wire_bytes"].sum() > 0:
+                hover = [f"{label(role)}<br>{format_bytes(value)}" for value in rows["wire_bytes"]]
+                bar = _bar(rows, str(role), scale.axis(rows["wire_bytes"]), hover=hover)
                 bar.update(marker={"color": colours.get(str(role), CLOSED_FORM), "pattern": {"shape": ""}})
                 figure.add_trace(bar, **place)
         figure.add_trace(stack_totals(sums, scale.axis(sums)), **place)
@@ -202,9 +202,9 @@ def times_of(table: pd.DataFrame, title: str) -> go.Figure:
         sums = part.groupby("name", sort=False)["time_us"].sum() * 1e3
         scale = time_scale(sums)
         for op in in_order(part["op"]):
-            some = part.loc[part["op"] == op]
-            hover = [f"{label(op)}<br>{format_duration(value * 1e3)}" for value in some["time_us"]]
-            figure.add_trace(_bar(some, op, scale.axis(some["time_us"] * 1e3), hover=hover), **place)
+            rows = part.loc[part["op"] == op]
+            hover = [f"{label(op)}<br>{format_duration(value * 1e3)}" for value in rows["time_us"]]
+            figure.add_trace(_bar(rows, op, scale.axis(rows["time_us"] * 1e3), hover=hover), **place)
         figure.add_trace(stack_totals(sums, scale.axis(sums), formatter=format_duration), **place)
         figure.update_xaxes(title_text=f"time of a step, {scale.unit}", range=[0, 1.25 * scale.reach(sums)], **place)
 
@@ -220,21 +220,21 @@ def _curves(table: pd.DataFrame, column: str, title: str, axis: str, across: str
     lines = [*table["name"].drop_duplicates()]
 
     def draw(figure: go.Figure, part: pd.DataFrame, place: dict[str, int]) -> None:
-        for name, some in part.groupby("name", sort=False):
+        for name, rows in part.groupby("name", sort=False):
             colour = _LINES[lines.index(name) % len(_LINES)]
-            shown = {"x": some[column], "legendgroup": label(name), "hovertemplate": "%{customdata}<extra></extra>"}
+            shown = {"x": rows[column], "legendgroup": label(name), "hovertemplate": "%{customdata}<extra></extra>"}
             for what, mode, look in (
                 ("closed_form_bytes", "lines", {"line": {"color": colour, "dash": "dot", "width": 1.5}}),
                 ("recorded_bytes", "lines+markers", {"line": {"color": colour}, "marker": {"size": 6}}),
                 ("exact_bytes", "markers", {"marker": {"color": colour, "size": 12, "symbol": "circle-open"}}),
             ):
                 words = what.removesuffix("_bytes").replace("_", " ")
-                told = [f"{label(name)}, {words}<br>{format_bytes(value)}" for value in some[what]]
+                hover = [f"{label(name)}, {words}<br>{format_bytes(value)}" for value in rows[what]]
                 main = what == "recorded_bytes"
                 figure.add_trace(
                     go.Scatter(
-                        y=scale.axis(some[what]), mode=mode, name=label(name) if main else "", showlegend=main,
-                        customdata=told, **shown, **look,
+                        y=scale.axis(rows[what]), mode=mode, name=label(name) if main else "", showlegend=main,
+                        customdata=hover, **shown, **look,
                     ),
                     **place,
                 )  # fmt: skip
