@@ -5,11 +5,31 @@ Read once, when the engine is built. The theory derives the expected calls from 
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 from commtrace.hooks.torch.model_facts import dtype_name, grouped, known, model_row, modules
 
 from .pipeline import stages
+
+# By engine with ZeRO-3: indices of the parameters that were not yet partitioned when it broadcast its model.
+_partitioned_later: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
+
+
+def note_partitioned(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `DeepSpeedEngine._broadcast_model`."""
+
+    def _broadcast_model(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            if int(self.zero_optimization_stage()) == 3:
+                states = (getattr(parameter, "ds_status", None) for _, parameter in self.module.named_parameters())
+                _partitioned_later[self] = [number for number, state in enumerate(states) if state is None]
+        except Exception:
+            _partitioned_later.pop(self, None)  # another version of DeepSpeed: the job leaves it out
+        original(self, *args, **kwargs)
+
+    return _broadcast_model
 
 
 def describe(engine: Any) -> dict[str, Any]:
@@ -21,6 +41,7 @@ def describe(engine: Any) -> dict[str, Any]:
             {
                 "zero_stage": lambda: int(engine.zero_optimization_stage()),
                 "zero": lambda: _plain(engine._config.zero_config),
+                "partitioned_by_engine": lambda: _partitioned_later[engine],
                 "world_size": lambda: engine.world_size,
                 "data_parallel_size": lambda: _data_parallel(engine),
                 "sequence_data_parallel_size": lambda: engine.seq_dp_world_size,

@@ -24,7 +24,7 @@ from commtrace.patching import Patches, Wrapper
 from commtrace.progress import progress
 from commtrace.schema import Phase
 
-from .engine_job import describe
+from .engine_job import describe, note_partitioned
 from .group_roles import message_roles, roles
 from .pipeline import note_dtypes
 
@@ -62,6 +62,7 @@ def install() -> None:
 def _install() -> None:
     for engine in (DeepSpeedEngine, PipelineEngine):
         _patches.wrap(engine, "__init__", _init)
+    _patches.wrap(DeepSpeedEngine, "_broadcast_model", note_partitioned)
     _patches.wrap(DeepSpeedEngine, "forward", _forward)
     _patches.wrap(DeepSpeedEngine, "backward", _within(Phase.BACKWARD))
     _patches.wrap(DeepSpeedEngine, "step", _within(Phase.OPTIMIZER, in_micro_batch=False))

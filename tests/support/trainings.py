@@ -171,6 +171,15 @@ def _zero(stage: int, precision: str = "fp32", top: dict[str, Any] | None = None
     return {"model": {"num_layers": 1, **(top or {}), "zero_optimization": zero}, "options": options}
 
 
+def _plain_zero_3(partitioned_layers: int) -> dict[str, Any]:
+    settings = {
+        "train_micro_batch_size_per_gpu": 3,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 50},
+    }
+    return {"deepspeed": settings, "zero_init": partitioned_layers}
+
+
 VARIANTS: Final[dict[str, dict[str, Any]]] = {
     "ddp": {"ddp": {}},
     "ddp-unused": {"ddp": {"find_unused_parameters": True, "bucket_cap_mb": 0.0002}},
@@ -220,11 +229,15 @@ VARIANTS: Final[dict[str, dict[str, Any]]] = {
         3, "bf16", allgather_sequential=True, stage3_param_persistence_threshold=500, sub_group_size=30_000
     ),
     "zero3-all": _zero(3, reduce_scatter=False),
+    "zero3-partitioned-late": _plain_zero_3(0),
+    "zero3-partitioned-partly-late": _plain_zero_3(2),
     "zero3-few-persist": _zero(3, stage3_param_persistence_threshold=1_000, stage3_model_persistence_threshold=1_500),
 }
 
 
-VARIANT_OF_EACH_SCHEME: Final = ("ddp", "zero0", "zero1", "zero2", "zero2-owners", "zero3")
+VARIANT_OF_EACH_SCHEME: Final = (
+    "ddp", "zero0", "zero1", "zero2", "zero2-owners", "zero3", "zero3-partitioned-partly-late",
+)  # fmt: skip
 
 
 @functools.cache
@@ -349,9 +362,9 @@ def train(wanted: dict[str, dict[str, Any]], folder: Path, number: int) -> dict[
 
 def _order(folder: Path, name: str, one: dict[str, Any]) -> dict[str, Any]:
     order = {"log": str(folder / name), "port": processes.free_port()}
-    for plain in ("ddp", "fsdp"):
+    for plain in ("ddp", "fsdp", "deepspeed"):
         if plain in one:
-            return {**order, plain: one[plain]}
+            return {**order, **one}
     config = folder / f"{name}.yml"
     config.write_text(json.dumps(one["model"]))
     return {**order, "arguments": ["tiny", str(config), *one["options"], "--train-iters", "3"]}

@@ -2,12 +2,14 @@
 
 ORDERS is a JSON file: a list of {"log": directory, "port": for the process group, "arguments": of the GPT-NeoX
 workload}, or, for a small model under plain DDP, {"log", "port", "ddp": keyword arguments of DistributedDataParallel},
-or under plain FSDP2 {"log", "port", "fsdp": keyword arguments of fully_shard}.
+or under plain FSDP2 {"log", "port", "fsdp": keyword arguments of fully_shard}, or under a plain DeepSpeed engine
+{"log", "port", "deepspeed": its configuration, "zero_init": how many layers are made under `deepspeed.zero.Init`}.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import sys
@@ -65,6 +67,25 @@ def fsdp(arguments: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
+def plain_deepspeed(settings: dict[str, Any], partitioned_layers: int) -> None:
+    """A few steps of a model whose first layers are partitioned when they are made, the others by the engine."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    torch.manual_seed(7)
+    sizes = [12, 40, 40, 7]
+    layers = []
+    for number, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
+        with deepspeed.zero.Init(config_dict_or_path=settings, enabled=number < partitioned_layers):
+            layers.append(torch.nn.Linear(inputs, outputs))
+    engine, *_ = deepspeed.initialize(model=torch.nn.Sequential(*layers), config=settings)
+    for _ in range(3):
+        engine.backward(engine(torch.randn(3, 12)).square().mean())
+        engine.step()
+    engine.destroy()
+    deepspeed.comm.destroy_process_group()  # clears DeepSpeed's cache of groups, too
+
+
 def main(orders: list[dict[str, Any]]) -> None:
     """All of them."""
     linear = torch.nn.functional.linear
@@ -75,6 +96,8 @@ def main(orders: list[dict[str, Any]]) -> None:
             ddp(order["ddp"])
         elif "fsdp" in order:
             fsdp(order["fsdp"])
+        elif "deepspeed" in order:
+            plain_deepspeed(order["deepspeed"], order["zero_init"])
         elif train.main(order["arguments"]):
             sys.exit(1)
         commtrace.stop()

@@ -121,11 +121,21 @@ def padded_elements(job: Job, tensor: ModelTensor) -> int:
     return ceil(tensor.elements / job.ranks) * job.ranks
 
 
-@rule("deepspeed.runtime.zero.partition_parameters.Init._zero_init_param", DEEPSPEED)
+@rule("deepspeed.runtime.zero.partition_parameters.Init._zero_init_param; "
+      "deepspeed.runtime.engine.DeepSpeedEngine._broadcast_model", DEEPSPEED)  # fmt: skip
 def initial_broadcasts(job: Job) -> list[ExpectedCall]:
-    """Rank 0 broadcasts each parameter, as bytes, before it is partitioned."""
-    cause = "first parameters, one broadcast each, as uint8"
-    return [ExpectedCall("broadcast", parameter.bytes, cause) for parameter in job.parameters]
+    """Rank 0 broadcasts each parameter, as bytes, before it is partitioned.
+
+    Parameters that are not yet partitioned when the engine is made are also broadcast with the model. A job that does
+    not tell which these are has none: its model was made under `deepspeed.zero.Init`.
+    """
+    partitioned = "first parameters, one broadcast each, as uint8"
+    with_model = "parameters not yet partitioned when the engine is made, once more"
+    late = (job.parameters[number] for number in job.row.get("partitioned_by_engine", ()))
+    return [
+        *(ExpectedCall("broadcast", parameter.bytes, partitioned) for parameter in job.parameters),
+        *(ExpectedCall("broadcast", parameter.bytes, with_model) for parameter in late),
+    ]
 
 
 @rule("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.__init__, _setup_for_real_optimizer", DEEPSPEED)
