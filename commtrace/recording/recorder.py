@@ -163,6 +163,18 @@ class Recorder:
         self._buffer[at + _STATE] = _RETURNED
         return call
 
+    def lost(self, slot: int, t_return: int) -> None:
+        """Record that a call returned and its end cannot be seen, as the hook failed; nothing if its end is known."""
+        with self.slots.lock:
+            at = ring.RECORDS_AT + slot * _SIZE
+            if slot < 0 or self._buffer[at + _STATE] not in (_BEGUN, _RETURNED):
+                return  # the drain thread may have freed the slot
+            call, self._pending[slot] = self._pending[slot], None
+            if call is not None:
+                call.slot = -1
+            _pack_time(self._buffer, at + _T_RETURN, t_return)
+            self._buffer[at + _STATE] = _UNOBSERVABLE
+
     def measured(self, slot_or_call: int | PendingCall, payload: int, local: int = 0) -> None:
         """Set the size of a call that is known only after it was made. Call this before its end is recorded."""
         with self.slots.lock:
@@ -206,8 +218,10 @@ class Recorder:
             try:
                 self._write_end(at, t_wait, t_end, clock, state)
             except BaseException:
-                # A signal handler's, for instance: write the whole end, as half of it would be inconsistent.
-                self._write_end(at, t_wait, t_end, clock, state)
+                # A signal handler's, for instance: write the whole end, as half of it would be inconsistent. The state
+                # comes last: once it is set, the slot may already be another call's.
+                if self._buffer[at + _STATE] == _RETURNED:
+                    self._write_end(at, t_wait, t_end, clock, state)
                 raise
 
     def _write_end(self, at: int, t_wait: int, t_end: int, clock: Clock, state: int) -> None:

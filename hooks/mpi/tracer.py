@@ -142,7 +142,7 @@ class MpiEntry:
     def lost(self, t_return: int) -> None:
         """Record that the end of this call cannot be observed, as the hook failed."""
         for part in self.parts:
-            self.tracer.recorder.returned(part.slot, t_return, observable=False)
+            self.tracer.recorder.lost(part.slot, t_return)
 
     def after(self, result: Any, t_return: int) -> None:
         """Record that the method returned `result`: a Request if it does not block."""

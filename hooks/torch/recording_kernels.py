@@ -83,7 +83,7 @@ def _return(entry: TorchEntry, operator: Operator, args: Sequence[Any], result: 
             entry.cost(cost + now() - t_return, sampled)
     except Exception:
         with suppress(Exception):
-            entry.tracer.recorder.returned(entry.slot, t_return, observable=False)
+            entry.tracer.recorder.lost(entry.slot, t_return)
         fault()
 
 

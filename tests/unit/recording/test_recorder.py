@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import processes
@@ -56,6 +57,57 @@ def test_the_ways_of_a_call(tmp_path: Path, new_recorder: NewRecorder) -> None:
     assert set(found["thread"]) == {1}
     assert left.tables["end"][0]["reason"] == "stop"
     processes.assert_whole(found)
+
+
+def test_a_call_that_is_lost_after_its_end_is_recorded_once(tmp_path: Path, new_recorder: NewRecorder) -> None:
+    """An exception may reach a hook when the call's end is written already, and its slot free again."""
+    recorder = new_recorder(tmp_path, ring_records=16)
+    ended, not_observable, pending, running = (processes.call(recorder, number) for number in range(4))
+    call = recorder.returned(ended, 101, observable=True)
+    assert call is not None
+    recorder.ended(call, 201, 301, Clock.WAIT)
+    recorder.returned(not_observable, 102, observable=False)
+    processes.wait_for(lambda: recorder.slots.taken == 2)
+    still_pending = recorder.returned(pending, 103, observable=True)
+    for slot in (ended, not_observable, pending, running, -1):
+        recorder.lost(slot, 999)
+    assert still_pending is not None
+    recorder.ended(still_pending, 203, 303, Clock.WAIT)  # too late
+    recorder.close("stop")
+
+    records = processes.read_one(tmp_path).records
+    records = records[np.argsort(records["seq"])]
+    assert records["seq"].tolist() == [0, 1, 2, 3]
+    assert records["state"].tolist() == [State.COMPLETE, *[State.UNOBSERVABLE] * 3]
+    assert records["t_return"].tolist() == [101, 102, 999, 999]
+    assert records["t_end"].tolist() == [301, 0, 0, 0]
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_an_end_that_a_signal_interrupts_is_recorded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: bool
+) -> None:
+    """The handler's exception comes before the first field of the end, or after the last."""
+    recorder = processes.recorder(tmp_path, ring_records=16)
+    write_end, interruptions = recorder._write_end, iter([KeyboardInterrupt()])
+
+    def interrupted(*end: Any) -> None:
+        error = next(interruptions, None)
+        if written or error is None:
+            write_end(*end)
+        if error is not None:
+            if written:
+                processes.wait_for(lambda: recorder.slots.taken == 0)
+            raise error
+
+    monkeypatch.setattr(recorder, "_write_end", interrupted)
+    call = recorder.returned(processes.call(recorder, 7), 101, observable=True)
+    assert call is not None
+    with pytest.raises(KeyboardInterrupt):
+        recorder.ended(call, 201, 301, Clock.WAIT)
+    recorder.close("stop")
+    records = processes.read_one(tmp_path).records
+    assert records[["seq", "state", "t_end"]].tolist() == [(7, State.COMPLETE, 301)]
 
 
 def test_a_number_that_does_not_fit_costs_nothing_but_its_record(tmp_path: Path, new_recorder: NewRecorder) -> None:
