@@ -139,7 +139,8 @@ class CallSites:
         """Return whether the outermost module that is being called is in training mode.
 
         It distinguishes training from evaluation where gradients are off: both an autograd function's forward and
-        FSDP's run under `no_grad`.
+        FSDP's run under `no_grad`. Of a wrapper it is the mode of the model within: DeepSpeed's engine keeps its own
+        flag when `eval()` is called.
         """
         frame: FrameType | None = sys._getframe()
         module = None
@@ -149,7 +150,7 @@ class CallSites:
                 # A part of a compiled program is a module, too, and always in training mode.
                 module = module if type(called).__module__.startswith("torch.fx") else called
             frame = frame.f_back
-        return getattr(module, "training", False) is True
+        return getattr(getattr(module, "module", module), "training", False) is True
 
     def of_backward(self) -> int:
         """Return the site of a call on one of autograd's threads, which have no Python frame.
