@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from commtrace.hooks.torch.model_facts import dtype_name, grouped, known, model_row, modules
 
 from .pipeline import stages
+
+arguments: Final[weakref.WeakKeyDictionary[Any, Any]] = weakref.WeakKeyDictionary()
+"""The program's arguments of each engine (`args` of `deepspeed.initialize`)."""
 
 # By engine with ZeRO-3: indices of the parameters that were not yet partitioned when it broadcast its model.
 _partitioned_later: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
@@ -47,6 +50,7 @@ def describe(engine: Any) -> dict[str, Any]:
                 "sequence_data_parallel_size": lambda: engine.seq_dp_world_size,
                 "sequence_parallel_size": lambda: engine.sequence_parallel_size,
                 "tensor_parallel_size": lambda: _tensor_parallel_size(engine),
+                "tensor_parallel_rank": lambda: _tensor_parallel_rank(engine),
                 "pipeline_stages": lambda: getattr(engine, "num_stages", 1),
                 "pipeline": lambda: stages(engine),
                 "micro_batch_size": lambda: engine.train_micro_batch_size_per_gpu(),
@@ -69,7 +73,7 @@ def describe(engine: Any) -> dict[str, Any]:
             }
         ),
         **known({"modules": lambda: _modules(engine)}),
-        **model_row(engine.module),
+        **model_row(engine.module, arguments.get(engine)),
     }
 
 
@@ -77,6 +81,12 @@ def _tensor_parallel_size(engine: Any) -> int:
     """Return the tensor-parallel size; with a pipeline, the engine's model-parallel size counts the stages as well."""
     grid = getattr(engine, "grid", None)
     return int(engine.mp_world_size if grid is None else grid.slice_parallel_size)
+
+
+def _tensor_parallel_rank(engine: Any) -> int:
+    """Return the rank within the tensor-parallel group. Raises AttributeError without an mpu."""
+    grid = getattr(engine, "grid", None)
+    return int(engine.mpu.get_model_parallel_rank() if grid is None else grid.get_slice_parallel_rank())
 
 
 def _data_parallel(engine: Any) -> int:

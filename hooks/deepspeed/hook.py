@@ -24,13 +24,13 @@ from commtrace.patching import Patches, Wrapper
 from commtrace.progress import progress
 from commtrace.schema import Phase
 
-from .engine_job import describe, note_partitioned
+from . import engine_job
 from .group_roles import message_roles, roles
 from .pipeline import note_dtypes
 
 _patches = Patches()
 _kernels = Kernels()
-_engines = Jobs(describe, roles, message_roles)
+_engines = Jobs(engine_job.describe, roles, message_roles)
 _instructions: dict[type, Callable[..., Any]] = {}
 _buffers: weakref.WeakKeyDictionary[Any, _Buffers] = weakref.WeakKeyDictionary()
 
@@ -62,7 +62,7 @@ def install() -> None:
 def _install() -> None:
     for engine in (DeepSpeedEngine, PipelineEngine):
         _patches.wrap(engine, "__init__", _init)
-    _patches.wrap(DeepSpeedEngine, "_broadcast_model", note_partitioned)
+    _patches.wrap(DeepSpeedEngine, "_broadcast_model", engine_job.note_partitioned)
     _patches.wrap(DeepSpeedEngine, "forward", _forward)
     _patches.wrap(DeepSpeedEngine, "backward", _within(Phase.BACKWARD))
     _patches.wrap(DeepSpeedEngine, "step", _within(Phase.OPTIMIZER, in_micro_batch=False))
@@ -94,6 +94,7 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
         # PipelineEngine.__init__ calls DeepSpeedEngine.__init__ first, when the stages are not known yet.
         if "PipelineEngine" in original.__qualname__ or not isinstance(self, PipelineEngine):
             torch_training.steps.engine_decides = True
+            engine_job.arguments[self] = kwargs.get("args", args[0] if args else None)
             _engines.add(self)
 
     return __init__

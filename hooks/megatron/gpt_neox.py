@@ -12,6 +12,7 @@ _registry = Registry(
         "_PIPE_PARALLEL_GROUP": "pipeline",
         "_CONTEXT_PARALLEL_GROUP": "context",
         "_DATA_PARALLEL_GROUP": "data",
+        "_IO_PARALLEL_GROUP": "data",  # data-parallel ranks of the first and the last stage
     },
 )
 install, uninstall = _registry.install, _registry.uninstall

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 
-def model_row(module: Any) -> dict[str, Any]:
-    """Return the part of a job row that describes the model. Never raises."""
+def model_row(module: Any, arguments: Any = None) -> dict[str, Any]:
+    """Return the part of a job row that describes the model; `arguments` as in `architecture`. Never raises."""
     return known(
         {
             "parameters": lambda: parameters(module),
             "buffers": lambda: buffers(module),
-            "model": lambda: architecture(module),
+            "model": lambda: architecture(module, arguments),
         }
     )
 
@@ -69,16 +69,41 @@ _NEOX: Final = (
     "precision",
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
+    # of GPT-NeoX's own program
+    "is_pipe_parallel",
+    "partition_activations",
+    "fp16_lm_cross_entropy",
+    "train_impl",
+    "train_iters",
+    "train_epochs",
+    "eval_interval",
+    "eval_iters",
+    "do_valid",
+    "do_test",
+    "save",
+    "checkpoint_factor",
+    "checkpoint_scale",
+    "exit_interval",
 )
 
+_PROGRAM: Final = "NeoXArgs"
+"""Class of the settings of GPT-NeoX's own program, which makes calls of its own."""
 
-def architecture(module: Any) -> dict[str, Any]:
-    """Return the settings that decide the messages within a model of GPT-NeoX. Raises LookupError for other models."""
-    neox_args = getattr(module, "neox_args", None)
+
+def architecture(module: Any, arguments: Any = None) -> dict[str, Any]:
+    """Return the settings that decide the messages of a model of GPT-NeoX. Raises LookupError for other models.
+
+    They are the attribute `neox_args` of the model or of a module in it, or else `arguments`, those of
+    `deepspeed.initialize`, if GPT-NeoX itself made them.
+    """
+    holders = (getattr(part, "neox_args", None) for part in module.modules())
+    is_neox = type(arguments).__name__ == _PROGRAM
+    neox_args = next((found for found in holders if found is not None), arguments if is_neox else None)
     if neox_args is None:
         raise LookupError
     settings = {name: getattr(neox_args, name) for name in _NEOX if hasattr(neox_args, name)}
-    return {name: value for name, value in settings.items() if isinstance(value, bool | int | float | str)}
+    scalars = {name: value for name, value in settings.items() if isinstance(value, bool | int | float | str)}
+    return {**scalars, **({"program": _PROGRAM} if type(neox_args).__name__ == _PROGRAM else {})}
 
 
 def modules(module: Any, leaf: Callable[[Any], bool]) -> list[dict[str, Any]]:
