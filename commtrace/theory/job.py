@@ -158,6 +158,16 @@ class Job:
             return int(self.fact("tensor_parallel_size"))
         return int(self.fact("model", "model_parallel_size")) if "model" in self.row else 1
 
+    @property
+    def has_pipeline_engine(self) -> bool:
+        """Whether DeepSpeed's pipeline engine trains the model, be it of one stage."""
+        return self.row.get("engine") == "PipelineEngine"
+
+    @property
+    def is_gpt_neox(self) -> bool:
+        """Whether GPT-NeoX's own program trains the model."""
+        return bool(self.row.get("model", {}).get("program") == "NeoXArgs")
+
     @cached_property
     def sequence(self) -> int:
         """Ranks that share sequences by DeepSpeed's Ulysses."""

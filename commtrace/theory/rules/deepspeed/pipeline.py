@@ -15,17 +15,16 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Final, TypeAlias
 
-from commtrace.theory.closed_forms import data_parallel
 from commtrace.theory.closed_forms import pipeline as pipeline_form
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
 from commtrace.theory.job import Job, NotPredictedError, element_size
-from commtrace.theory.rules.gradient_buckets import buckets_exceeding_limit
+from commtrace.theory.rules.megatron import sequence_parallel
 from commtrace.theory.rules.megatron import tensor_parallel as tensor
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, rule
 from commtrace.theory.waterfall import cause_bars, level_bars
 
-from . import engine, zero12
-from .engine import FALLBACK_BUCKET, GRADIENTS, NORM, OVERFLOW, communication_type
+from . import bf16_optimizer, engine, zero12
+from .engine import NORM, OVERFLOW
 
 FormAndBars: TypeAlias = tuple[WaterfallBar, list[WaterfallBar]]
 """A closed form, and the bars that lead from it to the calls."""
@@ -91,10 +90,12 @@ def predict(job: Job) -> Prediction:
     start = (*tensor.alone_as_self(job, data.start), *tied_broadcasts(job), *parameter_counts(job))
     step = (*tensor.alone_as_self(job, data.steps[0]), *always)
     forms, bars = _waterfalls(job, stage, data, always)
-    label = "3D: equations 2 + 4 + 5" if job.tensor > 1 else "equations 2 + 4"
+    equations = "2" + " + 4" * (stage.stages > 1) + " + 5" * (job.tensor > 1)
+    label = f"{'3D: ' if equations == '2 + 4 + 5' else ''}equation{'s' * (len(equations) > 1)} {equations}"
+    stages = f"pipeline of {stage.stages} stages" if stage.stages > 1 else "pipeline engine of one stage"
     tensor_parallel_part = f", tensor-parallel over {job.tensor}" if job.tensor > 1 else ""
     return Prediction(
-        scheme=f"{data.scheme}, pipeline of {stage.stages} stages{tensor_parallel_part}",
+        scheme=f"{data.scheme}, {stages}{tensor_parallel_part}",
         ranks=job.ranks,
         start=(*start, *communicator_setup(stage)),
         steps=((*metadata(stage), *step), step),
@@ -118,8 +119,9 @@ def check(job: Job, stage: PipelineStage) -> None:
     sizes = job.model("model_parallel_size", 1), job.tensor
     accumulates_otherwise = job.row.get("grad_accum_dtype", first_type) != first_type
     refused = (
-        (stage.stages < 2, "a pipeline of one stage has no rules yet"),
         (not facts["attention_mask"], "stages of a model that is not GPT-NeoX's (GPT2ModelPipe) have no rules yet"),
+        (stage.stages > 1 and job.tensor > 1 and job.model("sequence_parallel", False),
+         "a pipeline of several stages with sequence_parallel has no rules yet"),
         (facts["dynamic_shape"], "a pipeline with shapes that change has no rules yet"),
         (facts["bool_tensors"], "a pipeline with bool tensors has no rules yet"),
         (not known.issuperset(stage.layers),
@@ -146,7 +148,7 @@ def _among_replicas(job: Job) -> Prediction:
     """Return the prediction for the stage's parameters, as if they were the whole model."""
     alone = Job(stage_as_model(job))
     if job.fact("optimizer") == "BF16_Optimizer":
-        return _bf16(alone)
+        return bf16_optimizer.predict(alone)
     return engine.predict(alone) if int(job.fact("zero_stage")) == 0 else zero12.predict(alone)
 
 
@@ -161,33 +163,6 @@ def stage_as_model(job: Job) -> dict[str, Any]:
     stages = int(job.fact("pipeline_stages"))
     settings = {**job.fact("zero"), "overlap_comm": overlap_comm()}
     return {**job.row, "pipeline_stages": 1, "tensor_parallel_size": job.tensor * stages, "zero": settings}
-
-
-def _bf16(job: Job) -> Prediction:
-    """Return the prediction under BF16_Optimizer: bf16 without ZeRO, or ZeRO-1 with gradients summed in fp32."""
-    engine.check(job)
-    half = data_parallel(job.elements, job.ranks) * job.parameter_size / 2
-    reduced, gathered = bf16_gradients(job), zero12.parameter_gathers(job)
-    levels = engine.gradient_levels(job)
-    levels["all_reduce in place of reduce_scatter"] = total_wire_bytes(reduced, job.ranks)
-    padding = {"padding of the parameters to equal parts": total_wire_bytes(gathered, job.ranks)}
-    bars = (*level_bars(half, levels), *level_bars(half, padding))
-    name = f"ZeRO-{int(job.fact('zero_stage'))} (BF16_Optimizer)"
-    form = WaterfallBar("equation 2: 2 P (d-1)/d", 2 * half)
-    start = tuple(engine.broadcast_model(job))
-    return Prediction(name, job.ranks, start, ((*reduced, *gathered),), form, bars, (tuple(gathered),))
-
-
-@rule("deepspeed.runtime.bf16_optimizer.BF16_Optimizer.get_grads_for_reduction; "
-      "deepspeed.runtime.pipe.engine.PipelineEngine._bf16_reduce_grads", DEEPSPEED)  # fmt: skip
-def bf16_gradients(job: Job) -> list[ExpectedCall]:
-    """Each group's flat gradients are all_reduced, padding included, in the type of communication."""
-    elements = [zero12.flat_group(job, group).part * job.ranks for group in job.groups]
-    size = element_size(communication_type(job))
-    return [
-        ExpectedCall("all_reduce", held * size, GRADIENTS)
-        for held in buckets_exceeding_limit(elements, FALLBACK_BUCKET)
-    ]
 
 
 # --- among stages ---------------------------------------------------------------------------------------------------
@@ -207,8 +182,10 @@ def parameter_counts(job: Job) -> list[ExpectedCall]:
 
 @rule("deepspeed.runtime.pipe.topology.PipelineParallelGrid.__init__ (ds_model_proc_group)", DEEPSPEED)
 def model_role(job: Job) -> str:
-    """The group of all ranks that hold one copy of the model is, without tensor parallelism, that of the stages."""
-    return "model" if job.tensor > 1 else ROLE
+    """The group of all ranks that hold one copy of the model is that of the stages, of tensor parallelism, or both."""
+    has_stages, has_tensor = int(job.fact("pipeline_stages")) > 1, job.tensor > 1
+    both = "model" if has_tensor else ROLE
+    return both if has_stages else tensor.ROLE if has_tensor else "self"
 
 
 @rule("deepspeed.runtime.pipe.module.PipelineModule._synchronize_tied_weights", DEEPSPEED)
@@ -231,7 +208,7 @@ def tied_gradients(job: Job) -> list[ExpectedCall]:
 def _among_tied(job: Job, tied: dict[str, Any], call: ExpectedCall) -> ExpectedCall:
     """Return a call whose payload is of one element, for all elements, among the stages that have the weight."""
     elements = next(parameter.elements for parameter in job.parameters if parameter.name == tied["parameter"])
-    return replace(call, payload=call.payload * elements, role=ROLE, ranks=int(tied["ranks"]))
+    return replace(call, payload=call.payload * elements, role=ROLE).among(int(tied["ranks"]))
 
 
 @rule("deepspeed.runtime.pipe.engine.PipelineEngine._send_tensor_meta, _recv_tensor_meta", DEEPSPEED)
@@ -310,7 +287,7 @@ def layout_bytes(job: Job) -> int:
 def loss_calls(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
     """The last stages average the loss; two 32-bit numbers, of these micro-batches and of all, go to the others."""
     averaged = [ExpectedCall("all_reduce", 4, "the loss, averaged")] if stage.last and job.ranks > 1 else []
-    return [*averaged, ExpectedCall("broadcast", 8, LOSS, role=ROLE)]
+    return [*averaged, *([ExpectedCall("broadcast", 8, LOSS, role=ROLE)] if stage.stages > 1 else [])]
 
 
 # --- among all ranks that hold one copy of the model ----------------------------------------------------------------
@@ -318,16 +295,7 @@ def loss_calls(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
 
 def _optimizer_calls(job: Job) -> list[ExpectedCall]:
     """Return the calls of the optimizer in one step."""
-    is_bf16 = job.fact("optimizer") == "BF16_Optimizer"
-    calls = bf16_norm(job) if is_bf16 else tensor.optimizer_calls(Job(stage_as_model(job)))
-    return [replace(call, role=model_role(job)) for call in calls]
-
-
-@rule("deepspeed.runtime.bf16_optimizer.BF16_Optimizer.step; deepspeed.runtime.utils.get_global_norm_of_tensors",
-      DEEPSPEED)  # fmt: skip
-def bf16_norm(job: Job) -> list[ExpectedCall]:
-    """BF16_Optimizer all_reduces a 32-bit norm, with or without clipping."""
-    return [ExpectedCall("all_reduce", 4, NORM)]
+    return [replace(call, role=model_role(job)) for call in tensor.optimizer_calls(Job(stage_as_model(job)))]
 
 
 # --- among tensor-parallel ranks ------------------------------------------------------------------------------------
@@ -337,11 +305,14 @@ def _tensor_calls(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
     """Return what passes within the stage's layers in a step, and what its neighbours sent in parts."""
     if job.tensor == 1:
         return []
+    if job.model("sequence_parallel", False):
+        return sequence_parallel.activation_calls(job)
     layer_sums = tensor.forward_sums(job, stage.blocks) + tensor.backward_sums(stage.blocks)
     sums = layer_sums + recomputed_sums(job, stage) + edge_sums(stage)
     calls = [
         ExpectedCall("all_reduce", tensor.activation_bytes(job), tensor.ACTIVATIONS, sums, role=tensor.ROLE),
         *(tensor.loss_sums(job) if stage.last else ()),
+        *tensor.segment_gathers(job, len(recomputed_segments(stage))),
         *partition_gathers(job, stage),
     ]
     return [call.times(job.micro_batches) for call in calls]
@@ -360,12 +331,13 @@ def recomputed_sums(job: Job, stage: PipelineStage) -> int:
 
     Segments are counted from the stage's first layer. DeepSpeed's own non-reentrant recomputation does not stop early.
     """
+    return tensor.forward_sums(job, sum(recomputed_segments(stage)))
+
+
+def recomputed_segments(stage: PipelineStage) -> list[int]:
+    """Return the number of layers in each segment of the stage that is recomputed."""
     interval = int(stage.facts["activation_checkpoint_interval"])
-    if not interval:
-        return 0
-    segments = [stage.layers[first : first + interval] for first in range(0, len(stage.layers), interval)]
-    recomputed = sum(len(segment) for segment in segments if set(segment) == {BLOCK})
-    return tensor.forward_sums(job, recomputed)
+    return tensor.layer_segments([layer == BLOCK for layer in stage.layers], interval) if interval else []
 
 
 @rule("deepspeed.runtime.pipe.engine.PipelineEngine._exec_forward_pass, _exec_backward_pass; "
@@ -383,11 +355,13 @@ def _waterfalls(
     job: Job, stage: PipelineStage, data: Prediction, own: Sequence[ExpectedCall]
 ) -> tuple[list[WaterfallBar], list[WaterfallBar]]:
     """Return the closed forms of the paper by role, and what leads from them to this rank's steady step."""
-    form = WaterfallBar(
-        "equation 2: 2 P (d-1)/d", 2 * engine.ring_bytes(job, model_parameters(job), job.parameter_size)
-    )
-    stage_only = WaterfallBar("a rank has its stage's part of the parameters", data.closed_form.bytes - form.bytes)
-    parts: list[FormAndBars] = [(form, [stage_only, *data.bars]), _pipeline_part(job, stage, own)]
+    parts: list[FormAndBars] = [(data.closed_form, list(data.bars))]  # of one stage, which has the whole model
+    if stage.stages > 1:
+        form = WaterfallBar(
+            data.closed_form.label, 2 * engine.ring_bytes(job, model_parameters(job), job.parameter_size)
+        )
+        stage_only = WaterfallBar("a rank has its stage's part of the parameters", data.closed_form.bytes - form.bytes)
+        parts = [(form, [stage_only, *data.bars]), _pipeline_part(job, stage, own)]
     if job.tensor > 1:
         parts.append(_tensor_part(job, stage, own))
     bars = [bar for _, part_bars in parts for bar in part_bars]
@@ -433,5 +407,7 @@ def _tensor_part(job: Job, stage: PipelineStage, own: Sequence[ExpectedCall]) ->
         "activations recomputed": recomputed,
         "the embedding, or the gradient of the head's input": recomputed + edge_sums(stage),
     }
-    bars = [replace(bar, role=tensor.ROLE) for bar in tensor.activation_bars(job, own, form, sums)]
+    is_shared = job.model("sequence_parallel", False)
+    steps = sequence_parallel.activation_bars(job, own) if is_shared else tensor.activation_bars(job, own, form, sums)
+    bars = [replace(bar, role=tensor.ROLE) for bar in steps]
     return WaterfallBar("equation 5 with L/p layers: (12 L/p + 2) b s h (t-1)/t", form, tensor.ROLE), bars

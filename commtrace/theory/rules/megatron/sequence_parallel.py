@@ -10,6 +10,7 @@ Assumed, as for tensor parallelism: every micro-batch has the configured size an
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 from commtrace.theory.closed_forms import all_gather_volume
@@ -28,31 +29,43 @@ def extend_prediction(job: Job, data: Prediction) -> Prediction:
     tensor.check(job)
     own = (*activation_calls(job), *tensor.optimizer_calls(job))
     scheme = f"{data.scheme}, tensor- and sequence-parallel over {job.tensor}"
-    return tensor.combine_predictions(
-        job, data, own, WaterfallBar(tensor.FORM, tensor.form_bytes(job)), _bars(job, own), scheme
-    )
+    others = cause_bars(own, job.tensor, tensor.ACTIVATIONS, prefix="sequence parallelism: ")
+    bars = [*activation_bars(job, own), *others]
+    form = WaterfallBar(tensor.FORM, tensor.form_bytes(job))
+    return tensor.combine_predictions(job, data, own, form, bars, scheme)
 
 
 def activation_calls(job: Job) -> list[ExpectedCall]:
     """Return what travels through the model in one step."""
     gathers = forward_gathers(job) + recomputed_gathers(job) + gathered_gradients(job)
     scatters = forward_scatters(job) + tensor.recomputed_sums(job) + scattered_gradients(job)
-    calls = [
+    segments = tensor.segment_gathers(job, len(tensor.recomputed_segments(job)))
+    calls = [*_passes(job, gathers, scatters), *segments, *summed_gradients(job), *tensor.loss_sums(job)]
+    return [call.times(job.micro_batches) for call in calls]
+
+
+def evaluation_calls(job: Job) -> list[ExpectedCall]:
+    """Return what travels through the model in a forward pass alone."""
+    return [*_passes(job, forward_gathers(job), forward_scatters(job)), *tensor.loss_sums(job)]
+
+
+def _passes(job: Job, gathers: int, scatters: int) -> list[ExpectedCall]:
+    return [
         ExpectedCall("all_gather", gathered_bytes(job), tensor.ACTIVATIONS, gathers, role=tensor.ROLE),
         ExpectedCall("reduce_scatter", tensor.activation_bytes(job), tensor.ACTIVATIONS, scatters, role=tensor.ROLE),
-        *summed_gradients(job),
-        *tensor.loss_sums(job),
+        *summed_embedding(job),
     ]
-    return [call.times(job.micro_batches) for call in calls]
 
 
 def recomputed_gathers(job: Job) -> int:
     """Return the all_gathers of recomputation: both of each layer."""
-    return 2 * tensor.num_layers(job) * tensor.recomputed_passes(job)
+    return 2 * sum(tensor.recomputed_segments(job))
 
 
-def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> list[WaterfallBar]:
+def activation_bars(job: Job, own: Iterable[ExpectedCall]) -> list[WaterfallBar]:
+    """Return the bars from equation 5 to the activations of a step."""
     kept = forward_gathers(job) + forward_scatters(job) + gathered_gradients(job) + scattered_gradients(job)
+    kept += 2 * len(summed_embedding(job))  # an all_reduce is as much as two of the others
     recomputed = recomputed_gathers(job) + tensor.recomputed_sums(job)
     counts = {
         "in each layer four all_gathers and four reduce_scatters": 2 + 8 * tensor.num_layers(job),
@@ -60,8 +73,7 @@ def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> list[WaterfallBar]:
         "activations recomputed": kept - 2 + recomputed,
         "the head's input": kept + recomputed,
     }
-    bars = tensor.activation_bars(job, own, tensor.form_bytes(job), counts, "sequence", all_gather_volume)
-    return [*bars, *cause_bars(own, job.tensor, tensor.ACTIVATIONS, prefix="sequence parallelism: ")]
+    return tensor.activation_bars(job, own, tensor.form_bytes(job), counts, "sequence", all_gather_volume)
 
 
 @rule("megatron.mpu.mappings._gather_along_seq_dim", GPT_NEOX)
@@ -78,8 +90,15 @@ def forward_gathers(job: Job) -> int:
 
 @rule("megatron.mpu.mappings._ReduceScatterToSequenceParallelRegion.forward", GPT_NEOX)
 def forward_scatters(job: Job) -> int:
-    """The embedding scatters its output, and so does each layer where tensor parallelism alone sums."""
-    return 1 + tensor.forward_sums(job, tensor.num_layers(job))
+    """Each layer scatters where tensor parallelism alone sums; the example's embedding scatters its output, too."""
+    return (not job.is_gpt_neox) + tensor.forward_sums(job, tensor.num_layers(job))
+
+
+@rule("megatron.model.word_embeddings.Embedding.forward; megatron.mpu.layers.VocabParallelEmbedding.forward", GPT_NEOX)
+def summed_embedding(job: Job) -> list[ExpectedCall]:
+    """The embedding's output is summed, and then each rank takes its part of the sequence."""
+    call = ExpectedCall("all_reduce", tensor.activation_bytes(job), tensor.ACTIVATIONS, role=tensor.ROLE)
+    return [call] if job.is_gpt_neox else []
 
 
 @rule("megatron.mpu.mappings._GatherFromSequenceParallelRegion.backward", GPT_NEOX)
@@ -91,13 +110,32 @@ def scattered_gradients(job: Job) -> int:
 @rule("megatron.mpu.mappings._ReduceScatterToSequenceParallelRegion.backward", GPT_NEOX)
 def gathered_gradients(job: Job) -> int:
     """The gradient of each scattered output is gathered, the embedding's included."""
-    return forward_scatters(job)
+    return 1 + tensor.forward_sums(job, tensor.num_layers(job))
+
+
+def summed_gradients(job: Job) -> list[ExpectedCall]:
+    """Return the sums of gradients of parameters that see a part of the sequence, one by one in every backward pass."""
+    size = element_size("float32") if job.model("fp32_allreduce", False) else job.parameter_size
+    elements = norm_gradients(job) if job.is_gpt_neox else example_gradients(job)
+    return [ExpectedCall("all_reduce", count * size, PARTS, role=tensor.ROLE) for count in elements]
+
+
+@rule("megatron.model.utils.mark_norms_for_sequence_parallel_grad_sync", GPT_NEOX)
+def norm_gradients(job: Job) -> list[int]:
+    """Gradients of norms are summed, those of the last norm twice: its wrapper NormPipe counts as a norm as well.
+
+    Returned are their elements.
+    """
+    norms: dict[str, list[int]] = {}
+    for parameter in job.parameters:
+        module = parameter.name.rpartition(".")[0]
+        if "norm" in module.rpartition(".")[2]:
+            norms.setdefault(module, []).append(parameter.elements)
+    return [elements for norm in (*norms.values(), [*norms.values()][-1]) for elements in norm]
 
 
 @rule("examples.gpt_neox.tensor_parallel.sum_gradients", WORKLOAD)
-def summed_gradients(job: Job) -> list[ExpectedCall]:
-    """Every backward pass sums gradients one by one: weight and bias of each norm, and the biases behind sums."""
+def example_gradients(job: Job) -> list[int]:
+    """Weight and bias of each norm are summed, and the biases behind sums; returned are their elements."""
     norms, layers = 2, tensor.num_layers(job)
-    count = norms * (2 * layers + 1) + 2 * layers
-    size = element_size("float32") if job.model("fp32_allreduce", False) else job.parameter_size
-    return [ExpectedCall("all_reduce", int(job.model("hidden_size")) * size, PARTS, count, role=tensor.ROLE)]
+    return [int(job.model("hidden_size"))] * (norms * (2 * layers + 1) + 2 * layers)

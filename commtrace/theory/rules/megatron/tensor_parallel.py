@@ -10,22 +10,22 @@ vocabulary of embedding and loss as in GPT-NeoX.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from math import ceil
 from typing import Final
 
 from commtrace.theory.closed_forms import all_reduce, tensor_parallel
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
 from commtrace.theory.job import Job, NotPredictedError, element_size
-from commtrace.theory.rules.deepspeed import zero12
+from commtrace.theory.rules.deepspeed import bf16_optimizer, zero12
 from commtrace.theory.rules.deepspeed.engine import NORM, OVERFLOW
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, TORCH, WORKLOAD, rule
 from commtrace.theory.waterfall import cause_bars, level_bars
 
 ROLE: Final = "tensor"
 ACTIVATIONS: Final = "activations of tensor-parallel layers"
+SEGMENTS: Final = "inputs of recomputed layers"
 LOSS: Final = "vocabulary-parallel loss"
 FORM: Final = "equation 5: (12 L + 2) b s h (t-1)/t"
 
@@ -101,14 +101,27 @@ def activation_calls(job: Job) -> list[ExpectedCall]:
     layers = num_layers(job)
     layer_sums = forward_sums(job, layers) + recomputed_sums(job) + backward_sums(layers)
     sums = embedding_sums() + layer_sums + head_sums()
-    calls = [ExpectedCall("all_reduce", activation_bytes(job), ACTIVATIONS, sums, role=ROLE), *loss_sums(job)]
+    segments = segment_gathers(job, len(recomputed_segments(job)))
+    calls = [
+        ExpectedCall("all_reduce", activation_bytes(job), ACTIVATIONS, sums, role=ROLE),
+        *segments,
+        *loss_sums(job),
+    ]
     return [call.times(job.micro_batches) for call in calls]
+
+
+def evaluation_calls(job: Job) -> list[ExpectedCall]:
+    """Return what travels through the model in a forward pass alone."""
+    sums = embedding_sums() + forward_sums(job, num_layers(job))
+    return [ExpectedCall("all_reduce", activation_bytes(job), ACTIVATIONS, sums, role=ROLE), *loss_sums(job)]
 
 
 def optimizer_calls(job: Job) -> list[ExpectedCall]:
     """Return the calls of the optimizer in one step."""
     if job.row.get("source") == "ddp":
         return clipping(job)
+    if job.row.get("optimizer") == "BF16_Optimizer":
+        return bf16_optimizer.norm(ROLE)
     if int(job.fact("zero_stage")) == 0:
         return [*fallback_overflow(job), *fallback_norm(job)]
     return model_parallel_all_reduces(job)
@@ -227,12 +240,41 @@ def recomputed_sums(job: Job) -> int:
     Without reentrant autograd it stops as soon as it has what backward needs: before the last sum of each segment of
     layers, unless dropout behind that keeps a mask.
     """
-    if not job.model("checkpoint_activations", False):
-        return 0
-    sums = forward_sums(job, num_layers(job))
+    segments = recomputed_segments(job)
+    sums = forward_sums(job, sum(segments))
     if job.model("checkpoint_reentrant", True) or float(job.model("hidden_dropout", 0.0)):
         return sums
-    return sums - ceil(num_layers(job) / int(job.model("checkpoint_num_layers", 1)))
+    return sums - len(segments)
+
+
+@rule("megatron.model.utils.SequentialWrapper.forward, _is_checkpointable", GPT_NEOX)
+def recomputed_segments(job: Job) -> list[int]:
+    """Return the number of layers in each segment of the model that is recomputed.
+
+    GPT-NeoX counts segments from the embedding and the function behind it, and recomputes those of layers only; the
+    example counts from the first layer.
+    """
+    if not job.model("checkpoint_activations", False):
+        return []
+    before, behind = (2, 3) if job.is_gpt_neox else (0, 0)
+    is_layer = [False] * before + [True] * num_layers(job) + [False] * behind
+    return layer_segments(is_layer, int(job.model("checkpoint_num_layers", 1)))
+
+
+def layer_segments(is_layer: Sequence[bool], interval: int) -> list[int]:
+    """Return the lengths of the segments of `interval` modules, cut from the first one on, that are all layers."""
+    segments = (is_layer[first : first + interval] for first in range(0, len(is_layer), interval))
+    return [len(segment) for segment in segments if all(segment)]
+
+
+@rule("deepspeed.runtime.activation_checkpointing.checkpointing.gather_partitioned_activations", DEEPSPEED)
+def segment_gathers(job: Job, segments: int) -> list[ExpectedCall]:
+    """With partition_activations ranks keep a part each of the input of a recomputed segment, and gather it."""
+    if not job.model("partition_activations", False) or not segments:
+        return []
+    parts = job.tensor if job.model("sequence_parallel", False) else 1
+    payload = activation_elements(job) * job.parameter_size // parts
+    return [ExpectedCall("all_gather", payload, SEGMENTS, segments, role=ROLE)]
 
 
 @rule("megatron.mpu.cross_entropy._VocabParallelCrossEntropy.forward", GPT_NEOX)
@@ -244,7 +286,9 @@ def loss_sums(job: Job) -> list[ExpectedCall]:
 
 @rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer._model_parallel_all_reduce", DEEPSPEED)
 def model_parallel_all_reduces(job: Job) -> list[ExpectedCall]:
-    """ZeRO all_reduces overflow and norms once more, among the ranks that share a model."""
+    """ZeRO all_reduces overflow and norms once more, among the ranks that share a model, if these are several."""
+    if job.tensor == 1:
+        return []
     return [replace(call, role=ROLE) for call in (*zero12.overflow_check(job), *zero12.norms(job))]
 
 
