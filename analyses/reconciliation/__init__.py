@@ -85,7 +85,8 @@ def _add_process(
     ended, lost_records = process.tables.end is not None, _lost_records(process)
     own_last = max(measured, default=-1)
     # The last step may be incomplete in the log of a process that did not end in order.
-    complete_steps = [step for step in measured if step >= prediction.steady and (ended or step < own_last)]
+    regular_steps = (step for step in measured if step >= prediction.steady and prediction.special_step(step) is None)
+    complete_steps = [step for step in regular_steps if ended or step < own_last]
     waterfall_step = max(complete_steps, default=None)
     sums: dict[str, int] = defaultdict(int)
     steps = range(-1, last_step + 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
@@ -70,6 +70,7 @@ class Prediction:
         skipped: Calls that a step leaves out where gradients overflow, as found by the check or by the norm.
         others: Group sizes of roles other than the one that `ranks` counts.
         forms: Summands of `closed_form`, where it has several of different roles.
+        special_step: Returns the calls of a step in which the program does more than train, by number; else None.
     """
 
     scheme: str
@@ -81,6 +82,7 @@ class Prediction:
     skipped: tuple[tuple[ExpectedCall, ...], ...] = ()
     others: Mapping[str, int] = field(default_factory=dict)
     forms: tuple[WaterfallBar, ...] = ()
+    special_step: Callable[[int], tuple[ExpectedCall, ...] | None] = lambda number: None
 
     def __post_init__(self) -> None:
         """Drop repetitions of the last step at the end."""
@@ -95,7 +97,10 @@ class Prediction:
 
     def step(self, number: int) -> tuple[ExpectedCall, ...]:
         """Return the calls of a training step, counted from 0; -1 is start-up."""
-        return self.start if number < 0 else self.steps[min(number, len(self.steps) - 1)]
+        if number < 0:
+            return self.start
+        special = self.special_step(number)
+        return self.steps[min(number, len(self.steps) - 1)] if special is None else special
 
     @property
     def steady(self) -> int:

@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 
 TORCH: Final = ("torch", "2.13.0")
 DEEPSPEED: Final = ("deepspeed", "0.19.8")
-GPT_NEOX: Final = ("gpt-neox", "05048b6")
+GPT_NEOX: Final = ("gpt-neox", "ea7aefd8")
 """GPT-NeoX by its commit: it has no releases that its users run. Tests compare the calls of `examples.gpt_neox`, which
 is modelled on it."""
 WORKLOAD: Final = ("commtrace", "0.1.0")

@@ -8,16 +8,21 @@ from typing import Any, Final
 from commtrace.theory.expected_calls import Prediction
 from commtrace.theory.job import Job, NotPredictedError
 
-from .deepspeed import engine, experts, pipeline, ulysses, zero3, zero12
-from .megatron import sequence_parallel, tensor_parallel
+from .deepspeed import bf16_optimizer, engine, experts, pipeline, ulysses, zero3, zero12
+from .megatron import gpt_neox, sequence_parallel, tensor_parallel
 from .torch import ddp, dtensor, fsdp
+
+
+def _zero12(job: Job) -> Prediction:
+    return bf16_optimizer.predict(job) if job.row.get("optimizer") == "BF16_Optimizer" else zero12.predict(job)
+
 
 SCHEMES: Final[dict[tuple[str, str, int | None], Callable[[Job], Prediction]]] = {
     ("ddp", "DistributedDataParallel", None): ddp.predict,
     ("fsdp", "fully_shard", None): fsdp.predict,
     ("dtensor", "parallelize_module", None): dtensor.predict,
     ("deepspeed", "DeepSpeedEngine", 0): engine.predict,
-    ("deepspeed", "DeepSpeedEngine", 1): zero12.predict,
+    ("deepspeed", "DeepSpeedEngine", 1): _zero12,
     ("deepspeed", "DeepSpeedEngine", 2): zero12.predict,
     ("deepspeed", "DeepSpeedEngine", 3): zero3.predict,
     ("deepspeed", "PipelineEngine", 0): pipeline.predict,
@@ -71,10 +76,10 @@ def predict(row: Mapping[str, Any]) -> Prediction:
         job = Job(row)
         prediction = SCHEMES[source, engine_name, stage](job)
         dimension = extended_dimension(job)
-        if dimension is None:
-            return prediction
-        if dimension not in EXTENSIONS:
-            raise NotPredictedError(f"{dimension} parallelism has no rules yet")
-        return EXTENSIONS[dimension](job, prediction)
+        if dimension is not None:
+            if dimension not in EXTENSIONS:
+                raise NotPredictedError(f"{dimension} parallelism has no rules yet")
+            prediction = EXTENSIONS[dimension](job, prediction)
+        return gpt_neox.extend_prediction(job, prediction) if job.is_gpt_neox else prediction
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
         raise NotPredictedError(f"the job in the log cannot be read ({type(error).__name__}: {error})") from error
