@@ -261,7 +261,6 @@ def test_stages_that_deepspeed_would_hang_in_are_refused(keys: dict[str, Any], w
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"pipeline_stages": 1}, "pipeline of one stage"),
         ({"model": None}, "does not declare its architecture"),
         ({"attention_mask": False}, "not GPT-NeoX's"),
         ({"dynamic_shape": True}, "shapes that change"),

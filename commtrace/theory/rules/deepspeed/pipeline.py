@@ -372,7 +372,7 @@ def _waterfalls(
             for call in own
             if call.role == role
         ]
-        ranks = {**_group_sizes(job, stage), "self": job.ranks}.get(role, job.ranks)
+        ranks = _group_sizes(job, stage).get(role, job.ranks)
         bars += [replace(bar, role=role) for bar in cause_bars(calls, ranks, ACTIVATIONS, tensor.ACTIVATIONS)]
     return [form for form, _ in parts], bars
 

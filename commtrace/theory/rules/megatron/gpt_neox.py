@@ -14,6 +14,7 @@ from typing import Final
 from commtrace.theory.expected_calls import ExpectedCall, Prediction
 from commtrace.theory.job import Job, NotPredictedError
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, rule
+from commtrace.theory.waterfall import cause_bars
 
 from . import sequence_parallel
 from . import tensor_parallel as tensor
@@ -41,6 +42,12 @@ def extend_prediction(job: Job, prediction: Prediction) -> Prediction:
         steps=tuple((*calls, *own) for calls in prediction.steps),
         others={**prediction.others, WORLD: int(job.fact("world_size")), "self": 1},
     )
+    bars = (
+        replace(bar, role=role)
+        for role in sorted({call.role for call in own})
+        for bar in cause_bars([call for call in own if call.role == role], extended.ranks_of(role))
+    )
+    extended = replace(extended, bars=(*prediction.bars, *bars))
     return replace(extended, special_step=partial(_special_step, job, extended, ahead))
 
 

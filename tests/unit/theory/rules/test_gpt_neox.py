@@ -1,0 +1,93 @@
+"""GPT-NeoX's own program: what its recorded runs communicated is what theory expects, and a wrong rule shows.
+
+`tests/support/recorded/gpt_neox.json` has the job rows and the calls of each step of runs of the commit that
+`registry.GPT_NEOX` names, of each rank that differs. `tests/external` runs that program again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commtrace.analyses.reconciliation.matching import compare
+from commtrace.analyses.reconciliation.measured_calls import MeasuredCalls
+from commtrace.theory import ExpectedCall, predict
+from commtrace.theory.rules.registry import GPT_NEOX, RULES, Rule
+
+RECORDED = json.loads((Path(__file__).parents[3] / "support" / "recorded" / "gpt_neox.json").read_text())
+RANKS = [(name, number) for name, ranks in RECORDED.items() for number in range(len(ranks))]
+
+
+def job_row(name: str, number: int) -> dict[str, Any]:
+    """Job row of a rank; all but the first are stored as what differs."""
+    row: dict[str, Any] = {**RECORDED[name][0]["job"], **RECORDED[name][number]["job"]}
+    return row
+
+
+def recorded_steps(name: str, number: int) -> Iterator[tuple[int, list[tuple[tuple[str, str], MeasuredCalls]]]]:
+    """Calls of a rank by step. A step that repeats an earlier one is stored as its number."""
+    steps = RECORDED[name][number]["steps"]
+    for step, stored in steps.items():
+        calls = steps[stored] if isinstance(stored, str) else stored
+        yield (
+            int(step),
+            [
+                ((role, op), MeasuredCalls(payload, count, payload * count, None, "", "", ranks))
+                for role, op, payload, ranks, count in calls
+            ],
+        )
+
+
+def leftovers(name: str, number: int) -> list[Any]:
+    """Calls of a rank that are expected but not recorded, or recorded but not expected."""
+    prediction = predict(job_row(name, number))
+    return [
+        (step, leftover)
+        for step, calls in recorded_steps(name, number)
+        for cell in compare(prediction.step(step), calls, prediction.ranks_of)
+        for leftover in cell.leftovers
+    ]
+
+
+@pytest.mark.parametrize(("name", "number"), RANKS)
+def test_every_recorded_call_is_expected(name: str, number: int) -> None:
+    assert leftovers(name, number) == []
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_the_waterfall_ends_at_the_wire_bytes_of_a_step(name: str) -> None:
+    from commtrace.theory.expected_calls import total_wire_bytes
+
+    prediction = predict(job_row(name, 0))
+    sent = sum(total_wire_bytes([call], call.ranks or prediction.ranks_of(call.role)) for call in prediction.steps[-1])
+    assert prediction.closed_form.bytes + sum(bar.bytes for bar in prediction.bars) == sent
+
+
+def wrong(value: Any) -> Any:
+    """Return another value of the same kind."""
+    if isinstance(value, ExpectedCall):
+        return replace(value, payload=value.payload + 1)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    return type(value)([ExpectedCall("all_reduce", 3, "wrong")] if not value else map(wrong, value))
+
+
+BROKEN = [rule for rule in RULES if rule.library == GPT_NEOX[0] and ".megatron." in rule.module]
+
+
+@pytest.mark.parametrize("rule", BROKEN, ids=lambda rule: rule.name)
+def test_a_wrong_rule_shows(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = getattr(importlib.import_module(rule.module), rule.name)
+    for module in [module for name, module in sys.modules.items() if name.startswith("commtrace.theory")]:
+        for name in [name for name, value in vars(module).items() if value is right]:
+            monkeypatch.setattr(module, name, lambda *arguments, **named: wrong(right(*arguments, **named)))
+    assert any(leftovers(name, number) for name, number in RANKS)
