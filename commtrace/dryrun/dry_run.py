@@ -184,7 +184,8 @@ def _run(job: SimulatedJob, ranks: Sequence[int], jobs: int, outcomes: dict[int,
     for outcome in outcomes.values():
         if not outcome.status:
             continue
-        recover_records(outcome.log)  # removes what it left in shared memory
+        for log in job.folder.glob("log-*"):
+            recover_records(log)  # removes what it, and those that were ended with it, left in shared memory
         if (job.mail / CUDA_REQUIRED).exists():
             raise _CudaRequiredError
         if outcome.timed_out:
@@ -259,18 +260,18 @@ def _write_logs(
 
     If `out` has no room, the logs go to a temporary directory: hours of work may be behind them.
     """
+
+    def write() -> list[str]:
+        return [_write_log(job, outcome, out, settings, stands_for.get(rank, ())) for rank, outcome in outcomes.items()]
+
     try:
-        lines = [
-            _write_log(job, outcome, out, settings, stands_for.get(rank, ())) for rank, outcome in outcomes.items()
-        ]
+        lines = write()
     except OSError as error:
         shutil.rmtree(out / job.run, ignore_errors=True)
         temporary = Path(tempfile.mkdtemp(prefix="commtrace-logs-"))
         warn(f"{out}: {error.strerror}; the log goes to {temporary}")
         out = temporary
-        lines = [
-            _write_log(job, outcome, out, settings, stands_for.get(rank, ())) for rank, outcome in outcomes.items()
-        ]
+        lines = write()
     print("\n".join(lines), flush=True)
     return out
 

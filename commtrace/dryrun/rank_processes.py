@@ -118,6 +118,8 @@ def run_ranks(job: SimulatedJob, ranks: Iterable[int], jobs: int, outcomes: dict
     finally:
         for process in running.values():
             process.kill()
+        for process in running.values():
+            process.wait()
 
 
 def _break_deadlock(job: SimulatedJob, running: Mapping[int, _Process]) -> None:
@@ -209,3 +211,7 @@ class _Process:
         """Kill the rank and all that it has started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        """Wait until the rank has ended."""
+        self._process.wait()

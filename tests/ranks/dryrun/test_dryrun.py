@@ -310,6 +310,22 @@ def test_ranks_that_need_each_others_messages_run_side_by_side(tmp_path: Path) -
     assert result.err.count(": done, ") == 3
 
 
+def test_a_rank_that_waits_for_one_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    script = (
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\ndist.all_reduce(torch.ones(3))\n"
+        "if dist.get_rank() == 0:\n    dist.recv(torch.tensor([1]), 1)\n"
+        "raise RuntimeError('no message')\n"
+    )
+    (tmp_path / "train.py").write_text(script)
+    (tmp_path / "shm").mkdir()
+    command = [sys.executable, "-m", "commtrace.cli", "dryrun", "--world-size", "2", sys.executable, "train.py"]
+    result = processes.run(command, cwd=tmp_path, limit=LIMIT_SECONDS, COMMTRACE_SHM=tmp_path / "shm")
+    assert result.status == 1
+    assert "rank 1 ended with status 1; no log was written" in result.err
+    assert not [*(tmp_path / "shm").iterdir()]
+
+
 def test_large_weights_are_sharded_by_fsdp2(tmp_path: Path) -> None:
     """Whose DTensor works out shapes by tensors of its own that have no memory at all."""
     result = dry_run(tmp_path, "--world-size", "4", script=SHARDED)
