@@ -8,9 +8,9 @@ from typing import Any, Final
 from commtrace.theory.expected_calls import Prediction
 from commtrace.theory.job import Job, NotPredictedError
 
-from .deepspeed import bf16_optimizer, engine, experts, pipeline, ulysses, zero3, zero12
+from .deepspeed import bf16_optimizer, engine, pipeline, zero3, zero12
 from .megatron import gpt_neox, sequence_parallel, tensor_parallel
-from .torch import ddp, dtensor, fsdp
+from .torch import ddp, fsdp
 
 
 def _zero12(job: Job) -> Prediction:
@@ -20,7 +20,6 @@ def _zero12(job: Job) -> Prediction:
 SCHEMES: Final[dict[tuple[str, str, int | None], Callable[[Job], Prediction]]] = {
     ("ddp", "DistributedDataParallel", None): ddp.predict,
     ("fsdp", "fully_shard", None): fsdp.predict,
-    ("dtensor", "parallelize_module", None): dtensor.predict,
     ("deepspeed", "DeepSpeedEngine", 0): engine.predict,
     ("deepspeed", "DeepSpeedEngine", 1): _zero12,
     ("deepspeed", "DeepSpeedEngine", 2): zero12.predict,
@@ -34,14 +33,14 @@ SCHEMES: Final[dict[tuple[str, str, int | None], Callable[[Job], Prediction]]] =
 EXTENSIONS: Final[dict[str, Callable[[Job, Prediction], Prediction]]] = {
     "tensor and sequence": sequence_parallel.extend_prediction,
     "tensor": tensor_parallel.extend_prediction,
-    "sequence": ulysses.extend_prediction,
-    "expert": experts.extend_prediction,
-    "DTensor": dtensor.extend_prediction,
 }
 """Functions that extend the data-parallel prediction of a job by the calls of another parallel dimension.
 
-A program that implements a dimension itself adds its own, as `examples.gpt_neox.theory` does with "context".
+The other dimensions have rules for single programs, which add them here, as `examples.gpt_neox.theory` does.
 """
+
+
+_ORACLE: Final = "compare with a dry run (commtrace check DIR --against DRYRUN) or with a baseline"
 
 
 def extended_dimension(job: Job) -> str | None:
@@ -71,14 +70,14 @@ def predict(row: Mapping[str, Any]) -> Prediction:
     source, engine_name = str(row.get("source")), str(row.get("engine"))
     if (source, engine_name, stage) not in SCHEMES:
         zero = "" if stage is None else f" with ZeRO stage {stage}"
-        raise NotPredictedError(f"there are no rules for {source} {engine_name}{zero} yet")
+        raise NotPredictedError(f"there are no rules for {source} {engine_name}{zero}; {_ORACLE}")
     try:
         job = Job(row)
         prediction = SCHEMES[source, engine_name, stage](job)
         dimension = extended_dimension(job)
         if dimension is not None:
             if dimension not in EXTENSIONS:
-                raise NotPredictedError(f"{dimension} parallelism has no rules yet")
+                raise NotPredictedError(f"there are no rules for {dimension} parallelism; {_ORACLE}")
             prediction = EXTENSIONS[dimension](job, prediction)
         return gpt_neox.extend_prediction(job, prediction) if job.is_gpt_neox else prediction
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, StopIteration) as error:

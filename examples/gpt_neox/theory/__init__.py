@@ -1,6 +1,7 @@
-"""What this example communicates that GPT-NeoX, DeepSpeed and PyTorch do not: ring attention, and its use of FSDP2.
+"""Rules that only this example's programs have been compared with, and its job rows.
 
-`register()` enters its rules into commtrace's. Commands with them, from a checkout::
+`register()` enters them into commtrace's: tensor parallelism by DTensors, Ulysses, mixtures of experts, ring attention.
+Commands with them, from a checkout::
 
     python -m examples.gpt_neox.theory theory tiny ring.yml --world-size 8
     python -m examples.gpt_neox.theory check logs/ring
@@ -12,11 +13,15 @@ from commtrace.theory.configs.gpt_neox import planning
 from commtrace.theory.rules import schemes
 from examples.gpt_neox.config import TrainingConfig
 
-from . import ring_attention
+from . import dtensor, experts, ring_attention, ulysses
 from .fsdp_job_rows import fsdp_rows
 
 
 def register() -> None:
-    """Let commtrace predict this example's ring attention, and its FSDP from configuration files."""
+    """Let commtrace predict this example's parallel dimensions, and its FSDP from configuration files."""
+    schemes.SCHEMES["dtensor", "parallelize_module", None] = dtensor.predict
+    schemes.EXTENSIONS["DTensor"] = dtensor.extend_prediction
+    schemes.EXTENSIONS["sequence"] = ulysses.extend_prediction
+    schemes.EXTENSIONS["expert"] = experts.extend_prediction
     schemes.EXTENSIONS["context"] = ring_attention.extend_prediction
     planning.ENGINE_ROWS["fsdp"] = planning.EngineRows(TrainingConfig, fsdp_rows)

@@ -12,12 +12,13 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Final
 
-from commtrace.theory.closed_forms import ring_attention
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
 from commtrace.theory.job import Job, NotPredictedError, element_size
 from commtrace.theory.rules.megatron import tensor_parallel as tensor
 from commtrace.theory.rules.registry import WORKLOAD, rule
 from commtrace.theory.waterfall import level_bars
+
+from .closed_forms import ring_attention
 
 ROLE: Final = "context"
 FORWARD: Final = "keys and values around the ring"

@@ -128,33 +128,9 @@ def test_the_paper_s_formulas_of_pipelines_and_tensor_parallelism() -> None:
     assert closed_forms.three_dimensional(1000, 4, 2048, 512, 6, (8, 1, 1)) == closed_forms.data_parallel(1000, 8)
 
 
-def test_further_formulas() -> None:
-    """Each by hand, and against the equation that it contains."""
-    forms = closed_forms
-    assert forms.zero_1_bytes(1000, 1000, 8) == closed_forms.data_parallel(1000, 8)
-    assert forms.zero_2_bytes(1000, 500, 2, 4) == 4 * 500 + 250
-    assert forms.fully_sharded(1000, 8) == closed_forms.zero_3(1000, 8)
-    assert forms.fully_sharded(1000, 8, kept=True) == 1750
-    assert forms.hybrid_sharded(1200, 4, 3) == 3 * 900 + 2 * 300 * Fraction(2, 3)
-    assert forms.hybrid_sharded(1200, 4, 1) == forms.fully_sharded(1200, 4)
-    parts = forms.zero_plus_plus_bytes(1600, 2, 16, 8)
-    assert parts == {"qwZ": 1500, "hpZ": 2800, "qgZ": 700 + 50}
-    # 6 all_reduces in each of L layers and one at the embedding: equation 5.
-    layers = 6 * forms.tensor_layer(100, 4, recomputed=True) + closed_forms.all_reduce(100, 4)
-    assert layers == closed_forms.tensor_parallel(1, 10, 10, 6, 4)
-    assert forms.tensor_layer(100, 4, recomputed=False) == 8 * 75
-    assert forms.vocabulary_loss_bytes(2, 8, 4) == 3 * 2 * 64 * Fraction(3, 4)
-    kept = forms.sequence_layer(100, 4, recomputed=True, gathered_again=False)
-    assert kept == forms.tensor_layer(100, 4, recomputed=True)
-    assert forms.sequence_layer(100, 4, recomputed=True, gathered_again=True) == kept + 150
-    assert forms.pipeline_stage(100, micro_batches=8) == 1600
-    assert forms.pipeline_stage(100, micro_batches=8, chunks=2, tensor=4) == 800
-    assert forms.ring_attention(2, 64, 16, 4) == 3 * 3 * 1024
-    assert forms.ring_attention(2, 64, 16, 4, wide_gradients=True) == 4 * 3 * 1024
-    assert forms.ulysses_layer(2, 64, 16, 4) == 2 * 4 * 512 * Fraction(3, 4)
-    assert forms.ulysses_layer(2, 64, 16, 4, key_share=Fraction(1, 4)) == 2 * Fraction(5, 2) * 512 * Fraction(3, 4)
-    assert forms.expert_layer(64, 16, 2, 4) == 4 * 2048 * Fraction(3, 4)
-    assert forms.gathered_keys(2, 64, 16, 4) == 2 * 2048 * Fraction(3, 4)
+def test_the_formula_of_hsdp() -> None:
+    assert closed_forms.hybrid_sharded(1200, 4, 3) == 3 * 900 + 2 * 300 * Fraction(2, 3)
+    assert closed_forms.hybrid_sharded(1200, 4, 1) == closed_forms.zero_3(1200, 4)
 
 
 def test_wire_bytes_are_exact_where_ranks_do_not_divide() -> None:

@@ -22,8 +22,6 @@ from commtrace.theory.job import Job, NotPredictedError, element_size
 from commtrace.theory.rules.registry import TORCH, rule
 from commtrace.theory.waterfall import cause_bars, level_bars
 
-from .dtensor import num_sharded_parameters, styles
-
 PARAMETERS: Final = "parameters"
 GRADIENTS: Final = "gradients"
 COPIES: Final = "gradients among replicas"
@@ -210,13 +208,8 @@ def replica_sums(unit: FsdpUnit) -> list[ExpectedCall]:
 
 @rule("torch.nn.utils.clip_grad_norm_ (of DTensors)", TORCH)
 def clipping(job: Job, units: list[FsdpUnit]) -> list[ExpectedCall]:
-    """Norms of all gradients are all_reduced in one call, a number for each parameter, among ranks that share them.
-
-    With tensor parallelism in two calls: of parameters that it shards, and of the others.
-    """
+    """Norms of all gradients are all_reduced in one call, a number for each parameter, among ranks that share them."""
     shards = max(unit.shards for unit in units)
     if not job.clips_gradients or shards < 2:
         return []
-    sharded = num_sharded_parameters(job, styles(job)) if "tensor_plan" in job.row else 0
-    counts = (count for count in (sharded, len(job.trainable) - sharded) if count)
-    return [ExpectedCall("all_reduce", count * job.parameter_size, NORM, ranks=shards) for count in counts]
+    return [ExpectedCall("all_reduce", len(job.trainable) * job.parameter_size, NORM, ranks=shards)]

@@ -234,7 +234,7 @@ def test_what_is_no_job_is_said(contents: list[Any], options: PlanOptions, words
     ("keys", "engine", "words"),
     [
         ({"context_parallel_size": 4}, "fsdp", "GPT-NeoX has no FSDP"),
-        ({"context_parallel_size": 4}, "ddp", "context parallelism has no rules yet"),
+        ({"context_parallel_size": 4}, "ddp", "no rules for context parallelism"),
         ({"sequence_parallel_size": 4}, "ddp", "sequence_parallel_size is DeepSpeed's"),
         ({"moe_num_experts": 4}, "ddp", "experts are DeepSpeed's"),
         ({"model_parallel_size": 2, "sequence_parallel": True}, "fsdp", "GPT-NeoX has no FSDP"),

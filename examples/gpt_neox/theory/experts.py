@@ -2,7 +2,8 @@
 
 Each layer with experts makes two all_to_alls, dispatch and combine, forward and again backward. Their size follows from
 the experts' capacity where tokens beyond it are dropped. Otherwise it depends on the data, and bounds are predicted.
-Gradients of experts are reduced among the ranks that have the same ones (`Job.copies`), in `engine` and `zero12`.
+Gradients of experts are reduced among the ranks that have the same ones (`Job.copies`), in commtrace's
+rules of DeepSpeed's engine.
 
 Assumed, as for tensor parallelism: every micro-batch has the configured size and length.
 """
@@ -13,14 +14,14 @@ import struct
 from math import ceil
 from typing import Final
 
-from commtrace.theory.closed_forms import expert_layer
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
 from commtrace.theory.job import Job, NotPredictedError, element_size
+from commtrace.theory.rules.deepspeed.engine import NORM, OVERFLOW
 from commtrace.theory.rules.megatron import tensor_parallel as tensor
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, rule
 from commtrace.theory.waterfall import cause_bars, level_bars
 
-from .engine import NORM, OVERFLOW
+from .closed_forms import expert_layer
 
 ROLE: Final = "expert"
 TOKENS: Final = "tokens to their experts and back"

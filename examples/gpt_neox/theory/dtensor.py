@@ -12,7 +12,7 @@ embedding's needs none); recomputed are the modules of the model's layers, and d
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import prod
@@ -20,19 +20,15 @@ from typing import Any, Final, NamedTuple
 
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
 from commtrace.theory.job import Job, NotPredictedError, element_size
-from commtrace.theory.rules.megatron.tensor_parallel import (
-    FORM,
-    activation_elements,
-    form_bytes,
-)
+from commtrace.theory.rules.megatron.tensor_parallel import FORM, activation_elements, form_bytes
 from commtrace.theory.rules.registry import TORCH, WORKLOAD, rule
+from commtrace.theory.rules.torch.fsdp import NORM
 from commtrace.theory.waterfall import cause_bars, level_bars
 
 ROLE: Final = "tensor"
 ACTIVATIONS: Final = "activations of tensor-parallel layers"
 LOGITS: Final = "logits, gathered on every rank"
 NORMS: Final = "gradients of norms along the sequence"
-NORM: Final = "norm of the gradients"
 START: Final = "parameters, from the first of the ranks that share a model"
 
 _LAYER: Final = re.compile(r"(?:.*\.)?(?:block_)?(\d+)(?=\.)")
@@ -87,7 +83,7 @@ def extend_prediction(job: Job, data: Prediction) -> Prediction:
         data,
         scheme=f"{data.scheme}, tensor-parallel{sequence} over {job.tensor}",
         start=(*data.start, *sent_parameters(job, plan)),
-        steps=tuple((*step, *own) for step in data.steps),
+        steps=tuple((*norms_by_mesh(job, plan, step), *own) for step in data.steps),
         closed_form=WaterfallBar(label, data.closed_form.bytes + form.bytes),
         bars=(*data.bars, *_bars(job, own)),
         others={ROLE: job.tensor},
@@ -255,6 +251,18 @@ def num_sharded_parameters(job: Job, plan: Sequence[ModuleStyle]) -> int:
     """Return the number of trained parameters that are DTensors among the ranks that share a model."""
     modules = {style.module for style in plan}
     return sum(1 for parameter in job.trainable if parameter.name.rpartition(".")[0] in modules)
+
+
+@rule("torch.nn.utils.clip_grad_norm_ (of DTensors on two meshes)", TORCH)
+def norms_by_mesh(job: Job, plan: Sequence[ModuleStyle], step: Iterable[ExpectedCall]) -> list[ExpectedCall]:
+    """FSDP's clipping is two calls: for parameters that ranks sharing a model shard as well, and for the others."""
+    sharded = num_sharded_parameters(job, plan)
+    sizes = [count * job.parameter_size for count in (sharded, len(job.trainable) - sharded) if count]
+    return [
+        part
+        for call in step
+        for part in ([replace(call, payload=size) for size in sizes] if call.cause == NORM else [call])
+    ]
 
 
 @rule("examples.gpt_neox.dtensor_parallel.clip_gradients", WORKLOAD)
