@@ -7,9 +7,11 @@ follow from the tree, and no model is built.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
+
+from commtrace.theory.rules.registry import GPT_NEOX, rule
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -73,6 +75,15 @@ class ModelShape:
     experts: int = 1  # experts of a layer that has several
     experts_here: int = 1  # experts of one rank
     expert_interval: int = 1  # one layer in so many has experts, beginning with the first
+    keys: int = 0  # width of all heads' keys, and of their values; 0: the hidden size
+    inner: tuple[int, int] = (
+        0,
+        0,
+    )  # rows of the MLP's first matrix, columns of its second; 0: 4 hidden sizes
+    attention_bias: bool = True  # whether the linear layers of attention have biases
+    mlp_bias: bool = True  # whether those of the MLP have
+    norm: str = "layernorm"  # a key of NORMS
+    positions: int = 0  # learned positions
 
 
 def gpt_neox_model(shape: ModelShape) -> ModuleSpec:
@@ -96,12 +107,75 @@ def gpt_neox_model(shape: ModelShape) -> ModuleSpec:
 def gpt_neox_layers(shape: ModelShape) -> tuple[ModuleSpec, ModuleSpec, ModuleSpec, ModuleSpec]:
     """Return the embedding, a transformer layer without experts, the last norm, and a head with its own matrix."""
     size, part = shape.hidden, shape.hidden // shape.tensor
-    attention = module("attention", linear("query_key_value", size, 3 * part), linear("dense", part, size))
-    mlp = module("mlp", linear("dense_h_to_4h", size, 4 * part), linear("dense_4h_to_h", 4 * part, size))
-    block = module("block_", norm("input_layernorm", size), attention, norm("post_attention_layernorm", size), mlp)
+    keys, (rows, columns) = shape.keys or size, (width // shape.tensor or 4 * part for width in shape.inner)
+    queries_keys_values = linear("query_key_value", size, (size + 2 * keys) // shape.tensor, bias=shape.attention_bias)
+    attention = module("attention", queries_keys_values, linear("dense", part, size, bias=shape.attention_bias))
+    mlp = module(
+        "mlp",
+        linear("dense_h_to_4h", size, rows, bias=shape.mlp_bias),
+        linear("dense_4h_to_h", columns, size, bias=shape.mlp_bias),
+    )
+    norms = [_norm(name, shape) for name in ("input_layernorm", "post_attention_layernorm", "final_norm")]
+    block = module("block_", norms[0], attention, norms[1], mlp)
     vocabulary = shape.vocabulary // shape.tensor
-    head = linear("head", size, vocabulary, bias=False)
-    return embedding("embedding", vocabulary, size), block, norm("final_norm", size), head
+    words = embedding("embedding", vocabulary, size)
+    if shape.positions:
+        words = replace(words, parameters=(*words.parameters, ("positions", (shape.positions, size))))
+    return words, block, norms[2], linear("head", size, vocabulary, bias=False)
+
+
+NORMS: Final[dict[str, tuple[str, ...]]] = {
+    "layernorm": ("weight", "bias"), "rmsnorm": ("scale",), "scalenorm": ("g",), "non_parametric_layernorm": (),
+}  # fmt: skip
+"""Parameters of GPT-NeoX's norms, of the hidden size each; scalenorm's is one number."""
+
+
+def _norm(name: str, shape: ModelShape) -> ModuleSpec:
+    elements = 1 if shape.norm == "scalenorm" else shape.hidden
+    return ModuleSpec(name, tuple((parameter, (elements,)) for parameter in NORMS[shape.norm]), norm=True)
+
+
+_GATED: Final = ("geglu", "reglu", "bilinear", "swiglu", "glu")
+
+
+@rule("megatron.model.transformer.ParallelMLP.__init__", GPT_NEOX)
+def mlp_widths(settings: Mapping[str, Any]) -> tuple[int, int]:
+    """Return rows of the MLP's first matrix and columns of its second.
+
+    With a gate the two halves of the first have two thirds of the width together; both widths are rounded up.
+    """
+    hidden, multiple = int(settings["hidden_size"]), int(settings.get("mlp_multiple_of") or 1)
+    expansion = settings.get("expansion_factor")
+    width = int(settings.get("intermediate_size") or (expansion * hidden if expansion else 4 * hidden))
+    rows, columns = width, width
+    if settings.get("activation") in _GATED:
+        rows = int(width * 2 / 3)
+        columns = rows // 2
+    return -(-rows // (2 * multiple)) * 2 * multiple, -(-columns // multiple) * multiple
+
+
+@rule("megatron.model.transformer.ParallelSelfAttention.__init__; megatron.model.norms.get_norm; "
+      "megatron.model.word_embeddings.Embedding.__init__", GPT_NEOX)  # fmt: skip
+def neox_shape(settings: Mapping[str, Any], tensor: int = 1) -> ModelShape:
+    """Return the shape of a model by GPT-NeoX's settings (`neox_args`), cut for `tensor` ranks."""
+    hidden, heads = int(settings["hidden_size"]), int(settings["num_attention_heads"])
+    experts = int(settings.get("moe_num_experts") or 1)
+    return ModelShape(
+        layers=int(settings["num_layers"]),
+        hidden=hidden,
+        vocabulary=int(settings["padded_vocab_size"]),
+        tied=not settings.get("no_weight_tying"),
+        tensor=tensor,
+        experts=experts,
+        experts_here=experts // int(settings.get("moe_expert_parallel_size") or 1),
+        expert_interval=int(settings.get("moe_expert_interval") or 1),
+        keys=hidden // heads * int(settings.get("num_kv_heads") or heads),
+        inner=mlp_widths(settings),
+        attention_bias=bool(settings.get("use_bias_in_attn_linear", True)),
+        mlp_bias=bool(settings.get("use_bias_in_mlp", True)),
+        norm=str(settings.get("norm", "layernorm")),
+        positions=int(settings.get("max_position_embeddings") or 0) if settings.get("pos_emb") == "learned" else 0,
+    )
 
 
 def _experts(mlp: ModuleSpec, shape: ModelShape) -> ModuleSpec:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -85,9 +85,10 @@ def plan_job(files: Sequence[str], world: int, options: PlanOptions = DEFAULT_OP
         names.setdefault(kind, []).append(name)
         contents[kind] = content
     if "gpt_neox" in names:
-        if len(names) > 1 or options.describes_model or options.groups != 2:
+        if len(names) > 1 or replace(options, vocabulary=None).describes_model or options.groups != 2:
             raise PlanError(
-                f"{names['gpt_neox'][0]}: a GPT-NeoX file says all; give no other kinds of files or figures"
+                f"{names['gpt_neox'][0]}: a GPT-NeoX file says all but the vocabulary; give no other kinds of files or "
+                "figures"
             )
         from .gpt_neox.planning import plan_gpt_neox
 

@@ -29,9 +29,17 @@ class StageDivision:
 
 
 def stage_rows(
-    shape: ModelShape, config: Mapping[str, Any], layout: RankLayout, division: StageDivision
+    shape: ModelShape,
+    config: Mapping[str, Any],
+    layout: RankLayout,
+    division: StageDivision,
+    *,
+    groups: int = 2,
+    made_as: str = "float32",
 ) -> tuple[dict[str, Any], ...]:
     """Return a row for each stage of GPT-NeoX's model, from DeepSpeed's configuration.
+
+    The optimizer has `groups` groups, and the model is made in the element type `made_as`.
 
     Raises:
         NotPredictedError: If a setting has no rules.
@@ -50,7 +58,7 @@ def stage_rows(
             if not shape.tied or names[position] != EMBEDDING
         }
         tied = parts[EMBEDDING] if has_tied else None
-        row = deepspeed_row(_stage(numbered, tied), config, layout)
+        row = deepspeed_row(_stage(numbered, tied), config, layout, groups=groups)
         row |= {
             "engine": "PipelineEngine",
             "pipeline_stages": division.stages,
@@ -68,8 +76,9 @@ def stage_rows(
             "attention_mask": True,
             "bool_tensors": False,
             "dynamic_shape": False,
-            # Models are made in fp32 and cast by the engine.
-            "tied": [{"parameter": f"tied_modules.{_TIED}.weight", "ranks": 2, "first_dtype": "float32"}] * has_tied,
+            # The engine casts the model, which may be made in another type.
+            "tied": [{"parameter": f"tied_modules.{_TIED}.weight", "ranks": 2, "first_dtype": made_as}]
+            * (has_tied and division.stages > 1),
         }
         rows.append(row)
     return tuple(rows)
@@ -85,7 +94,8 @@ def _layers(shape: ModelShape) -> dict[str, ModuleSpec]:
 def _stage(numbered: Mapping[str, ModuleSpec], tied: ModuleSpec | None) -> ModuleSpec:
     """Return a stage as PipelineModule registers it: tied modules, then layers by number, without functions."""
     first = (module_list("tied_modules", replace(tied, name=_TIED)),) if tied is not None else ()
-    parts = (replace(part, name=number) for number, part in numbered.items() if part.parameters or part.children)
+    named = {number if not part.norm else f"{number}.norm": part for number, part in numbered.items()}  # NormPipe.norm
+    parts = (replace(part, name=name) for name, part in named.items() if part.parameters or part.children)
     return ModuleSpec("", children=(*first, *parts))
 
 

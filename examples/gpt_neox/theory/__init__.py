@@ -1,5 +1,7 @@
 """Rules that only this example's programs have been compared with, and its job rows.
 
+Its program differs from GPT-NeoX's, too: a pipeline of one stage is DeepSpeed's plain engine.
+
 `register()` enters them into commtrace's: tensor parallelism by DTensors, Ulysses, mixtures of experts, ring attention.
 Commands with them, from a checkout::
 
@@ -25,3 +27,4 @@ def register() -> None:
     schemes.EXTENSIONS["expert"] = experts.extend_prediction
     schemes.EXTENSIONS["context"] = ring_attention.extend_prediction
     planning.ENGINE_ROWS["fsdp"] = planning.EngineRows(TrainingConfig, fsdp_rows)
+    planning.ENGINE_ROWS["deepspeed"] = planning.EngineRows(TrainingConfig, planning.plain_or_staged_rows)

@@ -133,7 +133,7 @@ class NeoxConfig(BaseModel):
     def from_settings(cls, settings: Mapping[str, Setting]) -> dict[str, Any]:
         """Return the values of merged settings, with the fields that several keys decide."""
         values = _without_nulls({key: setting.value for key, setting in settings.items()})
-        setting_checks.refuse_other_models(values)
+        cls.refuse_other_models(values)
         setting_checks.block(values, "optimizer")
         return {
             **values,
@@ -143,11 +143,16 @@ class NeoxConfig(BaseModel):
             "origins": {key: settings[key].source for key in values if key in settings},
         }
 
+    @classmethod
+    def refuse_other_models(cls, values: Mapping[str, Any]) -> None:
+        """Raise SettingError for settings that ask for a model that is not this one."""
+        setting_checks.refuse_other_models(values)
+
     @field_validator("sequence_parallel")
     @classmethod
     def _among_several_ranks(cls, wanted: bool, info: ValidationInfo) -> bool:
         if wanted and info.data.get("pipe_parallel_size", 1) > 1:
-            raise ValueError("not supported together with pipe_parallel_size; leave one out")
+            raise ValueError("together with several stages (pipe_parallel_size) it has no rules yet")
         return wanted and bool(info.data.get("model_parallel_size", 1) > 1)
 
     @model_validator(mode="after")
@@ -165,6 +170,11 @@ class NeoxConfig(BaseModel):
         """Rows of the embedding, padded as in GPT-NeoX so that tensor-parallel ranks get equal shares."""
         multiple = self.make_vocab_size_divisible_by * self.model_parallel_size
         return -(-self.vocab_size // multiple) * multiple
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline, 1 without one."""
+        return max(self.pipe_parallel_size, 1)
 
     @property
     def zero_stage(self) -> int:
@@ -194,7 +204,7 @@ class NeoxConfig(BaseModel):
         """
         keys = (*_SHARING_KEYS, "moe_expert_parallel_size")
         sizes = {f"{key}: {getattr(self, key)}": getattr(self, key) for key in keys}
-        stages, tensor_ranks = self.pipe_parallel_size, self.model_parallel_size
+        stages, tensor_ranks = self.stages, self.model_parallel_size
         sizes[f"pipe_parallel_size: {stages}, times model_parallel_size {tensor_ranks},"] = stages * tensor_ranks
         for setting, size in sizes.items():
             if world_size % size:
@@ -202,7 +212,7 @@ class NeoxConfig(BaseModel):
                     f"{self.origins.get(setting.partition(':')[0], 'no file')}: {setting} does not divide the "
                     f"{world_size} ranks of this job; start a multiple of it, or change it"
                 )
-        return world_size // (self.pipe_parallel_size * self.ranks_of_a_sample)
+        return world_size // (self.stages * self.ranks_of_a_sample)
 
     def batch_shape(self, data_parallel: int) -> tuple[int, int]:
         """Return micro-batch size and gradient accumulation steps for a number of data-parallel ranks.

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from .config import NeoxConfig
+from .program_config import ProgramConfig
 
 _MODEL_SETTINGS: Final = (
     "num_layers", "hidden_size", "num_attention_heads", "seq_length", "padded_vocab_size", "no_weight_tying",
@@ -14,6 +15,12 @@ _MODEL_SETTINGS: Final = (
     "context_parallel_size", "moe_num_experts", "moe_expert_interval", "moe_expert_parallel_size", "moe_top_k",
     "moe_train_capacity_factor", "moe_min_capacity", "moe_token_dropping", "fp32_allreduce", "gradient_clipping",
     "precision",
+)  # fmt: skip
+
+_PROGRAM_SETTINGS: Final = (
+    "norm", "pos_emb", "max_position_embeddings", "activation", "num_kv_heads", "intermediate_size", "expansion_factor",
+    "mlp_multiple_of", "use_bias_in_attn_linear", "use_bias_in_mlp", "partition_activations", "fp16_lm_cross_entropy",
+    "train_iters", "eval_interval", "eval_iters",
 )  # fmt: skip
 
 
@@ -43,8 +50,18 @@ def deepspeed_config(config: NeoxConfig, micro_batch: int, accumulation: int, ve
 
 def neox_args(config: NeoxConfig, micro_batch: int, accumulation: int) -> SimpleNamespace:
     """Return the settings that decide what travels through a model, by GPT-NeoX's names."""
+    own = (
+        {}
+        if not isinstance(config, ProgramConfig)
+        else {
+            **{name: getattr(config, name) for name in _PROGRAM_SETTINGS},
+            "program": "NeoXArgs",
+            "is_pipe_parallel": config.pipe_parallel_size > 0,
+        }
+    )
     return SimpleNamespace(
         **{name: getattr(config, name) for name in _MODEL_SETTINGS},
+        **{name: value for name, value in own.items() if value is not None},
         train_micro_batch_size_per_gpu=micro_batch,
         gradient_accumulation_steps=accumulation,
     )

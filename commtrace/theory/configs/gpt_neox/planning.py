@@ -9,12 +9,13 @@ from commtrace.errors import ConfigError
 from commtrace.theory.configs.deepspeed_job_row import deepspeed_row
 from commtrace.theory.configs.job_plan import JobPlan, PlanError, PlanOptions
 from commtrace.theory.configs.pipeline_job_rows import StageDivision, stage_rows
-from commtrace.theory.configs.rank_layout import RankLayout
+from commtrace.theory.configs.rank_layout import ELEMENT_TYPES, RankLayout
 from commtrace.theory.configs.torch_job_rows import ddp_row, fsdp_row
-from commtrace.theory.model_shapes import ModelShape, gpt_neox_model
+from commtrace.theory.model_shapes import ModelShape, gpt_neox_model, neox_shape
 
 from .config import NeoxConfig, load_config
 from .derived_settings import deepspeed_config, neox_args
+from .program_config import ProgramConfig
 from .setting_checks import check_engine
 
 
@@ -32,6 +33,7 @@ def plan_gpt_neox(files: Sequence[str], world: int, options: PlanOptions) -> Job
         "precision": options.precision,
         "train_micro_batch_size_per_gpu": options.micro_batch,
         "gradient_accumulation_steps": options.accumulation,
+        "vocabulary": options.vocabulary,
     }
     engine = options.engine or "deepspeed"
     config_type, make_rows = ENGINE_ROWS[engine]
@@ -49,19 +51,34 @@ def plan_gpt_neox(files: Sequence[str], world: int, options: PlanOptions) -> Job
 
 def model_shape(config: NeoxConfig, layout: RankLayout) -> ModelShape:
     """Return the shape of a rank's part of the model."""
-    sizes = (config.num_layers, config.hidden_size, config.padded_vocab_size, not config.no_weight_tying)
-    experts = config.moe_num_experts // config.moe_expert_parallel_size
-    return ModelShape(*sizes, layout.tensor, config.moe_num_experts, experts, config.moe_expert_interval)
+    return neox_shape(vars(neox_args(config, layout.micro_batch, layout.accumulation)), layout.tensor)
 
 
-def _deepspeed_rows(config: NeoxConfig, layout: RankLayout) -> Sequence[dict[str, Any]]:
+def plain_or_staged_rows(
+    config: NeoxConfig, layout: RankLayout, *, staged_from: int = 2, groups: int = 2, made_as: str = "float32"
+) -> Sequence[dict[str, Any]]:
+    """Return DeepSpeed's row, or one for each stage of its pipeline.
+
+    Args:
+        config: The configuration.
+        layout: Ranks and batch sizes.
+        staged_from: Least pipe_parallel_size that means the pipeline engine.
+        groups: Groups of the optimizer.
+        made_as: Element type in which the model is made.
+    """
     shape = model_shape(config, layout)
     settings = deepspeed_config(config, layout.micro_batch, layout.accumulation, verbose=False)
-    if config.pipe_parallel_size == 1:
-        return [deepspeed_row(gpt_neox_model(shape), settings, layout)]
+    if config.pipe_parallel_size < staged_from:
+        return [deepspeed_row(gpt_neox_model(shape), settings, layout, groups=groups)]
     interval = config.checkpoint_num_layers if config.checkpoint_activations else 0
-    division = StageDivision(config.pipe_parallel_size, config.pipe_partition_method, interval)
-    return stage_rows(shape, settings, layout, division)
+    division = StageDivision(config.stages, config.pipe_partition_method, interval)
+    return stage_rows(shape, settings, layout, division, groups=groups, made_as=made_as)
+
+
+def _program_rows(config: ProgramConfig, layout: RankLayout) -> Sequence[dict[str, Any]]:
+    groups = 2 if config.weight_decay else 1
+    made_as = ELEMENT_TYPES[config.precision]
+    return plain_or_staged_rows(config, layout, staged_from=1, groups=groups, made_as=made_as)
 
 
 def _ddp_rows(config: NeoxConfig, layout: RankLayout) -> Sequence[dict[str, Any]]:
@@ -84,12 +101,12 @@ def _assumed(config: NeoxConfig) -> tuple[str, ...]:
     return (
         *((experts,) if is_bounded else ()),
         f"a vocabulary of {config.vocab_size:,} ids, padded to {config.padded_vocab_size:,}",
-        "modules are made and run in the order of commtrace's GPT-NeoX example",
+        "modules are made and run in the order of GPT-NeoX's model",
     )
 
 
 ENGINE_ROWS: Final[dict[str, EngineRows]] = {
-    "deepspeed": EngineRows(NeoxConfig, _deepspeed_rows),
+    "deepspeed": EngineRows(ProgramConfig, _program_rows),
     "ddp": EngineRows(NeoxConfig, _ddp_rows),
     "fsdp": EngineRows(NeoxConfig, _fsdp_rows),
 }

@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from math import prod
 from typing import Any, Final, TypeAlias
 
 from commtrace.theory.closed_forms import pipeline as pipeline_form
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
 from commtrace.theory.job import Job, NotPredictedError, element_size
+from commtrace.theory.model_shapes import gpt_neox_model, model_lists, neox_shape
 from commtrace.theory.rules.megatron import sequence_parallel
 from commtrace.theory.rules.megatron import tensor_parallel as tensor
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, rule
@@ -378,10 +380,9 @@ def _waterfalls(
 
 
 def model_parameters(job: Job) -> int:
-    """Return the parameters of all stages and tensor-parallel ranks: 2Vh + L(12h^2 + 13h) + 2h."""
-    vocabulary, hidden, layers = (int(job.model(name)) for name in ("padded_vocab_size", "hidden_size", "num_layers"))
-    matrices = 2 if job.model("no_weight_tying", False) else 1
-    return matrices * vocabulary * hidden + layers * (12 * hidden**2 + 13 * hidden) + 2 * hidden
+    """Return the parameters of all stages and tensor-parallel ranks."""
+    tensors = model_lists(gpt_neox_model(neox_shape(job.fact("model"))), "float32").parameters
+    return sum(prod(tensor["shape"]) for tensor in tensors)
 
 
 def _pipeline_part(job: Job, stage: PipelineStage, own: Sequence[ExpectedCall]) -> FormAndBars:

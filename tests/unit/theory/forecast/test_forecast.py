@@ -17,6 +17,7 @@ from commtrace.cli import main
 from commtrace.theory.configs import hugging_face
 from commtrace.theory.configs.gpt_neox import planning
 from commtrace.theory.configs.gpt_neox.config import NeoxConfig
+from commtrace.theory.configs.gpt_neox.program_config import ProgramConfig
 from commtrace.theory.forecast import PlanError, PlanOptions, forecast
 from commtrace.theory.forecast.predicted_volumes import (
     json_document,
@@ -252,7 +253,8 @@ def test_what_the_engine_cannot_train_is_not_predicted(
         forecast(["tiny", write(tmp_path, keys, "keys.yml")], 8, PlanOptions(engine=engine))
 
 
-def test_a_gpt_neox_file_needs_no_settings_of_the_optimization(tmp_path: Path) -> None:
+def test_a_gpt_neox_file_needs_no_settings_of_the_optimization(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(planning.ENGINE_ROWS, "deepspeed", planning.EngineRows(ProgramConfig, planning._program_rows))
     sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "pos_emb": "rotary"}
     given = write(tmp_path, {**sizes, "optimizer": {"type": "adam", "params": {"lr": "any"}}}, "sizes.yml")
     assert forecast([given], 4).prediction.scheme == "ZeRO-0"

@@ -1,7 +1,7 @@
 """GPT-NeoX's own program: what its recorded runs communicated is what theory expects, and a wrong rule shows.
 
-`tests/support/recorded/gpt_neox.json` has the job rows and the calls of each step of runs of the commit that
-`registry.GPT_NEOX` names, of each rank that differs. `tests/external` runs that program again.
+`tests/support/recorded/gpt_neox.json` has the configuration of runs of the commit that `registry.GPT_NEOX` names, and
+of each rank that differs the job row and the calls of each step. `tests/external` runs that program again.
 """
 
 from __future__ import annotations
@@ -19,21 +19,25 @@ import pytest
 from commtrace.analyses.reconciliation.matching import compare
 from commtrace.analyses.reconciliation.measured_calls import MeasuredCalls
 from commtrace.theory import ExpectedCall, predict
+from commtrace.theory.configs.gpt_neox import planning
+from commtrace.theory.configs.gpt_neox.program_config import ProgramConfig
+from commtrace.theory.configs.job_plan import plan_job
+from commtrace.theory.expected_calls import total_wire_bytes
 from commtrace.theory.rules.registry import GPT_NEOX, RULES, Rule
 
 RECORDED = json.loads((Path(__file__).parents[3] / "support" / "recorded" / "gpt_neox.json").read_text())
-RANKS = [(name, number) for name, ranks in RECORDED.items() for number in range(len(ranks))]
+RANKS = [(name, number) for name, run in RECORDED.items() for number in range(len(run["ranks"]))]
 
 
 def job_row(name: str, number: int) -> dict[str, Any]:
     """Job row of a rank; all but the first are stored as what differs."""
-    row: dict[str, Any] = {**RECORDED[name][0]["job"], **RECORDED[name][number]["job"]}
+    row: dict[str, Any] = {**RECORDED[name]["ranks"][0]["job"], **RECORDED[name]["ranks"][number]["job"]}
     return row
 
 
 def recorded_steps(name: str, number: int) -> Iterator[tuple[int, list[tuple[tuple[str, str], MeasuredCalls]]]]:
     """Calls of a rank by step. A step that repeats an earlier one is stored as its number."""
-    steps = RECORDED[name][number]["steps"]
+    steps = RECORDED[name]["ranks"][number]["steps"]
     for step, stored in steps.items():
         calls = steps[stored] if isinstance(stored, str) else stored
         yield (
@@ -45,9 +49,9 @@ def recorded_steps(name: str, number: int) -> Iterator[tuple[int, list[tuple[tup
         )
 
 
-def leftovers(name: str, number: int) -> list[Any]:
+def leftovers(name: str, number: int, row: dict[str, Any] | None = None) -> list[Any]:
     """Calls of a rank that are expected but not recorded, or recorded but not expected."""
-    prediction = predict(job_row(name, number))
+    prediction = predict(job_row(name, number) if row is None else row)
     return [
         (step, leftover)
         for step, calls in recorded_steps(name, number)
@@ -61,10 +65,25 @@ def test_every_recorded_call_is_expected(name: str, number: int) -> None:
     assert leftovers(name, number) == []
 
 
+@pytest.mark.parametrize(("name", "number"), RANKS)
+def test_every_recorded_call_is_expected_from_the_configuration_alone(
+    name: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the data sets, the checkpoints and the rank within its group, which no configuration names."""
+    # Other tests have entered the example's rows.
+    monkeypatch.setitem(planning.ENGINE_ROWS, "deepspeed", planning.EngineRows(ProgramConfig, planning._program_rows))
+    config = tmp_path / "config.yml"
+    config.write_text(json.dumps(RECORDED[name]["config"]))
+    recorded = job_row(name, number)
+    plan = plan_job([str(config)], recorded["world_size"])
+    row = dict((plan.stages or [plan.row])[recorded.get("pipeline", {}).get("stage", 0)])
+    facts = ("do_valid", "do_test", "save", "checkpoint_factor", "checkpoint_scale")
+    row["model"] = {**row["model"], **{fact: recorded["model"][fact] for fact in facts if fact in recorded["model"]}}
+    assert leftovers(name, number, {**row, "tensor_parallel_rank": recorded["tensor_parallel_rank"]}) == []
+
+
 @pytest.mark.parametrize("name", RECORDED)
 def test_the_waterfall_ends_at_the_wire_bytes_of_a_step(name: str) -> None:
-    from commtrace.theory.expected_calls import total_wire_bytes
-
     prediction = predict(job_row(name, 0))
     sent = sum(total_wire_bytes([call], call.ranks or prediction.ranks_of(call.role)) for call in prediction.steps[-1])
     assert prediction.closed_form.bytes + sum(bar.bytes for bar in prediction.bars) == sent

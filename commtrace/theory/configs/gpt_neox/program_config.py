@@ -1,0 +1,90 @@
+"""Configuration of GPT-NeoX's own program, trained by DeepSpeed: keys that `NeoxConfig` leaves to other trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
+
+from pydantic import model_validator
+
+from commtrace.theory.model_shapes import NORMS
+from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX
+
+from .config import GPT2_VOCAB, NeoxConfig
+from .field_types import Count, CountOrZero, Flag, Number, OptionalCount, SettingError, choice
+
+_VOCABULARIES: Final = {
+    "gpt2bpetokenizer": GPT2_VOCAB, "hfgpt2tokenizer": GPT2_VOCAB, "charleveltokenizer": 512, "hftokenizer": 50277,
+}  # fmt: skip
+"""Ids of GPT-NeoX's tokenizers. HFTokenizer has those of its file: 50,277 with 20B_tokenizer.json, of GPT-NeoX-20B and
+Pythia."""
+
+_WITHOUT_RULES: Final[dict[str, tuple[Any, str]]] = {
+    "te_mha": (False, "layers of Transformer Engine have no rules yet"),
+    "te_layernorm_mlp": (False, "layers of Transformer Engine have no rules yet"),
+    "te_columnparallel": (False, "layers of Transformer Engine have no rules yet"),
+    "te_rowparallel": (False, "layers of Transformer Engine have no rules yet"),
+    "moe_num_experts": (1, "GPT-NeoX's mixtures of experts (MegaBlocks) have no rules yet"),
+    "train_impl": ("normal", "training of this kind has no rules yet"),
+    "use_qk_layernorm": (False, "norms of queries and keys have no rules yet"),
+    "soft_prompt_tuning": (None, "soft prompts have no rules yet"),
+}
+"""Keys with the value that has rules, and why another is refused."""
+
+_POSITIONS: Final = {name: name for name in ("learned", "rotary", "sinusoidal", "alibi", "none")}
+
+
+class ProgramConfig(NeoxConfig):
+    """A checked configuration of GPT-NeoX's own program."""
+
+    pipe_parallel_size: CountOrZero = 0
+    """0: DeepSpeed's plain engine; from 1 its pipeline engine, with as many stages."""
+    tokenizer_type: str = "GPT2BPETokenizer"
+    vocabulary: OptionalCount = None
+    """Not a key of GPT-NeoX: the number of ids of the tokenizer, where it decides otherwise than `_VOCABULARIES`."""
+    norm: Annotated[str, choice({name: name for name in NORMS})] = "layernorm"
+    pos_emb: Annotated[str, choice(_POSITIONS)] = "learned"
+    max_position_embeddings: OptionalCount = None
+    activation: str = "gelu"
+    num_kv_heads: OptionalCount = None
+    intermediate_size: OptionalCount = None
+    expansion_factor: Number | None = None
+    mlp_multiple_of: Count = 1
+    use_bias_in_attn_linear: Flag = True
+    use_bias_in_mlp: Flag = True
+    partition_activations: Flag = False
+    fp16_lm_cross_entropy: Flag = False
+    weight_decay: Number = 0.1
+    train_iters: OptionalCount = None
+    eval_interval: CountOrZero = 1000
+    eval_iters: CountOrZero = 100
+
+    @classmethod
+    def refuse_other_models(cls, values: Mapping[str, Any]) -> None:
+        """Raise SettingError for settings without rules."""
+        for key, (allowed, reason) in _WITHOUT_RULES.items():
+            if values.get(key, allowed) != allowed:
+                raise SettingError(key, reason)
+        kinds = {name for names, _ in values.get("attention_config") or () for name in names}
+        if not kinds <= {"global", "flash"}:
+            raise SettingError("attention_config", f"layers of the kind {min(kinds)} have no rules yet")
+
+    @model_validator(mode="after")
+    def _check_program(self) -> ProgramConfig:
+        if self.vocabulary is None and self.tokenizer_type.lower() not in _VOCABULARIES:
+            raise SettingError("tokenizer_type", "its file decides the number of ids: give it with --vocabulary")
+        if self.zero_stage > 1 and self.pipe_parallel_size:
+            reason = "GPT-NeoX itself refuses ZeRO-2 and ZeRO-3 with its pipeline engine (pipe_parallel_size from 1)"
+            raise SettingError("zero_optimization", reason)
+        if self.zero_stage > 1 and self.model_parallel_size > 1:
+            reason = "GPT-NeoX itself refuses ZeRO-2 and ZeRO-3 with tensor parallelism (model_parallel_size from 2)"
+            raise SettingError("zero_optimization", reason)
+        if self.precision == "fp16" and not self.zero_stage:
+            reason = f"without ZeRO, GPT-NeoX {GPT_NEOX[1]} fails in fp16 with DeepSpeed {DEEPSPEED[1]} (cur_scale)"
+            raise SettingError("fp16", reason)
+        return self
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that the tokenizer can produce, before padding."""
+        return self.vocabulary or _VOCABULARIES[self.tokenizer_type.lower()]
