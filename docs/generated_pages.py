@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import json
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -21,8 +23,8 @@ from mkdocs.structure.files import File, Files
 from commtrace import settings
 from commtrace.analyses import table_specs
 from commtrace.cli import COMMANDS
-from commtrace.theory import predict  # noqa: F401  (imports every rule, and so fills RULES)
-from commtrace.theory.rules.registry import RULES
+from commtrace.theory import predict  # imports every rule, and so fills RULES
+from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, RULES
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -32,10 +34,36 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/settings.md": settings_page(),
         "reference/tables.md": tables_page(),
         "reference/rules.md": rules_page(),
+        "reference/real-programs.md": real_programs_page(),
     }
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     return files
+
+
+def real_programs_page() -> str:
+    """Return what theory expects of recorded runs of GPT-NeoX's own program, computed at each build."""
+    recorded = json.loads(Path(__file__).parents[1].joinpath("tests/support/recorded/gpt_neox.json").read_text())
+    lines = [
+        "# Real programs\n\n`train.py` of [GPT-NeoX](https://github.com/EleutherAI/gpt-neox) at "
+        f"{GPT_NEOX[1]}, unedited, on CPU ranks with gloo and DeepSpeed {DEEPSPEED[1]}: calls of a rank in all steps, "
+        "and those that the rules do not expect, or expect in vain. `tests/external` runs it again.\n",
+        "| configuration | ranks | scheme | calls | not as expected |\n| --- | ---: | --- | ---: | ---: |",
+    ]
+    for name, run in recorded.items():
+        first = run["ranks"][0]
+        prediction = predict(first["job"])
+        steps = {step: first["steps"].get(str(calls), calls) for step, calls in first["steps"].items()}
+        expected, measured = Counter[Any](), Counter[Any]()
+        for step, calls in steps.items():
+            for call in prediction.step(int(step)):
+                expected[step, call.role, call.op, call.payload] += call.calls
+            for role, op, payload, _, count in calls:
+                measured[step, role, op, payload] += count
+        differing = (measured - expected).total() + (expected - measured).total()
+        cells = (name, first["job"]["world_size"], prediction.scheme, measured.total(), differing)
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def commands_page() -> str:

@@ -14,7 +14,7 @@ import ranks
 import trainings
 from recorders import RECORDERS, needs
 
-for _name in [name for name in os.environ if name.startswith("COMMTRACE")]:
+for _name in [name for name in os.environ if name.startswith("COMMTRACE") and name != "COMMTRACE_GPT_NEOX"]:
     del os.environ[_name]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

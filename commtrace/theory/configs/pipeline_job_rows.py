@@ -94,8 +94,7 @@ def _layers(shape: ModelShape) -> dict[str, ModuleSpec]:
 def _stage(numbered: Mapping[str, ModuleSpec], tied: ModuleSpec | None) -> ModuleSpec:
     """Return a stage as PipelineModule registers it: tied modules, then layers by number, without functions."""
     first = (module_list("tied_modules", replace(tied, name=_TIED)),) if tied is not None else ()
-    named = {number if not part.norm else f"{number}.norm": part for number, part in numbered.items()}  # NormPipe.norm
-    parts = (replace(part, name=name) for name, part in named.items() if part.parameters or part.children)
+    parts = (replace(part, name=number) for number, part in numbered.items() if part.parameters or part.children)
     return ModuleSpec("", children=(*first, *parts))
 
 

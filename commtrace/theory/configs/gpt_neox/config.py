@@ -88,6 +88,8 @@ class NeoxConfig(BaseModel):
     checkpoint_reentrant: Flag = True
     """Not a key of GPT-NeoX, which always checkpoints reentrantly (DeepSpeed's function); hence the default."""
     vocab: Annotated[str, choice(_VOCABS)] = Field("words", validation_alias="tokenizer_type")
+    vocabulary: OptionalCount = None
+    """Not a key of GPT-NeoX: the tokenizer's number of ids, in place of the one that its name stands for."""
     make_vocab_size_divisible_by: Count = 128
 
     model_parallel_size: Count = 1
@@ -163,7 +165,7 @@ class NeoxConfig(BaseModel):
     @property
     def vocab_size(self) -> int:
         """Token ids that the tokenizer can produce, before padding."""
-        return BYTE_VOCAB if self.vocab == "bytes" else GPT2_VOCAB
+        return self.vocabulary or (BYTE_VOCAB if self.vocab == "bytes" else GPT2_VOCAB)
 
     @property
     def padded_vocab_size(self) -> int:

@@ -17,6 +17,13 @@ from .config import NeoxConfig, load_config
 from .derived_settings import deepspeed_config, neox_args
 from .program_config import ProgramConfig
 from .setting_checks import check_engine
+from .yaml_files import find_file, read_file
+
+_OTHER_KEYS: Final = {
+    "sequence_parallel_size", "context_parallel_size", "moe_expert_parallel_size", "moe_token_dropping",
+    "checkpoint_reentrant",
+}  # fmt: skip
+"""Keys of commtrace's GPT-NeoX example that GPT-NeoX does not have: files with one of them are of the example."""
 
 
 class EngineRows(NamedTuple):
@@ -38,6 +45,8 @@ def plan_gpt_neox(files: Sequence[str], world: int, options: PlanOptions) -> Job
     engine = options.engine or "deepspeed"
     config_type, make_rows = ENGINE_ROWS[engine]
     try:
+        if config_type is ProgramConfig and _OTHER_KEYS & {key for name in files for key in read_file(find_file(name))}:
+            config_type, make_rows = EngineRows(NeoxConfig, plain_or_staged_rows)
         config = load_config(files, overrides, config_type)
         check_engine(config, engine)
         data = config.data_parallel(world)
@@ -101,7 +110,8 @@ def _assumed(config: NeoxConfig) -> tuple[str, ...]:
     return (
         *((experts,) if is_bounded else ()),
         f"a vocabulary of {config.vocab_size:,} ids, padded to {config.padded_vocab_size:,}",
-        "modules are made and run in the order of GPT-NeoX's model",
+        "modules are made and run in the order of "
+        + ("GPT-NeoX's program" if isinstance(config, ProgramConfig) else "commtrace's GPT-NeoX example"),
     )
 
 

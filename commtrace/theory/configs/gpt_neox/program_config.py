@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from commtrace.theory.model_shapes import NORMS
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX
@@ -39,9 +39,8 @@ class ProgramConfig(NeoxConfig):
 
     pipe_parallel_size: CountOrZero = 0
     """0: DeepSpeed's plain engine; from 1 its pipeline engine, with as many stages."""
-    tokenizer_type: str = "GPT2BPETokenizer"
-    vocabulary: OptionalCount = None
-    """Not a key of GPT-NeoX: the number of ids of the tokenizer, where it decides otherwise than `_VOCABULARIES`."""
+    vocab: str = Field("GPT2BPETokenizer", validation_alias="tokenizer_type")
+    """Name of the tokenizer."""
     norm: Annotated[str, choice({name: name for name in NORMS})] = "layernorm"
     pos_emb: Annotated[str, choice(_POSITIONS)] = "learned"
     max_position_embeddings: OptionalCount = None
@@ -71,7 +70,7 @@ class ProgramConfig(NeoxConfig):
 
     @model_validator(mode="after")
     def _check_program(self) -> ProgramConfig:
-        if self.vocabulary is None and self.tokenizer_type.lower() not in _VOCABULARIES:
+        if self.vocabulary is None and self.vocab.lower() not in _VOCABULARIES:
             raise SettingError("tokenizer_type", "its file decides the number of ids: give it with --vocabulary")
         if self.zero_stage > 1 and self.pipe_parallel_size:
             reason = "GPT-NeoX itself refuses ZeRO-2 and ZeRO-3 with its pipeline engine (pipe_parallel_size from 1)"
@@ -87,4 +86,4 @@ class ProgramConfig(NeoxConfig):
     @property
     def vocab_size(self) -> int:
         """Token ids that the tokenizer can produce, before padding."""
-        return self.vocabulary or _VOCABULARIES[self.tokenizer_type.lower()]
+        return self.vocabulary or _VOCABULARIES[self.vocab.lower()]

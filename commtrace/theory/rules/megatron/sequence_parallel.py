@@ -129,7 +129,9 @@ def norm_gradients(job: Job) -> list[int]:
     norms: dict[str, list[int]] = {}
     for parameter in job.parameters:
         module = parameter.name.rpartition(".")[0]
-        if "norm" in module.rpartition(".")[2]:
+        last_part = module.rpartition(".")[2]
+        # A vector of a layer of the pipeline, which has a number only, is the last norm's.
+        if "norm" in last_part or (last_part.isdigit() and len(parameter.shape) == 1):
             norms.setdefault(module, []).append(parameter.elements)
     return [elements for norm in (*norms.values(), [*norms.values()][-1]) for elements in norm]
 

@@ -1,0 +1,1 @@
+"""Stands in for apex, of which GPT-NeoX takes the optimizer."""

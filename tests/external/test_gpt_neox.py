@@ -1,0 +1,75 @@
+"""GPT-NeoX's unedited program on CPU ranks: theory expects every call, and its functions that rules mirror exist.
+
+    COMMTRACE_GPT_NEOX=/path/of/a/checkout pytest -m external tests/external
+
+Its requirements beside DeepSpeed must be installed: regex, sentencepiece, tokenizers, transformers, tiktoken, pybind11,
+ftfy, six, requests, boto3. The commit that rules were checked with is `registry.GPT_NEOX`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from commtrace.theory.rules.registry import GPT_NEOX, RULES, Rule
+
+VARIABLE = "COMMTRACE_GPT_NEOX"
+CHECKOUT = Path(os.environ.get(VARIABLE, "."))
+CPU = Path(__file__).parent / "gpt_neox_cpu"
+RECORDED = json.loads((Path(__file__).parents[1] / "support" / "recorded" / "gpt_neox.json").read_text())
+
+pytestmark = [
+    pytest.mark.external,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} does not name a checkout of GPT-NeoX"),
+]
+
+
+def run(command: list[str], ranks: int, **variables: str) -> str:
+    """Run a command in the checkout, and return its output."""
+    inherited = {name: value for name, value in os.environ.items() if name != VARIABLE}  # no setting of commtrace
+    environment = {
+        **inherited, "PYTHONPATH": str(CPU), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
+        "TORCHDYNAMO_DISABLE": "1", "NEOX_RANKS": str(ranks), **variables,
+    }  # fmt: skip
+    done = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_every_call_of_a_training_is_expected(name: str, tmp_path: Path) -> None:
+    config: dict[str, Any] = RECORDED[name]["config"]
+    ranks = int(config["global_num_gpus"])
+    data = str(tmp_path / "text_document")
+    paths = {"data_path": data, "vocab_file": "none", "distributed_backend": "gloo", "num_workers": 0}
+    if "checkpoint_factor" in config:
+        paths["save"] = str(tmp_path / "checkpoints")
+    (tmp_path / "config.yml").write_text(yaml.safe_dump({**config, **paths, "data_impl": "mmap", "lr_decay_iters": 6}))
+    start = [sys.executable, str(CPU / "start.py"), str(tmp_path / "config.yml"), data]
+    arguments = json.loads(run(start, ranks).splitlines()[-1])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    run([*launcher, *arguments], ranks, COMMTRACE=str(tmp_path / "log"))
+    run([sys.executable, "-m", "commtrace.cli", "check", str(tmp_path / "log")], ranks)
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.library == GPT_NEOX[0]], ids=lambda rule: rule.name)
+def test_the_functions_that_a_rule_mirrors_exist(rule: Rule) -> None:
+    text, path = "", CHECKOUT
+    for cited in re.sub(r"\(.*?\)", "", rule.mirrors).replace(";", ",").split(","):
+        parts = cited.strip().split(".")
+        if parts[0] == "megatron":
+            lengths = range(len(parts), 0, -1)
+            length = next(end for end in lengths if CHECKOUT.joinpath(*parts[:end]).with_suffix(".py").is_file())
+            path, parts = CHECKOUT.joinpath(*parts[:length]).with_suffix(".py"), parts[length:]
+            text = path.read_text()
+        for name in parts:
+            assert re.search(rf"(def|class) {name}\b", text), f"{path} has no {name}"
