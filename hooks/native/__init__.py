@@ -1,23 +1,23 @@
 """The native recorder: the kernels of hooks/torch/recording_kernels.py in C++, for a thirtieth of their cost or less.
 
 Everything above the kernels is shared with the Python recorder: settings, session, ring, tables, drain, log. Python
-still numbers the rows of tables (`rows`) and keeps progress, jobs and roles; C++ asks for each row once.
+still numbers the rows of tables (`rows`) and keeps progress, jobs and roles; C++ looks up each row once.
 
     libraries, recorder         the two compiled libraries, and the installation of the recorder of torch
-    rows, slots                 what C++ asks, and the ring's slots that it takes
+    rows, slots                 table rows that C++ looks up, and the slots of the ring
     mpi_recorder, mpi.cpp       the compiled wrappers of mpi4py's methods, a library of their own without torch
 
     module.cpp     the functions that Python calls
-    recording_kernels.*  the kernels, and the ends of calls by futures
+    recording_kernels.*  the kernels, and ends of calls by futures
     waits.*        waits and coalesced calls that Python makes
     recording.h    one recording: groups, kinds, counters
-    plan.h         what an operator's arguments mean, and its payload
+    plan.h         the arguments of an operator, and its payload
     callsites.h    call sites; frames.* read a thread's frames without the GIL
-    works.h        the records that a wait ends
+    works.h        the calls that a wait ends
     device.*       times of calls on a device (docs/how-to/device-times.md): events, and when they are read
-    device_events.*  one device: its streams, its capture, its events
-    device_clock.h   its offset to the host's clock
-    slots.h        records, and who may write to them
+    device_events.*  a device: streams, capture, events
+    device_clock.h   conversion of its times to the host's clock
+    slots.h        the records of a ring, and exclusive access to them
     progress.h     step, micro-batch and phase, shared with Python
-    python.h       questions to Python
+    python.h       row lookups in Python
 """

@@ -13,9 +13,9 @@ void DeviceTimes::open(bool wanted) {
   closed_ = false;
 }
 
-// ---- by the threads that communicate -----------------------------------------------------------------------------------
+// ---- called by the threads that communicate ----------------------------------------------------------------------------
 
-Begun DeviceTimes::mark(Device& device) {
+DeviceStart DeviceTimes::record_event(Device& device) {
   const c10::Stream stream = device.stream();
   if (device.capturing(stream)) return {&device, stream, {}, true};
   const int64_t submitted = now();
@@ -23,11 +23,11 @@ Begun DeviceTimes::mark(Device& device) {
   return {&device, stream, {std::move(event), submitted, now()}, false};
 }
 
-Begun DeviceTimes::begins(c10::Device where) noexcept {
+DeviceStart DeviceTimes::begins(c10::Device where) noexcept {
   Device* device = wanted_ ? Device::of(where) : nullptr;
   if (device == nullptr || device->failed()) return {};
   try {
-    Begun begun = mark(*device);
+    DeviceStart begun = record_event(*device);
     if (!begun && !begun.captured) untimed_.fetch_add(1, std::memory_order_relaxed);
     return begun;
   } catch (const std::exception& error) {
@@ -36,10 +36,10 @@ Begun DeviceTimes::begins(c10::Device where) noexcept {
   }
 }
 
-bool DeviceTimes::ends(c10::ArrayRef<Handle> calls, Begun begun) noexcept {
+bool DeviceTimes::ends(c10::ArrayRef<Handle> calls, DeviceStart begun) noexcept {
   if (!begun || begun.device->failed()) return false;
   try {
-    Begun end = mark(*begun.device);
+    DeviceStart end = record_event(*begun.device);
     if (!end || end.stream != begun.stream) {
       if (!end && !end.captured) untimed_.fetch_add(calls.size(), std::memory_order_relaxed);
       return false;
@@ -52,14 +52,14 @@ bool DeviceTimes::ends(c10::ArrayRef<Handle> calls, Begun begun) noexcept {
   }
 }
 
-bool DeviceTimes::runs(c10::ArrayRef<Handle> calls, Begun begun) noexcept {
+bool DeviceTimes::runs(c10::ArrayRef<Handle> calls, DeviceStart begun) noexcept {
   if (!begun) return false;
   try {
-    const auto shared = std::make_shared<const Begun>(std::move(begun));
+    const auto shared = std::make_shared<const DeviceStart>(std::move(begun));
     std::lock_guard<std::mutex> held(mutex_);
     if (closed_) return false;
     for (Handle call : calls) {
-      open_[call.bits] = {shared, shared->point.submitted};
+      open_[call.bits] = shared;
       order_.push_back(call.bits);
     }
   } catch (const std::exception&) {  // no memory
@@ -68,8 +68,8 @@ bool DeviceTimes::runs(c10::ArrayRef<Handle> calls, Begun begun) noexcept {
   return true;
 }
 
-Waited DeviceTimes::wait_begins(c10::ArrayRef<Handle> calls) noexcept {
-  Waited waited;
+PendingWait DeviceTimes::wait_begins(c10::ArrayRef<Handle> calls) noexcept {
+  PendingWait waited;
   if (!wanted_) return waited;
   try {
     {
@@ -77,39 +77,37 @@ Waited DeviceTimes::wait_begins(c10::ArrayRef<Handle> calls) noexcept {
       for (Handle call : calls) {
         const auto found = open_.find(call.bits);
         if (found == open_.end()) continue;
-        waited.calls.emplace_back(call, std::move(found->second.begun));
+        waited.calls.emplace_back(call, std::move(found->second));
         open_.erase(found);
       }
     }
     if (waited.calls.empty()) return waited;
     Device& device = *waited.calls.front().second->device;
-    if (!device.failed()) waited.before = mark(device);
+    if (!device.failed()) waited.before = record_event(device);
   } catch (const std::exception& error) {
     if (!waited.calls.empty()) failed(waited.calls.front().second->device, error);
   }
   return waited;
 }
 
-void DeviceTimes::wait_ends(Waited waited, bool raised) noexcept {
+void DeviceTimes::wait_ends(PendingWait waited, bool raised) noexcept {
   if (waited.calls.empty()) return;
-  Begun& before = waited.before;
+  DeviceStart& before = waited.before;
   try {
-    Begun after;
-    if (before && !raised && !before.device->failed()) after = mark(*before.device);
+    DeviceStart after;
+    if (before && !raised && !before.device->failed()) after = record_event(*before.device);
     const bool known = after && after.stream == before.stream;
     if (!known && !raised && !before.captured && !after.captured)
       untimed_.fetch_add(waited.calls.size(), std::memory_order_relaxed);
     for (auto& [call, begun] : waited.calls) {
       if (known && begun->device == before.device)
         push(*before.device, *before.stream, {{call}, begun->point, after.point, before.point});
-      else if (raised)
-        slots_.update(call, [](Record& record) -> uint8_t { return record.state == kReturned ? kFailed : record.state; });
       else
-        give_up(call);
+        slots_.finish(call, raised ? kFailed : kUnobservable);
     }
   } catch (const std::exception& error) {
     failed(before.device, error);
-    for (const auto& [call, begun] : waited.calls) give_up(call);
+    for (const auto& [call, begun] : waited.calls) slots_.finish(call, kUnobservable);
   }
 }
 
@@ -118,18 +116,14 @@ void DeviceTimes::push(Device& device, const c10::Stream& stream, Pending pendin
   if (!closed_) arrived_.push_back({&device, stream.id(), std::move(pending)});
 }
 
-void DeviceTimes::give_up(Handle call) {
-  slots_.update(call, [](Record& record) -> uint8_t { return record.state == kReturned ? kUnobservable : record.state; });
-}
-
-// ---- by the drain thread -----------------------------------------------------------------------------------------------
+// ---- called by the drain thread ----------------------------------------------------------------------------------------
 
 void DeviceTimes::resolve() noexcept {
   if (!wanted_) return;
   try {
-    forget_old();
-    take_over();
-  } catch (const std::exception&) {  // no memory; the next turn may have some
+    give_up_old();
+    collect_arrivals();
+  } catch (const std::exception&) {  // no memory: retried at the next turn
     return;
   }
   int64_t error = 0;
@@ -144,7 +138,7 @@ void DeviceTimes::resolve() noexcept {
     if (device->failed()) {
       for (auto& [id, stream] : resolver.streams)
         for (const Pending& pending : stream)
-          for (Handle call : pending.calls) give_up(call);
+          for (Handle call : pending.calls) slots_.finish(call, kUnobservable);
       resolver.streams.clear();
     }
     if (resolver.reference) error = std::max(error, resolver.clock.error());
@@ -152,37 +146,37 @@ void DeviceTimes::resolve() noexcept {
   error_.store(error, std::memory_order_relaxed);
 }
 
-void DeviceTimes::take_over() {
+void DeviceTimes::collect_arrivals() {
   std::vector<Arrival> arrived;
   {
     std::lock_guard<std::mutex> held(mutex_);
     arrived.swap(arrived_);
   }
-  for (Arrival& one : arrived) resolvers_[one.device].streams[one.stream].push_back(std::move(one.pending));
+  for (auto& [device, stream, pending] : arrived) resolvers_[device].streams[stream].push_back(std::move(pending));
 }
 
-// Calls that nobody has waited for where it can be seen, DDP's for instance.
-void DeviceTimes::forget_old() {
-  const int64_t since = now() - kPatience;
-  std::vector<std::pair<uint64_t, BegunRef>> old;
+// Gives up calls without an observed wait, such as DDP's.
+void DeviceTimes::give_up_old() {
+  const int64_t since = now() - kMaxAge;
+  std::vector<std::pair<uint64_t, StartRef>> old;
   {
     std::lock_guard<std::mutex> held(mutex_);
     while (!order_.empty()) {
       const auto found = open_.find(order_.front());
       if (found != open_.end()) {
-        if (open_.size() <= kMostOpen && found->second.since > since) break;
-        old.emplace_back(found->first, std::move(found->second.begun));
+        if (open_.size() <= kMostOpen && found->second->point.submitted > since) break;
+        old.emplace_back(found->first, std::move(found->second));
         open_.erase(found);
       }
       order_.pop_front();
     }
   }
-  for (const auto& [bits, begun] : old) give_up(Handle{bits});
+  for (const auto& [bits, begun] : old) slots_.finish(Handle{bits}, kUnobservable);
 }
 
 void DeviceTimes::resolve(Device& device, Resolver& resolver) {
   device.enter();
-  watch(resolver);
+  sample_clock(resolver);
   std::vector<Pending> done;
   for (auto stream = resolver.streams.begin(); stream != resolver.streams.end();) {
     auto& queue = stream->second;
@@ -193,15 +187,15 @@ void DeviceTimes::resolve(Device& device, Resolver& resolver) {
     stream = queue.empty() ? resolver.streams.erase(stream) : std::next(stream);
   }
   if (done.empty()) return;
-  count_from(resolver, done.front());
-  // All of them first: what bounds the clock is as good for the others.
+  update_reference(resolver, done.front());
+  // All of them before any time is written: each sample bounds the clock for the others as well.
   for (Pending& pending : done) {
-    pending.begin_at = read(resolver, pending.begin.event);
-    pending.end_at = read(resolver, pending.end.event);
+    pending.begin_at = device_time(resolver, pending.begin.event);
+    pending.end_at = device_time(resolver, pending.end.event);
     resolver.clock.sample(pending.begin_at, pending.begin.submitted, pending.seen);
     resolver.clock.sample(pending.end_at, pending.end.submitted, pending.seen);
   }
-  for (const Pending& pending : done) settle(resolver, pending);
+  for (const Pending& pending : done) write_times(resolver, pending);
   const Pending& last = done.back();
   if (last.end_at > resolver.reference_at) {
     resolver.reference = last.end.event;
@@ -214,8 +208,8 @@ bool DeviceTimes::passed(Pending& pending) {
   return pending.seen != 0;
 }
 
-// Sees one event at its time, where the clock's upper bound is loose.
-void DeviceTimes::watch(Resolver& resolver) {
+// If the clock's upper bound is loose, polls for the next event to complete.
+void DeviceTimes::sample_clock(Resolver& resolver) {
   if (resolver.clock.error() <= kLooseClock) return;
   Pending* next = nullptr;
   for (auto& [id, queue] : resolver.streams)
@@ -224,38 +218,38 @@ void DeviceTimes::watch(Resolver& resolver) {
         if (next == nullptr || pending.end.submitted < next->end.submitted) next = &pending;
         break;
       }
-  const int64_t until = now() + kWatch;
+  const int64_t until = now() + kSampling;
   while (next != nullptr && !passed(*next) && now() < until) {
     const timespec pause{0, 20'000};
     nanosleep(&pause, nullptr);
   }
 }
 
-// After a pause the device's times are counted anew, from this call on.
-void DeviceTimes::count_from(Resolver& resolver, const Pending& pending) {
-  if (resolver.reference && std::abs(read(resolver, pending.begin.event) - resolver.reference_at) < kFar) return;
+// After a pause, makes this call's beginning the reference, with a new clock.
+void DeviceTimes::update_reference(Resolver& resolver, const Pending& pending) {
+  if (resolver.reference && std::abs(device_time(resolver, pending.begin.event) - resolver.reference_at) < kFar) return;
   resolver.reference = pending.begin.event;
   resolver.reference_at = 0;
   resolver.clock = DeviceClock();
   resolver.ended.clear();
 }
 
-int64_t DeviceTimes::read(const Resolver& resolver, const EventRef& event) {
+int64_t DeviceTimes::device_time(const Resolver& resolver, const EventRef& event) {
   if (event == resolver.reference) return resolver.reference_at;
   return resolver.reference_at + std::llround(resolver.reference->elapsedTime(*event) * 1e6);
 }
 
-void DeviceTimes::settle(Resolver& resolver, const Pending& pending) {
+void DeviceTimes::write_times(Resolver& resolver, const Pending& pending) {
   const int64_t t_start = resolver.clock.on_host(pending.begin_at, pending.begin.submitted, pending.seen);
-  // From event to event, which no bound of a clock enters into.
+  // The time between the events does not depend on the clock.
   const int64_t t_end = t_start + std::llround(pending.begin.event->elapsedTime(*pending.end.event) * 1e6);
-  const bool with_work = static_cast<bool>(pending.before_wait), known = exact(resolver, pending);
+  const bool with_work = static_cast<bool>(pending.before_wait), known = is_exact(resolver, pending);
   std::optional<std::pair<uint32_t, Ended>> ended;
   for (Handle call : pending.calls)
     slots_.update(call, [&](Record& record) -> uint8_t {
       if (record.state != kReturned) return record.state;
       record.t_start = t_start;
-      if (with_work && record.tag == -1) {  // messages have streams of their own
+      if (with_work && record.tag == -1) {  // messages have their own streams
         const auto found = resolver.ended.find(record.group);
         const Ended before = found == resolver.ended.end() ? Ended{} : found->second;
         if (before.thread == record.thread && before.seq < record.seq && before.at <= pending.end_at)
@@ -266,12 +260,12 @@ void DeviceTimes::settle(Resolver& resolver, const Pending& pending) {
       record.clock = known ? kDevice : kDeviceWait;
       return kComplete;
     });
-  if (ended) resolver.ended[ended->first] = ended->second;  // not before: the calls of a batch run together
+  if (ended) resolver.ended[ended->first] = ended->second;  // after the loop: the calls of a batch run together
 }
 
-// A call in the stream itself ends where its event is. A wait shows an end where the stream stood still for it, and was
-// not just idle when the host came to put the event there.
-bool DeviceTimes::exact(const Resolver& resolver, const Pending& pending) {
+// Whether the end is exact. A call in the stream itself ends at its event. A wait shows the end if the stream blocked for
+// it, and was not merely idle when the host recorded the event.
+bool DeviceTimes::is_exact(const Resolver& resolver, const Pending& pending) {
   if (!pending.before_wait) return true;
   if (pending.before_wait.event->elapsedTime(*pending.end.event) * 1e6 <= kIdleWait) return false;
   const int64_t end = resolver.clock.on_host(pending.end_at, pending.end.submitted, pending.seen);
@@ -279,7 +273,7 @@ bool DeviceTimes::exact(const Resolver& resolver, const Pending& pending) {
 }
 
 void DeviceTimes::close() noexcept {
-  std::unordered_map<uint64_t, Open> open;
+  std::unordered_map<uint64_t, StartRef> open;
   std::vector<Arrival> arrived;
   {
     std::lock_guard<std::mutex> held(mutex_);
@@ -297,7 +291,7 @@ std::string DeviceTimes::failure() {
 }
 
 void DeviceTimes::failed(Device* device, const std::exception& why) noexcept {
-  if (device == nullptr || !device->fails()) return;
+  if (device == nullptr || !device->set_failed()) return;
   try {
     std::lock_guard<std::mutex> held(mutex_);
     failure_ = why.what();

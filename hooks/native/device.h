@@ -1,7 +1,8 @@
-// Times of calls on a device: events in the streams that the program itself uses, before and after what is measured, read
-// later by the drain thread. docs/how-to/device-times.md says what that measures, what it cannot, and what was rejected.
+// Times of calls on a device: events that are recorded in the program's own streams, before and after a call, and read
+// later by the drain thread. docs/how-to/device-times.md says what that measures, what it cannot, and which alternatives
+// were rejected.
 //
-// Nothing here throws, waits for a device, holds a Work or a tensor, or touches a stream under capture.
+// Nothing here throws, synchronizes with a device, holds a Work or a tensor, or uses a stream under capture.
 #pragma once
 
 #include <c10/util/ArrayRef.h>
@@ -20,125 +21,119 @@
 
 namespace commtrace {
 
-// An event in a stream, and the host's times just before and after it was put there.
-struct Point {
+// An event in a stream, and the host's times just before and after it was recorded.
+struct TimedEvent {
   EventRef event;
   int64_t submitted = 0, accepted = 0;
   explicit operator bool() const { return event != nullptr; }
 };
 
-// Where a call, or a batch of them, begins on its device.
-struct Begun {
+// The beginning of a call, or of a batch of calls, on its device.
+struct DeviceStart {
   Device* device = nullptr;
   std::optional<c10::Stream> stream;
-  Point point;
-  bool captured = false;  // into a graph: there is no time to be taken
+  TimedEvent point;
+  bool captured = false;  // into a graph, where no time can be measured
   explicit operator bool() const { return static_cast<bool>(point); }
 };
 
-using BegunRef = std::shared_ptr<const Begun>;
+using StartRef = std::shared_ptr<const DeviceStart>;
 
-// A wait of the program that is under way.
-struct Waited {
-  c10::SmallVector<std::pair<Handle, BegunRef>, 1> calls;
-  Begun before;
+// A running wait of the program.
+struct PendingWait {
+  c10::SmallVector<std::pair<Handle, StartRef>, 1> calls;
+  DeviceStart before;
 };
 
 class DeviceTimes {
  public:
   explicit DeviceTimes(Slots& slots) : slots_(slots) {}
 
-  // For the log that begins.
   void open(bool wanted);
 
   bool wanted() const { return wanted_; }
 
-  // ---- by the threads that communicate -------------------------------------------------------------------------------
+  // ---- called by the threads that communicate ------------------------------------------------------------------------
 
-  // Before calls on tensors of this device are handed on. Empty where no time will be taken.
-  Begun begins(c10::Device device) noexcept;
+  // Call this before calls on tensors of this device are redispatched. Empty if their times are not measured.
+  DeviceStart begins(c10::Device device) noexcept;
 
-  // Another call of a batch that has no beginning, as no event was left.
-  void missed() { untimed_.fetch_add(1, std::memory_order_relaxed); }
+  // Counts a further call of a batch for whose beginning no event was free.
+  void count_untimed() { untimed_.fetch_add(1, std::memory_order_relaxed); }
 
-  // They returned, and there is no Work: they are in the current stream, and end there. Their state must be kReturned.
-  // False where no end will be seen.
-  bool ends(c10::ArrayRef<Handle> calls, Begun begun) noexcept;
+  // Call this when the calls, in state kReturned, have returned without a Work: they run and end in the current stream.
+  // False if no end will be observed.
+  bool ends(c10::ArrayRef<Handle> calls, DeviceStart begun) noexcept;
 
-  // They returned with a Work: the program's wait for it will end them. False where no end will be seen.
-  bool runs(c10::ArrayRef<Handle> calls, Begun begun) noexcept;
+  // Call this when they have returned with a Work: the program's wait for it ends them. False if no end will be observed.
+  bool runs(c10::ArrayRef<Handle> calls, DeviceStart begun) noexcept;
 
-  // Around the program's wait, which makes its current stream wait, not the host.
-  Waited wait_begins(c10::ArrayRef<Handle> calls) noexcept;
-  void wait_ends(Waited waited, bool raised) noexcept;
+  // Call these before and after the program's wait, which blocks its current stream and not the host.
+  PendingWait wait_begins(c10::ArrayRef<Handle> calls) noexcept;
+  void wait_ends(PendingWait waited, bool raised) noexcept;
 
-  // ---- by the drain thread -------------------------------------------------------------------------------------------
+  // ---- called by the drain thread ------------------------------------------------------------------------------------
 
-  // Writes down what the device has passed meanwhile. Asks, and never waits for it but for two milliseconds now and then,
-  // to see an event at its time.
+  // Records the times of calls that the device has completed. Queries events, and blocks only now and then, for at most
+  // two milliseconds, to see an event just when it completes.
   void resolve() noexcept;
 
-  // Lets go of all events. Calls that the device has not come to stay as they are.
+  // Drops all events. Calls that the device has not completed keep their state.
   void close() noexcept;
 
-  // Calls that no event was left for, so far.
+  // Number of calls so far for which no event was free.
   uint64_t untimed() const { return untimed_.load(std::memory_order_relaxed); }
 
-  // ns by which times of a device may be early on the host's clock, at most; 0: there are none.
+  // Largest error of device times on the host's clock, in ns; 0 if there are none.
   int64_t error() const { return error_.load(std::memory_order_relaxed); }
 
-  // Why a device is not asked any more; empty where none has failed since the last time.
+  // Error message of a device that has failed since the last call; empty if none has.
   std::string failure();
 
  private:
-  // Two points of one device, and whose calls lie between them.
+  // Two events of one device, and the calls between them.
   struct Pending {
     c10::SmallVector<Handle, 1> calls;
-    Point begin, end;
-    Point before_wait;  // null: the end is the calls' own
-    int64_t seen = 0, begin_at = 0, end_at = 0;  // host's time when it was seen passed; device's times
+    TimedEvent begin, end;
+    TimedEvent before_wait;  // null if the calls end in the stream itself
+    int64_t seen = 0, begin_at = 0, end_at = 0;  // host's time when `end` was seen complete; device's times
   };
 
-  // A call with a Work whose end is exact. What other threads call meanwhile may be launched in another order.
+  // The last call with a Work whose end is exact. Calls of other threads may be launched in another order.
   struct Ended {
     uint32_t seq = 0;
     uint16_t thread = 0;
     int64_t at = 0;
   };
 
-  struct Resolver {  // what the drain thread knows of a device
-    std::map<c10::StreamId, std::deque<Pending>> streams;  // each in the order in which the device passes it
+  struct Resolver {  // the drain thread's state of a device
+    std::map<c10::StreamId, std::deque<Pending>> streams;  // each in the order in which the device completes it
     DeviceClock clock;
-    EventRef reference;  // whose time is known, and others' are counted from
+    EventRef reference;  // an event with a known time, relative to which others are measured
     int64_t reference_at = 0;
-    std::unordered_map<uint32_t, Ended> ended;  // by group: a backend runs a group's asynchronous calls one by one
+    std::unordered_map<uint32_t, Ended> ended;  // by group: backends run a group's asynchronous calls in order
   };
 
-  static constexpr int64_t kPatience = 60'000'000'000;  // ns after which nobody is expected to wait for a call any more
+  static constexpr int64_t kMaxAge = 60'000'000'000;  // ns after which no wait for a call is expected any more
   static constexpr size_t kMostOpen = Device::kMostEvents / 4;
-  // ns that a stream that stands idle needs, at most, for a wait that is over, and for an event.
+  // Most ns that an idle stream needs for a wait that is already over, and for an event.
   static constexpr int64_t kIdleWait = 5'000, kIdleEvent = 20'000;
-  static constexpr int64_t kLooseClock = 200'000, kWatch = 2'000'000;
-  static constexpr int64_t kFar = 4'000'000'000;  // ns that an elapsed time in single precision tells to a microsecond
+  static constexpr int64_t kLooseClock = 200'000, kSampling = 2'000'000;
+  static constexpr int64_t kFar = 4'000'000'000;  // most ns of an elapsed time in single precision
 
-  Begun mark(Device& device);
+  DeviceStart record_event(Device& device);
   void failed(Device* device, const std::exception& why) noexcept;
   void push(Device& device, const c10::Stream& stream, Pending pending);
-  void give_up(Handle call);
-  void take_over();
-  void forget_old();
+  void collect_arrivals();
+  void give_up_old();
   void resolve(Device& device, Resolver& resolver);
   static bool passed(Pending& pending);
-  void watch(Resolver& resolver);
-  static void count_from(Resolver& resolver, const Pending& pending);
-  static int64_t read(const Resolver& resolver, const EventRef& event);
-  void settle(Resolver& resolver, const Pending& pending);
-  static bool exact(const Resolver& resolver, const Pending& pending);
+  void sample_clock(Resolver& resolver);
+  static void update_reference(Resolver& resolver, const Pending& pending);
+  static int64_t device_time(const Resolver& resolver, const EventRef& event);
+  void write_times(Resolver& resolver, const Pending& pending);
+  static bool is_exact(const Resolver& resolver, const Pending& pending);
 
-  struct Open {
-    BegunRef begun;
-    int64_t since = 0;
-  };
   struct Arrival {
     Device* device;
     c10::StreamId stream;
@@ -150,14 +145,14 @@ class DeviceTimes {
   std::atomic<uint64_t> untimed_{0};
   std::atomic<int64_t> error_{0};
 
-  std::mutex mutex_;  // of what follows; never held while a device is asked for anything
-  std::unordered_map<uint64_t, Open> open_;
-  std::deque<uint64_t> order_;  // of open_, oldest first, with some that are gone
+  std::mutex mutex_;  // guards the following members; never held during calls to a device
+  std::unordered_map<uint64_t, StartRef> open_;  // calls that a wait will end, by the bits of their Handle
+  std::deque<uint64_t> order_;  // keys of open_, oldest first, including some that were removed
   std::vector<Arrival> arrived_;
   std::string failure_;
   bool closed_ = false;
 
-  std::map<Device*, Resolver> resolvers_;  // the drain thread's
+  std::map<Device*, Resolver> resolvers_;  // used by the drain thread only
 };
 
 }  // namespace commtrace

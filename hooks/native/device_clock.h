@@ -1,4 +1,4 @@
-// Where the times of a device lie on the host's clock. Arithmetic alone: it knows neither torch nor a device
+// Conversion of a device's times to the host's clock. Independent of torch and of devices
 // (tests/support/native_programs/device_clock.cpp).
 #pragma once
 
@@ -7,17 +7,17 @@
 
 namespace commtrace {
 
-// A device passes an event after the host has submitted it and before the host sees it passed. Each event thus bounds the
-// offset between the two clocks from both sides, and nobody has to be waited for to learn it: the lower bound is tight as
-// soon as one event met an idle stream, the upper one as soon as one was looked at when it was passed.
+// A device completes an event after the host has submitted it and before the host sees that it is complete. So each event
+// bounds the offset between the two clocks from both sides, without a synchronization. The lower bound is tight once an
+// event was submitted to an idle stream, the upper bound once an event was queried just after it completed.
 //
-// All times are ns; those of the device count from anywhere.
+// All times are in ns; the origin of the device's times is arbitrary.
 class DeviceClock {
  public:
-  // How far the clocks may drift apart: two quartzes of 50 ppm each.
+  // Largest drift between the clocks: two crystals of 50 ppm each.
   static constexpr int64_t kDriftOneIn = 10'000;
 
-  // ns to which a device tells its time: half a microsecond on CUDA, and as much for the rounding of what it tells.
+  // Resolution of the device's times in ns: half a microsecond on CUDA, and as much for rounding.
   static constexpr int64_t kResolution = 1'000;
 
   void sample(int64_t device, int64_t submitted, int64_t seen) {
@@ -29,14 +29,14 @@ class DeviceClock {
     const int64_t loose = kResolution + (known_ && device < latest_ ? (latest_ - device) / kDriftOneIn + 1 : 0);
     const int64_t least = submitted - device - loose, most = seen - device + loose;
     latest_ = known_ ? std::max(latest_, device) : device;
-    // Bounds that exclude each other: a clock was set, or stood still while the machine slept. The newest is right.
+    // If the bounds contradict each other, a clock was set or stopped while the machine slept. The newest bounds hold.
     const bool agrees = known_ && least <= most_ && most >= least_;
     least_ = agrees ? std::max(least_, least) : least;
     most_ = agrees ? std::min(most_, most) : most;
     known_ = true;
   }
 
-  // When the device was there, as the host counts: never later than it was, and early by `error()` at most.
+  // The device's time on the host's clock: never too late, and too early by at most `error()`.
   int64_t on_host(int64_t device, int64_t submitted, int64_t seen) const {
     return std::clamp(device + least_, submitted, std::max(submitted, seen));
   }
@@ -45,7 +45,7 @@ class DeviceClock {
 
  private:
   bool known_ = false;
-  int64_t least_ = 0, most_ = 0, latest_ = 0;  // the offset, at the latest time that was sampled
+  int64_t least_ = 0, most_ = 0, latest_ = 0;  // bounds of the offset; the latest device time that was sampled
 };
 
 }  // namespace commtrace

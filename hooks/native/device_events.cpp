@@ -16,30 +16,27 @@ constexpr size_t kTypes = static_cast<size_t>(c10::DeviceType::COMPILE_TIME_MAX_
 
 using Impl = c10::impl::DeviceGuardImplInterface;
 
-// Older versions of torch cannot be asked for a device in general.
-template <typename T, typename = void>
-struct CaptureIsKnown : std::false_type {};
+// Older versions of torch have no such method for all devices.
 template <typename T>
-struct CaptureIsKnown<T, std::void_t<decltype(std::declval<const T&>().isStreamCapturing(std::declval<c10::Stream>()))>>
-    : std::true_type {};
+constexpr bool kCaptureIsKnown = requires(const T& impl, const c10::Stream& stream) { impl.isStreamCapturing(stream); };
 
 template <typename T>
 bool is_capturing(const T& impl, const c10::Stream& stream) {
-  if constexpr (CaptureIsKnown<T>::value) return impl.isStreamCapturing(stream);
+  if constexpr (kCaptureIsKnown<T>) return impl.isStreamCapturing(stream);
   return true;
 }
 
-// cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*), and its twin of HIP.
+// cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*), or HIP's equivalent.
 using ExchangeMode = int (*)(int*);
 constexpr int kThreadLocal = 1;  // cudaStreamCaptureModeThreadLocal
 
-// From a library that the process has loaded, by whatever name and into whatever scope.
+// A symbol of a library that the process has loaded, with a name that contains `library`, into any scope.
 void* loaded_symbol(const char* symbol, const char* library) {
-  if (void* found = dlsym(RTLD_DEFAULT, symbol)) return found;
+  if (void* address = dlsym(RTLD_DEFAULT, symbol)) return address;
   struct Search {
     const char* symbol;
     const char* library;
-    void* found = nullptr;
+    void* address = nullptr;
   } search{symbol, library};
   dl_iterate_phdr(
       [](dl_phdr_info* info, size_t, void* data) {
@@ -47,30 +44,29 @@ void* loaded_symbol(const char* symbol, const char* library) {
         if (info->dlpi_name == nullptr || std::strstr(info->dlpi_name, search.library) == nullptr) return 0;
         void* handle = dlopen(info->dlpi_name, RTLD_LAZY | RTLD_NOLOAD);
         if (handle == nullptr) return 0;
-        search.found = dlsym(handle, search.symbol);
-        dlclose(handle);  // it was loaded before, and stays
-        return search.found == nullptr ? 0 : 1;
+        search.address = dlsym(handle, search.symbol);
+        dlclose(handle);  // drops only the reference of dlopen
+        return search.address == nullptr ? 0 : 1;
       },
       &search);
-  return search.found;
+  return search.address;
 }
 
 ExchangeMode exchange_mode() {
-  static const auto found = [] {
+  static const auto exchange = [] {
     void* cuda = loaded_symbol("cudaThreadExchangeStreamCaptureMode", "libcudart");
     return reinterpret_cast<ExchangeMode>(
         cuda != nullptr ? cuda : loaded_symbol("hipThreadExchangeStreamCaptureMode", "libamdhip"));
   }();
-  return found;
+  return exchange;
 }
 
 }  // namespace
 
 bool Device::supported(c10::Device device) {
-  if (!CaptureIsKnown<Impl>::value || !device.has_index() || !c10::impl::hasDeviceGuardImpl(device.type())) return false;
+  if (!kCaptureIsKnown<Impl> || !device.has_index() || !c10::impl::hasDeviceGuardImpl(device.type())) return false;
   if (device.is_cuda()) return exchange_mode() != nullptr;
-  // What an event does to a capture on other devices nobody has looked at. Their makers give this type a name: without
-  // one it is a test's.
+  // On other devices the effect of an event on a capture is not known. Vendors rename this type; a test does not.
   return device.is_privateuseone() && c10::get_privateuse1_backend() == "privateuseone";
 }
 
@@ -80,7 +76,7 @@ Device* Device::of(c10::Device device) {
   const auto index = static_cast<size_t>(device.index());
   if (!device.has_index() || index >= kIndices) return nullptr;
   const size_t at = static_cast<size_t>(device.type()) * kIndices + index;
-  if (Device* found = known[at].load(std::memory_order_acquire)) return found;
+  if (Device* device = known[at].load(std::memory_order_acquire)) return device;
   if (refused[at].load(std::memory_order_relaxed)) return nullptr;
   if (!supported(device)) {
     refused[at].store(true);
@@ -99,7 +95,7 @@ EventRef Device::record(const c10::Stream& stream) {
   auto event = take();
   if (!event) return nullptr;
   try {
-    // Not left to `record`, which sets the old device again even where that initialises it.
+    // `record` alone would restore the previous device even if that initialises it.
     const c10::DeviceGuard guard(device_);
     event->record(stream);
   } catch (...) {
@@ -117,7 +113,7 @@ std::unique_ptr<c10::Event> Device::take() {
     return event;
   }
   if (made_ == kMostEvents) return nullptr;
-  spare_.reserve(made_ + 1);  // to come back must not fail
+  spare_.reserve(made_ + 1);  // so that `give` cannot fail
   made_++;
   return std::make_unique<c10::Event>(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
 }
@@ -128,8 +124,8 @@ void Device::give(std::unique_ptr<c10::Event> event) {
 }
 
 void Device::enter() const {
-  // First, as what follows would else initialise the first device of the machine, in every process. For good, as events
-  // set a thread's old device again.
+  // First, because the calls below would otherwise initialise the machine's first device in every process. Not restored,
+  // because events restore the thread's previous device.
   if (impl_.getDevice() != device_) impl_.setDevice(device_);
   static thread_local bool thread_local_mode = false;
   if (!device_.is_cuda() || std::exchange(thread_local_mode, true)) return;

@@ -1,5 +1,5 @@
-// One device of this process as the recorder sees it: current stream, capture, events. Through the interface that torch
-// gives every device (c10::impl::DeviceGuardImplInterface), so that no header of CUDA is needed.
+// A device: its current stream, whether it is under capture, and its events. Uses torch's device-independent interface
+// (c10::impl::DeviceGuardImplInterface), so that no CUDA header is needed.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -14,31 +14,29 @@ namespace commtrace {
 
 using EventRef = std::shared_ptr<c10::Event>;
 
-// Never freed: an event that is destroyed after the device's driver has shut down takes the process with it.
+// Never freed: destroying an event after the device's driver has shut down crashes the process.
 class Device {
  public:
-  // Events that a device may have in use. 8,192 are 4,096 calls between two turns of the drain.
+  // Most events in use for a device. 8,192 events are 4,096 calls between two turns of the drain thread.
   static constexpr size_t kMostEvents = 8192;
 
-  // Null where times of this kind of device are not taken: it has no events, or cannot say which streams are under
-  // capture.
+  // Null for a device without events, or that cannot report which streams are under capture.
   static Device* of(c10::Device device);
 
-  // Its current stream, of the calling thread.
+  // The calling thread's current stream.
   c10::Stream stream() const { return impl_.getStream(device_); }
 
   bool capturing(const c10::Stream& stream) const;
 
-  // An event that measures time, put into this stream; null where all are in use. It comes back when nobody holds it.
+  // Records an event with timing in this stream; null if all are in use. It is reused when its last reference is dropped.
   EventRef record(const c10::Stream& stream);
 
-  // The calling thread will query events: it must not initialise another device by that, nor break a capture that goes
-  // on in another thread.
+  // Prepares the calling thread to query events: that must neither initialise another device nor invalidate a capture of
+  // another thread.
   void enter() const;
 
-  // The device, or its driver, has failed once: nothing is asked of it again, not even to destroy an event. False where
-  // that was known.
-  bool fails() { return !failed_.exchange(true); }
+  // Marks the device as failed: it is not used again, not even to destroy an event. False if it was marked before.
+  bool set_failed() { return !failed_.exchange(true); }
   bool failed() const { return failed_.load(std::memory_order_relaxed); }
 
  private:
@@ -51,7 +49,7 @@ class Device {
   const c10::Device device_;
   const c10::impl::DeviceGuardImplInterface& impl_;
   std::atomic<bool> failed_{false};
-  std::mutex mutex_;  // of what follows; never held while the device is asked for anything
+  std::mutex mutex_;  // guards the following members; never held during calls to the device
   std::vector<std::unique_ptr<c10::Event>> spare_;
   size_t made_ = 0;
 };

@@ -1,6 +1,6 @@
-// Reading a thread's own frames needs no lock: they cannot change while the thread is inside our call. Python has no
-// public way that does not make objects (and so needs the GIL), so this file is compiled with the internal headers of the
-// Python that it will run in. For a Python whose internals it does not know it uses the public way, with the GIL.
+// Reading a thread's own frames needs no lock: they cannot change during a call. Python's public API creates objects and
+// needs the GIL, so this file is compiled with the internal headers of the Python that it will run in. For versions whose
+// internals it does not know it uses the public API, with the GIL.
 #include "frames.h"
 
 #if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030E0000 && !defined(Py_GIL_DISABLED)
@@ -18,7 +18,7 @@ namespace commtrace {
 
 bool frames_need_gil() { return false; }
 
-static bool settle(Frame& frame, _PyInterpreterFrame* f) {
+static bool set_frame(Frame& frame, _PyInterpreterFrame* f) {
   while (f != nullptr && _PyFrame_IsIncomplete(f)) f = f->previous;
   frame.frame = f;
   if (f == nullptr) return false;
@@ -34,13 +34,13 @@ bool innermost(Frame& frame) {
   PyThreadState* thread = PyGILState_GetThisThreadState();
   if (thread == nullptr) return false;
 #if PY_VERSION_HEX >= 0x030D0000
-  return settle(frame, thread->current_frame);
+  return set_frame(frame, thread->current_frame);
 #else
-  return settle(frame, thread->cframe->current_frame);
+  return set_frame(frame, thread->cframe->current_frame);
 #endif
 }
 
-bool outer(Frame& frame) { return settle(frame, static_cast<_PyInterpreterFrame*>(frame.frame)->previous); }
+bool outer(Frame& frame) { return set_frame(frame, static_cast<_PyInterpreterFrame*>(frame.frame)->previous); }
 
 void finished(Frame&) {}
 
@@ -48,7 +48,7 @@ void finished(Frame&) {}
 
 bool frames_need_gil() { return true; }
 
-static bool settle(Frame& frame, PyFrameObject* f) {
+static bool set_frame(Frame& frame, PyFrameObject* f) {
   Py_XDECREF(static_cast<PyObject*>(frame.frame));
   frame.frame = f;
   if (f == nullptr) return false;
@@ -65,10 +65,10 @@ static bool settle(Frame& frame, PyFrameObject* f) {
 
 bool innermost(Frame& frame) {
   PyThreadState* thread = PyGILState_GetThisThreadState();
-  return thread != nullptr && settle(frame, PyThreadState_GetFrame(thread));
+  return thread != nullptr && set_frame(frame, PyThreadState_GetFrame(thread));
 }
 
-bool outer(Frame& frame) { return settle(frame, PyFrame_GetBack(static_cast<PyFrameObject*>(frame.frame))); }
+bool outer(Frame& frame) { return set_frame(frame, PyFrame_GetBack(static_cast<PyFrameObject*>(frame.frame))); }
 
 void finished(Frame& frame) {
   Py_XDECREF(static_cast<PyObject*>(frame.frame));

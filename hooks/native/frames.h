@@ -1,4 +1,4 @@
-// The Python frames of the calling thread, without the GIL where this Python's own headers allow it.
+// The Python frames of the calling thread, read without the GIL if this Python's internal headers allow it.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -8,31 +8,31 @@
 
 namespace commtrace {
 
-// What frames show, as the bits of hooks/call_site.py.
+// Properties of frames, the bits of hooks/call_site.py.
 enum Seen : uint8_t { kWrapper = 1, kObject = 2, kForward = 4, kOptimizer = 8, kHandle = 16, kBlocking = 32 };
 
-// The row of the line that made a call, and what its frames show together.
+// The row of a call site, and the properties of the frames that were walked.
 struct CallSite {
   uint32_t site = 0;
   uint8_t seen = 0;
 };
 
-// One frame. `where` tells the instruction that it executes from every other instruction of living code.
+// One frame. `where` identifies the instruction that it executes among all code that exists.
 struct Frame {
   void* frame = nullptr;
   uint64_t where = 0;
 };
 
-// Whether `innermost` and `outer` may be called without the GIL. A thread that is inside a call changes nothing about its
-// own frames, and only these are read.
+// Whether the functions below need the GIL. If not, they read only the thread's own frames, which cannot change during a
+// call.
 bool frames_need_gil();
 
 // False where the thread has no Python frame.
 bool innermost(Frame& frame);
 bool outer(Frame& frame);
-void finished(Frame& frame);  // gives back what `frame` holds (where the GIL is needed)
+void finished(Frame& frame);  // releases the reference that `frame` holds if the GIL is needed
 
-// The frame so many calls further out, as an object for Python (needs the GIL). A new reference, or null.
+// The frame object `depth` calls further out: a new reference, or null. Needs the GIL.
 PyObject* frame_object(int depth);
 
 }  // namespace commtrace

@@ -1,7 +1,9 @@
-// What Python calls: recordings, kernels, waits.
+// The Python module: recordings, kernels, waits.
 #include <pthread.h>
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
+
+#include <algorithm>
 
 #include "recording_kernels.h"
 #include "recording.h"
@@ -11,28 +13,32 @@ namespace commtrace {
 
 using Numbers = py::array_t<uint32_t, py::array::c_style | py::array::forcecast>;
 
+template <typename Function>
+auto without_gil(Function function) {
+  py::gil_scoped_release unlocked;
+  return function();
+}
+
 Numbers as_array(const std::vector<uint32_t>& numbers) {
   return Numbers(static_cast<py::ssize_t>(numbers.size()), numbers.data());
 }
 
-// Closed recordings, which serve again for a ring of the same size. Touched with the GIL only.
+// Closed recordings, reused for rings of the same size. Guarded by the GIL.
 auto* const closed_recordings = new std::vector<Recording*>;
 
 Recording* recording_for(uint32_t capacity) {
-  for (auto& closed : *closed_recordings)
-    if (closed->slots.capacity() == capacity) {
-      std::swap(closed, closed_recordings->back());
-      Recording* again = closed_recordings->back();
-      closed_recordings->pop_back();
-      return again;
-    }
-  return new Recording(capacity);
+  const auto closed = std::find_if(closed_recordings->begin(), closed_recordings->end(),
+                                   [=](Recording* recording) { return recording->slots.capacity() == capacity; });
+  if (closed == closed_recordings->end()) return new Recording(capacity);
+  Recording* recording = *closed;
+  closed_recordings->erase(closed);
+  return recording;
 }
 
 Recording* open_recording(const py::buffer& ring, size_t dropped_at, size_t records_at, uint32_t capacity, bool sites,
                           bool device_times, const py::buffer& progress) {
-  // The cells stay where they are: whoever holds the buffer of an array keeps it from being resized. The ring's is asked
-  // for only once, as a mapping that is looked into cannot be unmapped; Python keeps it until the recording is closed.
+  // The cells' buffer is held for ever, which keeps the array from being resized. The ring's is not held, as that would
+  // keep the mapping from being closed; Python keeps it until the recording is closed.
   static const auto* cells = new py::buffer_info(progress.request(true));
   if (cells->itemsize != 4 || cells->size * 4 != sizeof(Progress)) throw py::value_error("these are not progress cells");
   Recording* recording = recording_for(capacity);
@@ -41,28 +47,25 @@ Recording* open_recording(const py::buffer& ring, size_t dropped_at, size_t reco
   return recording;
 }
 
-// Starts recording; `rows` gives the numbers of new rows.
-void go(Recording& recording, const py::object& rows) {
-  recording.ask.answers(rows);
+// Starts recording; `rows` is the Rows of rows.py.
+void start(Recording& recording, const py::object& rows) {
+  recording.rows.open(rows);
   current.store(&recording, std::memory_order_release);
 }
 
-// (slots that hold records, how many calls had taken one and not begun to write). `off`: the next call begins no other one.
+// Returns the slots with records, and the number of calls that had taken a slot and not yet written to it. `off`: the next
+// call does not begin another recording.
 py::tuple close_recording(Recording& recording, bool off) {
   Recording* expected = &recording;
   if (off) disarm();
   current.compare_exchange_strong(expected, nullptr);
-  std::pair<std::vector<uint32_t>, uint32_t> left;
-  {
-    py::gil_scoped_release unlocked;
-    left = recording.close();
-  }
+  const auto [slots, unwritten] = without_gil([&] { return recording.close(); });
   recording.forget();
-  return py::make_tuple(as_array(left.first), left.second);
+  return py::make_tuple(as_array(slots), unwritten);
 }
 
-// Its log is complete: the recording can be used for another ring.
-void let_go(Recording& recording) { closed_recordings->push_back(&recording); }
+// Makes the recording available for another ring, when its log is complete.
+void recycle(Recording& recording) { closed_recordings->push_back(&recording); }
 
 uint32_t take_slot(Recording& recording) {
   const uint32_t slot = recording.slots.gone() ? Slots::kEmpty : recording.slots.take();
@@ -71,20 +74,16 @@ uint32_t take_slot(Recording& recording) {
 }
 
 Numbers finished_slots(Recording& recording) {
-  std::vector<uint32_t> found;
-  {
-    py::gil_scoped_release unlocked;
-    found = recording.finished();
-  }
-  return as_array(found);
+  return as_array(without_gil([&] { return recording.finished(); }));
 }
 
 // Copies of these slots' records, one after another.
 py::array_t<uint8_t> records(Recording& recording, const Numbers& slots) {
   py::array_t<uint8_t> copies(slots.size() * static_cast<py::ssize_t>(sizeof(Record)));
   auto* to = reinterpret_cast<Record*>(copies.mutable_data());
-  py::gil_scoped_release unlocked;
-  for (py::ssize_t i = 0; i < slots.size(); i++) recording.slots.copy(slots.data()[i], to[i]);
+  without_gil([&] {
+    for (py::ssize_t i = 0; i < slots.size(); i++) recording.slots.copy(slots.data()[i], to[i]);
+  });
   return copies;
 }
 
@@ -93,10 +92,13 @@ void release(Recording& recording, const Numbers& slots) {
   for (py::ssize_t i = 0; i < slots.size(); i++) recording.release(slots.data()[i]);
 }
 
-// Since the last time: errors, the first error, cost samples, those of them that are not of first calls, first calls and
-// their cost.
+// Returns and resets: number of errors, the first error, cost samples, those of them that are not first calls, number of
+// first calls, their cost. Returns as well: number of calls so far for which no event was free, largest error of a
+// device's clock in ns.
 py::tuple take_tally(Recording& recording) {
   Tally& tally = recording.tally;
+  DeviceTimes& devices = recording.devices;
+  if (const std::string failure = devices.failure(); !failure.empty()) tally.fault(failure.c_str());
   const uint64_t samples = std::min<uint64_t>(tally.samples.exchange(0), tally.costs.size());
   py::list costs, steady;
   for (uint64_t i = 0; i < samples; i++) {
@@ -106,14 +108,7 @@ py::tuple take_tally(Recording& recording) {
   }
   std::lock_guard<std::mutex> held(tally.mutex);
   return py::make_tuple(tally.errors.exchange(0), tally.first_error, costs, steady, tally.first_calls.exchange(0),
-                        tally.first_ns.exchange(0));
-}
-
-// (calls without a time as no event was left, ns of error of the device's clock, why a device failed) so far, as of the
-// last resolve, and since the last time.
-py::tuple device_tally(Recording& recording) {
-  DeviceTimes& devices = recording.devices;
-  return py::make_tuple(devices.untimed(), devices.error(), devices.failure());
+                        tally.first_ns.exchange(0), devices.untimed(), devices.error());
 }
 
 uint32_t next_seq(Recording& recording, const c10::intrusive_ptr<c10d::ProcessGroup>& pg) {
@@ -121,51 +116,50 @@ uint32_t next_seq(Recording& recording, const c10::intrusive_ptr<c10d::ProcessGr
   return group == nullptr ? 0 : group->collectives.fetch_add(1);
 }
 
-// Offset of each field of a record.
+// Offsets of a record's fields.
 py::dict layout() {
   py::dict offsets;
   for (const Field& field : kLayout) offsets[field.name] = field.offset;
   return offsets;
 }
 
-void bind_plan(py::module_& m) {
-  py::enum_<Form>(m, "Form")
-      .value("nothing", Form::kNothing)
-      .value("buffers", Form::kBuffers)
-      .value("pair", Form::kPair)
-      .value("lists", Form::kLists)
-      .value("rooted", Form::kRooted)
-      .value("all_to_all", Form::kAllToAll)
-      .value("all_to_all_single", Form::kAllToAllSingle);
-  py::class_<Plan>(m, "Plan")
-      .def(py::init<>())
-      .def_readwrite("space", &Plan::space)
-      .def_readwrite("name", &Plan::name)
-      .def_readwrite("number", &Plan::number)
-      .def_readwrite("arguments", &Plan::arguments)
-      .def_readwrite("form", &Plan::form)
-      .def_readwrite("first", &Plan::first)
-      .def_readwrite("second", &Plan::second)
-      .def_readwrite("third", &Plan::third)
-      .def_readwrite("group_at", &Plan::group_at)
-      .def_readwrite("async_at", &Plan::async_at)
-      .def_readwrite("reduce_op_at", &Plan::reduce_op_at)
-      .def_readwrite("peer_at", &Plan::peer_at)
-      .def_readwrite("tag_at", &Plan::tag_at)
-      .def_readwrite("output_at", &Plan::output_at)
-      .def_readwrite("sample_at", &Plan::sample_at)
-      .def_readwrite("coalesced", &Plan::coalesced)
-      .def_readwrite("blocking", &Plan::blocking)
-      .def_readwrite("message", &Plan::message)
-      .def_readwrite("send", &Plan::send)
-      .def_readwrite("barrier", &Plan::barrier);
-  m.attr("MOST_PLANS") = kMostPlans;
+// An `Operator` of hooks/torch/c10d_operators.py.
+Plan plan_of(const py::handle& op, int number) {
+  const auto at = [&](const char* name) {
+    const py::object position = op.attr(name);
+    return position.is_none() ? -1 : position.cast<int>();
+  };
+  const auto flag = [&](const char* name) { return op.attr(name).cast<bool>(); };
+  const auto about = op.attr("about").cast<std::vector<int>>();
+  const auto operation = op.attr("op").cast<std::string>();
+  Plan plan;
+  plan.name = op.attr("variant").cast<std::string>();
+  plan.number = number;
+  plan.arguments = static_cast<int>(py::len(op.attr("overload").attr("_schema").attr("arguments")));
+  plan.measure = kForms.at(op.attr("form").cast<std::string>());
+  std::copy(about.begin(), about.end(), plan.about.begin());
+  plan.group_at = at("group_at"), plan.async_at = at("async_at"), plan.reduce_op_at = at("reduce_op_at");
+  plan.peer_at = at("peer_at"), plan.tag_at = at("tag_at");
+  plan.output_at = at("output_at"), plan.sample_at = at("sample_at");
+  plan.coalesced = flag("coalesced"), plan.blocking = flag("blocking"), plan.message = flag("point_to_point");
+  plan.send = operation == "send", plan.barrier = operation == "barrier";
+  return plan;
 }
 
-void bind_recording(py::module_& m) {
+void install_kernels(const py::sequence& operators, const std::vector<std::string>& functional) {
+  std::vector<Plan> plans;
+  for (const py::handle op : operators) plans.push_back(plan_of(op, static_cast<int>(plans.size())));
+  install(plans, functional);
+}
+
+}  // namespace commtrace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  using namespace commtrace;
+  pthread_atfork(nullptr, nullptr, &forked_in_child);
   py::class_<Recording, std::unique_ptr<Recording, py::nodelete>>(m, "Recording")
       .def_property_readonly("free", [](const Recording& recording) { return recording.slots.free(); })
-      .def("go", &go)
+      .def("start", &start)
       .def("wait", &Recording::wait, py::call_guard<py::gil_scoped_release>())
       .def("wake", &Recording::wake)
       .def("take", &take_slot)
@@ -175,25 +169,15 @@ void bind_recording(py::module_& m) {
       .def("records", &records)
       .def("release", &release)
       .def("close", &close_recording)
-      .def("let_go", &let_go)
+      .def("recycle", &recycle)
       .def("forked", [](Recording& recording) { recording.slots.forked(); })
       .def("tally", &take_tally)
       .def("resolve", [](Recording& recording) { recording.devices.resolve(); }, py::call_guard<py::gil_scoped_release>())
-      .def("device_tally", &device_tally)
       .def("next_seq", &next_seq)
       .def("batch_begins", &batch_begins)
       .def("batch_ends", &batch_ends);
   m.def("open", &open_recording, py::return_value_policy::reference);
-}
-
-}  // namespace commtrace
-
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  using namespace commtrace;
-  pthread_atfork(nullptr, nullptr, &forked_in_child);
-  bind_plan(m);
-  bind_recording(m);
-  m.def("install", &install);
+  m.def("install", &install_kernels);
   m.def("arm", &arm);
   m.def("disarm", &disarm);
   m.def("remove_kernels", &remove_kernels);

@@ -1,36 +1,37 @@
-// What the arguments of an operator mean, as hooks/torch/c10d_operators.py has it, and how many bytes a call moves.
+// The arguments of an operator, as hooks/torch/c10d_operators.py describes them, and the bytes that a call moves.
 #pragma once
 
 #include <ATen/ATen.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
 
+#include <array>
+#include <map>
 #include <string>
 
 namespace commtrace {
 
-// The forms of hooks/torch/c10d_operators.py, which explains them.
-enum class Form { kNothing, kBuffers, kPair, kLists, kRooted, kAllToAll, kAllToAllSingle };
-
-constexpr int kMostPlans = 63;
-constexpr int kBatchPlan = 63;  // stands for all operators of a coalesced batch
-
-// Positions of arguments; -1: there is none.
-struct Plan {
-  std::string space, name;
-  int number = 0, arguments = 0;
-  Form form = Form::kNothing;
-  int first = -1, second = -1, third = -1;  // the arguments that the form is about
-  int group_at = -1, async_at = -1, reduce_op_at = -1, peer_at = -1, tag_at = -1, output_at = 0, sample_at = 0;
-  bool coalesced = false, blocking = false, message = false, send = false, barrier = false;
-};
+using Arguments = c10::ArrayRef<c10::IValue>;
 
 struct Size {
   int64_t payload = 0, local = 0;
   bool uneven = false;
 };
 
-using Arguments = c10::ArrayRef<c10::IValue>;
+constexpr int kMostPlans = 63;
+constexpr int kBatchPlan = 63;  // stands for all operators of a coalesced batch
+
+// Positions of arguments; -1: the operator has no such argument.
+struct Plan {
+  using Measure = Size (*)(const Plan&, Arguments, int group_size, int rank);
+
+  std::string name;
+  int number = 0, arguments = 0;
+  Measure measure = nullptr;
+  std::array<int, 3> about{-1, -1, -1};  // arguments of `measure`
+  int group_at = -1, async_at = -1, reduce_op_at = -1, peer_at = -1, tag_at = -1, output_at = 0, sample_at = 0;
+  bool coalesced = false, blocking = false, message = false, send = false, barrier = false;
+};
 
 inline int64_t nbytes(const at::Tensor& tensor) {
   if (!tensor.defined()) return 0;
@@ -45,9 +46,10 @@ inline int64_t total(const c10::IValue& value) {
   return sum;
 }
 
-// The first tensor of a value; null where a list is empty.
+// The first tensor of a value; null if there is none.
 inline const at::Tensor* first_tensor(const c10::IValue& value) {
   if (value.isTensor()) return value.toTensor().defined() ? &value.toTensor() : nullptr;
+  if (!value.isList()) return nullptr;
   for (const c10::IValue& item : value.toListRef())
     if (const at::Tensor* tensor = first_tensor(item)) return tensor;
   return nullptr;
@@ -70,45 +72,49 @@ inline bool any_shares_differ(const c10::IValue& lists) {
   return false;
 }
 
-inline Size all_to_all_single(const Plan& plan, Arguments args, int size, int rank) {
-  const at::Tensor& tensor = args[plan.first].toTensor();
+inline Size all_to_all(const Plan& plan, Arguments args, int, int rank) {
+  const c10::IValue &sent = args[plan.about[0]], &received = args[plan.about[1]];
+  const auto tensors = sent.toListRef();
+  const int64_t own = rank >= 0 && rank < static_cast<int>(tensors.size()) ? total(tensors[rank]) : 0;
+  return {total(sent), own, shares_differ(sent) || shares_differ(received)};
+}
+
+inline Size all_to_all_single(const Plan& plan, Arguments args, int group_size, int rank) {
+  const at::Tensor& tensor = args[plan.about[0]].toTensor();
   const auto number = [](const c10::IValue& item) { return item.toInt(); };
-  const c10::IValue &sent = args[plan.second], &received = args[plan.third];
+  const c10::IValue &sent = args[plan.about[1]], &received = args[plan.about[2]];
   const int64_t payload = nbytes(tensor);
   const bool uneven = differ(sent, number) || differ(received, number);
   const auto splits = sent.toListRef();
-  if (splits.empty()) return {payload, payload / size, uneven};
+  if (splits.empty()) return {payload, payload / group_size, uneven};
   const int64_t rows = tensor.size(0);  // splits count rows, whatever their length
   return {payload, rows > 0 ? payload / rows * splits.at(rank).toInt() : 0, uneven};
 }
 
-inline Size measure(const Plan& plan, Arguments args, int size, int rank) {
-  switch (plan.form) {
-    case Form::kNothing:
-      return {};
-    case Form::kBuffers:
-      return {total(args[plan.first]), 0, false};
-    case Form::kPair:
-      return {total(args[plan.first]), total(args[plan.second]), false};
-    case Form::kLists:
-      return {total(args[plan.first]), total(args[plan.second]), any_shares_differ(args[plan.first])};
-    case Form::kRooted: {
-      const int64_t own = total(args[plan.first]);
-      return {size * own, own, false};
-    }
-    case Form::kAllToAll: {
-      const auto tensors = args[plan.first].toListRef();
-      const int64_t own = rank >= 0 && rank < static_cast<int>(tensors.size()) ? total(tensors[rank]) : 0;
-      return {total(args[plan.first]), own, shares_differ(args[plan.first]) || shares_differ(args[plan.second])};
-    }
-    case Form::kAllToAllSingle:
-      return all_to_all_single(plan, args, size, rank);
-  }
-  return {};
-}
+// By the kind of form in hooks/torch/c10d_operators.py.
+inline const std::map<std::string, Plan::Measure> kForms{
+    {"nothing", [](const Plan&, Arguments, int, int) { return Size{}; }},
+    {"buffers", [](const Plan& plan, Arguments args, int, int) { return Size{total(args[plan.about[0]])}; }},
+    {"pair",
+     [](const Plan& plan, Arguments args, int, int) {
+       return Size{total(args[plan.about[0]]), total(args[plan.about[1]])};
+     }},
+    {"lists",
+     [](const Plan& plan, Arguments args, int, int) {
+       const c10::IValue& lists = args[plan.about[0]];
+       return Size{total(lists), total(args[plan.about[1]]), any_shares_differ(lists)};
+     }},
+    {"rooted",
+     [](const Plan& plan, Arguments args, int group_size, int) {
+       const int64_t own = total(args[plan.about[0]]);
+       return Size{group_size * own, own};
+     }},
+    {"all_to_all", all_to_all},
+    {"all_to_all_single", all_to_all_single},
+};
 
-// The C++ object within a boxed one, which stays alive as long as the value does; null for a null one. (toCustomClass
-// looks its type up each time, and counts; a plan is only made for operators whose schema has it.)
+// The C++ object within a boxed one, valid as long as the value; null for a null one. (toCustomClass looks its type up
+// each time and changes the reference count. Plans exist only for operators whose schema has the type.)
 template <typename T>
 T* unboxed(const c10::IValue& value) {
   if (!value.isObject()) return nullptr;

@@ -1,12 +1,11 @@
-// The cells of commtrace.progress, shared with Python: each side reads what the other writes. Knows neither torch nor
-// Python.
+// The cells of commtrace.progress, read and written by C++ and Python. Independent of torch and Python.
 #pragma once
 
 #include <cstdint>
 
 namespace commtrace {
 
-// As the places in `Progress.cells` of commtrace/progress.py.
+// Same order as the positions in `Progress.cells` of commtrace/progress.py.
 struct Progress {
   int32_t step, micro_batch, mark, finished, by_program;
 

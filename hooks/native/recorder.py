@@ -71,20 +71,20 @@ def usable() -> bool:
 def install(operators: Sequence[Operator], functional: Sequence[str]) -> None:
     """Install kernels for these operators of c10d and of _c10d_functional, and wrap the waits."""
     recorder_setup.install_backend(KernelBackend(_library.crossing, _make_slots))
-    torch_tracer.started.insert(0, _go)
+    torch_tracer.started.insert(0, _start)
     _patches.install()
     if not _operators:
         _operators[:] = operators
-        _library.install([_plan(number, operator) for number, operator in enumerate(operators)], list(functional))
+        _library.install(operators, functional)
     _library.arm(_begin)
 
 
 def uninstall() -> None:
     """Restore what was wrapped. The kernels stay and only pass calls on."""
-    if _go in torch_tracer.started:
+    if _start in torch_tracer.started:
         _patches.uninstall()
         _library.disarm()
-        torch_tracer.started.remove(_go)
+        torch_tracer.started.remove(_start)
         recorder_setup.install_backend(torch_kernels.PYTHON_BACKEND)
 
 
@@ -105,21 +105,6 @@ def _make_slots(ring: Ring) -> NativeSlots:
     )
 
 
-def _plan(number: int, operator: Operator) -> Any:
-    plan = _library.Plan()
-    plan.space, plan.name, plan.number = "c10d", operator.variant, number
-    plan.arguments = len(operator.overload._schema.arguments)
-    plan.form = getattr(_library.Form, operator.form)
-    for name, place in zip(("first", "second", "third"), operator.about, strict=False):
-        setattr(plan, name, place)
-    for name in ("group", "async", "reduce_op", "peer", "tag", "output", "sample"):
-        place = getattr(operator, f"{name}_at")
-        setattr(plan, f"{name}_at", -1 if place is None else place)
-    plan.coalesced, plan.blocking = operator.coalesced, operator.blocking
-    plan.message, plan.send, plan.barrier = operator.point_to_point, operator.op == "send", operator.op == "barrier"
-    return plan
-
-
 def _begin() -> bool:
     """Begin to record. Called by C++ with the first call; returns whether to try again if nothing records yet."""
     try:
@@ -129,27 +114,26 @@ def _begin() -> bool:
     return session.settings is not None
 
 
-def _go(tracer: TorchTracer) -> None:
+def _start(tracer: TorchTracer) -> None:
     """Let C++ record, as a recorder has begun."""
     slots = tracer.recorder.slots
     if isinstance(slots, NativeSlots):
         tracer.recorder.each_drain.append(_collect(tracer.recorder, slots.recording))
-        slots.recording.go(Rows(tracer, slots.recording, list(_operators)))
+        slots.recording.start(Rows(tracer, slots.recording, list(_operators)))
 
 
 def _collect(recorder: Recorder, recording: Any) -> Callable[[], None]:
+    """Return a function that adds what C++ has counted to the recorder's counters."""
+
     def collect() -> None:
-        errors, first_error, costs, steady, first_calls, first_ns = recording.tally()
+        recording.resolve()
+        errors, first_error, costs, steady, first_calls, first_ns, *device = recording.tally()
         recorder.hook_errors += errors
         recorder.first_error = recorder.first_error or first_error
         recorder.cost_samples.extend(costs)
         recorder.steady_samples.extend(steady)
         recorder.first_calls += first_calls
         recorder.first_ns += first_ns
-        recording.resolve()
-        recorder.untimed, recorder.device_clock_ns, failure = recording.device_tally()
-        if failure:
-            recorder.hook_errors += 1
-            recorder.first_error = recorder.first_error or failure
+        recorder.untimed, recorder.device_clock_ns = device
 
     return collect

@@ -1,5 +1,5 @@
-// One recording: from the first call on, until the log is closed. Never freed, as completions may come at any time; a
-// closed one serves again for the next log.
+// The state of one recording, from the first call until the log is closed. Never freed, because completions may come at
+// any time; a closed one is reused for the next log.
 #pragma once
 
 #include <c10/core/GradMode.h>
@@ -32,15 +32,15 @@ struct Group {
   std::atomic<uint32_t> collectives{0};
   std::atomic<uint32_t> batch{0};  // number of the batch that is open
 
-  // A bit per operator: it has no future here; it has one that is complete when its Work is, and not before.
+  // A bit for each operator: its Works have no future; they have one that completes with the Work and not before.
   std::atomic<uint64_t> futureless{0}, trusted{0};
   std::atomic<uint32_t> doubts{0};
 
-  std::mutex mutex;  // of what follows
+  std::mutex mutex;  // guards the following members
   std::map<std::tuple<int, int, int>, uint32_t> messages;
   std::vector<Handle> batched;
   bool batch_on_host = false;
-  Begun batch_on_device;
+  DeviceStart batch_on_device;
 
   int global_rank(int64_t rank_) const {
     return rank_ >= 0 && rank_ < static_cast<int64_t>(ranks.size()) ? ranks[rank_] : -1;
@@ -52,7 +52,7 @@ struct Group {
   }
 };
 
-// Errors and costs of calls that the drain thread takes over.
+// Errors and costs of calls, collected by the drain thread.
 struct Tally {
   struct Sample {
     int64_t ns : 63;
@@ -83,9 +83,11 @@ struct Tally {
 
 class Recording {
  public:
-  explicit Recording(uint32_t capacity) : slots(capacity), waits(capacity), devices(slots), callsites(ask) { sem_init(&woken_, 0, 0); }
+  explicit Recording(uint32_t capacity) : slots(capacity), waits(capacity), devices(slots), callsites(rows) {
+    sem_init(&woken_, 0, 0);
+  }
 
-  // With the GIL. `ring` is its memory, as commtrace.recording.ring lays it out.
+  // Needs the GIL. `ring` points to memory with the layout of commtrace.recording.ring.
   void open(char* ring, size_t dropped_at, size_t records_at, bool sites, bool device_times, Progress* cells) {
     for (auto& kind : kinds_) kind.store(0, std::memory_order_relaxed);
     backward_.store(~0ULL);
@@ -98,7 +100,7 @@ class Recording {
     slots.open(ring + records_at, reinterpret_cast<uint64_t*>(ring + dropped_at), log.load());
   }
 
-  // ---- numbers of rows: asked of Python once, then remembered -------------------------------------------------------
+  // ---- row numbers, looked up in Python once -------------------------------------------------------------------------
 
   Group* group(c10d::ProcessGroup* pg) {
     {
@@ -106,20 +108,20 @@ class Recording {
       const auto known = groups_.find(pg);
       if (known != groups_.end()) return known->second;
     }
-    return ask.look_up(static_cast<Group*>(nullptr), [&](const py::object& rows) -> Group* {
+    return rows.look_up(static_cast<Group*>(nullptr), [&](const py::object& python_rows) -> Group* {
       const auto shared = c10::intrusive_ptr<c10d::ProcessGroup>::reclaim_copy(pg);
-      const py::object row = rows.attr("group")(shared);
-      return row.is_none() || !ask.still(rows) ? nullptr : enter(shared, row);
+      const py::object row = python_rows.attr("group")(shared);
+      return row.is_none() || !rows.current(python_rows) ? nullptr : add_group(shared, row);
     });
   }
 
   uint16_t kind(const Plan& plan, int dtype, int reduce_op) {
     std::atomic<uint16_t>& known = kinds_[(plan.number * kTypes + dtype + 1) * kReduceOps + reduce_op + 1];
     if (const uint16_t number = known.load(std::memory_order_relaxed)) return number;
-    return ask.look_up(uint16_t{0}, [&](const py::object& rows) {
+    return rows.look_up(uint16_t{0}, [&](const py::object& python_rows) {
       const py::object type = dtype < 0 ? py::object(py::none()) : py::cast(static_cast<c10::ScalarType>(dtype));
-      const auto number = rows.attr("kind")(plan.number, type, reduce_op).cast<uint16_t>();
-      if (ask.still(rows)) known.store(number, std::memory_order_relaxed);
+      const auto number = python_rows.attr("kind")(plan.number, type, reduce_op).cast<uint16_t>();
+      if (rows.current(python_rows)) known.store(number, std::memory_order_relaxed);
       return number;
     });
   }
@@ -127,25 +129,25 @@ class Recording {
   uint32_t site_of_backward(int task) {
     const uint64_t known = backward_.load(std::memory_order_relaxed);
     if (static_cast<int>(known >> 32) == task) return known & 0xffffffff;
-    return ask(uint32_t{0}, [&, asked = now()](const py::object& rows) {
-      const auto [site, is_new] = rows.attr("site_of_backward")().cast<std::pair<uint32_t, bool>>();
-      if (is_new) note_lookup(asked);
-      if (ask.still(rows)) backward_.store(static_cast<uint64_t>(task) << 32 | site, std::memory_order_relaxed);
+    return rows.call(uint32_t{0}, [&, since = now()](const py::object& python_rows) {
+      const auto [site, is_new] = python_rows.attr("site_of_backward")().cast<std::pair<uint32_t, bool>>();
+      if (is_new) note_lookup(since);
+      if (rows.current(python_rows)) backward_.store(static_cast<uint64_t>(task) << 32 | site, std::memory_order_relaxed);
       return site;
     });
   }
 
-  // Whether a forward that communicates is one of training.
+  // Whether the running forward belongs to training.
   bool trains() {
     return c10::GradMode::is_enabled() ||
-           ask(false, [](const py::object& rows) { return rows.attr("in_training")().cast<bool>(); });
+           rows.call(false, [](const py::object& python_rows) { return python_rows.attr("in_training")().cast<bool>(); });
   }
 
   // ---- records -------------------------------------------------------------------------------------------------------
 
   Handle begin(const Record& record, uint64_t log_of_thread) {
     int64_t left = 0;
-    const uint32_t slot = slots.take(left);
+    const uint32_t slot = slots.take(&left);
     if (slot == Slots::kEmpty) {
       slots.drop(1);
       return {};
@@ -167,18 +169,19 @@ class Recording {
     });
   }
 
-  void wait_begins(Handle handle, int64_t t_wait) {
-    slots.update(handle, [=](Record& record) {
-      record.t_wait = t_wait;
-      return record.state;
-    });
+  // Records the beginning of a wait for `key` and returns the calls that it is about.
+  Waits::Calls wait_begins(const void* key, int64_t t_wait) {
+    auto calls = waits.take(key);
+    for (const auto& call : calls)
+      slots.update(call.handle, [=](Record& record) { return record.t_wait = t_wait, record.state; });
+    return calls;
   }
 
-  void unobservable(Handle handle) { ended(handle, 0, kNobody, kUnobservable); }
+  void unobservable(Handle handle) { slots.finish(handle, kUnobservable); }
 
-  // ---- by the drain thread -------------------------------------------------------------------------------------------
+  // ---- called by the drain thread ------------------------------------------------------------------------------------
 
-  // Until somebody wakes it, or for so long.
+  // Blocks until wake() is called or the time is over.
   void wait(double seconds) {
     timespec until{};
     clock_gettime(CLOCK_MONOTONIC, &until);
@@ -187,13 +190,14 @@ class Recording {
     until.tv_nsec = ns % 1000000000;
     while (sem_clockwait(&woken_, CLOCK_MONOTONIC, &until) != 0 && errno == EINTR) {
     }
-    while (sem_trywait(&woken_) == 0) {  // however often it was woken
+    while (sem_trywait(&woken_) == 0) {  // several wake() count as one
     }
   }
 
   void wake() { sem_post(&woken_); }
 
-  // Slots whose records nobody will add to, with those of the oldest returned calls where places run short. As the twin.
+  // Slots with final records. If free slots run short, gives up the ends of the oldest returned calls, as Slots.finished
+  // in Python.
   std::vector<uint32_t> finished() {
     std::vector<uint32_t> found;
     std::vector<std::pair<int64_t, uint32_t>> waiting;
@@ -220,7 +224,7 @@ class Recording {
     slots.release(slot);
   }
 
-  // (slots that hold records, for the last time; how many calls had taken one and not begun to write)
+  // Returns the slots with records, and the number of slots that calls had taken and not yet written to.
   std::pair<std::vector<uint32_t>, uint32_t> close() {
     std::vector<uint32_t> left;
     const uint32_t unwritten = slots.close();
@@ -232,16 +236,16 @@ class Recording {
     return {left, unwritten};
   }
 
-  // With the GIL: what costs memory, or keeps others from dying, is let go of.
+  // Releases memory and references after close(). Needs the GIL.
   void forget() {
-    ask.close();
+    rows.close();
     callsites.forget();
     std::unordered_map<c10d::ProcessGroup*, Group*> groups;
     {
       std::unique_lock<std::shared_mutex> held(groups_mutex_);
       groups.swap(groups_);
     }
-    for (const auto& [address, group] : groups) group->pg.reset();  // a call on its way may still look at the Group
+    for (const auto& [address, group] : groups) group->pg.reset();  // the Group itself stays: running calls may use it
     std::lock_guard<std::mutex> held(tally.mutex);
     tally.first_error.clear();
   }
@@ -249,12 +253,12 @@ class Recording {
   Slots slots;
   Waits waits;
   DeviceTimes devices;
-  Asked ask;
+  PythonRows rows;
   CallSites callsites;
   Tally tally;
   bool sites_wanted = false;
   Progress* progress = nullptr;
-  std::atomic<uint64_t> log{0};  // tells openings of recordings from one another
+  std::atomic<uint64_t> log{0};  // identifies an opening of a recording
   std::atomic<uint32_t> threads{0};
   std::atomic<uint32_t> batches{0};
   std::atomic<int64_t> wait_cost{0};
@@ -266,19 +270,20 @@ class Recording {
     return ++logs;
   }
 
-  Group* enter(const c10::intrusive_ptr<c10d::ProcessGroup>& pg, const py::object& row) {
+  // `row`: (hooks.groups.Group, sequence number of the next collective).
+  Group* add_group(const c10::intrusive_ptr<c10d::ProcessGroup>& pg, const py::object& row) {
     auto group = std::make_unique<Group>();
-    // Weakly: a group that is kept alive cannot be destroyed. (It gives its backends up all the same; what stays is its
-    // address, so that no other group can have it.)
+    const auto [known, first] = row.cast<std::pair<py::object, uint32_t>>();
+    // A strong reference would keep the group from being destroyed. A weak one only keeps its address from being reused.
     group->pg = c10::weak_intrusive_ptr<c10d::ProcessGroup>(pg);
-    group->number = row.attr("number").cast<uint32_t>();
-    group->size = row.attr("size").cast<int>();
-    group->rank = row.attr("rank").cast<int>();
-    group->ranks = row.attr("ranks").cast<std::vector<int>>();
-    group->collectives = row.attr("first").cast<uint32_t>();
+    group->number = known.attr("number").cast<uint32_t>();
+    group->size = known.attr("size").cast<int>();
+    group->rank = known.attr("rank").cast<int>();
+    group->ranks = known.attr("ranks").cast<std::vector<int>>();
+    group->collectives = first;
     std::unique_lock<std::shared_mutex> held(groups_mutex_);
     const auto [entry, is_new] = groups_.emplace(pg.get(), group.get());
-    if (is_new) group.release();  // it stays: threads remember it
+    if (is_new) group.release();  // never freed: threads cache it
     return entry->second;
   }
 
@@ -291,23 +296,23 @@ class Recording {
   std::atomic<uint64_t> backward_{~0ULL};
 };
 
-// The recording that goes on; null while there is none.
+// The running recording; null if there is none.
 inline std::atomic<Recording*> current{nullptr};
 
-// What a thread knows of itself.
+// State of the calling thread in the running recording.
 struct Thread {
   uint64_t log = 0;
   uint16_t number = 0;
-  int functional = 0;  // calls within are waited for by tensor, and not by Work
+  int functional = 0;  // depth of functional collectives, which are waited for by tensor and not by Work
   uint32_t calls = 0;
-  int64_t looked_up = 0;  // when the call under way first looked up something new; 0: it has not
+  int64_t looked_up = 0;  // when the running call first looked up something new; 0: it has not
   struct {
     c10d::ProcessGroup* pg = nullptr;
     Group* group = nullptr;
   } groups[16];
 
-  static Thread& of(Recording& recording) {
-    Thread& thread = mine();
+  static Thread& current(Recording& recording) {
+    Thread& thread = current();
     const uint64_t log = recording.log.load(std::memory_order_relaxed);
     if (thread.log != log) {
       const int functional = thread.functional;
@@ -319,14 +324,14 @@ struct Thread {
     return thread;
   }
 
-  static Thread& mine() {
+  static Thread& current() {
     static thread_local Thread thread;
     return thread;
   }
 };
 
 inline void note_lookup(int64_t ns) {
-  int64_t& looked_up = Thread::mine().looked_up;
+  int64_t& looked_up = Thread::current().looked_up;
   if (looked_up == 0) looked_up = ns;
 }
 

@@ -12,33 +12,33 @@ namespace {
 using c10::DispatchKeySet;
 using torch::jit::Stack;
 
-// Tracing is on and nothing records yet: the first call lets Python begin.
+// Tracing is on and no recording has begun: the next call lets Python begin one.
 std::atomic<bool> armed{false};
 PyObject* begin_recording = nullptr;
 
-void hand_on(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+void redispatch(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   op.redispatchBoxed(keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect), stack);
 }
 
 // ---- before the call ---------------------------------------------------------------------------------------------------
 
-// A call that has begun and not returned yet.
-struct Entry {
+// A call that has not returned yet.
+struct Call {
   Recording* recording;
   const Plan& plan;
   Handle handle;
   Group* group = nullptr;
   bool on_host = true;
-  std::optional<Begun> on_device;  // of a call that is not on the host
+  std::optional<DeviceStart> on_device;  // if it is not on the host
   bool asynchronous = false, sampled = false;
-  c10::StorageImpl* storage = nullptr;  // a functional call is waited for by a tensor of this one
+  c10::StorageImpl* storage = nullptr;  // of the tensor that a functional call is waited for by
   int64_t entered = 0, begun = 0;
-  int64_t looked_up = 0;  // of a first call: since when it has looked up something new
+  int64_t looked_up = 0;  // when a first call began to look up something new
 
   bool timed() const { return on_device && *on_device; }
 };
 
-// Whether a compiler traces the program: such a call is no communication.
+// Whether the tensor belongs to a compiler that traces the program, and not to communication.
 bool is_fake(const at::Tensor& tensor) {
   if (tensor.is_meta()) return true;
   if (!tensor.key_set().has(c10::DispatchKey::Python)) return false;
@@ -66,15 +66,14 @@ Group* group_of(Recording& recording, Thread& thread, const c10::IValue& boxed) 
   return last.group;
 }
 
-// The call site, and what its frames show; fills in the phase and the step. As CallContext.find in Python.
+// Finds the call site and sets the record's site, phase and step, as CallContext.find in Python.
 CallSite call_context(Recording& recording, Record& record) {
   Progress& progress = *recording.progress;
   const int mark = progress.get(progress.mark), task = torch::autograd::get_current_graph_task_id();
   int phase = task == -1 ? mark : mark == kInit ? kInit : kBackwardPhase;
   const bool by_frames = phase == kUnmarked;
   CallSite seen;
-  if (by_frames || recording.sites_wanted)
-    seen = recording.callsites.find(by_frames, recording.sites_wanted);
+  if (by_frames || recording.sites_wanted) seen = recording.callsites.find(by_frames, recording.sites_wanted);
   if (by_frames) {
     const int unmarked = progress.get(progress.step) < 0 ? kInit : kOther;
     phase = seen.seen & kForward ? kForwardPhase : seen.seen & kOptimizer ? kOptimizerPhase : unmarked;
@@ -89,7 +88,7 @@ CallSite call_context(Recording& recording, Record& record) {
   return seen;
 }
 
-void address(const Plan& plan, Arguments args, Group& group, Record& record) {
+void set_address(const Plan& plan, Arguments args, Group& group, Record& record) {
   record.peer = plan.peer_at < 0 ? -1 : group.global_rank(args[plan.peer_at].toInt());
   record.tag = -1;
   if (!plan.message) {
@@ -101,46 +100,44 @@ void address(const Plan& plan, Arguments args, Group& group, Record& record) {
   record.seq = plan.send ? group.message(own, record.peer, record.tag) : group.message(record.peer, own, record.tag);
 }
 
-uint8_t flags_of(const Plan& plan, Arguments args, const at::Tensor* sample, bool uneven, uint8_t seen, bool functional,
-                 bool batched) {
-  // A message's operator is the same for both; who called it tells whether the caller waits.
-  const bool asynchronous = plan.message ? functional || ((seen & kHandle) && !(seen & kBlocking))
-                                         : plan.async_at >= 0 && args[plan.async_at].toBool();
-  return (asynchronous ? kAsync : 0) | (seen & kObject ? kObjects : 0) | (uneven ? kUneven : 0) |
-         (batched || plan.coalesced ? kCoalesced : 0) |
-         (sample != nullptr && sample->layout() != at::kStrided ? kSparse : 0);
+bool is_async(const Plan& plan, Arguments args, uint8_t seen, bool functional) {
+  if (!plan.message) return plan.async_at >= 0 && args[plan.async_at].toBool();
+  // One operator serves blocking and non-blocking messages; the frames show which of the two a call is.
+  return functional || ((seen & kHandle) && !(seen & kBlocking));
 }
 
-// Where the call begins on its device; a coalesced one where its batch does. Whether it goes into a graph.
-bool begin_on_device(Entry& entry, const at::Tensor& sample, bool batched) {
+// Sets the call's beginning on its device; that of its batch if it is coalesced. Returns whether it is captured.
+bool begin_on_device(Call& call, const at::Tensor& sample, bool batched) {
   if (!batched) {
-    entry.on_device = entry.recording->devices.begins(sample.device());
-    return entry.on_device->captured;
+    call.on_device = call.recording->devices.begins(sample.device());
+    return call.on_device->captured;
   }
-  Group& group = *entry.group;
+  Group& group = *call.group;
   {
     std::lock_guard<std::mutex> held(group.mutex);
-    const Begun& begun = group.batch_on_device;
+    const DeviceStart& begun = group.batch_on_device;
     if (begun.device != nullptr) {
-      if (!begun && !begun.captured) entry.recording->devices.missed();
+      if (!begun && !begun.captured) call.recording->devices.count_untimed();
       return begun.captured;
     }
   }
-  Begun begun = entry.recording->devices.begins(sample.device());
+  DeviceStart begun = call.recording->devices.begins(sample.device());
   std::lock_guard<std::mutex> held(group.mutex);
   group.batch_on_device = std::move(begun);
   return group.batch_on_device.captured;
 }
 
-bool record_call(Entry& entry, Thread& thread, Arguments args, const at::Tensor* sample) {
-  Recording& recording = *entry.recording;
-  const Plan& plan = entry.plan;
+// Records that the call begins. False if it is not recorded.
+bool record_call(Call& call, Thread& thread, Arguments args, const at::Tensor* sample) {
+  if (sample != nullptr && is_fake(*sample)) return false;  // first, as its size may be symbolic
+  Recording& recording = *call.recording;
+  const Plan& plan = call.plan;
   Record record{};
-  Group* group = entry.group = group_of(recording, thread, args[plan.group_at]);
+  Group* group = call.group = group_of(recording, thread, args[plan.group_at]);
   if (group == nullptr) return false;
-  const Size size = measure(plan, args, group->size, group->rank);
+  const Size size = plan.measure(plan, args, group->size, group->rank);
   const CallSite seen = call_context(recording, record);
-  const bool typed = sample != nullptr && !plan.barrier;
+  const bool typed = sample != nullptr && !plan.barrier, functional = thread.functional > 0;
   const auto* reduce_op = plan.reduce_op_at < 0 ? nullptr : unboxed<c10d::ReduceOp>(args[plan.reduce_op_at]);
   record.kind = recording.kind(plan, typed ? static_cast<int>(sample->scalar_type()) : -1,
                                reduce_op == nullptr ? -1 : static_cast<int>(reduce_op->op_));
@@ -149,45 +146,43 @@ bool record_call(Entry& entry, Thread& thread, Arguments args, const at::Tensor*
   record.group = group->number;
   record.batch = group->batch.load(std::memory_order_relaxed);
   record.thread = thread.number;
-  record.flags = flags_of(plan, args, sample, size.uneven, seen.seen, thread.functional > 0, record.batch != 0);
+  call.asynchronous = is_async(plan, args, seen.seen, functional);
+  record.flags = (call.asynchronous ? kAsync : 0) | (seen.seen & kObject ? kObjects : 0) | (size.uneven ? kUneven : 0) |
+                 (record.batch != 0 || plan.coalesced ? kCoalesced : 0) |
+                 (sample != nullptr && sample->layout() != at::kStrided ? kSparse : 0);
   record.state = kBegun;
-  address(plan, args, *group, record);  // last, as it counts
-  entry.on_host = sample == nullptr || sample->is_cpu();
-  if (thread.functional > 0)
-    if (const at::Tensor* output = first_tensor(args[plan.output_at]))
-      entry.storage = output->storage().unsafeGetStorageImpl();
-  const bool captured = !entry.on_host && begin_on_device(entry, *sample, record.batch != 0);
-  if (captured) record.flags |= kCaptured;
-  entry.asynchronous = record.flags & kAsync;
-  entry.begun = now();
-  record.t_begin = entry.timed() ? entry.on_device->point.submitted : entry.begun;
-  entry.handle = recording.begin(record, thread.log);
-  return static_cast<bool>(entry.handle);
+  set_address(plan, args, *group, record);  // last, as it increments counters
+  call.on_host = sample == nullptr || sample->is_cpu();
+  const at::Tensor* output = functional ? first_tensor(args[plan.output_at]) : nullptr;
+  if (output != nullptr) call.storage = output->storage().unsafeGetStorageImpl();
+  if (!call.on_host && begin_on_device(call, *sample, record.batch != 0)) record.flags |= kCaptured;
+  call.begun = now();
+  record.t_begin = call.timed() ? call.on_device->point.submitted : call.begun;
+  call.handle = recording.begin(record, thread.log);
+  return static_cast<bool>(call.handle);
 }
 
-// Throws only exceptions of Python (an interrupt).
-bool before(Entry& entry, Thread& thread, Arguments args, const at::Tensor* sample) {
+// As `record_call`, but throws only Python exceptions (an interrupt).
+bool before(Call& call, Thread& thread, Arguments args, const at::Tensor* sample) {
   try {
-    if (sample != nullptr && is_fake(*sample)) return false;  // before anything asks for its size, which may be symbolic
-    return record_call(entry, thread, args, sample);
+    return record_call(call, thread, args, sample);
   } catch (py::error_already_set&) {
     throw;
   } catch (const std::exception& error) {
-    entry.recording->tally.fault(error.what());
+    call.recording->tally.fault(error.what());
     return false;
   }
 }
 
 // ---- after the call ----------------------------------------------------------------------------------------------------
 
-// Adds the call to the open batch, whose Work will show its end.
-bool join_batch(const Entry& entry) {
-  Group& group = *entry.group;
-  if (group.batch.load(std::memory_order_relaxed) == 0) return false;
+// Adds the call to the open batch, whose Work shows its end. False if the batch was closed.
+bool join_batch(const Call& call) {
+  Group& group = *call.group;
   std::lock_guard<std::mutex> held(group.mutex);
   if (group.batch.load() == 0) return false;
-  group.batched.push_back(entry.handle);
-  group.batch_on_host |= entry.on_host;
+  group.batched.push_back(call.handle);
+  group.batch_on_host |= call.on_host;
   return true;
 }
 
@@ -200,83 +195,82 @@ State note_return(Record& record, int64_t t_return, State state, Clock clock) {
   return state;
 }
 
-void returned(Entry& entry, int64_t t_return, State state, Clock clock = kNobody) {
-  entry.recording->slots.update(entry.handle,
+void returned(Call& call, int64_t t_return, State state, Clock clock = kNoClock) {
+  call.recording->slots.update(call.handle,
                                 [=](Record& record) { return note_return(record, t_return, state, clock); });
 }
 
-void after(Entry& entry, Stack* stack, int64_t t_return) {
-  Recording& recording = *entry.recording;
-  if (entry.plan.blocking) {
-    returned(entry, t_return, kComplete, kReturn);
+void after(Call& call, Stack* stack, int64_t t_return) {
+  Recording& recording = *call.recording;
+  if (call.plan.blocking) {
+    returned(call, t_return, kComplete, kReturn);
     return;
   }
-  if (entry.group->batch.load(std::memory_order_relaxed) != 0) {
-    returned(entry, t_return, kReturned);
-    if (!join_batch(entry)) recording.unobservable(entry.handle);
+  if (call.group->batch.load(std::memory_order_relaxed) != 0) {
+    returned(call, t_return, kReturned);
+    if (!join_batch(call)) recording.unobservable(call.handle);
     return;
   }
   auto* work = unboxed<c10d::Work>(stack->back());
   if (work == nullptr) {
-    // Without a Work, where none was asked for, the call is in the current stream, between two events.
-    const bool in_stream = entry.timed() && !entry.asynchronous;
-    returned(entry, t_return, in_stream ? kReturned : kUnobservable);
-    if (in_stream && !recording.devices.ends(entry.handle, std::move(*entry.on_device)))
-      recording.unobservable(entry.handle);
+    // A synchronous call without a Work runs in the current stream, between two events.
+    const bool in_stream = call.timed() && !call.asynchronous;
+    returned(call, t_return, in_stream ? kReturned : kUnobservable);
+    if (in_stream && !recording.devices.ends(call.handle, std::move(*call.on_device)))
+      recording.unobservable(call.handle);
     return;
   }
-  const bool on_device = entry.timed() && recording.devices.runs(entry.handle, std::move(*entry.on_device));
-  const auto future = entry.on_host ? future_of(*entry.group, entry.plan.number, *work) : nullptr;
+  const bool on_device = call.timed() && recording.devices.runs(call.handle, std::move(*call.on_device));
+  const auto future = call.on_host ? future_of(*call.group, call.plan.number, *work) : nullptr;
   c10::intrusive_ptr_target* waited = work;
-  if (entry.storage != nullptr) waited = entry.storage;
-  const bool by_wait = entry.on_host && !future, complete = future && future->completed() && !future->hasError();
-  const State state = complete ? kComplete : entry.on_host || on_device ? kReturned : kUnobservable;
-  auto weak = by_wait ? std::optional<Weak>(weakly(waited)) : std::nullopt;
-  // Listed while the slot is this call's, and before it counts as returned: from then on it may become another one's.
-  recording.slots.update(entry.handle, [&](Record& record) {
-    recording.waits.add(waited, entry.handle, std::move(weak));
+  if (call.storage != nullptr) waited = call.storage;
+  const bool by_wait = call.on_host && !future, complete = future && future->completed() && !future->hasError();
+  const State state = complete ? kComplete : call.on_host || on_device ? kReturned : kUnobservable;
+  auto weak = by_wait ? std::optional<Weak>(weak_reference(waited)) : std::nullopt;
+  // Within `update` and before the state becomes kReturned: from then on the slot may be given to another call.
+  recording.slots.update(call.handle, [&](Record& record) {
+    recording.waits.add(waited, call.handle, std::move(weak));
     return note_return(record, t_return, state, kFuture);
   });
-  if (future && !complete) follow(&recording, entry.handle, *future);
+  if (future && !complete) follow(&recording, call.handle, *future);
 }
 
-void note_cost(const Entry& entry, int64_t after) {
-  Recording& recording = *entry.recording;
-  if (entry.looked_up != 0) recording.tally.first_call(entry.begun - entry.looked_up + after);
-  if (!entry.sampled) return;
-  recording.sample_wait.store(true, std::memory_order_relaxed);
-  recording.tally.sample(entry.begun - entry.entered + after + recording.wait_cost.load(), entry.looked_up != 0);
-}
-
-void after_or_fault(Entry& entry, Stack* stack) {
+// As `after`, without exceptions, and with the call's cost.
+void finish_call(Call& call, Stack* stack) {
   const int64_t t_return = now();
   try {
-    after(entry, stack, t_return);
+    after(call, stack, t_return);
   } catch (const std::exception& error) {
-    entry.recording->tally.fault(error.what());
-    entry.recording->slots.update(entry.handle, [=](Record& record) -> uint8_t {
+    call.recording->tally.fault(error.what());
+    call.recording->slots.update(call.handle, [=](Record& record) -> uint8_t {
       record.t_return = t_return;
       return record.state < kComplete ? kUnobservable : record.state;
     });
   }
-  if (entry.sampled || entry.looked_up != 0) note_cost(entry, now() - t_return);
+  if (!call.sampled && call.looked_up == 0) return;
+  Recording& recording = *call.recording;
+  const int64_t ns_after = now() - t_return;
+  if (call.looked_up != 0) recording.tally.first_call(call.begun - call.looked_up + ns_after);
+  if (!call.sampled) return;
+  recording.sample_wait.store(true, std::memory_order_relaxed);
+  recording.tally.sample(call.begun - call.entered + ns_after + recording.wait_cost.load(), call.looked_up != 0);
 }
 
-// Passes on a call that has no slot.
+// Redispatches a call that has no slot.
 void unrecorded(Recording& recording, const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-  hand_on(op, keys, stack);
+  redispatch(op, keys, stack);
   if (!recording.devices.wanted() || stack->empty()) return;
   if (const auto* work = unboxed<c10d::Work>(stack->back())) recording.waits.forget(work);
 }
 
 // ---- kernels -----------------------------------------------------------------------------------------------------------
 
-// The cost of one call in 32 is measured: of the first 32 the 16th, then another one of each 32. With a fixed position, a
-// program whose steps have a multiple of it would always show the cost of the same calls.
-bool to_sample(uint32_t call) {
+// The cost of one call in 32 is measured: the 16th of the first 32, then a varying one. At a fixed position, it would
+// always be the same call in a program whose steps make a multiple of 32 calls.
+bool to_sample(uint32_t number) {
   constexpr uint32_t kMask = 31, kFirst = 15, kGoldenRatio = 0x9E3779B1;
-  const uint32_t of_this_32 = ((call / (kMask + 1)) * kGoldenRatio >> 27) + kFirst;
-  return (call & kMask) == (of_this_32 & kMask);
+  const uint32_t position = ((number / (kMask + 1)) * kGoldenRatio >> 27) + kFirst;
+  return (number & kMask) == (position & kMask);
 }
 
 class CallKernel : public c10::OperatorKernel {
@@ -285,85 +279,65 @@ class CallKernel : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     Recording* recording = current.load(std::memory_order_acquire);
-    if (recording == nullptr && !armed.load(std::memory_order_relaxed)) return hand_on(op, keys, stack);
+    if (recording == nullptr && !armed.load(std::memory_order_relaxed)) return redispatch(op, keys, stack);
     const Arguments args = torch::jit::last(*stack, plan_.arguments);
-    const at::Tensor* sample = first_of(args[plan_.sample_at]);
+    const at::Tensor* sample = first_tensor(args[plan_.sample_at]);
     if (recording == nullptr) recording = begin_if_armed(sample);
-    if (recording == nullptr) return hand_on(op, keys, stack);
-    Thread& thread = Thread::of(*recording);
-    Entry entry{recording, plan_, {}};
-    entry.sampled = to_sample(thread.calls++);
-    if (entry.sampled) entry.entered = now();
+    if (recording == nullptr) return redispatch(op, keys, stack);
+    Thread& thread = Thread::current(*recording);
+    Call call{recording, plan_, {}};
+    call.sampled = to_sample(thread.calls++);
+    if (call.sampled) call.entered = now();
     thread.looked_up = 0;
-    if (!before(entry, thread, args, sample)) return unrecorded(*recording, op, keys, stack);
-    entry.looked_up = thread.looked_up;
+    if (!before(call, thread, args, sample)) return unrecorded(*recording, op, keys, stack);
+    call.looked_up = thread.looked_up;
     try {
-      hand_on(op, keys, stack);
+      redispatch(op, keys, stack);
     } catch (...) {
-      returned(entry, now(), kFailed);
+      returned(call, now(), kFailed);
       throw;
     }
-    after_or_fault(entry, stack);
+    finish_call(call, stack);
   }
 
  private:
-  static const at::Tensor* first_of(const c10::IValue& value) {
-    if (value.isTensor()) return value.toTensor().defined() ? &value.toTensor() : nullptr;
-    if (!value.isList()) return nullptr;
-    const auto items = value.toListRef();
-    return items.empty() || !items.front().isTensor() ? nullptr : first_of(items.front());
-  }
-
   const Plan& plan_;
 };
 
-// Calls of `_c10d_functional` arrive at `c10d` operators; who waits for them names a tensor.
-class FunctionalKernel : public c10::OperatorKernel {
- public:
-  void operator()(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-    struct Within {
-      Within() { Thread::mine().functional++; }
-      ~Within() { Thread::mine().functional--; }
-    } within;
-    hand_on(op, keys, stack);
-  }
-};
+// Calls of `_c10d_functional` reach the operators of `c10d`; their waits name a tensor.
+void functional_kernel(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  struct Functional {
+    Functional() { Thread::current().functional++; }
+    ~Functional() { Thread::current().functional--; }
+  } functional;
+  redispatch(op, keys, stack);
+}
 
-class WaitKernel : public c10::OperatorKernel {
- public:
-  void operator()(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-    Recording* recording = current.load(std::memory_order_acquire);
-    const at::Tensor* tensor = recording == nullptr ? nullptr : first_tensor(stack->back());
-    if (tensor == nullptr || tensor->is_meta() || !tensor->has_storage()) return hand_on(op, keys, stack);
-    const c10::intrusive_ptr_target* key = tensor->storage().unsafeGetStorageImpl();
-    const int64_t t_wait = now();
-    const auto found = recording->waits.take(key);
-    for (const auto& call : found) recording->wait_begins(call.handle, t_wait);
-    DeviceWait on_device(*recording, found);
-    hand_on(op, keys, stack);
-    const int64_t t_end = now();
-    on_device.ends(false);
-    for (const auto& call : found)
-      if (call.by_wait) recording->ended(call.handle, t_end, kWait);
-  }
-};
+void wait_kernel(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  Recording* recording = current.load(std::memory_order_acquire);
+  const at::Tensor* tensor = recording == nullptr ? nullptr : first_tensor(stack->back());
+  if (tensor == nullptr || tensor->is_meta() || !tensor->has_storage()) return redispatch(op, keys, stack);
+  const c10::intrusive_ptr_target* key = tensor->storage().unsafeGetStorageImpl();
+  const int64_t t_wait = now();
+  const auto calls = recording->wait_begins(key, t_wait);
+  DeviceWait on_device(*recording, calls);
+  redispatch(op, keys, stack);
+  const int64_t t_end = now();
+  on_device.ends(false);
+  for (const auto& call : calls)
+    if (call.by_wait) recording->ended(call.handle, t_end, kWait);
+}
 
-class PassKernel : public c10::OperatorKernel {
- public:
-  void operator()(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) { hand_on(op, keys, stack); }
-};
+// ---- installation ------------------------------------------------------------------------------------------------------
 
-// ---- installing --------------------------------------------------------------------------------------------------------
-
-// Never freed: at exit the dispatcher may go first.
+// Never freed: at exit the dispatcher may be destroyed first.
 auto* const libraries = new std::vector<std::unique_ptr<torch::Library>>;
 
-template <typename Kernel, typename... Arguments_>
-std::unique_ptr<torch::Library> put_in(const std::string& space, const std::string& name, Arguments_... arguments) {
+void add_kernel(const char* space, const std::string& name, torch::CppFunction kernel) {
   auto library = std::make_unique<torch::Library>(torch::Library::IMPL, space, c10::DispatchKey::BackendSelect, __FILE__,
                                                   __LINE__);
-  library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(arguments...)));
-  return library;
+  library->impl(name.c_str(), std::move(kernel));
+  libraries->push_back(std::move(library));
 }
 
 std::vector<at::Tensor> probe(at::TensorList tensors, const std::optional<at::Tensor>&, bool, int64_t) {
@@ -404,7 +378,7 @@ c10::intrusive_ptr<c10::ivalue::Future> future_of(Group& group, int plan, c10d::
     return future;
   }
   if (work.isCompleted()) return future;
-  // Complete before its Work. gloo's is for a moment; NCCL's and that of torch's fake process group always, and says nothing.
+  // Complete before its Work: gloo's for a moment; NCCL's and that of torch's fake process group always, so it is no end.
   if (group.doubts.fetch_add(1, std::memory_order_relaxed) >= kMostDoubts) group.futureless.fetch_or(bit);
   return nullptr;
 }
@@ -426,11 +400,12 @@ void forked_in_child() {
 
 void install(const std::vector<Plan>& plans, const std::vector<std::string>& functional) {
   for (const Plan& plan : plans)
-    libraries->push_back(put_in<CallKernel>(plan.space, plan.name, new Plan(plan)));
-  for (const std::string& name : functional) {
-    const char* space = "_c10d_functional";
-    libraries->push_back(name == "wait_tensor" ? put_in<WaitKernel>(space, name) : put_in<FunctionalKernel>(space, name));
-  }
+    add_kernel("c10d", plan.name,
+               torch::CppFunction::makeFromBoxedFunctor(std::make_unique<CallKernel>(new Plan(plan))));
+  for (const std::string& name : functional)
+    add_kernel("_c10d_functional", name,
+               name == "wait_tensor" ? torch::CppFunction::makeFromBoxedFunction<&wait_kernel>()
+                                     : torch::CppFunction::makeFromBoxedFunction<&functional_kernel>());
 }
 
 void arm(const py::object& begin) {
@@ -447,18 +422,19 @@ void remove_kernels() {
 
 int64_t crossing() {
   static const bool defined = [] {
-    auto library = std::make_unique<torch::Library>(torch::Library::DEF, "commtrace_native_calibration", std::nullopt, __FILE__,
-                                                    __LINE__);
+    auto* library = new torch::Library(torch::Library::DEF, "commtrace_native_calibration", std::nullopt, __FILE__,
+                                       __LINE__);
     for (const char* name : {"bare", "through"}) {
       library->def((std::string(name) + "(Tensor[] tensors, Tensor? none, bool flag, int number) -> Tensor[]").c_str());
       library->impl(name, torch::dispatch(c10::DispatchKey::CPU, &probe));
     }
-    library.release();  // both stay
-    put_in<PassKernel>("commtrace_native_calibration", "through").release();
-    return true;
+    library->impl("through", torch::dispatch(c10::DispatchKey::BackendSelect,
+                                             torch::CppFunction::makeFromBoxedFunction<&redispatch>()));
+    return true;  // the library stays
   }();
   (void)defined;
-  return std::max<int64_t>(0, least_ns("commtrace_native_calibration::through") - least_ns("commtrace_native_calibration::bare"));
+  const int64_t through = least_ns("commtrace_native_calibration::through");
+  return std::max<int64_t>(0, through - least_ns("commtrace_native_calibration::bare"));
 }
 
 }  // namespace commtrace

@@ -1,9 +1,9 @@
 // Kernels that run before torch's own: they record a call and redispatch it.
 //
-// Rules, all from runs that hung or crashed:
-//   - no lock of ours is held while the GIL is taken, and the GIL is never held while a call is handed on;
-//   - a Work may be null (NCCL's synchronous calls), and its future is an end only where the backend means it as one;
-//   - threads of a backend may come with a completion after the log was closed: a Handle then opens nothing.
+// Rules, all from observed deadlocks and crashes:
+//   - never acquire the GIL while holding one of our locks, and never hold the GIL while a call is redispatched;
+//   - a Work may be null (NCCL's synchronous calls), and not every backend's future shows the end of its Work;
+//   - a backend's thread may report a completion after the log was closed: the Handle is then invalid.
 #pragma once
 
 #include <optional>
@@ -14,34 +14,34 @@
 
 namespace commtrace {
 
-// Installs kernels for these operators of c10d and of _c10d_functional. They stay, and only pass calls on while nothing
-// records: removing one that another thread is in crashes (seen), and at exit the dispatcher may be destroyed first.
+// Installs kernels for these operators of c10d and of _c10d_functional. They stay, and only redispatch while nothing is
+// recorded: removing a kernel that another thread runs crashes, and at exit the dispatcher may be destroyed first.
 void install(const std::vector<Plan>& plans, const std::vector<std::string>& functional);
 
-// Removes them. Only where no other thread communicates: in benchmarks.
+// Removes the kernels. Only safe if no other thread communicates (benchmarks).
 void remove_kernels();
 
-// Lets the next call run `begin()`, which returns whether to try again if nothing records yet.
+// Makes the next call run `begin()`, which starts the recording. It returns whether later calls may try again.
 void arm(const py::object& begin);
 void disarm();
 
-// ns that a call spends on its way into and out of a kernel like ours, which the kernel itself cannot see: on an operator
-// of our own with such a kernel before it and without, the least of several tries, as other threads run at the same time.
+// ns that a call spends entering and leaving such a kernel, which the kernel itself cannot measure: the difference between
+// two operators of our own, one with a kernel before it, as the minimum of several trials.
 int64_t crossing();
 
-// In a forked child: the recording is the parent's, and what the child communicates is its own.
+// In a forked child: detaches from the parent's recording, and lets the child begin its own.
 void forked_in_child();
 
-// The future that shows the end of a call on the host; null where the backend has none.
+// The future that shows the end of a call on the host; null if the backend has none.
 c10::intrusive_ptr<c10::ivalue::Future> future_of(Group& group, int plan, c10d::Work& work);
 
-// A wait that makes a device's stream wait. If it is left by an exception its calls have failed.
+// The program's wait for calls on a device. The calls have failed if it is destroyed by an exception.
 class DeviceWait {
  public:
-  DeviceWait(Recording& recording, const Waits::AllFound& found) : devices_(recording.devices) {
+  DeviceWait(Recording& recording, const Waits::Calls& calls) : devices_(recording.devices) {
     if (!devices_.wanted()) return;
     c10::SmallVector<Handle, 4> handles;
-    for (const auto& call : found)
+    for (const auto& call : calls)
       if (!call.by_wait) handles.push_back(call.handle);
     if (!handles.empty()) waited_ = devices_.wait_begins(handles);
   }
@@ -50,10 +50,10 @@ class DeviceWait {
 
  private:
   DeviceTimes& devices_;
-  Waited waited_;
+  PendingWait waited_;
 };
 
-// The call ends when this future does.
+// Records the end of the call when this future completes.
 void follow(Recording* recording, Handle handle, c10::ivalue::Future& future);
 
 }  // namespace commtrace

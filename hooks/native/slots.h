@@ -1,5 +1,5 @@
-// The records of a ring, and which thread may write to which of them. Knows neither torch nor Python, so that a small
-// program can put it under a thread sanitizer (tests/support/native_programs/slots_race.cpp).
+// The slots of a ring: allocation, and exclusive access to their records. Independent of torch and Python, so that it can
+// be tested under a thread sanitizer (tests/support/native_programs/slots_race.cpp).
 #pragma once
 
 #include <atomic>
@@ -12,7 +12,7 @@
 
 namespace commtrace {
 
-// As commtrace.schema.RECORD.
+// Same layout as commtrace.schema.RECORD.
 struct Record {
   int64_t t_begin, t_return, t_wait, t_start, t_end, payload, local;
   uint32_t seq, group, site;
@@ -23,7 +23,7 @@ struct Record {
 };
 static_assert(sizeof(Record) == 96, "the format of docs/reference/log-format.md");
 
-// Offset of each field, for `layout()` of both libraries: Python compares it with commtrace.schema.RECORD on loading.
+// Offsets of the fields, returned by `layout()` of both libraries. Python compares them with commtrace.schema.RECORD.
 struct Field {
   const char* name;
   size_t offset;
@@ -38,7 +38,7 @@ inline constexpr Field kLayout[] = {
 enum State : uint8_t { kFree, kBegun, kReturned, kComplete, kUnobservable, kFailed };
 enum Phase : int { kUnmarked = -1, kOther = 0, kInit, kForwardPhase, kBackwardPhase, kOptimizerPhase };
 enum Flag : uint8_t { kAsync = 1, kCoalesced = 2, kCaptured = 4, kObjects = 8, kSparse = 16, kUneven = 64 };
-enum Clock : uint8_t { kNobody, kReturn, kWait, kFuture, kDevice, kTest, kDeviceWait };
+enum Clock : uint8_t { kNoClock, kReturn, kWait, kFuture, kDevice, kTest, kDeviceWait };
 
 inline int64_t now() {
   timespec t{};
@@ -46,8 +46,8 @@ inline int64_t now() {
   return t.tv_sec * 1000000000LL + t.tv_nsec;
 }
 
-// One call's claim to a slot: its number (24 bits) and how often the slot had changed hands. Eight bytes, so that a
-// completion callback that carries it needs no memory of its own.
+// A call's reference to its slot: the slot number (24 bits) and the slot's turn, which distinguishes its successive calls.
+// Eight bytes, so that a completion callback can capture it without an allocation.
 struct Handle {
   uint64_t bits = kNone;
   static constexpr uint64_t kNone = ~0ULL;
@@ -56,7 +56,7 @@ struct Handle {
   explicit operator bool() const { return bits != kNone; }
 };
 
-// Held for a few stores, never while anything is waited for.
+// For critical sections of a few stores that never block.
 class SpinLock {
  public:
   void lock() {
@@ -70,10 +70,10 @@ class SpinLock {
   std::atomic_flag held_ = ATOMIC_FLAG_INIT;
 };
 
-// The slots of one ring. A call takes a slot and keeps a Handle; the drain thread gives the slot to somebody else, and
-// from then on the Handle opens nothing: a completion that comes late, or after the log was closed, cannot write into
-// another call's record or into memory that is no ring any more. Never freed, because callbacks may come at any time; but
-// opened again, for another ring of the same size, with turns that go on.
+// The slots of one ring. A call takes a slot and keeps a Handle. When the drain thread releases the slot its turn
+// increments, which invalidates the Handle: a late completion, or one after the log was closed, cannot write to another
+// call's record or to unmapped memory. Never freed, because callbacks may run at any time. After close() it can be opened
+// again for another ring of the same size; turns continue.
 class Slots {
  public:
   explicit Slots(uint32_t capacity) : capacity_(capacity) {
@@ -85,8 +85,8 @@ class Slots {
     }
   }
 
-  // The slots of this memory may be taken; but for one that a thread took before the last log was closed and has yet to
-  // give back. `log` tells this opening from others: such a thread must not write into it.
+  // Makes the slots available, except those that a thread took before the last close() and has not given back. `log`
+  // identifies this opening: such a thread must not write to it.
   void open(void* records, uint64_t* dropped, uint64_t log) {
     records_ = static_cast<Record*>(records);
     dropped_ = dropped;
@@ -99,29 +99,25 @@ class Slots {
   uint32_t capacity() const { return capacity_; }
   int64_t free() const { return free_.load(std::memory_order_relaxed); }
 
-  uint32_t take() {
-    int64_t left = 0;
-    return take(left);
-  }
-
-  // A slot for anybody, kEmpty where there is none; `left`: how many there are besides. Of the threads that take slots at
-  // the same time each is told another number.
-  uint32_t take(int64_t& left) {
+  // Takes a free slot; kEmpty if there is none. `left` receives the number of slots that stay free: a different one for
+  // each of the threads that take slots concurrently.
+  uint32_t take(int64_t* left = nullptr) {
     uint64_t head = head_.load(std::memory_order_acquire);
     for (;;) {
       const uint32_t slot = head & 0xffffffff;
       if (slot == kEmpty) return kEmpty;
-      // The upper half counts, so that a head that came back meanwhile (ABA) is seen to be another one.
+      // The upper half is a counter against ABA.
       const uint64_t next = ((head >> 32) + 1) << 32 | next_[slot].load(std::memory_order_relaxed);
       if (head_.compare_exchange_weak(head, next, std::memory_order_acq_rel, std::memory_order_acquire)) {
-        left = free_.fetch_sub(1, std::memory_order_relaxed) - 1;
+        const int64_t before = free_.fetch_sub(1, std::memory_order_relaxed);
+        if (left != nullptr) *left = before - 1;
         return slot;
       }
     }
   }
 
-  // The slot that is likely to be taken next, kEmpty where none is left; its memory is fetched. The drain thread had it
-  // last, so it is in another core's cache, and a call that had to wait for each part of it would take half as long again.
+  // Prefetches the slot that is likely to be taken next and returns it; kEmpty if there is none. The drain thread wrote to
+  // it last, so it is in another core's cache; without the prefetch a call takes half as long again.
   uint32_t prefetch_next() const {
     const uint32_t slot = head_.load(std::memory_order_relaxed) & 0xffffffff;
     if (slot == kEmpty) return slot;
@@ -143,8 +139,8 @@ class Slots {
     free_.fetch_add(1, std::memory_order_relaxed);
   }
 
-  // Writes the whole record of a slot that was taken; `record.state` goes last, as a process may be killed in between.
-  // No Handle: the log is closed, or was so meanwhile.
+  // Writes the record of a slot that was taken, its state last, as the process may be killed in between. Returns an empty
+  // Handle if the log is closed or another one was opened.
   Handle begin(uint32_t slot, const Record& record, uint64_t log) {
     const uint64_t turn = lock(slot);
     if (closed_.load(std::memory_order_acquire) || log_.load(std::memory_order_relaxed) != log) {
@@ -153,14 +149,13 @@ class Slots {
       return {};
     }
     Record& place = records_[slot];
-    const uint8_t state = record.state;
-    copy_all_but_state(place, record);
-    publish(place, state);
+    __builtin_memcpy(&place, &record, offsetof(Record, state));
+    publish(place, record.state);
     unlock(slot, turn + 1);
     return {(turn + 1) << 24 | slot};
   }
 
-  // Calls `write(record)` if the slot is still this call's; whatever state it gives back is written last.
+  // Calls `write(record)` if the Handle is valid, and writes the state that it returns last.
   template <typename Write>
   bool update(Handle handle, Write write) {
     if (!handle || gone_.load(std::memory_order_relaxed) || !lock_if(handle.slot(), handle.turn())) return false;
@@ -170,32 +165,36 @@ class Slots {
     return true;
   }
 
-  // Calls that found no place, counted in the ring itself, where recovery finds them, too. False: the log is closed.
+  // Changes the state of a call that returned and whose end is not recorded yet.
+  void finish(Handle handle, State then) {
+    update(handle, [=](Record& record) -> uint8_t { return record.state == kReturned ? then : record.state; });
+  }
+
+  // Counts calls that found no free slot, in the ring itself, where recovery reads it. False if the log is closed.
   bool drop(uint64_t calls) {
     const uint64_t turn = lock(0);  // any slot's lock keeps the ring open
-    const bool open = !closed_.load(std::memory_order_acquire);  // and what open() wrote before
+    const bool open = !closed_.load(std::memory_order_acquire);  // acquires what open() wrote
     if (open) __atomic_fetch_add(dropped_, calls, __ATOMIC_RELAXED);
     unlock(0, turn);
     return open;
   }
 
-  // Takes a slot in this state from its call, whose Handle opens nothing any more, and gives it another one.
+  // Changes the state of a slot that is in state `only_if` and invalidates its Handle.
   bool settle(uint32_t slot, uint8_t only_if, uint8_t state_then) {
     const uint64_t turn = lock(slot);
-    const bool yes = state(slot) == only_if;
-    if (yes) publish(records_[slot], state_then);
-    unlock(slot, yes ? turn + 1 : turn);
-    return yes;
+    const bool matches = state(slot) == only_if;
+    if (matches) publish(records_[slot], state_then);
+    unlock(slot, matches ? turn + 1 : turn);
+    return matches;
   }
 
-  // As it is now, for the log.
   void copy(uint32_t slot, Record& to) {
     const uint64_t turn = lock(slot);
     to = records_[slot];
     unlock(slot, turn);
   }
 
-  // Its record is on disk: nobody's slot.
+  // Frees a slot whose record is on disk.
   void release(uint32_t slot) {
     const uint64_t turn = lock(slot);
     publish(records_[slot], kFree);
@@ -203,8 +202,8 @@ class Slots {
     if (!closed_.load(std::memory_order_relaxed)) give(slot);
   }
 
-  // No slot is given out from here on, and no Handle opens anything. When this comes back, no thread is writing.
-  // Returns how many slots had been taken by calls that had not begun to write.
+  // Takes all slots and invalidates all Handles; when it returns, no thread is writing. Returns the number of slots that
+  // calls had taken and not yet written to.
   uint32_t close() {
     closed_.store(true);
     for (uint32_t slot = take(); slot != kEmpty; slot = take()) held_.push_back(slot);
@@ -218,7 +217,7 @@ class Slots {
 
   bool gone() const { return gone_.load(std::memory_order_relaxed); }
 
-  // In a forked child: the ring is the parent's. Other threads may have held locks, and are not here.
+  // In a forked child, whose ring is the parent's. No locks are taken: threads of the parent may have held them.
   void forked() {
     closed_.store(true);
     gone_.store(true);
@@ -230,15 +229,15 @@ class Slots {
   static constexpr uint32_t kEmpty = 0xffffffff;
 
  private:
-  // A turn is a count in the upper bits and a lock in the lowest; it is held for a few stores.
+  // Each word of `turns_` is a turn and, in the lowest bit, a spin lock. Returns the turn.
   uint64_t lock(uint32_t slot) {
-    for (int tries = 0;; tries++) {
-      uint64_t word = turns_[slot].load(std::memory_order_relaxed) & ~1ULL;
-      if (turns_[slot].compare_exchange_weak(word, word | 1, std::memory_order_acquire)) return word >> 1;
-      if (tries > 64) std::this_thread::yield();
+    for (;;) {
+      const uint64_t turn = turns_[slot].load(std::memory_order_relaxed) >> 1;
+      if (lock_if(slot, turn)) return turn;
     }
   }
 
+  // False if the slot has another turn.
   bool lock_if(uint32_t slot, uint64_t turn) {
     for (int tries = 0;; tries++) {
       uint64_t word = turn << 1;
@@ -252,16 +251,12 @@ class Slots {
 
   static void publish(Record& record, uint8_t state) { __atomic_store_n(&record.state, state, __ATOMIC_RELEASE); }
 
-  static void copy_all_but_state(Record& place, const Record& record) {
-    __builtin_memcpy(&place, &record, offsetof(Record, state));
-  }
-
   const uint32_t capacity_;
   Record* records_ = nullptr;
   uint64_t* dropped_ = nullptr;
   std::unique_ptr<std::atomic<uint64_t>[]> turns_;
   std::unique_ptr<std::atomic<uint32_t>[]> next_;
-  std::vector<uint32_t> held_;  // what may not be taken while no log is open
+  std::vector<uint32_t> held_;  // slots that become free with the next open()
   alignas(64) std::atomic<uint64_t> head_{kEmpty};
   alignas(64) std::atomic<int64_t> free_{0};
   std::atomic<uint64_t> log_{0};

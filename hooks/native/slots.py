@@ -85,4 +85,4 @@ class NativeSlots(Slots):
 
     def close(self) -> None:
         """Release the native recording, when the log is complete."""
-        self.recording.let_go()
+        self.recording.recycle()

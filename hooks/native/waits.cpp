@@ -1,4 +1,4 @@
-// Waits, polls and coalesced calls that Python makes: the methods of c10d's Work and ProcessGroup are no operators.
+// Waits, polls and coalesced calls that Python makes: methods of c10d's Work and ProcessGroup, which are not dispatched.
 #include "waits.h"
 
 #include <array>
@@ -12,7 +12,7 @@ namespace {
 
 PyTypeObject* work_type = nullptr;
 
-// As pybind11's casters, which look the type up by its name each time. It is compared only, never followed.
+// The C++ object, without pybind11's casters, which look the type up by name each time. Compared, never dereferenced.
 const c10::intrusive_ptr_target* work_of(PyObject* self) {
   if (!PyObject_TypeCheck(self, work_type)) return nullptr;
   const auto* instance = reinterpret_cast<py::detail::instance*>(self);
@@ -22,16 +22,13 @@ const c10::intrusive_ptr_target* work_of(PyObject* self) {
 PyObject* wait_traced(Recording& recording, PyObject* wait, PyObject* const* args, Py_ssize_t count, PyObject* names) {
   const auto* work = work_of(args[0]);
   const int64_t t_wait = now();
-  const auto found = work == nullptr ? Waits::AllFound{} : recording.waits.take(work);
+  const auto calls = work == nullptr ? Waits::Calls{} : recording.wait_begins(work, t_wait);
   bool by_wait = false;
-  for (const auto& call : found) {
-    by_wait |= call.by_wait;
-    recording.wait_begins(call.handle, t_wait);
-  }
+  for (const auto& call : calls) by_wait |= call.by_wait;
   std::optional<DeviceWait> on_device;
-  if (recording.devices.wanted() && !found.empty()) {
-    const py::gil_scoped_release unlocked;  // a full queue of the device makes whoever adds to it wait
-    on_device.emplace(recording, found);
+  if (recording.devices.wanted() && !calls.empty()) {
+    const py::gil_scoped_release unlocked;  // recording an event blocks while the device's queue is full
+    on_device.emplace(recording, calls);
   }
   const bool sampled = recording.sample_wait.load(std::memory_order_relaxed);
   const int64_t cost = sampled ? now() - t_wait : 0;
@@ -42,9 +39,8 @@ PyObject* wait_traced(Recording& recording, PyObject* wait, PyObject* const* arg
     const py::gil_scoped_release unlocked;
     on_device->ends(result == nullptr);
   }
-  for (const auto& call : found)
-    if (call.by_wait)
-      recording.ended(call.handle, t_end, kWait, result == nullptr ? kFailed : kComplete);
+  for (const auto& call : calls)
+    if (call.by_wait) recording.ended(call.handle, t_end, kWait, result == nullptr ? kFailed : kComplete);
   if (sampled) {
     recording.sample_wait.store(false, std::memory_order_relaxed);
     recording.wait_cost.store(cost + now() - t_end);
@@ -52,13 +48,14 @@ PyObject* wait_traced(Recording& recording, PyObject* wait, PyObject* const* arg
   return result;
 }
 
-// What stands for `wait` of one class. In C, as its cost is added to every synchronous call; and as a method of its type,
-// for which Python makes no bound method with each call. Such a method has no memory of its own, hence one function each.
+// The replacements of `wait`, one for each class. In C, because their cost is added to every synchronous call; and as
+// method descriptors, for which Python makes no bound method at each call. A descriptor has no state, hence a function
+// for each.
 constexpr size_t kMostMethods = 32;
 std::array<PyObject*, kMostMethods> originals{};
 
 template <size_t number>
-PyObject* waiting(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+PyObject* wait_of(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* names) {
   PyObject* const wait = originals[number];
   c10::SmallVector<PyObject*, 8> all{self};
   all.append(args, args + count + (names == nullptr ? 0 : PyTuple_GET_SIZE(names)));
@@ -69,8 +66,8 @@ PyObject* waiting(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObj
 
 template <size_t... numbers>
 std::array<PyMethodDef, kMostMethods> methods(std::index_sequence<numbers...>) {
-  constexpr const char* kDoc = "As torch's; commtrace notes when it began and ended.";
-  return {PyMethodDef{"wait", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&waiting<numbers>)),
+  constexpr const char* kDoc = "As torch's; commtrace records when it began and ended.";
+  return {PyMethodDef{"wait", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&wait_of<numbers>)),
                       METH_FASTCALL | METH_KEYWORDS, kDoc}...};
 }
 
@@ -79,7 +76,7 @@ std::array<PyMethodDef, kMostMethods> methods(std::index_sequence<numbers...>) {
 py::object waiting_for(const py::object& type, const py::object& wait) {
   static auto definitions = methods(std::make_index_sequence<kMostMethods>{});
   if (work_type == nullptr) work_type = reinterpret_cast<PyTypeObject*>(py::type::of<c10d::Work>().release().ptr());
-  // What makes a method of pybind11's function builds a tuple for each call; the function itself takes its self as well.
+  // pybind11's instance method builds a tuple for each call; the function within it takes self as an argument.
   PyObject* original = PyInstanceMethod_Check(wait.ptr()) ? PyInstanceMethod_Function(wait.ptr()) : wait.ptr();
   for (size_t number = 0; number < kMostMethods; number++) {
     if (originals[number] == nullptr) originals[number] = py::reinterpret_borrow<py::object>(original).release().ptr();
@@ -89,7 +86,7 @@ py::object waiting_for(const py::object& type, const py::object& wait) {
           PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type.ptr()), &definitions[number]));
     }
   }
-  return wait;  // no more places: the waits of this class are not seen
+  return wait;  // no function is left: the waits of this class are not observed
 }
 
 void polled(const py::object& work) {
@@ -105,16 +102,11 @@ void polled(const py::object& work) {
 
 namespace {
 
-// Takes the batch that is open, if one is.
+// Takes the calls of the open batch, and sets the number of the next one (0: none).
 std::vector<Handle> close_batch(Group& group, uint32_t next) {
   std::lock_guard<std::mutex> held(group.mutex);
   group.batch.store(next);
   return std::exchange(group.batched, {});
-}
-
-bool ends_on_device(Recording& recording, const std::vector<Handle>& handles, Begun begun) {
-  const py::gil_scoped_release unlocked;
-  return recording.devices.ends(handles, std::move(begun));
 }
 
 }  // namespace
@@ -122,7 +114,8 @@ bool ends_on_device(Recording& recording, const std::vector<Handle>& handles, Be
 void batch_begins(Recording& recording, const c10::intrusive_ptr<c10d::ProcessGroup>& pg) {
   Group* group = recording.group(pg.get());
   if (group == nullptr) return;
-  for (Handle handle : close_batch(*group, ++recording.batches)) recording.unobservable(handle);  // an exception's
+  // An exception may have left a batch open.
+  for (Handle handle : close_batch(*group, ++recording.batches)) recording.unobservable(handle);
   group->batch_on_host = false;
   group->batch_on_device = {};
 }
@@ -132,9 +125,14 @@ void batch_ends(Recording& recording, const c10::intrusive_ptr<c10d::ProcessGrou
   Group* group = recording.group(pg.get());
   if (group == nullptr) return;
   const auto handles = close_batch(*group, 0);
-  Begun on_device = std::exchange(group->batch_on_device, {});
+  DeviceStart on_device = std::exchange(group->batch_on_device, {});
   if (!work) {
-    if (on_device && ends_on_device(recording, handles, std::move(on_device))) return;
+    bool ends = false;
+    if (on_device) {
+      const py::gil_scoped_release unlocked;
+      ends = recording.devices.ends(handles, std::move(on_device));
+    }
+    if (ends) return;
     for (Handle handle : handles) recording.unobservable(handle);
     return;
   }
@@ -142,10 +140,10 @@ void batch_ends(Recording& recording, const c10::intrusive_ptr<c10d::ProcessGrou
   const auto future = group->batch_on_host ? future_of(*group, kBatchPlan, *work) : nullptr;
   const bool by_wait = group->batch_on_host && !future;
   const bool runs = on_device && recording.devices.runs(handles, std::move(on_device));
-  const auto weak = by_wait ? std::optional<Weak>(weakly(waited)) : std::nullopt;
+  const auto weak = by_wait ? std::optional<Weak>(weak_reference(waited)) : std::nullopt;
   bool first = true;
   for (Handle handle : handles) {
-    recording.slots.update(handle, [&](Record& record) {  // where the drain thread has not taken its place meanwhile
+    recording.slots.update(handle, [&](Record& record) {  // unless the drain thread has taken the slot
       recording.waits.add(waited, handle, weak, std::exchange(first, false));
       return record.state;
     });

@@ -1,4 +1,4 @@
-// Which records a wait is about: those of the Work, or of the tensor, that is waited for.
+// The records of the calls that a wait ends, by the address of the Work or tensor storage that is waited for.
 #pragma once
 
 #include <c10/util/SmallVector.h>
@@ -14,54 +14,58 @@
 
 namespace commtrace {
 
-// A Work, or the storage of a tensor, that nobody is kept from letting go of.
+// A weak reference to a Work or to the storage of a tensor.
 using Weak = c10::weak_intrusive_ptr<c10::intrusive_ptr_target>;
 
-inline Weak weakly(c10::intrusive_ptr_target* target) {
+inline Weak weak_reference(c10::intrusive_ptr_target* target) {
   return Weak::reclaim(c10::raw::intrusive_ptr::make_weak(target));
 }
 
-// One entry per slot at most, so nothing is allocated on the way of a call, and an entry goes when its slot does.
+// A hash table with at most one entry per slot: recording a call allocates nothing, and an entry is removed with its slot.
 //
-// An entry's key is an address. Where only the wait shows the end, a weak reference keeps the address from being used
-// again (and a Work's tensors in memory, so it is let go of at the wait, or by the next drain after the Work has died).
-// Where the end comes by itself, and on a device, no reference is held: there a call is unlisted as soon as another object
-// has the address (`add`, `forget`).
+// The key is an address. If only a wait shows the end, the entry holds a weak reference, which keeps the address from being
+// reused. It also keeps a Work's tensors in memory, so it is dropped at the wait, or by the next drain after the Work died.
+// Calls that end by a callback, or on a device, hold no reference: their entries are removed when another object is found
+// at the address (`add`, `forget`).
 class Waits {
  public:
   explicit Waits(uint32_t capacity) : entries_(std::make_unique<Entry[]>(capacity)) {}
 
-  // With `weak`, only a wait shows the end of this call. By whoever holds the call's slot (within Slots::update): the
-  // entry of a slot that has become another call's must not be listed. `first`: of the calls that end with this object.
+  // Adds a call; `weak` if only a wait shows its end, `first` for the first of the calls that end with this object. Call it
+  // within Slots::update, as the slot must still belong to the call.
   void add(const void* key, Handle handle, std::optional<Weak> weak, bool first = true) {
-    Bucket& bucket = of(key);
+    Bucket& bucket = bucket_of(key);
     std::lock_guard<SpinLock> held(bucket.lock);
-    if (first) unlist_others(bucket, key);
-    list(bucket, entries_[handle.slot()], key, handle, std::move(weak));
+    if (first) unlink_stale(bucket, key);
+    Entry& entry = entries_[handle.slot()];
+    entry.key = key;
+    entry.handle = handle;
+    entry.weak = std::move(weak);
+    entry.next = bucket.first;
+    bucket.first = handle.slot();
+    entry.listed.store(&bucket, std::memory_order_release);
   }
 
-  // A new object that no record is about has this address.
+  // Removes the entries of an address, which now belongs to an object without a record.
   void forget(const void* key) {
-    Bucket& bucket = of(key);
+    Bucket& bucket = bucket_of(key);
     std::lock_guard<SpinLock> held(bucket.lock);
-    unlist_others(bucket, key);
+    unlink_stale(bucket, key);
   }
 
-  // This slot's entry is about to be used.
   void prefetch(uint32_t slot) const { __builtin_prefetch(&entries_[slot], 1); }
 
-  struct Found {
+  struct Call {
     Handle handle;
-    bool by_wait;
+    bool by_wait;  // ends with the wait
   };
-  using AllFound = c10::SmallVector<Found, 4>;
+  using Calls = c10::SmallVector<Call, 4>;
 
-  // The records that a wait for `key` is about, `by_wait` those that end with it. They are not asked for again: of two
-  // waits for one object the first one counts.
-  AllFound take(const void* key) {
-    AllFound found;
-    c10::SmallVector<Weak, 1> dropped;  // let go of after the lock: what dies with it may take its time
-    Bucket& bucket = of(key);
+  // Removes and returns the calls that a wait for `key` is about: of two waits for one object the first counts.
+  Calls take(const void* key) {
+    Calls calls;
+    c10::SmallVector<Weak, 1> dropped;  // destroyed after the lock is released, as that may take long
+    Bucket& bucket = bucket_of(key);
     std::lock_guard<SpinLock> held(bucket.lock);
     for (uint32_t* link = &bucket.first; *link != Slots::kEmpty;) {
       Entry& entry = entries_[*link];
@@ -69,17 +73,15 @@ class Waits {
         link = &entry.next;
         continue;
       }
-      found.push_back({entry.handle, entry.weak.has_value()});
+      calls.push_back({entry.handle, entry.weak.has_value()});
       if (auto weak = unlink(entry, link)) dropped.push_back(std::move(*weak));
     }
-    return found;
+    return calls;
   }
 
-  void remove(uint32_t slot) {
-    unlink_if(slot, [](const Entry&) { return true; });
-  }
+  void remove(uint32_t slot) { unlink_if(slot, [](const Entry&) { return true; }); }
 
-  // Whether this slot's call was to end with a Work that has died; the entry goes then.
+  // Removes the slot's entry if the Work that should end its call has died. Returns whether it has.
   bool died(uint32_t slot) {
     return unlink_if(slot, [](const Entry& entry) { return entry.weak && entry.weak->expired(); });
   }
@@ -98,39 +100,30 @@ class Waits {
     std::atomic<Bucket*> listed{nullptr};
   };
 
-  Bucket& of(const void* key) { return buckets_[(reinterpret_cast<uintptr_t>(key) >> 4) * 0x9E3779B97F4A7C15ULL >> 54]; }
+  Bucket& bucket_of(const void* key) { return buckets_[(reinterpret_cast<uintptr_t>(key) >> 4) * 0x9E3779B97F4A7C15ULL >> 54]; }
 
-  // A new object has this address: whoever had it before is gone.
-  void unlist_others(Bucket& bucket, const void* key) {
+  // Removes entries of the object that had this address before.
+  void unlink_stale(Bucket& bucket, const void* key) {
     for (uint32_t* link = &bucket.first; *link != Slots::kEmpty;) {
-      Entry& other = entries_[*link];
-      if (other.key == key && !other.weak)
-        unlink(other, link);
+      Entry& entry = entries_[*link];
+      if (entry.key == key && !entry.weak)
+        unlink(entry, link);
       else
-        link = &other.next;
+        link = &entry.next;
     }
-  }
-
-  static void list(Bucket& bucket, Entry& entry, const void* key, Handle handle, std::optional<Weak> weak) {
-    entry.key = key;
-    entry.handle = handle;
-    entry.weak = std::move(weak);
-    entry.next = bucket.first;
-    bucket.first = handle.slot();
-    entry.listed.store(&bucket, std::memory_order_release);
   }
 
   static std::optional<Weak> unlink(Entry& entry, uint32_t* link) {
     *link = entry.next;
     auto weak = std::exchange(entry.weak, std::nullopt);
-    entry.listed.store(nullptr, std::memory_order_release);  // last: from here on the entry may be another call's
+    entry.listed.store(nullptr, std::memory_order_release);  // last: the entry may be reused from here on
     return weak;
   }
 
   template <typename Test>
   bool unlink_if(uint32_t slot, Test test) {
     Entry& entry = entries_[slot];
-    std::optional<Weak> dropped;  // after the lock
+    std::optional<Weak> dropped;  // destroyed after the lock is released
     Bucket* bucket = entry.listed.load(std::memory_order_acquire);
     if (bucket == nullptr) return false;
     std::lock_guard<SpinLock> held(bucket->lock);

@@ -60,7 +60,7 @@ void communicate(Ring& ring, uint32_t number, std::minstd_rand& random, Works& k
   if (random() % 8 == 0) std::this_thread::yield();  // the log may be closed, or the places be taken
   auto work = c10::make_intrusive<Work>();
   const bool by_wait = random() % 2;
-  const auto weak = by_wait ? std::optional<Weak>(weakly(work.get())) : std::nullopt;
+  const auto weak = by_wait ? std::optional<Weak>(weak_reference(work.get())) : std::nullopt;
   bool first = true;
   for (Handle handle : batch)
     late += handle && !ring.slots.update(handle, [&](Record& record) {
