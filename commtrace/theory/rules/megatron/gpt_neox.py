@@ -32,6 +32,10 @@ def extend_prediction(job: Job, prediction: Prediction) -> Prediction:
     """Add the program's own calls. Raise NotPredictedError for programs that train otherwise."""
     if job.model("train_impl", "normal") != "normal":
         raise NotPredictedError(f"GPT-NeoX's train_impl {job.model('train_impl')} has no rules yet")
+    if job.row.get("zero_stage") == 3:
+        raise NotPredictedError(
+            "GPT-NeoX under ZeRO-3 has no rules yet: it builds its layers twice, and they hand biases on to others"
+        )
     own = (*_among_model_ranks(job), *batches(job, job.micro_batches), *losses(job, job.micro_batches))
     if not job.has_pipeline_engine:
         own = (*own, reduced_losses(job.micro_batches))

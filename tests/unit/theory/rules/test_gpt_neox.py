@@ -18,11 +18,13 @@ import pytest
 
 from commtrace.analyses.reconciliation.matching import compare
 from commtrace.analyses.reconciliation.measured_calls import MeasuredCalls
-from commtrace.theory import ExpectedCall, predict
+from commtrace.theory import ExpectedCall, NotPredictedError, predict
 from commtrace.theory.configs.gpt_neox import planning
 from commtrace.theory.configs.gpt_neox.program_config import ProgramConfig
 from commtrace.theory.configs.job_plan import plan_job
 from commtrace.theory.expected_calls import total_wire_bytes
+from commtrace.theory.job import Job
+from commtrace.theory.rules.megatron import gpt_neox
 from commtrace.theory.rules.registry import GPT_NEOX, RULES, Rule
 
 RECORDED = json.loads((Path(__file__).parents[3] / "support" / "recorded" / "gpt_neox.json").read_text())
@@ -87,6 +89,16 @@ def test_the_waterfall_ends_at_the_wire_bytes_of_a_step(name: str) -> None:
     prediction = predict(job_row(name, 0))
     sent = sum(total_wire_bytes([call], call.ranks or prediction.ranks_of(call.role)) for call in prediction.steps[-1])
     assert prediction.closed_form.bytes + sum(bar.bytes for bar in prediction.bars) == sent
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"), [({"zero_stage": 3}, "ZeRO-3"), ({"model": {"train_impl": "dpo"}}, "train_impl dpo")]
+)
+def test_what_has_no_rules_is_not_predicted(change: dict[str, Any], reason: str) -> None:
+    row = job_row("dp2-zero2", 0)
+    change = {**change, "model": {**row["model"], **change.get("model", {})}}
+    with pytest.raises(NotPredictedError, match=reason):
+        gpt_neox.extend_prediction(Job({**row, **change}), predict(row))
 
 
 def wrong(value: Any) -> Any:
