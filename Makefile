@@ -1,4 +1,4 @@
-# Everything sets itself up: `make demo` and `make test` need Python 3.10 or later (3.11 is what is tested) and nothing else.
+# Targets set up .venv themselves: `make demo` and `make test` need only Python 3.10 to 3.13 (tested on 3.11).
 PYTHON ?= $(shell command -v python3.11 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin

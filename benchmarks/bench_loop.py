@@ -217,11 +217,11 @@ def held_out(network: Network, op: str, options: argparse.Namespace) -> list[Row
         network.shown(Row(case, name, "%", value))
         for name, value in (
             ("median error", statistics.median(errors)),
-            ("of nine in ten at most", _of_nine_in_ten(errors)),
+            ("90th percentile", _of_nine_in_ten(errors)),
             ("worst error", errors[-1]),
-            ("median error by the fit itself", 100 * (found.held_out_median or 0.0)),
-            ("every other pass of the loop against the others: median", statistics.median(noise)),
-            ("every other pass: of nine in ten at most", _of_nine_in_ten(noise)),
+            ("median error reported by the fit", 100 * (found.held_out_median or 0.0)),
+            ("even passes of the loop against odd ones: median", statistics.median(noise)),
+            ("even passes against odd ones: 90th percentile", _of_nine_in_ten(noise)),
         )
     ]
 

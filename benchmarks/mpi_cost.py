@@ -49,7 +49,7 @@ def calls(options: argparse.Namespace) -> list[Row]:
     for case, call in (
         ("Allreduce alone", lambda: MPI.COMM_SELF.Allreduce(given, into)),
         ("Allreduce, two ranks", lambda: world.Allreduce(given, into)),
-        ("Send and Recv, there and back, two ranks", partial(ping, world, given, into)),
+        ("Send and Recv, round trip, two ranks", partial(ping, world, given, into)),
     ):
         for name, switch in sides().items():
             if options.only in name:

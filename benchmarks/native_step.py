@@ -29,7 +29,7 @@ from commtrace.hooks.torch import hook as torch_hook
 from commtrace.run import Run
 
 NAME = "commtrace, native, with call sites"  # as it is unless something else is set
-THREAD = f"{NAME}: its thread"
+THREAD = f"{NAME}: drain thread"
 
 
 def main() -> None:

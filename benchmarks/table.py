@@ -95,7 +95,7 @@ def own_cost(rows: Sequence[Row]) -> str:
         if row.bare is not None:
             line.append(f"{number(row.bare)} {row.unit} ({signed(row.control_difference)})")
         line.append(f"{what} {number(row.side)} {row.unit}")
-    header = ["", "seen from outside (bare again)", "by the report", ""]
+    header = ["", "external (bare again)", "reported", ""]
     return markdown(header, [[name, *line] for name, line in lines.items()])
 
 
@@ -113,7 +113,7 @@ def by_case_alone(rows: Sequence[Row]) -> str:
 
 
 def native_step(rows: Sequence[Row]) -> str:
-    """Both programs as in the table of steps; then the recording's thread."""
+    """Both programs as in the table of steps; then the drain thread."""
     compared = [row for row in rows if row.ratio is not None]
     return f"{by_case(compared)}\n\n{by_case_alone([row for row in rows if row.ratio is None])}"
 
@@ -125,7 +125,9 @@ def bench_loop(rows: Sequence[Row]) -> str:
         [row.case, f"{number(row.bare or 0)} us", f"{number(row.side)} us", spread(row), f"{row.control:.3f}"]
         for row in compared
     ]
-    times = markdown(["", "loop by hand", "commtrace bench", "bench / loop (quartiles)", "loop again / loop"], lines)
+    times = markdown(
+        ["", "hand-written loop", "commtrace bench", "bench / loop (quartiles)", "loop again / loop"], lines
+    )
     return f"{times}\n\n{by_case_alone([row for row in rows if row.bare is None])}"
 
 
@@ -163,14 +165,14 @@ def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
-    "step_time": ("A training step of two ranks, bare + added, ratio (control)", by_case),
+    "step_time": ("Time of a training step of two ranks, bare + added, ratio (control)", by_case),
     "native_step": (
-        "A training step of two ranks, bare + added by the native recorder, ratio (control)",
+        "Time of a training step of two ranks, bare + added by the native recorder, ratio (control)",
         native_step,
     ),
-    "mpi_cost": ("A call of mpi4py, bare + added, ratio (control)", by_case),
-    "call_cost": ("A call, bare + added, ratio (control)", by_case),
-    "own_cost": ("The cost of a call, measured externally and by the report", own_cost),
+    "mpi_cost": ("Time of an mpi4py call, bare + added, ratio (control)", by_case),
+    "call_cost": ("Time of a call, bare + added, ratio (control)", by_case),
+    "own_cost": ("The cost of a call, measured externally and as reported", own_cost),
     "startup": ("A Python process that never communicates", by_case),
     "log_size": ("Size on disk", single),
     "report": ("Time and memory of a report", by_case_alone),

@@ -1,6 +1,6 @@
 """Reference pages that mkdocs makes from the code at each build: commands, settings, tables, rules.
 
-An mkdocs hook (`hooks:` in mkdocs.yml). Nothing of it is kept in the repository, so no page can disagree with the code.
+An mkdocs hook (`hooks:` in mkdocs.yml). The pages are not in the repository, so that they always match the code.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def commands_page() -> str:
     """Return the help text of every command as Markdown."""
     parts = [
         "# Commands\n\nExit status: 0 success (also for a report of a damaged log), 1 an error that you can fix "
-        "(`check`: also a difference), 2 wrong arguments, 3 `check` could not compare, 130 interrupted."
+        "(`check`, `diff`: also a difference), 2 wrong arguments, 3 `check` or `diff` could not compare everything, "
+        "130 interrupted."
     ]
     for name in COMMANDS:
         command = import_module(f"commtrace.commands.{name}").Command()
@@ -137,11 +138,11 @@ _TABLE_SECTIONS: Final = (
 _WIDTH: Final = 100
 
 _TABLES_INTRODUCTION: Final = """\
-Every table, by its name, with what its rows and columns are. `run.describe_table(NAME)` shows the
-same in Python, and the JSON documents hold it as "columns".
+Every table with its rows and columns. `run.describe_table(NAME)` shows the same in Python; the JSON
+documents have it as "columns".
 
 - Counts and bytes are sums over the ranks that left a log, unless a column says "per rank".
-- Every recorded call counts, also one that failed or did not end; the table `states` counts them.
+- Every recorded call counts, including calls that failed or did not end; the table `states` counts them.
 - A missing value means "not known", never zero: `null` in JSON, "-" in text.
 - Text and pages show the columns under short heads, in units that suit; JSON and pandas hold exact
   numbers.

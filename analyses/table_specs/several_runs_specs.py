@@ -71,7 +71,9 @@ _STEP_VOLUMES: Final = (
 )  # fmt: skip
 _COMPUTE: Final = duration("compute_ns", "computing",
     "The step without blocked_ns; missing if a device's clock saw ends.")  # fmt: skip
-_STEP_NS: Final = duration("step_ns", "a step", "Duration of a training step of the slowest rank, mean over the steps.")
+_STEP_NS: Final = duration(
+    "step_ns", "step time", "Duration of a training step of the slowest rank, mean over the steps."
+)
 _SPEEDUP: Final = (
     column("ratio", partial(ratio_text, suffix="x"), "speedup", "speedup",
         "Against the run with the fewest ranks, per token; without tokens, as if each step had the same work."),

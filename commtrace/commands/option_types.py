@@ -102,8 +102,8 @@ def add_own(parser: argparse.ArgumentParser, help_text: str) -> None:
     """Add --own."""
     parser.add_argument(
         "--own", metavar="PATTERN", action="append", default=[],
-        help=f"{help_text}: a part of file and function, such as train.py or log_loss; calls in backward excepted; "
-        "may be repeated",
+        help=f"{help_text}: a part of file and function, such as train.py or log_loss; `*` and `?` are wildcards; "
+        "calls in backward excepted; may be repeated",
     )  # fmt: skip
 
 

@@ -10,9 +10,9 @@ from .option_types import add_shared
 class Command:
     """Recover records of killed processes from this host's shared memory.
 
-    A killed process leaves its last records in /dev/shm. Every command that opens the log (report, check, scaling,
-    export) recovers the records on the host that it runs on, and so does any process of the run that exits normally. On
-    the other hosts of a cluster, run this command before they are restarted or cleaned:
+    The last records of a killed process are in /dev/shm. Every command that opens the log (report, scaling, check and
+    its --against, diff, export) recovers the records on the host that it runs on, and so does any process of the run
+    that exits normally. On the other hosts of a cluster, run this command before they are restarted or cleaned:
     `srun --ntasks-per-node=1 commtrace recover logs/run1`.
     """
 
@@ -25,5 +25,5 @@ class Command:
         from commtrace.recording.recovery import recover_records
 
         notes = recover_records(arguments.directory)
-        print("\n".join(notes) if notes else f"this host's shared memory has no records of {arguments.directory}")
+        print("\n".join(notes) if notes else f"no records in this host's shared memory for {arguments.directory}")
         return 0

@@ -27,7 +27,7 @@ def run(example: str, argv: Sequence[str] | None, published: str, tokens: Callab
     Args:
         example: Its package within `examples`.
         argv: Arguments of the command; None: those of the process.
-        published: What the authors of the original measured, printed first.
+        published: Measurements of the original project, printed first.
         tokens: Returns the tokens of an iteration for the example's own options.
 
     Returns:
@@ -35,10 +35,10 @@ def run(example: str, argv: Sequence[str] | None, published: str, tokens: Callab
     """
     options, passed_on = _parse(example, argv)
     with contextlib.ExitStack() as stack:
-        folder = Path(options.trace or stack.enter_context(tempfile.TemporaryDirectory()))
-        logs = [str(folder / f"ranks-{ranks}") for ranks in options.ranks]
+        folder = Path(options.out or stack.enter_context(tempfile.TemporaryDirectory()))
+        logs = [str(folder / f"ranks-{ranks}") for ranks in options.nproc]
         try:
-            for ranks, log in zip(options.ranks, logs, strict=True):
+            for ranks, log in zip(options.nproc, logs, strict=True):
                 status = _start(ranks, [sys.executable, "-m", f"examples.{example}", *passed_on], log, options.timeout)
                 if status:
                     return status
@@ -57,14 +57,14 @@ def _parse(example: str, argv: Sequence[str] | None) -> tuple[argparse.Namespace
     )
     add = parser.add_argument
     ranks = "numbers of ranks, the fewest to compare with (default: 1 2 4)"
-    add("--ranks", type=positive_integer, nargs="+", default=[1, 2, 4], metavar="N", help=ranks)
-    add("--timeout", type=positive_number, default=1800, metavar="S", help="seconds for one run (default: 1800)")
-    add("--trace", metavar="DIR", help="keep the logs, in DIR/ranks-N")
+    add("--nproc", type=positive_integer, nargs="+", default=[1, 2, 4], metavar="N", help=ranks)
+    add("--timeout", type=positive_number, default=1800, metavar="S", help="timeout of one run (default: 1800)")
+    add("--out", metavar="DIR", help="keep the logs, in DIR/ranks-N")
     return parser.parse_known_args(argv)
 
 
 def _start(ranks: int, program: Sequence[str], log: str, timeout: float) -> int:
-    """Run a program under mpiexec and return its exit status. Raises ExampleError after the time limit."""
+    """Run a program under mpiexec and return its exit status. Raises ExampleError after the timeout."""
     command = mpiexec_command(ranks, program)
     variables = {**mpiexec_variables(ranks), "COMMTRACE": log}
     print("\n$", *(f"{name}={value}" for name, value in variables.items()), shlex.join(command), flush=True)

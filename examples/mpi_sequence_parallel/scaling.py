@@ -13,7 +13,7 @@ from .options import parse, shape_of
 # From the README of github.com/harshita-mp/transformer-sequence-parallelism, "Raw Results".
 PUBLISHED: Final = """\
 Published by transformer-sequence-parallelism: GPUs of one node with MPI through host memory, hidden 5120, sequence
-4096, batch 4, means of 10 forward passes. Its authors measured no parts; they attribute the slowdown to communication.
+4096, batch 4, means of 10 forward passes. It has no times of parts and attributes the slowdown to communication.
 
 ranks  time (s)  speedup  efficiency  tokens/s
 1         0.947    1.00x        100%    17,295

@@ -1,4 +1,4 @@
-"""The native recorder: the kernels of hooks/torch/recording_kernels.py in C++, for a thirtieth of their cost or less.
+"""The native recorder: the kernels of hooks/torch/recording_kernels.py in C++ (cost: docs/explanation/benchmarks.md).
 
 Everything above the kernels is shared with the Python recorder: settings, session, ring, tables, drain, log. Python
 still numbers the rows of tables (`rows`) and keeps progress, jobs and roles; C++ looks up each row once.

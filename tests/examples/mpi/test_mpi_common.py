@@ -64,7 +64,7 @@ def test_what_needs_a_gpu_is_refused_without(name: str) -> None:
     ],
 )
 def test_scaling_compares_traced_runs(example: str, options: list[str], published: str, tmp_path: Path) -> None:
-    arguments = ["--ranks", "1", "2", "--iterations", "2", "--check", "--dtype", "float64", "--trace", str(tmp_path)]
+    arguments = ["--nproc", "1", "2", "--iterations", "2", "--check", "--dtype", "float64", "--out", str(tmp_path)]
     program = [sys.executable, "-m", f"examples.{example}.scaling", *arguments, *options]
     result = processes.run(program, limit=mpi_ranks.LIMIT_S)
     assert result.status == 0, result.out + result.err
@@ -79,7 +79,7 @@ def test_scaling_compares_traced_runs(example: str, options: list[str], publishe
 
 
 def test_a_run_that_fails_gives_its_status() -> None:
-    program = [sys.executable, "-m", "examples.mpi_encoder.scaling", "--ranks", "3", "--heads", "4"]
+    program = [sys.executable, "-m", "examples.mpi_encoder.scaling", "--nproc", "3", "--heads", "4"]
     result = processes.run(program, limit=mpi_ranks.LIMIT_S)
     assert result.status == 2
     assert "--heads (4) cannot be divided equally among the ranks (3)" in result.err
