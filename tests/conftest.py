@@ -19,9 +19,10 @@ for _name in [name for name in os.environ if name.startswith("COMMTRACE") and na
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The default tier is the same in every run; with THEORY_SEED, as in `make test-all`, hypothesis draws new examples too.
-hypothesis.settings.register_profile("repeatable", derandomize=True, database=None)
-if "THEORY_SEED" not in os.environ:
-    hypothesis.settings.load_profile("repeatable")
+# No deadlines: other processes may take the cores for a moment.
+hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
+hypothesis.settings.register_profile("drawn", deadline=None)
+hypothesis.settings.load_profile("drawn" if "THEORY_SEED" in os.environ else "repeatable")
 
 
 def pytest_report_header() -> str:

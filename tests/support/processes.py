@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -57,10 +58,11 @@ def environment(**changes: object) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nobody listens on, below those that the kernel gives to connections."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", secrets.randbelow(22_000) + 10_000))
+            return int(probe.getsockname()[1])
 
 
 class Result(NamedTuple):
