@@ -33,12 +33,18 @@ except ImportError:
     raise MissingLibraryError("figures need plotly; pip install 'commtrace[html]'") from None
 
 from .reconciliation import expected_and_measured, waterfall, waterfall_by_role
-from .run_comparison import measured_and_predicted, operation_shares, operation_volumes, predicted_by_role, role_volumes
-from .scaling import speedup, step_parts
+from .run_comparison import (
+    measured_and_predicted,
+    operation_shares,
+    operation_volumes,
+    predicted_by_role,
+    role_volumes,
+    speedup,
+    step_parts,
+)
 from .sizes import message_sizes, sizes_over_time
 from .step_timeline import timeline
-from .step_volumes import steps
-from .volumes import volume
+from .volumes import steps, volume
 
 if TYPE_CHECKING:
     from commtrace.run import Run

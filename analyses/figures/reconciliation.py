@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pandas as pd
 import plotly.graph_objects as go
 
 from commtrace.formatting import format_bytes, format_count, format_signed
 
-from .style import (
-    CLOSED_FORM,
-    GREY,
-    LESS,
-    MORE,
-    UNEXPLAINED,
-    bytes_scale,
-    finish,
-    horizontal_bars,
-    in_order,
-    label,
-    paint,
-    text_positions,
-    wrapped,
-)
+from . import style
+from .style import CLOSED_FORM, bytes_scale, finish, horizontal_bars, in_order, label, text_positions, wrapped
 
 
 def waterfall(table: pd.DataFrame) -> go.Figure:
@@ -32,7 +17,7 @@ def waterfall(table: pd.DataFrame) -> go.Figure:
     Args:
         table: `waterfall`, its rows in order.
     """
-    return _waterfall(table, [""] * len(table), "From the closed form to what was measured")
+    return _waterfall(table, "From the closed form to what was measured")
 
 
 def waterfall_by_role(table: pd.DataFrame) -> go.Figure:
@@ -41,19 +26,17 @@ def waterfall_by_role(table: pd.DataFrame) -> go.Figure:
     Args:
         table: `waterfall_by_role`.
     """
-    return _waterfall(
-        table, [str(role) for role in table["role"]], "From the closed form to what was measured, by dimension"
-    )
+    return _waterfall(table, "From the closed form to what was measured, by dimension")
 
 
-def _waterfall(table: pd.DataFrame, roles: Sequence[str], title: str) -> go.Figure:
-    """Draw the bars; running sums restart with each of `roles`, the roles of the bars."""
-    role_of = pd.Series(roles, index=table.index, dtype=object)
+def _waterfall(table: pd.DataFrame, title: str) -> go.Figure:
+    """Draw the bars; running sums restart with each role."""
+    roles = table["role"] if "role" in table else pd.Series("", table.index)
     total = table["kind"].isin(["closed form", "measured"])
-    colours = table["kind"].map({"unexplained": UNEXPLAINED, "cause": MORE}).fillna(CLOSED_FORM)
-    colours = colours.mask((table["kind"] == "cause") & (table["bytes"] < 0), LESS)
+    colours = table["kind"].map({"unexplained": style.UNEXPLAINED, "cause": style.MORE}).fillna(CLOSED_FORM)
+    colours = colours.mask((table["kind"] == "cause") & (table["bytes"] < 0), style.LESS)
     # A total begins at 0, a cause at the sum of the bars before it.
-    running = table["bytes"].where(table["kind"] != "measured", 0).groupby(role_of, sort=False).cumsum()
+    running = table["bytes"].where(table["kind"] != "measured", 0).groupby(roles, sort=False).cumsum()
     top = running.where(~total, table["bytes"])
     base = (top - table["bytes"]).where(~total, 0)
     scale = bytes_scale([*top, *base])
@@ -66,37 +49,26 @@ def _waterfall(table: pd.DataFrame, roles: Sequence[str], title: str) -> go.Figu
         f"{wrapped(name)}<br>{text}<br>{format_count(float(size))} bytes"
         for name, text, size in zip(labels, texts, table["bytes"], strict=True)
     ]
-    figure = go.Figure(
-        horizontal_bars(
-            list(range(len(table))),  # by number, so that two causes of one name stay two bars
-            scale.axis(table["bytes"]),
-            hover,
-            text=texts,
-            text_position=text_positions(table["bytes"], top),
-            base=scale.axis(base),
-            width=0.44,
-            marker={
-                "color": [*colours],
-                "pattern": {"shape": ["/" if kind == "unexplained" else "" for kind in table["kind"]]},
-            },
-        )
+    pattern = {"shape": ["/" if kind == "unexplained" else "" for kind in table["kind"]]}
+    bars = horizontal_bars(
+        list(range(len(table))),  # by number, so that two causes of one name stay two bars
+        scale.axis(table["bytes"]),
+        hover,
+        text=texts,
+        text_position=text_positions(table["bytes"], top),
+        base=scale.axis(base),
+        width=0.44,
+        marker={"color": [*colours], "pattern": pattern},
     )
+    figure = go.Figure(bars)
     for number, (end, kind) in enumerate(zip(scale.axis(top)[:-1], table["kind"][:-1], strict=True)):
         if kind != "measured":  # from the end of the bar to the begin of the next one
-            line = {"width": 1, "color": GREY}
+            line = {"width": 1, "color": style.GREY}
             figure.add_shape(type="line", x0=end, x1=end, y0=number, y1=number + 1, line=line, layer="below")
+    # Above its bar: a cause is a sentence, too long for the space beside it.
+    place = {"align": "left", "x": 0, "xref": "paper", "xanchor": "left", "yanchor": "bottom", "showarrow": False}
     for number, name in enumerate(labels):
-        # Above its bar: a cause is a sentence, too long for the space beside it.
-        figure.add_annotation(
-            text=wrapped(name, 52, 2),
-            align="left",
-            x=0,
-            xref="paper",
-            xanchor="left",
-            y=number - 0.25,
-            yanchor="bottom",
-            showarrow=False,
-        )
+        figure.add_annotation(text=wrapped(name, 52, 2), y=number - 0.25, **place)
     ends = [value for value in [0.0, *scale.axis(top), *scale.axis(base)] if value is not None]
     room = 0.24 * (max(ends) - min(ends) or 1)
     figure.update_xaxes(
@@ -124,17 +96,16 @@ def expected_and_measured(table: pd.DataFrame) -> go.Figure:
     for side, opacity in (("expected", 0.4), ("measured", 1.0)):
         for op in operations:
             size, calls = float(means[f"{side}_bytes"][op]), float(means[f"{side}_calls"][op])
-            figure.add_trace(
-                horizontal_bars(
-                    [label(op)],
-                    scale.axis([size]),
-                    [f"{label(op)}, {side}<br>payload {format_bytes(size)}<br>{format_count(calls)} calls"],
-                    text=[format_bytes(size)],
-                    offsetgroup=side,
-                    marker={**paint(op), "opacity": opacity},
-                    showlegend=False,
-                )
+            bars = horizontal_bars(
+                [label(op)],
+                scale.axis([size]),
+                [f"{label(op)}, {side}<br>payload {format_bytes(size)}<br>{format_count(calls)} calls"],
+                text=[format_bytes(size)],
+                offsetgroup=side,
+                marker={**style.paint(op), "opacity": opacity},
+                showlegend=False,
             )
+            figure.add_trace(bars)
         # An empty bar, for the meaning of pale and full colours in the legend.
         figure.add_trace(
             go.Bar(x=[None], y=[None], name=side, offsetgroup=side, marker={"color": CLOSED_FORM}, opacity=opacity)

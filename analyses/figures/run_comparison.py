@@ -1,12 +1,13 @@
-"""Figures that compare runs.
+"""Figures that compare runs: side by side, and of one program on increasing numbers of ranks.
 
-They are figures 7, 8, 10, 11 and 13 of "Demystifying the Communication Characteristics for Distributed Transformer
-Models" (Anthony et al., 2024). Figure 12, tensor parallelism by operation, is drawn as figure 8 is.
+Those of runs side by side are figures 7, 8, 10, 11 and 13 of "Demystifying the Communication Characteristics for
+Distributed Transformer Models" (Anthony et al., 2024). Figure 12, tensor parallelism by operation, is drawn as figure 8
+is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 import pandas as pd
@@ -15,29 +16,11 @@ from plotly.subplots import make_subplots
 
 from commtrace.analyses.comparison import STEP, WHOLE
 from commtrace.analyses.fold_engine import rows_of
-from commtrace.formatting import format_bytes, format_count, format_share
+from commtrace.formatting import format_bytes, format_count, format_duration, format_share
 from commtrace.schema import ROLES
 
-from .style import (
-    BLUE,
-    CLOSED_FORM,
-    GREEN,
-    GREY,
-    MORE,
-    ORANGE,
-    PINK,
-    SKY,
-    VERMILION,
-    bytes_scale,
-    finish,
-    horizontal_bars,
-    in_order,
-    label,
-    operation_style,
-    show_legend_once,
-    stack_totals,
-    text_positions,
-)
+from . import style
+from .style import BLUE, GREEN, GREY, ORANGE, PINK, SKY, VERMILION, bytes_scale, finish, horizontal_bars, label
 
 # Dimension: colour and pattern.
 _ROLE_PAINT: Final = {
@@ -60,23 +43,14 @@ def operation_shares(table: pd.DataFrame) -> go.Figure:
     """
     rows = table.loc[table["part"] == WHOLE]
     total = rows.groupby("run")["payload_bytes_per_rank"].transform("sum")
-    rows = rows.assign(share=(rows["payload_bytes_per_rank"] / total).where(total > 0))
-    figure = go.Figure()
-    for op in _operations_with_payload(rows):
-        of_op = rows.loc[rows["op"] == op]
-        bars = _run_bars(
-            of_op,
-            of_op["share"] * 100,
-            [
-                f"{_volume_hover(row)}<br>{row.share * 100:.2f} % of the payload of the whole run"
-                for row in rows_of(of_op)
-            ],
-            text=[format_share(value) if value >= 0.04 else "" for value in of_op["share"]],
-            text_position="inside",
-            text_anchor="middle",
-            **operation_style(op),
-        )
-        figure.add_trace(bars)
+    share = (rows["payload_bytes_per_rank"] / total).where(total > 0)
+    hover = [
+        f"{text}<br>{value * 100:.2f} % of the payload of the whole run"
+        for text, value in zip(_volume_hover(rows, "op"), share, strict=True)
+    ]
+    text = [format_share(value) if value >= 0.04 else "" for value in share]
+    figure = go.Figure(_stack(rows.assign(length=share * 100, hover=hover, text=text), "op", _operations(rows)))
+    figure.update_traces(textposition="inside", insidetextanchor="middle", textangle=0, cliponaxis=False)
     figure.update_xaxes(title_text="share of the payload of the whole run, %", range=[0, 100], ticksuffix=" %")
     return _finish_stacks(figure, table, "Share of each operation", 130 + 40 * table["run"].nunique())
 
@@ -89,20 +63,11 @@ def operation_volumes(table: pd.DataFrame) -> go.Figure:
     """
     height = 190 + 2 * 40 * table["run"].nunique()
     figure = make_subplots(rows=2, cols=1, vertical_spacing=86 / height)
-    operations = _operations_with_payload(table)
     for panel, (part, part_text) in enumerate(((WHOLE, "whole run"), (STEP, "one training step")), start=1):
         rows = table.loc[table["part"] == part]
-        totals = rows.groupby("run", sort=False)["payload_bytes_per_rank"].sum()
-        scale = bytes_scale(totals)
-        for op in operations:
-            of_op = rows.loc[rows["op"] == op]
-            hover = [_volume_hover(row) for row in rows_of(of_op)]
-            bars = _run_bars(of_op, scale.axis(of_op["payload_bytes_per_rank"]), hover, **operation_style(op))
-            figure.add_trace(bars, row=panel, col=1)
-        figure.add_trace(stack_totals(totals, scale.axis(totals)), row=panel, col=1)
-        title, reach = f"payload per rank, {part_text}, {scale.unit}", 1.3 * scale.reach(totals)
-        figure.update_xaxes(title_text=title, range=[0, reach], row=panel, col=1)
-    show_legend_once(figure)
+        hover, axis = [*_volume_hover(rows, "op")], f"payload per rank, {part_text}"
+        _draw_volumes(figure, rows.assign(hover=hover), "payload_bytes_per_rank", "op", _operations(table), axis, panel)
+    style.show_legend_once(figure)
     return _finish_stacks(figure, table, "Volume of each operation", height)
 
 
@@ -112,30 +77,21 @@ def role_volumes(table: pd.DataFrame) -> go.Figure:
     Args:
         table: `runs_by_role`.
     """
-    totals = table.groupby("run", sort=False)["wire_bytes_per_rank"].sum()
-    scale = bytes_scale(totals)
-    figure = go.Figure()
-    sending = table.loc[table["wire_bytes_per_rank"] > 0]
-    roles = {*sending["role"]}
+    # A row that sends nothing has no dimension, and so no bar.
+    rows = table.assign(role=table["role"].where(table["wire_bytes_per_rank"] > 0))
+    hover = [
+        f"{text} (min)<br>{format_bytes(payload)} payload"
+        for text, payload in zip(_volume_hover(rows, "role", "wire"), rows["payload_bytes_per_rank"], strict=True)
+    ]
+    roles = {*rows["role"].dropna()}
+    paint = {}
     for role in [*(role for role in ROLES if role in roles), *sorted(roles - {*ROLES})]:
-        rows = sending.loc[sending["role"] == role]
         colour, shape = _ROLE_PAINT.get(role, (GREY, "/"))
-        hover = [
-            f"{label(row.run)}: {label(role)}<br>{format_bytes(row.wire_bytes_per_rank)} per rank (min)"
-            f"<br>{format_bytes(row.payload_bytes_per_rank)} payload"
-            for row in rows_of(rows)
-        ]
-        bars = _run_bars(
-            rows,
-            scale.axis(rows["wire_bytes_per_rank"]),
-            hover,
-            name=label(role),
-            marker={"color": colour, "pattern": {"shape": shape, "fillmode": "overlay", "size": 6}},
-        )
-        figure.add_trace(bars)
-    figure.add_trace(stack_totals(totals, scale.axis(totals)))
-    title = f"wire bytes per rank, whole run (min), {scale.unit}"
-    figure.update_xaxes(title_text=title, range=[0, 1.3 * scale.reach(totals)])
+        pattern = {"shape": shape, "fillmode": "overlay", "size": 6}
+        paint[role] = {"name": label(role), "marker": {"color": colour, "pattern": pattern}}
+    figure = make_subplots()
+    axis = "wire bytes per rank, whole run (min)"
+    _draw_volumes(figure, rows.assign(hover=hover), "wire_bytes_per_rank", "role", paint, axis)
     return _finish_stacks(figure, table, "Volume of each parallel dimension", 150 + 40 * table["run"].nunique())
 
 
@@ -159,6 +115,55 @@ def predicted_by_role(table: pd.DataFrame) -> go.Figure:
     return _prediction_bars(table.assign(run=names), axis, "Measured against predicted, by dimension")
 
 
+def speedup(table: pd.DataFrame) -> go.Figure:
+    """Draw speedup and efficiency against the number of ranks, beside a perfect division.
+
+    Args:
+        table: `scaling`.
+    """
+    ranks, perfect = table["ranks"], table["ranks"] / table["ranks"].iloc[0]
+    hover = [
+        f"{label(row.run)}<br>{row.ranks} ranks<br>{row.speedup:.2f}x, {format_share(row.efficiency)}"
+        for row in rows_of(table)
+    ]
+    ideal = {"mode": "lines", "line": {"color": style.CLOSED_FORM, "dash": "dot"}, "hoverinfo": "skip"}
+    seen = {"mode": "lines+markers", "line": {"color": BLUE}, "marker": {"size": 9}, **style.hover_texts(hover)}
+    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.12)
+    panels = (("speedup", perfect, table["speedup"]), ("efficiency, %", perfect * 0 + 100, table["efficiency"] * 100))
+    for panel, (title, of_perfect, measured) in enumerate(panels, start=1):
+        options = {"x": ranks, "showlegend": panel == 1, "row": 1, "col": panel}
+        figure.add_scatter(y=of_perfect, name="perfect division", **ideal, **options)
+        figure.add_scatter(y=measured, name="measured", **seen, **options)
+        figure.update_yaxes(title_text=title, rangemode="tozero", row=1, col=panel)
+    ticks = sorted(set(ranks))
+    figure.update_xaxes(title_text="ranks", type="log", tickvals=ticks, ticktext=[str(tick) for tick in ticks])
+    return finish(figure, "Speedup and efficiency", 380)
+
+
+def step_parts(table: pd.DataFrame) -> go.Figure:
+    """Draw where the time of a step goes, a bar per run, means over its ranks.
+
+    Args:
+        table: `scaling`.
+    """
+    on_device = table["compute_ns"].isna().any()
+    parts = {
+        **({"whole step": (table["step_ns"], GREY)} if on_device else {"computing": (table["compute_ns"], BLUE)}),
+        "communication": (table["blocked_ns"] - table["late_ns"], ORANGE),
+        "waiting for late ranks": (table["late_ns"], VERMILION),
+    }
+    scale = style.time_scale(table["step_ns"])
+    runs = [f"{label(row.run)}, {row.ranks} ranks" for row in rows_of(table)]
+    figure = go.Figure()
+    for name, (values, colour) in parts.items():
+        hover = [f"{run}: {name}<br>{format_duration(value)}" for run, value in zip(runs, values, strict=True)]
+        figure.add_trace(horizontal_bars(runs, scale.axis(values), hover, name=name, marker={"color": colour}))
+    figure.update_xaxes(title_text=f"a training step, {scale.unit}", rangemode="tozero")
+    figure.update_yaxes(autorange="reversed", showgrid=False, type="category")
+    figure.update_layout(barmode="group" if on_device else "stack")
+    return finish(figure, "Where the time of a step goes", 150 + 46 * len(table))
+
+
 def _prediction_bars(table: pd.DataFrame, axis: str, title: str) -> go.Figure:
     both = [*table["predicted_bytes"], *table["measured_bytes"]]
     scale = bytes_scale(both)
@@ -166,19 +171,16 @@ def _prediction_bars(table: pd.DataFrame, axis: str, title: str) -> go.Figure:
     ratio_texts = [f" · {ratio:.2f} x" if pd.notna(ratio) else "" for ratio in ratios]
     figure = go.Figure()
     for kind, name, colour, suffixes in (
-        ("predicted", "predicted by the closed form", CLOSED_FORM, [""] * len(table)),
-        ("measured", "measured", MORE, ratio_texts),
+        ("predicted", "predicted by the closed form", style.CLOSED_FORM, [""] * len(table)),
+        ("measured", "measured", style.MORE, ratio_texts),
     ):
-        values = table[f"{kind}_bytes"]
-        bars = _run_bars(
-            table,
+        runs, values = [label(run) for run in table["run"]], table[f"{kind}_bytes"]
+        bars = horizontal_bars(
+            runs,
             scale.axis(values),
-            [
-                f"{label(run)}, {kind}<br>{format_count(size)} bytes"
-                for run, size in zip(table["run"], values, strict=True)
-            ],
+            [f"{run}, {kind}<br>{format_count(size)} bytes" for run, size in zip(runs, values, strict=True)],
             text=[format_bytes(value) + suffix for value, suffix in zip(values, suffixes, strict=True)],
-            text_position=text_positions(values, both),
+            text_position=style.text_positions(values, both),
             text_anchor="start",
             name=name,
             marker={"color": colour},
@@ -190,17 +192,43 @@ def _prediction_bars(table: pd.DataFrame, axis: str, title: str) -> go.Figure:
     return finish(figure, title, 130 + 58 * len(table))
 
 
-def _operations_with_payload(table: pd.DataFrame) -> list[str]:
-    return in_order(table.loc[table["payload_bytes_per_rank"] > 0, "op"])
+def _operations(table: pd.DataFrame) -> dict[str, dict[str, Any]]:
+    operations = style.in_order(table.loc[table["payload_bytes_per_rank"] > 0, "op"])
+    return {op: style.operation_style(op) for op in operations}
 
 
-def _run_bars(rows: pd.DataFrame, lengths: Any, hover: Sequence[str], **options: Any) -> go.Bar:
-    """Return a bar for each row, at its run; the other arguments are those of `horizontal_bars`."""
-    return horizontal_bars([label(run) for run in rows["run"]], lengths, hover, **options)
+def _draw_volumes(
+    figure: go.Figure, rows: pd.DataFrame, column: str, by: str, paint: Mapping[str, Any], axis: str, panel: int = 1
+) -> None:
+    """Draw a stack per run of the bytes in `column`, with their sum; the other arguments are those of `_stack`."""
+    totals = rows.groupby("run", sort=False)[column].sum()
+    scale = bytes_scale(totals)
+    stack = _stack(rows.assign(length=scale.axis(rows[column])), by, paint)
+    figure.add_traces([*stack, style.stack_totals(totals, scale.axis(totals))], rows=panel, cols=1)
+    reach = 1.3 * scale.reach(totals)
+    figure.update_xaxes(title_text=f"{axis}, {scale.unit}", range=[0, reach], row=panel, col=1)
 
 
-def _volume_hover(row: Any) -> str:
-    return f"{label(row.run)}: {label(row.op)}<br>{format_bytes(row.payload_bytes_per_rank)} per rank"
+def _stack(rows: pd.DataFrame, by: str, paint: Mapping[str, Mapping[str, Any]]) -> list[go.Bar]:
+    """Return bars of the columns `length`, `hover` and `text` (optional), a trace for each value of the column `by`.
+
+    Args:
+        rows: A row per run and value.
+        by: The column.
+        paint: Its values in order, with the properties of their traces.
+    """
+    parts = {name: rows.loc[rows[by] == name] for name in paint}
+    return [
+        horizontal_bars(
+            [label(run) for run in part["run"]], [*part["length"]], part["hover"], text=part.get("text"), **paint[name]
+        )
+        for name, part in parts.items()
+    ]
+
+
+def _volume_hover(rows: pd.DataFrame, by: str, kind: str = "payload") -> list[str]:
+    cells = zip(rows["run"], rows[by], rows[f"{kind}_bytes_per_rank"], strict=True)
+    return [f"{label(run)}: {label(name)}<br>{format_bytes(size)} per rank" for run, name, size in cells]
 
 
 def _runs_axis(table: pd.DataFrame) -> dict[str, Any]:

@@ -1,32 +1,32 @@
-"""Figure of the volume by operation and parallel dimension."""
+"""Figures of the volume: by operation and parallel dimension, and, with the host's time, by step."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from commtrace.analyses.fold_engine import rows_of
-from commtrace.formatting import format_bytes, format_count, format_share
+from commtrace.formatting import format_bytes, format_count, format_duration, format_share
 
-from .style import (
-    GREY,
-    Scale,
-    bytes_scale,
-    finish,
-    horizontal_bars,
-    in_order,
-    label,
-    numbered_rows,
-    operation_style,
-    stack_totals,
-    text_positions,
-)
+from . import style
+from .style import bytes_scale, finish, horizontal_bars, hover_texts, in_order, label, operation_style
 
 ROW_HEIGHT: Final = 38
 """Height of a bar and the space to the next one, px."""
+
+MAX_STEPS: Final = 400
+"""Steps drawn one by one; of more, neighbours are drawn as their mean."""
+
+# Measure: its name, and its line (they may cover each other, so they differ not by colour alone).
+_TIMES: Final = {
+    "to_completion": ("from the call to its end", {"color": "#AA4465", "dash": "solid", "width": 2}),
+    "in_call": ("inside the call", {"color": "#44AA99", "dash": "dot", "width": 2.5}),
+    "waiting": ("waiting for the end", {"color": "#B8A13B", "dash": "dash", "width": 2}),
+}
 
 
 def volume(table: pd.DataFrame) -> go.Figure:
@@ -53,11 +53,11 @@ def volume(table: pd.DataFrame) -> go.Figure:
             **operation_style(op),
         )
         figure.add_trace(bars, row=2, col=1)
-    figure.add_trace(stack_totals(roles, scale.axis(roles), [*range(len(roles))]), row=2, col=1)
+    figure.add_trace(style.stack_totals(roles, scale.axis(roles), [*range(len(roles))]), row=2, col=1)
     figure.update_xaxes(range=[0, 1.3 * scale.reach([*operations["wire_bytes"], *roles])])
     figure.update_xaxes(title_text=f"payload, {scale.unit}, sum over the recorded ranks", row=2, col=1)
     for row, names in enumerate((operations["op"], roles.index), start=1):
-        figure.update_yaxes(**numbered_rows(names), row=row, col=1)
+        figure.update_yaxes(**style.numbered_rows(names), row=row, col=1)
     figure.update_layout(barmode="stack")
     return finish(figure, "Volume by operation and parallel dimension", height)
 
@@ -74,8 +74,8 @@ def _by_operation(table: pd.DataFrame) -> pd.DataFrame:
     return sums.sort_values(["payload_bytes", "calls"], ascending=False, kind="stable")
 
 
-def _draw_operations(figure: go.Figure, operations: pd.DataFrame, longest: float, scale: Scale) -> None:
-    positions = text_positions(operations["payload_bytes"], [longest])
+def _draw_operations(figure: go.Figure, operations: pd.DataFrame, longest: float, scale: style.Scale) -> None:
+    positions = style.text_positions(operations["payload_bytes"], [longest])
     for number, (row, position) in enumerate(zip(rows_of(operations), positions, strict=True)):
         payload, wire = format_bytes(row.payload_bytes), format_bytes(row.wire_bytes)
         bar = horizontal_bars(
@@ -93,9 +93,84 @@ def _draw_operations(figure: go.Figure, operations: pd.DataFrame, longest: float
         x=scale.axis(operations["wire_bytes"]),
         width=0.14,
         orientation="h",
-        marker={"color": GREY},
+        marker={"color": style.GREY},
         name="wire (min)",
         hoverinfo="skip",
         row=1,
         col=1,
     )
+
+
+def steps(table: pd.DataFrame) -> go.Figure:
+    """Draw the payload of each training step by operation, and the host's time in it, both per rank.
+
+    Args:
+        table: `steps_by_operation`. Its start-up is left out.
+    """
+    table, width = _averaged(table.loc[table["step"] >= 0])
+    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.06)
+    volumes = table.pivot_table(index="step", columns="op", values="payload_bytes_per_rank", aggfunc="sum")
+    scale = bytes_scale(volumes.sum(axis=1))
+    for op in in_order(table["op"]):
+        part = volumes[op].dropna()
+        bars = go.Bar(
+            x=part.index + (width - 1) / 2,
+            y=scale.axis(part),
+            width=width * (0.8 if len(volumes) <= 60 else 1),
+            **operation_style(op),
+            **hover_texts(
+                f"{label(op)}<br>{_steps(step, width)}<br>{format_bytes(size)}" for step, size in part.items()
+            ),
+        )
+        figure.add_trace(bars.update(marker_line_width=0), row=1, col=1)
+    _host_time(figure, table, width)
+    figure.update_yaxes(title_text=f"payload per rank, {scale.unit}", rangemode="tozero", row=1, col=1)
+    figure.update_xaxes(title_text="training step" + (f" (means of {width})" if width > 1 else ""), row=2, col=1)
+    if len(volumes) <= 20 and width == 1:
+        figure.update_xaxes(dtick=1)
+    figure.update_layout(barmode="stack", bargap=0.2)
+    return finish(figure, "Volume and time of each step", 480)
+
+
+def _host_time(figure: go.Figure, table: pd.DataFrame, width: int) -> None:
+    columns = [f"{measure}_ns_per_rank" for measure in _TIMES]
+    # min_count: a step in which no time is known has a missing sum, not 0.
+    times = table.groupby("step")[columns].sum(min_count=1)
+    scale = style.time_scale(times.to_numpy().ravel())
+    for (name, line), column in zip(_TIMES.values(), columns, strict=True):
+        if times[column].notna().any():
+            figure.add_scatter(
+                x=times.index + (width - 1) / 2,
+                y=scale.axis(times[column]),
+                mode="lines+markers" if len(times) <= 60 else "lines",
+                line=line,
+                name=name,
+                **hover_texts(
+                    f"{name}<br>{_steps(step, width)}<br>{format_duration(time)}"
+                    for step, time in times[column].items()
+                ),
+                row=2,
+                col=1,
+            )
+    figure.update_yaxes(title_text=f"host time per rank, {scale.unit}", rangemode="tozero", row=2, col=1)
+
+
+def _averaged(training: pd.DataFrame) -> tuple[pd.DataFrame, int]:
+    """Return means of neighbouring steps if there are more than MAX_STEPS, and the number of steps of a mean."""
+    if not len(training):
+        return training, 1
+    first, last = int(training["step"].min()), int(training["step"].max())
+    width = -(-(last - first + 1) // MAX_STEPS)
+    if width == 1:
+        return training, 1
+    numbers = (training["step"] - first) // width * width + first
+    # A step without the operation counts 0; the last mean may be of fewer steps.
+    present = training.groupby(numbers)["step"].nunique()
+    values = [column for column in training.columns if column not in ("step", "op")]
+    sums = training.assign(step=numbers).groupby(["step", "op"], as_index=False)[values].sum(min_count=1)
+    sums[values] = sums[values].div(sums["step"].map(present).astype(float), axis=0)
+    return sums, width
+
+
+def _steps(first: Any, width: int) -> str:
+    return f"step {int(np.rint(first))}" if width == 1 else f"mean of steps {int(first)} to {int(first) + width - 1}"
