@@ -27,9 +27,9 @@ from commtrace.theory import ExpectedCall, NotPredictedError, predict
 from commtrace.theory.rules.registry import DEEPSPEED, TORCH
 
 from . import measured_calls
-from .causes import PROGRAM_CAUSES, UNEXPLAINED, Leftover, StepContext, explain
-from .matching import Cell, compare
-from .measured_calls import CellKey, MeasuredCalls, calls_by_step
+from .causes import PROGRAM_CAUSES, UNEXPLAINED, StepContext, explain
+from .matching import Cell, CellKey, compare
+from .measured_calls import EqualCalls, calls_by_step
 from .waterfall import waterfall
 
 EXPECTED: Final = "expected"
@@ -61,7 +61,7 @@ def _table(name: str, rows: Sequence[Mapping[str, object]]) -> pd.DataFrame:
 
 def _add_process(
     process: Process,
-    measured: Mapping[int, list[tuple[CellKey, MeasuredCalls]]],
+    measured: Mapping[int, list[EqualCalls]],
     last_step: int,
     rows: dict[str, list[Any]],
     given_job: Mapping[str, Any] | None,
@@ -100,11 +100,11 @@ def _add_process(
         sums[EXPECTED] += sum(cell.matched_bytes for cell in cells)
         for cause, leftover in explained:
             sums[cause] += abs(leftover.bytes)
-        wire_is_known = all(same.wire is not None for _, same in calls)
+        wire_is_known = all(same.wire is not None for same in calls)
         if step == waterfall_step and wire_is_known and not rows["waterfall"]:
             label = f"measured, rank {process.rank}, step {step}"
             rows["waterfall"], rows["waterfall_by_role"] = waterfall(prediction, cells, explained, calls, label)
-    measured_bytes = sum(same.bytes for calls in measured.values() for _, same in calls)
+    measured_bytes = sum(same.bytes for calls in measured.values() for same in calls)
     rows["theory"].append(
         {
             **summary,
@@ -159,19 +159,14 @@ def _expected_rows(rank: int, step: int, expected: Iterable[ExpectedCall]) -> It
 
 
 def _reconciliation_rows(
-    rank: int, step: int, cells: Iterable[Cell], explained: Iterable[tuple[str, Leftover]]
+    rank: int, step: int, cells: Iterable[Cell], explained: Iterable[tuple[str, EqualCalls]]
 ) -> Iterator[dict[str, object]]:
     # _NUMBERS by cell, cause and, for causes in the program, call site
     sums: dict[tuple[CellKey, str, str], list[int]] = {}
     sites: dict[tuple[CellKey, str, str], set[str]] = defaultdict(set)
     for cell in cells:
         if cell.matched_calls:
-            sums[cell.key, EXPECTED, ""] = [
-                cell.matched_calls,
-                cell.matched_calls,
-                cell.matched_bytes,
-                cell.matched_bytes,
-            ]
+            sums[cell.key, EXPECTED, ""] = [*[cell.matched_calls] * 2, *[cell.matched_bytes] * 2]
             sites[cell.key, EXPECTED, ""] = {*cell.sites}
     for cause, leftover in explained:
         key = (leftover.role, leftover.op), cause, leftover.site if cause in PROGRAM_CAUSES else ""

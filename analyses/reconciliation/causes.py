@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, Final, TypeAlias
 
 from commtrace.theory import Prediction
 from commtrace.theory.expected_calls import sorted_calls
+
+from .measured_calls import EqualCalls
 
 UNEXPLAINED: Final = "unexplained"
 OTHER_PIECES: Final = "the same bytes in other pieces: another order"
@@ -30,23 +31,6 @@ PROGRAM_CAUSES: Final = frozenset({_CHECKPOINT, _BARRIER, _SMALL, _OTHER})
 
 
 @dataclass(frozen=True)
-class Leftover:
-    """Calls that were recorded but not expected (`calls` above 0), or expected but not recorded (below 0).
-
-    `bytes` and `wire` have the sign of `calls`.
-    """
-
-    role: str
-    op: str
-    payload: int  # of one call, -1: not kept
-    calls: int
-    bytes: int
-    wire: Fraction
-    phase: str = ""
-    site: str = ""
-
-
-@dataclass(frozen=True)
 class StepContext:
     """Rank and step of leftovers."""
 
@@ -59,15 +43,7 @@ class StepContext:
     has_calls: bool  # the log has a call of this step
 
 
-Select: TypeAlias = Callable[[Sequence[Leftover], StepContext], Sequence[Leftover]]
-
-
-@dataclass(frozen=True)
-class Cause:
-    """A sentence for tables and reports, and the leftovers that it explains."""
-
-    sentence: str
-    select: Select
+Select: TypeAlias = Callable[[Sequence[EqualCalls], StepContext], Sequence[EqualCalls]]
 
 
 def _absent(applies: Callable[[StepContext], bool]) -> Select:
@@ -75,7 +51,7 @@ def _absent(applies: Callable[[StepContext], bool]) -> Select:
     return lambda leftovers, context: [leftover for leftover in leftovers if leftover.calls < 0 and applies(context)]
 
 
-def _extra(fits: Callable[[Leftover], bool]) -> Select:
+def _extra(fits: Callable[[EqualCalls], bool]) -> Select:
     """Select the calls that were not expected and that fit."""
     return lambda leftovers, context: [leftover for leftover in leftovers if leftover.calls > 0 and fits(leftover)]
 
@@ -85,16 +61,14 @@ def _called_from(*names: str) -> Select:
     return _extra(lambda leftover: any(name in leftover.site for name in names))
 
 
-def _by_program(fits: Callable[[Leftover], bool]) -> Select:
+def _by_program(fits: Callable[[EqualCalls], bool]) -> Select:
     """Select calls from the program's own code: neither within a framework nor from C++ during its backward."""
-    return _extra(
-        lambda leftover: (
-            bool(leftover.site)
-            and not is_framework_site(leftover.site)
-            and leftover.phase != "backward"
-            and fits(leftover)
-        )
-    )
+    return _extra(lambda leftover: bool(leftover.site) and not is_of_library(leftover) and fits(leftover))
+
+
+def is_of_library(calls: EqualCalls) -> bool:
+    """Return whether calls are from a framework's code, or from C++ during backward."""
+    return is_framework_site(calls.site) or calls.phase == "backward"
 
 
 def is_framework_site(site: str) -> bool:
@@ -107,7 +81,7 @@ def path_in_packages(site: str) -> str:
     return site.rpartition("-packages/")[2]
 
 
-def _overflow(leftovers: Sequence[Leftover], context: StepContext) -> Sequence[Leftover]:
+def _overflow(leftovers: Sequence[EqualCalls], context: StepContext) -> Sequence[EqualCalls]:
     """Select all if exactly the calls are missing that DeepSpeed leaves out after its overflow check."""
     if context.step < 0 or any(leftover.calls > 0 for leftover in leftovers):
         return ()
@@ -118,61 +92,52 @@ def _overflow(leftovers: Sequence[Leftover], context: StepContext) -> Sequence[L
     return leftovers if sorted((op, size, calls) for (op, size), calls in missing.items()) in skipped else ()
 
 
-def _other_pieces(leftovers: Sequence[Leftover], context: StepContext) -> Sequence[Leftover]:
+def _other_pieces(leftovers: Sequence[EqualCalls], context: StepContext) -> Sequence[EqualCalls]:
     """Select the leftovers of an operation whose bytes add up to 0."""
-    by_key: dict[tuple[str, str], list[Leftover]] = defaultdict(list)
+    by_key: dict[tuple[str, str], list[EqualCalls]] = defaultdict(list)
     for leftover in leftovers:
-        if leftover.calls < 0 or is_framework_site(leftover.site) or leftover.phase == "backward":
+        if leftover.calls < 0 or is_of_library(leftover):
             by_key[leftover.role, leftover.op].append(leftover)
     balanced = [same for same in by_key.values() if len(same) > 1 and not sum(leftover.bytes for leftover in same)]
     return [leftover for same in balanced for leftover in same]
 
 
-def _several_reductions(leftovers: Sequence[Leftover], context: StepContext) -> Sequence[Leftover]:
+def _several_reductions(leftovers: Sequence[EqualCalls], context: StepContext) -> Sequence[EqualCalls]:
     """Select reductions in DDP's backward that are a multiple of the step's gradients."""
     expected = sum(call.bytes for call in context.prediction.step(context.step) if call.op == "all_reduce")
-    extra = [
-        leftover
-        for leftover in leftovers
-        if leftover.calls > 0 and leftover.op == "all_reduce" and leftover.phase == "backward"
-    ]
+    in_backward = _extra(lambda leftover: leftover.op == "all_reduce" and leftover.phase == "backward")
+    extra = in_backward(leftovers, context)
     total = sum(leftover.bytes for leftover in extra)
     is_multiple = expected and total and total % expected == 0
     return extra if context.prediction.scheme == "DDP" and is_multiple else ()
 
 
-CAUSES: Final[tuple[Cause, ...]] = (
-    Cause("the log begins after start-up", _absent(lambda context: context.step < 0 and not context.has_calls)),
-    Cause(
-        "the log ends within this step",
-        _absent(lambda context: context.step == context.last_step and not context.ended),
+CAUSES: Final[Mapping[str, Select]] = {
+    "the log begins after start-up": _absent(lambda context: context.step < 0 and not context.has_calls),
+    "the log ends within this step": _absent(lambda context: context.step == context.last_step and not context.ended),
+    "the log ends before this step, which other ranks have": _absent(lambda context: context.step > context.last_step),
+    "optimizer skipped: gradients overflowed": _overflow,
+    _CHECKPOINT: _called_from("checkpoint", "consolidated", "state_dict"),
+    "a call site in DeepSpeed's access to full gradients or optimizer states": _called_from(
+        "tensor_fragment.py", "_fp32_state_allgather"
     ),
-    Cause(
-        "the log ends before this step, which other ranks have",
-        _absent(lambda context: context.step > context.last_step),
-    ),
-    Cause("optimizer skipped: gradients overflowed", _overflow),
-    Cause(_CHECKPOINT, _called_from("checkpoint", "consolidated", "state_dict")),
-    Cause(
-        "a call site in DeepSpeed's access to full gradients or optimizer states",
-        _called_from("tensor_fragment.py", "_fp32_state_allgather"),
-    ),
-    Cause("a call site in DeepSpeed's GatheredParameters", _called_from("GatheredParameters")),
-    Cause(_BARRIER, _by_program(lambda leftover: leftover.op == "barrier")),
-    Cause(_SMALL, _by_program(lambda leftover: 0 <= leftover.bytes <= _SCALAR_BYTES * leftover.calls)),
-    Cause(_OTHER, _by_program(lambda leftover: True)),
-    Cause(OTHER_PIECES, _other_pieces),
-    Cause("gradients reduced several times: no_sync is not used", _several_reductions),
-    Cause("records missing from the log", _absent(lambda context: context.lost_records > 0)),
-)
+    "a call site in DeepSpeed's GatheredParameters": _called_from("GatheredParameters"),
+    _BARRIER: _by_program(lambda leftover: leftover.op == "barrier"),
+    _SMALL: _by_program(lambda leftover: 0 <= leftover.bytes <= _SCALAR_BYTES * leftover.calls),
+    _OTHER: _by_program(lambda leftover: True),
+    OTHER_PIECES: _other_pieces,
+    "gradients reduced several times: no_sync is not used": _several_reductions,
+    "records missing from the log": _absent(lambda context: context.lost_records > 0),
+}
+"""The sentence of each cause, for tables and reports, and what selects the leftovers that it explains."""
 
 
-def explain(leftovers: Sequence[Leftover], context: StepContext) -> list[tuple[str, Leftover]]:
+def explain(leftovers: Sequence[EqualCalls], context: StepContext) -> list[tuple[str, EqualCalls]]:
     """Return each leftover of one step of one rank with the sentence of its cause, or UNEXPLAINED."""
-    explained: list[tuple[str, Leftover]] = []
+    explained: list[tuple[str, EqualCalls]] = []
     rest = list(leftovers)
-    for cause in CAUSES:
-        selected = {id(leftover) for leftover in cause.select(rest, context)} if rest else set()
-        explained += [(cause.sentence, leftover) for leftover in rest if id(leftover) in selected]
+    for sentence, select in CAUSES.items():
+        selected = {id(leftover) for leftover in select(rest, context)} if rest else set()
+        explained += [(sentence, leftover) for leftover in rest if id(leftover) in selected]
         rest = [leftover for leftover in rest if id(leftover) not in selected]
     return [*explained, *((UNEXPLAINED, leftover) for leftover in rest)]

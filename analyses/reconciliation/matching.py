@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TypeAlias
 
 from commtrace.theory import ExpectedCall
 from commtrace.theory.expected_calls import exact_wire_bytes
 
-from .causes import Leftover, is_framework_site
-from .measured_calls import CellKey, MeasuredCalls
+from .causes import is_framework_site, is_of_library
+from .measured_calls import EqualCalls
+
+CellKey: TypeAlias = tuple[str, str]
+"""Role and operation."""
 
 ExpectedCounts: TypeAlias = dict[tuple[int, int], int]
 """Number of calls by payload and group size; group size 0: that of the role's group."""
@@ -26,19 +29,19 @@ class Cell:
     matched_calls: int
     matched_bytes: int
     sites: tuple[str, ...]
-    leftovers: tuple[Leftover, ...]
+    leftovers: tuple[EqualCalls, ...]
     below_bound: Fraction = Fraction(0)
     """Wire bytes of calls whose size depends on the data, less those of their upper bounds: 0 or below."""
 
 
 def compare(
-    expected: Iterable[ExpectedCall], measured: Iterable[tuple[CellKey, MeasuredCalls]], ranks_of: Callable[[str], int]
+    expected: Iterable[ExpectedCall], measured: Iterable[EqualCalls], ranks_of: Callable[[str], int]
 ) -> list[Cell]:
     """Compare the calls of one step.
 
     Args:
         expected: The calls that theory expects.
-        measured: The calls that the log has, with role and operation.
+        measured: The calls that the log has.
         ranks_of: Returns the size of the group of a role.
 
     Returns:
@@ -50,16 +53,16 @@ def compare(
         counts[call.role, call.op][call.payload, call.ranks or 0] += call.calls
         if call.least is not None:
             least[call.role, call.op][call.payload] = call.least
-    calls_of: dict[CellKey, list[MeasuredCalls]] = defaultdict(list)
-    for key, calls in measured:
-        calls_of[key].append(calls)
+    calls_of: dict[CellKey, list[EqualCalls]] = defaultdict(list)
+    for calls in measured:
+        calls_of[calls.role, calls.op].append(calls)
     return [
         _match(key, counts[key], calls_of[key], ranks_of(key[0]), least[key]) for key in sorted({*counts, *calls_of})
     ]
 
 
 def _match(
-    key: CellKey, expected: ExpectedCounts, measured: Sequence[MeasuredCalls], ranks: int, least: Mapping[int, int]
+    key: CellKey, expected: ExpectedCounts, measured: Sequence[EqualCalls], ranks: int, least: Mapping[int, int]
 ) -> Cell:
     """Match call by call. `ranks`: of the role's group; `least`: lower by upper bounds of sizes that have bounds."""
     if any(calls.payload < 0 for calls in measured):
@@ -81,12 +84,12 @@ def _match(
             matched_calls, matched_bytes = matched_calls + taken, matched_bytes + taken * calls.payload
             sites.append(calls.site)
         if calls.calls > taken:
-            leftovers.append(_extra(key, calls, calls.calls - taken))
+            leftovers.append(_extra(calls, calls.calls - taken))
     leftovers += _missing(key, missing, ranks)
     return Cell(key, matched_calls, matched_bytes, tuple(sites), tuple(leftovers), below_bound)
 
 
-def _candidates(calls: MeasuredCalls, expected: ExpectedCounts, least: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+def _candidates(calls: EqualCalls, expected: ExpectedCounts, least: Mapping[int, int]) -> Iterator[tuple[int, int]]:
     """Return the expected sizes and groups that calls may match: the exact size first, then bounds around it."""
     yield calls.payload, calls.ranks
     yield calls.payload, 0
@@ -100,32 +103,31 @@ def _wire_difference(op: str, size: int, most: int, ranks: int) -> Fraction:
 
 
 def _match_sums(
-    key: CellKey, expected: ExpectedCounts, measured: Sequence[MeasuredCalls], ranks: int, least: Mapping[int, int]
+    key: CellKey, expected: ExpectedCounts, measured: Sequence[EqualCalls], ranks: int, least: Mapping[int, int]
 ) -> Cell:
     """Match number and bytes of all calls, else of those of libraries, where the log's table has no sizes."""
     most = sum(size * count for (size, _), count in expected.items())
     low = sum(least.get(size, size) * count for (size, _), count in expected.items())
-    of_libraries = [calls for calls in measured if is_framework_site(calls.site) or calls.phase == "backward"]
+    of_libraries = [calls for calls in measured if is_of_library(calls)]
     for candidates in (measured, of_libraries):
         total = sum(calls.bytes for calls in candidates)
         if sum(calls.calls for calls in candidates) == sum(expected.values()) and low <= total <= most:
             group = max((own or ranks for _, own in expected), default=ranks)
             sites = tuple(calls.site for calls in candidates)
-            rest = tuple(_extra(key, calls, calls.calls) for calls in measured if calls not in candidates)
+            rest = tuple(_extra(calls, calls.calls) for calls in measured if calls not in candidates)
             below_bound = _wire_difference(key[1], total, most, group)
             return Cell(key, sum(expected.values()), total, sites, rest, below_bound)
-    extras = [_extra(key, calls, calls.calls) for calls in measured]
+    extras = [_extra(calls, calls.calls) for calls in measured]
     return Cell(key, 0, 0, (), (*extras, *_missing(key, expected, ranks)))
 
 
-def _extra(key: CellKey, calls: MeasuredCalls, count: int) -> Leftover:
-    wire = Fraction(0) if calls.wire is None else calls.wire * count / calls.calls
-    size = calls.bytes * count // calls.calls
-    return Leftover(*key, calls.payload, count, size, wire, calls.phase, calls.site)
+def _extra(calls: EqualCalls, count: int) -> EqualCalls:
+    wire = None if calls.wire is None else calls.wire * count / calls.calls
+    return replace(calls, calls=count, bytes=calls.bytes * count // calls.calls, wire=wire)
 
 
-def _missing(key: CellKey, counts: ExpectedCounts, ranks: int) -> Iterator[Leftover]:
+def _missing(key: CellKey, counts: ExpectedCounts, ranks: int) -> Iterator[EqualCalls]:
     for (size, group), count in counts.items():
         if count:
             wire = exact_wire_bytes(key[1], size, group or ranks) * count
-            yield Leftover(*key, size, -count, -count * size, -wire)
+            yield EqualCalls(*key, size, -count, -count * size, -wire)

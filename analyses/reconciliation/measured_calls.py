@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 import pandas as pd
@@ -17,20 +17,23 @@ DETAILED_STEPS: Final = 64
 
 KEYS: Final = ("process", "step", "role", "op", "phase", "site", "payload", "ranks")
 
-CellKey: TypeAlias = tuple[str, str]
-"""Role and operation."""
-
 
 @dataclass(frozen=True)
-class MeasuredCalls:
-    """Measured calls of one role and operation that are equal in all other fields."""
+class EqualCalls:
+    """Calls of one step of one rank that are equal in all fields.
 
+    Leftovers of a comparison are calls that were recorded but not expected, or, with `calls`, `bytes` and `wire` below
+    0, expected but not recorded.
+    """
+
+    role: str
+    op: str
     payload: int  # of one call in bytes, -1: not kept
     calls: int
     bytes: int
     wire: Fraction | None
-    phase: str
-    site: str
+    phase: str = ""
+    site: str = ""
     ranks: int = 0  # size of their group
 
 
@@ -61,12 +64,12 @@ def partial(block: RecordBlock) -> pd.DataFrame:
 merge = merge_sums(*KEYS)
 
 
-def calls_by_step(table: pd.DataFrame) -> dict[int, list[tuple[CellKey, MeasuredCalls]]]:
+def calls_by_step(table: pd.DataFrame) -> dict[int, list[EqualCalls]]:
     """Return the measured calls of one process by step, from its rows of the merged table."""
-    by_step: dict[int, list[tuple[CellKey, MeasuredCalls]]] = defaultdict(list)
+    by_step: dict[int, list[EqualCalls]] = defaultdict(list)
     for row in rows_of(table):
         wire = Fraction(int(row.wire_parts), int(row.ranks)) if row.ranks and not row.wire_unknown else None
         counts = int(row.payload), int(row.calls), int(row.payload_bytes)
-        calls = MeasuredCalls(*counts, wire, str(row.phase), str(row.site), int(row.ranks))
-        by_step[int(row.step)].append(((str(row.role), str(row.op)), calls))
+        names = str(row.phase), str(row.site)
+        by_step[int(row.step)].append(EqualCalls(str(row.role), str(row.op), *counts, wire, *names, int(row.ranks)))
     return by_step

@@ -10,9 +10,9 @@ from typing import Final, TypeAlias
 from commtrace.theory import Prediction
 from commtrace.theory.expected_calls import WaterfallBar
 
-from .causes import UNEXPLAINED, Leftover
+from .causes import UNEXPLAINED
 from .matching import Cell
-from .measured_calls import CellKey, MeasuredCalls
+from .measured_calls import EqualCalls
 
 BELOW: Final = "sizes that depend on the data: below their bound"
 
@@ -23,8 +23,8 @@ RoleBar: TypeAlias = tuple[str, str, Fraction, str]
 def waterfall(
     prediction: Prediction,
     cells: Iterable[Cell],
-    explained: Iterable[tuple[str, Leftover]],
-    measured: Iterable[tuple[CellKey, MeasuredCalls]],
+    explained: Iterable[tuple[str, EqualCalls]],
+    measured: Iterable[EqualCalls],
     label: str,
 ) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
     """Return the rows of `waterfall` and of `waterfall_by_role` for one step of one rank.
@@ -38,11 +38,12 @@ def waterfall(
     """
     bars: list[RoleBar] = [(bar.role, bar.label, bar.bytes, "cause") for bar in prediction.bars]
     for cause, leftover in explained:
-        bars.append((leftover.role, cause, leftover.wire, UNEXPLAINED if cause == UNEXPLAINED else "cause"))
+        wire = leftover.wire or Fraction(0)
+        bars.append((leftover.role, cause, wire, UNEXPLAINED if cause == UNEXPLAINED else "cause"))
     bars += [(cell.key[0], BELOW, cell.below_bound, "cause") for cell in cells]
     totals: dict[str, Fraction] = defaultdict(Fraction)
-    for (role, _), calls in measured:
-        totals[role] += calls.wire or Fraction(0)
+    for calls in measured:
+        totals[calls.role] += calls.wire or Fraction(0)
     rows = _rows(prediction.closed_form, bars, sum(totals.values(), Fraction(0)), label)
     return rows, [*_rows_by_role(prediction, bars, totals, label)]
 

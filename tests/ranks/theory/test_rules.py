@@ -25,7 +25,7 @@ import trainings
 from commtrace.analyses.fold_engine import RecordBlock
 from commtrace.analyses.reconciliation import measured_calls as measured
 from commtrace.analyses.reconciliation.matching import compare
-from commtrace.analyses.reconciliation.measured_calls import CellKey, MeasuredCalls
+from commtrace.analyses.reconciliation.measured_calls import EqualCalls
 from commtrace.run import Run
 from commtrace.schema import Records
 from commtrace.theory import ExpectedCall, NotPredictedError, predict
@@ -33,7 +33,7 @@ from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, RULES, TORCH, W
 
 pytestmark = trainings.TIMEOUT
 
-Steps = dict[int, list[tuple[CellKey, MeasuredCalls]]]
+Steps = dict[int, list[EqualCalls]]
 
 
 def measured_steps(run: Run, records: Records, rank: int = 0) -> Steps:

@@ -17,7 +17,7 @@ import trainings
 from theory_assertions import Runs, assert_described, assert_exact, tables
 
 from commtrace.analyses.reconciliation.matching import compare
-from commtrace.analyses.reconciliation.measured_calls import MeasuredCalls
+from commtrace.analyses.reconciliation.measured_calls import EqualCalls
 from commtrace.analyses.reconciliation.waterfall import BELOW
 from commtrace.theory import ExpectedCall
 
@@ -75,14 +75,14 @@ def test_sizes_that_depend_on_the_data_are_within_their_bounds(name: str) -> Non
 
 def test_a_size_beyond_its_bounds_shows() -> None:
     bounded = ExpectedCall("all_to_all", 100, "tokens", 2, role="expert", least=40)
-    key = ("expert", "all_to_all")
 
-    def calls(size: int, bytes_: int = 0) -> MeasuredCalls:
+    def calls(size: int, bytes_: int = 0) -> EqualCalls:
         count = 1 if size >= 0 else 2
-        return MeasuredCalls(size, count, bytes_ or size, Fraction(bytes_ or size, 2), "forward", "a line")
+        sizes = size, count, bytes_ or size, Fraction(bytes_ or size, 2)
+        return EqualCalls("expert", "all_to_all", *sizes, "forward", "a line")
 
-    def left(*found: MeasuredCalls) -> list[int]:
-        (cell,) = compare([bounded], [(key, one) for one in found], lambda _: 2)
+    def left(*found: EqualCalls) -> list[int]:
+        (cell,) = compare([bounded], found, lambda _: 2)
         return sorted(one.payload * one.calls for one in cell.leftovers)
 
     assert left(calls(40), calls(100)) == []

@@ -112,7 +112,7 @@ def test_every_cause_has_an_example() -> None:
         "a call site in DeepSpeed's GatheredParameters",
         "gradients reduced several times: no_sync is not used",
     }
-    assert {cause.sentence for cause in CAUSES} == {*DIFFERENT, *tested_elsewhere}
+    assert {*CAUSES} == {*DIFFERENT, *tested_elsewhere}
 
 
 @pytest.mark.parametrize("change", [cut, with_call("all_gather", 999), with_call("all_reduce", 6, site=0)])

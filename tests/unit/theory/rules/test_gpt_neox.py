@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from commtrace.analyses.reconciliation.matching import compare
-from commtrace.analyses.reconciliation.measured_calls import MeasuredCalls
+from commtrace.analyses.reconciliation.measured_calls import EqualCalls
 from commtrace.theory import ExpectedCall, NotPredictedError, predict
 from commtrace.theory.configs.gpt_neox import planning
 from commtrace.theory.configs.gpt_neox.program_config import ProgramConfig
@@ -37,7 +37,7 @@ def job_row(name: str, number: int) -> dict[str, Any]:
     return row
 
 
-def recorded_steps(name: str, number: int) -> Iterator[tuple[int, list[tuple[tuple[str, str], MeasuredCalls]]]]:
+def recorded_steps(name: str, number: int) -> Iterator[tuple[int, list[EqualCalls]]]:
     """Calls of a rank by step. A step that repeats an earlier one is stored as its number."""
     steps = RECORDED[name]["ranks"][number]["steps"]
     for step, stored in steps.items():
@@ -45,7 +45,7 @@ def recorded_steps(name: str, number: int) -> Iterator[tuple[int, list[tuple[tup
         yield (
             int(step),
             [
-                ((role, op), MeasuredCalls(payload, count, payload * count, None, "", "", ranks))
+                EqualCalls(role, op, payload, count, payload * count, None, ranks=ranks)
                 for role, op, payload, ranks, count in calls
             ],
         )
