@@ -19,6 +19,7 @@ a new question is a function in a module of this folder and an entry in `FIGURES
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -64,7 +65,7 @@ class Figure:
     table: str
     draw: Callable[[pd.DataFrame], go.Figure]
     look_for: str
-    absent: str
+    absent: str = "The log holds no call."
     """Why there is no figure, if the table is missing or has nothing to draw."""
     has_data: Callable[[pd.DataFrame], bool] = lambda table: len(table) > 0
 
@@ -73,7 +74,6 @@ def _has_steps(table: pd.DataFrame) -> bool:
     return bool((table["step"] >= 0).any())
 
 
-_NO_CALL: Final = "The log holds no call."
 _NO_STEP: Final = "The log has no training step: everything counts as start-up."
 _NO_THEORY: Final = (
     "There is no prediction for this run: it needs the job that is trained, captured in the log, and rules for its "
@@ -88,7 +88,6 @@ FIGURES: Final[dict[str, Figure]] = {
         volume,
         "The longest bar moves most data. The thin grey bar is the wire bytes: where it is "
         "longer, the operation sends more bytes than its buffers have.",
-        _NO_CALL,
     ),
     "waterfall": Figure(
         "From the closed form to what was measured",
@@ -121,7 +120,6 @@ FIGURES: Final[dict[str, Figure]] = {
         message_sizes,
         "Above, how many calls have each size; below, how many bytes they move. Many calls on the left that move few "
         "bytes below cost latency, and are candidates for merging.",
-        _NO_CALL,
     ),
     "steps": Figure(
         "Volume and time of each step",
@@ -147,7 +145,6 @@ FIGURES: Final[dict[str, Figure]] = {
         sizes_over_time,
         "Start-up is at the left. A row that continues to the right is a message of every step; a single cell "
         "happened once. Brighter is more calls.",
-        _NO_CALL,
     ),
 }
 
@@ -159,7 +156,6 @@ COMPARISONS: Final[dict[str, Figure]] = {
         operation_shares,
         "Each bar is one run, whatever its volume: the mix of operations shows the scheme. Start-up counts, the less "
         "the longer a run is.",
-        _NO_CALL,
     ),
     "operation_volumes": Figure(
         "Volume of each operation",
@@ -167,7 +163,6 @@ COMPARISONS: Final[dict[str, Figure]] = {
         operation_volumes,
         "Compare the lower bars: a training step of each run. The upper ones add start-up and grow with the number of "
         "steps.",
-        _NO_CALL,
     ),
     "measured_and_predicted": Figure(
         "Measured against predicted",
@@ -182,8 +177,7 @@ COMPARISONS: Final[dict[str, Figure]] = {
         "runs_by_role",
         role_volumes,
         "What each parallel dimension sends in the whole run. Groups of a single rank send nothing and are left out.",
-        _NO_CALL,
-        lambda table: bool((table["wire_bytes_per_rank"] > 0).any()),
+        has_data=lambda table: bool((table["wire_bytes_per_rank"] > 0).any()),
     ),
     "predicted_by_role": Figure(
         "Measured against predicted, by dimension",
@@ -203,14 +197,12 @@ SCALING: Final[dict[str, Figure]] = {
         speedup,
         "The dotted line is a perfect division of the work. The further the full line is below it, the more the "
         "added ranks lose.",
-        _NO_CALL,
     ),
     "step_parts": Figure(
         "Where the time of a step goes",
         "scaling",
         step_parts,
         "Computing should shrink as ranks are added. What stays or grows limits the scaling.",
-        _NO_CALL,
     ),
 }
 """Figures of runs on increasing numbers of ranks (`commtrace scaling`)."""
@@ -229,10 +221,8 @@ def figure(run: Run, name: str) -> go.Figure:
     if name not in FIGURES:
         raise NoSuchFigureError(f"there is no figure {name!r}; figures are {', '.join(FIGURES)}")
     entry = FIGURES[name]
-    try:
+    with contextlib.suppress(NoSuchTableError):
         table = run.table(entry.table)
-    except NoSuchTableError:
-        raise NoSuchFigureError(f"{name}: {entry.absent}") from None
-    if not entry.has_data(table):
-        raise NoSuchFigureError(f"{name}: {entry.absent}")
-    return entry.draw(table)
+        if entry.has_data(table):
+            return entry.draw(table)
+    raise NoSuchFigureError(f"{name}: {entry.absent}")

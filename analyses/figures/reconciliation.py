@@ -12,20 +12,12 @@ from .style import CLOSED_FORM, bytes_scale, finish, horizontal_bars, in_order, 
 
 
 def waterfall(table: pd.DataFrame) -> go.Figure:
-    """Draw the bars from the closed form to the measured bytes of a step of one rank, one per cause.
-
-    Args:
-        table: `waterfall`, its rows in order.
-    """
+    """Draw `waterfall`: from the closed form to the measured bytes of a step of one rank, a bar per cause."""
     return _waterfall(table, "From the closed form to what was measured")
 
 
 def waterfall_by_role(table: pd.DataFrame) -> go.Figure:
-    """Draw the waterfall of each parallel dimension, one below the other.
-
-    Args:
-        table: `waterfall_by_role`.
-    """
+    """Draw `waterfall_by_role`: the waterfall of each parallel dimension, one below the other."""
     return _waterfall(table, "From the closed form to what was measured, by dimension")
 
 
@@ -80,11 +72,7 @@ def _waterfall(table: pd.DataFrame, title: str) -> go.Figure:
 
 
 def expected_and_measured(table: pd.DataFrame) -> go.Figure:
-    """Draw the expected and measured payload of a training step by operation, means over ranks and steps.
-
-    Args:
-        table: `reconciliation`.
-    """
+    """Draw the payload of a step by operation, from `reconciliation`: means over ranks and training steps."""
     training = table.loc[table["step"] >= 0]
     steps = max(1, len(training[["rank", "step"]].drop_duplicates()))
     columns = ["expected_bytes", "measured_bytes", "expected_calls", "measured_calls"]

@@ -36,11 +36,7 @@ _ROLE_PAINT: Final = {
 
 
 def operation_shares(table: pd.DataFrame) -> go.Figure:
-    """Draw the share of each operation in each run's payload, start-up included (the paper's figure 7).
-
-    Args:
-        table: `runs_by_operation`.
-    """
+    """Draw the share of each operation in the payload of each run of `runs_by_operation` (the paper's figure 7)."""
     rows = table.loc[table["part"] == WHOLE]
     total = rows.groupby("run")["payload_bytes_per_rank"].transform("sum")
     share = (rows["payload_bytes_per_rank"] / total).where(total > 0)
@@ -56,11 +52,7 @@ def operation_shares(table: pd.DataFrame) -> go.Figure:
 
 
 def operation_volumes(table: pd.DataFrame) -> go.Figure:
-    """Draw the volume of each operation in each run: whole run (the paper's figure 8), and a training step.
-
-    Args:
-        table: `runs_by_operation`.
-    """
+    """Draw the volumes of `runs_by_operation`: of whole runs (the paper's figure 8), and of a training step."""
     height = 190 + 2 * 40 * table["run"].nunique()
     figure = make_subplots(rows=2, cols=1, vertical_spacing=86 / height)
     for panel, (part, part_text) in enumerate(((WHOLE, "whole run"), (STEP, "one training step")), start=1):
@@ -72,11 +64,7 @@ def operation_volumes(table: pd.DataFrame) -> go.Figure:
 
 
 def role_volumes(table: pd.DataFrame) -> go.Figure:
-    """Draw the wire bytes of each run by parallel dimension (the paper's figure 11, in total).
-
-    Args:
-        table: `runs_by_role`.
-    """
+    """Draw the wire bytes of each run by parallel dimension, from `runs_by_role` (the paper's figure 11, in total)."""
     # A row that sends nothing has no dimension, and so no bar.
     rows = table.assign(role=table["role"].where(table["wire_bytes_per_rank"] > 0))
     hover = [
@@ -96,31 +84,19 @@ def role_volumes(table: pd.DataFrame) -> go.Figure:
 
 
 def measured_and_predicted(table: pd.DataFrame) -> go.Figure:
-    """Draw the bytes that a rank sends in a training step, measured and by the closed form (the paper's figure 10).
-
-    Args:
-        table: `runs_predicted`.
-    """
+    """Draw the measured and predicted bytes of a rank's step, from `runs_predicted` (the paper's figure 10)."""
     return _prediction_bars(table, "wire bytes per step (min)", "Measured against predicted")
 
 
 def predicted_by_role(table: pd.DataFrame) -> go.Figure:
-    """Draw the bytes of a step, measured and by the formula of each parallel dimension (the paper's figure 13).
-
-    Args:
-        table: `runs_predicted_by_role`.
-    """
+    """Draw the bytes of a step by dimension, from `runs_predicted_by_role` (the paper's figure 13)."""
     names = table["run"].astype(str) + " · " + table["role"].astype(str)
     axis = "bytes of a step (pipeline: all stages)"
     return _prediction_bars(table.assign(run=names), axis, "Measured against predicted, by dimension")
 
 
 def speedup(table: pd.DataFrame) -> go.Figure:
-    """Draw speedup and efficiency against the number of ranks, beside a perfect division.
-
-    Args:
-        table: `scaling`.
-    """
+    """Draw speedup and efficiency of `scaling` against the number of ranks, beside a perfect division."""
     ranks, perfect = table["ranks"], table["ranks"] / table["ranks"].iloc[0]
     hover = [
         f"{label(row.run)}<br>{row.ranks} ranks<br>{row.speedup:.2f}x, {format_share(row.efficiency)}"
@@ -141,11 +117,7 @@ def speedup(table: pd.DataFrame) -> go.Figure:
 
 
 def step_parts(table: pd.DataFrame) -> go.Figure:
-    """Draw where the time of a step goes, a bar per run, means over its ranks.
-
-    Args:
-        table: `scaling`.
-    """
+    """Draw where the time of a step goes, a bar per run of `scaling`, means over its ranks."""
     on_device = table["compute_ns"].isna().any()
     parts = {
         **({"whole step": (table["step_ns"], GREY)} if on_device else {"computing": (table["compute_ns"], BLUE)}),
@@ -203,7 +175,7 @@ def _draw_volumes(
     """Draw a stack per run of the bytes in `column`, with their sum; the other arguments are those of `_stack`."""
     totals = rows.groupby("run", sort=False)[column].sum()
     scale = bytes_scale(totals)
-    stack = _stack(rows.assign(length=scale.axis(rows[column])), by, paint)
+    stack = _stack(rows.assign(length=rows[column] / scale.divisor), by, paint)
     figure.add_traces([*stack, style.stack_totals(totals, scale.axis(totals))], rows=panel, cols=1)
     reach = 1.3 * scale.reach(totals)
     figure.update_xaxes(title_text=f"{axis}, {scale.unit}", range=[0, reach], row=panel, col=1)
@@ -212,10 +184,7 @@ def _draw_volumes(
 def _stack(rows: pd.DataFrame, by: str, paint: Mapping[str, Mapping[str, Any]]) -> list[go.Bar]:
     """Return bars of the columns `length`, `hover` and `text` (optional), a trace for each value of the column `by`.
 
-    Args:
-        rows: A row per run and value.
-        by: The column.
-        paint: Its values in order, with the properties of their traces.
+    `paint` has these values in order, with the properties of their traces.
     """
     parts = {name: rows.loc[rows[by] == name] for name in paint}
     return [

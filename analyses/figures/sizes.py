@@ -19,11 +19,7 @@ _NO_PAYLOAD: Final = -1
 
 
 def message_sizes(table: pd.DataFrame) -> go.Figure:
-    """Draw calls (logarithmic) and bytes by message size in powers of two, operation by operation.
-
-    Args:
-        table: `message_size_bins`.
-    """
+    """Draw calls (logarithmic) and bytes by size in powers of two and operation, from `message_size_bins`."""
     operations = in_order(table["op"])
     table = table.assign(exponent=_exponents(table["from_bytes"]))
     table = table.sort_values("op", key=lambda ops: ops.map(operations.index), kind="stable")
@@ -60,11 +56,7 @@ def message_sizes(table: pd.DataFrame) -> go.Figure:
 
 
 def sizes_over_time(table: pd.DataFrame) -> go.Figure:
-    """Draw the number of calls of all operations by time and message size.
-
-    Args:
-        table: `sizes_over_time`.
-    """
+    """Draw the number of calls of all operations by time and message size, from `sizes_over_time`."""
     table = table.assign(exponent=_exponents(table["from_bytes"]))
     cells = table.groupby(["from_s", "below_s", "exponent"], as_index=False)[["calls", "sum_bytes"]].sum()
     names = table.groupby(["from_s", "exponent"])["op"].agg(lambda ops: ", ".join(in_order(ops)))

@@ -20,11 +20,7 @@ MAX_RANKS: Final = 16
 
 
 def timeline(table: pd.DataFrame) -> go.Figure:
-    """Draw the calls of one step over time, a row per rank and within it one per operation, of at most MAX_RANKS ranks.
-
-    Args:
-        table: `timeline`.
-    """
+    """Draw the calls of `timeline` over time: a row per rank, up to MAX_RANKS, and within it one per operation."""
     ranks = sorted(table["rank"].unique())[:MAX_RANKS]
     spans = _spans(table.loc[table["rank"].isin(ranks)])
     operations = in_order(spans["op"])

@@ -147,9 +147,9 @@ def text_positions(values: Iterable[float], longest_of: Iterable[float]) -> list
 def horizontal_bars(
     y: Sequence[Any] | pd.Series[Any],
     x: Sequence[Any] | pd.Series[Any],
-    hover: Sequence[str],
+    hover: Iterable[str],
     *,
-    text: Sequence[str] | None = None,
+    text: Iterable[str] | None = None,
     text_position: str | Sequence[str] = "outside",
     text_anchor: str = "end",
     **options: Any,
@@ -166,7 +166,7 @@ def horizontal_bars(
         options: Further properties of `go.Bar`.
     """
     if text is not None:
-        options |= {"text": text, "textposition": text_position, "insidetextanchor": text_anchor, "textangle": 0}
+        options |= {"text": [*text], "textposition": text_position, "insidetextanchor": text_anchor, "textangle": 0}
         options["cliponaxis"] = False
     return go.Bar(orientation="h", y=y, x=x, **hover_texts(hover), **options)
 
@@ -189,18 +189,18 @@ class Scale:
 
 def bytes_scale(values: Iterable[float]) -> Scale:
     """Return the binary unit in which the largest of these values is between 1 and 1024."""
-    largest = _largest(values)
-    power = min(max(int(largest).bit_length() - 1, 0) // 10, 6)
-    return Scale(float(1 << 10 * power), ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")[power])
+    return _scale(values, 1024, ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))
 
 
 def time_scale(values_ns: Iterable[float]) -> Scale:
     """Return the unit in which the largest of these times in ns is between 1 and 1000."""
-    largest = _largest(values_ns)
-    for divisor, unit in ((1e9, "s"), (1e6, "ms"), (1e3, "us")):
-        if largest >= divisor:
-            return Scale(divisor, unit)
-    return Scale(1.0, "ns")
+    return _scale(values_ns, 1000, ("ns", "us", "ms", "s"))
+
+
+def _scale(values: Iterable[float], factor: int, units: Sequence[str]) -> Scale:
+    largest = _largest(values)
+    power = sum(largest >= factor**power for power in range(1, len(units)))
+    return Scale(float(factor**power), units[power])
 
 
 def stack_totals(

@@ -30,11 +30,7 @@ _TIMES: Final = {
 
 
 def volume(table: pd.DataFrame) -> go.Figure:
-    """Draw the payload by operation with its share and least wire bytes, and below it by parallel dimension.
-
-    Args:
-        table: `volume_by_role_and_operation`.
-    """
+    """Draw payload, share and wire bytes by operation and by dimension, from `volume_by_role_and_operation`."""
     operations = _by_operation(table)
     roles = table.groupby("role")["payload_bytes"].sum().sort_values(ascending=False)
     scale = bytes_scale([*operations["payload_bytes"], *operations["wire_bytes"], *roles])
@@ -102,11 +98,7 @@ def _draw_operations(figure: go.Figure, operations: pd.DataFrame, longest: float
 
 
 def steps(table: pd.DataFrame) -> go.Figure:
-    """Draw the payload of each training step by operation, and the host's time in it, both per rank.
-
-    Args:
-        table: `steps_by_operation`. Its start-up is left out.
-    """
+    """Draw payload by operation and host's time of each training step, per rank, from `steps_by_operation`."""
     table, width = _averaged(table.loc[table["step"] >= 0])
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.06)
     volumes = table.pivot_table(index="step", columns="op", values="payload_bytes_per_rank", aggfunc="sum")
