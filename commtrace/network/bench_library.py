@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from .bench_plan import BenchPlan
 from .measuring import BenchGroup, Call
-from .operations import PING_PONG
+from .operations import PING_PONG, WINDOW
 
 
 class BenchLibrary(ABC):
@@ -34,9 +34,8 @@ class BenchLibrary(ABC):
     def close(self) -> None:
         """Disconnect. All ranks call this."""
 
-    @abstractmethod
-    def abort(self) -> None:
-        """End the other ranks as well, if the library can, because this one has failed."""
+    def abort(self) -> None:  # noqa: B027
+        """End the other ranks, because this one has failed, if they do not see their connections break."""
 
 
 class Transfers(NamedTuple):
@@ -54,25 +53,13 @@ def message_call(
 ) -> Call:
     """Return what a rank of a pair calls to exchange messages; `answer` is a buffer of one element."""
     send, recv, isend, irecv, wait_all = transfers
-
-    def ping() -> None:
-        send(source)
-        recv(result)
-
-    def pong() -> None:
-        recv(result)
-        send(source)
-
-    def send_window() -> None:
-        wait_all([isend(source) for _ in range(messages)])
-        recv(answer)
-
-    def recv_window() -> None:
-        wait_all([irecv(result) for _ in range(messages)])
-        send(answer)
-
-    calls = (ping, pong) if op == PING_PONG else (send_window, recv_window)
-    return calls[rank]
+    calls: dict[tuple[str, int], Call] = {
+        (PING_PONG, 0): lambda: (send(source), recv(result)),
+        (PING_PONG, 1): lambda: (recv(result), send(source)),
+        (WINDOW, 0): lambda: (wait_all([isend(source) for _ in range(messages)]), recv(answer)),
+        (WINDOW, 1): lambda: (wait_all([irecv(result) for _ in range(messages)]), send(answer)),
+    }
+    return calls[op, rank]
 
 
 def connect(plan: BenchPlan) -> BenchLibrary:

@@ -69,9 +69,6 @@ class MpiBenchGroup(BenchGroup):
     def values(self, buffer: Values) -> Values:
         return buffer
 
-    def settle(self) -> None:
-        pass  # blocking calls are complete when they return
-
     def barrier(self) -> None:
         self._comm.Barrier()
 

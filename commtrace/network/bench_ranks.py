@@ -34,13 +34,10 @@ _PROGRAM: Final = (
     "from commtrace.network.bench_ranks import main; sys.exit(main())"
 )
 _TERMINATION_S: Final = 5.0
-"""Seconds between SIGTERM and SIGKILL for mpiexec."""
+"""Seconds that mpiexec has to end after SIGTERM, and after SIGKILL."""
 
 _BUFFERS: Final = 6
 """Buffers of the largest size that a rank holds at once: input, output, expected values, and temporary ones."""
-
-
-# --- ranks started on this machine ----------------------------------------------------------------------------------
 
 
 def start_ranks(plan: BenchPlan, ranks: int) -> None:
@@ -98,13 +95,11 @@ def _start_mpi(program: Sequence[str], ranks: int) -> None:
         try:
             status = process.wait()
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_TERMINATION_S)
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            for ending in (signal.SIGTERM, signal.SIGKILL):
+                if process.poll() is None:
+                    os.killpg(process.pid, ending)
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(_TERMINATION_S)
         if status:
             raise NetworkError(f"mpiexec {_describe_end(status)}: {_last_error(errors)}")
 
@@ -119,9 +114,6 @@ def _last_error(errors: IO[str]) -> str:
     lines = [line.strip() for line in errors.read().splitlines() if line.strip()]
     messages = [line.removeprefix("commtrace: ") for line in lines if line.startswith("commtrace: ")]
     return messages[0] if messages else " | ".join(lines[-3:]) or "no error message"
-
-
-# --- one rank -------------------------------------------------------------------------------------------------------
 
 
 def main() -> int:

@@ -71,9 +71,6 @@ class TorchBenchLibrary(BenchLibrary):
         dist.barrier()
         dist.destroy_process_group()
 
-    def abort(self) -> None:
-        pass  # peers of a process that ends see their connections break
-
 
 class TorchBenchGroup(BenchGroup):
     """A process group of torch."""

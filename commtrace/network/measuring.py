@@ -16,19 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from .operations import (
-    BARRIER,
-    ELEMENT_BYTES,
-    PING_PONG,
-    WINDOW,
-    Values,
-    expected_values,
-    input_elements,
-    output_elements,
-    payload_elements,
-    rank_values,
-    window_messages,
-)  # fmt: skip
+from . import operations
+from .operations import BARRIER, ELEMENT_BYTES, PING_PONG, WINDOW, Values
 
 ROUNDS: Final = 10
 _MIN_ROUNDS: Final = 3
@@ -70,9 +59,8 @@ class BenchGroup(ABC):
             messages: Messages in a window.
         """
 
-    @abstractmethod
-    def settle(self) -> None:
-        """Wait until the device has completed all calls."""
+    def settle(self) -> None:  # noqa: B027
+        """Wait until the device has completed all calls. Calls of a library that blocks are complete already."""
 
     @abstractmethod
     def barrier(self) -> None:
@@ -96,7 +84,9 @@ class BenchBuffers:
 
     def of(self, op: str, count: int, ranks: int) -> tuple[Any, Any]:
         """Return the input and the output of a rank for a payload of `count` elements."""
-        return self._source[: input_elements(op, count, ranks)], self._result[: output_elements(op, count, ranks)]
+        return self._source[: operations.input_elements(op, count, ranks)], self._result[
+            : operations.output_elements(op, count, ranks)
+        ]
 
 
 @dataclass(frozen=True)
@@ -146,11 +136,11 @@ def measure(
     Returns:
         The row, None if a payload of `size` bytes has no equal shares for the ranks.
     """
-    count = 0 if op == BARRIER else payload_elements(op, size, group.size)
+    count = 0 if op == BARRIER else operations.payload_elements(op, size, group.size)
     if not count and op != BARRIER:
         return None
     payload = count * ELEMENT_BYTES
-    messages = window_messages(payload) if op == WINDOW else 1
+    messages = operations.window_messages(payload) if op == WINDOW else 1
     source, result = buffers.of(op, count, group.size)
     call = group.call(op, source, result, messages)
     wrong = 0 if op == BARRIER else _wrong_elements(group, op, count, source, result, call)
@@ -179,15 +169,15 @@ def measure(
 
 def _wrong_elements(group: BenchGroup, op: str, count: int, source: Any, result: Any, call: Call) -> int:
     """Call once with the ranks' test values, count wrong elements of all ranks, and set the buffers to zero again."""
-    values = rank_values(count)
+    values = operations.rank_values(count)
     in_place = op in ("all_reduce", "broadcast", "reduce")
     for buffer in (source, result) if in_place else (source,):
-        group.fill(buffer, values[: input_elements(op, count, group.size)] + group.rank)
+        group.fill(buffer, values[: operations.input_elements(op, count, group.size)] + group.rank)
     if op == "broadcast" and group.rank:
         group.fill(result, values * 0 - 1)
     call()
     group.settle()
-    expected = expected_values(op, values, group.rank, group.size)
+    expected = operations.expected_values(op, values, group.rank, group.size)
     wrong = 0 if expected is None else int((group.values(result) != expected).sum())
     for buffer in (source, result):  # zeros stay zeros, however often they are summed
         group.fill(buffer, group.values(buffer) * 0)

@@ -44,7 +44,7 @@ FITTED, EXTRAPOLATED, DESCRIBED, LOCAL = "fitted", "extrapolated", "described", 
 """The source of a time: a fit of the same operation and group, a fit of another group or smaller sizes, a description,
 or a group of one rank, which sends nothing."""
 
-_MESSAGES: Final = ("send", "recv", "sendrecv")
+MESSAGES: Final = ("send", "recv", "sendrecv")
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Network(ABC):
         Returns:
             The time, None for an operation that was neither measured nor described.
         """
-        if op in _MESSAGES:
+        if op in MESSAGES:
             return self._expected(PING_PONG, payload, 2, min(hosts, 2))
         if ranks < 2:
             return ExpectedTime(0.0, 0.0, LOCAL)
@@ -113,9 +113,6 @@ def shipped_networks() -> list[str]:
 def hosts_of_group(ranks: int, stride: int, ranks_per_node: int) -> int:
     """Return the number of hosts of ranks 0, stride, 2 stride ..., if the ranks fill one host after the other."""
     return len({rank * stride // ranks_per_node for rank in range(ranks)})
-
-
-# --- measured -------------------------------------------------------------------------------------------------------
 
 
 class MeasuredNetwork(Network):
@@ -167,9 +164,6 @@ def algorithm_of_fits(op: str, fits: Sequence[Fit]) -> str:
     return min(ALGORITHMS, key=spread)
 
 
-# --- described ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class DescribedNetwork(Network):
     """A network with two levels, within a node and between nodes; `algorithms.cost` has the formulas."""
@@ -195,34 +189,36 @@ _LEVEL_KEYS: Final = ("latency_us", "bandwidth_gb_per_s")
 
 def _read_description(document: Mapping[str, Any], file: str) -> DescribedNetwork:
     """Check a description by hand: analyses read it in installations without pydantic."""
-    if document.get("version") != _VERSION:
-        raise NetworkError(f"{file}: version is {document.get('version')!r}; this commtrace reads {_VERSION}")
 
-    def check_keys(table: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
-        if unknown := sorted(set(table) - set(keys)):
-            raise NetworkError(f"{where}: unknown key {', '.join(unknown)}; there are {', '.join(keys)}")
+    def check(valid: bool, problem: str) -> None:
+        if not valid:
+            raise NetworkError(f"{file}: {problem}")
+
+    def check_keys(table: Mapping[str, Any], keys: Sequence[str], where: str = "") -> None:
+        unknown = sorted(set(table) - set(keys))
+        check(not unknown, f"{where}unknown key {', '.join(unknown)}; there are {', '.join(keys)}")
 
     def number(value: Any, key: str) -> float:
-        if type(value) not in (int, float) or not 0 <= value < float("inf"):
-            raise NetworkError(f"{file}: {key} is {value!r}; a number from 0 is needed")
+        valid = type(value) in (int, float) and 0 <= value < float("inf")
+        check(valid, f"{key} is {value!r}; a number from 0 is needed")
         return float(value)
 
     def level(key: str) -> Level:
-        table = document.get(key)
-        if not isinstance(table, dict):
-            raise NetworkError(f"{file}: {key} is {table!r:.40}; an object with {' and '.join(_LEVEL_KEYS)} is needed")
-        check_keys(table, _LEVEL_KEYS, f"{file}: {key}")
-        bandwidth = number(table.get("bandwidth_gb_per_s"), f"{key}.bandwidth_gb_per_s")
-        if not bandwidth:
-            raise NetworkError(f"{file}: {key}.bandwidth_gb_per_s is 0; a number above 0 is needed")
-        return Level(number(table.get("latency_us"), f"{key}.latency_us"), bandwidth)
+        table: Any = document.get(key)
+        needed = f"an object with {' and '.join(_LEVEL_KEYS)} is needed"
+        check(isinstance(table, dict), f"{key} is {table!r:.40}; {needed}")
+        check_keys(table, _LEVEL_KEYS, f"{key}: ")
+        latency_us, bandwidth = (number(table.get(name), f"{key}.{name}") for name in _LEVEL_KEYS)
+        check(bandwidth > 0, f"{key}.bandwidth_gb_per_s is 0; a number above 0 is needed")
+        return Level(latency_us, bandwidth)
 
-    check_keys(document, _KEYS, file)
-    ranks, sources = document.get("ranks_per_node"), document.get("sources", {})
-    if type(ranks) is not int or ranks < 1:
-        raise NetworkError(f"{file}: ranks_per_node is {ranks!r}; a whole number from 1 is needed")
-    if not isinstance(sources, dict):
-        raise NetworkError(f"{file}: sources is {sources!r:.40}; an object of keys and sentences is needed")
+    version = document.get("version")
+    check(version == _VERSION, f"version is {version!r}; this commtrace reads {_VERSION}")
+    check_keys(document, _KEYS)
+    ranks: Any = document.get("ranks_per_node")
+    sources: Any = document.get("sources", {})
+    check(type(ranks) is int and ranks >= 1, f"ranks_per_node is {ranks!r}; a whole number from 1 is needed")
+    check(isinstance(sources, dict), f"sources is {sources!r:.40}; an object of keys and sentences is needed")
     name, about = str(document.get("name", file)), (f"described: {document.get('about') or file}",)
     start_us, sources = number(document.get("start_us", 0), "start_us"), {key: str(sources[key]) for key in sources}
     return DescribedNetwork(name, about, ranks, start_us, level("intra_node"), level("inter_node"), sources)

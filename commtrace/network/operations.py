@@ -82,9 +82,6 @@ def window_messages(payload: int) -> int:
     return max(2, min(WINDOW_MESSAGES, _WINDOW_BYTES // max(payload, 1)))
 
 
-# --- values that show whether data arrived --------------------------------------------------------------------------
-
-
 def rank_values(count: int) -> Values:
     """Return the values of rank 0; rank r adds r to each. Sums over ranks are exact in float32."""
     return (np.arange(count) % _PERIOD).astype(np.float32)
@@ -108,14 +105,9 @@ def expected_values(op: str, values: Values, rank: int, ranks: int) -> Values | 
     if op in SUMMED:
         summed = own_share if op == "reduce_scatter" else values
         return (summed * ranks + ranks * (ranks - 1) / 2).astype(np.float32)
-    if op == "broadcast":
-        return values
-    if op in ("all_gather", "gather"):
-        return np.concatenate([values[:share] + other for other in range(ranks)])
-    if op == "scatter":
-        return own_share
-    if op == "all_to_all":
-        return np.concatenate([own_share + other for other in range(ranks)])
-    if op == PING_PONG or (op == WINDOW and rank):
-        return values + (1 - rank)
-    return None
+    if op in ("broadcast", "scatter"):
+        return values if op == "broadcast" else own_share
+    if op in ("all_gather", "gather", "all_to_all"):
+        sent = own_share if op == "all_to_all" else values[:share]
+        return np.concatenate([sent + other for other in range(ranks)])
+    return values + (1 - rank) if op == PING_PONG or (op == WINDOW and rank) else None
