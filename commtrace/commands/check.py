@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from commtrace.errors import CommtraceError
 
-from .option_types import add_own, add_shared, exact_fraction
+from .option_types import add_shared, exact_fraction
 from .theory import add_options, options_of
 
 if TYPE_CHECKING:
@@ -59,7 +59,9 @@ class Command:
             "--update-baseline", metavar="FILE", type=Path,
             help="write the calls of this run to FILE, and compare nothing; `own` lines in FILE are kept",
         )  # fmt: skip
-        add_own(parser, "calls whose call site contains PATTERN are the program's own, and never differ")
+        add_shared(
+            parser, "--own", purpose="calls whose call site contains PATTERN are the program's own, and never differ"
+        )
         parser.add_argument(
             "--strict", action="store_true", help="by rules: calls of the program itself fail, except those of --own"
         )

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from .option_types import add_own, add_shared
+from .option_types import add_shared
 
 DIFFERENT: Final = 1
 NOT_COMPARED: Final = 3
@@ -32,7 +32,7 @@ class Command:
         for name in ("a", "b"):
             parser.add_argument(name, metavar=name.upper(), type=Path, help="log directory of a run or of a dry run")
         add_shared(parser, "--json")
-        add_own(parser, "leave out calls whose call site contains PATTERN")
+        add_shared(parser, "--own", purpose="leave out calls whose call site contains PATTERN")
         add_shared(parser, "--width")
 
     def run(self, arguments: argparse.Namespace) -> int:

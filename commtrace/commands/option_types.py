@@ -82,29 +82,30 @@ _SHARED: Final[dict[str, dict[str, Any]]] = {
     "--world-size": {
         "metavar": "N", "type": positive_integer, "required": True, "help": "number of ranks of the job",
     },
+    "--own": {
+        "metavar": "PATTERN", "action": "append", "default": [],
+        "help": ": a part of file and function, such as train.py or log_loss; `*` and `?` are wildcards; calls in "
+        "backward excepted; may be repeated",
+    },
+    "--network": {
+        "metavar": "NET",
+        "help": ": a file of commtrace bench, a network description, or the name of a built-in description "
+        "(slingshot-11, ndr-infiniband)",
+    },
 }  # fmt: skip
 """Arguments that several commands have in the same sense."""
 
 
-def add_shared(parser: argparse._ActionsContainer, *names: str) -> None:
-    """Add arguments that several commands share, by name."""
+def add_shared(parser: argparse._ActionsContainer, *names: str, purpose: str = "") -> None:
+    """Add arguments that several commands share, by name; `purpose` is the begin of the help."""
     for name in names:
-        parser.add_argument(name, **_SHARED[name])
+        parser.add_argument(name, **{**_SHARED[name], "help": purpose + _SHARED[name]["help"]})
 
 
 def add_formats(parser: argparse.ArgumentParser) -> None:
     """Add --json, --html and --force: output other than text."""
     add_shared(parser.add_mutually_exclusive_group(), "--json", "--html")
     add_shared(parser, "--force")
-
-
-def add_own(parser: argparse.ArgumentParser, help_text: str) -> None:
-    """Add --own."""
-    parser.add_argument(
-        "--own", metavar="PATTERN", action="append", default=[],
-        help=f"{help_text}: a part of file and function, such as train.py or log_loss; `*` and `?` are wildcards; "
-        "calls in backward excepted; may be repeated",
-    )  # fmt: skip
 
 
 def add_timeout(parser: argparse.ArgumentParser, seconds: int, help_text: str) -> None:
@@ -120,12 +121,3 @@ def add_program(parser: argparse.ArgumentParser) -> None:
     usage = parser.format_usage().removeprefix("usage: ").rstrip().replace("%", "%%")
     parser.usage = f"{usage} [--] CMD ..."
     parser.add_argument("command", metavar="CMD", nargs=argparse.REMAINDER, help="program and its arguments")
-
-
-def add_network(parser: argparse.ArgumentParser, help_text: str) -> None:
-    """Add --network."""
-    parser.add_argument(
-        "--network", metavar="NET",
-        help=f"{help_text}: a file of commtrace bench, a network description, or the name of a built-in description "
-        "(slingshot-11, ndr-infiniband)",
-    )  # fmt: skip

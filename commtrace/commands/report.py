@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from commtrace.errors import CommtraceError
 from commtrace.launchers import usable_cores
 
-from .option_types import add_formats, add_network, add_shared, non_negative_integer
+from .option_types import add_formats, add_shared, non_negative_integer
 
 if TYPE_CHECKING:
     from commtrace.analyses.fold_engine import NamedTables
@@ -44,7 +44,7 @@ class Command:
             help="log directory, as in COMMTRACE, or the folder of one run in it; several: runs side by side",
         )  # fmt: skip
         add_formats(parser)
-        add_network(parser, "compare times with a network")
+        add_shared(parser, "--network", purpose="compare times with a network")
         parser.add_argument(
             "--sections", metavar="NAME,...", type=section_names,
             help=f"sections of the text to show: all, or some of {', '.join(SECTIONS)} (default: all but "

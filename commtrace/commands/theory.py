@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from .option_types import add_network, add_shared, positive_integer
+from .option_types import add_shared, positive_integer
 
 if TYPE_CHECKING:
     from commtrace.theory.configs.job_plan import PlanOptions
@@ -29,7 +29,7 @@ class Command:
             "config", metavar="CONFIG", nargs="+", help="configuration file; later GPT-NeoX files override earlier ones"
         )
         add_shared(parser, "--world-size", "--json")
-        add_network(parser, "also predict communication times on a network")
+        add_shared(parser, "--network", purpose="also predict communication times on a network")
         add_options(parser, parser.add_argument_group("model, if no file describes it"))
 
     def run(self, arguments: argparse.Namespace) -> int:
