@@ -1,7 +1,7 @@
 """Reports of one run, of runs side by side, and of runs by number of ranks.
 
 `terminal` and `several_runs_text` make text, `document` makes JSON, `html` makes pages. Text and
-pages share the sentences of `findings` and `log_facts`; `commtrace.analyses.table_specs` describes the tables.
+pages share the sentences of `findings`; `commtrace.analyses.table_specs` describes the tables.
 """
 
 from __future__ import annotations

@@ -1,18 +1,21 @@
-"""Warnings and findings at the top of a report."""
+"""Warnings, findings, and facts about a run and its log (coverage, damage, tracing cost), for terminal and page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
+from typing import Any
 
 import pandas as pd
 
+from commtrace import formatting
 from commtrace.analyses.coverage import FILE_PROBLEMS
 from commtrace.analyses.fold_engine import rows_of
+from commtrace.analyses.job_summary import summarize_job
 from commtrace.analyses.steps import ALL
-from commtrace.formatting import format_bytes, format_plural, format_share, format_signed, is_known
+from commtrace.formatting import format_bytes, format_count, format_duration, format_plural, format_share, is_known
+from commtrace.reading.log_notes import Note
 from commtrace.reading.recorded_run import RecordedRun
-
-from .log_facts import lost_calls
 
 
 def warnings(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> Iterator[str]:
@@ -69,4 +72,148 @@ def _largest_cause(waterfall: pd.DataFrame) -> str:
     if not len(causes):
         return ""
     cause = causes.iloc[int(causes["bytes"].abs().to_numpy().argmax())]
-    return f"; largest difference: {cause['label']}, {format_signed(cause['bytes'], format_bytes)}"
+    return f"; largest difference: {cause['label']}, {formatting.format_signed(cause['bytes'], format_bytes)}"
+
+
+def facts(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> dict[str, str]:
+    """Return facts about a run and its log by name; facts that do not apply are left out."""
+    coverage = tables["coverage"].iloc[0]
+    texts = {
+        "job": summarize_job(run),
+        "log": str(run.log.path),
+        "ranks": _ranks(coverage),
+        "began": _began(tables["processes"]),
+        "dry run": _simulated(run),
+        "processes": _processes(coverage),
+        "calls": _calls(coverage),
+        "ends": "" if run.simulated else _states(tables["states"]),
+        "hook errors": _hook_errors(coverage),
+        "damage": _damage(run),
+        "recorder": recorder_line(tables["processes"]),
+        "tracing cost": "" if run.simulated else _cost(tables["tracing_cost"], int(coverage["processes"])),
+    }
+    return {name: text for name, text in texts.items() if text}
+
+
+def log_lists(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> dict[str, list[str]]:
+    """Return values that are not observed and problems of the log: lists by title, empty ones left out."""
+    notices = [row for process in run.processes for row in process.tables.notices]
+    uncomputed = (f"{row.get('file')}:{row.get('line')} {row.get('function')}: {row.get('what')}" for row in notices)
+    lists = {
+        "Values that a dry run does not compute, used at": list(dict.fromkeys(uncomputed)),
+        "Blind spots: not observed by the hooks": [str(text) for text in tables["blind_spots"]["blind_spot"]],
+        "Notes on the log": [_note(note, run) for note in run.notes if note.kind != "runs"],
+    }
+    return {title: texts for title, texts in lists.items() if texts}
+
+
+def _note(note: Note, run: RecordedRun) -> str:
+    if note.kind == "salvage":
+        return note.what
+    path = note.path.relative_to(run.log.path) if note.path.is_relative_to(run.log.path) else note.path
+    return f"{path}: {note.what}; {note.consequence}"
+
+
+def _began(processes: pd.DataFrame) -> str:
+    first = processes["started_unix_ns"].min()
+    if not is_known(first):
+        return ""
+    return datetime.fromtimestamp(int(first) // 10**9, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _ranks(coverage: pd.Series[Any]) -> str:
+    hosts = f"on {format_plural(int(coverage['hosts']), 'host')}"
+    seen = int(coverage["ranks_seen"])
+    if not is_known(coverage["world_size"]):
+        return f"{format_plural(seen, 'rank')} recorded, {hosts}; the world size is not known"
+    text = f"{seen:,} of {int(coverage['world_size']):,} recorded, {hosts}"
+    return text + (f"; missing: {coverage['ranks_missing']}" if coverage["ranks_missing"] else "")
+
+
+def _processes(coverage: pd.Series[Any]) -> str:
+    total, without_end = int(coverage["processes"]), int(coverage["without_end"])
+    return f"{total:,}; alive or ended early: {without_end:,}" if without_end else f"{total:,}, all closed their logs"
+
+
+def _calls(coverage: pd.Series[Any]) -> str:
+    text = f"{coverage['records']:,} recorded"
+    if not is_known(coverage["calls"]):
+        return f"{text}; not every process wrote how many it counted"
+    lost = lost_calls(coverage)
+    return f"{text} of {int(coverage['calls']):,} counted" + (f": {lost}" if lost else "")
+
+
+def lost_calls(coverage: pd.Series[Any]) -> str:
+    """Return the calls that were counted and are not in the log, such as "8 dropped, 2 not found"; "" if none."""
+    counts = {name.replace("_", " "): coverage[name] for name in ("dropped", "removed", "lost", "not_found")}
+    return ", ".join(f"{format_count(count)} {name}" for name, count in counts.items() if is_known(count) and count)
+
+
+def _states(states: pd.DataFrame) -> str:
+    texts = [f"{row.state} {format_share(row.share)} ({format_count(row.calls)})" for row in rows_of(states)]
+    return ", ".join(texts) or "no call"
+
+
+def _simulated(run: RecordedRun) -> str:
+    if not run.simulated:
+        return ""
+    text = "simulated: the calls are the job's, nothing was sent, and there are no times"
+    if any(process.tables.process.get("simulated_device") == "cuda" for process in run.processes):
+        text += "; its CUDA devices were simulated"
+    represented = sum(run.stands_for.values())
+    if represented == len(run.ranks):
+        return text
+    ranks = "all" if represented == run.world_size else f"{represented:,}"
+    return f"{text}; the {format_plural(len(run.ranks), 'rank')} run stand for {ranks} of the job"
+
+
+def _hook_errors(coverage: pd.Series[Any]) -> str:
+    errors, first = coverage["hook_errors"], coverage["first_error"]
+    if not is_known(errors) or (not errors and not is_known(first)):
+        return ""
+    return f"{int(errors):,}" + (f"; the first: {first}" if is_known(first) else "")
+
+
+def _damage(run: RecordedRun) -> str:
+    counts = {kind: sum(note.kind == kind for note in run.notes) for kind in FILE_PROBLEMS}
+    texts = [f"{format_plural(count, 'file')} {kind}" for kind, count in counts.items() if count]
+    return "; ".join(texts).replace("unreadable", "not readable")
+
+
+def recorder_line(processes: pd.DataFrame) -> str:
+    """Return which recorder recorded, and how to get the native one; "" if no process wrote it."""
+    counts = processes["recorder"].dropna().value_counts()
+    if not len(counts):
+        return ""
+    text = str(counts.index[0])
+    if len(counts) > 1:
+        text = " and ".join(f"{name} in {format_count(count)}" for name, count in counts.items())
+    if "python" not in counts:
+        return text
+    return f"{text}; `commtrace build` builds the native one, which costs far less per call and sees more ends"
+
+
+def cost_per_call(cost: pd.DataFrame) -> str:
+    """Return the cost of recording a call as text: of steady calls and of first calls, if the log has them apart."""
+    split = cost.dropna(subset=["first_mean_ns", "steady_mean_ns"])
+    first_calls, steady_calls = split["first_calls"], split["calls"] - split["first_calls"]
+    if not steady_calls.sum():
+        calls = cost["calls"].sum()
+        return f"{format_duration(cost['calls_ns'].sum() / calls if calls else None)} a call"
+    steady = (split["steady_mean_ns"] * steady_calls).sum() / steady_calls.sum()
+    first = (split["first_mean_ns"] * first_calls).sum() / first_calls.sum()
+    return f"{format_duration(steady)} a call (first call of a call site: {format_duration(first)})"
+
+
+def _cost(cost: pd.DataFrame, processes: int) -> str:
+    known = cost.dropna(subset=["share"])
+    if not len(known):
+        return "not known"
+    text = f"{cost_per_call(known)}, p99 {format_duration(known['p99_ns'].max())}; with writing to disk "
+    text += f"{formatting.format_small_share(known['share'].mean())} of the run's time"
+    if len(known) < processes:
+        text = f"on {len(known):,} of {processes:,} processes: {text}"
+    if len(known) > 1:
+        worst = known.iloc[int(known["share"].to_numpy().argmax())]
+        text += f", at most {formatting.format_small_share(worst['share'])} (rank {int(worst['rank'])})"
+    return text

@@ -15,11 +15,9 @@ from commtrace.reading.recorded_run import RecordedRun
 from commtrace.text_tables import left_column, paragraph, stdout_takes_unicode
 
 from . import NOT_SHOWN, SECTIONS
-from .findings import findings, warnings
-from .log_facts import facts, log_lists
-from .network_text import network_title, render_network
+from .expected_text import network_title, render_network, render_theory
+from .findings import facts, findings, log_lists, warnings
 from .spec_table import spec_table
-from .theory_text import render_theory
 
 MAX_RANKS: Final = 16
 MAX_SIZES: Final = 10
@@ -240,18 +238,9 @@ def _log(report: _Report) -> Iterator[RenderableType]:
 
 
 _RENDER: Final[Mapping[str, Callable[[_Report], Iterator[RenderableType]]]] = {
-    "findings": _findings,
-    "theory": _theory,
-    "operations": _operations,
-    "whole-job": _whole_job,
-    "dimensions": _dimensions,
-    "phases": _phases,
-    "steps": _steps,
-    "call-sites": _call_sites,
-    "sizes": _sizes,
-    "times": _times,
-    "bandwidth": _bandwidth,
-    "ranks": _ranks,
-    "network": _network,
-    "log": _log,
-}
+    section.__name__.strip("_").replace("_", "-"): section
+    for section in (
+        _findings, _theory, _operations, _whole_job, _dimensions, _phases, _steps, _call_sites, _sizes, _times,
+        _bandwidth, _ranks, _network, _log,
+    )
+}  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import pandas as pd
 
@@ -12,9 +12,8 @@ from commtrace.analyses import figures
 from commtrace.analyses.comparison import compare
 from commtrace.analyses.fold_engine import rows_of
 from commtrace.analyses.job_summary import summarize_job
-from commtrace.analyses.report.findings import findings, warnings, warnings_of_runs
-from commtrace.analyses.report.log_facts import cost_per_call, facts, log_lists
-from commtrace.analyses.report.network_text import MEANING, network_source, network_title
+from commtrace.analyses.report.expected_text import MEANING, network_source, network_title
+from commtrace.analyses.report.findings import cost_per_call, facts, findings, log_lists, warnings, warnings_of_runs
 from commtrace.analyses.steps import ALL
 from commtrace.analyses.table_specs import TABLES
 from commtrace.analyses.table_specs.spec import formatted_rows
@@ -26,6 +25,9 @@ from .page import Page, PageSection, PageTable, Tile, drawing, render
 
 MAX_SITES: Final = 40
 """Call sites that the page shows by default."""
+
+MAX_ROWS: Final = 60
+"""Rows of any other table that the page shows."""
 
 
 def page_of_run(name: str, run: RecordedRun, tables: Mapping[str, pd.DataFrame], *, sites: int = MAX_SITES) -> str:
@@ -39,7 +41,7 @@ def page_of_run(name: str, run: RecordedRun, tables: Mapping[str, pd.DataFrame],
     """
     sections = [_figure_section(name, figure, tables) for name, figure in figures.FIGURES.items()]
     if "network" in tables:
-        shown = tables["network"].head(TABLES["network"].max_rows)
+        shown = tables["network"].head(MAX_ROWS)
         text = f"{network_source(tables)} {MEANING}"
         sections.append(_table_section("network", network_title(tables), text, "network", shown))
     return render(
@@ -76,8 +78,12 @@ def _tiles(tables: Mapping[str, pd.DataFrame]) -> Iterator[Tile]:
     note = f"{format_share(records / calls)} of those counted" if counted else ""
     yield Tile("calls recorded", format_count(records), note, counted and records < calls)
     steady = tables["steady_step"]
-    for _, step in steady.loc[steady["op"] == ALL].iterrows():
-        yield from _step_tiles(step)
+    for step in rows_of(steady.loc[steady["op"] == ALL]):
+        alike = f"{step.differing_steps:,} differ from the median" if step.differing_steps else "all identical"
+        yield Tile("training steps", format_count(step.steps), alike)
+        calls = f"per rank, in {format_count(step.calls_per_rank)} calls"
+        yield Tile("payload of a step", format_bytes(step.payload_bytes_per_rank), calls)
+        yield Tile("sent in a step", format_bytes(step.wire_bytes_per_rank), "per rank (min)")
     cost = tables["tracing_cost"].dropna(subset=["share"])
     if coverage["simulated"]:
         yield Tile("times", "none", "simulated: nothing was sent")
@@ -86,15 +92,6 @@ def _tiles(tables: Mapping[str, pd.DataFrame]) -> Iterator[Tile]:
         yield Tile("tracing cost", format_small_share(cost["share"].mean()), note)
     else:
         yield Tile("tracing cost", "not known")
-
-
-def _step_tiles(step: pd.Series[Any]) -> Iterator[Tile]:
-    differing = int(step["differing_steps"])
-    alike = f"{differing:,} differ from the median" if differing else "all identical"
-    yield Tile("training steps", format_count(step["steps"]), alike)
-    calls = f"{format_count(step['calls_per_rank'])} calls"
-    yield Tile("payload of a step", format_bytes(step["payload_bytes_per_rank"]), f"per rank, in {calls}")
-    yield Tile("sent in a step", format_bytes(step["wire_bytes_per_rank"]), "per rank (min)")
 
 
 def page_of_runs(runs: Mapping[str, Run], tables: Mapping[str, dict[str, pd.DataFrame]]) -> str:
@@ -181,7 +178,7 @@ def _figure_section(name: str, figure: figures.Figure, tables: Mapping[str, pd.D
     rows, title = table, "The numbers"
     if name == "expected_and_measured":
         rows, title = _differences(table), "What differs, sums over ranks and training steps"
-    shown = rows.head(TABLES[figure.table].max_rows)
+    shown = rows.head(MAX_ROWS)
     if len(shown) < len(rows):
         title += f", the first {len(shown)} of {len(rows):,}"
     return PageSection(

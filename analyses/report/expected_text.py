@@ -1,4 +1,4 @@
-"""Section on theory: agreement with the expected calls, differences, and waterfalls."""
+"""Sections on what was expected of a run: the calls and bytes of theory, and the times of a network."""
 
 from __future__ import annotations
 
@@ -12,8 +12,16 @@ from rich.text import Text
 from commtrace.formatting import format_bytes, format_plural, format_share, format_signed
 from commtrace.text_tables import TextColumn, left_column, paragraph, text_table
 
+from .spec_table import spec_table
+
 MAX_CAUSES: Final = 8
 MAX_SITES: Final = 3
+MAX_ROWS: Final = 20
+
+MEANING: Final = (
+    "Measured: the median transfer time of the timed operations, which is the time that the last rank spends in one, "
+    "without waiting for others. Efficiency: expected / measured."
+)
 
 
 def render_theory(tables: Mapping[str, pd.DataFrame], width: int) -> Iterator[RenderableType]:
@@ -81,18 +89,39 @@ def _waterfall(rows: pd.DataFrame, head: str, width: int) -> Iterator[Renderable
     if not len(rows):
         return
     closed_form = int(rows["bytes"].iloc[0])
-    cells = [
-        [
-            str(label),
-            format_bytes(size) if kind in ("closed form", "measured") else format_signed(size, format_bytes),
-            format_share(size / closed_form if closed_form else None),
-        ]
-        for label, size, kind in zip(rows["label"], rows["bytes"], rows["kind"], strict=True)
-    ]
+    cells = []
+    for label, size, kind in zip(rows["label"], rows["bytes"], rows["kind"], strict=True):
+        total = kind in ("closed form", "measured")
+        share = format_share(size / closed_form if closed_form else None)
+        cells.append([str(label), format_bytes(size) if total else format_signed(size, format_bytes), share])
+    of_form = TextColumn("of closed form", optional=True)
     yield Text()
-    columns = [
-        left_column(head, shortenable=True),
-        TextColumn("wire (min)"),
-        TextColumn("of closed form", optional=True),
-    ]
-    yield text_table(columns, cells, width)
+    yield text_table([left_column(head, shortenable=True), TextColumn("wire (min)"), of_form], cells, width)
+
+
+def network_title(tables: Mapping[str, pd.DataFrame]) -> str:
+    """Return the heading, with the network's name."""
+    return f"Against the network {tables['network_used']['name'].iloc[0]}"
+
+
+def network_source(tables: Mapping[str, pd.DataFrame]) -> str:
+    """Return where the network's numbers come from, and how many expected times are extrapolated."""
+    text = f"{tables['network_used']['about'].iloc[0]}."
+    table = tables["network"]
+    extrapolated = int((table["how"] == "extrapolated").sum())
+    if extrapolated:
+        text += f" {extrapolated:,} of {len(table):,} expected times are extrapolated from other groups or sizes."
+    return text
+
+
+def render_network(tables: Mapping[str, pd.DataFrame], width: int) -> Iterator[RenderableType]:
+    """Yield the section below its heading."""
+    table = tables["network"]
+    yield paragraph(network_source(tables), width)
+    shown = table.head(MAX_ROWS)
+    yield spec_table("network", shown, width)
+    if len(shown) < len(table):
+        yield paragraph(f"The first {len(shown)} of {len(table):,} by expected time in all.", width)
+    yield paragraph(MEANING, width)
+    for reason, rows in shown.dropna(subset="why_not").groupby("why_not", sort=False):
+        yield paragraph(f"{', '.join(rows['op'].unique())}: {reason}.", width, first="- ")
