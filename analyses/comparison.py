@@ -10,9 +10,9 @@ import pandas as pd
 
 from commtrace.run import Run
 
-from .fold_engine import NamedTables
+from .fold_engine import NamedTables, concat_tables
 from .job_summary import summarize_job
-from .steps import ALL
+from .steps import ALL, ranks_seen
 from .table_specs import TABLES
 
 WHOLE, STEP = "whole run", "training step"
@@ -31,19 +31,15 @@ def compare(runs: Mapping[str, Run], tables: Mapping[str, NamedTables] | None = 
         The tables, by name.
     """
     tables = {name: run.tables() for name, run in runs.items()} if tables is None else tables
+    named = [(name, run, tables[name]) for name, run in runs.items()]
+    predicted = pd.DataFrame([_predicted(name, tables[name]) for name in runs])
+    by_role = [row for one in named for row in _predicted_by_role(*one)]
     return {
-        "runs": pd.DataFrame([_run(name, run, tables[name]) for name, run in runs.items()]),
-        "runs_by_operation": pd.concat(
-            [_operations(name, run, tables[name]) for name, run in runs.items()], ignore_index=True
-        ),
-        "runs_predicted": pd.DataFrame([_predicted(name, tables[name]) for name in runs]).astype(
-            {"predicted_bytes": float, "measured_bytes": float}
-        ),
-        "runs_by_role": pd.concat([_roles(name, run, tables[name]) for name, run in runs.items()], ignore_index=True),
-        "runs_predicted_by_role": pd.DataFrame(
-            [row for name, run in runs.items() for row in _predicted_by_role(name, run, tables[name])],
-            columns=TABLES["runs_predicted_by_role"].column_names,
-        ),
+        "runs": pd.DataFrame([_run(*one) for one in named]),
+        "runs_by_operation": pd.concat([_operations(*one) for one in named], ignore_index=True),
+        "runs_predicted": predicted.astype({"predicted_bytes": float, "measured_bytes": float}),
+        "runs_by_role": pd.concat([_roles(*one) for one in named], ignore_index=True),
+        "runs_predicted_by_role": pd.DataFrame(by_role, columns=TABLES["runs_predicted_by_role"].column_names),
     }
 
 
@@ -84,13 +80,11 @@ def _operations(name: str, run: Run, tables: NamedTables) -> pd.DataFrame:
         by_operation[["op"]].assign(part=WHOLE, **per_rank),
         steady.loc[steady["op"] != ALL, ["op", *_VOLUMES]].assign(part=STEP),
     ]
-    table = pd.concat([frame for frame in frames if len(frame)] or frames[:1], ignore_index=True)
-    return table.assign(run=name)[["run", "part", "op", *_VOLUMES]]
+    return concat_tables(frames).assign(run=name)[["run", "part", "op", *_VOLUMES]]
 
 
 def _per_rank(run: Run, table: pd.DataFrame, *columns: str) -> dict[str, Any]:
-    ranks = max(1, len({process.rank for process in run.processes}))
-    return {f"{column}_per_rank": table[column] / ranks for column in columns}
+    return {f"{column}_per_rank": table[column] / ranks_seen(run) for column in columns}
 
 
 def _predicted(name: str, tables: NamedTables) -> dict[str, object]:

@@ -180,8 +180,6 @@ class _Merger:
         return self.analysis.merge(self.tables)
 
 
-# --- array operations of partial and merge --------------------------------------------------------------------------
-
 _MAX_DENSE_CODES: Final = 1 << 22
 _MAX_KEY: Final = 1 << 62
 

@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 
 from commtrace.formatting import is_known, parse_ranks
-from commtrace.network.networks import Network
+from commtrace.network.networks import MESSAGES, Network
 from commtrace.reading.recorded_run import RecordedRun
 
 from .call_times import exact_ends, transfer_begin
@@ -29,8 +29,6 @@ from .table_specs import TABLES
 
 SYNCHRONIZING: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 """Operations that no rank can leave before all have come."""
-
-MESSAGES: Final = ("send", "recv", "sendrecv")
 
 _KEYS: Final = ("op", "group", "group_ranks", "ranks", "payload_bytes", "rank", "peer", "seq")
 _CALL: Final = ["op", "ranks", "hosts", "payload_bytes"]
@@ -62,10 +60,7 @@ def _calls(block: RecordBlock) -> pd.DataFrame:
         first,
         rank=np.where(is_point_to_point[first], labels.rank, -1),
         peer=peers[first],
-        seq=np.full(len(first), -1),
         calls=np.bincount(groups, minlength=len(first)),
-        exact=np.ones(len(first), np.int64),
-        shortest_ns=np.full(len(first), _NO_TIME),
     )
 
 
@@ -79,10 +74,7 @@ def _operations(block: RecordBlock) -> pd.DataFrame:
     return _table(
         block,
         at,
-        rank=np.full(len(at), -1),
-        peer=np.full(len(at), -1),
         seq=block["seq"][at].astype(np.int64),
-        calls=np.zeros(len(at), np.int64),
         exact=exact[at].astype(np.int64),
         shortest_ns=np.where(exact, end - begin, _NO_TIME)[at],
     )
@@ -90,6 +82,7 @@ def _operations(block: RecordBlock) -> pd.DataFrame:
 
 def _table(block: RecordBlock, at: Array, **columns: Array) -> pd.DataFrame:
     labels, groups, kinds = block.labels, block["group"][at], block["kind"][at]
+    others = {"rank": -1, "peer": -1, "seq": -1, "calls": 0, "exact": 1, "shortest_ns": _NO_TIME}
     return pd.DataFrame(
         {
             "op": labels.text("op", kinds).astype(str),
@@ -97,8 +90,9 @@ def _table(block: RecordBlock, at: Array, **columns: Array) -> pd.DataFrame:
             "group_ranks": labels.text("group_ranks", groups).astype(str),
             "ranks": labels.group_sizes(groups),
             "payload_bytes": block["payload"][at],
+            **others,
             **columns,
-            "seen": np.ones(len(at), np.int64),
+            "seen": 1,
         }
     )
 

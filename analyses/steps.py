@@ -14,7 +14,7 @@ from .fold_engine import Analysis, NamedTables, RecordBlock, mask_unknown_wire, 
 from .table_specs import TABLES
 
 ALL: Final = "all"
-_SUMS: Final = ["calls", "payload_bytes", "wire_bytes", "wire_unknown"]
+SUMS: Final = ["calls", "payload_bytes", "wire_bytes", "wire_unknown"]
 
 
 def _partial(block: RecordBlock) -> pd.DataFrame:
@@ -22,13 +22,12 @@ def _partial(block: RecordBlock) -> pd.DataFrame:
 
 
 def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
-    steps = table.groupby("step", as_index=False)[_SUMS].sum()
+    steps = table.groupby("step", as_index=False)[SUMS].sum()
     training = steps.loc[steps["step"] >= 0].assign(op=ALL)
     # The sum first: the stable sort below then keeps it before the only operation of a run.
     all_and_each = pd.concat([training, table.loc[table["step"] >= 0]]) if len(training) else training
     rows = [
-        _steady(str(op), rows, training["step"], _ranks_seen(run))
-        for op, rows in all_and_each.groupby("op", sort=False)
+        _steady(str(op), rows, training["step"], ranks_seen(run)) for op, rows in all_and_each.groupby("op", sort=False)
     ]
     steady = pd.DataFrame(rows, columns=TABLES["steady_step"].column_names)
     return {
@@ -37,12 +36,13 @@ def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     }
 
 
-def _ranks_seen(run: RecordedRun) -> int:
+def ranks_seen(run: RecordedRun) -> int:
+    """Return the number of ranks to divide by: those that left a log, at least 1."""
     return max(1, len({process.rank for process in run.processes}))
 
 
 def _steady(op: str, rows: pd.DataFrame, steps: pd.Series[int], ranks: int) -> dict[str, object]:
-    by_step = rows.set_index("step")[_SUMS].reindex(steps, fill_value=0)
+    by_step = rows.set_index("step")[SUMS].reindex(steps, fill_value=0)
     median = by_step.median()
     differs = (by_step["calls"] != median["calls"]) | (by_step["payload_bytes"] != median["payload_bytes"])
     return {
@@ -70,7 +70,7 @@ def _partial_by_operation(block: RecordBlock) -> pd.DataFrame:
 
 
 def _finish_by_operation(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
-    ranks = _ranks_seen(run)
+    ranks = ranks_seen(run)
     sums = mask_unknown_wire(table)
     result = sums[["step", "op"]]
     for column in ("calls", "payload_bytes", "wire_bytes"):

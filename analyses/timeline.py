@@ -98,10 +98,8 @@ def _step(table: pd.DataFrame) -> int:
     processes = table["process"].nunique()
     by_step = table.groupby("step").agg(processes=("process", "nunique"), last=("last_step", "min"))
     complete = by_step["processes"] == processes
-    for choice in (complete & (by_step["last"] > by_step.index), complete, complete | True):
-        if choice.any():
-            return int(by_step.index[choice].max())
-    raise AssertionError("unreachable")
+    choices = (complete & (by_step["last"] > by_step.index), complete, complete | True)
+    return int(by_step.index[next(choice for choice in choices if choice.any())].max())
 
 
 def _offsets(run: RecordedRun) -> dict[int, int]:

@@ -15,6 +15,7 @@ import pandas as pd
 from commtrace.reading.recorded_run import RecordedRun
 
 from .fold_engine import Analysis, NamedTables, RecordBlock, mask_unknown_wire, merge_sums, table_by
+from .steps import SUMS
 
 KEYS: Final[dict[str, tuple[str, ...]]] = {
     "volume_by_operation": ("op",),
@@ -65,8 +66,6 @@ def _finish_by_rank(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
 
 BY_RANK: Final = Analysis("balance", _partial_by_rank, merge_sums("rank"), _finish_by_rank)
 
-_SUMS: Final = ["calls", "payload_bytes", "wire_bytes", "wire_unknown"]
-
 
 def _partial_of_job(block: RecordBlock) -> pd.DataFrame:
     table = table_by(block.distinct, ("step", "op"), block.distinct.volumes)
@@ -78,8 +77,8 @@ def _finish_of_job(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     if not run.simulated or sum(run.stands_for.values()) != run.world_size:
         table = table.iloc[:0]
     ranks = table["process"].map({at: process.tables.stands_for[1] for at, process in enumerate(run.processes)})
-    sums = table.assign(**{name: table[name] * ranks.astype(np.int64) for name in _SUMS})
-    result = mask_unknown_wire(sums.groupby(["part", "op"], as_index=False)[_SUMS].sum())
+    sums = table.assign(**{name: table[name] * ranks.astype(np.int64) for name in SUMS})
+    result = mask_unknown_wire(sums.groupby(["part", "op"], as_index=False)[SUMS].sum())
     return {"whole_job": result.sort_values(["part", "payload_bytes"], ascending=[True, False], ignore_index=True)}
 
 

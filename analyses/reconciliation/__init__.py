@@ -66,19 +66,13 @@ def _add_process(
     rows: dict[str, list[Any]],
     given_job: Mapping[str, Any] | None,
 ) -> None:
-    """Append the rows of one process to `rows`.
+    """Append the rows of one process to `rows`. It may lack `last_step`, the last step of the run.
 
-    Args:
-        process: The process.
-        measured: Its calls by step.
-        last_step: The last step of the run, which this process may lack.
-        rows: The rows of each table.
-        given_job: A job row that replaces the captured one.
+    `given_job` replaces the captured job.
     """
     summary: dict[str, object] = {"rank": process.rank, "other_versions": _other_versions(process)}
     try:
-        job = _captured_job(process) if given_job is None else given_job
-        prediction = predict(job)
+        prediction = predict(_captured_job(process) if given_job is None else given_job)
     except NotPredictedError as reason:
         rows["theory"].append({**summary, "not_predicted": str(reason)})
         return
@@ -92,7 +86,7 @@ def _add_process(
     steps = range(-1, last_step + 1)
     for step in steps:
         calls = measured.get(step, [])
-        context = StepContext(prediction, job, step, own_last, ended, lost_records, bool(calls))
+        context = StepContext(prediction, step, own_last, ended, lost_records, bool(calls))
         cells = compare(prediction.step(step), calls, prediction.ranks_of)
         explained = explain([leftover for cell in cells for leftover in cell.leftovers], context)
         rows["expected"] += _expected_rows(process.rank, step, prediction.step(step))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from commtrace.theory import Prediction
 from commtrace.theory.expected_calls import sorted_calls
@@ -35,7 +35,6 @@ class StepContext:
     """Rank and step of leftovers."""
 
     prediction: Prediction
-    job: Mapping[str, Any]
     step: int
     last_step: int  # of this rank in the log
     ended: bool  # the process ended in order

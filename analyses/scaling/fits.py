@@ -16,8 +16,7 @@ that a bare installation has them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -32,8 +31,7 @@ MAX_ERROR: Final = 0.25
 """Largest relative difference from a measured run with which the model is used for more ranks."""
 
 
-@dataclass(frozen=True)
-class AmdahlFit:
+class AmdahlFit(NamedTuple):
     """A time of `fixed` + `divided` / ranks."""
 
     fixed: float
@@ -46,8 +44,7 @@ class AmdahlFit:
         return self.fixed + self.divided / ranks
 
 
-@dataclass(frozen=True)
-class HockneyFit:
+class HockneyFit(NamedTuple):
     """A time of a call of `alpha` + `beta` * bytes, in ns."""
 
     alpha: float
@@ -63,9 +60,8 @@ def fit_amdahl(ranks: Array, times: Array) -> AmdahlFit:
         ranks: Numbers of ranks, float, shape (n,), two or more distinct ones.
         times: Positive times, float, shape (n,).
     """
-    (fixed, divided), ratios = _fit_relative(1 / ranks, times, np.ones(len(times)))
-    enough = len(set(ranks.tolist())) > 2
-    return AmdahlFit(fixed, divided, float(np.abs(ratios - 1).max()) if enough else None)
+    fixed, divided, ratios = _fit_relative(1 / ranks, times, np.ones(len(times)))
+    return AmdahlFit(fixed, divided, float(np.abs(ratios - 1).max()) if len({*ranks}) > 2 else None)
 
 
 def fit_hockney(messages: pd.DataFrame) -> HockneyFit | None:
@@ -74,16 +70,12 @@ def fit_hockney(messages: pd.DataFrame) -> HockneyFit | None:
     if sizes["bytes"].nunique() < 2:
         return None
     weights = (sizes["sum"] / sizes["sum"].sum()).to_numpy(float)
-    (alpha, beta), ratios = _fit_relative(sizes["bytes"].to_numpy(float), sizes["median"].to_numpy(float), weights)
+    alpha, beta, ratios = _fit_relative(sizes["bytes"].to_numpy(float), sizes["median"].to_numpy(float), weights)
     return HockneyFit(alpha, beta, float(np.sum(weights * np.abs(ratios - 1))))
 
 
-def _fit_relative(x: Array, y: Array, weights: Array) -> tuple[tuple[float, float], Array]:
-    """Fit a + b * x to y with a, b >= 0 and the least weighted squares of relative differences.
-
-    Returns:
-        a and b, and the fitted over the given values, shape (n,).
-    """
+def _fit_relative(x: Array, y: Array, weights: Array) -> tuple[float, float, Array]:
+    """Fit a + b * x to y with a, b >= 0 and the least weighted squares of relative differences; return a, b, fit/y."""
     columns = np.stack([1 / y, x / y], axis=1)
     root = np.sqrt(weights)
     best, least = np.zeros(2), np.inf
@@ -93,7 +85,7 @@ def _fit_relative(x: Array, y: Array, weights: Array) -> tuple[tuple[float, floa
         squares = float(np.sum((root * (columns @ solution - 1)) ** 2))
         if (solution >= 0).all() and squares < least:
             best, least = solution, squares
-    return (float(best[0]), float(best[1])), columns @ best
+    return float(best[0]), float(best[1]), columns @ best
 
 
 GROWTH: Final[dict[str, Callable[[float], float]]] = {
@@ -107,8 +99,7 @@ GROWTH: Final[dict[str, Callable[[float], float]]] = {
 """How calls and bytes of a rank depend on the number of ranks in collectives over all of them."""
 
 
-@dataclass(frozen=True)
-class GrowthFit:
+class GrowthFit(NamedTuple):
     """A law of GROWTH and its factor, or without a law the constant `factor`."""
 
     law: str

@@ -33,7 +33,14 @@ def scaling(runs: Mapping[str, RecordedRun], tokens: Sequence[int] | None = None
         CommtraceError: The runs have fewer than two different numbers of ranks, or no log has times.
     """
     tokens_of = _tokens_by_run(runs, tokens)
-    measured, left_out = _measure(runs)
+    measured, left_out = {}, {}
+    for name, run in runs.items():
+        try:
+            measured[name] = step_times(run)
+        except LogError as reason:
+            left_out[name] = str(reason)
+    if not measured:
+        raise CommtraceError("; ".join(left_out.values()))
     ranks = pd.concat(
         [
             times.steps.groupby("rank", as_index=False)[MEANS].mean().assign(run=name, on_device=times.on_device)
@@ -64,19 +71,6 @@ def scaling(runs: Mapping[str, RecordedRun], tokens: Sequence[int] | None = None
         "scaling_projection": projection,
         "scaling_left_out": pd.DataFrame(left_out.items(), columns=["run", "reason"], dtype=object),
     }
-
-
-def _measure(runs: Mapping[str, RecordedRun]) -> tuple[dict[str, StepTimes], dict[str, str]]:
-    """Return the step times of each run that has them, and for the others the reason why not."""
-    measured, left_out = {}, {}
-    for name, run in runs.items():
-        try:
-            measured[name] = step_times(run)
-        except LogError as reason:
-            left_out[name] = str(reason)
-    if not measured:
-        raise CommtraceError("; ".join(left_out.values()))
-    return measured, left_out
 
 
 def _tokens_by_run(runs: Mapping[str, RecordedRun], tokens: Sequence[int] | None) -> dict[str, int | None]:

@@ -8,19 +8,7 @@ from typing import Final
 from commtrace.formatting import format_bandwidth, format_count, format_small_share, is_known
 
 from . import shared_columns as shared
-from .spec import (
-    TableSpec,
-    bytes_column,
-    column,
-    count,
-    duration,
-    flag,
-    ratio_text,
-    share,
-    text_column,
-    text_of,
-    word_column,
-)
+from .spec import TableSpec, bytes_column, column, count, duration, flag, ratio, share, text_column, word_column
 
 _BY_PAYLOAD: Final = "A row per {}, the largest payload first."
 
@@ -53,7 +41,7 @@ REPORT_TABLES: Final = (
     TableSpec("processes", "Processes", "A row per process.", (
         shared.RANK,
         word_column("host", "host", "Host name."),
-        column("", text_of, "pid", "pid", "Process identifier."),
+        column("", str, "pid", "pid", "Process identifier."),
         word_column("recorder", "recorder", '"native" or "python".'),
         flag("simulated", "", "Whether it is a process of a dry run."),
         column("ns", format_count, "started_unix_ns", "started", "Start, since 1970-01-01 UTC."),
@@ -74,7 +62,7 @@ REPORT_TABLES: Final = (
     )),
     TableSpec("tracing_cost", "Tracing cost", "A row per process that wrote its counters.", (
         shared.RANK,
-        column("", text_of, "pid", "pid", "Process identifier."),
+        column("", str, "pid", "pid", "Process identifier."),
         count("calls", "calls", "Calls that were recorded or counted."),
         duration("mean_ns", "mean", "Processor time of recording one call, mean of samples of this run."),
         duration("p99_ns", "p99", "Its 99th percentile."),
@@ -166,7 +154,7 @@ REPORT_TABLES: Final = (
         bytes_column("wire_bytes", "wire (min)", "Wire bytes."),
         count("training_calls", "", "Its calls without those of start-up."),
         bytes_column("training_payload_bytes", "in training steps", "Its payload without that of start-up."),
-        column("ratio", ratio_text, "payload_of_median", "x median", "In training / that of the median rank."),
+        ratio("payload_of_median", "x median", "In training / that of the median rank."),
     ), {"terminal": ("rank", "calls", "payload_bytes", "wire_bytes", "training_payload_bytes", "payload_of_median")}),
     TableSpec("theory", "Agreement with theory", "A row per process. Bytes are payload over start-up and all steps.", (
         shared.RANK,
@@ -233,8 +221,8 @@ FIGURE_TABLES: Final = (
     )),
     TableSpec("sizes_over_time", "Message sizes over time",
         "A row per span of time, operation and bin of sizes. Calls of processes without a wall clock are left out.", (
-        column("s", text_of, "from_s", "from", "Begin of the span, since the run's first call."),
-        column("s", text_of, "below_s", "below", "End of the span."),
+        column("s", str, "from_s", "from", "Begin of the span, since the run's first call."),
+        column("s", str, "below_s", "below", "End of the span."),
         shared.OP, shared.FROM, shared.BELOW, shared.CALLS, shared.SUM,
     )),
 )  # fmt: skip

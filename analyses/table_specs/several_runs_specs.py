@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Final
 
 from commtrace.formatting import format_count, format_duration, format_small_share, is_known
 
 from .shared_columns import OP, PER_RANK, PHASE, RANK, ROLE, RUN
-from .spec import TableSpec, bytes_column, column, count, duration, ratio_text, share, text_column, text_of, word_column
+from .spec import TableSpec, bytes_column, column, count, duration, ratio, share, text_column, text_of, word_column
 
 COMPARISON_TABLES: Final = (
     TableSpec("runs", "Runs side by side", "A row per run, in the given order.", (
@@ -75,7 +74,7 @@ _STEP_NS: Final = duration(
     "step_ns", "step time", "Duration of a training step of the slowest rank, mean over the steps."
 )
 _SPEEDUP: Final = (
-    column("ratio", partial(ratio_text, suffix="x"), "speedup", "speedup",
+    column("ratio", lambda value: f"{value:.2f}x" if is_known(value) else "-", "speedup", "speedup",
         "Against the run with the fewest ranks, per token; without tokens, as if each step had the same work."),
     share("efficiency", "efficiency", "Speedup / how many times as many ranks."),
 )  # fmt: skip
@@ -95,7 +94,7 @@ SCALING_TABLES: Final = (
         *_SPEEDUP, _COMPUTE, *_STEP_TIMES, *_STEP_VOLUMES,
         bytes_column("closed_form_bytes", "closed form", "Wire bytes of the lowest rank by the closed form."),
         bytes_column("expected_wire_bytes", "expected", "Wire bytes of the lowest rank that theory expects."),
-        column("ratio", ratio_text, "communication_per_compute", "comm/compute", "blocked_ns / compute_ns."),
+        ratio("communication_per_compute", "comm/compute", "blocked_ns / compute_ns."),
         share("late_known", "late known", "Share of the time in calls for which it is known which rank was late."),
         text_column("shared_cores", "", 'Such as "4 ranks on 2 cores" if ranks of a host share cores, else "".'),
     ), {

@@ -48,7 +48,6 @@ class TableSpec:
         columns: All columns, in order.
         views: Columns that a view shows, by the view's name: "terminal", "page", or a figure's name. A view that is
             not named shows all.
-        max_rows: Rows that a page shows.
     """
 
     name: str
@@ -56,7 +55,6 @@ class TableSpec:
     rows: str
     columns: tuple[ColumnSpec, ...]
     views: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    max_rows: int = 60
 
     @property
     def column_names(self) -> list[str]:
@@ -80,11 +78,6 @@ def text_of(value: Any) -> str:
     return str(value) if is_known(value) else "-"
 
 
-def ratio_text(value: Any, suffix: str = "") -> str:
-    """Format a ratio with two decimals, "-" if it is missing."""
-    return f"{value:.2f}{suffix}" if is_known(value) else "-"
-
-
 def column(
     unit: str, formatter: Callable[[Any], str], name: str, head: str, meaning: str, **options: Any
 ) -> ColumnSpec:
@@ -98,4 +91,5 @@ count = partial(column, "count", format_count)
 bytes_column = partial(column, "bytes", format_bytes)
 duration = partial(column, "ns", format_duration)
 share = partial(column, "fraction", format_share)
+ratio = partial(column, "ratio", lambda value: f"{value:.2f}" if is_known(value) else "-")
 flag = partial(column, "boolean", text_of, kind="word")
