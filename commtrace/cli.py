@@ -25,15 +25,15 @@ from commtrace.errors import CommtraceError
 COMMANDS: Final = {
     "report": "Show what a run communicated.",
     "scaling": "Compare runs of one program on increasing numbers of ranks: what limits the scaling.",
-    "check": "Compare a run with what it is expected to communicate, for continuous integration.",
+    "check": "Compare a run with its expected calls, for continuous integration.",
     "diff": "Compare the calls of two runs.",
     "theory": "Predict what a training run will communicate, from its configuration alone.",
     "bench": "Measure the network: collectives and messages by payload, as nccl-tests and OMB do.",
     "run": "Run a program with tracing on.",
-    "dryrun": "Run a training program as any rank of a job of any size, on this machine.",
+    "dryrun": "Simulate any rank of a training job of any world size on this machine.",
     "build": "Build the native recorder for this environment.",
     "recover": "Recover records of killed processes from this host's shared memory.",
-    "export": "Write every event of a run to a CSV or Parquet file.",
+    "export": "Write every call of a run to a CSV or Parquet file.",
 }
 
 

@@ -1,7 +1,7 @@
-"""The gate for continuous integration: whether a run communicated what theory expects, cell by cell."""
+"""Pass/fail check of a run against the expected calls, cell by cell."""
 
 from __future__ import annotations
 
-from .verdict import Verdict, judge
+from .verdict import Verdict, compute_verdict
 
-__all__ = ["Verdict", "judge"]
+__all__ = ["Verdict", "compute_verdict"]

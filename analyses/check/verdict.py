@@ -74,7 +74,7 @@ def declare_own(analysis: Analysis, patterns: Sequence[str]) -> Analysis:
     return replace(analysis, finish=finish)
 
 
-def judge(
+def compute_verdict(
     tables: Mapping[str, pd.DataFrame],
     ranks: Iterable[int],
     world_size: int | None,
@@ -82,7 +82,7 @@ def judge(
     *,
     strict: bool = False,
 ) -> Verdict:
-    """Judge the tables of `reconciliation`.
+    """Compute the verdict from the tables of `reconciliation`.
 
     Args:
         tables: The tables by name, also those of `declare_own`.

@@ -17,9 +17,9 @@ from .verdict import NUMBERS, Verdict
 MAX_PARAGRAPHS: Final = 40
 
 
-def lines(verdict: Verdict, width: int) -> Iterator[str]:
-    """Return the lines of the verdict, the conclusion first."""
-    yield from wrapped(conclusion(verdict), width)
+def verdict_lines(verdict: Verdict, width: int) -> Iterator[str]:
+    """Yield the lines of the verdict, in paragraphs."""
+    yield from wrapped(first_line(verdict), width)
     paragraphs = merge_equal_cells(verdict.differences)
     for paragraph in rows_of(paragraphs.head(MAX_PARAGRAPHS)):
         yield from _paragraph(paragraph, width)
@@ -30,10 +30,10 @@ def lines(verdict: Verdict, width: int) -> Iterator[str]:
         yield from wrapped(f"not compared: {reason}.", width)
 
 
-def conclusion(verdict: Verdict) -> str:
+def first_line(verdict: Verdict) -> str:
     """Return the first line of the verdict."""
     compared = f"{format_plural(verdict.cells, 'cell')} of rank {format_ranks(verdict.ranks)}"
-    own = f"; besides, {own_volume(verdict.own.values())} of the program's own" if verdict.own else ""
+    own = f"; in addition, {own_volume(verdict.own.values())} of the program" if verdict.own else ""
     if len(verdict.differences):
         return f"differs from the rules: {len(verdict.differences):,} of {compared}{own}"
     if not verdict.ranks:
@@ -53,7 +53,7 @@ def merge_equal_cells(differences: pd.DataFrame) -> pd.DataFrame:
 
 
 def _paragraph(row: Any, width: int) -> Iterator[str]:
-    yield f"rank {row.ranks}, {row.steps}, {row.op} of role {row.role}:"
+    yield f"rank {row.ranks}, {row.steps}, {row.op} of dimension {row.role}:"
     most = f" (at most {format_plural(row.calls_max, 'call')})" if not pd.isna(row.calls_max) else ""
     yield f"    expected {_volume(row.expected_calls, row.expected_bytes)}{most}"
     yield f"    measured {_volume(row.measured_calls, row.measured_bytes)}: {_difference(row)}"
@@ -71,5 +71,5 @@ def _volume(calls: Any, size: Any) -> str:
 def _difference(row: Any) -> str:
     calls, size = int(row.measured_calls - row.expected_calls), int(row.measured_bytes - row.expected_bytes)
     if not calls and not size:
-        return "the same number of calls, of other sizes"
+        return "the same number of calls, different payloads"
     return f"{calls:+,} calls, {size:+,} bytes"

@@ -12,10 +12,10 @@ class Command:
     """Measure the network: collectives and messages by payload, as nccl-tests and OMB do.
 
     `commtrace bench --nproc 2` starts two ranks on this machine. Under torchrun (--no-python), srun or mpiexec each
-    process is a rank. The tables are printed, and written with the machine and the library versions to a JSON file for
-    `commtrace report --network FILE` and `commtrace theory --network FILE`. Latency and bandwidth are fitted for each
-    operation and group size: one line, or up to five, each for a range of payloads. The table of fits shows the
-    held-out errors.
+    process is a rank. The command prints the tables, and writes them with the machine and the library versions to a
+    JSON file for `commtrace report --network FILE` and `commtrace theory --network FILE`. It fits latency and bandwidth
+    for each operation and group size, piecewise linear with one to five ranges of payloads, and prints the held-out
+    errors of the fits.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
@@ -41,8 +41,8 @@ class Command:
             "--seconds", metavar="SECONDS", type=positive_number, default=0.2,
             help="time to spend on one operation and payload (default: %(default)s)",
         )  # fmt: skip
-        limit = "fail if one call takes longer; with mpi4py, if all calls of one operation and payload take longer"
-        add_timeout(parser, 300, limit)
+        help_text = "fail if one call takes longer; with mpi4py, if all calls of one operation and payload take longer"
+        add_timeout(parser, 300, help_text)
         add(
             "--format", choices=("auto", "nccl", "osu"), default="auto", dest="form",
             help="print tables as nccl-tests or OMB do (default: nccl for torch's collectives, else osu)",

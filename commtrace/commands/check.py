@@ -23,28 +23,31 @@ NOT_COMPARED: Final = 3
 
 
 class Command:
-    """Compare a run with what it is expected to communicate, for continuous integration.
+    """Compare a run with its expected calls, for continuous integration.
 
-    What is expected comes from one of three sources:
+    The expected calls come from one of three sources:
 
       rules                the job alone (its parameters, parallel degrees and settings), by rules that mirror PyTorch,
                            DeepSpeed and Megatron. They name causes. Calls of the program itself, or of a framework
-                           without rules, are listed, and fail with --strict only
+                           without rules, are listed, and fail only with --strict
       --against DIR2       the log of a dry run of the same program, or of an earlier run
       --baseline FILE      a text file for version control, which --update-baseline FILE writes
 
-    The first line says which of these holds. Exit status:
+    A cell is one operation of one parallel dimension in one step of one rank. Rules are compared cell by cell.
+
+    The first line is the verdict. Exit status:
 
       0  as expected; with --tolerance, the payloads of all cells are within it
-      1  something differs; it is printed with call sites and, by rules, the most likely cause. Also: a log or FILE
-         cannot be read
+      1  something differs; it is printed with call sites and, by rules, the most likely cause. With --against and
+         --baseline also: a rank is missing. Also: a log or FILE cannot be read
       2  wrong arguments
-      3  nothing differs, but a part could not be compared: there are no rules for the job, a rank left no log, records
-         were lost, or a process was killed
+      3  nothing differs, but a part could not be compared: records were lost, or a process was killed; by rules also:
+         the job has no rules, or a rank left no log
 
-    By rules, the job description comes from the log: it is captured when DDP or DeepSpeed is set up, when an FSDP2
-    model first runs, or when the optimizer of a model with parallelize_module alone first steps. With --config it comes
-    from configuration files, as in `commtrace theory`, which needs the extra `theory` (PyYAML, pydantic).
+    By rules, the job description comes from the log. The hooks capture it when DDP or DeepSpeed is set up, at the first
+    forward pass of an FSDP2 model, or at the first optimizer step of a model with parallelize_module only. With
+    --config it comes from configuration files, as in `commtrace theory`, which needs the extra `theory` (PyYAML,
+    pydantic).
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
@@ -57,21 +60,19 @@ class Command:
         sources.add_argument("--baseline", metavar="FILE", type=Path, help="compare with this baseline, not with rules")
         sources.add_argument(
             "--update-baseline", metavar="FILE", type=Path,
-            help="write the calls of this run to FILE, and compare nothing; `own` lines in FILE are kept",
+            help="write the calls of this run to FILE without a comparison; `own` lines in FILE are kept",
         )  # fmt: skip
-        add_shared(
-            parser, "--own", purpose="calls whose call site contains PATTERN are the program's own, and never differ"
-        )
+        add_shared(parser, "--own", purpose="accept calls whose call site contains PATTERN, as the program's own")
         parser.add_argument(
-            "--strict", action="store_true", help="by rules: calls of the program itself fail, except those of --own"
+            "--strict", action="store_true", help="by rules: fail on calls of the program itself, except those of --own"
         )
         parser.add_argument(
             "--tolerance",
             metavar="X",
             type=exact_fraction,
             default="0",
-            help="by rules: fraction by which the payload of a cell may differ, 0.01 for example; numbers and payloads "
-            "of calls are then not compared (default: %(default)s)",
+            help="by rules: fraction by which the payload of a cell may differ, 0.01 for example; above 0, the number "
+            "and the payloads of calls are not compared (default: %(default)s)",
         )
         parser.add_argument(
             "--config", metavar="FILE", action="append", help="configuration to predict the calls from; may be repeated"
@@ -86,7 +87,7 @@ class Command:
         by_rules = {"--tolerance": arguments.tolerance, "--config": arguments.config, "--strict": arguments.strict}
         source = next((name for name in ("against", "baseline", "update_baseline") if getattr(arguments, name)), None)
         for option in (name for name, value in by_rules.items() if value and source):
-            raise CommtraceError(f"{option} is for the comparison with rules; leave it out with --{_option(source)}")
+            raise CommtraceError(f"{option} is only for the comparison with rules; remove it or --{_option(source)}")
         run = open_run(arguments.directory)
         _warn(str(note) for note in run.notes)
         if arguments.update_baseline:
@@ -104,18 +105,18 @@ def _warn(texts: Iterable[str]) -> None:
 
 
 def _check_rules(run: Run, arguments: argparse.Namespace) -> int:
-    from commtrace.analyses.check.verdict import declare_own, judge
-    from commtrace.analyses.check.verdict_text import lines
+    from commtrace.analyses.check.verdict import compute_verdict, declare_own
+    from commtrace.analyses.check.verdict_text import verdict_lines
     from commtrace.analyses.diff.diff_text import wrapped
     from commtrace.analyses.fold_engine import fold
 
     tables = fold(run, [declare_own(_analysis(run, arguments), arguments.own)])
     versions = tables["theory"]["other_versions"].dropna().unique()
     _warn(f"rules were written from other versions: {other}" for other in versions)
-    # Of a dry run, ranks that were not run are not missing.
+    # Ranks that a dry run did not run are not missing.
     world_size = None if run.simulated else run.world_size
-    verdict = judge(tables, run.ranks, world_size, arguments.tolerance, strict=arguments.strict)
-    print(*lines(verdict, arguments.width), sep="\n")
+    verdict = compute_verdict(tables, run.ranks, world_size, arguments.tolerance, strict=arguments.strict)
+    print(*verdict_lines(verdict, arguments.width), sep="\n")
     if run.simulated:
         print(f"simulated: {len(run.ranks):,} of {run.world_size:,} ranks were run, and nothing was sent")
     if not verdict.ranks:
@@ -152,7 +153,7 @@ def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
     measured = read_calls(run, catalog, own)
     differences = compare_calls(expected, measured)
     status = DIFFERS if not differences.equal else NOT_COMPARED if differences.not_compared else 0
-    begins = {0: "as expected by", DIFFERS: "differs from", NOT_COMPARED: "as far as compared, as expected by"}
+    begins = {0: "as expected by", DIFFERS: "differs from", NOT_COMPARED: "partly compared, as expected by"}
     width = arguments.width
     names = "expected", "measured"
     lines = (*compared_lines(differences, width), *difference_lines(differences, names, width))

@@ -17,9 +17,10 @@ NOT_COMPARED: Final = 3
 class Command:
     """Compare the calls of two runs.
 
-    Calls are compared by operation, payload, type, group, peer, phase and step, and by their order within a group; not
-    by times. Ranks and steps that differ alike are merged. If one run has more steps than the other, its further steps
-    are compared with those that the other repeats. Settings, versions and jobs that differ are listed. Exit status:
+    Calls are compared by operation, payload (not of pickled objects), type, reduction, group, peer or root, phase and
+    step, and by their order within a group; not by times. Ranks and steps with the same difference are merged. If one
+    run has more steps than the other, its additional steps are compared with those that the other repeats. Settings,
+    versions and jobs that differ are listed. Exit status:
 
       0  equal; calls may come from other call sites, which are listed
       1  something differs, or a rank is missing. Also: a log cannot be read
@@ -52,7 +53,7 @@ class Command:
             print(diff_to_json(differences))
             return status
         width = arguments.width
-        first = {0: "equal", DIFFERENT: "different", NOT_COMPARED: "equal as far as compared"}[status]
+        first = {0: "equal", DIFFERENT: "different", NOT_COMPARED: "partly compared, equal"}[status]
         lines = (*compared_lines(differences, width), *difference_lines(differences, ("A", "B"), width))
         print(first, *lines, *own_lines(b.own, width), sep="\n")
         return status

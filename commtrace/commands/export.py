@@ -10,12 +10,12 @@ from .option_types import add_shared
 
 
 class Command:
-    """Write every event of a run to a CSV or Parquet file.
+    """Write every call of a run to a CSV or Parquet file.
 
     One row per call, with the columns of the event table: rank, operation, group, role, bytes, times, step, phase,
-    call site and so on. Times are nanoseconds of the host's monotonic clock; a time of 0 is not known. -1 means none or
-    not known in peer, tag and micro_batch, and before the first step in step. Unknown wire_bytes and group_size are
-    empty. Memory use does not grow with the log. Parquet needs the extra `parquet` (pyarrow).
+    call site and so on. Times are nanoseconds of the host's monotonic clock; 0 means not known. In
+    peer, tag and micro_batch, -1 means none or not known; in step, before the first step. Unknown wire_bytes and
+    group_size are empty. Memory use is independent of the size of the log. Parquet needs the extra `parquet` (pyarrow).
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
@@ -35,10 +35,10 @@ class Command:
         out: Path = arguments.out
         form = arguments.format or out.suffix.lstrip(".").lower()
         if form not in WRITERS:
-            raise OutputError(f"{out}: its suffix is no known format; add --format csv or --format parquet")
+            raise OutputError(f"{out}: unknown file extension; add --format csv or --format parquet")
         run = open_run(arguments.directory)
         rows = export(run, out, form, force=arguments.force)
         for note in run.notes:
             print(f"commtrace: {note}", file=sys.stderr)
-        print(f"{out}: {rows:,} events of run {run.id}")
+        print(f"{out}: {rows:,} calls of run {run.id}")
         return 0

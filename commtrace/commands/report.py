@@ -22,17 +22,16 @@ if TYPE_CHECKING:
     from commtrace.run import Run
 
 PARALLEL_FROM: Final = 8_000_000
-"""Records above which worker processes are worth their start."""
+"""Number of records from which worker processes are used."""
 
 
 class Command:
     """Show what a run communicated.
 
-    The report begins with warnings, if anything limits its numbers, with findings, and with the comparison of the run
-    with theory. Then come volumes by operation, parallel dimension, phase, step and call site, bandwidth, and the
-    balance of the ranks, and last the coverage of the log, the cost of tracing, and the blind spots of the hooks. If
-    DIR holds several runs, the newest is shown. A damaged log is reported as far as it can be read. Several DIRs are
-    shown side by side.
+    The report has, in this order: warnings, if anything limits its numbers; findings; the comparison of the run with
+    theory; volumes by operation, parallel dimension, phase, step and call site; bandwidth; the balance of the ranks;
+    the coverage of the log, the cost of tracing, and the blind spots of the hooks. If DIR has several runs, the newest
+    is shown. Of a damaged log, the readable part is reported. Several DIRs are shown side by side.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:

@@ -19,9 +19,9 @@ class Command:
     """Run a program with tracing on.
 
     `commtrace run --out logs/run1 torchrun --nproc-per-node 2 train.py` does the same as setting COMMTRACE=logs/run1
-    for the program. The process becomes the program, so that exit status and signals are the program's. The command
-    also works where commtrace is only on PYTHONPATH (module trees of Spack or EasyBuild): Python reads no start-up
-    files from there.
+    for the program. The program replaces this process: exit status and signals are those of the program. The command
+    also works if commtrace is only on PYTHONPATH (module trees of Spack or EasyBuild), where Python reads no start-up
+    files.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,7 @@ class Command:
         """Replace this process by the program. Raises CommtraceError if that fails."""
         command: list[str] = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
         if not command:
-            raise CommtraceError("no program given; say what to run: commtrace run torchrun train.py")
+            raise CommtraceError("no program given; add it: commtrace run torchrun train.py")
         program = shutil.which(command[0])
         if program is None:
             raise CommtraceError(f"{command[0]}: no such program on PATH; give its path, or python and the script")

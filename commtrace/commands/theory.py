@@ -16,11 +16,11 @@ class Command:
 
     CONFIG is a GPT-NeoX YAML file or the name of a built-in model (13B), a DeepSpeed JSON file, a Hugging Face
     config.json, or the latter two together. A DeepSpeed JSON file alone does not describe the model: add --layers,
-    --hidden and --vocabulary. Nothing is run, and neither torch nor DeepSpeed is needed, only the extra `theory`
-    (PyYAML, pydantic): `commtrace theory 13B --world-size 1024`.
+    --hidden and --vocabulary. The command runs no training and needs neither torch nor DeepSpeed, only the extra
+    `theory` (PyYAML, pydantic): `commtrace theory 13B --world-size 1024`.
 
-    Two predictions are shown: the closed form, and the calls that the frameworks will make (bounds of their payloads if
-    these depend on the data), with the differences between the two.
+    The output has two predictions: the closed form, and the expected calls of the frameworks (with bounds, if payloads
+    depend on the data), and the differences between the two.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:

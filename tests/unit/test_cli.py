@@ -77,7 +77,7 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) -
     assert main(["export", str(tmp_path / "log"), "--out", str(out)]) == 1
     assert main(["export", str(tmp_path / "log"), "--out", str(out), "--force", "--format", form]) == 0
     text, err = capsys.readouterr()
-    assert "14 events" in text
+    assert "14 calls" in text
     assert "already exists" in err
     assert "commtrace report" in err  # the note on the other run
 

@@ -13,8 +13,8 @@ from typing import Final, TypeAlias
 import pandas as pd
 
 from commtrace.analyses import reconciliation
-from commtrace.analyses.check.verdict import Verdict, judge
-from commtrace.analyses.check.verdict_text import lines
+from commtrace.analyses.check.verdict import Verdict, compute_verdict
+from commtrace.analyses.check.verdict_text import verdict_lines
 from commtrace.analyses.fold_engine import NamedTables, fold, rows_of
 from commtrace.analyses.reconciliation.causes import UNEXPLAINED
 from commtrace.formatting import format_bytes, format_signed
@@ -68,7 +68,7 @@ class RecordedDryRun:
             return ""
         steady = max((prediction.steady for prediction in self.predictions.values()), default=0)
         early = [f"steps are equal from {steady} on, but the last one is {self.last}"] if self.last < steady else []
-        differing = [] if self.verdict.agrees else lines(self.verdict, 120)
+        differing = [] if self.verdict.agrees else verdict_lines(self.verdict, 120)
         return " ".join(line.strip() for line in differing) + "".join(early)
 
     @cached_property
@@ -185,7 +185,7 @@ def read(run: DryRun, folder: Path) -> RecordedDryRun:
     """Read the log of a dry run. Raises LogError."""
     log = open_run(folder)
     theory = fold(log, [reconciliation.ANALYSIS])
-    verdict = judge(theory, log.ranks, None, strict=True)
+    verdict = compute_verdict(theory, log.ranks, None, strict=True)
     return RecordedDryRun(run, folder, _calls(log), theory, verdict, _predictions(log), _parameters(log))
 
 

@@ -119,7 +119,7 @@ def test_what_is_said_of_a_cell(tmp_path: Path, capsys: Captured) -> None:
     _, out = check(tmp_path, capsys, "--strict")
     assert out.splitlines() == [
         "differs from the rules: 3 of 21 cells of rank 0-2",
-        "rank 0-2, step 1, all_reduce of role data:",
+        "rank 0-2, step 1, all_reduce of dimension data:",
         "    expected 5 calls of 155 bytes together (at most 6 calls)",
         "    measured 6 calls of 159 bytes together: +1 calls, +4 bytes",
         "    most likely cause: calls of the program, of at most 64 bytes each",
@@ -138,7 +138,7 @@ def test_within_the_bounds_of_theory_pieces_may_differ(tmp_path: Path, capsys: C
     assert check(tmp_path / "same", capsys)[0] == 0
     status, out = check(tmp_path / "pieces", capsys)
     assert status == 1
-    assert "the same number of calls, of other sizes" in out
+    assert "the same number of calls, different payloads" in out
 
 
 @pytest.mark.parametrize(("share", "status"), [("0", 1), ("0.025", 1), ("0.026", 0), ("1e-1", 0), ("4/155", 0)])
@@ -212,6 +212,6 @@ def test_against_a_configuration(tmp_path: Path, capsys: Captured) -> None:
     assert check(tmp_path, capsys, "--config", "tiny")[0] == 0
     status, out = check(tmp_path, capsys, "--config", "tiny", "--zero-stage", "2", "--gradient-accumulation", "2")
     assert status == 1
-    assert "all_reduce of role data" in out
+    assert "all_reduce of dimension data" in out
     assert main(["check", str(tmp_path), "--config", "nowhere.yml"]) == 1
     assert "nowhere.yml: no such file" in capsys.readouterr().err
