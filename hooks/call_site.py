@@ -2,7 +2,8 @@
 
 The call site is the innermost line that is not in a wrapper: DeepSpeed's reducer rather than
 `deepspeed.comm.all_reduce`, the user's `loss.backward()` rather than autograd's. Frames are classified once per code
-object, so a walk is cheap.
+object, so a walk is cheap. Where a library makes all calls of an operation on one line (Megatron's mappings of tensor
+parallelism), the line that calls it is part of the call site.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import Final
+from typing import Any, Final
 
 import commtrace
 from commtrace.recording.table_writer import TableWriter
@@ -25,6 +26,7 @@ OPTIMIZER: Final = 8  # steps an optimizer
 HANDLE: Final = 16  # sends or receives a message and returns a handle
 BLOCKING: Final = 32  # sends or receives a message and waits for it
 BACKWARD: Final = 64  # runs autograd
+SHARED: Final = 128  # makes calls for many lines of the program: the caller's is part of the call site
 
 # Wrappers: code whose path below the packages' root starts with one of these.
 _WRAPPERS: Final = (
@@ -86,6 +88,9 @@ _PROPERTIES: Final = {
     ("torch/autograd/graph.py", "_engine_run_backward"): BACKWARD,
 }
 
+# Files whose functions are SHARED, wherever they are installed; all but `backward`, which autograd calls.
+_SHARED_FILES: Final = ("megatron/mpu/mappings.py", "megatron/core/tensor_parallel/mappings.py")
+
 # Bound on memory in a program that makes code as it runs (exec, torch.fx).
 _MAX_CODES: Final = 50_000
 
@@ -98,7 +103,7 @@ class CallSites:
         self._tables = tables
         # By id, because hashing a code object reads all of it. The object is kept so that its id is not used again.
         self._kinds: dict[int, tuple[CodeType, int]] = {}
-        self._sites: dict[tuple[int, int], int] = {}
+        self._sites: dict[tuple[int, ...], int] = {}
         self.cleared: list[Callable[[], object]] = []
         """Listeners, called when code objects are released: what is known of their addresses is no longer valid."""
 
@@ -118,7 +123,7 @@ class CallSites:
         except ValueError:
             return 0, 0
         kinds = self._kinds
-        frame, seen = innermost, 0
+        frame, seen, kind = innermost, 0, 0
         while frame is not None:
             code = frame.f_code
             known = kinds.get(id(code))
@@ -127,13 +132,16 @@ class CallSites:
             if not kind & WRAPPER:
                 break
             frame = frame.f_back
-        named = frame or innermost
+        named, caller = frame or innermost, frame.f_back if frame is not None and kind & SHARED else None
+        while caller is not None and (kind := self.classify(caller.f_code)) & (WRAPPER | SHARED):
+            seen |= kind
+            caller = caller.f_back
         while deep and frame is not None and not seen & (FORWARD | OPTIMIZER):
             code = frame.f_code
             known = kinds.get(id(code))
             seen |= known[1] if known is not None else self.classify(code)
             frame = frame.f_back
-        return self.number(named), seen
+        return self.number(named, caller), seen
 
     def in_training(self) -> bool:
         """Return whether the outermost module that is being called is in training mode.
@@ -187,24 +195,36 @@ class CallSites:
             known = self._kinds[id(code)] = code, _classify(code)
         return known[1]
 
-    def number(self, frame: FrameType | None) -> int:
-        """Return the row of the line that a frame executes; 0 for no frame."""
+    def number(self, frame: FrameType | None, caller: FrameType | None = None) -> int:
+        """Return the row of the line that a frame executes, with its caller's if that is given; 0 for no frame."""
         if frame is None:
             return 0
-        code = frame.f_code
-        key = id(code), frame.f_lasti
+        key: tuple[int, ...] = id(frame.f_code), frame.f_lasti
+        if caller is not None:
+            key = *key, id(caller.f_code), caller.f_lasti
         number = self._sites.get(key)
         if number is None:
-            self.classify(code)  # keeps the code object, so that its id stays valid
-            function = getattr(code, "co_qualname", code.co_name)  # since Python 3.11
-            row = {"file": code.co_filename, "line": frame.f_lineno, "function": function}
+            row = self._line(frame)
+            values = tuple(row.values())
+            if caller is not None:
+                row["caller"] = self._line(caller)
+                values += tuple(row["caller"].values())
             # Several instructions of one line are one call site.
-            number = self._sites[key] = self._tables.number("sites", tuple(row.values()), lambda: row)
+            number = self._sites[key] = self._tables.number("sites", values, lambda: row)
         return number
+
+    def _line(self, frame: FrameType) -> dict[str, Any]:
+        code = frame.f_code
+        self.classify(code)  # keeps the code object, so that its id stays valid
+        function = getattr(code, "co_qualname", code.co_name)  # since Python 3.11
+        return {"file": code.co_filename, "line": frame.f_lineno, "function": function}
 
 
 def _classify(code: CodeType) -> int:
-    path = _below_packages(code.co_filename.replace("\\", "/"))
+    file = code.co_filename.replace("\\", "/")
+    if file.endswith(_SHARED_FILES) and code.co_name != "backward":
+        return SHARED
+    path = _below_packages(file)
     if not path.startswith(_WRAPPERS) and (path, code.co_name) not in _WRAPPER_FUNCTIONS:
         return 0
     return WRAPPER | _PROPERTIES.get((path, code.co_name), 0)

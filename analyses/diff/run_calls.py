@@ -239,7 +239,7 @@ class _Reader:
     def __init__(self, run: RecordedRun, catalog: CallCatalog, patterns: Sequence[str]) -> None:
         self._catalog, self._patterns = catalog, patterns
         sites = {site for process in run.processes for site in process.tables.sites.values()}
-        self._files = short_paths({site.file for site in sites})
+        self._files = short_paths({line.file for site in sites for line in site.lines()})
         self.lines: dict[Call, set[str]] = defaultdict(set)
         self.own: list[tuple[str, str, int, int, int]] = []
 
@@ -294,7 +294,7 @@ class _Reader:
             seen = _peer(named.op, peer, process.rank, tables.groups.get(group))
             texts = (named.dtype, named.reduce_op.lower(), phase, role, shapes.get(group, ""), seen)
             known = tables.sites.get(site)
-            name, line = ("-", "") if known is None else (site_name(known), self._line(known))
+            name, line = ("-", "") if known is None else (site_name(known), known.label(self._files))
             return named.op, tuple("_".join(text.split()) or "-" for text in texts), name, line
 
         def describe(payload: int, *row: Any) -> tuple[Call, str]:
@@ -302,9 +302,6 @@ class _Reader:
             return Call(CallKey(op, payload, *texts), name), line
 
         return describe
-
-    def _line(self, site: Site) -> str:
-        return f"{self._files[site.file]}:{site.line} {site.function}".rstrip()
 
     def _number(self, call: Call, line: str, rank: int, count: int, size: int) -> int:
         """Return the number of a call, -1 for one of the program's own."""

@@ -76,10 +76,7 @@ class RecordLabels:
         of_messages = [(number, message_roles[group]) for number, group in groups.items() if group in message_roles]
         message_ids = {number | _MESSAGES: role for number, role in of_messages}
         self._add("role", "role", group_roles | message_ids)
-        site_labels = {
-            id_: "" if site is None else f"{files.get(site.file, site.file)}:{site.line} {site.function}".rstrip()
-            for id_, site in sites.items()
-        }
+        site_labels = {id_: "" if site is None else site.label(files) for id_, site in sites.items()}
         self._add("site", "site", site_labels)
         self._add("phase", "phase", {phase: phase.name.lower() for phase in Phase})
         self._add("state", "state", {state: state.name.lower() for state in State})

@@ -112,7 +112,8 @@ class RecordedRun:
     def labels(self) -> tuple[RecordLabels, ...]:
         """Labels of the ids in the records of each process."""
         roles, messages = roles_of(self.log), message_roles_of(self.log)
-        files = short_paths({site.file for process in self.log.processes for site in process.tables.sites.values()})
+        sites = {site for process in self.log.processes for site in process.tables.sites.values()}
+        files = short_paths({line.file for site in sites for line in site.lines()})
         return tuple(
             RecordLabels(number, process, roles, files, messages) for number, process in enumerate(self.log.processes)
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -36,11 +36,23 @@ class RecordedGroup:
 
 
 class Site(NamedTuple):
-    """A line of code that made calls."""
+    """A line of code that made calls, and of a helper that many lines call the line that called it."""
 
     file: str
     line: int
     function: str
+    caller: Site | None = None
+
+    def lines(self) -> Iterator[Site]:
+        """Yield the line, then its caller's if there is one."""
+        yield self
+        if self.caller is not None:
+            yield self.caller
+
+    def label(self, short: Mapping[str, str]) -> str:
+        """Return "file:line function", and " < " before the caller's; `short` has the files as they are shown."""
+        lines = ((short.get(line.file, line.file), line) for line in self.lines())
+        return " < ".join(f"{file}:{line.line} {line.function}".rstrip() for file, line in lines)
 
 
 @dataclass
@@ -99,13 +111,18 @@ def _group(row: Row) -> RecordedGroup:
     return RecordedGroup(ranks, str(row.get("name") or ""), int(row.get("index") or 0))
 
 
+def _site(row: Row) -> Site:
+    caller = _site(row["caller"]) if "caller" in row else None
+    return Site(str(row["file"]), int(row.get("line") or 0), str(row.get("function") or ""), caller)
+
+
 # Tables of numbered rows: (key of the number, function that reads a row).
 _ROWS: Final[dict[str, tuple[str, Callable[[Row], object]]]] = {
     "kinds": ("id", lambda row: Kind(str(row["op"]), *(str(row.get(name) or "") for name in Kind._fields[1:]))),
     "groups": ("id", _group),
     "roles": ("group", lambda row: str(row["role"])),
     "message_roles": ("group", lambda row: str(row["role"])),
-    "sites": ("id", lambda row: Site(str(row["file"]), int(row.get("line") or 0), str(row.get("function") or ""))),
+    "sites": ("id", _site),
 }
 
 _ALL_UNKNOWN: Final = "operations, groups and sites of its records are unknown"

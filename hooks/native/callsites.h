@@ -60,6 +60,12 @@ class CallSites {
     }
   };
 
+  // A frame: how many calls further out, and its instruction. Depth -1: none.
+  struct Place {
+    int depth = -1;
+    uint64_t where = 0;
+  };
+
   static Cache& cache_of_thread() {
     static thread_local std::unique_ptr<Cache> cache;
     if (!cache) cache = std::make_unique<Cache>();
@@ -70,21 +76,19 @@ class CallSites {
     Cache& cache = cache_of_thread();
     cache.renew(epoch_.load(std::memory_order_acquire));
     CallSite result;
-    int depth = 0, site_depth = 0;
-    uint64_t site_where = frame.where;
-    bool more = true, in_wrappers = true;
-    for (; more; more = outer(frame), depth++) {
+    int depth = 0;
+    Place named{0, frame.where}, caller;
+    uint8_t passed_over = kWrapper;  // frames that are passed over in search of the next place; 0: all are found
+    for (bool more = true; more; more = outer(frame), depth++) {
       const uint8_t kind = kind_of(cache, frame, depth);
       result.seen |= kind;
-      if (in_wrappers && !(kind & kWrapper)) {
-        in_wrappers = false;
-        site_depth = depth;
-        site_where = frame.where;
-        if (!deep) break;
+      if (passed_over && !(kind & passed_over)) {
+        (passed_over == kWrapper ? named : caller) = {depth, frame.where};
+        passed_over = kind & kShared ? kWrapper | kShared : 0;
       }
-      if (!in_wrappers && result.seen & (kForward | kOptimizer)) break;
+      if (!passed_over && (!deep || result.seen & (kForward | kOptimizer))) break;
     }
-    if (numbered) result.site = site_of(cache, site_where, site_depth);
+    if (numbered) result.site = site_of(cache, named, caller);
     return result;
   }
 
@@ -103,13 +107,18 @@ class CallSites {
     });
   }
 
-  uint32_t site_of(Cache& cache, uint64_t where, int depth) {
-    Entry& entry = cache.at(where);
-    if (entry.where == where && entry.site != kUnknown) return entry.site;
+  uint32_t site_of(Cache& cache, Place named, Place caller) {
+    // The highest bit keeps pairs of instructions apart from instructions.
+    const uint64_t pair = (named.where ^ caller.where * 0x9E3779B97F4A7C15ULL) | 1ULL << 63;
+    const uint64_t key = caller.depth < 0 ? named.where : pair;
+    Entry& entry = cache.at(key);
+    if (entry.where == key && entry.site != kUnknown) return entry.site;
     return rows_.look_up(uint32_t{0}, [&](const py::object& rows) {
-      const auto object = py::reinterpret_steal<py::object>(frame_object(depth));
-      const auto site = object ? rows.attr("site")(object).cast<uint32_t>() : 0;
-      if (entry.where == where) entry.site = site;
+      const auto object = py::reinterpret_steal<py::object>(frame_object(named.depth));
+      const auto above = py::reinterpret_steal<py::object>(caller.depth < 0 ? nullptr : frame_object(caller.depth));
+      const auto site = !object ? 0 : (above ? rows.attr("site")(object, above) : rows.attr("site")(object)).cast<uint32_t>();
+      if (caller.depth >= 0) entry = {key, 0, site};
+      else if (entry.where == key) entry.site = site;
       return site;
     });
   }

@@ -9,7 +9,9 @@
 namespace commtrace {
 
 // Properties of frames, the bits of hooks/call_site.py.
-enum Seen : uint8_t { kWrapper = 1, kObject = 2, kForward = 4, kOptimizer = 8, kHandle = 16, kBlocking = 32 };
+enum Seen : uint8_t {
+  kWrapper = 1, kObject = 2, kForward = 4, kOptimizer = 8, kHandle = 16, kBlocking = 32, kShared = 128
+};
 
 // The row of a call site, and the properties of the frames that were walked.
 struct CallSite {

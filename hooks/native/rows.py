@@ -61,9 +61,9 @@ class Rows:
         return self.tracer.sites.classify(frame.f_code)
 
     @_default_on_error(0)
-    def site(self, frame: FrameType) -> int:
-        """Return the row of a frame's line."""
-        return self.tracer.sites.number(frame)
+    def site(self, frame: FrameType, caller: FrameType | None = None) -> int:
+        """Return the row of a frame's line, and of its caller's where that is part of the call site."""
+        return self.tracer.sites.number(frame, caller)
 
     @_default_on_error(False)
     def in_training(self) -> bool:

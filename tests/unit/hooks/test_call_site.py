@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import CodeType
+from typing import Any
 
 import pytest
 
@@ -34,6 +36,36 @@ def code(path: str, function: str) -> CodeType:
 def test_wrappers_are_passed_over(path: str, function: str, passes_on: bool) -> None:
     kind = call_site._classify(code(f"/opt/env/lib/python3.11/site-packages/{path}", function))
     assert bool(kind & call_site.WRAPPER) == passes_on
+
+
+MAPPINGS = """
+def call(): return find()
+def reduce(): return call()
+class Copy:
+    def backward(): return call()
+"""
+
+
+class Tables:
+    lookups = 0
+
+    def number(self, table: str, values: tuple[Any, ...], row: Callable[[], dict[str, Any]]) -> int:
+        self.row = row()
+        return 1
+
+
+@pytest.mark.parametrize("folder", ["/home/me/gpt-neox/megatron/mpu", "/lib/megatron/core/tensor_parallel"])
+def test_a_helper_of_many_lines_is_named_with_its_caller(folder: str) -> None:
+    tables = Tables()
+    sites = call_site.CallSites(tables)  # type: ignore[arg-type]
+    mappings: dict[str, Any] = {"find": lambda: sites.find(1, deep=False)}
+    exec(compile(MAPPINGS, f"{folder}/mappings.py", "exec"), mappings)
+    for _ in range(2):
+        mappings["reduce"]()
+        assert (tables.row["line"], tables.row["function"]) == (2, "call")
+        assert tables.row["caller"]["file"] == __file__
+    mappings["Copy"].backward()
+    assert (tables.row["function"], tables.row["caller"]["line"]) == ("call", 5)
 
 
 def test_a_program_s_own_file_is_never_passed_over() -> None:
