@@ -11,6 +11,7 @@ HOOKS = {
     "torch.distributed.fsdp._fully_shard._fsdp_state": "commtrace.hooks.torch.fsdp",
     "megatron.core.parallel_state": "commtrace.hooks.megatron.megatron_core",
     "megatron.mpu.initialize": "commtrace.hooks.megatron.gpt_neox",
+    "megatron.training": "commtrace.hooks.megatron.gpt_neox_training",
 }
 
 # Library -> module that makes the process a simulated rank (`commtrace dryrun`), installed after the hook.

@@ -1,1 +1,1 @@
-"""Hooks of Megatron-LM (`core`) and GPT-NeoX (`gpt_neox`): the parallel dimensions of their process groups."""
+"""Hooks of Megatron-LM and GPT-NeoX: parallel dimensions of their process groups, GPT-NeoX's steps and evaluations."""

@@ -1,12 +1,10 @@
 """Calls that GPT-NeoX's program (`train.py`) makes itself, beside those of its engine and of its parallel layers.
 
-It makes them in groups of one rank as well. Loading a checkpoint and training from one are not counted. The first batch
-of a step without a pipeline engine is loaded before the step begins, so that its calls count to the previous one.
+It makes them in groups of one rank as well. Loading a checkpoint and training from one are not counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -39,10 +37,9 @@ def extend_prediction(job: Job, prediction: Prediction) -> Prediction:
     own = (*_among_model_ranks(job), *batches(job, job.micro_batches), *losses(job, job.micro_batches))
     if not job.has_pipeline_engine:
         own = (*own, reduced_losses(job.micro_batches))
-    ahead = () if job.has_pipeline_engine else tuple(batches(job, 1))
     extended = replace(
         prediction,
-        start=(*prediction.start, *set_up(job), *ahead),
+        start=(*prediction.start, *set_up(job)),
         steps=tuple((*calls, *own) for calls in prediction.steps),
         others={**prediction.others, WORLD: int(job.fact("world_size")), "self": 1},
     )
@@ -52,13 +49,11 @@ def extend_prediction(job: Job, prediction: Prediction) -> Prediction:
         for bar in cause_bars([call for call in own if call.role == role], extended.ranks_of(role))
     )
     extended = replace(extended, bars=(*prediction.bars, *bars))
-    return replace(extended, special_step=partial(_special_step, job, extended, ahead))
+    return replace(extended, special_step=partial(_special_step, job, extended))
 
 
-def _special_step(
-    job: Job, regular: Prediction, ahead: tuple[ExpectedCall, ...], step: int
-) -> tuple[ExpectedCall, ...] | None:
-    """Return the calls of a step with an evaluation or a checkpoint, or of the last one, which loads no batch ahead."""
+def _special_step(job: Job, regular: Prediction, step: int) -> tuple[ExpectedCall, ...] | None:
+    """Return the calls of a step that an evaluation or a checkpoint follows, with theirs; None for other steps."""
     iteration, last = step + 1, int(job.model("train_iters", 0))
     interval = int(job.model("eval_interval", 0))
     extra = [*checkpoint()] if saves(job, iteration) else []
@@ -67,16 +62,7 @@ def _special_step(
     if iteration == last:
         at_end = [*checkpoint()] if job.model("save", False) else []
         extra += (*evaluation(job, "do_valid"), *at_end, *evaluation(job, "do_test"))
-        return (*_without(regular.step(step), ahead), *extra)
     return (*regular.step(step), *extra) if extra else None
-
-
-def _without(calls: Iterable[ExpectedCall], removed: Iterable[ExpectedCall]) -> Iterator[ExpectedCall]:
-    fewer = {(call.op, call.payload, call.cause): call.calls for call in removed}
-    for call in calls:
-        number = call.calls - fewer.pop((call.op, call.payload, call.cause), 0)
-        if number:
-            yield replace(call, calls=number)
 
 
 def _model_group(job: Job, call: ExpectedCall) -> ExpectedCall:
