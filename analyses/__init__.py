@@ -11,7 +11,7 @@ Definitions that hold in every table:
 * `payload_bytes` and `wire_bytes` follow `commtrace.volume`; wire bytes are the least that the algorithm sends, never
   measured, and missing where they are not known for every call of the row.
 * Every recorded call counts, failed and unfinished ones too; the table `states` has their numbers.
-* `step` -1 is start-up, everything before the first training step.
+* `step` -1 is start-up, everything before the first training step; -2 are evaluations.
 * Missing values mean "not known", never zero.
 """
 

@@ -26,7 +26,7 @@ from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.segment_reader import BLOCK, Segment
 from commtrace.reading.table_reader import ProcessTables
-from commtrace.schema import RECORD, Records
+from commtrace.schema import RECORD, Phase, Records
 
 Array: TypeAlias = npt.NDArray[Any]
 NamedTables: TypeAlias = dict[str, pd.DataFrame]
@@ -99,6 +99,15 @@ class RecordBlock:
         to_self = self["peer"] == self.labels.rank
         first, groups = group_rows([*(self[name] for name in _DISTINCT_FIELDS), to_self])
         return RecordBlock(self.records[first], self.labels, np.bincount(groups, minlength=len(first)))
+
+
+EVALUATION: Final = -2
+"""The step of evaluations in tables of steps."""
+
+
+def steps_of(block: RecordBlock) -> Array:
+    """Return the training step of each record, -1 for start-up and EVALUATION for evaluations, which are in no step."""
+    return np.where(block["phase"] == Phase.EVALUATION, EVALUATION, block["step"].astype(np.int64))
 
 
 @dataclass(frozen=True)
@@ -241,10 +250,6 @@ def sums_by(labels: RecordLabels, keys: Mapping[str, Array], values: Mapping[str
     return pd.DataFrame({**columns, **{name: sum_groups(value, groups, len(first)) for name, value in values.items()}})
 
 
-# Columns of the event table that a table may be keyed by, beside LABEL_COLUMNS.
-_KEY_FIELDS: Final = {"step": "step", "payload_bytes": "payload"}
-
-
 def table_by(rows: RecordBlock, keys: Sequence[str], values: Mapping[str, Array]) -> pd.DataFrame:
     """Return `keys`, `calls` and the sums of `values`, a row per combination of keys.
 
@@ -252,10 +257,11 @@ def table_by(rows: RecordBlock, keys: Sequence[str], values: Mapping[str, Array]
 
     Args:
         rows: Calls of one process, n rows.
-        keys: Columns of the event table.
+        keys: "step" (`steps_of`), "payload_bytes", or LABEL_COLUMNS.
         values: Columns to sum, each of shape (n,).
     """
-    numbers = {key: rows.labels.ids(key, rows) if key in LABEL_COLUMNS else rows[_KEY_FIELDS[key]] for key in keys}
+    columns = {"step": steps_of(rows), "payload_bytes": rows["payload"]}
+    numbers = {key: rows.labels.ids(key, rows) if key in LABEL_COLUMNS else columns[key] for key in keys}
     return sums_by(rows.labels, numbers, {"calls": rows.calls, **values})
 
 

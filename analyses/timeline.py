@@ -16,7 +16,7 @@ import pandas as pd
 from commtrace.reading.recorded_run import RecordedRun
 
 from .call_times import durations
-from .fold_engine import Analysis, NamedTables, RecordBlock, concat_tables
+from .fold_engine import Analysis, NamedTables, RecordBlock, concat_tables, steps_of
 
 FIRST_PROCESSES: Final = 16
 MAX_CALLS: Final = 4096
@@ -33,7 +33,7 @@ def shown(process: int) -> bool:
 
 
 def _partial(block: RecordBlock) -> pd.DataFrame:
-    steps = block["step"].astype(np.int64)
+    steps = steps_of(block)
     candidate = (steps >= 0) & (steps & (steps - 1) == 0) & (block["t_begin"] > 0) & shown(block.labels.number)
     used = np.flatnonzero(candidate)
     used = used[np.isin(steps[used], np.unique(steps[used])[-_CANDIDATE_STEPS:])]

@@ -14,7 +14,16 @@ import pandas as pd
 
 from commtrace.reading.recorded_run import RecordedRun
 
-from .fold_engine import Analysis, NamedTables, RecordBlock, mask_unknown_wire, merge_sums, table_by
+from .fold_engine import (
+    EVALUATION,
+    Analysis,
+    NamedTables,
+    RecordBlock,
+    mask_unknown_wire,
+    merge_sums,
+    steps_of,
+    table_by,
+)
 from .steps import SUMS
 
 KEYS: Final[dict[str, tuple[str, ...]]] = {
@@ -44,7 +53,7 @@ ANALYSES: Final = tuple(
 
 def _partial_by_rank(block: RecordBlock) -> pd.DataFrame:
     rows = block.distinct
-    training = (rows["step"] >= 0).astype(np.int64)
+    training = (steps_of(rows) >= 0).astype(np.int64)
     values = {
         "calls": rows.calls,
         **rows.volumes,
@@ -69,7 +78,7 @@ BY_RANK: Final = Analysis("balance", _partial_by_rank, merge_sums("rank"), _fini
 
 def _partial_of_job(block: RecordBlock) -> pd.DataFrame:
     table = table_by(block.distinct, ("step", "op"), block.distinct.volumes)
-    part = np.where(table.pop("step") < 0, "start-up", "training steps").astype(object)
+    part = table.pop("step").map({-1: "start-up", EVALUATION: "evaluations"}).fillna("training steps").astype(object)
     return table.assign(process=block.labels.number, part=part)
 
 

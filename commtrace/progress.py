@@ -56,8 +56,8 @@ class Progress:
         return bool(self.cells[_FINISHED] and not self.cells[_BY_PROGRAM])
 
     def activity(self) -> None:
-        """Note an event that only happens in a training step; it begins one if none is under way."""
-        if self.between_steps:
+        """Note an event that happens in a training step or an evaluation; outside of both it begins a step."""
+        if self.between_steps and self.cells[_MARK] != Phase.EVALUATION:
             self.cells[_FINISHED] = 0
             self.cells[_STEP] += 1
 
@@ -80,9 +80,9 @@ class Progress:
         return _Mark(self, phase, begins_step=False)
 
     def mark(self, phase: Phase) -> None:
-        """Mark calls with a phase until `unmark`."""
-        self.marks.append(phase)
-        self.cells[_MARK] = phase
+        """Mark calls with a phase until `unmark`. An evaluation has no other phases within."""
+        self.marks.append(Phase.EVALUATION if Phase.EVALUATION in self.marks[-1:] else phase)
+        self.cells[_MARK] = self.marks[-1]
 
     def unmark(self) -> None:
         """End the innermost mark. There may be none: tracing may have been stopped within it."""
@@ -131,7 +131,7 @@ def phase(name: str) -> AbstractContextManager[None]:
     """Mark the calls in a `with` block as a phase of the training step.
 
     Args:
-        name: "init", "forward", "backward", "optimizer" or "other".
+        name: "init", "forward", "backward", "optimizer", "evaluation" or "other".
 
     Raises:
         CommtraceError: There is no such phase.

@@ -69,13 +69,14 @@ class State(IntEnum):
 
 
 class Phase(IntEnum):
-    """The part of a training step that a call belongs to."""
+    """The part of a training step that a call belongs to. An evaluation is no part of the step that it follows."""
 
     OTHER = 0
     INIT = 1
     FORWARD = 2
     BACKWARD = 3
     OPTIMIZER = 4
+    EVALUATION = 5
 
 
 class Clock(IntEnum):

@@ -12,8 +12,8 @@ from commtrace.schema import Phase
 from . import call_site
 from .call_site import CallSites
 
-_FORWARD, _BACKWARD, _INIT, _OPTIMIZER = (
-    int(phase) for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.INIT, Phase.OPTIMIZER)
+_FORWARD, _BACKWARD, _INIT, _OPTIMIZER, _EVALUATION = (
+    int(phase) for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.INIT, Phase.OPTIMIZER, Phase.EVALUATION)
 )
 _NO_TASK: Final = -1
 
@@ -53,12 +53,12 @@ class CallContext:
     def find(self, depth: int) -> tuple[int, int, int]:
         """Return call site, phase and properties of the frames of the call `depth` frames up.
 
-        The first forward or backward after a step has finished begins the next step.
+        The first forward or backward after a step has finished begins the next step, unless it does not train.
         """
         marks = progress.marks
         task = _graph_task()
         if task != _NO_TASK:
-            phase = _BACKWARD if not marks or marks[-1] != _INIT else _INIT
+            phase = marks[-1] if marks and marks[-1] in (_INIT, _EVALUATION) else _BACKWARD
         else:
             phase = int(marks[-1]) if marks else -1
         site = seen = 0
@@ -67,8 +67,11 @@ class CallContext:
         if phase < 0:
             unmarked = int(progress.unmarked())
             phase = _FORWARD if seen & call_site.FORWARD else _OPTIMIZER if seen & call_site.OPTIMIZER else unmarked
-        if progress.between_steps and (phase == _BACKWARD or (phase == _FORWARD and self._trains())):
-            progress.activity()
+        if phase in (_FORWARD, _BACKWARD) and progress.between_steps:
+            if phase == _BACKWARD or self._trains():
+                progress.activity()
+            else:
+                phase = _EVALUATION
         if not self._numbered:
             site = 0
         elif not site and task != _NO_TASK:

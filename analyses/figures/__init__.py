@@ -74,7 +74,7 @@ def _has_steps(table: pd.DataFrame) -> bool:
     return bool((table["step"] >= 0).any())
 
 
-_NO_STEP: Final = "The log has no training step: everything counts as start-up."
+_NO_STEP: Final = "The log has no training step: all calls are of start-up or evaluations."
 _NO_THEORY: Final = (
     "There is no prediction for this run: it needs the job that is trained, captured in the log, and rules for its "
     "scheme."

@@ -81,7 +81,8 @@ def _add_process(
     # The last step may be incomplete in the log of a process that did not end in order.
     regular_steps = (step for step in measured if step >= prediction.steady and prediction.special_step(step) is None)
     complete_steps = [step for step in regular_steps if ended or step < own_last]
-    waterfall_step = max(complete_steps, default=None)
+    evaluated = {step for step in complete_steps if any(calls.phase == "evaluation" for calls in measured[step])}
+    waterfall_step = max(complete_steps, key=lambda step: (step not in evaluated, step), default=None)
     sums: dict[str, int] = defaultdict(int)
     steps = range(-1, last_step + 1)
     for step in steps:

@@ -23,10 +23,11 @@ _SCALAR_BYTES: Final = 64
 
 # The name in a call site is what was seen. What it did there is not: checkpoints are files, but also activations.
 _CHECKPOINT: Final = "a call site with checkpoint, consolidated or state_dict in its name"
+_EVALUATION: Final = "an evaluation"
 _BARRIER: Final = "a barrier that the program calls"
 _SMALL: Final = f"calls of the program, of at most {_SCALAR_BYTES} bytes each"
 _OTHER: Final = "other calls of the program"
-PROGRAM_CAUSES: Final = frozenset({_CHECKPOINT, _BARRIER, _SMALL, _OTHER})
+PROGRAM_CAUSES: Final = frozenset({_EVALUATION, _CHECKPOINT, _BARRIER, _SMALL, _OTHER})
 """Causes of calls beyond the expected ones that the program itself may have made."""
 
 
@@ -77,7 +78,7 @@ def is_framework_site(site: str) -> bool:
 
 def path_in_packages(site: str) -> str:
     """Return a call site without the folder of its packages, which it has if ranks have the library in several."""
-    return site.rpartition("-packages/")[2]
+    return site.partition(" < ")[0].rpartition("-packages/")[2]
 
 
 def _overflow(leftovers: Sequence[EqualCalls], context: StepContext) -> Sequence[EqualCalls]:
@@ -115,6 +116,7 @@ CAUSES: Final[Mapping[str, Select]] = {
     "the log begins after start-up": _absent(lambda context: context.step < 0 and not context.has_calls),
     "the log ends within this step": _absent(lambda context: context.step == context.last_step and not context.ended),
     "the log ends before this step, which other ranks have": _absent(lambda context: context.step > context.last_step),
+    _EVALUATION: _extra(lambda leftover: leftover.phase == "evaluation"),
     "optimizer skipped: gradients overflowed": _overflow,
     _CHECKPOINT: _called_from("checkpoint", "consolidated", "state_dict"),
     "a call site in DeepSpeed's access to full gradients or optimizer states": _called_from(

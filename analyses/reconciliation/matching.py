@@ -71,8 +71,8 @@ def _match(
     below_bound = Fraction(0)
     matched_calls = matched_bytes = 0
     sites, leftovers = [], []
-    # Of calls with the same size, one from a framework's code is sooner the expected one than one from the program's.
-    for calls in sorted(measured, key=lambda calls: not is_framework_site(calls.site)):
+    # Of calls with the same size, one in training, then one from a framework's code, is sooner the expected one.
+    for calls in sorted(measured, key=lambda calls: (calls.phase == "evaluation", not is_framework_site(calls.site))):
         taken = 0
         for size, group in _candidates(calls, expected, least):
             count = min(calls.calls - taken, missing.get((size, group), 0))
@@ -105,11 +105,12 @@ def _wire_difference(op: str, size: int, most: int, ranks: int) -> Fraction:
 def _match_sums(
     key: CellKey, expected: ExpectedCounts, measured: Sequence[EqualCalls], ranks: int, least: Mapping[int, int]
 ) -> Cell:
-    """Match number and bytes of all calls, else of those of libraries, where the log's table has no sizes."""
+    """Match number and bytes of all calls, else of those in training, else of libraries, where the log has no sizes."""
     most = sum(size * count for (size, _), count in expected.items())
     low = sum(least.get(size, size) * count for (size, _), count in expected.items())
     of_libraries = [calls for calls in measured if is_of_library(calls)]
-    for candidates in (measured, of_libraries):
+    of_steps = [calls for calls in measured if calls.phase != "evaluation"]
+    for candidates in (measured, of_steps, of_libraries):
         total = sum(calls.bytes for calls in candidates)
         if sum(calls.calls for calls in candidates) == sum(expected.values()) and low <= total <= most:
             group = max((own or ranks for _, own in expected), default=ranks)

@@ -10,6 +10,7 @@ import pandas as pd
 from rich.console import RenderableType
 from rich.text import Text
 
+from commtrace.analyses.fold_engine import EVALUATION
 from commtrace.formatting import format_bytes, format_plural
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.text_tables import left_column, paragraph, stdout_takes_unicode
@@ -136,15 +137,17 @@ def _steps(report: _Report) -> Iterator[RenderableType]:
     steps, steady = report.tables["volume_by_step"], report.tables["steady_step"]
     if not len(steady):
         yield heading("By step")
-        yield report.paragraph("The log has no training step: everything counts as start-up.")
+        yield report.paragraph("The log has no training step: all calls are of start-up or evaluations.")
         return
     count, differing = int(steady["steps"].iloc[0]), int(steady["differing_steps"].max())
     alike = f"median of {count:,}, {differing:,} differ" if differing else f"all {count:,} identical"
     yield heading(f"A training step, mean per recorded rank: {'the only one' if count == 1 else alike}")
     yield report.table("steady_step")
-    start = steps.loc[steps["step"] < 0]
-    calls, payload = format_plural(int(start["calls"].sum()), "call"), format_bytes(start["payload_bytes"].sum())
-    yield report.paragraph(f"Start-up, before the first step: {calls}, payload {payload}, over all ranks.")
+    for number, name in ((-1, "Start-up, before the first step"), (EVALUATION, "Evaluations, in no step")):
+        rows = steps.loc[steps["step"] == number]
+        if len(rows) or number == -1:
+            calls, payload = format_plural(int(rows["calls"].sum()), "call"), format_bytes(rows["payload_bytes"].sum())
+            yield report.paragraph(f"{name}: {calls}, payload {payload}, over all ranks.")
 
 
 def _call_sites(report: _Report) -> Iterator[RenderableType]:

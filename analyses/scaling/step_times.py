@@ -28,7 +28,7 @@ from commtrace.formatting import format_ranks
 from commtrace.reading.labels import RecordLabels
 from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun
-from commtrace.schema import Clock
+from commtrace.schema import Clock, Phase
 
 MAX_STEPS: Final = 200
 """Steps that are measured, the last ones: enough for any mean, and a bound for memory."""
@@ -116,25 +116,30 @@ def _blocks(process: Process, labels: RecordLabels) -> Iterator[RecordBlock]:
 
 
 def _step_spans(process: Process, labels: RecordLabels) -> pd.DataFrame:
-    """Return `begin` of the first and `end` of the last call of each step of a process; `step` is the index."""
-    tables = [pd.DataFrame({"step": [], "begin": [], "end": []}, dtype="int64")]
+    """Return `begin` of the first and `end` of the last call of each step, and whether it `evaluates`, by `step`."""
+    rules = {"begin": "min", "end": "max", "evaluates": "max"}
+    tables = [pd.DataFrame({"step": [], **{column: [] for column in rules}}, dtype="int64")]
     for block in _blocks(process, labels):
         used = block["t_begin"] > 0
         end = np.maximum(np.maximum(block["t_return"], block["t_end"]), block["t_begin"])
-        table = pd.DataFrame({"step": block["step"][used], "begin": block["t_begin"][used], "end": end[used]})
-        tables.append(table.groupby("step", as_index=False).agg({"begin": "min", "end": "max"}))
-    return pd.concat(tables).groupby("step").agg({"begin": "min", "end": "max"})
+        evaluates = (block["phase"] == Phase.EVALUATION).astype(np.int64)
+        columns = {"step": block["step"], "begin": block["t_begin"], "end": end, "evaluates": evaluates}
+        tables.append(pd.DataFrame(columns).loc[used].groupby("step", as_index=False).agg(rules))
+    return pd.concat(tables).groupby("step").agg(rules)
 
 
 def _choose_steps(spans: Sequence[pd.DataFrame]) -> tuple[Array, bool]:
     """Return the steps to measure, and whether the log has training steps; without any, all is the step -1.
 
-    Measured are steps that are over on every rank, without the first one if there are others.
+    Measured are steps that are over on every rank, without the first one and those that an evaluation follows if there
+    are others.
     """
     common: set[int] = set.intersection(*({int(step) for step in span.index if step >= 0} for span in spans))
     over = sorted(step for step in common if step + 1 in common)
     if over:
-        return np.array((over[1:] or over)[-MAX_STEPS:], np.int64), True
+        evaluated = {int(step) for span in spans for step in span.index[span["evaluates"] > 0]}
+        later = over[1:] or over
+        return np.array(([step for step in later if step not in evaluated] or later)[-MAX_STEPS:], np.int64), True
     if any(step >= 0 for span in spans for step in span.index):
         return np.zeros(0, np.int64), True
     return np.array([-1], np.int64), False

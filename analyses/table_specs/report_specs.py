@@ -95,7 +95,7 @@ REPORT_TABLES: Final = (
     TableSpec("whole_job", "Volume of the whole job, of a dry run",
         "A row per part and operation. Calls of a rank that ran count for all ranks that it stands for. No rows "
         "unless the ranks that ran stand for all ranks of the job.", (
-        word_column("part", "part", '"start-up" or "training steps".'),
+        word_column("part", "part", '"start-up", "training steps" or "evaluations".'),
         shared.OP,
         count("calls", "calls", "Calls of all ranks of the job."),
         bytes_column("payload_bytes", "payload", "Their payload."),
@@ -152,8 +152,8 @@ REPORT_TABLES: Final = (
         count("calls", "calls", "Its calls."),
         bytes_column("payload_bytes", "payload", "Its payload."),
         bytes_column("wire_bytes", "wire (min)", "Wire bytes."),
-        count("training_calls", "", "Its calls without those of start-up."),
-        bytes_column("training_payload_bytes", "in training steps", "Its payload without that of start-up."),
+        count("training_calls", "", "Its calls in training steps."),
+        bytes_column("training_payload_bytes", "in training steps", "Its payload there."),
         ratio("payload_of_median", "x median", "In training / that of the median rank."),
     ), {"terminal": ("rank", "calls", "payload_bytes", "wire_bytes", "training_payload_bytes", "payload_of_median")}),
     TableSpec("theory", "Agreement with theory", "A row per process. Bytes are payload over start-up and all steps.", (

@@ -21,13 +21,13 @@ OP: Final = word_column("op", "operation", "Operation, as the event table names 
 ROLE: Final = word_column("role", "dimension",
     'Parallel dimension of the group: "data", "tensor", "pipeline" ...; "unknown" if not known.')  # fmt: skip
 PHASE: Final = word_column("phase", "phase",
-    'Phase of the step: "init", "forward", "backward", "optimizer" or "other".')  # fmt: skip
+    'Phase of the step: "init", "forward", "backward", "optimizer", "evaluation" or "other".')  # fmt: skip
 SITE: Final = column("", _call_site, "site", "call site",
     "Line of code that made the calls, outside of libraries' wrappers; \"\" if it was not recorded.", kind="text",
     shortenable=True)  # fmt: skip
 RANK: Final = column("", lambda rank: str(rank) if is_known(rank) and rank >= 0 else "-", "rank", "rank",
     "Global rank.")  # fmt: skip
-STEP: Final = column("", text_of, "step", "step", "Training step; -1 is start-up, everything before the first step.")
+STEP: Final = column("", text_of, "step", "step", "Training step; -1 is start-up, before the first; -2 evaluations.")
 CALLS: Final = count("calls", "calls", "Recorded calls, summed over the recorded ranks.")
 PAYLOAD: Final = bytes_column("payload_bytes", "payload",
     "Size of the calls' buffers as nccl-tests counts it, summed over the recorded ranks.")  # fmt: skip

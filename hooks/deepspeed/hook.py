@@ -68,6 +68,7 @@ def _install() -> None:
     _patches.wrap(DeepSpeedEngine, "step", _within(Phase.OPTIMIZER, in_micro_batch=False))
     _patches.wrap(DeepSpeedEngine, "_take_model_step", _model_step)
     _patches.wrap(PipelineEngine, "train_batch", _train_batch)
+    _patches.wrap(PipelineEngine, "eval_batch", _within(Phase.EVALUATION, in_micro_batch=False))
     _patches.wrap(PipelineModule, "_synchronize_tied_weights", note_dtypes)
     _patches.wrap(TorchBackend, "__init__", _backend)
     # The engine looks up its instructions in this table, not on the class.
@@ -118,11 +119,12 @@ def _within(phase: Phase, *, in_micro_batch: bool = True) -> Wrapper:
 
 def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        evaluates = progress.between_steps and not (torch.is_grad_enabled() or self.module.training)
         if torch.is_grad_enabled():
             progress.activity()
             if not isinstance(self, PipelineEngine):
                 progress.micro_batch = self.micro_steps % self.gradient_accumulation_steps()
-        with progress.within(Phase.FORWARD):
+        with progress.within(Phase.EVALUATION if evaluates else Phase.FORWARD):
             return original(self, *args, **kwargs)
 
     return forward

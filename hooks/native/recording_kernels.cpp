@@ -70,7 +70,7 @@ Group* group_of(Recording& recording, Thread& thread, const c10::IValue& boxed) 
 CallSite call_context(Recording& recording, Record& record) {
   Progress& progress = *recording.progress;
   const int mark = progress.get(progress.mark), task = torch::autograd::get_current_graph_task_id();
-  int phase = task == -1 ? mark : mark == kInit ? kInit : kBackwardPhase;
+  int phase = task == -1 || mark == kInit || mark == kEvaluation ? mark : kBackwardPhase;
   const bool by_frames = phase == kUnmarked;
   CallSite seen;
   if (by_frames || recording.sites_wanted) seen = recording.callsites.find(by_frames, recording.sites_wanted);
@@ -78,8 +78,12 @@ CallSite call_context(Recording& recording, Record& record) {
     const int unmarked = progress.get(progress.step) < 0 ? kInit : kOther;
     phase = seen.seen & kForward ? kForwardPhase : seen.seen & kOptimizer ? kOptimizerPhase : unmarked;
   }
-  if (progress.between_steps() && (phase == kBackwardPhase || (phase == kForwardPhase && recording.trains())))
-    progress.activity();
+  if ((phase == kForwardPhase || phase == kBackwardPhase) && progress.between_steps()) {
+    if (phase == kBackwardPhase || recording.trains())
+      progress.activity();
+    else
+      phase = kEvaluation;
+  }
   if (recording.sites_wanted && seen.site == 0 && task != -1) seen.site = recording.site_of_backward(task);
   record.phase = static_cast<uint8_t>(phase);
   record.step = progress.get(progress.step);

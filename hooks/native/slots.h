@@ -36,7 +36,7 @@ inline constexpr Field kLayout[] = {
 #undef FIELD
 
 enum State : uint8_t { kFree, kBegun, kReturned, kComplete, kUnobservable, kFailed };
-enum Phase : int { kUnmarked = -1, kOther = 0, kInit, kForwardPhase, kBackwardPhase, kOptimizerPhase };
+enum Phase : int { kUnmarked = -1, kOther = 0, kInit, kForwardPhase, kBackwardPhase, kOptimizerPhase, kEvaluation };
 enum Flag : uint8_t { kAsync = 1, kCoalesced = 2, kCaptured = 4, kObjects = 8, kSparse = 16, kUneven = 64 };
 enum Clock : uint8_t { kNoClock, kReturn, kWait, kFuture, kDevice, kTest, kDeviceWait };
 

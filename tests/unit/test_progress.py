@@ -41,6 +41,19 @@ def test_where_the_program_says_so_only_it_counts() -> None:
     assert progress.step == 0
 
 
+def test_an_evaluation_begins_no_step_whatever_runs_within() -> None:
+    progress = Progress()
+    with progress.named_phase("evaluation"):
+        for name in ("forward", "backward"):
+            with progress.named_phase(name):
+                assert progress.marks[-1] == progress.cells[2] == Phase.EVALUATION
+        assert (progress.step, progress.between_steps) == (-1, True)
+    progress.activity()
+    with progress.named_phase("evaluation"):  # with a validation model, within a step
+        pass
+    assert (progress.step, progress.between_steps, progress.marks) == (0, False, [])
+
+
 def test_phases_nest_and_end_with_an_exception() -> None:
     progress = Progress()
     with progress.named_phase("forward"):

@@ -69,6 +69,7 @@ DIFFERENT: Final[dict[str, tuple[Callable[[list[Records]], list[Records]], dict[
         (0, 1, 4),
     ),
     "other calls of the program": (with_call("all_reduce", 4000, site=PROGRAM, phase=Phase.FORWARD), {}, (0, 1, 4000)),
+    "an evaluation": (with_call("all_gather", 72, phase=Phase.EVALUATION), {}, (0, 1, 72)),
     "the same bytes in other pieces: another order": (in_other_pieces, {}, (2, 2, 0)),
     "records missing from the log": (without_a_check, {"dropped": 1}, (1, 0, -1)),
 }

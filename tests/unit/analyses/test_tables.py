@@ -11,7 +11,7 @@ from factory import ALL_GATHER, ALL_REDUCE, ALONE, BARRIER, PAIR, RECV, SEND, WO
 
 from commtrace.analyses.report.findings import cost_per_call
 from commtrace.run import Run, open_run
-from commtrace.schema import Clock, Flag, State
+from commtrace.schema import Clock, Flag, Phase, State
 
 
 def rows(table: pd.DataFrame, *columns: str) -> list[tuple[Any, ...]]:
@@ -56,6 +56,21 @@ def test_volume_by_operation(tmp_path: Path) -> None:
         ("self", 2000, 0),
         ("pipeline", 1000, 500),
     ]
+
+
+def test_an_evaluation_is_in_no_training_step(tmp_path: Path) -> None:
+    evaluation = record(step=1, payload=50, phase=Phase.EVALUATION)
+    run = single(
+        tmp_path, record(step=-1, payload=7), *(record(step=step, payload=1000) for step in range(3)), evaluation
+    )
+    assert rows(run.table("volume_by_step"), "step", "calls", "payload_bytes") == [
+        (-2, 1, 50), (-1, 1, 7), *((step, 1, 1000) for step in range(3)),
+    ]  # fmt: skip
+    assert rows(run.table("steady_step"), "op", "steps", "payload_bytes_max", "differing_steps") == [
+        ("all", 3, 1000, 0), ("all_reduce", 3, 1000, 0),
+    ]  # fmt: skip
+    assert rows(run.table("ranks"), "calls", "training_calls", "training_payload_bytes") == [(5, 3, 3000)]
+    assert ("evaluation", 50) in rows(run.table("volume_by_phase"), "phase", "payload_bytes")
 
 
 def test_volumes_are_sums_over_the_ranks(tmp_path: Path) -> None:

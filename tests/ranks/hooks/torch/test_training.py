@@ -15,6 +15,7 @@ from recorders import FORGOTTEN, end
 from commtrace.schema import Phase
 
 FORWARD, BACKWARD, OPTIMIZER, INIT, OTHER = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.INIT, Phase.OTHER
+EVALUATION = Phase.EVALUATION
 
 
 @pytest.fixture
@@ -31,8 +32,8 @@ EXPECTED: dict[str, list[tuple[int, Phase, str]]] = {
     "tensor_parallel": [
         # The last of each three is an evaluation after the step: it begins no new one. The next training's forward
         # does, although autograd functions communicate under no_grad as evaluations do.
-        (0, FORWARD, REDUCE), (0, BACKWARD, REDUCE), (0, FORWARD, REDUCE),
-        (1, FORWARD, REDUCE), (1, BACKWARD, REDUCE), (1, FORWARD, REDUCE),
+        (0, FORWARD, REDUCE), (0, BACKWARD, REDUCE), (0, EVALUATION, REDUCE),
+        (1, FORWARD, REDUCE), (1, BACKWARD, REDUCE), (1, EVALUATION, REDUCE),
     ],
     "another_optimizer": [(2, FORWARD, REDUCE), (2, BACKWARD, REDUCE)] * 2,
     "recomputed_reentrantly": [(3, FORWARD, REDUCE), (3, BACKWARD, REDUCE), (3, BACKWARD, REDUCE)],
@@ -46,7 +47,7 @@ EXPECTED: dict[str, list[tuple[int, Phase, str]]] = {
         (11, FORWARD, "all_gather"), (11, FORWARD, "all_gather"),
         (11, BACKWARD, "all_gather"), (11, BACKWARD, "all_gather"),
         (11, BACKWARD, "reduce_scatter"), (11, BACKWARD, "reduce_scatter"),
-        (11, FORWARD, "all_gather"), (11, FORWARD, "all_gather"),
+        (11, EVALUATION, "all_gather"), (11, EVALUATION, "all_gather"),
     ],
 }  # fmt: skip
 
