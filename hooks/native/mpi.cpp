@@ -541,6 +541,21 @@ void note_cost(int64_t ns, bool sampled, bool first) {
   PyErr_Clear();
 }
 
+// Sets the exception of a call that raised aside, if there is one, until the end of the scope: looking up an attribute
+// while an exception is set clears it if the name is not in the cache of its type.
+class HeldException {
+ public:
+  HeldException() { PyErr_Fetch(&type_, &value_, &traceback_); }
+  ~HeldException() {
+    if (type_ != nullptr) PyErr_Restore(type_, value_, traceback_);
+  }
+  HeldException(const HeldException&) = delete;
+  HeldException& operator=(const HeldException&) = delete;
+
+ private:
+  PyObject *type_, *value_, *traceback_;
+};
+
 PyObject* call(PyObject* object, PyObject* const* args, size_t nargsf, PyObject* names) {
   auto* self = reinterpret_cast<Method*>(object);
   const int64_t entered = now();
@@ -564,6 +579,7 @@ PyObject* call(PyObject* object, PyObject* const* args, size_t nargsf, PyObject*
   PyObject* result = replaced ? call_with_status(call, status.get())
                               : PyObject_Vectorcall(self->original, args, 1 + call.count, names);
   const int64_t t_return = now();
+  const HeldException exception;
   if (state.log != log || !records_now()) return result;  // the log was closed meanwhile
   if (result == nullptr) {
     place->t_return = t_return;

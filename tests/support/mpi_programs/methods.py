@@ -6,6 +6,8 @@ method, "cartesian.Ineighbor_alltoallv". Methods that this MPI does not have rai
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import sys
 import time
@@ -535,6 +537,23 @@ def buffers() -> None:
         called(f"buffer.{name}", lambda: WORLD.Bcast(form(array), 1), array)  # noqa: B023
 
 
+@contextlib.contextmanager
+def nothing_cached() -> Iterator[None]:
+    """Clear what types have cached, again and again: each attribute is then looked up anew."""
+
+    def clear(*_: object) -> None:
+        sys._clear_type_cache()
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(clear)
+    gc.set_threshold(1)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(clear)
+
+
 def mistakes() -> None:
     """What mpi4py refuses: the same exception, in the same words, whoever looks on."""
     gone = WORLD.Dup()
@@ -550,6 +569,9 @@ def mistakes() -> None:
         called(f"mistake.{name} with one too many", lambda: getattr(WORLD, name)(*range(12)))  # noqa: B023
         called(f"mistake.{name} with no argument but one unknown", lambda: getattr(WORLD, name)(far=1))  # noqa: B023
     called("mistake.read-only", lambda: WORLD.Recv(b"1234", LAST, 1))
+    for number in range(20):
+        with nothing_cached():
+            called(f"mistake.read-only, nothing cached, {number}", lambda: WORLD.Recv(b"1234", LAST, 1))
     called("mistake.not contiguous", lambda: WORLD.Bcast(numbers(8)[::2], 0))
     called("mistake.negative tag", lambda: WORLD.Send(numbers(1), NEXT, -7))
     called("mistake.unequal", lambda: WORLD.Allgather(numbers(3), np.zeros(4)))
