@@ -73,7 +73,7 @@ def _process(process: Process, records: int) -> dict[str, object]:
 
 
 def _not_found(counters: dict[str, int | None], records: int) -> int | None:
-    """Return how many counted calls have neither a record nor a place in the other (final) counters."""
+    """Return how many counted calls have no record and are in none of the other (final) counters."""
     calls, *without_record = (counters[name] for name in ("calls", "dropped", "removed", "lost"))
     if calls is None or None in without_record:
         return None

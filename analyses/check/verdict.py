@@ -6,7 +6,7 @@ calls carry the same bytes (`calls_max` of the table `expected`), their number o
 a tolerance above 0 the payload alone is compared.
 
 Calls beyond the expected ones are the program's own if their call site is not in a library that has rules, and if none
-of the expected calls of the cell is missing: otherwise they may be what the rules expect in another form. Calls in a
+of the expected calls of the cell is missing: otherwise they may replace expected calls. Calls in a
 group of one rank, which send nothing, are listed with them.
 """
 

@@ -1,16 +1,15 @@
 """Models of the measured times, and their projection to more ranks.
 
-Amdahl's law (Amdahl 1967, doi:10.1145/1465482.1465560): a step takes s + p / n on n ranks, where every rank computes s
-whatever their number. The speedup over one rank then stays below (s + p) / s.
+Amdahl's law (Amdahl 1967, doi:10.1145/1465482.1465560): a step takes s + p / n on n ranks; s does not depend on n.
+The speedup over one rank then stays below (s + p) / s.
 
-Latency and bandwidth (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9): a call takes alpha + beta * bytes once all its
-ranks are there; bytes are the least that the rank sends. Fitted to the calls of the run with the most ranks.
+Latency and bandwidth (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9): a call takes alpha + beta * bytes from the
+arrival of its last rank; bytes are the wire bytes of the rank. Fitted to the calls of the run with the most ranks.
 
-The projection adds up computation as c + d / n, latency and bandwidth as fitted for the calls and bytes of a rank by
-the law of growth that fits the runs best, and waiting for late ranks in proportion to these two.
+The projection is the sum of computation, c + d / n; communication, from the fitted latency and bandwidth and from the
+law of growth with the smallest error for calls and bytes; and waiting for late ranks, proportional to the sum of these.
 
-The fits have at most two non-negative parameters, whose candidates are few enough to try; numpy is all they need, so
-that a bare installation has them.
+Each fit has at most two non-negative parameters and needs only numpy, so that it works in a bare installation.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from commtrace.analyses.fold_engine import Array, rows_of
 from commtrace.analyses.table_specs import TABLES
 
 PROJECTED_FACTORS: Final = (2, 4, 8)
-"""Multiples of the most ranks that were run."""
+"""Multiples of the largest number of ranks among the runs."""
 
 MAX_ERROR: Final = 0.25
 """Largest relative difference from a measured run with which the model is used for more ranks."""

@@ -8,8 +8,8 @@ A step of a rank lasts from its first call of the step to its first call of the 
                 calls between ranks of one host, which share a clock
     in_flight   a call is in progress: the union of [t_start or t_begin, t_end]
 
-The rest of a step, after `blocked`, is computation and whatever else the program does. If the device's clock saw the
-ends of calls, the host need not stand still while data moves: `blocked` is then no measure of the device's time.
+The rest of a step, after `blocked`, is computation and whatever else the program does. If the device's clock
+recorded ends of calls, the host may continue during a transfer, and `blocked` does not measure the device's time.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def step_times(run: RecordedRun) -> StepTimes:
     if run.simulated:
         raise LogError(f"{run.log.path}: a dry run has no times; pass a recorded run")
     spans = [_step_spans(process, labels) for process, labels in zip(run.processes, run.labels, strict=True)]
-    silent = {process.rank for process, steps in zip(run.processes, spans, strict=True) if not len(steps)}
-    if silent or not spans:
-        ranks = f"rank {format_ranks(silent)}" if silent else "the run"
+    without_calls = {process.rank for process, steps in zip(run.processes, spans, strict=True) if not len(steps)}
+    if without_calls or not spans:
+        ranks = f"rank {format_ranks(without_calls)}" if without_calls else "the run"
         raise LogError(f"{run.log.path}: {ranks} recorded no calls; record at least three steps on every rank")
     chosen, marked = _choose_steps(spans)
     if not len(chosen):
@@ -98,8 +98,8 @@ def timed_calls(run: RecordedRun, steps: Array | None = None, columns: Sequence[
         Fields of the record (times in ns of the host's clock, 0: not known), `process` (position in the log), `rank`,
         `op`, `members` (the group), `ranks` (its size), `wire_bytes`, `columns`, and
 
-        t_wait         when the program began to wait, if it stood still
-        blocked_until  end of the time that the call held a thread of the program, as far as the host knows
+        t_wait         when the program began to wait, if it blocked
+        blocked_until  end of the time in which the call blocked a thread of the program, observed on the host
         exact          whether t_end is the end of the transfer (`call_times.exact_ends`)
         last_begin     when the last rank of the call began it, on the clock of its host; 0: not known
     """
@@ -131,8 +131,8 @@ def _step_spans(process: Process, labels: RecordLabels) -> pd.DataFrame:
 def _choose_steps(spans: Sequence[pd.DataFrame]) -> tuple[Array, bool]:
     """Return the steps to measure, and whether the log has training steps; without any, all is the step -1.
 
-    Measured are steps that are over on every rank, without the first one and those that an evaluation follows if there
-    are others.
+    The measured steps are complete on every rank. The first step, and steps that an evaluation follows, are left out
+    if there are others.
     """
     common: set[int] = set.intersection(*({int(step) for step in span.index if step >= 0} for span in spans))
     over = sorted(step for step in common if step + 1 in common)

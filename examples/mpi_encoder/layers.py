@@ -25,7 +25,7 @@ Piece: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Shape:
+class EncoderShape:
     """Sizes of the model and its input."""
 
     batch: int
@@ -73,7 +73,9 @@ class EncoderLayer:
     the output of each sub-layer and nowhere else.
     """
 
-    def __init__(self, whole: nn.TransformerEncoderLayer, index: int, shape: Shape, rate: float, ways: Ways) -> None:
+    def __init__(
+        self, whole: nn.TransformerEncoderLayer, index: int, shape: EncoderShape, rate: float, ways: Ways
+    ) -> None:
         self.index, self.shape, self.rate, self.ways = index, shape, rate, ways
         self.heads = max(1, shape.heads // ways.ranks.size)
         self.pieces = pieces(ways)
@@ -155,13 +157,13 @@ def dropout_key(step: int, layer: int, number: int) -> int:
     return (step << 32) + 2 * layer + number
 
 
-def whole_layer(shape: Shape, seed: int, index: int) -> nn.TransformerEncoderLayer:
+def whole_layer(shape: EncoderShape, seed: int, index: int) -> nn.TransformerEncoderLayer:
     """A layer before it is divided, the same on every rank that builds it, whichever others it builds."""
     torch.manual_seed((seed << 32) + index)
     return nn.TransformerEncoderLayer(shape.model, shape.heads, shape.hidden, 0.0, "relu", batch_first=True)
 
 
-def classifier(shape: Shape, seed: int) -> nn.Linear:
+def classifier(shape: EncoderShape, seed: int) -> nn.Linear:
     """(b, s, m) to logits (b, s, classes)."""
     torch.manual_seed((seed << 32) + shape.layers)
     return nn.Linear(shape.model, shape.classes)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from commtrace.commands.option_types import positive_integer
 from examples.mpi_common.options import Parser, add_common
 
-from .layers import Shape
+from .layers import EncoderShape
 from .schedules import SCHEDULES
 
 DESCRIPTION = """Train a stack of encoder layers, divided among the ranks of mpiexec:
@@ -40,10 +40,10 @@ def parse(argv: Sequence[str], rank: int) -> Namespace:
     return parser.parse_args(argv)
 
 
-def shape_of(options: Namespace) -> Shape:
+def shape_of(options: Namespace) -> EncoderShape:
     """Return the sizes that the options give."""
     micro_batches = options.micro_batches or (5 if options.parallel == "pipeline" else 1)
-    return Shape(
+    return EncoderShape(
         options.batch,
         options.sequence,
         options.model,

@@ -6,13 +6,13 @@ import torch
 
 from examples.mpi_common.dropout import Dropout
 
-from .layers import Shape, classifier, dropout_key, loss_of, update, whole_layer
+from .layers import EncoderShape, classifier, dropout_key, loss_of, update, whole_layer
 
 
-class Reference:
+class EncoderReference:
     """nn.TransformerEncoderLayer several times, and the classifier; only the dropout is ours, for the same masks."""
 
-    def __init__(self, shape: Shape, seed: int, rate: float, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    def __init__(self, shape: EncoderShape, seed: int, rate: float, inputs: torch.Tensor, labels: torch.Tensor) -> None:
         self.layers = [whole_layer(shape, seed, index).to(inputs) for index in range(shape.layers)]
         self.head = classifier(shape, seed).to(inputs)
         self.inputs, self.labels = inputs.clone().requires_grad_(), labels
@@ -40,7 +40,7 @@ class Reference:
         update(parameters, rate)
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Of the last step, under the names of `Run.results`, whole."""
+        """Of the last step, under the names of `EncoderRun.results`, whole."""
         tensors = {"logits": self.logits.detach()}
         if self.inputs.grad is not None:
             tensors["input gradient"] = self.inputs.grad

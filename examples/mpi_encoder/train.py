@@ -19,15 +19,15 @@ from examples.mpi_common.iterations import RankResult, digest, relative_differen
 from examples.mpi_common.options import DTYPES, choose_device, make_transport
 from examples.mpi_common.transports import Transport
 
-from .layers import EncoderLayer, Shape, Ways, classifier, loss_of, update, whole_layer
+from .layers import EncoderLayer, EncoderShape, Ways, classifier, loss_of, update, whole_layer
 from .options import parse, shape_of
-from .reference import Reference
+from .reference import EncoderReference
 from .schedules import SCHEDULES
 
 LEARNING_RATE = 0.1
 
 
-class Run:
+class EncoderRun:
     """Layers of this rank, and the input and labels, which are the same in every step."""
 
     def __init__(self, options: Namespace, transport: Transport, device: torch.device) -> None:
@@ -131,7 +131,7 @@ class Run:
         return layers + head
 
 
-def divide(shape: Shape, parallel: str, transport: Transport) -> Ways:
+def divide(shape: EncoderShape, parallel: str, transport: Transport) -> Ways:
     """Return how a layer is divided. Collective: all ranks call it."""
     if parallel == "pipeline":
         alone = transport.blocks(1)
@@ -141,7 +141,7 @@ def divide(shape: Shape, parallel: str, transport: Transport) -> Ways:
 
 
 def make_data(
-    options: Namespace, shape: Shape, dtype: torch.dtype, device: torch.device
+    options: Namespace, shape: EncoderShape, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return random inputs (b, s, m) and labels (b, s), the same on every rank."""
     generator = torch.Generator().manual_seed(options.seed)
@@ -150,10 +150,10 @@ def make_data(
     return inputs.to(device, dtype), labels.to(device)
 
 
-def check(run: Run) -> float:
+def check(run: EncoderRun) -> float:
     """Return the largest relative difference from torch's own layers in one process."""
     options = run.options
-    reference = Reference(run.shape, options.seed, options.dropout, run.inputs, run.labels)
+    reference = EncoderReference(run.shape, options.seed, options.dropout, run.inputs, run.labels)
     for step in range(options.warmup + options.iterations):
         reference.step(step, None if options.forward_only else LEARNING_RATE)
     whole, found = reference.results(), run.results()
@@ -164,10 +164,10 @@ def check(run: Run) -> float:
     )
 
 
-def train(options: Namespace, transport: Transport, device: torch.device) -> tuple[RankResult, Run]:
+def train(options: Namespace, transport: Transport, device: torch.device) -> tuple[RankResult, EncoderRun]:
     """Run all steps of this rank."""
     torch.set_num_threads(options.threads)
-    run = Run(options, transport, device)
+    run = EncoderRun(options, transport, device)
     losses = run_iterations(run.iterate, transport, options.warmup + options.iterations)
     result = RankResult(losses, digest(run.results().values()))
     if options.check:

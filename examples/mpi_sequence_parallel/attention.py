@@ -33,7 +33,7 @@ def ulysses(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, trans
 
 def ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, transport: Transport) -> torch.Tensor:
     """Pass keys and values around the ring, computing on one block at a time (Ring Attention, 2310.01889)."""
-    out: torch.Tensor = _Ring.apply(q, k, v, heads, transport)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _RingAttention.apply(q, k, v, heads, transport)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -57,7 +57,7 @@ def _joined(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-class _Ring(torch.autograd.Function):
+class _RingAttention(torch.autograd.Function):
     """Softmax over blocks that arrive one after the other, and its gradient.
 
     Forward keeps the logarithm of each query's normalizer, from which backward recomputes the weights of each block

@@ -19,7 +19,7 @@ from .attention import ATTENTIONS
 
 
 @dataclass(frozen=True)
-class Shape:
+class SequenceShape:
     """Sizes of the layer and its input: b, s, h, a heads, and the feed-forward's hidden size f."""
 
     batch: int
@@ -44,7 +44,7 @@ class Layer(nn.Module):
     two adds to the residual, and nowhere else.
     """
 
-    def __init__(self, shape: Shape, attention: str, rate: float, transport: Transport) -> None:
+    def __init__(self, shape: SequenceShape, attention: str, rate: float, transport: Transport) -> None:
         super().__init__()
         hidden = shape.hidden
         self.shape, self.rate, self.transport = shape, rate, transport
@@ -77,6 +77,6 @@ class Layer(nn.Module):
             gradient.copy_(part.view_as(gradient))
 
 
-def loss_of(y: torch.Tensor, shape: Shape) -> torch.Tensor:
+def loss_of(y: torch.Tensor, shape: SequenceShape) -> torch.Tensor:
     """This rank's summand of half the mean square over the whole output; ranks' losses add up to the layer's."""
     return y.square().sum() / (2 * shape.batch * shape.sequence * shape.hidden)

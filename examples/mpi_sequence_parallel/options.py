@@ -9,7 +9,7 @@ from commtrace.commands.option_types import positive_integer
 from examples.mpi_common.options import Parser, add_common
 
 from .attention import ATTENTIONS
-from .layer import Shape
+from .layer import SequenceShape
 
 DESCRIPTION = """A Transformer layer on an input divided along the sequence, on every rank of mpiexec:
 
@@ -34,7 +34,7 @@ def parse(argv: Sequence[str], rank: int) -> Namespace:
     return parser.parse_args(argv)
 
 
-def shape_of(options: Namespace) -> Shape:
+def shape_of(options: Namespace) -> SequenceShape:
     """Return the sizes that the options give."""
     feed_forward = options.feed_forward or 4 * options.hidden
-    return Shape(options.batch, options.sequence, options.hidden, options.heads, feed_forward)
+    return SequenceShape(options.batch, options.sequence, options.hidden, options.heads, feed_forward)

@@ -8,10 +8,10 @@ from torch import nn
 from examples.mpi_common.dropout import Dropout
 from examples.mpi_common.transports import Transport
 
-from .layer import Layer, Shape, loss_of
+from .layer import Layer, SequenceShape, loss_of
 
 
-class Reference:
+class SequenceReference:
     """nn.TransformerEncoderLayer with the parameters of a Layer; only its dropout is ours, for the same masks."""
 
     def __init__(self, layer: Layer, rate: float) -> None:
@@ -24,8 +24,10 @@ class Reference:
         self.module.load_state_dict({_torch_name(name): value for name, value in layer.state_dict().items()})
         self.names = {_torch_name(name): name for name, _ in layer.named_parameters()}
 
-    def results(self, whole: torch.Tensor, shape: Shape, step: int, transport: Transport) -> dict[str, torch.Tensor]:
-        """Return the expected `Run.results` of the rank of `transport`."""
+    def results(
+        self, whole: torch.Tensor, shape: SequenceShape, step: int, transport: Transport
+    ) -> dict[str, torch.Tensor]:
+        """Return the expected `SequenceRun.results` of the rank of `transport`."""
         for number, drop in enumerate(self.drops):
             drop.key = 2 * step + number
         with torch.set_grad_enabled(whole.requires_grad):

@@ -13,12 +13,12 @@ from examples.mpi_common.iterations import RankResult, digest, relative_differen
 from examples.mpi_common.options import DTYPES, choose_device, make_transport
 from examples.mpi_common.transports import Transport
 
-from .layer import Layer, Shape, loss_of
+from .layer import Layer, SequenceShape, loss_of
 from .options import parse, shape_of
-from .reference import Reference
+from .reference import SequenceReference
 
 
-class Run:
+class SequenceRun:
     """Layer and this rank's part of the input, which is the same in every iteration."""
 
     def __init__(self, options: Namespace, transport: Transport, device: torch.device) -> None:
@@ -62,15 +62,15 @@ def make_layer(options: Namespace, transport: Transport) -> Layer:
     return Layer(shape_of(options), options.attention, options.dropout, transport)
 
 
-def make_input(options: Namespace, shape: Shape) -> torch.Tensor:
+def make_input(options: Namespace, shape: SequenceShape) -> torch.Tensor:
     """Return the complete input (b, s, h), the same on every rank."""
     generator = torch.Generator().manual_seed(options.seed + 1)
     return torch.randn(shape.batch, shape.sequence, shape.hidden, generator=generator)
 
 
-def check(run: Run, options: Namespace) -> float:
+def check(run: SequenceRun, options: Namespace) -> float:
     """Return the largest relative difference from torch's own layer in one process."""
-    reference = Reference(run.layer, options.dropout)
+    reference = SequenceReference(run.layer, options.dropout)
     whole = make_input(options, run.shape).to(run.x).requires_grad_(not run.forward_only)
     last = options.warmup + options.iterations - 1
     expected = reference.results(whole, run.shape, last, run.transport)
@@ -79,10 +79,10 @@ def check(run: Run, options: Namespace) -> float:
     return max(relative_difference(measured[name], expected[name]) for name in measured)
 
 
-def train(options: Namespace, transport: Transport, device: torch.device) -> tuple[RankResult, Run]:
+def train(options: Namespace, transport: Transport, device: torch.device) -> tuple[RankResult, SequenceRun]:
     """Run all iterations of this rank."""
     torch.set_num_threads(options.threads)
-    run = Run(options, transport, device)
+    run = SequenceRun(options, transport, device)
     losses = run_iterations(run.iterate, transport, options.warmup + options.iterations)
     result = RankResult(losses, digest(run.results().values()))
     if options.check:

@@ -17,13 +17,13 @@ from commtrace.launchers import usable_cores
 
 from .experiments import exclusive_lock, find_done, run_missing
 from .page import DATA, PAGE, Study, write
-from .parts import Experiment, Options, Part
+from .parts import Experiment, Options, StudyPart
 
 PROGRAM: Final = "python -m examples.paper_study"
-# Name: module with the class that implements the part, in the order of the page. Imported when the part is run.
-PARTS: Final[dict[str, str]] = {
-    "volume": "examples.paper_study.volume.volume_part",
-    "time": "examples.paper_study.timing.time_part",
+# Name: module and class of the part, in the order of the page. Imported when the part is run.
+PARTS: Final[dict[str, tuple[str, str]]] = {
+    "volume": ("examples.paper_study.volume.volume_part", "VolumePart"),
+    "time": ("examples.paper_study.timing.time_part", "TimePart"),
 }
 MODELS: Final = ("19M", "125M", "1-3B", "13B")
 QUICK_MODELS: Final = ("19M", "125M")
@@ -87,7 +87,9 @@ def _parser() -> argparse.ArgumentParser:
 def _run(arguments: argparse.Namespace) -> int:
     options = _options(arguments)
     names = arguments.part or [*PARTS]
-    parts: dict[str, Part] = {name: import_module(PARTS[name]).Part() for name in PARTS if name in names}
+    parts: dict[str, StudyPart] = {
+        name: getattr(import_module(module), part)() for name, (module, part) in PARTS.items() if name in names
+    }
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     with exclusive_lock(out):

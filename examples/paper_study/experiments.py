@@ -44,7 +44,7 @@ class ExperimentError(CommtraceError):
 
 
 @dataclass(frozen=True)
-class Cost:
+class StudyCost:
     """Time of a program and the child processes that it waited for."""
 
     wall_seconds: float
@@ -56,7 +56,7 @@ class Cost:
 
 def execute(
     command: Sequence[str], folder: Path, *, environment: Mapping[str, str] | None = None, limit_seconds: float = 1800
-) -> Cost:
+) -> StudyCost:
     """Run a program with its output in `folder`/output.txt; `environment` extends the process's own.
 
     The program and its child processes are ended when the study is interrupted or the time limit is over. Raises
@@ -88,7 +88,7 @@ def execute(
     if status:
         how = f"by signal {-status}" if status < 0 else f"with status {status}"
         raise ExperimentError(f"ended {how}{_end_of(output)}")
-    cost = Cost(time.monotonic() - began, ended[2].ru_utime + ended[2].ru_stime)
+    cost = StudyCost(time.monotonic() - began, ended[2].ru_utime + ended[2].ru_stime)
     with (folder / PROGRAMS).open("a") as file:
         file.write(json.dumps(asdict(cost)) + "\n")
     return cost

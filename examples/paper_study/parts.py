@@ -73,7 +73,7 @@ class Section:
         return f"Figure {self.number}: {self.title}" if self.number else self.title
 
 
-class Part(Protocol):
+class StudyPart(Protocol):
     """A part of the study, named in `PARTS` of `__main__`."""
 
     def experiments(self, options: Options) -> Sequence[Experiment]:

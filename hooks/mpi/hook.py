@@ -44,7 +44,9 @@ def _install() -> None:
     in_c = native.usable()
     for method in METHODS:
         if method.name in namespace(method.owner):
-            wrapper = wrappers.planning(method) if method.returns == "prequest" else wrappers.recording(method)
+            wrapper = (
+                wrappers.wrap_persistent_init(method) if method.returns == "prequest" else wrappers.wrap_call(method)
+            )
             instead = partial(native.replacement, method) if in_c else None
             _patches.wrap(method.owner, method.name, wrapper, instead)
     if in_c:
@@ -52,16 +54,16 @@ def _install() -> None:
         mpi_tracer.started.append(native.begins)
         mpi_tracer.ended.append(native.ends)
     for owner, names, wrapper in (
-        (MPI.Request, ("Cancel", "cancel"), wrappers.cancelling),
-        (MPI.Request, ("Free",), wrappers.freeing),
-        (MPI.Prequest, ("Start",), wrappers.starting),
-        (MPI.Prequest, ("Startall",), wrappers.starting_all),
-        (MPI.Comm, ("Free", "Disconnect"), wrappers.forgetting),
-        (MPI.Win, ("Free",), wrappers.forgetting),
-        (MPI.Comm, ("Mprobe", "Improbe", "mprobe", "improbe"), wrappers.matching),
-        (MPI.Message, ("Probe", "Iprobe", "probe", "iprobe"), wrappers.matching_class),
-        *((MPI.Request, (name,), wrappers.ending(name)) for name in wrappers.ENDS),
-        *((MPI.Win, (name,), wrappers.synchronizing(name)) for name in wrappers.SYNCHRONIZATIONS),
+        (MPI.Request, ("Cancel", "cancel"), wrappers.wrap_cancel),
+        (MPI.Request, ("Free",), wrappers.wrap_request_free),
+        (MPI.Prequest, ("Start",), wrappers.wrap_start),
+        (MPI.Prequest, ("Startall",), wrappers.wrap_startall),
+        (MPI.Comm, ("Free", "Disconnect"), wrappers.wrap_handle_free),
+        (MPI.Win, ("Free",), wrappers.wrap_handle_free),
+        (MPI.Comm, ("Mprobe", "Improbe", "mprobe", "improbe"), wrappers.wrap_probe),
+        (MPI.Message, ("Probe", "Iprobe", "probe", "iprobe"), wrappers.wrap_message_probe),
+        *((MPI.Request, (name,), wrappers.wrap_completion(name)) for name in wrappers.COMPLETION_METHODS),
+        *((MPI.Win, (name,), wrappers.wrap_synchronization(name)) for name in wrappers.SYNCHRONIZATIONS),
     ):
         for name in names:
             _patches.wrap(owner, name, wrapper)

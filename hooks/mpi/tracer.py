@@ -129,7 +129,7 @@ class MpiEntry:
             return (*args[:at], self.status, *args[at + 1 :]), kwargs
         return args, kwargs if given is not None else {**kwargs, "status": self.status}
 
-    def left(self) -> None:
+    def exit(self) -> None:
         """Note that the method has returned or raised."""
         if self.objects is not None:
             _pickled.objects = self.objects.outer

@@ -1,4 +1,4 @@
-"""Wrappers of mpi4py's methods: they record a call and pass it on."""
+"""Wrappers of mpi4py's methods: they record each call and execute it."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ Original = Callable[..., Any]
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 
-def recording(method: Method) -> Wrapper:
+def wrap_call(method: Method) -> Wrapper:
     """Wrap a method that communicates."""
 
     def wrapper(original: Original) -> Original:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             entered = now()
             entry: MpiEntry | None = None
-            given: Any = args
-            named: Any = kwargs
+            call_args: Any = args
+            call_kwargs: Any = kwargs
             try:
                 tracer = current()
                 if tracer is None:
                     tracer = begin()
-                    entered = now()  # the recorder's set-up happens once and is no cost of a call
+                    entered = now()  # the set-up of the recorder is not part of the cost of a call
                 lookups = 0 if tracer is None else tracer.recorder.tables.lookups
                 plan = None if tracer is None else tracer.plan(method, self, args, kwargs)
                 if plan is not None and tracer is not None:
                     entry = tracer.start(plan)
                 if entry is not None:
                     entry.first = entry.tracer.recorder.tables.lookups != lookups
-                    given, named = entry.enter(args, kwargs)
+                    call_args, call_kwargs = entry.enter(args, kwargs)
             except Exception as error:
                 reraise_if_from_signal_handler()
                 if entry is None:
@@ -55,9 +55,9 @@ def recording(method: Method) -> Wrapper:
                 return original(self, *args, **kwargs)
             begun = now()
             try:
-                result = original(self, *given, **named)
+                result = original(self, *call_args, **call_kwargs)
             except BaseException:
-                entry.left()
+                entry.exit()
                 entry.failed(now())
                 raise
             _return(entry, result, begun - entered)
@@ -69,7 +69,7 @@ def recording(method: Method) -> Wrapper:
 
 
 def _unmeasured(error: Exception, original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Make a call that the hook could not read: if mpi4py raises as well, the error is the program's, not counted."""
+    """Make a call whose arguments the hook failed to read. If mpi4py raises too, the error is not counted."""
     try:
         result = original(*args, **kwargs)
     except BaseException as own:
@@ -85,7 +85,7 @@ def _unmeasured(error: Exception, original: Original, *args: Any, **kwargs: Any)
 def _return(entry: MpiEntry, result: Any, cost: int) -> None:
     t_return = now()
     try:
-        entry.left()
+        entry.exit()
         entry.after(result, t_return)
         if entry.sampled or entry.first:
             entry.tracer.recorder.note_cost(cost + now() - t_return, sampled=entry.sampled, first=entry.first)
@@ -95,13 +95,13 @@ def _return(entry: MpiEntry, result: Any, cost: int) -> None:
         fault()
 
 
-def planning(method: Method) -> Wrapper:
-    """Wrap a method that makes a persistent request: it is recorded each time that it is started."""
+def wrap_persistent_init(method: Method) -> Wrapper:
+    """Wrap a method that creates a persistent request, whose every start is recorded."""
 
     def wrapper(original: Original) -> Original:
         def init(self: Any, *args: Any, **kwargs: Any) -> Any:
             request = original(self, *args, **kwargs)
-            try:  # afterwards: a call that mpi4py rejects is neither recorded nor an error of the hook
+            try:  # after the call: one that mpi4py rejects is neither recorded nor an error of the hook
                 tracer = current() or begin()
                 plan = None if tracer is None else tracer.plan(method, self, args, kwargs)
                 if plan is not None and tracer is not None:
@@ -115,12 +115,12 @@ def planning(method: Method) -> Wrapper:
     return wrapper
 
 
-def starting(original: Original) -> Original:
+def wrap_start(original: Original) -> Original:
     """Wrap Prequest.Start."""
     return lambda self, *args, **kwargs: _started([self], partial(original, self, *args, **kwargs))
 
 
-def starting_all(original: Original) -> Original:
+def wrap_startall(original: Original) -> Original:
     """Wrap Prequest.Startall."""
     return lambda cls, requests, *args, **kwargs: _started(
         _listed(requests), partial(original, cls, requests, *args, **kwargs)
@@ -152,7 +152,7 @@ def _started(requests: Sequence[Any], original: Callable[[], Any]) -> Any:
 
 # ---- ends ------------------------------------------------------------------------------------------------------------
 
-# (result of the method, number of requests) -> indices of the requests that it shows to be complete
+# (result of the method, number of requests) -> indices of the complete requests
 Outcome = Callable[[Any, int], Sequence[int]]
 
 
@@ -187,20 +187,20 @@ _OUTCOMES: Final[dict[str, tuple[Outcome, Outcome]]] = {
     "some": (_indices, _indices),
 }
 
-ENDS: Final = {
+COMPLETION_METHODS: Final = {
     variant: (name.startswith("Wait"), which)
     for which in _OUTCOMES
     for name in (f"Wait{which}", f"Test{which}", f"Get_status_{which}".rstrip("_"))
     for variant in (name, name.lower())
 }
-"""Methods of Request that show the end of calls: whether each waits, and for which requests."""
+"""Methods of Request that complete calls: whether each waits, and for which requests."""
 
 
-def ending(name: str) -> Wrapper:
-    """Wrap a method of Request that shows the end of calls."""
-    waits, which = ENDS[name]
+def wrap_completion(name: str) -> Wrapper:
+    """Wrap a method of Request that completes calls."""
+    waits, which = COMPLETION_METHODS[name]
     outcome = _OUTCOMES[which][0 if waits else 1]
-    single = which in ("", "any")  # whether it gives one status
+    single = which in ("", "any")  # whether the method has one status, not a list
 
     def complete(
         tracer: MpiTracer, all_pending: list[PendingRequest | None], original: Original, args: Any, kwargs: Any
@@ -230,7 +230,7 @@ def ending(name: str) -> Wrapper:
         return result
 
     def wrapper(original: Original) -> Original:
-        def complete_one(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def complete_single(self: Any, *args: Any, **kwargs: Any) -> Any:
             tracer = current()
             pending = None if tracer is None else tracer.requests.find(self)
             if pending is None or tracer is None:
@@ -244,7 +244,7 @@ def ending(name: str) -> Wrapper:
                 return original(cls, requests, *args, **kwargs)
             return complete(tracer, all_pending, partial(original, cls, requests), args, kwargs)
 
-        return complete_several if which else complete_one
+        return complete_several if which else complete_single
 
     return wrapper
 
@@ -283,17 +283,17 @@ def _followed_by(action: Callable[[MpiTracer, Any], None]) -> Wrapper:
     return wrapper
 
 
-cancelling: Final = _followed_by(lambda tracer, request: tracer.requests.cancel(request))
+wrap_cancel: Final = _followed_by(lambda tracer, request: tracer.requests.cancel(request))
 """Wrap Request.Cancel and cancel."""
 
-freeing: Final = _followed_by(lambda tracer, request: tracer.requests.dropped(request))
+wrap_request_free: Final = _followed_by(lambda tracer, request: tracer.requests.dropped(request))
 """Wrap Request.Free."""
 
 
 # ---- communicators, messages, windows --------------------------------------------------------------------------------
 
 
-def forgetting(original: Original) -> Original:
+def wrap_handle_free(original: Original) -> Original:
     """Wrap Free and Disconnect of communicators and windows, because MPI may use the same handle again."""
 
     def Free(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802
@@ -310,7 +310,7 @@ def forgetting(original: Original) -> Original:
     return Free
 
 
-def matching(original: Original) -> Original:
+def wrap_probe(original: Original) -> Original:
     """Wrap Mprobe and Improbe: they return a Message, which has no attribute for its source."""
 
     def probe(self: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: Any = None) -> Any:
@@ -333,9 +333,9 @@ def matching(original: Original) -> Original:
     return probe
 
 
-def matching_class(original: Original) -> Original:
-    """Wrap as `matching` the class methods of Message, which take the communicator first."""
-    return lambda cls, comm, *args, **kwargs: matching(partial(original, cls))(comm, *args, **kwargs)
+def wrap_message_probe(original: Original) -> Original:
+    """Wrap as `wrap_probe` the class methods of Message, which take the communicator first."""
+    return lambda cls, comm, *args, **kwargs: wrap_probe(partial(original, cls))(comm, *args, **kwargs)
 
 
 # Method of Win after which one-sided operations are complete -> whether its argument names the only target.
@@ -345,7 +345,7 @@ SYNCHRONIZATIONS: Final = {
 }
 
 
-def synchronizing(name: str) -> Wrapper:
+def wrap_synchronization(name: str) -> Wrapper:
     """Wrap a method of Win after which one-sided operations are complete."""
     targeted = SYNCHRONIZATIONS[name]
 

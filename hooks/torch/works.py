@@ -1,7 +1,7 @@
-"""Wrappers around the methods that show the ends of calls: waits and polls of Work objects, and coalescing.
+"""Wrappers of the methods that observe the ends of calls: waits and polls of Work objects, and coalescing.
 
-They are no operators, so both recorders wrap them in Python. `WorkPatches` notes the ends for the Python recorder; a
-subclass passes them on to the native one.
+These methods are not operators, so both recorders wrap them in Python. `WorkPatches` records the ends for the Python
+recorder, and a subclass for the native one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .tracer import TorchTracer, current, now
 
 
 class WorkPatches:
-    """The wrapped methods of Work and ProcessGroup. Of two nested waits the inner one counts."""
+    """The wrapped methods of Work and ProcessGroup. Of two nested waits, the inner one is recorded."""
 
     def __init__(self) -> None:
         self._patches = Patches()
@@ -31,9 +31,9 @@ class WorkPatches:
         for cls in (work, *work.__subclasses__()):
             for name in ("wait", "synchronize"):
                 self._wrap_wait(self._patches, cls, name)
-            self._patches.wrap(cls, "is_completed", _then(self._polled))
-        self._patches.wrap(dist.ProcessGroup, "_start_coalescing", _then(self._started_coalescing))
-        self._patches.wrap(dist.ProcessGroup, "_end_coalescing", _then(self._ended_coalescing))
+            self._patches.wrap(cls, "is_completed", _call_after(self._polled))
+        self._patches.wrap(dist.ProcessGroup, "_start_coalescing", _call_after(self._started_coalescing))
+        self._patches.wrap(dist.ProcessGroup, "_end_coalescing", _call_after(self._ended_coalescing))
 
     def uninstall(self) -> None:
         """Restore the methods."""
@@ -41,7 +41,7 @@ class WorkPatches:
 
     def _wrap_wait(self, patches: Patches, cls: Any, name: str) -> None:
         """Replace a method of a Work class that waits."""
-        patches.wrap(cls, name, _waiting)
+        patches.wrap(cls, name, _wrap_wait_method)
 
     def _polled(self, work: Any, completed: bool) -> None:
         """Record the end of the calls that end with `work`, if a poll has shown that it is complete."""
@@ -64,15 +64,15 @@ class WorkPatches:
             self._batch_ends(tracer, group, work)
 
     def _batch_begins(self, tracer: TorchTracer, group: Any) -> None:
-        """Note that calls on this process group belong together from here on."""
+        """Begin a batch: the next calls on this process group belong to it."""
         tracer.batches.begins(tracer.groups.of(group).number)
 
     def _batch_ends(self, tracer: TorchTracer, group: Any, work: Any) -> None:
-        """Note that the batch is issued; it ends with `work` (None: the backend has waited, or orders a stream)."""
+        """Close the batch, which ends with `work` (None: the backend has waited, or orders a stream)."""
         tracer.batches.ends(tracer.groups.of(group).number, work)
 
 
-def _then(note: Callable[[Any, Any], None]) -> Wrapper:
+def _call_after(note: Callable[[Any, Any], None]) -> Wrapper:
     """Return a wrapper of a method that calls `note(self, result)` after it."""
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,7 +89,7 @@ def _then(note: Callable[[Any, Any], None]) -> Wrapper:
     return wrapper
 
 
-def _waiting(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_wait_method(original: Callable[..., Any]) -> Callable[..., Any]:
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         tracer = current()
         pending = None if tracer is None else tracer.works.find(self)

@@ -1,4 +1,4 @@
-"""Receives of a pipeline, one by one: what each was, how long it held its rank, and how much of that was waiting.
+"""Receives of a pipeline: kind, duration, and waiting time of each.
 
 `receives`, a row per receive:
 
@@ -8,9 +8,9 @@
     receive_ns         from the call to its end
     late_ns            of it, before the sender began to send: a late sender (Scalasca's Late Sender)
     sender_computing_ns, sender_in_calls_ns      what the sender did during late_ns
-    transfer_ns        the rest: both were there
+    transfer_ns        the rest: both ranks are in the call
 
-missing where the sender's clock is another one's. What a receive is, its line of code says; of activations each
+missing where the sender is on another host. The call site determines the kind of a receive; of activations each
 micro-batch has two, the hidden states and then the mask.
 
 `forwards`, a row per step: how long the first stage computed before it sent its first micro-batch (`before_first_ns`,
@@ -44,10 +44,10 @@ COLUMNS: Final = [
 
 
 def receives(calls: pd.DataFrame) -> pd.DataFrame:
-    """Of a pipeline's calls (`timed_calls` with `site`), all steps."""
+    """Return the receives of a pipeline in all steps, from its calls (`timed_calls` with `site`)."""
     received = calls.loc[calls["op"] == "recv"].copy()
-    received["what"] = what_they_are(received)
-    received["when"] = when_they_are(received)
+    received["what"] = receive_kinds(received)
+    received["when"] = receive_moments(received)
     received["receive_ns"] = received["blocked_until"] - received["t_begin"]
     known = received["last_begin"] > 0
     waited = received[["blocked_until", "last_begin"]].min(axis=1).clip(lower=received["t_begin"])
@@ -58,37 +58,39 @@ def receives(calls: pd.DataFrame) -> pd.DataFrame:
     return received.rename(columns={"payload": "payload_bytes"})[COLUMNS].reset_index(drop=True)
 
 
-def what_they_are(found: pd.DataFrame) -> pd.Series[str]:
-    """By the function that receives; "other" for one that is not DeepSpeed's."""
-    what = function(found).map(_LINES).fillna("other")
-    among = found.groupby([found["rank"], found["step"], found["micro_batch"], what]).cumcount()
+def receive_kinds(received: pd.DataFrame) -> pd.Series[str]:
+    """Return the kind of each receive, by the receiving function; "other" if it is not DeepSpeed's."""
+    what = function(received).map(_LINES).fillna("other")
+    among = received.groupby([received["rank"], received["step"], received["micro_batch"], what]).cumcount()
     return what.mask((what == HIDDEN_STATES) & (among > 0), MASK)
 
 
 def function(calls: pd.DataFrame) -> pd.Series[str]:
-    """The function of each call's line of code, without its class."""
+    """Return the function of each call site, without its class."""
     named: pd.Series[str] = calls["site"].astype(str).str.extract(r"(\w+)$", expand=False)
     return named
 
 
-def when_they_are(found: pd.DataFrame) -> pd.Series[str]:
-    """Before training, in the first step's first micro-batch, in the others of the first step, or later."""
-    first = found["micro_batch"] <= 0
-    chosen = [found["step"] < 0, (found["step"] == 0) & first, found["step"] == 0, first]
-    return pd.Series(np.select(chosen, [START, FIRST, FIRST_STEP, LATER_FIRST], LATER), index=found.index, dtype=object)
+def receive_moments(received: pd.DataFrame) -> pd.Series[str]:
+    """Return the moment of each receive: `when` in the module's docstring."""
+    first = received["micro_batch"] <= 0
+    chosen = [received["step"] < 0, (received["step"] == 0) & first, received["step"] == 0, first]
+    return pd.Series(
+        np.select(chosen, [START, FIRST, FIRST_STEP, LATER_FIRST], LATER), index=received.index, dtype=object
+    )
 
 
-def _in_calls(calls: pd.DataFrame, found: pd.DataFrame, waited: pd.Series[Any]) -> pd.Series[Any]:
-    """Ns of [t_begin, waited] in which the sender stood in calls of its own."""
-    result = pd.Series(0, index=found.index, dtype=np.int64)
-    for sender, part in found.groupby("peer"):
+def _in_calls(calls: pd.DataFrame, received: pd.DataFrame, waited: pd.Series[Any]) -> pd.Series[Any]:
+    """Return the ns of [t_begin, waited] in which the sender was in calls of its own."""
+    result = pd.Series(0, index=received.index, dtype=np.int64)
+    for sender, part in received.groupby("peer"):
         its = blocked_intervals(calls.loc[calls["rank"] == sender])
         result[part.index] = covered_ns(its, part["t_begin"].to_numpy(), waited[part.index].to_numpy())
     return result
 
 
 def forwards(calls: pd.DataFrame) -> pd.DataFrame:
-    """Of the first stage: the rank that sends activations and receives none."""
+    """Return the forward times of the first stage: the rank that sends activations and receives none."""
     called = function(calls)
     senders, receivers = (
         {*calls.loc[called == name, "rank"]} for name in ("_exec_send_activations", "_exec_recv_activations")
@@ -115,7 +117,7 @@ def forwards(calls: pd.DataFrame) -> pd.DataFrame:
 
 TIMES: Final = ["receive_ns", "late_ns", "sender_computing_ns", "sender_in_calls_ns", "transfer_ns"]
 _KINDS: Final = (HAND_SHAKE, METADATA, HIDDEN_STATES, MASK, GRADIENTS)
-_WHENS: Final = (START, FIRST, FIRST_STEP, LATER_FIRST, LATER)
+_MOMENTS: Final = (START, FIRST, FIRST_STEP, LATER_FIRST, LATER)
 
 
 def by_kind(table: pd.DataFrame) -> pd.DataFrame:
@@ -125,27 +127,28 @@ def by_kind(table: pd.DataFrame) -> pd.DataFrame:
     """
     keys = ["what", "payload_bytes", "when"]
     groups = table.astype(dict.fromkeys(TIMES, float)).groupby(keys, sort=False)
-    hows = (("", "mean"), ("_median", "median"), ("_least", "min"), ("_most", "max"))
+    statistics = (("", "mean"), ("_median", "median"), ("_least", "min"), ("_most", "max"))
     totals = groups.agg(
-        receives=("receive_ns", "size"), **{f"{name}{end}": (name, how) for name in TIMES for end, how in hows}
+        receives=("receive_ns", "size"),
+        **{f"{name}{end}": (name, statistic) for name in TIMES for end, statistic in statistics},
     ).reset_index()
     order = totals.assign(
         kind=totals["what"].map(dict(zip(_KINDS, range(len(_KINDS)), strict=True))).fillna(len(_KINDS)),
-        moment=totals["when"].map(dict(zip(_WHENS, range(len(_WHENS)), strict=True))),
+        moment=totals["when"].map(dict(zip(_MOMENTS, range(len(_MOMENTS)), strict=True))),
     ).sort_values(["kind", "moment"], kind="stable")
     return totals.loc[order.index].reset_index(drop=True)
 
 
 def transfers_by_size(receives: pd.DataFrame, messages: pd.DataFrame) -> pd.DataFrame:
-    """Cold and warm transfers of a pipeline and of bare messages, a row per `which` and `payload_bytes`.
+    """Return cold and warm transfers of a pipeline and of bare messages, a row per `which` and `payload_bytes`.
 
     `transfer_ns` (median), `transfer_ns_least`, `transfer_ns_most` (quartiles), `transfers`. Masks are left out: they
     follow right behind the hidden states, on a connection that those have warmed.
     """
     parts = []
     known = receives.loc[receives["what"].isin([HAND_SHAKE, METADATA, HIDDEN_STATES]) & receives["transfer_ns"].notna()]
-    for name, whens in (("pipeline, first", (START, FIRST)), ("pipeline, later", (LATER_FIRST, LATER))):
-        parts.append(known.loc[known["when"].isin(whens)].assign(which=name))
+    for name, moments in (("pipeline, first", (START, FIRST)), ("pipeline, later", (LATER_FIRST, LATER))):
+        parts.append(known.loc[known["when"].isin(moments)].assign(which=name))
     if len(messages):
         when_used = messages["connections"] == "when used"
         first = messages["what"].str.startswith("first")
@@ -159,8 +162,8 @@ def transfers_by_size(receives: pd.DataFrame, messages: pd.DataFrame) -> pd.Data
         .agg(
             transfers=("transfer_ns", "size"),
             **{
-                f"transfer_ns{end}": ("transfer_ns", how)
-                for end, how in (("", "median"), ("_least", _quarter), ("_most", _three_quarters))
+                f"transfer_ns{end}": ("transfer_ns", statistic)
+                for end, statistic in (("", "median"), ("_least", _quarter), ("_most", _three_quarters))
             },
         )
     )
@@ -175,7 +178,7 @@ _CAUSES: Final = {
 
 
 def first_message_costs(sizes: pd.DataFrame) -> pd.DataFrame:
-    """Return what makes a first message slow, at the smallest and the largest size.
+    """Return the costs of a first message by cause, at the smallest and the largest size.
 
     `cause`, `smallest_bytes`, `smallest_ns`, `largest_bytes`, `largest_ns`: the median transfer of later bare messages
     in the first row, what each cause adds to it in the others. `sizes`: `transfers_by_size`.

@@ -49,7 +49,7 @@ _Planned = TypeVar("_Planned", Point, Messages)
 _Read = TypeVar("_Read")
 
 
-class Part:
+class TimePart:
     """Time on this machine's real ranks: figures 1, 2, 14 and 15, and the cold first receive of a pipeline."""
 
     def experiments(self, options: Options) -> Sequence[Experiment]:

@@ -147,7 +147,7 @@ def prediction(against: pd.DataFrame) -> Iterator[Claim]:
         CONTRADICTED if off > _ALIGNED else CONFIRMED,
         [
             Measure("recorded / closed form, farthest from 1", "ratio", farthest),
-            Measure("points", "count", {"all": len(against), "equal to the exact expectation": _equal(against)}),
+            Measure("points", "count", {"all": len(against), "equal to the expected calls": _equal(against)}),
         ],
     )  # fmt: skip
 

@@ -36,7 +36,7 @@ from commtrace.volume import size_bins
 _LINES: Final = (BLUE, ORANGE, GREEN, PINK, VERMILION, SKY, CLOSED_FORM, MORE)
 _THREE: Final = {
     "closed_form_bytes": ("the paper's closed form", CLOSED_FORM),
-    "exact_bytes": ("exact expectation", GREEN),
+    "exact_bytes": ("expected calls", GREEN),
     "recorded_bytes": ("recorded", MORE),
 }
 _BAR: Final = 27

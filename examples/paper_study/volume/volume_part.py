@@ -23,7 +23,7 @@ from .volume_tables import Results
 _MEAN: Final = "Mean over the ranks of the job."
 
 
-class Part:
+class VolumePart:
     """Figures 7 to 15, larger scales, and predicted times."""
 
     def experiments(self, options: Options) -> Sequence[Experiment]:
@@ -205,7 +205,7 @@ def _lengths(results: Results) -> Iterator[Section]:
     yield Section(
         "14",
         "All_gather volume over the length of sequences",
-        f"{where}. Lines are recorded, rings the exact expectation, dotted the paper's formula.",
+        f"{where}. Lines: recorded; rings: expected calls; dotted: the paper's formula.",
         [*claims.gathered_over_lengths(gathers)],
         figures=(
             {"figure-14": figures.by_length(gathers, "All_gathers of a step", "payload of a rank")}
@@ -246,7 +246,7 @@ def _scales(results: Results) -> Iterator[Section]:
         yield Section(
             "",
             f"On up to {int(table['ranks'].max()):,} ranks",
-            "Lines are recorded, rings the exact expectation, dotted the closed form.",
+            "Lines: recorded; rings: expected calls; dotted: the closed form.",
             figures={"scale": figures.by_ranks(table, "What a rank sends in a step, by ranks", "bytes sent")},
             tables={"scale": table},
             commands=[COMMAND],

@@ -156,14 +156,14 @@ Value = Callable[[RecordedDryRun], float | None]
 
 
 def against_formula(runs: Iterable[RecordedDryRun]) -> pd.DataFrame:
-    """Compare what rank 0 sends in a step with the closed form and the exact expectation."""
+    """Compare what rank 0 sends in a step with the closed form and the expected calls."""
     return _compared(
         runs, RecordedDryRun.sent, RecordedDryRun.sent_in_theory, lambda recorded: recorded.closed_form, None
     )
 
 
 def between_stages(runs: Iterable[RecordedDryRun]) -> pd.DataFrame:
-    """Compare what all stages of a pipeline send to each other in a step with equation 4 and the exact expectation."""
+    """Compare what all stages of a pipeline send to each other in a step with equation 4 and the expected calls."""
     return _compared(
         [recorded for recorded in runs if recorded.run.pipeline > 1],
         RecordedDryRun.between_stages,
@@ -174,7 +174,7 @@ def between_stages(runs: Iterable[RecordedDryRun]) -> pd.DataFrame:
 
 
 def within_layers(runs: Iterable[RecordedDryRun]) -> pd.DataFrame:
-    """Compare what rank 0 sends in a step for tensor parallelism with equation 5 and the exact expectation."""
+    """Compare what rank 0 sends in a step for tensor parallelism with equation 5 and the expected calls."""
     return _compared(
         [recorded for recorded in runs if recorded.run.tensor > 1],
         lambda recorded: recorded.sent_for("tensor"),
@@ -289,7 +289,7 @@ def _formula(recorded: RecordedDryRun, op: str) -> float | None:
 
 
 def agreement(results: Results) -> pd.DataFrame:
-    """Return how many points equal the exact expectation: `compared`, `points`, `equal`."""
+    """Return how many points equal the expected calls: `compared`, `points`, `equal`."""
     plan = results.plan
     rows = []
     for title, runs in (

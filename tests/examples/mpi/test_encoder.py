@@ -12,7 +12,7 @@ pytest.importorskip("mpi4py")
 from commtrace.theory.expected_calls import sorted_calls, total_wire_bytes
 from examples.mpi_common import ShapeError
 from examples.mpi_common.expected_calls import model_parallel, pipeline, shared_heads, tensor_parallel
-from examples.mpi_encoder.layers import Shape
+from examples.mpi_encoder.layers import EncoderShape
 from examples.mpi_encoder.schedules import SCHEDULES, Task
 
 pytestmark = mpi_ranks.needs_mpiexec
@@ -111,7 +111,7 @@ def most_kept(tasks: list[Task]) -> int:
 def test_what_does_not_divide_is_said(changes: dict[str, int], parallel: str, ranks: int, message: str) -> None:
     sizes = {"batch": 6, "sequence": 5, "model": 16, "hidden": 24, "heads": 4, "layers": 4, "classes": 3}
     with pytest.raises(ShapeError, match=message):
-        Shape(**{**sizes, "micro_batches": 1, **changes}).check(parallel, ranks)
+        EncoderShape(**{**sizes, "micro_batches": 1, **changes}).check(parallel, ranks)
 
 
 @pytest.mark.exhaustive

@@ -24,7 +24,7 @@ pytest.importorskip("mpi4py")
 
 from commtrace.theory.expected_calls import total_wire_bytes
 from examples.mpi_common.expected_calls import layer_parameters, sequence_parallel
-from examples.mpi_sequence_parallel.layer import Shape
+from examples.mpi_sequence_parallel.layer import SequenceShape
 
 pytestmark = mpi_ranks.needs_mpiexec
 
@@ -100,12 +100,12 @@ def test_parameters_are_counted_right() -> None:
 @pytest.mark.parametrize(
     ("shape", "ranks", "attention", "message"),
     [
-        (Shape(2, 10, 16, 4, 64), 4, "all_gather", r"--sequence \(10\) .* the ranks \(4\)"),
-        (Shape(2, 12, 16, 4, 64), 3, "ulysses", r"--heads \(4\) .* the ranks \(3\); --attention ring"),
-        (Shape(2, 12, 18, 4, 64), 1, "ring", r"--hidden \(18\) .* --heads \(4\)"),
+        (SequenceShape(2, 10, 16, 4, 64), 4, "all_gather", r"--sequence \(10\) .* the ranks \(4\)"),
+        (SequenceShape(2, 12, 16, 4, 64), 3, "ulysses", r"--heads \(4\) .* the ranks \(3\); --attention ring"),
+        (SequenceShape(2, 12, 18, 4, 64), 1, "ring", r"--hidden \(18\) .* --heads \(4\)"),
     ],
 )
-def test_what_does_not_divide_is_said(shape: Shape, ranks: int, attention: str, message: str) -> None:
+def test_what_does_not_divide_is_said(shape: SequenceShape, ranks: int, attention: str, message: str) -> None:
     from examples.mpi_common import ShapeError
 
     with pytest.raises(ShapeError, match=message):

@@ -365,5 +365,7 @@ def test_the_quick_study_equals_theory_in_every_point(tmp_path: Path) -> None:
     points = pd.read_csv(tmp_path / "data" / "points.csv")
     assert set(points["equal"]) == {"yes"}
     options = Options(("tiny",), quick=True)
-    done = volume_part.results_of(options, find_done(volume_part.Part().experiments(options), tmp_path / "volume"))
+    done = volume_part.results_of(
+        options, find_done(volume_part.VolumePart().experiments(options), tmp_path / "volume")
+    )
     assert {run.scheme for run in done.recorded} >= {DDP, ZERO_1, ZERO_3}

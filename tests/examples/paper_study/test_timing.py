@@ -482,9 +482,9 @@ def test_sections_say_what_they_lack(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
 
     options = Options(models=(), quick=True)
-    assert len(time_part.Part().sections(options, {})) == 1
+    assert len(time_part.TimePart().sections(options, {})) == 1
     found = {point().key: data_parallel(tmp_path / "a"), point(ZERO[0]).key: data_parallel(tmp_path / "b", ranks=(0,))}
-    sections = time_part.Part().sections(options, found)
+    sections = time_part.TimePart().sections(options, found)
     assert [section.number for section in sections] == ["1 and 2", "14, times", "15, times", ""]
     missing = " ".join(sections[0].missing)
     assert "ZeRO-1, hidden 256, sequence 128, time 1: " in missing

@@ -356,7 +356,7 @@ def test_every_method_that_is_recorded_was_called(mpi: str) -> None:
     pytest.importorskip("mpi4py.MPI", exc_type=(ImportError, RuntimeError))  # type: ignore[arg-type]
     from commtrace.hooks.mpi.extension_types import namespace
     from commtrace.hooks.mpi.methods import METHODS
-    from commtrace.hooks.mpi.wrappers import ENDS as KNOWN
+    from commtrace.hooks.mpi.wrappers import COMPLETION_METHODS as KNOWN
 
     made = {name.partition(".")[2] for name in ran(mpi, "")[0].gave}
     made |= {"Precv_init"}  # with Psend_init

@@ -18,7 +18,7 @@ from mpi4py import MPI
 from commtrace.hooks.mpi import hook
 from commtrace.hooks.mpi.extension_types import namespace
 from commtrace.hooks.mpi.methods import METHODS
-from commtrace.hooks.mpi.wrappers import ENDS
+from commtrace.hooks.mpi.wrappers import COMPLETION_METHODS
 
 PAGE = (ROOT / "docs" / "reference" / "mpi4py.md").read_text()
 CLASSES = (
@@ -47,7 +47,7 @@ def recorded() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {name: set() for name in CLASSES}
     for method in METHODS:
         found[method.owner.__name__].add(method.name)
-    found["Request"] |= set(ENDS)
+    found["Request"] |= set(COMPLETION_METHODS)
     found["Prequest"] |= {"Start", "Startall"}
     return found
 

@@ -1,6 +1,6 @@
-"""Take the picture of the README: the top of a run's page, in a browser.
+"""Write the README's screenshot: the top of a run's HTML report, in a browser.
 
-    python docs/picture.py demo-logs/zero1 docs/page.png
+    python docs/screenshot.py demo-logs/zero1 docs/page.png
 
 Needs playwright, and Chromium on the PATH.
 """
@@ -19,8 +19,8 @@ from commtrace.cli import main as commtrace
 WIDTH, HEIGHT = 1200, 1540
 
 
-def main(log: str, picture: str) -> None:
-    """Write the page of the run in `log`, and the upper part of it to the PNG file `picture`."""
+def main(log: str, screenshot: str) -> None:
+    """Write the page of the run in `log`, and the upper part of it to the PNG file `screenshot`."""
     with tempfile.TemporaryDirectory() as directory, sync_playwright() as playwright:
         file = Path(directory) / "page.html"
         if commtrace(["report", log, "--html", str(file)]):
@@ -30,7 +30,7 @@ def main(log: str, picture: str) -> None:
         page.goto(file.as_uri())
         page.wait_for_selector("html[data-drawn]")
         page.add_style_tag(content=".modebar { display: none !important }")  # shown only below a pointer
-        page.screenshot(path=picture)
+        page.screenshot(path=screenshot)
         browser.close()
 
 
