@@ -1,4 +1,4 @@
-"""Figures of message sizes: how many calls of each, how many bytes in them, and when."""
+"""Figures of message sizes: calls and bytes by size, and by time and size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def message_sizes(table: pd.DataFrame) -> go.Figure:
     operations = in_order(table["op"])
     table = table.assign(exponent=_exponents(table["from_bytes"]))
     table = table.sort_values("op", key=lambda ops: ops.map(operations.index), kind="stable")
-    # Side by side, as stacked bars cannot be read on a logarithmic axis: the operations of a bin share its width.
+    # Stacked bars are misleading on a logarithmic axis, so the operations of a bin are drawn side by side.
     in_bin = table.groupby("exponent")["op"]
     width = 0.86 / in_bin.transform("size")
     table = table.assign(width=width, place=table["exponent"] + 0.07 + width * in_bin.cumcount())
@@ -35,7 +35,7 @@ def message_sizes(table: pd.DataFrame) -> go.Figure:
             **operation_style(op),
             **hover_texts(
                 f"{label(op)}<br>{_bin_text(row.exponent)}<br>{format_count(row.calls)} calls"
-                f"<br>{format_bytes(row.sum_bytes)} in all"
+                f"<br>{format_bytes(row.sum_bytes)} in total"
                 for row in rows_of(bins)
             ),
         }
@@ -48,7 +48,7 @@ def message_sizes(table: pd.DataFrame) -> go.Figure:
         type="log", range=[np.log10(0.6), np.log10(most * 1.6)], title_text="calls (logarithmic)", row=1, col=1
     )
     figure.update_yaxes(dtick="D1" if most < 10 else 1, exponentformat="none", separatethousands=True, row=1, col=1)
-    figure.update_yaxes(title_text=f"bytes in them, {scale.unit}", row=2, col=1)
+    figure.update_yaxes(title_text=f"bytes, {scale.unit}", row=2, col=1)
     figure.update_xaxes(**_size_axis(table["exponent"]))
     figure.update_xaxes(title_text="payload of a call (logarithmic)", row=2, col=1)
     figure.update_layout(barmode="stack")
@@ -61,7 +61,7 @@ def sizes_over_time(table: pd.DataFrame) -> go.Figure:
     cells = table.groupby(["from_s", "below_s", "exponent"], as_index=False)[["calls", "sum_bytes"]].sum()
     names = table.groupby(["from_s", "exponent"])["op"].agg(lambda ops: ", ".join(in_order(ops)))
     width = float((cells["below_s"] - cells["from_s"]).iloc[0]) if len(cells) else 1.0
-    # Every span and size has a cell; those between the ones that occur are empty.
+    # Every time span and size has a cell; cells without calls are empty.
     column = np.rint(cells["from_s"] / width).astype(int)
     low, high = (int(cells["exponent"].min()), int(cells["exponent"].max())) if len(cells) else (0, 0)
     calls = np.full((high - low + 1, int(column.max()) + 1 if len(cells) else 1), np.nan)
