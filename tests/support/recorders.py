@@ -70,21 +70,21 @@ ENDS: Final[dict[str, dict[str, End]]] = {
 
 WAITED: Final = "is waited for"
 POLLED: Final = "is polled until it is complete"
-FORGOTTEN: Final = "is waited for by C++ only (DDP's reducer), or is forgotten"
-KEPT: Final = "is kept, and waited for by nobody"
+FORGOTTEN: Final = "is waited for by C++ only (DDP's reducer), or is dropped without a wait"
+KEPT: Final = "is kept, without a wait"
 BLOCKS: Final = "blocks until it is complete"
 REFUSED: Final = "was refused"
 FAILED: Final = "failed while it was waited for"
-FAILED_AND_FORGOTTEN: Final = "failed, and is forgotten"
-NO_WORK: Final = "gets no Work"
+FAILED_AND_FORGOTTEN: Final = "failed, and is dropped without a wait"
+NO_WORK: Final = "returns no Work"
 
 FUTURELESS_POLLED: Final = "has no future, and is polled until it is complete"
 
 _WITHOUT_FUTURE: Final = {
     WAITED: "has no future, and is waited for",
     POLLED: FUTURELESS_POLLED,
-    FORGOTTEN: "has no future, and is forgotten",
-    KEPT: "has no future, and is kept",
+    FORGOTTEN: "has no future, and is dropped without a wait",
+    KEPT: "has no future, and is kept, without a wait",
 }
 
 
