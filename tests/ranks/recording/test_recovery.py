@@ -290,7 +290,7 @@ def test_the_command(log: Path) -> None:
     first = processes.run([*COMMAND, "recover", log])
     assert first.status == 0
     assert "7 records" in first.out
-    assert "no records of" in processes.run([*COMMAND, "recover", log]).out
+    assert "no records in" in processes.run([*COMMAND, "recover", log]).out
     assert_all(log, 7)
 
 
