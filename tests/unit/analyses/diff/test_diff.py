@@ -421,14 +421,16 @@ def many_ranks(path: Path, *, tensor: int, stages: int, data: int) -> Run:
     return open_run(path)
 
 
-def test_a_baseline_of_many_ranks_is_small(tmp_path: Path) -> None:
-    """1,024 ranks in two classes, which their stages make: 8 tensor-parallel, 64 data-parallel, 2 stages."""
-    many_ranks(tmp_path / "run", tensor=8, stages=2, data=64)
+@pytest.mark.parametrize("data", [8, pytest.param(64, marks=pytest.mark.exhaustive)])
+def test_a_baseline_of_many_ranks_is_small(tmp_path: Path, data: int) -> None:
+    """128 or 1,024 ranks in two classes, which their stages make: 8 tensor-parallel, 2 stages."""
+    many_ranks(tmp_path / "run", tensor=8, stages=2, data=data)
+    half = 8 * data
     file = tmp_path / "calls.txt"
     assert main(["check", str(tmp_path / "run"), "--update-baseline", str(file)]) == 0
     lines = file.read_text().splitlines()
     assert [line for line in lines if line.startswith("ranks")] == [
-        "ranks 0-1023 start-up", "ranks 0-511 steps 0-2", "ranks 512-1023 steps 0-2"
+        f"ranks 0-{2 * half - 1} start-up", f"ranks 0-{half - 1} steps 0-2", f"ranks {half}-{2 * half - 1} steps 0-2"
     ]  # fmt: skip
     assert file.stat().st_size < 6_000
     assert main(["check", str(tmp_path / "run"), "--baseline", str(file)]) == 0
