@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
@@ -193,11 +193,7 @@ class Job:
     @cached_property
     def root(self) -> ModuleNode:
         """The model as a tree of the modules that run."""
-        root = _tree(self.fact("modules"))
-        if not self.is_gpt_neox:
-            return root
-        (sequential,) = root.children  # SequentialWrapper runs the modules in its Sequential one by one
-        return replace(root, children=sequential.children)
+        return _tree(self.fact("modules"))
 
 
 def element_size(dtype: str) -> int:

@@ -73,6 +73,8 @@ def predict(row: Mapping[str, Any]) -> Prediction:
         raise NotPredictedError(f"there are no rules for {source} {engine_name}{zero}; {_ORACLE}")
     try:
         job = Job(row)
+        if job.is_gpt_neox:
+            gpt_neox.check(job)
         prediction = SCHEMES[source, engine_name, stage](job)
         dimension = extended_dimension(job)
         if dimension is not None:

@@ -213,7 +213,6 @@ def checkpointed_segments(job: Job) -> list[CheckpointedSegment]:
     names = [str(row["name"]) for row in job.fact("modules")]
     layers = [position for position, child in enumerate(job.root.children) if _LAYER.search(names[child.number])]
     count, interval = int(job.model("num_layers")), int(job.model("checkpoint_num_layers", 1))
-    layers = layers[2 : 2 + count] if job.is_gpt_neox else layers  # behind the embedding and a function
     if len(layers) != count or layers != [*range(layers[0], layers[0] + count)]:
         raise NotPredictedError("the modules in the log are not the layers that the model says it has")
     reentrant, masked = bool(job.model("checkpoint_reentrant", True)), float(job.model("hidden_dropout", 0.0)) > 0

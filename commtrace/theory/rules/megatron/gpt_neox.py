@@ -26,14 +26,18 @@ _INT64: Final = 8
 _FLOAT32: Final = 4
 
 
-def extend_prediction(job: Job, prediction: Prediction) -> Prediction:
-    """Add the program's own calls. Raise NotPredictedError for programs that train otherwise."""
+def check(job: Job) -> None:
+    """Raise NotPredictedError for what the program does otherwise under this job."""
     if job.model("train_impl", "normal") != "normal":
         raise NotPredictedError(f"GPT-NeoX's train_impl {job.model('train_impl')} has no rules yet")
     if job.row.get("zero_stage") == 3:
         raise NotPredictedError(
             "GPT-NeoX under ZeRO-3 has no rules yet: it builds its layers twice, and they hand biases on to others"
         )
+
+
+def extend_prediction(job: Job, prediction: Prediction) -> Prediction:
+    """Add the program's own calls."""
     own = (*_among_model_ranks(job), *batches(job, job.micro_batches), *losses(job, job.micro_batches))
     if not job.has_pipeline_engine:
         own = (*own, reduced_losses(job.micro_batches))

@@ -23,8 +23,6 @@ from commtrace.theory.configs.gpt_neox import planning
 from commtrace.theory.configs.gpt_neox.program_config import ProgramConfig
 from commtrace.theory.configs.job_plan import plan_job
 from commtrace.theory.expected_calls import total_wire_bytes
-from commtrace.theory.job import Job
-from commtrace.theory.rules.megatron import gpt_neox
 from commtrace.theory.rules.registry import GPT_NEOX, RULES, Rule
 
 RECORDED = json.loads((Path(__file__).parents[3] / "support" / "recorded" / "gpt_neox.json").read_text())
@@ -98,7 +96,7 @@ def test_what_has_no_rules_is_not_predicted(change: dict[str, Any], reason: str)
     row = job_row("dp2-zero2", 0)
     change = {**change, "model": {**row["model"], **change.get("model", {})}}
     with pytest.raises(NotPredictedError, match=reason):
-        gpt_neox.extend_prediction(Job({**row, **change}), predict(row))
+        predict({**row, **change})
 
 
 def wrong(value: Any) -> Any:
