@@ -169,9 +169,7 @@ class Recorder:
             at = ring.RECORDS_AT + slot * _SIZE
             if slot < 0 or self._buffer[at + _STATE] not in (_BEGUN, _RETURNED):
                 return  # the drain thread may have freed the slot
-            call, self._pending[slot] = self._pending[slot], None
-            if call is not None:
-                call.slot = -1
+            self.slots.detach([slot])
             _pack_time(self._buffer, at + _T_RETURN, t_return)
             self._buffer[at + _STATE] = _UNOBSERVABLE
 

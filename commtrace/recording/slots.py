@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Final
 
@@ -83,11 +84,12 @@ class Slots:
         with self.lock:
             waiting = np.flatnonzero(self._state == State.RETURNED)
             oldest = waiting[np.argsort(self._records["t_begin"][waiting], kind="stable")[: max(1, quarter)]]
-            self._detach(oldest)
+            self.detach(oldest.tolist())
         return np.concatenate([slots, oldest])
 
-    def _detach(self, slots: SlotNumbers) -> None:
-        for slot in slots.tolist():
+    def detach(self, slots: Iterable[int]) -> None:
+        """Give up the ends of the calls in slots. The caller holds the lock."""
+        for slot in slots:
             call, self.pending[slot] = self.pending[slot], None
             if call is not None:
                 call.slot = -1
@@ -105,7 +107,7 @@ class Slots:
                 taken -= 1
         with self.lock:
             slots = np.flatnonzero(self._state >= State.BEGUN)
-            self._detach(slots)
+            self.detach(slots.tolist())
         self._seized = len(slots)
         return slots, taken - len(slots)
 

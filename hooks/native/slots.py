@@ -60,7 +60,7 @@ class NativeSlots(Slots):
         """Return slots with final records. C++ gives up the ends of its calls; those of Python's are given up here."""
         slots: SlotNumbers = self.recording.finished()
         with self.lock:
-            self._detach(slots[self._state[slots] == State.RETURNED])
+            self.detach(slots[self._state[slots] == State.RETURNED].tolist())
         return slots
 
     def records(self, slots: SlotNumbers) -> Records:
@@ -73,7 +73,7 @@ class NativeSlots(Slots):
         # Tracing may be on again already, if this thread could not close the log in time.
         slots, unwritten = self.recording.close(session.settings is None)
         with self.lock:
-            self._detach(slots)
+            self.detach(slots.tolist())
         self._seized = len(slots)
         return slots, unwritten
 
