@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def noting(notes: MutableMapping[Any, Any], read: Callable[[Any], Any]) -> Wrapper:
+    """Return a wrapper of a method that keeps `read(self)` in `notes` first; nothing if `read` raises.
+
+    `read` may raise where another version of the library lacks what it reads.
+    """
+
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                notes[self] = read(self)
+            except Exception:
+                notes.pop(self, None)
+            return original(self, *args, **kwargs)
+
+        return method
+
+    return wrapper
 
 
 class Patches:

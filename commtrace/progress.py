@@ -8,10 +8,12 @@ main thread writes, and the native recorder reads it and begins a step without P
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Final
+from typing import Any, Final
 
 from commtrace.errors import CommtraceError
+from commtrace.patching import Wrapper
 from commtrace.schema import Phase
 
 # Positions in `Progress.cells`, the same as in struct Progress of hooks/native/recording.h.
@@ -78,6 +80,20 @@ class Progress:
     def within(self, phase: Phase) -> _Mark:
         """Return a context manager that marks the calls in a `with` block with a phase."""
         return _Mark(self, phase, begins_step=False)
+
+    def wrapper(self, phase: Phase, *, in_micro_batch: bool = True) -> Wrapper:
+        """Return a wrapper of functions whose calls are of a phase, and of no micro-batch unless `in_micro_batch`."""
+
+        def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+            def function(*args: Any, **kwargs: Any) -> Any:
+                if not in_micro_batch:
+                    self.micro_batch = -1
+                with self.within(phase):
+                    return original(*args, **kwargs)
+
+            return function
+
+        return wrapper
 
     def mark(self, phase: Phase) -> None:
         """Mark calls with a phase until `unmark`. An evaluation has no other phases within."""

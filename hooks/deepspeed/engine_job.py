@@ -6,10 +6,10 @@ Read once, when the engine is built. The theory derives the expected calls from 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any, Final
 
 from commtrace.hooks.torch.model_facts import dtype_name, grouped, known, model_row, modules
+from commtrace.patching import noting
 
 from .pipeline import stages
 
@@ -20,19 +20,16 @@ arguments: Final[weakref.WeakKeyDictionary[Any, Any]] = weakref.WeakKeyDictionar
 _partitioned_later: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
 
 
-def note_partitioned(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `DeepSpeedEngine._broadcast_model`."""
+def _unpartitioned(engine: Any) -> list[int]:
+    """Return indices of the parameters that are not partitioned yet. Raises LookupError with other stages."""
+    if int(engine.zero_optimization_stage()) != 3:
+        raise LookupError
+    states = (getattr(parameter, "ds_status", None) for _, parameter in engine.module.named_parameters())
+    return [number for number, state in enumerate(states) if state is None]
 
-    def _broadcast_model(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            if int(self.zero_optimization_stage()) == 3:
-                states = (getattr(parameter, "ds_status", None) for _, parameter in self.module.named_parameters())
-                _partitioned_later[self] = [number for number, state in enumerate(states) if state is None]
-        except Exception:
-            _partitioned_later.pop(self, None)  # another version of DeepSpeed: the job leaves it out
-        original(self, *args, **kwargs)
 
-    return _broadcast_model
+note_partitioned: Final = noting(_partitioned_later, _unpartitioned)
+"""Wrapper of `DeepSpeedEngine._broadcast_model`."""
 
 
 def describe(engine: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from commtrace.hooks.torch.c10d_operators import shared_memory_all_reduce
 from commtrace.hooks.torch.captured_jobs import Jobs
 from commtrace.hooks.torch.dispatcher import Kernels
 from commtrace.hooks.torch.recording_kernels import kernel_for
-from commtrace.patching import Patches, Wrapper
+from commtrace.patching import Patches
 from commtrace.progress import progress
 from commtrace.schema import Phase
 
@@ -64,11 +64,11 @@ def _install() -> None:
         _patches.wrap(engine, "__init__", _init)
     _patches.wrap(DeepSpeedEngine, "_broadcast_model", engine_job.note_partitioned)
     _patches.wrap(DeepSpeedEngine, "forward", _forward)
-    _patches.wrap(DeepSpeedEngine, "backward", _within(Phase.BACKWARD))
-    _patches.wrap(DeepSpeedEngine, "step", _within(Phase.OPTIMIZER, in_micro_batch=False))
+    _patches.wrap(DeepSpeedEngine, "backward", progress.wrapper(Phase.BACKWARD))
+    _patches.wrap(DeepSpeedEngine, "step", progress.wrapper(Phase.OPTIMIZER, in_micro_batch=False))
     _patches.wrap(DeepSpeedEngine, "_take_model_step", _model_step)
     _patches.wrap(PipelineEngine, "train_batch", _train_batch)
-    _patches.wrap(PipelineEngine, "eval_batch", _within(Phase.EVALUATION, in_micro_batch=False))
+    _patches.wrap(PipelineEngine, "eval_batch", progress.wrapper(Phase.EVALUATION, in_micro_batch=False))
     _patches.wrap(PipelineModule, "_synchronize_tied_weights", note_dtypes)
     _patches.wrap(TorchBackend, "__init__", _backend)
     # The engine looks up its instructions in this table, not on the class.
@@ -102,19 +102,6 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 # ---- training: steps, micro-batches, phases --------------------------------------------------------------------------
-
-
-def _within(phase: Phase, *, in_micro_batch: bool = True) -> Wrapper:
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not in_micro_batch:
-                progress.micro_batch = -1
-            with progress.within(phase):
-                return original(self, *args, **kwargs)
-
-        return method
-
-    return wrapper
 
 
 def _forward(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Final
 
 from commtrace.hooks.torch.model_facts import dtype_name
+from commtrace.patching import noting
 
 # By pipeline module: element types of tied weights when they were first synchronized. The engine may cast them later.
 _first_dtypes: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], str]] = weakref.WeakKeyDictionary()
-
-
-def note_dtypes(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `PipelineModule._synchronize_tied_weights`."""
-
-    def _synchronize_tied_weights(module: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            _first_dtypes[module] = {key: dtype_name(weight.dtype) for key, weight in tied_weights(module)}
-        except Exception:
-            _first_dtypes.pop(module, None)  # another version of DeepSpeed: the job leaves it out
-        original(module, *args, **kwargs)
-
-    return _synchronize_tied_weights
 
 
 def tied_weights(module: Any) -> Iterator[tuple[tuple[str, str], Any]]:
@@ -30,6 +18,14 @@ def tied_weights(module: Any) -> Iterator[tuple[tuple[str, str], Any]]:
     for key, tied in module.tied_comms.items():
         for name in tied["weight_attr"]:
             yield (key, name), module._recursive_getattr(tied["module"], name)
+
+
+def _dtypes(module: Any) -> dict[tuple[str, str], str]:
+    return {key: dtype_name(weight.dtype) for key, weight in tied_weights(module)}
+
+
+note_dtypes: Final = noting(_first_dtypes, _dtypes)
+"""Wrapper of `PipelineModule._synchronize_tied_weights`."""
 
 
 def stages(engine: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from commtrace.patching import Patches, Wrapper
+from commtrace.patching import Patches
 from commtrace.progress import progress
 from commtrace.schema import Phase
 
@@ -22,8 +22,8 @@ def install() -> None:
         return
     module = sys.modules["megatron.training"]
     _patches.wrap(module, "train_step", _train_step)
-    _patches.wrap(module, "forward_step", _within(Phase.FORWARD))
-    _patches.wrap(module, "evaluate", _within(Phase.EVALUATION))
+    _patches.wrap(module, "forward_step", progress.wrapper(Phase.FORWARD))
+    _patches.wrap(module, "evaluate", progress.wrapper(Phase.EVALUATION))
 
 
 def uninstall() -> None:
@@ -37,14 +37,3 @@ def _train_step(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, **kwargs)
 
     return train_step
-
-
-def _within(phase: Phase) -> Wrapper:
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        def function(*args: Any, **kwargs: Any) -> Any:
-            with progress.within(phase):
-                return original(*args, **kwargs)
-
-        return function
-
-    return wrapper
