@@ -48,15 +48,15 @@ class Library:
 
     Attributes:
         name: Name of the Python module that it becomes.
-        sources: C++ files in this folder, compiled one by one.
-        headers: Headers in this folder that the sources include.
+        sources: C++ files in this folder that are compiled, side by side.
+        included: Files in this folder that the sources include.
         versions: Returns what distinguishes environments, besides Python, that need different builds.
         flags: Returns further compiler arguments. Called only to build.
     """
 
     name: str
     sources: Sequence[str]
-    headers: Sequence[str]
+    included: Sequence[str]
     versions: Callable[[], Sequence[object]] = tuple
     flags: Callable[[], Flags] = Flags
 
@@ -71,7 +71,7 @@ class Library:
             _FLAGS,
         ):
             digest.update(f"{part}\n".encode())
-        for file in sorted((*self.sources, *self.headers)):
+        for file in sorted({*self.sources, *self.included}):
             digest.update((_FOLDER / file).read_bytes())
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         return cache / "commtrace" / f"{self.name}-{digest.hexdigest()[:20]}" / f"{self.name}.so"
@@ -112,11 +112,15 @@ class Library:
         compiler, target = _compiler(), path.parent
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            with open(f"{target}.lock", "w") as lock:
+            lock = Path(f"{target}.lock")
+            with lock.open("w") as file:
                 with suppress(OSError):  # a file system without locks: every process builds, and the first result stays
-                    fcntl.flock(lock, fcntl.LOCK_EX)
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                    for left in target.parent.glob(f"{_building(target)}*"):  # by a build of this host that was killed
+                        shutil.rmtree(left, ignore_errors=True)
                 if not path.exists():
                     self._compile(compiler, target)
+            lock.unlink(missing_ok=True)  # whoever still waits for it finds the library when its turn comes
         except OSError as error:
             raise CommtraceError(
                 f"{error.filename or target}: {error.strerror}; set XDG_CACHE_HOME to a writable folder"
@@ -126,7 +130,7 @@ class Library:
     def _compile(self, compiler: str, target: Path) -> None:
         flags = self.flags()
         include = f"-I{sysconfig.get_paths()['include']}"
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as folder:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=_building(target)) as folder:
             objects = [f"{folder}/{Path(source).stem}.o" for source in self.sources]
             commands = [
                 [compiler, *_FLAGS, include, *flags.compile, "-c", str(_FOLDER / source), "-o", made]
@@ -150,6 +154,10 @@ class Library:
                 f"{self.name} cannot be compiled; without it the Python recorder records.\n"
                 f"{' '.join(command)}\n{result.stderr}"
             )
+
+
+def _building(target: Path) -> str:
+    return f"{target.name}.building-{platform.node()}-"  # not every file system's locks hold between hosts
 
 
 def _compiler() -> str:
@@ -191,8 +199,8 @@ def _torch_flags() -> Flags:
 
 TORCH: Final = Library(
     "commtrace_native",
-    ("module.cpp", "recording_kernels.cpp", "waits.cpp", "frames.cpp", "device.cpp", "device_events.cpp"),
-    sorted(path.name for path in _FOLDER.glob("*.h")),
+    ("torch.cpp", "frames.cpp"),
+    [path.name for pattern in ("*.h", "*.cpp") for path in _FOLDER.glob(pattern)],
     _torch_versions,
     _torch_flags,
 )

@@ -1,7 +1,7 @@
 // The arguments of an operator, as hooks/torch/c10d_operators.py describes them, and the bytes that a call moves.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
 
