@@ -11,6 +11,7 @@ from commtrace.formatting import format_ranks
 from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.table_reader import integer_or_none
+from commtrace.schema import WITHOUT_RECORD
 
 from .fold_engine import Analysis, NamedTables, RecordBlock, merge_sums, table_by
 from .table_specs import TABLES
@@ -18,7 +19,7 @@ from .table_specs import TABLES
 FILE_PROBLEMS: Final = ("cut", "foreign", "unreadable", "missing", "garbled")
 """Kinds of notes on files of the log."""
 
-COUNTERS: Final = ("calls", "dropped", "removed", "lost", "hook_errors")
+COUNTERS: Final = ("calls", *WITHOUT_RECORD, "hook_errors")
 
 
 def _partial(block: RecordBlock) -> pd.DataFrame:
@@ -74,9 +75,10 @@ def _process(process: Process, records: int) -> dict[str, object]:
 
 def _not_found(counters: dict[str, int | None], records: int) -> int | None:
     """Return how many counted calls have no record and are in none of the other (final) counters."""
-    calls, *without_record = (counters[name] for name in ("calls", "dropped", "removed", "lost"))
+    calls, *without_record = (counters[name] for name in ("calls", *WITHOUT_RECORD[:3]))
     if calls is None or None in without_record:
         return None
+    without_record.append(counters["unrecorded"])  # not in the oldest logs
     return max(0, calls - sum(count or 0 for count in without_record) - records)
 
 

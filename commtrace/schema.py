@@ -103,6 +103,9 @@ class Flag(IntFlag):
     UNEVEN = 64  # ranks have shares of different sizes
 
 
+WITHOUT_RECORD: Final = ("dropped", "removed", "lost", "unrecorded")
+"""Counters of a process (table `stats`): calls that it made and that its log has no record of."""
+
 # Canonical operations, of torch and MPI alike. `send` and `recv` are point-to-point, the rest collective.
 OPERATIONS: Final = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter",

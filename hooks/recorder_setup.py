@@ -62,11 +62,16 @@ def begin() -> Recorder | None:
     return session.begin(identity, blind_spots=hidden, calibrate=backend.calibrate, make_slots=backend.make_slots)
 
 
-def fault() -> None:
-    """Count an error in a hook. Call it in the hook's `except`."""
-    recorder = session.recorder
+def fault(unrecorded: int = 0) -> None:
+    """Count an error in a hook. Call it in the hook's `except`.
+
+    Args:
+        unrecorded: Number of calls that the program makes without a record because of the error. A log counts them
+            even if no call could be recorded.
+    """
+    recorder = session.recorder or (begin() if unrecorded else None)
     if recorder is not None:
-        recorder.fault()
+        recorder.fault(unrecorded)
 
 
 def identity() -> RankIdentity:

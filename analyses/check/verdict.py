@@ -52,11 +52,11 @@ class Verdict:
     own: Mapping[tuple[str, str], OwnCalls]
     """The program's own calls, by call site and operation; no cell counts them."""
     not_compared: tuple[str, ...]
-    """Why ranks could not be compared with theory: sentences without their full stop."""
+    """What could not be compared with theory: sentences without their full stop."""
 
     @property
     def agrees(self) -> bool:
-        """Whether every rank of the run was compared, and nothing differs."""
+        """Whether all calls of every rank were compared, and nothing differs."""
         return not len(self.differences) and not self.not_compared
 
 
@@ -81,6 +81,7 @@ def compute_verdict(
     tolerance: Fraction = Fraction(0),
     *,
     strict: bool = False,
+    losses: Iterable[str] = (),
 ) -> Verdict:
     """Compute the verdict from the tables of `reconciliation`.
 
@@ -90,6 +91,7 @@ def compute_verdict(
         world_size: The number of ranks of the job; None: not known, and no rank counts as missing.
         tolerance: Share of the expected payload of a cell by which the measured payload may differ.
         strict: Whether only declared calls are the program's own.
+        losses: What recording lost, a sentence each: calls that nothing was compared with.
     """
     rows = tables["reconciliation"]
     is_own = _is_own(rows) & (not strict)
@@ -105,7 +107,7 @@ def compute_verdict(
         tuple(sorted({int(rank) for rank in compared})),
         cells.loc[differs].reset_index(drop=True),
         sum_own_calls(own[[*_OWN_COLUMNS]].itertuples(index=False, name=None)),
-        tuple(_not_compared(theory, {*ranks}, world_size)),
+        (*losses, *_not_compared(theory, {*ranks}, world_size)),
     )
 
 

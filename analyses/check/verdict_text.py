@@ -38,7 +38,7 @@ def first_line(verdict: Verdict) -> str:
         return f"differs from the rules: {len(verdict.differences):,} of {compared}{own}"
     if not verdict.ranks:
         return "not compared: there are no rules for this job"
-    return f"as expected by the rules: {compared}{own}" + ("; not all ranks were compared" * bool(verdict.not_compared))
+    return f"as expected by the rules: {compared}{own}" + ("; not everything was compared" * bool(verdict.not_compared))
 
 
 def merge_equal_cells(differences: pd.DataFrame) -> pd.DataFrame:

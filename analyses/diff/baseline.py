@@ -62,9 +62,10 @@ def to_text(run: RunCalls, own: Sequence[str]) -> str:
         BaselineError: The run is not complete.
     """
     missing = {*range(run.world_size or 0)} - {*run.ranks}
-    incomplete = [rank for rank, calls in run.ranks.items() if calls.lost_records or not calls.ended]
+    incomplete = [rank for rank, calls in run.ranks.items() if calls.losses or not calls.ended]
     if incomplete or not run.ranks or (missing and not run.partial):
-        reason = f"rank {format_ranks(incomplete or missing)} lost records, did not end in order or left no log"
+        ranks = format_ranks(incomplete or missing)
+        reason = f"rank {ranks} lost records, did not end in order, left no log or has hook errors"
         raise BaselineError(f"{run.name}: no baseline can be made, because {reason}; give a complete run")
     return "\n".join([*_head(run, own), *_blocks(run)]) + "\n"
 

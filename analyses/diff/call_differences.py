@@ -79,10 +79,10 @@ def compare_calls(a: RunCalls, b: RunCalls) -> RunDifferences:
     steps: set[int] = set()
     differing: set[tuple[int, int]] = set()
     for rank in sorted({*a.ranks} & {*b.ranks}):
-        lost = [f"{run.name}: {run.ranks[rank].lost_records:,} records were lost" for run in (a, b)]
-        lost = [text for text, run in zip(lost, (a, b), strict=True) if run.ranks[rank].lost_records]
-        if lost:
-            reasons[" and ".join(lost)].append(rank)
+        for run in (a, b):
+            if losses := run.ranks[rank].losses:
+                reasons[f"{run.name}: {losses}"].append(rank)
+        if any(run.ranks[rank].lost_records for run in (a, b)):
             continue
         compared.append(rank)
         for run in (a, b):

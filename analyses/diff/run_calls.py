@@ -24,7 +24,7 @@ from commtrace.formatting import parse_ranks
 from commtrace.reading.labels import RecordLabels, short_paths
 from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun
-from commtrace.reading.table_reader import Kind, RecordedGroup, Site, integer_or_none
+from commtrace.reading.table_reader import Kind, RecordedGroup, Site
 from commtrace.schema import Flag
 
 from .settings import setting_facts
@@ -94,6 +94,8 @@ class RankCalls:
     ended: bool = True
     """Whether the rank ended in order. The last step of another one may be incomplete."""
     lost_records: int = 0
+    losses: str = ""
+    """What recording lost (`Process.losses`)."""
 
 
 @dataclass(frozen=True)
@@ -251,9 +253,12 @@ class _Reader:
         order = np.lexsort((begin, stream, step))
         order = order[numbers[order] >= 0]
         steps = self._catalog.steps(step[order], stream[order], numbers[order].astype(np.int32))
-        stats = [process.tables.stats or {} for process, _ in processes]
-        lost = sum(integer_or_none(row.get(name)) or 0 for row in stats for name in ("dropped", "removed", "lost"))
-        return RankCalls(steps, all(process.tables.end is not None for process, _ in processes), lost)
+        return RankCalls(
+            steps,
+            all(process.tables.end is not None for process, _ in processes),
+            sum(process.lost_records for process, _ in processes),
+            "; ".join(process.losses for process, _ in processes if process.losses),
+        )
 
     def _columns(self, process: Process, labels: RecordLabels) -> Iterator[Any]:
         """Yield t_begin, step, stream and number of the calls of each block, of shape (4, n)."""

@@ -22,7 +22,6 @@ from commtrace.analyses.fold_engine import Analysis, NamedTables
 from commtrace.analyses.table_specs import TABLES
 from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun
-from commtrace.reading.table_reader import integer_or_none
 from commtrace.theory import ExpectedCall, NotPredictedError, predict
 from commtrace.theory.rules.registry import DEEPSPEED, TORCH
 
@@ -76,7 +75,7 @@ def _add_process(
     except NotPredictedError as reason:
         rows["theory"].append({**summary, "not_predicted": str(reason)})
         return
-    ended, lost_records = process.tables.end is not None, _lost_records(process)
+    ended, lost_records = process.tables.end is not None, process.lost_records
     own_last = max(measured, default=-1)
     # The last step may be incomplete in the log of a process that did not end in order.
     regular_steps = (step for step in measured if step >= prediction.steady and prediction.special_step(step) is None)
@@ -119,11 +118,6 @@ def _captured_job(process: Process) -> Mapping[str, Any]:
     if len(jobs) != 1:
         raise NotPredictedError(f"the process trained {len(jobs)} models" if jobs else "no job was captured")
     return jobs[0]
-
-
-def _lost_records(process: Process) -> int:
-    stats = process.tables.stats or {}
-    return sum(integer_or_none(stats.get(name)) or 0 for name in ("dropped", "removed", "lost"))
 
 
 def _other_versions(process: Process) -> str | None:

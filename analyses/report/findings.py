@@ -16,6 +16,7 @@ from commtrace.analyses.steps import ALL
 from commtrace.formatting import format_bytes, format_count, format_duration, format_plural, format_share, is_known
 from commtrace.reading.log_notes import Note
 from commtrace.reading.recorded_run import RecordedRun
+from commtrace.schema import WITHOUT_RECORD
 
 
 def warnings(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> Iterator[str]:
@@ -25,14 +26,16 @@ def warnings(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> Iterator[s
     if coverage["ranks_missing"]:
         yield f"Ranks {coverage['ranks_missing']} left no log: sums and means are over the recorded ranks."
     if lost := lost_calls(coverage):
-        yield f"Some calls were counted but not recorded ({lost}): volumes are lower bounds."
+        total = f" of {int(coverage['calls']):,}" if is_known(coverage["calls"]) else ""
+        yield f"Recorded {coverage['records']:,}{total} calls ({lost}): volumes are lower bounds."
     if coverage["without_end"]:
         yield f"{format_plural(int(coverage['without_end']), 'process', 'processes')} ended early, or still run."
     if coverage["simulated"]:
         yield "Simulated, a dry run: the calls are the job's, nothing was sent, and there are no times."
     if is_known(coverage["hook_errors"]) and coverage["hook_errors"]:
-        errors = format_plural(int(coverage["hook_errors"]), "call")
-        yield f"The hooks failed on {errors}: their data is incomplete."
+        errors, first = format_plural(int(coverage["hook_errors"]), "time"), coverage["first_error"]
+        last_line = f" ({first.splitlines()[-1]})" if is_known(first) else ""
+        yield f"The hooks failed {errors}{last_line}: data is incomplete."
     damaged = sum(int(coverage[f"files_{kind}"]) for kind in FILE_PROBLEMS)
     if damaged:
         yield f"Damaged or foreign files in the log: {damaged:,}; see the notes on the log."
@@ -145,7 +148,7 @@ def _calls(coverage: pd.Series[Any]) -> str:
 
 def lost_calls(coverage: pd.Series[Any]) -> str:
     """Return the calls that were counted and are not in the log, such as "8 dropped, 2 not found"; "" if none."""
-    counts = {name.replace("_", " "): coverage[name] for name in ("dropped", "removed", "lost", "not_found")}
+    counts = {name.replace("_", " "): coverage[name] for name in (*WITHOUT_RECORD, "not_found")}
     return ", ".join(f"{format_count(count)} {name}" for name, count in counts.items() if is_known(count) and count)
 
 

@@ -51,7 +51,8 @@ COUNTERS: Final = (
     count("dropped", "", "Calls without a record because the ring buffer was full."),
     count("removed", "", "Records removed to keep the log below its size limit."),
     count("lost", "", "Records that could not be written."),
-    count("hook_errors", "", "Calls on which a hook failed."),
+    count("unrecorded", "", "Calls without a record because a hook failed."),
+    count("hook_errors", "", "Failures of hooks."),
 )  # fmt: skip
 NOT_FOUND: Final = count("not_found", "",
     "Further records that processes wrote, as their counters say, and the log lacks.")  # fmt: skip

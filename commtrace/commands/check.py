@@ -41,8 +41,8 @@ class Command:
       1  something differs; it is printed with call sites and, by rules, the most likely cause. With --against and
          --baseline also: a rank is missing. Also: a log or FILE cannot be read
       2  wrong arguments
-      3  nothing differs, but a part could not be compared: records were lost, or a process was killed; by rules also:
-         the job has no rules, or a rank left no log
+      3  nothing differs, but a part could not be compared: records were lost, a hook failed, or a process was killed;
+         by rules also: the job has no rules, or a rank left no log
 
     By rules, the job description comes from the log. The hooks capture it when DDP or DeepSpeed is set up, at the first
     forward pass of an FSDP2 model, or at the first optimizer step of a model with parallelize_module only. With
@@ -115,7 +115,10 @@ def _check_rules(run: Run, arguments: argparse.Namespace) -> int:
     _warn(f"rules were written from other versions: {other}" for other in versions)
     # Ranks that a dry run did not run are not missing.
     world_size = None if run.simulated else run.world_size
-    verdict = compute_verdict(tables, run.ranks, world_size, arguments.tolerance, strict=arguments.strict)
+    losses = [f"rank {process.rank}: {process.losses}" for process in run.processes if process.losses]
+    verdict = compute_verdict(
+        tables, run.ranks, world_size, arguments.tolerance, strict=arguments.strict, losses=losses
+    )
     print(*verdict_lines(verdict, arguments.width), sep="\n")
     if run.simulated:
         print(f"simulated: {len(run.ranks):,} of {run.world_size:,} ranks were run, and nothing was sent")

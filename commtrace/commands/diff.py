@@ -25,7 +25,8 @@ class Command:
       0  equal; calls may come from other call sites, which are listed
       1  something differs, or a rank is missing. Also: a log cannot be read
       2  wrong arguments
-      3  nothing differs, but a part could not be compared: records were lost, or a process was killed
+      3  nothing differs, but a part could not be compared: records were lost, a hook failed, or a process was
+         killed
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:

@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Final
 
 from commtrace.errors import LogError
+from commtrace.formatting import format_plural
 from commtrace.recording.recovery import recover_records
+from commtrace.schema import WITHOUT_RECORD
 
 from .log_notes import Note, error_reason
 from .segment_reader import Segment, inspect_segment
@@ -51,6 +53,21 @@ class Process:
     def started_ns(self) -> int:
         """Wall-clock time of the first line of its tables in ns since 1970; 0 where not known."""
         return integer_or_none(self.tables.process.get("unix_ns")) or 0
+
+    @property
+    def lost_records(self) -> int:
+        """Number of calls that the process counted and that its log has no record of."""
+        return sum(map(self._counter, WITHOUT_RECORD))
+
+    @property
+    def losses(self) -> str:
+        """What recording lost, as text: "124 of 152 calls were not recorded, hooks failed 124 times"; "" if nothing."""
+        lost, errors = self.lost_records, self._counter("hook_errors")
+        texts = [f"{lost:,} of {format_plural(self._counter('calls'), 'call')} were not recorded"] if lost else []
+        return ", ".join(texts + [f"hooks failed {format_plural(errors, 'time')}"] * bool(errors))
+
+    def _counter(self, name: str) -> int:
+        return integer_or_none((self.tables.stats or {}).get(name)) or 0
 
 
 @dataclass(frozen=True)

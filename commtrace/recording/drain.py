@@ -66,10 +66,11 @@ class Drain:
             self._costs = self._summary()
         return {
             "mono_ns": time.monotonic_ns(),
-            "calls": self._written + self._slots.taken + self._recorder.ring.dropped,
-            "dropped": self._recorder.ring.dropped,
+            "calls": self._written + self._slots.taken + recorder.ring.dropped + recorder.unrecorded,
+            "dropped": recorder.ring.dropped,
             "removed": writer.removed,
             "lost": writer.lost,
+            "unrecorded": recorder.unrecorded,
             "hook_errors": recorder.hook_errors,
             "first_error": recorder.first_error,
             "write_errors": writer.errors,

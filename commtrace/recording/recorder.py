@@ -78,7 +78,7 @@ class Recorder:
         name = f"{os.getuid()}-{self.pid}-{os.urandom(4).hex()}"
         self.rank_identity = rank_identity
         self.sites = settings.sites
-        self.hook_errors = 0
+        self.hook_errors = self.unrecorded = 0
         self.first_error = ""
         self.untimed = 0
         self.device_clock_ns = 0
@@ -228,14 +228,18 @@ class Recorder:
         self._buffer[at + _CLOCK] = clock
         self._buffer[at + _STATE] = state
 
-    def fault(self) -> None:
+    def fault(self, unrecorded: int = 0) -> None:
         """Count the exception that is being handled as a hook error; keep the first one for the report.
 
         Call this in the `except` of a hook. An exception of a signal handler of the program is raised again.
+
+        Args:
+            unrecorded: Number of calls that the program makes without a record because of the exception.
         """
         reraise_if_from_signal_handler()
         with self.slots.lock:
             self.hook_errors += 1
+            self.unrecorded += unrecorded
             first = self.hook_errors == 1
         if first:
             try:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from commtrace import identity
-from commtrace.schema import RECORD, Records
+from commtrace.schema import RECORD, WITHOUT_RECORD, Records
 
 from . import ring
 from .ring import OrphanedRing
@@ -158,8 +158,8 @@ def _complete_tables(orphan: OrphanedRing, folder: Path, stem: str, recovered: i
     if b'{"table": "salvage"' in lines:
         return
     on_disk = sum(map(_count_records, folder.glob(f"{stem}.*.npy*")))
-    counters = {"removed": 0, "lost": 0, **orphan.counters, "dropped": orphan.dropped}
-    counters["calls"] = on_disk + sum(counters[name] for name in ("dropped", "removed", "lost"))
+    counters = {**dict.fromkeys(WITHOUT_RECORD, 0), **orphan.counters, "dropped": orphan.dropped}
+    counters["calls"] = on_disk + sum(counters[name] for name in WITHOUT_RECORD)
     note = {"table": "salvage", "records": recovered, "host": identity.host(), "unix_ns": time.time_ns()}
     added = [json.dumps(row).encode() + b"\n" for row in ({"table": "stats", **counters}, note)]
     partial = path.with_name(path.name + ".salvage")

@@ -78,7 +78,7 @@ def _unmeasured(error: Exception, original: Original, *args: Any, **kwargs: Any)
     try:
         raise error
     except Exception:
-        fault()
+        fault(unrecorded=1)
     return result
 
 
@@ -131,14 +131,14 @@ def _started(requests: Sequence[Any], original: Callable[[], Any]) -> Any:
     entries: list[tuple[Any, MpiEntry]] = []
     tracer = current()
     if tracer is not None:
-        try:
-            for request in requests:
+        for request in requests:
+            try:
                 plan = tracer.requests.kept(request)
                 entry = tracer.start(plan, depth=3) if isinstance(plan, MethodPlan) else None
                 if entry is not None:
                     entries.append((request, entry))
-        except Exception:
-            fault()
+            except Exception:
+                fault(unrecorded=1)
     try:
         result = original()
     except BaseException:

@@ -92,8 +92,8 @@ void release(Recording& recording, const Numbers& slots) {
   for (py::ssize_t i = 0; i < slots.size(); i++) recording.release(slots.data()[i]);
 }
 
-// Returns and resets: number of errors, the first error, cost samples, those of them that are not first calls, number of
-// first calls, their cost. Returns as well: number of calls so far for which no event was free, largest error of a
+// Returns and resets: number of errors, calls without a record because of them, the first error, cost samples, those of
+// them that are not first calls, number of first calls, their cost. Returns as well: number of calls so far for which no event was free, largest error of a
 // device's clock in ns.
 py::tuple take_tally(Recording& recording) {
   Tally& tally = recording.tally;
@@ -107,8 +107,8 @@ py::tuple take_tally(Recording& recording) {
     if (!sample.first) steady.append(int64_t{sample.ns});
   }
   std::lock_guard<std::mutex> held(tally.mutex);
-  return py::make_tuple(tally.errors.exchange(0), tally.first_error, costs, steady, tally.first_calls.exchange(0),
-                        tally.first_ns.exchange(0), devices.untimed(), devices.error());
+  return py::make_tuple(tally.errors.exchange(0), tally.unrecorded.exchange(0), tally.first_error, costs, steady,
+                        tally.first_calls.exchange(0), tally.first_ns.exchange(0), devices.untimed(), devices.error());
 }
 
 uint32_t next_seq(Recording& recording, const c10::intrusive_ptr<c10d::ProcessGroup>& pg) {

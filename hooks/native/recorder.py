@@ -110,7 +110,7 @@ def _begin() -> bool:
     try:
         torch_kernels.begin()
     except Exception:
-        fault()
+        fault(unrecorded=1)
     return session.settings is not None
 
 
@@ -127,8 +127,9 @@ def _collect(recorder: Recorder, recording: Any) -> Callable[[], None]:
 
     def collect() -> None:
         recording.resolve()
-        errors, first_error, costs, steady, first_calls, first_ns, *device = recording.tally()
+        errors, unrecorded, first_error, costs, steady, first_calls, first_ns, *device = recording.tally()
         recorder.hook_errors += errors
+        recorder.unrecorded += unrecorded
         recorder.first_error = recorder.first_error or first_error
         recorder.cost_samples.extend(costs)
         recorder.steady_samples.extend(steady)

@@ -60,6 +60,7 @@ struct Tally {
   };
 
   std::atomic<uint64_t> errors{0}, samples{0}, first_calls{0};
+  std::atomic<uint64_t> unrecorded{0};  // calls that went on without a record, because of an error
   std::atomic<int64_t> first_ns{0};
   std::array<std::atomic<Sample>, 1024> costs{};
   std::mutex mutex;
@@ -96,6 +97,7 @@ class Recording {
     progress = cells;
     threads = 0;
     batches = 0;
+    tally.unrecorded.store(0);
     log.store(next_log());
     slots.open(ring + records_at, reinterpret_cast<uint64_t*>(ring + dropped_at), log.load());
   }

@@ -138,7 +138,10 @@ bool record_call(Call& call, Thread& thread, Arguments args, const at::Tensor* s
   const Plan& plan = call.plan;
   Record record{};
   Group* group = call.group = group_of(recording, thread, args[plan.group_at]);
-  if (group == nullptr) return false;
+  if (group == nullptr) {  // Python counted the error
+    recording.tally.unrecorded.fetch_add(1);
+    return false;
+  }
   const Size size = plan.measure(plan, args, group->size, group->rank);
   const CallSite seen = call_context(recording, record);
   const bool typed = sample != nullptr && !plan.barrier, functional = thread.functional > 0;
@@ -174,6 +177,7 @@ bool before(Call& call, Thread& thread, Arguments args, const at::Tensor* sample
     throw;
   } catch (const std::exception& error) {
     call.recording->tally.fault(error.what());
+    call.recording->tally.unrecorded.fetch_add(1);
     return false;
   }
 }

@@ -59,7 +59,7 @@ def kernel_for(operator: Operator) -> Callable[..., Any]:
             if tracer is not None:
                 entry = tracer.before(operator, args)
         except Exception:
-            fault()
+            fault(unrecorded=1)
         if entry is None:
             return redispatch(keyset & below, *args)
         begun = now()

@@ -149,6 +149,7 @@ class ProcessFactory:
             "dropped": 0,
             "removed": 0,
             "lost": 0,
+            "unrecorded": 0,
             "hook_errors": 0,
             "first_error": None,
             "write_errors": 0,

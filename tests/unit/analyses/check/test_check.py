@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 from expected_runs import (
@@ -172,9 +173,21 @@ def test_a_rank_without_a_log(tmp_path: Path, capsys: Captured) -> None:
     status, out = check(tmp_path / "equal", capsys)
     assert status == 3
     assert f"rank 2 of {RANKS}: no log" in out
-    assert out.startswith("as expected by the rules: 14 cells of rank 0-1; not all ranks were compared\n")
+    assert out.startswith("as expected by the rules: 14 cells of rank 0-1; not everything was compared\n")
     run_of(tmp_path / "different", cut(every_step()), ZERO_1, ranks=2)
     assert check(tmp_path / "different", capsys)[0] == 1
+
+
+@pytest.mark.parametrize("stats", [{"hook_errors": 1}, {"unrecorded": 3}])
+def test_losses_of_recording_fail_although_nothing_differs(stats: Any, tmp_path: Path, capsys: Captured) -> None:
+    run_of(tmp_path / "a", every_step(), ZERO_1, **stats)
+    run_of(tmp_path / "b", every_step(), ZERO_1)
+    status, out = check(tmp_path / "a", capsys)
+    assert status == 3
+    assert out.count("not compared: rank ") == RANKS
+    for command in ("diff", "check --against"):
+        name, *option = command.split()
+        assert main([name, str(tmp_path / "a"), *option, str(tmp_path / "b")]) == 3
 
 
 def test_no_log_is_an_error(tmp_path: Path, capsys: Captured) -> None:

@@ -346,4 +346,13 @@ def test_the_report_of_a_bounded_log_says_what_was_removed(tmp_path: Path) -> No
         "end", reason="exit"
     )
     assert "3 recorded of 103 counted: 100 removed" in report(tmp_path)
+
+
+def test_the_first_lines_say_which_calls_a_failing_hook_left_out(tmp_path: Path) -> None:
+    process = LogFactory(tmp_path).process(0, world_size=1).known()
+    process.write(records([record(kind=ALL_REDUCE)] * 28))
+    process.stats(calls=152, unrecorded=124, hook_errors=124, first_error="Traceback\nKeyError: 'op'").add("end")
+    first = "\n".join(report(tmp_path).splitlines()[:8])
+    assert "Recorded 28 of 152 calls (124 unrecorded)" in first
+    assert "124 times (KeyError: 'op')" in first
     assert os.listdir(tmp_path)
