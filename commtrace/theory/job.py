@@ -56,6 +56,9 @@ class ModuleNode:
     number: int
     parameters: tuple[int, ...]
     children: tuple[ModuleNode, ...]
+    borrowed: tuple[int, ...] = ()  # parameters that modules within it return, for its own use
+    outputs: int = 1  # tensors with a gradient that it returns
+    reads_input: bool = False  # whether it is handed the model's input, beside the first module
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,8 @@ def _norm(name: str, shape: ModelShape) -> ModuleSpec:
     return ModuleSpec(name, tuple((parameter, (elements,)) for parameter in NORMS[shape.norm]), norm=True)
 
 
-_GATED: Final = ("geglu", "reglu", "bilinear", "swiglu", "glu")
+GATED: Final = ("geglu", "reglu", "bilinear", "swiglu", "glu")
+"""GPT-NeoX's activations with a gate."""
 
 
 @rule("megatron.model.transformer.ParallelMLP.__init__", GPT_NEOX)
@@ -148,7 +149,7 @@ def mlp_widths(settings: Mapping[str, Any]) -> tuple[int, int]:
     expansion = settings.get("expansion_factor")
     width = int(settings.get("intermediate_size") or (expansion * hidden if expansion else 4 * hidden))
     rows, columns = width, width
-    if settings.get("activation") in _GATED:
+    if settings.get("activation") in GATED:
         rows = int(width * 2 / 3)
         columns = rows // 2
     return -(-rows // (2 * multiple)) * 2 * multiple, -(-columns // multiple) * multiple

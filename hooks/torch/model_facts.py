@@ -48,6 +48,7 @@ _NEOX: Final = (
     "padded_vocab_size",
     "no_weight_tying",
     "gpt_j_residual",
+    "gpt_j_tied",
     "hidden_dropout",
     "attention_dropout",
     "checkpoint_activations",

@@ -16,6 +16,7 @@ from commtrace.theory.model_shapes import ModelShape, gpt_neox_model, neox_shape
 from .config import NeoxConfig, load_config
 from .derived_settings import deepspeed_config, neox_args
 from .program_config import ProgramConfig
+from .program_modules import sequential_model
 from .setting_checks import check_engine
 from .yaml_files import find_file, read_file
 
@@ -86,6 +87,11 @@ def plain_or_staged_rows(
 
 def _program_rows(config: ProgramConfig, layout: RankLayout) -> Sequence[dict[str, Any]]:
     groups = 2 if config.weight_decay else 1
+    if config.zero_stage == 3:
+        settings = deepspeed_config(config, layout.micro_batch, layout.accumulation, verbose=False)
+        model = sequential_model(config, model_shape(config, layout))
+        row = deepspeed_row(model, settings, layout, groups=groups)
+        return [{**row, "partitioned_by_engine": [*range(len(row["parameters"]))]}]
     made_as = ELEMENT_TYPES[config.precision]
     return plain_or_staged_rows(config, layout, staged_from=1, groups=groups, made_as=made_as)
 

@@ -26,6 +26,7 @@ _WITHOUT_RULES: Final[dict[str, tuple[Any, str]]] = {
     "te_rowparallel": (False, "layers of Transformer Engine have no rules yet"),
     "moe_num_experts": (1, "GPT-NeoX's mixtures of experts (MegaBlocks) have no rules yet"),
     "train_impl": ("normal", "training of this kind has no rules yet"),
+    "gpt_j_tied": (False, "norms that attention and MLP share have no rules yet"),
     "use_qk_layernorm": (False, "norms of queries and keys have no rules yet"),
     "soft_prompt_tuning": (None, "soft prompts have no rules yet"),
 }
@@ -45,6 +46,7 @@ class ProgramConfig(NeoxConfig):
     pos_emb: Annotated[str, choice(_POSITIONS)] = "learned"
     max_position_embeddings: OptionalCount = None
     activation: str = "gelu"
+    attention_config: list[Any] = Field([[["global"], "all"]])
     num_kv_heads: OptionalCount = None
     intermediate_size: OptionalCount = None
     expansion_factor: Number | None = None
@@ -82,6 +84,12 @@ class ProgramConfig(NeoxConfig):
             reason = f"without ZeRO, GPT-NeoX {GPT_NEOX[1]} fails in fp16 with DeepSpeed {DEEPSPEED[1]} (cur_scale)"
             raise SettingError("fp16", reason)
         return self
+
+    @property
+    def attention_kinds(self) -> list[str]:
+        """Kind of each layer's attention: "global" or "flash"."""
+        groups = [(names, self.num_layers // len(names) if n == "all" else n) for names, n in self.attention_config]
+        return [kind for names, count in groups for kind in [*names] * count]
 
     @property
     def vocab_size(self) -> int:

@@ -10,23 +10,32 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import ceil
-from typing import Final
+from typing import Final, NamedTuple
 
 from commtrace.theory.closed_forms import all_gather_volume, zero_3
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
-from commtrace.theory.job import Job, ModelTensor, NotPredictedError, element_size
+from commtrace.theory.job import Job, ModelTensor, ModuleNode, NotPredictedError, element_size
 from commtrace.theory.rules.gradient_buckets import buckets_within_limit, max_buckets_within_limit
 from commtrace.theory.rules.gradient_order import gradient_order, zero3_linear_order
+from commtrace.theory.rules.megatron import sequential_model
 from commtrace.theory.rules.registry import DEEPSPEED, rule
 from commtrace.theory.waterfall import cause_bars, level_bars
 
 from . import engine
 from .engine import GRADIENTS, NORM, OVERFLOW
-from .zero3_coordinator import CheckpointedSegment, Coordinator, CoordinatorCalls, CoordinatorLimits, run_step
+from .zero3_coordinator import (
+    CheckpointedSegment,
+    Coordinator,
+    CoordinatorCalls,
+    CoordinatorLimits,
+    forward_pass,
+    run_step,
+)
 
 PARAMETERS: Final = "parameters"
 PERSISTENT: Final = "small parameters"
 COMPARED: Final = "comparison of the order of modules"
+BARRIERS: Final = "ranks wait for each other while ZeRO-3 is set up"
 
 _NOT_PREDICTED: Final = (
     "use_all_reduce_for_fetch_params",
@@ -36,7 +45,7 @@ _NOT_PREDICTED: Final = (
     "enable_sanity_checks",
 )
 _INT64: Final = 8
-_STEPS: Final = 4  # steps to run through: the record of modules is complete in the second at the latest
+STEPS: Final = 4  # steps to run through: the record of modules is complete in the second at the latest
 _LAYER: Final = re.compile(r"(?:^|[._])\d+$")
 
 
@@ -51,12 +60,8 @@ def predict(job: Job) -> Prediction:
     if job.fact("optimizer") != "DeepSpeedZeroOptimizer_Stage3":
         raise NotPredictedError(f"{job.fact('optimizer')} with these partitions has no rules yet")
     start = (*initial_broadcasts(job), *barriers(job), *initial_gathers(job))
-    secondary = frozenset(number for group in job.groups for number in group) if hpz_ranks(job) else None
-    elements = {number: parameter.elements for number, parameter in enumerate(job.parameters)}
-    state = Coordinator(
-        job.root, elements, persistent(job), limits(job), segments=checkpointed_segments(job), secondary=secondary
-    )
-    recorded = [run_step(state, job.micro_batches) for _ in range(_STEPS)]
+    state = _coordinator(job)
+    recorded = [run_step(state, job.micro_batches) for _ in range(STEPS)]
     steps = tuple(_step(job, parts) for parts in recorded)
     form = WaterfallBar("equation 3: 3 P (d-1)/d", zero_3(job.elements, job.ranks) * job.parameter_size)
     persistent_gathers = gathers(job, recorded[-1][-1].gathers, PERSISTENT)
@@ -65,12 +70,54 @@ def predict(job: Job) -> Prediction:
     return Prediction(scheme, job.ranks, start, steps, form, tuple(_bars(job, recorded[-1], steps[-1])), skipped)
 
 
+class EvaluationCalls(NamedTuple):
+    """Calls of an evaluation's forward passes, and of the step that follows them."""
+
+    passes: tuple[ExpectedCall, ...]
+    next_step: tuple[ExpectedCall, ...]
+
+
+def evaluation(job: Job, steps: int, passes: int) -> EvaluationCalls:
+    """Return the calls of forward passes after a number of steps."""
+    state = _coordinator(job)
+    for _ in range(steps):
+        run_step(state, job.micro_batches)
+    calls: list[ExpectedCall] = []
+    before: object = None
+    while passes:
+        forward_pass(state)
+        recorded, held = state.take_recorded(), ({*state.available}, {*state.inflight})
+        repetitions = passes if held == before else 1  # all others are as this one
+        calls += (call.times(repetitions) for call in (*comparisons(recorded), *_fetched(job, recorded)))
+        passes, before = passes - repetitions, held
+    return EvaluationCalls(tuple(calls), _step(job, run_step(state, job.micro_batches)))
+
+
+@rule("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.checkpoint_event_epilogue", DEEPSPEED)
+def saved_state(job: Job) -> list[ExpectedCall]:
+    """Saving a checkpoint releases all parameters; afterwards each persistent one is gathered."""
+    return gathers(job, [(number,) for number in sorted(persistent(job))], PERSISTENT)
+
+
+def _coordinator(job: Job) -> Coordinator:
+    """Return the coordinator before the first step."""
+    secondary = frozenset(number for group in job.groups for number in group) if hpz_ranks(job) else None
+    elements = {number: parameter.elements for number, parameter in enumerate(job.parameters)}
+    root = sequential_model.model_as_run(job) if job.is_gpt_neox else job.root
+    return Coordinator(
+        root, elements, persistent(job), limits(job), segments=checkpointed_segments(job, root), secondary=secondary
+    )
+
+
+def _fetched(job: Job, recorded: CoordinatorCalls) -> list[ExpectedCall]:
+    return [*gathers(job, recorded.gathers, PARAMETERS), *gathers_within(job, recorded.within)]
+
+
 def _step(job: Job, parts: list[CoordinatorCalls]) -> tuple[ExpectedCall, ...]:
     *passes, optimizer = parts
     return (
         *(call for part in passes for call in comparisons(part)),
-        *(call for part in passes for call in gathers(job, part.gathers, PARAMETERS)),
-        *(call for part in passes for call in gathers_within(job, part.within)),
+        *(call for part in passes for call in _fetched(job, part)),
         *(call.times(job.micro_batches) for call in reductions(job)),
         *overflow_check(job),
         *norms(job),
@@ -141,7 +188,7 @@ def initial_broadcasts(job: Job) -> list[ExpectedCall]:
 @rule("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.__init__, _setup_for_real_optimizer", DEEPSPEED)
 def barriers(job: Job) -> list[ExpectedCall]:
     """One barrier is before the partitions are moved together, two around the optimizer's state."""
-    return [ExpectedCall("barrier", 0, "ranks wait for each other while ZeRO-3 is set up", 3)]
+    return [ExpectedCall("barrier", 0, BARRIERS, 3)]
 
 
 @rule("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.create_reduce_and_remove_grad_hooks", DEEPSPEED)
@@ -204,22 +251,24 @@ def hpz_ranks(job: Job) -> int:
 
 @rule("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.pre_sub_module_forward_function "
       "(in torch.utils.checkpoint)", DEEPSPEED)  # fmt: skip
-def checkpointed_segments(job: Job) -> list[CheckpointedSegment]:
+def checkpointed_segments(job: Job, root: ModuleNode) -> list[CheckpointedSegment]:
     """Layers are recomputed in backward as the model says (`neox_args`), checkpoint_num_layers at a time."""
     if "model" not in job.row or not job.model("checkpoint_activations", False):
         return []
     if len(job.trainable) < len(job.parameters):
         raise NotPredictedError("ZeRO-3 with recomputed activations and frozen parameters has no rules yet")
-    names = [str(row["name"]) for row in job.fact("modules")]
-    layers = [position for position, child in enumerate(job.root.children) if _LAYER.search(names[child.number])]
-    count, interval = int(job.model("num_layers")), int(job.model("checkpoint_num_layers", 1))
-    if len(layers) != count or layers != [*range(layers[0], layers[0] + count)]:
-        raise NotPredictedError("the modules in the log are not the layers that the model says it has")
+    interval, children = int(job.model("checkpoint_num_layers", 1)), root.children
     reentrant, masked = bool(job.model("checkpoint_reentrant", True)), float(job.model("hidden_dropout", 0.0)) > 0
-    return [
-        CheckpointedSegment(first, min(first + interval, layers[-1] + 1), reentrant, masked)
-        for first in layers[::interval]
-    ]
+    if job.is_gpt_neox:
+        segments = sequential_model.checkpointed_segments(job, root)
+    else:
+        names = [str(row["name"]) for row in job.fact("modules")]
+        layers = [position for position, child in enumerate(children) if _LAYER.search(names[child.number])]
+        count = int(job.model("num_layers"))
+        if len(layers) != count or layers != [*range(layers[0], layers[0] + count)]:
+            raise NotPredictedError("the modules in the log are not the layers that the model says it has")
+        segments = [(first, min(first + interval, layers[-1] + 1)) for first in layers[::interval]]
+    return [CheckpointedSegment(first, end, reentrant, masked) for first, end in segments]
 
 
 def _gathered_together(job: Job, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -66,6 +66,8 @@ class Coordinator:
     segments: Sequence[CheckpointedSegment] = ()  # recomputed children of the root
     secondary: frozenset[int] | None = None
     """Parameters whose secondary partition (hpZ) an optimizer step makes stale; None: there is none."""
+    has_run: set[int] = field(default_factory=set)  # numbers of the modules that have run
+    borrowed: frozenset[int] = field(init=False)  # parameters that modules return: no module releases them
     valid: set[int] = field(default_factory=set)  # parameters whose secondary partition can be gathered
     recorded: CoordinatorCalls = field(default_factory=CoordinatorCalls)
     available: set[int] = field(default_factory=set)
@@ -83,6 +85,7 @@ class Coordinator:
 
     def __post_init__(self) -> None:
         """Begin with a secondary partition of all parameters."""
+        self.borrowed = frozenset(number for _, module in forward(self.root) for number in module.borrowed)
         if self.secondary is not None:
             self.valid = {*self.elements}
 
@@ -106,6 +109,13 @@ def micro_batch(state: Coordinator) -> None:
         call(state, module)
 
 
+def forward_pass(state: Coordinator) -> None:
+    """Run a forward pass without backward, as in an evaluation."""
+    reset_step(state)
+    for call, module in forward(state.root):
+        call(state, module)
+
+
 def forward(module: ModuleNode) -> Iterator[HookCall]:
     """Yield the calls of a module's forward, with those of the modules within it."""
     yield fetch, module
@@ -117,12 +127,15 @@ def forward(module: ModuleNode) -> Iterator[HookCall]:
 def backward(module: ModuleNode, *, has_model_input: bool = False) -> Iterator[HookCall]:
     """Yield the calls of a module's backward, with those of the modules within it.
 
-    The end of a module's backward is seen at the gradient of its input. The model's own input has no gradient: modules
-    that it is handed to are released after the whole backward pass, in which they come last.
+    It begins at the gradient of each output. Its end is seen at the gradient of the input. The model's own input has no
+    gradient: modules that it is handed to are released after the whole backward pass, in which they come last.
     """
-    yield fetch, module
+    if not module.outputs:
+        return
+    yield from ((fetch, module) for _ in range(module.outputs))
     for position, child in reversed([*enumerate(module.children)]):
-        yield from backward(child, has_model_input=has_model_input and position == 0)
+        reads_input = position == 0 or child.reads_input
+        yield from backward(child, has_model_input=has_model_input and reads_input)
     yield release_leftovers if has_model_input else release, module
 
 
@@ -183,15 +196,19 @@ def path_to_last_parameters(module: ModuleNode) -> list[ModuleNode]:
 def reset_step(state: Coordinator) -> None:
     """Before each forward pass: the first begins the record of modules, the second completes it, and ranks compare it.
 
-    Nothing is in flight here: a micro-batch uses all that was prefetched.
+    A micro-batch uses all that was prefetched; an evaluation does not.
     """
+    for number in sorted(state.inflight):
+        state.inflight.discard(number)
+        state.available.add(number)
+        release_parameter(state, number)
     if not state.complete:
         compare(state, len(state.order))
         if state.recording:
             state.trace = [
                 (number, position)
                 for position, module in enumerate(state.order)
-                for number in sorted(set(module.parameters))
+                for number in sorted(fetched(state, module))
             ]
             compare(state, len(state.trace))
             compare(state, len(state.trace))
@@ -208,13 +225,21 @@ def compare(state: Coordinator, length: int) -> None:
     state.recorded.compared += [1, length]
 
 
+@rule("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module (external parameters)",
+      DEEPSPEED)  # fmt: skip
+def fetched(state: Coordinator, module: ModuleNode) -> set[int]:
+    """A module's own parameters, and after its first run those that it was handed by modules within it."""
+    return {*module.parameters, *(module.borrowed if module.number in state.has_run else ())}
+
+
 @rule(_WHERE + "fetch_sub_module", DEEPSPEED)
 def fetch(state: Coordinator, module: ModuleNode) -> None:
     """Before a module: gather its parameters that are not gathered yet, then those of later modules."""
     if state.recording:
         state.order.append(module)
-    gather(state, module.parameters)
-    for number in module.parameters:
+    numbers = fetched(state, module)
+    gather(state, numbers)
+    for number in numbers:
         state.active[number].add(module.number)
         if number in state.inflight:
             state.inflight.discard(number)
@@ -228,7 +253,7 @@ def fetch(state: Coordinator, module: ModuleNode) -> None:
 @rule(_WHERE + "_fetch_sub_module_impl (the fetch queue)", DEEPSPEED)
 def advance_queue(state: Coordinator, module: ModuleNode) -> None:
     """Take a module's parameters from the queue, unless a prefetch has taken them before."""
-    needed = {number for number in module.parameters if state.latest.get(number, _NEVER) < state.position}
+    needed = {number for number in fetched(state, module) if state.latest.get(number, _NEVER) < state.position}
     taken: set[int] = set()
     while state.queue and len(taken) < len(needed):
         number, last = state.queue.popleft()
@@ -269,10 +294,12 @@ def gather(state: Coordinator, numbers: Iterable[int]) -> None:
 @rule(_WHERE + "release_sub_module", DEEPSPEED)
 def release(state: Coordinator, module: ModuleNode) -> None:
     """After a module: release its parameters, all of them while modules are recorded, else the releasable ones."""
-    to_release = releasable(state, module) if state.complete else frozenset(module.parameters)
-    for number in module.parameters:
+    state.has_run.add(module.number)
+    numbers = fetched(state, module)
+    to_release = releasable(state, module) if state.complete else numbers
+    for number in numbers:
         state.active[number].discard(module.number)
-        if number in to_release:
+        if number in to_release and number not in state.borrowed:
             release_parameter(state, number)
 
 
@@ -281,14 +308,14 @@ def releasable(state: Coordinator, module: ModuleNode) -> frozenset[int]:
     """Release what is neither persistent, nor prefetched for a later use, nor used again within the reuse distance."""
     key = module.number, state.position  # DeepSpeed remembers its first answer (lru_cache), so the same here
     if key not in state.released:
-        numbers = {number for number in module.parameters if number not in state.persistent}
+        numbers = {number for number in fetched(state, module) if number not in state.persistent}
         numbers -= {number for number in numbers if state.latest.get(number, _NEVER) > state.position}
         passed = 0
         for later in state.order[state.position :]:
             if passed >= state.limits.reuse:
                 break
-            numbers.difference_update(later.parameters)
-            passed += sum(state.elements[number] for number in later.parameters)
+            numbers.difference_update(fetched(state, later))
+            passed += sum(state.elements[number] for number in fetched(state, later))
         state.released[key] = frozenset(numbers)
     return state.released[key]
 
@@ -318,9 +345,9 @@ def invalidate_secondary(state: Coordinator) -> None:
 @rule(_WHERE + "release_backward_leftovers", DEEPSPEED)
 def release_leftovers(state: Coordinator, module: ModuleNode) -> None:
     """After backward: release the parameters of a module whose input had no gradient, except persistent ones."""
-    for number in module.parameters:
+    for number in fetched(state, module):
         state.active[number].discard(module.number)
-        if number not in state.persistent:
+        if number not in state.persistent | state.borrowed:
             release_parameter(state, number)
 
 

@@ -5,12 +5,14 @@ It makes them in groups of one rank as well. Loading a checkpoint and training f
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Final
 
 from commtrace.theory.expected_calls import ExpectedCall, Prediction
 from commtrace.theory.job import Job, NotPredictedError
+from commtrace.theory.rules.deepspeed import zero3
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, rule
 from commtrace.theory.waterfall import cause_bars
 
@@ -30,17 +32,17 @@ def check(job: Job) -> None:
     """Raise NotPredictedError for what the program does otherwise under this job."""
     if job.model("train_impl", "normal") != "normal":
         raise NotPredictedError(f"GPT-NeoX's train_impl {job.model('train_impl')} has no rules yet")
-    if job.row.get("zero_stage") == 3:
-        raise NotPredictedError(
-            "GPT-NeoX under ZeRO-3 has no rules yet: it builds its layers twice, and they hand biases on to others"
-        )
+    if job.model("gpt_j_tied", False):
+        raise NotPredictedError("GPT-NeoX's gpt_j_tied has no rules yet")
+    if job.row.get("zero_stage") == 3 and job.micro_batches == 1 == int(job.model("eval_interval", 0)):
+        raise NotPredictedError("GPT-NeoX under ZeRO-3 with an evaluation after the first micro-batch has no rules yet")
 
 
 def extend_prediction(job: Job, prediction: Prediction) -> Prediction:
     """Add the program's own calls."""
-    own = (*_among_model_ranks(job), *batches(job, job.micro_batches), *losses(job, job.micro_batches))
-    if not job.has_pipeline_engine:
-        own = (*own, reduced_losses(job.micro_batches))
+    if job.fact("zero_stage") == 3:
+        prediction = _with_world_group(job, prediction)
+    own = own_calls(job)
     extended = replace(
         prediction,
         start=(*prediction.start, *set_up(job)),
@@ -53,20 +55,54 @@ def extend_prediction(job: Job, prediction: Prediction) -> Prediction:
         for bar in cause_bars([call for call in own if call.role == role], extended.ranks_of(role))
     )
     extended = replace(extended, bars=(*prediction.bars, *bars))
-    return replace(extended, special_step=partial(_special_step, job, extended))
+    sharded = cache(partial(zero3.evaluation, job))
+    return replace(extended, special_step=partial(_special_step, job, extended, sharded))
 
 
-def _special_step(job: Job, regular: Prediction, step: int) -> tuple[ExpectedCall, ...] | None:
-    """Return the calls of a step that an evaluation or a checkpoint follows, with theirs; None for other steps."""
-    iteration, last = step + 1, int(job.model("train_iters", 0))
-    interval = int(job.model("eval_interval", 0))
-    extra = [*checkpoint()] if saves(job, iteration) else []
-    if interval and iteration % interval == 0:
-        extra += evaluation(job, "do_valid")
-    if iteration == last:
-        at_end = [*checkpoint()] if job.model("save", False) else []
-        extra += (*evaluation(job, "do_valid"), *at_end, *evaluation(job, "do_test"))
-    return (*regular.step(step), *extra) if extra else None
+def own_calls(job: Job) -> tuple[ExpectedCall, ...]:
+    """Return the program's own calls in a step."""
+    calls = (*_among_model_ranks(job), *batches(job, job.micro_batches), *losses(job, job.micro_batches))
+    return calls if job.has_pipeline_engine else (*calls, reduced_losses(job.micro_batches))
+
+
+@rule("megatron.training.get_model (deepspeed.zero.Init)", GPT_NEOX)
+def built_twice(job: Job) -> list[ExpectedCall]:
+    """Under ZeRO-3 the pipeline's modules are made first, and partitioned among all ranks; then the model's."""
+    cause = "parameters of the pipeline's modules, which are not trained"
+    return [ExpectedCall("broadcast", parameter.bytes, cause, role=WORLD) for parameter in job.parameters]
+
+
+def _with_world_group(job: Job, prediction: Prediction) -> Prediction:
+    """Return ZeRO-3's prediction with an mpu: barriers and comparisons are among all ranks."""
+    steps = tuple(_in_world(calls) for calls in prediction.steps)
+    return replace(prediction, start=(*_in_world(prediction.start), *built_twice(job)), steps=steps)
+
+
+def _in_world(calls: Iterable[ExpectedCall]) -> tuple[ExpectedCall, ...]:
+    in_world = (zero3.BARRIERS, zero3.COMPARED)
+    return tuple(replace(call, role=WORLD) if call.cause in in_world else call for call in calls)
+
+
+def _special_step(
+    job: Job, regular: Prediction, sharded: Callable[[int, int], zero3.EvaluationCalls], step: int
+) -> tuple[ExpectedCall, ...] | None:
+    """Return the calls of a step that an evaluation or a checkpoint follows, with theirs; None for other steps.
+
+    Under ZeRO-3 an evaluation gathers parameters (`sharded`), of which the next step finds some.
+    """
+    iteration = step + 1
+    is_last = iteration == int(job.model("train_iters", 0)) and bool(job.model("save", False))
+    earlier, (evaluated, tested) = passes_of_evaluations(job, step), passes_of_evaluations(job, iteration)
+    extra = [call for passes in (*evaluated, *tested) for call in evaluation(job, passes)]
+    extra += checkpoint(job) * (saves(job, iteration) + is_last)
+    calls = regular.step(step)
+    if job.fact("zero_stage") < 3:
+        return (*calls, *extra) if extra else None
+    if any(earlier):
+        calls = (*_in_world(sharded(min(step, zero3.STEPS), sum(map(sum, earlier))).next_step), *own_calls(job))
+    for passes in (evaluated, tested) if is_last else (evaluated + tested,):
+        extra += _in_world(sharded(min(iteration, zero3.STEPS), sum(passes)).passes)
+    return (*calls, *extra) if extra or any(earlier) else None
 
 
 def _model_group(job: Job, call: ExpectedCall) -> ExpectedCall:
@@ -158,18 +194,25 @@ def _among_model_ranks(job: Job) -> list[ExpectedCall]:
 # --- evaluation -----------------------------------------------------------------------------------------------------
 
 
-@rule("megatron.training.evaluate, pretrain", GPT_NEOX)
-def evaluation(job: Job, condition: str) -> tuple[ExpectedCall, ...]:
-    """An evaluation goes forward eval_iters times, with as many micro-batches as a step, if there are data for it.
+@rule("megatron.training.train, pretrain, evaluate", GPT_NEOX)
+def passes_of_evaluations(job: Job, iteration: int) -> tuple[list[int], list[int]]:
+    """Evaluations follow every eval_interval iterations and the last one, if there are data for them.
 
-    With a pipeline engine GPT-NeoX's evaluation fails: DeepSpeed's returns a loss, and it expects a pair.
+    Returned are the forward passes of each, before and behind the last checkpoint: eval_iters times the micro-batches
+    of a step. With a pipeline engine GPT-NeoX's evaluation fails: DeepSpeed's returns a loss, and it expects a pair.
     """
-    iterations = int(job.model("eval_iters", 0))
-    if not iterations or not job.model(condition, 1) or job.has_pipeline_engine:
-        return ()
-    number = iterations * job.micro_batches
-    forward = [call.times(number) for call in forward_calls(job)]
-    return (*batches(job, number), *losses(job, number), *forward, reduced_losses(number))
+    interval, is_last = int(job.model("eval_interval", 0)), iteration == int(job.model("train_iters", 0))
+    passes = 0 if job.has_pipeline_engine else int(job.model("eval_iters", 0)) * job.micro_batches
+    times = bool(iteration and interval and iteration % interval == 0) + is_last
+    valid, test = ([passes] * bool(passes and job.model(kind, 1)) for kind in ("do_valid", "do_test"))
+    return valid * times, test * is_last
+
+
+@rule("megatron.training.evaluate", GPT_NEOX)
+def evaluation(job: Job, passes: int) -> tuple[ExpectedCall, ...]:
+    """An evaluation goes forward, and averages its losses."""
+    forward = [call.times(passes) for call in forward_calls(job)]
+    return (*batches(job, passes), *losses(job, passes), *forward, reduced_losses(passes))
 
 
 @rule("megatron.training.is_save_iter", GPT_NEOX)
@@ -187,9 +230,10 @@ def saves(job: Job, iteration: int) -> bool:
 
 
 @rule("megatron.checkpointing.save_checkpoint", GPT_NEOX)
-def checkpoint() -> list[ExpectedCall]:
+def checkpoint(job: Job) -> list[ExpectedCall]:
     """GPT-NeoX waits three times for all ranks when a checkpoint has been saved."""
-    return [*saved_state(), ExpectedCall("barrier", 0, CHECKPOINT, 3, role=WORLD)]
+    sharded = zero3.saved_state(job) if job.fact("zero_stage") == 3 else []
+    return [*saved_state(), *sharded, ExpectedCall("barrier", 0, CHECKPOINT, 3, role=WORLD)]
 
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine.save_checkpoint, _checkpoint_tag_validation", DEEPSPEED)

@@ -23,6 +23,7 @@ from commtrace.theory.configs.gpt_neox import planning
 from commtrace.theory.configs.gpt_neox.program_config import ProgramConfig
 from commtrace.theory.configs.job_plan import plan_job
 from commtrace.theory.expected_calls import total_wire_bytes
+from commtrace.theory.job import ModuleNode
 from commtrace.theory.rules.registry import GPT_NEOX, RULES, Rule
 
 RECORDED = json.loads((Path(__file__).parents[3] / "support" / "recorded" / "gpt_neox.json").read_text())
@@ -90,24 +91,33 @@ def test_the_waterfall_ends_at_the_wire_bytes_of_a_step(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"), [({"zero_stage": 3}, "ZeRO-3"), ({"model": {"train_impl": "dpo"}}, "train_impl dpo")]
+    ("name", "change", "reason"),
+    [
+        ("dp2-zero2", {"model": {"train_impl": "dpo"}}, "train_impl dpo"),
+        ("dp2-zero2", {"model": {"gpt_j_tied": True}}, "gpt_j_tied"),
+        ("dp2-zero3", {"model": {"pos_emb": "alibi"}}, "alibi positions"),
+        ("dp2-zero3", {"modules": [{"name": "", "parameters": []}]}, "not those of GPT-NeoX"),
+        ("dp2-zero3-tied", {"model": {"eval_interval": 1}}, "after the first micro-batch"),
+    ],
 )
-def test_what_has_no_rules_is_not_predicted(change: dict[str, Any], reason: str) -> None:
-    row = job_row("dp2-zero2", 0)
+def test_what_has_no_rules_is_not_predicted(name: str, change: dict[str, Any], reason: str) -> None:
+    row = job_row(name, 0)
     change = {**change, "model": {**row["model"], **change.get("model", {})}}
     with pytest.raises(NotPredictedError, match=reason):
         predict({**row, **change})
 
 
-def wrong(value: Any) -> Any:
-    """Return another value of the same kind."""
+def wrong(value: Any, item: Any) -> Any:
+    """Return another value of the same kind; `item` in place of nothing."""
     if isinstance(value, ExpectedCall):
         return replace(value, payload=value.payload + 1)
+    if isinstance(value, ModuleNode):
+        return replace(value, outputs=value.outputs + 1, children=value.children[:-1])
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
         return value + 1
-    return type(value)([ExpectedCall("all_reduce", 3, "wrong")] if not value else map(wrong, value))
+    return type(value)(wrong(part, item) for part in value) if value else type(value)([item])
 
 
 BROKEN = [rule for rule in RULES if rule.library == GPT_NEOX[0] and ".megatron." in rule.module]
@@ -116,7 +126,8 @@ BROKEN = [rule for rule in RULES if rule.library == GPT_NEOX[0] and ".megatron."
 @pytest.mark.parametrize("rule", BROKEN, ids=lambda rule: rule.name)
 def test_a_wrong_rule_shows(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
     right = getattr(importlib.import_module(rule.module), rule.name)
+    item = 1 if "int" in right.__annotations__["return"] else ExpectedCall("all_reduce", 3, "wrong")
     for module in [module for name, module in sys.modules.items() if name.startswith("commtrace.theory")]:
         for name in [name for name, value in vars(module).items() if value is right]:
-            monkeypatch.setattr(module, name, lambda *arguments, **named: wrong(right(*arguments, **named)))
+            monkeypatch.setattr(module, name, lambda *arguments, **named: wrong(right(*arguments, **named), item))
     assert any(leftovers(name, number) for name, number in RANKS)

@@ -1,0 +1,83 @@
+"""GPT-NeoX's model without a pipeline, as its modules run under ZeRO-3: what the log's list of modules does not say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from commtrace.theory.job import Job, ModuleNode, NotPredictedError
+from commtrace.theory.rules.registry import GPT_NEOX, rule
+
+_LAYER: Final = ("input_layernorm", "attention", "post_attention_layernorm", "mlp")
+_LAYER_OF_GPT_J: Final = ("input_layernorm", "post_attention_layernorm", "attention", "mlp")
+_MLP: Final = ("linear1", "activation_func", "linear2")
+_POSITIONS: Final = ("learned", "rotary", "none")
+_WITHIN_PARTS: Final = {
+    "": {"word_embeddings", "position_embeddings", "embedding_dropout", "norm", "final_linear", *_LAYER},
+    "attention": {"query_key_value", "rotary_emb", "scale_mask_softmax", "attention_dropout", "dense"},
+    "mlp": {*_MLP},
+}
+"""Modules with rules: within a layer of the model, within attention, within the MLP."""
+
+
+@rule("megatron.model.utils.SequentialWrapper.forward; megatron.model.gpt2_model.GPT2ModelPipe.to_sequential", GPT_NEOX)
+def model_as_run(job: Job) -> ModuleNode:
+    """The model calls its layers itself. If embeddings are tied, the last layer has no parameters of its own."""
+    if [_name(job, child) for child in job.root.children] != ["sequential"]:
+        raise NotPredictedError("the modules in the log are not those of GPT-NeoX")
+    if job.model("pos_emb") not in _POSITIONS:
+        raise NotPredictedError(f"GPT-NeoX under ZeRO-3 with {job.model('pos_emb')} positions has no rules yet")
+    first, *others, last = (module_as_run(job, layer) for layer in job.root.children[0].children)
+    if not job.model("no_weight_tying"):
+        last = replace(last, parameters=first.children[0].parameters)
+    return replace(job.root, children=(first, *others, last))
+
+
+@rule("megatron.model.transformer.ParallelTransformerLayer.forward, ParallelSelfAttention.forward, "
+      "ParallelMLP.forward; megatron.model.word_embeddings.Embedding.forward", GPT_NEOX)  # fmt: skip
+def module_as_run(job: Job, module: ModuleNode) -> ModuleNode:
+    """Modules run in another order than they are made; flash attention does without the module of its dropout.
+
+    A module returns an output and the biases that it does not add, and uses those that are returned to it.
+    """
+    order = (*(_LAYER_OF_GPT_J if job.model("gpt_j_residual", False) else _LAYER), *_MLP)
+    named = {_name(job, child): module_as_run(job, child) for child in module.children}
+    for name in named.keys() - _WITHIN_PARTS.get(_name(job, module), _WITHIN_PARTS[""]):
+        raise NotPredictedError(f"GPT-NeoX's module {name} under ZeRO-3 has no rules yet")
+    if "scale_mask_softmax" not in named:
+        named.pop("attention_dropout", None)
+    children = [named[name] for name in sorted(named, key=lambda name: order.index(name) if name in order else 0)]
+    returned = returned_biases(job, module)
+    borrowed = (number for child in children for number in returned_biases(job, child) if number not in returned)
+    return replace(
+        module,
+        children=tuple(children),
+        borrowed=tuple(borrowed),
+        outputs=0 if _name(job, module) == "rotary_emb" else 1 + len(returned),
+        reads_input=_name(job, module) == "position_embeddings",
+    )
+
+
+@rule("megatron.mpu.layers.ColumnParallelLinear.forward, RowParallelLinear.forward (skip_bias_add)", GPT_NEOX)
+def returned_biases(job: Job, module: ModuleNode) -> tuple[int, ...]:
+    """Three linear layers return their bias instead of adding it, attention and MLP that of their last one."""
+    name = _name(job, module)
+    if name in ("dense", "linear1", "linear2"):
+        return tuple(number for number in module.parameters if job.parameters[number].name.endswith(".bias"))
+    last = {"attention": "dense", "mlp": "linear2"}.get(name)
+    returning = (child for child in module.children if _name(job, child) == last)
+    return tuple(number for child in returning for number in returned_biases(job, child))
+
+
+@rule("megatron.model.utils.SequentialWrapper.forward, _is_checkpointable", GPT_NEOX)
+def checkpointed_segments(job: Job, root: ModuleNode) -> list[tuple[int, int]]:
+    """Each checkpoint_num_layers of all layers are recomputed together, if all of them are transformer layers."""
+    interval = int(job.model("checkpoint_num_layers", 1))
+    is_layer = [any(_name(job, part) == "attention" for part in layer.children) for layer in root.children]
+    segments = [(first, min(first + interval, len(is_layer))) for first in range(0, len(is_layer), interval)]
+    return [(first, end) for first, end in segments if all(is_layer[first:end])]
+
+
+def _name(job: Job, module: ModuleNode) -> str:
+    """Return the last part of a module's name."""
+    return str(job.fact("modules")[module.number]["name"]).rpartition(".")[2]
