@@ -10,6 +10,8 @@ HOOKS = {
     "torch.distributed.tensor.parallel.api": "commtrace.hooks.torch.dtensor",
     "torch.distributed.fsdp._fully_shard._fsdp_state": "commtrace.hooks.torch.fsdp",
     "megatron.core.parallel_state": "commtrace.hooks.megatron.megatron_core",
+    "megatron.core.optimizer.optimizer": "commtrace.hooks.megatron.core_optimizer",
+    "megatron.core.pipeline_parallel.schedules": "commtrace.hooks.megatron.core_schedules",
     "megatron.mpu.initialize": "commtrace.hooks.megatron.gpt_neox",
     "megatron.training": "commtrace.hooks.megatron.gpt_neox_training",
 }

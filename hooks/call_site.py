@@ -40,6 +40,7 @@ _WRAPPERS: Final = (
     "deepspeed/utils/comms_logging.py",
     "deepspeed/utils/nvtx.py",
     "functools.py",
+    "megatron/core/pipeline_parallel/p2p_communication.py",
     "mpi4py/util/",
     "torch/_compile.py",
     "torch/_dynamo/",

@@ -1,1 +1,1 @@
-"""Hooks of Megatron-LM and GPT-NeoX: parallel dimensions of their process groups, GPT-NeoX's steps and evaluations."""
+"""Hooks of Megatron-LM, Megatron-Core and GPT-NeoX: dimensions of their groups, their steps, Megatron-Core's job."""

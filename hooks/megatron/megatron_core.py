@@ -1,6 +1,6 @@
 """The hook of Megatron-LM: roles of the groups of `megatron.core.parallel_state`.
 
-Groups that span several dimensions (model-parallel, tensor and data, ...) have no role.
+Groups that span data and another dimension have no role.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ _registry = Registry(
     "megatron.core.parallel_state",
     "initialize_model_parallel",
     {
+        "_MODEL_PARALLEL_GROUP": "model",  # the ranks of one replica
         "_TENSOR_MODEL_PARALLEL_GROUP": "tensor",
         "_PIPELINE_MODEL_PARALLEL_GROUP": "pipeline",
         # Gradients of embeddings that the first and the last stage share.

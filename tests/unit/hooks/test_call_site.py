@@ -30,6 +30,8 @@ def code(path: str, function: str) -> CodeType:
         ("deepspeed/runtime/comm/coalesced_collectives.py", "_torch_reduce_scatter_fn", True),
         ("deepspeed/runtime/comm/coalesced_collectives.py", "reduce_scatter_coalesced", False),
         ("deepspeed/runtime/engine.py", "allreduce_bucket", False),
+        ("megatron/core/pipeline_parallel/p2p_communication.py", "_batched_p2p_ops", True),
+        ("megatron/core/pipeline_parallel/schedules.py", "backward_step", False),
         ("transformers/trainer.py", "train", False),
     ],
 )

@@ -35,7 +35,7 @@ STAND_INS = {"core/parallel_state": CORE, "mpu/initialize": NEOX}
 EXPECTED = {
     *(("0-1", "tensor"), ("2-3", "tensor"), ("0,2", "context"), ("1,3", "context")),
     *(("0,3", "expert"), ("1-2", "expert"), ("0-3", "data"), ("0-2", "pipeline"), ("0-1,3", "context")),
-    *(("0,2-3", "unknown"), ("1", "self"), ("2", "self"), ("3", "self")),
+    *(("0,2-3", "model"), ("1", "self"), ("2", "self"), ("3", "self")),
     *(("0,2", "pipeline"), ("1,3", "pipeline"), ("0,3", "context"), ("1-2", "context")),
 }
 

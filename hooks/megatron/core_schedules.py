@@ -1,0 +1,199 @@
+"""The hook of Megatron-Core's schedules: steps, phases and micro-batches, and the job.
+
+A schedule makes the forward and backward passes of one step on every stage of a pipeline, so it begins the step on all
+ranks. What it does apart from forward steps and messages belongs to backward: it reduces the gradients.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from commtrace.hooks.recorder_setup import fault
+from commtrace.hooks.torch import captured_jobs
+from commtrace.hooks.torch.captured_jobs import Jobs
+from commtrace.hooks.torch.model_facts import known, model_row
+from commtrace.patching import Patches
+from commtrace.progress import progress
+from commtrace.schema import Phase
+
+_PACKAGE: Final = "megatron.core.pipeline_parallel"
+_SCHEDULES: Final = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_without_interleaving",
+    "forward_backward_pipelining_with_interleaving",
+)
+
+_patches = Patches()
+_rows: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+_models = Jobs(lambda model: _rows[model], lambda model: iter(()))
+_backward_numbers: Iterator[int] = itertools.repeat(-1)
+_batch: Sequence[Phase] = ()
+"""Phases of the messages of a batch that serves both directions, in their order."""
+
+
+def install() -> None:
+    """Hook the schedules and their messages. Does nothing if they are hooked already."""
+    if _patches:
+        return
+    schedules, messages = sys.modules[f"{_PACKAGE}.schedules"], sys.modules[f"{_PACKAGE}.p2p_communication"]
+    for name in _SCHEDULES:
+        _patches.wrap(schedules, name, _schedule)
+    _patches.wrap(schedules, "forward_step", _forward_step)
+    _patches.wrap(schedules, "backward_step", _backward_step)
+    _patches.wrap(getattr(messages, "P2PCommunicator", messages), "_communicate", _communicate)
+    _patches.wrap(dist, "batch_isend_irecv", _batch_isend_irecv)
+    _models.install()
+
+
+def uninstall() -> None:
+    """Restore the functions."""
+    _models.uninstall()
+    _patches.undo()
+    _rows.clear()
+
+
+def _schedule(original: Callable[..., Any]) -> Callable[..., Any]:
+    # Which micro-batch an interleaved schedule propagates backward is not seen.
+    numbers = itertools.repeat(-1) if "with_interleaving" in original.__name__ else None
+
+    def schedule(*args: Any, **kwargs: Any) -> Any:
+        global _backward_numbers
+        progress.micro_batch = -1
+        if kwargs.get("forward_only"):
+            with progress.within(Phase.EVALUATION):
+                return original(*args, **kwargs)
+        _note_model(kwargs)
+        progress.activity()
+        _backward_numbers = numbers or itertools.count()
+        with progress.within(Phase.BACKWARD):
+            return original(*args, **kwargs)
+
+    return schedule
+
+
+def _forward_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward_step(*args: Any, **kwargs: Any) -> Any:
+        number = kwargs.get("current_microbatch")
+        return _in_micro_batch(-1 if number is None else number, Phase.FORWARD, original, args, kwargs)
+
+    return forward_step
+
+
+def _backward_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    def backward_step(*args: Any, **kwargs: Any) -> Any:
+        return _in_micro_batch(next(_backward_numbers), Phase.BACKWARD, original, args, kwargs)
+
+    return backward_step
+
+
+def _in_micro_batch(number: int, phase: Phase, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if Phase.EVALUATION not in progress.marks:
+        progress.micro_batch = number
+    try:
+        with progress.within(phase):
+            return original(*args, **kwargs)
+    finally:
+        progress.micro_batch = -1
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+def _communicate(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _communicate(*args: Any, **kwargs: Any) -> Any:
+        global _batch
+        phases = list(_phases(kwargs))
+        if not phases:
+            return original(*args, **kwargs)
+        together = len({*phases}) > 1
+        _batch = phases if together else ()
+        try:
+            # Messages of both directions that are no batch cannot be told apart.
+            with progress.within(Phase.OTHER if together else phases[0]):
+                return original(*args, **kwargs)
+        finally:
+            _batch = ()
+
+    return _communicate
+
+
+def _phases(exchange: Any) -> Iterator[Phase]:
+    """Yield the phases of the messages of an exchange in the order of Megatron's batches."""
+    if exchange.get("tensor_send_prev") is not None:
+        yield Phase.BACKWARD
+    if exchange.get("recv_prev"):
+        yield Phase.FORWARD
+    if exchange.get("tensor_send_next") is not None:
+        yield Phase.FORWARD
+    if exchange.get("recv_next"):
+        yield Phase.BACKWARD
+
+
+class _Marking(list[Any]):
+    """The operations of a batch: each is of its own phase while torch begins it."""
+
+    def __init__(self, operations: Sequence[Any], phases: Sequence[Phase]) -> None:
+        super().__init__(operations)
+        self._phases = phases
+
+    def __iter__(self) -> Iterator[Any]:
+        for operation, phase in zip(super().__iter__(), self._phases, strict=True):
+            with progress.within(phase):
+                yield operation
+
+
+def _batch_isend_irecv(original: Callable[..., Any]) -> Callable[..., Any]:
+    def batch_isend_irecv(p2p_op_list: Any) -> Any:
+        marks = len(_batch) > 0 and isinstance(p2p_op_list, list) and len(p2p_op_list) == len(_batch)
+        return original(_Marking(p2p_op_list, _batch) if marks else p2p_op_list)
+
+    return batch_isend_irecv
+
+
+# ---- the job ---------------------------------------------------------------------------------------------------------
+
+
+def _note_model(arguments: Any) -> None:
+    if captured_jobs.any_known():
+        return
+    try:
+        model = arguments["model"]
+        chunks = model if isinstance(model, list | tuple) else [model]
+        _rows[chunks[0]] = _describe(chunks, arguments)
+        _models.add(chunks[0])
+    except Exception:
+        fault()
+
+
+def _describe(chunks: Sequence[Any], arguments: Any) -> dict[str, Any]:
+    state: Any = sys.modules["megatron.core.parallel_state"]
+    whole = chunks[0] if len(chunks) == 1 else torch.nn.ModuleList(chunks)
+    innermost = chunks[0]
+    while isinstance(
+        getattr(innermost, "module", None), torch.nn.Module
+    ):  # within DistributedDataParallel, Float16Module
+        innermost = innermost.module
+    return {
+        "source": "megatron",
+        "engine": type(innermost).__name__,
+        **known(
+            {
+                "data_parallel_size": lambda: state.get_data_parallel_world_size(),
+                "tensor_parallel_size": lambda: state.get_tensor_model_parallel_world_size(),
+                "pipeline_stages": lambda: state.get_pipeline_model_parallel_world_size(),
+                "context_parallel_size": lambda: state.get_context_parallel_world_size(),
+                "expert_parallel_size": lambda: state.get_expert_model_parallel_world_size(),
+                "model_chunks": lambda: len(chunks),
+                "gradient_accumulation_steps": lambda: int(arguments["num_microbatches"]),
+                "micro_batch_size": lambda: int(arguments["micro_batch_size"]),
+            }
+        ),
+        **model_row(whole),
+    }
