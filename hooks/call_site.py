@@ -59,6 +59,7 @@ _WRAPPERS: Final = (
     "torch/fx/",
     "torch/library.py",
     "torch/nn/modules/module.py",
+    "torch/nn/utils/clip_grad.py",
     "torch/optim/optimizer.py",
     "torch/overrides.py",
     "torch/utils/_contextlib.py",

@@ -20,6 +20,7 @@ import sequence_trainings
 import sharding
 import trainings
 
+from commtrace.cli import main
 from commtrace.run import Run, open_run
 
 SMALL: Final = 512
@@ -146,6 +147,12 @@ def assert_same(way: str, ways: dict[str, int], folder: Path) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_of_torch(way: str, folder: Path) -> None:
     assert_same(way, WAYS, folder)
+
+
+def test_the_norm_of_sharded_gradients_is_a_call_of_the_program_that_clips(folder: Path) -> None:
+    """Its model does not declare that gradients are clipped, so no rule expects it."""
+    assert_same("fsdp2", WAYS, folder)
+    assert main(["check", str(folder / "-".join(WAYS) / "real" / "fsdp2")]) == 0
 
 
 @pytest.mark.exhaustive

@@ -23,6 +23,7 @@ def code(path: str, function: str) -> CodeType:
     ("path", "function", "passes_on"),
     [
         ("torch/distributed/distributed_c10d.py", "all_reduce", True),
+        ("torch/nn/utils/clip_grad.py", "_get_total_norm", True),
         ("torch/utils/_device.py", "__torch_function__", True),
         ("deepspeed/comm/comm.py", "all_reduce", True),
         ("deepspeed/runtime/zero/partition_parameters.py", "_dist_allgather_fn", True),
