@@ -104,14 +104,15 @@ def test_slots_that_were_never_filled_are_left_out(tmp_path: Path) -> None:
 # --- damage ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("open_", [False, True])
-def test_a_segment_cut_at_any_byte(tmp_path: Path, open_: bool) -> None:
+def test_a_segment_cut_at_any_byte(tmp_path: Path, open_: bool, stride: int) -> None:
     rows = records(record(seq=number) for number in range(3))
     process = LogFactory(tmp_path).process().write(rows, open_=open_)
     (path,) = process.segments
     whole = path.read_bytes()
     header = len(whole) - rows.nbytes
-    for length in range(len(whole)):
+    for length in {*range(0, len(whole), stride), *range(header, len(whole), RECORD.itemsize)}:
         path.write_bytes(whole[:length])
         log = open_log(tmp_path)
         complete, rest = divmod(max(length - header, 0), RECORD.itemsize)

@@ -122,7 +122,7 @@ def test_a_living_process_keeps_its_ring(tmp_path: Path) -> None:
     told, tell = os.pipe()
     owner = os.fork()
     if owner == 0:
-        made = ring.make_ring(16, str(tmp_path), "1-2-3", IDENTITY)
+        made = ring.make_ring(16, str(tmp_path), "1-2-3", {**IDENTITY, "pid": os.getpid()})
         child = os.fork()  # which has a copy of all that its parent has, and outlives it
         if child == 0:
             time.sleep(10)
