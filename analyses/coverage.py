@@ -7,7 +7,7 @@ from typing import Final
 
 import pandas as pd
 
-from commtrace.formatting import format_ranks
+from commtrace.formatting import format_missing
 from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.table_reader import integer_or_none
@@ -83,14 +83,13 @@ def _not_found(counters: dict[str, int | None], records: int) -> int | None:
 
 
 def _coverage(processes: pd.DataFrame, run: RecordedRun) -> dict[str, object]:
-    missing = sorted(set(range(run.world_size or 0)) - set(run.ranks))
     files = Counter(note.kind for note in run.notes)
     errors = processes["first_error"].dropna()
     return {
         "run": run.id,
         "ranks_seen": len(run.ranks),
         "world_size": run.world_size,
-        "ranks_missing": format_ranks(missing) if run.world_size else None,
+        "ranks_missing": format_missing(run.ranks, run.world_size) if run.world_size else None,
         "hosts": processes["host"].nunique(),
         "processes": len(processes),
         "without_end": int(processes["end"].isna().sum()),

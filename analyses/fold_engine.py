@@ -137,9 +137,11 @@ def fold(run: RecordedRun, analyses: Sequence[Analysis], executor: Executor | No
     compute_partials = functools.partial(
         _partials, [analysis for analysis in analyses if analysis.reads_records is None or analysis.reads_records(run)]
     )
-    for tables in (
-        map(compute_partials, _tasks(run)) if executor is None else executor.map(compute_partials, [*_tasks(run)])
-    ):
+    tasks = [*_tasks(run)]
+    results = map(compute_partials, tasks) if executor is None else executor.map(compute_partials, tasks)
+    for task, (tables, damaged) in zip(tasks, results, strict=True):
+        for (_, segment), counts in zip(task, damaged, strict=True):
+            segment.damaged = counts  # a worker process has read a copy of the segment
         for name, table in tables.items():
             mergers[name].add(table)
     return {
@@ -160,7 +162,10 @@ def _tasks(run: RecordedRun) -> Iterator[list[tuple[RecordLabels, Segment]]]:
     yield task
 
 
-def _partials(analyses: Sequence[Analysis], task: list[tuple[RecordLabels, Segment]]) -> NamedTables:
+def _partials(
+    analyses: Sequence[Analysis], task: list[tuple[RecordLabels, Segment]]
+) -> tuple[NamedTables, list[dict[str, int]]]:
+    """Return the merged partial tables of a task, and the damaged records of each of its segments."""
     mergers = {analysis.name: _Merger(analysis) for analysis in analyses}
     memory = bytearray(min(BLOCK, max((segment.count for _, segment in task), default=0)) * RECORD.itemsize)
     for labels, segment in task:
@@ -168,7 +173,8 @@ def _partials(analyses: Sequence[Analysis], task: list[tuple[RecordLabels, Segme
             block = RecordBlock(records, labels)
             for analysis in analyses:
                 mergers[analysis.name].add(analysis.partial(block))
-    return {name: merger.table() for name, merger in mergers.items()}
+    tables = {name: merger.table() for name, merger in mergers.items()}
+    return tables, [segment.damaged for _, segment in task]
 
 
 @dataclass

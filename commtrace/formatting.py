@@ -6,9 +6,12 @@ A value that is not known is None, NaN or pandas' NA, and becomes "-".
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any, Final
 
 NOT_KNOWN: Final = "-"
+MAX_RANKS: Final = 1 << 24
+"""More than any job has: what a text or a log says beyond that is a mistake."""
 
 _BYTE_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _TIME_UNITS: Final = ("ns", "us", "ms", "s")
@@ -80,6 +83,16 @@ def format_ranks(ranks: Iterable[int]) -> str:
             ranges[-1][1] = rank
         else:
             ranges.append([rank, rank])
+    return _format_ranges(ranges)
+
+
+def format_missing(ranks: Iterable[int], count: int) -> str:
+    """Format the ranks below `count` that are not among `ranks`; "" if there are none."""
+    present = [-1, *sorted(rank for rank in {*ranks} if 0 <= rank < count), count]
+    return _format_ranges((before + 1, after - 1) for before, after in pairwise(present) if after > before + 1)
+
+
+def _format_ranges(ranges: Iterable[Sequence[int]]) -> str:
     return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ranges)
 
 
@@ -87,12 +100,15 @@ def parse_ranks(text: str) -> list[int]:
     """Parse what `format_ranks` writes, and ranges in any order: "8,0-3" -> [0, 1, 2, 3, 8].
 
     Raises:
-        ValueError: The text is not a list of numbers and ranges.
+        ValueError: The text is not a list of numbers and ranges, or of more than MAX_RANKS.
     """
     ranks: set[int] = set()
     for item in text.split(",") if text else ():
         first, dash, last = item.partition("-")
-        ranks.update(range(int(first), int(last if dash else first) + 1))
+        span = range(int(first), int(last if dash else first) + 1)
+        if span.stop - span.start > MAX_RANKS:
+            raise ValueError(f"{item} are more than {MAX_RANKS} ranks")
+        ranks.update(span)
     return sorted(ranks)
 
 

@@ -24,7 +24,7 @@ from commtrace.analyses.diff.run_calls import OwnCalls, is_own, sum_own_calls
 from commtrace.analyses.fold_engine import Analysis, NamedTables, rows_of
 from commtrace.analyses.reconciliation import EXPECTED
 from commtrace.analyses.reconciliation.causes import OTHER_PIECES, PROGRAM_CAUSES, path_in_packages
-from commtrace.formatting import format_ranks
+from commtrace.formatting import format_missing, format_ranks
 from commtrace.reading.recorded_run import RecordedRun
 
 CELL: Final = ("rank", "step", "role", "op")
@@ -149,8 +149,7 @@ def _agrees(cell: Any, tolerance: Fraction) -> bool:
 def _not_compared(theory: pd.DataFrame, ranks: set[int], world_size: int | None) -> Iterator[str]:
     for reason, processes in theory.loc[theory["not_predicted"].notna()].groupby("not_predicted"):
         yield f"rank {format_ranks(processes['rank'])}: {reason}"
-    missing = {*range(world_size or 0)} - ranks
-    if missing:
-        yield f"rank {format_ranks(missing)} of {world_size}: no log"
+    if missing := format_missing(ranks, world_size or 0):
+        yield f"rank {missing} of {world_size}: no log"
     if not len(theory):
         yield "no process of the run left a log"

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Final
 
 from commtrace.errors import CommtraceError
-from commtrace.formatting import format_ranks, parse_ranks
+from commtrace.formatting import format_missing, format_ranks, parse_ranks
 
 from .run_calls import Call, CallKey, RankCalls, RunCalls, StepCalls, is_own
 
@@ -61,10 +61,10 @@ def to_text(run: RunCalls, own: Sequence[str]) -> str:
     Raises:
         BaselineError: The run is not complete.
     """
-    missing = {*range(run.world_size or 0)} - {*run.ranks}
-    incomplete = [rank for rank, calls in run.ranks.items() if calls.losses or not calls.ended]
+    missing = format_missing(run.ranks, run.world_size or 0)
+    incomplete = [rank for rank, calls in run.ranks.items() if calls.losses or calls.problem or not calls.ended]
     if incomplete or not run.ranks or (missing and not run.partial):
-        ranks = format_ranks(incomplete or missing)
+        ranks = format_ranks(incomplete) or missing
         reason = f"rank {ranks} lost records, did not end in order, left no log or has hook errors"
         raise BaselineError(f"{run.name}: no baseline can be made, because {reason}; give a complete run")
     return "\n".join([*_head(run, own), *_blocks(run)]) + "\n"

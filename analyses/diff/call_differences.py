@@ -82,7 +82,9 @@ def compare_calls(a: RunCalls, b: RunCalls) -> RunDifferences:
         for run in (a, b):
             if losses := run.ranks[rank].losses:
                 reasons[f"{run.name}: {losses}"].append(rank)
-        if any(run.ranks[rank].lost_records for run in (a, b)):
+            if problem := run.ranks[rank].problem:
+                reasons[f"{run.name}: {problem}"].append(rank)
+        if any(run.ranks[rank].lost_records or run.ranks[rank].problem for run in (a, b)):
             continue
         compared.append(rank)
         for run in (a, b):

@@ -96,6 +96,8 @@ class RankCalls:
     lost_records: int = 0
     losses: str = ""
     """What recording lost (`Process.losses`)."""
+    problem: str | None = None
+    """Why the rank cannot be compared (`Process.steps_problem`)."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,9 @@ class RunCalls:
 
     @cached_property
     def last_step(self) -> int:
-        """The last step of any rank, -1 without one."""
-        return max((step for calls in self.ranks.values() for step in calls.steps), default=_START_UP)
+        """The last step of any rank that can be compared, -1 without one."""
+        steps = (step for calls in self.ranks.values() if not calls.problem for step in calls.steps)
+        return max(steps, default=_START_UP)
 
 
 class CallCatalog:
@@ -253,11 +256,13 @@ class _Reader:
         order = np.lexsort((begin, stream, step))
         order = order[numbers[order] >= 0]
         steps = self._catalog.steps(step[order], stream[order], numbers[order].astype(np.int32))
+        problems = [process.steps_problem(max(steps, default=_START_UP)) for process, _ in processes]
         return RankCalls(
             steps,
             all(process.tables.end is not None for process, _ in processes),
             sum(process.lost_records for process, _ in processes),
             "; ".join(process.losses for process, _ in processes if process.losses),
+            problems[0] if all(problems) else None,
         )
 
     def _columns(self, process: Process, labels: RecordLabels) -> Iterator[Any]:

@@ -22,7 +22,7 @@ from commtrace.analyses.fold_engine import Analysis, NamedTables
 from commtrace.analyses.table_specs import TABLES
 from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun
-from commtrace.theory import ExpectedCall, NotPredictedError, predict
+from commtrace.theory import ExpectedCall, NotPredictedError, Prediction, predict
 from commtrace.theory.rules.registry import DEEPSPEED, TORCH
 
 from . import measured_calls
@@ -41,12 +41,15 @@ _NEVER_MISSING: Final = {"rank": "int64", "step": "int64", "bytes": "int64", "ma
 
 def _finish(table: pd.DataFrame, run: RecordedRun, jobs: Sequence[Mapping[str, Any]] = ()) -> NamedTables:
     rows: dict[str, list[dict[str, object]]] = {name: [] for name in TABLE_NAMES}
-    last_step = int(max(table["step"], default=-1))
     tables = dict(iter(table.groupby("process")))
-    for number, process in enumerate(run.processes):
+    measured = [calls_by_step(tables.get(number, table.iloc[:0])) for number in range(len(run.processes))]
+    own_last = [max(steps, default=-1) for steps in measured]
+    problems = [process.steps_problem(last) for process, last in zip(run.processes, own_last, strict=True)]
+    last_step = max((last for last, problem in zip(own_last, problems, strict=True) if not problem), default=-1)
+    for process, steps, problem in zip(run.processes, measured, problems, strict=True):
         # Stages have equally many ranks each, and are in the order of the ranks.
         job = jobs[process.rank * len(jobs) // (run.world_size or len(run.processes))] if jobs else None
-        _add_process(process, calls_by_step(tables.get(number, table.iloc[:0])), last_step, rows, job)
+        _add_process(process, steps, last_step, rows, job, problem)
     return {name: _table(name, rows[name]) for name in TABLE_NAMES}
 
 
@@ -64,14 +67,17 @@ def _add_process(
     last_step: int,
     rows: dict[str, list[Any]],
     given_job: Mapping[str, Any] | None,
+    problem: str | None,
 ) -> None:
     """Append the rows of one process to `rows`. It may lack `last_step`, the last step of the run.
 
-    `given_job` replaces the captured job.
+    `given_job` replaces the captured job; `problem` is why the process is not compared.
     """
     summary: dict[str, object] = {"rank": process.rank, "other_versions": _other_versions(process)}
     try:
-        prediction = predict(_captured_job(process) if given_job is None else given_job)
+        prediction = _predict(_captured_job(process) if given_job is None else given_job)
+        if problem:
+            raise NotPredictedError(problem)
     except NotPredictedError as reason:
         rows["theory"].append({**summary, "not_predicted": str(reason)})
         return
@@ -111,6 +117,15 @@ def _add_process(
             "matched_share": sums[EXPECTED] / measured_bytes if measured_bytes else None,
         }
     )
+
+
+def _predict(job: Mapping[str, Any]) -> Prediction:
+    try:
+        return predict(job)
+    except NotPredictedError:
+        raise
+    except Exception as error:  # a job from a damaged log may hold anything
+        raise NotPredictedError(f"the rules fail on the job in the log: {type(error).__name__}: {error}") from error
 
 
 def _captured_job(process: Process) -> Mapping[str, Any]:

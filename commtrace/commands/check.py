@@ -89,10 +89,11 @@ class Command:
         for option in (name for name, value in by_rules.items() if value and source):
             raise CommtraceError(f"{option} is only for the comparison with rules; remove it or --{_option(source)}")
         run = open_run(arguments.directory)
-        _warn(str(note) for note in run.notes)
-        if arguments.update_baseline:
-            return _update_baseline(run, arguments)
-        return _check_calls(run, arguments) if source else _check_rules(run, arguments)
+        compare = _update_baseline if arguments.update_baseline else _check_calls if source else _check_rules
+        try:
+            return compare(run, arguments)
+        finally:  # damaged records are known once they were read
+            _warn(str(note) for note in run.notes)
 
 
 def _option(name: str | None) -> str:
@@ -150,8 +151,8 @@ def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
         expected, source = baseline.run, f"the baseline {arguments.baseline}"
     else:
         against = open_run(arguments.against)
-        _warn(str(note) for note in against.notes)
         expected = read_calls(against, catalog, own)
+        _warn(str(note) for note in against.notes)
         source = f"the {'dry run' if against.simulated else 'run'} {arguments.against}"
     measured = read_calls(run, catalog, own)
     differences = compare_calls(expected, measured)

@@ -45,9 +45,9 @@ class Command:
         from commtrace.run import open_run
 
         catalog, runs = CallCatalog(), [open_run(path) for path in (arguments.a, arguments.b)]
+        a, b = (read_calls(run, catalog, arguments.own) for run in runs)
         for note in (note for run in runs for note in run.notes):
             print(f"commtrace: {note}", file=sys.stderr)
-        a, b = (read_calls(run, catalog, arguments.own) for run in runs)
         differences = compare_calls(a, b)
         status = DIFFERENT if not differences.equal else NOT_COMPARED if differences.not_compared else 0
         if arguments.json:

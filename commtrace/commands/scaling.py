@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from .option_types import add_formats, add_shared, positive_integer
@@ -37,7 +38,11 @@ class Command:
         from commtrace.run import open_run
 
         runs = {name: open_run(path) for name, path in short_names(arguments.directories).items()}
-        tables = scaling(runs, arguments.tokens)
+        try:
+            tables = scaling(runs, arguments.tokens)
+        finally:  # damaged records are known once they were read
+            for note in (note for run in runs.values() for note in run.notes):
+                print(f"commtrace: {note}", file=sys.stderr)
         if arguments.html is not None:
             from commtrace.analyses.report.html.pages import page_of_scaling
             from commtrace.output_files import atomic_write

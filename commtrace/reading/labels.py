@@ -162,13 +162,16 @@ def short_paths(files: Iterable[str]) -> dict[str, str]:
 def roles_of(log: Log) -> dict[RecordedGroup, str]:
     """Return the role of each group: as a rank recorded it, else by its description, else by its ranks."""
     roles: dict[RecordedGroup, str] = {}
-    all_ranks = tuple(range(log.world_size)) if log.world_size else None
+
+    def is_world(ranks: tuple[int, ...]) -> bool:
+        return len(ranks) == log.world_size and ranks == tuple(range(len(ranks)))
+
     all_tables = [process.tables for process in log.processes]
     groups = [(tables, number, group) for tables in all_tables for number, group in tables.groups.items()]
     sources: tuple[Callable[[ProcessTables, int, RecordedGroup], str | None], ...] = (
         lambda tables, number, group: "self" if len(group.ranks) == 1 else tables.roles.get(number),
         lambda tables, number, group: role_from_description(tables.descriptions.get(number, "")),
-        lambda tables, number, group: "world" if group.ranks == all_ranks else UNKNOWN,
+        lambda tables, number, group: "world" if is_world(group.ranks) else UNKNOWN,
     )
     for source in sources:
         for tables, number, group in groups:

@@ -56,18 +56,33 @@ class Process:
 
     @property
     def lost_records(self) -> int:
-        """Number of calls that the process counted and that its log has no record of."""
-        return sum(map(self._counter, WITHOUT_RECORD))
+        """Number of calls that have no usable record: counted as lost by the recorder, or damaged in what was read."""
+        return sum(map(self._counter, WITHOUT_RECORD)) + self._damaged_records
 
     @property
     def losses(self) -> str:
         """What recording lost, as text: "124 of 152 calls were not recorded, hooks failed 124 times"; "" if nothing."""
-        lost, errors = self.lost_records, self._counter("hook_errors")
+        lost, errors = sum(map(self._counter, WITHOUT_RECORD)), self._counter("hook_errors")
         texts = [f"{lost:,} of {format_plural(self._counter('calls'), 'call')} were not recorded"] if lost else []
-        return ", ".join(texts + [f"hooks failed {format_plural(errors, 'time')}"] * bool(errors))
+        damaged = [f"{format_plural(self._damaged_records, 'record')} damaged"] if self._damaged_records else []
+        return ", ".join(texts + damaged + [f"hooks failed {format_plural(errors, 'time')}"] * bool(errors))
+
+    @property
+    def _damaged_records(self) -> int:
+        return sum(sum(segment.damaged.values()) for segment in self.segments)
 
     def _counter(self, name: str) -> int:
         return integer_or_none((self.tables.stats or {}).get(name)) or 0
+
+    def steps_problem(self, last_step: int) -> str | None:
+        """Return why steps up to this one are not compared; None if there is a call for each of them.
+
+        Work that visits every step, also those without a record, is so bounded by the number of records.
+        """
+        calls = self.lost_records + sum(segment.count for segment in self.segments)
+        if last_step < max(calls, _ALWAYS_VISITED):
+            return None
+        return f"its records lead to step {last_step:,}, but are {calls:,}: steps are damaged or have no records"
 
 
 @dataclass(frozen=True)
@@ -90,6 +105,8 @@ class Log:
 _STEM = r"(?P<stem>rank[^.]*-\d+)"
 _TABLES: Final = re.compile(_STEM + r"\.jsonl")
 _SEGMENT: Final = re.compile(_STEM + r"\.(?P<number>\d+|salvaged)\.npy(?P<open>\.open)?")
+_ALWAYS_VISITED: Final = 1000
+"""Steps that are visited however few records there are."""
 _RECOVERED: Final = -1
 """Number of the segment of recovered records among those of a process."""
 
@@ -214,7 +231,9 @@ def _read_process(folder: Path, stem: str, files: dict[int, Path], notes: list[N
 
 
 def _first_natural(value: object, text: str | None) -> int:
-    return value if type(value) is int and value >= 0 else int(text) if text else -1
+    if type(value) is int and 0 <= value < 1 << 31:
+        return value
+    return int(text) if text and int(text) < 1 << 31 else -1
 
 
 def _missing_segments(path: Path, tables: ProcessTables, numbers: list[int]) -> Iterator[Note]:

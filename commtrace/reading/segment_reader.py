@@ -5,23 +5,43 @@ from __future__ import annotations
 import io
 import os
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, Final
 
 import numpy as np
+import numpy.typing as npt
 
-from commtrace.schema import RECORD, Records, State
+from commtrace.formatting import format_plural
+from commtrace.schema import RECORD, Clock, Flag, Phase, Records, State
 
 from .log_notes import Note, error_reason
 
 BLOCK: Final = 1 << 18
 """Number of records read at once, 24 MiB."""
 
+_MAX_TIME: Final = 1 << 58
+_MAX_BYTES: Final = 1 << 50
+_HIGHEST: Final = {
+    **dict.fromkeys(("t_begin", "t_return", "t_wait", "t_start", "t_end"), _MAX_TIME),
+    **dict.fromkeys(("payload", "local"), _MAX_BYTES),
+    "phase": max(Phase),
+    "clock": max(Clock),
+    "flags": sum(Flag),
+    "state": max(State),
+}
+_LOWEST: Final = {
+    **dict.fromkeys(("t_begin", "t_return", "t_wait", "t_start", "t_end", "payload", "local"), 0),
+    **dict.fromkeys(("step", "micro_batch", "peer", "tag"), -1),
+}
+_CHECKED_AT_ONCE: Final = 4096
+"""Records that fit in a cache."""
 
-@dataclass(frozen=True)
+
+@dataclass
 class Segment:
     """One file of records as it was when the log was opened; what a live process appends later is not read."""
 
@@ -30,9 +50,11 @@ class Segment:
     """Size of the header in bytes."""
     count: int
     """Number of complete records in the file, empty ones included."""
+    damaged: dict[str, int] = field(default_factory=dict, compare=False)
+    """Records left out because a field has an impossible value, by field: of the last time that `blocks` read all."""
 
     def blocks(self, size: int = BLOCK, memory: bytearray | None = None) -> Iterator[Records]:
-        """Yield the records, shape (n,) with n <= size, without slots that were never filled.
+        """Yield the records, shape (n,) with n <= size, without slots that were never filled and damaged records.
 
         Files are read and not mapped: a mapped page of a removed file would kill this process. Records that cannot be
         read any more (a live process removes its oldest segment) are missing from the sum, as coverage reports.
@@ -42,6 +64,7 @@ class Segment:
             memory: Room for `size` records. Each block then lies in it, until the next one is asked for: new memory
                 for each block would cost as much as reading. None: every block has its own memory.
         """
+        damaged: Counter[str] = Counter()
         try:
             with self._open() as file:
                 file.seek(self.offset)
@@ -50,16 +73,44 @@ class Segment:
                     block = memoryview(bytearray(wanted) if memory is None else memory)[:wanted]
                     data = block[: file.readinto(block)]
                     records = np.frombuffer(data, RECORD, len(data) // RECORD.itemsize)
-                    filled = records["state"] != State.FREE
-                    yield records if filled.all() else records[filled]
+                    usable = records["state"] != State.FREE
+                    for name, impossible in _impossible(records):
+                        damaged[name] += int((usable & impossible).sum())
+                        usable &= ~impossible
+                    yield records if usable.all() else records[usable]
         except OSError:
-            return
+            pass
+        self.damaged = +damaged
 
     def _open(self) -> BufferedReader:
         try:
             return open(self.path, "rb")
         except FileNotFoundError:  # closed, and thereby renamed, since the log was opened; the header keeps its size
             return open(self.path.with_suffix(""), "rb")
+
+
+def _impossible(records: Records) -> Iterator[tuple[str, npt.NDArray[np.bool_]]]:
+    """Yield each field that no recorder has written like this, with the records it concerns: bool, shape (n,)."""
+    names = set()
+    for begin in range(0, len(records), _CHECKED_AT_ONCE):
+        part = records[begin : begin + _CHECKED_AT_ONCE]
+        names |= {name for name, highest in _HIGHEST.items() if part[name].max() > highest}
+        names |= {name for name, lowest in _LOWEST.items() if part[name].min() < lowest}
+        names |= {"local"} if (part["local"] > part["payload"]).any() else set()
+    for name in RECORD.names or ():
+        if name in names:
+            column = records[name]
+            highest = records["payload"] if name == "local" else _HIGHEST.get(name, np.iinfo(column.dtype).max)
+            yield name, (column < _LOWEST.get(name, 0)) | (column > highest)
+
+
+def damage_note(path: Path, segments: Iterable[Segment]) -> Iterator[Note]:
+    """Yield a note on the records that were left out of the segments of a process, if there are any."""
+    damaged = sum((Counter(segment.damaged) for segment in segments), Counter())
+    if damaged:
+        fields = ", ".join(name for name in RECORD.names or () if name in damaged)
+        text = f"{format_plural(damaged.total(), 'record')} with impossible values ({fields})"
+        yield Note("garbled", path, text, "left out")
 
 
 class _CutError(ValueError):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from commtrace.errors import NewerLogError
+from commtrace.formatting import MAX_RANKS, parse_ranks
 from commtrace.schema import FORMAT, VERSION
 
 from .log_notes import Note, error_reason
@@ -81,33 +83,64 @@ class ProcessTables:
     """Of a dry run: the ranks that this rank represents, as text, and their number."""
 
     def add(self, row: Row) -> None:
-        """Add a row. Raises KeyError, TypeError or ValueError for a row that lacks a value."""
+        """Add a row. Raises KeyError, TypeError or ValueError for a row that lacks a value or has an impossible one."""
         name = row.pop("table")
+        for key, limit in _LIMITS.get(name, {}).items():
+            if row.get(key) is not None and _natural(row[key]) >= limit:
+                raise ValueError(row[key])
         if name in ("clock", "salvage", "notices"):
             getattr(self, name).append(row)
         elif name in ("process", "stats", "end"):
             setattr(self, name, row)
         elif name == "topology":
-            self.topology = tuple(tuple(_natural(rank) for rank in group) for group in row["groups"])
+            self.topology = tuple(tuple(map(_rank, group)) for group in row["groups"])
         elif name == "stands_for":
             self.stands_for = str(row["ranks"]), _natural(row["count"])
+            if len(parse_ranks(self.stands_for[0])) != self.stands_for[1]:
+                raise ValueError(row["count"])
         elif name == "job":
-            self.jobs[_natural(row.get("id", 0))] = row
+            self.jobs[_id(row.get("id", 0))] = row
         elif name in _ROWS:
             key, read = _ROWS[name]
-            getattr(self, name)[_natural(row[key])] = read(row)
+            getattr(self, name)[_id(row[key])] = read(row)
             if name == "groups":
                 self.descriptions[row["id"]] = str(row.get("desc") or "")
 
 
-def _natural(value: object) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 32:
+_MAX_ID: Final = 1 << 32
+_MAX_COUNTER: Final = 1 << 53
+_MAX_TIME: Final = 1 << 58
+_CLOCKS: Final = {"mono_ns": _MAX_TIME, "unix_ns": 1 << 62}
+_LIMITS: Final[dict[str, dict[str, int]]] = {
+    "process": {"rank": MAX_RANKS, "world_size": MAX_RANKS, "pid": _MAX_ID, **_CLOCKS},
+    "clock": _CLOCKS,
+    "end": _CLOCKS,
+    "stats": {
+        **dict.fromkeys(("calls", "dropped", "removed", "lost", "hook_errors", "write_errors"), _MAX_COUNTER),
+        **dict.fromkeys(("cost_samples", "cost_ns", "cost_p99_ns", "first_calls", "first_ns"), _MAX_COUNTER),
+        **dict.fromkeys(("steady_samples", "steady_ns", "drain_cpu_ns", "untimed"), _MAX_COUNTER),
+        "mono_ns": _MAX_TIME,
+    },
+}
+"""Above these, a number is damage: sums over all processes still fit 64 bits."""
+
+
+def _natural(value: object, below: int = 1 << 62) -> int:
+    if type(value) is not int or not 0 <= value < below:
         raise ValueError(value)
     return value
 
 
+def _id(value: object) -> int:
+    return _natural(value, _MAX_ID)
+
+
+def _rank(value: object) -> int:
+    return _natural(value, MAX_RANKS)
+
+
 def _group(row: Row) -> RecordedGroup:
-    ranks = tuple(sorted(map(_natural, row["ranks"])))
+    ranks = tuple(sorted(map(_rank, row["ranks"])))
     return RecordedGroup(ranks, str(row.get("name") or ""), int(row.get("index") or 0))
 
 
@@ -154,7 +187,9 @@ def read_tables(path: Path) -> tuple[ProcessTables, list[Note]]:
 
 def _read_line(tables: ProcessTables, line: bytes, path: Path) -> bool:
     try:
-        row = json.loads(line)
+        row = json.loads(line, parse_float=_finite, parse_constant=_finite)
+        if b"\\ud" in line.lower():
+            json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair cannot be printed
         if row["table"] == "process":
             if row["format"] != FORMAT:
                 raise ValueError(row["format"])
@@ -167,6 +202,12 @@ def _read_line(tables: ProcessTables, line: bytes, path: Path) -> bool:
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError):
         return False
     return True
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(text)
+    return value
 
 
 def integer_or_none(value: object) -> int | None:

@@ -71,8 +71,8 @@ def test_an_event(tmp_path: Path) -> None:
 
 
 def test_what_is_not_known_is_called_unknown_or_missing(tmp_path: Path) -> None:
-    event = one(tmp_path, kind=77, group=88, site=99, phase=200, state=200, flags=0)
-    assert [event[name] for name in ("op", "group", "role", "site", "phase", "state")] == ["unknown"] * 6
+    event = one(tmp_path, kind=77, group=88, site=99, flags=0)
+    assert [event[name] for name in ("op", "group", "role", "site")] == ["unknown"] * 4
     assert event["flags"] == ""
     assert pd.isna(event["group_size"])
     assert pd.isna(event["wire_bytes"])

@@ -1,0 +1,113 @@
+"""Damaged logs: every command ends in time and memory, with a report or one clear line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import damaged_logs
+import numpy as np
+import processes
+import pytest
+import trainings
+from factory import RUN, LogFactory, record, training
+
+from commtrace.cli import main
+from commtrace.reading.log import open_log
+from commtrace.run import open_run
+
+QUICK = (
+    "check against",
+    "diff",
+    "diff json",
+    "baseline",
+    "export csv",
+    "export parquet",
+    "events",
+    "recover",
+    "scaling",
+)
+
+
+@pytest.mark.parametrize(
+    ("count", "only"),
+    [
+        (150, QUICK),
+        (30, ("report json", "report all", "check")),
+        pytest.param(2_000, (), marks=[pytest.mark.exhaustive, pytest.mark.timeout(1_500)]),
+    ],
+)
+def test_every_command_ends_with_a_report_or_a_reason(count: int, only: tuple[str, ...]) -> None:
+    options = [word for name in only for word in ("--only", name)]
+    seed = trainings.seed() * 1_000_000
+    result = processes.run(
+        [sys.executable, damaged_logs.__file__, "--count", str(count), "--seed", str(seed), *options],
+        limit=1_400,
+    )
+    assert result.status == 0, result.out + result.err
+
+
+def test_damage_is_found_by_the_harness(tmp_path: Path) -> None:
+    damaged_logs.unpack(tmp_path)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [*damaged_logs.SCHEMES]
+    for scheme in damaged_logs.SCHEMES:
+        assert main(["check", str(tmp_path / scheme)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("t_begin", -1), ("t_end", 1 << 60), ("payload", -1), ("payload", 1 << 60), ("local", 1 << 20)),
+        *(("step", -2), ("micro_batch", -2), ("peer", -2), ("tag", -5)),
+        *(("phase", 200), ("clock", 7), ("flags", 128), ("state", 6)),
+    ],
+)
+def test_records_with_impossible_values_are_left_out_and_named(tmp_path: Path, field: str, value: int) -> None:
+    process = LogFactory(tmp_path).process().known()
+    process.write([record(), record(**{field: value}), record()]).stats()
+    run = open_run(tmp_path)
+    assert len(run.events()) == 2
+    (note,) = run.notes
+    assert (note.kind, note.path) == ("garbled", process.tables)
+    assert note.what == f"1 record with impossible values ({field})"
+    assert run.processes[0].lost_records == 1
+    assert note.what in run.table("notes")["what"].tolist()
+
+
+def test_a_step_that_is_far_beyond_the_records_is_named_and_not_visited(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged_logs.unpack(tmp_path)
+    (path, *_) = sorted((tmp_path / "zero1").rglob("*.npy"))
+    records = np.load(path)
+    records["step"][-1] = 30_000_000
+    np.save(path, records)
+    assert main(["check", str(tmp_path / "zero1")]) == 3
+    assert "its records lead to step 30,000,000, but are" in " ".join(capsys.readouterr().out.split())
+    assert main(["diff", str(tmp_path / "zero1"), str(tmp_path / "zero1")]) == 3
+    assert "step 30,000,000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("table", "row"),
+    [
+        ("process", {"rank": 0, "world_size": 1 << 40}),
+        ("process", {"rank": 1 << 40}),
+        ("stats", {"calls": -1}),
+        ("stats", {"cost_ns": 1 << 60}),
+        ("stats", {"drain_cpu_ns": float("inf")}),
+        ("clock", {"mono_ns": 1 << 62, "unix_ns": 1}),
+        ("groups", {"id": 9, "ranks": [0, 1 << 30]}),
+        ("stands_for", {"ranks": "0-99999999999", "count": 3}),
+        ("notices", {"file": "\ud800"}),
+    ],
+)
+def test_lines_with_impossible_values_are_left_out_and_named(
+    tmp_path: Path, table: str, row: dict[str, object]
+) -> None:
+    log = training(tmp_path, ranks=1)
+    (path,) = (log.directory / RUN / "node17").glob("*.jsonl")
+    lines = len(path.read_text().splitlines())
+    log.process(0, pid=4711).add(table, **row)
+    (note,) = open_log(tmp_path).notes
+    assert (note.kind, note.what) == ("garbled", f"line {lines + 2} cannot be read")
