@@ -182,18 +182,25 @@ class _DLTensor(ctypes.Structure):
     ]
 
 
+_NAME, _VERSIONED_NAME = b"dltensor", b"dltensor_versioned"
+_BEFORE_VERSIONED_TENSOR: Final = 32
+"""Bytes of DLManagedTensorVersioned before its tensor: two numbers of the version, two pointers, flags."""
 _CODES: Final = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
 _ON_HOST: Final = 1
 
-_pointer = ctypes.PyDLL(None).PyCapsule_GetPointer
+_pointer, _has_name = ctypes.PyDLL(None).PyCapsule_GetPointer, ctypes.PyDLL(None).PyCapsule_IsValid
 _pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+_has_name.argtypes = _pointer.argtypes
 
 
 def _describe_dlpack(buffer: Any) -> tuple[int, int, str | None]:
     """Describe a buffer that supports DLPack only. As in mpi4py, the export waits for no stream."""
     on_host = buffer.__dlpack_device__()[0] == _ON_HOST
     capsule = buffer.__dlpack__() if on_host else buffer.__dlpack__(stream=-1)
-    tensor = _DLTensor.from_address(_pointer(capsule, b"dltensor"))  # the capsule's destructor releases the export
+    versioned = _has_name(capsule, _VERSIONED_NAME)
+    address = _pointer(capsule, _VERSIONED_NAME if versioned else _NAME)
+    # The capsule's destructor releases the export.
+    tensor = _DLTensor.from_address(address + (_BEFORE_VERSIONED_TENSOR if versioned else 0))
     itemsize = tensor.bits * tensor.lanes // 8
     kind = _CODES.get(tensor.code)
     name = None if kind is None else "bool" if kind == "bool" else f"{kind}{tensor.bits}"

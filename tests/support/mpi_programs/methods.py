@@ -495,6 +495,13 @@ class WithDLPack:
         return self._array.__dlpack_device__()
 
 
+class WithVersionedDLPack(WithDLPack):
+    """The capsule that DLPack 1.0 brought."""
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._array.__dlpack__(max_version=(1, 0))
+
+
 class WithDLPackAndSizes(WithDLPack):
     """As arrays and tensors are, which have these attributes, too."""
 
@@ -522,6 +529,7 @@ class WithInterface:
 def buffers() -> None:
     forms: dict[str, Callable[[Any], Any]] = {
         "dlpack": WithDLPack,
+        "dlpack_versioned": WithVersionedDLPack,
         "dlpack_and_sizes": WithDLPackAndSizes,
         "interface": WithInterface,
         "interface_and_type": lambda array: [WithInterface(array), DOUBLE],

@@ -321,6 +321,7 @@ def test_other_synchronizations_of_windows(traced: list[Ran]) -> None:
     ("name", "payload", "dtype"),
     [
         ("dlpack", 48, "float64"),
+        ("dlpack_versioned", 48, "float64"),
         ("dlpack_and_sizes", 48, "float64"),
         ("interface", 48, "float64"),
         ("interface_and_type", 48, "float64"),
