@@ -7,6 +7,7 @@ HOOKS = {
     "torch": "commtrace.hooks.torch.hook",
     "mpi4py.MPI": "commtrace.hooks.mpi.hook",
     "deepspeed": "commtrace.hooks.deepspeed.hook",
+    "torch.distributed._local_tensor": "commtrace.hooks.torch.unobserved",
     "torch.distributed.tensor.parallel.api": "commtrace.hooks.torch.dtensor",
     "torch.distributed.fsdp._fully_shard._fsdp_state": "commtrace.hooks.torch.fsdp",
     "megatron.core.parallel_state": "commtrace.hooks.megatron.megatron_core",

@@ -17,14 +17,15 @@ from commtrace.hooks.native import recorder as native
 from commtrace.recording.session import session
 
 from . import training as torch_training
+from . import unobserved
 from .c10d_operators import Operator, known_operators, operator_names
 from .dispatcher import Kernels
 from .recording_kernels import blind_spots, functional_kernel, kernel_for, measure_crossing, wait_kernel
 from .works import patches
 
 _ALWAYS = (
-    "direct calls on a backend object, ProcessGroup subclasses written in Python, symmetric memory (symm_mem::), "
-    "and DeepCompile's own NCCL calls are not seen",
+    "direct calls on a backend object, ProcessGroup subclasses written in Python, LocalTensorMode, symmetric memory "
+    "(symm_mem::), and DeepCompile's own NCCL calls are not seen",
     "a message received from any source has no peer and does not match its sender's record",
 )
 _PYTHON = (
@@ -69,6 +70,7 @@ def _install() -> None:
     else:
         _install_python(operators)
     torch_training.install()
+    unobserved.install()
 
 
 def _install_python(operators: list[Operator]) -> None:
@@ -92,6 +94,7 @@ def uninstall() -> None:
     global _installed
     _installed = False
     torch_training.uninstall()
+    unobserved.uninstall()
     patches.uninstall()
     native.uninstall()
 

@@ -1,0 +1,59 @@
+"""Calls that never reach torch's dispatcher: the hooks cannot record them, and name them when they are set up."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from commtrace.patching import Patches
+from commtrace.recording.log_writer import warn
+from commtrace.recording.session import session
+
+_LOCAL_TENSORS: Final = "torch.distributed._local_tensor"
+
+_patches = Patches()
+_local_patches = Patches()
+_named: set[str] = set()
+
+
+def install() -> None:
+    """Watch process groups whose class is written in Python, and LocalTensorMode once its module is imported."""
+    if not _patches:
+        _patches.wrap(dist.ProcessGroup, "__init__", _making_group)
+    if not _local_patches and _LOCAL_TENSORS in sys.modules:
+        _local_patches.wrap(sys.modules[_LOCAL_TENSORS].LocalTensorMode, "__enter__", _entering_mode)
+
+
+def uninstall() -> None:
+    """Restore everything."""
+    _patches.undo()
+    _local_patches.undo()
+    _named.clear()
+
+
+def _making_group(original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if type(self) is not dist.ProcessGroup:
+            name = f"{type(self).__module__}.{type(self).__qualname__}"
+            _name(f"calls on process groups of {name}, a class written in Python, are not recorded")
+
+    return __init__
+
+
+def _entering_mode(original: Callable[..., Any]) -> Callable[..., Any]:
+    def __enter__(self: Any) -> Any:
+        _name("calls within LocalTensorMode are not recorded: its ranks are one process, and nothing is sent")
+        return original(self)
+
+    return __enter__
+
+
+def _name(text: str) -> None:
+    """Print a sentence once, where tracing is on and the process is no simulated rank."""
+    if session.settings is not None and not session.settings.simulated and text not in _named:
+        _named.add(text)
+        warn(text)

@@ -1,0 +1,58 @@
+"""Process groups that torch.distributed does not know: recorded, or named where the user looks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import processes
+import pytest
+from ranks import Nursery
+
+from commtrace.run import open_run
+
+
+def test_groups_made_by_hand_are_recorded(nursery: Nursery, tmp_path: Path) -> None:
+    statuses, outputs = nursery.run("hand_made", tmp_path / "log", "groups")
+    assert (statuses, outputs) == ([0, 0], ["[4.0, 4.0, 4.0, 4.0]\n"] * 2)
+    log = open_run(tmp_path / "log", recover=False)
+    assert log.table("coverage")["hook_errors"].tolist() == [0]
+    # Each process names a run of its own: without torch.distributed they have no store to agree in.
+    for left in processes.read_all(tmp_path / "log"):
+        (group,) = left.tables["groups"]
+        assert (group["ranks"], group["name"]) == ([0, 1], "unregistered")
+        ops = {row["id"]: row["op"] for row in left.tables["kinds"]}
+        made = [(ops[call["kind"]], int(call["payload"]), int(call["peer"])) for call in left.records]
+        rank = left.tables["process"][0]["rank"]
+        message = ("send", 16, 1) if rank == 0 else ("recv", 16, 0)
+        expected = [
+            *(("all_reduce", 16, -1), ("broadcast", 16, 1), ("all_gather", 32, -1), message),
+            *(("all_reduce", 16, -1), ("barrier", 0, -1)),
+        ]
+        assert sorted(made) == sorted(expected)
+
+
+def test_of_ranks_that_are_threads_one_is_recorded_and_the_others_are_refused(nursery: Nursery, tmp_path: Path) -> None:
+    (status,), (output,) = nursery.run("hand_made", tmp_path / "log", "threads", ranks=1)
+    assert status == 0
+    assert output.endswith("[[4.0, 4.0, 4.0], [4.0, 4.0, 4.0]]\n")
+    assert output.count("commtrace: ranks are threads of one process") == 1
+    run = open_run(tmp_path / "log")
+    assert len(run.events()) == 2
+    (coverage,) = run.table("coverage").itertuples()
+    assert coverage.hook_errors == 2
+    assert "ranks are threads of one process" in str(coverage.first_error)
+
+
+@pytest.mark.parametrize(
+    ("case", "warning"),
+    [
+        ("python_class", "InPython, a class written in Python, are not recorded"),
+        ("local_tensors", "calls within LocalTensorMode are not recorded"),
+    ],
+)
+def test_calls_that_no_hook_sees_are_named_once(nursery: Nursery, tmp_path: Path, case: str, warning: str) -> None:
+    (status,), (output,) = nursery.run("hand_made", tmp_path / "log", case, ranks=1)
+    assert status == 0
+    assert output.count(warning) == 1
+    _, (untraced,) = nursery.run("hand_made", tmp_path / "untraced", case, ranks=1, traced=False)
+    assert untraced == "called\n"

@@ -1,0 +1,88 @@
+"""python hand_made.py CASE: calls on process groups that torch.distributed does not know; prints what it has made."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+dist: Any = torch.distributed  # its stubs leave out half of it
+
+LIMIT = timedelta(seconds=60)
+
+
+def backend(store: Any, rank: int) -> Any:
+    return dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, 2, LIMIT)
+
+
+def group_of(store: Any, rank: int) -> Any:
+    group = dist.ProcessGroup(dist.PrefixStore("group", store), rank, 2)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend(store, rank))
+    return group
+
+
+def tcp_store() -> Any:
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 2, os.environ["RANK"] == "0", LIMIT)
+
+
+def groups() -> None:
+    rank = int(os.environ["RANK"])
+    group, tensor = group_of(tcp_store(), rank), torch.ones(4)
+    group.allreduce([tensor]).wait()
+    group.broadcast(tensor, 1).wait()
+    group.allgather([[torch.zeros(4), torch.zeros(4)]], [tensor]).wait()
+    (group.send([tensor], 1, 7) if rank == 0 else group.recv([tensor], 0, 7)).wait()
+    dist.all_reduce(tensor, group=group)
+    group.barrier().wait()
+    print(tensor.tolist())
+
+
+def threads() -> None:
+    store, results = dist.HashStore(), [torch.ones(3), torch.ones(3)]
+    made: list[Any] = []
+
+    def run(rank: int) -> None:
+        group = group_of(store, rank)
+        made.append(group)
+        for _ in range(2):
+            group.allreduce([results[rank]]).wait()
+
+    running = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    print([result.tolist() for result in results])
+
+
+class InPython(dist.ProcessGroup):  # type: ignore[misc]
+    def allreduce(self, tensors: Any, options: Any = None) -> Any:
+        future: Any = torch.futures.Future()
+        future.set_result(tensors)
+        create: Any = getattr(torch._C._distributed_c10d, "_create_work_from_future")  # noqa: B009  (not in the stubs)
+        return create(future)
+
+
+def python_class() -> None:
+    for _ in range(2):
+        InPython(0, 2).allreduce([torch.ones(3)]).wait()
+    print("called")
+
+
+def local_tensors() -> None:
+    from torch.distributed._local_tensor import LocalTensorMode
+
+    dist.init_process_group("fake", rank=0, world_size=2)
+    for _ in range(2):
+        with LocalTensorMode(2):
+            dist.all_reduce(torch.ones(2))
+    print("called")
+
+
+CASES = {"groups": groups, "threads": threads, "python_class": python_class, "local_tensors": local_tensors}
+CASES[sys.argv[1]]()
