@@ -6,6 +6,7 @@ others. If only the order differs, the calls that moved are found by aligning th
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -70,8 +71,8 @@ class RunDifferences:
 
 def compare_calls(a: RunCalls, b: RunCalls) -> RunDifferences:
     """Compare two runs that were read with one catalog."""
+    differences = functools.cache(functools.partial(_differences, run_a=a, run_b=b))
     places: dict[_Content, list[tuple[int, int]]] = defaultdict(list)
-    known: dict[tuple[StepCalls, StepCalls], list[_Content]] = {}
     reasons: dict[str, list[int]] = defaultdict(list)
     notes: dict[str, list[int]] = defaultdict(list)
     volumes = [[0, 0], [0, 0]]
@@ -96,9 +97,7 @@ def compare_calls(a: RunCalls, b: RunCalls) -> RunDifferences:
             longer, shorter = (a, b) if a.last_step > b.last_step else (b, a)
             notes[_describe_steps(longer, shorter, open_steps)].append(rank)
         for step, of_a, of_b in pairs:
-            if (of_a, of_b) not in known:
-                known[of_a, of_b] = [] if of_a is of_b else [*_differences(of_a, of_b, a, b)]
-            for content in known[of_a, of_b]:
+            for content in differences(of_a, of_b):
                 places[content].append((rank, step))
             steps.add(step)
             if of_a.digest != of_b.digest:
@@ -186,17 +185,31 @@ def _step_pairs(a: RankCalls, b: RankCalls, last_a: int, last_b: int) -> tuple[l
 # ---- the differences of one step -------------------------------------------------------------------------------------
 
 
-def _differences(a: StepCalls, b: StepCalls, run_a: RunCalls, run_b: RunCalls) -> Iterator[_Content]:
-    """Yield the differences in each group; where the calls are equal, of their call sites."""
+def _differences(a: StepCalls, b: StepCalls, run_a: RunCalls, run_b: RunCalls) -> list[_Content]:
+    """Return the differences in each group; where the calls are equal, of their call sites."""
+    if a is b:
+        return []
     keys_a, keys_b = _by_key(a.counts), _by_key(b.counts)
+    contents = []
     for group in sorted({*a.orders, *b.orders}):
+        keys = [key for key in sorted({*keys_a, *keys_b}) if (key.role, key.group) == group]
+        sites = [(key, keys_a.get(key, Counter()), keys_b.get(key, Counter())) for key in keys]
         if a.orders.get(group) == b.orders.get(group):
-            rows = _site_rows(keys_a, keys_b, group)
+            rows = [
+                _Row("site", key, (moved := in_a - in_b).total(), moved.total(), _joined(moved), _joined(in_b - in_a))
+                for key, in_a, in_b in sites
+                if in_a != in_b
+            ]
         else:
-            rows = _call_rows(keys_a, keys_b, group, run_a, run_b)
+            rows = [
+                _Row("calls", key, calls_a, calls_b, _lines(run_a, key, in_a - in_b), _lines(run_b, key, in_b - in_a))
+                for key, in_a, in_b in sites
+                if (calls_a := in_a.total()) != (calls_b := in_b.total())
+            ]
             rows += _order_rows(a, b, group, changed=bool(rows))
         if rows:
-            yield tuple(rows)
+            contents.append(tuple(rows))
+    return contents
 
 
 def _by_key(counts: Mapping[Call, int]) -> dict[CallKey, Counter[str]]:
@@ -204,31 +217,6 @@ def _by_key(counts: Mapping[Call, int]) -> dict[CallKey, Counter[str]]:
     for (key, site), count in counts.items():
         by_key[key][site] += count
     return by_key
-
-
-_Keys: TypeAlias = Mapping[CallKey, Counter[str]]
-
-
-def _of_group(a: _Keys, b: _Keys, group: GroupLabel) -> Iterator[tuple[CallKey, Counter[str], Counter[str]]]:
-    for key in sorted({*a, *b}):
-        if (key.role, key.group) == group:
-            yield key, a.get(key, Counter()), b.get(key, Counter())
-
-
-def _call_rows(a: _Keys, b: _Keys, group: GroupLabel, run_a: RunCalls, run_b: RunCalls) -> list[_Row]:
-    return [
-        _Row("calls", key, calls_a, calls_b, _lines(run_a, key, in_a - in_b), _lines(run_b, key, in_b - in_a))
-        for key, in_a, in_b in _of_group(a, b, group)
-        if (calls_a := in_a.total()) != (calls_b := in_b.total())
-    ]
-
-
-def _site_rows(a: _Keys, b: _Keys, group: GroupLabel) -> list[_Row]:
-    return [
-        _Row("site", key, (moved := in_a - in_b).total(), moved.total(), _joined(moved), _joined(in_b - in_a))
-        for key, in_a, in_b in _of_group(a, b, group)
-        if in_a != in_b
-    ]
 
 
 def _order_rows(a: StepCalls, b: StepCalls, group: GroupLabel, *, changed: bool) -> list[_Row]:

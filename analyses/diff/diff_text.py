@@ -8,8 +8,6 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-import pandas as pd
-
 from commtrace.analyses.fold_engine import rows_of
 from commtrace.formatting import format_bytes, format_plural, format_ranks
 
@@ -32,7 +30,10 @@ def difference_lines(differences: RunDifferences, names: tuple[str, str], width:
         width: Characters of the longest line.
     """
     table = differences.table
-    paragraphs = [*_paragraphs(table.loc[table["kind"] != "site"])]
+    rows_by_place = itertools.groupby(
+        rows_of(table.loc[table["kind"] != "site"]), lambda row: (row.ranks, row.steps, row.role, row.group)
+    )
+    paragraphs = [[*rows] for _, rows in rows_by_place]
     for rows in paragraphs[:MAX_PARAGRAPHS]:
         yield from _paragraph(rows, names, width)
     if len(paragraphs) > MAX_PARAGRAPHS:
@@ -99,11 +100,6 @@ def _short(ranges: str) -> str:
     """Shorten a list of many ranges: "0,2,4,...,98 (50 ranges)"."""
     items = ranges.split(",")
     return ranges if len(items) <= _MAX_RANGES else f"{','.join(items[:3])},...,{items[-1]} ({len(items):,} ranges)"
-
-
-def _paragraphs(table: pd.DataFrame) -> Iterator[list[Any]]:
-    for _, rows in itertools.groupby(rows_of(table), lambda row: (row.ranks, row.steps, row.role, row.group)):
-        yield [*rows]
 
 
 def _paragraph(rows: list[Any], names: tuple[str, str], width: int) -> Iterator[str]:

@@ -229,13 +229,11 @@ def read_calls(run: RecordedRun, catalog: CallCatalog, own: Sequence[str] = ()) 
 
 def sum_own_calls(rows: Iterable[tuple[str, str, int, int, int]]) -> dict[tuple[str, str], OwnCalls]:
     """Sum calls by call site and operation. Rows are call site, operation, rank, calls, bytes."""
-    by_place: dict[tuple[str, str], list[tuple[int, int, int]]] = defaultdict(list)
-    for site, op, *numbers in rows:
-        by_place[site, op].append((numbers[0], numbers[1], numbers[2]))
-    return {
-        place: OwnCalls(sum(row[1] for row in same), sum(row[2] for row in same), frozenset(row[0] for row in same))
-        for place, same in by_place.items()
-    }
+    sums: dict[tuple[str, str], OwnCalls] = {}
+    for site, op, rank, calls, size in rows:
+        before = sums.get((site, op), OwnCalls(0, 0, frozenset()))
+        sums[site, op] = OwnCalls(before.calls + calls, before.payload_bytes + size, before.ranks | {rank})
+    return sums
 
 
 class _Reader:

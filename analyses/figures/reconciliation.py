@@ -12,22 +12,16 @@ from .style import CLOSED_FORM, bytes_scale, finish, horizontal_bars, in_order, 
 
 
 def waterfall(table: pd.DataFrame) -> go.Figure:
-    """Draw `waterfall`: from the closed form to the measured bytes of a step of one rank, a bar per cause."""
-    return _waterfall(table, "From the closed form to what was measured")
+    """Draw `waterfall`: from the closed form to the measured bytes of a step of one rank, a bar per cause.
 
-
-def waterfall_by_role(table: pd.DataFrame) -> go.Figure:
-    """Draw `waterfall_by_role`: the waterfall of each parallel dimension, one below the other."""
-    return _waterfall(table, "From the closed form to what was measured, by dimension")
-
-
-def _waterfall(table: pd.DataFrame, title: str) -> go.Figure:
-    """Draw the bars; running sums restart with each role."""
+    Of `waterfall_by_role`, the waterfall of each parallel dimension, one below the other.
+    """
+    title = "From the closed form to what was measured" + (", by dimension" if "role" in table else "")
     roles = table["role"] if "role" in table else pd.Series("", table.index)
     total = table["kind"].isin(["closed form", "measured"])
     colours = table["kind"].map({"unexplained": style.UNEXPLAINED, "cause": style.MORE}).fillna(CLOSED_FORM)
     colours = colours.mask((table["kind"] == "cause") & (table["bytes"] < 0), style.LESS)
-    # A total begins at 0, a cause at the sum of the bars before it.
+    # A total begins at 0, a cause at the sum of the bars before it, which restarts with each role.
     running = table["bytes"].where(table["kind"] != "measured", 0).groupby(roles, sort=False).cumsum()
     top = running.where(~total, table["bytes"])
     base = (top - table["bytes"]).where(~total, 0)
@@ -69,6 +63,9 @@ def _waterfall(table: pd.DataFrame, title: str) -> go.Figure:
     )
     figure.update_yaxes(showticklabels=False, range=[len(table) - 0.6, -0.75], showgrid=False, zeroline=False)
     return finish(figure, title, 120 + 60 * len(table))
+
+
+waterfall_by_role = waterfall
 
 
 def expected_and_measured(table: pd.DataFrame) -> go.Figure:
