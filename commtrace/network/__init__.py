@@ -6,8 +6,7 @@ commtrace bench --show network.json    print the tables and the fits again
 operations        the measured operations, with nccl-tests' sizes
 bench_plan        what to measure
 bench_ranks       the processes of a measurement
-bench_library     the interface of torch.distributed and mpi4py (bench_torch, bench_mpi)
-measuring         one operation and size: warm-up, rounds, slowest rank
+measuring         one operation and size: warm-up, rounds, slowest rank; the interface of bench_torch and bench_mpi
 bench_results     the results and their JSON file
 bench_text        the results as nccl-tests and the OSU micro-benchmarks print them
 fit               latency and bandwidth of each operation, with the error for sizes that were left out

@@ -11,8 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from . import NetworkError
-from .bench_library import BenchLibrary, Transfers, message_call
-from .measuring import BenchGroup, Call
+from .measuring import BenchGroup, BenchLibrary, Call, message_call
 from .operations import POINT_TO_POINT, Values
 
 try:
@@ -79,11 +78,12 @@ class MpiBenchGroup(BenchGroup):
     def call(self, op: str, source: Values, result: Values, messages: int) -> Call:
         comm, is_root, peer = self._comm, self.rank == 0, 1 - self.rank
         if op in POINT_TO_POINT:
-            transfers = Transfers(
-                partial(comm.Send, dest=peer), partial(comm.Recv, source=peer), partial(comm.Isend, dest=peer),
-                partial(comm.Irecv, source=peer), MPI.Request.Waitall,
+            return message_call(
+                op, self.rank, source, result, self.buffer(1), messages,
+                send=partial(comm.Send, dest=peer), recv=partial(comm.Recv, source=peer),
+                isend=partial(comm.Isend, dest=peer), irecv=partial(comm.Irecv, source=peer),
+                wait_all=MPI.Request.Waitall,
             )  # fmt: skip
-            return message_call(op, self.rank, transfers, source, result, self.buffer(1), messages)
         calls: dict[str, Call] = {
             "all_reduce": lambda: comm.Allreduce(source, result),
             "all_gather": lambda: comm.Allgather(source, result),

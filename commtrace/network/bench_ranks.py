@@ -20,11 +20,10 @@ from commtrace.errors import CommtraceError
 from commtrace.launchers import find_process, free_port
 
 from . import NetworkError, mpiexec
-from .bench_library import connect
 from .bench_plan import BenchPlan
 from .bench_results import BenchResults, write_results
 from .bench_text import results_lines
-from .measuring import BenchBuffers, BenchGroup, BenchRow, measure
+from .measuring import BenchBuffers, BenchGroup, BenchLibrary, BenchRow, measure
 from .operations import BARRIER, POINT_TO_POINT, payload_sizes
 from .process_exit import wait_for_threads
 
@@ -111,7 +110,7 @@ def _describe_end(status: int) -> str:
 def _last_error(errors: IO[str]) -> str:
     """Return commtrace's own message in a process's stderr, else its last lines, as one line."""
     errors.seek(0)
-    lines = [line.strip() for line in errors.read().splitlines() if line.strip()]
+    lines = [line.strip() for line in errors if line.strip()]
     messages = [line.removeprefix("commtrace: ") for line in lines if line.startswith("commtrace: ")]
     return messages[0] if messages else " | ".join(lines[-3:]) or "no error message"
 
@@ -171,6 +170,21 @@ def run_rank(plan: BenchPlan, *, bound: bool = False) -> int:
     if plan.through == "torch":
         wait_for_threads()
     return 0
+
+
+def connect(plan: BenchPlan) -> BenchLibrary:
+    """Connect this process, as a rank, through the plan's library.
+
+    Raises:
+        NetworkError: The library is not installed, or the ranks did not find each other.
+    """
+    if plan.through == "mpi4py":
+        from .bench_mpi import MpiBenchLibrary
+
+        return MpiBenchLibrary()
+    from .bench_torch import TorchBenchLibrary
+
+    return TorchBenchLibrary(plan)
 
 
 def bind_to_core(local_rank: int, ranks: int) -> None:

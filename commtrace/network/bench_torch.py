@@ -10,9 +10,8 @@ from functools import partial
 from typing import Any
 
 from . import NetworkError
-from .bench_library import BenchLibrary, Transfers, message_call
 from .bench_plan import BenchPlan
-from .measuring import BenchGroup, Call
+from .measuring import BenchGroup, BenchLibrary, Call, message_call
 from .operations import POINT_TO_POINT, Values
 
 try:
@@ -105,11 +104,11 @@ class TorchBenchGroup(BenchGroup):
         group, is_root, peer = self._group, self.rank == 0, 1 - self.rank
         if op in POINT_TO_POINT:
             to, of = {"group": group, "group_dst": peer}, {"group": group, "group_src": peer}
-            transfers = Transfers(
-                partial(dist.send, **to), partial(dist.recv, **of), partial(dist.isend, **to),
-                partial(dist.irecv, **of), lambda works: [work.wait() for work in works],
+            return message_call(
+                op, self.rank, source, result, self.buffer(1), messages,
+                send=partial(dist.send, **to), recv=partial(dist.recv, **of), isend=partial(dist.isend, **to),
+                irecv=partial(dist.irecv, **of), wait_all=lambda works: [work.wait() for work in works],
             )  # fmt: skip
-            return message_call(op, self.rank, transfers, source, result, self.buffer(1), messages)
         # The lists of shares are made before the timing, as programs do.
         gathered, scattered = ([*buffer.chunk(self.size)] if is_root else None for buffer in (result, source))
         calls: dict[str, Call] = {

@@ -11,10 +11,9 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from . import operations
 from .operations import BARRIER, ELEMENT_BYTES, PING_PONG, WINDOW, Values
@@ -30,25 +29,21 @@ _SMALL_WARMUP, _LARGE_WARMUP = 20, 2
 Call = Callable[[], object]
 
 
-class BenchGroup(ABC):
+class BenchGroup(Protocol):
     """A group of ranks in a library that is measured; this process is one of them. The root is rank 0."""
 
     rank: int
     size: int
 
-    @abstractmethod
     def buffer(self, count: int) -> Any:
         """Allocate float32 zeros where the library takes its buffers from (host or device memory)."""
 
-    @abstractmethod
     def fill(self, buffer: Any, values: Values) -> None:
         """Write values into a buffer of the same length."""
 
-    @abstractmethod
     def values(self, buffer: Any) -> Values:
         """Return the values in a buffer."""
 
-    @abstractmethod
     def call(self, op: str, source: Any, result: Any, messages: int) -> Call:
         """Return a function that calls the operation, which is complete or in the device's queue when it returns.
 
@@ -59,16 +54,57 @@ class BenchGroup(ABC):
             messages: Messages in a window.
         """
 
-    def settle(self) -> None:  # noqa: B027
+    def settle(self) -> None:
         """Wait until the device has completed all calls. Calls of a library that blocks are complete already."""
+        return
 
-    @abstractmethod
     def barrier(self) -> None:
         """Wait for all ranks of the group."""
 
-    @abstractmethod
     def gather(self, value: Any) -> list[Any]:
         """Return the small objects of all ranks, on every rank."""
+
+
+class BenchLibrary(Protocol):
+    """torch.distributed or mpi4py in this process, with all ranks connected."""
+
+    rank: int
+    size: int
+    local_rank: int
+
+    def group(self, ranks: Sequence[int]) -> BenchGroup | None:
+        """Make a group of ranks; return None if this rank is not in it. All ranks call this, in the same order."""
+
+    def wait(self) -> None:
+        """Wait for all ranks without keeping a core busy: other ranks of this host may be measuring."""
+
+    def versions(self) -> Mapping[str, str]:
+        """Return the versions of what is measured."""
+
+    def close(self) -> None:
+        """Disconnect. All ranks call this."""
+
+    def abort(self) -> None:
+        """End the other ranks, because this one has failed, if they do not see their connections break."""
+        return
+
+
+def message_call(
+    op: str, rank: int, source: Any, result: Any, answer: Any, messages: int, *,
+    send: Callable[[Any], object], recv: Callable[[Any], object], isend: Callable[[Any], object],
+    irecv: Callable[[Any], object], wait_all: Callable[[list[Any]], object],
+) -> Call:  # fmt: skip
+    """Return what a rank of a pair calls to exchange messages.
+
+    `answer` is a buffer of one element. The library's functions send a buffer to the other rank, or receive one.
+    """
+    calls: dict[tuple[str, int], Call] = {
+        (PING_PONG, 0): lambda: (send(source), recv(result)),
+        (PING_PONG, 1): lambda: (recv(result), send(source)),
+        (WINDOW, 0): lambda: (wait_all([isend(source) for _ in range(messages)]), recv(answer)),
+        (WINDOW, 1): lambda: (wait_all([irecv(result) for _ in range(messages)]), send(answer)),
+    }
+    return calls[op, rank]
 
 
 class BenchBuffers:
@@ -84,9 +120,8 @@ class BenchBuffers:
 
     def of(self, op: str, count: int, ranks: int) -> tuple[Any, Any]:
         """Return the input and the output of a rank for a payload of `count` elements."""
-        return self._source[: operations.input_elements(op, count, ranks)], self._result[
-            : operations.output_elements(op, count, ranks)
-        ]
+        source, result = operations.input_elements(op, count, ranks), operations.output_elements(op, count, ranks)
+        return self._source[:source], self._result[:result]
 
 
 @dataclass(frozen=True)
@@ -157,7 +192,10 @@ def measure(
     warmup = _SMALL_WARMUP if payload <= _SMALL_BYTES and messages == 1 else _LARGE_WARMUP
     call()  # makes connections, and touches the memory
     warmup_seconds = max(seconds_of_rank for (seconds_of_rank,) in group.gather([time_round(warmup)]))
-    rounds, calls = _rounds_and_calls(max(warmup_seconds / warmup, 1e-7), seconds)
+    call_seconds = max(warmup_seconds / warmup, 1e-7)
+    rounds, calls = ROUNDS, min(_MAX_CALLS, math.ceil(seconds / ROUNDS / call_seconds))
+    if call_seconds * ROUNDS > seconds:
+        rounds, calls = max(_MIN_ROUNDS, min(ROUNDS, int(seconds / call_seconds))), 1
     seconds_by_rank = group.gather([time_round(calls) for _ in range(rounds)])
     us = 1e6 / calls * (0.5 if op == PING_PONG else 1 / messages)
     round_us = [max(times) * us for times in zip(*seconds_by_rank, strict=True)]
@@ -182,10 +220,3 @@ def _wrong_elements(group: BenchGroup, op: str, count: int, source: Any, result:
     for buffer in (source, result):  # zeros stay zeros, however often they are summed
         group.fill(buffer, group.values(buffer) * 0)
     return int(sum(wrong_of_rank for (wrong_of_rank,) in group.gather([wrong])))
-
-
-def _rounds_and_calls(call_seconds: float, seconds: float) -> tuple[int, int]:
-    """Return the number of rounds, and of calls in each, that fill `seconds`."""
-    if call_seconds * ROUNDS > seconds:
-        return max(_MIN_ROUNDS, min(ROUNDS, int(seconds / call_seconds))), 1
-    return ROUNDS, min(_MAX_CALLS, math.ceil(seconds / ROUNDS / call_seconds))

@@ -15,8 +15,7 @@ def wait_for_threads(timeout_s: float = 5.0) -> None:
     ("terminate called without an active exception"): SIGABRT after a good training, about once in twenty runs on a busy
     machine. Destroying the process group does not help: its threads outlive it while DDP or DeepSpeed refers to it.
     """
-    end = time.monotonic() + timeout_s
-    quiet = 0
+    end, quiet = time.monotonic() + timeout_s, 0
     # Twice: between two checks the GIL is free, so that a thread that waited for it has had it.
     while quiet < 2 and time.monotonic() < end:
         time.sleep(0.01)

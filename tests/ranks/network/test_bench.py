@@ -15,8 +15,8 @@ from networks import ideal, results, row
 
 from commtrace.cli import main
 from commtrace.network import NetworkError
-from commtrace.network.bench_library import connect
 from commtrace.network.bench_plan import BenchPlan
+from commtrace.network.bench_ranks import connect
 from commtrace.network.bench_results import BenchResults, read_results, write_results
 from commtrace.network.bench_text import results_lines
 from commtrace.network.operations import COLLECTIVES, OPERATIONS, POINT_TO_POINT
