@@ -1,6 +1,6 @@
 """Command line: `commtrace COMMAND ...`. Imports only the command that runs.
 
-A command is one class `Command` in one file: its docstring is its help, `prepare(parser)` adds its arguments,
+A command is a module of `commtrace.commands`: its docstring is its help, `prepare(parser)` adds its arguments,
 `run(arguments)` does the work and returns the exit status, or raises CommtraceError with what to fix. Only this module
 prints errors. Exit statuses: 0 success (also for a partial log), 1 an error that the user can fix (`check`, `diff`:
 also a difference), 2 wrong arguments, 3 `check` or `diff` could not compare everything, 130 interrupted.
@@ -21,7 +21,7 @@ from typing import Final
 import commtrace
 from commtrace.errors import CommtraceError
 
-# Command, which is also its module in commtrace.commands -> first line of the docstring of its class.
+# Command, which is also its module in commtrace.commands -> first line of its docstring.
 COMMANDS: Final = {
     "report": "Show what a run communicated.",
     "scaling": "Compare runs of one program on increasing numbers of ranks: what limits the scaling.",
@@ -83,7 +83,7 @@ def _run(arguments: list[str]) -> int:
     for name, summary in COMMANDS.items():
         sub = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
         if name == chosen:
-            command = import_module(f"commtrace.commands.{name}").Command()
+            command = import_module(f"commtrace.commands.{name}")
             sub.description = inspect.getdoc(command)
             command.prepare(sub)
             sub.set_defaults(run=command.run)

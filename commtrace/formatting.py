@@ -113,17 +113,15 @@ def parse_ranks(text: str) -> list[int]:
 
 
 def _with_unit(value: Any, factor: int, units: Sequence[str]) -> str:
-    """Format a number with the unit that suits; each unit is `factor` times the one before."""
+    """Format a number with three digits, or all of those before the point, in the unit that suits.
+
+    Each unit is `factor` times the one before; integers in the first unit keep all digits.
+    """
     if not is_known(value):
         return NOT_KNOWN
     number, unit = float(value), 0
     while abs(number) >= 999.5 and unit < len(units) - 1:
         number, unit = number / factor, unit + 1
-    return f"{_three_digits(number, exact=unit == 0)} {units[unit]}"
-
-
-def _three_digits(number: float, *, exact: bool) -> str:
-    """Format with three digits, or all of those before the point; `exact`: integers keep all digits."""
-    if exact and number.is_integer():
-        return f"{number:,.0f}"
-    return f"{number:.2f}" if number < 9.995 else f"{number:.1f}" if number < 99.95 else f"{number:,.0f}"
+    exact = unit == 0 and number.is_integer()
+    digits = 0 if exact or number >= 99.95 else 1 if number >= 9.995 else 2
+    return f"{number:,.{digits}f} {units[unit]}"

@@ -74,7 +74,7 @@ def commands_page() -> str:
         "130 interrupted."
     ]
     for name in COMMANDS:
-        command = import_module(f"commtrace.commands.{name}").Command()
+        command = import_module(f"commtrace.commands.{name}")
         parser = argparse.ArgumentParser(
             prog=f"commtrace {name}",
             description=inspect.getdoc(command),

@@ -73,7 +73,9 @@ def sizes_over_time(table: pd.DataFrame) -> go.Figure:
             f"{_bin_text(cell.exponent)}<br>{format_count(cell.calls)} calls, {format_bytes(cell.sum_bytes)}<br>{ops}"
         )
     most = float(np.nanmax(calls)) if len(cells) else 1.0
-    ticks = _call_ticks(most)
+    ticks = [10**power * digit for power in range(19) for digit in (1, 2, 5) if 10**power * digit <= max(most, 2)]
+    if len(ticks) > 6:
+        ticks = [tick for tick in ticks if str(tick).startswith("1")]
     figure = go.Figure(
         go.Heatmap(
             x0=width / 2,
@@ -122,8 +124,3 @@ def _size_axis(exponents: Iterable[int]) -> dict[str, Any]:
     ticks = [*([_NO_PAYLOAD + 0.5] if none else []), *edges]
     texts = [*(["0 B"] if none else []), *map(format_power_of_two, edges)]
     return {"tickvals": ticks, "ticktext": texts, "range": [low - 0.15, high + 1.15]}
-
-
-def _call_ticks(most: float) -> list[int]:
-    ticks = [10**power * digit for power in range(19) for digit in (1, 2, 5) if 10**power * digit <= max(most, 2)]
-    return ticks if len(ticks) <= 6 else [tick for tick in ticks if str(tick).startswith("1")]

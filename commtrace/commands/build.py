@@ -1,4 +1,10 @@
-"""`commtrace build`."""
+"""Build the native recorder for this environment.
+
+It records calls at a fraction of the cost of the Python recorder, and observes the end of a call even if nothing in
+Python waits for it. The build needs a C++ compiler and takes half a minute, once per environment (Python, torch,
+commtrace). The result is in the user's cache (XDG_CACHE_HOME), where every training run finds it. Without it, the
+Python recorder is used.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +12,15 @@ import argparse
 import importlib.util
 
 
-class Command:
-    """Build the native recorder for this environment.
+def prepare(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
 
-    It records calls at a fraction of the cost of the Python recorder, and observes the end of a call even if nothing in
-    Python waits for it. The build needs a C++ compiler and takes half a minute, once per environment (Python, torch,
-    commtrace). The result is in the user's cache (XDG_CACHE_HOME), where every training run finds it. Without it, the
-    Python recorder is used.
-    """
 
-    def prepare(self, parser: argparse.ArgumentParser) -> None:
-        """Add the arguments."""
+def run(arguments: argparse.Namespace) -> int:
+    """Build the recorders of the installed libraries, and print their paths."""
+    from commtrace.hooks.native import libraries
 
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Build the recorders of the installed libraries, and print their paths."""
-        from commtrace.hooks.native import libraries
-
-        print(libraries.MPI.build())
-        if importlib.util.find_spec("torch") is not None:
-            print(libraries.TORCH.build())
-        return 0
+    print(libraries.MPI.build())
+    if importlib.util.find_spec("torch") is not None:
+        print(libraries.TORCH.build())
+    return 0

@@ -1,4 +1,29 @@
-"""`commtrace check`."""
+"""Compare a run with its expected calls, for continuous integration.
+
+The expected calls come from one of three sources:
+
+  rules                the job alone (its parameters, parallel degrees and settings), by rules that mirror PyTorch,
+                       DeepSpeed and Megatron. They name causes. Calls of the program itself, or of a framework
+                       without rules, are listed, and fail only with --strict
+  --against DIR2       the log of a dry run of the same program, or of an earlier run
+  --baseline FILE      a text file for version control, which --update-baseline FILE writes
+
+A cell is one operation of one parallel dimension in one step of one rank. Rules are compared cell by cell.
+
+The first line is the verdict. Exit status:
+
+  0  as expected; with --tolerance, the payloads of all cells are within it
+  1  something differs; it is printed with call sites and, by rules, the most likely cause. With --against and
+     --baseline also: a rank is missing. Also: a log or FILE cannot be read
+  2  wrong arguments
+  3  nothing differs, but a part could not be compared: records were lost, a hook failed, or a process was killed;
+     by rules also: the job has no rules, or a rank left no log
+
+By rules, the job description comes from the log. The hooks capture it when DDP or DeepSpeed is set up, at the first
+forward pass of an FSDP2 model, or at the first optimizer step of a model with parallelize_module only. With
+--config it comes from configuration files, as in `commtrace theory`, which needs the extra `theory` (PyYAML,
+pydantic).
+"""
 
 from __future__ import annotations
 
@@ -22,78 +47,51 @@ NOT_COMPARED: Final = 3
 """Exit statuses besides 0; 2 is argparse's."""
 
 
-class Command:
-    """Compare a run with its expected calls, for continuous integration.
+def prepare(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    add_shared(parser, "directory")
+    sources = parser.add_mutually_exclusive_group()
+    sources.add_argument(
+        "--against", metavar="DIR2", type=Path, help="compare with this dry run or earlier run, not with rules"
+    )
+    sources.add_argument("--baseline", metavar="FILE", type=Path, help="compare with this baseline, not with rules")
+    sources.add_argument(
+        "--update-baseline", metavar="FILE", type=Path,
+        help="write the calls of this run to FILE without a comparison; `own` lines in FILE are kept",
+    )  # fmt: skip
+    add_shared(parser, "--own", purpose="accept calls whose call site contains PATTERN, as the program's own")
+    parser.add_argument(
+        "--strict", action="store_true", help="by rules: fail on calls of the program itself, except those of --own"
+    )
+    parser.add_argument(
+        "--tolerance",
+        metavar="X",
+        type=exact_fraction,
+        default="0",
+        help="by rules: fraction by which the payload of a cell may differ, 0.01 for example; above 0, the number "
+        "and the payloads of calls are not compared (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", action="append", help="configuration to predict the calls from; may be repeated"
+    )
+    add_shared(parser, "--width")
+    add_options(parser.add_argument_group("with --config"), parser.add_argument_group("with --config, the model"))
 
-    The expected calls come from one of three sources:
 
-      rules                the job alone (its parameters, parallel degrees and settings), by rules that mirror PyTorch,
-                           DeepSpeed and Megatron. They name causes. Calls of the program itself, or of a framework
-                           without rules, are listed, and fail only with --strict
-      --against DIR2       the log of a dry run of the same program, or of an earlier run
-      --baseline FILE      a text file for version control, which --update-baseline FILE writes
+def run(arguments: argparse.Namespace) -> int:
+    """Print the verdict."""
+    from commtrace.run import open_run
 
-    A cell is one operation of one parallel dimension in one step of one rank. Rules are compared cell by cell.
-
-    The first line is the verdict. Exit status:
-
-      0  as expected; with --tolerance, the payloads of all cells are within it
-      1  something differs; it is printed with call sites and, by rules, the most likely cause. With --against and
-         --baseline also: a rank is missing. Also: a log or FILE cannot be read
-      2  wrong arguments
-      3  nothing differs, but a part could not be compared: records were lost, a hook failed, or a process was killed;
-         by rules also: the job has no rules, or a rank left no log
-
-    By rules, the job description comes from the log. The hooks capture it when DDP or DeepSpeed is set up, at the first
-    forward pass of an FSDP2 model, or at the first optimizer step of a model with parallelize_module only. With
-    --config it comes from configuration files, as in `commtrace theory`, which needs the extra `theory` (PyYAML,
-    pydantic).
-    """
-
-    def prepare(self, parser: argparse.ArgumentParser) -> None:
-        """Add the arguments."""
-        add_shared(parser, "directory")
-        sources = parser.add_mutually_exclusive_group()
-        sources.add_argument(
-            "--against", metavar="DIR2", type=Path, help="compare with this dry run or earlier run, not with rules"
-        )
-        sources.add_argument("--baseline", metavar="FILE", type=Path, help="compare with this baseline, not with rules")
-        sources.add_argument(
-            "--update-baseline", metavar="FILE", type=Path,
-            help="write the calls of this run to FILE without a comparison; `own` lines in FILE are kept",
-        )  # fmt: skip
-        add_shared(parser, "--own", purpose="accept calls whose call site contains PATTERN, as the program's own")
-        parser.add_argument(
-            "--strict", action="store_true", help="by rules: fail on calls of the program itself, except those of --own"
-        )
-        parser.add_argument(
-            "--tolerance",
-            metavar="X",
-            type=exact_fraction,
-            default="0",
-            help="by rules: fraction by which the payload of a cell may differ, 0.01 for example; above 0, the number "
-            "and the payloads of calls are not compared (default: %(default)s)",
-        )
-        parser.add_argument(
-            "--config", metavar="FILE", action="append", help="configuration to predict the calls from; may be repeated"
-        )
-        add_shared(parser, "--width")
-        add_options(parser.add_argument_group("with --config"), parser.add_argument_group("with --config, the model"))
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Print the verdict."""
-        from commtrace.run import open_run
-
-        by_rules = {"--tolerance": arguments.tolerance, "--config": arguments.config, "--strict": arguments.strict}
-        source = next((name for name in ("against", "baseline", "update_baseline") if getattr(arguments, name)), None)
-        for option in (name for name, value in by_rules.items() if value and source):
-            raise CommtraceError(f"{option} is only for the comparison with rules; remove it or --{_option(source)}")
-        run = open_run(arguments.directory)
-        compare = _update_baseline if arguments.update_baseline else _check_calls if source else _check_rules
-        try:
-            return compare(run, arguments)
-        finally:  # damaged records are known once they were read
-            _warn(str(note) for note in run.notes)
+    by_rules = {"--tolerance": arguments.tolerance, "--config": arguments.config, "--strict": arguments.strict}
+    source = next((name for name in ("against", "baseline", "update_baseline") if getattr(arguments, name)), None)
+    for option in (name for name, value in by_rules.items() if value and source):
+        raise CommtraceError(f"{option} is only for the comparison with rules; remove it or --{_option(source)}")
+    run = open_run(arguments.directory)
+    compare = _update_baseline if arguments.update_baseline else _check_calls if source else _check_rules
+    try:
+        return compare(run, arguments)
+    finally:  # damaged records are known once they were read
+        _warn(str(note) for note in run.notes)
 
 
 def _option(name: str | None) -> str:

@@ -1,4 +1,16 @@
-"""`commtrace diff`."""
+"""Compare the calls of two runs.
+
+Calls are compared by operation, payload (not of pickled objects), type, reduction, group, peer or root, phase and
+step, and by their order within a group; not by times. Ranks and steps with the same difference are merged. If one
+run has more steps than the other, its additional steps are compared with those that the other repeats. Settings,
+versions and jobs that differ are listed. Exit status:
+
+  0  equal; calls may come from other call sites, which are listed
+  1  something differs, or a rank is missing. Also: a log cannot be read
+  2  wrong arguments
+  3  nothing differs, but a part could not be compared: records were lost, a hook failed, or a process was
+     killed
+"""
 
 from __future__ import annotations
 
@@ -14,47 +26,33 @@ NOT_COMPARED: Final = 3
 """Exit statuses besides 0; 2 is argparse's."""
 
 
-class Command:
-    """Compare the calls of two runs.
+def prepare(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    for name in ("a", "b"):
+        parser.add_argument(name, metavar=name.upper(), type=Path, help="log directory of a run or of a dry run")
+    add_shared(parser, "--json")
+    add_shared(parser, "--own", purpose="leave out calls whose call site contains PATTERN")
+    add_shared(parser, "--width")
 
-    Calls are compared by operation, payload (not of pickled objects), type, reduction, group, peer or root, phase and
-    step, and by their order within a group; not by times. Ranks and steps with the same difference are merged. If one
-    run has more steps than the other, its additional steps are compared with those that the other repeats. Settings,
-    versions and jobs that differ are listed. Exit status:
 
-      0  equal; calls may come from other call sites, which are listed
-      1  something differs, or a rank is missing. Also: a log cannot be read
-      2  wrong arguments
-      3  nothing differs, but a part could not be compared: records were lost, a hook failed, or a process was
-         killed
-    """
+def run(arguments: argparse.Namespace) -> int:
+    """Print the differences."""
+    from commtrace.analyses.diff import CallCatalog, compare_calls, read_calls
+    from commtrace.analyses.diff.diff_text import compared_lines, difference_lines, own_lines
+    from commtrace.analyses.report.document import diff_to_json
+    from commtrace.run import open_run
 
-    def prepare(self, parser: argparse.ArgumentParser) -> None:
-        """Add the arguments."""
-        for name in ("a", "b"):
-            parser.add_argument(name, metavar=name.upper(), type=Path, help="log directory of a run or of a dry run")
-        add_shared(parser, "--json")
-        add_shared(parser, "--own", purpose="leave out calls whose call site contains PATTERN")
-        add_shared(parser, "--width")
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Print the differences."""
-        from commtrace.analyses.diff import CallCatalog, compare_calls, read_calls
-        from commtrace.analyses.diff.diff_text import compared_lines, difference_lines, own_lines
-        from commtrace.analyses.report.document import diff_to_json
-        from commtrace.run import open_run
-
-        catalog, runs = CallCatalog(), [open_run(path) for path in (arguments.a, arguments.b)]
-        a, b = (read_calls(run, catalog, arguments.own) for run in runs)
-        for note in (note for run in runs for note in run.notes):
-            print(f"commtrace: {note}", file=sys.stderr)
-        differences = compare_calls(a, b)
-        status = DIFFERENT if not differences.equal else NOT_COMPARED if differences.not_compared else 0
-        if arguments.json:
-            print(diff_to_json(differences))
-            return status
-        width = arguments.width
-        first = {0: "equal", DIFFERENT: "different", NOT_COMPARED: "partly compared, equal"}[status]
-        lines = (*compared_lines(differences, width), *difference_lines(differences, ("A", "B"), width))
-        print(first, *lines, *own_lines(b.own, width), sep="\n")
+    catalog, runs = CallCatalog(), [open_run(path) for path in (arguments.a, arguments.b)]
+    a, b = (read_calls(run, catalog, arguments.own) for run in runs)
+    for note in (note for run in runs for note in run.notes):
+        print(f"commtrace: {note}", file=sys.stderr)
+    differences = compare_calls(a, b)
+    status = DIFFERENT if not differences.equal else NOT_COMPARED if differences.not_compared else 0
+    if arguments.json:
+        print(diff_to_json(differences))
         return status
+    width = arguments.width
+    first = {0: "equal", DIFFERENT: "different", NOT_COMPARED: "partly compared, equal"}[status]
+    lines = (*compared_lines(differences, width), *difference_lines(differences, ("A", "B"), width))
+    print(first, *lines, *own_lines(b.own, width), sep="\n")
+    return status

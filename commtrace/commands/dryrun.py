@@ -1,4 +1,19 @@
-"""`commtrace dryrun`."""
+"""Simulate any rank of a training job of any world size on this machine.
+
+CMD is the command that torchrun would start on every rank, unchanged. Each rank in --ranks runs here, one after the
+other or several at once. Its tensors have no memory and its collectives send nothing; the calls are recorded as in
+any run. The log is an ordinary one without times, marked as simulated. Operations, payloads, groups, order and call
+sites are those of the real job, unless they depend on values that the program computes. Each line of the program
+that reads such a value is reported. Values from other ranks are not real, except small integers that a rank sends
+or broadcasts: the program continues as if all ranks had sent the same, and this is not reported.
+
+    commtrace dryrun --world-size 1024 --ranks 0,1023 --out logs/dry python train.py --zero-stage 3
+    commtrace report logs/dry
+    commtrace check logs/dry
+
+`--ranks all-distinct` finds the ranks that differ, runs only those, and records which other ranks each represents;
+the report then shows what the whole job communicates.
+"""
 
 from __future__ import annotations
 
@@ -9,72 +24,55 @@ from pathlib import Path
 from .option_types import add_program, add_shared, add_timeout, positive_integer
 
 
-class Command:
-    """Simulate any rank of a training job of any world size on this machine.
+def prepare(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    add = parser.add_argument
+    add_shared(parser, "--world-size")
+    add(
+        "--ranks", metavar="LIST", default="0",
+        help="ranks to run: 0,1,60-63 for example, all, or all-distinct (default: %(default)s)",
+    )  # fmt: skip
+    add("--out", metavar="DIR", type=Path, help="log directory (default: commtrace-logs)")
+    add(
+        "--ranks-per-node", metavar="N", type=positive_integer, default=8,
+        help="ranks of each node, for LOCAL_RANK, LOCAL_WORLD_SIZE and NODE_RANK (default: %(default)s)",
+    )  # fmt: skip
+    add(
+        "--device", choices=("cpu", "cuda"),
+        help="device of the program; cuda: simulated (default: cuda if the program requires it)",
+    )  # fmt: skip
+    add(
+        "--jobs", metavar="N", type=positive_integer,
+        help="number of ranks to run at once, in addition to ranks that wait for others (default: number of cores, "
+        "at most 4)",
+    )  # fmt: skip
+    add_timeout(parser, 1800, "stop a rank that takes longer")
+    add_program(parser)
 
-    CMD is the command that torchrun would start on every rank, unchanged. Each rank in --ranks runs here, one after the
-    other or several at once. Its tensors have no memory and its collectives send nothing; the calls are recorded as in
-    any run. The log is an ordinary one without times, marked as simulated. Operations, payloads, groups, order and call
-    sites are those of the real job, unless they depend on values that the program computes. Each line of the program
-    that reads such a value is reported. Values from other ranks are not real, except small integers that a rank sends
-    or broadcasts: the program continues as if all ranks had sent the same, and this is not reported.
 
-        commtrace dryrun --world-size 1024 --ranks 0,1023 --out logs/dry python train.py --zero-stage 3
-        commtrace report logs/dry
-        commtrace check logs/dry
+def run(arguments: argparse.Namespace) -> int:
+    """Run the ranks and print a line for each.
 
-    `--ranks all-distinct` finds the ranks that differ, runs only those, and records which other ranks each represents;
-    the report then shows what the whole job communicates.
+    Raises:
+        CommtraceError: The program cannot be run, or a rank failed.
     """
+    from commtrace import settings
+    from commtrace.dryrun.dry_run import DryRunRequest, dry_run
 
-    def prepare(self, parser: argparse.ArgumentParser) -> None:
-        """Add the arguments."""
-        add = parser.add_argument
-        add_shared(parser, "--world-size")
-        add(
-            "--ranks", metavar="LIST", default="0",
-            help="ranks to run: 0,1,60-63 for example, all, or all-distinct (default: %(default)s)",
-        )  # fmt: skip
-        add("--out", metavar="DIR", type=Path, help="log directory (default: commtrace-logs)")
-        add(
-            "--ranks-per-node", metavar="N", type=positive_integer, default=8,
-            help="ranks of each node, for LOCAL_RANK, LOCAL_WORLD_SIZE and NODE_RANK (default: %(default)s)",
-        )  # fmt: skip
-        add(
-            "--device", choices=("cpu", "cuda"),
-            help="device of the program; cuda: simulated (default: cuda if the program requires it)",
-        )  # fmt: skip
-        add(
-            "--jobs", metavar="N", type=positive_integer,
-            help="number of ranks to run at once, in addition to ranks that wait for others (default: number of cores, "
-            "at most 4)",
-        )  # fmt: skip
-        add_timeout(parser, 1800, "stop a rank that takes longer")
-        add_program(parser)
+    from .run import traced
 
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Run the ranks and print a line for each.
-
-        Raises:
-            CommtraceError: The program cannot be run, or a rank failed.
-        """
-        from commtrace import settings
-        from commtrace.dryrun.dry_run import DryRunRequest, dry_run
-
-        from .run import traced
-
-        out = Path(os.path.abspath(arguments.out or settings.DEFAULT_DIRECTORY))
-        dry_run(
-            DryRunRequest(
-                command=arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command,
-                environment=traced(os.environ, str(out)),
-                world_size=arguments.world_size,
-                ranks=arguments.ranks,
-                out=out,
-                ranks_per_node=arguments.ranks_per_node,
-                device=arguments.device,
-                jobs=arguments.jobs,
-                timeout_s=arguments.timeout,
-            )
+    out = Path(os.path.abspath(arguments.out or settings.DEFAULT_DIRECTORY))
+    dry_run(
+        DryRunRequest(
+            command=arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command,
+            environment=traced(os.environ, str(out)),
+            world_size=arguments.world_size,
+            ranks=arguments.ranks,
+            out=out,
+            ranks_per_node=arguments.ranks_per_node,
+            device=arguments.device,
+            jobs=arguments.jobs,
+            timeout_s=arguments.timeout,
         )
-        return 0
+    )
+    return 0

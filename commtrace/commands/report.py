@@ -1,4 +1,10 @@
-"""`commtrace report`."""
+"""Show what a run communicated.
+
+The report has, in this order: warnings, if anything limits its numbers; findings; the comparison of the run with
+theory; volumes by operation, parallel dimension, phase, step and call site; bandwidth; the balance of the ranks;
+the coverage of the log, the cost of tracing, and the blind spots of the hooks. If DIR has several runs, the newest
+is shown. Of a damaged log, the readable part is reported. Several DIRs are shown side by side.
+"""
 
 from __future__ import annotations
 
@@ -25,62 +31,54 @@ PARALLEL_FROM: Final = 8_000_000
 """Number of records from which worker processes are used."""
 
 
-class Command:
-    """Show what a run communicated.
+def prepare(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    from commtrace.analyses.report import NOT_SHOWN, SECTIONS
 
-    The report has, in this order: warnings, if anything limits its numbers; findings; the comparison of the run with
-    theory; volumes by operation, parallel dimension, phase, step and call site; bandwidth; the balance of the ranks;
-    the coverage of the log, the cost of tracing, and the blind spots of the hooks. If DIR has several runs, the newest
-    is shown. Of a damaged log, the readable part is reported. Several DIRs are shown side by side.
-    """
+    parser.add_argument(
+        "directories", metavar="DIR", type=Path, nargs="+",
+        help="log directory, as in COMMTRACE, or the folder of one run in it; several: runs side by side",
+    )  # fmt: skip
+    add_formats(parser)
+    add_shared(parser, "--network", purpose="compare times with a network")
+    parser.add_argument(
+        "--sections", metavar="NAME,...", type=section_names,
+        help=f"sections of the text to show: all, or some of {', '.join(SECTIONS)} (default: all but "
+        f"{' and '.join(NOT_SHOWN)})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sites", metavar="N", type=non_negative_integer,
+        help="number of call sites to show; 0: all (default: 10, in HTML 40)",
+    )  # fmt: skip
+    add_shared(parser, "--width")
 
-    def prepare(self, parser: argparse.ArgumentParser) -> None:
-        """Add the arguments."""
-        from commtrace.analyses.report import NOT_SHOWN, SECTIONS
 
-        parser.add_argument(
-            "directories", metavar="DIR", type=Path, nargs="+",
-            help="log directory, as in COMMTRACE, or the folder of one run in it; several: runs side by side",
-        )  # fmt: skip
-        add_formats(parser)
-        add_shared(parser, "--network", purpose="compare times with a network")
-        parser.add_argument(
-            "--sections", metavar="NAME,...", type=section_names,
-            help=f"sections of the text to show: all, or some of {', '.join(SECTIONS)} (default: all but "
-            f"{' and '.join(NOT_SHOWN)})",
-        )  # fmt: skip
-        parser.add_argument(
-            "--sites", metavar="N", type=non_negative_integer,
-            help="number of call sites to show; 0: all (default: 10, in HTML 40)",
-        )  # fmt: skip
-        add_shared(parser, "--width")
+def run(arguments: argparse.Namespace) -> int:
+    """Print the report, or write the page."""
+    from commtrace.analyses.comparison import short_names
+    from commtrace.run import open_run
 
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Print the report, or write the page."""
-        from commtrace.analyses.comparison import short_names
-        from commtrace.run import open_run
+    several = len(arguments.directories) > 1
+    if arguments.network is not None and several:
+        raise CommtraceError("--network compares one run with a network; give one directory")
+    if arguments.sections is not None and (several or arguments.json or arguments.html is not None):
+        raise CommtraceError("--sections is for the text of one run; leave it out with --json, --html or more DIRs")
+    if arguments.html is not None:
+        from commtrace.analyses.report.html import page  # noqa: F401  raises if a library is not installed
+    runs = {name: open_run(path) for name, path in short_names(arguments.directories).items()}
+    details = arguments.html is not None and not several
+    tables = {name: _tables(run, details=details, network=arguments.network) for name, run in runs.items()}
+    if arguments.html is not None:
+        _write_page(arguments, runs, tables)
+    elif arguments.json:
+        from commtrace.analyses.comparison import compare
+        from commtrace.analyses.report.document import comparison_to_json, report_to_json
 
-        several = len(arguments.directories) > 1
-        if arguments.network is not None and several:
-            raise CommtraceError("--network compares one run with a network; give one directory")
-        if arguments.sections is not None and (several or arguments.json or arguments.html is not None):
-            raise CommtraceError("--sections is for the text of one run; leave it out with --json, --html or more DIRs")
-        if arguments.html is not None:
-            from commtrace.analyses.report.html import page  # noqa: F401  raises if a library is not installed
-        runs = {name: open_run(path) for name, path in short_names(arguments.directories).items()}
-        details = arguments.html is not None and not several
-        tables = {name: _tables(run, details=details, network=arguments.network) for name, run in runs.items()}
-        if arguments.html is not None:
-            _write_page(arguments, runs, tables)
-        elif arguments.json:
-            from commtrace.analyses.comparison import compare
-            from commtrace.analyses.report.document import comparison_to_json, report_to_json
-
-            documents = (report_to_json(run, tables[name]) for name, run in runs.items())
-            print(comparison_to_json(compare(runs, tables)) if several else next(documents))
-        else:
-            _print_text(arguments, runs, tables)
-        return 0
+        documents = (report_to_json(run, tables[name]) for name, run in runs.items())
+        print(comparison_to_json(compare(runs, tables)) if several else next(documents))
+    else:
+        _print_text(arguments, runs, tables)
+    return 0
 
 
 def section_names(text: str) -> tuple[str, ...]:

@@ -1,4 +1,10 @@
-"""`commtrace run`."""
+"""Run a program with tracing on.
+
+`commtrace run --out logs/run1 torchrun --nproc-per-node 2 train.py` does the same as setting COMMTRACE=logs/run1
+for the program. The program replaces this process: exit status and signals are those of the program. The command
+also works if commtrace is only on PYTHONPATH (module trees of Spack or EasyBuild), where Python reads no start-up
+files.
+"""
 
 from __future__ import annotations
 
@@ -15,33 +21,25 @@ from .option_types import add_program
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
-class Command:
-    """Run a program with tracing on.
+def prepare(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("--out", metavar="DIR", help="log directory (default: $COMMTRACE, or commtrace-logs)")
+    add_program(parser)
 
-    `commtrace run --out logs/run1 torchrun --nproc-per-node 2 train.py` does the same as setting COMMTRACE=logs/run1
-    for the program. The program replaces this process: exit status and signals are those of the program. The command
-    also works if commtrace is only on PYTHONPATH (module trees of Spack or EasyBuild), where Python reads no start-up
-    files.
-    """
 
-    def prepare(self, parser: argparse.ArgumentParser) -> None:
-        """Add the arguments."""
-        parser.add_argument("--out", metavar="DIR", help="log directory (default: $COMMTRACE, or commtrace-logs)")
-        add_program(parser)
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Replace this process by the program. Raises CommtraceError if that fails."""
-        command: list[str] = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
-        if not command:
-            raise CommtraceError("no program given; add it: commtrace run torchrun train.py")
-        program = shutil.which(command[0])
-        if program is None:
-            raise CommtraceError(f"{command[0]}: no such program on PATH; give its path, or python and the script")
-        environment = traced(os.environ, arguments.out)
-        try:
-            os.execve(program, command, environment)
-        except OSError as error:
-            raise CommtraceError(f"{program}: cannot be run: {error.strerror}") from error
+def run(arguments: argparse.Namespace) -> int:
+    """Replace this process by the program. Raises CommtraceError if that fails."""
+    command: list[str] = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if not command:
+        raise CommtraceError("no program given; add it: commtrace run torchrun train.py")
+    program = shutil.which(command[0])
+    if program is None:
+        raise CommtraceError(f"{command[0]}: no such program on PATH; give its path, or python and the script")
+    environment = traced(os.environ, arguments.out)
+    try:
+        os.execve(program, command, environment)
+    except OSError as error:
+        raise CommtraceError(f"{program}: cannot be run: {error.strerror}") from error
 
 
 def traced(environ: Mapping[str, str], directory: str | None) -> dict[str, str]:

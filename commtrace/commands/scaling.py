@@ -1,4 +1,10 @@
-"""`commtrace scaling`."""
+"""Compare runs of one program on increasing numbers of ranks: what limits the scaling.
+
+For each run: the time of a training step, speedup and efficiency against the run with the fewest ranks, tokens per
+second, the parts of the step time (computation, communication, waiting for late ranks), and the bytes that a rank
+sends, compared with theory. Then fits of Amdahl's law and of a latency and bandwidth model, with their errors, and
+their predictions for more ranks. Steps are marked by the program or detected by commtrace.
+"""
 
 from __future__ import annotations
 
@@ -9,56 +15,48 @@ from pathlib import Path
 from .option_types import add_formats, add_shared, positive_integer
 
 
-class Command:
-    """Compare runs of one program on increasing numbers of ranks: what limits the scaling.
+def prepare(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument(
+        "directories", metavar="DIR", type=Path, nargs="+", help="log directories, one per run; two or more"
+    )
+    parser.add_argument(
+        "--tokens", metavar="N", type=positive_integer, action="append",
+        help="tokens per step of the whole job, if the log does not have them; once, or once per run",
+    )  # fmt: skip
+    add_formats(parser)
+    add_shared(parser, "--width")
 
-    For each run: the time of a training step, speedup and efficiency against the run with the fewest ranks, tokens per
-    second, the parts of the step time (computation, communication, waiting for late ranks), and the bytes that a rank
-    sends, compared with theory. Then fits of Amdahl's law and of a latency and bandwidth model, with their errors, and
-    their predictions for more ranks. Steps are marked by the program or detected by commtrace.
-    """
 
-    def prepare(self, parser: argparse.ArgumentParser) -> None:
-        """Add the arguments."""
-        parser.add_argument(
-            "directories", metavar="DIR", type=Path, nargs="+", help="log directories, one per run; two or more"
-        )
-        parser.add_argument(
-            "--tokens", metavar="N", type=positive_integer, action="append",
-            help="tokens per step of the whole job, if the log does not have them; once, or once per run",
-        )  # fmt: skip
-        add_formats(parser)
-        add_shared(parser, "--width")
+def run(arguments: argparse.Namespace) -> int:
+    """Print the comparison, or write the page."""
+    from commtrace.analyses.comparison import short_names
+    from commtrace.analyses.scaling.findings import sentences
+    from commtrace.analyses.scaling.scaling_tables import scaling
+    from commtrace.run import open_run
 
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Print the comparison, or write the page."""
-        from commtrace.analyses.comparison import short_names
-        from commtrace.analyses.scaling.findings import sentences
-        from commtrace.analyses.scaling.scaling_tables import scaling
-        from commtrace.run import open_run
+    runs = {name: open_run(path) for name, path in short_names(arguments.directories).items()}
+    try:
+        tables = scaling(runs, arguments.tokens)
+    finally:  # damaged records are known once they were read
+        for note in (note for run in runs.values() for note in run.notes):
+            print(f"commtrace: {note}", file=sys.stderr)
+    if arguments.html is not None:
+        from commtrace.analyses.report.html.pages import page_of_scaling
+        from commtrace.output_files import atomic_write
 
-        runs = {name: open_run(path) for name, path in short_names(arguments.directories).items()}
-        try:
-            tables = scaling(runs, arguments.tokens)
-        finally:  # damaged records are known once they were read
-            for note in (note for run in runs.values() for note in run.notes):
-                print(f"commtrace: {note}", file=sys.stderr)
-        if arguments.html is not None:
-            from commtrace.analyses.report.html.pages import page_of_scaling
-            from commtrace.output_files import atomic_write
+        page = page_of_scaling(runs, tables, sentences(tables))
+        with atomic_write(arguments.html, force=arguments.force) as part:
+            part.write_text(page, encoding="utf-8")
+        print(f"{arguments.html}: {len(runs)} runs, to be opened in a browser")
+    elif arguments.json:
+        from commtrace.analyses.report.document import scaling_to_json
 
-            page = page_of_scaling(runs, tables, sentences(tables))
-            with atomic_write(arguments.html, force=arguments.force) as part:
-                part.write_text(page, encoding="utf-8")
-            print(f"{arguments.html}: {len(runs)} runs, to be opened in a browser")
-        elif arguments.json:
-            from commtrace.analyses.report.document import scaling_to_json
+        print(scaling_to_json(tables, sentences(tables)))
+    else:
+        from commtrace.analyses.report.several_runs_text import render_scaling
+        from commtrace.text_tables import console
 
-            print(scaling_to_json(tables, sentences(tables)))
-        else:
-            from commtrace.analyses.report.several_runs_text import render_scaling
-            from commtrace.text_tables import console
-
-            for text in render_scaling(tables, sentences(tables), arguments.width):
-                console(arguments.width).print(text)
-        return 0
+        for text in render_scaling(tables, sentences(tables), arguments.width):
+            console(arguments.width).print(text)
+    return 0

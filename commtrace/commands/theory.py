@@ -1,4 +1,13 @@
-"""`commtrace theory`."""
+"""Predict what a training run will communicate, from its configuration alone.
+
+CONFIG is a GPT-NeoX YAML file or the name of a built-in model (13B), a DeepSpeed JSON file, a Hugging Face
+config.json, or the latter two together. A DeepSpeed JSON file alone does not describe the model: add --layers,
+--hidden and --vocabulary. The command runs no training and needs neither torch nor DeepSpeed, only the extra
+`theory` (PyYAML, pydantic): `commtrace theory 13B --world-size 1024`.
+
+The output has two predictions: the closed form, and the expected calls of the frameworks (with bounds, if payloads
+depend on the data), and the differences between the two.
+"""
 
 from __future__ import annotations
 
@@ -11,43 +20,32 @@ if TYPE_CHECKING:
     from commtrace.theory.configs.job_plan import PlanOptions
 
 
-class Command:
-    """Predict what a training run will communicate, from its configuration alone.
+def prepare(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument(
+        "config", metavar="CONFIG", nargs="+", help="configuration file; later GPT-NeoX files override earlier ones"
+    )
+    add_shared(parser, "--world-size", "--json")
+    add_shared(parser, "--network", purpose="also predict communication times on a network")
+    add_options(parser, parser.add_argument_group("model, if no file describes it"))
 
-    CONFIG is a GPT-NeoX YAML file or the name of a built-in model (13B), a DeepSpeed JSON file, a Hugging Face
-    config.json, or the latter two together. A DeepSpeed JSON file alone does not describe the model: add --layers,
-    --hidden and --vocabulary. The command runs no training and needs neither torch nor DeepSpeed, only the extra
-    `theory` (PyYAML, pydantic): `commtrace theory 13B --world-size 1024`.
 
-    The output has two predictions: the closed form, and the expected calls of the frameworks (with bounds, if payloads
-    depend on the data), and the differences between the two.
-    """
+def run(arguments: argparse.Namespace) -> int:
+    """Print the predictions."""
+    import json
 
-    def prepare(self, parser: argparse.ArgumentParser) -> None:
-        """Add the arguments."""
-        parser.add_argument(
-            "config", metavar="CONFIG", nargs="+", help="configuration file; later GPT-NeoX files override earlier ones"
-        )
-        add_shared(parser, "--world-size", "--json")
-        add_shared(parser, "--network", purpose="also predict communication times on a network")
-        add_options(parser, parser.add_argument_group("model, if no file describes it"))
+    from commtrace.network.networks import open_network
+    from commtrace.theory.forecast.predicted_volumes import forecast, json_document
+    from commtrace.theory.forecast.text_report import json_times, text_lines, text_times
 
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Print the predictions."""
-        import json
-
-        from commtrace.network.networks import open_network
-        from commtrace.theory.forecast.predicted_volumes import forecast, json_document
-        from commtrace.theory.forecast.text_report import json_times, text_lines, text_times
-
-        network = None if arguments.network is None else open_network(arguments.network)
-        job = forecast(arguments.config, arguments.world_size, options_of(arguments))
-        if arguments.json:
-            times = {} if network is None else json_times(job, network)
-            print(json.dumps({**json_document(job), **times}, indent=1))
-        else:
-            print(*text_lines(job), *(() if network is None else text_times(job, network)), sep="\n")
-        return 0
+    network = None if arguments.network is None else open_network(arguments.network)
+    job = forecast(arguments.config, arguments.world_size, options_of(arguments))
+    if arguments.json:
+        times = {} if network is None else json_times(job, network)
+        print(json.dumps({**json_document(job), **times}, indent=1))
+    else:
+        print(*text_lines(job), *(() if network is None else text_times(job, network)), sep="\n")
+    return 0
 
 
 def add_options(general: argparse._ActionsContainer, figures: argparse._ActionsContainer) -> None:

@@ -19,7 +19,7 @@ from commtrace.cli import COMMANDS, main
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_table_of_commands_says_what_their_help_says(name: str) -> None:
-    assert (inspect.getdoc(import_module(f"commtrace.commands.{name}").Command) or "").splitlines()[0] == COMMANDS[name]
+    assert (inspect.getdoc(import_module(f"commtrace.commands.{name}")) or "").splitlines()[0] == COMMANDS[name]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS)])
