@@ -90,12 +90,11 @@ def own_cost(rows: Sequence[Row]) -> str:
     """From outside and by the report, whose mean and 99th percentile are rows of their own."""
     lines: dict[str, list[str]] = {}
     for row in rows:
-        name, _, what = row.name.rpartition(": ")
-        line = lines.setdefault(f"{row.case}: {name}", [])
+        line = lines.setdefault(f"{row.case}: {row.name.rpartition(': ')[0]}", [])
         if row.bare is not None:
             line.append(f"{number(row.bare)} {row.unit} ({signed(row.control_difference)})")
-        line.append(f"{what} {number(row.side)} {row.unit}")
-    header = ["", "external (bare again)", "reported", ""]
+        line.append(f"{number(row.side)} {row.unit}")
+    header = ["", "external (bare again)", "reported mean", "reported 99th percentile"]
     return markdown(header, [[name, *line] for name, line in lines.items()])
 
 
@@ -121,12 +120,9 @@ def native_step(rows: Sequence[Row]) -> str:
 def bench_loop(rows: Sequence[Row]) -> str:
     """What both measured of a call; then the errors of the fit."""
     compared = [row for row in rows if row.bare is not None]
-    lines = [
-        [row.case, f"{number(row.bare or 0)} us", f"{number(row.side)} us", spread(row), f"{row.control:.3f}"]
-        for row in compared
-    ]
+    lines = [[row.case, number(row.bare or 0), number(row.side), spread(row), f"{row.control:.3f}"] for row in compared]
     times = markdown(
-        ["", "hand-written loop", "commtrace bench", "bench / loop (quartiles)", "loop again / loop"], lines
+        ["us", "hand-written loop", "commtrace bench", "bench / loop (quartiles)", "loop again / loop"], lines
     )
     return f"{times}\n\n{by_case_alone([row for row in rows if row.bare is None])}"
 
