@@ -12,7 +12,7 @@ Of each group, the first 512 operations count, and of later ones 256 in every do
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -142,18 +142,16 @@ def _finish(network: Network, table: pd.DataFrame, run: RecordedRun) -> NamedTab
 def _host_counts(table: pd.DataFrame, hosts: Mapping[int, str]) -> Array:
     """Return the number of hosts of the ranks of each row, 0 if some of them left no log or are not known."""
 
-    def count(ranks: Sequence[int]) -> int:
-        return len({hosts[rank] for rank in ranks}) if ranks and all(rank in hosts for rank in ranks) else 0
-
-    def group_members(text: str) -> list[int]:
+    def count(text: str) -> int:
         try:
-            return parse_ranks(text)
-        except ValueError:  # a group that is not in the log's tables
-            return []
+            ranks = parse_ranks(text)
+        except ValueError:  # a group that is not in the log's tables, or a message without a known peer
+            return 0
+        return len({hosts[rank] for rank in ranks}) if ranks and hosts.keys() >= {*ranks} else 0
 
-    of_group = {text: count(group_members(text)) for text in table["group_ranks"].unique()}
-    rows = zip(table["rank"], table["peer"], table["group_ranks"], strict=True)
-    return np.array([of_group[group] if rank < 0 else count([rank, peer]) for rank, peer, group in rows], np.int64)
+    of_message = table["rank"].astype(str) + "," + table["peer"].astype(str)
+    members = table["group_ranks"].where(table["rank"] < 0, of_message)
+    return members.map({text: count(text) for text in members.unique()}).to_numpy(np.int64)
 
 
 def _row(network: Network, row: Any) -> dict[str, object]:

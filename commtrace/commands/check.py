@@ -31,20 +31,17 @@ import argparse
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from commtrace.errors import CommtraceError
 
+from .diff import DIFFERENT, NOT_COMPARED
 from .option_types import add_shared, exact_fraction
 from .theory import add_options, options_of
 
 if TYPE_CHECKING:
     from commtrace.analyses.fold_engine import Analysis
     from commtrace.run import Run
-
-DIFFERS: Final = 1
-NOT_COMPARED: Final = 3
-"""Exit statuses besides 0; 2 is argparse's."""
 
 
 def prepare(parser: argparse.ArgumentParser) -> None:
@@ -85,17 +82,14 @@ def run(arguments: argparse.Namespace) -> int:
     by_rules = {"--tolerance": arguments.tolerance, "--config": arguments.config, "--strict": arguments.strict}
     source = next((name for name in ("against", "baseline", "update_baseline") if getattr(arguments, name)), None)
     for option in (name for name, value in by_rules.items() if value and source):
-        raise CommtraceError(f"{option} is only for the comparison with rules; remove it or --{_option(source)}")
+        other = str(source).replace("_", "-")
+        raise CommtraceError(f"{option} is only for the comparison with rules; remove it or --{other}")
     run = open_run(arguments.directory)
     compare = _update_baseline if arguments.update_baseline else _check_calls if source else _check_rules
     try:
         return compare(run, arguments)
     finally:  # damaged records are known once they were read
         _warn(str(note) for note in run.notes)
-
-
-def _option(name: str | None) -> str:
-    return str(name).replace("_", "-")
 
 
 def _warn(texts: Iterable[str]) -> None:
@@ -132,7 +126,7 @@ def _check_rules(run: Run, arguments: argparse.Namespace) -> int:
         )
         print(*(line for hint in hints for line in wrapped(hint, arguments.width)), sep="\n")
     if len(verdict.differences):
-        return DIFFERS
+        return DIFFERENT
     return 0 if verdict.agrees else NOT_COMPARED
 
 
@@ -154,8 +148,8 @@ def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
         source = f"the {'dry run' if against.simulated else 'run'} {arguments.against}"
     measured = read_calls(run, catalog, own)
     differences = compare_calls(expected, measured)
-    status = DIFFERS if not differences.equal else NOT_COMPARED if differences.not_compared else 0
-    begins = {0: "as expected by", DIFFERS: "differs from", NOT_COMPARED: "partly compared, as expected by"}
+    status = DIFFERENT if not differences.equal else NOT_COMPARED if differences.not_compared else 0
+    begins = {0: "as expected by", DIFFERENT: "differs from", NOT_COMPARED: "partly compared, as expected by"}
     width = arguments.width
     names = "expected", "measured"
     lines = (*compared_lines(differences, width), *difference_lines(differences, names, width))
