@@ -22,7 +22,8 @@ _MESH: Final = {
     **dict.fromkeys(
         ("dp", "ddp", "fsdp", "dp_replicate", "dp_shard", "replicate", "shard", "data", "data_parallel"), "data"
     ),
-    **dict.fromkeys(("tp", "tensor", "tensor_parallel"), "tensor"),
+    **dict.fromkeys(("batch", "loss_mesh", "efsdp"), "data"),  # of torchtitan
+    **dict.fromkeys(("tp", "tensor", "tensor_parallel", "etp"), "tensor"),
     **dict.fromkeys(("pp", "pipeline"), "pipeline"),
     **dict.fromkeys(("cp", "context"), "context"),
     **dict.fromkeys(("sp", "sequence_parallel"), "sequence"),
