@@ -60,6 +60,11 @@ class ModuleNode:
     outputs: int = 1  # tensors with a gradient that it returns
     reads_input: bool = False  # whether it is handed the model's input, beside the first module
 
+    @property
+    def has_parameters(self) -> bool:
+        """Whether it or a module within it has parameters. A module without, as dropout, may be registered in vain."""
+        return bool(self.parameters) or any(child.has_parameters for child in self.children)
+
 
 @dataclass(frozen=True)
 class Job:
@@ -196,7 +201,7 @@ class Job:
     @cached_property
     def root(self) -> ModuleNode:
         """The model as a tree of the modules that run."""
-        return _tree(self.fact("modules"))
+        return _tree(self.fact("modules"), frozenset(self.row.get("embeddings", ())))
 
 
 def element_size(dtype: str) -> int:
@@ -222,8 +227,11 @@ def _tensors(rows: Sequence[Mapping[str, Any]]) -> tuple[ModelTensor, ...]:
         raise NotPredictedError("the list of parameters in the log cannot be read") from None
 
 
-def _tree(rows: Sequence[Mapping[str, Any]]) -> ModuleNode:
-    """Return modules, given by dotted names with parents first, as a tree. Modules that never run have no row."""
+def _tree(rows: Sequence[Mapping[str, Any]], embeddings: frozenset[int]) -> ModuleNode:
+    """Return modules, given by dotted names with parents first, as a tree. Modules that never run have no row.
+
+    Embeddings read the model's input wherever they are: indices have no gradient.
+    """
     names = [str(row["name"]) for row in rows]
     if not names or names[0] != "":
         raise NotPredictedError("the model itself is not among the modules in the log")
@@ -233,6 +241,7 @@ def _tree(rows: Sequence[Mapping[str, Any]]) -> ModuleNode:
         children[max(parents, key=lambda other: len(names[other]))].append(number)
 
     def build(number: int) -> ModuleNode:
-        return ModuleNode(number, tuple(rows[number]["parameters"]), tuple(build(child) for child in children[number]))
+        parts = tuple(build(child) for child in children[number])
+        return ModuleNode(number, tuple(rows[number]["parameters"]), parts, reads_input=number in embeddings)
 
     return build(0)

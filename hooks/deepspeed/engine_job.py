@@ -8,6 +8,8 @@ from __future__ import annotations
 import weakref
 from typing import Any, Final
 
+from torch.nn import Embedding
+
 from commtrace.hooks.torch.model_facts import dtype_name, grouped, known, model_row, modules
 from commtrace.patching import noting
 
@@ -69,7 +71,7 @@ def describe(engine: Any) -> dict[str, Any]:
                 "expert_parallel_sizes": lambda: _expert_parallel_sizes(),
             }
         ),
-        **known({"modules": lambda: _modules(engine)}),
+        **known({"modules": lambda: _modules(engine), "embeddings": lambda: _embeddings(engine)}),
         **model_row(engine.module, arguments.get(engine)),
     }
 
@@ -113,6 +115,12 @@ def _modules(engine: Any) -> list[dict[str, Any]]:
     from deepspeed.utils.z3_leaf_module import z3_leaf_module
 
     return modules(engine.module, z3_leaf_module)
+
+
+def _embeddings(engine: Any) -> list[int]:
+    """Return the modules, by their place in `_modules`, that take indices: such an input has no gradient."""
+    named = dict(engine.module.named_modules())
+    return [number for number, row in enumerate(_modules(engine)) if isinstance(named[row["name"]], Embedding)]
 
 
 def _expert_parallel_sizes() -> list[int]:

@@ -282,8 +282,11 @@ def _gathered_together(job: Job, numbers: tuple[int, ...]) -> list[tuple[int, ..
 
 @rule("deepspeed.runtime.zero.utils.assert_lst_len_same_as_other_ranks, get_lst_from_rank0", DEEPSPEED)
 def comparisons(recorded: CoordinatorCalls) -> list[ExpectedCall]:
-    """Rank 0 broadcasts each list that ranks compare, as 64-bit numbers."""
-    return [ExpectedCall("broadcast", _INT64 * length, COMPARED) for length in recorded.compared]
+    """Rank 0 broadcasts each list that ranks compare, as 64-bit numbers. Modules that do not run are not in it."""
+    return [
+        ExpectedCall("broadcast", _INT64 * most, COMPARED, least=_INT64 * least if least < most else None)
+        for most, least in recorded.compared
+    ]
 
 
 @rule("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.__reduce_and_partition_ipg_grads", DEEPSPEED)

@@ -52,7 +52,7 @@ class CoordinatorCalls:
     gathers: list[tuple[int, ...]] = field(default_factory=list)  # numbers of the parameters gathered in each call
     within: list[tuple[int, ...]] = field(default_factory=list)
     """Numbers of the parameters gathered from the secondary partition (hpZ), in each call."""
-    compared: list[int] = field(default_factory=list)  # lengths of the lists that ranks compared
+    compared: list[tuple[int, int]] = field(default_factory=list)  # most and least length of lists that ranks compared
 
 
 @dataclass
@@ -203,7 +203,7 @@ def reset_step(state: Coordinator) -> None:
         state.available.add(number)
         release_parameter(state, number)
     if not state.complete:
-        compare(state, len(state.order))
+        compare(state, len(state.order), sum(module.has_parameters for module in state.order))
         if state.recording:
             state.trace = [
                 (number, position)
@@ -220,9 +220,9 @@ def reset_step(state: Coordinator) -> None:
 
 
 @rule("deepspeed.runtime.zero.utils.assert_ints_same_as_other_ranks", DEEPSPEED)
-def compare(state: Coordinator, length: int) -> None:
+def compare(state: Coordinator, length: int, least: int | None = None) -> None:
     """Rank 0 broadcasts its list: the length, then the numbers."""
-    state.recorded.compared += [1, length]
+    state.recorded.compared += [(1, 1), (length, length if least is None else least)]
 
 
 @rule("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module (external parameters)",

@@ -1,0 +1,49 @@
+"""A GPT-2 of Hugging Face under ZeRO-3: two embeddings, and modules that are registered and do not run.
+
+`tests/support/recorded/trainer_zero3.json` has the job row of rank 0 and its calls from DeepSpeed by step, of
+`tests/external/frameworks/trainer.py zero3` up to the first evaluation.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from commtrace.analyses.reconciliation.matching import compare
+from commtrace.analyses.reconciliation.measured_calls import EqualCalls
+from commtrace.theory import predict
+
+RECORDED = json.loads((Path(__file__).parents[3] / "support" / "recorded" / "trainer_zero3.json").read_text())
+
+
+def leftovers(job: dict[str, Any], steps: dict[str, Any]) -> list[tuple[int, str, int, int]]:
+    """Step, operation, payload and number of calls that are expected but not recorded (below 0), or recorded only."""
+    prediction = predict(job)
+    return [
+        (int(step), call.op, call.payload, call.calls)
+        for step, calls in steps.items()
+        for cell in compare(
+            prediction.step(int(step)),
+            [EqualCalls("data", op, size, count, size * count, None, ranks=2) for op, size, count in calls],
+            prediction.ranks_of,
+        )
+        for call in cell.leftovers
+    ]
+
+
+def test_every_call_is_expected() -> None:
+    assert leftovers(RECORDED["job"], RECORDED["steps"]) == []
+
+
+def test_the_second_embedding_reads_the_model_s_input() -> None:
+    """Its parameter stays until backward has ended, so that the next forward pass need not gather it."""
+    without = {name: value for name, value in RECORDED["job"].items() if name != "embeddings"}
+    assert leftovers(without, RECORDED["steps"]) == [(0, "all_gather", 400_384, 1), (0, "all_gather", 416_768, -1)]
+
+
+def test_fewer_modules_than_have_parameters_are_a_difference() -> None:
+    shorter = [
+        [op, 376 if (op, size) == ("broadcast", 496) else size, count] for op, size, count in RECORDED["steps"]["0"]
+    ]
+    assert leftovers(RECORDED["job"], {"0": shorter}) == [(0, "broadcast", 376, 1), (0, "broadcast", 528, -1)]
