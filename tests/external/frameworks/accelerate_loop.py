@@ -1,0 +1,52 @@
+"""A training loop with Hugging Face accelerate: accelerate_loop.py ddp|fsdp|zero2."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import cpu_ranks
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import GPT2Config, GPT2LMHeadModel
+
+
+def settings(row: str) -> dict[str, Any]:
+    """Return the arguments that choose the parallelism."""
+    if row == "fsdp":
+        wrap = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["GPT2Block"]}
+        return {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, **wrap)}
+    if row == "zero2":
+        plugin = DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=2, gradient_clipping=1.0)
+        return {"deepspeed_plugin": plugin}
+    return {"gradient_accumulation_steps": 2}
+
+
+def main() -> None:
+    """Train three steps of two micro-batches."""
+    torch.manual_seed(7)
+    row = sys.argv[1]
+    cpu_ranks.prepare(row)
+    accelerator = Accelerator(cpu=row == "ddp", **settings(row))
+    config = GPT2Config(vocab_size=512, n_positions=64, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(config)
+    tokens = torch.randint(0, 500, (24, 32), generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(TensorDataset(tokens), batch_size=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for (batch,) in loader:
+        with accelerator.accumulate(model):
+            loss = model(input_ids=batch, labels=batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.gather(loss.detach().reshape(1)).mean().item())
+    accelerator.print("losses", losses)
+
+
+if __name__ == "__main__":
+    main()

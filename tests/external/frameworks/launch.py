@@ -1,0 +1,51 @@
+"""python launch.py PROGRAM ARGUMENTS: run a program of this folder on a rank, as environment variables say.
+
+FRAMEWORKS_OPERATORS=DIR writes the number of c10d operators that torch.profiler sees, by name, to DIR/RANK.json.
+FRAMEWORKS_FAULT=1 makes a call of PyTorch's own before the second step of the first optimizer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import _get_default_group
+from torch.distributed.utils import _verify_param_shape_across_processes
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+steps: Counter[int] = Counter()
+
+
+def fault(optimizer: Any, *_: Any) -> None:
+    """Compare the shape of a tensor among all ranks, as DDP does when it is built."""
+    steps[id(optimizer)] += 1
+    if steps == {id(optimizer): 2}:
+        _verify_param_shape_across_processes(_get_default_group(), [torch.zeros(3)])
+
+
+def main() -> None:
+    """Run the program."""
+    sys.argv = sys.argv[1:]
+    folder = Path(__file__).parent
+    sys.path.insert(0, str(folder))
+    program = str(folder / sys.argv[0])
+    if os.environ.get("FRAMEWORKS_FAULT"):
+        register_optimizer_step_pre_hook(fault)
+    operators = os.environ.get("FRAMEWORKS_OPERATORS")
+    if not operators:
+        runpy.run_path(program, run_name="__main__")
+        return
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        runpy.run_path(program, run_name="__main__")
+    names = Counter(event.name for event in profiler.events() if event.name.startswith("c10d::"))
+    (Path(operators) / f"{os.environ['RANK']}.json").write_text(json.dumps(names))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Training frameworks by environment variable on CPU ranks: operators, steps, dimensions and what `check` says.
+
+    pip install transformers accelerate lightning megatron-core torchtitan
+    pytest -m external tests/external/test_frameworks.py
+
+FRAMEWORKS_RESULTS=FILE adds what was seen to a JSON file, from which the page about frameworks has its table.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import commtrace
+
+LAUNCHER = Path(__file__).parent / "frameworks" / "launch.py"
+
+pytestmark = [pytest.mark.external, pytest.mark.timeout(900)]
+
+
+class Row(NamedTuple):
+    """A framework's training: its package, the program, the number of ranks, and what is expected of the log."""
+
+    package: str
+    command: str
+    ranks: int
+    rules: int
+    """Status of `check` by rules."""
+    dimensions: str
+    """Those of the calls, without groups of one rank."""
+
+
+ROWS = {
+    "Trainer, DDP": Row("transformers", "trainer.py ddp", 2, 0, "data"),
+    "Trainer, FSDP": Row("transformers", "trainer.py fsdp", 2, 1, "data"),
+    "Trainer, ZeRO-2": Row("transformers", "trainer.py zero2", 2, 0, "data"),
+    "Trainer, ZeRO-3": Row("transformers", "trainer.py zero3", 2, 0, "data"),
+    "accelerate, DDP": Row("accelerate", "accelerate_loop.py ddp", 2, 0, "data"),
+    "accelerate, FSDP": Row("accelerate", "accelerate_loop.py fsdp", 2, 0, "data"),
+    "accelerate, ZeRO-2": Row("accelerate", "accelerate_loop.py zero2", 2, 0, "data"),
+    "Lightning, DDP": Row("lightning", "lightning_fit.py ddp", 2, 0, "data"),
+    "Lightning, FSDP": Row("lightning", "lightning_fit.py fsdp", 2, 1, "data"),
+    "Lightning, ZeRO-2": Row("lightning", "lightning_fit.py zero2", 2, 0, "data"),
+    "Lightning, ZeRO-3": Row("lightning", "lightning_fit.py zero3", 2, 0, "data"),
+    "Megatron-Core, tensor": Row("megatron-core", "megatron_core.py 2 1", 2, 3, "model tensor world"),
+    "Megatron-Core, pipeline": Row("megatron-core", "megatron_core.py 1 2", 2, 3, "model pipeline world"),
+    "Megatron-Core, both": Row("megatron-core", "megatron_core.py 2 2", 4, 3, "model pipeline tensor world"),
+    "torchtitan, FSDP": Row("torchtitan", "torchtitan_train.py 2 1 1", 2, 0, "data"),
+    "torchtitan, FSDP and tensor": Row("torchtitan", "torchtitan_train.py 2 2 1", 4, 3, "data tensor"),
+}
+
+
+def train(row: Row, folder: Path, **variables: object) -> list[str]:
+    """Train, and return the lines with losses."""
+    folder.mkdir(exist_ok=True)
+    quiet = {
+        "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+    }  # fmt: skip
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("COMMTRACE")}
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={row.ranks}", str(LAUNCHER)]
+    done = subprocess.run(
+        [sys.executable, *launcher, *row.command.split()],
+        env={**inherited, **quiet, **{name: str(value) for name, value in variables.items()}},
+        cwd=folder, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return sorted(line for line in done.stdout.splitlines() if line.startswith("losses"))
+
+
+def check(log: Path, *options: str | Path) -> int:
+    """Return the status of `commtrace check`."""
+    command = [sys.executable, "-m", "commtrace.cli", "check", str(log), *map(str, options)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120).returncode
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_framework(name: str, tmp_path: Path) -> None:
+    row = ROWS[name]
+    try:
+        version = importlib.metadata.version(row.package)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{row.package} is not installed")
+    operators, baseline = tmp_path / "operators", tmp_path / "calls.txt"
+    operators.mkdir()
+    losses = train(row, tmp_path / "untraced", FRAMEWORKS_OPERATORS=operators)
+    logs = [tmp_path / name for name in ("log", "again", "faulty")]
+    assert losses
+    assert losses == train(row, tmp_path / "work", COMMTRACE=logs[0])
+    assert losses == train(row, tmp_path / "work", COMMTRACE=logs[1])
+    train(row, tmp_path / "work", COMMTRACE=logs[2], FRAMEWORKS_FAULT=1)
+
+    events = commtrace.open(logs[0]).events()
+    for rank in range(row.ranks):
+        seen = json.loads((operators / f"{rank}.json").read_text())
+        assert Counter("c10d::" + events.loc[events["rank"] == rank, "variant"].astype(str)) == seen
+    steps = {tuple(sorted({*events.loc[events["rank"] == rank, "step"]})) for rank in range(row.ranks)}
+    assert len(steps) == 1
+    dimensions = {*events["role"].astype(str)} - {"self"}
+    assert dimensions == {*row.dimensions.split()}
+
+    assert check(logs[0]) == row.rules
+    assert check(logs[0], "--update-baseline", baseline) == 0
+    assert check(logs[1], "--baseline", baseline) == 0
+    assert check(logs[2], "--baseline", baseline) == 1
+    assert check(logs[2]) == (1 if row.rules == 0 else row.rules)
+    if "FRAMEWORKS_RESULTS" in os.environ:
+        path = Path(os.environ["FRAMEWORKS_RESULTS"])
+        results = json.loads(path.read_text()) if path.is_file() else {}
+        phases = sorted({*events["phase"].astype(str)})
+        results[name] = {
+            "package": row.package, "version": version, "ranks": row.ranks, "calls": len(events),
+            "steps": list(steps.pop()), "dimensions": sorted(dimensions), "phases": phases, "rules": row.rules,
+        }  # fmt: skip
+        path.write_text(json.dumps(results, indent=1) + "\n")
