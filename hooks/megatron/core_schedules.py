@@ -1,11 +1,13 @@
 """The hook of Megatron-Core's schedules: steps, phases and micro-batches, and the job.
 
 A schedule makes the forward and backward passes of one step on every stage of a pipeline, so it begins the step on all
-ranks. What it does apart from forward steps and messages belongs to backward: it reduces the gradients.
+ranks. What it does apart from forward steps and messages belongs to backward: it reduces the gradients. Where it runs
+a forward and a backward pass together (overlap_moe_expert_parallel_comm), autograd and the frames show the phase.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import weakref
@@ -72,7 +74,8 @@ def _schedule(original: Callable[..., Any]) -> Callable[..., Any]:
         _note_model(kwargs)
         progress.activity()
         _backward_numbers = numbers or itertools.count()
-        with progress.within(Phase.BACKWARD):
+        runs_together = getattr(getattr(_chunks(kwargs)[0], "config", None), "overlap_moe_expert_parallel_comm", False)
+        with contextlib.nullcontext() if runs_together else progress.within(Phase.BACKWARD):
             return original(*args, **kwargs)
 
     return schedule
@@ -164,12 +167,17 @@ def _note_model(arguments: Any) -> None:
     if captured_jobs.any_known():
         return
     try:
-        model = arguments["model"]
-        chunks = model if isinstance(model, list | tuple) else [model]
+        chunks = _chunks(arguments)
         _rows[chunks[0]] = _describe(chunks, arguments)
         _models.add(chunks[0])
     except Exception:
         fault()
+
+
+def _chunks(arguments: Any) -> Sequence[Any]:
+    """Return the parts of the model on this rank: several in an interleaved schedule."""
+    model = arguments.get("model")
+    return model if isinstance(model, list | tuple) and model else [model]
 
 
 def _describe(chunks: Sequence[Any], arguments: Any) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     core_schedules.install()
     core_optimizer.install()
     schedules = vars(sys.modules["megatron.core.pipeline_parallel.schedules"])
-    model = torch.nn.Linear(2, 2)
+    model = stage.model = torch.nn.Linear(2, 2)
     stage.run = lambda kind, **named: schedules[f"forward_backward_{kind}"](model=model, **JOB, **named)
     yield stage
     core_optimizer.uninstall()
@@ -160,6 +160,12 @@ def test_a_stage_without_calls_in_forward_begins_its_step_with_the_schedule(stag
 def test_which_micro_batch_an_interleaved_schedule_propagates_is_not_known(stage: Stage) -> None:
     stage.run("pipelining_with_interleaving")
     assert stage.noted() == [("tensor backward", 0, BACKWARD, -1)]
+
+
+def test_passes_that_run_together_are_left_to_autograd_and_the_frames(stage: Stage) -> None:
+    stage.model.config = SimpleNamespace(overlap_moe_expert_parallel_comm=True)
+    stage.run("no_pipelining")
+    assert stage.noted()[-1] == ("reduce gradients", 0, OTHER, -1)
 
 
 def test_an_evaluation_is_one_phase_and_begins_no_step(stage: Stage) -> None:
