@@ -43,12 +43,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def real_programs_page() -> str:
     """Return what theory expects of recorded runs of GPT-NeoX's own program, computed at each build."""
-    recorded = json.loads(Path(__file__).parents[1].joinpath("tests/support/recorded/gpt_neox.json").read_text())
+    recorded = _recorded("gpt_neox")
     lines = [
         "# Real programs\n\n`train.py` of [GPT-NeoX](https://github.com/EleutherAI/gpt-neox) at "
         f"{GPT_NEOX[1]}, unedited, on CPU ranks with gloo and DeepSpeed {DEEPSPEED[1]}: calls of a rank in all steps, "
-        "and those that the rules do not expect, or expect in vain. `tests/external` runs it again.\n",
-        "| configuration | ranks | scheme | calls | not as expected |\n| --- | ---: | --- | ---: | ---: |",
+        "and those that the rules do not expect, or expect in vain; whether the calls of all ranks equal those of its "
+        "dry run (`commtrace check --against`). `tests/external` runs it again.\n",
+        "| configuration | ranks | scheme | calls | not as expected | as its dry run |\n"
+        "| --- | ---: | --- | ---: | ---: | --- |",
     ]
     for name, run in recorded.items():
         first = run["ranks"][0]
@@ -61,9 +63,38 @@ def real_programs_page() -> str:
             for role, op, payload, _, count in calls:
                 measured[step, role, op, payload] += count
         differing = (measured - expected).total() + (expected - measured).total()
-        cells = (name, first["job"]["world_size"], prediction.scheme, measured.total(), differing)
+        equal = {0: "yes", 1: "no"}.get(run.get("against_dry_run"), "-")
+        cells = (name, first["job"]["world_size"], prediction.scheme, measured.total(), differing, equal)
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines) + "\n"
+    return "\n".join((*lines, "", *_configuration_files())) + "\n"
+
+
+def _recorded(name: str) -> dict[str, Any]:
+    path = Path(__file__).parents[1] / "tests" / "support" / "recorded" / f"{name}.json"
+    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return document
+
+
+def _configuration_files() -> Iterator[str]:
+    """Yield the table of GPT-NeoX's own configuration files, as `tests/external/gpt_neox_files.py` recorded it."""
+    document = _recorded("gpt_neox_files")
+    files = document["files"].values()
+    equal = sum("parameters" in file and file["parameters"] == file.get("real") for file in files)
+    refused = sum("refused" in file for file in files)
+    yield (
+        f"## Configuration files\n\nAll files of GPT-NeoX {document['commit'][:8]} on {document['world_size']} ranks, "
+        f"recorded on {document['date']}: {equal} of {len(files)} are predicted with as many parameters as GPT-NeoX's "
+        f"own model has on the meta device (of a tensor-parallel rank, all stages together), {refused} are refused "
+        "with a reason. Files without a model, or without its training, are joined to another.\n"
+    )
+    yield from (
+        "| files | theory | parameters | GPT-NeoX's model, or why it is not made |",
+        "| --- | --- | ---: | ---: |",
+    )
+    for name, file in document["files"].items():
+        outcome = file.get("scheme") or f"refused: {file['refused']}"
+        counts = [f"{file[key]:,}" if key in file else "-" for key in ("parameters", "real")]
+        yield f"| {name} | {outcome} | {counts[0]} | {file['fails'] if 'fails' in file else counts[1]} |"
 
 
 def commands_page() -> str:

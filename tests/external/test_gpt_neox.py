@@ -33,6 +33,10 @@ pytestmark = [
 ]
 
 
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+COMMTRACE = [sys.executable, "-m", "commtrace.cli"]
+
+
 def run(command: list[str], ranks: int, **variables: str) -> str:
     """Run a command in the checkout, and return its output."""
     inherited = {name: value for name, value in os.environ.items() if name != VARIABLE}  # no setting of commtrace
@@ -45,20 +49,45 @@ def run(command: list[str], ranks: int, **variables: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", RECORDED)
-def test_every_call_of_a_training_is_expected(name: str, tmp_path: Path) -> None:
+def prepared(name: str, folder: Path) -> tuple[int, list[str]]:
+    """Return the ranks of a recorded run, and the script with its arguments, after its data were written."""
     config: dict[str, Any] = RECORDED[name]["config"]
     ranks = int(config["global_num_gpus"])
-    data = str(tmp_path / "text_document")
+    data = str(folder / "text_document")
     paths = {"data_path": data, "vocab_file": "none", "distributed_backend": "gloo", "num_workers": 0}
     if "checkpoint_factor" in config:
-        paths["save"] = str(tmp_path / "checkpoints")
-    (tmp_path / "config.yml").write_text(yaml.safe_dump({**config, **paths, "data_impl": "mmap", "lr_decay_iters": 6}))
-    start = [sys.executable, str(CPU / "start.py"), str(tmp_path / "config.yml"), data]
-    arguments = json.loads(run(start, ranks).splitlines()[-1])
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    run([*launcher, *arguments], ranks, COMMTRACE=str(tmp_path / "log"))
-    run([sys.executable, "-m", "commtrace.cli", "check", str(tmp_path / "log")], ranks)
+        paths["save"] = str(folder / "checkpoints")
+    (folder / "config.yml").write_text(yaml.safe_dump({**config, **paths, "data_impl": "mmap", "lr_decay_iters": 6}))
+    start = [sys.executable, str(CPU / "start.py"), str(folder / "config.yml"), data]
+    return ranks, json.loads(run(start, ranks).splitlines()[-1])
+
+
+def trained(folder: Path, ranks: int, script: list[str]) -> str:
+    """Train, and return the folder of the log."""
+    run([*LAUNCHER, f"--nproc-per-node={ranks}", *script], ranks, COMMTRACE=str(folder / "log"))
+    return str(folder / "log")
+
+
+def simulated(folder: Path, ranks: int, script: list[str]) -> str:
+    """Simulate the same training, and return the folder of its log."""
+    options = [f"--world-size={ranks}", "--ranks=all", "--out", str(folder / "dry")]
+    run([*COMMTRACE, "dryrun", *options, sys.executable, *script], ranks)
+    return str(folder / "dry")
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_every_call_of_a_training_is_expected(name: str, tmp_path: Path) -> None:
+    ranks, script = prepared(name, tmp_path)
+    log, dry = trained(tmp_path, ranks, script), simulated(tmp_path, ranks, script)
+    run([*COMMTRACE, "check", log], ranks)
+    run([*COMMTRACE, "check", log, "--against", dry], ranks)
+
+
+def test_the_configuration_files_are_as_recorded(tmp_path: Path) -> None:
+    run([sys.executable, str(Path(__file__).with_name("gpt_neox_files.py")), str(tmp_path / "files.json")], 1)
+    recorded = Path(__file__).parents[1] / "support" / "recorded" / "gpt_neox_files.json"
+    files, same = (json.loads(path.read_text())["files"] for path in (tmp_path / "files.json", recorded))
+    assert files == same
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.library == GPT_NEOX[0]], ids=lambda rule: rule.name)

@@ -13,7 +13,7 @@ from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX
 from .config import GPT2_VOCAB, NeoxConfig
 from .field_types import Count, CountOrZero, Flag, Number, OptionalCount, SettingError, choice
 
-_VOCABULARIES: Final = {
+VOCABULARIES: Final = {
     "gpt2bpetokenizer": GPT2_VOCAB, "hfgpt2tokenizer": GPT2_VOCAB, "charleveltokenizer": 512, "hftokenizer": 50277,
 }  # fmt: skip
 """Ids of GPT-NeoX's tokenizers. HFTokenizer has those of its file: 50,277 with 20B_tokenizer.json, of GPT-NeoX-20B and
@@ -66,13 +66,13 @@ class ProgramConfig(NeoxConfig):
         for key, (allowed, reason) in _WITHOUT_RULES.items():
             if values.get(key, allowed) != allowed:
                 raise SettingError(key, reason)
-        kinds = {name for names, _ in values.get("attention_config") or () for name in names}
-        if not kinds <= {"global", "flash"}:
+        kinds = {name for names, _ in values.get("attention_config") or () for name in names} - {"global", "flash"}
+        if kinds:
             raise SettingError("attention_config", f"layers of the kind {min(kinds)} have no rules yet")
 
     @model_validator(mode="after")
     def _check_program(self) -> ProgramConfig:
-        if self.vocabulary is None and self.vocab.lower() not in _VOCABULARIES:
+        if self.vocabulary is None and self.vocab.lower() not in VOCABULARIES:
             raise SettingError("tokenizer_type", "its file decides the number of ids: give it with --vocabulary")
         if self.zero_stage > 1 and self.pipe_parallel_size:
             reason = "GPT-NeoX itself refuses ZeRO-2 and ZeRO-3 with its pipeline engine (pipe_parallel_size from 1)"
@@ -94,4 +94,4 @@ class ProgramConfig(NeoxConfig):
     @property
     def vocab_size(self) -> int:
         """Token ids that the tokenizer can produce, before padding."""
-        return self.vocabulary or _VOCABULARIES[self.vocab.lower()]
+        return self.vocabulary or VOCABULARIES[self.vocab.lower()]

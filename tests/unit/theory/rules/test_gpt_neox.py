@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import runpy
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,7 +27,9 @@ from commtrace.theory.expected_calls import total_wire_bytes
 from commtrace.theory.job import ModuleNode
 from commtrace.theory.rules.registry import GPT_NEOX, RULES, Rule
 
-RECORDED = json.loads((Path(__file__).parents[3] / "support" / "recorded" / "gpt_neox.json").read_text())
+TESTS = Path(__file__).parents[3]
+RECORDED = json.loads((TESTS / "support" / "recorded" / "gpt_neox.json").read_text())
+FILES = json.loads((TESTS / "support" / "recorded" / "gpt_neox_files.json").read_text())["files"]
 RANKS = [(name, number) for name, run in RECORDED.items() for number in range(len(run["ranks"]))]
 
 
@@ -105,6 +108,18 @@ def test_what_has_no_rules_is_not_predicted(name: str, change: dict[str, Any], r
     change = {**change, "model": {**row["model"], **change.get("model", {})}}
     with pytest.raises(NotPredictedError, match=reason):
         predict({**row, **change})
+
+
+def test_the_models_of_gpt_neox_s_files_have_the_predicted_parameters() -> None:
+    compared = {name: file for name, file in FILES.items() if {"parameters", "real"} <= file.keys()}
+    assert len(compared) > 40
+    assert [name for name, file in compared.items() if file["parameters"] != file["real"]] == []
+
+
+def test_the_reference_page_has_every_run_and_file() -> None:
+    pytest.importorskip("mkdocs")
+    page = runpy.run_path(str(TESTS.parent / "docs" / "generated_pages.py"))["real_programs_page"]()
+    assert [name for name in (*RECORDED, *FILES) if f"\n| {name} |" not in page] == []
 
 
 def wrong(value: Any, item: Any) -> Any:
