@@ -31,6 +31,7 @@ COMMANDS: Final = {
     "bench": "Measure the network: collectives and messages by payload, as nccl-tests and OMB do.",
     "run": "Run a program with tracing on.",
     "dryrun": "Simulate any rank of a training job of any world size on this machine.",
+    "doctor": "Show what is recorded in this environment, and test it on two local ranks.",
     "build": "Build the native recorder for this environment.",
     "recover": "Recover records of killed processes from this host's shared memory.",
     "export": "Write every call of a run to a CSV or Parquet file.",

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Final
 
@@ -28,10 +28,7 @@ from .operations import BARRIER, POINT_TO_POINT, payload_sizes
 from .process_exit import wait_for_threads
 
 # Without the working directory on sys.path: in a checkout its folder `commtrace` is not the whole package.
-_PROGRAM: Final = (
-    "import sys; sys.path[:1] == [''] and sys.path.pop(0)\n"
-    "from commtrace.network.bench_ranks import main; sys.exit(main())"
-)
+_PROGRAM: Final = "import sys; sys.path[:1] == [''] and sys.path.pop(0)\nfrom {} import main; sys.exit(main())"
 _TERMINATION_S: Final = 5.0
 """Seconds that mpiexec has to end after SIGTERM, and after SIGKILL."""
 
@@ -48,13 +45,33 @@ def start_ranks(plan: BenchPlan, ranks: int) -> None:
     """
     plan.groups(ranks)
     check_memory(plan, ranks)
-    program = [sys.executable, "-c", _PROGRAM, plan.to_json()]
-    (_start_mpi if plan.through == "mpi4py" else _start_torch)(program, ranks)
+    start_programs(__name__, plan.to_json(), plan.through, ranks)
 
 
-def _start_torch(program: Sequence[str], ranks: int) -> None:
+def start_programs(
+    module: str, argument: str, through: str, ranks: int, variables: Mapping[str, str] | None = None
+) -> None:
+    """Start ranks that call `main()` of a module, on this machine, and wait until they have ended.
+
+    Args:
+        module: Dotted name.
+        argument: The argument of each rank (`sys.argv[1]`).
+        through: "torch", or "mpi4py" for ranks that mpiexec starts.
+        ranks: Number of ranks.
+        variables: Added to their environment.
+
+    Raises:
+        NetworkError: The first rank that failed, with its error message. All other ranks are ended.
+        LaunchError: There is no mpiexec.
+    """
+    program = [sys.executable, "-c", _PROGRAM.format(module), argument]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, **(variables or {})}
+    (_start_mpi if through == "mpi4py" else _start_torch)(program, ranks, environment)
+
+
+def _start_torch(program: Sequence[str], ranks: int, environment: dict[str, str]) -> None:
     errors = [tempfile.TemporaryFile("w+") for _ in range(ranks)]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -86,9 +103,9 @@ def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
         time.sleep(0.02)
 
 
-def _start_mpi(program: Sequence[str], ranks: int) -> None:
+def _start_mpi(program: Sequence[str], ranks: int, environment: dict[str, str]) -> None:
     command = mpiexec.mpiexec_command(ranks, program)
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, **mpiexec.mpiexec_variables(ranks)}
+    environment |= mpiexec.mpiexec_variables(ranks)
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, env=environment, stderr=errors, start_new_session=True)
         try:

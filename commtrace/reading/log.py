@@ -149,7 +149,8 @@ def _find_runs(path: Path, notes: list[Note]) -> dict[Path, list[Path]]:
         if path.is_dir():
             raise LogError(f"{path}: may not be read; ask its owner for read permission")
         what = "not a directory" if os.path.lexists(path) else "no such directory"
-        raise LogError(f"{path}: {what}; pass the directory that COMMTRACE was set to, or the folder of a run in it")
+        hint = "pass the directory that COMMTRACE was set to, or the folder of a run in it"
+        raise LogError(f"{path}: {what}; {hint}; `commtrace doctor` shows which calls create it")
     if any(map(_is_log_file, names)):
         return {path.parent: [path]}
     runs: dict[Path, list[Path]] = {}
@@ -185,7 +186,8 @@ def _describe_no_log(path: Path, notes: list[Note]) -> str:
     for file in sorted(path.glob("*/*/*/rank*")):
         if _is_log_file(file.name):
             return f"{path}: no log in it, but in {file.parent.parent.parent}; give that directory"
-    return f"{path}: no log in it; run the program with COMMTRACE={path}; its first communication call creates the log"
+    hint = f"run the program with COMMTRACE={path}; its first communication call creates the log"
+    return f"{path}: no log in it; {hint}; `commtrace doctor` shows which calls are recorded"
 
 
 def _start_time(folder: Path, hosts: list[Path]) -> int:

@@ -53,7 +53,8 @@ def test_an_error_is_one_line_and_status_1(tmp_path: Path, capsys: pytest.Captur
     out, err = capsys.readouterr()
     assert out == ""
     message = "no such directory; pass the directory that COMMTRACE was set to, or the folder of a run in it"
-    assert err == f"commtrace: {tmp_path / 'none'}: {message}\n"
+    hint = "`commtrace doctor` shows which calls create it"
+    assert err == f"commtrace: {tmp_path / 'none'}: {message}; {hint}\n"
 
 
 def test_a_newer_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

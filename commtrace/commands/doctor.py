@@ -1,0 +1,106 @@
+"""Show what is recorded in this environment, and test it on two local ranks.
+
+Shows the installed libraries with hooks, the versions that the rules of theory were written from, and whether tracing
+is on (COMMTRACE). Then, through PyTorch and through mpi4py if installed, two ranks on this machine make every
+collective and a message each way, traced with the settings of this environment. Their log shows the recorder, and the
+calls that it does not observe. Exit status 1 if a call of the probe was not recorded right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import tempfile
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from commtrace.errors import CommtraceError
+
+if TYPE_CHECKING:
+    from commtrace.run import Run
+
+_PROBED: Final = ("torch", "mpi4py")
+_LIBRARIES: Final = ("torch", "mpi4py", "deepspeed", "megatron-core", "transformers")
+
+
+def prepare(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments: there are none."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the findings."""
+    for title, text in _environment():
+        _print(title, text)
+    results = [_probe(library) for library in _PROBED if importlib.util.find_spec(library) is not None]
+    if not results:
+        _print("probe", "neither torch nor mpi4py is installed: there is nothing to record")
+    return 0 if all(results) else 1
+
+
+def _print(title: str, text: str) -> None:
+    indent = " " * 15
+    print(textwrap.fill(text, 100, initial_indent=f"{title:15}", subsequent_indent=indent, break_on_hyphens=False))
+
+
+def _environment() -> Iterator[tuple[str, str]]:
+    import platform
+
+    import commtrace
+    from commtrace.theory.rules.registry import DEEPSPEED, TORCH
+
+    yield "commtrace", f"{commtrace.__version__}, Python {platform.python_version()}"
+    directory = os.environ.get("COMMTRACE", "0")
+    on = f"on, into {directory}" if directory not in ("", "0") else "off; set COMMTRACE=DIR, or use `commtrace run`"
+    yield "tracing", on
+    rules = dict((TORCH, DEEPSPEED))
+    for library in _LIBRARIES:
+        try:
+            version = metadata.version(library)
+        except metadata.PackageNotFoundError:
+            version = "not installed"
+        yield library, version + (f" (rules of theory: {rules[library]})" if library in rules else "")
+
+
+def _probe(library: str) -> bool:
+    """Print what a probe of a library shows, and return whether everything was recorded right."""
+    from commtrace.network.call_probe import EXPECTED, RANKS, run_probe
+    from commtrace.run import open_run
+
+    print(f"\nprobe of {library}, {RANKS} ranks on this machine")
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            run_probe(Path(directory), library)
+            if not any(Path(directory).iterdir()):
+                raise CommtraceError("nothing was recorded: start programs by `commtrace run` in this environment")
+            run = open_run(directory)
+        except CommtraceError as error:
+            _print("failed", str(error))
+            return False
+        wrong = [*_differences(run)]
+        facts = run.processes[0].tables.process
+    native = facts["recorder"] == "native" or os.environ.get("COMMTRACE_RECORDER") == "python"
+    _print("recorder", facts["recorder"] + ("" if native else "; `commtrace build` builds the native one"))
+    _print("calls", "; ".join(wrong) or f"all {len(EXPECTED)} operations are recorded with their payloads")
+    for text in facts["blind_spots"]:
+        _print("not observed", text)
+    return not wrong
+
+
+def _differences(run: Run) -> Iterator[str]:
+    from commtrace.network.call_probe import EXPECTED, RANKS
+
+    events = run.events()
+    for rank in range(RANKS):
+        of_rank = events.loc[(events["rank"] == rank) & (events["op"] != "barrier")]
+        recorded = Counter(zip(of_rank["op"].astype(str), of_rank["payload_bytes"].tolist(), strict=True))
+        for (op, payload), count in sorted(((EXPECTED - recorded) + (recorded - EXPECTED)).items()):
+            name = "missing" if (op, payload) in EXPECTED else "not expected"
+            yield f"rank {rank}: {count} {op} of {payload:,} bytes {name}"
+    yield from map(str, run.notes)
+    if errors := int(run.table("coverage")["hook_errors"].fillna(0).sum()):
+        yield f"{errors} hook errors, the first: {run.table('coverage')['first_error'].iloc[0]}"

@@ -1,0 +1,62 @@
+"""Probe of the hooks: two local ranks make every operation once, with known payloads, and are traced."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Final
+
+from commtrace.errors import CommtraceError
+
+from .bench_plan import BenchPlan
+from .bench_ranks import connect, start_programs
+from .operations import (
+    BARRIER,
+    COLLECTIVES,
+    PING_PONG,
+    input_elements,
+    output_elements,
+    payload_elements,
+)
+from .process_exit import wait_for_threads
+
+RANKS: Final = 2
+_PAYLOAD: Final = 4096
+_TIMEOUT_S: Final = 60.0
+
+
+EXPECTED: Final = Counter((op, _PAYLOAD) for op in (*COLLECTIVES, "send", "recv"))
+"""How often each rank makes each operation of each payload in bytes; barriers are left out."""
+
+
+def run_probe(directory: Path, through: str) -> None:
+    """Start the ranks, whose log goes to a directory, and wait until they have ended.
+
+    Args:
+        directory: The log directory.
+        through: "torch" or "mpi4py".
+
+    Raises:
+        CommtraceError: A rank failed, or there is no mpiexec.
+    """
+    start_programs(__name__, through, through, RANKS, {"COMMTRACE": str(directory)})
+
+
+def main() -> int:
+    """Run one of the ranks of `run_probe`; return its exit status."""
+    try:
+        library = connect(BenchPlan(through=sys.argv[1], timeout=_TIMEOUT_S))
+    except CommtraceError as error:
+        print(f"commtrace: {error}", file=sys.stderr, flush=True)
+        return 1
+    group = library.group(range(RANKS))
+    assert group is not None
+    for op in (*COLLECTIVES, PING_PONG, BARRIER):
+        count = payload_elements(op, _PAYLOAD, RANKS) if op != BARRIER else 0
+        source, result = (group.buffer(elements(op, count, RANKS)) for elements in (input_elements, output_elements))
+        group.call(op, source, result, 1)()
+    library.close()
+    if "torch" in sys.modules:
+        wait_for_threads()
+    return 0

@@ -1,0 +1,52 @@
+"""`commtrace doctor`: what it says of this environment, of one without tracing, and of a hook that records wrongly."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+from recorders import needs
+
+
+def doctor(*arguments: str, **variables: Any) -> processes.Result:
+    command = [sys.executable, "-m", "commtrace.cli", "doctor", *arguments]
+    return processes.run(command, limit=200, **variables)
+
+
+@pytest.mark.parametrize("recorder", ["python", pytest.param("native", marks=pytest.mark.exhaustive)])
+def test_both_libraries_are_probed(recorder: str) -> None:
+    needs(recorder)
+    result = doctor(COMMTRACE_RECORDER=recorder, COMMTRACE="")
+    assert (result.status, result.err) == (0, "")
+    assert "tracing        off" in result.out
+    assert re.findall(r"^probe of (\w+)", result.out, re.MULTILINE) == ["torch", "mpi4py"]
+    assert re.findall(r"^recorder +(\w+)", result.out, re.MULTILINE) == [recorder] * 2
+    assert result.out.count("all 10 operations are recorded with their payloads") == 2
+    assert result.out.count("not observed") >= 4
+    assert max(map(len, result.out.splitlines())) <= 100
+
+
+def test_a_call_that_is_not_recorded_is_named(tmp_path: Path) -> None:
+    # Python imports `sitecustomize` at start-up, in the ranks of the probe too.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "if os.environ.get('RANK'):\n"
+        "    import torch.distributed\n"
+        "    torch.distributed.reduce = lambda *args, **options: None\n"
+    )
+    result = doctor(COMMTRACE_RECORDER="python", PYTHONPATH=tmp_path)
+    assert result.status == 1
+    assert "rank 0: 1 reduce of 4,096 bytes missing; rank 1: 1 reduce of 4,096 bytes missing" in result.out
+
+
+def test_a_probe_that_cannot_run_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text("raise ImportError('broken')\n")
+    result = doctor(COMMTRACE_RECORDER="python", PYTHONPATH=tmp_path)
+    assert result.status == 1
+    assert "broken" in result.out
+    assert "Traceback" not in result.out + result.err
