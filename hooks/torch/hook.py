@@ -16,16 +16,16 @@ import torch.distributed as dist
 from commtrace.hooks.native import recorder as native
 from commtrace.recording.session import session
 
+from . import backend_methods, unobserved
 from . import training as torch_training
-from . import unobserved
 from .c10d_operators import Operator, known_operators, operator_names
 from .dispatcher import Kernels
 from .recording_kernels import blind_spots, functional_kernel, kernel_for, measure_crossing, wait_kernel
 from .works import patches
 
 _ALWAYS = (
-    "direct calls on a backend object, ProcessGroup subclasses written in Python, LocalTensorMode, symmetric memory "
-    "(symm_mem::), and DeepCompile's own NCCL calls are not seen",
+    "ProcessGroup subclasses written in Python, LocalTensorMode, symmetric memory (symm_mem::), and DeepCompile's own "
+    "NCCL calls are not seen",
     "a message received from any source has no peer and does not match its sender's record",
 )
 _PYTHON = (
@@ -71,6 +71,7 @@ def _install() -> None:
         _install_python(operators)
     torch_training.install()
     unobserved.install()
+    backend_methods.install(operators)
 
 
 def _install_python(operators: list[Operator]) -> None:
@@ -95,6 +96,7 @@ def uninstall() -> None:
     _installed = False
     torch_training.uninstall()
     unobserved.uninstall()
+    backend_methods.uninstall()
     patches.uninstall()
     native.uninstall()
 

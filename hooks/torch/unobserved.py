@@ -39,7 +39,7 @@ def _making_group(original: Callable[..., None]) -> Callable[..., None]:
         original(self, *args, **kwargs)
         if type(self) is not dist.ProcessGroup:
             name = f"{type(self).__module__}.{type(self).__qualname__}"
-            _name(f"calls on process groups of {name}, a class written in Python, are not recorded")
+            _name(f"calls on groups of {name}, a class written in Python, are recorded only if it passes them on")
 
     return __init__
 

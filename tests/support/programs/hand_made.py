@@ -42,6 +42,34 @@ def groups() -> None:
     print(tensor.tolist())
 
 
+def backend_object() -> None:
+    rank = int(os.environ["RANK"])
+    gloo, tensor = backend(tcp_store(), rank), torch.ones(4)
+    gloo.allreduce([tensor]).wait()
+    gloo.allreduce(tensor, dist.ReduceOp.MAX).wait()
+    gloo.broadcast(tensor, 1).wait()
+    options = dist.ReduceOptions()
+    options.rootRank = 1
+    gloo.reduce([tensor], options).wait()
+    gloo.reduce(tensor, 0, dist.ReduceOp.SUM).wait()
+    pair = [torch.zeros(4), torch.zeros(4)]
+    gloo.allgather([pair], [tensor]).wait()
+    gloo.allgather(pair, tensor).wait()
+    gloo._allgather_base(torch.zeros(8), tensor).wait()
+    gloo.gather([pair] if rank == 0 else [], [tensor], _gather_options()).wait()
+    gloo.alltoall_base(torch.zeros(4), tensor, [], []).wait()
+    (gloo.send([tensor], 1, 7) if rank == 0 else gloo.recv([tensor], 0, 7)).wait()
+    dist.all_reduce(tensor, group=gloo)
+    gloo.barrier().wait()
+    print(tensor.tolist())
+
+
+def _gather_options() -> Any:
+    options = dist.GatherOptions()
+    options.rootRank = 0
+    return options
+
+
 def threads() -> None:
     store, results = dist.HashStore(), [torch.ones(3), torch.ones(3)]
     made: list[Any] = []
@@ -84,5 +112,5 @@ def local_tensors() -> None:
     print("called")
 
 
-CASES = {"groups": groups, "threads": threads, "python_class": python_class, "local_tensors": local_tensors}
-CASES[sys.argv[1]]()
+CASES = (groups, backend_object, threads, python_class, local_tensors)
+{case.__name__: case for case in CASES}[sys.argv[1]]()

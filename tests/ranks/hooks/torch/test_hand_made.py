@@ -9,6 +9,7 @@ import pytest
 from ranks import Nursery
 
 from commtrace.run import open_run
+from commtrace.schema import State
 
 
 def test_groups_made_by_hand_are_recorded(nursery: Nursery, tmp_path: Path) -> None:
@@ -31,6 +32,37 @@ def test_groups_made_by_hand_are_recorded(nursery: Nursery, tmp_path: Path) -> N
         assert sorted(made) == sorted(expected)
 
 
+def test_direct_calls_on_a_backend_object_are_recorded(nursery: Nursery, tmp_path: Path) -> None:
+    statuses, (output, _) = nursery.run("hand_made", tmp_path / "log", "backend_object")
+    assert statuses == [0, 0], output
+    _, (untraced, _) = nursery.run("hand_made", tmp_path / "untraced", "backend_object", traced=False)
+    assert output == untraced
+    for left in processes.read_all(tmp_path / "log"):
+        assert left.stats["hook_errors"] == 0, left.stats["first_error"]
+        (group,) = left.tables["groups"]
+        assert (group["ranks"], group["name"], group["desc"]) == ([0, 1], "unregistered", "backend object")
+        kinds = {row["id"]: (row["variant"], row["reduce_op"]) for row in left.tables["kinds"]}
+        calls = left.records[left.records["t_begin"].argsort()]
+        message = "send" if left.tables["process"][0]["rank"] == 0 else "recv"
+        assert [(*kinds[call["kind"]], int(call["payload"]), int(call["peer"])) for call in calls] == [
+            ("Backend.allreduce", "SUM", 16, -1),
+            ("Backend.allreduce", "MAX", 16, -1),
+            ("Backend.broadcast", None, 16, 1),
+            ("Backend.reduce", "SUM", 16, 1),
+            ("Backend.reduce", "SUM", 16, 0),
+            ("Backend.allgather", None, 32, -1),
+            ("Backend.allgather", None, 32, -1),
+            ("Backend._allgather_base", None, 32, -1),
+            ("Backend.gather", None, 32, 0),
+            ("Backend.alltoall_base", None, 16, -1),
+            (f"Backend.{message}", None, 16, 1 if message == "send" else 0),
+            ("Backend.allreduce", "SUM", 16, -1),
+            ("Backend.barrier", None, 0, -1),
+        ]
+        end = State.COMPLETE if nursery.recorder == "python" else State.UNOBSERVABLE
+        assert {int(call["state"]) for call in calls} == {end}
+
+
 def test_of_ranks_that_are_threads_one_is_recorded_and_the_others_are_refused(nursery: Nursery, tmp_path: Path) -> None:
     (status,), (output,) = nursery.run("hand_made", tmp_path / "log", "threads", ranks=1)
     assert status == 0
@@ -46,7 +78,7 @@ def test_of_ranks_that_are_threads_one_is_recorded_and_the_others_are_refused(nu
 @pytest.mark.parametrize(
     ("case", "warning"),
     [
-        ("python_class", "InPython, a class written in Python, are not recorded"),
+        ("python_class", "InPython, a class written in Python, are recorded only if it passes them on"),
         ("local_tensors", "calls within LocalTensorMode are not recorded"),
     ],
 )
