@@ -1,8 +1,8 @@
 """Direct calls of the methods of a backend object (`dist.ProcessGroupGloo(...).allreduce(...)`).
 
 torch itself calls backends from C++, below its dispatcher. So these methods of `Backend` are called in Python only by a
-program that has a backend object at hand, and wrapping them costs nothing elsewhere. Positions in the group stand for
-ranks, because a backend does not know them. With the native recorder, the ends of these calls are not observed.
+program that has a backend object at hand, and wrapping them costs nothing elsewhere. A backend does not know the ranks
+of its group (`process_groups.likely_ranks`). With the native recorder, the ends of these calls are not observed.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from commtrace.recording.log_writer import warn
 from commtrace.recording.table_writer import TableWriter
 
 UNREGISTERED: Final = "unregistered"
-"""Name of a group that torch.distributed does not know: its ranks are positions in the group."""
+"""Name of a group that torch.distributed does not know: only its size and this process's position are known."""
 
 
 class ThreadedRanksError(Exception):
@@ -23,36 +23,49 @@ class ThreadedRanksError(Exception):
 class TorchGroups(Groups[Group]):
     """The process groups in one recorder's tables."""
 
-    def __init__(self, tables: TableWriter) -> None:
-        """Write to these tables."""
+    def __init__(self, tables: TableWriter, rank: int) -> None:
+        """Write to the tables of this rank."""
         super().__init__(tables)
-        self._owner: tuple[int, int] | None = None
+        self._rank = rank
+        self._owners: dict[str, tuple[int, int]] = {}
         self._refused: set[int] = set()
 
     def _make(self, pg: Any) -> Group:
-        row = GroupDescription(global_ranks(pg), str(pg.group_name) or UNREGISTERED, str(pg.group_desc), _backend(pg))
-        self._refuse_other_ranks(row.ranks[pg.rank()])
-        return Group(pg, self._number(row), row.ranks, pg.rank(), _calls_so_far(pg))
+        ranks, position = _global_ranks(pg), pg.rank()
+        name = str(pg.group_name) if ranks else UNREGISTERED
+        self._refuse_other_ranks("registered" if ranks else name, ranks[position] if ranks else position)
+        ranks = ranks or likely_ranks(pg.size(), position, self._rank)
+        row = GroupDescription(ranks, name or UNREGISTERED, str(pg.group_desc), _backend(pg))
+        return Group(pg, self._number(row), row.ranks, position, _calls_so_far(pg))
 
-    def _refuse_other_ranks(self, rank: int) -> None:
-        """Raise ThreadedRanksError if another thread of this process has made calls as another rank."""
+    def _refuse_other_ranks(self, groups: str, rank: int) -> None:
+        """Raise ThreadedRanksError if another thread has made calls as another rank of such groups."""
         thread = threading.get_ident()
-        self._owner = self._owner or (rank, thread)
-        if self._owner[0] == rank or self._owner[1] == thread:
+        owner, owner_thread = self._owners.setdefault(groups, (rank, thread))
+        if owner == rank or owner_thread == thread:
             return
-        text = f"ranks are threads of one process: rank {self._owner[0]} is recorded, rank {rank} is not"
+        text = f"ranks are threads of one process: rank {owner} is recorded, rank {rank} is not"
         if rank not in self._refused:
             self._refused.add(rank)
             warn(text)
         raise ThreadedRanksError(text)
 
 
-def global_ranks(pg: Any) -> list[int]:
-    """Return global ranks in the group's order; for a group that torch.distributed did not make, 0 to size - 1."""
+def _global_ranks(pg: Any) -> list[int]:
+    """Return global ranks in the group's order; none for a group that torch.distributed did not make."""
     try:
         return list(dist.get_process_group_ranks(pg))
     except (KeyError, RuntimeError, ValueError):
-        return list(range(pg.size()))
+        return []
+
+
+def likely_ranks(size: int, position: int, rank: int) -> list[int]:
+    """Return ranks for the positions of a group: this process's own, so that a root is known, and consecutive ones."""
+    if rank >= position:
+        return list(range(rank - position, rank - position + size))
+    ranks = list(range(size))
+    ranks[position], ranks[rank] = rank, position
+    return ranks
 
 
 def _backend(pg: Any) -> str:

@@ -117,7 +117,7 @@ class TorchTracer:
     def __init__(self, recorder: Recorder) -> None:
         """Record with this recorder."""
         self.recorder = recorder
-        self.groups = TorchGroups(recorder.tables)
+        self.groups = TorchGroups(recorder.tables, recorder.rank_identity.rank)
         self.works = Works(recorder)
         self.tensors = TensorWaits(recorder)
         self.batches = Batches(recorder, self.works)

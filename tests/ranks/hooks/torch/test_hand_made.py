@@ -8,6 +8,7 @@ import processes
 import pytest
 from ranks import Nursery
 
+from commtrace.hooks.torch.process_groups import likely_ranks
 from commtrace.run import open_run
 from commtrace.schema import State
 
@@ -88,3 +89,9 @@ def test_calls_that_no_hook_sees_are_named_once(nursery: Nursery, tmp_path: Path
     assert output.count(warning) == 1
     _, (untraced,) = nursery.run("hand_made", tmp_path / "untraced", case, ranks=1, traced=False)
     assert untraced == "called\n"
+
+
+def test_ranks_of_an_unregistered_group_have_this_process_in_its_place() -> None:
+    assert likely_ranks(4, 1, 1) == [0, 1, 2, 3]
+    assert likely_ranks(2, 1, 7) == [6, 7]
+    assert likely_ranks(3, 2, 0) == [2, 1, 0]
