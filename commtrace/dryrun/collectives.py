@@ -14,6 +14,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from commtrace import reduce_ops
+
 from .operators import tensors_in
 from .rank_messages import RankMessages
 from .storage_set import StorageSet, numel, storage_of
@@ -22,9 +24,9 @@ from .untouched_memory import MAX_COMPUTED_ELEMENTS, MMAP_BYTES
 # Arguments that hold the results of an operator; `tensors` for the others.
 _OUTPUTS: Final = ("output_tensors", "output_tensor", "outputs", "output_lists", "output")
 _ROOTED: Final = {"broadcast_", "scatter_"}
+_CONCATENATING: Final = {"_allgather_base_", "gather_into_tensor_"}
 _REDUCING: Final = {"allreduce_", "allreduce_coalesced_", "reduce_"}
 
-_RedOpType: Any = dist.ReduceOp.RedOpType
 _work_from: Any = vars(torch._C._distributed_c10d)["_create_work_from_future"]
 
 
@@ -68,14 +70,15 @@ class SimulatedCollectives:
 
     def install(self) -> None:
         """Replace torch's kernels for tensors on the CPU."""
-        self._library = torch.library.Library("c10d", "IMPL")
+        reduce_ops.install()
+        self._library = torch._C._dispatch_library("IMPL", "c10d", "", __file__, 0)
         names = [name.partition("::") for name in sorted(torch._C._dispatch_get_all_op_names())]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that kernels are replaced
             for space, _, name in names:
                 if space == "c10d" and "." not in name and name != "check_for_nan":
                     kernel = self._kernel(getattr(torch.ops.c10d, name).default._schema)
-                    self._library.impl(name, kernel, "CPU", allow_override=True)
+                    self._library.impl(name, "CPU", kernel)
 
     def _kernel(self, schema: Any) -> Callable[..., Any]:
         returned = len(schema.returns)
@@ -157,7 +160,9 @@ class SimulatedCollectives:
         if call.name in _REDUCING:
             for tensor in outputs:
                 _reduce(tensor, call["reduce_op"], n)
-        elif call.name == "_allgather_base_":
+        elif call.name in _CONCATENATING:
+            if numel(outputs[0]) != n * numel(inputs[0]):
+                return  # only the root gathers
             outputs[0].view(n, -1).copy_(inputs[0].reshape(1, -1).expand(n, -1))
         elif "gather" in call.name:
             for number, output in enumerate(outputs):
@@ -186,12 +191,12 @@ class SimulatedCollectives:
 
 def _reduce(tensor: torch.Tensor, boxed: Any, n: int) -> None:
     """Reduce the equal tensors of n ranks."""
-    op = boxed._get_method("op")() if boxed is not None else None
+    op = reduce_ops.number(boxed) if boxed is not None else None
     if tensor.dtype is torch.bool:
         return
-    if op == int(_RedOpType.SUM):
+    if op == int(reduce_ops.RED_OP_TYPE.SUM):
         tensor.mul_(n)
-    elif op == int(_RedOpType.PRODUCT):
+    elif op == int(reduce_ops.RED_OP_TYPE.PRODUCT):
         tensor.pow_(n)
 
 

@@ -10,6 +10,8 @@ extern "C" {
 #include <internal/pycore_frame.h>
 }
 #undef Py_BUILD_CORE
+#elif PY_VERSION_HEX < 0x030B0000
+#include <frameobject.h>
 #endif
 
 namespace commtrace {

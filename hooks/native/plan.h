@@ -93,6 +93,10 @@ inline Size all_to_all_single(const Plan& plan, Arguments args, int group_size, 
 
 // By the kind of form in hooks/torch/c10d_operators.py.
 inline const std::map<std::string, Plan::Measure> kForms{
+    {"unknown",
+     [](const Plan& plan, Arguments, int, int) -> Size {
+       throw std::runtime_error("c10d::" + plan.name + " is not known to this version of commtrace");
+     }},
     {"nothing", [](const Plan&, Arguments, int, int) { return Size{}; }},
     {"buffers", [](const Plan& plan, Arguments args, int, int) { return Size{total(args[plan.about[0]])}; }},
     {"pair",

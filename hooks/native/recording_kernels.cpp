@@ -323,11 +323,19 @@ void functional_kernel(const c10::OperatorHandle& op, DispatchKeySet keys, Stack
 
 void wait_kernel(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   Recording* recording = current.load(std::memory_order_acquire);
-  const at::Tensor* tensor = recording == nullptr ? nullptr : first_tensor(stack->back());
-  if (tensor == nullptr || tensor->is_meta() || !tensor->has_storage()) return redispatch(op, keys, stack);
-  const c10::intrusive_ptr_target* key = tensor->storage().unsafeGetStorageImpl();
+  if (recording == nullptr) return redispatch(op, keys, stack);
   const int64_t t_wait = now();
-  const auto calls = recording->wait_begins(key, t_wait);
+  Waits::Calls calls;
+  const auto wait_begins = [&](const at::Tensor& tensor) {
+    if (!tensor.defined() || tensor.is_meta() || !tensor.has_storage()) return;
+    for (const auto& call : recording->wait_begins(tensor.storage().unsafeGetStorageImpl(), t_wait)) calls.push_back(call);
+  };
+  const c10::IValue& waited = stack->back();
+  if (waited.isTensor())
+    wait_begins(waited.toTensor());
+  else
+    for (const c10::IValue& item : waited.toListRef()) wait_begins(item.toTensor());
+  if (calls.empty()) return redispatch(op, keys, stack);
   DeviceWait on_device(*recording, calls);
   redispatch(op, keys, stack);
   const int64_t t_end = now();
@@ -412,7 +420,7 @@ void install(const std::vector<Plan>& plans, const std::vector<std::string>& fun
                torch::CppFunction::makeFromBoxedFunctor(std::make_unique<CallKernel>(new Plan(plan))));
   for (const std::string& name : functional)
     add_kernel("_c10d_functional", name,
-               name == "wait_tensor" ? torch::CppFunction::makeFromBoxedFunction<&wait_kernel>()
+               name == "wait_tensor" || name == "wait_tensors" ? torch::CppFunction::makeFromBoxedFunction<&wait_kernel>()
                                      : torch::CppFunction::makeFromBoxedFunction<&functional_kernel>());
 }
 

@@ -48,7 +48,7 @@ def _is_uneven(lists: Sequence[Sequence[Tensor]]) -> bool:
 
 
 def _rooted(i: int, args: Sequence[Any], n: int, rank: int) -> Size:
-    own = _total(args[i])
+    own = sum(map(nbytes, _flat(args[i])))
     return n * own, own, False  # all shares of gather and scatter must be equal
 
 
@@ -92,6 +92,15 @@ def _lists(payload: str, share: str) -> Form:
     return Form("lists", measure, (payload, share))
 
 
+def _unknown(name: str) -> Form:
+    """Refuse to measure an operator, so that its calls are counted as not recorded."""
+
+    def measure(*_: object) -> Size:
+        raise LookupError(f"c10d::{name} is not known to this version of commtrace")
+
+    return Form("unknown", measure, ())
+
+
 # Operator -> (operation, form).
 _RULES: Final[dict[str, tuple[str, Form]]] = {
     "allreduce_": ("all_reduce", _BUFFERS),
@@ -111,6 +120,7 @@ _RULES: Final[dict[str, tuple[str, Form]]] = {
         Form("all_to_all_single", _all_to_all_single, ("input", "input_split_sizes", "output_split_sizes")),
     ),
     "gather_": ("gather", Form("rooted", _rooted, ("input_tensors",))),
+    "gather_into_tensor_": ("gather", Form("rooted", _rooted, ("input_tensor",))),  # torch 2.15
     "scatter_": ("scatter", Form("rooted", _rooted, ("output_tensors",))),
     "send": ("send", _BUFFERS),
     "recv_": ("recv", _BUFFERS),
@@ -121,6 +131,9 @@ _RULES: Final[dict[str, tuple[str, Form]]] = {
 
 # Not communication.
 IGNORED: Final = frozenset({"check_for_nan"})
+
+# The operators of _c10d_functional that wait; the second is of torch 2.15.
+WAITS: Final = frozenset({"wait_tensor", "wait_tensors"})
 
 # Arguments with the results, by which a wait for a tensor finds the call that fills it.
 _OUTPUTS: Final = ("output_tensors", "output_tensor", "outputs", "output_lists", "output", "tensors")
@@ -190,17 +203,14 @@ def operator_names(namespace: str) -> list[str]:
 
 
 def known_operators() -> tuple[list[Operator], list[str]]:
-    """Return the operators to hook, and the names of those that this version of commtrace does not know."""
-    operators, unknown = [], []
-    for name in operator_names("c10d"):
-        if name in IGNORED:
-            continue
-        operator = _describe(name) if name in _RULES else None
-        if operator is None:
-            unknown.append(f"c10d::{name}")
-        else:
-            operators.append(operator)
-    return operators, unknown
+    """Return the operators to hook, and the names of those that this version of commtrace does not know.
+
+    Of the latter, those with a process group are hooked too: their calls are counted as not recorded.
+    """
+    described = {name: _describe(name) for name in operator_names("c10d") if name not in IGNORED}
+    operators = [operator for operator in described.values() if operator is not None]
+    known = {operator.variant for operator in operators if operator.form != "unknown"}
+    return operators, [f"c10d::{name}" for name in described if name not in known]
 
 
 def shared_memory_all_reduce() -> Operator | None:
@@ -219,14 +229,15 @@ def shared_memory_all_reduce() -> Operator | None:
 
 
 def _describe(name: str) -> Operator | None:
-    op, form = _RULES[name]
+    op, form = _RULES.get(name, ("unknown", _unknown(name)))
     overload = getattr(torch.ops.c10d, name).default
     at = {argument.name: i for i, argument in enumerate(overload._schema.arguments)}
-    try:
-        about, group_at = tuple(at[argument] for argument in form.about), at["process_group"]
-        sample_at = at[_SAMPLE_OF[name]] if name in _SAMPLE_OF else next(at[n] for n in _SAMPLES if n in at)
-    except (KeyError, StopIteration):
-        return None  # this torch has other argument names
+    if not at.keys() >= {*form.about}:  # this torch has other argument names
+        op, form = "unknown", _unknown(name)
+    about = tuple(at[argument] for argument in form.about)
+    sample = _SAMPLE_OF.get(name) or next((argument for argument in _SAMPLES if argument in at), None)
+    if sample not in at or "process_group" not in at:
+        return None
     return Operator(
         variant=name,
         op=op,
@@ -234,13 +245,13 @@ def _describe(name: str) -> Operator | None:
         measure=functools.partial(form.measure, *about),
         form=form.kind,
         about=about,
-        group_at=group_at,
-        async_at=at.get("async_op"),
+        group_at=at["process_group"],
+        async_at=at.get("async_op", at.get("asyncOp")),  # the latter before torch 2.8
         reduce_op_at=at.get("reduce_op"),
         peer_at=next((at[n] for n in ("root_rank", "src", "dst") if n in at), None),
         tag_at=at.get("tag"),
         output_at=next((at[n] for n in _OUTPUTS if n in at), 0),
-        sample_at=sample_at,
+        sample_at=at[sample],
         coalesced=name.endswith("_coalesced_"),
         blocking=name == "monitored_barrier_",
     )

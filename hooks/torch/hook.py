@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commtrace import reduce_ops
 from commtrace.hooks.native import recorder as native
 from commtrace.recording.session import session
 
 from . import backend_methods, unobserved
 from . import training as torch_training
-from .c10d_operators import Operator, known_operators, operator_names
+from .c10d_operators import WAITS, Operator, known_operators, operator_names
 from .dispatcher import Kernels
 from .recording_kernels import blind_spots, functional_kernel, kernel_for, measure_crossing, wait_kernel
 from .works import patches
@@ -40,6 +41,8 @@ _NATIVE_DEVICE = (
     "a call on a device has times where it runs in its caller's stream or Python waits for its Work; where C++ waits "
     "(DDP's reducer), or nobody does, and in a captured graph, it has none"
 )
+
+_NO_ASYNC = "torch before 2.8 does not tell which collectives are asynchronous: most lack the flag ASYNC"
 
 _kernels = Kernels()
 _installed = False
@@ -63,6 +66,8 @@ def _install() -> None:
     in_cpp = native.usable()
     device_times = session.settings is not None and session.settings.device_times
     blind_spots[:] = (*_ALWAYS, _PYTHON if not in_cpp else _NATIVE_DEVICE if device_times else _NATIVE)
+    if all(operator.async_at is None for operator in operators if operator.op == "all_reduce"):
+        blind_spots.append(_NO_ASYNC)
     blind_spots.extend(f"the operator {name} is not known to this version of commtrace" for name in unknown)
     if in_cpp:
         _kernels.remove()
@@ -81,13 +86,14 @@ def _install_python(operators: list[Operator]) -> None:
             for operator in operators:
                 _kernels.add("c10d", operator.variant, kernel_for(operator))
             for name, overload in _functional_operators():
-                kernel = wait_kernel(overload) if name == "wait_tensor" else functional_kernel(overload)
+                kernel = wait_kernel(overload) if name in WAITS else functional_kernel(overload)
                 _kernels.add("_c10d_functional", name, kernel)
             measure_crossing()
         except BaseException:
             _kernels.remove()
             raise
     patches.install()
+    reduce_ops.install()
 
 
 def uninstall() -> None:
@@ -98,6 +104,7 @@ def uninstall() -> None:
     unobserved.uninstall()
     backend_methods.uninstall()
     patches.uninstall()
+    reduce_ops.uninstall()
     native.uninstall()
 
 

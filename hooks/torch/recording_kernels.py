@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, Final
 
 import torch
 
+from commtrace import reduce_ops
 from commtrace.hooks import recorder_setup
 from commtrace.hooks.recorder_setup import KernelBackend, fault
 from commtrace.recording.session import session
@@ -91,30 +92,33 @@ def functional_kernel(overload: Any) -> Callable[..., Any]:
     """Return the kernel of an operator of `_c10d_functional`, which calls an operator of `c10d`."""
     redispatch = overload.redispatch
     below = BELOW
+    names = [argument.name for argument in overload._schema.arguments]
+    reduce_op_at = None if reduce_ops.READABLE or "reduce_op" not in names else names.index("reduce_op")
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if session.settings is None:
             return redispatch(keyset & below, *args, **kwargs)
-        with functional():
+        with functional(), nullcontext() if reduce_op_at is None else reduce_ops.passing(args[reduce_op_at]):
             return redispatch(keyset & below, *args, **kwargs)
 
     return kernel
 
 
 def wait_kernel(overload: Any) -> Callable[..., Any]:
-    """Return the kernel of `_c10d_functional::wait_tensor`."""
+    """Return the kernel of an operator of `_c10d_functional` that waits for a tensor, or for each of a list."""
     redispatch = overload.redispatch
     below = BELOW
 
-    def kernel(keyset: Any, tensor: torch.Tensor) -> Any:
+    def kernel(keyset: Any, waited: Any) -> Any:
         t_wait = now()
-        result = redispatch(keyset & below, tensor)
+        result = redispatch(keyset & below, waited)
         t_end = now()
         tracer = current()
         if tracer is not None:
             try:
-                if not is_fake(tensor):
-                    tracer.tensors.waited(tensor, t_wait, t_end)
+                for tensor in (waited,) if isinstance(waited, torch.Tensor) else waited:
+                    if not is_fake(tensor):
+                        tracer.tensors.waited(tensor, t_wait, t_end)
             except Exception:
                 fault()
         return result

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 
+from commtrace import reduce_ops
 from commtrace.hooks import call_context, call_site
 from commtrace.hooks.call_context import CallContext
 from commtrace.hooks.groups import Group
@@ -30,8 +31,7 @@ SAMPLE_MASK: Final = 15  # the cost of one call in sixteen is measured
 
 call_context.autograd(torch._C._current_graph_task_id, torch.is_grad_enabled)
 _unbox_work: Final = dist.Work.unbox
-_RedOpType: Any = dist.ReduceOp.RedOpType
-_REDUCE_OPS: Final[dict[int, str]] = {int(value): name for name, value in _RedOpType.__members__.items()}
+_REDUCE_OPS: Final[dict[int, str]] = {int(op): name for name, op in reduce_ops.RED_OP_TYPE.__members__.items()}
 _ASYNC, _COALESCED, _OBJECT, _SPARSE, _UNEVEN = (
     int(flag) for flag in (Flag.ASYNC, Flag.COALESCED, Flag.OBJECT, Flag.SPARSE, Flag.UNEVEN)
 )
@@ -156,8 +156,7 @@ class TorchTracer:
         return TorchEntry(self, slot, tensor is None or tensor.is_cpu, batch, recorder.tables.lookups != lookups)
 
     def _kind(self, operator: Operator, args: Sequence[Any], tensor: torch.Tensor | None) -> int:
-        # Through the method object: as an attribute it would be looked up in Python, which takes twice as long.
-        reduce_op = -1 if operator.reduce_op_at is None else args[operator.reduce_op_at]._get_method("op")()
+        reduce_op = -1 if operator.reduce_op_at is None else reduce_ops.number(args[operator.reduce_op_at])
         dtype = None if tensor is None or operator.op == "barrier" else tensor.dtype
         return self.kind(operator, dtype, reduce_op)
 

@@ -96,6 +96,18 @@ def test_an_error_in_making_a_row_is_counted(fault: str, nursery: Nursery, losse
         assert left.ended
 
 
+def test_calls_of_an_operator_without_a_rule_are_counted(nursery: Nursery, losses: list[str], tmp_path: Path) -> None:
+    for left in train(nursery, losses, tmp_path / "log", "operator"):
+        assert len(left.records) == 1  # the barrier
+        assert left.stats["calls"] == CALLS
+        assert left.stats["unrecorded"] == left.stats["hook_errors"] == CALLS - 1
+        assert "c10d::allreduce_ is not known" in left.stats["first_error"]
+        assert (
+            "the operator c10d::allreduce_ is not known to this version of commtrace"
+            in left.tables["process"][0]["blind_spots"]
+        )
+
+
 def test_an_error_of_the_drain_thread_is_counted(nursery: Nursery, losses: list[str], tmp_path: Path) -> None:
     for left in train(nursery, losses, tmp_path / "log", "drain"):
         assert len(left.records) == left.stats["calls"] == CALLS

@@ -45,6 +45,13 @@ def inject(name: str, argument: str) -> Callable[[int], None]:
         from commtrace.hooks.call_site import CallSites
 
         CallSites.number = fail  # type: ignore[method-assign]
+    elif name == "operator":
+        from commtrace.hooks.torch import c10d_operators, hook
+
+        hook.uninstall()
+        hook.remove_kernels()
+        del c10d_operators._RULES["allreduce_"]
+        hook.install()
     elif name == "drain":
         return lambda step: session.recorder.each_drain.append(fail) if step == 1 and session.recorder else None
     elif name == "asleep":
