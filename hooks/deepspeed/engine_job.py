@@ -34,6 +34,15 @@ note_partitioned: Final = noting(_partitioned_later, _unpartitioned)
 """Wrapper of `DeepSpeedEngine._broadcast_model`."""
 
 
+# What DeepSpeed did before it had these settings of `zero_optimization`, and the version that has them.
+_BEFORE: Final = {
+    "enable_sanity_checks": False,  # 0.17
+    "allgather_sequential": False,  # 0.18
+    "parameter_alignment": False,  # 0.19
+    "compute_grad_norm": True,  # 0.19
+}
+
+
 def describe(engine: Any) -> dict[str, Any]:
     """Return a row of the `job` table, without settings that this DeepSpeed does not have."""
     return {
@@ -42,7 +51,7 @@ def describe(engine: Any) -> dict[str, Any]:
         **known(
             {
                 "zero_stage": lambda: int(engine.zero_optimization_stage()),
-                "zero": lambda: _plain(engine._config.zero_config),
+                "zero": lambda: {**_BEFORE, **_plain(engine._config.zero_config)},
                 "partitioned_by_engine": lambda: _partitioned_later[engine],
                 "world_size": lambda: engine.world_size,
                 "data_parallel_size": lambda: _data_parallel(engine),
@@ -103,9 +112,10 @@ def _groups(engine: Any) -> list[list[int]]:
 
 
 def _norm_dtype() -> str:
-    from deepspeed.runtime.zero.utils import get_norm_dtype
+    from deepspeed.runtime.zero import utils
 
-    return dtype_name(get_norm_dtype())
+    # Before DeepSpeed 0.19, norms are of double precision on every device.
+    return dtype_name(utils.get_norm_dtype()) if hasattr(utils, "get_norm_dtype") else "float64"
 
 
 def _modules(engine: Any) -> list[dict[str, Any]]:

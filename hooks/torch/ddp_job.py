@@ -26,11 +26,11 @@ def describe(replica: Any) -> dict[str, Any]:
         "source": "ddp",
         "engine": type(replica).__name__,
         **known({name: functools.partial(getattr, replica, name) for name in _SETTINGS}),
+        "bucket_bytes_caps": list(getattr(replica, "bucket_bytes_cap_list", ())),  # a setting of torch 2.11
         **known(
             {
                 "data_parallel_size": lambda: replica.process_group.size(),
                 "first_bucket_bytes_cap": lambda: _first_bucket(replica),
-                "bucket_bytes_caps": lambda: replica.bucket_bytes_cap_list,
                 # Of the first step; DDP then rebuilds them, in the order in which gradients became ready.
                 "first_buckets_bytes": lambda: [
                     int(size) for size in replica._get_ddp_logging_data()["bucket_sizes"].replace(",", " ").split()
