@@ -13,7 +13,7 @@ import sys
 from importlib import import_module
 
 from commtrace.errors import CommtraceError
-from commtrace.hook_table import HOOKS, SIMULATIONS
+from commtrace.hook_table import HOOKS, OLDEST, PACKAGE, SIMULATIONS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -129,6 +129,10 @@ class _ImportFollower:
         hook = self.wanted.pop(name, None)
         if hook is None:
             return
+        text = too_old(name)
+        if text:
+            _warn_once(text)
+            import_module(f"{PACKAGE}.recorder_setup").blind_spots[f"version of {name}"] = [text]
         try:
             import_module(hook).install()
             _installed.append(hook)
@@ -137,6 +141,17 @@ class _ImportFollower:
         if name in SIMULATIONS and session.settings is not None and session.settings.simulated:
             import_module(SIMULATIONS[name]).install()
             _installed.append(SIMULATIONS[name])
+
+
+def too_old(library: str) -> str:
+    """Return a sentence on a library that is older than the versions that are supported; "" for any other."""
+    oldest = OLDEST.get(library)
+    package = library.partition(".")[0]
+    version = str(getattr(sys.modules.get(package), "__version__", ""))
+    parts = version.split(".")[:2]
+    if oldest is None or not all(part.isdigit() for part in parts) or tuple(map(int, parts)) >= oldest:
+        return ""
+    return f"{package} {version} is not supported, only {'.'.join(map(str, oldest))} and later: calls may be missing"
 
 
 _follower = _ImportFollower()

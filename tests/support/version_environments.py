@@ -1,0 +1,75 @@
+"""Virtual environments of the rows of tests/versions/matrix.json, made by uv: several GB each, linked to one cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+Row = Mapping[str, str]
+
+ROOT: Final = Path(__file__).parents[2]
+ROWS: Final[list[Row]] = json.loads((ROOT / "tests/versions/matrix.json").read_text())
+FOLDER: Final = Path(os.environ.get("COMMTRACE_TEST_VERSIONS") or ROOT / "build/versions")
+"""Where the environments are, and stay."""
+
+# DeepSpeed is built without isolation, as it imports torch, and without its dependencies, which are here.
+_DEEPSPEED: Final = ("einops", "hjson", "msgpack", "ninja", "packaging", "psutil", "py-cpuinfo", "pydantic", "tqdm")
+_TESTS: Final = ("pytest", "pytest-timeout", "hypothesis", "rich", "mpich", "wheel")
+
+
+class NotAvailableError(Exception):
+    """An environment cannot be made: the registry or an interpreter is not reachable."""
+
+
+def name_of(row: Row) -> str:
+    """Return the name of a row."""
+    return f"python{row['python']}-torch{row['torch']}-deepspeed{row['deepspeed']}"
+
+
+def interpreter(row: Row) -> Path:
+    """Return the interpreter of a row's environment, with commtrace and its native recorder; make it if needed.
+
+    Raises:
+        NotAvailableError: If it cannot be made.
+    """
+    folder = FOLDER / name_of(row)
+    python = folder / "bin/python"
+    ready = folder / ".ready"
+    if not ready.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        _uv("venv", "--python", row["python"], folder)
+        pinned = [f"{package}=={row[package]}" for package in ("torch", "numpy", "pandas", "mpi4py")]
+        # DeepSpeed before 0.17 is built by an older setuptools.
+        setuptools = "setuptools<80" if row["deepspeed"] < "0.17" else "setuptools"
+        _install(python, *pinned, setuptools, *_DEEPSPEED, *_TESTS)
+        _uv("pip", "uninstall", "--python", python, "triton")  # DeepSpeed's import of it fails without a GPU
+        _install(python, "--no-deps", "--no-build-isolation", f"deepspeed=={row['deepspeed']}")
+        ready.touch()
+    _install(python, "--no-deps", "--no-build-isolation", "--editable", ROOT)
+    subprocess.run([folder / "bin/commtrace", "build"], check=True, capture_output=True)
+    return python
+
+
+def _install(python: Path, *what: str | Path) -> None:
+    _uv("pip", "install", "--python", python, *what)
+
+
+def _uv(*arguments: str | Path) -> None:
+    uv = shutil.which("uv") or FOLDER / "uv/bin/uv"
+    if not Path(uv).exists():
+        subprocess.run([sys.executable, "-m", "venv", FOLDER / "uv"], check=True)
+        _run([FOLDER / "uv/bin/pip", "install", "--quiet", "uv"])
+    _run([uv, "--quiet", *arguments])
+
+
+def _run(command: list[str | Path]) -> None:
+    environment = {"DS_BUILD_OPS": "0", "UV_CACHE_DIR": str(FOLDER / "cache"), **os.environ}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise NotAvailableError(f"{' '.join(map(str, command[1:4]))}: {(done.stderr.splitlines() or ['failed'])[0]}")

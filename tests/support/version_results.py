@@ -1,0 +1,65 @@
+"""Results of the matrix of versions, and their table in docs/versions.md: `python version_results.py` writes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+_ROOT: Final = Path(__file__).parents[2]
+RESULTS: Final = _ROOT / "tests/versions/results.json"
+PAGE: Final = _ROOT / "docs/versions.md"
+PACKAGES: Final = ("torch", "deepspeed", "python", "numpy", "pandas", "mpi4py")
+_BEGIN, _END = "<!-- made from tests/versions/results.json -->", "<!-- end -->"
+_VERDICTS: Final = {0: "as expected", 1: "differs", 3: "not compared"}
+
+
+def key(versions: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what identifies a row: its versions, of Python the minor one, without local parts."""
+    known = {**versions, "python": ".".join(versions["python"].split(".")[:2])}
+    return tuple(known.get(package, "-").partition("+")[0] for package in PACKAGES)
+
+
+def read() -> list[dict[str, Any]]:
+    """Return the recorded results."""
+    found: list[dict[str, Any]] = json.loads(RESULTS.read_text())
+    return found
+
+
+def record(result: dict[str, Any]) -> None:
+    """Keep a result in place of an older one of the same versions, and write the table."""
+    kept = [other for other in read() if key(other["versions"]) != key(result["versions"])]
+    ordered = sorted([*kept, result], key=lambda one: [int(part) for part in key(one["versions"])[0].split(".")])
+    RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
+    PAGE.write_text(with_table(PAGE.read_text()))
+
+
+def with_table(page: str) -> str:
+    """Return the page with the table of the results."""
+    before, rest = page.split(_BEGIN)
+    head = [*PACKAGES, "date", "calls, Python", "calls, native", "DDP", "FSDP2", *(f"ZeRO-{n}" for n in range(4))]
+    lines = [head, ["---"] * len(head), *map(_line, read())]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{before}{_BEGIN}\n\n{table}\n\n{_END}{rest.partition(_END)[2]}"
+
+
+def _line(result: dict[str, Any]) -> list[str]:
+    cells = [_cells(result["cells"][recorder]) for recorder in ("python", "native")]
+    engines = ("ddp", "fsdp2", "0", "1", "2", "3")
+    return [*key(result["versions"]), result["date"], *cells, *(_training(result["trainings"].get(n)) for n in engines)]
+
+
+def _cells(cells: dict[str, Any]) -> str:
+    return "error" if "error" in cells else f"{cells['right']} of {cells['of']}"
+
+
+def _training(training: dict[str, Any] | None) -> str:
+    if training is None or "unsupported" in training:
+        return "not run" if training is None else "fails untraced"
+    verdicts = ", ".join(sorted({_VERDICTS[status] for status, _ in training["check"].values()}))
+    return f"{'equal' if training['equal'] else 'LOSSES DIFFER'}; {verdicts}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text()))
