@@ -55,7 +55,7 @@ _ANSWERS: Final[tuple[tuple[Any, tuple[str, ...]], ...]] = (
 
 _MODULES: Final = (
     torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.streams, torch.cuda.graphs, torch.accelerator,
-    torch.accelerator.memory, torch._C,
+    getattr(torch.accelerator, "memory", torch.accelerator), torch._C,  # the former is a module of torch 2.9
 )  # fmt: skip
 _DTYPES: Final = ("Byte", "Char", "Short", "Int", "Long", "Half", "BFloat16", "Float", "Double", "Bool")
 _LIKE: Final = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")

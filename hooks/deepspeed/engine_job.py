@@ -74,7 +74,7 @@ def describe(engine: Any) -> dict[str, Any]:
                 "optimizer": lambda: type(engine.optimizer).__name__,
                 "basic_optimizer": lambda: type(engine.basic_optimizer).__name__,
                 "optimizer_groups": lambda: _groups(engine),
-                "check_grad_overflow": lambda: bool(engine.optimizer.check_grad_overflow),
+                "check_grad_overflow": lambda: _checks_overflow(engine.optimizer),
                 "norm_dtype": lambda: _norm_dtype(),
                 "moe": lambda: engine.has_moe_layers,
                 "expert_parallel_sizes": lambda: _expert_parallel_sizes(),
@@ -109,6 +109,13 @@ def _groups(engine: Any) -> list[list[int]]:
     names = ("bit16_groups", "fp16_groups", "bf16_groups")
     groups = next((values for name in names if (values := getattr(optimizer, name, None))), None)
     return grouped(engine.module, groups or [group["params"] for group in optimizer.param_groups])
+
+
+def _checks_overflow(optimizer: Any) -> bool:
+    """Return the setting of the optimizer of ZeRO-1 or ZeRO-2; before DeepSpeed 0.17 its type decides."""
+    if not hasattr(optimizer, "check_grad_overflow"):
+        return dtype_name(optimizer.dtype) == "float16"
+    return bool(optimizer.check_grad_overflow)
 
 
 def _norm_dtype() -> str:
