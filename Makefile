@@ -1,4 +1,4 @@
-# Targets set up .venv themselves: `make demo` and `make test` need only Python 3.10 to 3.13 (tested on 3.11).
+# Targets set up .venv themselves: `make demo` and `make test` need only Python 3.10 to 3.13.
 PYTHON ?= $(shell command -v python3.11 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin

@@ -28,13 +28,20 @@ told: dict[str, dict[str, Any]] = {}
 
 
 def case(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Run it now, under its name."""
+    """Run it now, under its name. A call that this version of gloo does not support is told as `unsupported`."""
     begin = time.monotonic_ns()
-    tells = function()
+    tells, unsupported = None, ""
+    try:
+        tells = function()
+    except RuntimeError as error:
+        unsupported = str(error)
+        if "does not support" not in unsupported:
+            raise
     code = function.__code__
     lines = [line for *_, line in code.co_lines() if line is not None]
     told[function.__name__] = {
         "begin": begin, "end": time.monotonic_ns(), "lines": [min(lines), max(lines)], "tells": tells,
+        "unsupported": unsupported,
     }  # fmt: skip
     return function
 

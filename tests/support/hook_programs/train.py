@@ -1,7 +1,10 @@
-"""python train.py FOLDER PROFILE ENGINE ...: trains a small model under each engine ("ddp", or a stage of ZeRO).
+"""python train.py FOLDER PROFILE ENGINE ...: trains a small model under each engine.
+
+ENGINE is "ddp", "fsdp2", or a stage of ZeRO.
 
 Writes losses and the times of each training into FOLDER/rank0.json; with PROFILE=1 also what torch.profiler says of the
-run, as FOLDER/ENGINE-rank0.json and, for the element sizes in lists, FOLDER/ENGINE-rank0.et.json.
+run, as FOLDER/ENGINE-rank0.json and, for the element sizes in lists, FOLDER/ENGINE-rank0.et.json. With TRAIN_LOGS in
+the environment each training is traced into a log of its own, TRAIN_LOGS/ENGINE.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import commtrace
+
 STEPS, ACCUMULATION, WIDTH = 3, 2, 24
 
 
@@ -30,6 +35,25 @@ def model() -> torch.nn.Module:
 def batch(step: int, part: int) -> torch.Tensor:
     torch.manual_seed(1000 * dist.get_rank() + 10 * step + part)
     return torch.randn(3, WIDTH)
+
+
+def train_fsdp2() -> list[float]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    whole: Any = model()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (whole[0], whole[3], whole):
+        fully_shard(part, mesh=mesh)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=0.01)
+    losses = []
+    for step in range(STEPS):
+        loss = whole(batch(step, 0)).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
 
 
 def train_ddp() -> list[float]:
@@ -88,15 +112,20 @@ def profiled(stem: Path, wanted: bool) -> Iterator[None]:
 
 
 def main(folder: Path, wanted: bool, engines: list[str]) -> None:
-    rank, told = int(os.environ["RANK"]), {}
+    rank, told, logs = int(os.environ["RANK"]), {}, os.environ.get("TRAIN_LOGS")
     for engine in engines:
         with profiled(folder / f"{engine}-rank{rank}", wanted):
             begin = time.monotonic_ns()
             if not dist.is_initialized():
                 dist.init_process_group("gloo")
-            losses = train_ddp() if engine == "ddp" else train_zero(int(engine))
+            train = {"ddp": train_ddp, "fsdp2": train_fsdp2}.get(engine)
+            if logs:
+                commtrace.start(Path(logs) / engine)
+            losses = train_zero(int(engine)) if train is None else train()
             dist.barrier()
             end = time.monotonic_ns()
+            if logs:
+                commtrace.stop()
         entry: dict[str, Any] = {"begin": begin, "end": end, "losses": [loss.hex() for loss in losses]}
         told[engine] = entry
     (folder / f"rank{rank}.json").write_text(json.dumps(told))
