@@ -66,7 +66,7 @@ def real_programs_page() -> str:
         equal = {0: "yes", 1: "no"}.get(run.get("against_dry_run"), "-")
         cells = (name, first["job"]["world_size"], prediction.scheme, measured.total(), differing, equal)
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join((*lines, "", *_configuration_files())) + "\n"
+    return "\n".join((*lines, "", *_configuration_files(), *_frameworks())) + "\n"
 
 
 def _recorded(name: str) -> dict[str, Any]:
@@ -95,6 +95,20 @@ def _configuration_files() -> Iterator[str]:
         outcome = file.get("scheme") or f"refused: {file['refused']}"
         counts = [f"{file[key]:,}" if key in file else "-" for key in ("parameters", "real")]
         yield f"| {name} | {outcome} | {counts[0]} | {file['fails'] if 'fails' in file else counts[1]} |"
+
+
+def _frameworks() -> Iterator[str]:
+    """Yield the lines of the table of trainings with frameworks, as `tests/external` recorded them."""
+    yield (
+        "\n## Frameworks\n\nSmall models on CPU ranks with gloo ([how to](../how-to/frameworks.md)); `check`: status "
+        "by rules.\n\n| training | version | ranks | calls | steps | dimensions | phases | check |\n"
+        "| --- | --- | ---: | ---: | --- | --- | --- | ---: |"
+    )
+    for name, run in _recorded("frameworks").items():
+        steps = f"{run['steps'][0]} to {run['steps'][-1]}"
+        names = (", ".join(run[key]) for key in ("dimensions", "phases"))
+        cells = (name, f"{run['package']} {run['version']}", run["ranks"], run["calls"], steps, *names, run["rules"])
+        yield "| " + " | ".join(map(str, cells)) + " |"
 
 
 def commands_page() -> str:
