@@ -139,9 +139,9 @@ def fold(run: RecordedRun, analyses: Sequence[Analysis], executor: Executor | No
     )
     tasks = [*_tasks(run)]
     results = map(compute_partials, tasks) if executor is None else executor.map(compute_partials, tasks)
-    for task, (tables, damaged) in zip(tasks, results, strict=True):
-        for (_, segment), counts in zip(task, damaged, strict=True):
-            segment.damaged = counts  # a worker process has read a copy of the segment
+    for task, (tables, segments) in zip(tasks, results, strict=True):
+        for (_, segment), read in zip(task, segments, strict=True):
+            segment.damaged, segment.last_step = read.damaged, read.last_step  # `read`: the copy of a worker process
         for name, table in tables.items():
             mergers[name].add(table)
     return {
@@ -164,8 +164,8 @@ def _tasks(run: RecordedRun) -> Iterator[list[tuple[RecordLabels, Segment]]]:
 
 def _partials(
     analyses: Sequence[Analysis], task: list[tuple[RecordLabels, Segment]]
-) -> tuple[NamedTables, list[dict[str, int]]]:
-    """Return the merged partial tables of a task, and the damaged records of each of its segments."""
+) -> tuple[NamedTables, list[Segment]]:
+    """Return the merged partial tables of a task, and its segments, which know what was damaged in them."""
     mergers = {analysis.name: _Merger(analysis) for analysis in analyses}
     memory = bytearray(min(BLOCK, max((segment.count for _, segment in task), default=0)) * RECORD.itemsize)
     for labels, segment in task:
@@ -174,7 +174,7 @@ def _partials(
             for analysis in analyses:
                 mergers[analysis.name].add(analysis.partial(block))
     tables = {name: merger.table() for name, merger in mergers.items()}
-    return tables, [segment.damaged for _, segment in task]
+    return tables, [segment for _, segment in task]
 
 
 @dataclass

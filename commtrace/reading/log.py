@@ -28,7 +28,7 @@ from commtrace.recording.recovery import recover_records
 from commtrace.schema import WITHOUT_RECORD
 
 from .log_notes import Note, error_reason
-from .segment_reader import Segment, inspect_segment
+from .segment_reader import Segment, damage_note, inspect_segment
 from .table_reader import ProcessTables, integer_or_none, read_tables
 
 
@@ -74,15 +74,21 @@ class Process:
     def _counter(self, name: str) -> int:
         return integer_or_none((self.tables.stats or {}).get(name)) or 0
 
+    def record_notes(self) -> Iterator[Note]:
+        """Yield notes on the records, as far as they were read."""
+        yield from damage_note(self.path, self.segments)
+        if problem := self.steps_problem(max((segment.last_step for segment in self.segments), default=-1)):
+            yield Note("process", self.path, problem, "they are not compared with others")
+
     def steps_problem(self, last_step: int) -> str | None:
         """Return why steps up to this one are not compared; None if there is a call for each of them.
 
         Work that visits every step, also those without a record, is so bounded by the number of records.
         """
-        calls = self.lost_records + sum(segment.count for segment in self.segments)
+        calls = sum(map(self._counter, WITHOUT_RECORD)) + sum(segment.count for segment in self.segments)
         if last_step < max(calls, _ALWAYS_VISITED):
             return None
-        return f"its records lead to step {last_step:,}, but are {calls:,}: steps are damaged or have no records"
+        return f"its records lead to step {last_step:,}, but are only {calls:,}: steps have no records, or are damaged"
 
 
 @dataclass(frozen=True)

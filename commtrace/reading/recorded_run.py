@@ -16,7 +16,6 @@ from commtrace.schema import EVENT_COLUMNS, RECORD, Records
 from .labels import LABEL_COLUMNS, UNKNOWN, RecordLabels, message_roles_of, roles_of, short_paths
 from .log import Log, Process
 from .log_notes import Note
-from .segment_reader import damage_note
 from .table_reader import ProcessTables, Row
 
 # Columns that are copied from a field of the record. rank, group_size and wire_bytes are computed.
@@ -74,8 +73,8 @@ class RecordedRun:
     @property
     def notes(self) -> tuple[Note, ...]:
         """Notes on what is damaged or missing in the log, and the consequences; of records, once they were read."""
-        records = (damage_note(process.path, process.segments) for process in self.log.processes)
-        return (*self.log.notes, *chain.from_iterable(records))
+        of_records = (note for process in self.log.processes for note in process.record_notes())
+        return (*self.log.notes, *of_records)
 
     @property
     def processes(self) -> tuple[Process, ...]:

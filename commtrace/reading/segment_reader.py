@@ -52,6 +52,8 @@ class Segment:
     """Number of complete records in the file, empty ones included."""
     damaged: dict[str, int] = field(default_factory=dict, compare=False)
     """Records left out because a field has an impossible value, by field: of the last time that `blocks` read all."""
+    last_step: int = field(default=-1, compare=False)
+    """The largest step of its records, as `damaged`."""
 
     def blocks(self, size: int = BLOCK, memory: bytearray | None = None) -> Iterator[Records]:
         """Yield the records, shape (n,) with n <= size, without slots that were never filled and damaged records.
@@ -65,6 +67,7 @@ class Segment:
                 for each block would cost as much as reading. None: every block has its own memory.
         """
         damaged: Counter[str] = Counter()
+        last_step = -1
         try:
             with self._open() as file:
                 file.seek(self.offset)
@@ -77,10 +80,11 @@ class Segment:
                     for name, impossible in _impossible(records):
                         damaged[name] += int((usable & impossible).sum())
                         usable &= ~impossible
+                    last_step = max(last_step, int(records["step"].max(where=usable, initial=-1)))
                     yield records if usable.all() else records[usable]
         except OSError:
             pass
-        self.damaged = +damaged
+        self.damaged, self.last_step = +damaged, last_step
 
     def _open(self) -> BufferedReader:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import damaged_logs
@@ -74,6 +75,15 @@ def test_records_with_impossible_values_are_left_out_and_named(tmp_path: Path, f
     assert note.what in run.table("notes")["what"].tolist()
 
 
+def test_damage_that_worker_processes_find_is_named(tmp_path: Path) -> None:
+    LogFactory(tmp_path).process().known().write([record(), record(phase=77), record(step=5_000)]).stats()
+    run = open_run(tmp_path)
+    with ProcessPoolExecutor(1) as executor:
+        notes = run.tables(executor)["notes"]
+    assert notes["kind"].tolist() == ["garbled", "process"]
+    assert notes["what"].tolist()[1].startswith("its records lead to step 5,000, but are only 3")
+
+
 def test_a_step_that_is_far_beyond_the_records_is_named_and_not_visited(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,7 +93,7 @@ def test_a_step_that_is_far_beyond_the_records_is_named_and_not_visited(
     records["step"][-1] = 30_000_000
     np.save(path, records)
     assert main(["check", str(tmp_path / "zero1")]) == 3
-    assert "its records lead to step 30,000,000, but are" in " ".join(capsys.readouterr().out.split())
+    assert "its records lead to step 30,000,000, but are only" in " ".join(capsys.readouterr().out.split())
     assert main(["diff", str(tmp_path / "zero1"), str(tmp_path / "zero1")]) == 3
     assert "step 30,000,000" in capsys.readouterr().out
 
