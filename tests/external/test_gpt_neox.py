@@ -37,15 +37,15 @@ LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 COMMTRACE = [sys.executable, "-m", "commtrace.cli"]
 
 
-def run(command: list[str], ranks: int, **variables: str) -> str:
-    """Run a command in the checkout, and return its output."""
+def run(command: list[str], ranks: int, *, status: int = 0, **variables: str) -> str:
+    """Run a command in the checkout, check its exit status, and return its output."""
     inherited = {name: value for name, value in os.environ.items() if name != VARIABLE}  # no setting of commtrace
     environment = {
         **inherited, "PYTHONPATH": str(CPU), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
         "TORCHDYNAMO_DISABLE": "1", "NEOX_RANKS": str(ranks), **variables,
     }  # fmt: skip
     done = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == status, done.stderr[-2000:]
     return done.stdout
 
 
@@ -81,6 +81,23 @@ def test_every_call_of_a_training_is_expected(name: str, tmp_path: Path) -> None
     log, dry = trained(tmp_path, ranks, script), simulated(tmp_path, ranks, script)
     run([*COMMTRACE, "check", log], ranks)
     run([*COMMTRACE, "check", log, "--against", dry], ranks)
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "told", "by_rules"),
+    [
+        ("bucket", "dp2-zero2", "- 2 all_reduce of 331,264 bytes", 1),
+        ("extra", "dp2", "+ 1 all_reduce of 64 bytes", 0),  # listed, as the program's own call
+        ("order", "mp2", "broadcast of 1,040 bytes", 0),
+        ("size", "dp2", "broadcast of 40 bytes", 1),
+    ],
+)
+def test_a_fault_shows(fault: str, name: str, told: str, by_rules: int, tmp_path: Path) -> None:
+    ranks, script = prepared(name, tmp_path)
+    dry = simulated(tmp_path, ranks, script)
+    log = trained(tmp_path, ranks, [str(CPU / "faults.py"), fault, *script])
+    assert told in run([*COMMTRACE, "check", log, "--against", dry], ranks, status=1)
+    run([*COMMTRACE, "check", log], ranks, status=by_rules)
 
 
 def test_the_configuration_files_are_as_recorded(tmp_path: Path) -> None:
