@@ -22,7 +22,7 @@ from typing import Any
 TESTS = Path(__file__).parents[1]
 PROGRAMS = TESTS / "support/hook_programs"
 ENGINES = ("ddp", "fsdp2", "0", "1", "2", "3")
-PACKAGES = ("torch", "deepspeed", "numpy", "pandas", "mpi4py")
+PACKAGES = ("torch", "deepspeed", "numpy", "pandas")
 SECONDS = 400
 sys.path[:0] = [str(TESTS.parent), str(TESTS / "support")]
 
