@@ -10,8 +10,11 @@ waits. DeepSpeed's comms logger sees calls of `deepspeed.comm` only, so its bare
 from __future__ import annotations
 
 import argparse
+import runpy
+import tempfile
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import groups
 import results
@@ -37,9 +40,51 @@ def on_fake(options: argparse.Namespace) -> list[Row]:
     all_reduce = partial(dist.all_reduce, torch.ones(1024))
     switches = {**sides.commtrace_sides(), **sides.torch_sides()}
     rows = measure(case, switches, all_reduce, options.fake_calls, options, warm=options.fake_calls)
+    rows += through_mappings(options)
     for times in sorted({min(200, options.fake_calls), options.fake_calls}):
         rows += with_deepspeed(case, times, options)
     return rows
+
+
+MAPPINGS = """
+import torch.autograd
+import torch.distributed as dist
+
+def _reduce(tensor):
+    dist.all_reduce(tensor)
+    return tensor
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor):
+        return _reduce(tensor)
+
+def reduce(tensor):
+    return _Reduce.apply(tensor)
+"""
+"""A tensor-parallel sum, as in Megatron's `mpu/mappings.py`."""
+
+
+def through_mappings(options: argparse.Namespace) -> list[Row]:
+    """What the caller costs that is recorded beside the call site, by the name of the file: on both sides is traced."""
+    amount = groups.Amount(options.fake_calls, options.pairs, options.settle, options.fake_calls)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as directory:
+        reduce = [reduce_of(Path(directory) / "megatron" / "mpu" / name) for name in ("sums.py", "mappings.py")]
+        plain, mapping = (partial(function, torch.ones(1024)) for function in reduce)
+        for name, switch in sides.commtrace_sides().items():
+            if options.only in name and "with call sites" in name:
+                case = "all_reduce through mpu/mappings.py, beside another file"
+                rows.append(groups.Comparison(case, name, switch, plain, mapping, base=switch).microseconds(amount))
+    return rows
+
+
+def reduce_of(path: Path) -> Callable[[torch.Tensor], object]:
+    """Write MAPPINGS to a file, and return its function."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(MAPPINGS)
+    function: Callable[[torch.Tensor], object] = runpy.run_path(str(path))["reduce"]
+    return function
 
 
 def on_gloo(options: argparse.Namespace) -> list[Row]:

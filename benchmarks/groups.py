@@ -154,11 +154,13 @@ class Comparison:
     call: Callable[[], object]
     call_with: Callable[[], object] | None = None
     """Called instead where it is switched on."""
+    base: Switch = bare
+    """What is on at the bare side."""
 
     def rounds(self, amount: Amount) -> list[tuple[Block, Block, Block]]:
         """Bare, bare again, switched on."""
         return in_turn(
-            lambda: block(bare, self.call, amount),
+            lambda: block(self.base, self.call, amount),
             lambda: block(self.switch, self.call_with or self.call, amount),
             amount.pairs,
         )
