@@ -33,8 +33,8 @@ QUICK = (
 @pytest.mark.parametrize(
     ("count", "only"),
     [
-        (150, QUICK),
-        (30, ("report json", "report all", "check")),
+        (180, QUICK),
+        (12, ("report json", "report all", "check")),
         pytest.param(2_000, (), marks=[pytest.mark.exhaustive, pytest.mark.timeout(1_500)]),
     ],
 )
