@@ -18,7 +18,7 @@ HOOKS = {
 }
 
 # Library -> the oldest version that is supported (docs/versions.md).
-OLDEST = {"torch": (2, 6), "mpi4py.MPI": (4, 0), "deepspeed": (0, 15)}
+OLDEST = {"torch": (2, 6), "mpi4py.MPI": (4, 1), "deepspeed": (0, 15)}
 
 # Library -> module that makes the process a simulated rank (`commtrace dryrun`), installed after the hook.
 SIMULATIONS = {"torch": "commtrace.dryrun.simulation", "deepspeed": "commtrace.dryrun.deepspeed_patches"}
