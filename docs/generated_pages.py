@@ -48,7 +48,7 @@ def real_programs_page() -> str:
         "# Real programs\n\n`train.py` of [GPT-NeoX](https://github.com/EleutherAI/gpt-neox) at "
         f"{GPT_NEOX[1]}, unedited, on CPU ranks with gloo and DeepSpeed {DEEPSPEED[1]}: calls of a rank in all steps, "
         "and those that the rules do not expect, or expect in vain; whether the calls of all ranks equal those of its "
-        "dry run (`commtrace check --against`). `tests/external` runs it again.\n",
+        "dry run (`commtrace check --against`; -: not recorded). `tests/external` runs it again.\n",
         "| configuration | ranks | scheme | calls | not as expected | as its dry run |\n"
         "| --- | ---: | --- | ---: | ---: | --- |",
     ]
