@@ -43,7 +43,8 @@ def interpreter(row: Row) -> Path:
     ready = folder / ".ready"
     if not ready.exists():
         shutil.rmtree(folder, ignore_errors=True)
-        _uv("venv", "--python", row["python"], folder)
+        of_pyenv = Path("~/.pyenv/versions").expanduser().glob(f"{row['python']}.*/bin/python")  # uv does not search it
+        _uv("venv", "--python", next(of_pyenv, row["python"]), folder)
         pinned = [f"{package}=={row[package]}" for package in ("torch", "numpy", "pandas")]
         # DeepSpeed before 0.17 is built by an older setuptools.
         setuptools = "setuptools<80" if row["deepspeed"] < "0.17" else "setuptools"
