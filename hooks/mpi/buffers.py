@@ -82,8 +82,10 @@ def vector(message: Any, blocks: int) -> Blocks:
 
 def vector_of_types(message: Any, blocks: int) -> Blocks:
     """Return the shares of a message with a count and a datatype for each of `blocks` ranks."""
-    _, *layout, datatypes = message  # layout: nothing, or counts and displacements, which may be one tuple
-    counts = (layout[0] if len(layout) == 1 else layout)[0] if layout else [1] * blocks
+    _, *layout, datatypes = message  # layout: nothing, or counts and displacements, which may be one tuple, or None
+    counts = (layout[0] if len(layout) == 1 else layout)[0] if layout else None
+    if counts is None:
+        counts = [1] * blocks
     elements = [element_of(datatype) for datatype in datatypes]
     names = {element.name for element in elements}
     nbytes = [int(count) * element.size for count, element in zip(counts, elements, strict=False)]

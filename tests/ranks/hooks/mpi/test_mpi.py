@@ -112,7 +112,7 @@ COMMON: dict[str, list[Row]] = {
     "allgather": [Row("all_gather", "Allgather", F4, 3 * 20, 20)],
     "allgather_in_place": [Row("all_gather", "Allgather", F4, 3 * 20, 20)],
     "alltoall": [Row("all_to_all", "Alltoall", F8, 3 * 16, 16)],
-    "alltoallw": [Row("all_to_all", "Alltoallw", F8, 3 * 8, 8)],
+    "alltoallw": 2 * [Row("all_to_all", "Alltoallw", F8, 3 * 8, 8)],
     "reduce": [Row("reduce", "Reduce", F8, 56, peer=1, reduce_op="MAX")],
     "allreduce": [summed(800)],
     "allreduce_in_place": [summed(200, I4, "PROD")],
