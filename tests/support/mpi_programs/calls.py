@@ -276,6 +276,16 @@ def sendrecv_replace() -> Any:
 
 
 @case
+def isendrecv() -> Any:
+    given = []
+    for count in (2, 4):
+        into = np.zeros(count)
+        WORLD.Isendrecv(numbers(count), NEXT, 3, into, LAST, 3).Wait()
+        given.append(into)
+    return given
+
+
+@case
 def to_and_from_nobody() -> Any:
     into = numbers(4)
     WORLD.Send(into, MPI.PROC_NULL)

@@ -182,6 +182,16 @@ EACH: dict[str, list[list[Row]]] = {
             sent(32, after, 3, "Sendrecv", flags=COALESCED), received(32, before, 3, "Sendrecv", flags=COALESCED),
         ]
     ),
+    "isendrecv": each(
+        lambda rank, after, before: [
+            row
+            for size in (16, 32)
+            for row in (
+                sent(size, after, 3, "Isendrecv", flags=COALESCED | ASYNC, end=WAITED),
+                received(size, before, 3, "Isendrecv", flags=COALESCED | ASYNC, end=WAITED),
+            )
+        ]
+    ),
     "sendrecv_replace": each(
         lambda rank, after, before: [
             sent(16, after, 0, "Sendrecv_replace", F4, flags=COALESCED),
