@@ -1,0 +1,110 @@
+"""PyTorch's and mpi4py's own tests end the same traced and untraced, and both recorders record the same calls."""
+
+from __future__ import annotations
+
+import collections
+import json
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+import mpi_launch
+import numpy as np
+import processes
+import pytest
+import recorders
+
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(5400)]
+
+PYTORCH = Path(__file__).parents[1] / "support" / "hook_programs" / "torch_suite.py"
+LIMIT_SECONDS = 2400
+VARIABLES: Final[dict[str, Any]] = {
+    "COMMTRACE_RING_RECORDS": 1 << 20,  # the suites call so often that a busy machine would drop records
+    "PYTHONPATH": Path(processes.__file__).parent,
+}
+POLLING = "test_util_sync.py"
+"""Tests of locks, which repeat calls until they have the lock: as often as time allows."""
+
+Outcomes = dict[str, dict[str, str]]
+Calls = collections.Counter[tuple[int, str, int]]
+
+
+@pytest.fixture(scope="module")
+def mpi4py_suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tests in the sdist of the mpi4py that is installed."""
+    folder = tmp_path_factory.mktemp("mpi4py")
+    wanted = f"mpi4py=={metadata.version('mpi4py')}"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:", "-d", str(folder)]
+    done = subprocess.run([*command, wanted], capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode:
+        pytest.skip(f"the sdist of {wanted} cannot be had: {done.stderr.strip().splitlines()[-1]}")
+    [sdist] = folder.glob("*.tar.gz")
+    shutil.unpack_archive(sdist, folder)
+    [suite] = folder.glob("*/test")
+    return suite
+
+
+def calls(log: Path) -> Calls:
+    """How often each rank made each call (rank, operation, payload in bytes); no hook failed, and none is missing."""
+    counts: Calls = collections.Counter()
+    for left in processes.read_all(log):
+        assert left.stats["hook_errors"] == 0, left.stats["first_error"]
+        assert left.stats["calls"] == len(left.records), left.stats
+        rank = left.tables["process"][0]["rank"]
+        ops = {row["id"]: row["op"] for row in left.tables.get("kinds", [])}
+        polling = [row["id"] for row in left.tables.get("sites", []) if Path(row["file"]).name == POLLING]
+        records = left.records[~np.isin(left.records["site"], polling)]
+        sizes = zip(records["kind"].tolist(), records["payload"].tolist(), strict=True)
+        counts.update((rank, ops[kind], size) for kind, size in sizes)
+    return counts
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("mpi", mpi_launch.NAMES)
+def test_mpi4py(mpi: str, ranks: int, mpi4py_suite: Path, tmp_path: Path) -> None:
+    recorders.needs("native")
+    mpi_launch.needs(mpi)
+
+    def outcomes(recorder: str | None) -> Outcomes:
+        out = tmp_path / str(recorder)
+        out.mkdir()
+        mpi_launch.succeeds(
+            mpi, "suite", mpi4py_suite, out, ranks=ranks, limit=LIMIT_SECONDS,
+            log=out / "log" if recorder else None, COMMTRACE_RECORDER=recorder or "python", **VARIABLES,
+        )  # fmt: skip
+        return {path.stem: json.loads(path.read_text()) for path in out.glob("*.json")}
+
+    untraced = outcomes(None)
+    assert len(untraced) == ranks
+    assert all(sum(outcome == "passed" for outcome in of_rank.values()) > 1000 for of_rank in untraced.values())
+    for recorder in recorders.RECORDERS:
+        assert outcomes(recorder) == untraced
+    assert calls(tmp_path / "python" / "log") == calls(tmp_path / "native" / "log")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_pytorch(ranks: int, tmp_path: Path) -> None:
+    recorders.needs("native")
+    pytest.importorskip("expecttest")
+
+    def outcomes(recorder: str | None) -> dict[str, str]:
+        folder = tmp_path / str(recorder)
+        for name in ("barrier", "test_dir"):
+            (folder / name).mkdir(parents=True)
+        settings: dict[str, Any] = {"COMMTRACE": folder / "log", "COMMTRACE_RECORDER": recorder} if recorder else {}
+        result = processes.run(
+            [sys.executable, PYTORCH, folder / "outcomes.json"],
+            limit=LIMIT_SECONDS, WORLD_SIZE=ranks, TEMP_DIR=folder, **VARIABLES, **settings,
+        )  # fmt: skip
+        assert result.status == 0, result.err[-4000:]
+        found: dict[str, str] = json.loads((folder / "outcomes.json").read_text())
+        return found
+
+    untraced = outcomes(None)
+    assert sum(outcome == "passed" for outcome in untraced.values()) > 100
+    for recorder in recorders.RECORDERS:
+        assert outcomes(recorder) == untraced
+    assert calls(tmp_path / "python" / "log") == calls(tmp_path / "native" / "log")

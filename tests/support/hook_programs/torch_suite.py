@@ -1,0 +1,30 @@
+"""PyTorch's own tests of torch.distributed over gloo: writes each test's outcome to a file. Arguments: the file, tests.
+
+Without names of tests, all of them. WORLD_SIZE says how many ranks each test starts, each a new process.
+"""
+
+import json
+import os
+import sys
+import unittest
+from pathlib import Path
+
+os.environ.setdefault("BACKEND", "gloo")
+
+from torch.testing._internal.distributed.distributed_test import DistributedTest, TestDistBackend
+
+
+class SpawnedTests(TestDistBackend, DistributedTest._DistTestBase):
+    """As `test/distributed/test_distributed_spawn.py` of PyTorch's repository has it."""
+
+    def setUp(self) -> None:
+        super().setUp()  # type: ignore[no-untyped-call]
+        self._spawn_processes()
+
+
+if __name__ == "__main__":
+    import outcomes
+
+    names = sys.argv[2:] or unittest.defaultTestLoader.getTestCaseNames(SpawnedTests)
+    ended = outcomes.run(unittest.TestSuite(map(SpawnedTests, names)))
+    Path(sys.argv[1]).write_text(json.dumps(ended))
