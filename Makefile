@@ -17,7 +17,7 @@ demo: $(READY)  ## train a small GPT-NeoX under DDP and ZeRO 0 to 3; report what
 	$(BIN)/python -m examples.demo demo-logs
 
 quick: native  ## tests that start no ranks: below a minute
-	$(BIN)/pytest $(PARALLEL) tests/unit
+	$(BIN)/pytest $(PARALLEL) tests/unit -m "not long and not exhaustive and not external"
 
 test: lint docs native  ## what must pass before a change lands: lint, types, documentation, and the default tests
 	$(BIN)/pytest $(PARALLEL)

@@ -33,8 +33,8 @@ QUICK = (
 @pytest.mark.parametrize(
     ("count", "only"),
     [
-        (180, QUICK),
-        (12, ("report json", "report all", "check")),
+        pytest.param(180, QUICK, marks=pytest.mark.long),
+        pytest.param(12, ("report json", "report all", "check"), marks=pytest.mark.long),
         pytest.param(2_000, (), marks=[pytest.mark.exhaustive, pytest.mark.timeout(1_500)]),
     ],
 )

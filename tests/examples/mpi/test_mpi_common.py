@@ -56,10 +56,11 @@ def test_what_needs_a_gpu_is_refused_without(name: str) -> None:
     ("example", "options", "published"),
     [
         ("mpi_sequence_parallel", ["--sequence", "16", "--hidden", "16", "--heads", "2"], "16,218"),
-        (
+        pytest.param(
             "mpi_encoder",
             ["--batch", "2", "--sequence", "8", "--model", "16", "--hidden", "16", "--heads", "2", "--layers", "2"],
             "8 heads",
+            marks=pytest.mark.exhaustive,
         ),
     ],
 )

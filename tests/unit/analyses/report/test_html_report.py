@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,10 +39,13 @@ SCREENS = [
 ]
 """One screen by default: a browser takes seconds for each page."""
 
-in_browser = pytest.mark.skipif(
-    CHROMIUM is None or find_spec("playwright") is None,
-    reason="no Chromium found, or playwright is not installed: the page is not opened in a browser",
-)
+
+def in_browser(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that opens the page."""
+    absent = CHROMIUM is None or find_spec("playwright") is None
+    reason = "no Chromium found, or playwright is not installed: the page is not opened in a browser"
+    marked: Callable[..., None] = pytest.mark.long(pytest.mark.skipif(absent, reason=reason)(test))
+    return marked
 
 
 def page_of(directory: Path, name: str = "run") -> str:
