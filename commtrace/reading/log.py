@@ -57,15 +57,19 @@ class Process:
     @property
     def lost_records(self) -> int:
         """Number of calls that have no usable record: counted as lost by the recorder, or damaged in what was read."""
-        return sum(map(self._counter, WITHOUT_RECORD)) + self._damaged_records
+        return self._unrecorded_calls + self._damaged_records
 
     @property
     def losses(self) -> str:
         """What recording lost, as text: "124 of 152 calls were not recorded, hooks failed 124 times"; "" if nothing."""
-        lost, errors = sum(map(self._counter, WITHOUT_RECORD)), self._counter("hook_errors")
+        lost, errors = self._unrecorded_calls, self._counter("hook_errors")
         texts = [f"{lost:,} of {format_plural(self._counter('calls'), 'call')} were not recorded"] if lost else []
         damaged = [f"{format_plural(self._damaged_records, 'record')} damaged"] if self._damaged_records else []
         return ", ".join(texts + damaged + [f"hooks failed {format_plural(errors, 'time')}"] * bool(errors))
+
+    @property
+    def _unrecorded_calls(self) -> int:
+        return sum(map(self._counter, WITHOUT_RECORD))
 
     @property
     def _damaged_records(self) -> int:
@@ -85,7 +89,7 @@ class Process:
 
         Work that visits every step, also those without a record, is so bounded by the number of records.
         """
-        calls = sum(map(self._counter, WITHOUT_RECORD)) + sum(segment.count for segment in self.segments)
+        calls = self._unrecorded_calls + sum(segment.count for segment in self.segments)
         if last_step < max(calls, _ALWAYS_VISITED):
             return None
         return f"its records lead to step {last_step:,}, but are only {calls:,}: steps have no records, or are damaged"

@@ -264,8 +264,8 @@ class MpiTracer:
                 site, progress.step, progress.micro_batch, batch, phase, flags,
             )  # fmt: skip
             if slot >= 0:
-                told = receives and (not batch or not method.returns or _EXCHANGE_HAS_STATUS)
-                parts.append(CallPart(slot, Receipt(group, peer, tag) if told else None))
+                has_status = receives and (not batch or not method.returns or _EXCHANGE_HAS_STATUS)
+                parts.append(CallPart(slot, Receipt(group, peer, tag) if has_status else None))
         return MpiEntry(self, plan, parts) if parts else None
 
     @staticmethod
