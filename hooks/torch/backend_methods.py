@@ -8,6 +8,7 @@ of its group (`process_groups.likely_ranks`). With the native recorder, the ends
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
@@ -107,7 +108,7 @@ def _wrapper(method: str, operator: Operator) -> Wrapper:
                 if tracer is not None:
                     entry = tracer.before(direct, [*_operator_arguments(parameters, self, args, kwargs)])
             except Exception:
-                fault()
+                fault(unrecorded=1)
             if entry is None:
                 return original(self, *args, **kwargs)
             try:
@@ -132,6 +133,8 @@ def _return(entry: TorchEntry, work: Any) -> None:
         if call is not None and observable:
             entry.tracer.works.add(work, [call], entry.on_host)
     except Exception:
+        with suppress(Exception):
+            recorder.lost(entry.slot, t_return)
         fault()
 
 
