@@ -1,0 +1,224 @@
+"""Matching: the calls of different ranks that are one operation, a collective or a message.
+
+Collectives of a group, and messages with the same group, source, destination and tag, form a channel: both recorders
+number the operations of a channel alike on all its ranks (`seq`). Calls with the same channel and number are one
+instance. Ranks without a log, that ended early or that dropped records are only missing from an instance.
+
+Not matched: one-sided calls, receives from any source that nothing has arrived for, calls of a group that the tables do
+not describe, calls captured into a device graph, channels that two processes use as the same rank, and instances with
+more calls than ranks, whose numbers are damaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from commtrace.analyses.fold_engine import Array, RecordBlock, group_rows
+from commtrace.reading.labels import LABEL_COLUMNS, UNKNOWN, RecordLabels
+from commtrace.reading.recorded_run import RecordedRun
+from commtrace.reading.segment_reader import BLOCK
+from commtrace.reading.table_reader import RecordedGroup
+from commtrace.schema import RECORD, Flag
+
+ONE_SIDED: Final = ("put", "get", "accumulate")
+NOT_MATCHED: Final = -1
+"""Instance of a call that is not matched with others."""
+
+_NOT_MATCHED_OPERATIONS: Final = (*ONE_SIDED, "sendrecv", UNKNOWN)
+_KEY_FIELDS: Final = ("seq", "group", "kind", "peer", "tag", "flags")
+
+
+class Channel(NamedTuple):
+    """Operations that their ranks number alike: the collectives of a group, or messages with the same addresses."""
+
+    group: RecordedGroup
+    source: int = -1
+    """Global rank that sends; -1: the channel holds collectives."""
+    destination: int = -1
+    tag: int = -1
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks that take part in each operation; a message to itself has its rank twice."""
+        return self.group.ranks if self.source < 0 else (self.source, self.destination)
+
+
+@dataclass(frozen=True, eq=False)
+class MatchedCalls:
+    """Calls of all processes as columns of shape (calls,), and the instances that they belong to.
+
+    Attributes:
+        columns: `process` (position in the log), `instance`, and what `match_calls` was asked for.
+        categories: Labels by column, for columns of the event table whose values are positions in these labels.
+        channels: The channels of the run.
+        channel: Position in `channels` of each instance, shape (instances,).
+        seq: Number of each instance in its channel, shape (instances,); instances are sorted by channel and number.
+    """
+
+    columns: Mapping[str, Array]
+    categories: Mapping[str, Array]
+    channels: Sequence[Channel]
+    channel: Array
+    seq: Array
+
+    def __len__(self) -> int:
+        return len(self.columns["process"])
+
+    def __getitem__(self, name: str) -> Array:
+        """Return a column of the calls, shape (calls,)."""
+        return self.columns[name]
+
+    def text(self, column: str, at: Array | slice = slice(None)) -> Array:
+        """Return the labels of a column of the event table, of all calls or of those at some positions."""
+        return np.asarray(self.categories[column][self.columns[column][at]])
+
+    @cached_property
+    def matched(self) -> Array:
+        """Positions of the calls that belong to an instance, ascending."""
+        return np.flatnonzero(self["instance"] != NOT_MATCHED)
+
+    @cached_property
+    def present(self) -> Array:
+        """Number of calls of each instance in the log, shape (instances,)."""
+        return np.bincount(self["instance"][self.matched], minlength=len(self.channel))
+
+    @cached_property
+    def expected(self) -> Array:
+        """Number of calls that each instance has when all its ranks have made theirs, shape (instances,)."""
+        return np.array([len(channel.ranks) for channel in self.channels], np.int64)[self.channel]
+
+    @cached_property
+    def complete(self) -> Array:
+        """Whether the log has the calls of all ranks of each instance, bool, shape (instances,)."""
+        complete: Array = self.present == self.expected
+        return complete
+
+    def largest(self, values: Array, start: int = 0) -> Array:
+        """Return the largest of the values, shape (calls,), in each instance, int64, shape (instances,)."""
+        result = np.full(len(self.channel), start, np.int64)
+        np.maximum.at(result, self["instance"][self.matched], values[self.matched])
+        return result
+
+    def smallest(self, values: Array) -> Array:
+        """Return the smallest of the values, shape (calls,), in each instance, int64, shape (instances,)."""
+        result = np.full(len(self.channel), np.iinfo(np.int64).max)
+        np.minimum.at(result, self["instance"][self.matched], values[self.matched])
+        return result
+
+
+def match_calls(run: RecordedRun, columns: Sequence[str], steps: Array | None = None) -> MatchedCalls:
+    """Read the calls of a run and match them across ranks.
+
+    Args:
+        run: The run. Dry runs are matched too; they have no times.
+        columns: Fields of the record (`schema.RECORD`), or columns of the event table with text, such as "op", "role"
+            and "site", which become positions in `MatchedCalls.categories`.
+        steps: Steps whose calls are wanted, shape (steps,); None: all.
+
+    Returns:
+        The calls, process by process in the order of the log. Memory: 12 bytes a call and those of the columns.
+    """
+    return _Matcher(columns).read(run, steps)
+
+
+class _Matcher:
+    def __init__(self, columns: Sequence[str]) -> None:
+        self._fields = [name for name in columns if name not in LABEL_COLUMNS]
+        self._labels = {name: _Numbers() for name in columns if name in LABEL_COLUMNS}
+        self._channels = _Numbers()
+        self._users: dict[tuple[int, int, bool], int] = {}
+        """Process that uses a channel as a rank: (number of the channel, rank, whether it receives)."""
+
+    def read(self, run: RecordedRun, steps: Array | None) -> MatchedCalls:
+        pieces = {name: [np.zeros(0, RECORD[name])] for name in self._fields}
+        pieces |= {name: [np.zeros(0, np.int32)] for name in ("process", *self._labels)}
+        keys = [np.zeros(0, np.int64)]
+        largest = max((segment.count for process in run.processes for segment in process.segments), default=0)
+        memory = bytearray(min(BLOCK, largest) * RECORD.itemsize)
+        for labels, process in zip(run.labels, run.processes, strict=True):
+            to_number = {name: numbers.of(labels.categories(name)) for name, numbers in self._labels.items()}
+            for segment in process.segments:
+                for records in segment.blocks(memory=memory):
+                    wanted = records if steps is None else records[np.isin(records["step"], steps)]
+                    keys.append(self._keys(RecordBlock(wanted, labels), process.tables.groups))
+                    pieces["process"].append(np.full(len(wanted), labels.number, np.int32))
+                    for name in self._fields:
+                        pieces[name].append(wanted[name].copy())
+                    for name, numbers in to_number.items():
+                        pieces[name].append(numbers[labels.index(LABEL_COLUMNS[name], labels.ids(name, wanted))])
+        # A column's pieces are dropped once they are joined, so that no more than one column exists twice.
+        columns = {name: np.concatenate(pieces.pop(name)) for name in [*pieces]}
+        channels = [*self._channels.values]
+        columns["instance"], channel, seq = _instances(np.concatenate(keys), channels)
+        categories = {name: np.array([*numbers.values], object) for name, numbers in self._labels.items()}
+        return MatchedCalls(columns, categories, channels, channel, seq)
+
+    def _keys(self, block: RecordBlock, groups: Mapping[int, RecordedGroup]) -> Array:
+        """Return channel and number of each call as one integer, NOT_MATCHED for those that have none."""
+        labels = block.labels
+        fields = {name: block.records[name].astype(np.int64) for name in _KEY_FIELDS}
+        at = labels.index("kind", fields["kind"])
+        sends, receives, mpi, not_matched = (
+            np.isin(labels.categories(column).astype(str), values)[at]
+            for column, values in (("op", "send"), ("op", "recv"), ("api", "mpi"), ("op", _NOT_MATCHED_OPERATIONS))
+        )
+        message = sends | receives
+        from_anywhere = message & ((fields["peer"] < 0) | (mpi & (fields["tag"] < 0)))
+        usable = ~(not_matched | from_anywhere | ((fields["flags"] & Flag.CAPTURED) != 0))
+        addresses = [np.where(message, fields[name], -1) for name in ("peer", "tag")]
+        first, numbers = group_rows([fields["group"], *addresses, sends, receives, usable])
+        channels = np.full(len(first), NOT_MATCHED, np.int64)
+        for number, row in enumerate(first.tolist()):
+            group = groups.get(int(fields["group"][row]))
+            if usable[row] and group is not None:
+                peer, tag = (int(values[row]) for values in addresses)
+                source, destination = (labels.rank, peer) if sends[row] else (peer, labels.rank)
+                channel = Channel(group, source, destination, tag) if message[row] else Channel(group)
+                channels[number] = self._used_by(channel, labels, bool(receives[row]))
+        known = channels[numbers]
+        return np.where(known == NOT_MATCHED, NOT_MATCHED, known << 32 | fields["seq"])
+
+    def _used_by(self, channel: Channel, labels: RecordLabels, receives: bool) -> int:
+        """Return the number of a channel; NOT_MATCHED if another process uses it as the same rank."""
+        number = self._channels.number(channel)
+        user = self._users.setdefault((number, labels.rank, receives), labels.number)
+        return number if user == labels.number else NOT_MATCHED
+
+
+def _instances(keys: Array, channels: Sequence[Channel]) -> tuple[Array, Array, Array]:
+    """Return the instance of each call, shape (n,), and of each instance channel and number, shape (instances,)."""
+    distinct, instance = np.unique(keys, return_inverse=True)
+    sizes = np.array([len(channel.ranks) for channel in channels] + [0], np.int64)
+    calls = np.bincount(instance, minlength=len(distinct))
+    usable = (distinct != NOT_MATCHED) & (calls <= sizes[distinct >> 32])
+    numbers = np.where(usable, np.cumsum(usable) - 1, NOT_MATCHED).astype(np.int32)
+    return numbers[instance], distinct[usable] >> 32, distinct[usable] & 0xFFFFFFFF
+
+
+class _Numbers:
+    """Numbers from 0 for values, in the order in which they were seen."""
+
+    def __init__(self) -> None:
+        self.values: dict[Any, int] = {}
+
+    def number(self, value: Any) -> int:
+        return self.values.setdefault(value, len(self.values))
+
+    def of(self, values: Array) -> Array:
+        """Return the numbers of values, int32, shape (n,)."""
+        return np.array([self.number(value) for value in values.tolist()], np.int32)
+
+
+def host_numbers(run: RecordedRun) -> tuple[list[str], Array]:
+    """Return the hosts of a run, each boot of a host for itself, and the position of each process's host in them.
+
+    Processes of one host share a monotonic clock.
+    """
+    boots = _Numbers()
+    numbers = [boots.number((process.host, str(process.tables.process.get("boot_id")))) for process in run.processes]
+    return [host for host, _ in boots.values], np.array(numbers, np.int64)
