@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from commtrace.reading.labels import RecordLabels
+from commtrace.reading.labels import Fields, RecordLabels
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.schema import Clock, Flag
 from commtrace.volume import busbw_factor
@@ -66,7 +66,7 @@ def transfer_begin(block: RecordBlock) -> Array:
     return np.where(block["t_start"] > 0, block["t_start"], block["t_begin"])
 
 
-def exact_ends(block: RecordBlock) -> Array:
+def exact_ends(block: Fields) -> Array:
     """Return whether the end of each record is when the transfer ended, bool, and not when the program saw it.
 
     Ends are exact that the call itself, a completion callback or the device saw; that of a wait only if the program did

@@ -74,7 +74,7 @@ def _merge(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
-    offsets = _offsets(run)
+    offsets = wall_clock_offsets(run)
     table = table.loc[table["step"] > _NO_CANDIDATE]
     calls = table.loc[(table["step"] == _step(table)) & table["process"].isin([*offsets])]
     by_process = calls.groupby("process")["process"]
@@ -102,7 +102,7 @@ def _step(table: pd.DataFrame) -> int:
     return int(by_step.index[next(choice for choice in choices if choice.any())].max())
 
 
-def _offsets(run: RecordedRun) -> dict[int, int]:
+def wall_clock_offsets(run: RecordedRun) -> dict[int, int]:
     """Return wall-clock minus monotonic ns by process, one value for a boot of a host; left out if not known."""
     hosts = [(process.host, str(process.tables.process.get("boot_id"))) for process in run.processes]
     offsets = {

@@ -34,7 +34,7 @@ COMMANDS: Final = {
     "doctor": "Show what is recorded in this environment, and test it on two local ranks.",
     "build": "Build the native recorder for this environment.",
     "recover": "Recover records of killed processes from this host's shared memory.",
-    "export": "Write every call of a run to a CSV or Parquet file.",
+    "export": "Write every call of a run to a CSV, Parquet or Perfetto file.",
 }
 
 

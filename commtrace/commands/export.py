@@ -1,9 +1,13 @@
-"""Write every call of a run to a CSV or Parquet file.
+"""Write every call of a run to a CSV, Parquet or Perfetto file.
 
-One row per call, with the columns of the event table: rank, operation, group, role, bytes, times, step, phase,
-call site and so on. Times are nanoseconds of the host's monotonic clock; 0 means not known. In
+CSV and Parquet: one row per call, with the columns of the event table: rank, operation, group, role, bytes, times,
+step, phase, call site and so on. Times are nanoseconds of the host's monotonic clock; 0 means not known. In
 peer, tag and micro_batch, -1 means none or not known; in step, before the first step. Unknown wire_bytes and
 group_size are empty. Memory use is independent of the size of the log. Parquet needs the extra `parquet` (pyarrow).
+
+Perfetto: a trace that ui.perfetto.dev opens. Each rank has a track per thread, one of operations in flight, and
+counters; arrows connect the calls of one operation. A large run needs --steps and --ranks, as the viewer opens about
+a million calls. It needs the extra `perfetto`.
 """
 
 from __future__ import annotations
@@ -11,31 +15,45 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Final
 
-from .option_types import add_shared
+from .option_types import add_shared, numbers_and_ranges, steps
+
+_FORMATS: Final = {"csv": "csv", "parquet": "parquet", "pftrace": "perfetto", "perfetto-trace": "perfetto"}
+"""Formats by the extension of a file."""
 
 
 def prepare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     add_shared(parser, "directory")
     add = parser.add_argument
-    add("--format", choices=("csv", "parquet"), help="file format (default: from the file extension)")
+    add(
+        "--format", choices=sorted({*_FORMATS.values()}),
+        help="file format (default: from the file extension: .csv, .parquet, .pftrace)",
+    )  # fmt: skip
     add("--out", metavar="FILE", type=Path, required=True, help="file to write")
+    add("--ranks", metavar="LIST", type=numbers_and_ranges, help="calls of these ranks only, such as 0-15,64")
+    add(
+        "--steps", metavar="LIST", type=steps,
+        help="calls of these steps only, such as 100-110; start-up is the time before the first one",
+    )  # fmt: skip
     add_shared(parser, "--force")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the file, and print damage in the log to stderr."""
+    from commtrace.analyses.perfetto import export_perfetto
     from commtrace.errors import OutputError
-    from commtrace.reading.export import WRITERS, export
+    from commtrace.reading.export import export
     from commtrace.run import open_run
 
     out: Path = arguments.out
-    form = arguments.format or out.suffix.lstrip(".").lower()
-    if form not in WRITERS:
-        raise OutputError(f"{out}: unknown file extension; add --format csv or --format parquet")
+    form = arguments.format or _FORMATS.get(out.suffix.lstrip(".").lower())
+    if form is None:
+        raise OutputError(f"{out}: unknown file extension; add --format csv, --format parquet or --format perfetto")
     run = open_run(arguments.directory)
-    rows = export(run, out, form, force=arguments.force)
+    wanted = {"ranks": arguments.ranks, "steps": arguments.steps, "force": arguments.force}
+    rows = export_perfetto(run, out, **wanted) if form == "perfetto" else export(run, out, form, **wanted)
     for note in run.notes:
         print(f"commtrace: {note}", file=sys.stderr)
     print(f"{out}: {rows:,} calls of run {run.id}")

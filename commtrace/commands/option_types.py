@@ -57,6 +57,26 @@ def positive_integers(text: str) -> tuple[int, ...]:
     return tuple(map(positive_integer, text.split(",")))
 
 
+def numbers_and_ranges(text: str) -> list[int]:
+    """Parse whole numbers and ranges, separated by commas: "0-15,64"."""
+    from commtrace.formatting import parse_ranks
+
+    try:
+        numbers = parse_ranks(text)
+    except ValueError:
+        numbers = []
+    if not numbers:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers and ranges, such as 0-15,64")
+    return numbers
+
+
+def steps(text: str) -> list[int]:
+    """Parse training steps as `numbers_and_ranges`, with "start-up" as one of the items, which becomes -1."""
+    items = text.split(",")
+    numbers = ",".join(item for item in items if item != "start-up")
+    return [-1] * ("start-up" in items) + (numbers_and_ranges(numbers) if numbers else [])
+
+
 def text_width(text: str) -> int:
     """Parse an output width in characters; "auto" is the terminal's."""
     from commtrace.text_tables import MIN_WIDTH, terminal_width

@@ -9,10 +9,10 @@ empty field in CSV and null in Parquet. The beginning of a CSV file:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from commtrace.errors import MissingLibraryError
 from commtrace.output_files import atomic_write
@@ -20,8 +20,18 @@ from commtrace.schema import EVENT_TABLE_VERSION
 
 from .recorded_run import RecordedRun
 
+Wanted: TypeAlias = Sequence[int] | None
 
-def export(run: RecordedRun, out: Path, form: str, *, force: bool = False) -> int:
+
+def export(
+    run: RecordedRun,
+    out: Path,
+    form: str,
+    *,
+    force: bool = False,
+    ranks: Wanted = None,
+    steps: Wanted = None,
+) -> int:
     """Write a run's events to a file, process by process in the order of the log, in constant memory.
 
     The file appears under its name only when it is complete; an error leaves no file.
@@ -31,6 +41,8 @@ def export(run: RecordedRun, out: Path, form: str, *, force: bool = False) -> in
         out: The file.
         form: A key of `WRITERS`: "csv" or "parquet".
         force: Whether to replace an existing file.
+        ranks: Ranks whose calls are wanted; None: all.
+        steps: Steps whose calls are wanted, -1 for those before the first one; None: all.
 
     Returns:
         The number of rows.
@@ -40,26 +52,26 @@ def export(run: RecordedRun, out: Path, form: str, *, force: bool = False) -> in
         MissingLibraryError: pyarrow is not installed, which Parquet needs.
     """
     with atomic_write(out, force=force) as part:
-        return WRITERS[form](run, part)
+        return WRITERS[form](run, part, ranks, steps)
 
 
-def _write_csv(run: RecordedRun, path: Path) -> int:
+def _write_csv(run: RecordedRun, path: Path, ranks: Wanted, steps: Wanted) -> int:
     rows = 0
     with open(path, "x", encoding="utf-8", newline="") as file:
-        for number, block in enumerate(run.blocks()):
+        for number, block in enumerate(run.blocks(ranks, steps)):
             block.to_csv(file, header=number == 0, index=False, lineterminator="\n")
             rows += len(block)
     return rows
 
 
-def _write_parquet(run: RecordedRun, path: Path) -> int:
+def _write_parquet(run: RecordedRun, path: Path, ranks: Wanted, steps: Wanted) -> int:
     try:
         pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     except ImportError:
         raise MissingLibraryError(
             "--format parquet: needs pyarrow; pip install 'commtrace[parquet]', or use --format csv"
         ) from None
-    blocks = run.blocks()
+    blocks = run.blocks(ranks, steps)
     schema = pyarrow.Schema.from_pandas(next(blocks), preserve_index=False)
     schema = schema.with_metadata(
         {**schema.metadata, "commtrace.normal_form_version": str(EVENT_TABLE_VERSION), "commtrace.run": run.id}
@@ -72,4 +84,7 @@ def _write_parquet(run: RecordedRun, path: Path) -> int:
     return rows
 
 
-WRITERS: Final[dict[str, Callable[[RecordedRun, Path], int]]] = {"csv": _write_csv, "parquet": _write_parquet}
+WRITERS: Final[dict[str, Callable[[RecordedRun, Path, Wanted, Wanted], int]]] = {
+    "csv": _write_csv,
+    "parquet": _write_parquet,
+}

@@ -119,14 +119,19 @@ class RecordedRun:
             RecordLabels(number, process, roles, files, messages) for number, process in enumerate(self.log.processes)
         )
 
-    def blocks(self) -> Iterator[pd.DataFrame]:
-        """Yield the event table in bounded pieces, process by process; the first piece has no rows."""
+    def blocks(self, ranks: Sequence[int] | None = None, steps: Sequence[int] | None = None) -> Iterator[pd.DataFrame]:
+        """Yield the event table in bounded pieces, process by process; the first piece has no rows.
+
+        Args:
+            ranks: Ranks whose calls are wanted; None: all.
+            steps: Steps whose calls are wanted, -1 for those before the first one; None: all.
+        """
         table = EventTable(self.labels)
         yield table.empty()
         for labels, process in zip(self.labels, self.log.processes, strict=True):
-            for segment in process.segments:
+            for segment in process.segments if ranks is None or process.rank in ranks else ():
                 for records in segment.blocks():
-                    yield table.frame(records, labels)
+                    yield table.frame(records if steps is None else records[np.isin(records["step"], steps)], labels)
 
     def events(self) -> pd.DataFrame:
         """Return the event table: one row per call, sorted by rank and t_begin_ns.

@@ -216,6 +216,7 @@ def commands(log: Path, whole: Path, reference: Path, out: Path) -> dict[str, Ca
         "diff json": ("diff", whole, log, "--json"),
         "export csv": ("export", log, "--out", out / "events.csv", "--force"),
         "export parquet": ("export", log, "--out", out / "events.parquet", "--force"),
+        "export perfetto": ("export", log, "--out", out / "events.pftrace", "--force"),
         "scaling": ("scaling", log, reference),
         "scaling json": ("scaling", reference, log, "--json"),
         "recover": ("recover", log),

@@ -48,6 +48,16 @@ def test_parquet(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_ranks_and_steps_that_are_wanted(run: Run, tmp_path: Path, form: str) -> None:
+    out = tmp_path / f"events.{form}"
+    rows = export(run, out, form, ranks=[1], steps=[-1, 2])
+    frame = pd.read_csv(out) if form == "csv" else pd.read_parquet(out)
+    assert len(frame) == rows > 0
+    assert set(frame["rank"]) == {1}
+    assert set(frame["step"]) == {-1, 2}
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
 def test_a_run_without_events_gives_the_columns(tmp_path: Path, form: str) -> None:
     LogFactory(tmp_path / "log").process()
     out = tmp_path / f"events.{form}"
@@ -73,7 +83,7 @@ def test_half_a_file_is_removed_and_the_old_one_is_kept(
     out = tmp_path / "events.csv"
     out.write_text("precious")
 
-    def fail(run: Run, path: Path) -> int:
+    def fail(run: Run, path: Path, *wanted: object) -> int:
         path.write_text("half")
         raise OSError(number, "No way")
 
