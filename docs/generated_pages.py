@@ -101,13 +101,14 @@ def _frameworks() -> Iterator[str]:
     """Yield the lines of the table of trainings with frameworks, as `tests/external` recorded them."""
     yield (
         "\n## Frameworks\n\nSmall models on CPU ranks with gloo ([how to](../how-to/frameworks.md)); `check`: status "
-        "by rules.\n\n| training | version | ranks | calls | steps | dimensions | phases | check |\n"
-        "| --- | --- | ---: | ---: | --- | --- | --- | ---: |"
+        "by rules.\n\n| training | version | date | ranks | calls | steps | dimensions | phases | check |\n"
+        "| --- | --- | --- | ---: | ---: | --- | --- | --- | ---: |"
     )
     for name, run in _recorded("frameworks").items():
         steps = f"{run['steps'][0]} to {run['steps'][-1]}"
         names = (", ".join(run[key]) for key in ("dimensions", "phases"))
-        cells = (name, f"{run['package']} {run['version']}", run["ranks"], run["calls"], steps, *names, run["rules"])
+        ran = (f"{run['package']} {run['version']}", run["date"], run["ranks"], run["calls"])
+        cells = (name, *ran, steps, *names, run["rules"])
         yield "| " + " | ".join(map(str, cells)) + " |"
 
 

@@ -8,8 +8,8 @@ FRAMEWORKS_RESULTS=FILE adds what was seen to a JSON file, from which the page a
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
-import importlib.util
 import json
 import os
 import subprocess
@@ -55,7 +55,7 @@ ROWS = {
     "Megatron-Core, pipeline": Row("megatron-core", "megatron_core.py 1 2", 2, 3, "model pipeline world"),
     "Megatron-Core, both": Row("megatron-core", "megatron_core.py 2 2", 4, 3, "model pipeline tensor world"),
     "torchtitan, FSDP": Row("torchtitan", "torchtitan_train.py 2 1 1", 2, 0, "data"),
-    "torchtitan, FSDP and tensor": Row("torchtitan", "torchtitan_train.py 2 2 1", 4, 3, "data tensor"),
+    "torchtitan, FSDP and tensor": Row("torchtitan", "torchtitan_train.py 2 2 1", 4, 3, "data tensor world"),
 }
 
 
@@ -118,7 +118,8 @@ def test_a_framework(name: str, tmp_path: Path) -> None:
         results = json.loads(path.read_text()) if path.is_file() else {}
         phases = sorted({*events["phase"].astype(str)})
         results[name] = {
-            "package": row.package, "version": version, "ranks": row.ranks, "calls": len(events),
-            "steps": list(steps.pop()), "dimensions": sorted(dimensions), "phases": phases, "rules": row.rules,
+            "package": row.package, "version": version, "date": str(datetime.date.today()), "ranks": row.ranks,
+            "calls": len(events), "steps": list(steps.pop()), "dimensions": sorted(dimensions), "phases": phases,
+            "rules": row.rules,
         }  # fmt: skip
         path.write_text(json.dumps(results, indent=1) + "\n")

@@ -19,13 +19,13 @@ from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-steps: Counter[int] = Counter()
+stepping: list[Any] = []
 
 
 def fault(optimizer: Any, *_: Any) -> None:
     """Compare the shape of a tensor among all ranks, as DDP does when it is built."""
-    steps[id(optimizer)] += 1
-    if steps == {id(optimizer): 2}:
+    stepping.append(optimizer)  # torchtitan's has others within
+    if stepping.count(stepping[0]) == 2 and optimizer is stepping[0]:
         _verify_param_shape_across_processes(_get_default_group(), [torch.zeros(3)])
 
 
