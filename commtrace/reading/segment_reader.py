@@ -6,7 +6,7 @@ import io
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
@@ -33,12 +33,11 @@ _HIGHEST: Final = {
     "flags": sum(Flag),
     "state": max(State),
 }
-_LOWEST: Final = {
-    **dict.fromkeys(("t_begin", "t_return", "t_wait", "t_start", "t_end", "payload", "local"), 0),
-    **dict.fromkeys(("step", "micro_batch", "peer", "tag"), -1),
-}
-_CHECKED_AT_ONCE: Final = 4096
-"""Records that fit in a cache."""
+_LOWEST: Final = dict.fromkeys(("step", "micro_batch", "peer", "tag"), -1)
+_UNSIGNED: Final = np.dtype([(name, RECORD[name].str.replace("i8", "u8")) for name in RECORD.names or ()])
+"""Records in which a negative time or number of bytes is a number above every limit: one comparison finds both."""
+_READ_AT_ONCE: Final = 4096 * RECORD.itemsize
+"""Bytes that stay in a cache until they are checked."""
 
 
 @dataclass
@@ -74,10 +73,9 @@ class Segment:
                 for begin in range(0, self.count, size):
                     wanted = min(size, self.count - begin) * RECORD.itemsize
                     block = memoryview(bytearray(wanted) if memory is None else memory)[:wanted]
-                    data = block[: file.readinto(block)]
-                    records = np.frombuffer(data, RECORD, len(data) // RECORD.itemsize)
+                    records, suspects = _read(file, block)
                     usable = records["state"] != State.FREE
-                    for name, impossible in _impossible(records):
+                    for name, impossible in _impossible(records, suspects):
                         damaged[name] += int((usable & impossible).sum())
                         usable &= ~impossible
                     last_step = max(last_step, int(records["step"].max(where=usable, initial=-1)))
@@ -93,19 +91,27 @@ class Segment:
             return open(self.path.with_suffix(""), "rb")
 
 
-def _impossible(records: Records) -> Iterator[tuple[str, npt.NDArray[np.bool_]]]:
-    """Yield each field that no recorder has written like this, with the records it concerns: bool, shape (n,)."""
-    names = set()
-    for begin in range(0, len(records), _CHECKED_AT_ONCE):
-        part = records[begin : begin + _CHECKED_AT_ONCE]
-        names |= {name for name, highest in _HIGHEST.items() if part[name].max() > highest}
-        names |= {name for name, lowest in _LOWEST.items() if part[name].min() < lowest}
-        names |= {"local"} if (part["local"] > part["payload"]).any() else set()
+def _read(file: BufferedReader, block: memoryview) -> tuple[Records, set[str]]:
+    """Fill a block with records. Return them, and the fields of which some record has an impossible value."""
+    suspects: set[str] = set()
+    filled = 0
+    while count := file.readinto(block[filled : filled + _READ_AT_ONCE]):
+        part = np.frombuffer(block[filled:], _UNSIGNED, count // RECORD.itemsize)
+        filled += count
+        if len(part):
+            suspects |= {name for name, highest in _HIGHEST.items() if part[name].max() > highest}
+            suspects |= {name for name, lowest in _LOWEST.items() if part[name].min() < lowest}
+            suspects |= {"local"} if (part["local"] > part["payload"]).any() else set()
+    return np.frombuffer(block, RECORD, filled // RECORD.itemsize), suspects
+
+
+def _impossible(records: Records, suspects: Container[str]) -> Iterator[tuple[str, npt.NDArray[np.bool_]]]:
+    """Yield each of these fields with the records in which no recorder has written it like this: bool, shape (n,)."""
+    values = records.view(_UNSIGNED)
     for name in RECORD.names or ():
-        if name in names:
-            column = records[name]
-            highest = records["payload"] if name == "local" else _HIGHEST.get(name, np.iinfo(column.dtype).max)
-            yield name, (column < _LOWEST.get(name, 0)) | (column > highest)
+        if name in suspects:
+            highest = values["payload"] if name == "local" else _HIGHEST.get(name, np.iinfo(RECORD[name]).max)
+            yield name, (values[name] < _LOWEST.get(name, 0)) | (values[name] > highest)
 
 
 def damage_note(path: Path, segments: Iterable[Segment]) -> Iterator[Note]:
