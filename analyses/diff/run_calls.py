@@ -345,7 +345,7 @@ def group_shape(ranks: tuple[int, ...]) -> str:
     if len(ranks) < 2:
         return str(len(ranks))
     gaps = [after - before for before, after in itertools.pairwise(ranks)]
-    if len({*gaps}) > 1:
+    if len({*gaps}) > 1 or not gaps[0]:  # of a damaged log, ranks may be equal
         return f"{len(ranks)}#{blake2b(repr(gaps).encode(), digest_size=3).hexdigest()}"
     stride = gaps[0]
     offset = ranks[0] // stride % len(ranks)

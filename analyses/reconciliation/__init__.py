@@ -36,6 +36,7 @@ EXPECTED: Final = "expected"
 _CELL: Final = ("rank", "step", "role", "op")
 _NUMBERS: Final = ("expected_calls", "measured_calls", "expected_bytes", "measured_bytes")
 TABLE_NAMES: Final = ("theory", "expected", "reconciliation", "waterfall", "waterfall_by_role")
+_MAX_BYTES: Final = 1 << 62
 _NEVER_MISSING: Final = {"rank": "int64", "step": "int64", "bytes": "int64", "matched_share": "float64"}
 
 
@@ -74,8 +75,9 @@ def _add_process(
     `given_job` replaces the captured job; `problem` is why the process is not compared.
     """
     summary: dict[str, object] = {"rank": process.rank, "other_versions": _other_versions(process)}
+    steps = range(-1, last_step + 1)
     try:
-        prediction = _predict(_captured_job(process) if given_job is None else given_job)
+        prediction, expected_bytes = _predict(_captured_job(process) if given_job is None else given_job, steps)
         if problem:
             raise NotPredictedError(problem)
     except NotPredictedError as reason:
@@ -89,7 +91,6 @@ def _add_process(
     evaluated = {step for step in complete_steps if any(calls.phase == "evaluation" for calls in measured[step])}
     waterfall_step = max(complete_steps, key=lambda step: (step not in evaluated, step), default=None)
     sums: dict[str, int] = defaultdict(int)
-    steps = range(-1, last_step + 1)
     for step in steps:
         calls = measured.get(step, [])
         context = StepContext(prediction, step, own_last, ended, lost_records, bool(calls))
@@ -109,7 +110,7 @@ def _add_process(
         {
             **summary,
             "scheme": prediction.scheme,
-            "expected_bytes": sum(call.bytes for step in steps for call in prediction.step(step)),
+            "expected_bytes": expected_bytes,
             "measured_bytes": measured_bytes,
             "matched_bytes": sums[EXPECTED],
             "named_bytes": sum(size for cause, size in sums.items() if cause not in (EXPECTED, UNEXPLAINED)),
@@ -119,13 +120,18 @@ def _add_process(
     )
 
 
-def _predict(job: Mapping[str, Any]) -> Prediction:
+def _predict(job: Mapping[str, Any], steps: Iterable[int]) -> tuple[Prediction, int]:
+    """Return what theory expects of a job, and the bytes of all calls in these steps."""
     try:
-        return predict(job)
+        prediction = predict(job)
+        expected_bytes = sum(call.bytes for step in steps for call in prediction.step(step))
     except NotPredictedError:
         raise
     except Exception as error:  # a job from a damaged log may hold anything
         raise NotPredictedError(f"the rules fail on the job in the log: {type(error).__name__}: {error}") from error
+    if expected_bytes > _MAX_BYTES or abs(prediction.closed_form.bytes) > _MAX_BYTES:
+        raise NotPredictedError("the job in the log leads to more bytes than 64 bits can count")
+    return prediction, expected_bytes
 
 
 def _captured_job(process: Process) -> Mapping[str, Any]:

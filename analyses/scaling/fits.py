@@ -144,7 +144,7 @@ def fit_runs(table: pd.DataFrame, messages: pd.DataFrame) -> tuple[pd.DataFrame,
         rows.append(("Amdahl", "most speedup over one rank", most, "", amdahl.error))
     projection = pd.DataFrame([], columns=TABLES["scaling_projection"].column_names)
     hockney = fit_hockney(messages.loc[messages["run"] == table["run"].iloc[-1]])
-    if hockney is not None and table[["compute_ns", "wire_bytes"]].notna().all(axis=None):
+    if hockney is not None and (table["compute_ns"] > 0).all() and table["wire_bytes"].notna().all():
         bandwidth = 1 / hockney.beta if hockney.beta else None
         growth = {name: fit_growth(ranks, table[name].to_numpy(float)) for name in ("calls", "wire_bytes")}
         rows += [

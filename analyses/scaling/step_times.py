@@ -79,11 +79,14 @@ def step_times(run: RecordedRun) -> StepTimes:
         _measure_steps(calls.loc[calls["process"] == number], run.labels[number], spans[number], chosen)
         for number in sorted(calls["process"].unique().tolist())
     ]
+    table = pd.concat(steps, ignore_index=True)
+    if not table["step_ns"].max() > 0:
+        raise LogError(f"{run.log.path}: its steps have no duration, so its times are damaged")
     blocked = (calls["blocked_until"] - calls["t_begin"]).clip(lower=0)
     total, known = float(blocked.sum()), float(blocked[calls["last_begin"] > 0].sum())
     on_device = bool(calls["clock"].isin(_DEVICE_CLOCKS).any())
     late_known = known / total if total else 1.0
-    return StepTimes(pd.concat(steps, ignore_index=True), _messages(calls), marked, on_device, late_known)
+    return StepTimes(table, _messages(calls), marked, on_device, late_known)
 
 
 def timed_calls(run: RecordedRun, steps: Array | None = None, columns: Sequence[str] = ()) -> pd.DataFrame:

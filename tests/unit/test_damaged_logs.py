@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -96,6 +97,38 @@ def test_a_step_that_is_far_beyond_the_records_is_named_and_not_visited(
     assert "its records lead to step 30,000,000, but are only" in " ".join(capsys.readouterr().out.split())
     assert main(["diff", str(tmp_path / "zero1"), str(tmp_path / "zero1")]) == 3
     assert "step 30,000,000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("scheme", "old", "new", "command"),
+    [
+        ("zero1", '"shape": [96], "dtype"', f'"shape": [{10**30}], "dtype"', ("check", "LOG")),
+        ("pipeline", '"ranks": [0, 1]', '"ranks": [0, 0]', ("diff", "LOG", "LOG")),
+    ],
+)
+def test_tables_with_senseless_values_do_not_end_a_command(
+    scheme: str, old: str, new: str, command: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged_logs.unpack(tmp_path)
+    for path in (tmp_path / scheme).rglob("*.jsonl"):
+        assert old in path.read_text()
+        path.write_text(path.read_text().replace(old, new))
+    assert main([str(tmp_path / scheme) if word == "LOG" else word for word in command]) in (0, 3)
+    assert capsys.readouterr().out
+
+
+def test_scaling_leaves_out_a_run_whose_steps_have_no_duration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = ("t_begin", "t_return", "t_wait", "t_start", "t_end")
+    damaged_logs.unpack(tmp_path)
+    for path in (tmp_path / "ddp").rglob("*.npy"):
+        records = np.load(path)
+        for name in times:
+            records[name] = 1
+        np.save(path, records)
+    assert main(["scaling", str(tmp_path / "ddp"), str(tmp_path / "fsdp")]) == 1
+    assert "its steps have no duration" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
