@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from typing import Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from commtrace.identity import RankIdentity, rank_from_environment
 from commtrace.recording.recorder import Recorder
@@ -72,6 +72,20 @@ def fault(unrecorded: int = 0) -> None:
     recorder = session.recorder or (begin() if unrecorded else None)
     if recorder is not None:
         recorder.fault(unrecorded)
+
+
+def call_unmeasured(error: Exception, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Make a call whose arguments a hook failed to read. If the library raises too, the hook's error is not counted."""
+    try:
+        result = original(*args, **kwargs)
+    except BaseException as own:
+        own.__context__ = None  # without the hook's exception
+        raise
+    try:
+        raise error
+    except Exception:
+        fault(unrecorded=1)
+    return result
 
 
 def identity() -> RankIdentity:

@@ -10,7 +10,7 @@ from typing import Any, Final
 from mpi4py import MPI
 
 from commtrace.hooks.native import mpi_recorder as native
-from commtrace.hooks.recorder_setup import fault
+from commtrace.hooks.recorder_setup import call_unmeasured, fault
 from commtrace.recording.interrupts import reraise_if_from_signal_handler
 from commtrace.schema import Clock
 
@@ -49,7 +49,7 @@ def wrap_call(method: Method) -> Wrapper:
             except Exception as error:
                 reraise_if_from_signal_handler()
                 if entry is None:
-                    return _unmeasured(error, original, self, *args, **kwargs)
+                    return call_unmeasured(error, original, self, *args, **kwargs)
                 fault()
             if entry is None:
                 return original(self, *args, **kwargs)
@@ -66,20 +66,6 @@ def wrap_call(method: Method) -> Wrapper:
         return call
 
     return wrapper
-
-
-def _unmeasured(error: Exception, original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Make a call whose arguments the hook failed to read. If mpi4py raises too, the error is not counted."""
-    try:
-        result = original(*args, **kwargs)
-    except BaseException as own:
-        own.__context__ = None  # without the hook's exception
-        raise
-    try:
-        raise error
-    except Exception:
-        fault(unrecorded=1)
-    return result
 
 
 def _return(entry: MpiEntry, result: Any, cost: int) -> None:

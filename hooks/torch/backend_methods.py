@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from commtrace.hooks.native.slots import NativeSlots
-from commtrace.hooks.recorder_setup import fault
+from commtrace.hooks.recorder_setup import call_unmeasured, fault
 from commtrace.patching import Patches, Wrapper
 from commtrace.recording.session import session
 
@@ -107,8 +107,8 @@ def _wrapper(method: str, operator: Operator) -> Wrapper:
                 tracer = None if session.settings is None else current() or begin()
                 if tracer is not None:
                     entry = tracer.before(direct, [*_operator_arguments(parameters, self, args, kwargs)])
-            except Exception:
-                fault(unrecorded=1)
+            except Exception as error:
+                return call_unmeasured(error, original, self, *args, **kwargs)
             if entry is None:
                 return original(self, *args, **kwargs)
             try:

@@ -1,4 +1,4 @@
-"""Calls that never reach torch's dispatcher: the hooks cannot record them, and name them when they are set up."""
+"""Calls that the hooks do not record: they name them when they are set up, which costs other calls nothing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 
 from commtrace.patching import Patches
@@ -13,6 +14,8 @@ from commtrace.recording.log_writer import warn
 from commtrace.recording.session import session
 
 _LOCAL_TENSORS: Final = "torch.distributed._local_tensor"
+_SYMMETRIC_MEMORY: Final = ("empty_strided_p2p", "rendezvous", "get_mempool_allocator")
+"""Methods of torch's `_SymmetricMemory` that allocate or share: whatever uses symmetric memory calls one first."""
 
 _patches = Patches()
 _local_patches = Patches()
@@ -20,9 +23,11 @@ _named: set[str] = set()
 
 
 def install() -> None:
-    """Watch process groups whose class is written in Python, and LocalTensorMode once its module is imported."""
+    """Watch groups whose class is written in Python, symmetric memory, and LocalTensorMode once it is imported."""
     if not _patches:
         _patches.wrap(dist.ProcessGroup, "__init__", _making_group)
+        for method in _SYMMETRIC_MEMORY if hasattr(torch._C._distributed_c10d, "_SymmetricMemory") else ():
+            _patches.wrap(torch._C._distributed_c10d._SymmetricMemory, method, _using_symmetric_memory)
     if not _local_patches and _LOCAL_TENSORS in sys.modules:
         _local_patches.wrap(sys.modules[_LOCAL_TENSORS].LocalTensorMode, "__enter__", _entering_mode)
 
@@ -50,6 +55,14 @@ def _entering_mode(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self)
 
     return __enter__
+
+
+def _using_symmetric_memory(original: Callable[..., Any]) -> Callable[..., Any]:
+    def method(*args: Any, **kwargs: Any) -> Any:
+        _name("transfers through symmetric memory (symm_mem::) are not recorded")
+        return original(*args, **kwargs)
+
+    return method
 
 
 def _name(text: str) -> None:

@@ -55,8 +55,11 @@ def calls(log: Path) -> Calls:
         assert left.stats["calls"] == len(left.records), left.stats
         rank = left.tables["process"][0]["rank"]
         ops = {row["id"]: row["op"] for row in left.tables.get("kinds", [])}
-        polling = [row["id"] for row in left.tables.get("sites", []) if Path(row["file"]).name == POLLING]
-        records = left.records[~np.isin(left.records["site"], polling)]
+        sites = [row["id"] for row in left.tables.get("sites", []) if Path(row["file"]).name == POLLING]
+        times = left.records["t_begin"]
+        polling = times[np.isin(left.records["site"], sites)]
+        # Some calls of these tests have the site of unittest's `assertRaises`, so that their whole time is left out.
+        records = left.records[(times < polling.min()) | (times > polling.max())] if len(polling) else left.records
         sizes = zip(records["kind"].tolist(), records["payload"].tolist(), strict=True)
         counts.update((rank, ops[kind], size) for kind, size in sizes)
     return counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -112,5 +113,30 @@ def local_tensors() -> None:
     print("called")
 
 
-CASES = (groups, backend_object, threads, python_class, local_tensors)
+def symmetric_memory() -> None:
+    import torch.distributed._symmetric_memory as symm_mem
+
+    dist.init_process_group("fake", rank=0, world_size=2)
+    uses = (
+        lambda: symm_mem.empty(3, device=torch.device("cpu")),
+        lambda: symm_mem.rendezvous(torch.ones(3), dist.group.WORLD),
+    )
+    for use in uses:
+        with contextlib.suppress(RuntimeError):  # torch has none on a CPU
+            use()
+    print("called")
+
+
+def wrong_arguments() -> None:
+    gloo = backend(tcp_store(), int(os.environ["RANK"]))
+    for _ in range(3):
+        try:
+            gloo.allreduce("no tensor")
+        except TypeError as error:
+            print("refused", error.__context__)
+    gloo.allreduce([torch.ones(4)]).wait()
+    print("called")
+
+
+CASES = (groups, backend_object, threads, python_class, local_tensors, symmetric_memory, wrong_arguments)
 {case.__name__: case for case in CASES}[sys.argv[1]]()

@@ -64,6 +64,13 @@ def test_direct_calls_on_a_backend_object_are_recorded(nursery: Nursery, tmp_pat
         assert {int(call["state"]) for call in calls} == {end}
 
 
+def test_a_direct_call_that_the_backend_refuses_is_no_missing_record(nursery: Nursery, tmp_path: Path) -> None:
+    statuses, (output, _) = nursery.run("hand_made", tmp_path / "log", "wrong_arguments")
+    assert (statuses, output) == ([0, 0], "refused None\n" * 3 + "called\n")
+    for left in processes.read_all(tmp_path / "log"):
+        assert (left.stats["hook_errors"], left.stats["unrecorded"], len(left.records)) == (0, 0, 1)
+
+
 def test_of_ranks_that_are_threads_one_is_recorded_and_the_others_are_refused(nursery: Nursery, tmp_path: Path) -> None:
     (status,), (output,) = nursery.run("hand_made", tmp_path / "log", "threads", ranks=1)
     assert status == 0
@@ -81,6 +88,7 @@ def test_of_ranks_that_are_threads_one_is_recorded_and_the_others_are_refused(nu
     [
         ("python_class", "InPython, a class written in Python, are recorded only if it passes them on"),
         ("local_tensors", "calls within LocalTensorMode are not recorded"),
+        ("symmetric_memory", "transfers through symmetric memory (symm_mem::) are not recorded"),
     ],
 )
 def test_calls_that_no_hook_sees_are_named_once(nursery: Nursery, tmp_path: Path, case: str, warning: str) -> None:
