@@ -1,9 +1,10 @@
 """PyTorch's own tests of torch.distributed over gloo: writes each test's outcome to a file. Arguments: the file, tests.
 
-Without names of tests, all of them. WORLD_SIZE says how many ranks each test starts, each a new process.
+Without names of tests, all of them. WORLD_SIZE says how many ranks each test starts, each a forked process.
 """
 
 import json
+import multiprocessing
 import os
 import sys
 import unittest
@@ -14,17 +15,20 @@ os.environ.setdefault("BACKEND", "gloo")
 from torch.testing._internal.distributed.distributed_test import DistributedTest, TestDistBackend
 
 
-class SpawnedTests(TestDistBackend, DistributedTest._DistTestBase):
-    """As `test/distributed/test_distributed_spawn.py` of PyTorch's repository has it."""
+class ForkedTests(TestDistBackend, DistributedTest._DistTestBase):
+    """As `test/distributed/test_distributed_spawn.py` of PyTorch's repository has it, but with forked processes.
+
+    Importing torch in each of them would take most of the time.
+    """
 
     def setUp(self) -> None:
         super().setUp()  # type: ignore[no-untyped-call]
-        self._spawn_processes()
+        self._start_processes(multiprocessing.get_context("fork").Process)
 
 
 if __name__ == "__main__":
     import outcomes
 
-    names = sys.argv[2:] or unittest.defaultTestLoader.getTestCaseNames(SpawnedTests)
-    ended = outcomes.run(unittest.TestSuite(map(SpawnedTests, names)))
+    names = sys.argv[2:] or unittest.defaultTestLoader.getTestCaseNames(ForkedTests)
+    ended = outcomes.run(unittest.TestSuite(map(ForkedTests, names)))
     Path(sys.argv[1]).write_text(json.dumps(ended))
