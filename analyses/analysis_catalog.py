@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 from . import call_times, coverage, message_sizes, reconciliation, steps, timeline, tracing_cost, volume
+from .across_ranks import stuck_calls
 from .fold_engine import Analysis
 
 ANALYSES: Final[tuple[Analysis, ...]] = (
+    stuck_calls.ANALYSIS,
     coverage.ANALYSIS,
     tracing_cost.ANALYSIS,
     *volume.ANALYSES,

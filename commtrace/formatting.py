@@ -6,6 +6,7 @@ A value that is not known is None, NaN or pandas' NA, and becomes "-".
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime, timezone
 from itertools import pairwise
 from typing import Any, Final
 
@@ -44,6 +45,11 @@ def format_power_of_two(exponent: int) -> str:
 def format_duration(ns: Any) -> str:
     """Format nanoseconds in the unit that suits, with three digits: 1500 -> "1.50 us"."""
     return _with_unit(ns, 1000, _TIME_UNITS)
+
+
+def format_moment(ns: Any) -> str:
+    """Return ns since 1970 as date and time in UTC, to the second."""
+    return f"{datetime.fromtimestamp(int(ns) // 10**9, timezone.utc):%Y-%m-%d %H:%M:%S}" if is_known(ns) else NOT_KNOWN
 
 
 def format_share(value: Any) -> str:

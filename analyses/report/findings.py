@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from datetime import datetime, timezone
-from typing import Any
+from typing import Any, Final
 
 import pandas as pd
 
@@ -13,10 +12,73 @@ from commtrace.analyses.coverage import FILE_PROBLEMS
 from commtrace.analyses.fold_engine import rows_of
 from commtrace.analyses.job_summary import summarize_job
 from commtrace.analyses.steps import ALL
-from commtrace.formatting import format_bytes, format_count, format_duration, format_plural, format_share, is_known
+from commtrace.formatting import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_moment,
+    format_plural,
+    format_ranks,
+    format_share,
+    is_known,
+)
 from commtrace.reading.log_notes import Note
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.schema import WITHOUT_RECORD
+
+MAX_STUCK_CALLS: Final = 3
+"""Stuck calls that the verdict describes."""
+
+
+def verdict(tables: Mapping[str, pd.DataFrame]) -> Iterator[str]:
+    """Yield the verdict on a job that hangs or died: calls that do not end, who is in them, where the others are."""
+    calls, ranks = tables["stuck_calls"], tables["stuck_ranks"]
+    for number, call in enumerate(rows_of(calls.head(MAX_STUCK_CALLS))):
+        at_call = ranks.loc[ranks["stuck_call"] == number]
+        failed = (at_call.loc[at_call["part"] == "waiting", "state"] == "failed").all()
+        name = call.op + (f" {call.seq:,}" if is_known(call.seq) else "")
+        yield f"{name} of ranks {call.group_ranks} {_stuck(call, failed=bool(failed))}."
+        shown = at_call if call.disagreement else at_call.loc[at_call["part"] == "absent"]
+        where = shown.fillna({"state": "", "call": ""}).groupby(["part", "call", "state", "site", "end"], sort=False)
+        for (part, last, state, site, end), group in [*where][:MAX_STUCK_CALLS]:
+            yield f"Rank {format_ranks(group['rank'])} {_place(part, last, state, site, group)}; {_END[end]}."
+    if len(calls) > MAX_STUCK_CALLS:
+        yield f"{format_plural(len(calls) - MAX_STUCK_CALLS, 'more stuck call')}: table `stuck_calls` (--json)."
+
+
+def _stuck(call: Any, *, failed: bool) -> str:
+    """Return what is the matter with a stuck call; `failed`: on all ranks that were in it."""
+    texts = []
+    since, site = f"since {format_moment(call.since_ns)} UTC", call.site or "call site not recorded"
+    if call.waiting_ranks and failed:
+        texts.append(f"it failed on rank {call.waiting_ranks} ({site})")
+    elif call.waiting_ranks:
+        waited = f", for {format_duration(call.waited_ns)} at least"
+        texts.append(f"rank {call.waiting_ranks} is in it {since}{waited} ({site})")
+    if call.absent_ranks:
+        texts.append(f"rank {call.absent_ranks} {'was not, or ended in it' if failed else 'is not in it'}")
+    if call.disagreement:
+        texts.append(f"the ranks disagree ({call.disagreement})")
+    elif not call.absent_ranks:
+        texts.append("all its ranks are in it, and agree")
+    return ("did not end: " if failed else "does not end: ") + "; ".join(texts)
+
+
+def _place(part: str, call: str, state: str, site: str, ranks: pd.DataFrame) -> str:
+    """Return where ranks are."""
+    if not call:
+        return "made no call"
+    ago = format_duration((ranks["alive_ns"] - ranks["begin_ns"]).max())
+    at = f" at {site}" if site else ""
+    return f"{'last made' if part == 'absent' else 'made'} {call}{at}, {state}, {ago} before it was last seen alive"
+
+
+_END: Final = {
+    "runs": "it still runs",
+    "exit": "it closed its log",
+    "died": "it ended without closing its log",
+    "unknown": "whether it runs is not known",
+}
 
 
 def warnings(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> Iterator[str]:
@@ -121,7 +183,7 @@ def _began(processes: pd.DataFrame) -> str:
     first = processes["started_unix_ns"].min()
     if not is_known(first):
         return ""
-    return datetime.fromtimestamp(int(first) // 10**9, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return f"{format_moment(first)} UTC"
 
 
 def _ranks(coverage: pd.Series[Any]) -> str:

@@ -17,7 +17,7 @@ from commtrace.text_tables import left_column, paragraph, stdout_takes_unicode
 
 from . import NOT_SHOWN, SECTIONS
 from .expected_text import network_title, render_network, render_theory
-from .findings import facts, findings, log_lists, warnings
+from .findings import facts, findings, log_lists, verdict, warnings
 from .spec_table import spec_table
 
 MAX_RANKS: Final = 16
@@ -68,6 +68,8 @@ def render(
         sections: Names of the sections to show. None: all but NOT_SHOWN, which the last line names.
     """
     yield Text(f"Run {run.id}" + (", simulated" if run.simulated else ""), style="bold")
+    for text in verdict(tables):
+        yield paragraph(text, width, first="! ", style="bold red")
     known = facts(run, tables)
     for name in _IDENTITY:
         if name in known:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from commtrace.formatting import format_bandwidth, format_count, format_small_share, is_known
+from commtrace.formatting import format_bandwidth, format_count, format_moment, format_small_share, is_known
 
 from . import shared_columns as shared
 from .spec import TableSpec, bytes_column, column, count, duration, flag, ratio, share, text_column, word_column
@@ -13,6 +13,36 @@ from .spec import TableSpec, bytes_column, column, count, duration, flag, ratio,
 _BY_PAYLOAD: Final = "A row per {}, the largest payload first."
 
 REPORT_TABLES: Final = (
+    TableSpec("stuck_calls", "Calls that do not end",
+        "A row per stuck call, those that others wait for first. No rows for a run that ended, or was interrupted, "
+        "without one.", (
+        shared.OP,
+        word_column("group_ranks", "ranks", "Ranks that the call needs: of the group, or sender and receiver."),
+        column("", format_count, "seq", "number",
+            "It is the n-th of its group, or of its sender, receiver and tag, from 0; missing for a receive of any "
+            "source or tag."),
+        word_column("waiting_ranks", "waiting", "Ranks that are in it."),
+        word_column("absent_ranks", "absent", "Ranks that did not make it, or ended in it."),
+        text_column("disagreement", "disagreement",
+            '"operation", "size", "dtype", "root", "tag" or "order", and the ranks of each; "" if they agree.'),
+        column("ns", format_moment, "since_ns", "since",
+            "When the first rank that waits made it, since 1970-01-01 UTC."),
+        duration("waited_ns", "for", "For how long a rank waited, at least; 0 if none does."),
+        replace(shared.SITE, meaning='Line of code of the ranks that are in it; "" if it was not recorded.'),
+    )),
+    TableSpec("stuck_ranks", "Ranks of calls that do not end", "A row per stuck call and rank that it needs.", (
+        column("", str, "stuck_call", "call", "Row of the call in `stuck_calls`, from 0."),
+        shared.RANK,
+        word_column("part", "part", '"waiting": in it; "absent": not in it, or ended in it; "done": it is over here.'),
+        text_column("call", "last call", "The call, or the last one of a rank that did not make it."),
+        word_column("state", "state", "State of that call; missing if the rank made no call."),
+        column("ns", format_moment, "begin_ns", "since", "When it began, since 1970-01-01 UTC."),
+        shared.SITE,
+        word_column("end", "process",
+            '"runs": while the report was made; "exit": it closed its log; "died": it did not; "unknown": it runs or '
+            "died on another host."),
+        column("ns", format_moment, "alive_ns", "last seen", "When the process was last known to be alive."),
+    )),
     TableSpec("coverage", "Log coverage", "One row.", (
         word_column("run", "run", "Identifier of the run."),
         count("ranks_seen", "recorded ranks", "Ranks that left a log."),

@@ -18,6 +18,7 @@ The first line is the verdict. Exit status:
   2  wrong arguments
   3  nothing differs, but a part could not be compared: records were lost, a hook failed, or a process was killed;
      by rules also: the job has no rules, or a rank left no log
+  4  the job hangs, or died in a call that ranks were waiting in: the first lines say which. The comparison follows
 
 By rules, the job description comes from the log. The hooks capture it when DDP or DeepSpeed is set up, at the first
 forward pass of an FSDP2 model, or at the first optimizer step of a model with parallelize_module only. With
@@ -31,13 +32,16 @@ import argparse
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from commtrace.errors import CommtraceError
 
 from .diff import DIFFERENT, NOT_COMPARED
 from .option_types import add_shared, exact_fraction
 from .theory import add_options, options_of
+
+STUCK: Final = 4
+"""Exit status for a run that has stuck calls."""
 
 if TYPE_CHECKING:
     from commtrace.analyses.fold_engine import Analysis
@@ -77,6 +81,9 @@ def prepare(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the verdict."""
+    from commtrace.analyses.across_ranks.stuck_calls import find_stuck_calls
+    from commtrace.analyses.diff.diff_text import wrapped
+    from commtrace.analyses.report.findings import verdict
     from commtrace.run import open_run
 
     by_rules = {"--tolerance": arguments.tolerance, "--config": arguments.config, "--strict": arguments.strict}
@@ -87,7 +94,10 @@ def run(arguments: argparse.Namespace) -> int:
     run = open_run(arguments.directory)
     compare = _update_baseline if arguments.update_baseline else _check_calls if source else _check_rules
     try:
-        return compare(run, arguments)
+        stuck = [*verdict(find_stuck_calls(run))]
+        print(*(line for text in stuck for line in wrapped(text, arguments.width)), sep="\n", end="\n" * bool(stuck))
+        status = compare(run, arguments)
+        return STUCK if stuck else status
     finally:  # damaged records are known once they were read
         _warn(str(note) for note in run.notes)
 

@@ -15,20 +15,23 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from commtrace.errors import LogError
 from commtrace.formatting import format_plural
-from commtrace.recording.recovery import recover_records
+from commtrace.recording.recovery import copy_living_rings, record_keys, recover_records
+from commtrace.recording.ring import RingCopy
 from commtrace.schema import WITHOUT_RECORD
 
 from .log_notes import Note, error_reason
-from .segment_reader import Segment, damage_note, inspect_segment
+from .segment_reader import MemorySegment, Segment, damage_note, inspect_segment, last_records
 from .table_reader import ProcessTables, integer_or_none, read_tables
 
 
@@ -43,6 +46,8 @@ class Process:
     host: str
     tables: ProcessTables
     segments: tuple[Segment, ...]
+    seen_alive_ns: int = 0
+    """Monotonic time at which the process was running and its memory was read; 0: it was not found running."""
 
     @property
     def run(self) -> str:
@@ -117,12 +122,12 @@ _TABLES: Final = re.compile(_STEM + r"\.jsonl")
 _SEGMENT: Final = re.compile(_STEM + r"\.(?P<number>\d+|salvaged)\.npy(?P<open>\.open)?")
 _ALWAYS_VISITED: Final = 1000
 """Steps that are visited however few records there are."""
-_RECOVERED: Final = -1
-"""Number of the segment of recovered records among those of a process."""
+_RECOVERED: Final = 1 << 62
+"""Number of the segment of recovered records among those of a process: they are its newest."""
 
 
 def open_log(path: Path, *, recover: bool = True) -> Log:
-    """Read the newest run below a directory.
+    """Read the newest run below a directory, and what its living processes on this host have in memory.
 
     Args:
         path: What COMMTRACE named, the folder of a run in it, or the folder of a host in that.
@@ -138,8 +143,10 @@ def open_log(path: Path, *, recover: bool = True) -> Log:
     runs = _find_runs(path, folder_notes)
     if not runs:
         raise LogError(_describe_no_log(path, folder_notes))
+    # Before the files are looked at: a record that leaves the memory from now on is in them.
+    living = copy_living_rings(path)
     folder = max(runs, key=lambda folder: (_start_time(folder, runs[folder]), folder.name))
-    processes = [process for host in runs[folder] for process in _read_host(host, folder_notes)]
+    processes = [process for host in runs[folder] for process in _read_host(host, living, folder_notes)]
     # A folder may hold files of several runs, where files were moved: take its namesake, or the newest.
     started = {process.run: process.started_ns for process in sorted(processes, key=lambda process: process.started_ns)}
     newest = folder.name if folder.name in started else max(started, key=lambda run: (started[run], run))
@@ -211,7 +218,7 @@ def _start_time(folder: Path, hosts: list[Path]) -> int:
     return folder.stat().st_mtime_ns
 
 
-def _read_host(folder: Path, notes: list[Note]) -> Iterator[Process]:
+def _read_host(folder: Path, living: Mapping[Path, RingCopy], notes: list[Note]) -> Iterator[Process]:
     stems: dict[str, dict[int, Path]] = {}
     for name in sorted(_list_folder(folder, notes) or ()):
         if match := _TABLES.fullmatch(name):
@@ -223,12 +230,15 @@ def _read_host(folder: Path, notes: list[Note]) -> Iterator[Process]:
         elif name.endswith((".npy", ".npy.open")):
             notes.append(Note("foreign", folder / name, "its name is not that of a segment", "it is left out"))
     for stem, segments in stems.items():
-        yield _read_process(folder, stem, segments, notes)
+        copy = living.get(Path(os.path.realpath(folder)) / f"{stem}.jsonl") if living else None
+        yield _read_process(folder, stem, segments, copy, notes)
 
 
-def _read_process(folder: Path, stem: str, files: dict[int, Path], notes: list[Note]) -> Process:
+def _read_process(
+    folder: Path, stem: str, files: dict[int, Path], living: RingCopy | None, notes: list[Note]
+) -> Process:
     path = folder / f"{stem}.jsonl"
-    tables, table_notes = read_tables(path)
+    tables, table_notes = read_tables(path, b"" if living is None else living.tables)
     notes += table_notes
     segments = []
     for _, file in sorted(files.items()):
@@ -236,10 +246,22 @@ def _read_process(folder: Path, stem: str, files: dict[int, Path], notes: list[N
         notes += segment_notes
         segments += [segment] if segment else []
     notes += _missing_segments(path, tables, sorted(files))
+    if living is not None:
+        segments.append(_in_memory(path, segments, living))
+        tables.stats = {**(tables.stats or {}), **living.counters}
     match = re.fullmatch(r"rank(\d*).*-(\d+)", stem)
     rank = _first_natural(tables.process.get("rank"), match and match[1])
     pid = _first_natural(tables.process.get("pid"), match and match[2])
-    return Process(path, rank, pid, str(tables.process.get("host") or folder.name), tables, tuple(segments))
+    host, seen_ns = str(tables.process.get("host") or folder.name), 0 if living is None else living.seen_ns
+    return Process(path, rank, pid, host, tables, tuple(segments), seen_ns)
+
+
+def _in_memory(path: Path, segments: list[Segment], living: RingCopy) -> Segment:
+    """Return the records of a living process that are not in its files; those just written are in both."""
+    written = [block for part in last_records(segments, living.capacity) for block in part.blocks()]
+    on_disk = np.isin(record_keys(living.records), record_keys(np.concatenate([living.records[:0], *written])))
+    records = living.records[~on_disk]
+    return MemorySegment(path, 0, len(records), records=records)
 
 
 def _first_natural(value: object, text: str | None) -> int:

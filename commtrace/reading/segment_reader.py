@@ -7,7 +7,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -84,11 +84,42 @@ class Segment:
             pass
         self.damaged, self.last_step = +damaged, last_step
 
+    def last(self, count: int) -> Segment:
+        """Return the last `count` records as a segment, or all of them if they are fewer."""
+        left_out = max(0, self.count - count)
+        return replace(self, offset=self.offset + left_out * RECORD.itemsize, count=self.count - left_out)
+
     def _open(self) -> BufferedReader:
         try:
             return open(self.path, "rb")
         except FileNotFoundError:  # closed, and thereby renamed, since the log was opened; the header keeps its size
             return open(self.path.with_suffix(""), "rb")
+
+
+@dataclass
+class MemorySegment(Segment):
+    """Records of a living process that are not on disk yet."""
+
+    records: Records = field(default_factory=lambda: np.zeros(0, RECORD), compare=False)
+
+    def blocks(self, size: int = BLOCK, memory: bytearray | None = None) -> Iterator[Records]:
+        """Yield the records at once."""
+        self.last_step = int(self.records["step"].max(initial=-1))
+        yield self.records
+
+    def last(self, count: int) -> Segment:
+        """Return all records: a ring keeps them in no order."""
+        return self
+
+
+def last_records(segments: Iterable[Segment], count: int) -> tuple[Segment, ...]:
+    """Return the segments of a process, in order, without records before its last `count`."""
+    kept: list[Segment] = []
+    for segment in reversed([*segments]):
+        if count > 0:
+            kept.append(segment.last(count))
+            count -= segment.count
+    return tuple(reversed(kept))
 
 
 def _read(file: BufferedReader, block: memoryview) -> tuple[Records, set[str]]:

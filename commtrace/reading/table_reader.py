@@ -161,15 +161,19 @@ _ROWS: Final[dict[str, tuple[str, Callable[[Row], object]]]] = {
 _ALL_UNKNOWN: Final = "operations, groups and sites of its records are unknown"
 
 
-def read_tables(path: Path) -> tuple[ProcessTables, list[Note]]:
+def read_tables(path: Path, in_memory: bytes = b"") -> tuple[ProcessTables, list[Note]]:
     """Read the tables of one process. Lines that cannot be read are left out and counted in a note.
+
+    Args:
+        path: The file.
+        in_memory: Its lines in the memory of a living process, which may be ahead of the file.
 
     Raises:
         NewerLogError: The tables have a newer log format.
     """
     tables = ProcessTables()
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = max(path.read_bytes(), in_memory, key=len).split(b"\n")
     except FileNotFoundError:
         return tables, [Note("missing", path, "missing", _ALL_UNKNOWN)]
     except OSError as error:

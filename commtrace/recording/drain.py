@@ -104,6 +104,7 @@ class Drain:
         while not self._reason:
             self._slots.wait(self._settings.drain_ms / 1000)
             if not self._reason:
+                self._recorder.ring.alive()
                 self._guarded(self._turn)
         self._run_callbacks()
         self._guarded(self._finish)

@@ -54,6 +54,22 @@ def recover_records(log_directory: Path, *, shm: str | None = None) -> list[str]
     return [note for note in notes if note]
 
 
+def copy_living_rings(log_directory: Path) -> dict[Path, ring.RingCopy]:
+    """Copy what living processes of this host have in shared memory for a log, and leave it there.
+
+    Returns:
+        The copies by the path of each process's tables in the log.
+    """
+    target = os.path.realpath(log_directory)
+    copies: dict[Path, ring.RingCopy] = {}
+    for path in ring.other_rings(os.environ.get("COMMTRACE_SHM") or DEFAULT_SHM):
+        if _belongs_to(ring.identity_of(path), target) and (copy := ring.copy_living(path)) is not None:
+            names = (str(copy.identity[name]) for name in ("run", "host"))
+            folder = Path(os.path.realpath(copy.identity["directory"]), *names)
+            copies[folder / f"{copy.identity['stem']}.jsonl"] = copy
+    return copies
+
+
 def _recover_ring(path: Path, target: str) -> str:
     # Lock only rings of this log: a recovery of another log would take a locked ring for a living process's.
     if not _belongs_to(ring.identity_of(path), target):
@@ -94,7 +110,7 @@ def _move_to_log(orphan: OrphanedRing) -> str:
     (folder / (recovered.name + ".open")).unlink(missing_ok=True)
     # A process may die after writing records, before freeing their slots: take those that no segment has.
     recent = _last_records(folder, stem, int(orphan.identity["capacity"]))
-    records = orphan.records[~np.isin(_record_keys(orphan.records), _record_keys(recent))]
+    records = orphan.records[~np.isin(record_keys(orphan.records), record_keys(recent))]
     if len(records) and not recovered.exists():
         segment = WrittenSegment(recovered)
         try:
@@ -135,7 +151,7 @@ def _last_records(folder: Path, stem: str, count: int) -> Records:
     return np.concatenate(blocks)
 
 
-def _record_keys(records: Records) -> npt.NDArray[Any]:
+def record_keys(records: Records) -> npt.NDArray[Any]:
     """Return a sortable key for each record, shape (n,), different for any two calls of a process."""
     packed = np.zeros(len(records), [(name, RECORD[name].newbyteorder(">")) for name in _KEY_FIELDS])
     for name in _KEY_FIELDS:
@@ -159,6 +175,8 @@ def _complete_tables(orphan: OrphanedRing, folder: Path, stem: str, recovered: i
         return
     on_disk = sum(map(_count_records, folder.glob(f"{stem}.*.npy*")))
     counters = {**dict.fromkeys(WITHOUT_RECORD, 0), **orphan.counters, "dropped": orphan.dropped}
+    # The counters did not change between the last time that they were written and the last turn of the drain thread.
+    counters["mono_ns"] = max(int(counters.get("mono_ns", 0)), orphan.alive_ns)
     counters["calls"] = on_disk + sum(counters[name] for name in WITHOUT_RECORD)
     note = {"table": "salvage", "records": recovered, "host": identity.host(), "unix_ns": time.time_ns()}
     added = [json.dumps(row).encode() + b"\n" for row in ({"table": "stats", **counters}, note)]

@@ -7,6 +7,7 @@ is made, which tmpfs honours. Where there is no room, the ring lies in private m
 
     offset 0        identity, twice: checksum and JSON (pid, log directory, stem of the log's files ...)
     offset 8192     the last counters, twice
+    offset 16368    when the process was last seen alive: monotonic ns of the last turn of its drain thread
     offset 16376    number of calls that found the ring full
     offset 16384    the records, 96 bytes each; a record whose state byte is not 0 is complete and not on disk yet
 
@@ -14,7 +15,7 @@ The two copies are written in turn, because a kill may hit in the middle of a st
 ring, under the same name with `.jsonl`. A lock on the ring says that its process lives. It is a POSIX lock: forked
 children do not inherit it, and it is not tied to process numbers, which containers reuse. Such a lock does not keep its
 own process out, and is released as soon as that process closes any descriptor of the file: a process must never open
-its own ring again.
+its own ring again. The ring of a living process may be copied (`copy_living`), which takes no lock and writes nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import struct
 import time
 import zlib
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -35,6 +36,7 @@ from commtrace.schema import RECORD, Records
 
 IDENTITY_AT: Final = 0
 COUNTERS_AT: Final = 8192
+ALIVE_AT: Final = 16368
 DROPPED_AT: Final = 16376
 RECORDS_AT: Final = 16384
 COPY_BYTES: Final = 4080
@@ -44,6 +46,7 @@ LOCK_TIMEOUT_SECONDS: Final = 5.0
 """Seconds to wait for another process that recovers the same ring."""
 
 _NUMBER: Final = struct.Struct("<Q")
+_ALIVE_AND_DROPPED: Final = struct.Struct("<2Q")
 _own_rings: Final[set[Path]] = set()
 
 
@@ -99,6 +102,10 @@ class Ring:
     @dropped.setter
     def dropped(self, calls: int) -> None:
         _NUMBER.pack_into(self.buffer, DROPPED_AT, calls)
+
+    def alive(self) -> None:
+        """Note that the process is alive: when a killed process ended is known from this alone."""
+        _NUMBER.pack_into(self.buffer, ALIVE_AT, time.monotonic_ns())
 
     def _put(self, start: int, value: dict[str, Any]) -> bool:
         turn = self._turns[start] + 1
@@ -181,7 +188,7 @@ class OrphanedRing:
         self.counters = _latest(data, COUNTERS_AT)
         if self.identity.get("format") != RING_FORMAT:
             raise ValueError("not a ring of commtrace")
-        (self.dropped,) = _NUMBER.unpack_from(data, DROPPED_AT)
+        self.alive_ns, self.dropped = _ALIVE_AND_DROPPED.unpack_from(data, ALIVE_AT)
         records = np.frombuffer(data, RECORD, int(self.identity["capacity"]), RECORDS_AT)
         self.records: Records = records[records["state"] != 0]
 
@@ -220,6 +227,51 @@ def identity_of(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return identity if identity.get("format") == RING_FORMAT else {}
+
+
+class RingCopy(NamedTuple):
+    """What was in the ring of a living process at one moment."""
+
+    seen_ns: int
+    """The moment, in monotonic ns."""
+    identity: dict[str, Any]
+    counters: dict[str, Any]
+    records: Records
+    """Those that did not change while they were copied: the others are being written."""
+    tables: bytes
+
+    @property
+    def capacity(self) -> int:
+        """Number of slots."""
+        return int(self.identity["capacity"])
+
+
+def copy_living(path: Path) -> RingCopy | None:
+    """Copy the ring of another process that is alive, without taking its lock and without writing.
+
+    Returns:
+        The copy; None if the process is dead, or the file cannot be read.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            seen_ns, size = time.monotonic_ns(), os.fstat(fd).st_size
+            # The fields of a record that is being written may be of two calls, whatever its state: it differs.
+            first, data = os.pread(fd, size, 0), os.pread(fd, size, 0)
+            identity, counters = _latest(data, IDENTITY_AT), _latest(data, COUNTERS_AT)
+            if identity.get("format") != RING_FORMAT or _holder(fd) not in (identity.get("pid"), None):
+                return None
+        finally:
+            os.close(fd)
+        before, after = (np.frombuffer(copy, RECORD, int(identity["capacity"]), RECORDS_AT) for copy in (first, data))
+        records = after[(after["state"] != 0) & (before.view(_BYTES) == after.view(_BYTES))]
+        (counters["dropped"],) = _NUMBER.unpack_from(data, DROPPED_AT)
+        return RingCopy(seen_ns, identity, counters, records, path.with_suffix(".jsonl").read_bytes())
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+_BYTES: Final = np.dtype((np.void, RECORD.itemsize))
 
 
 def _lock_of_dead(fd: int) -> bool:

@@ -13,7 +13,15 @@ from commtrace.analyses.comparison import compare
 from commtrace.analyses.fold_engine import rows_of
 from commtrace.analyses.job_summary import summarize_job
 from commtrace.analyses.report.expected_text import MEANING, network_source, network_title
-from commtrace.analyses.report.findings import cost_per_call, facts, findings, log_lists, warnings, warnings_of_runs
+from commtrace.analyses.report.findings import (
+    cost_per_call,
+    facts,
+    findings,
+    log_lists,
+    verdict,
+    warnings,
+    warnings_of_runs,
+)
 from commtrace.analyses.steps import ALL
 from commtrace.analyses.table_specs import TABLES
 from commtrace.analyses.table_specs.spec import formatted_rows
@@ -50,7 +58,7 @@ def page_of_run(name: str, run: RecordedRun, tables: Mapping[str, pd.DataFrame],
             subtitle=summarize_job(run) or "what was trained was not captured",
             tiles=[*_tiles(tables)],
             findings=[*findings(tables)],
-            warnings=[*warnings(run, tables)],
+            warnings=[*verdict(tables), *warnings(run, tables)],
             facts=[("run", run.id), *facts(run, tables).items()],
             lists=[*log_lists(run, tables).items()],
             sections=[*sections, _call_sites(tables["volume_by_site"], sites)],

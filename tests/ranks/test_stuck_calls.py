@@ -1,0 +1,158 @@
+"""The verdict on real jobs that hang, died, ended, or were interrupted, with gloo."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pandas as pd
+import processes
+import pytest
+
+pytest.importorskip("torch")
+
+from ranks import Nursery, Ranks
+
+from commtrace.analyses.across_ranks import stuck_calls
+from commtrace.cli import main
+from commtrace.errors import LogError
+from commtrace.run import open_run
+
+# Operation, whether the other ranks wait, and what is said of rank 1: it is absent, or it disagrees.
+KINDS = {
+    "absent": ("all_reduce", "all", "absent", ""),
+    "operation": ("all_reduce", "all", "", "operation: all_reduce on rank {others}, broadcast on rank 1"),
+    "size": ("all_reduce", "all", "", "size: 4,096 bytes on rank {others}, 32 bytes on rank 1"),
+    "dtype": ("all_reduce", "some", "", "dtype: float32 on rank {others}, float64 on rank 1"),
+    "root": ("broadcast", "some", "", "root: rank 0 on rank {others}, rank 1 on rank 1"),
+    "swapped": ("all_gather", "all", "", "operation: all_gather on rank {others}, all_reduce on rank 1"),
+    "order": ("all_reduce", "all", "absent", "order: rank 1 is in all_reduce 0 of group {all}/2, which waits in turn"),
+    "subgroup": ("all_reduce", "0", "absent", ""),
+    "receive": ("recv", "0", "absent", ""),
+    "send": ("send", "0", "absent", ""),
+    "tag": ("recv", "0", "absent", "tag: 5 on rank 0, 7 on rank 1"),
+    "cycle": ("recv", "cycle", "", "order: "),
+    "killed": ("all_reduce", "all", "absent", ""),
+}
+WAITS = {"operation", "size", "dtype", "root", "swapped"}
+"""Kinds in which rank 1 is in the call as well."""
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a user who waits: longer than any pause of these small programs, which the limit follows."""
+    monkeypatch.setattr(stuck_calls, "MIN_WAIT_NS", 10**9)
+
+
+def found(log: Path) -> pd.DataFrame:
+    try:
+        return open_run(log).table("stuck_calls")
+    except LogError:
+        return pd.DataFrame()
+
+
+def others(size: int) -> str:
+    return "0" if size == 2 else "0,2" if size == 3 else f"0,2-{size - 1}"
+
+
+def assert_named(kind: str, size: int, calls: pd.DataFrame) -> None:
+    op, waiting, absent, disagreement = KINDS[kind]
+    first = calls.iloc[0]
+    assert first["op"] in (op, "broadcast" if kind == "operation" else "all_reduce" if kind == "swapped" else op)
+    assert first["disagreement"].startswith(disagreement.format(others=others(size), all=f"0-{size - 1}"))
+    assert bool(first["disagreement"]) == bool(disagreement)
+    if absent:
+        assert first["absent_ranks"] == "1"
+    if waiting == "cycle":
+        assert len(calls) == size
+        assert {*calls["waiting_ranks"]} == {str(rank) for rank in range(size)}
+    elif waiting != "some" and kind not in WAITS:
+        assert first["waiting_ranks"] == (others(size) if waiting == "all" else waiting)
+    assert "stuck.py:" in first["site"]
+    assert "waits" in first["site"] or kind in WAITS  # a rank that aborts is not in the call any more
+
+
+def hang(nursery: Nursery, log: Path, kind: str, size: int) -> tuple[Ranks, pd.DataFrame]:
+    """The ranks of a job that hangs, and the verdict while it does."""
+    ranks = nursery.start("stuck", log, kind, ranks=size)
+    deadline = time.monotonic() + 60
+    calls = found(log)
+    while not len(calls):
+        assert time.monotonic() < deadline, [ranks.output(rank) for rank in range(size)]
+        time.sleep(0.3)
+        calls = found(log)
+    return ranks, calls
+
+
+SIZES = {"absent": 4, "operation": 3, "cycle": 3, "killed": 3, "receive": 2}
+"""Kinds of the default tier, and the numbers of their ranks."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [
+        *SIZES.items(),
+        *(
+            pytest.param(kind, size, marks=pytest.mark.exhaustive)
+            for kind in KINDS
+            for size in (2, 3, 4, 8)
+            if SIZES.get(kind) != size
+        ),
+    ],
+)
+def test_a_job_that_hangs_and_is_killed(kind: str, size: int, nursery: Nursery, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    ranks, _ = hang(nursery, log, kind, size)
+    rings = processes.rings(log)
+    time.sleep(0.5)  # until all that fails has failed
+    assert_named(kind, size, found(log))
+    if kind not in ("size", "dtype", "killed"):  # there, ranks end by themselves
+        assert processes.rings(log) == rings, "the memory of living processes stays"
+    ranks.kill(*range(size))
+    ranks.wait()
+    assert_named(kind, size, found(log))
+
+
+def test_check_has_a_status_for_it(nursery: Nursery, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log"
+    ranks, _ = hang(nursery, log, "absent", 2)
+    assert main(["check", str(log)]) == 4
+    assert capsys.readouterr().out.startswith("all_reduce 5 of ranks 0-1 does not end: rank 0 is in it since ")
+    assert main(["report", str(log)]) == 0
+    assert "it still runs" in " ".join(capsys.readouterr().out.split())
+    ranks.kill(0, 1)
+    ranks.wait()
+
+
+def test_a_timeout_and_a_rank_that_never_came(nursery: Nursery, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    ranks = nursery.start("stuck", log, "absent", 3, ranks=2)
+    processes.wait_for(lambda: "end" in processes.read_all(log)[0].tables if log.exists() else False, 40)
+    ranks.kill(1)
+    ranks.wait()
+    (call,) = found(log).itertuples()
+    assert (call.waiting_ranks, call.absent_ranks) == ("0", "1")
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(3, 100))]
+)
+def test_runs_that_end_well_or_are_interrupted(seed: int, nursery: Nursery, tmp_path: Path) -> None:
+    choose = random.Random(seed)
+    size = choose.choice([2, 2, 3, 4, 8])
+    nursery.run("stuck", tmp_path / "well", "well", ranks=size)
+    assert not len(found(tmp_path / "well"))
+
+    log = tmp_path / "interrupted"
+    ranks = nursery.start("stuck", log, "train", ranks=size)
+    processes.wait_for(lambda: len(list(log.glob("*/*/*.jsonl"))) == size, 60)
+    time.sleep(choose.uniform(0.1, 1))
+    assert not len(found(log)), "it runs well"
+    how = choose.choice([signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+    for rank in choose.sample(range(size), size):
+        ranks.kill(rank, signal_=how)
+        time.sleep(choose.choice([0, 0.001]))
+    ranks.wait()
+    assert not len(found(log))
