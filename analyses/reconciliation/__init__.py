@@ -74,10 +74,13 @@ def _add_process(
 
     `given_job` replaces the captured job; `problem` is why the process is not compared.
     """
-    summary: dict[str, object] = {"rank": process.rank, "other_versions": _other_versions(process)}
+    known = process.tables.process.get("versions")
+    versions = known if isinstance(known, Mapping) else {}
+    summary: dict[str, object] = {"rank": process.rank, "other_versions": _other_versions(versions)}
     steps = range(-1, last_step + 1)
     try:
-        prediction, expected_bytes = _predict(_captured_job(process) if given_job is None else given_job, steps)
+        job = _captured_job(process) if given_job is None else given_job
+        prediction, expected_bytes = _predict({**job, "versions": versions}, steps)
         if problem:
             raise NotPredictedError(problem)
     except NotPredictedError as reason:
@@ -141,9 +144,7 @@ def _captured_job(process: Process) -> Mapping[str, Any]:
     return jobs[0]
 
 
-def _other_versions(process: Process) -> str | None:
-    known = process.tables.process.get("versions")
-    versions = known if isinstance(known, Mapping) else {}
+def _other_versions(versions: Mapping[str, object]) -> str | None:
     other = [
         f"{name} {versions[name]} (rules: {version})"
         for name, version in (TORCH, DEEPSPEED)

@@ -6,6 +6,7 @@ Rows come from the hooks, or from configuration files (`commtrace.theory.configs
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -98,6 +99,11 @@ class Job:
         if default is not None and name not in self.fact("model"):
             return default
         return self.fact("model", name)
+
+    def is_older(self, library: str, *version: int) -> bool:
+        """Return whether the log's version of a library is below this one; False if the log does not tell it."""
+        known = str(self.row.get("versions", {}).get(library, ""))
+        return bool(known) and tuple(map(int, re.findall(r"\d+", known)[: len(version)])) < version
 
     def require_architecture(self, feature: str) -> None:
         """Raise NotPredictedError if the model does not declare its architecture (`neox_args`), which rules need."""

@@ -4,7 +4,8 @@
     def broadcast_model(job: Job) -> list[ExpectedCall]: ...
 
 The constants are the library versions that rules were written from and checked with. With another version in the log,
-reports and `commtrace check` predict by the same rules and name both versions.
+reports and `commtrace check` predict by the same rules and name both versions. A rule that knows what older versions
+do differently follows the log's version (`Job.is_older`), and names them in `mirrors`.
 """
 
 from __future__ import annotations

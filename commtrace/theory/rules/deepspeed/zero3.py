@@ -79,6 +79,8 @@ class EvaluationCalls(NamedTuple):
 
 def evaluation(job: Job, steps: int, passes: int) -> EvaluationCalls:
     """Return the calls of forward passes after a number of steps."""
+    if job.is_older("deepspeed", 0, 15, 4):  # it has a coordinator of its own for evaluations
+        raise NotPredictedError("evaluations under ZeRO-3 of DeepSpeed before 0.15.4 have no rules yet")
     state = _coordinator(job)
     for _ in range(steps):
         run_step(state, job.micro_batches)
@@ -105,7 +107,14 @@ def _coordinator(job: Job) -> Coordinator:
     elements = {number: parameter.elements for number, parameter in enumerate(job.parameters)}
     root = sequential_model.model_as_run(job) if job.is_gpt_neox else job.root
     return Coordinator(
-        root, elements, persistent(job), limits(job), segments=checkpointed_segments(job, root), secondary=secondary
+        root,
+        elements,
+        persistent(job),
+        limits(job),
+        segments=checkpointed_segments(job, root),
+        resets_after_backward=job.is_older("deepspeed", 0, 15, 4),
+        compares_lengths=not job.is_older("deepspeed", 0, 17, 6),
+        secondary=secondary,
     )
 
 

@@ -64,6 +64,8 @@ class Coordinator:
     persistent: frozenset[int]  # parameters that are not released
     limits: CoordinatorLimits
     segments: Sequence[CheckpointedSegment] = ()  # recomputed children of the root
+    resets_after_backward: bool = False  # DeepSpeed before 0.15.4; later ones reset before forward
+    compares_lengths: bool = True  # not DeepSpeed before 0.17.6
     secondary: frozenset[int] | None = None
     """Parameters whose secondary partition (hpZ) an optimizer step makes stale; None: there is none."""
     has_run: set[int] = field(default_factory=set)  # numbers of the modules that have run
@@ -85,6 +87,7 @@ class Coordinator:
 
     def __post_init__(self) -> None:
         """Begin with a secondary partition of all parameters."""
+        self.recording = self.resets_after_backward
         self.borrowed = frozenset(number for _, module in forward(self.root) for number in module.borrowed)
         if self.secondary is not None:
             self.valid = {*self.elements}
@@ -101,12 +104,16 @@ HookCall: TypeAlias = tuple[Callable[[Coordinator, ModuleNode], None], ModuleNod
 """A function of the coordinator (`fetch`, `release`, `release_leftovers`), and the module that it is called for."""
 
 
-@rule("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.setup_zero_stage3_hooks", DEEPSPEED)
+@rule("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.setup_zero_stage3_hooks "
+      "(before 0.15.4 DeepSpeedZeroOptimizer_Stage3.backward)", DEEPSPEED)  # fmt: skip
 def micro_batch(state: Coordinator) -> None:
     """Hooks of every module fetch and release its parameters, forward and backward."""
-    reset_step(state)
+    if not state.resets_after_backward:
+        reset_step(state)
     for call, module in (*forward(state.root), *model_backward(state.root, state.segments)):
         call(state, module)
+    if state.resets_after_backward:
+        reset_step(state)
 
 
 def forward_pass(state: Coordinator) -> None:
@@ -196,6 +203,7 @@ def path_to_last_parameters(module: ModuleNode) -> list[ModuleNode]:
 def reset_step(state: Coordinator) -> None:
     """Before each forward pass: the first begins the record of modules, the second completes it, and ranks compare it.
 
+    DeepSpeed before 0.15.4 records from the start, and resets after each backward pass.
     A micro-batch uses all that was prefetched; an evaluation does not.
     """
     for number in sorted(state.inflight):
@@ -219,10 +227,12 @@ def reset_step(state: Coordinator) -> None:
     state.position = state.live = 0
 
 
-@rule("deepspeed.runtime.zero.utils.assert_ints_same_as_other_ranks", DEEPSPEED)
+@rule("deepspeed.runtime.zero.utils.assert_ints_same_as_other_ranks (before 0.17.6 without the length)", DEEPSPEED)
 def compare(state: Coordinator, length: int, least: int | None = None) -> None:
     """Rank 0 broadcasts its list: the length, then the numbers."""
-    state.recorded.compared += [(1, 1), (length, length if least is None else least)]
+    if state.compares_lengths:
+        state.recorded.compared.append((1, 1))
+    state.recorded.compared.append((length, length if least is None else least))
 
 
 @rule("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module (external parameters)",

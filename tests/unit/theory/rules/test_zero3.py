@@ -1,7 +1,8 @@
-"""A GPT-2 of Hugging Face under ZeRO-3: two embeddings, and modules that are registered and do not run.
+"""ZeRO-3 of recorded runs: a GPT-2 of Hugging Face, and a small model with older versions of DeepSpeed.
 
 `tests/support/recorded/trainer_zero3.json` has the job row of rank 0 and its calls from DeepSpeed by step, of
-`tests/external/frameworks/trainer.py zero3` up to the first evaluation.
+`tests/external/frameworks/trainer.py zero3` up to the first evaluation: two embeddings, and modules that are registered
+and do not run. `zero3_versions.json` has those of two steps of `tests/versions` by version of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -10,11 +11,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from commtrace.analyses.reconciliation.matching import compare
 from commtrace.analyses.reconciliation.measured_calls import EqualCalls
-from commtrace.theory import predict
+from commtrace.theory import NotPredictedError, predict
+from commtrace.theory.job import Job
+from commtrace.theory.rules.deepspeed import zero3
 
-RECORDED = json.loads((Path(__file__).parents[3] / "support" / "recorded" / "trainer_zero3.json").read_text())
+FOLDER = Path(__file__).parents[3] / "support" / "recorded"
+RECORDED = json.loads((FOLDER / "trainer_zero3.json").read_text())
+VERSIONS = json.loads((FOLDER / "zero3_versions.json").read_text())
 
 
 def leftovers(job: dict[str, Any], steps: dict[str, Any]) -> list[tuple[int, str, int, int]]:
@@ -47,3 +54,25 @@ def test_fewer_modules_than_have_parameters_are_a_difference() -> None:
         [op, 376 if (op, size) == ("broadcast", 496) else size, count] for op, size, count in RECORDED["steps"]["0"]
     ]
     assert leftovers(RECORDED["job"], {"0": shorter}) == [(0, "broadcast", 376, 1), (0, "broadcast", 528, -1)]
+
+
+@pytest.mark.parametrize("version", VERSIONS["steps"])
+def test_the_order_of_modules_is_compared_as_the_version_in_the_log_does(version: str) -> None:
+    steps = VERSIONS["steps"][version]
+    assert leftovers(VERSIONS["job"] | {"versions": {"deepspeed": version}}, steps) == []
+    other = next(name for name in VERSIONS["steps"] if name != version)
+    assert {op for _, op, *_ in leftovers(VERSIONS["job"] | {"versions": {"deepspeed": other}}, steps)} == {"broadcast"}
+
+
+def test_between_the_two_versions_lengths_are_not_compared() -> None:
+    """DeepSpeed 0.15.4 to 0.17.5 begin as 0.17.6 does, with an empty list."""
+    steps = VERSIONS["steps"]["0.17.6"]
+    for version in ("0.15.4", "0.17.5"):
+        job = VERSIONS["job"] | {"versions": {"deepspeed": version}}
+        assert leftovers(job, steps) == [(0, "broadcast", 8, 4)]
+
+
+def test_evaluations_of_the_oldest_versions_are_not_predicted() -> None:
+    job = Job(VERSIONS["job"] | {"versions": {"deepspeed": "0.15.3"}})
+    with pytest.raises(NotPredictedError, match="evaluations"):
+        zero3.evaluation(job, 1, 1)
