@@ -107,7 +107,7 @@ def test_pytorch(ranks: int, tmp_path: Path) -> None:
         return found
 
     untraced = outcomes(None)
-    assert sum(outcome == "passed" for outcome in untraced.values()) > 100
+    assert sum(outcome == "passed" for outcome in untraced.values()) >= 80
     for recorder in recorders.RECORDERS:
         assert outcomes(recorder) == untraced
     assert calls(tmp_path / "python" / "log") == calls(tmp_path / "native" / "log")

@@ -45,7 +45,13 @@ MPIS = (
             "OMPI_MCA_btl": "self,sm,tcp",
         },
     ),
-    Mpi("mpich", "mpiexec.hydra", (), "libmpi.so.12", {}),
+    Mpi(
+        "mpich",
+        "mpiexec.hydra",
+        (),
+        "libmpi.so.12",
+        {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", "MPIR_CVAR_POLLS_BEFORE_YIELD": "100"},
+    ),
 )
 NAMES = tuple(mpi.name for mpi in MPIS)
 
