@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from . import call_times, coverage, message_sizes, reconciliation, steps, timeline, tracing_cost, volume
-from .across_ranks import stuck_calls
+from .across_ranks import clocks, stuck_calls
 from .fold_engine import Analysis
 
 ANALYSES: Final[tuple[Analysis, ...]] = (
@@ -19,6 +19,7 @@ ANALYSES: Final[tuple[Analysis, ...]] = (
     call_times.ANALYSIS,
     call_times.BANDWIDTH,
     volume.BY_RANK,
+    clocks.ANALYSIS,
     reconciliation.ANALYSIS,
 )
 

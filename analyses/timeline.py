@@ -2,7 +2,8 @@
 
 The step is 0 or a power of two, the last one that is over on every rank shown: late enough to be past the warm-up, and
 known before the log has been read to its end. The table has the first FIRST_PROCESSES processes of the log, and further
-ones at powers of two. Times of ranks on different hosts are as comparable as the hosts' clocks are synchronised.
+ones at powers of two. Times are on one clock, as far as the calls bound the hosts' clocks (`across_ranks.clocks`); else
+they are as comparable as the hosts' wall clocks are synchronised.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import pandas as pd
 
 from commtrace.reading.recorded_run import RecordedRun
 
+from .across_ranks.clocks import clocks_of
 from .call_times import durations
 from .fold_engine import Analysis, NamedTables, RecordBlock, concat_tables, steps_of
 
@@ -74,14 +76,10 @@ def _merge(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
-    offsets = wall_clock_offsets(run)
     table = table.loc[table["step"] > _NO_CANDIDATE]
-    calls = table.loc[(table["step"] == _step(table)) & table["process"].isin([*offsets])]
+    calls = _on_one_clock(table.loc[table["step"] == _step(table)], run)
     by_process = calls.groupby("process")["process"]
-    calls = calls.assign(
-        more_calls=by_process.transform("size") > MAX_CALLS,
-        begin=calls["t_begin"] + calls["process"].map(offsets).astype(np.int64),
-    ).loc[by_process.cumcount() < MAX_CALLS]
+    calls = calls.assign(more_calls=by_process.transform("size") > MAX_CALLS).loc[by_process.cumcount() < MAX_CALLS]
     result = calls.assign(begin_ns=calls["begin"] - calls["begin"].min()).sort_values(
         ["rank", "begin_ns"], kind="stable"
     )
@@ -100,6 +98,16 @@ def _step(table: pd.DataFrame) -> int:
     complete = by_step["processes"] == processes
     choices = (complete & (by_step["last"] > by_step.index), complete, complete | True)
     return int(by_step.index[next(choice for choice in choices if choice.any())].max())
+
+
+def _on_one_clock(calls: pd.DataFrame, run: RecordedRun) -> pd.DataFrame:
+    """Return the calls that can be compared with others, with `begin` on a clock that all of them share."""
+    begin = clocks_of(run).to_reference(calls["process"].to_numpy(), calls["t_begin"].to_numpy())
+    if begin is not None:
+        return calls.assign(begin=begin)
+    offsets = wall_clock_offsets(run)
+    known = calls.loc[calls["process"].isin([*offsets])]
+    return known.assign(begin=known["t_begin"] + known["process"].map(offsets).astype(np.int64))
 
 
 def wall_clock_offsets(run: RecordedRun) -> dict[int, int]:

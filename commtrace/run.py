@@ -21,6 +21,8 @@ from commtrace.reading.recorded_run import RecordedRun
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
+    from commtrace.analyses.across_ranks.clocks import Clocks
+
 
 class Run(RecordedRun):
     """One run of a program: what its ranks recorded, and the tables and figures of the analyses.
@@ -41,6 +43,16 @@ class Run(RecordedRun):
     @cached_property
     def _figure_tables(self) -> dict[str, pd.DataFrame]:
         return {}
+
+    @property
+    def clocks(self) -> Clocks:
+        """The clocks of the run's hosts against one of them, as bounds that follow from its calls.
+
+        `clocks.aligned` has a function of time for each host, `table("clocks")` its numbers.
+        """
+        from commtrace.analyses.across_ranks.clocks import clocks_of
+
+        return clocks_of(self)
 
     def tables(self, executor: Executor | None = None) -> dict[str, pd.DataFrame]:
         """Return the tables of every analysis by name, as `commtrace report --json` shows them.

@@ -11,25 +11,27 @@ more calls than ranks, whose numbers are damaged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, NamedTuple
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from commtrace.analyses.fold_engine import Array, RecordBlock, group_rows
+from commtrace.analyses.fold_engine import EMPTY_BLOCK, Array, RecordBlock, group_rows
 from commtrace.reading.labels import LABEL_COLUMNS, UNKNOWN, RecordLabels
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.segment_reader import BLOCK
 from commtrace.reading.table_reader import RecordedGroup
-from commtrace.schema import RECORD, Flag
+from commtrace.schema import RECORD, Flag, Records
 
 ONE_SIDED: Final = ("put", "get", "accumulate")
 NOT_MATCHED: Final = -1
 """Instance of a call that is not matched with others."""
 
 _NOT_MATCHED_OPERATIONS: Final = (*ONE_SIDED, "sendrecv", UNKNOWN)
+_FEW: Final = 1 << 20
 _KEY_FIELDS: Final = ("seq", "group", "kind", "peer", "tag", "flags")
 
 
@@ -111,7 +113,18 @@ class MatchedCalls:
         return result
 
 
-def match_calls(run: RecordedRun, columns: Sequence[str], steps: Array | None = None) -> MatchedCalls:
+Derived: TypeAlias = Callable[[RecordBlock], Array]
+"""A function that computes a column of the calls of a block, shape (n,)."""
+
+
+def match_calls(
+    run: RecordedRun,
+    columns: Sequence[str],
+    steps: Array | None = None,
+    *,
+    derived: Mapping[str, Derived] = MappingProxyType({}),
+    part: tuple[int, int] = (0, 1),
+) -> MatchedCalls:
     """Read the calls of a run and match them across ranks.
 
     Args:
@@ -119,15 +132,18 @@ def match_calls(run: RecordedRun, columns: Sequence[str], steps: Array | None = 
         columns: Fields of the record (`schema.RECORD`), or columns of the event table with text, such as "op", "role"
             and "site", which become positions in `MatchedCalls.categories`.
         steps: Steps whose calls are wanted, shape (steps,); None: all.
+        derived: Further columns by name, computed while the records are read.
+        part: (i, n): only operations whose number in their channel is i modulo n, of a log too long for memory.
 
     Returns:
         The calls, process by process in the order of the log. Memory: 12 bytes a call and those of the columns.
     """
-    return _Matcher(columns).read(run, steps)
+    return _Matcher(columns, derived, part).read(run, steps)
 
 
 class _Matcher:
-    def __init__(self, columns: Sequence[str]) -> None:
+    def __init__(self, columns: Sequence[str], derived: Mapping[str, Derived], part: tuple[int, int]) -> None:
+        self._derived, self._part = derived, part
         self._fields = [name for name in columns if name not in LABEL_COLUMNS]
         self._labels = {name: _Numbers() for name in columns if name in LABEL_COLUMNS}
         self._channels = _Numbers()
@@ -137,6 +153,7 @@ class _Matcher:
     def read(self, run: RecordedRun, steps: Array | None) -> MatchedCalls:
         pieces = {name: [np.zeros(0, RECORD[name])] for name in self._fields}
         pieces |= {name: [np.zeros(0, np.int32)] for name in ("process", *self._labels)}
+        pieces |= {name: [compute(EMPTY_BLOCK)] for name, compute in self._derived.items()}
         keys = [np.zeros(0, np.int64)]
         largest = max((segment.count for process in run.processes for segment in process.segments), default=0)
         memory = bytearray(min(BLOCK, largest) * RECORD.itemsize)
@@ -144,19 +161,29 @@ class _Matcher:
             to_number = {name: numbers.of(labels.categories(name)) for name, numbers in self._labels.items()}
             for segment in process.segments:
                 for records in segment.blocks(memory=memory):
-                    wanted = records if steps is None else records[np.isin(records["step"], steps)]
-                    keys.append(self._keys(RecordBlock(wanted, labels), process.tables.groups))
+                    wanted = self._wanted(records, steps)
+                    block = RecordBlock(wanted, labels)
+                    keys.append(self._keys(block, process.tables.groups))
+                    for name, compute in self._derived.items():
+                        pieces[name].append(compute(block))
                     pieces["process"].append(np.full(len(wanted), labels.number, np.int32))
                     for name in self._fields:
                         pieces[name].append(wanted[name].copy())
                     for name, numbers in to_number.items():
                         pieces[name].append(numbers[labels.index(LABEL_COLUMNS[name], labels.ids(name, wanted))])
         # A column's pieces are dropped once they are joined, so that no more than one column exists twice.
+        pieces["key"] = keys
         columns = {name: np.concatenate(pieces.pop(name)) for name in [*pieces]}
         channels = [*self._channels.values]
-        columns["instance"], channel, seq = _instances(np.concatenate(keys), channels)
+        columns["instance"], channel, seq = _instances(columns.pop("key"), channels)
         categories = {name: np.array([*numbers.values], object) for name, numbers in self._labels.items()}
         return MatchedCalls(columns, categories, channels, channel, seq)
+
+    def _wanted(self, records: Records, steps: Array | None) -> Records:
+        if steps is not None:
+            records = records[np.isin(records["step"], steps)]
+        number, parts = self._part
+        return records if parts == 1 else records[records["seq"] % parts == number]
 
     def _keys(self, block: RecordBlock, groups: Mapping[int, RecordedGroup]) -> Array:
         """Return channel and number of each call as one integer, NOT_MATCHED for those that have none."""
@@ -192,12 +219,30 @@ class _Matcher:
 
 def _instances(keys: Array, channels: Sequence[Channel]) -> tuple[Array, Array, Array]:
     """Return the instance of each call, shape (n,), and of each instance channel and number, shape (instances,)."""
-    distinct, instance = np.unique(keys, return_inverse=True)
+    codes, distinct = _dense_codes(keys, len(channels))
     sizes = np.array([len(channel.ranks) for channel in channels] + [0], np.int64)
-    calls = np.bincount(instance, minlength=len(distinct))
-    usable = (distinct != NOT_MATCHED) & (calls <= sizes[distinct >> 32])
+    calls = np.bincount(codes, minlength=len(distinct))
+    usable = (calls > 0) & (distinct != NOT_MATCHED)
+    usable &= calls <= sizes[distinct >> 32]
     numbers = np.where(usable, np.cumsum(usable) - 1, NOT_MATCHED).astype(np.int32)
-    return numbers[instance], distinct[usable] >> 32, distinct[usable] & 0xFFFFFFFF
+    return numbers[codes], distinct[usable] >> 32, distinct[usable] & 0xFFFFFFFF
+
+
+def _dense_codes(keys: Array, channels: int) -> tuple[Array, Array]:
+    """Return a code of each key from 0, and the key of each code, ascending; some may stand for no key."""
+    channel = (keys >> 32).astype(np.int32) + 1  # that of NOT_MATCHED is -1
+    lengths = np.zeros(channels + 1, np.int64)
+    np.maximum.at(lengths, channel, (keys & 0xFFFFFFFF) + 1)
+    lengths[0] = 1
+    if lengths.sum() > 2 * len(keys) + _FEW:
+        distinct, codes = np.unique(keys, return_inverse=True)
+        return codes, distinct
+    # Numbers without large gaps, as recorders give them: a code for each possible one. Sorting would take far longer.
+    first = np.cumsum(lengths) - lengths
+    codes = first[channel] + np.where(channel > 0, keys & 0xFFFFFFFF, 0)
+    distinct = np.arange(lengths.sum()) + np.repeat((np.arange(channels + 1) - 1 << 32) - first, lengths)
+    distinct[0] = NOT_MATCHED
+    return codes, distinct
 
 
 class _Numbers:

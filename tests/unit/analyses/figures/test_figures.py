@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from factory import BARRIER, LogFactory, record, training
+from factory import ALONE, BARRIER, WORLD, LogFactory, record, training
 from figure_tables import EVIL, MIB, reconciliation_table, two_roles_table, waterfall_table
 
 go = pytest.importorskip("plotly.graph_objects", reason="plotly is not installed")
@@ -92,13 +92,15 @@ def test_the_timeline_is_of_a_step_that_is_over(tmp_path: Path, steps: list[int]
     assert set(timeline["step"]) == ({chosen} if chosen is not None else set())
 
 
-def test_the_timeline_puts_ranks_on_one_clock(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("group", "begin"), [(WORLD, 0), (ALONE, 1)])
+def test_the_timeline_puts_ranks_on_one_clock(tmp_path: Path, group: int, begin: int) -> None:
+    """On that of the calls (the middle of bounds 20 ns apart), or on wall clocks where no call is common."""
     log = LogFactory(tmp_path)
     for rank, (host, mono) in enumerate([("a", 1_000), ("b", 501_000)]):
         process = log.process(rank, pid=rank + 1, host=host, world_size=2, mono_ns=mono).known()
-        process.write([record(step=0, t_begin=mono + 5 + rank, t_return=mono + 15, t_end=mono + 25)]).end()
+        process.write([record(group=group, step=0, t_begin=mono + 5 + rank, t_return=mono + 15, t_end=mono + 25)]).end()
     timeline = open_run(tmp_path).table("timeline")
-    assert rows(timeline, "rank", "begin_ns", "in_call_ns", "to_completion_ns") == [(0, 0, 10, 20), (1, 1, 9, 19)]
+    assert rows(timeline, "rank", "begin_ns", "in_call_ns", "to_completion_ns") == [(0, 0, 10, 20), (1, begin, 9, 19)]
 
 
 def test_the_timeline_keeps_a_bounded_number_of_calls_and_says_so(tmp_path: Path) -> None:

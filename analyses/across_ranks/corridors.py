@@ -1,0 +1,140 @@
+"""Corridors: all straight lines that stay above lower bounds and below upper bounds, and where none does.
+
+The lines `offset + rate * (at - center)` within a corridor are a convex polygon in the plane of offset and rate. Only
+the corners of the bounds' convex hulls limit it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from commtrace.analyses.fold_engine import Array
+
+MAX_RATE: Final = 5e-3
+"""Largest drift of a clock that is considered, far above that of any oscillator: 5,000 ppm."""
+
+
+@dataclass(frozen=True, eq=False)
+class Bounds:
+    """Bounds of a function of time, by time: `value` at `at`, float64, and whether it is an `upper` bound, bool."""
+
+    at: Array
+    value: Array
+    upper: Array
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    def between(self, first: int, stop: int) -> Bounds:
+        """Return the bounds at positions from `first` until before `stop`."""
+        return Bounds(self.at[first:stop], self.value[first:stop], self.upper[first:stop])
+
+
+@dataclass(frozen=True, eq=False)
+class Lines:
+    """All lines within a corridor: the corners of their polygon, as offsets at `center` and rates, shape (corners,)."""
+
+    center: float
+    offset: Array
+    rate: Array
+
+    def lowest(self, at: Array) -> Array:
+        """Return the lowest value of any of the lines at some times, shape (n,)."""
+        return np.asarray((self.offset + self.rate * (at[:, None] - self.center)).min(axis=1))
+
+    def highest(self, at: Array) -> Array:
+        """Return the highest value of any of the lines at some times, shape (n,)."""
+        return np.asarray((self.offset + self.rate * (at[:, None] - self.center)).max(axis=1))
+
+
+def lines_within(bounds: Bounds, slack: float = 0.0) -> Lines | None:
+    """Return the lines that pass bounds by `slack` at most; None if there is none. Without bounds, values are infinite.
+
+    For each rate, the offset lies between the largest lower and the smallest upper bound that are left when the rate is
+    taken from them. Both are piecewise linear in the rate; they bend at the rates of the hulls' edges.
+    """
+    center = float(bounds.at[0] + bounds.at[-1]) / 2
+    at = bounds.at - center
+    above = _hull(at[bounds.upper], -(bounds.value[bounds.upper] + slack))
+    below = _hull(at[~bounds.upper], bounds.value[~bounds.upper] - slack)
+    edges = [np.diff(value) / np.diff(times) * sign for (times, value), sign in ((above, -1), (below, 1))]
+    rates = np.unique(np.concatenate([[-MAX_RATE, MAX_RATE], *edges]).clip(-MAX_RATE, MAX_RATE))
+
+    def room(rates: Array) -> tuple[Array, Array]:
+        """Return the lowest and the highest offset at each rate."""
+        low = (below[1] - rates[:, None] * below[0]).max(axis=1, initial=-np.inf)
+        high = (-above[1] - rates[:, None] * above[0]).min(axis=1, initial=np.inf)
+        return low, high
+
+    low, high = room(rates)
+    possible = np.flatnonzero(high >= low)
+    if not len(possible):
+        return None
+    first, last = int(possible[0]), int(possible[-1])
+    ends = [_root(rates, high - low, outside, inside) for outside, inside in ((first - 1, first), (last + 1, last))]
+    rates = np.concatenate([rates[first : last + 1], [rate for rate in ends if rate is not None]])
+    low, high = room(rates)
+    return Lines(center, np.concatenate([low, np.maximum(low, high)]), np.concatenate([rates, rates]))
+
+
+def _root(rates: Array, width: Array, outside: int, inside: int) -> float | None:
+    """Return the rate between two at which the width, linear there, is 0; None at the end of all rates."""
+    if not 0 <= outside < len(rates):
+        return None
+    part = width[inside] / (width[inside] - width[outside])
+    return float(rates[inside] + (rates[outside] - rates[inside]) * part)
+
+
+def _hull(at: Array, value: Array) -> tuple[Array, Array]:
+    """Return the corners of the upper convex hull of points, `at` ascending, from left to right."""
+    if not len(at):
+        return at, value
+    first = np.flatnonzero(np.concatenate([[True], at[1:] > at[:-1]]))
+    at, value = at[first], np.maximum.reduceat(value, first)
+    while len(at) > 2:
+        # A point below the line through its neighbours is no corner, even if they are none either.
+        left, right = at[1:-1] - at[:-2], at[2:] - at[1:-1]
+        corner = np.ones(len(at), bool)
+        corner[1:-1] = (value[1:-1] - value[:-2]) * right > (value[2:] - value[1:-1]) * left
+        if corner.all():
+            break
+        at, value = at[corner], value[corner]
+    return at, value
+
+
+def find_jumps(bounds: Bounds, slack: float) -> Iterator[tuple[int, int]]:
+    """Yield pairs of positions between which a function jumped that is straight otherwise.
+
+    The bounds from the first to the second one contradict each other, and all up to the second did not; so the jump is
+    between them, whatever comes later.
+    """
+    first = 0
+
+    def ends_straight(stop: int) -> bool:
+        return _straight(bounds, first, stop, slack)
+
+    while not ends_straight(len(bounds)):
+        stop = _largest(first + 1, len(bounds), ends_straight)
+        yield stop - _largest(0, stop - first - 1, partial(_backwards_straight, bounds, slack, stop)) - 1, stop
+        first = stop
+
+
+def _backwards_straight(bounds: Bounds, slack: float, stop: int, more: int) -> bool:
+    return _straight(bounds, stop - more, stop + 1, slack)
+
+
+def _straight(bounds: Bounds, first: int, stop: int, slack: float) -> bool:
+    return lines_within(bounds.between(first, stop), slack) is not None
+
+
+def _largest(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """Return the largest number from `low` to `high` for which a condition holds, as it does for all smaller ones."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low

@@ -1,0 +1,103 @@
+"""Dependencies: which calls of an operation cannot end before others of it have begun.
+
+In an all_reduce, every rank waits for every other one; in a broadcast, for the root alone; a receive waits for its
+send. So each call is a source (others wait for it), a target (it waits for others), both, or neither. Calls are neither
+if it is not certain that bytes move: without payload or share, uneven all_to_alls (two ranks may have nothing for each
+other), prefix reductions, and calls without a known root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from commtrace.analyses.fold_engine import Array, RecordBlock
+from commtrace.reading.recorded_run import RecordedRun
+from commtrace.schema import OPERATIONS, Clock, Flag, State
+
+from .matching import MatchedCalls
+
+SOURCE: Final = 1
+"""Bit of a call that others wait for."""
+TARGET: Final = 2
+"""Bit of a call that waits for others."""
+FAILED: Final = 4
+"""Bit of a call that raised an exception."""
+
+_DEVICE_CLOCKS: Final = (int(Clock.DEVICE), int(Clock.DEVICE_WAIT))
+_UNEVEN_VARIANTS: Final = ("v", "w")
+"""Last letters of MPI's all_to_alls whose shares may be empty; the recorder does not flag them."""
+
+
+def arrivals(block: RecordBlock) -> Array:
+    """Return when each call began to take part in ns, shape (n,): on a device, after the work queued before it."""
+    return np.maximum(block["t_begin"], block["t_start"])
+
+
+def completions(run: RecordedRun) -> Callable[[RecordBlock], Array]:
+    """Return a function: when each call of a block had certainly ended in ns, shape (n,), 0 where that is not known.
+
+    A device's times may be early on the host's clock by an error that the recorder measures; it is added.
+    """
+    errors = [(process.tables.stats or {}).get("device_clock_ns") for process in run.processes]
+
+    def completion(block: RecordBlock) -> Array:
+        end = np.where(block["state"] == State.COMPLETE, block["t_end"], 0)
+        on_device = np.isin(block["clock"], _DEVICE_CLOCKS) & (end > 0)
+        if on_device.any():
+            error = errors[block.labels.number]
+            end = np.where(on_device, end + error if type(error) is int else 0, end)
+        return end
+
+    return completion
+
+
+def dependencies(block: RecordBlock) -> Array:
+    """Return the bits SOURCE, TARGET and FAILED of each call, uint8, shape (n,)."""
+    kinds, labels = block["kind"], block.labels
+    pickled = (block["flags"] & int(Flag.OBJECT)) != 0
+    moves = (block["payload"] > 0) | pickled
+    share = (block["local"] > 0) | pickled
+    even = (block["flags"] & int(Flag.UNEVEN)) == 0
+    variants = labels.categories("variant").astype(str)
+    may_be_empty = np.char.endswith(variants, _UNEVEN_VARIANTS[0]) | np.char.endswith(variants, _UNEVEN_VARIANTS[1])
+    even &= ~(may_be_empty & (labels.categories("api").astype(str) == "mpi"))[labels.index("kind", kinds)]
+    root, other = (block["peer"] == labels.rank), (block["peer"] >= 0) & (block["peer"] != labels.rank)
+    always, never = np.ones(len(block), bool), np.zeros(len(block), bool)
+    rules: Mapping[str, tuple[Any, Any]] = {
+        "barrier": (always, always),
+        "all_reduce": (moves, moves),
+        "all_gather": (share, moves),
+        "reduce_scatter": (moves, share),
+        "all_to_all": (moves & (even | pickled), moves & (even | pickled)),
+        "broadcast": (root & moves, other & moves),
+        "scatter": (root & moves, other & share),
+        "reduce": (other & moves, root & moves),
+        "gather": (other & share, root & moves),
+        "send": (always, never),
+        "recv": (never, always),
+    }
+    result = np.where(block["state"] == State.FAILED, FAILED, 0).astype(np.uint8)
+    for op, at in labels.by_operation(kinds):
+        source, target = rules.get(op, (never, never))
+        result[at] |= (SOURCE * source[at] + TARGET * target[at]).astype(np.uint8)
+    return result
+
+
+def operations(block: RecordBlock) -> Array:
+    """Return a number of each call's operation, uint8, shape (n,); a send and its receive have the same one."""
+    names = np.where(block.labels.categories("op") == "recv", "send", block.labels.categories("op")).astype(str)
+    numbers = np.searchsorted(np.sort(OPERATIONS), names).astype(np.uint8)
+    return np.asarray(numbers[block.labels.index("kind", block["kind"])])
+
+
+def agree(calls: MatchedCalls) -> Array:
+    """Return whether the calls of each instance are one operation that did not fail, bool, shape (instances,).
+
+    Args:
+        calls: Matched calls with the columns "operation" (`operations`) and "depends" (`dependencies`).
+    """
+    failed = calls.largest(calls["depends"] & FAILED) > 0
+    return np.asarray((calls.largest(calls["operation"]) == calls.smallest(calls["operation"])) & ~failed)
