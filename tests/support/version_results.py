@@ -10,7 +10,7 @@ from typing import Any, Final
 _ROOT: Final = Path(__file__).parents[2]
 RESULTS: Final = _ROOT / "tests/versions/results.json"
 PAGE: Final = _ROOT / "docs/versions.md"
-PACKAGES: Final = ("torch", "deepspeed", "python", "numpy", "pandas")
+PACKAGES: Final = ("torch", "deepspeed", "python", "numpy", "pandas", "mpi4py")
 _BEGIN, _END = "<!-- made from tests/versions/results.json -->", "<!-- end -->"
 _VERDICTS: Final = {0: "as expected", 1: "differs", 3: "not compared"}
 
@@ -38,7 +38,16 @@ def record(result: dict[str, Any]) -> None:
 def with_table(page: str) -> str:
     """Return the page with the table of the results."""
     before, rest = page.split(_BEGIN)
-    head = [*PACKAGES, "date", "calls, Python", "calls, native", "DDP", "FSDP2", *(f"ZeRO-{n}" for n in range(4))]
+    head = [
+        *PACKAGES,
+        "date",
+        "calls, Python",
+        "calls, native",
+        "DDP",
+        "FSDP2",
+        *(f"ZeRO-{n}" for n in range(4)),
+        "MPI",
+    ]
     lines = [head, ["---"] * len(head), *map(_line, read())]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"{before}{_BEGIN}\n\n{table}\n\n{_END}{rest.partition(_END)[2]}"
@@ -47,7 +56,12 @@ def with_table(page: str) -> str:
 def _line(result: dict[str, Any]) -> list[str]:
     cells = [_cells(result["cells"][recorder]) for recorder in ("python", "native")]
     engines = ("ddp", "fsdp2", "0", "1", "2", "3")
-    return [*key(result["versions"]), result["date"], *cells, *(_training(result["trainings"].get(n)) for n in engines)]
+    trainings = [_training(result["trainings"].get(engine)) for engine in engines]
+    return [*key(result["versions"]), result["date"], *cells, *trainings, _mpi(result.get("mpi"))]
+
+
+def _mpi(tests: dict[str, int] | None) -> str:
+    return "not run" if tests is None else f"{tests['passed']} of {sum(tests.values())}"
 
 
 def _cells(cells: dict[str, Any]) -> str:
@@ -58,7 +72,9 @@ def _training(training: dict[str, Any] | None) -> str:
     if training is None or "unsupported" in training:
         return "not run" if training is None else "fails untraced"
     verdicts = ", ".join(sorted({_VERDICTS[status] for status, _ in training["check"].values()}))
-    return f"{'equal' if training['equal'] else 'LOSSES DIFFER'}; {verdicts}"
+    runs = training.get("untraced_results", 1)
+    varying = f" to one of {runs} untraced" if runs > 1 else ""
+    return f"{f'equal{varying}' if training['equal'] else 'LOSSES DIFFER'}; {verdicts}"
 
 
 if __name__ == "__main__":
