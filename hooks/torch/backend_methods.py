@@ -33,6 +33,8 @@ _METHODS: Final = {
     "barrier": "barrier",
 }
 """Method of a backend -> the operator of c10d that means the same."""
+_NOT_NEEDED: Final = ("async_op", "asyncOp", "device_ids", "root_tensor", "sparse_indices", "timeout")
+"""Parameters of operators from which on a record needs none."""
 
 _patches = Patches()
 
@@ -157,7 +159,7 @@ def _operator_arguments(
             yield _Reduction(getattr(options, "reduceOp", given))
         elif parameter.name == "root_rank":
             yield getattr(options, "rootRank", next((value for value in rest if type(value) is int), 0))
-        elif parameter.name in ("async_op", "device_ids", "root_tensor", "sparse_indices"):
+        elif parameter.name in _NOT_NEEDED:
             return
         elif kind == "Tensor" and not (rest and isinstance(rest[0], torch.Tensor)):
             yield None  # of a barrier, which has none
