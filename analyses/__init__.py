@@ -26,21 +26,25 @@ if TYPE_CHECKING:
     from commtrace.reading.recorded_run import RecordedRun
 
 
-def analyse(run: RecordedRun, executor: Executor | None = None, *, details: bool = False) -> dict[str, pd.DataFrame]:
+def analyse(
+    run: RecordedRun, executor: Executor | None = None, *, details: bool = False, across_ranks: bool = True
+) -> dict[str, pd.DataFrame]:
     """Compute the tables of all analyses in one pass over the records.
 
     Args:
         run: The run to analyse.
         executor: Reads the segments of the log. None: this process does.
         details: Whether to add the tables that only figures use.
+        across_ranks: Whether to add the tables that need all calls of all ranks matched.
 
     Returns:
         The tables by name.
     """
-    from .analysis_catalog import ANALYSES, DETAILS
+    from .analysis_catalog import ACROSS_RANKS, ANALYSES, DETAILS
     from .fold_engine import fold
 
-    return fold(run, (*ANALYSES, *DETAILS.values()) if details else ANALYSES, executor)
+    more = (*(ACROSS_RANKS if across_ranks else ()), *(DETAILS.values() if details else ()))
+    return fold(run, (*ANALYSES, *more), executor)
 
 
 def detail(run: RecordedRun, name: str) -> pd.DataFrame | None:

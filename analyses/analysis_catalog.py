@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from . import call_times, coverage, message_sizes, reconciliation, steps, timeline, tracing_cost, volume
-from .across_ranks import clocks, stuck_calls
+from .across_ranks import clocks, stuck_calls, waits
 from .fold_engine import Analysis
 
 ANALYSES: Final[tuple[Analysis, ...]] = (
@@ -20,8 +20,12 @@ ANALYSES: Final[tuple[Analysis, ...]] = (
     call_times.BANDWIDTH,
     volume.BY_RANK,
     clocks.ANALYSIS,
+    waits.SAMPLE,
     reconciliation.ANALYSIS,
 )
+
+ACROSS_RANKS: Final[tuple[Analysis, ...]] = (waits.ANALYSIS,)
+"""Analyses that match all calls of all ranks, which takes as long as all others: not of the default text report."""
 
 DETAILS: Final[dict[str, Analysis]] = {
     analysis.name: analysis for analysis in (steps.BY_OPERATION, timeline.ANALYSIS, message_sizes.OVER_TIME)

@@ -150,14 +150,14 @@ def _bandwidth_partial(block: RecordBlock) -> pd.DataFrame:
         "calls": block.calls[used],
         "payload_bytes": payload,
         "time_ns": times[used],
-        "bus_bytes": payload * _busbw_factors(block.labels, kinds, sizes[used]),
+        "bus_bytes": payload * busbw_factors(block.labels, kinds, sizes[used]),
     }
     table = sums_by(block.labels, {"op": kinds, "end_seen_by": clocks}, values)
     ends = [END_SEEN_BY.get(clock, "unknown") for clock in table["end_seen_by"]]
     return table.assign(end_seen_by=np.array(ends, object))
 
 
-def _busbw_factors(labels: RecordLabels, kinds: Array, sizes: Array) -> Array:
+def busbw_factors(labels: RecordLabels, kinds: Array, sizes: Array) -> Array:
     """Return busbw / algbw of each call, nan for operations without such a factor."""
     result = np.full(len(kinds), np.nan)
     for op, at in labels.by_operation(kinds):

@@ -122,6 +122,27 @@ class Analysis:
     """Whether the tables of this run depend on its records. None: those of every run do."""
 
 
+def without_records(name: str, finish: Callable[[RecordedRun], NamedTables]) -> Analysis:
+    """Return an analysis that is not a fold: its tables are computed from the run at the end."""
+    return Analysis(name, _no_rows, _first, functools.partial(_finish_run, finish), reads_records=_no_records)
+
+
+def _no_rows(block: RecordBlock) -> pd.DataFrame:
+    return pd.DataFrame()
+
+
+def _first(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    return tables[0]
+
+
+def _finish_run(finish: Callable[[RecordedRun], NamedTables], _: pd.DataFrame, run: RecordedRun) -> NamedTables:
+    return finish(run)
+
+
+def _no_records(run: RecordedRun) -> bool:
+    return False
+
+
 def fold(run: RecordedRun, analyses: Sequence[Analysis], executor: Executor | None = None) -> NamedTables:
     """Compute the tables of analyses in one pass over the records of a run.
 

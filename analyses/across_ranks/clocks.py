@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.fold_engine import Analysis, Array, NamedTables, RecordBlock
+from commtrace.analyses.fold_engine import Array, NamedTables, without_records
 from commtrace.analyses.table_specs import TABLES
 from commtrace.reading.recorded_run import RecordedRun
 
@@ -171,19 +171,11 @@ def _names(table: str) -> list[str]:
     return TABLES[table].column_names
 
 
-def _no_rows(block: RecordBlock) -> pd.DataFrame:
-    return pd.DataFrame()
-
-
-def _first(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    return tables[0]
-
-
-def _finish(_: pd.DataFrame, run: RecordedRun) -> NamedTables:
+def _tables(run: RecordedRun) -> NamedTables:
     return {"clocks": clocks_of(run).table, "clock_steps": clocks_of(run).step_table}
 
 
-ANALYSIS: Final = Analysis("clocks", _no_rows, _first, _finish, reads_records=lambda run: False)
+ANALYSIS: Final = without_records("clocks", _tables)
 
 _CLOCKS: Final[WeakKeyDictionary[RecordedRun, Clocks]] = WeakKeyDictionary()
 

@@ -23,6 +23,8 @@ SOURCE: Final = 1
 """Bit of a call that others wait for."""
 TARGET: Final = 2
 """Bit of a call that waits for others."""
+UNCERTAIN: Final = 8
+"""Bit of a call of an all_to_all in which some ranks may have nothing for each other."""
 FAILED: Final = 4
 """Bit of a call that raised an exception."""
 
@@ -55,7 +57,7 @@ def completions(run: RecordedRun) -> Callable[[RecordBlock], Array]:
 
 
 def dependencies(block: RecordBlock) -> Array:
-    """Return the bits SOURCE, TARGET and FAILED of each call, uint8, shape (n,)."""
+    """Return the bits SOURCE, TARGET, UNCERTAIN and FAILED of each call, uint8, shape (n,)."""
     kinds, labels = block["kind"], block.labels
     pickled = (block["flags"] & int(Flag.OBJECT)) != 0
     moves = (block["payload"] > 0) | pickled
@@ -83,6 +85,8 @@ def dependencies(block: RecordBlock) -> Array:
     for op, at in labels.by_operation(kinds):
         source, target = rules.get(op, (never, never))
         result[at] |= (SOURCE * source[at] + TARGET * target[at]).astype(np.uint8)
+        if op == "all_to_all":
+            result[at] |= (UNCERTAIN * ~source[at]).astype(np.uint8)
     return result
 
 

@@ -81,6 +81,10 @@ _END: Final = {
 }
 
 
+SIGNIFICANT_WAIT = 0.2
+"""Share of the time in calls from which waiting is a finding."""
+
+
 def warnings(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> Iterator[str]:
     """Yield warnings about incomplete or unreliable data."""
     yield from (f"{note.path} {note.what}; {note.consequence}" for note in run.notes if note.kind == "runs")
@@ -121,6 +125,7 @@ def findings(tables: Mapping[str, pd.DataFrame]) -> Iterator[str]:
     if len(sites) and is_known(sites["payload_share"].iloc[0]) and sites["payload_bytes"].iloc[0]:
         site = sites["site"].iloc[0] or "which was not recorded"
         yield f"{format_share(sites['payload_share'].iloc[0])} of the payload comes from one call site, {site}."
+    yield from _waiting(tables["waiting"].iloc[0], tables["clock_steps"])
     waterfall = tables.get("waterfall")
     if waterfall is not None and len(waterfall):
         sums = waterfall.groupby("kind")["bytes"].sum()
@@ -130,6 +135,21 @@ def findings(tables: Mapping[str, pd.DataFrame]) -> Iterator[str]:
                 f"A rank sends {measured / form:.2f} times what the closed form predicts, {format_bytes(form)} a step"
                 f"{_largest_cause(waterfall)}."
             )
+
+
+def _waiting(waiting: pd.Series[Any], clock_steps: pd.DataFrame) -> Iterator[str]:
+    """Yield how much of the time in calls certainly is waiting, if it is much, and which clocks jumped."""
+    duration, least = waiting["duration_ns"], waiting["wait_min_ns"]
+    if duration and least / duration >= SIGNIFICANT_WAIT:
+        most = waiting["wait_max_ns"] / duration
+        between = "" if most - least / duration < 0.005 else f" to {format_share(most)}"
+        yield (
+            f"{format_share(least / duration)}{between} of the time in calls is waiting for ranks that arrive later "
+            "(--sections waiting)."
+        )
+    if len(clock_steps):
+        hosts = ", ".join(sorted(set(clock_steps["host"])))
+        yield f"The clock of {hosts} jumped during the run (--sections clocks)."
 
 
 def _largest_cause(waterfall: pd.DataFrame) -> str:

@@ -84,9 +84,8 @@ def render(
             section = [*_RENDER[name](report)]
             yield from ([Text(), *section] if section else [])
     if sections is None:
-        names = ",".join(NOT_SHOWN)
         yield Text()
-        yield paragraph(f"Not shown: {', '.join(NOT_SHOWN)} (--sections {names}, or --sections all)", width)
+        yield paragraph(f"Not shown: {', '.join(NOT_SHOWN)} (--sections NAME,... or --sections all)", width)
 
 
 def heading(text: str) -> Text:
@@ -203,6 +202,30 @@ def _bandwidth(report: _Report) -> Iterator[RenderableType]:
         yield report.paragraph("Waits and polls may see completion late: those bandwidths are lower bounds.")
 
 
+def _waiting(report: _Report) -> Iterator[RenderableType]:
+    yield heading("Wait and transfer")
+    if report.run.simulated:
+        yield report.paragraph("There is none: this is a dry run, and nothing was sent.")
+        return
+    for name in ("wait_patterns", "waits_by_operation", "waits_by_role", "waits_by_rank", "waits_by_site"):
+        rows = report.tables[name]
+        shown = rows if name in ("wait_patterns", "waits_by_operation") else rows.head(report.sites or len(rows))
+        if name != "waits_by_role" or len(rows) > 1:
+            yield report.table(name, shown)
+            yield Text()
+    yield report.paragraph("Wait: before the last rank that the call waits for arrived; by step in --json.")
+
+
+def _clocks(report: _Report) -> Iterator[RenderableType]:
+    if len(report.tables["clocks"]) > 1:
+        yield heading("Clocks of the hosts, bounded by the calls")
+        yield report.table("clocks")
+        if len(report.tables["clock_steps"]):
+            yield Text()
+            yield heading("Jumps of clocks")
+            yield report.table("clock_steps")
+
+
 def _ranks(report: _Report) -> Iterator[RenderableType]:
     table = report.tables["ranks"]
     yield heading("Balance of the ranks")
@@ -246,6 +269,6 @@ _RENDER: Final[Mapping[str, Callable[[_Report], Iterator[RenderableType]]]] = {
     section.__name__.strip("_").replace("_", "-"): section
     for section in (
         _findings, _theory, _operations, _whole_job, _dimensions, _phases, _steps, _call_sites, _sizes, _times,
-        _bandwidth, _ranks, _network, _log,
+        _bandwidth, _waiting, _clocks, _ranks, _network, _log,
     )
 }  # fmt: skip

@@ -12,6 +12,11 @@ from .spec import TableSpec, bytes_column, column, count, duration, flag, ratio,
 
 _BY_PAYLOAD: Final = "A row per {}, the largest payload first."
 
+_WAITS_SHOWN: Final = (
+    "calls", "duration_ns", "wait_ns", "wait_min_ns", "wait_max_ns", "transfer_ns", "wait_share", "busbw_gb_per_s",
+    "transfer_busbw_gb_per_s",
+)  # fmt: skip
+
 REPORT_TABLES: Final = (
     TableSpec("stuck_calls", "Calls that do not end",
         "A row per stuck call, those that others wait for first. No rows for a run that ended, or was interrupted, "
@@ -210,6 +215,29 @@ REPORT_TABLES: Final = (
         column("ns", format_count, "smallest_ns", "at least", "Lower bound of the jump."),
         column("ns", format_count, "largest_ns", "at most", "Upper bound of the jump."),
     )),
+    TableSpec("waiting", "Waiting for other ranks", "One row: of a sample of the operations.", (
+        count("every", "every n-th", "n: the sample is every n-th operation of each group; 1: all."),
+        *shared.WAITS,
+    )),
+    *(
+        TableSpec(f"waits_by_{name}", f"Wait and transfer by {words}",
+            f"A row per {words}, {order}. Calls of groups of two or more.", (
+            key, *shared.WAITS, *shared.BUS_BANDWIDTHS,
+        ), {"terminal": (key.name, *_WAITS_SHOWN)})
+        for name, words, key, order in (
+            ("operation", "operation", shared.OP, "the longest wait first"),
+            ("role", "dimension", shared.ROLE, "the longest wait first"),
+            ("rank", "rank", shared.RANK, "ascending"),
+            ("site", "call site", shared.SITE, "the longest wait first"),
+            ("step", "step", shared.STEP, "ascending"),
+        )
+    ),
+    TableSpec("wait_patterns", "Wait patterns", "A row per pattern, the longest wait first.", (
+        word_column("pattern", "pattern",
+            "Scalasca's name: \"wait at n x n\", \"wait at barrier\", \"late broadcast\" (and scatter), "
+            "\"early reduce\" (and gather), \"late sender\", \"late receiver\"."),
+        *shared.WAITS,
+    ), {"terminal": ("pattern", *_WAITS_SHOWN[:-2])}),
     TableSpec("theory", "Agreement with theory", "A row per process. Bytes are payload over start-up and all steps.", (
         shared.RANK,
         word_column("scheme", "scheme", "Scheme whose rules predict the job; missing if it is not predicted."),

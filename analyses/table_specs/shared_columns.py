@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from commtrace.formatting import format_count, format_power_of_two, is_known
+from commtrace.formatting import format_bandwidth, format_count, format_power_of_two, is_known
 
-from .spec import bytes_column, column, count, share, text_column, text_of, word_column
+from .spec import bytes_column, column, count, duration, share, text_column, text_of, word_column
 
 
 def _bin_bound(value: Any) -> str:
@@ -53,6 +53,22 @@ COUNTERS: Final = (
     count("lost", "", "Records that could not be written."),
     count("unrecorded", "", "Calls without a record because a hook failed."),
     count("hook_errors", "", "Failures of hooks."),
+)  # fmt: skip
+WAITS: Final = (
+    count("calls", "calls", "Calls whose wait is known."),
+    count("calls_unknown", "not known", "Calls whose wait is not known."),
+    duration("duration_ns", "in calls", "Time from begin to end of these calls, summed."),
+    duration("wait_ns", "wait", "Part of it before the last rank that the call waits for had begun: the middle of the "
+        "bounds that the hosts' clocks leave, 0 where these reach down to 0."),
+    duration("wait_min_ns", "wait (min)", "Lower bound of the wait; wait_ns on one host."),
+    duration("wait_max_ns", "wait (max)", "Upper bound of the wait; wait_ns on one host."),
+    duration("transfer_ns", "transfer", "duration_ns - wait_ns. Of ends that were seen late, an upper bound."),
+    share("wait_share", "wait share", "wait_ns / duration_ns."),
+)  # fmt: skip
+BUS_BANDWIDTHS: Final = (
+    column("GB/s", format_bandwidth, "busbw_gb_per_s", "busbw",
+        "Bus bytes / duration of the calls with exact ends; missing for operations without a factor."),
+    column("GB/s", format_bandwidth, "transfer_busbw_gb_per_s", "in transfer", "The same over transfer_ns alone."),
 )  # fmt: skip
 NOT_FOUND: Final = count("not_found", "",
     "Further records that processes wrote, as their counters say, and the log lacks.")  # fmt: skip

@@ -67,7 +67,10 @@ def run(arguments: argparse.Namespace) -> int:
         from commtrace.analyses.report.html import page  # noqa: F401  raises if a library is not installed
     runs = {name: open_run(path) for name, path in short_names(arguments.directories).items()}
     details = arguments.html is not None and not several
-    tables = {name: _tables(run, details=details, network=arguments.network) for name, run in runs.items()}
+    full = not several and (arguments.json or details or "waiting" in (arguments.sections or ()))
+    tables = {
+        name: _tables(run, details=details, across_ranks=full, network=arguments.network) for name, run in runs.items()
+    }
     if arguments.html is not None:
         _write_page(arguments, runs, tables)
     elif arguments.json:
@@ -126,7 +129,7 @@ def _print_text(arguments: argparse.Namespace, runs: Mapping[str, Run], tables: 
         console(arguments.width).print(renderable)
 
 
-def _tables(run: Run, *, details: bool = False, network: str | None = None) -> NamedTables:
+def _tables(run: Run, *, details: bool = False, across_ranks: bool = False, network: str | None = None) -> NamedTables:
     from commtrace.analyses import analyse
     from commtrace.analyses.fold_engine import fold
     from commtrace.analyses.network_efficiency import network_analysis
@@ -134,7 +137,8 @@ def _tables(run: Run, *, details: bool = False, network: str | None = None) -> N
 
     more = [] if network is None else [network_analysis(open_network(network))]
     with _executor(run) as executor:
-        return {**analyse(run, executor, details=details), **(fold(run, more, executor) if more else {})}
+        tables = analyse(run, executor, details=details, across_ranks=across_ranks)
+        return {**tables, **(fold(run, more, executor) if more else {})}
 
 
 @contextlib.contextmanager

@@ -1,0 +1,284 @@
+"""Wait and transfer: the time of each call before the last rank that it waits for arrived, and the rest.
+
+    wait        from the call's begin until the last of the calls that it waits for has begun (`dependencies`)
+    transfer    from there to its end; wait + transfer is the call's duration exactly
+
+A call that waits for none (a send, the root of a broadcast) has no wait, but for a send that lasts until its receive
+begins. Of calls on one host, the wait is exact. Between hosts it lies in an interval, from the bounds of their clocks:
+`wait` is its middle, or 0 where it reaches down to 0. Calls of which the interval says nothing are left out, as are
+those without a known end and those of operations that not all ranks have in the log. Where ranks may have no bytes for
+each other (uneven all_to_alls), the interval reaches down to 0. Ends that were seen late count as transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import pandas as pd
+
+from commtrace.analyses.call_times import busbw_factors, exact_ends, has_own_times
+from commtrace.analyses.fold_engine import (
+    Array,
+    NamedTables,
+    RecordBlock,
+    group_rows,
+    steps_of,
+    sum_groups,
+    without_records,
+)
+from commtrace.analyses.table_specs import TABLES
+from commtrace.reading.recorded_run import RecordedRun
+from commtrace.schema import OPERATIONS, State
+
+from .clocks import Clocks, clocks_of
+from .dependencies import SOURCE, TARGET, UNCERTAIN, agree, arrivals, dependencies, operations
+from .matching import Derived, MatchedCalls, match_calls
+
+CALLS_AT_ONCE: Final = 4_000_000
+"""Calls that are matched at a time; a longer log is read several times."""
+SAMPLED_CALLS: Final = 200_000
+"""Calls of the sample that the table `waiting` is made from."""
+
+PATTERNS: Final = {
+    "wait at n x n": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
+    "wait at barrier": ("barrier",),
+    "late broadcast": ("broadcast", "scatter"),
+    "early reduce": ("reduce", "gather"),
+    "late sender": ("recv",),
+    "late receiver": ("send",),
+}
+"""Operations by Scalasca's name for the wait in them."""
+
+_KEYS: Final = {"operation": "op", "role": "role", "rank": "rank", "site": "site", "step": "step"}
+_NEVER, _ALWAYS = np.iinfo(np.int64).max, np.iinfo(np.int64).min
+_SUMS: Final = (
+    "calls", "calls_unknown", "duration_ns", "wait_ns", "wait_min_ns", "wait_max_ns", "transfer_ns", "bus_bytes",
+    "bus_ns", "bus_transfer_ns",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Waits:
+    """Waits of calls, each of shape (calls,), in the order of `MatchedCalls`; ns.
+
+    Attributes:
+        known: Whether anything is known of the wait, bool; the other values are 0 where not.
+        duration: From begin (on a device: start) to end.
+        wait: The wait.
+        shortest: Lower bound of the wait.
+        longest: Upper bound.
+    """
+
+    known: Array
+    duration: Array
+    wait: Array
+    shortest: Array
+    longest: Array
+
+    @property
+    def transfer(self) -> Array:
+        """The rest of the duration."""
+        return np.asarray(self.duration - self.wait)
+
+
+def ends(block: RecordBlock) -> Array:
+    """Return when each call was seen to have ended in ns, shape (n,), 0 where it was not."""
+    return np.where((block["state"] == State.COMPLETE) & has_own_times(block), block["t_end"], 0)
+
+
+COLUMNS: Final[dict[str, Derived]] = {
+    "arrival": arrivals, "end": ends, "depends": dependencies, "operation": operations,
+}  # fmt: skip
+"""Columns that `waits_of` needs (`match_calls`)."""
+
+
+def waits_of(calls: MatchedCalls, clocks: Clocks) -> Waits:
+    """Split the durations of calls.
+
+    Args:
+        calls: Matched calls with the columns COLUMNS.
+        clocks: The clocks of their hosts.
+    """
+    arrival, end, depends, instance = (calls[name] for name in ("arrival", "end", "depends", "instance"))
+    sources = (depends & (SOURCE | UNCERTAIN)) > 0
+    is_message = np.array([channel.source >= 0 for channel in calls.channels], bool)[calls.channel]
+    of_message = (instance >= 0) & is_message[instance] if len(is_message) else np.zeros(len(calls), bool)
+    usable = (instance >= 0) & (arrival > 0) & (end >= arrival)
+    if len(calls.channel):
+        usable &= (calls.complete & agree(calls) & (calls.expected > 1))[instance]
+    usable &= (depends & (SOURCE | TARGET | UNCERTAIN)) > 0
+    first, last = last_arrivals(calls, sources, clocks)
+    sends = of_message & sources
+    if sends.any():
+        receive_first, receive_last = last_arrivals(calls, of_message & ~sources, clocks)
+        # A buffered send has ended before its receive begins: it does not wait.
+        first = np.where(sends, np.where(receive_first <= end, receive_first, 0), first)
+        last = np.where(sends, np.where(receive_first <= end, receive_last, 0), last)
+    waiting = ((depends & (TARGET | UNCERTAIN)) > 0) | sends
+    duration = np.where(usable, end - arrival, 0)
+    shortest, longest = (
+        np.where(usable & waiting, np.clip(moment, arrival, np.maximum(end, arrival)) - arrival, 0)
+        for moment in (first, last)
+    )
+    if len(calls.channel):
+        shortest[(calls.largest(depends & UNCERTAIN) > 0)[instance]] = 0
+    known = usable & ~((shortest == 0) & (longest == duration) & (longest > 0))
+    wait = np.where(shortest > 0, shortest + (longest - shortest) // 2, 0)
+    return Waits(known, *(np.where(known, values, 0) for values in (duration, wait, shortest, longest)))
+
+
+def last_arrivals(calls: MatchedCalls, sources: Array, clocks: Clocks) -> tuple[Array, Array]:
+    """Return bounds of when the last source of each call's instance arrived, on the clock of the call's host.
+
+    Args:
+        calls: Matched calls with the column "arrival".
+        sources: Whether each call counts, bool, shape (calls,).
+        clocks: The clocks of their hosts.
+
+    Returns:
+        Lower and upper bounds in ns, int64, shape (calls,); without a meaning for calls without an instance.
+    """
+    instances = len(calls.channel)
+    host_of_call = clocks.host_of_process[calls["process"]]
+    hosts = np.unique(host_of_call)
+    rows_of = [np.flatnonzero((host_of_call == host) & (calls["instance"] >= 0)) for host in hosts]
+    own = [_latest(calls["arrival"], calls["instance"], rows[sources[rows]], instances) for rows in rows_of]
+    lower, upper = np.zeros((2, len(calls)), np.int64)
+    earliest = np.full(instances, _ALWAYS)
+    latest, second, latest_host = np.full(instances, _ALWAYS), np.full(instances, _ALWAYS), np.full(instances, -1)
+    for host, arrived in zip(hosts.tolist(), own, strict=True) if len(hosts) > 1 else ():
+        clock, here = clocks.aligned[host], np.flatnonzero(arrived != _ALWAYS)
+        if clock is None:
+            bounds = np.full(len(here), _ALWAYS), np.full(len(here), _NEVER)
+        else:
+            bounds = clock.to_reference(arrived[here])
+        earliest[here] = np.maximum(earliest[here], bounds[0])
+        is_last = bounds[1] > latest[here]
+        second[here] = np.where(is_last, latest[here], np.maximum(second[here], bounds[1]))
+        latest[here[is_last]], latest_host[here[is_last]] = bounds[1][is_last], host
+    for host, arrived, rows in zip(hosts.tolist(), own, rows_of, strict=True):
+        clock, instance = clocks.aligned[host], calls["instance"][rows]
+        elsewhere = np.where(latest_host == host, second, latest)[instance]
+        first, last = np.full((2, len(rows)), _ALWAYS)
+        known = (elsewhere != _ALWAYS) & (elsewhere != _NEVER)
+        last[elsewhere == _NEVER] = _NEVER
+        if clock is None:
+            last[known] = _NEVER
+        elif known.any():
+            from_others = np.where(earliest[instance[known]] == _ALWAYS, elsewhere[known], earliest[instance[known]])
+            first[known], last[known] = clock.from_reference(from_others, elsewhere[known])
+            first[known] = np.where(earliest[instance[known]] == _ALWAYS, _ALWAYS, first[known])
+        lower[rows] = np.maximum(arrived[instance], first)
+        upper[rows] = np.maximum(arrived[instance], last)
+    return lower, upper
+
+
+def _latest(values: Array, instance: Array, rows: Array, instances: int) -> Array:
+    result = np.full(instances, _ALWAYS)
+    np.maximum.at(result, instance[rows], values[rows])
+    return result
+
+
+def wait_tables(run: RecordedRun) -> NamedTables:
+    """Return the tables `waits_by_...` and `wait_patterns`."""
+    records = sum(segment.count for process in run.processes for segment in process.segments)
+    parts = -(-records // CALLS_AT_ONCE) or 1
+    sums = [_sums(run, [*_KEYS], (number, parts)) for number in range(parts)]
+    tables = {
+        f"waits_by_{name}": _finished(f"waits_by_{name}", _KEYS[name], pd.concat([part[name] for part in sums]))
+        for name in _KEYS
+    }
+    pattern_of = {op: pattern for pattern, ops in PATTERNS.items() for op in ops}
+    by_pattern = pd.concat([part["operation"] for part in sums])
+    by_pattern = by_pattern.assign(pattern=by_pattern["op"].map(pattern_of)).dropna(subset="pattern")
+    return {**tables, "wait_patterns": _finished("wait_patterns", "pattern", by_pattern.drop(columns="op"))}
+
+
+def sampled_waiting(run: RecordedRun) -> pd.DataFrame:
+    """Return the table `waiting`: the sums over a sample of the operations, which is cheap."""
+    records = sum(segment.count for process in run.processes for segment in process.segments)
+    every = _no_common_period(-(-records // SAMPLED_CALLS) or 1)
+    by_operation = _sums(run, ["operation"], (0, every))["operation"]
+    total = by_operation.drop(columns="op").sum().to_frame().T.assign(every=every)
+    return _with_shares(total)[TABLES["waiting"].column_names]
+
+
+def _no_common_period(every: int) -> int:
+    """Return a prime of at least this number: programs repeat themselves after numbers of calls that it divides not."""
+    while every > 2 and any(every % divisor == 0 for divisor in range(2, int(every**0.5) + 1)):
+        every += 1
+    return every
+
+
+def _sums(run: RecordedRun, names: Sequence[str], part: tuple[int, int]) -> dict[str, pd.DataFrame]:
+    """Return sums of the waits of a part of the operations, by each of some keys of _KEYS."""
+    rank_of = np.array([process.rank for process in run.processes], np.int64)
+    derived = {**COLUMNS, "bus_bytes": _bus_bytes}
+    if "step" in names:
+        derived["step"] = steps_of
+    labels = [_KEYS[name] for name in names if name not in ("rank", "step")]
+    calls = match_calls(run, labels, derived=derived, part=part)
+    waits = waits_of(calls, clocks_of(run))
+    counted = np.isin(calls["operation"], _SPLIT_OPERATIONS)
+    at = np.flatnonzero(counted)
+    bus = np.where(waits.known, calls["bus_bytes"], 0.0)
+    values = {
+        "calls": waits.known.astype(np.int64),
+        "calls_unknown": (~waits.known).astype(np.int64),
+        "duration_ns": waits.duration, "wait_ns": waits.wait, "wait_min_ns": waits.shortest,
+        "wait_max_ns": waits.longest, "transfer_ns": waits.transfer,
+        "bus_bytes": bus, "bus_ns": np.where(bus > 0, waits.duration, 0),
+        "bus_transfer_ns": np.where(bus > 0, waits.transfer, 0),
+    }  # fmt: skip
+    tables = {}
+    for name in names:
+        column = _KEYS[name]
+        keys = rank_of[calls["process"]] if name == "rank" else calls[column]
+        first, groups = group_rows([keys[at]])
+        labels_of = calls.text(column, at[first]) if column in calls.categories else keys[at][first]
+        sums = {value: sum_groups(all_values[at], groups, len(first)) for value, all_values in values.items()}
+        tables[name] = pd.DataFrame({column: labels_of, **sums})
+    return tables
+
+
+_SPLIT_OPERATIONS: Final = [
+    number for number, name in enumerate(sorted(OPERATIONS)) if any(name in ops for ops in PATTERNS.values())
+]
+"""Numbers of `operations` of those in PATTERNS."""
+
+
+def _bus_bytes(block: RecordBlock) -> Array:
+    """Return the bus bytes of each call whose end is exact, float64, shape (n,); 0 of others."""
+    sizes = block.labels.group_sizes(block["group"])
+    factors = busbw_factors(block.labels, block["kind"], np.maximum(sizes, 2))
+    known = exact_ends(block) & (sizes > 1) & ~np.isnan(factors)
+    return block["payload"] * np.where(known, factors, 0.0)
+
+
+def _finished(name: str, key: str, sums: pd.DataFrame) -> pd.DataFrame:
+    table = _with_shares(sums.groupby(key, as_index=False)[[*_SUMS]].sum())
+    numbered = key in ("rank", "step")
+    ordered = table.sort_values(key if numbered else "wait_ns", ascending=numbered, kind="stable", ignore_index=True)
+    return ordered[TABLES[name].column_names]
+
+
+def _with_shares(table: pd.DataFrame) -> pd.DataFrame:
+    duration, bus, transfer = (
+        table[name].where(table[name] > 0) for name in ("duration_ns", "bus_ns", "bus_transfer_ns")
+    )
+    return table.assign(
+        wait_share=table["wait_ns"] / duration,
+        busbw_gb_per_s=table["bus_bytes"] / bus,
+        transfer_busbw_gb_per_s=(table["bus_bytes"] / transfer).where(bus.notna()),
+    )
+
+
+def _sample(run: RecordedRun) -> NamedTables:
+    return {"waiting": sampled_waiting(run)}
+
+
+ANALYSIS: Final = without_records("waits", wait_tables)
+SAMPLE: Final = without_records("waiting", _sample)
