@@ -100,6 +100,8 @@ class ProcessTables:
                 raise ValueError(row["count"])
         elif name == "job":
             self.jobs[_id(row.get("id", 0))] = row
+        elif name == "passes":
+            self.jobs[_id(row["job"])].setdefault("passes", []).append(row)
         elif name in _ROWS:
             key, read = _ROWS[name]
             getattr(self, name)[_id(row[key])] = read(row)

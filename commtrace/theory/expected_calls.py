@@ -56,6 +56,10 @@ class WaterfallBar:
     role: str = "data"
 
 
+def _none(number: int) -> None:
+    """Return None: all steps are as `Prediction.steps` says."""
+
+
 @dataclass(frozen=True)
 class Prediction:
     """All calls that one rank of a job makes.
@@ -82,7 +86,7 @@ class Prediction:
     skipped: tuple[tuple[ExpectedCall, ...], ...] = ()
     others: Mapping[str, int] = field(default_factory=dict)
     forms: tuple[WaterfallBar, ...] = ()
-    special_step: Callable[[int], tuple[ExpectedCall, ...] | None] = lambda number: None
+    special_step: Callable[[int], tuple[ExpectedCall, ...] | None] = _none
 
     def __post_init__(self) -> None:
         """Drop repetitions of the last step at the end."""
@@ -101,6 +105,11 @@ class Prediction:
             return self.start
         special = self.special_step(number)
         return self.steps[min(number, len(self.steps) - 1)] if special is None else special
+
+    @property
+    def has_special_steps(self) -> bool:
+        """Whether a step may have other calls than `steps` says."""
+        return self.special_step is not _none
 
     @property
     def steady(self) -> int:

@@ -62,11 +62,15 @@ class Jobs:
         if tracer is not None:
             self.write(tracer)
 
+    def row(self, engine: Any, tracer: TorchTracer) -> int:
+        """Return the id of an engine's row in the tracer's `job` table, written when it is first asked for."""
+        return tracer.recorder.tables.number("job", self._known[engine], functools.partial(self._describe, engine))
+
     def write(self, tracer: TorchTracer) -> None:
         """Write what is known to the tables, each row once. Never raises."""
         try:
-            for engine, number in list(self._known.items()):
-                tracer.recorder.tables.number("job", number, functools.partial(self._describe, engine))
+            for engine in list(self._known):
+                self.row(engine, tracer)
                 for table, roles in (("roles", self._roles), ("message_roles", self._message_roles)):
                     for group, role, source in roles(engine):
                         if isinstance(group, dist.ProcessGroup):

@@ -56,10 +56,15 @@ def _groups(root: Any) -> Iterator[Any]:
         state = _get_module_fsdp_state(module)
         if state is not None and state not in known_states:
             known_states.add(state)
-            groups = getattr(state, "_fsdp_param_groups", None)
-            # Older versions of torch have one group, or none, for each state.
-            groups = [state._fsdp_param_group] if groups is None else groups
-            yield from (group for group in groups if group is not None)
+            yield from groups_of(state)
+
+
+def groups_of(state: Any) -> Iterator[Any]:
+    """Yield the parameter groups of one FSDPState."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    # Older versions of torch have one group, or none, for each state.
+    groups = [state._fsdp_param_group] if groups is None else groups
+    yield from (group for group in groups if group is not None)
 
 
 def _units(root: Any, groups: Sequence[Any]) -> list[dict[str, Any]]:

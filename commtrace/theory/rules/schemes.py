@@ -80,6 +80,8 @@ def predict(row: Mapping[str, Any]) -> Prediction:
         if dimension is not None:
             if dimension not in EXTENSIONS:
                 raise NotPredictedError(f"there are no rules for {dimension} parallelism; {_ORACLE}")
+            if prediction.has_special_steps:
+                raise NotPredictedError(f"steps that differ have no rules for {dimension} parallelism; {_ORACLE}")
             prediction = EXTENSIONS[dimension](job, prediction)
         return gpt_neox.extend_prediction(job, prediction) if job.is_gpt_neox else prediction
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, StopIteration) as error:

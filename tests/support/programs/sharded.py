@@ -95,6 +95,117 @@ def hsdp() -> None:
     train(whole)
 
 
+def micro_batches(whole: Any, number: int, *, every: bool = False, replicas: bool = True) -> None:
+    """Forward and backward passes; their gradients are reduced (or only among replicas) with the last one, or each."""
+    for index in range(number):
+        last = index == number - 1
+        whole.set_is_last_backward(last)
+        if replicas:
+            whole.set_requires_gradient_sync(last or every)
+        else:
+            whole.set_requires_all_reduce(last)
+        whole(torch.randn(2, 6, WIDTH)).float().square().mean().backward()
+
+
+@torch.no_grad()
+def evaluate(whole: nn.Module, number: int) -> None:
+    """Forward passes without gradients."""
+    whole.eval()
+    for _ in range(number):
+        whole(torch.randn(2, 6, WIDTH))
+    whole.train()
+
+
+def fully_sharded(*shape: int, **settings: Any) -> Any:
+    """Every block, and the whole, which has parameters of its own; with a shape: HSDP."""
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names if shape else None)
+    blocks = [*model()]
+    for block in blocks:
+        fully_shard(block, mesh=mesh, **settings)
+    return fully_shard(nn.Sequential(*blocks, nn.Linear(WIDTH, WIDTH)), mesh=mesh, **settings)
+
+
+def accumulated() -> None:
+    """Steps of three micro-batches, and the last one of two, as at the end of an epoch."""
+    whole = fully_sharded()
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+    for step in range(5):
+        micro_batches(whole, 3 - (step == 4))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def evaluated() -> None:
+    """Evaluations before the first step, between micro-batches and after steps; resharded within pairs, root too."""
+    whole = fully_sharded(reshard_after_forward=2)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+    evaluate(whole, 2)
+    for step in range(5):
+        micro_batches(whole, 2, every=True)
+        if step == 2:
+            evaluate(whole, 1)
+            micro_batches(whole, 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in (1, 4):
+            evaluate(whole, 3)
+
+
+def evaluated_kept() -> None:
+    """The same where blocks stay gathered after forward, and in one step after backward."""
+    whole = fully_sharded(reshard_after_forward=False)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+    for step in range(4):
+        whole.set_reshard_after_backward(step != 1)
+        micro_batches(whole, 2)
+        whole.set_reshard_after_backward(True)
+        micro_batches(whole, 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2:
+            with torch.no_grad():  # in training mode: it begins the next step
+                whole(torch.randn(2, 6, WIDTH))
+
+
+def evaluated_by_default() -> None:
+    """The root stays gathered after an evaluation, the blocks do not."""
+    whole = fully_sharded()
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+    for step in range(4):
+        micro_batches(whole, 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2:
+            evaluate(whole, 2)
+
+
+def hsdp_accumulated() -> None:
+    """Gradients are scattered in each micro-batch, and summed among replicas with the last."""
+    whole = fully_sharded(dist.get_world_size() // 2, 2)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+    for step in range(3):
+        micro_batches(whole, 3, replicas=False)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            evaluate(whole, 1)
+
+
+def gathered_once_more() -> None:
+    """`evaluated_by_default` with a gather of one block in step 1 that no pass needs."""
+    whole = fully_sharded()
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+    for step in range(4):
+        micro_batches(whole, 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        evaluate(whole, 1)
+        if step == 1:
+            whole[0].unshard()
+            whole[0].reshard()
+
+
 def tensor() -> None:
     """Blocks cut over all ranks by DTensor."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -5,16 +5,22 @@ its gradients reduced in one reduce_scatter behind its backward pass (HSDP: and 
 hold replicas of the same shard). Nothing is sent at start-up: every rank makes the whole model, and keeps its shard.
 
 Sizes and counts are exact: they do not depend on the order of units. Assumptions, which no job row contains: every
-unit runs once in each micro-batch, and all of its trained parameters get a gradient. Micro-batches of a step and
-clipping are those that the model carries (`neox_args`); without them there is one micro-batch, and no clipping.
+unit runs once in each pass, and all of its trained parameters get a gradient. A log has the passes of its steps: the
+micro-batches with their settings, and evaluations. Without them, and for clipping, a step is what the model carries
+(`neox_args`), or else one micro-batch without clipping.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cache
+from itertools import pairwise
 from math import ceil, prod
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from commtrace.theory.closed_forms import all_gather_volume, all_reduce, hybrid_sharded
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
@@ -71,17 +77,101 @@ class FsdpUnit:
         return sum(parameter.padded_bytes(self.shards, self.gradient_type) for parameter in self.trained)
 
 
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass of the model and, if it trains, its backward pass: with the settings at its end."""
+
+    trains: bool = True
+    reduces: bool = True
+    among_copies: bool = True
+    reshards: bool = True
+
+
+StepPasses: TypeAlias = tuple[tuple[Pass, int], ...]
+"""The passes of a step in their order, each with the number of times that it runs."""
+
+
 def predict(job: Job) -> Prediction:
     """Predict what a rank communicates. Raise NotPredictedError for settings without rules."""
     units = units_of(job)
     check(job, units)
-    reductions_of_unit = ((*gradient_scatters(unit), *replica_sums(unit)) for unit in units)
-    reduced = (call.times(reductions(job)) for calls in reductions_of_unit for call in calls)
-    step = (*gathers(job, units), *reduced, *clipping(job, units))
+    recorded = recorded_passes(job) or {0: declared_passes(job)}
+    regular = _regular_passes(recorded) or declared_passes(job)
+    timeline = _timeline(recorded)
+    steps = [*timeline]
+
+    @cache
+    def calls(before: Pass | None, passes: StepPasses) -> tuple[ExpectedCall, ...]:
+        clipped = clipping(job, units) if any(each.trains for each, _ in passes) else []
+        return (*step_calls(units, before, passes), *clipped)
+
+    def calls_of(number: int) -> tuple[ExpectedCall, ...]:
+        place = bisect_right(steps, number)
+        return calls(*timeline[steps[place - 1]]) if place else ()
+
+    step = calls(regular[-1][0], regular)
     copies = max(unit.copies for unit in units)
-    form, bars = _bars(job, units, step)
+    form, bars = _bars(job, units, regular, step)
     scheme = f"HSDP, {copies} copies" if copies > 1 else "FSDP2"
-    return Prediction(scheme, max(unit.shards for unit in units), (), (step,), form, tuple(bars))
+    prediction = Prediction(scheme, max(unit.shards for unit in units), calls_of(-1), (step,), form, tuple(bars))
+    if all(calls_of(number) == step for number in (0, *steps) if number >= 0):
+        return prediction
+    return replace(prediction, special_step=lambda number: None if calls_of(number) == step else calls_of(number))
+
+
+def declared_passes(job: Job) -> StepPasses:
+    """Return the passes of a step as the model declares them: the last micro-batch reduces gradients in any case."""
+    names = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
+    first, last = Pass(True, *(bool(job.fact(name)) for name in names)), Pass()
+    if first == last or job.micro_batches == 1:
+        return ((last, job.micro_batches),)
+    return (first, job.micro_batches - 1), (last, 1)
+
+
+def recorded_passes(job: Job) -> dict[int, StepPasses]:
+    """Return the passes of the log by the first of the steps that have them, ascending; empty without any."""
+    return dict(sorted((int(row["step"]), _read_passes(row)) for row in job.row.get("passes", ())))
+
+
+def _read_passes(row: Mapping[str, Any]) -> StepPasses:
+    if row["passes"] is None:
+        raise NotPredictedError(f"the log does not have the passes of the steps from {row['step']} on")
+    return tuple((_read_pass(entry, int(row["step"])), int(entry["times"])) for entry in row["passes"])
+
+
+def _read_pass(entry: Mapping[str, Any], step: int) -> Pass:
+    kind = entry["kind"]
+    if kind == "evaluation":
+        return Pass(trains=False)
+    if kind != "training":
+        reason = "only a part of the model ran" if kind == "part" else "not every forward pass had its backward pass"
+        raise NotPredictedError(f"{reason} in step {step}")
+    settings = [entry[name] for name in ("reduce_grads", "all_reduce_grads", "reshard_after_backward")]
+    if None in settings:
+        raise NotPredictedError(f"units whose settings differ (set_requires_gradient_sync ...) in step {step}")
+    return Pass(True, *settings)
+
+
+def _timeline(recorded: dict[int, StepPasses]) -> dict[int, tuple[Pass | None, StepPasses]]:
+    """Return the last pass before a step and the passes of the step, by the first of the steps that are alike."""
+    timeline: dict[int, tuple[Pass | None, StepPasses]] = {}
+    before = None
+    for step, following in pairwise([*recorded, max(recorded) + 2]):
+        passes = recorded[step]
+        timeline[step] = before, passes
+        before = passes[-1][0] if passes else before
+        if following > step + 1:
+            timeline[step + 1] = before, passes
+    return timeline
+
+
+def _regular_passes(recorded: dict[int, StepPasses]) -> StepPasses:
+    """Return the micro-batches of most steps; empty without any."""
+    counts = Counter[StepPasses]()
+    for step, following in pairwise([*recorded, max(recorded) + 1]):
+        training = tuple((each, times) for each, times in recorded[step] if each.trains)
+        counts[training] += (following - step) * bool(training)
+    return counts.most_common(1)[0][0]
 
 
 def check(job: Job, units: list[FsdpUnit]) -> None:
@@ -90,8 +180,6 @@ def check(job: Job, units: list[FsdpUnit]) -> None:
         raise NotPredictedError("one data-parallel rank has nothing to communicate")
     if not all(unit.trained for unit in units):
         raise NotPredictedError("units of fully_shard without a trained parameter have no rules yet")
-    if not job.fact("all_reduce_grads") and job.fact("reduce_grads"):
-        raise NotPredictedError("fully_shard without its all_reduce (set_requires_all_reduce) has no rules yet")
 
 
 def units_of(job: Job) -> list[FsdpUnit]:
@@ -111,12 +199,14 @@ def _unit(job: Job, row: dict[str, Any]) -> FsdpUnit:
     return FsdpUnit(tuple(parameters), row["reduce_dtype"], shards, int(row["copies"]), reshard is False, within)
 
 
-def _bars(job: Job, units: list[FsdpUnit], step: tuple[ExpectedCall, ...]) -> tuple[WaterfallBar, list[WaterfallBar]]:
+def _bars(
+    job: Job, units: list[FsdpUnit], passes: StepPasses, step: tuple[ExpectedCall, ...]
+) -> tuple[WaterfallBar, list[WaterfallBar]]:
     """Two thirds are all_gathers and a third a reduce_scatter; HSDP adds an all_reduce of what that leaves."""
     shards, copies = max(unit.shards for unit in units), max(unit.copies for unit in units)
     every = [parameter for unit in units for parameter in unit.parameters]
     elements = sum(prod(parameter.shape) for parameter in every)
-    size, parts = job.parameter_size, job.micro_batches
+    size, parts = job.parameter_size, sum(times for _, times in passes)
     form = WaterfallBar(
         "HSDP: 3 P (F-1)/F + 2 (P/F) (R-1)/R" if copies > 1 else "equation 3: 3 P (d-1)/d",
         hybrid_sharded(elements, shards, copies) * size,
@@ -135,20 +225,22 @@ def _bars(job: Job, units: list[FsdpUnit], step: tuple[ExpectedCall, ...]) -> tu
         prod(parameter.shape) * element_size(unit.gradient_type) for unit in units for parameter in unit.trained
     )
     padded_bytes = sum(unit.gradient_bytes for unit in units)
-    gradient_type, times = units[0].gradient_type, reductions(job)
+    gradient_type = units[0].gradient_type
+    scattered = sum(times for each, times in passes if each.reduces)
     scatter_levels = {
         "frozen parameters have no gradients": all_gather_volume(trained, shards) * size,
         f"gradients travel as {gradient_type}": all_gather_volume(gradient_bytes, shards),
         "padding of gradients to equal parts": all_gather_volume(padded_bytes, shards),
-        f"gradients reduced {times} times a step": total_wire_bytes(step, shards, GRADIENTS),
+        f"gradients reduced {scattered} times a step": total_wire_bytes(step, shards, GRADIENTS),
     }
     bars = [*level_bars(2 * third, gather_levels), *level_bars(third, scatter_levels)]
     if copies > 1:
+        summed = sum(times for each, times in passes if each.reduces and each.among_copies)
         sum_levels = {
             "among replicas: frozen parameters have no gradients": all_reduce(trained, copies) * size / shards,
             f"among replicas: gradients travel as {gradient_type}": all_reduce(gradient_bytes, copies) / shards,
             "among replicas: padding of gradients": all_reduce(padded_bytes, copies) / shards,
-            f"among replicas: reduced {times} times a step": total_wire_bytes(step, copies, COPIES),
+            f"among replicas: reduced {summed} times a step": total_wire_bytes(step, copies, COPIES),
         }
         bars += level_bars(form.bytes - 3 * third, sum_levels)
     return form, [*bars, *cause_bars(step, shards, PARAMETERS, GRADIENTS, COPIES)]
@@ -169,28 +261,41 @@ def gathered_bytes(unit: FsdpUnit) -> int:
     return sum(parameter.padded_bytes(unit.shards, parameter.dtype) for parameter in unit.parameters)
 
 
+def step_calls(units: Sequence[FsdpUnit], before: Pass | None, passes: StepPasses) -> list[ExpectedCall]:
+    """Return the calls of a step's passes; `before` is the last pass of the step before it, None without any."""
+    calls = []
+    for each, times in passes:
+        for unit in units:
+            again = gathers(unit, each, each) if times > 1 else []
+            calls += [*gathers(unit, before, each), *(call.times(times - 1) for call in again)]
+            calls += [call.times(times) for call in reductions(unit, each)]
+        before = each
+    return calls
+
+
 @rule(_WHERE + "_fsdp_param_group.FSDPParamGroup.unshard, reshard; "
       + _WHERE + "_fsdp_state.FSDPState._lazy_init (the root stays whole)", TORCH)  # fmt: skip
-def gathers(job: Job, units: list[FsdpUnit]) -> list[ExpectedCall]:
+def gathers(unit: FsdpUnit, before: Pass | None, each: Pass) -> list[ExpectedCall]:
     """Units are gathered before forward, and before backward where they were resharded; not while they are gathered.
 
     Prefetching and recomputed activations change when a unit is gathered, not how often.
     """
-    calls = []
-    stay_gathered = False  # from one micro-batch to the next
-    for _ in range(job.micro_batches):
-        for unit in units:
-            groups = ([] if stay_gathered else [unit.shards]) + ([] if unit.kept else [unit.within])
-            payload = gathered_bytes(unit)
-            calls += [ExpectedCall("all_gather", payload, PARAMETERS, ranks=ranks) for ranks in groups if ranks > 1]
-        stay_gathered = not job.fact("reshard_after_backward")
-    return calls
+    after_forward = 1 if unit.kept else unit.within  # ranks that its parts are on; 1: gathered
+    if before is None or before.trains:
+        ranks_before = unit.shards if before is None or before.reshards else 1
+    else:
+        ranks_before = after_forward
+    groups = (ranks_before, *([after_forward] * each.trains))
+    payload = gathered_bytes(unit)
+    return [ExpectedCall("all_gather", payload, PARAMETERS, ranks=ranks) for ranks in groups if ranks > 1]
 
 
 @rule(_WHERE + "_fsdp_param_group.FSDPParamGroup.post_backward", TORCH)
-def reductions(job: Job) -> int:
-    """Gradients are reduced once a step, or in each micro-batch (set_requires_gradient_sync)."""
-    return job.micro_batches if job.fact("reduce_grads") else 1
+def reductions(unit: FsdpUnit, each: Pass) -> list[ExpectedCall]:
+    """Gradients are reduced in passes that synchronize them, as set_requires_gradient_sync says."""
+    if not (each.trains and each.reduces):
+        return []
+    return [*gradient_scatters(unit), *(replica_sums(unit) if each.among_copies else [])]
 
 
 @rule(_WHERE + "_fsdp_collectives.foreach_reduce", TORCH)

@@ -1,0 +1,66 @@
+"""FSDP2's rules against the library with several micro-batches and evaluations, whose passes the hook counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Final
+
+import processes
+import pytest
+
+pytest.importorskip("torch")
+
+import trainings
+
+from commtrace.analyses import reconciliation
+from commtrace.analyses.fold_engine import fold
+from commtrace.cli import main
+from commtrace.run import open_run
+
+RANKS: Final = 4
+EXACT: Final = ("accumulated", "evaluated", "evaluated_kept", "evaluated_by_default", "hsdp_accumulated")
+FAULT: Final = "gathered_once_more"
+
+pytestmark = trainings.TIMEOUT
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The logs of the functions of `programs/sharded.py`, in one start."""
+    folder = tmp_path_factory.mktemp("passes")
+    orders = folder / "orders.json"
+    ways = (*EXACT, FAULT)
+    orders.write_text(
+        json.dumps([{"log": str(folder / way), "port": processes.free_port(), "way": way} for way in ways])
+    )
+    started = trainings.parent().start("sharded", folder / "parent", orders, ranks=RANKS, traced=False)
+    assert started.wait(trainings.SECONDS_A_RANK) == [0] * RANKS, started.output(0)[-4000:]
+    return folder
+
+
+@pytest.mark.parametrize("way", EXACT)
+def test_micro_batches_and_evaluations_are_exact(logs: Path, way: str) -> None:
+    run = open_run(logs / way)
+    tables = fold(run, [reconciliation.ANALYSIS])
+    cells, theory, bars = tables["reconciliation"], tables["theory"], tables["waterfall"]
+    assert theory["not_predicted"].isna().all(), theory["not_predicted"].tolist()
+    assert {*cells["cause"]} == {"expected"}, cells.loc[cells["cause"] != "expected"].to_string()
+    assert (theory["matched_bytes"] == theory["measured_bytes"]).all()
+    assert theory["measured_bytes"].sum() == run.events()["payload_bytes"].sum() > 0
+    assert bars["bytes"].iloc[:-1].sum() == bars["bytes"].iloc[-1]
+    assert main(["check", str(logs / way)]) == 0
+
+
+def test_evaluations_are_expected_in_their_steps(logs: Path) -> None:
+    """Before the first step, and where the root stays gathered: the next step does not gather it again."""
+    expected = fold(open_run(logs / "evaluated"), [reconciliation.ANALYSIS])["expected"]
+    assert (expected["step"] == -1).any()
+    events = open_run(logs / "evaluated_by_default").events()
+    gathers = events.loc[(events["rank"] == 0) & (events["op"] == "all_gather")].groupby("step").size()
+    assert gathers.to_dict() == {0: 7, 1: 7, 2: 7 + 4 + 3, 3: 6}  # the root and 3 blocks, blocks again
+
+
+def test_a_gather_that_no_pass_needs_is_a_difference(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(logs / FAULT)]) == 1
+    assert "step 1, all_gather of dimension data:" in capsys.readouterr().out

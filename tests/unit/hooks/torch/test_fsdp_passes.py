@@ -1,0 +1,60 @@
+"""Rows of the table `passes`; what they hold is compared with FSDP2 in tests/ranks/theory/test_fsdp_passes.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from commtrace.hooks.torch import fsdp_passes
+from commtrace.hooks.torch import tracer as torch_tracer
+from commtrace.progress import progress
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The rows that are written, as (step, passes)."""
+    written: list[Any] = []
+    tables = SimpleNamespace(new=lambda table, row: written.append((row["step"], row["passes"])))
+    tracer = SimpleNamespace(recorder=SimpleNamespace(tables=tables))
+    monkeypatch.setattr(torch_tracer, "current", lambda: tracer)
+    monkeypatch.setattr(fsdp_passes, "MAX_ROWS", 4)
+    return written
+
+
+def run(steps: dict[int, int]) -> None:
+    """Evaluate in these steps so many times."""
+    model = fsdp_passes._ModelPasses()
+    model.job = 1
+    try:
+        for step, times in steps.items():
+            progress.cells[0] = step
+            for _ in range(times):
+                model.add({"kind": "evaluation"})
+    finally:
+        progress.reset()
+
+
+def evaluations(times: int) -> list[dict[str, Any]]:
+    """Passes of one kind."""
+    return [{"kind": "evaluation", "times": times}]
+
+
+def test_a_row_is_written_where_passes_change(rows: list[Any]) -> None:
+    run({-1: 2, 0: 1, 1: 1, 5: 3, 6: 1})
+    assert rows == [(-1, evaluations(2)), (0, evaluations(1)), (2, []), (5, None)]
+
+
+def test_the_last_row_that_fits_has_no_passes(rows: list[Any]) -> None:
+    run({step: 1 + step % 2 for step in range(9)})
+    assert rows == [(0, evaluations(1)), (1, evaluations(2)), (2, evaluations(1)), (3, None)]
+
+
+def test_a_setting_that_differs_among_units_is_not_known() -> None:
+    units = [SimpleNamespace(reduce_grads=value) for value in (True, False)]
+    assert fsdp_passes._setting(units[:1], "reduce_grads") is True
+    assert fsdp_passes._setting(units, "reduce_grads") is None
+    assert fsdp_passes._setting(units, "of_another_version") is None
