@@ -61,6 +61,10 @@ class ModuleNode:
     outputs: int = 1  # tensors with a gradient that it returns
     reads_input: bool = False  # whether it is handed the model's input, beside the first module
 
+    def __deepcopy__(self, memo: object) -> ModuleNode:
+        """Return the node itself, which does not change."""
+        return self
+
     @property
     def has_parameters(self) -> bool:
         """Whether it or a module within it has parameters. A module without, as dropout, may be registered in vain."""

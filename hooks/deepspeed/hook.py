@@ -15,10 +15,12 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 
+from commtrace.hooks.recorder_setup import fault
 from commtrace.hooks.torch import training as torch_training
 from commtrace.hooks.torch.c10d_operators import shared_memory_all_reduce
 from commtrace.hooks.torch.captured_jobs import Jobs
 from commtrace.hooks.torch.dispatcher import Kernels
+from commtrace.hooks.torch.passes import Passes
 from commtrace.hooks.torch.recording_kernels import kernel_for
 from commtrace.patching import Patches
 from commtrace.progress import progress
@@ -31,6 +33,7 @@ from .pipeline import note_dtypes
 _patches = Patches()
 _kernels = Kernels()
 _engines = Jobs(engine_job.describe, roles, message_roles)
+_passes = Passes(_engines)
 _instructions: dict[type, Callable[..., Any]] = {}
 _buffers: weakref.WeakKeyDictionary[Any, _Buffers] = weakref.WeakKeyDictionary()
 
@@ -76,10 +79,12 @@ def _install() -> None:
     for instruction, execute in _instructions.items():
         PipelineEngine._INSTRUCTION_MAP[instruction] = _instruction(instruction, execute)
     _engines.install()
+    _passes.install()
 
 
 def uninstall() -> None:
     """Restore everything but the kernels, which from here on only pass calls on."""
+    _passes.uninstall()
     _engines.uninstall()
     _patches.undo()
     PipelineEngine._INSTRUCTION_MAP.update(_instructions)
@@ -112,7 +117,13 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
             if not isinstance(self, PipelineEngine):
                 progress.micro_batch = self.micro_steps % self.gradient_accumulation_steps()
         with progress.within(Phase.EVALUATION if evaluates else Phase.FORWARD):
-            return original(self, *args, **kwargs)
+            result = original(self, *args, **kwargs)
+        if not (torch.is_grad_enabled() or isinstance(self, PipelineEngine)):
+            try:
+                _passes.add(self, "evaluation" if evaluates else "interruption")
+            except Exception:
+                fault()
+        return result
 
     return forward
 

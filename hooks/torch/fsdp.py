@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
+
+import torch
 
 from commtrace.hooks.recorder_setup import fault
 from commtrace.patching import Patches
 
 from .captured_jobs import Jobs
-from .fsdp_job import describe, roles
-from .fsdp_passes import Passes
+from .fsdp_job import describe, groups_of, roles
+from .passes import Passes
 
 STATES: Final = "torch.distributed.fsdp._fully_shard._fsdp_state"
 
@@ -24,6 +26,8 @@ _patches = Patches()
 _rows: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 _roots = Jobs(lambda root: _rows[root], roles)
 _passes = Passes(_roots)
+_waiting: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # forward passes of a root until backward
+_SETTINGS: Final = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
 
 
 def install() -> None:
@@ -33,8 +37,8 @@ def install() -> None:
     # Not by an import statement: the package around it is still being imported.
     state = sys.modules[STATES].FSDPState
     _patches.wrap(state, "_lazy_init", _complete)
-    _patches.wrap(state, "_register_pre_backward_hook", _passes.forward)
-    _patches.wrap(state, "_root_post_backward_final_callback", _passes.backward)
+    _patches.wrap(state, "_register_pre_backward_hook", _end_forward)
+    _patches.wrap(state, "_root_post_backward_final_callback", _end_backward)
     _roots.install()
     _passes.install()
 
@@ -45,6 +49,7 @@ def uninstall() -> None:
     _roots.uninstall()
     _patches.undo()
     _rows.clear()
+    _waiting.clear()
 
 
 def _complete(original: Callable[..., None]) -> Callable[..., None]:
@@ -60,3 +65,52 @@ def _complete(original: Callable[..., None]) -> Callable[..., None]:
                 fault()
 
     return _lazy_init
+
+
+def _end_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what ends the forward of each unit."""
+
+    def _register_pre_backward_hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # In a backward pass activations are recomputed.
+        if self._state_ctx.iter_forward_root is self and torch._C._current_graph_task_id() < 0:
+            try:
+                if not self._is_root:
+                    _passes.add(_root(self), "part")
+                elif torch.is_grad_enabled():
+                    _waiting[_root(self)] = _waiting.get(_root(self), 0) + 1
+                else:
+                    _passes.add(_root(self), "evaluation")
+            except Exception:
+                fault()
+        return original(self, *args, **kwargs)
+
+    return _register_pre_backward_hook
+
+
+def _end_backward(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap what ends a backward pass."""
+
+    def _root_post_backward_final_callback(self: Any) -> None:
+        original(self)
+        try:
+            root = _root(self)
+            if _waiting.pop(root, 0) == 1:
+                groups = [group for state in self._state_ctx.all_states for group in groups_of(state)]
+                _passes.add(root, "training", **{name: _setting(groups, name) for name in _SETTINGS})
+            else:
+                _passes.add(root, "backward")
+        except Exception:
+            fault()
+
+    return _root_post_backward_final_callback
+
+
+def _root(state: Any) -> Any:
+    """Return the module of the root state that a state belongs to."""
+    return next(each for each in state._state_ctx.all_states if each._is_root)._modules[0]
+
+
+def _setting(groups: Iterable[Any], name: str) -> bool | None:
+    """Return a setting of all groups; None where they differ, or in a version of torch without it."""
+    values = {getattr(group, name, None) for group in groups}
+    return values.pop() if len(values) == 1 else None

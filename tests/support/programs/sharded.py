@@ -270,16 +270,48 @@ def deepspeed_pipeline() -> None:
         engine.train_batch(iter([(batch, batch)] * 4))
 
 
+def deepspeed_zero3() -> None:
+    """Evaluations before the first step and after others, which change what the next step has to gather."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    zero = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 100,
+        "stage3_prefetch_bucket_size": 10_000,
+        "stage3_max_live_parameters": 30_000,
+        "stage3_max_reuse_distance": 20_000,
+    }
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "steps_per_print": 1000,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+    }
+    whole = model()
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+    engine, *_ = deepspeed.initialize(model=whole, optimizer=optimizer, config=config)
+    evaluate(engine, 2)
+    for step in range(7):
+        for _ in range(2):
+            engine.backward(engine(torch.randn(2, 6, WIDTH)).float().square().mean())
+            engine.step()
+        evaluate(engine, {1: 3, 4: 1, 5: 1}.get(step, 0))
+
+
 def main(orders: list[dict[str, Any]]) -> None:
     """All of them."""
     for order in orders:
         os.environ["MASTER_PORT"] = str(order["port"])
         commtrace.start(order["log"])
-        if order["way"] != "deepspeed_pipeline":
+        by_deepspeed = order["way"].startswith("deepspeed")
+        if not by_deepspeed:
             dist.init_process_group("gloo")
         globals()[order["way"]]()
         gc.collect()
-        if order["way"] == "deepspeed_pipeline":
+        if by_deepspeed:
             import deepspeed
 
             deepspeed.comm.destroy_process_group()

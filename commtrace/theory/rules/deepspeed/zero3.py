@@ -7,13 +7,17 @@ for each parameter gathered.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import replace
+from functools import cache
+from itertools import pairwise
 from math import ceil
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from commtrace.theory.closed_forms import all_gather_volume, zero_3
-from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
+from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, sorted_calls, total_wire_bytes
 from commtrace.theory.job import Job, ModelTensor, ModuleNode, NotPredictedError, element_size
 from commtrace.theory.rules.gradient_buckets import buckets_within_limit, max_buckets_within_limit
 from commtrace.theory.rules.gradient_order import gradient_order, zero3_linear_order
@@ -45,6 +49,7 @@ _NOT_PREDICTED: Final = (
     "enable_sanity_checks",
 )
 _INT64: Final = 8
+MAX_DIFFERENT_PASSES: Final = 16  # of an evaluation: all others are as the last one
 STEPS: Final = 4  # steps to run through: the record of modules is complete in the second at the latest
 _LAYER: Final = re.compile(r"(?:^|[._])\d+$")
 
@@ -59,15 +64,82 @@ def predict(job: Job) -> Prediction:
             raise NotPredictedError(f"{name} has no rules yet")
     if job.fact("optimizer") != "DeepSpeedZeroOptimizer_Stage3":
         raise NotPredictedError(f"{job.fact('optimizer')} with these partitions has no rules yet")
-    start = (*initial_broadcasts(job), *barriers(job), *initial_gathers(job))
+    evaluations = recorded_evaluations(job)
     state = _coordinator(job)
+    if any(evaluations.values()) and state.resets_after_backward:
+        raise NotPredictedError("evaluations with DeepSpeed before 0.15.4 have no rules yet")
+    evaluated = [*_evaluate(job, state, evaluations[-1])]
+    start = (*initial_broadcasts(job), *barriers(job), *initial_gathers(job), *evaluated)
     recorded = [run_step(state, job.micro_batches) for _ in range(STEPS)]
     steps = tuple(_step(job, parts) for parts in recorded)
     form = WaterfallBar("equation 3: 3 P (d-1)/d", zero_3(job.elements, job.ranks) * job.parameter_size)
     persistent_gathers = gathers(job, recorded[-1][-1].gathers, PERSISTENT)
     skipped = ((*norms(job), *persistent_gathers), tuple(persistent_gathers))
     scheme = f"ZeRO-3, hpZ within {hpz_ranks(job)} ranks" if hpz_ranks(job) else "ZeRO-3"
-    return Prediction(scheme, job.ranks, start, steps, form, tuple(_bars(job, recorded[-1], steps[-1])), skipped)
+    bars = tuple(_bars(job, recorded[-1], steps[-1]))
+    prediction = Prediction(scheme, job.ranks, start, steps, form, bars, skipped)
+    has_later = any(passes for step, passes in evaluations.items() if step >= 0)
+    return _with_evaluations(job, prediction, evaluations) if has_later else prediction
+
+
+def recorded_evaluations(job: Job) -> dict[int, int]:
+    """Return the passes of evaluations after a step, by the first of the steps that have so many, from -1 on."""
+    # GPT-NeoX's arguments tell its evaluations.
+    rows = [] if job.is_gpt_neox else sorted(job.row.get("passes", ()), key=lambda row: int(row["step"]))
+    by_step = {int(row["step"]): _count_evaluations(row["passes"], int(row["step"])) for row in rows}
+    before = by_step.get(-1, 0)
+    return {-1: before, 0: before, **by_step}
+
+
+def _count_evaluations(passes: list[Mapping[str, Any]] | None, step: int) -> int:
+    if passes is None:
+        raise NotPredictedError(f"the log does not have the evaluations from step {step} on")
+    if any(entry["kind"] != "evaluation" for entry in passes):
+        raise NotPredictedError(f"a forward pass without gradients within step {step} has no rules yet")
+    return sum(int(entry["times"]) for entry in passes)
+
+
+def _with_evaluations(job: Job, regular: Prediction, evaluations: dict[int, int]) -> Prediction:
+    """Return the prediction with evaluations after steps, which change what the next step finds gathered."""
+    simulation = _SimulatedSteps(job)
+    calls: dict[int, tuple[ExpectedCall, ...]] = {}
+    for step, following in pairwise([*evaluations, max(evaluations) + STEPS]):
+        for number in range(step, min(following, step + STEPS)):  # all later ones are as the last
+            calls[number] = simulation.run(number >= 0, evaluations[step])
+    numbers = [*calls]
+
+    @cache
+    def is_regular(number: int, regular_number: int) -> bool:
+        return sorted_calls(calls[number]) == sorted_calls(regular.steps[regular_number])
+
+    def special_step(number: int) -> tuple[ExpectedCall, ...] | None:
+        known = numbers[bisect_right(numbers, number) - 1]
+        return None if is_regular(known, min(number, regular.steady)) else calls[known]
+
+    return replace(regular, special_step=special_step)
+
+
+class _SimulatedSteps:
+    """Steps in their order. A step that begins as an earlier one did, with equal passes, is simulated once."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._states = [_coordinator(job)]
+        self._current = 0
+        self._known: dict[tuple[int, bool, int], tuple[tuple[ExpectedCall, ...], int]] = {}
+
+    def run(self, trains: bool, passes: int) -> tuple[ExpectedCall, ...]:
+        """Return the calls of a training step, if there is one, and of passes of an evaluation after it."""
+        key = self._current, trains, passes
+        if key not in self._known:
+            state = deepcopy(self._states[self._current])
+            step = _step(self._job, run_step(state, self._job.micro_batches)) if trains else ()
+            calls = (*step, *_evaluate(self._job, state, passes))
+            if state not in self._states:
+                self._states.append(state)
+            self._known[key] = calls, self._states.index(state)
+        calls, self._current = self._known[key]
+        return calls
 
 
 class EvaluationCalls(NamedTuple):
@@ -84,15 +156,22 @@ def evaluation(job: Job, steps: int, passes: int) -> EvaluationCalls:
     state = _coordinator(job)
     for _ in range(steps):
         run_step(state, job.micro_batches)
-    calls: list[ExpectedCall] = []
+    calls = tuple(_evaluate(job, state, passes))
+    return EvaluationCalls(calls, _step(job, run_step(state, job.micro_batches)))
+
+
+def _evaluate(job: Job, state: Coordinator, passes: int) -> Iterator[ExpectedCall]:
     before: object = None
-    while passes:
+    for _ in range(MAX_DIFFERENT_PASSES):
+        if not passes:
+            return
         forward_pass(state)
         recorded, held = state.take_recorded(), ({*state.available}, {*state.inflight})
         repetitions = passes if held == before else 1  # all others are as this one
-        calls += (call.times(repetitions) for call in (*comparisons(recorded), *_fetched(job, recorded)))
+        yield from (call.times(repetitions) for call in (*comparisons(recorded), *_fetched(job, recorded)))
         passes, before = passes - repetitions, held
-    return EvaluationCalls(tuple(calls), _step(job, run_step(state, job.micro_batches)))
+    if passes:
+        raise NotPredictedError("what an evaluation gathers does not become the same in each pass")
 
 
 @rule("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.checkpoint_event_epilogue", DEEPSPEED)

@@ -206,10 +206,7 @@ def reset_step(state: Coordinator) -> None:
     DeepSpeed before 0.15.4 records from the start, and resets after each backward pass.
     A micro-batch uses all that was prefetched; an evaluation does not.
     """
-    for number in sorted(state.inflight):
-        state.inflight.discard(number)
-        state.available.add(number)
-        release_parameter(state, number)
+    release_inflight(state)
     if not state.complete:
         compare(state, len(state.order), sum(module.has_parameters for module in state.order))
         if state.recording:
@@ -225,6 +222,25 @@ def reset_step(state: Coordinator) -> None:
             state.recording = True
     state.queue, state.latest = deque(state.trace), {}
     state.position = state.live = 0
+
+
+@rule(_WHERE + "trace_prologue, _invalidate_trace", DEEPSPEED)
+def check_order(state: Coordinator, module: ModuleNode) -> None:
+    """A module other than the record's next one voids the record: backward after that of an evaluation, for example."""
+    if state.complete and not (state.position < len(state.order) and state.order[state.position] is module):
+        state.complete = False
+        state.order, state.trace, state.latest = [], [], {}
+        state.queue.clear()
+        release_inflight(state)
+
+
+@rule(_WHERE + "_clean_inflight_param_registry", DEEPSPEED)
+def release_inflight(state: Coordinator) -> None:
+    """Release what was prefetched and not used."""
+    for number in sorted(state.inflight):
+        state.inflight.discard(number)
+        state.available.add(number)
+        release_parameter(state, number)
 
 
 @rule("deepspeed.runtime.zero.utils.assert_ints_same_as_other_ranks (before 0.17.6 without the length)", DEEPSPEED)
@@ -245,6 +261,7 @@ def fetched(state: Coordinator, module: ModuleNode) -> set[int]:
 @rule(_WHERE + "fetch_sub_module", DEEPSPEED)
 def fetch(state: Coordinator, module: ModuleNode) -> None:
     """Before a module: gather its parameters that are not gathered yet, then those of later modules."""
+    check_order(state, module)
     if state.recording:
         state.order.append(module)
     numbers = fetched(state, module)

@@ -1,4 +1,4 @@
-"""Rows of the table `passes`; what they hold is compared with FSDP2 in tests/ranks/theory/test_fsdp_passes.py."""
+"""Rows of the table `passes`; tests/ranks/theory/test_passes.py compares what they hold with the libraries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from commtrace.hooks.torch import fsdp_passes
+from commtrace.hooks.torch import fsdp, passes
 from commtrace.hooks.torch import tracer as torch_tracer
 from commtrace.progress import progress
 
@@ -21,19 +21,22 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     tables = SimpleNamespace(new=lambda table, row: written.append((row["step"], row["passes"])))
     tracer = SimpleNamespace(recorder=SimpleNamespace(tables=tables))
     monkeypatch.setattr(torch_tracer, "current", lambda: tracer)
-    monkeypatch.setattr(fsdp_passes, "MAX_ROWS", 4)
+    monkeypatch.setattr(passes, "MAX_ROWS", 4)
     return written
 
 
 def run(steps: dict[int, int]) -> None:
-    """Evaluate in these steps so many times."""
-    model = fsdp_passes._ModelPasses()
+    """Evaluate in these steps so many times, and end the log."""
+    model = passes._ModelPasses()
     model.job = 1
     try:
         for step, times in steps.items():
             progress.cells[0] = step
             for _ in range(times):
                 model.add({"kind": "evaluation"})
+        tracer = torch_tracer.current()
+        assert tracer is not None
+        model.end(tracer)
     finally:
         progress.reset()
 
@@ -44,8 +47,13 @@ def evaluations(times: int) -> list[dict[str, Any]]:
 
 
 def test_a_row_is_written_where_passes_change(rows: list[Any]) -> None:
-    run({-1: 2, 0: 1, 1: 1, 5: 3, 6: 1})
-    assert rows == [(-1, evaluations(2)), (0, evaluations(1)), (2, []), (5, None)]
+    run({-1: 2, 0: 1, 1: 1, 2: 2})
+    assert rows == [(-1, evaluations(2)), (0, evaluations(1)), (2, evaluations(2))]
+
+
+def test_steps_without_passes_have_an_empty_row(rows: list[Any]) -> None:
+    run({0: 1, 5: 2, 9: 0})
+    assert rows == [(0, evaluations(1)), (1, []), (5, evaluations(2)), (6, None)]
 
 
 def test_the_last_row_that_fits_has_no_passes(rows: list[Any]) -> None:
@@ -55,6 +63,6 @@ def test_the_last_row_that_fits_has_no_passes(rows: list[Any]) -> None:
 
 def test_a_setting_that_differs_among_units_is_not_known() -> None:
     units = [SimpleNamespace(reduce_grads=value) for value in (True, False)]
-    assert fsdp_passes._setting(units[:1], "reduce_grads") is True
-    assert fsdp_passes._setting(units, "reduce_grads") is None
-    assert fsdp_passes._setting(units, "of_another_version") is None
+    assert fsdp._setting(units[:1], "reduce_grads") is True
+    assert fsdp._setting(units, "reduce_grads") is None
+    assert fsdp._setting(units, "of_another_version") is None

@@ -1,0 +1,104 @@
+"""Passes of a model in each step: the rows of the table `passes`.
+
+They decide what sharded models gather. A row is written for a step that has other passes than the step before.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Final
+
+from commtrace.progress import progress
+from commtrace.recording.session import session
+
+from . import tracer as torch_tracer
+from .captured_jobs import Jobs
+from .tracer import TorchTracer
+
+MAX_ROWS: Final = 10_000
+"""Rows of a model: tables stay in memory. The last one has no passes: from its step on they are not known."""
+
+
+class Passes:
+    """Passes of all models of one kind."""
+
+    def __init__(self, jobs: Jobs) -> None:
+        """Write the passes of models that are known as jobs."""
+        self._jobs = jobs
+        self._reset()
+
+    def _reset(self) -> None:
+        self._of_model: weakref.WeakKeyDictionary[Any, _ModelPasses] = weakref.WeakKeyDictionary()
+        self._all: list[_ModelPasses] = []  # also of models that are gone when the log ends
+
+    def install(self) -> None:
+        """Write to the tables of each recorder that begins from now on."""
+        if self._write_at_end not in torch_tracer.started:
+            torch_tracer.started.append(self._write_at_end)
+
+    def uninstall(self) -> None:
+        """Forget all models."""
+        if self._write_at_end in torch_tracer.started:
+            torch_tracer.started.remove(self._write_at_end)
+        self._reset()
+
+    def _write_at_end(self, tracer: TorchTracer) -> None:
+        models = self._all
+
+        def write() -> None:
+            while models and session.recorder is not tracer.recorder:
+                models.pop().end(tracer)
+
+        tracer.recorder.each_drain.append(write)
+
+    def add(self, model: Any, kind: str, **settings: Any) -> None:
+        """Add a pass to the current step, which is that of its calls."""
+        passes = self._of_model.get(model)
+        if passes is None:
+            passes = self._of_model[model] = _ModelPasses()
+            self._all.append(passes)
+        passes.add({"kind": kind, **settings})
+        tracer = torch_tracer.current()
+        if passes.job is None and tracer is not None:
+            passes.job = self._jobs.row(model, tracer)
+
+
+class _ModelPasses:
+    """Passes of one model in the current step."""
+
+    def __init__(self) -> None:
+        self.job: int | None = None
+        self._step = -1
+        self._passes: list[dict[str, Any]] = []
+        self._written: list[dict[str, Any]] = []  # passes of the last row
+        self._rows = 0
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """Append a pass to the current step."""
+        if progress.step != self._step:
+            self._next_step(progress.step, torch_tracer.current())
+        last = self._passes[-1] if self._passes else {}
+        if last == {**entry, "times": last.get("times")}:
+            last["times"] += 1
+        else:
+            self._passes.append({**entry, "times": 1})
+
+    def end(self, tracer: TorchTracer) -> None:
+        """Write the last rows."""
+        self._next_step(max(progress.step, self._step) + 1, tracer)
+
+    def _next_step(self, step: int, tracer: TorchTracer | None) -> None:
+        """Write a row for the step, and for those up to the next one, which have no passes."""
+        self._write(tracer)
+        if step > self._step + 1:
+            self._step, self._passes = self._step + 1, []
+            self._write(tracer)
+        self._step, self._passes = step, []
+
+    def _write(self, tracer: TorchTracer | None) -> None:
+        if tracer is None or self.job is None or self._passes == self._written or self._rows >= MAX_ROWS:
+            return
+        self._rows += 1
+        passes = self._passes if self._rows < MAX_ROWS else None
+        tracer.recorder.tables.new("passes", {"job": self.job, "step": self._step, "passes": passes})
+        self._written = self._passes
