@@ -71,8 +71,7 @@ def _match(
     below_bound = Fraction(0)
     matched_calls = matched_bytes = 0
     sites, leftovers = [], []
-    # Of calls with the same size, one in training, then one from a framework's code, is sooner the expected one.
-    for calls in sorted(measured, key=lambda calls: (calls.phase == "evaluation", not is_framework_site(calls.site))):
+    for calls in sorted(measured, key=_order):
         taken = 0
         for size, group in _candidates(calls, expected, least):
             count = min(calls.calls - taken, missing.get((size, group), 0))
@@ -87,6 +86,11 @@ def _match(
             leftovers.append(_extra(calls, calls.calls - taken))
     leftovers += _missing(key, missing, ranks)
     return Cell(key, matched_calls, matched_bytes, tuple(sites), tuple(leftovers), below_bound)
+
+
+def _order(calls: EqualCalls) -> tuple[bool, bool, bool]:
+    """Order calls of one size: a library's is sooner the expected one, then one in training, then a framework's."""
+    return not is_of_library(calls), calls.phase == "evaluation", not is_framework_site(calls.site)
 
 
 def _candidates(calls: EqualCalls, expected: ExpectedCounts, least: Mapping[int, int]) -> Iterator[tuple[int, int]]:

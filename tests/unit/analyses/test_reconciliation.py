@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +29,8 @@ from factory import LogFactory, record
 
 from commtrace.analyses import reconciliation
 from commtrace.analyses.reconciliation.causes import CAUSES, UNEXPLAINED
-from commtrace.analyses.reconciliation.measured_calls import DETAILED_STEPS
+from commtrace.analyses.reconciliation.matching import compare
+from commtrace.analyses.reconciliation.measured_calls import DETAILED_STEPS, EqualCalls
 from commtrace.analyses.table_specs import TABLES
 from commtrace.run import Run, open_run
 from commtrace.schema import Phase, Records
@@ -219,3 +221,20 @@ def test_the_report_says_why_nothing_is_compared(tmp_path: Path) -> None:
 
 def test_tables_are_frames(tmp_path: Path) -> None:
     assert all(isinstance(table, pd.DataFrame) for table in run_of(tmp_path, every_step(), ZERO_1).tables().values())
+
+
+def test_a_library_s_call_in_an_evaluation_is_sooner_the_expected_one_than_a_call_of_the_program() -> None:
+    """Where rules expect the calls of evaluations; of a library's calls, those in training come first."""
+    calls = [
+        EqualCalls("data", "broadcast", 8, 1, 8, Fraction(8), phase, site, 2)
+        for phase, site in (
+            ("init", "train.py:3 main"),
+            ("evaluation", "site-packages/deepspeed/utils.py:89 compare"),
+            ("forward", "site-packages/deepspeed/utils.py:89 compare"),
+        )
+    ]
+    left = []
+    for expected in (1, 2, 3):
+        (cell,) = compare([ExpectedCall("broadcast", 8, "comparison", expected)], calls, lambda role: 2)
+        left.append([leftover.phase for leftover in cell.leftovers])
+    assert left == [["evaluation", "init"], ["init"], []]
