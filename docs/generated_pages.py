@@ -101,14 +101,15 @@ def _frameworks() -> Iterator[str]:
     """Yield the lines of the table of trainings with frameworks, as `tests/external` recorded them."""
     yield (
         "\n## Frameworks\n\nSmall models on CPU ranks with gloo ([how to](../how-to/frameworks.md)); `check`: status "
-        "by rules.\n\n| training | version | date | ranks | calls | steps | dimensions | phases | check |\n"
-        "| --- | --- | --- | ---: | ---: | --- | --- | --- | ---: |"
+        "by rules, and against a dry run of the same program (-: not recorded).\n\n"
+        "| training | version | date | ranks | calls | steps | dimensions | phases | check | dry run |\n"
+        "| --- | --- | --- | ---: | ---: | --- | --- | --- | ---: | ---: |"
     )
     for name, run in _recorded("frameworks").items():
         steps = f"{run['steps'][0]} to {run['steps'][-1]}"
         names = (", ".join(run[key]) for key in ("dimensions", "phases"))
         ran = (f"{run['package']} {run['version']}", run["date"], run["ranks"], run["calls"])
-        cells = (name, *ran, steps, *names, run["rules"])
+        cells = (name, *ran, steps, *names, run["rules"], run.get("dry_run", "-"))
         yield "| " + " | ".join(map(str, cells)) + " |"
 
 

@@ -41,16 +41,16 @@ class Row(NamedTuple):
 
 ROWS = {
     "Trainer, DDP": Row("transformers", "trainer.py ddp", 2, 0, "data"),
-    "Trainer, FSDP": Row("transformers", "trainer.py fsdp", 2, 1, "data"),
+    "Trainer, FSDP": Row("transformers", "trainer.py fsdp", 2, 0, "data"),
     "Trainer, ZeRO-2": Row("transformers", "trainer.py zero2", 2, 0, "data world"),
     "Trainer, ZeRO-3": Row("transformers", "trainer.py zero3", 2, 0, "data"),
     "accelerate, DDP": Row("accelerate", "accelerate_loop.py ddp", 2, 0, "data"),
     "accelerate, FSDP": Row("accelerate", "accelerate_loop.py fsdp", 2, 0, "data"),
     "accelerate, ZeRO-2": Row("accelerate", "accelerate_loop.py zero2", 2, 0, "data world"),
     "Lightning, DDP": Row("lightning", "lightning_fit.py ddp", 2, 0, "data"),
-    "Lightning, FSDP": Row("lightning", "lightning_fit.py fsdp", 2, 1, "data"),
+    "Lightning, FSDP": Row("lightning", "lightning_fit.py fsdp", 2, 0, "data"),
     "Lightning, ZeRO-2": Row("lightning", "lightning_fit.py zero2", 2, 0, "data world"),
-    "Lightning, ZeRO-3": Row("lightning", "lightning_fit.py zero3", 2, 1, "data"),
+    "Lightning, ZeRO-3": Row("lightning", "lightning_fit.py zero3", 2, 0, "data"),
     "Megatron-Core, tensor": Row("megatron-core", "megatron_core.py 2 1", 2, 3, "model tensor world"),
     "Megatron-Core, pipeline": Row("megatron-core", "megatron_core.py 1 2", 2, 3, "model pipeline world"),
     "Megatron-Core, both": Row("megatron-core", "megatron_core.py 2 2", 4, 3, "model pipeline tensor world"),
@@ -58,23 +58,48 @@ ROWS = {
     "torchtitan, FSDP and tensor": Row("torchtitan", "torchtitan_train.py 2 2 1", 4, 3, "data tensor world"),
 }
 
+DRY_RUNS = ("Trainer, DDP", "accelerate, DDP", "Lightning, DDP", "Megatron-Core, tensor", "torchtitan, FSDP")
+"""Rows whose calls are compared with those of a dry run."""
+
 
 def train(row: Row, folder: Path, **variables: object) -> list[str]:
     """Train, and return the lines with losses."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={row.ranks}"]
+    return sorted(line for line in run(launcher, row, folder, **variables).splitlines() if line.startswith("losses"))
+
+
+def run(command: list[str], row: Row, folder: Path, **variables: object) -> str:
+    """Run a module of Python with the row's program, and return what it printed."""
     folder.mkdir(exist_ok=True)
     quiet = {
         "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1",
         "TORCHDYNAMO_DISABLE": "1",
     }  # fmt: skip
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("COMMTRACE")}
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={row.ranks}", str(LAUNCHER)]
     done = subprocess.run(
-        [sys.executable, *launcher, *row.command.split()],
+        [sys.executable, *command, str(LAUNCHER), *row.command.split()],
         env={**inherited, **quiet, **{name: str(value) for name, value in variables.items()}},
         cwd=folder, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    return sorted(line for line in done.stdout.splitlines() if line.startswith("losses"))
+    return done.stdout
+
+
+def version_of(package: str) -> str:
+    """Return the version that is installed, or skip the test."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{package} is not installed")
+
+
+def note(name: str, **facts: object) -> None:
+    """Add what was seen of a row to FRAMEWORKS_RESULTS."""
+    if "FRAMEWORKS_RESULTS" in os.environ:
+        path = Path(os.environ["FRAMEWORKS_RESULTS"])
+        results = json.loads(path.read_text()) if path.is_file() else {}
+        results.setdefault(name, {}).update(facts)
+        path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def check(log: Path, *options: str | Path) -> int:
@@ -86,10 +111,7 @@ def check(log: Path, *options: str | Path) -> int:
 @pytest.mark.parametrize("name", ROWS)
 def test_a_framework(name: str, tmp_path: Path) -> None:
     row = ROWS[name]
-    try:
-        version = importlib.metadata.version(row.package)
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip(f"{row.package} is not installed")
+    version = version_of(row.package)
     operators, baseline = tmp_path / "operators", tmp_path / "calls.txt"
     operators.mkdir()
     losses = train(row, tmp_path / "untraced", FRAMEWORKS_OPERATORS=operators)
@@ -113,13 +135,20 @@ def test_a_framework(name: str, tmp_path: Path) -> None:
     assert check(logs[1], "--baseline", baseline) == 0
     assert check(logs[2], "--baseline", baseline) == 1
     assert check(logs[2]) == (1 if row.rules == 0 else row.rules)
-    if "FRAMEWORKS_RESULTS" in os.environ:
-        path = Path(os.environ["FRAMEWORKS_RESULTS"])
-        results = json.loads(path.read_text()) if path.is_file() else {}
-        phases = sorted({*events["phase"].astype(str)})
-        results[name] = {
-            "package": row.package, "version": version, "date": str(datetime.date.today()), "ranks": row.ranks,
-            "calls": len(events), "steps": list(steps.pop()), "dimensions": sorted(dimensions), "phases": phases,
-            "rules": row.rules,
-        }  # fmt: skip
-        path.write_text(json.dumps(results, indent=1) + "\n")
+    note(
+        name, package=row.package, version=version, date=str(datetime.date.today()), ranks=row.ranks,
+        calls=len(events), steps=list(steps.pop()), dimensions=sorted(dimensions),
+        phases=sorted({*events["phase"].astype(str)}), rules=row.rules,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DRY_RUNS)
+def test_a_dry_run(name: str, tmp_path: Path) -> None:
+    row = ROWS[name]
+    version_of(row.package)
+    log, dry = tmp_path / "log", tmp_path / "dry"
+    train(row, tmp_path / "work", COMMTRACE=log)
+    simulated = ["-m", "commtrace.cli", "dryrun", f"--world-size={row.ranks}", "--ranks=all", "--device=cpu"]
+    run([*simulated, f"--out={dry}", sys.executable], row, tmp_path / "work")
+    assert check(log, "--against", dry) == 0
+    note(name, dry_run=0)
