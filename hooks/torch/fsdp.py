@@ -96,7 +96,8 @@ def _end_backward(original: Callable[..., None]) -> Callable[..., None]:
             root = _root(self)
             if _waiting.pop(root, 0) == 1:
                 groups = [group for state in self._state_ctx.all_states for group in groups_of(state)]
-                _passes.add(root, "training", **{name: _setting(groups, name) for name in _SETTINGS})
+                settings = {name: _setting(groups, name) for name in _SETTINGS}
+                _passes.add(root, "training", **settings, is_last_backward=bool(self._state_ctx.is_last_backward))
             else:
                 _passes.add(root, "backward")
         except Exception:

@@ -19,7 +19,9 @@ from commtrace.cli import main
 from commtrace.run import open_run
 
 RANKS: Final = 4
-FSDP: Final = ("accumulated", "evaluated", "evaluated_kept", "evaluated_by_default", "hsdp_accumulated")
+FSDP: Final = (
+    "accumulated", "evaluated", "evaluated_kept", "evaluated_by_default", "evaluated_without_root", "hsdp_accumulated",
+)  # fmt: skip
 ZERO: Final = "deepspeed_zero3"
 FAULT: Final = "gathered_once_more"
 

@@ -180,6 +180,23 @@ def evaluated_by_default() -> None:
             evaluate(whole, 2)
 
 
+def evaluated_without_root() -> None:
+    """The root has no parameters: after an evaluation its last block is gathered once more, in vain."""
+    blocks = [*model()]
+    for block in blocks:
+        fully_shard(block)
+    whole: Any = fully_shard(nn.Sequential(*blocks))
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+    evaluate(whole, 2)
+    for step in range(4):
+        for _ in range(2):
+            micro_batches(whole, 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            evaluate(whole, 1)
+
+
 def hsdp_accumulated() -> None:
     """Gradients are scattered in each micro-batch, and summed among replicas with the last."""
     whole = fully_sharded(dist.get_world_size() // 2, 2)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
@@ -85,6 +85,7 @@ class Pass:
     reduces: bool = True
     among_copies: bool = True
     reshards: bool = True
+    is_last: bool = True  # before an optimizer step, as set_is_last_backward says
 
 
 StepPasses: TypeAlias = tuple[tuple[Pass, int], ...]
@@ -103,7 +104,7 @@ def predict(job: Job) -> Prediction:
     @cache
     def calls(before: Pass | None, passes: StepPasses) -> tuple[ExpectedCall, ...]:
         clipped = clipping(job, units) if any(each.trains for each, _ in passes) else []
-        return (*step_calls(units, before, passes), *clipped)
+        return (*step_calls(units, before, passes), *prefetches_in_vain(job, units, before, passes), *clipped)
 
     def calls_of(number: int) -> tuple[ExpectedCall, ...]:
         place = bisect_right(steps, number)
@@ -146,7 +147,8 @@ def _read_pass(entry: Mapping[str, Any], step: int) -> Pass:
     if kind != "training":
         reason = "only a part of the model ran" if kind == "part" else "not every forward pass had its backward pass"
         raise NotPredictedError(f"{reason} in step {step}")
-    settings = [entry[name] for name in ("reduce_grads", "all_reduce_grads", "reshard_after_backward")]
+    names = ("reduce_grads", "all_reduce_grads", "reshard_after_backward", "is_last_backward")
+    settings = [entry[name] for name in names]
     if None in settings:
         raise NotPredictedError(f"units whose settings differ (set_requires_gradient_sync ...) in step {step}")
     return Pass(True, *settings)
@@ -288,6 +290,25 @@ def gathers(unit: FsdpUnit, before: Pass | None, each: Pass) -> list[ExpectedCal
     groups = (ranks_before, *([after_forward] * each.trains))
     payload = gathered_bytes(unit)
     return [ExpectedCall("all_gather", payload, PARAMETERS, ranks=ranks) for ranks in groups if ranks > 1]
+
+
+@rule(_WHERE + "_fsdp_param_group.FSDPParamGroup._backward_prefetch, finalize_backward", TORCH)
+def prefetches_in_vain(
+    job: Job, units: Sequence[FsdpUnit], before: Pass | None, passes: StepPasses
+) -> Iterator[ExpectedCall]:
+    """The first unit's backward prefetches what ran before its forward: the last unit of an evaluation, in vain.
+
+    A root with parameters runs last, and is gathered at that time.
+    """
+    if len(units) < 2 or any(row["name"] == "" and row["parameters"] for row in job.fact("units")):
+        return
+    last = units[-1]
+    for each, _ in passes:
+        if not each.is_last:
+            raise NotPredictedError("set_is_last_backward of a root without parameters has no rules yet")
+        if each.trains and before is not None and not before.trains and each.reshards and last.shards > 1:
+            yield ExpectedCall("all_gather", gathered_bytes(last), PARAMETERS, ranks=last.shards)
+        before = each
 
 
 @rule(_WHERE + "_fsdp_param_group.FSDPParamGroup.post_backward", TORCH)

@@ -12,7 +12,7 @@ from commtrace.reading.table_reader import ProcessTables
 from commtrace.theory import NotPredictedError, Prediction, predict
 
 SETTINGS: Final = {"reduce_grads": True, "all_reduce_grads": True, "reshard_after_backward": True}
-TRAINING: Final = {"kind": "training", **SETTINGS, "times": 1}
+TRAINING: Final = {"kind": "training", **SETTINGS, "is_last_backward": True, "times": 1}
 ACCUMULATED: Final = {**TRAINING, "reduce_grads": False, "all_reduce_grads": False}
 UNIT: Final = {
     "shapes": [[8]], "dims": [0], "dtypes": ["float32"], "reduce_dtype": None, "shards": 2, "copies": 1,
@@ -21,7 +21,10 @@ UNIT: Final = {
 JOB: Final[dict[str, Any]] = {
     "source": "fsdp", "engine": "fully_shard", "data_parallel_size": 2, **SETTINGS,
     "parameters": [{"name": name, "shape": [8], "dtype": "float32", "trainable": True} for name in "ab"],
-    "units": [{**UNIT, "parameters": [0], "reshard_after_forward": False}, {**UNIT, "parameters": [1]}],
+    "units": [
+        {**UNIT, "name": "", "parameters": [0], "reshard_after_forward": False},
+        {**UNIT, "name": "b", "parameters": [1]},
+    ],
 }  # fmt: skip
 """A root that stays gathered after forward, and a block."""
 
@@ -55,6 +58,15 @@ def test_what_stays_gathered_after_an_evaluation_is_not_gathered_by_the_next_pas
     found = predicted((-1, [evaluation]), (0, [TRAINING]), (1, [TRAINING, evaluation]), (2, [TRAINING]))
     assert counts(found, -1) == {"all_gather": 1 + 5}
     assert [counts(found, step)["all_gather"] for step in range(5)] == [2, 3 + 6, 2, 3, 3]
+
+
+def test_after_an_evaluation_the_last_unit_is_prefetched_in_vain_if_the_root_has_no_parameters() -> None:
+    units = [{**UNIT, "name": name, "parameters": [number]} for number, name in enumerate("ab")]
+    evaluation = {"kind": "evaluation", "times": 2}
+    found = predicted((-1, [evaluation]), (0, [{**TRAINING, "times": 2}]), units=units)
+    assert [counts(found, step)["all_gather"] for step in (-1, 0, 1)] == [4, 8 + 1, 8]
+    with pytest.raises(NotPredictedError, match="set_is_last_backward of a root without parameters"):
+        predicted((0, [{**TRAINING, "is_last_backward": False}]), units=units)
 
 
 def test_a_row_without_passes_is_a_step_of_another_model() -> None:
