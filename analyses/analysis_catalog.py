@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from . import call_times, coverage, message_sizes, reconciliation, steps, timeline, tracing_cost, volume
-from .across_ranks import clocks, stuck_calls, waits
+from .across_ranks import clocks, stragglers, stuck_calls, waits
 from .fold_engine import Analysis
 
 ANALYSES: Final[tuple[Analysis, ...]] = (
@@ -21,6 +21,7 @@ ANALYSES: Final[tuple[Analysis, ...]] = (
     volume.BY_RANK,
     clocks.ANALYSIS,
     waits.SAMPLE,
+    stragglers.ANALYSIS,
     reconciliation.ANALYSIS,
 )
 
@@ -28,6 +29,7 @@ ACROSS_RANKS: Final[tuple[Analysis, ...]] = (waits.ANALYSIS,)
 """Analyses that match all calls of all ranks, which takes as long as all others: not of the default text report."""
 
 DETAILS: Final[dict[str, Analysis]] = {
-    analysis.name: analysis for analysis in (steps.BY_OPERATION, timeline.ANALYSIS, message_sizes.OVER_TIME)
+    analysis.name: analysis
+    for analysis in (steps.BY_OPERATION, timeline.ANALYSIS, message_sizes.OVER_TIME, stragglers.BY_RANK_AND_STEP)
 }
 """Analyses that figures need and no report prints, by the name of their only table."""

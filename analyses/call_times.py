@@ -51,12 +51,12 @@ def durations(measure: str, block: RecordBlock) -> Array:
     return _between(block["t_begin"], block["t_end"], block)
 
 
-def has_own_times(block: RecordBlock) -> Array:
+def has_own_times(block: Fields) -> Array:
     """Return whether the times of each record are its own, bool: not captured into a device graph, not simulated."""
     return np.asarray((block["flags"] & _NO_OWN_TIME) == 0)
 
 
-def wait_begin(block: RecordBlock) -> Array:
+def wait_begin(block: Fields) -> Array:
     """Return when the program began to wait for each record in ns, 0 if its end is not known on the host."""
     return np.where(np.isin(block["clock"], _HOST_CLOCKS), block["t_wait"], 0)
 

@@ -22,6 +22,7 @@ from typing import IO, Any, Final, NamedTuple
 
 import numpy as np
 
+from commtrace.analyses.across_ranks.clocks import clocks_of
 from commtrace.analyses.across_ranks.matching import NOT_MATCHED, MatchedCalls, host_numbers, match_calls
 from commtrace.analyses.call_times import exact_ends
 from commtrace.analyses.fold_engine import EVALUATION, Array, group_rows
@@ -117,24 +118,27 @@ class _Times:
     """Times of calls in ns since the first call of the run, each of shape (calls,)."""
 
     def __init__(self, run: RecordedRun, calls: MatchedCalls) -> None:
+        process = calls["process"]
         offsets = wall_clock_offsets(run)
-        shift = np.array([offsets.get(number, 0) for number in range(len(run.processes))], np.int64)[calls["process"]]
-        placed = np.isin(calls["process"], [*offsets])
-        began = calls["t_begin"] > 0
-        # Where no process knows the time of day, clocks of one host still agree.
-        self.known = began & (placed if placed.any() else True)
+        by_wall_clock = np.array([offsets.get(number, 0) for number in range(len(run.processes))], np.int64)[process]
+        on_reference = clocks_of(run).to_reference(process, calls["t_begin"])
+        if on_reference is None:
+            self.known = np.isin(process, [*offsets]) & (calls["t_begin"] > 0)
+            shift = by_wall_clock
+        else:
+            self.known, shift = calls["t_begin"] > 0, on_reference - calls["t_begin"]
         first = (calls["t_begin"] + shift)[self.known].min(initial=np.iinfo(np.int64).max)
-        self.first_unix_ns = int(first) if placed.any() else 0
+        earliest = np.flatnonzero(self.known & (calls["t_begin"] + shift == first))[:1]
+        self.first_unix_ns = int((calls["t_begin"] + by_wall_clock)[earliest].max(initial=0)) if offsets else 0
         self.begin, self.returned, self.end, self.wait, self.start = (
             np.where(calls[name] > 0, calls[name] + shift - first, -1)
             for name in ("t_begin", "t_return", "t_end", "t_wait", "t_start")
         )
-        latest = np.maximum.reduce([self.begin, self.returned, self.end])
-        last = np.zeros(len(run.processes), np.int64)
-        np.maximum.at(last, calls["process"], latest)
         self.started = np.maximum(self.begin, self.start)
+        last = np.zeros(len(run.processes), np.int64)
+        np.maximum.at(last, process, np.maximum.reduce([self.begin, self.returned, self.end]))
         # A call that never returned is drawn to the last time that its process has in the log.
-        self.returned = np.where(self.returned >= self.begin, self.returned, last[calls["process"]])
+        self.returned = np.where(self.returned >= self.begin, self.returned, last[process])
 
 
 class _Writer:

@@ -31,7 +31,7 @@ from commtrace.reading.recorded_run import RecordedRun
 
 from .corridors import MAX_RATE, Bounds, Lines, find_jumps, lines_within
 from .dependencies import SOURCE, TARGET, agree, arrivals, completions, dependencies, operations
-from .matching import MatchedCalls, host_numbers, match_calls
+from .matching import NOT_MATCHED, MatchedCalls, host_numbers, match_calls
 
 WINDOW_NS: Final = 10_000_000_000
 """Time in which the rate of a clock is constant, within RATE_TOLERANCE."""
@@ -264,8 +264,8 @@ class _Aligner:
             for number in np.flatnonzero(self.host_of_process == host)
         ]
         rows = np.concatenate(ranges)
-        instance = self.calls["instance"][rows]
-        return np.asarray(rows[(instance >= 0) & self._agree[instance] & (self.calls["arrival"][rows] > 0)])
+        rows = rows[(self.calls["instance"][rows] != NOT_MATCHED) & (self.calls["arrival"][rows] > 0)]
+        return np.asarray(rows[self._agree[self.calls["instance"][rows]]])
 
     def _sources(self, rows: Array) -> Array:
         return rows[(self.calls["depends"][rows] & SOURCE) > 0]

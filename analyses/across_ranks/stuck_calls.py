@@ -31,7 +31,7 @@ import numpy as np
 import pandas as pd
 
 from commtrace.analyses.coverage import FILE_PROBLEMS
-from commtrace.analyses.fold_engine import Analysis, Array, NamedTables, RecordBlock
+from commtrace.analyses.fold_engine import Array, NamedTables, without_records
 from commtrace.analyses.table_specs import TABLES
 from commtrace.formatting import format_count, format_ranks
 from commtrace.reading.labels import UNKNOWN, group_label
@@ -525,15 +525,5 @@ def _rank_rows(examination: _Examination, stuck: _Stuck, number: int) -> Iterato
         }
 
 
-def _no_partial(_: RecordBlock) -> pd.DataFrame:
-    return pd.DataFrame()
-
-
-ANALYSIS: Final = Analysis(
-    "stuck_calls",
-    _no_partial,
-    lambda tables: tables[0],
-    lambda _, run: find_stuck_calls(run),
-    reads_records=lambda run: False,
-)
+ANALYSIS: Final = without_records("stuck_calls", find_stuck_calls)
 """Reads the last records itself, and none of a run whose processes all closed their logs without a failed call."""

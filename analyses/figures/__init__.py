@@ -45,15 +45,17 @@ from .run_comparison import (
 )
 from .sizes import message_sizes, sizes_over_time
 from .step_timeline import timeline
+from .step_times import critical_path, delays
 from .volumes import steps, volume
 
 if TYPE_CHECKING:
     from commtrace.run import Run
 
 __all__ = [
-    "COMPARISONS", "FIGURES", "SCALING", "Figure", "expected_and_measured", "figure", "measured_and_predicted",
-    "message_sizes", "operation_shares", "operation_volumes", "predicted_by_role", "role_volumes", "sizes_over_time",
-    "speedup", "step_parts", "steps", "timeline", "volume", "waterfall", "waterfall_by_role",
+    "COMPARISONS", "FIGURES", "SCALING", "Figure", "critical_path", "delays", "expected_and_measured", "figure",
+    "measured_and_predicted", "message_sizes", "operation_shares", "operation_volumes", "predicted_by_role",
+    "role_volumes", "sizes_over_time", "speedup", "step_parts", "steps", "timeline", "volume", "waterfall",
+    "waterfall_by_role",
 ]  # fmt: skip
 
 
@@ -78,6 +80,11 @@ _NO_STEP: Final = "The log has no training step: all calls are of start-up or ev
 _NO_THEORY: Final = (
     "There is no prediction for this run: it needs the job that is trained, captured in the log, and rules for its "
     "scheme."
+)
+
+_NO_STEP_TIMES: Final = (
+    "The log has not the times for it: it needs three training steps of all ranks, with ends of calls that the host "
+    "has seen."
 )
 
 # In the order of a page.
@@ -138,6 +145,22 @@ FIGURES: Final[dict[str, Figure]] = {
         "came last, and the others waited for it. (An end that was seen only by a later wait makes a bar too long.) "
         "Drag to zoom in, double-click to zoom out.",
         _NO_STEP,
+    ),
+    "delays": Figure(
+        "Computation beyond that of the other ranks",
+        "delay_by_rank_and_step",
+        delays,
+        "A bright row is a rank that is always late, a bright cell one that was late once, a bright column a step in "
+        "which a few ranks had more to do. Waiting does not count, so that a delay shows where it began.",
+        _NO_STEP_TIMES,
+    ),
+    "critical_path": Figure(
+        "Critical path of the slowest step",
+        "critical_path",
+        critical_path,
+        "What the end of the step depended on: a shorter piece here makes a shorter step, one elsewhere does not. The "
+        "path changes ranks where one waited for the other.",
+        _NO_STEP_TIMES,
     ),
     "sizes_over_time": Figure(
         "Message sizes over time",

@@ -10,9 +10,9 @@ from typing import Final
 
 SECTIONS: Final = (
     "findings", "theory", "operations", "whole-job", "dimensions", "phases", "steps", "call-sites", "sizes", "times",
-    "bandwidth", "waiting", "clocks", "ranks", "network", "log",
+    "bandwidth", "waiting", "clocks", "ranks", "step-time", "network", "log",
 )  # fmt: skip
 """All sections in the order of the report."""
 
-NOT_SHOWN: Final = ("sizes", "times", "waiting", "clocks")
+NOT_SHOWN: Final = ("sizes", "times", "waiting", "clocks", "step-time")
 """Sections that are shown only on request, so that the report of a healthy run fits on two screens."""

@@ -26,6 +26,8 @@ from commtrace.reading.log_notes import Note
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.schema import WITHOUT_RECORD
 
+MAX_DELAYS: Final = 3
+MAX_STEPS_NAMED: Final = 6
 MAX_STUCK_CALLS: Final = 3
 """Stuck calls that the verdict describes."""
 
@@ -135,6 +137,21 @@ def findings(tables: Mapping[str, pd.DataFrame]) -> Iterator[str]:
                 f"A rank sends {measured / form:.2f} times what the closed form predicts, {format_bytes(form)} a step"
                 f"{_largest_cause(waterfall)}."
             )
+    yield from delay_sentences(tables)
+
+
+def delay_sentences(tables: Mapping[str, pd.DataFrame]) -> Iterator[str]:
+    """Yield a sentence for each of the largest delays."""
+    for delay in rows_of(tables["delays"].head(MAX_DELAYS)):
+        steps = f"in {format_plural(delay.delayed_steps, 'step')}"
+        if delay.delayed_steps <= MAX_STEPS_NAMED:
+            steps = f"in step{'' if delay.delayed_steps == 1 else 's'} {delay.steps}"
+        regular = delay.recurrence.startswith("every ")
+        when = {"every step": "in every step"}.get(delay.recurrence, delay.recurrence if regular else steps)
+        yield (
+            f"Rank {delay.rank} delays the job: {when} it computes {format_duration(delay.delay_ns)} longer than the "
+            f"other ranks ({delay.phase}), {format_share(delay.share)} of the step."
+        )
 
 
 def _waiting(waiting: pd.Series[Any], clock_steps: pd.DataFrame) -> Iterator[str]:

@@ -22,6 +22,7 @@ from .spec_table import spec_table
 
 MAX_RANKS: Final = 16
 MAX_SIZES: Final = 10
+MAX_PIECES: Final = 8
 MAX_LIST: Final = 12
 """Items of a list that are shown; the others are counted."""
 
@@ -85,7 +86,7 @@ def render(
             yield from ([Text(), *section] if section else [])
     if sections is None:
         yield Text()
-        yield paragraph(f"Not shown: {', '.join(NOT_SHOWN)} (--sections NAME,... or --sections all)", width)
+        yield paragraph(f"Not shown: {', '.join(NOT_SHOWN)} (--sections NAMES, or all)", width)
 
 
 def heading(text: str) -> Text:
@@ -245,6 +246,28 @@ def _ranks(report: _Report) -> Iterator[RenderableType]:
     yield report.paragraph(f"The {half} ranks with the least payload and the {half} with the most, of {len(table):,}.")
 
 
+def _step_time(report: _Report) -> Iterator[RenderableType]:
+    parts, path, delays = (report.tables[name] for name in ("step_time_parts", "critical_path", "delays"))
+    yield heading("Where the time of a step goes, across ranks")
+    if not len(parts):
+        yield report.paragraph(
+            "Not known: it needs three training steps of all ranks, with ends of calls that the host has seen."
+        )
+        return
+    yield report.table("step_time_parts")
+    keys = ["which", "step", "rank", "part", "op", "role", "phase", "site"]
+    sums = path.groupby(keys, as_index=False, sort=False).agg({"begin_ns": "min", "ns": "sum"})
+    longest = sums.loc[sums["which"] == "slowest"].nlargest(MAX_PIECES, "ns")
+    yield from (Text(), heading(f"Critical path of the slowest step, the {len(longest)} longest parts"))
+    yield report.table("critical_path", longest)
+    waited_for = report.tables["stragglers"].nlargest(MAX_RANKS, "waiting_ns").sort_values("rank")
+    yield from (Text(), heading("Who is waited for"))
+    yield report.table("stragglers", waited_for)
+    if len(delays):
+        yield from (Text(), heading("Delays: ranks that compute longer than the others"))
+        yield report.table("delays")
+
+
 def _network(report: _Report) -> Iterator[RenderableType]:
     if "network" in report.tables:
         yield heading(network_title(report.tables))
@@ -269,6 +292,6 @@ _RENDER: Final[Mapping[str, Callable[[_Report], Iterator[RenderableType]]]] = {
     section.__name__.strip("_").replace("_", "-"): section
     for section in (
         _findings, _theory, _operations, _whole_job, _dimensions, _phases, _steps, _call_sites, _sizes, _times,
-        _bandwidth, _waiting, _clocks, _ranks, _network, _log,
+        _bandwidth, _waiting, _clocks, _ranks, _step_time, _network, _log,
     )
 }  # fmt: skip

@@ -9,6 +9,7 @@ from commtrace.formatting import format_bandwidth, format_count, format_moment, 
 
 from . import shared_columns as shared
 from .spec import TableSpec, bytes_column, column, count, duration, flag, ratio, share, text_column, word_column
+from .step_time_specs import STEP_TIME_FIGURE_TABLES, STEP_TIME_TABLES
 
 _BY_PAYLOAD: Final = "A row per {}, the largest payload first."
 
@@ -238,6 +239,7 @@ REPORT_TABLES: Final = (
             "\"early reduce\" (and gather), \"late sender\", \"late receiver\"."),
         *shared.WAITS,
     ), {"terminal": ("pattern", *_WAITS_SHOWN[:-2])}),
+    *STEP_TIME_TABLES,
     TableSpec("theory", "Agreement with theory", "A row per process. Bytes are payload over start-up and all steps.", (
         shared.RANK,
         word_column("scheme", "scheme", "Scheme whose rules predict the job; missing if it is not predicted."),
@@ -307,6 +309,7 @@ FIGURE_TABLES: Final = (
         column("s", str, "below_s", "below", "End of the span."),
         shared.OP, shared.FROM, shared.BELOW, shared.CALLS, shared.SUM,
     )),
+    *STEP_TIME_FIGURE_TABLES,
 )  # fmt: skip
 """Tables used only by figures."""
 

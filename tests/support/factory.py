@@ -190,13 +190,13 @@ def training(directory: Path, *, ranks: int = 2, steps: int = 3, run: str = RUN,
         for step in range(steps):
             at = (step + 1) * 1_000_000
             times = {"t_begin": at, "t_return": at + 2_000, "t_wait": at + 5_000, "t_end": at + 50_000}
-            rows.append(record(payload=4096, seq=step, step=step, **times))
+            rows.append(record(payload=4096, seq=1 + 2 * step, step=step, **times))
             rows.append(
                 record(
                     kind=ALL_GATHER,
                     payload=2048,
                     local=2048 // ranks,
-                    seq=step,
+                    seq=2 + 2 * step,
                     step=step,
                     phase=Phase.OPTIMIZER,
                     site=3,

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from factory import training
+from factory import LogFactory, record, training
 from simulated_ranks import Schedule, random_schedule
 
 from commtrace.analyses.across_ranks.clocks import Clocks
@@ -132,3 +132,10 @@ def test_contradictory_bounds_have_no_line_and_a_jump_between_them() -> None:
     assert lines_within(contradictory) is None
     assert [*find_jumps(contradictory, 0.0)] == [(1, 2)]
     assert lines_within(contradictory, slack=300.0) is not None
+
+
+def test_hosts_without_any_operation_that_matches_have_no_bounds(tmp_path: Path) -> None:
+    log = LogFactory(tmp_path)
+    for rank in range(2):
+        log.process(rank, pid=rank + 1, host=f"node{rank}", boot_id=str(rank)).known().write([record(group=99)])
+    assert open_run(tmp_path).table("clocks")["offset_ns"].isna().tolist() == [False, True]

@@ -91,7 +91,7 @@ def hostile(directory: Path) -> None:
 
 
 def test_the_command_writes_one_file_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    training(tmp_path / "log")
+    training(tmp_path / "log", steps=6)
     page = tmp_path / "page.html"
     assert main(["report", str(tmp_path / "log"), "--html", str(page)]) == 0
     assert capsys.readouterr().out == f"{page}: run 20261121-045421-3f9a1c, to be opened in a browser\n"

@@ -98,7 +98,7 @@ def test_a_report_begins_with_warnings_and_findings_and_ends_with_the_log(tmp_pa
             "By operation",
             "8.00 us a call",
             "Blind spots",
-            "--sections all",
+            "(--sections NAMES, or all)",
         )
     ]
     assert positions == sorted(positions)

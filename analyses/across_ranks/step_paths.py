@@ -1,0 +1,400 @@
+"""Critical paths: what the end of each training step depends on, across ranks.
+
+A rank's time is computation, except where one of its calls blocks it: inside the call, or in a wait for its end. Waits
+in C++ are not recorded (DDP waits for its gradients so): an operation that nothing was seen to wait for, and that ends
+after the last call of its phase, counts as waited for from that call on. A call that depends on others (`dependencies`)
+cannot end before the last of them has begun: its *release*. So from the end of a step backwards, the path goes through
+the computation of a rank to the call that it was blocked in before, through that operation to its release, on to the
+rank that came last, through the computation of that rank, and so on to the end of the step before. The pieces cover the
+step without gap or overlap: their sum is its duration.
+
+A step of a rank begins where the last call of its step before ended, and so does that of the job, with the last rank.
+Computation before the first call of a step counts to that step. Times are ns on the clock of the reference host
+(`clocks`). Ends that a device's clock has seen do not block the host: runs that have them have no paths.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import pandas as pd
+
+from commtrace.analyses.call_times import has_own_times, wait_begin
+from commtrace.analyses.fold_engine import Array
+from commtrace.analyses.scaling.step_times import covered_ns
+from commtrace.analyses.table_specs import TABLES
+from commtrace.reading.log import Process
+from commtrace.reading.recorded_run import RecordedRun
+from commtrace.schema import Clock, Phase
+
+from .clocks import clocks_of
+from .dependencies import SOURCE, TARGET, agree, dependencies, operations
+from .matching import NOT_MATCHED, MatchedCalls, match_calls
+
+MAX_STEPS: Final = 500
+"""Steps that are looked at, the last ones of the run: a bound for memory."""
+
+COMPUTATION, COMMUNICATION = "computation", "communication"
+WAITING, EXPOSED, HIDDEN = "waiting", "exposed communication", "hidden communication"
+
+_COLUMNS: Final = (
+    "t_begin", "t_return", "t_wait", "t_end", "step", "clock", "flags", "op", "role", "site", "phase",
+)  # fmt: skip
+_DEVICE_CLOCKS: Final = (int(Clock.DEVICE), int(Clock.DEVICE_WAIT))
+
+
+class PathPiece(NamedTuple):
+    """A piece of a path: time of one rank, in a gap between its calls, or in a call. The other of both is -1."""
+
+    process: int
+    begin: int
+    end: int
+    gap: int
+    call: int
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """When one process was blocked, an entry per interval, by begin; intervals of several threads may overlap."""
+
+    begin: Array
+    end: Array
+    call: Array
+    """Call that blocked it, position in the matched calls."""
+    release: Array
+    """When the last call that it depends on began; -1 where it depends on none, or one is not known."""
+    last_process: Array
+    """Process that made that call."""
+
+    @cached_property
+    def latest(self) -> Array:
+        """The interval with the latest end among each one and those before it."""
+        reach = np.maximum.accumulate(self.end)
+        return np.maximum.accumulate(np.where(self.end == reach, np.arange(len(reach)), 0))
+
+
+@dataclass(frozen=True, eq=False)
+class Gaps:
+    """Computation of all processes: times in which no call blocked them, by process and time.
+
+    Attributes:
+        process: Position of the process in the log, shape (gaps,).
+        begin: Begin of each gap, ns.
+        end: Its end, ns.
+        before: The call that blocked the process before the gap.
+        after: The call that did after it.
+    """
+
+    process: Array
+    begin: Array
+    end: Array
+    before: Array
+    after: Array
+
+
+@dataclass(eq=False)
+class StepPaths:
+    """Timelines of all processes over the steps that are complete on every rank.
+
+    Attributes:
+        calls: The calls of the steps, matched.
+        times: `t_begin`, `t_return`, `t_wait` and `t_end` of the calls on the reference's clock, shape (calls,).
+        processes: Processes that have a timeline, positions in the log, shape (processes,).
+        steps: The steps whose paths are known, ascending, shape (steps,).
+        ends: When each process ended each step, and the one before `steps`, ns, shape (processes, steps + 1).
+    """
+
+    calls: MatchedCalls
+    times: Mapping[str, Array]
+    processes: Array
+    steps: Array
+    ends: Array
+    timelines: dict[int, Timeline] = field(repr=False)
+    gaps: Gaps = field(repr=False)
+    _first_gap: dict[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        numbers = self.processes.tolist()
+        self._first_gap = dict(zip(numbers, np.searchsorted(self.gaps.process, numbers).tolist(), strict=True))
+
+    def step_ns(self) -> Array:
+        """Return the duration of each step of the job, shape (steps,)."""
+        return np.diff(self.ends.max(axis=0))
+
+    def path(self, step: int) -> list[PathPiece]:
+        """Return the critical path of `steps[step]`, from its end to its begin."""
+        last = int(self.ends[:, step + 1].argmax())
+        until, end = (int(moments.max()) for moments in (self.ends[:, step], self.ends[:, step + 1]))
+        return [*self.walk(int(self.processes[last]), end, until)]
+
+    def walk(self, process: int, moment: int, until: int) -> Iterator[PathPiece]:
+        """Yield what a process was doing before a moment, and what that depended on, back to the time `until`."""
+        while moment > until:
+            line = self.timelines[process]
+            earlier = int(np.searchsorted(line.begin, moment)) - 1
+            at = int(line.latest[earlier]) if earlier >= 0 else -1
+            ended = int(line.end[at]) if at >= 0 else until
+            if ended < moment:
+                begin = max(ended, until)
+                yield PathPiece(process, begin, moment, self._gap(process, moment), -1)
+                moment = begin
+                continue
+            release, owner = int(line.release[at]), int(line.last_process[at])
+            # Without a release, or one that clocks put after the end, the call itself is all that is known.
+            if not 0 <= release < moment:
+                release, owner = int(line.begin[at]), process
+            begin = max(release, until)
+            yield PathPiece(process, begin, moment, -1, int(line.call[at]))
+            process, moment = owner, begin
+
+    def _gap(self, process: int, moment: int) -> int:
+        """Return the gap of a process that lies before a moment; -1 before its first call."""
+        first = self._first_gap[process]
+        last = int(np.searchsorted(self.gaps.process, process, side="right"))
+        at = first + int(np.searchsorted(self.gaps.begin[first:last], moment)) - 1
+        return at if at >= first and moment <= self.gaps.end[at] else -1
+
+
+_PATHS: Final[WeakKeyDictionary[RecordedRun, StepPaths | None]] = WeakKeyDictionary()
+
+
+def step_paths(run: RecordedRun) -> StepPaths | None:
+    """Return the timelines of the last steps of a run, which are computed once; None where there are none.
+
+    There are none of dry runs, of runs without three training steps, with a rank that left no log, with ends on a
+    device's clock, or with a host whose clock the calls do not bound.
+    """
+    if run not in _PATHS:
+        _PATHS[run] = _read(run)
+    return _PATHS[run]
+
+
+def _read(run: RecordedRun) -> StepPaths | None:
+    ranks = {process.rank for process in run.processes}
+    if run.simulated or not ranks or len(ranks) != (run.world_size or len(ranks)):
+        return None
+    wanted = _complete_steps(run)
+    if len(wanted) < 3:
+        return None
+    derived = {"depends": dependencies, "operation": operations}
+    calls = match_calls(run, _COLUMNS, wanted, derived=derived)
+    evaluates = calls.text("phase") == Phase.EVALUATION.name.lower()
+    if np.isin(calls["clock"], _DEVICE_CLOCKS).any():
+        return None
+    times = _aligned_times(run, calls)
+    if times is None:
+        return None
+    release, owner = _releases(calls, times["t_begin"])
+    timelines = _timelines(calls, times, release, owner)
+    excluded = np.unique(calls["step"][evaluates])
+    processes = np.array(sorted(timelines), np.int64)
+    ends = np.zeros((len(processes), len(wanted)), np.int64)
+    for row, process in enumerate(processes.tolist()):
+        line = timelines[process]
+        np.maximum.at(ends[row], np.searchsorted(wanted, calls["step"][line.call]), line.end)
+        ends[row] = np.maximum.accumulate(ends[row])
+    follow = np.flatnonzero((np.diff(wanted) == 1) & ~np.isin(wanted[1:], excluded) & ~np.isin(wanted[:-1], excluded))
+    follow = follow[-_run_length(follow) :]
+    if not len(follow):
+        return None
+    kept = slice(int(follow[0]), int(follow[-1]) + 2)
+    return StepPaths(calls, times, processes, wanted[kept][1:], ends[:, kept], timelines, _gaps(timelines))
+
+
+def _run_length(numbers: Array) -> int:
+    """Return how many of the last numbers follow each other without a gap."""
+    breaks = np.flatnonzero(np.diff(numbers) != 1)
+    return len(numbers) - int(breaks[-1]) - 1 if len(breaks) else len(numbers)
+
+
+def _complete_steps(run: RecordedRun) -> Array:
+    """Return the last MAX_STEPS steps that are over on every process that has steps, ascending."""
+    common: Array | None = None
+    for process in run.processes:
+        own = _last_steps(process)
+        common = own if common is None else np.intersect1d(common, own)
+    return np.zeros(0, np.int64) if common is None else common[:-1][-MAX_STEPS:]
+
+
+def _last_steps(process: Process) -> Array:
+    """Return the last steps of a process, ascending, of the last segments that have more than MAX_STEPS."""
+    steps = np.zeros(0, np.int64)
+    for number, segment in enumerate(reversed(process.segments)):
+        found = [np.unique(records["step"]) for records in segment.blocks()]
+        steps = np.unique(np.concatenate([steps, *found]))
+        steps = steps[steps >= 0]
+        if len(steps) > MAX_STEPS + 1 and number + 1 < len(process.segments):
+            return steps[1:]  # the first one may begin in the segment before
+    return steps
+
+
+def _aligned_times(run: RecordedRun, calls: MatchedCalls) -> dict[str, Array] | None:
+    """Return the times of calls on the reference's clock, 0 where not known; None if a host's clock is not bounded."""
+    clocks, times = clocks_of(run), {}
+    for name in ("t_begin", "t_return", "t_wait", "t_end"):
+        aligned = clocks.to_reference(calls["process"], calls[name])
+        if aligned is None:
+            return None
+        times[name] = np.where(calls[name] > 0, aligned, 0)
+    return times
+
+
+def _releases(calls: MatchedCalls, begin: Array) -> tuple[Array, Array]:
+    """Return the release of each call, -1 where it has none or that is not known, and the process that came last."""
+    instance, depends = calls["instance"], calls["depends"]
+    usable = calls.complete & agree(calls)
+    known = np.flatnonzero(instance != NOT_MATCHED)
+    known = known[usable[instance[known]]]
+    source = known[(depends[known] & SOURCE) > 0]
+    source = source[np.argsort(begin[source], kind="stable")]
+    moment, last = np.full((2, len(usable)), -1, np.int64)
+    moment[instance[source]], last[instance[source]] = begin[source], calls["process"][source]
+    target = known[(depends[known] & TARGET) > 0]
+    target = target[moment[instance[target]] >= 0]
+    release, owner = np.full((2, len(calls)), -1, np.int64)
+    # No operation begins before the rank itself has come.
+    itself = begin[target] >= moment[instance[target]]
+    release[target] = np.where(itself, begin[target], moment[instance[target]])
+    owner[target] = np.where(itself, calls["process"][target], last[instance[target]])
+    return release, owner
+
+
+def _timelines(calls: MatchedCalls, times: dict[str, Array], release: Array, owner: Array) -> dict[int, Timeline]:
+    """Return the timeline of each process that has calls."""
+    begin, returned, end = (times[name] for name in ("t_begin", "t_return", "t_end"))
+    known = has_own_times(calls) & (begin > 0) & (returned >= begin)
+    outlasts = known & (end > returned)
+    waited = np.maximum(np.where(wait_begin(calls) > 0, times["t_wait"], 0), returned)
+    waits = np.flatnonzero(outlasts & (wait_begin(calls) > 0) & (end > waited))
+    unseen = outlasts & (calls["t_wait"] == 0) & (calls["clock"] == int(Clock.FUTURE))
+    inside = np.flatnonzero(known)
+    # A call that returns before its operation ends was not blocked by other ranks, the wait for it is.
+    ends_inside = (end[inside] > 0) & (end[inside] <= returned[inside])
+    timelines = {}
+    for process in np.unique(calls["process"][inside]).tolist():
+        own, own_waits = (at[calls["process"][at] == process] for at in (inside, waits))
+        blocks = np.concatenate([ends_inside[calls["process"][inside] == process], np.ones(len(own_waits), bool)])
+        call = np.concatenate([own, own_waits])
+        first = np.concatenate([begin[own], waited[own_waits]])
+        last = np.concatenate([returned[own], end[own_waits]])
+        extra, since = _unseen_waits(calls, own[unseen[own]], end, first, last, call)
+        columns = [
+            np.concatenate(pair)
+            for pair in (
+                (first, since), (last, end[extra]), (call, extra), (blocks, np.ones(len(extra), bool)),
+            )
+        ]  # fmt: skip
+        first, last, call, blocks = (column[np.argsort(columns[0], kind="stable")] for column in columns)
+        timelines[process] = Timeline(
+            first, last, call, np.where(blocks, release[call], -1), np.where(blocks, owner[call], -1)
+        )
+    return timelines
+
+
+def _unseen_waits(
+    calls: MatchedCalls, candidates: Array, end: Array, first: Array, last: Array, call: Array
+) -> tuple[Array, Array]:
+    """Return the calls among `candidates` that count as waited for, and since when (see above)."""
+    order = np.argsort(first, kind="stable")
+    first, reach, call = first[order], np.maximum.accumulate(last[order]), call[order]
+    before = np.searchsorted(first, end[candidates]) - 1
+    after = np.minimum(before + 1, len(first) - 1)
+    in_gap = (reach[before] < end[candidates]) & (before + 1 < len(first))
+    moved_on = (calls["phase"][call[after]] != calls["phase"][candidates]) | (
+        calls["step"][call[after]] != calls["step"][candidates]
+    )
+    chosen = np.flatnonzero(in_gap & moved_on)
+    return candidates[chosen], reach[before[chosen]]
+
+
+def _gaps(timelines: dict[int, Timeline]) -> Gaps:
+    columns: list[list[Array]] = [[np.zeros(0, np.int64)] for _ in range(5)]
+    for process, line in sorted(timelines.items()):
+        reach = line.end[line.latest]
+        at = np.flatnonzero(line.begin[1:] > reach[:-1]) + 1
+        found = (
+            np.full(len(at), process), reach[at - 1], line.begin[at], line.call[line.latest[at - 1]], line.call[at],
+        )  # fmt: skip
+        for column, values in zip(columns, found, strict=True):
+            column.append(values)
+    return Gaps(*(np.concatenate(column) for column in columns))
+
+
+def chosen_steps(paths: StepPaths) -> dict[str, int]:
+    """Return the positions in `paths.steps` of a step of median duration ("median") and of the longest ("slowest")."""
+    order = np.argsort(paths.step_ns(), kind="stable")
+    return {"median": int(order[(len(order) - 1) // 2]), "slowest": int(order[-1])}
+
+
+def critical_path(run: RecordedRun, paths: StepPaths) -> pd.DataFrame:
+    """Return the table `critical_path`."""
+    tables = [_path_table(run, paths, which, step) for which, step in chosen_steps(paths).items()]
+    return pd.concat(tables, ignore_index=True)
+
+
+def _path_table(run: RecordedRun, paths: StepPaths, which: str, step: int) -> pd.DataFrame:
+    pieces = paths.path(step)[::-1]
+    start = int(paths.ends[:, step].max())
+    # Computation is named by the phase of the call that it leads to.
+    call = np.array([piece.call if piece.gap < 0 else paths.gaps.after[piece.gap] for piece in pieces], np.int64)
+    inside = np.array([piece.call >= 0 for piece in pieces], bool)
+    labels = {name: np.where(call >= 0, paths.calls.text(name, call), "") for name in ("op", "role", "phase", "site")}
+    columns = {
+        name: values if name == "phase" else np.where(inside, values, np.array(None, object))
+        for name, values in labels.items()
+    }
+    rows = {
+        "which": which,
+        "step": int(paths.steps[step]),
+        "rank": [run.processes[piece.process].rank for piece in pieces],
+        "part": np.where(inside, COMMUNICATION, COMPUTATION),
+        **columns,
+        "begin_ns": [piece.begin - start for piece in pieces],
+        "ns": [piece.end - piece.begin for piece in pieces],
+    }
+    return pd.DataFrame(rows, columns=TABLES["critical_path"].column_names)
+
+
+def step_time_parts(paths: StepPaths) -> pd.DataFrame:
+    """Return the table `step_time_parts`."""
+    rows = []
+    for which, step in chosen_steps(paths).items():
+        begin, end = (int(moments.max()) for moments in (paths.ends[:, step], paths.ends[:, step + 1]))
+        parts: Counter[tuple[str, str]] = Counter()
+        for line in paths.timelines.values():
+            parts.update(_parts(paths, line, begin, end))
+        means = {key: ns / len(paths.timelines) for key, ns in parts.items()}
+        computing = (end - begin) - sum(ns for (part, _), ns in means.items() if part != HIDDEN)
+        for (part, role), ns in [((COMPUTATION, ""), computing), *sorted(means.items())]:
+            share = ns / (end - begin) if end > begin else 0.0
+            rows.append((which, int(paths.steps[step]), part, role, ns, share))
+    return pd.DataFrame(rows, columns=TABLES["step_time_parts"].column_names)
+
+
+def _parts(paths: StepPaths, line: Timeline, begin: int, end: int) -> Counter[tuple[str, str]]:
+    """Return what one process did between two times besides computation: ns by part and dimension."""
+    # Of calls that overlap, each counts from where those that began before it have ended.
+    reach = np.concatenate([[begin], line.end[line.latest][:-1]])
+    first = np.clip(np.maximum(line.begin, reach), begin, end)
+    last = np.maximum(np.clip(line.end, begin, end), first)
+    released = np.where(line.last_process >= 0, np.clip(line.release, first, last), first)
+    roles = paths.calls.text("role", line.call)
+    result: Counter[tuple[str, str]] = Counter()
+    for role in np.unique(roles.astype(str)).tolist():
+        own = roles == role
+        result[WAITING, role] = int((released - first)[own].sum())
+        result[EXPOSED, role] = int((last - released)[own].sum())
+        ops = np.unique(line.call[own])
+        started, ended = (paths.times[name][ops] for name in ("t_begin", "t_end"))
+        flights = np.stack([started, np.maximum(ended, started)], axis=1)
+        blocked = np.stack([line.begin, line.end], axis=1)
+        window = np.array([begin]), np.array([end])
+        both = np.concatenate([flights, blocked])
+        result[HIDDEN, role] = int(covered_ns(both, *window)[0] - covered_ns(blocked, *window)[0])
+    return +result

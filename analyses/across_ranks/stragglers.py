@@ -1,0 +1,294 @@
+"""Stragglers: which rank the others wait for, and where its delay began.
+
+A delay is computation that takes longer than that of the other ranks in the same step: their median, the rank itself
+left out. It is computation, and no waiting, so that a rank that only passes on the delay of another one has none.
+Significant are
+
+    delays of every step    the median over the steps, at least MIN_SHARE of a step and MIN_DEVIATIONS of their spread
+    delays of some steps    what is above that median, at least MIN_SHARE_ONCE of a step, MIN_DEVIATIONS of the spread,
+                            and MIN_RATIO times the largest of any other rank and step
+
+if they lie on the steps' critical paths, so that the job is longer by them. The spread is 1.4826 times the median
+absolute deviation, which is the standard deviation where it is normal. The phase of a delay is the one in which the
+computation is longer by the most.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from commtrace.analyses.fold_engine import Array, NamedTables, group_rows, rows_of, without_records
+from commtrace.analyses.table_specs import TABLES
+from commtrace.formatting import format_ranks
+from commtrace.reading.recorded_run import RecordedRun
+
+from .step_paths import StepPaths, critical_path, step_paths, step_time_parts
+
+MIN_SHARE: Final = 0.05
+MIN_SHARE_ONCE: Final = 0.2
+MIN_DEVIATIONS: Final = 5
+MIN_RATIO: Final = 3
+MIN_ON_PATH: Final = 0.25
+"""Least part of a delay that lies on the critical paths."""
+MAX_WALKS: Final = 400
+"""Waits whose origin is looked for, the longest ones."""
+
+
+class _Delay(NamedTuple):
+    """A significant delay of a rank (row): `excess` of each of the steps `at`, positions in `StepPaths.steps`."""
+
+    row: int
+    every_step: bool
+    at: Array
+    excess: Array
+
+
+class Computation(NamedTuple):
+    """Computation of all ranks, in total or between the same two phases.
+
+    Attributes:
+        phase: The phases: "backward", "forward to backward", "begin of step to forward"; "": in total.
+        ns: Computation of each rank in each step, float64, shape (processes, steps).
+        on_path: The part of it on the step's critical path.
+    """
+
+    phase: str
+    ns: Array
+    on_path: Array
+
+    def excess(self) -> Array:
+        """Return how much longer each rank computed than the median of the others, shape (processes, steps)."""
+        rows = range(len(self.ns))
+        others = [np.median(np.delete(self.ns, row, axis=0), axis=0) for row in rows if len(self.ns) > 1]
+        return np.asarray(self.ns - (np.array(others) if others else np.median(self.ns)))
+
+
+def _tables(run: RecordedRun) -> NamedTables:
+    paths = step_paths(run)
+    if paths is None:
+        names = ("step_time_parts", "critical_path", "stragglers", "delays")
+        return {name: pd.DataFrame(columns=TABLES[name].column_names) for name in names}
+    parts = computation(paths)
+    return {
+        "step_time_parts": step_time_parts(paths),
+        "critical_path": critical_path(run, paths),
+        "stragglers": stragglers(run, paths, parts),
+        "delays": delays(run, paths, parts),
+    }
+
+
+def _figure_tables(run: RecordedRun) -> NamedTables:
+    paths = step_paths(run)
+    name = "delay_by_rank_and_step"
+    if paths is None:
+        return {name: pd.DataFrame(columns=TABLES[name].column_names)}
+    return {name: delay_by_rank_and_step(run, paths, computation(paths))}
+
+
+ANALYSIS: Final = without_records("step_times", _tables)
+BY_RANK_AND_STEP: Final = without_records("delay_by_rank_and_step", _figure_tables)
+
+
+def computation(paths: StepPaths) -> list[Computation]:
+    """Return the computation of all ranks by the phases that it lies between."""
+    gaps, calls = paths.gaps, paths.calls
+    step_after = calls["step"][gaps.after]
+    step = np.searchsorted(paths.steps, step_after)
+    within = paths.steps[np.minimum(step, len(paths.steps) - 1)] == step_after
+    starts = calls["step"][gaps.before] != step_after
+    before = np.where(starts, -1, calls["phase"][gaps.before])
+    on_path = np.zeros(len(gaps.begin))
+    for number in range(len(paths.steps)):
+        for piece in paths.path(number):
+            if piece.gap >= 0:
+                on_path[piece.gap] += piece.end - piece.begin
+    at = np.flatnonzero(within)
+    first, pairs = group_rows([before[at], calls["phase"][gaps.after[at]]])
+    rows = np.searchsorted(paths.processes, gaps.process[at])
+    result = []
+    for pair, example in enumerate(at[first].tolist()):
+        own = at[pairs == pair]
+        cells = rows[pairs == pair], step[own]
+        ns, path_ns = np.zeros((2, len(paths.processes), len(paths.steps)))
+        np.add.at(ns, cells, gaps.end[own] - gaps.begin[own])
+        np.add.at(path_ns, cells, on_path[own])
+        result.append(Computation(_phases(paths, example), ns, path_ns))
+    return result
+
+
+def _phases(paths: StepPaths, gap: int) -> str:
+    names = paths.calls.text("phase", np.array([paths.gaps.before[gap], paths.gaps.after[gap]]))
+    before, after = str(names[0]), str(names[1])
+    step = paths.calls["step"]
+    if step[paths.gaps.before[gap]] != step[paths.gaps.after[gap]]:
+        return f"begin of step to {after}"
+    return after if before == after else f"{before} to {after}"
+
+
+def _total(paths: StepPaths, parts: list[Computation]) -> Computation:
+    shape = 2, len(paths.processes), len(paths.steps)
+    sums = sum((np.array([part.ns, part.on_path]) for part in parts), np.zeros(shape))
+    return Computation("", *sums)
+
+
+def delays(run: RecordedRun, paths: StepPaths, parts: list[Computation]) -> pd.DataFrame:
+    """Return the table `delays`: the significant ones, the largest first."""
+    step_ns = paths.step_ns()
+    total = _total(paths, parts)
+    rows = []
+    for delay in _significant(total.excess(), float(np.median(step_ns))):
+        on_path = np.minimum(delay.excess, total.on_path[delay.row, delay.at]).clip(min=0)
+        if on_path.sum() >= MIN_ON_PATH * delay.excess.sum():
+            longest = max(parts, key=lambda part: _rise(part.excess()[delay.row], delay))
+            rows.append(
+                {
+                    "rank": run.processes[paths.processes[delay.row]].rank,
+                    "phase": longest.phase,
+                    "recurrence": "every step" if delay.every_step else _recurrence(paths.steps[delay.at]),
+                    "steps": format_ranks(paths.steps[delay.at].tolist()),
+                    "delayed_steps": len(delay.at),
+                    "delay_ns": float(np.median(delay.excess)),
+                    "on_path_ns": float(on_path.mean()),
+                    "share": float(np.median(delay.excess / step_ns[delay.at])),
+                }
+            )
+    table = pd.DataFrame(rows, columns=TABLES["delays"].column_names)
+    return table.sort_values("delay_ns", ascending=False, kind="stable", ignore_index=True)
+
+
+def _rise(excess: Array, delay: _Delay) -> float:
+    """Return by how much the excess of one phase, shape (steps,), is larger in the delayed steps than in the others."""
+    others = np.delete(excess, delay.at)
+    return float(np.median(excess[delay.at]) - (np.median(others) if len(others) else 0))
+
+
+def _significant(excess: Array, typical: float) -> Iterator[_Delay]:
+    always = np.median(excess, axis=1, keepdims=True)
+    rest = excess - always
+    spread = 1.4826 * np.median(np.abs(rest), axis=1)
+    for row in range(len(excess)):
+        if always[row, 0] >= max(MIN_SHARE * typical, MIN_DEVIATIONS * spread[row]):
+            yield _Delay(row, True, np.arange(excess.shape[1]), excess[row])
+        at = np.flatnonzero(rest[row] >= max(MIN_SHARE_ONCE * typical, MIN_DEVIATIONS * spread[row]))
+        others = np.delete(rest, row, axis=0)
+        unlike = max(others.max(initial=0), np.delete(rest[row], at).max(initial=0))
+        if len(at) and float(np.median(rest[row, at])) >= MIN_RATIO * unlike:
+            yield _Delay(row, False, at, rest[row, at])
+
+
+def _recurrence(steps: Array) -> str:
+    """Return how often a delay comes back: "once", "every 10 steps" or "irregular"."""
+    distances = np.diff(steps)
+    if not len(distances):
+        return "once"
+    return f"every {distances[0]} steps" if len(distances) > 1 and (distances == distances[0]).all() else "irregular"
+
+
+def _ranks(run: RecordedRun, paths: StepPaths) -> Array:
+    return np.array([run.processes[process].rank for process in paths.processes], np.int64)
+
+
+def delay_by_rank_and_step(run: RecordedRun, paths: StepPaths, parts: list[Computation]) -> pd.DataFrame:
+    """Return the table `delay_by_rank_and_step`: what each rank computed longer than the others, over all phases."""
+    excess = _total(paths, parts).excess()
+    ranks = _ranks(run, paths)
+    return pd.DataFrame(
+        {
+            "rank": np.repeat(ranks, len(paths.steps)),
+            "step": np.tile(paths.steps, len(ranks)),
+            "delay_ns": np.rint(excess).astype(np.int64).ravel(),
+        }
+    )
+
+
+def stragglers(run: RecordedRun, paths: StepPaths, parts: list[Computation]) -> pd.DataFrame:
+    """Return the table `stragglers`: a row per rank."""
+    waits = _waits(paths)
+    ranks = _ranks(run, paths)
+    steps, step_ns = len(paths.steps), paths.step_ns()
+    origins = _origins(paths, parts, waits)
+    rows = []
+    for row, process in enumerate(paths.processes.tolist()):
+        own = waits.loc[waits["owner"] == process]
+        caused = float(own["ns"].sum())
+        by_origin = origins.get(process, Counter())
+        looked_at = sum(by_origin.values())
+        passed = {origin: ns for origin, ns in by_origin.items() if origin >= 0 and origin != process}
+        rows.append(
+            {
+                "rank": int(ranks[row]),
+                "operations": int((waits["process"] == process).sum() + own["instance"].nunique()),
+                "last": int(own["instance"].nunique()),
+                "waiting_ns": caused / steps,
+                "waiting_share": caused / (len(ranks) * float(step_ns.sum())),
+                "own_share": by_origin[process] / looked_at if looked_at else np.nan,
+                "passed_on_share": sum(passed.values()) / looked_at if looked_at else np.nan,
+                "passed_on_from": format_ranks(_rank_of(run, origin) for origin in passed),
+            }
+        )
+    return pd.DataFrame(rows, columns=TABLES["stragglers"].column_names)
+
+
+def _rank_of(run: RecordedRun, process: int) -> int:
+    return run.processes[process].rank
+
+
+def _waits(paths: StepPaths) -> pd.DataFrame:
+    """Return the waits of processes for each other within the steps, of calls that were matched on all ranks.
+
+    Returns:
+        A row per wait: `process`, `owner` (whom it waited for), `instance`, `release` (when its wait was over), `ns`.
+    """
+    begin, end = int(paths.ends[:, 0].min()), int(paths.ends[:, -1].max())
+    tables = []
+    for process, line in paths.timelines.items():
+        at = np.flatnonzero((line.release > line.begin) & (line.last_process != process))
+        at = at[(line.begin[at] >= begin) & (line.end[at] <= end)]
+        release = np.minimum(line.release[at], line.end[at])
+        tables.append(
+            pd.DataFrame(
+                {
+                    "process": process,
+                    "owner": line.last_process[at],
+                    "instance": paths.calls["instance"][line.call[at]],
+                    "release": release,
+                    "ns": release - line.begin[at],
+                }
+            )
+        )
+    return pd.concat(tables, ignore_index=True)
+
+
+def _origins(paths: StepPaths, parts: list[Computation], waits: pd.DataFrame) -> dict[int, Counter[int]]:
+    """Return where the longest waits began: ns by the process that was waited for, and that of the origin; -1: unclear.
+
+    From the call that was waited for back to the begin of its step, the computation on the path with the largest excess
+    over other ranks is the origin, if that is at least half of the wait.
+    """
+    excess = {part.phase: part.excess() for part in parts}
+    row_of = {process: row for row, process in enumerate(paths.processes.tolist())}
+    found: dict[int, Counter[int]] = {}
+    starts = paths.ends.max(axis=0)
+    for wait in rows_of(waits.nlargest(MAX_WALKS, "ns")):
+        step = int(np.searchsorted(starts, wait.release, side="right")) - 1
+        if not 0 <= step < len(paths.steps):
+            continue
+        begin = int(paths.ends[:, step].min())
+        amounts: Counter[tuple[int, str]] = Counter()
+        for piece in paths.walk(int(wait.owner), int(wait.release), begin):
+            if piece.gap >= 0:
+                amounts[piece.process, _phases(paths, piece.gap)] += piece.end - piece.begin
+        candidates = [(0.0, -1)] + [
+            (min(ns, excess[phase][row_of[process], step]), process)
+            for (process, phase), ns in amounts.items()
+            if phase in excess
+        ]
+        delay, origin = max(candidates)
+        origin = origin if delay >= wait.ns / 2 else -1
+        found.setdefault(int(wait.owner), Counter())[origin] += int(wait.ns)
+    return found

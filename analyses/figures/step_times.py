@@ -1,0 +1,79 @@
+"""Figures of training steps across ranks: who was late when, and what a step's end depended on."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from commtrace.analyses.fold_engine import rows_of
+from commtrace.formatting import format_duration, is_known
+
+from .style import GREY, SCALE, finish, horizontal_bars, in_order, label, numbered_rows, operation_style, time_scale
+
+MAX_RANKS: Final = 64
+"""Rows of a figure: the ranks with the largest values."""
+
+
+def delays(table: pd.DataFrame) -> go.Figure:
+    """Draw `delay_by_rank_and_step`: a row per rank, up to MAX_RANKS, and a column per step."""
+    late = table.pivot_table(index="rank", columns="step", values="delay_ns", aggfunc="sum").clip(lower=0)
+    late = late.loc[sorted(late.max(axis=1).nlargest(MAX_RANKS).index)]
+    scale = time_scale(late.to_numpy().ravel().tolist())
+    hover = [
+        [f"rank {rank}, step {step}<br>{format_duration(value)} longer than the others" for step, value in row.items()]
+        for rank, row in late.iterrows()
+    ]
+    figure = go.Figure(
+        go.Heatmap(
+            x=late.columns.tolist(),
+            z=late.to_numpy() / scale.divisor,
+            zmin=0,
+            text=hover,
+            hovertemplate="%{text}<extra></extra>",
+            colorscale=SCALE,
+            colorbar={"title": {"text": scale.unit, "side": "top"}, "thickness": 12, "outlinewidth": 0},
+        )
+    )
+    figure.update_xaxes(title_text="training step")
+    figure.update_yaxes(**numbered_rows(f"rank {rank}" for rank in late.index))
+    return finish(figure, "Computation beyond that of the other ranks", max(240, 150 + 18 * len(late)))
+
+
+def critical_path(table: pd.DataFrame) -> go.Figure:
+    """Draw `critical_path` of the slowest step: a row per rank that it goes through."""
+    path = table.loc[table["which"] == "slowest"]
+    on_path = path.groupby("rank")["ns"].sum().nlargest(MAX_RANKS)
+    ranks = sorted(on_path.index)
+    path = path.loc[path["rank"].isin(ranks)]
+    place = {rank: number for number, rank in enumerate(ranks)}
+    scale = time_scale(path["begin_ns"] + path["ns"])
+    figure = go.Figure()
+    kinds: list[tuple[pd.DataFrame, dict[str, Any]]] = [
+        (path.loc[path["part"] == "computation"], {"name": "computation", "marker": {"color": GREY}})
+    ]
+    calls = path.loc[path["part"] != "computation"]
+    kinds += [(calls.loc[calls["op"] == op], operation_style(op)) for op in in_order(calls["op"])]
+    for rows, style in kinds:
+        bars = horizontal_bars(
+            [place[rank] for rank in rows["rank"]],
+            scale.axis(rows["ns"]),
+            [_hover(row) for row in rows_of(rows)],
+            base=scale.axis(rows["begin_ns"]),
+            width=0.6,
+            **style,
+        )
+        # The outline keeps a piece visible that is shorter than a pixel.
+        figure.add_trace(bars.update(marker_line={"color": bars.marker.color, "width": 1}))
+    figure.update_layout(barmode="overlay")
+    figure.update_xaxes(title_text=f"time since the step's begin, {scale.unit}")
+    figure.update_yaxes(**numbered_rows(f"rank {rank}" for rank in ranks))
+    step = int(path["step"].iloc[0]) if len(path) else 0
+    return finish(figure, f"Critical path of the slowest step, {step}", max(240, 150 + 26 * len(ranks)))
+
+
+def _hover(row: Any) -> str:
+    lines = [f"rank {row.rank}, {label(row.op if is_known(row.op) else row.part)}", format_duration(row.ns)]
+    lines.append(f"phase {label(row.phase)}")
+    return "<br>".join(lines + ([label(row.site)] if is_known(row.site) and row.site else []))

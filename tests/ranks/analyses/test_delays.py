@@ -1,0 +1,87 @@
+"""Delays in real trainings, whose computation is sleep: the rank, the phase, the steps and the amount are named."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ranks
+import recorders
+
+from commtrace.run import open_run
+
+DELAY_MS = 120
+PHASES = {
+    "ddp": ("forward", "backward"),
+    "zero1": ("forward", "backward"),
+    "zero3": ("forward", "backward"),
+    "tensor": ("forward", "backward"),
+    "pipeline": ("forward", "backward"),
+}
+NAMED = {
+    ("ddp", "forward"): "begin of step to",  # DDP's first call is one in backward
+    ("zero1", "forward"): "begin of step to",
+    ("zero1", "backward"): "begin of step to",
+}
+"""Where a scheme makes no call between the begin of the step and the computation."""
+
+
+@pytest.fixture(scope="module")
+def deepspeed_nursery() -> Iterator[ranks.Nursery]:
+    recorders.needs("native")
+    with ranks.Nursery("native", "deepspeed", DS_ACCELERATOR="cpu") as parent:
+        yield parent
+
+
+def delays(nursery: ranks.Nursery, folder: Path, scheme: str, size: int, *delay: object) -> list[dict[str, object]]:
+    statuses, outputs = nursery.run("delayed", folder, scheme, *delay, ranks=size)
+    assert statuses == [0] * size, "\n".join(outputs)
+    return [
+        {str(name): value for name, value in row.items()} for row in open_run(folder).table("delays").to_dict("records")
+    ]
+
+
+def check(nursery: ranks.Nursery, folder: Path, scheme: str, size: int, who: int, phase: str, steps: str) -> None:
+    found = delays(nursery, folder, scheme, size, who, phase, DELAY_MS, steps)
+    assert [delay["rank"] for delay in found] == [who], found
+    [delay] = found
+    assert NAMED.get((scheme, phase), phase) in str(delay["phase"])
+    times = {"pipeline": 2, "tensor": 2}.get(scheme, 1)
+    assert delay["delay_ns"] == pytest.approx(times * DELAY_MS * 1e6, rel=0.05)
+    if steps != "all":
+        assert delay["steps"] == steps
+    else:
+        assert delay["recurrence"] == "every step"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "size", "who", "phase", "steps"),
+    [("ddp", 2, 1, "backward", "all"), ("zero3", 2, 0, "forward", "6"), ("pipeline", 4, 1, "forward", "all")],
+)
+def test_a_delay_is_named(
+    deepspeed_nursery: ranks.Nursery, tmp_path: Path, scheme: str, size: int, who: int, phase: str, steps: str
+) -> None:
+    check(deepspeed_nursery, tmp_path / "log", scheme, size, who, phase, steps)
+
+
+def test_nobody_is_named_without_a_delay(deepspeed_nursery: ranks.Nursery, tmp_path: Path) -> None:
+    assert delays(deepspeed_nursery, tmp_path / "log", "tensor", 2) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", range(100))
+def test_delays_drawn_at_random(deepspeed_nursery: ranks.Nursery, tmp_path: Path, number: int) -> None:
+    chance = random.Random(number)
+    scheme, size = chance.choice([*PHASES]), chance.choice((2, 4, 8))
+    steps = chance.choice(("all", str(chance.randrange(2, 12)), "3,6,9,12"))
+    who, phase = chance.randrange(size), chance.choice(PHASES[scheme])
+    check(deepspeed_nursery, tmp_path / "log", scheme, size, who, phase, steps)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", range(100))
+def test_no_delays(deepspeed_nursery: ranks.Nursery, tmp_path: Path, number: int) -> None:
+    chance = random.Random(number)
+    assert delays(deepspeed_nursery, tmp_path / "log", chance.choice([*PHASES]), chance.choice((2, 4, 8))) == []

@@ -1,0 +1,135 @@
+"""Delays, critical paths and parts of steps, in logs whose schedule is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from simulated_steps import MS, PROGRAMS, Delay, Simulation, none
+
+from commtrace.analyses.across_ranks import stragglers
+from commtrace.analyses.across_ranks.step_paths import step_paths
+from commtrace.analyses.fold_engine import NamedTables, fold
+from commtrace.analyses.report.findings import delay_sentences
+from commtrace.run import Run, open_run
+from commtrace.schema import Phase
+
+STEPS = 24
+
+
+def run_of(folder: Path, program: str, ranks: int, seed: int = 0, delay: Delay = none, steps: int = STEPS) -> Run:
+    PROGRAMS[program](Simulation(ranks, seed, delay), steps).write(folder)
+    return open_run(folder)
+
+
+def tables_of(run: Run) -> NamedTables:
+    return fold(run, [stragglers.ANALYSIS, stragglers.BY_RANK_AND_STEP])
+
+
+def late(rank: int, phase: Phase, ns: int, steps: set[int] | None = None) -> Delay:
+    """A rank is late in a phase, once a step; in these steps, or in all."""
+    seen: set[int] = set()
+
+    def delay(at_rank: int, step: int, at_phase: Phase) -> int:
+        if (at_rank, at_phase) != (rank, phase) or (steps is not None and step not in steps) or step in seen:
+            return 0
+        seen.add(step)
+        return ns
+
+    return delay
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_pieces_of_a_path_add_up_to_the_step_and_so_do_its_parts(tmp_path: Path, program: str, ranks: int) -> None:
+    run = run_of(tmp_path, program, ranks, delay=late(1, Phase.BACKWARD, 7 * MS, {5, 6}))
+    paths = step_paths(run)
+    assert paths is not None
+    assert paths.steps.tolist() == list(range(1, STEPS - 1))
+    for step, ns in enumerate(paths.step_ns().tolist()):
+        pieces = paths.path(step)
+        assert all(piece.end > piece.begin for piece in pieces)
+        assert [piece.begin for piece in pieces[:-1]] == [piece.end for piece in pieces[1:]], "they follow each other"
+        assert sum(piece.end - piece.begin for piece in pieces) == ns
+    tables = tables_of(run)
+    parts = tables["step_time_parts"]
+    durations = dict(zip(paths.steps.tolist(), paths.step_ns().tolist(), strict=True))
+    for (_, number), rows in parts.loc[parts["part"] != "hidden communication"].groupby(["which", "step"]):
+        assert rows["ns"].sum() == pytest.approx(durations[number])
+        assert rows["share"].sum() == pytest.approx(1)
+    for (_, number), rows in tables["critical_path"].groupby(["which", "step"]):
+        assert rows["ns"].sum() == durations[number]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("seed", range(2))
+def test_nobody_is_named_without_a_delay(tmp_path: Path, program: str, ranks: int, seed: int) -> None:
+    tables = tables_of(run_of(tmp_path, program, ranks, seed))
+    assert len(tables["delays"]) == 0
+    assert list(delay_sentences(tables)) == []
+
+
+@pytest.mark.parametrize(
+    ("program", "phase", "named"),
+    [
+        ("data parallel", Phase.BACKWARD, "backward"),
+        ("data parallel", Phase.FORWARD, "begin of step to backward"),
+        ("sharded", Phase.FORWARD, "forward"),
+        ("sharded", Phase.OPTIMIZER, "optimizer"),
+        ("pipeline", Phase.FORWARD, "forward"),
+        ("pipeline", Phase.BACKWARD, "backward"),
+    ],
+)
+@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize(
+    ("steps", "recurrence"),
+    [(None, "every step"), ({7}, "once"), ({3, 9, 15, 21}, "every 6 steps"), ({4, 5, 17}, "irregular")],
+)
+def test_rank_phase_steps_and_amount_of_a_delay(
+    tmp_path: Path, program: str, phase: Phase, named: str, ranks: int, steps: set[int] | None, recurrence: str
+) -> None:
+    ns, who = 40 * MS, ranks // 2
+    tables = tables_of(run_of(tmp_path, program, ranks, delay=late(who, phase, ns, steps)))
+    [delay] = tables["delays"].to_dict("records")
+    assert (delay["rank"], delay["recurrence"]) == (who, recurrence)
+    assert delay["delay_ns"] == pytest.approx(ns, rel=0.05)
+    assert delay["on_path_ns"] == pytest.approx(ns, rel=0.15)
+    assert named in delay["phase"]
+    assert delay["delayed_steps"] == (STEPS - 2 if steps is None else len(steps))
+    if steps is not None:
+        assert set(map(int, delay["steps"].replace("-", ",").split(","))) >= {min(steps), max(steps)}
+    [sentence] = delay_sentences(tables)
+    assert sentence.startswith(f"Rank {who} delays the job: ")
+    by_rank = tables["stragglers"].set_index("rank")
+    assert by_rank["waiting_ns"].max() > 0
+    heat = tables["delay_by_rank_and_step"]
+    shown = heat.loc[(heat["rank"] == who) & (heat["step"].isin(steps) if steps else True), "delay_ns"]
+    assert np.median(shown) == pytest.approx(ns, rel=0.05)
+
+
+def test_a_delay_that_is_passed_on_is_that_of_the_rank_where_it_began(tmp_path: Path) -> None:
+    tables = tables_of(run_of(tmp_path, "pipeline", 4, delay=late(0, Phase.FORWARD, 60 * MS)))
+    assert tables["delays"]["rank"].tolist() == [0]
+    first, second = tables["stragglers"].to_dict("records")[:2]
+    assert second["waiting_ns"] > 30 * MS, "rank 2 waits for rank 1"
+    assert second["own_share"] < 0.1
+    assert second["passed_on_share"] > 0.9
+    assert second["passed_on_from"] == "0"
+    assert first["own_share"] > 0.9
+
+
+def test_a_rank_whose_work_is_hidden_by_a_slower_one_is_not_named(tmp_path: Path) -> None:
+    def delay(rank: int, step: int, phase: Phase) -> int:
+        return {1: 40 * MS, 2: 4 * MS}.get(rank, 0) if phase is Phase.OPTIMIZER else 0
+
+    tables = tables_of(run_of(tmp_path, "sharded", 4, delay=delay))
+    assert tables["delays"]["rank"].tolist() == [1]
+
+
+def test_runs_without_measured_steps_have_empty_tables(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "sharded", 2, steps=2)
+    assert step_paths(run) is None
+    for name in ("delays", "stragglers", "critical_path", "step_time_parts", "delay_by_rank_and_step"):
+        assert len(run.table(name)) == 0
