@@ -160,6 +160,8 @@ class _Matcher:
         for labels, process in zip(run.labels, run.processes, strict=True):
             to_number = {name: numbers.of(labels.categories(name)) for name, numbers in self._labels.items()}
             for segment in process.segments:
+                if steps is not None and 0 <= segment.last_step < min(steps, default=0):
+                    continue
                 for records in segment.blocks(memory=memory):
                     wanted = self._wanted(records, steps)
                     block = RecordBlock(wanted, labels)
