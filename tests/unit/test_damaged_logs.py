@@ -117,6 +117,18 @@ def test_tables_with_senseless_values_do_not_end_a_command(
     assert capsys.readouterr().out
 
 
+def test_a_log_whose_records_belong_to_no_operation_has_a_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged_logs.unpack(tmp_path)
+    (tables,) = (tmp_path / "zero1").rglob("rank00001-*.jsonl")
+    (records,) = (tmp_path / "zero1").rglob("rank00000-*.npy")
+    tables.unlink()
+    records.unlink()
+    assert main(["report", str(tmp_path / "zero1")]) == 0
+    assert "missing" in capsys.readouterr().out
+
+
 def test_scaling_leaves_out_a_run_whose_steps_have_no_duration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
