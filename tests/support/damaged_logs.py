@@ -110,6 +110,8 @@ def _set_value(path: Path, others: Path, chance: random.Random) -> str:
     number = chance.randrange(len(lines))
     row = json.loads(lines[number])
     places = [*_places(row)]
+    if not places:
+        raise ValueError
     container, key = chance.choice(places)
     container[key] = chance.choice(_VALUES)
     lines[number] = json.dumps(row).encode()
