@@ -226,7 +226,7 @@ def _tensors(rows: Sequence[Mapping[str, Any]]) -> tuple[ModelTensor, ...]:
         return tuple(
             ModelTensor(
                 str(row["name"]),
-                tuple(map(int, row["shape"])),
+                tuple(map(_dimension, row["shape"])),
                 str(row["dtype"]),
                 bool(row.get("trainable", True)),
                 bool(row.get("expert", False)),
@@ -235,6 +235,12 @@ def _tensors(rows: Sequence[Mapping[str, Any]]) -> tuple[ModelTensor, ...]:
         )
     except (KeyError, TypeError, ValueError):
         raise NotPredictedError("the list of parameters in the log cannot be read") from None
+
+
+def _dimension(value: Any) -> int:
+    if (size := int(value)) < 0:
+        raise ValueError(value)
+    return size
 
 
 def _tree(rows: Sequence[Mapping[str, Any]], embeddings: frozenset[int]) -> ModuleNode:

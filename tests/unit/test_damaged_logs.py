@@ -103,6 +103,7 @@ def test_a_step_that_is_far_beyond_the_records_is_named_and_not_visited(
     ("scheme", "old", "new", "command"),
     [
         ("zero1", '"shape": [96], "dtype"', f'"shape": [{10**30}], "dtype"', ("check", "LOG")),
+        ("zero1", '"shape": [96], "dtype"', f'"shape": [{-(1 << 63)}], "dtype"', ("check", "LOG")),
         ("pipeline", '"ranks": [0, 1]', '"ranks": [0, 0]', ("diff", "LOG", "LOG")),
     ],
 )
