@@ -143,6 +143,11 @@ class Clocks:
         return times
 
     @property
+    def half_width_ns(self) -> float:
+        """The largest half-width of a host's bounds, infinite where a host has none."""
+        return max(np.inf if clock is None else clock.half_width_ns for clock in self.aligned)
+
+    @property
     def table(self) -> pd.DataFrame:
         """The table `clocks`."""
         return pd.DataFrame([self._row(number) for number in range(len(self.hosts))], columns=_names("clocks"))

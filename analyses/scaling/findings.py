@@ -41,7 +41,7 @@ def _warnings(table: pd.DataFrame) -> Iterator[str]:
     for row in rows_of(table.loc[(table["late_known"] < 0.99) & (table["blocked_ns"] > 0)]):
         yield (
             f"{row.run}: which rank was late is known for {format_share(row.late_known)} of the time in calls (calls "
-            "whose ranks are on one host, and all in the log)."
+            "whose ranks are all in the log, on one host or on hosts whose clocks the calls bound)."
         )
 
 

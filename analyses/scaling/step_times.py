@@ -4,8 +4,9 @@ A step of a rank lasts from its first call of the step to its first call of the 
 
     blocked     a thread of the rank is inside a call, or waits for one: the union of [t_begin, t_return] and of
                 [t_wait, t_end] where the end is known on the host
-    late        the part of `blocked` before the last rank begins a collective, or the sender a message. Known for
-                calls between ranks of one host, which share a clock
+    late        the part of `blocked` before the last rank begins a collective, or the sender a message. Between
+                hosts by their aligned clocks, and 0 where their bounds do not tell (`across_ranks.clocks`); not known
+                between hosts whose clocks have no bounds
     in_flight   a call is in progress: the union of [t_start or t_begin, t_end]
 
 The rest of a step, after `blocked`, is computation and whatever else the program does. If the device's clock
@@ -21,6 +22,7 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
+from commtrace.analyses.across_ranks.clocks import clocks_of
 from commtrace.analyses.call_times import exact_ends, has_own_times, wait_begin
 from commtrace.analyses.fold_engine import Array, RecordBlock
 from commtrace.errors import LogError
@@ -55,7 +57,7 @@ class StepTimes:
     on_device: bool
     """Whether the device's clock recorded some ends."""
     late_known: float
-    """Share of the blocked time in calls of which all ranks are on one host and in the log."""
+    """Share of the blocked time in calls of which all ranks are in the log, on one host or on hosts with bounds."""
 
 
 def step_times(run: RecordedRun) -> StepTimes:
@@ -104,7 +106,7 @@ def timed_calls(run: RecordedRun, steps: Array | None = None, columns: Sequence[
         t_wait         when the program began to wait, if it blocked
         blocked_until  end of the time in which the call blocked a thread of the program, observed on the host
         exact          whether t_end is the end of the transfer (`call_times.exact_ends`)
-        last_begin     when the last rank of the call began it, on the clock of its host; 0: not known
+        last_begin     when the last rank of the call began it, on the clock of this call's host; 0: not known
     """
     tables = [
         _calls(process, labels, steps, columns) for process, labels in zip(run.processes, run.labels, strict=True)
@@ -173,12 +175,15 @@ def _calls(process: Process, labels: RecordLabels, steps: Array | None, columns:
 
 
 def _with_last_begin(calls: pd.DataFrame, run: RecordedRun) -> pd.DataFrame:
-    boots = [(process.host, str(process.tables.process.get("boot_id"))) for process in run.processes]
+    clocks = clocks_of(run)
+    hosts = clocks.host_of_process[calls["process"]]
+    common = clocks.to_reference(calls["process"].to_numpy(), calls["t_begin"].to_numpy())
+    begin = calls["t_begin"] if common is None else pd.Series(common, calls.index)
     is_point_to_point = calls["op"].isin(["send", "recv"])
     peer = calls["peer"].where(is_point_to_point, -1)
     keys = pd.DataFrame(
         {
-            "host": pd.factorize(pd.Series(boots))[0][calls["process"]],
+            "host": hosts if common is None else 0,
             "op": calls["op"].where(~is_point_to_point, "message"),
             "members": calls["members"],
             "sender": calls["rank"].where(calls["op"] == "send", peer),
@@ -189,13 +194,19 @@ def _with_last_begin(calls: pd.DataFrame, run: RecordedRun) -> pd.DataFrame:
     )
     call_id = keys.groupby([*keys.columns], sort=False).ngroup()
     ranks_seen = calls.groupby(call_id)["rank"].transform("nunique")
-    last = calls.groupby(call_id)["t_begin"].transform("max")
+    last = begin.groupby(call_id).transform("max")
     # A buffered send does not wait for its receiver; a receive waits until the send has begun.
-    send_begin = calls["t_begin"].where(calls["op"] == "send").groupby(call_id).transform("max")
+    send_begin = begin.where(calls["op"] == "send").groupby(call_id).transform("max")
     # No rank waits for another in a one-sided call.
     all_seen = (ranks_seen == calls["ranks"].where(~is_point_to_point, 2)) & ~calls["op"].isin(_ONE_SIDED)
     last_begin = last.where(~is_point_to_point, send_begin).where(all_seen, 0)
-    return calls.assign(last_begin=last_begin.fillna(0).astype(np.int64))
+    known = last_begin.fillna(0).astype(np.int64)
+    if common is None or len(clocks.hosts) == 1:
+        return calls.assign(last_begin=known)
+    several = pd.Series(hosts, calls.index).groupby(call_id).transform("nunique") > 1
+    unclear = several & ((known - begin).abs() <= 2 * clocks.half_width_ns)
+    on_own_clock = (known - begin + calls["t_begin"]).where(~unclear, calls["t_begin"])
+    return calls.assign(last_begin=on_own_clock.where(known > 0, 0))
 
 
 def _measure_steps(calls: pd.DataFrame, labels: RecordLabels, spans: pd.DataFrame, steps: Array) -> pd.DataFrame:

@@ -7,15 +7,17 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 from factory import WORLD, LogFactory, record
+from simulated_ranks import ALL_TO_ALL, random_schedule
 
 from commtrace import cli
 from commtrace.analyses.scaling import scaling
 from commtrace.analyses.scaling.findings import _perfect_compute_ns, sentences
 from commtrace.analyses.scaling.scaling_tables import tokens_per_step
-from commtrace.analyses.scaling.step_times import step_times
+from commtrace.analyses.scaling.step_times import step_times, timed_calls
 from commtrace.errors import CommtraceError
 from commtrace.run import Run, open_run
 from commtrace.schema import Clock
@@ -256,3 +258,21 @@ def test_the_page_has_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     text = page.read_text()
     assert "Where the time of a step goes" in text
     assert "perfect division" in text
+
+
+def test_late_ranks_are_known_between_hosts_whose_clocks_differ(tmp_path: Path) -> None:
+    schedule = random_schedule(np.random.default_rng(1), hosts=2, ranks=2, operations=300)
+    schedule.write(tmp_path)
+    run = open_run(tmp_path)
+    calls = timed_calls(run)
+    calls = calls.loc[calls["op"].isin(ALL_TO_ALL)].sort_values(["rank", "t_begin"])
+    expected = [
+        last - begin
+        for rank in (0, 1)
+        for owner, op, _, _, _, _, begin, _, _, last in schedule.calls
+        if owner == rank and op in ALL_TO_ALL
+    ]
+    late = (calls["last_begin"] - calls["t_begin"]).to_numpy()
+    assert (calls["last_begin"] > 0).all()
+    assert (np.abs(late - np.array(expected)) <= 2 * run.clocks.half_width_ns + 1e-3 * np.abs(late)).all()
+    assert (late > 0).mean() > 0.4
