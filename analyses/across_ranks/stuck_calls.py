@@ -306,7 +306,7 @@ class _Examination:
             # Complete, or left: nobody waits, but the ranks may have disagreed.
             stuck.waiting, stuck.absent = [], absent
             stuck.since_ns = max(map(self.began, stuck.calls.values()))
-            return bool(stuck.disagreement)
+            return bool(stuck.disagreement) and self._identified(stuck)
         last_alive = max(members[number].alive_ns for number in in_call)
         failures = [number for number in in_call if state[stuck.calls[number]] == State.FAILED]
         killed = self._only_death if failures else None
@@ -322,8 +322,8 @@ class _Examination:
         stuck.waited_ns = max(waits) if stuck.absent else min(waits)
         long = stuck.waited_ns >= self._limit(stuck)
         if long and not stuck.disagreement:  # before that, the message with the other tag may be the next but one
-            stuck.disagreement = self._tags(stuck, absent)
-        return bool(stuck.disagreement) or long or killed in dead
+            stuck.disagreement = self._tags(stuck, absent) or self._communicators(stuck)
+        return long or killed in dead or (bool(stuck.disagreement) and self._identified(stuck))
 
     @cached_property
     def _only_death(self) -> int | None:
@@ -342,6 +342,25 @@ class _Examination:
         ranks = [self.members[number].rank for number in (next(iter(stuck.calls)), absent[0])]
         others = ", ".join(map(str, sorted(tags)))
         return f"tag: {self.calls['tag'][call]} on rank {ranks[0]}, {others} on rank {ranks[1]}" if tags else ""
+
+    def _identified(self, stuck: _Stuck) -> bool:
+        """Return whether the group of a call is the same on all ranks for certain.
+
+        Communicators of MPI with the same ranks and without names are told apart by the order of their first use.
+        """
+        collective = stuck.channel.source < 0 and stuck.number != NOT_MATCHED
+        unnamed = collective and not stuck.channel.group.name
+        return not unnamed or self.text("api", next(iter(stuck.calls.values()))) != "mpi"
+
+    def _communicators(self, stuck: _Stuck) -> str:
+        """Return that ranks are perhaps in different communicators, "" if not."""
+        if stuck.absent or self._identified(stuck) or len({*map(self.site, stuck.calls.values())}) == 1:
+            return ""
+        return "communicator: perhaps not the same, as they have no names and the call sites differ"
+
+    def site(self, call: int) -> str:
+        """Return the call site of a call."""
+        return self.text("site", call)
 
     def _limit(self, stuck: _Stuck) -> int:
         """Return how long a wait has to be: longer than the pauses of the ranks concerned until it began."""
@@ -416,7 +435,8 @@ class _Examination:
         def follows(stuck: _Stuck) -> bool:
             return not stuck.disagreement and any(number in waits_in for number in stuck.absent)
 
-        return sorted(found, key=lambda stuck: (follows(stuck), stuck.since_ns))
+        found.sort(key=lambda stuck: (follows(stuck), stuck.disagreement.startswith("order"), stuck.since_ns))
+        return found
 
     def _order(self, stuck: _Stuck, waits_in: Mapping[int, _Stuck]) -> str:
         texts = []
@@ -436,7 +456,7 @@ class _Examination:
 
     def sites(self, calls: list[int]) -> str:
         """Return the call sites of calls, the most frequent first."""
-        texts = [self.text("site", call) for call in calls]
+        texts = [self.site(call) for call in calls]
         return "; ".join(sorted({*texts} - {""}, key=lambda text: (-texts.count(text), text)))
 
 

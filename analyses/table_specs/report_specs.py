@@ -30,7 +30,7 @@ REPORT_TABLES: Final = (
         word_column("waiting_ranks", "waiting", "Ranks that are in it."),
         word_column("absent_ranks", "absent", "Ranks that did not make it, or ended in it."),
         text_column("disagreement", "disagreement",
-            '"operation", "size", "dtype", "root", "tag" or "order", and the ranks of each; "" if they agree.'),
+            '"operation", "size", "dtype", "root", "tag", "communicator" or "order", and what; "" if the ranks agree.'),
         column("ns", format_moment, "since_ns", "since",
             "When the first rank that waits made it, since 1970-01-01 UTC."),
         duration("waited_ns", "for", "For how long a rank waited, at least; 0 if none does."),

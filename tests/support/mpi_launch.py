@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,17 +88,34 @@ def run(
     **variables: Any,
 ) -> processes.Result:  # fmt: skip
     """A program of `tests/support/mpi_programs` (or a file), on some ranks, traced into `log` if that is given."""
+    command, known = _command(name, program, arguments, ranks, log)
+    return processes.run(command, limit=limit, **{**known, **variables})
+
+
+@contextlib.contextmanager
+def started(name: str, program: str, *arguments: object, ranks: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """As `run`, of a program that does not end: it is killed with its launcher."""
+    command, known = _command(name, program, arguments, ranks, log)
+    environment = processes.environment(**known)
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            processes.kill_group(process.pid)
+
+
+def _command(
+    name: str, program: str | Path, arguments: Sequence[object], ranks: int, log: Path | None
+) -> tuple[list[str], dict[str, Any]]:
+    """The command that starts a program, and the variables that it needs."""
     mpi = _mpi(name)
     path = PROGRAMS / f"{program}.py" if isinstance(program, str) else program
+    launcher = [_root() / "bin" / mpi.launcher, *mpi.options, "-n", ranks]
     settings = {} if log is None else {"COMMTRACE": log}
-    return processes.run(
-        [
-            _root() / "bin" / mpi.launcher, *mpi.options, "-n", str(ranks), sys.executable, path,
-            *map(str, arguments),
-        ],
-        limit=limit,
-        **{**mpi.variables, "MPI4PY_LIBMPI": _root() / "lib" / mpi.library, **settings, **variables},
-    )  # fmt: skip
+    variables = {**mpi.variables, "MPI4PY_LIBMPI": _root() / "lib" / mpi.library, **settings}
+    return [str(part) for part in (*launcher, sys.executable, path, *arguments)], variables
 
 
 def succeeds(name: str, program: str | Path, *arguments: object, **options: Any) -> processes.Result:
