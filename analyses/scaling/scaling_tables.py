@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -151,6 +152,7 @@ def shared_cores(run: RecordedRun) -> str:
         if "" in ranks_of:
             continue
         for cores, ranks in {",".join(ranks_of): sum(ranks_of.values()), **ranks_of}.items():
-            if ranks > len(parse_ranks(cores)):
-                return f"{ranks} ranks on {format_plural(len(parse_ranks(cores)), 'core')}"
+            with contextlib.suppress(ValueError):  # a damaged log does not say
+                if ranks > len(parse_ranks(cores)):
+                    return f"{ranks} ranks on {format_plural(len(parse_ranks(cores)), 'core')}"
     return ""

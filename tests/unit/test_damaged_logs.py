@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -14,6 +15,7 @@ import pytest
 import trainings
 from factory import RUN, LogFactory, record, training
 
+from commtrace.analyses.scaling.scaling_tables import shared_cores
 from commtrace.cli import main
 from commtrace.reading.log import open_log
 from commtrace.run import open_run
@@ -116,6 +118,15 @@ def test_tables_with_senseless_values_do_not_end_a_command(
         path.write_text(path.read_text().replace(old, new))
     assert main([str(tmp_path / scheme) if word == "LOG" else word for word in command]) in (0, 3)
     assert capsys.readouterr().out
+
+
+def test_scaling_of_a_log_with_a_senseless_list_of_cores(tmp_path: Path) -> None:
+    damaged_logs.unpack(tmp_path)
+    (path,) = (tmp_path / "ddp").rglob("rank00000-*.jsonl")
+    lines = path.read_text().splitlines()
+    lines[0] = json.dumps({**json.loads(lines[0]), "cores": 1.5})
+    path.write_text("\n".join(lines) + "\n")
+    assert shared_cores(open_run(tmp_path / "ddp")) == ""
 
 
 def test_a_log_whose_records_belong_to_no_operation_has_a_report(
