@@ -24,6 +24,8 @@ import numpy as np
 
 from commtrace.analyses.across_ranks.clocks import clocks_of
 from commtrace.analyses.across_ranks.matching import NOT_MATCHED, MatchedCalls, host_numbers, match_calls
+from commtrace.analyses.across_ranks.waits import COLUMNS as WAIT_COLUMNS
+from commtrace.analyses.across_ranks.waits import Waits, waits_of
 from commtrace.analyses.call_times import exact_ends
 from commtrace.analyses.fold_engine import EVALUATION, Array, group_rows
 from commtrace.analyses.timeline import wall_clock_offsets
@@ -101,7 +103,8 @@ def export_perfetto(
         raise LogError(f"{run.log.path}: a dry run has no times; export a recorded run")
     messages = _perfetto_messages()
     columns = [*_FIELDS, *_LABELS, "op", "phase"]
-    calls = match_calls(run, columns, None if steps is None else np.array(steps, np.int64))
+    calls = match_calls(run, columns, None if steps is None else np.array(steps, np.int64), derived=WAIT_COLUMNS)
+    waits = waits_of(calls, clocks_of(run))
     times = _Times(run, calls)
     rank_of = np.array([process.rank for process in run.processes], np.int64)
     wanted = times.known & ((calls["flags"] & int(Flag.CAPTURED)) == 0)
@@ -110,7 +113,7 @@ def export_perfetto(
     if not wanted.any():
         raise LogError(f"{run.log.path}: no call of these ranks and steps; it has ranks {format_ranks(run.ranks)}")
     with atomic_write(out, force=force) as part, open(part, "xb") as file:
-        _Writer(messages, file, calls, times, wanted).write(run)
+        _Writer(messages, file, calls, times, waits, wanted).write(run)
     return int(wanted.sum())
 
 
@@ -144,7 +147,9 @@ class _Times:
 class _Writer:
     """Writer of one trace: first the tracks of a rank, then their events, rank by rank."""
 
-    def __init__(self, messages: Any, file: IO[bytes], calls: MatchedCalls, times: _Times, wanted: Array) -> None:
+    def __init__(
+        self, messages: Any, file: IO[bytes], calls: MatchedCalls, times: _Times, waits: Waits, wanted: Array
+    ) -> None:
         self._messages = messages
         self._file, self._calls, self._times, self._wanted = file, calls, times, wanted
         self._interned: dict[tuple[str, str], int] = {}
@@ -152,7 +157,10 @@ class _Writer:
         self._end = self._packet()
         self._end.track_event.type = self._end.track_event.TYPE_SLICE_END
         self._alike_spans: dict[tuple[str, int, str], _AlikeSpans] = {}
-        labels = [calls[name] for name in _LABELS] + [calls[name] >= 0 for name in _NUMBERS]
+        self._numbers = {title: calls[name] for name, title in _NUMBERS.items()}
+        for title, values in (("waiting for ranks, ns", waits.wait), ("transfer, ns", waits.transfer)):
+            self._numbers[title] = np.where(waits.known, values, -1)
+        labels = [calls[name] for name in _LABELS] + [values >= 0 for values in self._numbers.values()]
         self._first_of_combination, self._combinations = group_rows(labels)
         self._instances, self._last = calls["instance"].tolist(), self._last_calls().tolist()
         self._phases, self._names = calls.text("phase"), calls.text("op")
@@ -258,9 +266,9 @@ class _Writer:
                     annotation = self._annotation(event, title)
                     text = str(self._calls.text(column, at)[0])
                     annotation.string_value_iid = self._intern("debug_annotation_string_values", text)
-                for column, title in _NUMBERS.items():
-                    if self._calls[column][at[0]] >= 0:
-                        numbers.append((self._annotation(event, title), self._calls[column]))
+                for title, values in self._numbers.items():
+                    if values[at[0]] >= 0:
+                        numbers.append((self._annotation(event, title), values))
             if flow:
                 getattr(event, flow).append(0)
             self._alike_spans[key] = _AlikeSpans(packet, event, numbers, getattr(event, flow) if flow else [])

@@ -48,6 +48,7 @@ def page_of_run(name: str, run: RecordedRun, tables: Mapping[str, pd.DataFrame],
         sites: Call sites to show; 0: all.
     """
     sections = [_figure_section(name, figure, tables) for name, figure in figures.FIGURES.items()]
+    sections += _across_ranks(tables)
     if "network" in tables:
         shown = tables["network"].head(MAX_ROWS)
         text = f"{network_source(tables)} {MEANING}"
@@ -64,6 +65,27 @@ def page_of_run(name: str, run: RecordedRun, tables: Mapping[str, pd.DataFrame],
             sections=[*sections, _call_sites(tables["volume_by_site"], sites)],
         )
     )
+
+
+_ACROSS_RANKS: Final = {
+    "stuck": ("Calls that do not end", ("stuck_calls", "stuck_ranks"),
+        "The calls that the job hangs in, or died in, and where each of their ranks is."),
+    "waiting": ("Waiting, and step times across ranks",
+        ("step_time_parts", "stragglers", "delays", "wait_patterns", "waits_by_operation", "waits_by_rank"),
+        "A call waits until the last rank that it depends on has begun it; the rest is its transfer."),
+    "clocks": ("Clocks of the hosts", ("clocks", "clock_steps"),
+        "Bounds of each host's clock against the reference's, from the calls alone."),
+}  # fmt: skip
+"""Sections of tables that compare ranks: title, tables, what to look for."""
+
+
+def _across_ranks(tables: Mapping[str, pd.DataFrame]) -> Iterator[PageSection]:
+    """Yield the sections of _ACROSS_RANKS that have something to show; clocks where there are several hosts."""
+    for name, (title, names, text) in _ACROSS_RANKS.items():
+        shown = [table for table in names if table in tables and len(tables[table])]
+        if shown and (name != "clocks" or len(tables["clocks"]) > 1):
+            folded = [(TABLES[table].title, _spec_table(table, tables[table].head(MAX_ROWS))) for table in shown]
+            yield PageSection(name, title, text, tables=folded)
 
 
 def _call_sites(table: pd.DataFrame, sites: int) -> PageSection:

@@ -142,6 +142,8 @@ def test_arrows_join_the_calls_of_one_operation(tmp_path: Path) -> None:
         [("rank 0", "send", True), ("rank 1", "recv", False)],
     ], "the receiver came first"
     assert sorted(map(len, joined)) == [1, 1, 2, 2], "operations 7 and 8 have no counterpart"
+    late = {one.track[1]: one.arguments["waiting for ranks, ns"] for one in trace.calls("thread") if one.name == "recv"}
+    assert late == {"rank 1": 1_000}, "the send begins 1,000 ns after it"
     [receive] = [one for one in trace.calls("thread") if one.name == "recv"]
     assert receive.arguments["peer"] == 0
     assert receive.arguments["tag"] == 3
