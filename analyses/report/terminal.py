@@ -256,7 +256,7 @@ def _step_time(report: _Report) -> Iterator[RenderableType]:
         return
     yield report.table("step_time_parts")
     keys = ["which", "step", "rank", "part", "op", "role", "phase", "site"]
-    sums = path.groupby(keys, as_index=False, sort=False).agg({"begin_ns": "min", "ns": "sum"})
+    sums = path.groupby(keys, as_index=False, sort=False, dropna=False).agg({"begin_ns": "min", "ns": "sum"})
     longest = sums.loc[sums["which"] == "slowest"].nlargest(MAX_PIECES, "ns")
     yield from (Text(), heading(f"Critical path of the slowest step, the {len(longest)} longest parts"))
     yield report.table("critical_path", longest)

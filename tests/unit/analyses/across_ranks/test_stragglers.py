@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from simulated_steps import MS, PROGRAMS, Delay, Simulation, none
 
+from commtrace import cli
 from commtrace.analyses.across_ranks import stragglers
 from commtrace.analyses.across_ranks.step_paths import step_paths
 from commtrace.analyses.fold_engine import NamedTables, fold
@@ -133,3 +134,14 @@ def test_runs_without_measured_steps_have_empty_tables(tmp_path: Path) -> None:
     assert step_paths(run) is None
     for name in ("delays", "stragglers", "critical_path", "step_time_parts", "delay_by_rank_and_step"):
         assert len(run.table(name)) == 0
+
+
+def test_the_section_shows_computation_and_communication(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_of(tmp_path, "pipeline", 3, delay=late(1, Phase.BACKWARD, 40 * MS))
+    assert cli.main(["report", str(tmp_path), "--sections", "step-time", "--width", "120"]) == 0
+    text = capsys.readouterr().out
+    path = text.partition("Critical path of the slowest step")[2].partition("Who is waited for")[0]
+    assert "computation" in path
+    assert "communication" in path
+    assert "recv" in path
+    assert "Delays: ranks that compute longer than the others" in text
