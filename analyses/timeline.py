@@ -102,6 +102,8 @@ def _step(table: pd.DataFrame) -> int:
 
 def _on_one_clock(calls: pd.DataFrame, run: RecordedRun) -> pd.DataFrame:
     """Return the calls that can be compared with others, with `begin` on a clock that all of them share."""
+    if run.simulated:
+        return calls.head(0).assign(begin=0)
     begin = clocks_of(run).to_reference(calls["process"].to_numpy(), calls["t_begin"].to_numpy())
     if begin is not None:
         return calls.assign(begin=begin)

@@ -119,7 +119,7 @@ def test_the_tables_and_their_keys(page: dict[str, Any], log: Path) -> None:
     tables = functools.reduce(operator.or_, (page["read_process"](path)[0] for path in log.glob("*/*/*.jsonl")))
     assert set(tables) == {"process", "kinds", "groups", "sites", "stats", "clock", "end"} | set(tables) & {"roles"}
     of_dry_runs = {"notices", "topology", "stands_for"}
-    assert set(tables) | {"roles", "message_roles", "job", "salvage"} | of_dry_runs == set(described)
+    assert set(tables) | {"roles", "message_roles", "job", "passes", "salvage"} | of_dry_runs == set(described)
     for name, rows in tables.items():
         keys = set(re.findall(r"`([a-z_0-9]+)`", re.sub(r"\([^)]*\)", "", described[name])))
         assert keys == set(rows[0]), name

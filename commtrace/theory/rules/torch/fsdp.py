@@ -265,14 +265,18 @@ def gathered_bytes(unit: FsdpUnit) -> int:
 
 def step_calls(units: Sequence[FsdpUnit], before: Pass | None, passes: StepPasses) -> list[ExpectedCall]:
     """Return the calls of a step's passes; `before` is the last pass of the step before it, None without any."""
-    calls = []
+    calls: list[ExpectedCall] = []
     for each, times in passes:
         for unit in units:
             again = gathers(unit, each, each) if times > 1 else []
             calls += [*gathers(unit, before, each), *(call.times(times - 1) for call in again)]
             calls += [call.times(times) for call in reductions(unit, each)]
         before = each
-    return calls
+    # Passes whose settings differ may have the same calls: those are one entry.
+    counts = Counter[ExpectedCall]()
+    for call in calls:
+        counts[replace(call, calls=1)] += call.calls
+    return [call.times(count) for call, count in counts.items()]
 
 
 @rule(_WHERE + "_fsdp_param_group.FSDPParamGroup.unshard, reshard; "
