@@ -102,10 +102,12 @@ def python(code: str, *, limit: float = LIMIT_SECONDS, cwd: Path | None = None, 
     return run([sys.executable, "-c", code], limit=limit, cwd=cwd, **variables)
 
 
-def kill_group(group: int) -> None:
-    """Kill a process group of ours, if anything of it is left."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
+def kill_group(session: int) -> None:
+    """Kill what is left of a session of ours: launchers of MPI give ranks process groups of their own."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[3]) == session:
+                os.kill(int(stat.parent.name), signal.SIGKILL)
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 20) -> None:
