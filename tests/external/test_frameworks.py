@@ -99,7 +99,8 @@ def note(name: str, **facts: object) -> None:
         path = Path(os.environ["FRAMEWORKS_RESULTS"])
         results = json.loads(path.read_text()) if path.is_file() else {}
         results.setdefault(name, {}).update(facts)
-        path.write_text(json.dumps(results, indent=1) + "\n")
+        lines = [f"{json.dumps(name)}: {json.dumps(seen)}" for name, seen in results.items()]
+        path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def check(log: Path, *options: str | Path) -> int:
