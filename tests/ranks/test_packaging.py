@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import configparser
+import contextlib
 import functools
+import os
+import random
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import sysconfig
+import time
 import venv
 import zipfile
 from collections.abc import Callable
@@ -16,7 +23,10 @@ from typing import Any
 
 import processes
 import pytest
+import recorders
 from processes import ROOT, Result
+
+from commtrace.hooks.native import libraries
 
 FOLDERS = ("commtrace", "hooks", "analyses")
 SOURCES = ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE", *FOLDERS)
@@ -175,6 +185,58 @@ def test_uninstalling_takes_the_line_away(way: str, wheels: Wheels, tmp_path: Pa
     installed.pip("uninstall", "--yes", "commtrace")
     assert list(installed.path.rglob("*commtrace*")) == []
     assert installed.run(COMMTRACE="log") == (0, "False\n", "")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("way", "builds"), [("plain", 20), ("sdist", 1)])
+def test_interrupted_and_simultaneous_builds_leave_one_library_each(
+    way: str, builds: int, environment: Callable[[str], Environment], tmp_path: Path
+) -> None:
+    """By the real compiler, from what a wheel installs beside this environment's torch."""
+    obstacle = recorders.obstacle()
+    if obstacle:
+        pytest.skip(obstacle)
+    installed, cache, compiler = environment(way), tmp_path / "cache", tmp_path / "compiler"
+    (installed.site / "others.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    compiler.write_text('#!/bin/sh\necho >> "$0.calls"\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    variables = processes.environment(XDG_CACHE_HOME=cache, CXX=compiler, PYTHONPATH="")
+
+    def start() -> subprocess.Popen[bytes]:
+        command = [str(installed.path / "bin" / "commtrace"), "build"]
+        return subprocess.Popen(command, env=variables, cwd=tmp_path, start_new_session=True, stderr=subprocess.DEVNULL)
+
+    delays = random.Random(7)
+    for number in range(builds):
+        with start() as build:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                build.wait(delays.uniform(0.5, 12))
+            if number % 2:
+                build.kill()  # its compilers live on
+            else:
+                os.killpg(build.pid, signal.SIGINT)  # as Ctrl-C does
+    calls = Path(f"{compiler}.calls")
+    before, begin = len(calls.read_text()), time.monotonic()
+    running = [start() for _ in range(builds)]
+    assert [build.wait(1200) for build in running] == [0] * builds
+    print(f"{way}: {builds} builds at once in {time.monotonic() - begin:.0f} s")  # read with `pytest -s`
+
+    both = (libraries.MPI, libraries.TORCH)
+    assert len(calls.read_text()) - before <= sum(len(library.sources) + 1 for library in both)  # each once at most
+    found = sorted(str(path.relative_to(cache)) for path in cache.rglob("*"))
+    assert [re.sub("-[0-9a-f]{20}", "", path) for path in found] == [
+        "commtrace",
+        *(
+            path
+            for library in both
+            for path in (f"commtrace/{library.name}", f"commtrace/{library.name}/{library.name}.so")
+        ),
+    ]
+    load = "from commtrace.hooks.native.libraries import MPI, TORCH; print(MPI.load().__file__, TORCH.load().__file__)"
+    loaded = installed.run(load, XDG_CACHE_HOME=cache)
+    assert loaded.status == 0, loaded.err
+    assert all(path.startswith(str(cache)) for path in loaded.out.split())
 
 
 @pytest.mark.parametrize("damage", ["removed", "broken"])
