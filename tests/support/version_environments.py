@@ -15,7 +15,7 @@ Row = Mapping[str, str]
 
 ROOT: Final = Path(__file__).parents[2]
 ROWS: Final[list[Row]] = json.loads((ROOT / "tests/versions/matrix.json").read_text())
-FOLDER: Final = Path(os.environ.get("COMMTRACE_TEST_VERSIONS") or ROOT / "build/versions")
+FOLDER: Final = Path(os.environ.get("VERSIONS_FOLDER") or ROOT / "build/versions")
 """Where the environments are, and stay."""
 
 # DeepSpeed is built without isolation, as it imports torch, and without its dependencies, which are here.
