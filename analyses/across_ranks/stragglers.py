@@ -6,7 +6,7 @@ Significant are
 
     delays of every step    the median over the steps, at least MIN_SHARE of a step and MIN_DEVIATIONS of their spread
     delays of some steps    what is above that median, at least MIN_SHARE_ONCE of a step, MIN_DEVIATIONS of the spread,
-                            and MIN_RATIO times the largest of any other rank and step
+                            and MIN_RATIO times those of any other rank in as many steps, its largest ones
 
 if they lie on the steps' critical paths, so that the job is longer by them. The spread is 1.4826 times the median
 absolute deviation, which is the standard deviation where it is normal. The phase of a delay is the one in which the
@@ -175,9 +175,12 @@ def _significant(excess: Array, typical: float) -> Iterator[_Delay]:
         if always[row, 0] >= max(MIN_SHARE * typical, MIN_DEVIATIONS * spread[row]):
             yield _Delay(row, True, np.arange(excess.shape[1]), excess[row])
         at = np.flatnonzero(rest[row] >= max(MIN_SHARE_ONCE * typical, MIN_DEVIATIONS * spread[row]))
-        others = np.delete(rest, row, axis=0)
+        if not len(at):
+            continue
+        # A busy machine keeps any rank from running now and then: as often as this one is late, none is as late.
+        others = np.sort(np.delete(rest, row, axis=0), axis=1)[:, -len(at)]
         unlike = max(others.max(initial=0), np.delete(rest[row], at).max(initial=0))
-        if len(at) and float(np.median(rest[row, at])) >= MIN_RATIO * unlike:
+        if float(np.median(rest[row, at])) >= MIN_RATIO * unlike:
             yield _Delay(row, False, at, rest[row, at])
 
 

@@ -129,6 +129,16 @@ def test_a_rank_whose_work_is_hidden_by_a_slower_one_is_not_named(tmp_path: Path
     assert tables["delays"]["rank"].tolist() == [1]
 
 
+def test_a_single_hiccup_of_another_rank_does_not_hide_a_delay_that_comes_back(tmp_path: Path) -> None:
+    def delay(rank: int, step: int, phase: Phase) -> int:
+        if phase is not Phase.OPTIMIZER:
+            return 0
+        return 40 * MS if (rank, step % 5) == (1, 0) else 30 * MS if (rank, step) == (0, 7) else 0
+
+    [found] = tables_of(run_of(tmp_path, "sharded", 3, delay=delay))["delays"].to_dict("records")
+    assert (found["rank"], found["recurrence"], found["steps"]) == (1, "every 5 steps", "5,10,15,20")
+
+
 def test_runs_without_measured_steps_have_empty_tables(tmp_path: Path) -> None:
     run = run_of(tmp_path, "sharded", 2, steps=2)
     assert step_paths(run) is None
