@@ -17,6 +17,7 @@ import pandas as pd
 from commtrace.reading.recorded_run import RecordedRun
 
 from .across_ranks.clocks import clocks_of
+from .across_ranks.matching import host_numbers
 from .call_times import durations
 from .fold_engine import Analysis, NamedTables, RecordBlock, concat_tables, steps_of
 
@@ -114,12 +115,11 @@ def _on_one_clock(calls: pd.DataFrame, run: RecordedRun) -> pd.DataFrame:
 
 def wall_clock_offsets(run: RecordedRun) -> dict[int, int]:
     """Return wall-clock minus monotonic ns by process, one value for a boot of a host; left out if not known."""
-    hosts = [(process.host, str(process.tables.process.get("boot_id"))) for process in run.processes]
-    offsets = {
-        host: labels.unix_minus_mono_ns
-        for host, labels in zip(reversed(hosts), reversed(run.labels), strict=True)
-        if labels.unix_minus_mono_ns is not None
-    }
+    hosts = host_numbers(run)[1].tolist()
+    offsets: dict[int, int] = {}
+    for host, labels in zip(hosts, run.labels, strict=True):
+        if labels.unix_minus_mono_ns is not None:
+            offsets.setdefault(host, labels.unix_minus_mono_ns)
     return {number: offsets[host] for number, host in enumerate(hosts) if host in offsets}
 
 
