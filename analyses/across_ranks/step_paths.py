@@ -127,6 +127,16 @@ class StepPaths:
         """Return the duration of each step of the job, shape (steps,)."""
         return np.diff(self.ends.max(axis=0))
 
+    @cached_property
+    def on_path(self) -> Array:
+        """Part of each gap that lies on the critical path of a step, ns, shape (gaps,)."""
+        result = np.zeros(len(self.gaps.begin))
+        for step in range(len(self.steps)):
+            for piece in self.path(step):
+                if piece.gap >= 0:
+                    result[piece.gap] += piece.end - piece.begin
+        return result
+
     def path(self, step: int) -> list[PathPiece]:
         """Return the critical path of `steps[step]`, from its end to its begin."""
         last = int(self.ends[:, step + 1].argmax())

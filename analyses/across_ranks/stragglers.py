@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -48,7 +50,8 @@ class _Delay(NamedTuple):
     excess: Array
 
 
-class Computation(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Computation:
     """Computation of all ranks, in total or between the same two phases.
 
     Attributes:
@@ -61,8 +64,9 @@ class Computation(NamedTuple):
     ns: Array
     on_path: Array
 
+    @cached_property
     def excess(self) -> Array:
-        """Return how much longer each rank computed than the median of the others, shape (processes, steps)."""
+        """How much longer each rank computed than the median of the others, shape (processes, steps)."""
         rows = range(len(self.ns))
         others = [np.median(np.delete(self.ns, row, axis=0), axis=0) for row in rows if len(self.ns) > 1]
         return np.asarray(self.ns - (np.array(others) if others else np.median(self.ns)))
@@ -102,11 +106,6 @@ def computation(paths: StepPaths) -> list[Computation]:
     within = paths.steps[np.minimum(step, len(paths.steps) - 1)] == step_after
     starts = calls["step"][gaps.before] != step_after
     before = np.where(starts, -1, calls["phase"][gaps.before])
-    on_path = np.zeros(len(gaps.begin))
-    for number in range(len(paths.steps)):
-        for piece in paths.path(number):
-            if piece.gap >= 0:
-                on_path[piece.gap] += piece.end - piece.begin
     at = np.flatnonzero(within)
     first, pairs = group_rows([before[at], calls["phase"][gaps.after[at]]])
     rows = np.searchsorted(paths.processes, gaps.process[at])
@@ -116,7 +115,7 @@ def computation(paths: StepPaths) -> list[Computation]:
         cells = rows[pairs == pair], step[own]
         ns, path_ns = np.zeros((2, len(paths.processes), len(paths.steps)))
         np.add.at(ns, cells, gaps.end[own] - gaps.begin[own])
-        np.add.at(path_ns, cells, on_path[own])
+        np.add.at(path_ns, cells, paths.on_path[own])
         result.append(Computation(_phases(paths, example), ns, path_ns))
     return result
 
@@ -141,10 +140,10 @@ def delays(run: RecordedRun, paths: StepPaths, parts: list[Computation]) -> pd.D
     step_ns = paths.step_ns()
     total = _total(paths, parts)
     rows = []
-    for delay in _significant(total.excess(), float(np.median(step_ns))):
+    for delay in _significant(total.excess, float(np.median(step_ns))):
         on_path = np.minimum(delay.excess, total.on_path[delay.row, delay.at]).clip(min=0)
         if on_path.sum() >= MIN_ON_PATH * delay.excess.sum():
-            longest = max(parts, key=lambda part: _rise(part.excess()[delay.row], delay))
+            longest = max(parts, key=lambda part: _rise(part.excess[delay.row], delay))
             rows.append(
                 {
                     "rank": run.processes[paths.processes[delay.row]].rank,
@@ -198,7 +197,7 @@ def _ranks(run: RecordedRun, paths: StepPaths) -> Array:
 
 def delay_by_rank_and_step(run: RecordedRun, paths: StepPaths, parts: list[Computation]) -> pd.DataFrame:
     """Return the table `delay_by_rank_and_step`: what each rank computed longer than the others, over all phases."""
-    excess = _total(paths, parts).excess()
+    excess = _total(paths, parts).excess
     ranks = _ranks(run, paths)
     return pd.DataFrame(
         {
@@ -273,7 +272,7 @@ def _origins(paths: StepPaths, parts: list[Computation], waits: pd.DataFrame) ->
     From the call that was waited for back to the begin of its step, the computation on the path with the largest excess
     over other ranks is the origin, if that is at least half of the wait.
     """
-    excess = {part.phase: part.excess() for part in parts}
+    excess = {part.phase: part.excess for part in parts}
     row_of = {process: row for row, process in enumerate(paths.processes.tolist())}
     found: dict[int, Counter[int]] = {}
     starts = paths.ends.max(axis=0)
