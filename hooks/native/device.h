@@ -1,6 +1,6 @@
 // Times of calls on a device: events that are recorded in the program's own streams, before and after a call, and read
-// later by the drain thread. docs/how-to/device-times.md says what that measures, what it cannot, and which alternatives
-// were rejected.
+// later by the drain thread. docs/explanation/device-times.md says what that measures, what it cannot, and which
+// alternatives were rejected.
 //
 // Nothing here throws, synchronizes with a device, holds a Work or a tensor, or uses a stream under capture.
 #pragma once
