@@ -37,7 +37,7 @@ lint: $(READY)  ## style and types
 docs: $(READY)  ## the documentation, in build/site; any broken link or reference is an error
 	rm -rf build/docs
 	$(BIN)/python setup.py --quiet build_py --build-lib build/docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build  # not --quiet, which hides warnings from `strict`
 
 $(READY): setup.cfg setup.py constraints.txt requirements-dev.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
