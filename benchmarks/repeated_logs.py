@@ -1,0 +1,116 @@
+"""Long logs from real ones: the last steps of a recorded run, repeated over further steps and further ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from commtrace.reading.log import Process
+from commtrace.run import open_run
+from commtrace.schema import Records
+
+SEGMENT = 600_000  # records; what COMMTRACE_SEGMENT_MAX_BYTES allows
+TIMES = ("t_begin", "t_return", "t_wait", "t_start", "t_end")
+SIZES = ("data_parallel_size", "sequence_data_parallel_size", "world_size")
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """What to make of a recorded run.
+
+    Attributes:
+        ranks: Ranks of the log; rank r does what rank r modulo those of the run did.
+        repeats: How often the last steps are repeated.
+        period: Number of the last steps that are repeated.
+        removed: Repetitions whose records are not in the log, the first ones: as COMMTRACE_MAX_BYTES removes them.
+        together: Whether groups of all ranks of the run become groups of all ranks of the log. The share of each rank
+            in an all_gather stays the same, and so does the size of every other call: for data parallelism without
+            ZeRO. Else every so many ranks have groups of their own, as in the run.
+        per_host: Ranks of each host; None: all.
+    """
+
+    ranks: int
+    repeats: int
+    period: int = 1
+    removed: int = 0
+    together: bool = False
+    per_host: int | None = None
+
+
+def write_repeated(recorded: Path, folder: Path, repetition: Repetition) -> int:
+    """Write a log. Return the number of its records."""
+    run = open_run(recorded, recover=False)
+    world = len(run.processes)
+    parts = [_repeated(process, repetition, world) for process in run.processes]
+    for rank in range(repetition.ranks):
+        records, source = parts[rank % world][0], run.processes[rank % world]
+        base = 0 if repetition.together else rank - rank % world
+        if base:
+            records = records.copy()
+            records["peer"] += np.where(records["peer"] >= 0, base, 0)
+        number = 0 if repetition.per_host is None else rank // repetition.per_host
+        host = folder / run.id / f"node{number:04d}"
+        host.mkdir(parents=True, exist_ok=True)
+        stem = f"rank{rank:05d}-{1000 + rank}"
+        for segment, begin in enumerate(range(0, len(records), SEGMENT)):
+            np.save(host / f"{stem}.{segment:05d}.npy", records[begin : begin + SEGMENT])
+        lines = _lines(source, rank, host.name, parts[rank % world], base, repetition)
+        (host / f"{stem}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return sum(len(parts[rank % world][0]) for rank in range(repetition.ranks))
+
+
+def _repeated(process: Process, repetition: Repetition, world: int) -> tuple[Records, int, int]:
+    """Return the records of a process, how many more it made, and by how many ns its end is later."""
+    records = np.concatenate([block for segment in process.segments for block in segment.blocks()])
+    if repetition.together:
+        gathers = [number for number, kind in process.tables.kinds.items() if kind.op == "all_gather"]
+        records["payload"][np.isin(records["kind"], gathers)] *= repetition.ranks // world
+    steps = records["step"]
+    last = records[steps > steps.max() - repetition.period]
+    span = int(max(last[name].max() for name in TIMES) - last["t_begin"].min()) + 1
+    turns = np.repeat(np.arange(repetition.removed, repetition.repeats), len(last))
+    later = last[np.tile(np.arange(len(last)), repetition.repeats - repetition.removed)]
+    later["step"] += (turns * repetition.period).astype(later["step"].dtype)
+    for name in TIMES:
+        later[name] += np.where(later[name] > 0, turns * span, 0)
+    later["seq"] += np.tile(_calls_of_channels(last), repetition.repeats - repetition.removed) * turns.astype("u4")
+    before = records[steps <= steps.max() - repetition.period]
+    removed = repetition.removed * len(last) + (len(before) if repetition.removed else 0)
+    kept = later if repetition.removed else np.concatenate([before, later])
+    return kept, removed, span * (repetition.repeats - 1)
+
+
+def _calls_of_channels(records: Records) -> Any:
+    """Return how many calls have the same channel as each: by how much its number grows from one turn to the next."""
+    messages = records["tag"] >= 0
+    key = np.stack([records["group"], *(np.where(messages, records[name], -1) for name in ("peer", "tag", "kind"))])
+    _, groups, counts = np.unique(key, axis=1, return_inverse=True, return_counts=True)
+    return counts[groups.ravel()].astype("u4")
+
+
+def _lines(
+    source: Process, rank: int, host: str, repeated: tuple[Records, int, int], base: int, repetition: Repetition
+) -> Iterator[dict[str, Any]]:
+    """Yield the lines of the tables of a rank."""
+    records, removed, later_ns = repeated
+    world = int(source.tables.process["world_size"])
+    for line in map(json.loads, source.path.read_text().splitlines()):
+        table = line["table"]
+        if table == "process":
+            line |= {"rank": rank, "world_size": repetition.ranks, "host": host, "pid": 1000 + rank, "boot_id": host}
+        elif table == "groups" and repetition.together and len(line["ranks"]) == world:
+            line["ranks"] = [*range(repetition.ranks)]
+        elif table == "groups":
+            line["ranks"] = [base + member for member in line["ranks"]]
+        elif table == "job" and repetition.together:
+            line |= {name: repetition.ranks for name in SIZES if line.get(name) == world}
+        elif table == "stats":
+            line |= {"calls": len(records) + removed, "removed": removed}
+        if table in ("stats", "end", "clock"):
+            line |= {name: line[name] + later_ns for name in ("mono_ns", "unix_ns") if name in line}
+        yield line
