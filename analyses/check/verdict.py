@@ -22,8 +22,8 @@ import pandas as pd
 
 from commtrace.analyses.diff.run_calls import OwnCalls, is_own, sum_own_calls
 from commtrace.analyses.fold_engine import Analysis, NamedTables, rows_of
-from commtrace.analyses.reconciliation import EXPECTED
 from commtrace.analyses.reconciliation.causes import OTHER_PIECES, PROGRAM_CAUSES, path_in_packages
+from commtrace.analyses.reconciliation.compared_steps import EXPECTED
 from commtrace.formatting import format_missing, format_ranks
 from commtrace.reading.recorded_run import RecordedRun
 

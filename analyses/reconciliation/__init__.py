@@ -12,13 +12,16 @@ a parameter's element) to the wire bytes of one rank's step. Sums are exact; run
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 from typing import Any, Final
 
+import numpy as np
 import pandas as pd
 
-from commtrace.analyses.fold_engine import Analysis, NamedTables
+from commtrace.analyses.fold_engine import Analysis, Array, NamedTables, concatenated_ranges, group_rows
 from commtrace.analyses.table_specs import TABLES
 from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun
@@ -26,32 +29,27 @@ from commtrace.theory import ExpectedCall, NotPredictedError, Prediction, predic
 from commtrace.theory.rules.registry import DEEPSPEED, TORCH
 
 from . import measured_calls
-from .causes import PROGRAM_CAUSES, UNEXPLAINED, StepContext, explain
-from .matching import Cell, CellKey, compare
-from .measured_calls import EqualCalls, calls_by_step
-from .waterfall import waterfall
+from .causes import UNEXPLAINED, StepContext
+from .compared_steps import EXPECTED, ComparedStep, compare_step
+from .measured_calls import MeasuredSteps, measured_steps
+from .waterfall import WaterfallRows
 
-EXPECTED: Final = "expected"
-
-_CELL: Final = ("rank", "step", "role", "op")
-_NUMBERS: Final = ("expected_calls", "measured_calls", "expected_bytes", "measured_bytes")
 TABLE_NAMES: Final = ("theory", "expected", "reconciliation", "waterfall", "waterfall_by_role")
 _MAX_BYTES: Final = 1 << 62
 _NEVER_MISSING: Final = {"rank": "int64", "step": "int64", "bytes": "int64", "matched_share": "float64"}
 
 
 def _finish(table: pd.DataFrame, run: RecordedRun, jobs: Sequence[Mapping[str, Any]] = ()) -> NamedTables:
-    rows: dict[str, list[dict[str, object]]] = {name: [] for name in TABLE_NAMES}
-    tables = dict(iter(table.groupby("process")))
-    measured = [calls_by_step(tables.get(number, table.iloc[:0])) for number in range(len(run.processes))]
-    own_last = [max(steps, default=-1) for steps in measured]
+    measured = measured_steps(table, len(run.processes))
+    own_last = [int(measured.of(number)[0].max(initial=-1)) for number in range(len(run.processes))]
     problems = [process.steps_problem(last) for process, last in zip(run.processes, own_last, strict=True)]
     last_step = max((last for last, problem in zip(own_last, problems, strict=True) if not problem), default=-1)
-    for process, steps, problem in zip(run.processes, measured, problems, strict=True):
+    comparison = _Comparison(measured, last_step)
+    for number, (process, problem) in enumerate(zip(run.processes, problems, strict=True)):
         # Stages have equally many ranks each, and are in the order of the ranks.
         job = jobs[process.rank * len(jobs) // (run.world_size or len(run.processes))] if jobs else None
-        _add_process(process, steps, last_step, rows, job, problem)
-    return {name: _table(name, rows[name]) for name in TABLE_NAMES}
+        comparison.add(number, process, job, problem)
+    return comparison.tables()
 
 
 def _table(name: str, rows: Sequence[Mapping[str, object]]) -> pd.DataFrame:
@@ -62,79 +60,203 @@ def _table(name: str, rows: Sequence[Mapping[str, object]]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=[*types]).astype(types)
 
 
-def _add_process(
-    process: Process,
-    measured: Mapping[int, list[EqualCalls]],
-    last_step: int,
-    rows: dict[str, list[Any]],
-    given_job: Mapping[str, Any] | None,
-    problem: str | None,
-) -> None:
-    """Append the rows of one process to `rows`. It may lack `last_step`, the last step of the run.
+@dataclass(frozen=True)
+class _Expectation:
+    """What theory expects of alike ranks.
 
-    `given_job` replaces the captured job; `problem` is why the process is not compared.
+    Attributes:
+        job: Their job.
+        prediction: The prediction.
+        calls: The different calls of a step.
+        calls_of_step: Position in `calls` of the calls of each step, from -1 on, shape (steps,).
+        payload_bytes: Payload of the calls of all steps.
     """
-    known = process.tables.process.get("versions")
-    versions = known if isinstance(known, Mapping) else {}
-    summary: dict[str, object] = {"rank": process.rank, "other_versions": _other_versions(versions)}
-    steps = range(-1, last_step + 1)
-    try:
-        job = _captured_job(process) if given_job is None else given_job
-        prediction, expected_bytes = _predict({**job, "versions": versions}, steps)
-        if problem:
-            raise NotPredictedError(problem)
-    except NotPredictedError as reason:
-        rows["theory"].append({**summary, "not_predicted": str(reason)})
-        return
-    ended, lost_records = process.tables.end is not None, process.lost_records
-    own_last = max(measured, default=-1)
-    # The last step may be incomplete in the log of a process that did not end in order.
-    regular_steps = (step for step in measured if step >= prediction.steady and prediction.special_step(step) is None)
-    complete_steps = [step for step in regular_steps if ended or step < own_last]
-    evaluated = {step for step in complete_steps if any(calls.phase == "evaluation" for calls in measured[step])}
-    waterfall_step = max(complete_steps, key=lambda step: (step not in evaluated, step), default=None)
-    sums: dict[str, int] = defaultdict(int)
-    for step in steps:
-        calls = measured.get(step, [])
-        context = StepContext(prediction, step, own_last, ended, lost_records, bool(calls))
-        cells = compare(prediction.step(step), calls, prediction.ranks_of)
-        explained = explain([leftover for cell in cells for leftover in cell.leftovers], context)
-        rows["expected"] += _expected_rows(process.rank, step, prediction.step(step))
-        rows["reconciliation"] += _reconciliation_rows(process.rank, step, cells, explained)
-        sums[EXPECTED] += sum(cell.matched_bytes for cell in cells)
-        for cause, leftover in explained:
-            sums[cause] += abs(leftover.bytes)
-        wire_is_known = all(same.wire is not None for same in calls)
-        if step == waterfall_step and wire_is_known and not rows["waterfall"]:
-            label = f"measured, rank {process.rank}, step {step}"
-            rows["waterfall"], rows["waterfall_by_role"] = waterfall(prediction, cells, explained, calls, label)
-    measured_bytes = sum(same.bytes for calls in measured.values() for same in calls)
-    rows["theory"].append(
-        {
-            **summary,
-            "scheme": prediction.scheme,
-            "expected_bytes": expected_bytes,
-            "measured_bytes": measured_bytes,
-            "matched_bytes": sums[EXPECTED],
-            "named_bytes": sum(size for cause, size in sums.items() if cause not in (EXPECTED, UNEXPLAINED)),
-            "unexplained_bytes": sums[UNEXPLAINED],
-            "matched_share": sums[EXPECTED] / measured_bytes if measured_bytes else None,
+
+    job: Mapping[str, Any]
+    prediction: Prediction
+    calls: Sequence[Sequence[ExpectedCall]]
+    calls_of_step: Array
+    payload_bytes: int
+
+
+class _Comparison:
+    """The tables, process by process. Alike ranks share an expectation, and their alike steps are compared once."""
+
+    def __init__(self, measured: MeasuredSteps, last_step: int) -> None:
+        self._measured = measured
+        self._steps = np.arange(-1, last_step + 1)
+        self._expectations: list[_Expectation] = []
+        self._not_predicted: list[tuple[Mapping[str, Any], NotPredictedError]] = []
+        self._compared: list[ComparedStep] = []
+        self._position: dict[tuple[int, ...], int] = {}
+        """Position in `_compared` of the step with these properties."""
+        self._ranks: list[int] = []
+        self._positions: list[Array] = []
+        """Of each of `_ranks`: the position in `_compared` of each of `_steps`."""
+        self._theory: list[dict[str, object]] = []
+        self._waterfall: WaterfallRows | None = None
+
+    def tables(self) -> NamedTables:
+        """Return the tables of the processes added."""
+        bars, bars_by_role = self._waterfall or ([], [])
+        return {
+            "theory": _table("theory", self._theory),
+            "expected": self._expanded("expected", [step.expected for step in self._compared]),
+            "reconciliation": self._expanded("reconciliation", [step.reconciliation for step in self._compared]),
+            "waterfall": _table("waterfall", bars),
+            "waterfall_by_role": _table("waterfall_by_role", bars_by_role),
         }
-    )
+
+    def _expanded(self, name: str, rows: Sequence[Sequence[Mapping[str, object]]]) -> pd.DataFrame:
+        """Return the table of all steps of all ranks, given the rows of each of `_compared`."""
+        table = _table(name, [{"rank": 0, "step": 0, **row} for same in rows for row in same])
+        lengths = np.array([len(same) for same in rows], np.int64)
+        positions = np.concatenate([np.zeros(0, np.int64), *self._positions])
+        repeats = lengths[positions]
+        expanded = table.take(concatenated_ranges((np.cumsum(lengths) - lengths)[positions], repeats))
+        ranks = np.repeat(np.array(self._ranks, np.int64), len(self._steps))
+        steps = np.tile(self._steps, len(self._ranks))
+        return expanded.assign(rank=np.repeat(ranks, repeats), step=np.repeat(steps, repeats)).reset_index(drop=True)
+
+    def add(self, number: int, process: Process, given_job: Mapping[str, Any] | None, problem: str | None) -> None:
+        """Add the process at a position of the log. It may lack the last step of the run.
+
+        `given_job` replaces the captured job; `problem` is why the process is not compared.
+        """
+        known = process.tables.process.get("versions")
+        versions = known if isinstance(known, Mapping) else {}
+        summary: dict[str, object] = {"rank": process.rank, "other_versions": _other_versions(versions)}
+        try:
+            job = _captured_job(process) if given_job is None else given_job
+            at, expectation = self._expectation({**job, "versions": versions})
+            if problem:
+                raise NotPredictedError(problem)
+        except NotPredictedError as reason:
+            self._theory.append({**summary, "not_predicted": str(reason)})
+            return
+        positions = self._compare(number, process, at, expectation)
+        self._ranks.append(process.rank)
+        self._positions.append(positions)
+        self._waterfall = self._waterfall or self._waterfall_of(number, process, expectation.prediction, positions)
+        sums: dict[str, int] = defaultdict(int)
+        for position, times in zip(*map(np.ndarray.tolist, np.unique(positions, return_counts=True)), strict=True):
+            for cause, size in self._compared[position].bytes_by_cause.items():
+                sums[cause] += times * size
+        measured_bytes = int(self._measured.payload_bytes[number])
+        self._theory.append(
+            {
+                **summary,
+                "scheme": expectation.prediction.scheme,
+                "expected_bytes": expectation.payload_bytes,
+                "measured_bytes": measured_bytes,
+                "matched_bytes": sums[EXPECTED],
+                "named_bytes": sum(size for cause, size in sums.items() if cause not in (EXPECTED, UNEXPLAINED)),
+                "unexplained_bytes": sums[UNEXPLAINED],
+                "matched_share": sums[EXPECTED] / measured_bytes if measured_bytes else None,
+            }
+        )
+
+    def _expectation(self, job: Mapping[str, Any]) -> tuple[int, _Expectation]:
+        """Return what theory expects of a job, the same for equal jobs, and its position in `_expectations`."""
+        for position, expectation in enumerate(self._expectations):
+            if expectation.job == job:
+                return position, expectation
+        for known, reason in self._not_predicted:
+            if known == job:
+                raise reason
+        try:
+            self._expectations.append(_expect(job, self._steps))
+        except NotPredictedError as reason:
+            self._not_predicted.append((job, reason))
+            raise
+        return len(self._expectations) - 1, self._expectations[-1]
+
+    def _compare(self, number: int, process: Process, at: int, expectation: _Expectation) -> Array:
+        """Return the position in `_compared` of each of `_steps` of a process; `at`: position of its expectation."""
+        steps, content = self._measured.of(number)
+        measured = np.full(len(self._steps), -1)
+        measured[steps + 1] = content
+        own_last = steps.max(initial=-1)
+        flags = (
+            self._steps < 0,
+            measured >= 0,
+            (self._steps == own_last) & (process.tables.end is None),
+            self._steps > own_last,
+        )
+        keys = [expectation.calls_of_step, measured, *(flag.astype(np.int64) for flag in flags)]
+        first, alike = group_rows(keys)
+        loses_records = process.lost_records > 0
+        positions = []
+        for calls, own, *bits in zip(*(key[first].tolist() for key in keys), strict=True):
+            properties = at, int(loses_records), calls, own, *bits
+            if properties not in self._position:
+                self._position[properties] = len(self._compared)
+                is_start, has_calls, ends_within, ends_before = map(bool, bits)
+                context = StepContext(
+                    expectation.prediction,
+                    expectation.calls[calls],
+                    is_start=is_start,
+                    has_calls=has_calls,
+                    log_ends_within=ends_within,
+                    log_ends_before=ends_before,
+                    loses_records=loses_records,
+                )
+                self._compared.append(compare_step(self._measured.calls[own] if own >= 0 else (), context))
+            positions.append(self._position[properties])
+        return np.array(positions, np.int64)[alike]
+
+    def _waterfall_of(
+        self, number: int, process: Process, prediction: Prediction, positions: Array
+    ) -> WaterfallRows | None:
+        """Return the waterfall of the last regular step of a process, rather of one without an evaluation."""
+        steps, ended = self._measured.of(number)[0], process.tables.end is not None
+
+        def regular(*, evaluates: bool) -> Iterator[int]:
+            # The last step may be incomplete in the log of a process that did not end in order.
+            for step in steps[::-1][0 if ended else 1 :].tolist():
+                calls = self._compared[positions[step + 1]].calls
+                if any(same.phase == "evaluation" for same in calls) == evaluates and (
+                    step >= prediction.steady and prediction.special_step(step) is None
+                ):
+                    yield step
+
+        for step in islice(chain(regular(evaluates=False), regular(evaluates=True)), 1):
+            compared: ComparedStep = self._compared[positions[step + 1]]
+            return compared.waterfall(f"measured, rank {process.rank}, step {step}")
+        return None
 
 
-def _predict(job: Mapping[str, Any], steps: Iterable[int]) -> tuple[Prediction, int]:
-    """Return what theory expects of a job, and the bytes of all calls in these steps."""
+def _expect(job: Mapping[str, Any], steps: Array) -> _Expectation:
+    """Return what theory expects of a job in steps from -1 on. Raises NotPredictedError."""
     try:
         prediction = predict(job)
-        expected_bytes = sum(call.bytes for step in steps for call in prediction.step(step))
+        calls, calls_of_step = _calls_by_step(prediction, steps)
+        times = np.bincount(calls_of_step, minlength=len(calls)).tolist()
+        expected_bytes = sum(
+            number * sum(call.bytes for call in same) for number, same in zip(times, calls, strict=True)
+        )
     except NotPredictedError:
         raise
     except Exception as error:  # a job from a damaged log may hold anything
         raise NotPredictedError(f"the rules fail on the job in the log: {type(error).__name__}: {error}") from error
     if expected_bytes > _MAX_BYTES or abs(prediction.closed_form.bytes) > _MAX_BYTES:
         raise NotPredictedError("the job in the log leads to more bytes than 64 bits can count")
-    return prediction, expected_bytes
+    return _Expectation(job, prediction, calls, calls_of_step, expected_bytes)
+
+
+def _calls_by_step(prediction: Prediction, steps: Array) -> tuple[list[tuple[ExpectedCall, ...]], Array]:
+    """Return the different calls of a step, and the position in them of each step's calls, from step -1 on."""
+    if not prediction.has_special_steps:
+        return [prediction.start, *prediction.steps], np.minimum(steps + 1, len(prediction.steps))
+    different: dict[tuple[ExpectedCall, ...], int] = {}
+    same: dict[int, tuple[tuple[ExpectedCall, ...], int]] = {}  # by identity, which takes far less than a comparison
+    calls_of_step = []
+    for step in steps.tolist():
+        calls = prediction.step(step)
+        if id(calls) not in same:
+            same[id(calls)] = calls, different.setdefault(calls, len(different))
+        calls_of_step.append(same[id(calls)][1])
+    return [*different], np.array(calls_of_step, np.int64)
 
 
 def _captured_job(process: Process) -> Mapping[str, Any]:
@@ -151,47 +273,6 @@ def _other_versions(versions: Mapping[str, object]) -> str | None:
         if name in versions and str(versions[name]).partition("+")[0] != version
     ]
     return ", ".join(other) or None
-
-
-def _expected_rows(rank: int, step: int, expected: Iterable[ExpectedCall]) -> Iterator[dict[str, object]]:
-    by_key: dict[CellKey, list[ExpectedCall]] = defaultdict(list)
-    for call in expected:
-        by_key[call.role, call.op].append(call)
-    for (role, op), calls in sorted(by_key.items()):
-        most = sum(call.calls if call.most is None else call.most for call in calls)
-        least = sum(call.bytes if call.least is None else call.least * call.calls for call in calls)
-        yield {
-            **dict(zip(_CELL, (rank, step, role, op), strict=True)),
-            "calls": sum(call.calls for call in calls),
-            "calls_max": most if any(call.most is not None for call in calls) else None,
-            "payload_bytes": sum(call.bytes for call in calls),
-            "payload_bytes_min": least if any(call.least is not None for call in calls) else None,
-        }
-
-
-def _reconciliation_rows(
-    rank: int, step: int, cells: Iterable[Cell], explained: Iterable[tuple[str, EqualCalls]]
-) -> Iterator[dict[str, object]]:
-    # _NUMBERS by cell, cause and, for causes in the program, call site
-    sums: dict[tuple[CellKey, str, str], list[int]] = {}
-    sites: dict[tuple[CellKey, str, str], set[str]] = defaultdict(set)
-    for cell in cells:
-        if cell.matched_calls:
-            sums[cell.key, EXPECTED, ""] = [*[cell.matched_calls] * 2, *[cell.matched_bytes] * 2]
-            sites[cell.key, EXPECTED, ""] = {*cell.sites}
-    for cause, leftover in explained:
-        key = (leftover.role, leftover.op), cause, leftover.site if cause in PROGRAM_CAUSES else ""
-        numbers, recorded = sums.setdefault(key, [0, 0, 0, 0]), int(leftover.calls > 0)
-        numbers[recorded] += abs(leftover.calls)
-        numbers[2 + recorded] += abs(leftover.bytes)
-        sites[key].add(leftover.site)
-    for (cell_key, cause, site), numbers in sums.items():
-        yield {
-            **dict(zip((*_CELL, *_NUMBERS), (rank, step, *cell_key, *numbers), strict=True)),
-            "difference_bytes": numbers[3] - numbers[2],
-            "cause": cause,
-            "sites": "; ".join(sorted(sites[cell_key, cause, site] - {""})),
-        }
 
 
 def _has_job(run: RecordedRun) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from commtrace.theory import Prediction
+from commtrace.theory import ExpectedCall, Prediction
 from commtrace.theory.expected_calls import sorted_calls
 
 from .measured_calls import EqualCalls
@@ -33,14 +33,15 @@ PROGRAM_CAUSES: Final = frozenset({_EVALUATION, _CHECKPOINT, _BARRIER, _SMALL, _
 
 @dataclass(frozen=True)
 class StepContext:
-    """Rank and step of leftovers."""
+    """What causes depend on besides the leftovers of a step of a rank."""
 
     prediction: Prediction
-    step: int
-    last_step: int  # of this rank in the log
-    ended: bool  # the process ended in order
-    lost_records: int  # calls counted whose records are not in the log
+    expected: Sequence[ExpectedCall]  # in this step
+    is_start: bool  # before the first step
     has_calls: bool  # the log has a call of this step
+    log_ends_within: bool  # the last step of this rank in the log, whose process did not end in order
+    log_ends_before: bool  # the rank has no later step in the log either
+    loses_records: bool  # calls were counted whose records are not in the log
 
 
 Select: TypeAlias = Callable[[Sequence[EqualCalls], StepContext], Sequence[EqualCalls]]
@@ -83,7 +84,7 @@ def path_in_packages(site: str) -> str:
 
 def _overflow(leftovers: Sequence[EqualCalls], context: StepContext) -> Sequence[EqualCalls]:
     """Select all if exactly the calls are missing that DeepSpeed leaves out after its overflow check."""
-    if context.step < 0 or any(leftover.calls > 0 for leftover in leftovers):
+    if context.is_start or any(leftover.calls > 0 for leftover in leftovers):
         return ()
     missing: dict[tuple[str, int], int] = defaultdict(int)
     for leftover in leftovers:
@@ -104,7 +105,7 @@ def _other_pieces(leftovers: Sequence[EqualCalls], context: StepContext) -> Sequ
 
 def _several_reductions(leftovers: Sequence[EqualCalls], context: StepContext) -> Sequence[EqualCalls]:
     """Select reductions in DDP's backward that are a multiple of the step's gradients."""
-    expected = sum(call.bytes for call in context.prediction.step(context.step) if call.op == "all_reduce")
+    expected = sum(call.bytes for call in context.expected if call.op == "all_reduce")
     in_backward = _extra(lambda leftover: leftover.op == "all_reduce" and leftover.phase == "backward")
     extra = in_backward(leftovers, context)
     total = sum(leftover.bytes for leftover in extra)
@@ -113,9 +114,9 @@ def _several_reductions(leftovers: Sequence[EqualCalls], context: StepContext) -
 
 
 CAUSES: Final[Mapping[str, Select]] = {
-    "the log begins after start-up": _absent(lambda context: context.step < 0 and not context.has_calls),
-    "the log ends within this step": _absent(lambda context: context.step == context.last_step and not context.ended),
-    "the log ends before this step, which other ranks have": _absent(lambda context: context.step > context.last_step),
+    "the log begins after start-up": _absent(lambda context: context.is_start and not context.has_calls),
+    "the log ends within this step": _absent(lambda context: context.log_ends_within),
+    "the log ends before this step, which other ranks have": _absent(lambda context: context.log_ends_before),
     _EVALUATION: _extra(lambda leftover: leftover.phase == "evaluation"),
     "optimizer skipped: gradients overflowed": _overflow,
     _CHECKPOINT: _called_from("checkpoint", "consolidated", "state_dict"),
@@ -128,7 +129,7 @@ CAUSES: Final[Mapping[str, Select]] = {
     _OTHER: _by_program(lambda leftover: True),
     OTHER_PIECES: _other_pieces,
     "gradients reduced several times: no_sync is not used": _several_reductions,
-    "records missing from the log": _absent(lambda context: context.lost_records > 0),
+    "records missing from the log": _absent(lambda context: context.loses_records),
 }
 """The sentence of each cause, for tables and reports, and what selects the leftovers that it explains."""
 

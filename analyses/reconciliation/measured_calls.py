@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Final
+from itertools import islice
+from typing import Any, Final
 
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.fold_engine import RecordBlock, merge_sums, rows_of, sums_by
+from commtrace.analyses.fold_engine import (
+    Array,
+    RecordBlock,
+    concatenated_ranges,
+    group_rows,
+    merge_sums,
+    number_sequences,
+    rows_of,
+    sums_by,
+)
 
 DETAILED_STEPS: Final = 64
 """Steps whose message sizes are kept apart, so that a log of many steps stays a small table; later ones have -1."""
@@ -64,12 +74,54 @@ def partial(block: RecordBlock) -> pd.DataFrame:
 merge = merge_sums(*KEYS)
 
 
-def calls_by_step(table: pd.DataFrame) -> dict[int, list[EqualCalls]]:
-    """Return the measured calls of one process by step, from its rows of the merged table."""
-    by_step: dict[int, list[EqualCalls]] = defaultdict(list)
-    for row in rows_of(table):
-        wire = Fraction(int(row.wire_parts), int(row.ranks)) if row.ranks and not row.wire_unknown else None
-        counts = int(row.payload), int(row.calls), int(row.payload_bytes)
-        names = str(row.phase), str(row.site)
-        by_step[int(row.step)].append(EqualCalls(str(row.role), str(row.op), *counts, wire, *names, int(row.ranks)))
-    return by_step
+@dataclass(frozen=True)
+class MeasuredSteps:
+    """The measured calls of the steps of all processes. Steps with equal calls share them.
+
+    Attributes:
+        first: Position of the first step of each process, and of the end, int64, shape (processes + 1,).
+        step: Number of each step, int64, shape (steps,), ascending within a process.
+        content: Position in `calls` of the calls of each step, int64, shape (steps,).
+        calls: The calls of a step, all of them different.
+        payload_bytes: Payload of all calls of each process, int64, shape (processes,).
+    """
+
+    first: Array
+    step: Array
+    content: Array
+    calls: Sequence[Sequence[EqualCalls]]
+    payload_bytes: Array
+
+    def of(self, process: int) -> tuple[Array, Array]:
+        """Return the steps of a process, and the position of their calls in `calls`."""
+        own = slice(self.first[process], self.first[process + 1])
+        return self.step[own], self.content[own]
+
+
+def measured_steps(table: pd.DataFrame, processes: int) -> MeasuredSteps:
+    """Return the measured calls by process and step, from the merged table of a run with so many processes."""
+    process, step = (table[name].to_numpy(np.int64) for name in ("process", "step"))
+    is_first = np.ones(len(table), bool)
+    is_first[1:] = (np.diff(process) != 0) | (np.diff(step) != 0)
+    begins = np.flatnonzero(is_first)
+    rows = table.drop(columns=["process", "step"])
+    _, equal = group_rows([pd.factorize(rows[name])[0] for name in rows.columns])
+    content, examples = number_sequences(equal, begins)
+    ends = np.append(begins[1:], len(table))
+    lengths = (ends - begins)[examples]
+    distinct = iter([*map(_equal_calls, rows_of(rows.iloc[concatenated_ranges(begins[examples], lengths)]))])
+    payload_bytes = np.zeros(processes, np.int64)
+    np.add.at(payload_bytes, process, table["payload_bytes"].to_numpy(np.int64))
+    return MeasuredSteps(
+        np.searchsorted(process[begins], np.arange(processes + 1)),
+        step[begins],
+        content,
+        [[*islice(distinct, length)] for length in lengths.tolist()],
+        payload_bytes,
+    )
+
+
+def _equal_calls(row: Any) -> EqualCalls:
+    wire = Fraction(int(row.wire_parts), int(row.ranks)) if row.ranks and not row.wire_unknown else None
+    counts = int(row.payload), int(row.calls), int(row.payload_bytes)
+    return EqualCalls(str(row.role), str(row.op), *counts, wire, str(row.phase), str(row.site), int(row.ranks))

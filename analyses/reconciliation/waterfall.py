@@ -18,6 +18,8 @@ BELOW: Final = "sizes that depend on the data: below their bound"
 
 RoleBar: TypeAlias = tuple[str, str, Fraction, str]
 """Role, label, wire bytes and kind of a bar."""
+WaterfallRows: TypeAlias = tuple[list[dict[str, object]], list[dict[str, object]]]
+"""Rows of `waterfall` and of `waterfall_by_role`."""
 
 
 def waterfall(
@@ -26,7 +28,7 @@ def waterfall(
     explained: Iterable[tuple[str, EqualCalls]],
     measured: Iterable[EqualCalls],
     label: str,
-) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
+) -> WaterfallRows:
     """Return the rows of `waterfall` and of `waterfall_by_role` for one step of one rank.
 
     Args:

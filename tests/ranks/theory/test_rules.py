@@ -38,7 +38,9 @@ Steps = dict[int, list[EqualCalls]]
 
 def measured_steps(run: Run, records: Records, rank: int = 0) -> Steps:
     """Calls of one rank by step."""
-    return measured.calls_by_step(measured.merge([measured.partial(RecordBlock(records, run.labels[rank]))]))
+    table = measured.merge([measured.partial(RecordBlock(records, run.labels[rank]))])
+    steps = measured.measured_steps(table, len(run.processes))
+    return {step: [*steps.calls[calls]] for step, calls in zip(*map(np.ndarray.tolist, steps.of(rank)), strict=True)}
 
 
 def records_of(run: Run, rank: int = 0) -> Records:

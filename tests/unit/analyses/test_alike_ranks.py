@@ -1,0 +1,85 @@
+"""Alike ranks, and alike steps of theirs, are compared with theory once; what that costs does not grow with them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import damaged_logs
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from repeated_logs import Repetition, write_repeated
+
+from commtrace.analyses import reconciliation
+from commtrace.analyses.fold_engine import concatenated_ranges, fold, number_sequences
+from commtrace.run import open_run
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of recorded logs, of two ranks each."""
+    folder = tmp_path_factory.mktemp("recorded")
+    damaged_logs.unpack(folder)
+    return folder
+
+
+def long_log(recorded: Path, scheme: str, folder: Path, **repetition: Any) -> Path:
+    """Return a log made from that of a scheme."""
+    write_repeated(recorded / scheme, folder, Repetition(**repetition))
+    return folder
+
+
+@pytest.mark.parametrize("scheme", damaged_logs.SCHEMES)
+def test_a_repeated_log_is_as_expected(scheme: str, recorded: Path, tmp_path: Path) -> None:
+    run = open_run(long_log(recorded, scheme, tmp_path, ranks=4, repeats=70, per_host=2))
+    tables = fold(run, [reconciliation.ANALYSIS])
+    assert tables["theory"]["matched_share"].tolist() == [1.0] * 4
+    assert set(tables["reconciliation"]["cause"]) == {"expected"}
+    cells = tables["reconciliation"].groupby("rank")["step"].agg(["min", "max"])
+    assert set(cells["max"]) == {71}
+
+
+@pytest.mark.parametrize(("ranks", "repeats"), [(2, 80), (6, 300)])
+def test_comparisons_do_not_grow_with_ranks_and_steps(
+    ranks: int, repeats: int, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: Counter[str] = Counter()
+    for name in ("predict", "compare_step"):
+        function = getattr(reconciliation, name)
+
+        def counted(*arguments: Any, name: str = name, function: Any = function) -> Any:
+            calls[name] += 1
+            return function(*arguments)
+
+        monkeypatch.setattr(reconciliation, name, counted)
+    log = long_log(recorded, "ddp", tmp_path, ranks=ranks, repeats=repeats, together=True)
+    tables = fold(open_run(log), [reconciliation.ANALYSIS])
+    # Start-up, the first two steps, those with their sizes, and those without.
+    assert calls == {"predict": 1, "compare_step": 5}
+    for name in ("expected", "reconciliation"):
+        by_rank = [table.drop(columns="rank").reset_index(drop=True) for _, table in tables[name].groupby("rank")]
+        assert len(by_rank) == ranks
+        assert all(table.equals(by_rank[0]) for table in by_rank)
+        assert set(by_rank[0]["step"]) == {*range(-1, repeats + 2)}
+
+
+def test_steps_whose_records_were_removed_are_compared_once(recorded: Path, tmp_path: Path) -> None:
+    run = open_run(long_log(recorded, "ddp", tmp_path, ranks=2, repeats=300, removed=250))
+    cells = fold(run, [reconciliation.ANALYSIS])["reconciliation"]
+    causes = cells.groupby("cause")["step"].agg(["min", "max"]).to_dict("index")
+    assert causes["expected"] == {"min": 252, "max": 301}
+    assert causes["records missing from the log"] == {"min": 0, "max": 251}
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=4), max_size=30))
+def test_equal_sequences_have_equal_numbers(sequences: list[list[int]]) -> None:
+    lengths = np.array([len(sequence) for sequence in sequences], np.int64)
+    values = np.array([value for sequence in sequences for value in sequence], np.int64)
+    begins = np.cumsum(lengths) - lengths
+    numbers, examples = number_sequences(values, begins)
+    assert len(examples) == len({*map(tuple, sequences)})
+    assert [sequences[examples[number]] for number in numbers] == sequences
+    assert concatenated_ranges(begins, lengths).tolist() == [*range(len(values))]
