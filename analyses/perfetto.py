@@ -28,6 +28,17 @@ from commtrace.analyses.across_ranks.waits import COLUMNS as WAIT_COLUMNS
 from commtrace.analyses.across_ranks.waits import Waits, waits_of
 from commtrace.analyses.call_times import exact_ends
 from commtrace.analyses.fold_engine import EVALUATION, Array, group_rows
+from commtrace.analyses.protobuf_columns import (
+    Column,
+    chosen,
+    constant,
+    fixed64,
+    joined,
+    message,
+    stacked,
+    varint,
+    where,
+)
 from commtrace.analyses.timeline import wall_clock_offsets
 from commtrace.errors import LogError, MissingLibraryError
 from commtrace.formatting import format_ranks
@@ -45,33 +56,17 @@ _LABELS: Final = {
 """Columns of the event table that are arguments of a call, and their names in the viewer."""
 _NUMBERS: Final = {"payload": "payload bytes", "seq": "number in group", "step": "step", "peer": "peer", "tag": "tag"}
 """Fields of the record that are arguments where they are not -1."""
-_FLOW, _FLOW_ENDS = "flow_ids", "terminating_flow_ids"
 _STEP_NAMES: Final = {-1: "start-up", EVALUATION: "evaluation"}
-_STEP, _PHASE, _CALL = 0, 1, 2
-"""Levels of the spans of a thread."""
 _SEQUENCE: Final = 1
+_BLOCK: Final = 4096
+"""Calls that are encoded at a time: their packets fit into a processor's cache."""
 
 
-class _AlikeSpans(NamedTuple):
-    """The packet that begins spans with the same name and labels, and the places in it of what differs."""
+class _Lane(NamedTuple):
+    """A track, and the calls that are spans of it, by begin, of which none overlaps another."""
 
-    packet: Any
-    event: Any
-    numbers: list[tuple[Any, Array]]
-    """Argument, and its value for every call."""
-    flow: Any
-    """The list that holds the number of the arrow."""
-
-
-class _Span(NamedTuple):
-    """A span of time on a track. Spans of a level follow each other, and lie within one of the level below."""
-
-    begin: int
-    end: int
-    name: str
-    level: int
-    call: int = -1
-    """Position of its call; -1 for steps, phases and waits."""
+    track: int
+    calls: Array
 
 
 def export_perfetto(
@@ -145,148 +140,150 @@ class _Times:
 
 
 class _Writer:
-    """Writer of one trace: first the tracks of a rank, then their events, rank by rank."""
+    """Writer of one trace: first all tracks, with the counters, then the spans of the calls, a block at a time."""
 
     def __init__(
         self, messages: Any, file: IO[bytes], calls: MatchedCalls, times: _Times, waits: Waits, wanted: Array
     ) -> None:
-        self._messages = messages
+        self._messages, self._event = messages, messages.TrackEvent
         self._file, self._calls, self._times, self._wanted = file, calls, times, wanted
         self._interned: dict[tuple[str, str], int] = {}
+        self._new_texts = messages.InternedData()
         self._uuid = 0
-        self._end = self._packet()
-        self._end.track_event.type = self._end.track_event.TYPE_SLICE_END
-        self._alike_spans: dict[tuple[str, int, str], _AlikeSpans] = {}
-        self._numbers = {title: calls[name] for name, title in _NUMBERS.items()}
+        first, self._alike = group_rows([calls[name] for name in ("op", *_LABELS)])
+        self._texts = stacked([self._texts_of(call) for call in first[:, None]])
+        numbers = {title: calls[name] for name, title in _NUMBERS.items()}
         for title, values in (("waiting for ranks, ns", waits.wait), ("transfer, ns", waits.transfer)):
-            self._numbers[title] = np.where(waits.known, values, -1)
-        labels = [calls[name] for name in _LABELS] + [values >= 0 for values in self._numbers.values()]
-        self._first_of_combination, self._combinations = group_rows(labels)
-        self._instances, self._last = calls["instance"].tolist(), self._last_calls().tolist()
-        self._phases, self._names = calls.text("phase"), calls.text("op")
+            numbers[title] = np.where(waits.known, values, -1)
+        self._numbers = [
+            (constant(messages.DebugAnnotation(name_iid=self._annotation_name(title)).SerializeToString()), values)
+            for title, values in numbers.items()
+        ]
+        self._last = self._last_calls()
         self._exact = exact_ends(calls)
 
     def write(self, run: RecordedRun) -> None:
-        first = self._packet()
-        first.sequence_flags = first.SEQ_INCREMENTAL_STATE_CLEARED
-        clocks = first.clock_snapshot.clocks
-        for clock_id, moment in ((6, 0), (1, self._times.first_unix_ns)):  # the trace's own clock, the time of day
-            clocks.add(clock_id=clock_id, timestamp=moment)
-        self._write(first)
+        times_of_day = ((6, 0), (1, self._times.first_unix_ns))  # the trace's own clock, the time of day
+        self._write_packet(
+            sequence_flags=self._messages.TracePacket.SEQ_INCREMENTAL_STATE_CLEARED,
+            clock_snapshot={"clocks": [{"clock_id": clock, "timestamp": moment} for clock, moment in times_of_day]},
+        )
         hosts, host_of = host_numbers(run)
         processes = np.unique(self._calls["process"][self._wanted])
+        threads: list[_Lane] = []
+        in_flight: list[_Lane] = []
         for host in np.unique(host_of[processes]).tolist():
             uuid = self._track(process={"pid": host + 1, "process_name": f"host {hosts[host]}"})
             for process in processes[host_of[processes] == host].tolist():
-                self._write_process(uuid, run.processes[process].rank, process)
+                group = self._track(parent_uuid=uuid, name=f"rank {run.processes[process].rank}")
+                self._add_tracks(group, process, threads, in_flight)
+        self._write_threads(*_rows(threads))
+        self._write_in_flight(*_rows(in_flight))
 
-    def _write_process(self, host: int, rank: int, process: int) -> None:
+    def _add_tracks(self, group: int, process: int, threads: list[_Lane], in_flight: list[_Lane]) -> None:
+        """Write the tracks of a process and its counters, and add the calls that are spans to lists."""
         calls, times = self._calls, self._times
-        at = np.flatnonzero(self._wanted & (calls["process"] == process))
+        at = calls.of_process(process)
+        at = at[self._wanted[at]]
         at = at[np.argsort(times.begin[at], kind="stable")]
-        group = self._track(parent_uuid=host, name=f"rank {rank}")
         for thread in np.unique(calls["thread"][at]).tolist():
             own = at[calls["thread"][at] == thread]
             for lane in _lanes(own, times.begin[own], times.returned[own]):
-                self._write_spans(group, f"thread {thread}", self._thread(lane))
+                threads.append(_Lane(self._track(parent_uuid=group, name=f"thread {thread}"), lane))
         ended = at[times.end[at] >= times.begin[at]]
         ended = ended[np.argsort(times.started[ended], kind="stable")]
         for lane in _lanes(ended, times.started[ended], times.end[ended]):
-            self._write_spans(group, "in flight", self._in_flight(lane))
-        self._write_counters(group, ended)
-
-    def _thread(self, at: Array) -> Iterator[_Span]:
-        """Yield the steps, phases and calls of a thread, each before what it encloses."""
-        begin, end = self._times.begin[at], self._times.returned[at]
-        phases, evaluates = self._phases[at], self._phases[at] == Phase.EVALUATION.name.lower()
-        steps = np.where(evaluates, EVALUATION, self._calls["step"][at])
-        new_step = _changes(steps)
-        new_phase = new_step | _changes(phases)
-        step_end, phase_end = (_end_of_runs(new, end).tolist() for new in (new_step, new_phase))
-        for i, (first, last, name) in enumerate(zip(begin.tolist(), end.tolist(), self._names[at], strict=True)):
-            if new_step[i]:
-                yield _Span(first, step_end[i], _STEP_NAMES.get(int(steps[i]), f"step {steps[i]}"), _STEP)
-            if new_phase[i]:
-                yield _Span(first, phase_end[i], phases[i], _PHASE)
-            yield _Span(first, last, name, _CALL, int(at[i]))
-
-    def _in_flight(self, at: Array) -> Iterator[_Span]:
-        """Yield the operations of a track, and in each the wait of the program for its end, if it waited."""
-        columns = self._times.started[at], self._times.end[at], self._times.wait[at], self._names[at], at
-        for begin, end, wait, name, call in zip(*(column.tolist() for column in columns), strict=True):
-            yield _Span(begin, end, name, 0, call)
-            if begin <= wait < end:
-                yield _Span(wait, end, "program waits", 1)
-
-    def _write_spans(self, group: int, name: str, spans: Iterable[_Span]) -> None:
-        track = self._track(parent_uuid=group, name=name)
-        open_spans: list[_Span] = []
-        for span in spans:
-            while open_spans and open_spans[-1].level >= span.level:
-                self._write_end(track, open_spans.pop().end)
-            self._write_begin(track, span)
-            open_spans.append(span)
-        while open_spans:
-            self._write_end(track, open_spans.pop().end)
-
-    def _write_begin(self, track: int, span: _Span) -> None:
-        call = span.call
-        if call < 0:
-            alike = self._alike(span.name, -1, "")
-        else:
-            instance = self._instances[call] if span.level == _CALL else NOT_MATCHED
-            flow = "" if instance == NOT_MATCHED else _FLOW_ENDS if self._last[instance] == call else _FLOW
-            alike = self._alike(span.name, int(self._combinations[call]), flow)
-            if flow:
-                alike.flow[0] = instance + 1
-            for annotation, values in alike.numbers:
-                annotation.int_value = int(values[call])
-        alike.event.track_uuid = track
-        alike.packet.timestamp = span.begin
-        self._write(alike.packet)
-
-    def _alike(self, name: str, combination: int, flow: str) -> _AlikeSpans:
-        """Return the packet that begins spans that are alike.
-
-        Args:
-            name: Their name.
-            combination: Number of the labels of their calls; -1: they are of no call.
-            flow: Field of the event that holds the number of their arrow; "": they have none.
-        """
-        key = name, combination, flow
-        if key not in self._alike_spans:
-            packet = self._packet()
-            event = packet.track_event
-            event.type = event.TYPE_SLICE_BEGIN
-            event.name_iid = self._intern("event_names", name)
-            numbers = []
-            if combination >= 0:
-                at = self._first_of_combination[combination : combination + 1]
-                for column, title in _LABELS.items():
-                    annotation = self._annotation(event, title)
-                    text = str(self._calls.text(column, at)[0])
-                    annotation.string_value_iid = self._intern("debug_annotation_string_values", text)
-                for title, values in self._numbers.items():
-                    if values[at[0]] >= 0:
-                        numbers.append((self._annotation(event, title), values))
-            if flow:
-                getattr(event, flow).append(0)
-            self._alike_spans[key] = _AlikeSpans(packet, event, numbers, getattr(event, flow) if flow else [])
-        return self._alike_spans[key]
-
-    def _annotation(self, event: Any, title: str) -> Any:
-        return event.debug_annotations.add(name_iid=self._intern("debug_annotation_names", title))
-
-    def _write_end(self, track: int, moment: int) -> None:
-        self._end.timestamp, self._end.track_event.track_uuid = moment, track
-        self._write(self._end)
-
-    def _write_counters(self, group: int, at: Array) -> None:
-        started, end, payload = self._times.started[at], self._times.end[at], self._calls["payload"][at]
+            in_flight.append(_Lane(self._track(parent_uuid=group, name="in flight"), lane))
+        started, end, payload = times.started[ended], times.end[ended], calls["payload"][ended]
         self._write_counter(group, "bytes in flight", "bytes", started, end, payload)
-        exact = self._exact[at] & (end > started)
+        exact = self._exact[ended] & (end > started)
         rate = payload[exact] / (end[exact] - started[exact])  # bytes per ns are GB/s
         self._write_counter(group, "bandwidth", "GB/s", started[exact], end[exact], rate)
+
+    def _write_threads(self, tracks: Array, at: Array) -> None:
+        """Write the calls of threads, nested in phases, nested in steps."""
+        begin, end, phases = self._times.begin[at], self._times.returned[at], self._calls["phase"][at]
+        phase_names = self._calls.categories["phase"]
+        steps = np.where((phase_names == Phase.EVALUATION.name.lower())[phases], EVALUATION, self._calls["step"][at])
+        first_of_step = _changes(tracks) | _changes(steps)
+        first_of_phase = first_of_step | _changes(phases)
+        last_of_step, last_of_phase = (np.append(first[1:], True) for first in (first_of_step, first_of_phase))
+        step_end, phase_end = (_end_of_runs(first, end) for first in (first_of_step, first_of_phase))
+        distinct, step_of = np.unique(steps, return_inverse=True)
+        names_of_steps = self._event_names(_STEP_NAMES.get(step, f"step {step}") for step in distinct.tolist())
+        names_of_phases = self._event_names(phase_names)
+        self._write_new_texts()
+        for block in _blocks(len(at)):
+            track = self._track_of(tracks[block])
+            step, phase = (
+                [varint(self._event.NAME_IID_FIELD_NUMBER, names[numbers[block]])]
+                for names, numbers in ((names_of_steps, step_of), (names_of_phases, phases))
+            )
+            call = [*self._call(at[block]), *self._arrow(at[block])]
+            self._write_rows(
+                where(first_of_step[block], self._begin(track, begin[block], step)),
+                where(first_of_phase[block], self._begin(track, begin[block], phase)),
+                self._begin(track, begin[block], call),
+                self._end(track, end[block]),
+                where(last_of_phase[block], self._end(track, phase_end[block])),
+                where(last_of_step[block], self._end(track, step_end[block])),
+            )
+
+    def _write_in_flight(self, tracks: Array, at: Array) -> None:
+        """Write operations from begin to end, and in each the wait of the program for its end, if it waited."""
+        begin, end, wait = self._times.started[at], self._times.end[at], self._times.wait[at]
+        waits = (begin <= wait) & (wait < end)
+        [waiting] = self._event_names(["program waits"])
+        self._write_new_texts()
+        name = constant(self._event(name_iid=int(waiting)).SerializeToString())
+        for block in _blocks(len(at)):
+            track = self._track_of(tracks[block])
+            self._write_rows(
+                self._begin(track, begin[block], self._call(at[block])),
+                where(waits[block], self._begin(track, np.maximum(wait[block], 0), [name])),
+                where(waits[block], self._end(track, end[block])),
+                self._end(track, end[block]),
+            )
+
+    def _call(self, at: Array) -> list[Column]:
+        """Return the fields of the events that begin calls: their names and arguments."""
+        fields = [chosen(self._texts, self._alike[at])]
+        for name, values in self._numbers:
+            present = values[at] >= 0
+            if present.any():
+                value = varint(self._messages.DebugAnnotation.INT_VALUE_FIELD_NUMBER, np.where(present, values[at], 0))
+                fields += where(present, message(self._event.DEBUG_ANNOTATIONS_FIELD_NUMBER, [name, value]))
+        return fields
+
+    def _arrow(self, at: Array) -> list[Column]:
+        """Return the field of the arrow through each call; one that has no counterpart ends where it begins."""
+        instance = self._calls["instance"][at].astype(np.int64)
+        ends = self._last[instance] == at if len(self._last) else np.zeros(len(at), bool)
+        field = np.where(ends, self._event.TERMINATING_FLOW_IDS_FIELD_NUMBER, self._event.FLOW_IDS_FIELD_NUMBER)
+        return where(instance != NOT_MATCHED, [fixed64(field, instance + 1)])
+
+    def _begin(self, track: Column, moments: Array, fields: Sequence[Column]) -> list[Column]:
+        """Return packets that begin spans. Their names are interned, so a reader that missed the names skips them."""
+        packet = self._messages.TracePacket
+        flags = constant(packet(sequence_flags=packet.SEQ_NEEDS_INCREMENTAL_STATE).SerializeToString())
+        return self._packet(self._event.TYPE_SLICE_BEGIN, track, moments, fields, [flags])
+
+    def _end(self, track: Column, moments: Array) -> list[Column]:
+        return self._packet(self._event.TYPE_SLICE_END, track, moments)
+
+    def _packet(
+        self, kind: int, track: Column, moments: Array, fields: Sequence[Column] = (), flags: Sequence[Column] = ()
+    ) -> list[Column]:
+        """Return packets with events of a type on tracks."""
+        packet = self._messages.TracePacket
+        event = [constant(self._event(type=kind).SerializeToString()), track, *fields]
+        sequence = constant(packet(trusted_packet_sequence_id=_SEQUENCE).SerializeToString())
+        timestamp = varint(packet.TIMESTAMP_FIELD_NUMBER, moments)
+        columns = [timestamp, sequence, *flags, *message(packet.TRACK_EVENT_FIELD_NUMBER, event)]
+        return message(self._messages.Trace.PACKET_FIELD_NUMBER, columns)
+
+    def _track_of(self, tracks: Array) -> Column:
+        return varint(self._event.TRACK_UUID_FIELD_NUMBER, tracks)
 
     def _write_counter(self, group: int, name: str, unit: str, begin: Array, end: Array, values: Array) -> None:
         """Write a counter that is, at each moment, the sum of the values of the spans that it lies in."""
@@ -299,13 +296,10 @@ class _Writer:
         spans = np.zeros(len(moments), np.int64)
         np.add.at(spans, at, np.repeat([1, -1], len(values)))
         sums = np.where(np.cumsum(spans) > 0, np.cumsum(changes), 0)  # sums of fractions do not end at exactly 0
-        packet = self._packet()
-        event = packet.track_event
-        event.type, event.track_uuid = event.TYPE_COUNTER, track
-        for moment, value in zip(moments.tolist(), sums.tolist(), strict=True):
-            packet.timestamp = moment
-            event.double_counter_value = value
-            self._write(packet)
+        for block in _blocks(len(moments)):
+            value = fixed64(self._event.DOUBLE_COUNTER_VALUE_FIELD_NUMBER, sums[block].astype(np.float64))
+            tracks = self._track_of(np.array([track]))
+            self._write_rows(self._packet(self._event.TYPE_COUNTER, tracks, moments[block], [value]))
 
     def _last_calls(self) -> Array:
         """Return the position of the call of each instance at which its arrow ends, of those that are written."""
@@ -319,32 +313,46 @@ class _Writer:
     def _track(self, **fields: Any) -> int:
         """Write the description of a new track, and return its number."""
         self._uuid += 1
-        packet = self._packet()
-        packet.track_descriptor.MergeFrom(self._messages.TrackDescriptor(uuid=self._uuid, **fields))
-        self._write(packet)
+        self._write_packet(track_descriptor={"uuid": self._uuid, **fields})
         return self._uuid
+
+    def _texts_of(self, call: Array) -> bytes:
+        """Return name and texts of a call, at a position of shape (1,), and of those that are like it, as fields."""
+        arguments = []
+        for column, title in _LABELS.items():
+            text = self._intern("debug_annotation_string_values", str(*self._calls.text(column, call)))
+            arguments.append({"name_iid": self._annotation_name(title), "string_value_iid": text})
+        [name] = self._event_names(self._calls.text("op", call))
+        result: bytes = self._event(name_iid=int(name), debug_annotations=arguments).SerializeToString()
+        return result
+
+    def _annotation_name(self, title: str) -> int:
+        return self._intern("debug_annotation_names", title)
+
+    def _event_names(self, names: Iterable[str]) -> Array:
+        """Return the numbers that stand for the names of events."""
+        return np.array([self._intern("event_names", name) for name in names], np.int64)
 
     def _intern(self, kind: str, text: str) -> int:
         """Return the number that stands for a text in the trace."""
         if (kind, text) not in self._interned:
             number = self._interned[kind, text] = len(self._interned) + 1
-            packet = self._packet()
-            value = text.encode() if kind == "debug_annotation_string_values" else text
-            field = "str" if kind == "debug_annotation_string_values" else "name"
-            getattr(packet.interned_data, kind).add(iid=number, **{field: value})
-            self._write(packet)
+            value = {"str": text.encode()} if kind == "debug_annotation_string_values" else {"name": text}
+            getattr(self._new_texts, kind).add(iid=number, **value)
         return self._interned[kind, text]
 
-    def _packet(self) -> Any:
-        packet = self._messages.TracePacket()
-        packet.trusted_packet_sequence_id = _SEQUENCE
-        packet.sequence_flags = packet.SEQ_NEEDS_INCREMENTAL_STATE
-        return packet
+    def _write_new_texts(self) -> None:
+        """Write the texts of the numbers that are new since the last time."""
+        self._write_packet(interned_data=self._new_texts)
+        self._new_texts.Clear()
 
-    def _write(self, packet: Any) -> None:
-        data = packet.SerializeToString()
-        self._file.write(_HEADS[len(data)] if len(data) < len(_HEADS) else _head(len(data)))
-        self._file.write(data)
+    def _write_packet(self, **fields: Any) -> None:
+        packet = {"trusted_packet_sequence_id": _SEQUENCE, **fields}
+        self._file.write(self._messages.Trace(packet=[packet]).SerializeToString())
+
+    def _write_rows(self, *packets: Sequence[Column]) -> None:
+        """Write the packets of each row."""
+        self._file.write(joined([column for columns in packets for column in columns]))
 
 
 def _perfetto_messages() -> Any:
@@ -356,18 +364,6 @@ def _perfetto_messages() -> Any:
         ) from None
 
 
-def _head(length: int) -> bytes:
-    """Return what precedes an element of `Trace.packet` of some length: the number of the field, then the length."""
-    result = bytearray(b"\x0a")
-    while length >= 128:
-        result.append(length & 127 | 128)
-        length >>= 7
-    return bytes([*result, length])
-
-
-_HEADS: Final = [_head(length) for length in range(512)]
-
-
 def _changes(values: Array) -> Array:
     """Return whether each value differs from the one before, bool, shape (n,); the first does."""
     return np.concatenate([[True], values[1:] != values[:-1]]) if len(values) else np.zeros(0, bool)
@@ -377,6 +373,17 @@ def _end_of_runs(new: Array, end: Array) -> Array:
     """Return for each position the latest `end` of its run; runs begin where `new` is true."""
     firsts = np.flatnonzero(new)
     return np.repeat(np.maximum.reduceat(end, firsts), np.diff(np.append(firsts, len(end)))) if len(end) else end
+
+
+def _rows(lanes: Sequence[_Lane]) -> tuple[Array, Array]:
+    """Return track and position of the calls of all lanes, shape (n,)."""
+    tracks = np.array([lane.track for lane in lanes], np.int64).repeat([len(lane.calls) for lane in lanes])
+    return tracks, np.concatenate([np.zeros(0, np.int64), *(lane.calls for lane in lanes)])
+
+
+def _blocks(rows: int) -> Iterator[slice]:
+    """Yield the parts of so many rows."""
+    return (slice(first, first + _BLOCK) for first in range(0, rows, _BLOCK))
 
 
 def _lanes(at: Array, begin: Array, end: Array) -> list[Array]:
@@ -391,9 +398,13 @@ def _lanes(at: Array, begin: Array, end: Array) -> list[Array]:
         The calls of each track, by begin.
     """
     lanes = np.zeros(len(at), np.int64)
+    overlaps_earlier = np.append(False, begin[1:] < np.maximum.accumulate(end)[:-1])
+    overlapping = np.flatnonzero(overlaps_earlier | np.append(overlaps_earlier[1:], False))
     busy: list[tuple[int, int]] = []
     free: list[int] = []
-    for i, (first, last) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
+    for i, first, last in zip(
+        *(values.tolist() for values in (overlapping, begin[overlapping], end[overlapping])), strict=True
+    ):
         while busy and busy[0][0] <= first:
             heapq.heappush(free, heapq.heappop(busy)[1])
         lanes[i] = heapq.heappop(free) if free else len(busy)

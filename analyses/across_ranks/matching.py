@@ -80,6 +80,14 @@ class MatchedCalls:
         return np.asarray(self.categories[column][self.columns[column][at]])
 
     @cached_property
+    def _firsts(self) -> Array:
+        return np.searchsorted(self["process"], np.arange(self["process"].max(initial=-1) + 2))
+
+    def of_process(self, process: int) -> Array:
+        """Return the positions of the calls of the process at some position of the log, ascending."""
+        return np.arange(*self._firsts[process : process + 2])
+
+    @cached_property
     def matched(self) -> Array:
         """Positions of the calls that belong to an instance, ascending."""
         return np.flatnonzero(self["instance"] != NOT_MATCHED)

@@ -12,6 +12,7 @@ import pytest
 from factory import ALL_GATHER, ALL_REDUCE, PAIR, RECV, SEND, UNIX_NS, WORLD, LogFactory, record, training
 
 from commtrace import cli
+from commtrace.analyses import perfetto
 from commtrace.analyses.fold_engine import rows_of
 from commtrace.analyses.perfetto import export_perfetto
 from commtrace.errors import LogError, OutputError
@@ -149,7 +150,8 @@ def test_arrows_join_the_calls_of_one_operation(tmp_path: Path) -> None:
     assert receive.arguments["tag"] == 3
 
 
-def test_calls_that_overlap_get_tracks_of_their_own(tmp_path: Path) -> None:
+def test_calls_that_overlap_get_tracks_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(perfetto, "_BLOCK", 64)  # steps, phases and tracks go on from block to block
     rng = np.random.default_rng(0)
     rows = []
     for seq in range(200):

@@ -1,0 +1,93 @@
+"""Protobuf messages of the same shape, many at a time (https://protobuf.dev/programming-guides/encoding).
+
+The bytes of a field in all rows are a `Column`. Columns side by side are the bytes of the rows, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from commtrace.analyses.fold_engine import Array
+
+_VARINT, _FIXED64, _LENGTH_DELIMITED = 0, 1, 2
+
+
+class Column(NamedTuple):
+    """Bytes of each row: the first `length` of its `data`.
+
+    Attributes:
+        data: uint8, shape (n, width), or (1, width) if all rows have the same bytes.
+        length: int64, shape (n,) or (1,).
+    """
+
+    data: Array
+    length: Array
+
+
+def constant(data: bytes) -> Column:
+    """Return a column of the same bytes in all rows, such as fields that are serialised already."""
+    return Column(np.frombuffer(data, np.uint8)[None], np.array([len(data)]))
+
+
+def chosen(texts: Column, at: Array) -> Column:
+    """Return a column with the bytes of the rows `at` of another one."""
+    return Column(texts.data[at], texts.length[at])
+
+
+def stacked(texts: Sequence[bytes]) -> Column:
+    """Return a column with a row for each of some bytes."""
+    length = np.array([len(text) for text in texts], np.int64)
+    width = int(length.max(initial=1))
+    data = np.frombuffer(b"".join(text.ljust(width) for text in texts), np.uint8)
+    return Column(data.reshape(-1, width), length)
+
+
+def varint(field: int, values: Array) -> Column:
+    """Return a field with integers that are not negative, shape (n,)."""
+    key = _base128(np.array([field << 3 | _VARINT])).data
+    value = _base128(values)
+    return Column(np.hstack([key.repeat(len(values), axis=0), value.data]), key.shape[1] + value.length)
+
+
+def fixed64(field: int | Array, values: Array) -> Column:
+    """Return a field with 64-bit integers or floating-point numbers, shape (n,); `field` may differ by row."""
+    key = _base128(np.broadcast_to(np.asarray(field) << 3 | _FIXED64, len(values)))
+    data = np.ascontiguousarray(values).view(np.uint8).reshape(-1, 8)
+    return Column(np.hstack([key.data, data]), key.length + 8)
+
+
+def message(field: int, columns: Sequence[Column]) -> list[Column]:
+    """Return a field with a message, whose fields are given."""
+    key = constant(_base128(np.array([field << 3 | _LENGTH_DELIMITED])).data.tobytes())
+    return [key, _base128(sum((column.length for column in columns), start=np.zeros(1, np.int64))), *columns]
+
+
+def where(present: Array, columns: Sequence[Column]) -> list[Column]:
+    """Return columns that are empty in the rows in which `present`, bool, shape (n,), is false."""
+    return [Column(column.data, column.length * present) for column in columns]
+
+
+def joined(columns: Sequence[Column]) -> bytes:
+    """Return the bytes of all rows."""
+    rows = max(len(column.length) for column in columns)
+    stops = np.cumsum([column.data.shape[1] for column in columns]).tolist()
+    data = np.empty((rows, stops[-1]), np.uint8)
+    used = np.empty(data.shape, bool)
+    for column, stop in zip(columns, stops, strict=True):
+        width = column.data.shape[1]
+        data[:, stop - width : stop] = column.data
+        used[:, stop - width : stop] = np.arange(width) < column.length[:, None]
+    return data[used].tobytes()
+
+
+def _base128(values: Array) -> Column:
+    """Return integers as varints: 7 bits a byte, the lowest first; all bytes but the last have the highest bit set."""
+    width = max(1, -(-int(values.max(initial=0)).bit_length() // 7))
+    rest = values[:, None] >> np.arange(0, 7 * width, 7)
+    more = rest[:, 1:] > 0
+    data = (rest & 127).astype(np.uint8)
+    data[:, :-1] |= more.astype(np.uint8) << 7
+    return Column(data, 1 + more.sum(axis=1))
