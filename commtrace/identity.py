@@ -61,16 +61,17 @@ _STARTERS = ("prterun", "prte", "prted", "orterun", "orted", "mpirun", "mpiexec"
 
 
 def mpi_starter() -> str:
-    """Return host, number and start time of the process that started the MPI ranks of this host; "" for none.
+    """Return machine, number and start time of the process that started its MPI ranks; "" for none.
 
-    The start time, in the kernel's ticks, distinguishes it from other processes that had the same number.
+    The machine is the start of its boot identifier, as ranks in containers of one machine have names of their own. The
+    start time, in the kernel's ticks, distinguishes the process from others that had the same number.
     """
     pid = os.getppid()
     try:
         while pid > 1:
             name, parent, begun = _process(pid)
             if name in _STARTERS:
-                return f"{host()}-{pid}-{begun:x}"
+                return f"{boot_id()[:8] or host()}-{pid}-{begun:x}"
             pid = parent
     except (OSError, ValueError, IndexError):
         pass  # no /proc, or not ours to look into

@@ -5,7 +5,6 @@ Every rank compares its clock with the machine's at each call, so the truth is k
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import shutil
@@ -32,9 +31,9 @@ Host = tuple[int, dict[str, str]]
 
 def why_not() -> str:
     """Return why hosts cannot be simulated here; "" if they can."""
-    for command in ("unshare", "cc"):
-        if shutil.which(command) is None:
-            return f"{command} is not installed"
+    for name in ("unshare", "cc"):
+        if shutil.which(name) is None:
+            return f"{name} is not installed"
     command = ["unshare", "--uts", "--time", "--monotonic", "5", "--fork", "hostname", "host1"]
     tried = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     return tried.stderr.strip() and f"no time and UTS namespaces here: {tried.stderr.strip()}"
@@ -57,30 +56,31 @@ def host(library: Path, ahead_seconds: int, **clock: int) -> Host:
 
 def record(folder: Path, backend: str, seed: int, hosts: list[Host], seconds: float = SECONDS) -> Run:
     """Record the random program on a rank for each host, and one for the reference."""
-    arguments = [json.dumps(hosts), sys.executable, str(PROGRAM), "mpi", str(seconds), str(seed), str(folder)]
+    library = "gloo" if backend == "gloo" else "mpi"
+    arguments = [json.dumps(hosts), sys.executable, str(PROGRAM), library, str(seconds), str(seed), str(folder)]
     port = processes.free_port()
     if backend != "gloo":
         mpi_launch.succeeds(
             backend, ON_A_HOST, *arguments, port, ranks=len(hosts) + 1, log=folder / "log", limit=100,
         )  # fmt: skip
         return open_run(folder / "log")
-    arguments[3] = "gloo"
-    started = []
+    started: list[subprocess.Popen[str]] = []
+    store = processes.free_port()
     for rank in range(len(hosts) + 1):
         variables = processes.environment(
             COMMTRACE=folder / "log", RANK=rank, WORLD_SIZE=len(hosts) + 1, MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=processes.free_port() if rank == 0 else started[0][1], GLOO_SOCKET_IFNAME="lo",
+            MASTER_PORT=store, GLOO_SOCKET_IFNAME="lo",
         )  # fmt: skip
         command = [sys.executable, str(ON_A_HOST), *arguments, str(port)]
-        process = subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True, start_new_session=True)
-        started.append((process, variables["MASTER_PORT"]))
+        started.append(
+            subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        )
     try:
-        errors = [process.communicate(timeout=100)[1] for process, _ in started]
+        errors = [process.communicate(timeout=100)[1] for process in started]
     finally:
-        for process, _ in started:
-            with contextlib.suppress(ProcessLookupError):
-                processes.kill_group(process.pid)
-    assert [process.returncode for process, _ in started] == [0] * len(started), errors
+        for process in started:
+            processes.kill_group(process.pid)
+    assert [process.returncode for process in started] == [0] * len(started), errors
     return open_run(folder / "log")
 
 
