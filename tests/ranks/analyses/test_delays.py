@@ -1,13 +1,14 @@
 """Delays in real trainings, whose computation is sleep: the rank, the phase, the steps and the amount are named.
 
-A machine that is busy with something else delays ranks, too, and hides what is prepared here: all of these are
-exhaustive tests, for a quiet machine. Simulated logs have the exact amounts (tests/unit/analyses/across_ranks).
+A machine that is busy with something else delays ranks, too, and hides what is prepared here. So all of these are
+exhaustive tests, and a run that shows something else is repeated: what is wrong shows each time. Simulated logs have
+the exact amounts (tests/unit/analyses/across_ranks).
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import recorders
 from commtrace.run import open_run
 
 pytestmark = pytest.mark.exhaustive
+ATTEMPTS = 3
 DELAY_MS = 120
 PHASES = {
     "ddp": ("forward", "backward"),
@@ -48,20 +50,32 @@ def delays(nursery: ranks.Nursery, folder: Path, scheme: str, size: int, *delay:
     ]
 
 
+def repeated(folder: Path, attempt: Callable[[Path], None]) -> None:
+    for number in range(1, ATTEMPTS + 1):
+        try:
+            attempt(folder / str(number))
+        except AssertionError as error:
+            print(f"attempt {number}: {str(error).splitlines()[0]}")
+            if number == ATTEMPTS:
+                raise
+        else:
+            return
+
+
 def check(nursery: ranks.Nursery, folder: Path, scheme: str, size: int, who: int, phase: str, steps: str) -> None:
-    delay, *others = delays(nursery, folder, scheme, size, who, phase, DELAY_MS, steps)
+    found = delays(nursery, folder, scheme, size, who, phase, DELAY_MS, steps)
+    assert found, "no delay"
+    delay, *others = found
     assert delay["rank"] == who
     assert NAMED.get((scheme, phase), phase) in str(delay["phase"])
     times = {"pipeline": 2, "tensor": 2}.get(scheme, 1)
-    # Other ranks may be kept from running meanwhile; simulated logs have the exact amounts.
-    assert float(str(delay["delay_ns"])) > 0.5 * times * DELAY_MS * 1e6
     print(f"{scheme} on {size} ranks: {float(str(delay['delay_ns'])) / 1e6:.1f} ms of {times * DELAY_MS}")
+    assert float(str(delay["delay_ns"])) == pytest.approx(times * DELAY_MS * 1e6, rel=0.05)
     if steps != "all":
         assert delay["steps"] == steps
     else:
         assert delay["recurrence"] == "every step"
-    # A busy machine may keep a rank from running: also a delay, but once.
-    assert {other["recurrence"] for other in others} <= {"once"}
+    assert not others
 
 
 @pytest.mark.parametrize(
@@ -75,12 +89,7 @@ def check(nursery: ranks.Nursery, folder: Path, scheme: str, size: int, who: int
 def test_a_delay_is_named(
     deepspeed_nursery: ranks.Nursery, tmp_path: Path, scheme: str, size: int, who: int, phase: str, steps: str
 ) -> None:
-    check(deepspeed_nursery, tmp_path / "log", scheme, size, who, phase, steps)
-
-
-def test_nobody_is_named_without_a_delay(deepspeed_nursery: ranks.Nursery, tmp_path: Path) -> None:
-    found = delays(deepspeed_nursery, tmp_path / "log", "tensor", 2)
-    assert {delay["recurrence"] for delay in found} <= {"once"}
+    repeated(tmp_path, lambda folder: check(deepspeed_nursery, folder, scheme, size, who, phase, steps))
 
 
 @pytest.mark.parametrize("number", range(100))
@@ -89,10 +98,15 @@ def test_delays_drawn_at_random(deepspeed_nursery: ranks.Nursery, tmp_path: Path
     scheme, size = chance.choice([*PHASES]), chance.choice((2, 4, 8))
     steps = chance.choice(("all", str(chance.randrange(2, 12)), "3,6,9,12"))
     who, phase = chance.randrange(size), chance.choice(PHASES[scheme])
-    check(deepspeed_nursery, tmp_path / "log", scheme, size, who, phase, steps)
+    repeated(tmp_path, lambda folder: check(deepspeed_nursery, folder, scheme, size, who, phase, steps))
 
 
 @pytest.mark.parametrize("number", range(100))
-def test_no_delays(deepspeed_nursery: ranks.Nursery, tmp_path: Path, number: int) -> None:
+def test_nobody_is_named_without_a_delay(deepspeed_nursery: ranks.Nursery, tmp_path: Path, number: int) -> None:
     chance = random.Random(number)
-    assert delays(deepspeed_nursery, tmp_path / "log", chance.choice([*PHASES]), chance.choice((2, 4, 8))) == []
+    scheme, size = chance.choice([*PHASES]), chance.choice((2, 4, 8))
+
+    def attempt(folder: Path) -> None:
+        assert delays(deepspeed_nursery, folder, scheme, size) == []
+
+    repeated(tmp_path, attempt)
