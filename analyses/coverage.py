@@ -7,7 +7,7 @@ from typing import Final
 
 import pandas as pd
 
-from commtrace.formatting import format_missing
+from commtrace.formatting import format_missing, format_ranks
 from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.table_reader import integer_or_none
@@ -85,11 +85,13 @@ def _not_found(counters: dict[str, int | None], records: int) -> int | None:
 def _coverage(processes: pd.DataFrame, run: RecordedRun) -> dict[str, object]:
     files = Counter(note.kind for note in run.notes)
     errors = processes["first_error"].dropna()
+    not_selected = run.ranks_not_selected
     return {
         "run": run.id,
         "ranks_seen": len(run.ranks),
         "world_size": run.world_size,
-        "ranks_missing": format_missing(run.ranks, run.world_size) if run.world_size else None,
+        "ranks_missing": format_missing({*run.ranks, *not_selected}, run.world_size) if run.world_size else None,
+        "ranks_not_selected": format_ranks(not_selected),
         "hosts": processes["host"].nunique(),
         "processes": len(processes),
         "without_end": int(processes["end"].isna().sum()),

@@ -10,6 +10,8 @@ from datetime import datetime, timezone
 from itertools import pairwise
 from typing import Any, Final
 
+from commtrace.rank_ranges import rank_ranges
+
 NOT_KNOWN: Final = "-"
 MAX_RANKS: Final = 1 << 24
 """More than any job has: what a text or a log says beyond that is a mistake."""
@@ -103,17 +105,15 @@ def _format_ranges(ranges: Iterable[Sequence[int]]) -> str:
 
 
 def parse_ranks(text: str) -> list[int]:
-    """Parse what `format_ranks` writes, and ranges in any order: "8,0-3" -> [0, 1, 2, 3, 8].
+    """Parse what `format_ranks` writes, in any order, and strides: "8,0-3,16-32:8" -> [0, 1, 2, 3, 8, 16, 24, 32].
 
     Raises:
         ValueError: The text is not a list of numbers and ranges, or of more than MAX_RANKS.
     """
     ranks: set[int] = set()
-    for item in text.split(",") if text else ():
-        first, dash, last = item.partition("-")
-        span = range(int(first), int(last if dash else first) + 1)
-        if span.stop - span.start > MAX_RANKS:
-            raise ValueError(f"{item} are more than {MAX_RANKS} ranks")
+    for span in rank_ranges(text):
+        if len(span) > MAX_RANKS:
+            raise ValueError(f"{text} are more than {MAX_RANKS} ranks")
         ranks.update(span)
     return sorted(ranks)
 

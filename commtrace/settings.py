@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from commtrace.errors import SettingsError
+from commtrace.rank_ranges import rank_ranges
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ class Settings:
 
     recorder: str = "auto"
     """The recorder: "native" (in C++, made by `commtrace build`), "python", or "auto": native if it is built."""
+
+    ranks: str = ""
+    """Ranks that are recorded, such as "0-7,64" or "0-1016:8" (every eighth); empty: all."""
 
     sites: bool = True
     """Whether to record the call site of every call."""
@@ -127,6 +131,13 @@ def _checked_directory(directory: str) -> str:
     return absolute
 
 
+def _check_ranks(variable: str, text: str) -> None:
+    try:
+        rank_ranges(text)
+    except ValueError as error:
+        raise SettingsError(f"{variable}={text}: {error}; give ranks such as 0-7,64 or 0-1016:8") from None
+
+
 def _size(text: str) -> int:
     stem = text.lower().removesuffix("ib").removesuffix("b")
     unit = _UNITS.get(stem[-1:], 1)
@@ -150,6 +161,8 @@ def _value(variable: str, name: str, text: str) -> object:
         value = parse(text)
     except (KeyError, ValueError):
         raise SettingsError(f"{variable}={text}: not understood; give {expected}") from None
+    if name == "ranks":
+        _check_ranks(variable, text)
     least, most = _LIMITS.get(name, (value, value))
     if not least <= value <= most:
         raise SettingsError(f"{variable}={text}: out of range; give a number from {least} to {most}")

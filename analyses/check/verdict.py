@@ -87,7 +87,7 @@ def compute_verdict(
 
     Args:
         tables: The tables by name, also those of `declare_own`.
-        ranks: The ranks that left a log.
+        ranks: The ranks that left a log, and those that were not to be recorded.
         world_size: The number of ranks of the job; None: not known, and no rank counts as missing.
         tolerance: Share of the expected payload of a cell by which the measured payload may differ.
         strict: Whether only declared calls are the program's own.

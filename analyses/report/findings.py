@@ -93,6 +93,11 @@ def warnings(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> Iterator[s
     coverage = tables["coverage"].iloc[0]
     if coverage["ranks_missing"]:
         yield f"Ranks {coverage['ranks_missing']} left no log: sums and means are over the recorded ranks."
+    if coverage["ranks_not_selected"]:
+        yield (
+            f"Ranks {coverage['ranks_not_selected']} were not recorded, as COMMTRACE_RANKS asks: sums and means are "
+            "over the recorded ranks."
+        )
     if lost := lost_calls(coverage):
         total = f" of {int(coverage['calls']):,}" if is_known(coverage["calls"]) else ""
         yield f"Recorded {coverage['records']:,}{total} calls ({lost}): volumes are lower bounds."
@@ -229,6 +234,7 @@ def _ranks(coverage: pd.Series[Any]) -> str:
     if not is_known(coverage["world_size"]):
         return f"{format_plural(seen, 'rank')} recorded, {hosts}; the world size is not known"
     text = f"{seen:,} of {int(coverage['world_size']):,} recorded, {hosts}"
+    text += f"; not selected: {coverage['ranks_not_selected']}" if coverage["ranks_not_selected"] else ""
     return text + (f"; missing: {coverage['ranks_missing']}" if coverage["ranks_missing"] else "")
 
 

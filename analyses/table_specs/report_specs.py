@@ -54,6 +54,7 @@ REPORT_TABLES: Final = (
         count("ranks_seen", "recorded ranks", "Ranks that left a log."),
         count("world_size", "world size", "Ranks of the job; missing if no process recorded it."),
         text_column("ranks_missing", "", 'Ranks that left no log, such as "2-3,7"; "" if there is none.'),
+        text_column("ranks_not_selected", "", "Ranks that COMMTRACE_RANKS left out."),
         count("hosts", "", "Hosts of the recorded ranks."),
         count("processes", "", "Processes that left a log."),
         count("without_end", "", "Processes that are alive or ended without closing their log."),

@@ -120,7 +120,12 @@ def _check_rules(run: Run, arguments: argparse.Namespace) -> int:
     world_size = None if run.simulated else run.world_size
     losses = [f"rank {process.rank}: {process.losses}" for process in run.processes if process.losses]
     verdict = compute_verdict(
-        tables, run.ranks, world_size, arguments.tolerance, strict=arguments.strict, losses=losses
+        tables,
+        [*run.ranks, *run.ranks_not_selected],
+        world_size,
+        arguments.tolerance,
+        strict=arguments.strict,
+        losses=losses,
     )
     print(*verdict_lines(verdict, arguments.width), sep="\n")
     if run.simulated:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import pandas as pd
 
+from commtrace.rank_ranges import is_selected
 from commtrace.schema import EVENT_COLUMNS, RECORD, Records
 
 from .labels import LABEL_COLUMNS, UNKNOWN, RecordLabels, message_roles_of, roles_of, short_paths
@@ -85,6 +86,20 @@ class RecordedRun:
     def ranks(self) -> list[int]:
         """Ranks that left a log, ascending."""
         return sorted({process.rank for process in self.log.processes if process.rank >= 0})
+
+    @property
+    def ranks_not_selected(self) -> list[int]:
+        """Ranks that were not recorded because COMMTRACE_RANKS does not select them, ascending."""
+        missing = {*range(self.world_size or 0)} - {*self.ranks}
+        return sorted(
+            rank for rank in missing if self.selections and not any(map(is_selected, repeat(rank), self.selections))
+        )
+
+    @property
+    def selections(self) -> list[str]:
+        """Values of COMMTRACE_RANKS of the recorded processes; "" selects all ranks."""
+        settings = (process.tables.process.get("settings") or {} for process in self.processes)
+        return sorted({str(setting.get("ranks") or "") for setting in settings})
 
     @property
     def world_size(self) -> int | None:

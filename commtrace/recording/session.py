@@ -10,6 +10,8 @@ import os
 import sys
 import threading
 
+from commtrace.rank_ranges import is_selected
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,7 +45,7 @@ class Session:
         """Return the recorder; make it for the first call of this process. Arguments are those of `Recorder`.
 
         Returns:
-            None if tracing is off, or if it cannot record, which is printed once.
+            None if tracing is off, does not select this rank, or cannot record, which is printed once.
         """
         if self.settings is None:
             return None
@@ -53,10 +55,14 @@ class Session:
             if self.recorder is None and settings is not None and not self._beginning:
                 self._beginning = True
                 try:
+                    member = find_rank()
+                    if not is_selected(member.rank, settings.ranks):
+                        self.settings = None
+                        return None
                     from .recorder import Recorder
 
                     self.recorder = Recorder(
-                        settings, find_rank(), blind_spots=[*blind_spots], calibrate=calibrate,
+                        settings, member, blind_spots=[*blind_spots], calibrate=calibrate,
                         make_slots=make_slots,
                     )  # fmt: skip
                     if self._is_fork:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from factory import ALL_GATHER, ALL_REDUCE, ALONE, PAIR, RECV, SEND, WORLD, LogF
 
 from commtrace.errors import NoSuchTableError
 from commtrace.formatting import format_ranks, parse_ranks
+from commtrace.rank_ranges import is_selected
 from commtrace.reading.labels import group_label, short_paths
 from commtrace.reading.table_reader import RecordedGroup
 from commtrace.run import open_run
@@ -137,6 +139,14 @@ def test_a_group_name_that_is_used_again_is_another_group() -> None:
 def test_ranks_as_text_and_back(ranks: tuple[int, ...], text: str) -> None:
     assert format_ranks(ranks) == text
     assert parse_ranks(text) == sorted(set(ranks))
+
+
+@pytest.mark.parametrize(
+    ("text", "selected"), [("", range(20)), ("8,0-3", [0, 1, 2, 3, 8]), ("1-19:6", [1, 7, 13, 19]), ("5", [5])]
+)
+def test_selections_of_ranks(text: str, selected: Iterable[int]) -> None:
+    assert [rank for rank in range(20) if is_selected(rank, text)] == [*selected]
+    assert not text or parse_ranks(text) == [*selected]
 
 
 def test_wire_bytes_of_a_message_to_oneself(tmp_path: Path) -> None:

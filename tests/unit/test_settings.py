@@ -36,6 +36,7 @@ def test_every_setting_has_a_variable(tmp_path: Path) -> None:
     given = {
         "COMMTRACE": str(tmp_path),
         "COMMTRACE_RECORDER": "python",
+        "COMMTRACE_RANKS": "0-7,1024",
         "COMMTRACE_SITES": "no",
         "COMMTRACE_DEVICE_TIMES": "yes",
         "COMMTRACE_RING_RECORDS": "64k",
@@ -52,6 +53,7 @@ def test_every_setting_has_a_variable(tmp_path: Path) -> None:
     assert found.as_dict() == {
         "directory": str(tmp_path),
         "recorder": "python",
+        "ranks": "0-7,1024",
         "sites": False,
         "device_times": True,
         "ring_records": 65536,
@@ -85,6 +87,7 @@ def test_an_empty_variable_is_not_said(tmp_path: Path) -> None:
         ("COMMTRACE_EXIT_SECONDS", "-1", "from 0 to"),
         ("COMMTRACE_EXIT_SECONDS", "nan", "from 0 to"),
         ("COMMTRACE_SITES", "maybe", "give 1 or 0"),
+        *(("COMMTRACE_RANKS", ranks, "give ranks such as") for ranks in ("all", "3-1", "1-", "-1", "2:", "0-8:0", ",")),
         ("COMMTRACE_SIDES", "1", "there are COMMTRACE_DEVICE_TIMES"),
     ],
 )

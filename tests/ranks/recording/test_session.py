@@ -12,9 +12,11 @@ import pytest
 from ranks import Nursery
 from recorders import FORGOTTEN, end
 
+from commtrace.cli import main
 from commtrace.identity import RankIdentity
 from commtrace.recording import recorder as recorder_module
 from commtrace.recording.session import Session
+from commtrace.run import open_run
 from commtrace.schema import State
 from commtrace.settings import Settings
 
@@ -45,6 +47,20 @@ def test_endings(how: str, status: int, reason: str | None, nursery: Nursery, tm
     assert [row["reason"] for row in left.tables.get("end", [])] == ([reason] if reason else [])
     assert ("salvage" in left.tables) == (reason is None)
     assert not processes.rings(tmp_path / "log")
+
+
+def test_only_selected_ranks_are_recorded(nursery: Nursery, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log"
+    statuses, outputs = nursery.run("changed_training", log, 3, "none", ranks=4, RANKS="1,2-3:8")
+    assert statuses == [0] * 4, outputs
+    assert open_run(log).ranks == [1, 2]
+    assert main(["report", str(log), "--width", "160"]) == 0
+    out = capsys.readouterr().out
+    assert "2 of 4 recorded, on 1 host; not selected: 0,3" in out
+    assert "Ranks 0,3 were not recorded, as COMMTRACE_RANKS asks" in out
+    assert "left no log" not in out
+    assert main(["check", str(log)]) == 0
+    assert "of rank 1-2" in capsys.readouterr().out
 
 
 def test_a_call_that_is_forgotten_just_before_the_end(nursery: Nursery, tmp_path: Path) -> None:
