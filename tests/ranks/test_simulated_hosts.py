@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import processes
 import pytest
+from draws import DRAWS
 
 from commtrace.run import Run, open_run
 
@@ -146,7 +147,7 @@ def test_the_true_offset_lies_in_the_bounds(library: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(DRAWS))
 def test_true_offsets_of_random_hosts_lie_in_the_bounds(seed: int, library: Path, tmp_path: Path) -> None:
     backend, hosts = random_hosts(seed, library)
     print(backend, end=": ")

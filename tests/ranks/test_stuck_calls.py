@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 import processes
 import pytest
+from draws import DRAWS
 
 pytest.importorskip("torch")
 
@@ -137,7 +138,7 @@ def test_a_timeout_and_a_rank_that_never_came(nursery: Nursery, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(3, 100))]
+    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(3, DRAWS))]
 )
 def test_runs_that_end_well_or_are_interrupted(seed: int, nursery: Nursery, tmp_path: Path) -> None:
     choose = random.Random(seed)

@@ -15,6 +15,7 @@ import mpi_launch
 import pytest
 import ranks
 import recorders
+from draws import DRAWS
 
 from commtrace.run import open_run
 
@@ -99,7 +100,7 @@ def test_a_delay_is_named(
     repeated(tmp_path, lambda folder: check(deepspeed_nursery, folder, scheme, size, who, phase, steps))
 
 
-@pytest.mark.parametrize("number", range(100))
+@pytest.mark.parametrize("number", range(DRAWS))
 def test_delays_drawn_at_random(deepspeed_nursery: ranks.Nursery, tmp_path: Path, number: int) -> None:
     chance = random.Random(number)
     scheme, size = chance.choice([*PHASES]), chance.choice((2, 4, 8))
@@ -108,7 +109,7 @@ def test_delays_drawn_at_random(deepspeed_nursery: ranks.Nursery, tmp_path: Path
     repeated(tmp_path, lambda folder: check(deepspeed_nursery, folder, scheme, size, who, phase, steps))
 
 
-@pytest.mark.parametrize("number", range(100))
+@pytest.mark.parametrize("number", range(DRAWS))
 def test_nobody_is_named_without_a_delay(deepspeed_nursery: ranks.Nursery, tmp_path: Path, number: int) -> None:
     chance = random.Random(number)
     scheme, size = chance.choice([*PHASES]), chance.choice((2, 4, 8))

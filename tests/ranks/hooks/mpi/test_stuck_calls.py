@@ -12,6 +12,7 @@ import mpi_launch
 import pandas as pd
 import processes
 import pytest
+from draws import DRAWS
 
 from commtrace.analyses.across_ranks import stuck_calls
 from commtrace.errors import LogError
@@ -87,7 +88,7 @@ def test_a_program_that_hangs_and_is_killed(kind: str, size: int, mpi: str, tmp_
     assert_named(kind, size, found(log))
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 20))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, DRAWS))])
 def test_runs_that_end_well_or_are_interrupted(seed: int, mpi: str, tmp_path: Path) -> None:
     choose = random.Random(seed)
     size = choose.choice([2, 3, 4])

@@ -1,0 +1,8 @@
+"""How many random programs an exhaustive test of real ranks draws: the variable DRAWS, or 20."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+DRAWS: Final = int(os.environ.get("DRAWS") or 20)
