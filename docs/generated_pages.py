@@ -118,7 +118,7 @@ def commands_page() -> str:
     parts = [
         "# Commands\n\nExit status: 0 success (also for a report of a damaged log), 1 an error that you can fix "
         "(`check`, `diff`: also a difference), 2 wrong arguments, 3 `check` or `diff` could not compare everything, "
-        "130 interrupted."
+        "4 `check`: the job hangs or died in a call, 130 interrupted."
     ]
     for name in COMMANDS:
         command = import_module(f"commtrace.commands.{name}")
@@ -167,7 +167,7 @@ _TABLE_SECTIONS: Final = (
     ("Tables of a report with a network", "`commtrace report DIR --network NET --json`.", table_specs.NETWORK_TABLES),
     (
         "Tables of runs side by side",
-        "`commtrace report DIR DIR ... --json`, and `commtrace.analyses.comparison.compare`.",
+        "`commtrace report DIR DIR ... --json`, and `commtrace.compare`.",
         table_specs.COMPARISON_TABLES,
     ),
     (
@@ -177,7 +177,7 @@ _TABLE_SECTIONS: Final = (
     ),
     (
         "Tables of a scaling comparison",
-        "`commtrace scaling DIR DIR ... --json`, and `commtrace.analyses.scaling.scaling_tables.scaling`.",
+        "`commtrace scaling DIR DIR ... --json`, and `commtrace.scaling`.",
         table_specs.SCALING_TABLES,
     ),
 )
