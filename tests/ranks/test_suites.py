@@ -22,11 +22,16 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(5400)]
 PYTORCH = Path(__file__).parents[1] / "support" / "hook_programs" / "torch_suite.py"
 LIMIT_SECONDS = 2400
 VARIABLES: Final[dict[str, Any]] = {
-    "COMMTRACE_RING_RECORDS": 1 << 20,  # the suites call so often that a busy machine would drop records
+    "COMMTRACE_RING_RECORDS": 1 << 17,  # the suites call so often that a busy machine would drop records
     "PYTHONPATH": Path(processes.__file__).parent,
 }
 POLLING = "test_util_sync.py"
 """Tests of locks, which repeat calls until they have the lock: as often as time allows."""
+
+LEFT_OUT: Final = ("test_spawn", "test_dynproc", "test_util_pool", "test_doc")
+"""Modules of mpi4py that start further processes or listen on ports: how they end depends on the machine."""
+PARTS: Final = {"cco_nb": 130, "cco_pr": 140, "cco": 250, "p2p": 170, "rma": 50, "util": 200, "": 900}
+"""Parts of mpi4py's suite: how the names of their modules begin (the first that fits), and least tests that pass."""
 
 Outcomes = dict[str, dict[str, str]]
 Calls = collections.Counter[tuple[int, str, int]]
@@ -47,6 +52,12 @@ def mpi4py_suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return suite
 
 
+def modules(suite: Path, part: str) -> list[str]:
+    """The modules of one part, in the order of their names."""
+    names = (path.stem for path in sorted(suite.glob("test_*.py")) if path.stem not in LEFT_OUT)
+    return [name for name in names if next(filter(name.removeprefix("test_").startswith, PARTS)) == part]
+
+
 def calls(log: Path) -> Calls:
     """How often each rank made each call (rank, operation, payload in bytes); no hook failed, and none is missing."""
     counts: Calls = collections.Counter()
@@ -65,9 +76,10 @@ def calls(log: Path) -> Calls:
     return counts
 
 
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part or "others")
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("mpi", mpi_launch.NAMES)
-def test_mpi4py(mpi: str, ranks: int, mpi4py_suite: Path, tmp_path: Path) -> None:
+def test_mpi4py(mpi: str, ranks: int, part: str, mpi4py_suite: Path, tmp_path: Path) -> None:
     recorders.needs("native")
     mpi_launch.needs(mpi)
 
@@ -75,14 +87,15 @@ def test_mpi4py(mpi: str, ranks: int, mpi4py_suite: Path, tmp_path: Path) -> Non
         out = tmp_path / str(recorder)
         out.mkdir()
         mpi_launch.succeeds(
-            mpi, "suite", mpi4py_suite, out, ranks=ranks, limit=LIMIT_SECONDS,
+            mpi, "suite", mpi4py_suite, out, *modules(mpi4py_suite, part), ranks=ranks, limit=LIMIT_SECONDS,
             log=out / "log" if recorder else None, COMMTRACE_RECORDER=recorder or "python", **VARIABLES,
         )  # fmt: skip
         return {path.stem: json.loads(path.read_text()) for path in out.glob("*.json")}
 
     untraced = outcomes(None)
     assert len(untraced) == ranks
-    assert all(sum(outcome == "passed" for outcome in of_rank.values()) > 1000 for of_rank in untraced.values())
+    for of_rank in untraced.values():
+        assert sum(outcome == "passed" for outcome in of_rank.values()) >= PARTS[part]
     for recorder in recorders.RECORDERS:
         assert outcomes(recorder) == untraced
     assert calls(tmp_path / "python" / "log") == calls(tmp_path / "native" / "log")

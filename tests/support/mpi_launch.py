@@ -44,6 +44,7 @@ MPIS = (
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "OMPI_MCA_mpi_yield_when_idle": "1",
+            "OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep",
             "OMPI_MCA_btl": "self,sm,tcp",
         },
     ),
