@@ -21,6 +21,8 @@ from .ring import Ring
 
 SlotNumbers = npt.NDArray[np.integer[Any]]
 NO_SLOTS: Final[SlotNumbers] = np.zeros(0, np.intp)
+# Plain numbers: numpy would convert the states of all slots to the integers of an enumeration.
+_BEGUN, _RETURNED, _COMPLETE = (int(state) for state in (State.BEGUN, State.RETURNED, State.COMPLETE))
 
 
 class PendingCall:
@@ -78,11 +80,11 @@ class Slots:
         If free slots run short, the ends of the oldest returned calls are given up: their records are written with the
         state RETURNED, and an end that comes later is ignored.
         """
-        slots, quarter = np.flatnonzero(self._state >= State.COMPLETE), self.capacity // 4
+        slots, quarter = np.flatnonzero(self._state >= _COMPLETE), self.capacity // 4
         if len(self.free) + len(slots) >= quarter:
             return slots
         with self.lock:
-            waiting = np.flatnonzero(self._state == State.RETURNED)
+            waiting = np.flatnonzero(self._state == _RETURNED)
             oldest = waiting[np.argsort(self._records["t_begin"][waiting], kind="stable")[: max(1, quarter)]]
             self.detach(oldest.tolist())
         return np.concatenate([slots, oldest])
@@ -106,7 +108,7 @@ class Slots:
                 self.free.popleft()
                 taken -= 1
         with self.lock:
-            slots = np.flatnonzero(self._state >= State.BEGUN)
+            slots = np.flatnonzero(self._state >= _BEGUN)
             self.detach(slots.tolist())
         self._seized = len(slots)
         return slots, taken - len(slots)
