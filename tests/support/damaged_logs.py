@@ -139,7 +139,7 @@ def _mix_lines(path: Path, others: Path, chance: random.Random) -> str:
             lines.insert(chance.randrange(len(lines)), lines[number])
         elif how == "replaced":
             lines[number] = chance.choice((*foreign, b"", b"{}", b"[1]", b"null", b"\xff\x00", b'{"table": "stats"}'))
-        elif how == "removed":
+        elif how == "removed" and lines:
             del lines[number % len(lines)]
     path.write_bytes(b"\n".join(lines) + b"\n")
     return f"{path.name} {how}"
