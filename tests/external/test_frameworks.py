@@ -24,7 +24,7 @@ import commtrace
 
 LAUNCHER = Path(__file__).parent / "frameworks" / "launch.py"
 
-pytestmark = [pytest.mark.external, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.external, pytest.mark.timeout(2400)]
 
 
 class Row(NamedTuple):
@@ -79,7 +79,7 @@ def run(command: list[str], row: Row, folder: Path, **variables: object) -> str:
     done = subprocess.run(
         [sys.executable, *command, str(LAUNCHER), *row.command.split()],
         env={**inherited, **quiet, **{name: str(value) for name, value in variables.items()}},
-        cwd=folder, capture_output=True, text=True, timeout=200,
+        cwd=folder, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
