@@ -1,10 +1,11 @@
-"""Atomic output files: a file appears under its name when it is complete, and an error leaves none."""
+"""Atomic output: a file or directory appears under its name when it is complete, and an error leaves none."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,14 +29,54 @@ def atomic_write(out: Path, *, force: bool = False) -> Iterator[Path]:
         raise OutputError(f"{out}: already exists; choose another name or pass --force")
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
-        yield part
-        os.replace(part, out)
+        with _output_errors(out):
+            yield part
+            os.replace(part, out)
+    finally:
+        with contextlib.suppress(OSError):  # the folder does not exist, or its file system is gone
+            part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def atomic_directory(out: Path, *, force: bool = False, marker: str) -> Iterator[Path]:
+    """Yield a temporary directory to write to, and rename it to `out` at the end.
+
+    Args:
+        out: The output directory.
+        force: Whether to replace an existing directory of this kind.
+        marker: Pattern of a file that every directory of this kind has; no other one is replaced.
+
+    Raises:
+        OutputError: `out` exists, or cannot be written.
+    """
+    if os.path.lexists(out):
+        if not force:
+            raise OutputError(f"{out}: already exists; choose another name or pass --force")
+        if not any(out.glob(marker)):
+            raise OutputError(f"{out}: is something else, which --force does not replace; choose another name")
+    part, old = (out.with_name(f".{out.name}.{os.getpid()}.{suffix}") for suffix in ("part", "old"))
+    try:
+        with _output_errors(out):
+            part.mkdir()
+            yield part
+            if os.path.lexists(out):
+                out.rename(old)
+            part.rename(out)
+    finally:
+        if old.exists() and not os.path.lexists(out):
+            old.rename(out)
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _output_errors(out: Path) -> Iterator[None]:
+    """Turn errors of the operating system into OutputError with a hint."""
+    try:
+        yield
     except OSError as error:
         hint = "make its folder first" if error.errno == errno.ENOENT else "give a file in a folder where you may write"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             hint = "make room, or give a file on another disk"
         reason = (error.strerror or str(error)).lower()
         raise OutputError(f"{out}: cannot be written ({reason}); {hint}") from error
-    finally:
-        with contextlib.suppress(OSError):  # the folder does not exist, or its file system is gone
-            part.unlink(missing_ok=True)

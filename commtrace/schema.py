@@ -103,6 +103,11 @@ class Flag(IntFlag):
     UNEVEN = 64  # ranks have shares of different sizes
 
 
+def flags_label(bits: int) -> str:
+    """Return the names of flags, joined by "|"."""
+    return "|".join(str(flag.name).lower() for flag in Flag if bits & flag.value)
+
+
 WITHOUT_RECORD: Final = ("dropped", "removed", "lost", "unrecorded")
 """Counters of a process (table `stats`): calls that it made and that its log has no record of."""
 
@@ -119,6 +124,13 @@ EVENT_COLUMNS: Final = (
     "wire_bytes", "peer", "tag", "seq", "t_begin_ns", "t_return_ns", "t_wait_ns", "t_start_ns", "t_end_ns",
     "step", "micro_batch", "phase", "site", "state", "flags",
 )  # fmt: skip
+
+COPIED_COLUMNS: Final = {
+    "payload_bytes": "payload",
+    **{f"{name}_ns": name for name in ("t_begin", "t_return", "t_wait", "t_start", "t_end")},
+    **{name: name for name in ("peer", "tag", "seq", "step", "micro_batch")},
+}
+"""Columns of the event table that are copied from a field of the record, with that field."""
 
 # The parallel dimension that a group serves.
 ROLES: Final = ("data", "tensor", "pipeline", "model", "sequence", "context", "expert", "world", "self", "unknown")

@@ -10,14 +10,13 @@ empty field in CSV and null in Parquet. The beginning of a CSV file:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from commtrace.errors import MissingLibraryError
 from commtrace.output_files import atomic_write
 from commtrace.schema import EVENT_TABLE_VERSION
 
+from .packed_log import import_parquet
 from .recorded_run import RecordedRun
 
 Wanted: TypeAlias = Sequence[int] | None
@@ -65,12 +64,7 @@ def _write_csv(run: RecordedRun, path: Path, ranks: Wanted, steps: Wanted) -> in
 
 
 def _write_parquet(run: RecordedRun, path: Path, ranks: Wanted, steps: Wanted) -> int:
-    try:
-        pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
-    except ImportError:
-        raise MissingLibraryError(
-            "--format parquet: needs pyarrow; pip install 'commtrace[parquet]', or use --format csv"
-        ) from None
+    pyarrow, parquet = import_parquet("--format parquet", ", or use --format csv")
     blocks = run.blocks(ranks, steps)
     schema = pyarrow.Schema.from_pandas(next(blocks), preserve_index=False)
     schema = schema.with_metadata(

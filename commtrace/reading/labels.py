@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from commtrace.formatting import format_ranks
-from commtrace.schema import ROLES, Flag, Phase, State
+from commtrace.schema import ROLES, Phase, State, flags_label
 from commtrace.volume import wire_bytes
 
 from .group_roles import role_from_description
@@ -34,7 +34,7 @@ LABEL_COLUMNS: Final = {
 _MESSAGES: Final = 1 << 32
 """Added to the id of a group for the role of its point-to-point messages."""
 _POINT_TO_POINT: Final = ("send", "recv")
-_FLAGS: Final = ["|".join(str(flag.name).lower() for flag in Flag if bits & flag.value) for bits in range(256)]
+_FLAGS: Final = [*map(flags_label, range(256))]
 
 
 class Fields(Protocol):

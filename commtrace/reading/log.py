@@ -15,9 +15,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
@@ -31,8 +32,9 @@ from commtrace.recording.ring import RingCopy
 from commtrace.schema import WITHOUT_RECORD
 
 from .log_notes import Note, error_reason
+from .packed_log import PROCESSES, PackedRun
 from .segment_reader import MemorySegment, Segment, damage_note, inspect_segment, last_records
-from .table_reader import ProcessTables, integer_or_none, read_tables
+from .table_reader import ProcessTables, integer_or_none, parse_tables, read_tables
 
 
 @dataclass(frozen=True)
@@ -126,41 +128,110 @@ _RECOVERED: Final = 1 << 62
 """Number of the segment of recovered records among those of a process: they are its newest."""
 
 
+class LogDirectory:
+    """A directory with runs: the folders of the runs in it, of a log or of a packed log.
+
+    Args:
+        path: What COMMTRACE named, the folder of a run in it, or the folder of a host in that; or a packed log.
+        recover: Whether to first recover records of killed processes, which writes to the log.
+
+    Attributes:
+        path: The directory, absolute.
+        recovered: Notes on records that were recovered.
+        notes: Notes on folders.
+        folders: The folders of runs.
+
+    Raises:
+        LogError: There is no run.
+        NewerLogError: A run has a newer format.
+    """
+
+    def __init__(self, path: Path, *, recover: bool) -> None:
+        self.path = Path(os.path.abspath(path.expanduser()))
+        texts = recover_records(self.path) if recover else ()
+        self.recovered = [Note("salvage", self.path, text, "") for text in texts]
+        self.notes: list[Note] = []
+        self.folders = [RunFolder(*run) for run in _find_runs(self.path, self.notes).items()]
+        if not self.folders:
+            raise LogError(_describe_no_log(self.path, self.notes))
+        # Before the files are looked at: a record that leaves the memory from now on is in them.
+        self._living = copy_living_rings(self.path)
+
+    def read(self, folder: RunFolder) -> tuple[str, list[Process], list[Note]]:
+        """Return the newest run that has files in a folder, the processes of all runs in it, and notes on the files."""
+        notes = [*self.notes]
+        processes = sorted(folder.processes(self._living, notes), key=lambda p: (p.rank, p.host, p.pid))
+        # A folder may hold files of several runs, where files were moved: take its namesake, or the newest.
+        started = {process.run: process.started_ns for process in sorted(processes, key=lambda p: p.started_ns)}
+        newest = folder.name if folder.name in started else max(started, key=lambda run: (started[run], run))
+        return newest, processes, notes
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of a run. A packed one has no folders of hosts."""
+
+    path: Path
+    hosts: list[Path]
+
+    @cached_property
+    def _packed(self) -> PackedRun | None:
+        return None if self.hosts else PackedRun(self.path)
+
+    @property
+    def name(self) -> str:
+        """Name of the folder in the log."""
+        return self._packed.name if self._packed else self.path.name
+
+    @cached_property
+    def started_ns(self) -> int:
+        """Wall-clock time when the run began, in ns."""
+        return self._packed.started_ns if self._packed else _start_time(self.path, self.hosts)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether this is a run of a packed log."""
+        return self._packed is not None
+
+    def processes(self, living: Mapping[Path, RingCopy], notes: list[Note]) -> Iterator[Process]:
+        """Yield the processes that have files in the folder. Adds notes on the files."""
+        for host in self.hosts:
+            yield from _read_host(host, living, notes)
+        if self._packed:
+            notes[:] = self._packed.notes  # those on folders included
+            for packed in self._packed.processes(notes):
+                tables = ProcessTables() if packed.tables is None else parse_tables(packed.path, packed.tables)[0]
+                yield _process(packed.path, tables, packed.segments)
+
+
 def open_log(path: Path, *, recover: bool = True) -> Log:
     """Read the newest run below a directory, and what its living processes on this host have in memory.
 
     Args:
-        path: What COMMTRACE named, the folder of a run in it, or the folder of a host in that.
+        path: What COMMTRACE named, the folder of a run in it, or the folder of a host in that; or a packed log.
         recover: Whether to first recover records of killed processes, which writes to the log.
 
     Raises:
         LogError: There is no run.
         NewerLogError: The run has a newer log format.
     """
-    path = Path(os.path.abspath(path.expanduser()))
-    notes = [Note("salvage", path, text, "") for text in (recover_records(path) if recover else ())]
-    folder_notes: list[Note] = []
-    runs = _find_runs(path, folder_notes)
-    if not runs:
-        raise LogError(_describe_no_log(path, folder_notes))
-    # Before the files are looked at: a record that leaves the memory from now on is in them.
-    living = copy_living_rings(path)
-    folder = max(runs, key=lambda folder: (_start_time(folder, runs[folder]), folder.name))
-    processes = [process for host in runs[folder] for process in _read_host(host, living, folder_notes)]
-    # A folder may hold files of several runs, where files were moved: take its namesake, or the newest.
-    started = {process.run: process.started_ns for process in sorted(processes, key=lambda process: process.started_ns)}
-    newest = folder.name if folder.name in started else max(started, key=lambda run: (started[run], run))
-    others = sorted({*started} - {newest} | {other.name for other in runs if other != folder})
-    processes = sorted((p for p in processes if p.run == newest), key=lambda p: (p.rank, p.host, p.pid))
+    directory = LogDirectory(path, recover=recover)
+    path, notes, folders = directory.path, directory.recovered, directory.folders
+    folder = max(folders, key=lambda folder: (folder.started_ns, folder.name))
+    newest, found, folder_notes = directory.read(folder)
+    processes = [process for process in found if process.run == newest]
+    paths = {other.name: other.path for other in folders if other != folder}
+    others = sorted({process.run for process in found} - {newest} | {*paths})
     if others:
         names = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if others[3:] else "")
         text = f"holds {len(others) + 1} runs; this is the newest, {newest}; not in it: {names}"
-        notes.insert(0, Note("runs", path, text, f"to see another: commtrace report {path / others[-1]}"))
+        hint = f"to see another: commtrace report {paths.get(others[-1], path / others[-1])}"
+        notes.insert(0, Note("runs", path, text, hint))
     return Log(path, newest, tuple(processes), (*notes, *folder_notes, *_process_notes(processes)), tuple(others))
 
 
 def _find_runs(path: Path, notes: list[Note]) -> dict[Path, list[Path]]:
-    """Return the run folders at or below `path`, each with its host folders."""
+    """Return the run folders at or below `path`, each with its host folders; a packed run has none."""
     names = _list_folder(path, [])
     if names is None:
         if path.is_dir():
@@ -168,11 +239,16 @@ def _find_runs(path: Path, notes: list[Note]) -> dict[Path, list[Path]]:
         what = "not a directory" if os.path.lexists(path) else "no such directory"
         hint = "pass the directory that COMMTRACE was set to, or the folder of a run in it"
         raise LogError(f"{path}: {what}; {hint}; `commtrace doctor` shows which calls create it")
+    if PROCESSES in names:
+        return {path: []}
     if any(map(_is_log_file, names)):
         return {path.parent: [path]}
     runs: dict[Path, list[Path]] = {}
     for child in sorted(path / name for name in names):
         names = _list_folder(child, notes) or []
+        if PROCESSES in names:
+            runs[child] = []
+            continue
         if any(map(_is_log_file, names)):
             runs.setdefault(path, []).append(child)
             continue
@@ -240,7 +316,7 @@ def _read_process(
     path = folder / f"{stem}.jsonl"
     tables, table_notes = read_tables(path, b"" if living is None else living.tables)
     notes += table_notes
-    segments = []
+    segments: list[Segment] = []
     for _, file in sorted(files.items()):
         segment, segment_notes = inspect_segment(file)
         notes += segment_notes
@@ -249,10 +325,14 @@ def _read_process(
     if living is not None:
         segments.append(_in_memory(path, segments, living))
         tables.stats = {**(tables.stats or {}), **living.counters}
-    match = re.fullmatch(r"rank(\d*).*-(\d+)", stem)
+    return _process(path, tables, segments, 0 if living is None else living.seen_ns)
+
+
+def _process(path: Path, tables: ProcessTables, segments: Sequence[Segment], seen_ns: int = 0) -> Process:
+    match = re.fullmatch(r"rank(\d*).*-(\d+)", path.stem)
     rank = _first_natural(tables.process.get("rank"), match and match[1])
     pid = _first_natural(tables.process.get("pid"), match and match[2])
-    host, seen_ns = str(tables.process.get("host") or folder.name), 0 if living is None else living.seen_ns
+    host = str(tables.process.get("host") or path.parent.name)
     return Process(path, rank, pid, host, tables, tuple(segments), seen_ns)
 
 

@@ -6,49 +6,49 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from commtrace.rank_ranges import is_selected
-from commtrace.schema import EVENT_COLUMNS, RECORD, Records
+from commtrace.schema import COPIED_COLUMNS, EVENT_COLUMNS, RECORD, Records
 
-from .labels import LABEL_COLUMNS, UNKNOWN, RecordLabels, message_roles_of, roles_of, short_paths
+from .labels import LABEL_COLUMNS, UNKNOWN, Array, RecordLabels, message_roles_of, roles_of, short_paths
 from .log import Log, Process
 from .log_notes import Note
 from .table_reader import ProcessTables, Row
-
-# Columns that are copied from a field of the record. rank, group_size and wire_bytes are computed.
-_COPIED_COLUMNS: Final = {
-    "payload_bytes": "payload",
-    **{f"{name}_ns": name for name in ("t_begin", "t_return", "t_wait", "t_start", "t_end")},
-    **{name: name for name in ("peer", "tag", "seq", "step", "micro_batch")},
-}
 
 
 class EventTable:
     """Converter from records to event table. Labels are categoricals with the same categories in the whole run."""
 
     def __init__(self, all_labels: Sequence[RecordLabels]) -> None:
-        self._categories = {
+        self.categories = {
             column: pd.Index(sorted({UNKNOWN, "", *chain(*(labels.categories(column) for labels in all_labels))}))
             for column in LABEL_COLUMNS
         }
+        """Labels by column of LABEL_COLUMNS."""
+
+    def columns(self, records: Records, labels: RecordLabels) -> dict[str, Array]:
+        """Return the columns by name, each of shape (n,): labels as positions in `categories`, 0 for no group_size."""
+        columns = {name: records[field] for name, field in COPIED_COLUMNS.items()}
+        columns["rank"] = np.full(len(records), labels.rank, np.int32)
+        columns["group_size"] = labels.group_sizes(records["group"])
+        columns["wire_bytes"] = labels.wire_bytes(records)
+        for column, field in LABEL_COLUMNS.items():
+            codes = self.categories[column].get_indexer(pd.Index(labels.categories(column).tolist()))
+            columns[column] = codes[labels.index(field, labels.ids(column, records))]
+        return {name: columns[name] for name in EVENT_COLUMNS}
 
     def frame(self, records: Records, labels: RecordLabels) -> pd.DataFrame:
         """Return one row per record, in the order of the records."""
-        sizes = labels.group_sizes(records["group"])
-        columns: dict[str, Any] = {name: records[field] for name, field in _COPIED_COLUMNS.items()}
-        columns["rank"] = np.full(len(records), labels.rank, np.int32)
+        columns: dict[str, Any] = self.columns(records, labels)
+        sizes = columns["group_size"]
         columns["group_size"] = pd.Series(sizes, dtype="Int32").mask(sizes == 0)
-        columns["wire_bytes"] = labels.wire_bytes(records)
-        for column, field in LABEL_COLUMNS.items():
-            categories = self._categories[column]
-            codes = categories.get_indexer(pd.Index(labels.categories(column).tolist()))
-            at = labels.index(field, labels.ids(column, records))
-            columns[column] = pd.Categorical.from_codes(codes[at], categories)
-        return pd.DataFrame({name: columns[name] for name in EVENT_COLUMNS})
+        for column, categories in self.categories.items():
+            columns[column] = pd.Categorical.from_codes(columns[column], categories)
+        return pd.DataFrame(columns)
 
     def empty(self) -> pd.DataFrame:
         """Return a table without rows, with all columns and their types."""
@@ -134,30 +134,47 @@ class RecordedRun:
             RecordLabels(number, process, roles, files, messages) for number, process in enumerate(self.log.processes)
         )
 
-    def blocks(self, ranks: Sequence[int] | None = None, steps: Sequence[int] | None = None) -> Iterator[pd.DataFrame]:
+    def blocks(
+        self, ranks: Sequence[int] | None = None, steps: Sequence[int] | None = None, ops: Sequence[str] | None = None
+    ) -> Iterator[pd.DataFrame]:
         """Yield the event table in bounded pieces, process by process; the first piece has no rows.
 
         Args:
             ranks: Ranks whose calls are wanted; None: all.
             steps: Steps whose calls are wanted, -1 for those before the first one; None: all.
+            ops: Operations that are wanted; None: all.
         """
         table = EventTable(self.labels)
         yield table.empty()
+        wanted = {name: values for name, values in (("step", steps), ("op", ops)) if values is not None}
         for labels, process in zip(self.labels, self.log.processes, strict=True):
             for segment in process.segments if ranks is None or process.rank in ranks else ():
-                for records in segment.blocks():
-                    yield table.frame(records if steps is None else records[np.isin(records["step"], steps)], labels)
+                for records in segment.blocks(wanted=wanted):
+                    keep = np.ones(len(records), bool)
+                    if steps is not None:
+                        keep &= np.isin(records["step"], steps)
+                    if ops is not None:
+                        keep &= np.isin(labels.text("op", records["kind"]).astype(str), ops)
+                    yield table.frame(records if keep.all() else records[keep], labels)
 
-    def events(self) -> pd.DataFrame:
+    def events(
+        self, ranks: Sequence[int] | None = None, steps: Sequence[int] | None = None, ops: Sequence[str] | None = None
+    ) -> pd.DataFrame:
         """Return the event table: one row per call, sorted by rank and t_begin_ns.
 
-        It needs memory for the whole run; `blocks` does not.
+        It needs memory for the calls that are wanted; `blocks` does not. Of a packed log, parts without them are not
+        read.
+
+        Args:
+            ranks: Ranks whose calls are wanted; None: all.
+            steps: Steps whose calls are wanted, -1 for those before the first one; None: all.
+            ops: Operations that are wanted, such as "all_reduce"; None: all.
 
         Returns:
             The columns of `schema.EVENT_COLUMNS`. Sizes are bytes, times are ns of the host's monotonic clock with 0
             for not known. `wire_bytes` and `group_size` are missing where they cannot be computed.
         """
-        events = pd.concat(self.blocks(), ignore_index=True)
+        events = pd.concat(self.blocks(ranks, steps, ops), ignore_index=True)
         for column in LABEL_COLUMNS:
             events[column] = events[column].cat.remove_unused_categories()
         return events.sort_values(["rank", "t_begin_ns"], kind="stable", ignore_index=True)

@@ -6,11 +6,12 @@ import io
 import os
 import warnings
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,9 @@ from .log_notes import Note, error_reason
 
 BLOCK: Final = 1 << 18
 """Number of records read at once, 24 MiB."""
+
+Wanted: TypeAlias = Mapping[str, Sequence[int] | Sequence[str]]
+"""Values that are wanted, by column of the event table."""
 
 _MAX_TIME: Final = 1 << 58
 _MAX_BYTES: Final = 1 << 50
@@ -54,7 +58,9 @@ class Segment:
     last_step: int = field(default=-1, compare=False)
     """The largest step of its records, as `damaged`."""
 
-    def blocks(self, size: int = BLOCK, memory: bytearray | None = None) -> Iterator[Records]:
+    def blocks(
+        self, size: int = BLOCK, memory: bytearray | None = None, wanted: Wanted | None = None
+    ) -> Iterator[Records]:
         """Yield the records, shape (n,) with n <= size, without slots that were never filled and damaged records.
 
         Files are read and not mapped: a mapped page of a removed file would kill this process. Records that cannot be
@@ -64,25 +70,28 @@ class Segment:
             size: Most records of a block.
             memory: Room for `size` records. Each block then lies in it, until the next one is asked for: new memory
                 for each block would cost as much as reading. None: every block has its own memory.
+            wanted: Values of columns of the event table. Records that cannot have them may be left out.
         """
         damaged: Counter[str] = Counter()
         last_step = -1
-        try:
-            with self._open() as file:
-                file.seek(self.offset)
-                for begin in range(0, self.count, size):
-                    wanted = min(size, self.count - begin) * RECORD.itemsize
-                    block = memoryview(bytearray(wanted) if memory is None else memory)[:wanted]
-                    records, suspects = _read(file, block)
-                    usable = records["state"] != State.FREE
-                    for name, impossible in _impossible(records, suspects):
-                        damaged[name] += int((usable & impossible).sum())
-                        usable &= ~impossible
-                    last_step = max(last_step, int(records["step"].max(where=usable, initial=-1)))
-                    yield records if usable.all() else records[usable]
-        except OSError:
-            pass
+        with suppress(OSError):
+            for records, suspects in self.slots(size, memory):
+                usable = usable_records(records, suspects, damaged)
+                last_step = max(last_step, int(records["step"].max(where=usable, initial=-1)))
+                yield records if usable.all() else records[usable]
         self.damaged, self.last_step = +damaged, last_step
+
+    def slots(self, size: int = BLOCK, memory: bytearray | None = None) -> Iterator[tuple[Records, set[str]]]:
+        """Yield what the file holds, in blocks as `blocks` does: all slots, and fields that may have impossible values.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        with self._open() as file:
+            file.seek(self.offset)
+            for begin in range(0, self.count, size):
+                length = min(size, self.count - begin) * RECORD.itemsize
+                yield _read(file, memoryview(bytearray(length) if memory is None else memory)[:length])
 
     def last(self, count: int) -> Segment:
         """Return the last `count` records as a segment, or all of them if they are fewer."""
@@ -102,10 +111,9 @@ class MemorySegment(Segment):
 
     records: Records = field(default_factory=lambda: np.zeros(0, RECORD), compare=False)
 
-    def blocks(self, size: int = BLOCK, memory: bytearray | None = None) -> Iterator[Records]:
+    def slots(self, size: int = BLOCK, memory: bytearray | None = None) -> Iterator[tuple[Records, set[str]]]:
         """Yield the records at once."""
-        self.last_step = int(self.records["step"].max(initial=-1))
-        yield self.records
+        yield self.records, set()
 
     def last(self, count: int) -> Segment:
         """Return all records: a ring keeps them in no order."""
@@ -134,6 +142,21 @@ def _read(file: BufferedReader, block: memoryview) -> tuple[Records, set[str]]:
             suspects |= {name for name, lowest in _LOWEST.items() if part[name].min() < lowest}
             suspects |= {"local"} if (part["local"] > part["payload"]).any() else set()
     return np.frombuffer(block, RECORD, filled // RECORD.itemsize), suspects
+
+
+def usable_records(records: Records, suspects: Container[str], damaged: Counter[str]) -> npt.NDArray[np.bool_]:
+    """Return which slots hold a record without an impossible value, shape (n,); `damaged` counts the others by field.
+
+    Args:
+        records: The slots, shape (n,).
+        suspects: Fields that may have impossible values.
+        damaged: Is added to.
+    """
+    usable = np.asarray(records["state"] != State.FREE)
+    for name, impossible in _impossible(records, suspects):
+        damaged[name] += int((usable & impossible).sum())
+        usable &= ~impossible
+    return usable
 
 
 def _impossible(records: Records, suspects: Container[str]) -> Iterator[tuple[str, npt.NDArray[np.bool_]]]:

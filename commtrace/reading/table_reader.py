@@ -173,13 +173,17 @@ def read_tables(path: Path, in_memory: bytes = b"") -> tuple[ProcessTables, list
     Raises:
         NewerLogError: The tables have a newer log format.
     """
-    tables = ProcessTables()
     try:
-        lines = max(path.read_bytes(), in_memory, key=len).split(b"\n")
+        return parse_tables(path, max(path.read_bytes(), in_memory, key=len))
     except FileNotFoundError:
-        return tables, [Note("missing", path, "missing", _ALL_UNKNOWN)]
+        return ProcessTables(), [Note("missing", path, "missing", _ALL_UNKNOWN)]
     except OSError as error:
-        return tables, [Note("unreadable", path, error_reason(error), _ALL_UNKNOWN)]
+        return ProcessTables(), [Note("unreadable", path, error_reason(error), _ALL_UNKNOWN)]
+
+
+def parse_tables(path: Path, text: bytes) -> tuple[ProcessTables, list[Note]]:
+    """Read the tables of one process from the content of their file, as `read_tables` does."""
+    tables, lines = ProcessTables(), text.split(b"\n")
     broken = [number for number, line in enumerate(lines, 1) if line.strip() and not _read_line(tables, line, path)]
     if not broken:
         return tables, []
@@ -187,8 +191,8 @@ def read_tables(path: Path, in_memory: bytes = b"") -> tuple[ProcessTables, list
         return tables, [Note("cut", path, "its last line is cut", "that line is left out")]
     if len(broken) == 1:
         return tables, [Note("garbled", path, f"line {broken[0]} cannot be read", "what it described is unknown")]
-    text = f"{len(broken)} lines cannot be read, the first is line {broken[0]}"
-    return tables, [Note("garbled", path, text, "what they described is unknown")]
+    what = f"{len(broken)} lines cannot be read, the first is line {broken[0]}"
+    return tables, [Note("garbled", path, what, "what they described is unknown")]
 
 
 def _read_line(tables: ProcessTables, line: bytes, path: Path) -> bool:

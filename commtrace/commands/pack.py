@@ -1,0 +1,39 @@
+"""Write a log as a Parquet data set, which every command and other programs read.
+
+All runs of the log are packed, in a few files each, however many ranks they have: the columns of the event table,
+sorted by rank, with statistics, and in `_processes` the tables of the processes. `commtrace report` and the other
+commands read the directory in place of the log, with equal results; pandas, polars, DuckDB and Dask read it as it is.
+The log does not change. Memory use is independent of its size. It needs the extra `parquet` (pyarrow).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from .option_types import add_shared
+
+
+def prepare(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    add_shared(parser, "directory")
+    parser.add_argument(
+        "--out", metavar="OUT", type=Path, help="directory to write (default: the name of DIR and .packed, beside it)"
+    )
+    parser.add_argument("--force", action="store_true", help="replace OUT if it is a packed log")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Pack the log, and print damage in it to stderr."""
+    from commtrace.formatting import format_bytes, format_plural
+    from commtrace.reading.pack import pack
+
+    directory: Path = arguments.directory.expanduser().resolve()
+    out = arguments.out or directory.with_name(f"{directory.name}.packed")
+    packed = pack(arguments.directory, out, force=arguments.force)
+    for note in packed.notes:
+        print(f"commtrace: {note}", file=sys.stderr)
+    sizes = f"{format_bytes(packed.packed_bytes)}; the log has {format_bytes(packed.log_bytes)}"
+    print(f"{out}: {format_plural(packed.rows, 'call')} of {format_plural(packed.runs, 'run')}, {sizes}")
+    return 0

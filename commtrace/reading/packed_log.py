@@ -1,0 +1,267 @@
+"""Packed log: a log as a Parquet data set, from which the same records and tables are read as from the log.
+
+    logs/run1.packed/
+      run=20261121-045421-3f9a1c/
+        part-00000.parquet      calls of many ranks, a row each, in the order of the log: by rank
+        _processes              Parquet too: the tables of each process, and where its records are in the parts
+
+The parts have the columns of the event table and those of EXTRA_COLUMNS, which together determine the record. What
+usable records leave out of a segment, damaged and empty slots, is in `_processes`. Programs that read data sets pass
+over files that begin with an underscore.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from commtrace.errors import LogError, MissingLibraryError, NewerLogError
+from commtrace.schema import COPIED_COLUMNS, RECORD, Clock, Flag, Phase, Records, State, flags_label
+
+from .log_notes import Note, error_reason
+from .segment_reader import BLOCK, Segment, Wanted, usable_records
+
+PACKED_VERSION: Final = 1
+PROCESSES: Final = "_processes"
+FACTS: Final = b"commtrace.packed"
+"""Key of the metadata of PROCESSES: JSON with `version`, and `folder`, `started_ns` and `notes` of the log's folder."""
+PARTITION: Final = "run="
+
+TEXT_FIELDS: Final = {
+    **{name: [member.name.lower() for member in kind] for name, kind in (("phase", Phase), ("clock", Clock))},
+    "state": [state.name.lower() for state in State],
+    "flags": [flags_label(bits) for bits in range(sum(Flag) + 1)],
+}
+"""Fields of the record that are text in the parts: the text by number."""
+EXTRA_COLUMNS: Final = {
+    "local_bytes": "local", "batch": "batch", "thread": "thread", "kind_id": "kind", "group_id": "group",
+    "site_id": "site",
+}  # fmt: skip
+"""Columns of the parts that the event table has not, with their fields of the record; `host` and `clock` besides."""
+_COPIED: Final = {**COPIED_COLUMNS, **EXTRA_COLUMNS}
+
+
+def import_parquet(need: str, instead: str = "") -> tuple[Any, Any]:
+    """Import and return pyarrow and pyarrow.parquet.
+
+    Raises:
+        MissingLibraryError: pyarrow is not installed, which `need` needs; `instead` is another way.
+    """
+    try:
+        return import_module("pyarrow"), import_module("pyarrow.parquet")
+    except ImportError:
+        message = f"{need}: needs pyarrow; pip install 'commtrace[parquet]'{instead}"
+        raise MissingLibraryError(message) from None
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[Any]:
+    """Yield pyarrow.parquet to read a file of a packed log with. Raises LogError where that fails."""
+    pyarrow, parquet = import_parquet(f"{path}: a packed log")
+    try:
+        yield parquet
+    except (OSError, pyarrow.ArrowException) as error:
+        reason = (error_reason(error) if isinstance(error, OSError) else str(error)).partition("\n")[0]
+        raise LogError(f"{path}: cannot be read ({reason}); pack the log again") from None
+
+
+class PartFile:
+    """A part of a packed log. Keeps the row group that was read last; its copy in another process opens the file anew.
+
+    Raises:
+        LogError: When the file is read, if it cannot be.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._read: tuple[int, Records] = -1, np.zeros(0, RECORD)
+
+    def __reduce__(self) -> tuple[type[PartFile], tuple[Path]]:
+        return PartFile, (self.path,)
+
+    @cached_property
+    def _file(self) -> Any:
+        with _reading(self.path) as parquet:
+            return parquet.ParquetFile(self.path, page_checksum_verification=True)
+
+    @cached_property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """First row of each row group, and the number of rows."""
+        metadata = self._file.metadata
+        rows = (metadata.row_group(number).num_rows for number in range(metadata.num_row_groups))
+        return np.cumsum([0, *rows])
+
+    def spans(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Yield each row group between two rows, with the first and the last row + 1 of those in it."""
+        first, last = np.searchsorted(self.starts, [begin, end - 1], "right") - 1
+        for group in range(first, last + 1) if begin < end else ():
+            low, high = self.starts[group], self.starts[group + 1]
+            yield group, max(begin - low, 0), min(end, high) - low
+
+    def may_hold(self, group: int, wanted: Wanted) -> bool:
+        """Return whether rows of a row group may have wanted values, by its statistics."""
+        metadata = self._file.metadata.row_group(group)
+        for name, values in wanted.items():
+            column = metadata.column(self._file.schema_arrow.get_field_index(name)).statistics
+            if column is not None and column.has_min_max and not any(column.min <= v <= column.max for v in values):
+                return False
+        return True
+
+    def records(self, group: int) -> Records:
+        """Return the records of a row group."""
+        if self._read[0] != group:
+            with _reading(self.path):
+                table = self._file.read_row_group(group, columns=[*_COPIED, *TEXT_FIELDS], use_threads=False)
+            self._read = group, _records(table)
+        return self._read[1]
+
+
+def _records(table: Any) -> Records:
+    records = np.empty(len(table), RECORD)
+    for column, name in _COPIED.items():
+        records[name] = table[column].to_numpy()
+    for name, texts in TEXT_FIELDS.items():
+        numbers = {text: number for number, text in enumerate(texts)}
+        begin = 0
+        for chunk in table[name].chunks:
+            known = np.array([numbers[text] for text in chunk.dictionary.to_pylist()], np.uint8)
+            records[name][begin : begin + len(chunk)] = known[chunk.indices.to_numpy()]
+            begin += len(chunk)
+    return records
+
+
+@dataclass
+class PackedSegment(Segment):
+    """A segment of the log that was packed. `path` is the part, `offset` its first row there, `count` its slots."""
+
+    file: PartFile = field(default_factory=lambda: PartFile(Path()), compare=False)
+    left_out: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64), compare=False)
+    """Positions of the slots that have no row: empty and damaged ones."""
+    left_out_slots: Records = field(default_factory=lambda: np.zeros(0, RECORD), compare=False)
+    """Their content."""
+    highest_step: int = field(default=-1, compare=False)
+    """The largest step of the records."""
+
+    def blocks(
+        self, size: int = BLOCK, memory: bytearray | None = None, wanted: Wanted | None = None
+    ) -> Iterator[Records]:
+        """Yield the records in the same blocks as the segment of the log; row groups without wanted ones are not read.
+
+        Raises:
+            LogError: The part cannot be read.
+        """
+        damaged: Counter[str] = Counter()
+        usable_records(self.left_out_slots, RECORD.names or (), damaged)
+        last_step = -1
+        for begin in range(0, self.count, size):
+            end = min(begin + size, self.count)
+            first, last = (self.offset + slot - int(np.searchsorted(self.left_out, slot)) for slot in (begin, end))
+            spans = [*self.file.spans(first, last)]
+            held = [span for span in spans if not wanted or self.file.may_hold(span[0], wanted)]
+            rows = sum(high - low for _, low, high in held)
+            records = np.empty(rows, RECORD) if memory is None else np.frombuffer(memory, RECORD, rows)
+            filled = 0
+            for group, low, high in held:
+                records[filled : filled + high - low] = self.file.records(group)[low:high]
+                filled += high - low
+            last_step = max(last_step, int(records["step"].max(initial=-1)))
+            if len(held) < len(spans):
+                last_step = max(last_step, self.highest_step)
+            yield records
+        self.damaged, self.last_step = +damaged, last_step
+
+    def last(self, count: int) -> Segment:
+        """Return the last `count` slots as a segment, or all of them if they are fewer."""
+        begin = max(0, self.count - count)
+        before = int(np.searchsorted(self.left_out, begin))
+        return replace(
+            self,
+            offset=self.offset + begin - before,
+            count=self.count - begin,
+            left_out=self.left_out[before:] - begin,
+            left_out_slots=self.left_out_slots[before:],
+        )
+
+
+class PackedProcess(NamedTuple):
+    """A process of the log that was packed."""
+
+    path: Path
+    """Its tables file in the log."""
+    tables: bytes | None
+    """The content of that file; None: it was missing or could not be read."""
+    segments: tuple[PackedSegment, ...]
+
+
+class PackedRun:
+    """A run of a packed log: the folder that holds PROCESSES.
+
+    Raises:
+        LogError: PROCESSES cannot be read.
+        NewerLogError: It has a newer format.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            with _reading(folder / PROCESSES) as parquet:
+                self._file = parquet.ParquetFile(folder / PROCESSES, page_checksum_verification=True)
+            facts = json.loads(self._file.schema_arrow.metadata[FACTS])
+        except (KeyError, ValueError, TypeError):
+            raise LogError(f"{folder / PROCESSES}: not of a packed log") from None
+        if facts["version"] > PACKED_VERSION:
+            raise NewerLogError(
+                f"{folder}: a packed log of version {facts['version']}, this commtrace reads up to {PACKED_VERSION}; "
+                "upgrade commtrace"
+            )
+        self.name: str = facts["folder"]
+        self.started_ns: int = facts["started_ns"]
+        self.notes = [Note(kind, Path(path), *texts) for kind, path, *texts in facts["notes"]]
+
+    def processes(self, notes: list[Note]) -> Iterator[PackedProcess]:
+        """Yield the processes; adds a note for each part that is missing or cannot be read."""
+        files: dict[str, PartFile | None] = {}
+        for row in self._rows():
+            segments = []
+            for segment in row["segments"]:
+                if (name := segment["file"]) not in files:
+                    files[name] = _readable(self._folder / name, notes)
+                if (file := files[name]) is not None:
+                    segments.append(_segment(file, segment))
+            yield PackedProcess(Path(row["path"]), row["tables"], tuple(segments))
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        for group in range(self._file.num_row_groups):
+            with _reading(self._folder / PROCESSES):
+                rows = self._file.read_row_group(group, use_threads=False).to_pylist()
+            yield from rows
+
+
+def _readable(path: Path, notes: list[Note]) -> PartFile | None:
+    file = PartFile(path)
+    try:
+        file.starts  # noqa: B018  reads the footer, which ends the file
+    except LogError as error:
+        what = "missing" if not path.exists() else str(error).removeprefix(f"{path}: ").partition(";")[0]
+        notes.append(Note("unreadable" if path.exists() else "missing", path, what, "its records are missing"))
+        return None
+    return file
+
+
+def _segment(file: PartFile, row: Mapping[str, Any]) -> PackedSegment:
+    left_out = np.frombuffer(row["left_out"], np.int64)
+    slots = np.frombuffer(row["left_out_slots"], RECORD)
+    return PackedSegment(
+        file.path, row["row"], row["count"], file=file, left_out=left_out, left_out_slots=slots,
+        highest_step=row["last_step"],
+    )  # fmt: skip

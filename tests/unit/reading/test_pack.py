@@ -1,0 +1,235 @@
+"""Packed logs: every command finds in them what it finds in the log."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import damaged_logs
+import numpy as np
+import pytest
+from factory import BARRIER, RUN, LogFactory, record, records, training
+
+import commtrace.reading.pack
+from commtrace.cli import main
+from commtrace.errors import LogError
+from commtrace.reading.log import open_log
+from commtrace.reading.packed_log import PackedSegment
+from commtrace.run import open_run
+from commtrace.schema import RECORD, State
+
+parquet = pytest.importorskip("pyarrow.parquet")
+
+
+def pack(log: Path, *options: str) -> Path:
+    """The log, packed in a directory of the same name, which reports have as the name of the run."""
+    out = log.parent / "packed" / log.name
+    out.parent.mkdir(exist_ok=True)
+    assert main(["pack", str(log), "--out", str(out), *options]) == 0
+    return out
+
+
+def results(command: Sequence[str | Path], capsys: pytest.CaptureFixture[str], log: Path) -> tuple[object, ...]:
+    """Exit status, output and errors of a command; the directory that it reads is LOG in all of them."""
+    capsys.readouterr()
+    status = main([str(word) for word in command])
+    printed = capsys.readouterr()
+    return status, *(text.replace(str(log), "LOG").replace("run=", "") for text in (printed.out, printed.err))
+
+
+def assert_equal(log: Path, packed: Path, other: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Assert that the commands give equal results, in all bytes."""
+    for command in (
+        ("report", "LOG", "--json"), ("check", "LOG"), ("diff", "LOG", other, "--json"),
+        ("scaling", "LOG", other, "--json"), ("export", "LOG", "--out", log.parent / "events.csv", "--force"),
+    ):  # fmt: skip
+        found, files = [], []
+        for directory in (log, packed):
+            words = [directory if word == "LOG" else word for word in command]
+            # Notes name the files of the log, also where it is packed.
+            found.append([str(part).replace(str(log), "LOG") for part in results(words, capsys, directory)])
+            files.append((log.parent / "events.csv").read_bytes() if command[0] == "export" else b"")
+        assert found[0] == found[1], command
+        assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("scheme", damaged_logs.SCHEMES)
+def test_commands_give_equal_results(scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged_logs.unpack(tmp_path)
+    training(tmp_path / "other", ranks=3, steps=6)
+    assert_equal(tmp_path / scheme, pack(tmp_path / scheme), tmp_path / "other", capsys)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(8, 300))])
+def test_damaged_logs_give_equal_results(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged_logs.unpack(tmp_path)
+    chance = random.Random(seed)
+    log = tmp_path / chance.choice(damaged_logs.SCHEMES)
+    other = tmp_path / "other"
+    training(other, ranks=3, steps=6)
+    damaged_logs.damage(log, other, chance)
+    if main(["report", str(log)]) == 0:
+        assert_equal(log, pack(log), other, capsys)
+
+
+def test_several_runs_and_moved_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log"
+    training(log, ranks=1)
+    later = {"run": "20261122-000000-abcdef", "unix_ns": 1_795_300_000_000_000_000}
+    training(log, ranks=3, **later)
+    shutil.copytree(log / RUN, log / "renamed")
+    shutil.copy(log / RUN / "node17" / "rank00000-4711.jsonl", log / later["run"] / "node17" / "rank00007-1.jsonl")
+    packed = pack(log)
+    assert sorted(path.name for path in packed.iterdir()) == [f"run={RUN}", f"run={later['run']}", "run=renamed"]
+    assert_equal(log / RUN, packed / f"run={RUN}", log, capsys)
+    documents = [results(["report", path, "--json"], capsys, path)[1] for path in (log, packed)]
+    hint = re.compile('commtrace report [^ "]*')
+    lines = [hint.sub("", str(document)).replace(str(log), "LOG").splitlines() for document in documents]
+    assert lines[0] == lines[1]
+
+
+def test_ranks_share_row_groups_and_segments_their_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commtrace.reading.pack, "ROW_GROUP", 8)
+    monkeypatch.setattr(commtrace.reading.pack, "PART_ROWS", 40)
+    log = tmp_path / "log"
+    rng = np.random.default_rng(0)
+    for rank in range(12):
+        process = LogFactory(log).process(rank).known()
+        for length in (3, 0, 11):
+            rows = records(record(seq=number, state=int(rng.integers(0, 6))) for number in range(length))
+            rows["phase"][rng.random(length) < 0.2] = 77
+            process.write(rows)
+    packed = pack(log)
+    files = sorted(packed.glob("*/*.parquet"))
+    assert len(files) > 1
+    groups = [parquet.ParquetFile(file).metadata.row_group(0).num_rows for file in files]
+    assert groups == [8] * len(files)
+    segments = [
+        [segment for process in open_log(path).processes for segment in process.segments] for path in (log, packed)
+    ]
+    for ours, theirs in zip(*segments, strict=True):
+        assert isinstance(theirs, PackedSegment)
+        for size in (1, 4, 100):
+            for count in (0, 2, 5, 11, 100):
+                pair = [segment.last(count) for segment in (ours, theirs)]
+                blocks = [[*segment.blocks(size)] for segment in pair]
+                assert [block.tolist() for block in blocks[0]] == [block.tolist() for block in blocks[1]]
+                assert pair[0].damaged == pair[1].damaged
+                assert pair[0].last_step == pair[1].last_step
+        memory = bytearray(4 * RECORD.itemsize)
+        in_memory = [block.copy() for block in theirs.blocks(4, memory)]
+        assert records(in_memory).tolist() == records(ours.blocks()).tolist()
+
+
+def test_columns_are_those_of_the_event_table(tmp_path: Path) -> None:
+    training(tmp_path / "log").process(5, host="node18").known().write(record(kind=99, group=99))
+    events = open_run(tmp_path / "log").events()
+    table = parquet.read_table(pack(tmp_path / "log")).to_pandas()
+    for name in events:
+        expected = events[name].astype(object).where(events[name].notna(), None).tolist()
+        column = table[name].astype(object)
+        assert column.where(column.notna(), None).tolist() == expected, name
+    assert [*dict.fromkeys(table["host"])] == ["node17", "node18"]
+    assert set(table["run"]) == {RUN}
+    assert table["rank"].is_monotonic_increasing
+
+
+def test_wanted_events_are_read_by_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commtrace.reading.pack, "ROW_GROUP", 4)
+    training(tmp_path / "log", ranks=3, steps=20)
+    packed = pack(tmp_path / "log")
+    read: list[int] = []
+    part_file = commtrace.reading.packed_log.PartFile
+    monkeypatch.setattr(part_file, "records", _counted(part_file.records, read))
+    for wanted, groups in (
+        ({"steps": [3, 17]}, range(3, 12)), ({"ranks": [1]}, range(8, 14)), ({"ops": ["barrier"]}, range(3, 4)),
+        ({"ranks": [2], "steps": [-1], "ops": ["barrier"]}, range(1, 3)),
+    ):  # fmt: skip
+        read.clear()
+        events = open_run(packed).events(**wanted)
+        assert len({*read}) in groups, wanted
+        assert events.equals(open_run(tmp_path / "log").events(**wanted))
+        assert len(events)
+    assert open_run(packed).notes == ()
+
+
+def _counted(function: Any, calls: list[int]) -> Any:
+    def counted(self: object, group: int) -> Any:
+        calls.append(group)
+        return function(self, group)
+
+    return counted
+
+
+def test_the_log_does_not_change(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    training(log).process(0, pid=9).write(record(state=State.FREE)).write(record(kind=BARRIER), open_=True)
+    before = {path: path.read_bytes() for path in log.rglob("*") if path.is_file()}
+    pack(log)
+    assert {path: path.read_bytes() for path in log.rglob("*") if path.is_file()} == before
+
+
+def failure(words: Sequence[object], capsys: pytest.CaptureFixture[str]) -> str:
+    """The error of a command."""
+    capsys.readouterr()
+    assert main([*map(str, words)]) == 1
+    return capsys.readouterr().err
+
+
+def test_what_exists_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log"
+    training(log)
+    packed = pack(log)
+    assert "already exists; choose another name or pass --force" in failure(["pack", log, "--out", packed], capsys)
+    (packed / "run=x").mkdir()
+    pack(log, "--force")
+    assert not (packed / "run=x").exists()
+    (tmp_path / "mine").mkdir()
+    assert "is something else" in failure(["pack", log, "--out", tmp_path / "mine", "--force"], capsys)
+    assert "is in the log" in failure(["pack", log, "--out", log / "packed"], capsys)
+    assert "is packed already" in failure(["pack", packed], capsys)
+    assert "make its folder first" in failure(["pack", log, "--out", tmp_path / "none" / "packed"], capsys)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "mine", "packed"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_half_a_packed_log_is_removed_and_the_old_one_kept(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log"
+    training(log)
+    packed = pack(log)
+    before = sorted(path.stat().st_mtime_ns for path in packed.rglob("*"))
+
+    def fail(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(commtrace.reading.pack._ProcessWriter, "add", fail)
+    assert main(["pack", str(log), "--out", str(packed), "--force"]) == (1 if isinstance(error, OSError) else 130)
+    if isinstance(error, OSError):
+        assert "cannot be written (no space left on device); make room" in capsys.readouterr().err
+    assert sorted(path.stat().st_mtime_ns for path in packed.rglob("*")) == before
+    assert [path.name for path in packed.parent.iterdir()] == ["log"]
+
+
+def test_damage_to_a_packed_log_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    training(tmp_path / "log")
+    packed = pack(tmp_path / "log")
+    (part,) = packed.glob("*/*.parquet")
+    whole = part.read_bytes()
+    part.write_bytes(whole[:100])
+    run = open_run(packed)
+    assert [(note.kind, note.path, len(run.events())) for note in run.notes] == [("unreadable", part, 0)]
+    part.write_bytes(whole[:200] + bytes(2_000) + whole[2_200:])
+    with pytest.raises(LogError, match=r"part-00000\.parquet: cannot be read .*; pack the log again"):
+        open_run(packed).events()
+    part.unlink()
+    assert [(note.kind, note.path) for note in open_run(packed).notes] == [("missing", part)]
+    (processes,) = packed.glob("*/_processes")
+    processes.write_bytes(b"PAR1")
+    assert "_processes: cannot be read" in failure(["report", packed], capsys)
