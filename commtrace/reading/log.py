@@ -198,7 +198,7 @@ class RunFolder:
         for host in self.hosts:
             yield from _read_host(host, living, notes)
         if self._packed:
-            notes[:] = self._packed.notes  # those on folders included
+            notes += self._packed.notes
             for packed in self._packed.processes(notes):
                 tables = ProcessTables() if packed.tables is None else parse_tables(packed.path, packed.tables)[0]
                 yield _process(packed.path, tables, packed.segments)

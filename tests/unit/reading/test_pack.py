@@ -11,6 +11,7 @@ from typing import Any
 
 import damaged_logs
 import numpy as np
+import processes
 import pytest
 from factory import BARRIER, RUN, LogFactory, record, records, training
 
@@ -80,12 +81,12 @@ def test_damaged_logs_give_equal_results(seed: int, tmp_path: Path, capsys: pyte
 def test_several_runs_and_moved_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "log"
     training(log, ranks=1)
-    later = {"run": "20261122-000000-abcdef", "unix_ns": 1_795_300_000_000_000_000}
-    training(log, ranks=3, **later)
+    later = "20261122-000000-abcdef"
+    training(log, ranks=3, run=later, unix_ns=1_795_300_000_000_000_000)
     shutil.copytree(log / RUN, log / "renamed")
-    shutil.copy(log / RUN / "node17" / "rank00000-4711.jsonl", log / later["run"] / "node17" / "rank00007-1.jsonl")
+    shutil.copy(log / RUN / "node17" / "rank00000-4711.jsonl", log / later / "node17" / "rank00007-1.jsonl")
     packed = pack(log)
-    assert sorted(path.name for path in packed.iterdir()) == [f"run={RUN}", f"run={later['run']}", "run=renamed"]
+    assert sorted(path.name for path in packed.iterdir()) == [f"run={RUN}", f"run={later}", "run=renamed"]
     assert_equal(log / RUN, packed / f"run={RUN}", log, capsys)
     documents = [results(["report", path, "--json"], capsys, path)[1] for path in (log, packed)]
     hint = re.compile('commtrace report [^ "]*')
@@ -233,3 +234,22 @@ def test_damage_to_a_packed_log_is_named(tmp_path: Path, capsys: pytest.CaptureF
     (processes,) = packed.glob("*/_processes")
     processes.write_bytes(b"PAR1")
     assert "_processes: cannot be read" in failure(["report", packed], capsys)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("library", ["pandas", "polars", "duckdb", "dask.dataframe"])
+def test_queries_of_the_documents(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip(library)
+    monkeypatch.chdir(tmp_path)
+    training(tmp_path / "logs" / "run1", ranks=3)
+    assert main(["pack", "logs/run1"]) == 0
+    page = (processes.ROOT / "docs" / "how-to" / "pack.md").read_text(encoding="utf-8")
+    (query,) = (text for text in re.findall("```python\n(.*?)```", page, re.DOTALL) if f"import {library}" in text)
+    capsys.readouterr()
+    exec(query, {})
+    result = capsys.readouterr().out
+    # In each of 3 steps a rank sends 2 * 2/3 of the 4,096 bytes of an all_reduce, and 2,048 - 682 of an all_gather.
+    expected = {"pandas": 12_288, "dask.dataframe": 20_482}.get(library, 36_864)
+    assert str(expected) in result.replace(",", "").replace(".0", "")
