@@ -1,4 +1,4 @@
-"""What the native recorder adds to a training step of two gloo ranks, told to a few thousandths.
+"""What the native recorder adds to a training step of two gloo ranks, to within a few thousandths.
 
 On a small machine a step takes 10 % more or less than the one before, in waves of any length, so blocks of steps differ
 as much as single ones do. Here the recorder is therefore taken out and put in again from step to step, within one

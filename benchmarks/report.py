@@ -2,7 +2,7 @@
 
 Beside it DuckDB, which groups the events of the same run, exported to Parquet beforehand, by what the report's tables
 are keyed by. Of the page: megabytes, and seconds until Chromium, already running, has drawn its last figure. The log is
-one of a few real steps on a fake process group, said over and over with later steps and times.
+one of a few real steps on a fake process group, repeated with later steps and times.
 """
 
 from __future__ import annotations

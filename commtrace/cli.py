@@ -3,7 +3,8 @@
 A command is a module of `commtrace.commands`: its docstring is its help, `prepare(parser)` adds its arguments,
 `run(arguments)` does the work and returns the exit status, or raises CommtraceError with what to fix. Only this module
 prints errors. Exit statuses: 0 success (also for a partial log), 1 an error that the user can fix (`check`, `diff`:
-also a difference), 2 wrong arguments, 3 `check` or `diff` could not compare everything, 130 interrupted.
+also a difference), 2 wrong arguments, 3 `check` or `diff` could not compare everything, 4 `check` of
+a job that hangs or died, 130 interrupted.
 """
 
 from __future__ import annotations

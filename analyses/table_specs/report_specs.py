@@ -194,7 +194,7 @@ REPORT_TABLES: Final = (
         ratio("payload_of_median", "x median", "In training / that of the median rank."),
     ), {"terminal": ("rank", "calls", "payload_bytes", "wire_bytes", "training_payload_bytes", "payload_of_median")}),
     TableSpec("clocks", "Clocks of the hosts",
-        "A row per host (per boot of it). Bounds follow from the calls of the log; a host of which they tell nothing "
+        "A row per host (per boot of it). Bounds follow from the calls of the log; a host that they do not bound "
         "has missing values.", (
         word_column("host", "host", "Host name."),
         word_column("reference", "reference", "Host that it is compared with."),
