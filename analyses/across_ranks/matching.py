@@ -11,7 +11,7 @@ more calls than ranks, whose numbers are damaged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -159,12 +159,14 @@ class _Matcher:
         """Process that uses a channel as a rank: (number of the channel, rank, whether it receives)."""
 
     def read(self, run: RecordedRun, steps: Array | None) -> MatchedCalls:
-        pieces = {name: [np.zeros(0, RECORD[name])] for name in self._fields}
-        pieces |= {name: [np.zeros(0, np.int32)] for name in ("process", *self._labels)}
-        pieces |= {name: [compute(EMPTY_BLOCK)] for name, compute in self._derived.items()}
-        keys = [np.zeros(0, np.int64)]
-        largest = max((segment.count for process in run.processes for segment in process.segments), default=0)
-        memory = bytearray(min(BLOCK, largest) * RECORD.itemsize)
+        segments = [segment.count for process in run.processes for segment in process.segments]
+        dtypes = {name: RECORD[name] for name in self._fields}
+        dtypes |= {name: compute(EMPTY_BLOCK).dtype for name, compute in self._derived.items()}
+        dtypes |= dict.fromkeys(["process", *self._labels], np.dtype(np.int32)) | {"key": np.dtype(np.int64)}
+        # Memory that nothing is written to is not used: rows that are not wanted cost none.
+        columns = {name: np.empty(sum(segments), dtype) for name, dtype in dtypes.items()}
+        memory = bytearray(min(BLOCK, max(segments, default=0)) * RECORD.itemsize)
+        stop = 0
         for labels, process in zip(run.labels, run.processes, strict=True):
             to_number = {name: numbers.of(labels.categories(name)) for name, numbers in self._labels.items()}
             for segment in process.segments:
@@ -173,17 +175,16 @@ class _Matcher:
                 for records in segment.blocks(memory=memory):
                     wanted = self._wanted(records, steps)
                     block = RecordBlock(wanted, labels)
-                    keys.append(self._keys(block, process.tables.groups))
+                    rows = slice(stop, stop := stop + len(wanted))
+                    columns["key"][rows] = self._keys(block, process.tables.groups)
+                    columns["process"][rows] = labels.number
                     for name, compute in self._derived.items():
-                        pieces[name].append(compute(block))
-                    pieces["process"].append(np.full(len(wanted), labels.number, np.int32))
+                        columns[name][rows] = compute(block)
                     for name in self._fields:
-                        pieces[name].append(wanted[name].copy())
+                        columns[name][rows] = wanted[name]
                     for name, numbers in to_number.items():
-                        pieces[name].append(numbers[labels.index(LABEL_COLUMNS[name], labels.ids(name, wanted))])
-        # A column's pieces are dropped once they are joined, so that no more than one column exists twice.
-        pieces["key"] = keys
-        columns = {name: np.concatenate(pieces.pop(name)) for name in [*pieces]}
+                        columns[name][rows] = numbers[labels.index(LABEL_COLUMNS[name], labels.ids(name, wanted))]
+        columns = {name: column[:stop] for name, column in columns.items()}
         channels = [*self._channels.values]
         columns["instance"], channel, seq = _instances(columns.pop("key"), channels)
         categories = {name: np.array([*numbers.values], object) for name, numbers in self._labels.items()}
@@ -240,19 +241,27 @@ def _instances(keys: Array, channels: Sequence[Channel]) -> tuple[Array, Array, 
 
 def _dense_codes(keys: Array, channels: int) -> tuple[Array, Array]:
     """Return a code of each key from 0, and the key of each code, ascending; some may stand for no key."""
-    channel = (keys >> 32).astype(np.int32) + 1  # that of NOT_MATCHED is -1
     lengths = np.zeros(channels + 1, np.int64)
-    np.maximum.at(lengths, channel, (keys & 0xFFFFFFFF) + 1)
+    for rows in _parts(len(keys)):
+        np.maximum.at(lengths, (keys[rows] >> 32) + 1, (keys[rows] & 0xFFFFFFFF) + 1)  # channel of NOT_MATCHED: -1
     lengths[0] = 1
     if lengths.sum() > 2 * len(keys) + _FEW:
         distinct, codes = np.unique(keys, return_inverse=True)
         return codes, distinct
     # Numbers without large gaps, as recorders give them: a code for each possible one. Sorting would take far longer.
     first = np.cumsum(lengths) - lengths
-    codes = first[channel] + np.where(channel > 0, keys & 0xFFFFFFFF, 0)
+    codes = np.empty(len(keys), np.int32)
+    for rows in _parts(len(keys)):
+        channel = (keys[rows] >> 32) + 1
+        codes[rows] = first[channel] + np.where(channel > 0, keys[rows] & 0xFFFFFFFF, 0)
     distinct = np.arange(lengths.sum()) + np.repeat((np.arange(channels + 1) - 1 << 32) - first, lengths)
     distinct[0] = NOT_MATCHED
     return codes, distinct
+
+
+def _parts(rows: int) -> Iterator[slice]:
+    """Yield the parts of so many rows: what is computed between two columns need not exist of all rows at once."""
+    return (slice(first, first + _FEW) for first in range(0, rows, _FEW))
 
 
 class _Numbers:
