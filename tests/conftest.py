@@ -63,6 +63,12 @@ def nursery(recorder: str) -> Iterator[ranks.Nursery]:
         yield parent
 
 
+@pytest.fixture
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call is stuck sooner than usual: after a wait that is longer than any pause of small programs."""
+    monkeypatch.setattr("commtrace.analyses.across_ranks.stuck_calls.MIN_WAIT_NS", 10**9)
+
+
 _FIRST_MPI, *_OTHER_MPIS = mpi_launch.NAMES
 
 

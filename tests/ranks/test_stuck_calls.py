@@ -15,11 +15,9 @@ from draws import DRAWS
 pytest.importorskip("torch")
 
 from ranks import Nursery, Ranks
+from stuck_jobs import others, stuck_calls_of, wait_for_stuck_calls
 
-from commtrace.analyses.across_ranks import stuck_calls
 from commtrace.cli import main
-from commtrace.errors import LogError
-from commtrace.run import open_run
 
 # Operation, whether the other ranks wait, and what is said of rank 1: it is absent, or it disagrees.
 KINDS = {
@@ -41,21 +39,7 @@ WAITS = {"operation", "size", "dtype", "root", "swapped"}
 """Kinds in which rank 1 is in the call as well."""
 
 
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a user who waits: longer than any pause of these small programs, which the limit follows."""
-    monkeypatch.setattr(stuck_calls, "MIN_WAIT_NS", 10**9)
-
-
-def found(log: Path) -> pd.DataFrame:
-    try:
-        return open_run(log).table("stuck_calls")
-    except LogError:
-        return pd.DataFrame()
-
-
-def others(size: int) -> str:
-    return "0" if size == 2 else "0,2" if size == 3 else f"0,2-{size - 1}"
+pytestmark = pytest.mark.usefixtures("short_waits")
 
 
 def assert_named(kind: str, size: int, calls: pd.DataFrame) -> None:
@@ -78,13 +62,7 @@ def assert_named(kind: str, size: int, calls: pd.DataFrame) -> None:
 def hang(nursery: Nursery, log: Path, kind: str, size: int) -> tuple[Ranks, pd.DataFrame]:
     """The ranks of a job that hangs, and the verdict while it does."""
     ranks = nursery.start("stuck", log, kind, ranks=size)
-    deadline = time.monotonic() + 60
-    calls = found(log)
-    while not len(calls):
-        assert time.monotonic() < deadline, [ranks.output(rank) for rank in range(size)]
-        time.sleep(0.3)
-        calls = found(log)
-    return ranks, calls
+    return ranks, wait_for_stuck_calls(log)
 
 
 SIZES = {"absent": 4, "operation": 3, "cycle": 3, "killed": 3, "receive": 2}
@@ -108,12 +86,12 @@ def test_a_job_that_hangs_and_is_killed(kind: str, size: int, nursery: Nursery, 
     ranks, _ = hang(nursery, log, kind, size)
     rings = processes.rings(log)
     time.sleep(0.5)  # until all that fails has failed
-    assert_named(kind, size, found(log))
+    assert_named(kind, size, stuck_calls_of(log))
     if kind not in ("size", "dtype", "killed"):  # there, ranks end by themselves
         assert processes.rings(log) == rings, "the memory of living processes stays"
     ranks.kill(*range(size))
     ranks.wait()
-    assert_named(kind, size, found(log))
+    assert_named(kind, size, stuck_calls_of(log))
 
 
 def test_check_has_a_status_for_it(nursery: Nursery, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +111,7 @@ def test_a_timeout_and_a_rank_that_never_came(nursery: Nursery, tmp_path: Path) 
     processes.wait_for(lambda: "end" in processes.read_all(log)[0].tables if log.exists() else False, 40)
     ranks.kill(1)
     ranks.wait()
-    (call,) = found(log).itertuples()
+    (call,) = stuck_calls_of(log).itertuples()
     assert (call.waiting_ranks, call.absent_ranks) == ("0", "1")
 
 
@@ -144,16 +122,16 @@ def test_runs_that_end_well_or_are_interrupted(seed: int, nursery: Nursery, tmp_
     choose = random.Random(seed)
     size = choose.choice([2, 2, 3, 4, 8])
     nursery.run("stuck", tmp_path / "well", "well", ranks=size)
-    assert not len(found(tmp_path / "well"))
+    assert not len(stuck_calls_of(tmp_path / "well"))
 
     log = tmp_path / "interrupted"
     ranks = nursery.start("stuck", log, "train", ranks=size)
     processes.wait_for(lambda: len(list(log.glob("*/*/*.jsonl"))) == size, 60)
     time.sleep(choose.uniform(0.1, 1))
-    assert not len(found(log)), "it runs well"
+    assert not len(stuck_calls_of(log)), "it runs well"
     how = choose.choice([signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
     for rank in choose.sample(range(size), size):
         ranks.kill(rank, signal_=how)
         time.sleep(choose.choice([0, 0.001]))
     ranks.wait()
-    assert not len(found(log))
+    assert not len(stuck_calls_of(log))

@@ -13,10 +13,7 @@ import pandas as pd
 import processes
 import pytest
 from draws import DRAWS
-
-from commtrace.analyses.across_ranks import stuck_calls
-from commtrace.errors import LogError
-from commtrace.run import open_run
+from stuck_jobs import others, stuck_calls_of
 
 # Operation, ranks that wait ("others": all but rank 1), ranks that are absent, and the disagreement.
 KINDS = {
@@ -40,27 +37,16 @@ DEFAULT = {"absent": 3, "tag": 2, "cycle": 3}
 """Kinds of the default tier, and the numbers of their ranks."""
 
 
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer than the pauses of these small programs, which the limit follows."""
-    monkeypatch.setattr(stuck_calls, "MIN_WAIT_NS", 10**9)
-
-
-def found(log: Path) -> pd.DataFrame:
-    try:
-        return open_run(log).table("stuck_calls")
-    except LogError:
-        return pd.DataFrame()
+pytestmark = pytest.mark.usefixtures("short_waits")
 
 
 def assert_named(kind: str, size: int, calls: pd.DataFrame) -> None:
     op, waiting, absent, disagreement = KINDS[kind]
-    others = "0" if size == 2 else "0,2" if size == 3 else f"0,2-{size - 1}"
     first = calls.iloc[0]
     assert op in (None, first["op"])
-    assert first["disagreement"].startswith(disagreement.format(others=others, all=f"0-{size - 1}"))
+    assert first["disagreement"].startswith(disagreement.format(others=others(size), all=f"0-{size - 1}"))
     assert bool(first["disagreement"]) == bool(disagreement)
-    assert waiting is None or first["waiting_ranks"] == (others if waiting == "others" else waiting)
+    assert waiting is None or first["waiting_ranks"] == (others(size) if waiting == "others" else waiting)
     assert absent in (None, first["absent_ranks"])
     assert "stuck.py:" in first["site"]
     assert "waits" in first["site"] or kind == "size"
@@ -81,11 +67,11 @@ def assert_named(kind: str, size: int, calls: pd.DataFrame) -> None:
 def test_a_program_that_hangs_and_is_killed(kind: str, size: int, mpi: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with mpi_launch.started(mpi, "stuck", kind, ranks=size, log=log):
-        processes.wait_for(lambda: len(found(log)), 60)
+        processes.wait_for(lambda: len(stuck_calls_of(log)), 60)
         time.sleep(1)  # until what fails has failed
-        assert_named(kind, size, found(log))
+        assert_named(kind, size, stuck_calls_of(log))
     time.sleep(0.3)
-    assert_named(kind, size, found(log))
+    assert_named(kind, size, stuck_calls_of(log))
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, DRAWS))])
@@ -93,14 +79,14 @@ def test_runs_that_end_well_or_are_interrupted(seed: int, mpi: str, tmp_path: Pa
     choose = random.Random(seed)
     size = choose.choice([2, 3, 4])
     mpi_launch.run(mpi, "stuck", "well", ranks=size, log=tmp_path / "well")
-    assert not len(found(tmp_path / "well"))
+    assert not len(stuck_calls_of(tmp_path / "well"))
 
     log = tmp_path / "interrupted"
     with mpi_launch.started(mpi, "stuck", "train", ranks=size, log=log) as process:
         processes.wait_for(lambda: len(list(log.glob("*/*/*.jsonl"))) == size, 60)
         time.sleep(choose.uniform(0.1, 1))
-        assert not len(found(log)), "it runs well"
+        assert not len(stuck_calls_of(log)), "it runs well"
         os.killpg(process.pid, choose.choice([signal.SIGTERM, signal.SIGINT, signal.SIGKILL]))
         process.wait(30)
     time.sleep(0.3)
-    assert not len(found(log))
+    assert not len(stuck_calls_of(log))
