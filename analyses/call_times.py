@@ -31,6 +31,10 @@ END_SEEN_BY: Final = {
     Clock.DEVICE_WAIT: "device wait",
 }
 
+_ENDS: Final = sorted({*END_SEEN_BY.values(), "unknown"})
+_END_OF_CLOCK: Final = np.array([_ENDS.index(END_SEEN_BY.get(clock, "unknown")) for clock in Clock])
+"""Position in _ENDS of each number of a clock."""
+
 _HOST_CLOCKS: Final = (int(Clock.WAIT), int(Clock.FUTURE))
 _NO_OWN_TIME: Final = int(Flag.CAPTURED | Flag.SIMULATED)
 _NO_EXACT_END: Final = _NO_OWN_TIME | int(Flag.COALESCED | Flag.SPARSE | Flag.UNEVEN | Flag.OBJECT)
@@ -97,8 +101,8 @@ def _histogram(measure: str, block: RecordBlock) -> pd.DataFrame:
     np.maximum.at(longest, groups, times)
     return pd.DataFrame(
         {
-            "op": block.labels.text("op", block["kind"][first]),
-            "measure": measure,
+            "op": block.labels.codes("op", block["kind"][first]),
+            "measure": MEASURES.index(measure),
             "bin": bins[first],
             "calls": np.bincount(groups, minlength=len(first)),
             "sum_ns": sum_groups(np.maximum(times, 0), groups, len(first)),
@@ -108,7 +112,7 @@ def _histogram(measure: str, block: RecordBlock) -> pd.DataFrame:
 
 
 def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
-    groups = table.groupby(["op", "measure"])
+    groups = table.assign(measure=np.array(MEASURES, object)[table["measure"]]).groupby(["op", "measure"])
     rows = [{"op": op, "measure": measure, **_summary(bins)} for (op, measure), bins in groups]
     columns = TABLES["host_time"].column_names
     result = pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(columns[4:], "Int64"))
@@ -152,9 +156,7 @@ def _bandwidth_partial(block: RecordBlock) -> pd.DataFrame:
         "time_ns": times[used],
         "bus_bytes": payload * busbw_factors(block.labels, kinds, sizes[used]),
     }
-    table = sums_by(block.labels, {"op": kinds, "end_seen_by": clocks}, values)
-    ends = [END_SEEN_BY.get(clock, "unknown") for clock in table["end_seen_by"]]
-    return table.assign(end_seen_by=np.array(ends, object))
+    return sums_by(block.labels, {"op": kinds, "end_seen_by": _END_OF_CLOCK[clocks]}, values)
 
 
 def busbw_factors(labels: RecordLabels, kinds: Array, sizes: Array) -> Array:
@@ -169,6 +171,7 @@ def busbw_factors(labels: RecordLabels, kinds: Array, sizes: Array) -> Array:
 
 def _bandwidth_finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     # bytes per ns are GB/s. An operation has a factor for all of its calls or for none.
+    table = table.assign(end_seen_by=np.array(_ENDS, object)[table["end_seen_by"]])
     has_factor = table["op"].map(lambda op: busbw_factor(op, 2) is not None).astype(bool)
     algbw, busbw = table["payload_bytes"] / table["time_ns"], table["bus_bytes"] / table["time_ns"]
     result = table.assign(algbw_gb_per_s=algbw, busbw_gb_per_s=busbw.where(has_factor)).drop(columns="bus_bytes")

@@ -23,7 +23,7 @@ COUNTERS: Final = ("calls", *WITHOUT_RECORD, "hook_errors")
 
 
 def _partial(block: RecordBlock) -> pd.DataFrame:
-    return table_by(block.distinct, ("state",), {}).assign(process=block.labels.number)
+    return table_by(block.distinct, ("process", "state"), {})
 
 
 def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:

@@ -2,9 +2,9 @@
 
 An analysis is three functions, as in map and reduce:
 
-    partial(block) -> table          of one block of records of one process; groups by the numbers in the records
+    partial(block) -> table          of one block of records of some processes, with numbers in place of labels
     merge(tables) -> table           of any number of such tables; merge([merge([a, b]), c]) == merge([a, b, c])
-    finish(table, run) -> {name: table}
+    finish(table, run) -> {name: table}       of the merged table, with labels
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from commtrace.reading.labels import LABEL_COLUMNS, RecordLabels
+from commtrace.reading.labels import LABEL_COLUMNS, Fields, ProcessIds, RecordLabels, RunLabels
 from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.segment_reader import BLOCK, Segment
@@ -34,25 +34,34 @@ NamedTables: TypeAlias = dict[str, pd.DataFrame]
 RECORDS_PER_TASK: Final = 1 << 20
 """Least number of records that one task of an executor reads, if there are as many."""
 
+ROWS_OF_BLOCK: Final = BLOCK
+"""Number of records in a block, if there are as many."""
+
 _MERGE_AT_ONCE: Final = 64
 _RECORDS_IN_CACHE: Final = 4096
 _READ_FIELDS: Final = (
-    "t_begin", "t_return", "t_wait", "t_start", "t_end", "payload", "local", "group", "site", "step", "peer", "batch",
-    "kind", "phase", "clock", "flags", "state",
+    "t_begin", "t_return", "t_wait", "t_start", "t_end", "payload", "local", "seq", "group", "site", "step", "peer",
+    "batch", "kind", "phase", "clock", "flags", "state",
 )  # fmt: skip
-_DISTINCT_FIELDS: Final = ("step", "kind", "group", "site", "phase", "state", "payload", "local")
+_IDS: Final = ("kind", "group", "site")
+_OF_PROCESS: Final = {"process": "number", "rank": "rank"}
+"""Columns that are the same for all records of a process, by its attribute."""
+_OF_PROCESS_TYPES: Final = dict.fromkeys(_OF_PROCESS, np.int64)
+_DISTINCT_FIELDS: Final = ("process", "step", "kind", "group", "site", "phase", "state", "payload", "local")
 
 
 class RecordBlock:
-    """Records of one process as columns, a row per call, or in `distinct` per number of equal calls.
+    """Records as columns, a row per call, or in `distinct` per number of equal calls.
+
+    Besides the fields of the records there are "process", the position of their process in the log, and "rank".
 
     Attributes:
-        records: Fields of the records, a structured array of shape (n,).
+        records: Fields of the records, n of each.
         labels: Translates the numbers in the records.
         calls: Calls that each row stands for, int64, shape (n,).
     """
 
-    def __init__(self, records: Records, labels: RecordLabels, calls: Array | None = None) -> None:
+    def __init__(self, records: Fields, labels: RecordLabels, calls: Array | None = None) -> None:
         self.records = records
         self.labels = labels
         self.calls = np.ones(len(records), np.int64) if calls is None else calls
@@ -60,16 +69,15 @@ class RecordBlock:
 
     def __getitem__(self, name: str) -> Array:
         """Return a field of the records, shape (n,)."""
-        if name not in _READ_FIELDS:
-            return np.ascontiguousarray(self.records[name])
-        if not self._columns:
-            # All fields that analyses read, a few records at a time: a record is longer than a cache line, and a block
-            # of records is larger than a cache.
-            self._columns = {read: np.empty(len(self.records), RECORD[read]) for read in _READ_FIELDS}
-            for begin in range(0, len(self.records), _RECORDS_IN_CACHE):
-                records = self.records[begin : begin + _RECORDS_IN_CACHE]
-                for field_name, column in self._columns.items():
-                    column[begin : begin + _RECORDS_IN_CACHE] = records[field_name]
+        if name not in self._columns:
+            if not isinstance(self.records, np.ndarray):
+                self._columns[name] = self.records[name]
+            elif name in _OF_PROCESS:
+                self._columns[name] = np.full(len(self), getattr(self.labels, _OF_PROCESS[name]), np.int64)
+            elif name in _READ_FIELDS:
+                self._columns |= _copied_fields(self.records)
+            else:
+                self._columns[name] = np.ascontiguousarray(self.records[name])
         return self._columns[name]
 
     def __len__(self) -> int:
@@ -93,12 +101,69 @@ class RecordBlock:
     def distinct(self) -> RecordBlock:
         """The distinct calls of the block; training repeats itself, so they are far fewer than the records.
 
-        Calls of a row are equal in `step`, `kind`, `group`, `site`, `phase`, `state`, `payload` and `local`, and in
-        whether this rank is the `peer`. Other fields are those of any one of them.
+        Calls of a row are equal in `process`, `step`, `kind`, `group`, `site`, `phase`, `state`, `payload` and `local`,
+        and in whether their rank is the `peer`. Other fields are those of any one of them.
         """
-        to_self = self["peer"] == self.labels.rank
+        to_self = self["peer"] == self["rank"]
         first, groups = group_rows([*(self[name] for name in _DISTINCT_FIELDS), to_self])
-        return RecordBlock(self.records[first], self.labels, np.bincount(groups, minlength=len(first)))
+        return RecordBlock(_Rows(self, first), self.labels, np.bincount(groups, minlength=len(first)))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Some rows of a block: fields of records."""
+
+    block: RecordBlock
+    at: Array
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    def __getitem__(self, name: str) -> Array:
+        return self.block[name][self.at]
+
+
+@dataclass
+class _Columns:
+    """Room for records of several processes, as columns with the ids of the run."""
+
+    columns: dict[str, Array]
+    filled: int = 0
+
+    @staticmethod
+    def of(size: int) -> _Columns:
+        types = {name: RECORD[name] for name in _READ_FIELDS} | dict.fromkeys(_IDS, np.int64)
+        return _Columns({name: np.empty(size, type_) for name, type_ in (types | _OF_PROCESS_TYPES).items()})
+
+    def fill(self, records: Records, process: ProcessIds) -> None:
+        """Append records of a process."""
+        rows = slice(self.filled, self.filled + len(records))
+        _copy_fields(records, {name: self.columns[name][rows] for name in _READ_FIELDS})
+        for name in _IDS:
+            self.columns[name][rows] = process.of_run(name, self.columns[name][rows])
+        self.columns["process"][rows], self.columns["rank"][rows] = process.number, process.rank
+        self.filled += len(records)
+
+    def __len__(self) -> int:
+        return self.filled
+
+    def __getitem__(self, name: str) -> Array:
+        return self.columns[name][: self.filled]
+
+
+def _copied_fields(records: Records) -> dict[str, Array]:
+    columns = {name: np.empty(len(records), RECORD[name]) for name in _READ_FIELDS}
+    _copy_fields(records, columns)
+    return columns
+
+
+def _copy_fields(records: Records, columns: Mapping[str, Array]) -> None:
+    """Copy fields of records into columns of the same length."""
+    # A few records at a time: a record is longer than a cache line, and a block of records is larger than a cache.
+    for begin in range(0, len(records), _RECORDS_IN_CACHE):
+        part = records[begin : begin + _RECORDS_IN_CACHE]
+        for name, column in columns.items():
+            column[begin : begin + _RECORDS_IN_CACHE] = part[name]
 
 
 EVALUATION: Final = -2
@@ -155,47 +220,72 @@ def fold(run: RecordedRun, analyses: Sequence[Analysis], executor: Executor | No
         The tables of all analyses by name.
     """
     mergers = {analysis.name: _Merger(analysis) for analysis in analyses}
-    compute_partials = functools.partial(
-        _partials, [analysis for analysis in analyses if analysis.reads_records is None or analysis.reads_records(run)]
-    )
-    tasks = [*_tasks(run)]
-    results = map(compute_partials, tasks) if executor is None else executor.map(compute_partials, tasks)
-    for task, (tables, segments) in zip(tasks, results, strict=True):
-        for (_, segment), read in zip(task, segments, strict=True):
-            segment.damaged, segment.last_step = read.damaged, read.last_step  # `read`: the copy of a worker process
-        for name, table in tables.items():
-            mergers[name].add(table)
+    wanted = [analysis for analysis in analyses if analysis.reads_records is None or analysis.reads_records(run)]
+    if wanted:
+        compute_partials = functools.partial(_partials, wanted, run.run_labels)
+        tasks = [*_tasks(run)]
+        results = map(compute_partials, tasks) if executor is None else executor.map(compute_partials, tasks)
+        for task, (tables, segments) in zip(tasks, results, strict=True):
+            for (_, segment), read in zip(task, segments, strict=True):
+                segment.damaged, segment.last_step = read.damaged, read.last_step  # `read`: the copy of a worker
+            for name, table in tables.items():
+                mergers[name].add(table)
     return {
         name: table
         for analysis in analyses
-        for name, table in analysis.finish(mergers[analysis.name].table(), run).items()
+        for name, table in analysis.finish(_decoded(mergers[analysis.name].table(), run), run).items()
     }
 
 
-def _tasks(run: RecordedRun) -> Iterator[list[tuple[RecordLabels, Segment]]]:
-    task: list[tuple[RecordLabels, Segment]] = []
-    for labels, process in zip(run.labels, run.processes, strict=True):
+def _decoded(table: pd.DataFrame, run: RecordedRun) -> pd.DataFrame:
+    """Return the table with the labels in place of the numbers in LABEL_COLUMNS."""
+    names = [name for name in LABEL_COLUMNS if name in table]
+    return table.assign(**{name: run.run_labels.decoded(name, table[name].to_numpy()) for name in names})
+
+
+_Task: TypeAlias = list[tuple[ProcessIds, Segment]]
+
+
+def _tasks(run: RecordedRun) -> Iterator[_Task]:
+    task: _Task = []
+    records = 0
+    for ids, process in zip(run.run_labels.processes, run.processes, strict=True):
         for segment in process.segments:
-            task.append((labels, segment))
-            if sum(segment.count for _, segment in task) >= RECORDS_PER_TASK:
+            task.append((ids, segment))
+            records += segment.count
+            if records >= RECORDS_PER_TASK:
                 yield task
-                task = []
+                task, records = [], 0
     yield task
 
 
-def _partials(
-    analyses: Sequence[Analysis], task: list[tuple[RecordLabels, Segment]]
-) -> tuple[NamedTables, list[Segment]]:
+def _partials(analyses: Sequence[Analysis], labels: RunLabels, task: _Task) -> tuple[NamedTables, list[Segment]]:
     """Return the merged partial tables of a task, and its segments, which know what was damaged in them."""
     mergers = {analysis.name: _Merger(analysis) for analysis in analyses}
-    memory = bytearray(min(BLOCK, max((segment.count for _, segment in task), default=0)) * RECORD.itemsize)
-    for labels, segment in task:
-        for records in segment.blocks(memory=memory):
-            block = RecordBlock(records, labels)
-            for analysis in analyses:
-                mergers[analysis.name].add(analysis.partial(block))
+    for records in _read_columns(task):
+        block = RecordBlock(records, labels)
+        for analysis in analyses:
+            mergers[analysis.name].add(analysis.partial(block))
     tables = {name: merger.table() for name, merger in mergers.items()}
     return tables, [segment for _, segment in task]
+
+
+def _read_columns(task: _Task) -> Iterator[_Columns]:
+    """Yield the records of a task in blocks that span processes."""
+    size = max(1, min(ROWS_OF_BLOCK, sum(segment.count for _, segment in task)))
+    memory = bytearray(min(BLOCK, max((segment.count for _, segment in task), default=0)) * RECORD.itemsize)
+    columns = _Columns.of(size)
+    for process, segment in task:
+        for records in segment.blocks(memory=memory):
+            rest = records
+            while len(rest):
+                part, rest = np.split(rest, [size - len(columns)])
+                columns.fill(part, process)
+                if len(columns) == size:
+                    yield columns
+                    columns = _Columns.of(size)
+    if len(columns):
+        yield columns
 
 
 @dataclass
@@ -229,29 +319,36 @@ def group_rows(columns: Sequence[Array]) -> tuple[Array, Array]:
     Returns:
         The position of one row of each group, shape (groups,), and the number of each row's group, shape (n,).
     """
-    keys, span = np.zeros(len(columns[0]), np.int64), 1
-    for column in columns:
-        codes, count = _codes(column)
-        if span * count > _MAX_KEY:
-            keys, span = _dense_codes(keys)
-        keys, span = keys * count + codes, span * count
-    numbers, groups = _dense_codes(keys)
+    numbers, groups = _dense_codes(_joint_keys(columns))
     first = np.zeros(groups, np.int64)
     first[numbers] = np.arange(len(numbers))
     return first, numbers
 
 
-def _codes(column: Array) -> tuple[Array, int]:
+def _joint_keys(columns: Sequence[Array], *, ordered: bool = False) -> Array:
+    """Return one integer for each row of columns of integers, equal for equal rows; `ordered`: and in their order."""
+    keys, span = np.zeros(len(columns[0]), np.int64), 1
+    for column in columns:
+        codes, count = _codes(column, ordered=ordered)
+        if span * count > _MAX_KEY:
+            keys, span = _dense_codes(keys, ordered=ordered)
+        keys, span = keys * count + codes, span * count
+    return keys
+
+
+def _codes(column: Array, *, ordered: bool) -> tuple[Array, int]:
     """Return the column as codes from 0, and an upper bound of their number."""
     if not len(column):
         return column.astype(np.int64), 1
     low, high = int(column.min()), int(column.max())
-    return (column.astype(np.int64) - low, high - low + 1) if high - low < _MAX_DENSE_CODES else _dense_codes(column)
+    if high - low < _MAX_DENSE_CODES:
+        return column.astype(np.int64) - low, high - low + 1
+    return _dense_codes(column, ordered=ordered)
 
 
-def _dense_codes(column: Array) -> tuple[Array, int]:
+def _dense_codes(column: Array, *, ordered: bool = False) -> tuple[Array, int]:
     """Return the column as codes from 0 without gaps, and their number. Hashes: sorting takes far longer."""
-    codes, values = pd.factorize(column)
+    codes, values = pd.factorize(column, sort=ordered)
     return codes.astype(np.int64, copy=False), len(values)
 
 
@@ -292,12 +389,12 @@ def sums_by(labels: RecordLabels, keys: Mapping[str, Array], values: Mapping[str
 
     Args:
         labels: The labels of the ids in keys.
-        keys: Columns of integers, each of shape (n,); those of LABEL_COLUMNS are ids, and become labels.
+        keys: Columns of integers, each of shape (n,); those of LABEL_COLUMNS are ids, and become numbers of labels.
         values: Columns to sum, each of shape (n,).
     """
     first, groups = group_rows([*keys.values()])
     columns = {
-        name: labels.text(name, key[first]) if name in LABEL_COLUMNS else key[first] for name, key in keys.items()
+        name: labels.codes(name, key[first]) if name in LABEL_COLUMNS else key[first] for name, key in keys.items()
     }
     return pd.DataFrame({**columns, **{name: sum_groups(value, groups, len(first)) for name, value in values.items()}})
 
@@ -308,11 +405,11 @@ def table_by(rows: RecordBlock, keys: Sequence[str], values: Mapping[str, Array]
     A combination may take several rows (two kinds that are the same operation); `merge_sums` adds them up.
 
     Args:
-        rows: Calls of one process, n rows.
-        keys: "step" (`steps_of`), "payload_bytes", or LABEL_COLUMNS.
+        rows: The calls, n rows.
+        keys: "process", "step" (`steps_of`), "payload_bytes", or LABEL_COLUMNS.
         values: Columns to sum, each of shape (n,).
     """
-    columns = {"step": steps_of(rows), "payload_bytes": rows["payload"]}
+    columns = {"process": rows["process"], "step": steps_of(rows), "payload_bytes": rows["payload"]}
     numbers = {key: rows.labels.ids(key, rows) if key in LABEL_COLUMNS else columns[key] for key in keys}
     return sums_by(rows.labels, numbers, {"calls": rows.calls, **values})
 
@@ -328,14 +425,27 @@ def concat_tables(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 
 def merge_sums(*keys: str, **how: str) -> Callable[[Sequence[pd.DataFrame]], pd.DataFrame]:
-    """Return a merge to a row per combination of keys, which sums the other columns; `how`: those with another rule."""
+    """Return a merge to a row per combination of keys, in their order, which sums the other columns.
+
+    Args:
+        keys: Columns of integers.
+        how: "min" or "max" by column, for those that are not summed.
+    """
     return functools.partial(_merge_by, keys, how)
 
 
 def _merge_by(keys: Sequence[str], how: Mapping[str, str], tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     table = concat_tables(tables)
-    rules = {column: how.get(column, "sum") for column in table.columns if column not in keys}
-    return table.groupby([*keys], as_index=False, sort=True, observed=True, dropna=False).agg(rules)
+    columns = {name: table[name].to_numpy() for name in table.columns}
+    joint = _joint_keys([columns[name] for name in keys], ordered=True)
+    order = np.argsort(joint, kind="stable")
+    begins = np.flatnonzero(np.diff(joint[order], prepend=-1))
+    merged = {name: columns.pop(name)[order[begins]] for name in keys}
+    merged |= {name: _RULES[how.get(name, "sum")].reduceat(column[order], begins) for name, column in columns.items()}
+    return pd.DataFrame(merged)
+
+
+_RULES: Final = {"sum": np.add, "min": np.minimum, "max": np.maximum}
 
 
 def rows_of(table: pd.DataFrame) -> Iterator[Any]:

@@ -16,7 +16,17 @@ import pandas as pd
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.volume import size_bins
 
-from .fold_engine import Analysis, Array, NamedTables, RecordBlock, concat_tables, merge_sums, sums_by, table_by
+from .fold_engine import (
+    Analysis,
+    Array,
+    NamedTables,
+    RecordBlock,
+    concat_tables,
+    group_rows,
+    merge_sums,
+    sums_by,
+    table_by,
+)
 
 MAX_SPANS: Final = 160
 
@@ -39,9 +49,11 @@ ANALYSIS: Final = Analysis("sizes", _partial, merge_sums("op", "payload_bytes"),
 
 
 def _partial_over_time(block: RecordBlock) -> pd.DataFrame:
-    offset = block.labels.unix_minus_mono_ns
-    used = np.flatnonzero(block["t_begin"] > 0) if offset is not None else np.zeros(0, np.int64)
-    times = block["t_begin"][used] + np.int64(offset or 0)
+    example, process = group_rows([block["process"]])
+    offsets = [block.labels.clock_offsets[number] for number in block["process"][example].tolist()]
+    has_offset = np.array([offset is not None for offset in offsets], bool)
+    used = np.flatnonzero((block["t_begin"] > 0) & has_offset[process])
+    times = block["t_begin"][used] + np.array([offset or 0 for offset in offsets], np.int64)[process[used]]
     shift = _shift(times)
     payload = block["payload"][used]
     from_bytes, below_bytes = size_bins(payload)

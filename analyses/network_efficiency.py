@@ -58,7 +58,7 @@ def _calls(block: RecordBlock) -> pd.DataFrame:
     return _table(
         block,
         first,
-        rank=np.where(is_point_to_point[first], labels.rank, -1),
+        rank=np.where(is_point_to_point[first], block["rank"][first], -1),
         peer=peers[first],
         calls=np.bincount(groups, minlength=len(first)),
     )
@@ -85,9 +85,9 @@ def _table(block: RecordBlock, at: Array, **columns: Array) -> pd.DataFrame:
     others = {"rank": -1, "peer": -1, "seq": -1, "calls": 0, "exact": 1, "shortest_ns": _NO_TIME}
     return pd.DataFrame(
         {
-            "op": labels.text("op", kinds).astype(str),
-            "group": labels.text("group", groups).astype(str),
-            "group_ranks": labels.text("group_ranks", groups).astype(str),
+            "op": labels.codes("op", kinds),
+            "group": labels.codes("group", groups),
+            "group_ranks": labels.codes("group_ranks", groups),
             "ranks": labels.group_sizes(groups),
             "payload_bytes": block["payload"][at],
             **others,
@@ -106,19 +106,18 @@ def is_sampled(seq: Array) -> Array:
 
 
 def _overlapped(block: RecordBlock, begin: Array, end: Array) -> Array:
-    """Return whether another call of this rank overlaps each call. A call without a known end lasts for its step."""
-    if not len(block):
-        return np.zeros(0, bool)
-    steps, number = np.unique(block["step"], return_inverse=True)
-    last = np.zeros(len(steps), np.int64)
+    """Return whether another call of its rank overlaps each call. A call without a known end lasts for its step."""
+    first, number = group_rows([block["process"], block["step"]])
+    last = np.zeros(len(first), np.int64)
     np.maximum.at(last, number, np.maximum(block["t_return"], block["t_begin"]))
     until = np.where(end > 0, end, last[number])
-    order = np.argsort(begin, kind="stable")
-    begin, until = begin[order], until[order]
-    before = np.concatenate([[0], np.maximum.accumulate(until)[:-1]])
-    after = np.append(begin[1:], _NO_TIME)
     result = np.empty(len(block), bool)
-    result[order] = (before > begin) | (after < until)
+    for process in np.unique(block["process"]):
+        rows = np.flatnonzero(block["process"] == process)
+        rows = rows[np.argsort(begin[rows], kind="stable")]
+        before = np.concatenate([[0], np.maximum.accumulate(until[rows])[:-1]])
+        after = np.append(begin[rows][1:], _NO_TIME)
+        result[rows] = (before > begin[rows]) | (after < until[rows])
     return result
 
 

@@ -37,19 +37,23 @@ def shown(process: int) -> bool:
 
 def _partial(block: RecordBlock) -> pd.DataFrame:
     steps = steps_of(block)
-    candidate = (steps >= 0) & (steps & (steps - 1) == 0) & (block["t_begin"] > 0) & shown(block.labels.number)
-    used = np.flatnonzero(candidate)
-    used = used[np.isin(steps[used], np.unique(steps[used])[-_CANDIDATE_STEPS:])]
-    shown_steps = steps[used]
-    if not len(used) and len(steps) and shown(block.labels.number):
-        used, shown_steps = np.array([steps.argmax()]), np.array([_NO_CANDIDATE])
-    columns = {name: block.labels.text(name, block.labels.ids(name, block)[used]) for name in _NAMED}
+    candidate = (steps >= 0) & (steps & (steps - 1) == 0) & (block["t_begin"] > 0)
+    rows, shown_steps, last_steps = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for process in filter(shown, np.unique(block["process"]).tolist()):
+        own = np.flatnonzero(block["process"] == process)
+        used = own[candidate[own]]
+        used = used[np.isin(steps[used], np.unique(steps[used])[-_CANDIDATE_STEPS:])]
+        rows.append(used if len(used) else own[[steps[own].argmax()]])
+        shown_steps.append(steps[used] if len(used) else np.array([_NO_CANDIDATE]))
+        last_steps.append(np.full(len(rows[-1]), steps[own].max()))
+    used = np.concatenate(rows)
+    columns = {name: block.labels.codes(name, block.labels.ids(name, block)[used]) for name in _NAMED}
     table = pd.DataFrame(
         {
-            "process": np.full(len(used), block.labels.number, np.int64),
-            "rank": np.full(len(used), block.labels.rank, np.int64),
-            "step": shown_steps,
-            "last_step": np.full(len(used), steps.max() if len(steps) else -1, np.int64),
+            "process": block["process"][used],
+            "rank": block["rank"][used],
+            "step": np.concatenate(shown_steps),
+            "last_step": np.concatenate(last_steps),
             "t_begin": block["t_begin"][used],
             **columns,
             "payload_bytes": block["payload"][used],

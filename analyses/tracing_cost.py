@@ -12,17 +12,19 @@ from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.table_reader import integer_or_none
 
-from .fold_engine import Analysis, NamedTables, RecordBlock, merge_sums
+from .fold_engine import Analysis, NamedTables, RecordBlock, group_rows, merge_sums
 from .table_specs import TABLES
 
 
 def _partial(block: RecordBlock) -> pd.DataFrame:
-    times = [block[name] for name in ("t_begin", "t_return", "t_wait", "t_end")]
-    never = np.iinfo(np.int64).max
-    first = min((int(time.min(initial=never, where=time > 0)) for time in times), default=never)
-    last = max(int(time.max(initial=0)) for time in times)
-    spans = [(block.labels.number, first, last)] if last > 0 else []
-    return pd.DataFrame(spans, columns=["process", "first_ns", "last_ns"], dtype=np.int64)
+    example, process = group_rows([block["process"]])
+    first, last = np.full(len(example), np.iinfo(np.int64).max), np.zeros(len(example), np.int64)
+    for name in ("t_begin", "t_return", "t_wait", "t_end"):
+        known = np.flatnonzero(block[name] > 0)
+        np.minimum.at(first, process[known], block[name][known])
+        np.maximum.at(last, process[known], block[name][known])
+    spans = pd.DataFrame({"process": block["process"][example], "first_ns": first, "last_ns": last})
+    return spans.loc[last > 0]
 
 
 def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:

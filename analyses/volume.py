@@ -19,9 +19,11 @@ from .fold_engine import (
     Analysis,
     NamedTables,
     RecordBlock,
+    group_rows,
     mask_unknown_wire,
     merge_sums,
     steps_of,
+    sum_groups,
     table_by,
 )
 from .steps import SUMS
@@ -53,6 +55,7 @@ ANALYSES: Final = tuple(
 
 def _partial_by_rank(block: RecordBlock) -> pd.DataFrame:
     rows = block.distinct
+    first, ranks = group_rows([rows["rank"]])
     training = (steps_of(rows) >= 0).astype(np.int64)
     values = {
         "calls": rows.calls,
@@ -60,8 +63,8 @@ def _partial_by_rank(block: RecordBlock) -> pd.DataFrame:
         "training_calls": training * rows.calls,
         "training_payload_bytes": training * rows.volumes["payload_bytes"],
     }
-    sums = {name: value.sum(keepdims=True)[: len(rows)] for name, value in values.items()}
-    return pd.DataFrame({"rank": np.full(min(len(rows), 1), block.labels.rank, np.int64), **sums})
+    sums = {name: sum_groups(value, ranks, len(first)) for name, value in values.items()}
+    return pd.DataFrame({"rank": rows["rank"][first], **sums})
 
 
 def _finish_by_rank(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
@@ -77,13 +80,17 @@ BY_RANK: Final = Analysis("balance", _partial_by_rank, merge_sums("rank"), _fini
 
 
 def _partial_of_job(block: RecordBlock) -> pd.DataFrame:
-    table = table_by(block.distinct, ("step", "op"), block.distinct.volumes)
-    part = table.pop("step").map({-1: "start-up", EVALUATION: "evaluations"}).fillna("training steps").astype(object)
-    return table.assign(process=block.labels.number, part=part)
+    table = table_by(block.distinct, ("process", "step", "op"), block.distinct.volumes)
+    return table.assign(part=np.clip(table.pop("step"), EVALUATION, 0))
+
+
+def _is_of_whole_job(run: RecordedRun) -> bool:
+    return run.simulated and sum(run.stands_for.values()) == run.world_size
 
 
 def _finish_of_job(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
-    if not run.simulated or sum(run.stands_for.values()) != run.world_size:
+    table = table.assign(part=table["part"].map({EVALUATION: "evaluations", -1: "start-up", 0: "training steps"}))
+    if not _is_of_whole_job(run):
         table = table.iloc[:0]
     ranks = table["process"].map({at: process.tables.stands_for[1] for at, process in enumerate(run.processes)})
     sums = table.assign(**{name: table[name] * ranks.astype(np.int64) for name in SUMS})
@@ -91,4 +98,6 @@ def _finish_of_job(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     return {"whole_job": result.sort_values(["part", "payload_bytes"], ascending=[True, False], ignore_index=True)}
 
 
-WHOLE_JOB: Final = Analysis("whole_job", _partial_of_job, merge_sums("process", "part", "op"), _finish_of_job)
+WHOLE_JOB: Final = Analysis(
+    "whole_job", _partial_of_job, merge_sums("process", "part", "op"), _finish_of_job, _is_of_whole_job
+)

@@ -56,7 +56,7 @@ def partial(block: RecordBlock) -> pd.DataFrame:
     ranks = labels.group_sizes(rows["group"])
     wire, unknown = rows.volumes["wire_bytes"], rows.volumes["wire_unknown"]
     keys = {
-        "process": np.full(len(rows), labels.number, np.int64),
+        "process": rows["process"],
         "step": rows["step"],
         **{name: labels.ids(name, rows) for name in ("role", "op", "phase", "site")},
         "payload": np.where(rows["step"] < DETAILED_STEPS, rows["payload"], -1),

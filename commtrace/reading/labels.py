@@ -54,6 +54,7 @@ class RecordLabels:
         number: Position of the process in `Log.processes`.
         rank: Its rank, -1 where not known.
         unix_minus_mono_ns: Offset from its monotonic clock to the wall clock in ns; None where not recorded.
+        clock_offsets: That offset by the number of the process.
     """
 
     def __init__(
@@ -63,10 +64,11 @@ class RecordLabels:
         self.number = number
         self.rank = process.rank
         tables = process.tables
-        unix, mono = (integer_or_none(tables.process.get(name)) for name in ("unix_ns", "mono_ns"))
-        self.unix_minus_mono_ns = None if unix is None or mono is None else unix - mono
+        self.unix_minus_mono_ns = _clock_offset(tables.process)
+        self.clock_offsets = {number: self.unix_minus_mono_ns}
         self._ids: dict[str, Array] = {}
         self._labels: dict[str, Array] = {}
+        self._codes: dict[str, tuple[Array, Array]] = {}
         kinds, groups, sites = tables.kinds, tables.groups, {0: None, **tables.sites}
         for name in ("op", "variant", "api", "dtype"):
             self._add("kind", name, {number: getattr(kind, name) for number, kind in kinds.items()})
@@ -92,11 +94,7 @@ class RecordLabels:
 
     def index(self, field: str, ids: Array) -> Array:
         """Return the positions of ids, shape (n,), in `categories` of the field's columns."""
-        known = self._ids[field]
-        if not len(known):
-            return np.zeros(len(ids), np.int64)
-        positions = np.minimum(np.searchsorted(known, ids), len(known) - 1)
-        return np.where(known[positions] == ids, positions, len(known))
+        return _positions(self._ids[field], ids)
 
     def categories(self, column: str) -> Array:
         """Return all labels of a column, as an object array; the last is for ids without a row."""
@@ -116,6 +114,21 @@ class RecordLabels:
         """Return the labels of ids, shape (n,), in a column of LABEL_COLUMNS."""
         return np.asarray(self._labels[column][self.index(LABEL_COLUMNS[column], ids)])
 
+    def codes(self, column: str, ids: Array) -> Array:
+        """Return numbers of the labels of ids, int64, shape (n,): equal for equal labels, and in their order."""
+        return np.asarray(self._coded(column)[1][self.index(LABEL_COLUMNS[column], ids)])
+
+    def decoded(self, column: str, codes: Array) -> Array:
+        """Return the labels that `codes` numbered."""
+        return np.asarray(self._coded(column)[0][codes])
+
+    def _coded(self, column: str) -> tuple[Array, Array]:
+        """Return the distinct labels of a column, ascending, and the position in them of each of `categories`."""
+        if column not in self._codes:
+            labels, codes = np.unique(self._labels[column].astype(str), return_inverse=True)
+            self._codes[column] = labels.astype(object), codes
+        return self._codes[column]
+
     def group_sizes(self, groups: Array) -> Array:
         """Return the sizes of groups, given by id; 0 where a size is not known."""
         return np.asarray(self._sizes[self.index("group", groups)])
@@ -126,6 +139,10 @@ class RecordLabels:
         for code in np.flatnonzero(np.bincount(codes, minlength=len(self._operations))):
             yield str(self._operations[code]), np.flatnonzero(codes == code)
 
+    def ranks(self, records: Fields) -> Array:
+        """Return the rank of each record, shape (n,), -1 where not known."""
+        return np.full(len(records), self.rank)
+
     def wire_bytes(self, records: Fields) -> Array:
         """Return the wire bytes of each record, float64 of shape (n,); NaN where they cannot be computed."""
         result = np.full(len(records), np.nan)
@@ -133,13 +150,85 @@ class RecordLabels:
         payload, local = np.ascontiguousarray(records["payload"]), np.ascontiguousarray(records["local"])
         sizes = self.group_sizes(records["group"]).astype(float)
         sizes[sizes == 0] = np.nan
-        peer_is_self = (records["peer"] == self.rank) & (self.rank >= 0)
+        ranks = self.ranks(records)
+        peer_is_self = (records["peer"] == ranks) & (ranks >= 0)
         for op, at in self.by_operation(records["kind"]):
             is_peer = peer_is_self[at]
             to_self = is_peer if op in ("send", "sendrecv", "put", "accumulate") else 0
             with suppress(ValueError):  # an operation without a wire rule
                 result[at] = wire_bytes(op, payload[at], local[at], sizes[at], is_root=is_peer, to_self=to_self)
         return result
+
+
+class RunLabels(RecordLabels):
+    """Labels of the ids of a whole run, which replace those in the records of its processes (`ProcessIds`).
+
+    Attributes:
+        processes: Of each process, what its ids become.
+    """
+
+    def __init__(
+        self, log: Log, roles: Mapping[RecordedGroup, str], files: Mapping[str, str],
+        message_roles: Mapping[RecordedGroup, str],
+    ) -> None:  # fmt: skip
+        numbers: dict[str, dict[Any, int]] = {"kind": {}, "group": {}, "site": {}}
+        for process in log.processes:
+            for field, rows in _rows_by_field(process.tables).items():
+                for row in rows.values():
+                    numbers[field].setdefault(row, len(numbers[field]) + 1)
+        kinds, groups, sites = ({number: row for row, number in field.items()} for field in numbers.values())
+        tables = ProcessTables(kinds=kinds, groups=groups, sites=sites)
+        super().__init__(-1, Process(log.path, -1, -1, "", tables, ()), roles, files, message_roles)
+        self.processes = tuple(ProcessIds(number, process, numbers) for number, process in enumerate(log.processes))
+        self.clock_offsets = {
+            number: _clock_offset(process.tables.process) for number, process in enumerate(log.processes)
+        }
+
+    def ranks(self, records: Fields) -> Array:
+        """Return the rank of each record, shape (n,), -1 where not known."""
+        return records["rank"]
+
+
+class ProcessIds:
+    """What the ids in the records of one process become in `RunLabels`.
+
+    Attributes:
+        number: Position of the process in `Log.processes`.
+        rank: Its rank, -1 where not known.
+    """
+
+    def __init__(self, number: int, process: Process, numbers: Mapping[str, Mapping[Any, int]]) -> None:
+        self.number, self.rank = number, process.rank
+        self._ids: dict[str, tuple[Array, Array]] = {}
+        for field, rows in _rows_by_field(process.tables).items():
+            of_run = {id_: numbers[field][row] for id_, row in rows.items()}
+            if field == "site":
+                of_run.setdefault(0, 0)  # not recorded
+            known = sorted(of_run)
+            unknown = len(numbers[field]) + 1
+            self._ids[field] = np.array(known, np.int64), np.array([*(of_run[id_] for id_ in known), unknown], np.int64)
+
+    def of_run(self, field: str, ids: Array) -> Array:
+        """Return the run's ids, int64, shape (n,), for those in the fields "kind", "group" or "site" of records."""
+        known, of_run = self._ids[field]
+        return np.asarray(of_run[_positions(known, ids)])
+
+
+def _rows_by_field(tables: ProcessTables) -> dict[str, Mapping[int, Any]]:
+    return {"kind": tables.kinds, "group": tables.groups, "site": tables.sites}
+
+
+def _positions(known: Array, ids: Array) -> Array:
+    """Return the position of each id among those known, ascending, and their number for one that is not."""
+    if not len(known):
+        return np.zeros(len(ids), np.int64)
+    positions = np.minimum(np.searchsorted(known, ids), len(known) - 1)
+    return np.where(known[positions] == ids, positions, len(known))
+
+
+def _clock_offset(process: Mapping[str, object]) -> int | None:
+    unix, mono = (integer_or_none(process.get(name)) for name in ("unix_ns", "mono_ns"))
+    return None if unix is None or mono is None else unix - mono
 
 
 def group_label(group: RecordedGroup) -> str:

@@ -14,10 +14,10 @@ import pandas as pd
 from commtrace.rank_ranges import is_selected
 from commtrace.schema import COPIED_COLUMNS, EVENT_COLUMNS, RECORD, Records
 
-from .labels import LABEL_COLUMNS, UNKNOWN, Array, RecordLabels, message_roles_of, roles_of, short_paths
+from .labels import LABEL_COLUMNS, UNKNOWN, Array, RecordLabels, RunLabels, message_roles_of, roles_of, short_paths
 from .log import Log, Process
 from .log_notes import Note
-from .table_reader import ProcessTables, Row
+from .table_reader import ProcessTables, RecordedGroup, Row
 
 
 class EventTable:
@@ -127,12 +127,19 @@ class RecordedRun:
     @cached_property
     def labels(self) -> tuple[RecordLabels, ...]:
         """Labels of the ids in the records of each process."""
-        roles, messages = roles_of(self.log), message_roles_of(self.log)
+        return tuple(RecordLabels(number, process, *self._names) for number, process in enumerate(self.log.processes))
+
+    @cached_property
+    def run_labels(self) -> RunLabels:
+        """Labels of the ids of the whole run, and how the ids in the records of each process become those."""
+        return RunLabels(self.log, *self._names)
+
+    @cached_property
+    def _names(self) -> tuple[dict[RecordedGroup, str], dict[str, str], dict[RecordedGroup, str]]:
+        """Roles of groups, short names of files, and roles of the groups' point-to-point messages."""
         sites = {site for process in self.log.processes for site in process.tables.sites.values()}
         files = short_paths({line.file for site in sites for line in site.lines()})
-        return tuple(
-            RecordLabels(number, process, roles, files, messages) for number, process in enumerate(self.log.processes)
-        )
+        return roles_of(self.log), files, message_roles_of(self.log)
 
     def blocks(
         self, ranks: Sequence[int] | None = None, steps: Sequence[int] | None = None, ops: Sequence[str] | None = None

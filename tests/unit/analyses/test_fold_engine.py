@@ -8,15 +8,16 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from factory import ALONE, PAIR, WORLD, LogFactory, Records, record, training
+from factory import ALONE, KINDS, PAIR, SITES, WORLD, LogFactory, Records, record, training
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 
 from commtrace.analyses.analysis_catalog import ANALYSES, DETAILS
-from commtrace.analyses.fold_engine import EMPTY_BLOCK, Analysis, RecordBlock, group_rows, sum_groups
+from commtrace.analyses.fold_engine import EMPTY_BLOCK, Analysis, RecordBlock, fold, group_rows, sum_groups
+from commtrace.analyses.volume import KEYS
 from commtrace.reading.labels import RecordLabels
-from commtrace.run import open_run
+from commtrace.run import Run, open_run
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +101,51 @@ def test_an_executor_gives_the_same_tables(tmp_path: Path) -> None:
         tables = run.tables(executor)
     for name, table in run.tables().items():
         assert_frame_equal(tables[name], table)
+
+
+def differently_numbered(folder: Path) -> Run:
+    """A run of three processes that number their operations, groups and call sites in different orders."""
+    log = LogFactory(folder)
+    for rank in range(3):
+        process = log.process(rank, pid=4711 + rank, world_size=3)
+        groups = [[0, 1, 2], [0, 1], [rank]]
+        for number, row in enumerate(np.roll(np.array(KINDS, object), rank), 1):
+            process.add("kinds", **{**row, "id": number})
+        for number, row in enumerate(np.roll(np.array(SITES, object), rank), 1):
+            process.add("sites", **{**row, "id": 2 * number})
+        for number, ranks in enumerate(np.roll(np.array(groups, object), rank), 1):
+            process.add("groups", id=1000 * number, ranks=ranks, name="", desc="", index=0, backend="gloo")
+        rows = random(rank, 60)
+        rows["group"] *= 1000
+        process.write(rows[:25]).write(rows[25:]).end()
+    return open_run(folder)
+
+
+def test_blocks_that_span_processes_have_the_labels_of_each(tmp_path: Path) -> None:
+    run = differently_numbered(tmp_path)
+    events = run.events()
+    assert {"unknown", ""} < set(events["site"])
+    for name, keys in (
+        *KEYS.items(),
+        ("states", ("state",)),
+        ("ranks", ("rank",)),
+        ("message_sizes", ("op", "payload_bytes")),
+    ):
+        expected = events.groupby([*keys], observed=True)["payload_bytes"].agg(["size", "sum"])
+        table = run.table(name).set_index([*keys]).sort_index()
+        assert table["calls"].to_dict() == expected["size"].to_dict()
+        if "payload_bytes" in table:
+            assert table["payload_bytes"].to_dict() == expected["sum"].to_dict()
+
+
+@pytest.mark.parametrize("rows", [1, 7, 60])
+def test_tables_do_not_depend_on_the_size_of_blocks(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = differently_numbered(tmp_path)
+    analyses = [*ANALYSES, *DETAILS.values()]
+    whole = fold(run, analyses)
+    monkeypatch.setattr("commtrace.analyses.fold_engine.ROWS_OF_BLOCK", rows)
+    for name, table in fold(run, analyses).items():
+        assert_frame_equal(whole[name], table, rtol=1e-12)
 
 
 @given(
