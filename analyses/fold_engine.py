@@ -185,6 +185,8 @@ class Analysis:
     finish: Callable[[pd.DataFrame, RecordedRun], NamedTables]
     reads_records: Callable[[RecordedRun], bool] | None = None
     """Whether the tables of this run depend on its records. None: those of every run do."""
+    categorical: bool = False
+    """Whether labels in the table for `finish` are categoricals, for a long table."""
 
 
 def without_records(name: str, finish: Callable[[RecordedRun], NamedTables]) -> Analysis:
@@ -233,14 +235,8 @@ def fold(run: RecordedRun, analyses: Sequence[Analysis], executor: Executor | No
     return {
         name: table
         for analysis in analyses
-        for name, table in analysis.finish(_decoded(mergers[analysis.name].table(), run), run).items()
+        for name, table in analysis.finish(mergers[analysis.name].finished(run), run).items()
     }
-
-
-def _decoded(table: pd.DataFrame, run: RecordedRun) -> pd.DataFrame:
-    """Return the table with the labels in place of the numbers in LABEL_COLUMNS."""
-    names = [name for name in LABEL_COLUMNS if name in table]
-    return table.assign(**{name: run.run_labels.decoded(name, table[name].to_numpy()) for name in names})
 
 
 _Task: TypeAlias = list[tuple[ProcessIds, Segment]]
@@ -304,6 +300,20 @@ class _Merger:
         if not self.tables:
             self.tables = [self.analysis.partial(EMPTY_BLOCK)]
         return self.analysis.merge(self.tables)
+
+    def finished(self, run: RecordedRun) -> pd.DataFrame:
+        """Return the merged table, with labels or categories of them in place of the numbers in LABEL_COLUMNS."""
+        table = self.table()
+        columns: dict[str, Any] = {}
+        for name in LABEL_COLUMNS:
+            if name in table:
+                codes: Array = table[name].to_numpy()
+                labels = run.run_labels.distinct(name)
+                if self.analysis.categorical:
+                    columns[name] = pd.Categorical.from_codes(codes, pd.Index(labels.tolist()))
+                else:
+                    columns[name] = labels[codes]
+        return table.assign(**columns)
 
 
 _MAX_DENSE_CODES: Final = 1 << 22
@@ -396,7 +406,8 @@ def sums_by(labels: RecordLabels, keys: Mapping[str, Array], values: Mapping[str
     columns = {
         name: labels.codes(name, key[first]) if name in LABEL_COLUMNS else key[first] for name, key in keys.items()
     }
-    return pd.DataFrame({**columns, **{name: sum_groups(value, groups, len(first)) for name, value in values.items()}})
+    sums = {name: sum_groups(value, groups, len(first)) for name, value in values.items()}
+    return pd.DataFrame({**columns, **sums}, copy=False)  # pandas would copy the columns into blocks
 
 
 def table_by(rows: RecordBlock, keys: Sequence[str], values: Mapping[str, Array]) -> pd.DataFrame:
@@ -442,7 +453,7 @@ def _merge_by(keys: Sequence[str], how: Mapping[str, str], tables: Sequence[pd.D
     begins = np.flatnonzero(np.diff(joint[order], prepend=-1))
     merged = {name: columns.pop(name)[order[begins]] for name in keys}
     merged |= {name: _RULES[how.get(name, "sum")].reduceat(column[order], begins) for name, column in columns.items()}
-    return pd.DataFrame(merged)
+    return pd.DataFrame(merged, copy=False)
 
 
 _RULES: Final = {"sum": np.add, "min": np.minimum, "max": np.maximum}

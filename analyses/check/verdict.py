@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 
 from commtrace.analyses.diff.run_calls import OwnCalls, is_own, sum_own_calls
-from commtrace.analyses.fold_engine import Analysis, NamedTables, rows_of
+from commtrace.analyses.fold_engine import Analysis, NamedTables, group_rows, rows_of
 from commtrace.analyses.reconciliation.causes import OTHER_PIECES, PROGRAM_CAUSES, path_in_packages
 from commtrace.analyses.reconciliation.compared_steps import EXPECTED
 from commtrace.formatting import format_missing, format_ranks
@@ -64,10 +64,16 @@ def declare_own(analysis: Analysis, patterns: Sequence[str]) -> Analysis:
     """Return the analysis `reconciliation` without the calls of these call sites, which its table `declared` has."""
 
     def finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
-        places = [*zip(table["phase"], table["site"].map(path_in_packages), strict=True)]
-        declared = np.array([any(is_own(pattern, *place) for pattern in patterns) for place in places], bool)
-        ranks = table["process"].map(dict(enumerate(process.rank for process in run.processes)))
-        calls = table.assign(rank=ranks, sites=table["site"]).loc[declared]
+        first, places = group_rows([table[name].cat.codes.to_numpy() for name in ("phase", "site")])
+        own = [
+            any(is_own(pattern, str(phase), path_in_packages(str(site))) for pattern in patterns)
+            for phase, site in zip(table["phase"].iloc[first], table["site"].iloc[first], strict=True)
+        ]
+        declared = np.array(own, bool)[places]
+        calls = table.loc[declared]
+        ranks = np.array([process.rank for process in run.processes], np.int64)[calls["process"]]
+        texts = {"role": calls["role"].astype(str), "op": calls["op"].astype(str), "sites": calls["site"].astype(str)}
+        calls = calls.assign(rank=ranks, **texts)
         calls = calls.rename(columns={"calls": "measured_calls", "payload_bytes": "measured_bytes"})
         return analysis.finish(table.loc[~declared], run) | {"declared": calls[["role", *_OWN_COLUMNS]]}
 
@@ -93,9 +99,9 @@ def compute_verdict(
         strict: Whether only declared calls are the program's own.
         losses: What recording lost, a sentence each: calls that nothing was compared with.
     """
-    rows = tables["reconciliation"]
+    expected, rows = _differing_cells(tables["expected"], tables["reconciliation"])
     is_own = _is_own(rows) & (not strict)
-    cells = compared_cells(tables["expected"], rows.loc[~is_own])
+    cells = compared_cells(expected, rows.loc[~is_own])
     differs = [not _agrees(cell, tolerance) for cell in rows_of(cells)]
     theory = tables["theory"]
     compared = theory.loc[theory["not_predicted"].isna(), "rank"]
@@ -103,12 +109,21 @@ def compute_verdict(
     own = pd.concat([*declared, rows.loc[is_own, ["role", *_OWN_COLUMNS]]])
     own["sites"] += (own["role"] == "self").map({True: " (in a group of one rank, sends nothing)", False: ""})
     return Verdict(
-        len(cells),
+        len(cells) + len(tables["expected"]) - len(expected),
         tuple(sorted({int(rank) for rank in compared})),
         cells.loc[differs].reset_index(drop=True),
         sum_own_calls(own[[*_OWN_COLUMNS]].itertuples(index=False, name=None)),
         (*losses, *_not_compared(theory, {*ranks}, world_size)),
     )
+
+
+def _differing_cells(expected: pd.DataFrame, reconciliation: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return the rows of cells in which something differs. All other cells agree, and have a row in `expected`."""
+    differs = reconciliation["cause"].to_numpy() != EXPECTED
+    cells = pd.concat([expected[[*CELL]], reconciliation[[*CELL]]])
+    _, numbers = group_rows([pd.factorize(cells[name])[0] for name in CELL])
+    differing = np.isin(numbers, numbers[len(expected) :][differs])
+    return expected.loc[differing[: len(expected)]], reconciliation.loc[differing[len(expected) :]]
 
 
 def _is_own(rows: pd.DataFrame) -> pd.Series[bool]:

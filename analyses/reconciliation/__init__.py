@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from typing import Any, Final
@@ -279,9 +279,11 @@ def _has_job(run: RecordedRun) -> bool:
     return any(process.tables.jobs for process in run.processes)
 
 
-ANALYSIS: Final = Analysis("reconciliation", measured_calls.partial, measured_calls.merge, _finish, _has_job)
+ANALYSIS: Final = Analysis(
+    "reconciliation", measured_calls.partial, measured_calls.merge, _finish, _has_job, categorical=True
+)
 
 
 def analysis_of(*jobs: Mapping[str, Any]) -> Analysis:
     """Return the analysis with job rows in place of the captured ones, for a pipeline one per stage."""
-    return Analysis("reconciliation", measured_calls.partial, measured_calls.merge, partial(_finish, jobs=jobs))
+    return replace(ANALYSIS, finish=partial(_finish, jobs=jobs), reads_records=None)

@@ -77,7 +77,7 @@ def _describe_cause(cause: str, rows: pd.DataFrame) -> str:
     where = f"in {format_plural(rows['step'].nunique(), 'step')}"
     if not training.all():
         where = "in steps and start-up" if training.any() else "in start-up"
-    sites = sorted({site for sites in rows["sites"] for site in sites.split("; ") if site})
+    sites = sorted({site for sites in rows["sites"].unique() for site in sites.split("; ") if site})
     places = f", from {'; '.join(sites[:MAX_SITES])}{' ...' * (len(sites) > MAX_SITES)}" if sites else ""
     ops = ", ".join(sorted(rows["op"].unique()))
     payload = format_signed(rows["difference_bytes"].sum(), format_bytes)

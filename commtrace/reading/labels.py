@@ -115,12 +115,12 @@ class RecordLabels:
         return np.asarray(self._labels[column][self.index(LABEL_COLUMNS[column], ids)])
 
     def codes(self, column: str, ids: Array) -> Array:
-        """Return numbers of the labels of ids, int64, shape (n,): equal for equal labels, and in their order."""
+        """Return the positions of the labels of ids in `distinct`, int64, shape (n,)."""
         return np.asarray(self._coded(column)[1][self.index(LABEL_COLUMNS[column], ids)])
 
-    def decoded(self, column: str, codes: Array) -> Array:
-        """Return the labels that `codes` numbered."""
-        return np.asarray(self._coded(column)[0][codes])
+    def distinct(self, column: str) -> Array:
+        """Return the labels that `codes` are positions in, ascending, as an object array."""
+        return self._coded(column)[0]
 
     def _coded(self, column: str) -> tuple[Array, Array]:
         """Return the distinct labels of a column, ascending, and the position in them of each of `categories`."""
