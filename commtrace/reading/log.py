@@ -112,7 +112,7 @@ class Log:
     notes: tuple[Note, ...]
     other_runs: tuple[str, ...]
 
-    @property
+    @cached_property
     def world_size(self) -> int | None:
         """Number of ranks of the run; None where no process recorded it."""
         sizes = [integer_or_none(process.tables.process.get("world_size")) for process in self.processes]

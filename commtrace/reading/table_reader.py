@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -83,7 +84,7 @@ class ProcessTables:
     """Of a dry run: the ranks that this rank represents, as text, and their number."""
 
     def add(self, row: Row) -> None:
-        """Add a row. Raises KeyError, TypeError or ValueError for a row that lacks a value or has an impossible one."""
+        """Add a row, as `_parse` returns it. Raises KeyError, TypeError or ValueError where it cannot be used."""
         name = row.pop("table")
         for key, limit in _LIMITS.get(name, {}).items():
             if row.get(key) is not None and _natural(row[key]) >= limit:
@@ -101,10 +102,10 @@ class ProcessTables:
         elif name == "job":
             self.jobs[_id(row.get("id", 0))] = row
         elif name == "passes":
-            self.jobs[_id(row["job"])].setdefault("passes", []).append(row)
+            job = self.jobs[_id(row["job"])]
+            job["passes"] = [*job.get("passes", ()), row]  # the list in a line may be shared
         elif name in _ROWS:
-            key, read = _ROWS[name]
-            getattr(self, name)[_id(row[key])] = read(row)
+            getattr(self, name)[_id(row[_ROWS[name][0]])] = row["value"]
             if name == "groups":
                 self.descriptions[row["id"]] = str(row.get("desc") or "")
 
@@ -197,9 +198,7 @@ def parse_tables(path: Path, text: bytes) -> tuple[ProcessTables, list[Note]]:
 
 def _read_line(tables: ProcessTables, line: bytes, path: Path) -> bool:
     try:
-        row = json.loads(line, parse_float=_finite, parse_constant=_finite)
-        if b"\\ud" in line.lower():
-            json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair cannot be printed
+        row = {**_parse(line)}
         if row["table"] == "process":
             if row["format"] != FORMAT:
                 raise ValueError(row["format"])
@@ -212,6 +211,17 @@ def _read_line(tables: ProcessTables, line: bytes, path: Path) -> bool:
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError):
         return False
     return True
+
+
+@lru_cache(1024)
+def _parse(line: bytes) -> Row:
+    """Return the row of a line, and as `value` what it is read to. Ranks have many equal lines, which share them."""
+    row: Row = json.loads(line, parse_float=_finite, parse_constant=_finite)
+    if b"\\ud" in line.lower():
+        json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair cannot be printed
+    if row["table"] in _ROWS:
+        row["value"] = _ROWS[row["table"]][1](row)
+    return row
 
 
 def _finite(text: str) -> float:
