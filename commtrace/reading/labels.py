@@ -164,7 +164,7 @@ class RunLabels(RecordLabels):
     """Labels of the ids of a whole run, which replace those in the records of its processes (`ProcessIds`).
 
     Attributes:
-        processes: Of each process, what its ids become.
+        processes: Of each process, what its ids become; none in a worker process, whose task has those that it needs.
     """
 
     def __init__(
@@ -183,6 +183,10 @@ class RunLabels(RecordLabels):
         self.clock_offsets = {
             number: _clock_offset(process.tables.process) for number, process in enumerate(log.processes)
         }
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what worker processes need."""
+        return {**self.__dict__, "processes": ()}
 
     def ranks(self, records: Fields) -> Array:
         """Return the rank of each record, shape (n,), -1 where not known."""
