@@ -11,9 +11,13 @@ from pathlib import Path
 
 import processes
 import pytest
+from factory import training
+from packed_logs import assert_equal, pack
 
 import commtrace
+import commtrace.reading.pack
 from commtrace import identity
+from commtrace.errors import LogError
 from commtrace.recording import recovery, ring
 from commtrace.recording import segment_writer as segments
 from commtrace.recording import table_writer as tables
@@ -265,6 +269,34 @@ def test_opening_a_log_recovers_records_first(log: Path) -> None:
     assert len(run.events()) == 100
     (note,) = run.notes  # that the process has no other segment is not worth one
     assert "100 records" in str(note)
+
+
+def test_packing_a_log_recovers_records_first(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave(log)
+    packed = pack(log)
+    assert "100 records of a process that ended early were recovered" in capsys.readouterr().err
+    assert not processes.rings(log)
+    assert len(commtrace.open(packed).events()) == 100
+    training(log.parent / "other", ranks=3)
+    assert_equal(log, packed, log.parent / "other", capsys)
+
+
+def test_a_log_of_a_living_process_is_not_packed(log: Path) -> None:
+    go_on = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        recorder = processes.recorder(log, drain_ms=5)
+        recorder.returned(processes.call(recorder), 1, observable=False)
+        os.read(go_on[0], 1)
+        os._exit(0)
+    try:
+        processes.wait_for(lambda: [*log.rglob("*.npy.open")])
+        with pytest.raises(LogError, match="is recording; pack the log when it has ended"):
+            commtrace.reading.pack.pack(log, log.parent / "packed")
+    finally:
+        os.write(go_on[1], b"x")
+        assert processes.wait_pid(pid) == 0
+    assert [path.name for path in log.parent.iterdir()] == ["log"]
 
 
 def test_opening_a_log_without_recovering_writes_nothing(log: Path) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import processes
 import pytest
 from factory import BARRIER, RUN, LogFactory, record, records, training
+from packed_logs import assert_equal, pack, results
 
 import commtrace.reading.pack
 from commtrace.cli import main
@@ -24,38 +25,6 @@ from commtrace.run import open_run
 from commtrace.schema import RECORD, State
 
 parquet = pytest.importorskip("pyarrow.parquet")
-
-
-def pack(log: Path, *options: str) -> Path:
-    """The log, packed in a directory of the same name, which reports have as the name of the run."""
-    out = log.parent / "packed" / log.name
-    out.parent.mkdir(exist_ok=True)
-    assert main(["pack", str(log), "--out", str(out), *options]) == 0
-    return out
-
-
-def results(command: Sequence[str | Path], capsys: pytest.CaptureFixture[str], log: Path) -> tuple[object, ...]:
-    """Exit status, output and errors of a command; the directory that it reads is LOG in all of them."""
-    capsys.readouterr()
-    status = main([str(word) for word in command])
-    printed = capsys.readouterr()
-    return status, *(text.replace(str(log), "LOG").replace("run=", "") for text in (printed.out, printed.err))
-
-
-def assert_equal(log: Path, packed: Path, other: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Assert that the commands give equal results, in all bytes."""
-    for command in (
-        ("report", "LOG", "--json"), ("check", "LOG"), ("diff", "LOG", other, "--json"),
-        ("scaling", "LOG", other, "--json"), ("export", "LOG", "--out", log.parent / "events.csv", "--force"),
-    ):  # fmt: skip
-        found, files = [], []
-        for directory in (log, packed):
-            words = [directory if word == "LOG" else word for word in command]
-            # Notes name the files of the log, also where it is packed.
-            found.append([str(part).replace(str(log), "LOG") for part in results(words, capsys, directory)])
-            files.append((log.parent / "events.csv").read_bytes() if command[0] == "export" else b"")
-        assert found[0] == found[1], command
-        assert files[0] == files[1]
 
 
 @pytest.mark.parametrize("scheme", damaged_logs.SCHEMES)

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import mpi_launch
 import processes
 import pytest
+from factory import training
 from hook_programs.runs import Call, Log
+from packed_logs import assert_equal, pack
 
 from commtrace.schema import Clock, Flag, State
 
@@ -424,6 +426,14 @@ def test_groups(logs: list[Log]) -> None:
         assert len(names) == len({(tuple(ranks), name, index) for ranks, name, index in names})
         assert ([0, 1, 2], "MPI_COMM_WORLD", 0) in names
         assert ([0, 1, 2], "of mine", 0) in names
+
+
+def test_commands_find_the_same_in_a_packed_log(mpi: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log, other = tmp_path / "log", tmp_path / "other"
+    mpi_launch.succeeds(mpi, "calls", tmp_path / "gave", log=log, limit=120)
+    training(other, ranks=2)
+    assert_equal(log, pack(log), other, capsys)
+    processes.clean_shm(tmp_path)
 
 
 def test_results_are_as_without_tracing(mpi: str, mpi_recorder: str) -> None:
