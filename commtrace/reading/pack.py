@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections import Counter
@@ -98,7 +99,9 @@ def _pack_folder(directory: LogDirectory, folder: RunFolder, out: Path, packed: 
             with _PartWriter(home if run == newest else out / _partition(run), recorded) as parts:
                 for process, labels in zip(recorded.processes, recorded.labels, strict=True):
                     process_writer.add(process, [_pack_segment(part, labels, parts, home) for part in process.segments])
+                parts.flush()
             packed.rows += parts.rows
+        process_writer.flush()
     packed.runs += 1
     packed.log_bytes += sum(file.stat().st_size for host in folder.hosts for file in host.iterdir() if file.is_file())
     packed.notes += (*notes, *(note for process in processes for note in process.record_notes()))
@@ -134,6 +137,23 @@ def _slots(segment: Segment) -> Iterator[tuple[Records, set[str]]]:
         raise LogError(f"{segment.path}: cannot be read ({error_reason(error)}); the log was not packed") from error
 
 
+@contextlib.contextmanager
+def _parquet_writer(path: Path, schema: Any, **options: Any) -> Iterator[Any]:
+    """Yield a writer of a file. An error leaves half a file."""
+    pyarrow, parquet = import_parquet("commtrace pack")
+    with open(path, "xb") as file:
+        writer = parquet.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True, **options)
+        try:
+            yield writer
+            writer.close()
+        except BaseException:
+            with contextlib.suppress(OSError, pyarrow.ArrowException):  # what it cannot write any more
+                writer.close()
+            raise
+        finally:
+            writer.is_open = False  # or its finalizer would try again
+
+
 class _PartWriter:
     """Writer of the parts of one run, in row groups of equal length that may span processes.
 
@@ -146,6 +166,7 @@ class _PartWriter:
         folder.mkdir(exist_ok=True)
         self._folder = folder
         self._pyarrow, self._parquet = import_parquet("commtrace pack")
+        self._part = contextlib.ExitStack()
         self._events = EventTable(run.labels)
         hosts = pd.Index(sorted({process.host for process in run.processes}))
         self._host_of = hosts.get_indexer(pd.Index([process.host for process in run.processes]))
@@ -159,13 +180,14 @@ class _PartWriter:
         self._open()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._close()
+    def __exit__(self, *error: Any) -> None:
+        self._part.__exit__(*error)
 
     def place(self) -> tuple[Path, int]:
         """Return the part of the next record, and its row there. Begins another part if that is due."""
         if self._part_rows >= PART_ROWS:
-            self._close()
+            self.flush()
+            self._part.close()
             self._open()
         return self._path, self._part_rows
 
@@ -179,23 +201,21 @@ class _PartWriter:
 
     def _open(self) -> None:
         self._path = self._folder / f"part-{len([*self._folder.glob('part-*')]):05d}.parquet"
-        self._file = open(self._path, "xb")
-        self._writer = self._parquet.ParquetWriter(
-            self._file,
+        writer = _parquet_writer(
+            self._path,
             self._schema,
-            compression="zstd",
             use_dictionary=[name for name in self._schema.names if name not in _INCREASING],
             column_encoding=dict.fromkeys(_INCREASING, "DELTA_BINARY_PACKED"),
             sorting_columns=[self._parquet.SortingColumn(self._schema.names.index("rank"))],
-            write_page_checksum=True,
         )
+        self._writer = self._part.enter_context(writer)
         self._pending: list[dict[str, Array]] = []
         self._part_rows = 0
 
-    def _close(self) -> None:
-        with self._file, self._writer:
-            if self._pending:
-                self._write_row_group()
+    def flush(self) -> None:
+        """Write the records that are no row group yet."""
+        if self._pending:
+            self._write_row_group()
 
     def _write_row_group(self) -> None:
         joined = {name: np.concatenate([columns[name] for columns in self._pending]) for name in self._pending[0]}
@@ -227,31 +247,29 @@ class _ProcessWriter:
     """Writer of PROCESSES: a row per process."""
 
     def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
-        self._path = path
-        self._pyarrow, self._parquet = import_parquet("commtrace pack")
-        segment = dict.fromkeys(("row", "count", "last_step"), self._pyarrow.int64())
-        segment |= dict.fromkeys(("left_out", "left_out_slots"), self._pyarrow.binary())
-        segment["file"] = self._pyarrow.string()
+        pyarrow, _ = import_parquet("commtrace pack")
+        segment = dict.fromkeys(("row", "count", "last_step"), pyarrow.int64())
+        segment |= dict.fromkeys(("left_out", "left_out_slots"), pyarrow.binary())
+        segment["file"] = pyarrow.string()
         columns = {
-            "path": self._pyarrow.string(),
-            "tables": self._pyarrow.binary(),
-            "segments": self._pyarrow.list_(self._pyarrow.struct(segment)),
+            "path": pyarrow.string(),
+            "tables": pyarrow.binary(),
+            "segments": pyarrow.list_(pyarrow.struct(segment)),
         }
-        self._schema = self._pyarrow.schema(columns, {FACTS: json.dumps(facts)})
+        self._schema = pyarrow.schema(columns, {FACTS: json.dumps(facts)})
+        self._table = pyarrow.Table.from_pylist
+        self._file = _parquet_writer(
+            path, self._schema, use_dictionary=False, write_statistics=False, data_page_size=_TABLES_AT_ONCE
+        )
         self._rows: list[dict[str, Any]] = []
         self._bytes = 0
 
     def __enter__(self) -> _ProcessWriter:
-        self._file = open(self._path, "xb")
-        self._writer = self._parquet.ParquetWriter(
-            self._file, self._schema, compression="zstd", use_dictionary=False, write_page_checksum=True,
-            write_statistics=False, data_page_size=_TABLES_AT_ONCE,
-        )  # fmt: skip
+        self._writer = self._file.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        with self._file, self._writer:
-            self._write()
+    def __exit__(self, *error: Any) -> None:
+        self._file.__exit__(*error)
 
     def add(self, process: Process, segments: Sequence[Mapping[str, Any]]) -> None:
         """Append a process."""
@@ -262,8 +280,9 @@ class _ProcessWriter:
         self._rows.append({"path": str(process.path), "tables": tables, "segments": segments})
         self._bytes += len(tables or b"") + sum(len(segment["left_out_slots"]) for segment in segments)
         if self._bytes >= _TABLES_AT_ONCE:
-            self._write()
+            self.flush()
 
-    def _write(self) -> None:
-        self._writer.write_table(self._pyarrow.Table.from_pylist(self._rows, self._schema))
+    def flush(self) -> None:
+        """Write the processes that are not written yet."""
+        self._writer.write_table(self._table(self._rows, self._schema))
         self._rows, self._bytes = [], 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,24 @@ def test_half_a_packed_log_is_removed_and_the_old_one_kept(
         assert "cannot be written (no space left on device); make room" in capsys.readouterr().err
     assert sorted(path.stat().st_mtime_ns for path in packed.rglob("*")) == before
     assert [path.name for path in packed.parent.iterdir()] == ["log"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kib", [1, 8, 200])
+def test_a_full_disk(kib: int, tmp_path: Path) -> None:
+    """The limit of a file's size, which is an error as a full disk is: in the first rows, in later ones, at the end."""
+    rng = np.random.default_rng(0)
+    rows = records([record()] * 20_000)
+    for name in ("t_begin", "t_return", "t_end", "payload"):
+        rows[name] = rng.integers(1, 1 << 40, len(rows))
+    LogFactory(tmp_path / "log").process().known().write(rows)
+    code = "import sys; from commtrace.cli import main; sys.exit(main())"
+    command = f"ulimit -f {kib}; exec {sys.executable} -c '{code}' pack {tmp_path / 'log'}"
+    result = processes.run(["bash", "-c", command])
+    assert result.status == 1
+    (line,) = result.err.splitlines()
+    assert line.endswith("cannot be written (file too large); make room, or give a file on another disk")
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 
 def test_damage_to_a_packed_log_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
