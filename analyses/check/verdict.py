@@ -15,13 +15,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import pandas as pd
 
 from commtrace.analyses.diff.run_calls import OwnCalls, is_own, sum_own_calls
-from commtrace.analyses.fold_engine import Analysis, NamedTables, group_rows, rows_of
+from commtrace.analyses.fold_engine import (
+    Analysis,
+    Array,
+    NamedTables,
+    group_rows,
+    number_sequences,
+    sum_groups,
+)
 from commtrace.analyses.reconciliation.causes import OTHER_PIECES, PROGRAM_CAUSES, path_in_packages
 from commtrace.analyses.reconciliation.compared_steps import EXPECTED
 from commtrace.formatting import format_missing, format_ranks
@@ -102,16 +109,17 @@ def compute_verdict(
     expected, rows = _differing_cells(tables["expected"], tables["reconciliation"])
     is_own = _is_own(rows) & (not strict)
     cells = compared_cells(expected, rows.loc[~is_own])
-    differs = [not _agrees(cell, tolerance) for cell in rows_of(cells)]
+    agrees = _agree(cells, tolerance)
     theory = tables["theory"]
     compared = theory.loc[theory["not_predicted"].isna(), "rank"]
     declared = [tables["declared"]] if "declared" in tables else []
     own = pd.concat([*declared, rows.loc[is_own, ["role", *_OWN_COLUMNS]]])
     own["sites"] += (own["role"] == "self").map({True: " (in a group of one rank, sends nothing)", False: ""})
+    own = own.groupby([*_OWN_COLUMNS[:3]], as_index=False, sort=False)[[*_OWN_COLUMNS[3:]]].sum()
     return Verdict(
         len(cells) + len(tables["expected"]) - len(expected),
         tuple(sorted({int(rank) for rank in compared})),
-        cells.loc[differs].reset_index(drop=True),
+        cells.loc[~agrees].reset_index(drop=True),
         sum_own_calls(own[[*_OWN_COLUMNS]].itertuples(index=False, name=None)),
         (*losses, *_not_compared(theory, {*ranks}, world_size)),
     )
@@ -120,45 +128,71 @@ def compute_verdict(
 def _differing_cells(expected: pd.DataFrame, reconciliation: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return the rows of cells in which something differs. All other cells agree, and have a row in `expected`."""
     differs = reconciliation["cause"].to_numpy() != EXPECTED
-    cells = pd.concat([expected[[*CELL]], reconciliation[[*CELL]]])
-    _, numbers = group_rows([pd.factorize(cells[name])[0] for name in CELL])
+    _, numbers = _number_cells(pd.concat([expected[[*CELL]], reconciliation[[*CELL]]]))
     differing = np.isin(numbers, numbers[len(expected) :][differs])
     return expected.loc[differing[: len(expected)]], reconciliation.loc[differing[len(expected) :]]
+
+
+def _number_cells(rows: pd.DataFrame) -> tuple[Array, Array]:
+    """Return the position of one row of each cell, and the number of each row's cell."""
+    return group_rows([pd.factorize(rows[name])[0] for name in CELL])
 
 
 def _is_own(rows: pd.DataFrame) -> pd.Series[bool]:
     """Return which rows are surplus calls of the program's own, or in groups of one rank."""
     surplus = (rows["expected_calls"] == 0) & (rows["cause"] != EXPECTED)
     shortage = (rows["expected_calls"] - rows["measured_calls"]).clip(lower=0)
-    is_short = shortage.groupby([rows[name] for name in CELL]).transform("sum") > 0
-    in_library = [path_in_packages(site).startswith(_LIBRARIES_WITH_RULES) for site in rows["sites"]]
-    of_program = rows["cause"].isin(PROGRAM_CAUSES) & ~np.array(in_library, bool)
-    return surplus & (of_program | (rows["role"] == "self")) & ~is_short
+    examples, cells = _number_cells(rows)
+    is_short = sum_groups(shortage.to_numpy(np.int64), cells, len(examples)) > 0
+    in_library = [site for site in rows["sites"].unique() if path_in_packages(site).startswith(_LIBRARIES_WITH_RULES)]
+    of_program = rows["cause"].isin(PROGRAM_CAUSES) & ~rows["sites"].isin(in_library)
+    return surplus & (of_program | (rows["role"] == "self")) & ~is_short[cells]
 
 
 def compared_cells(expected: pd.DataFrame, reconciliation: pd.DataFrame) -> pd.DataFrame:
     """Return COLUMNS, a row per cell that has expected or measured calls."""
-    keys = [*CELL]
-    sums = reconciliation.groupby(keys, as_index=False)[[*NUMBERS]].sum()
-    differing = reconciliation.loc[reconciliation["cause"] != EXPECTED]
-    causes = differing.groupby(keys, as_index=False).agg(causes=("cause", _join_items), sites=("sites", _join_items))
-    cells = sums.merge(causes, how="left", on=keys).merge(expected[[*keys, "calls_max"]], how="outer", on=keys)
-    defaults: dict[str, Any] = dict.fromkeys(NUMBERS, 0) | {"causes": "", "sites": ""}
-    return cells.fillna(defaults).sort_values(keys, ignore_index=True)[[*COLUMNS]]
+    rows = pd.concat([expected[[*CELL]], reconciliation[[*CELL]]])
+    examples, numbers = _number_cells(rows)
+    of_expected, of_reconciliation = np.split(numbers, [len(expected)])
+    cells = rows.iloc[examples].reset_index(drop=True)
+    for name in NUMBERS:
+        cells[name] = sum_groups(reconciliation[name].to_numpy(np.int64), of_reconciliation, len(cells))
+    most = pd.Series(expected["calls_max"].array, of_expected)
+    cells["calls_max"] = most.loc[~most.index.duplicated()].reindex(cells.index)
+    differs = reconciliation["cause"].to_numpy() != EXPECTED
+    for name, column in (("causes", "cause"), ("sites", "sites")):
+        texts = reconciliation[column].to_numpy()[differs]
+        cells[name] = _joined_items(texts, of_reconciliation[differs], len(cells))
+    return cells.sort_values([*CELL], ignore_index=True)[[*COLUMNS]]
+
+
+def _joined_items(texts: Array, cells: Array, count: int) -> Array:
+    """Return the items of the texts of each of so many cells, given by number; equal ones are joined once."""
+    order = np.argsort(cells, kind="stable")
+    codes, items = pd.factorize(texts[order])
+    begins = np.flatnonzero(np.diff(cells[order], prepend=-1))
+    numbers, examples = number_sequences(codes, begins)
+    ends = np.append(begins[1:], len(codes))
+    joined = [_join_items(items[codes[begins[at] : ends[at]]]) for at in examples]
+    result = np.full(count, "", object)
+    result[cells[order[begins]]] = np.array(joined, object)[numbers]
+    return result
 
 
 def _join_items(texts: Iterable[str]) -> str:
     return "; ".join(sorted({item for text in texts for item in text.split("; ") if item}))
 
 
-def _agrees(cell: Any, tolerance: Fraction) -> bool:
-    difference = abs(int(cell.measured_bytes) - int(cell.expected_bytes))
+def _agree(cells: pd.DataFrame, tolerance: Fraction) -> Array:
+    """Return whether each cell agrees, bool, shape (cells,)."""
+    expected, measured = (cells[name].to_numpy(np.int64) for name in ("expected_bytes", "measured_bytes"))
     if tolerance:
-        return difference <= tolerance * int(cell.expected_bytes)
-    if difference or not cell.causes:
-        return not difference
-    within_bound = not pd.isna(cell.calls_max) and 0 < cell.measured_calls <= cell.calls_max
-    return bool(within_bound and cell.causes == OTHER_PIECES)
+        pairs = zip(expected.tolist(), np.abs(measured - expected).tolist(), strict=True)
+        return np.array([difference <= tolerance * size for size, difference in pairs], bool)
+    within_bound = (cells["measured_calls"] > 0) & (cells["measured_calls"] <= cells["calls_max"]).fillna(False)
+    in_other_pieces = within_bound & (cells["causes"] == OTHER_PIECES)
+    agrees: Array = (measured == expected) & ((cells["causes"] == "") | in_other_pieces).to_numpy(bool)
+    return agrees
 
 
 def _not_compared(theory: pd.DataFrame, ranks: set[int], world_size: int | None) -> Iterator[str]:
