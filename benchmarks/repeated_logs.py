@@ -46,7 +46,7 @@ def write_repeated(recorded: Path, folder: Path, repetition: Repetition) -> int:
     """Write a log. Return the number of its records."""
     run = open_run(recorded, recover=False)
     world = len(run.processes)
-    parts = [_repeated(process, repetition, world) for process in run.processes]
+    parts = [_repeated(process, repetition) for process in run.processes]
     for rank in range(repetition.ranks):
         records, source = parts[rank % world][0], run.processes[rank % world]
         base = 0 if repetition.together else rank - rank % world
@@ -64,12 +64,14 @@ def write_repeated(recorded: Path, folder: Path, repetition: Repetition) -> int:
     return sum(len(parts[rank % world][0]) for rank in range(repetition.ranks))
 
 
-def _repeated(process: Process, repetition: Repetition, world: int) -> tuple[Records, int, int]:
+def _repeated(process: Process, repetition: Repetition) -> tuple[Records, int, int]:
     """Return the records of a process, how many more it made, and by how many ns its end is later."""
     records = np.concatenate([block for segment in process.segments for block in segment.blocks()])
     if repetition.together:
         gathers = [number for number, kind in process.tables.kinds.items() if kind.op == "all_gather"]
-        records["payload"][np.isin(records["kind"], gathers)] *= repetition.ranks // world
+        records["payload"][np.isin(records["kind"], gathers)] *= repetition.ranks // int(
+            process.tables.process["world_size"]
+        )
     steps = records["step"]
     last = records[steps > steps.max() - repetition.period]
     span = int(max(last[name].max() for name in TIMES) - last["t_begin"].min()) + 1
