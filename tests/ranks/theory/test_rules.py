@@ -38,7 +38,10 @@ Steps = dict[int, list[EqualCalls]]
 
 def measured_steps(run: Run, records: Records, rank: int = 0) -> Steps:
     """Calls of one rank by step."""
-    table = measured.merge([measured.partial(RecordBlock(records, run.labels[rank]))])
+    labels = run.labels[rank]
+    table = measured.merge([measured.partial(RecordBlock(records, labels))])
+    texts = {name: labels.distinct(name)[table[name]] for name in ("role", "op", "phase", "site")}
+    table = table.assign(**texts)
     steps = measured.measured_steps(table, len(run.processes))
     return {step: [*steps.calls[calls]] for step, calls in zip(*map(np.ndarray.tolist, steps.of(rank)), strict=True)}
 
