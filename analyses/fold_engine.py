@@ -335,6 +335,14 @@ def group_rows(columns: Sequence[Array]) -> tuple[Array, Array]:
     return first, numbers
 
 
+def positions_by_value(values: Array) -> dict[int, Array]:
+    """Return the positions of each integer in an array of shape (n,), both ascending."""
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    firsts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]])[: len(values)])
+    return dict(zip(ordered[firsts].tolist(), np.split(order, firsts[1:]), strict=False))
+
+
 def _joint_keys(columns: Sequence[Array], *, ordered: bool = False) -> Array:
     """Return one integer for each row of columns of integers, equal for equal rows; `ordered`: and in their order."""
     keys, span = np.zeros(len(columns[0]), np.int64), 1

@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.fold_engine import Array, NamedTables, without_records
+from commtrace.analyses.fold_engine import Array, NamedTables, positions_by_value, without_records
 from commtrace.analyses.table_specs import TABLES
 from commtrace.reading.recorded_run import RecordedRun
 
@@ -132,10 +132,9 @@ class Clocks:
         They are the middles of the bounds. None if a host's bounds are missing or wider than USEFUL_NS: its wall clock
         is then likely to be closer.
         """
-        hosts = self.host_of_process[processes]
         times = np.zeros(len(readings), np.int64)
-        for host in np.unique(hosts):
-            clock, at = self.aligned[host], hosts == host
+        for host, at in positions_by_value(self.host_of_process[processes]).items():
+            clock = self.aligned[host]
             if clock is None or clock.half_width_ns > USEFUL_NS:
                 return None
             earliest, latest = clock.to_reference(readings[at])
@@ -228,7 +227,7 @@ class _Aligner:
         self.began = np.full(len(self.calls.channel), _ALWAYS)
         self.ended = np.full(len(self.calls.channel), _NEVER)
         self._agree = agree(self.calls)
-        self._first = np.searchsorted(self.calls["process"], np.arange(len(self.host_of_process) + 1))
+        self._processes = positions_by_value(self.host_of_process)
 
     def align(self) -> Clocks:
         reference = self._reference()
@@ -264,11 +263,7 @@ class _Aligner:
 
     def _rows(self, host: int) -> Array:
         """Return the positions of the usable calls of a host."""
-        ranges = [
-            np.arange(self._first[number], self._first[number + 1])
-            for number in np.flatnonzero(self.host_of_process == host)
-        ]
-        rows = np.concatenate(ranges)
+        rows = np.concatenate([self.calls.of_process(number) for number in self._processes[host]])
         rows = rows[(self.calls["instance"][rows] != NOT_MATCHED) & (self.calls["arrival"][rows] > 0)]
         return np.asarray(rows[self._agree[self.calls["instance"][rows]]])
 

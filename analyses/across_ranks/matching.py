@@ -79,13 +79,11 @@ class MatchedCalls:
         """Return the labels of a column of the event table, of all calls or of those at some positions."""
         return np.asarray(self.categories[column][self.columns[column][at]])
 
-    @cached_property
-    def _firsts(self) -> Array:
-        return np.searchsorted(self["process"], np.arange(self["process"].max(initial=-1) + 2))
-
     def of_process(self, process: int) -> Array:
         """Return the positions of the calls of the process at some position of the log, ascending."""
-        return np.arange(*self._firsts[process : process + 2])
+        processes = self["process"]
+        # Of the column's own type, or all of it would be converted.
+        return np.arange(*np.searchsorted(processes, np.array([process, process + 1], processes.dtype)))
 
     @cached_property
     def matched(self) -> Array:

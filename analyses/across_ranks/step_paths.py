@@ -26,7 +26,7 @@ import numpy as np
 import pandas as pd
 
 from commtrace.analyses.call_times import has_own_times, wait_begin
-from commtrace.analyses.fold_engine import Array
+from commtrace.analyses.fold_engine import Array, positions_by_value
 from commtrace.analyses.scaling.step_times import covered_ns
 from commtrace.analyses.table_specs import TABLES
 from commtrace.reading.log import Process
@@ -287,9 +287,10 @@ def _timelines(calls: MatchedCalls, times: dict[str, Array], release: Array, own
     # A call that returns before its operation ends was not blocked by other ranks, the wait for it is.
     ends_inside = (end[inside] > 0) & (end[inside] <= returned[inside])
     timelines = {}
-    for process in np.unique(calls["process"][inside]).tolist():
-        own, own_waits = (at[calls["process"][at] == process] for at in (inside, waits))
-        blocks = np.concatenate([ends_inside[calls["process"][inside] == process], np.ones(len(own_waits), bool)])
+    waits_of = positions_by_value(calls["process"][waits])
+    for process, at in positions_by_value(calls["process"][inside]).items():
+        own, own_waits = inside[at], waits[waits_of.get(process, [])]
+        blocks = np.concatenate([ends_inside[at], np.ones(len(own_waits), bool)])
         call = np.concatenate([own, own_waits])
         first = np.concatenate([begin[own], waited[own_waits]])
         last = np.concatenate([returned[own], end[own_waits]])

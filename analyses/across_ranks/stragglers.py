@@ -67,9 +67,14 @@ class Computation:
     @cached_property
     def excess(self) -> Array:
         """How much longer each rank computed than the median of the others, shape (processes, steps)."""
-        rows = range(len(self.ns))
-        others = [np.median(np.delete(self.ns, row, axis=0), axis=0) for row in rows if len(self.ns) > 1]
-        return np.asarray(self.ns - (np.array(others) if others else np.median(self.ns)))
+        others = len(self.ns) - 1
+        if not others:
+            return np.asarray(self.ns - np.median(self.ns))
+        order = np.argsort(self.ns, axis=0)
+        place, ordered = np.argsort(order, axis=0), np.take_along_axis(self.ns, order, axis=0)
+        # The n-th of the others is the n-th of all, or the next one where the rank itself is not behind it.
+        middle = [np.where(n < place, ordered[n], ordered[n + 1]) for n in ((others - 1) // 2, others // 2)]
+        return np.asarray(self.ns - (middle[0] + middle[1]) / 2)
 
 
 def _tables(run: RecordedRun) -> NamedTables:
@@ -170,6 +175,7 @@ def _significant(excess: Array, typical: float) -> Iterator[_Delay]:
     always = np.median(excess, axis=1, keepdims=True)
     rest = excess - always
     spread = 1.4826 * np.median(np.abs(rest), axis=1)
+    ordered = np.sort(rest, axis=1)
     for row in range(len(excess)):
         if always[row, 0] >= max(MIN_SHARE * typical, MIN_DEVIATIONS * spread[row]):
             yield _Delay(row, True, np.arange(excess.shape[1]), excess[row])
@@ -177,7 +183,7 @@ def _significant(excess: Array, typical: float) -> Iterator[_Delay]:
         if not len(at):
             continue
         # A busy machine keeps any rank from running now and then: as often as this one is late, none is as late.
-        others = np.sort(np.delete(rest, row, axis=0), axis=1)[:, -len(at)]
+        others = np.delete(ordered[:, -len(at)], row)
         unlike = max(others.max(initial=0), np.delete(rest[row], at).max(initial=0))
         if float(np.median(rest[row, at])) >= MIN_RATIO * unlike:
             yield _Delay(row, False, at, rest[row, at])
@@ -214,18 +220,19 @@ def stragglers(run: RecordedRun, paths: StepPaths, parts: list[Computation]) -> 
     ranks = _ranks(run, paths)
     steps, step_ns = len(paths.steps), paths.step_ns()
     origins = _origins(paths, parts, waits)
+    by_owner = waits.groupby("owner").agg(caused=("ns", "sum"), last=("instance", "nunique"))
+    by_owner = by_owner.reindex(paths.processes, fill_value=0)
+    waited = waits["process"].value_counts().reindex(paths.processes, fill_value=0)
     rows = []
-    for row, process in enumerate(paths.processes.tolist()):
-        own = waits.loc[waits["owner"] == process]
-        caused = float(own["ns"].sum())
+    for row, (process, caused, last) in enumerate(by_owner.itertuples()):
         by_origin = origins.get(process, Counter())
         looked_at = sum(by_origin.values())
         passed = {origin: ns for origin, ns in by_origin.items() if origin >= 0 and origin != process}
         rows.append(
             {
                 "rank": int(ranks[row]),
-                "operations": int((waits["process"] == process).sum() + own["instance"].nunique()),
-                "last": int(own["instance"].nunique()),
+                "operations": int(waited[process] + last),
+                "last": int(last),
                 "waiting_ns": caused / steps,
                 "waiting_share": caused / (len(ranks) * float(step_ns.sum())),
                 "own_share": by_origin[process] / looked_at if looked_at else np.nan,

@@ -25,6 +25,7 @@ from commtrace.analyses.fold_engine import (
     NamedTables,
     RecordBlock,
     group_rows,
+    positions_by_value,
     steps_of,
     sum_groups,
     without_records,
@@ -141,27 +142,34 @@ def last_arrivals(calls: MatchedCalls, sources: Array, clocks: Clocks) -> tuple[
     Returns:
         Lower and upper bounds in ns, int64, shape (calls,); without a meaning for calls without an instance.
     """
-    instances = len(calls.channel)
-    host_of_call = clocks.host_of_process[calls["process"]]
-    hosts = np.unique(host_of_call)
-    rows_of = [np.flatnonzero((host_of_call == host) & (calls["instance"] >= 0)) for host in hosts]
-    own = [_latest(calls["arrival"], calls["instance"], rows[sources[rows]], instances) for rows in rows_of]
+    hosts = {
+        host: calls.matched[at]
+        for host, at in positions_by_value(clocks.host_of_process[calls["process"][calls.matched]]).items()
+    }
+    own = np.full(len(calls), _ALWAYS)
     lower, upper = np.zeros((2, len(calls)), np.int64)
-    earliest = np.full(instances, _ALWAYS)
-    latest, second, latest_host = np.full(instances, _ALWAYS), np.full(instances, _ALWAYS), np.full(instances, -1)
-    for host, arrived in zip(hosts.tolist(), own, strict=True) if len(hosts) > 1 else ():
-        clock, here = clocks.aligned[host], np.flatnonzero(arrived != _ALWAYS)
+    earliest, latest, second, on_host = np.full((4, len(calls.channel)), _ALWAYS)
+    latest_host = np.full(len(calls.channel), -1)
+    for host, rows in hosts.items():
+        here = calls["instance"][rows[sources[rows]]]
+        np.maximum.at(on_host, here, calls["arrival"][rows[sources[rows]]])
+        own[rows], arrived = on_host[calls["instance"][rows]], on_host[here]
+        on_host[here] = _ALWAYS
+        clock = clocks.aligned[host]
+        if len(hosts) == 1:
+            continue
         if clock is None:
             bounds = np.full(len(here), _ALWAYS), np.full(len(here), _NEVER)
         else:
-            bounds = clock.to_reference(arrived[here])
+            bounds = clock.to_reference(arrived)
+        # An instance that several calls of the host belong to is here several times, each time with the same values.
         earliest[here] = np.maximum(earliest[here], bounds[0])
         is_last = bounds[1] > latest[here]
         second[here] = np.where(is_last, latest[here], np.maximum(second[here], bounds[1]))
         latest[here[is_last]], latest_host[here[is_last]] = bounds[1][is_last], host
-    for host, arrived, rows in zip(hosts.tolist(), own, rows_of, strict=True):
+    for host, rows in hosts.items():
         clock, instance = clocks.aligned[host], calls["instance"][rows]
-        elsewhere = np.where(latest_host == host, second, latest)[instance]
+        elsewhere = np.where(latest_host[instance] == host, second[instance], latest[instance])
         first, last = np.full((2, len(rows)), _ALWAYS)
         known = (elsewhere != _ALWAYS) & (elsewhere != _NEVER)
         last[elsewhere == _NEVER] = _NEVER
@@ -171,15 +179,8 @@ def last_arrivals(calls: MatchedCalls, sources: Array, clocks: Clocks) -> tuple[
             from_others = np.where(earliest[instance[known]] == _ALWAYS, elsewhere[known], earliest[instance[known]])
             first[known], last[known] = clock.from_reference(from_others, elsewhere[known])
             first[known] = np.where(earliest[instance[known]] == _ALWAYS, _ALWAYS, first[known])
-        lower[rows] = np.maximum(arrived[instance], first)
-        upper[rows] = np.maximum(arrived[instance], last)
+        lower[rows], upper[rows] = np.maximum(own[rows], first), np.maximum(own[rows], last)
     return lower, upper
-
-
-def _latest(values: Array, instance: Array, rows: Array, instances: int) -> Array:
-    result = np.full(instances, _ALWAYS)
-    np.maximum.at(result, instance[rows], values[rows])
-    return result
 
 
 def wait_tables(run: RecordedRun) -> NamedTables:

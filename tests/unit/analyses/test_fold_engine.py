@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 
 from commtrace.analyses.analysis_catalog import ANALYSES, DETAILS
-from commtrace.analyses.fold_engine import EMPTY_BLOCK, Analysis, RecordBlock, fold, group_rows, sum_groups
+from commtrace.analyses.fold_engine import (
+    EMPTY_BLOCK,
+    Analysis,
+    RecordBlock,
+    fold,
+    group_rows,
+    positions_by_value,
+    sum_groups,
+)
 from commtrace.analyses.volume import KEYS
 from commtrace.reading.labels import RecordLabels
 from commtrace.run import Run, open_run
@@ -160,3 +168,10 @@ def test_grouping_is_exact(rows: list[tuple[int, int, int]]) -> None:
     sums = sum_groups(values >> 6, groups, len(first))
     for group, at in enumerate(first):
         assert sums[group] == sum(row[2] >> 6 for row in rows if row[:2] == rows[at][:2])
+
+
+@given(values=st.lists(st.integers(-3, 3)))
+def test_positions_are_those_of_each_value(values: list[int]) -> None:
+    positions = {value: at.tolist() for value, at in positions_by_value(np.array(values, np.int64)).items()}
+    assert positions == {value: [at for at, other in enumerate(values) if other == value] for value in set(values)}
+    assert [*positions] == sorted(positions)

@@ -155,3 +155,12 @@ def test_the_section_shows_computation_and_communication(tmp_path: Path, capsys:
     assert "communication" in path
     assert "recv" in path
     assert "Delays: ranks that compute longer than the others" in text
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+def test_excess_is_over_the_median_of_the_other_ranks(ranks: int) -> None:
+    ns = np.random.default_rng(ranks).integers(0, 6, (ranks, 50)).astype(np.float64)
+    excess = stragglers.Computation("", ns, ns).excess
+    for rank in range(ranks):
+        others = np.delete(ns, rank, axis=0) if ranks > 1 else ns.reshape(-1, 1)
+        assert excess[rank].tolist() == (ns[rank] - np.median(others, axis=0)).tolist()
