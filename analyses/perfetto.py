@@ -22,7 +22,7 @@ from typing import IO, Any, Final, NamedTuple
 
 import numpy as np
 
-from commtrace.analyses.across_ranks.clocks import clocks_of
+from commtrace.analyses.across_ranks.clocks import clocks_of, to_one_clock, wall_clock_offsets
 from commtrace.analyses.across_ranks.matching import NOT_MATCHED, MatchedCalls, host_numbers, match_calls
 from commtrace.analyses.across_ranks.waits import COLUMNS as WAIT_COLUMNS
 from commtrace.analyses.across_ranks.waits import Waits, waits_of
@@ -39,7 +39,6 @@ from commtrace.analyses.protobuf_columns import (
     varint,
     where,
 )
-from commtrace.analyses.timeline import wall_clock_offsets
 from commtrace.errors import LogError, MissingLibraryError
 from commtrace.formatting import format_ranks
 from commtrace.output_files import atomic_write
@@ -117,17 +116,14 @@ class _Times:
 
     def __init__(self, run: RecordedRun, calls: MatchedCalls) -> None:
         process = calls["process"]
-        offsets = wall_clock_offsets(run)
-        by_wall_clock = np.array([offsets.get(number, 0) for number in range(len(run.processes))], np.int64)[process]
-        on_reference = clocks_of(run).to_reference(process, calls["t_begin"])
-        if on_reference is None:
-            self.known = np.isin(process, [*offsets]) & (calls["t_begin"] > 0)
-            shift = by_wall_clock
-        else:
-            self.known, shift = calls["t_begin"] > 0, on_reference - calls["t_begin"]
-        first = (calls["t_begin"] + shift)[self.known].min(initial=np.iinfo(np.int64).max)
-        earliest = np.flatnonzero(self.known & (calls["t_begin"] + shift == first))[:1]
-        self.first_unix_ns = int((calls["t_begin"] + by_wall_clock)[earliest].max(initial=0)) if offsets else 0
+        times, known = to_one_clock(run, process, calls["t_begin"])
+        self.known, shift = known & (calls["t_begin"] > 0), times - calls["t_begin"]
+        at = np.flatnonzero(self.known)
+        first = self.first_unix_ns = 0
+        if len(at):
+            earliest = at[times[at].argmin()]
+            first, offset = int(times[earliest]), wall_clock_offsets(run).get(int(process[earliest]))
+            self.first_unix_ns = 0 if offset is None else int(calls["t_begin"][earliest]) + offset
         self.begin, self.returned, self.end, self.wait, self.start = (
             np.where(calls[name] > 0, calls[name] + shift - first, -1)
             for name in ("t_begin", "t_return", "t_end", "t_wait", "t_start")

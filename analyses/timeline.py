@@ -16,8 +16,7 @@ import pandas as pd
 
 from commtrace.reading.recorded_run import RecordedRun
 
-from .across_ranks.clocks import clocks_of
-from .across_ranks.matching import host_numbers
+from .across_ranks.clocks import to_one_clock
 from .call_times import durations
 from .fold_engine import Analysis, NamedTables, RecordBlock, concat_tables, steps_of
 
@@ -109,22 +108,8 @@ def _on_one_clock(calls: pd.DataFrame, run: RecordedRun) -> pd.DataFrame:
     """Return the calls that can be compared with others, with `begin` on a clock that all of them share."""
     if run.simulated:
         return calls.head(0).assign(begin=0)
-    begin = clocks_of(run).to_reference(calls["process"].to_numpy(), calls["t_begin"].to_numpy())
-    if begin is not None:
-        return calls.assign(begin=begin)
-    offsets = wall_clock_offsets(run)
-    known = calls.loc[calls["process"].isin([*offsets])]
-    return known.assign(begin=known["t_begin"] + known["process"].map(offsets).astype(np.int64))
-
-
-def wall_clock_offsets(run: RecordedRun) -> dict[int, int]:
-    """Return wall-clock minus monotonic ns by process, one value for a boot of a host; left out if not known."""
-    hosts = host_numbers(run)[1].tolist()
-    offsets: dict[int, int] = {}
-    for host, labels in zip(hosts, run.labels, strict=True):
-        if labels.unix_minus_mono_ns is not None:
-            offsets.setdefault(host, labels.unix_minus_mono_ns)
-    return {number: offsets[host] for number, host in enumerate(hosts) if host in offsets}
+    begin, known = to_one_clock(run, calls["process"].to_numpy(), calls["t_begin"].to_numpy())
+    return calls.assign(begin=begin).loc[known]
 
 
 ANALYSIS: Final = Analysis("timeline", _partial, _merge, _finish)

@@ -191,6 +191,29 @@ def clocks_of(run: RecordedRun) -> Clocks:
     return _CLOCKS[run]
 
 
+def to_one_clock(run: RecordedRun, processes: Array, readings: Array) -> tuple[Array, Array]:
+    """Return times of one clock at readings of processes' clocks, and whether each is known, shape (n,).
+
+    It is the reference's if calls bound all others; else the wall clock, as far as hosts have it synchronised.
+    """
+    times = clocks_of(run).to_reference(processes, readings)
+    if times is not None:
+        return times, np.ones(len(readings), bool)
+    offsets = wall_clock_offsets(run)
+    offset_of = np.array([offsets.get(number, 0) for number in range(len(run.processes))], np.int64)
+    return readings + offset_of[processes], np.isin(processes, [*offsets])
+
+
+def wall_clock_offsets(run: RecordedRun) -> dict[int, int]:
+    """Return wall-clock minus monotonic ns by process, one value for a boot of a host; left out if not known."""
+    hosts = host_numbers(run)[1].tolist()
+    offsets: dict[int, int] = {}
+    for host, labels in zip(hosts, run.labels, strict=True):
+        if labels.unix_minus_mono_ns is not None:
+            offsets.setdefault(host, labels.unix_minus_mono_ns)
+    return {number: offsets[host] for number, host in enumerate(hosts) if host in offsets}
+
+
 def _align(run: RecordedRun) -> Clocks:
     hosts, host_of_process = host_numbers(run)
     if len(hosts) < 2 or run.simulated:
