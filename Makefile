@@ -61,6 +61,7 @@ bench: $(READY)  ## what tracing costs, beside a control and other tools: about 
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check duckdb
 	$(BIN)/python benchmarks/report.py
 	$(BIN)/python benchmarks/scale.py
+	$(BIN)/python benchmarks/across_ranks.py
 	$(BIN)/python benchmarks/table.py
 
 clean:

@@ -172,6 +172,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "startup": ("A Python process that never communicates", by_case),
     "log_size": ("Size on disk", single),
     "report": ("Time and memory of a report", by_case_alone),
+    "across_ranks": ("Time and memory of analyses across 64 ranks on as many hosts", by_case_alone),
     "bench_loop": ("`commtrace bench` beside a hand-written loop, and its fit at held-out sizes", bench_loop),
 }
 
