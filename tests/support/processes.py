@@ -102,12 +102,22 @@ def python(code: str, *, limit: float = LIMIT_SECONDS, cwd: Path | None = None, 
     return run([sys.executable, "-c", code], limit=limit, cwd=cwd, **variables)
 
 
-def kill_group(session: int) -> None:
-    """Kill what is left of a session of ours: launchers of MPI give ranks process groups of their own."""
+def members(session: int) -> list[int]:
+    """Processes of a session that have not ended: launchers of MPI give ranks process groups of their own."""
+    found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            if int(stat.read_text().rpartition(")")[2].split()[3]) == session:
-                os.kill(int(stat.parent.name), signal.SIGKILL)
+            state, _, _, its_session, *_ = stat.read_text().rpartition(")")[2].split()
+            if int(its_session) == session and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+def kill_group(session: int) -> None:
+    """Kill what is left of a session of ours."""
+    for process in members(session):
+        with contextlib.suppress(OSError):
+            os.kill(process, signal.SIGKILL)
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 20) -> None:
