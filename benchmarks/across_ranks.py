@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import commands
 import numpy as np
 import results
 from measuring import Row
@@ -55,33 +53,28 @@ def rows(options: argparse.Namespace) -> list[Row]:
         write_log(large, options.events)
         write_log(small, options.fewer)
         analyse = [sys.executable, "-c", ANALYSE]
-        commands = {
+        cases = {
             f"matching and clocks of {options.events:,} events": [*analyse, str(large), "clocks"],
             f"clocks and waits of {options.events:,} events": [*analyse, str(large), "waits"],
             f"clocks, critical paths, delays of {options.fewer:,} events": [*analyse, str(small), "stragglers"],
         }
         if find_spec("perfetto") is not None:
             export = [sys.executable, "-m", "commtrace.cli", "export", str(small), "--out", str(trace)]
-            commands[f"Perfetto trace of {options.fewer:,} events"] = export
-        made = [row for case, command in commands.items() if options.only in case for row in measured(case, command)]
+            cases[f"Perfetto trace of {options.fewer:,} events"] = export
+        made = [row for case, command in cases.items() if options.only in case for row in measured(case, command)]
         if trace.exists():
-            made.append(Row([*commands][-1], "file", "MB", trace.stat().st_size / 1e6))
+            made.append(Row([*cases][-1], "file", "MB", trace.stat().st_size / 1e6))
             results.show(made[-1])
         return made
 
 
 def measured(case: str, command: list[str]) -> list[Row]:
     """What a command takes."""
-    begun = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    wall = time.perf_counter() - begun
-    process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0, command
+    taken = commands.measured(command)
     made = [
-        Row(case, "processor time", "s", usage.ru_utime + usage.ru_stime),
-        Row(case, "wall time", "s", wall),
-        Row(case, "peak memory", "MiB", usage.ru_maxrss / 1024),
+        Row(case, "processor time", "s", taken.processor),
+        Row(case, "wall time", "s", taken.seconds),
+        Row(case, "peak memory", "MiB", taken.mebibytes),
     ]
     for row in made:
         results.show(row)
