@@ -85,7 +85,7 @@ def main() -> None:
 
     trainer.metrics_processor.log = log
     trainer.train()
-    print("losses", losses)
+    print(f"losses {losses}\n", end="")  # in one piece, as all ranks print
     trainer.close()
     torch.distributed.destroy_process_group()
 
