@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import chain, repeat
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from commtrace.rank_ranges import is_selected
+from commtrace.rank_ranges import rank_ranges
 from commtrace.schema import COPIED_COLUMNS, EVENT_COLUMNS, RECORD, Records
 
 from .labels import LABEL_COLUMNS, UNKNOWN, Array, RecordLabels, RunLabels, message_roles_of, roles_of, short_paths
@@ -87,19 +87,20 @@ class RecordedRun:
         """Ranks that left a log, ascending."""
         return sorted({process.rank for process in self.log.processes if process.rank >= 0})
 
-    @property
+    @cached_property
     def ranks_not_selected(self) -> list[int]:
         """Ranks that were not recorded because COMMTRACE_RANKS does not select them, ascending."""
-        missing = {*range(self.world_size or 0)} - {*self.ranks}
-        return sorted(
-            rank for rank in missing if self.selections and not any(map(is_selected, repeat(rank), self.selections))
-        )
-
-    @property
-    def selections(self) -> list[str]:
-        """Values of COMMTRACE_RANKS of the recorded processes; "" selects all ranks."""
-        settings = (process.tables.process.get("settings") or {} for process in self.processes)
-        return sorted({str(setting.get("ranks") or "") for setting in settings})
+        settings = [process.tables.process.get("settings") for process in self.processes]
+        selections = {str(one.get("ranks") or "") if isinstance(one, dict) else "" for one in settings}
+        if not selections or "" in selections:
+            return []
+        try:
+            selected = [*chain(*map(rank_ranges, selections))]
+        except ValueError:
+            return []  # damaged
+        present = {*self.ranks}
+        missing = (rank for rank in range(self.world_size or 0) if rank not in present)
+        return [rank for rank in missing if not any(rank in ranks for ranks in selected)]
 
     @property
     def world_size(self) -> int | None:

@@ -149,6 +149,17 @@ def test_selections_of_ranks(text: str, selected: Iterable[int]) -> None:
     assert not text or parse_ranks(text) == [*selected]
 
 
+def test_more_ranks_than_a_job_has_are_a_mistake() -> None:
+    with pytest.raises(ValueError, match="are more than"):
+        parse_ranks("0-99999999999999999999")
+
+
+@pytest.mark.parametrize(("settings", "expected"), [({"ranks": "0,4"}, [1, 2, 3]), ({"ranks": "all"}, []), ([7], [])])
+def test_ranks_that_were_not_selected(settings: object, expected: list[int], tmp_path: Path) -> None:
+    LogFactory(tmp_path).process(0, world_size=5, settings=settings)
+    assert open_run(tmp_path).ranks_not_selected == expected
+
+
 def test_wire_bytes_of_a_message_to_oneself(tmp_path: Path) -> None:
     assert one(tmp_path, rank=2, kind=SEND, peer=2)["wire_bytes"] == 0
 
