@@ -20,6 +20,7 @@ FILE_PROBLEMS: Final = ("cut", "foreign", "unreadable", "missing", "garbled")
 """Kinds of notes on files of the log."""
 
 COUNTERS: Final = ("calls", *WITHOUT_RECORD, "hook_errors")
+NOT_SELECTED: Final = "not_selected"
 
 
 def _partial(block: RecordBlock) -> pd.DataFrame:
@@ -67,14 +68,15 @@ def _process(process: Process, records: int) -> dict[str, object]:
         "started_unix_ns": integer_or_none(facts.get("unix_ns")),
         "records": records,
         **counters,
+        NOT_SELECTED: process.not_selected,
         "first_error": str(error) if error else None,
         "end": str(end.get("reason")) if end is not None else None,
-        "not_found": _not_found(counters, records) if end is not None else None,
+        "not_found": _not_found(counters, records + process.not_selected) if end is not None else None,
     }
 
 
 def _not_found(counters: dict[str, int | None], records: int) -> int | None:
-    """Return how many counted calls have no record and are in none of the other (final) counters."""
+    """Return how many counted calls have no record, are selected, and are in none of the other (final) counters."""
     calls, *without_record = (counters[name] for name in ("calls", *WITHOUT_RECORD[:3]))
     if calls is None or None in without_record:
         return None
@@ -92,6 +94,7 @@ def _coverage(processes: pd.DataFrame, run: RecordedRun) -> dict[str, object]:
         "world_size": run.world_size,
         "ranks_missing": format_missing({*run.ranks, *not_selected}, run.world_size) if run.world_size else None,
         "ranks_not_selected": format_ranks(not_selected),
+        "steps_selected": run.selected_steps,
         "hosts": processes["host"].nunique(),
         "processes": len(processes),
         "without_end": int(processes["end"].isna().sum()),
@@ -99,7 +102,7 @@ def _coverage(processes: pd.DataFrame, run: RecordedRun) -> dict[str, object]:
         # A sum with a term that is not known is not known.
         **{
             name: None if processes[name].isna().any() else int(processes[name].sum())
-            for name in (*COUNTERS, "not_found")
+            for name in (*COUNTERS, NOT_SELECTED, "not_found")
         },
         "simulated": int(processes["simulated"].sum()),
         "first_error": errors.iloc[0] if len(errors) else None,

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 DEFAULT_DIRECTORY = "commtrace-logs"
+KEPT_PER_SECOND = 1024
+"""Room for kept records, per second of `keep_seconds`."""
 
 
 class Settings:
@@ -29,6 +31,15 @@ class Settings:
 
     ranks: str = ""
     """Ranks that are recorded, such as "0-7,64" or "0-1016:8" (every eighth); empty: all."""
+
+    steps: str = ""
+    """Steps that are recorded, such as "0-99,1000-999999999:1000"; empty: all. Calls before the first always are."""
+
+    keep_seconds: float = 30.0
+    """Seconds of all calls that a process holds in memory where not all steps are recorded, for stuck calls.
+
+    Each takes 96 KiB of memory, room for 1,024 calls; where there are more calls, they cover less time.
+    """
 
     sites: bool = True
     """Whether to record the call site of every call."""
@@ -73,6 +84,11 @@ class Settings:
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name}: settings cannot change while tracing is on")
 
+    @property
+    def kept_records(self) -> int:
+        """Number of records of any step that are held in memory; 0 where all records go to the log."""
+        return int(self.keep_seconds * KEPT_PER_SECOND) if self.steps else 0
+
     def as_dict(self) -> dict[str, object]:
         """Return all settings by name, for the log."""
         return {name: getattr(self, name) for name in FIELDS}
@@ -92,6 +108,7 @@ _LIMITS = {
     "segment_max_bytes": (4096, 1 << 40),
     "max_bytes": (8192, 1 << 60),
     "exit_seconds": (0, 86_400),
+    "keep_seconds": (1, 3600),
 }
 
 
@@ -134,11 +151,11 @@ def _checked_directory(directory: str) -> str:
     return absolute
 
 
-def _check_ranks(variable: str, text: str) -> None:
+def _check_ranges(variable: str, name: str, text: str) -> None:
     try:
         rank_ranges(text)
     except ValueError as error:
-        raise SettingsError(f"{variable}={text}: {error}; give ranks such as 0-7,64 or 0-1016:8") from None
+        raise SettingsError(f"{variable}={text}: {error}; give {name} such as 0-7,64 or 0-1016:8") from None
 
 
 def _size(text: str) -> int:
@@ -164,8 +181,8 @@ def _value(variable: str, name: str, text: str) -> object:
         value = parse(text)
     except (KeyError, ValueError):
         raise SettingsError(f"{variable}={text}: not understood; give {expected}") from None
-    if name == "ranks":
-        _check_ranks(variable, text)
+    if name in ("ranks", "steps"):
+        _check_ranges(variable, name, text)
     least, most = _LIMITS.get(name, (value, value))
     if not least <= value <= most:
         raise SettingsError(f"{variable}={text}: out of range; give a number from {least} to {most}")

@@ -229,7 +229,10 @@ def _complete_steps(run: RecordedRun) -> Array:
     for process in run.processes:
         own = _last_steps(process)
         common = own if common is None else np.intersect1d(common, own)
-    return np.zeros(0, np.int64) if common is None else common[:-1][-MAX_STEPS:]
+    if common is None:
+        return np.zeros(0, np.int64)
+    over = common[:-1]
+    return over[run.select_steps(over)][-MAX_STEPS:]
 
 
 def _last_steps(process: Process) -> Array:

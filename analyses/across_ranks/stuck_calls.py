@@ -15,12 +15,14 @@ A rank is absent only if its log proves it: it is complete (closed, recovered, o
 still runs), nothing is missing or damaged in it, and it has no call of this number or a later one in the channel.
 Nothing is said about ranks whose logs prove nothing, nor about those that left together with the ranks they waited for.
 
+Of a process whose log has only some steps, the records that it kept besides are examined (`Process.kept`).
+
 Only logs of which a process did not close its log or has a failed call are examined, and of these the last records.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -37,9 +39,10 @@ from commtrace.formatting import format_count, format_ranks
 from commtrace.reading.labels import UNKNOWN, group_label
 from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun
-from commtrace.reading.segment_reader import BLOCK, last_records
+from commtrace.reading.segment_reader import BLOCK, MemorySegment, Segment, last_records
 from commtrace.reading.table_reader import integer_or_none
-from commtrace.schema import WITHOUT_RECORD, Flag, State
+from commtrace.recording.recovery import record_keys
+from commtrace.schema import RECORD, WITHOUT_RECORD, Flag, State
 
 from .matching import NOT_MATCHED, Channel, MatchedCalls, match_calls
 
@@ -135,7 +138,7 @@ class _Examination:
         tail = RecordedRun(replace(run.log, processes=tuple(_last(process, count) for process in run.processes)))
         self.calls: MatchedCalls = match_calls(tail, [*_FIELDS, *_LABELS])
         self.whole = [
-            sum(s.count for s in old.segments) == sum(s.count for s in new.segments)
+            old.kept is None and sum(s.count for s in old.segments) == sum(s.count for s in new.segments)
             for old, new in zip(run.processes, tail.processes, strict=True)
         ]
         unsafe = {_stem(note.path) for note in run.log.notes if note.kind in FILE_PROBLEMS}
@@ -478,7 +481,27 @@ def _waits_for_itself(stuck: _Stuck, waits_in: Mapping[int, _Stuck]) -> bool:
 
 
 def _last(process: Process, count: int) -> Process:
-    return replace(process, segments=last_records(process.segments, count))
+    segments = last_records(process.segments, count)
+    if process.kept is None:
+        return replace(process, segments=segments)
+    return replace(process, segments=(_without_gaps(process.path, segments, process.kept.last(count)),))
+
+
+def _without_gaps(path: Path, segments: Iterable[Segment], kept: Segment) -> Segment:
+    """Return all calls of a process that began after the first one kept had ended, and those that block it.
+
+    Before that, calls may be missing: of a channel, a later call than the last one known.
+    """
+    last, others = (
+        np.concatenate([np.zeros(0, RECORD), *(block for segment in source for block in segment.blocks())])
+        for source in ((kept,), segments)
+    )
+    since = max((int(last[name][0]) for name in ("t_return", "t_wait", "t_end")), default=0) if len(last) else 0
+    new = others[~np.isin(record_keys(others), record_keys(last))]
+    records = np.concatenate([last, new])
+    blocks = (records["state"] == State.BEGUN) | ((records["state"] == State.RETURNED) & (records["t_wait"] > 0))
+    records = records[(records["t_begin"] >= since) | blocks]
+    return MemorySegment(path, 0, len(records), records=records)
 
 
 def find_stuck_calls(run: RecordedRun) -> NamedTables:
@@ -501,7 +524,7 @@ def _is_suspicious(process: Process) -> bool:
     """Return whether a process may have a stuck call: it did not close its log, or one of its last calls failed."""
     if process.tables.end is None:
         return True
-    last = last_records(process.segments, 1024)
+    last = (*last_records(process.segments, 1024), *([process.kept.last(1024)] if process.kept else []))
     return any(bool((records["state"] == State.FAILED).any()) for segment in last for records in segment.blocks())
 
 

@@ -61,6 +61,8 @@ def to_text(run: RunCalls, own: Sequence[str]) -> str:
     Raises:
         BaselineError: The run is not complete.
     """
+    if run.step_ranges:
+        raise BaselineError(f"{run.name}: was recorded with COMMTRACE_STEPS; give a run with all steps")
     missing = format_missing(run.ranks, run.world_size or 0)
     incomplete = [rank for rank, calls in run.ranks.items() if calls.losses or calls.problem or not calls.ended]
     if incomplete or not run.ranks or (missing and not run.partial):

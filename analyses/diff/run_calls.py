@@ -124,6 +124,8 @@ class RunCalls:
     """Lines of code that made a call: "project/train.py:40 main"."""
     own: Mapping[tuple[str, str], OwnCalls] = field(default_factory=dict)
     """By call site and operation."""
+    step_ranges: Sequence[range] = ()
+    """Steps that were recorded; none: all."""
 
     @cached_property
     def last_step(self) -> int:
@@ -224,7 +226,9 @@ def read_calls(run: RecordedRun, catalog: CallCatalog, own: Sequence[str] = ()) 
     ranks.pop(-1, None)  # of a process whose rank is not known
     lines = {call: frozenset(lines) for call, lines in reader.lines.items()}
     own_calls = sum_own_calls(reader.own)
-    return RunCalls(str(run.log.path), ranks, run.world_size, run.simulated, setting_facts(run), lines, own_calls)
+    return RunCalls(
+        str(run.log.path), ranks, run.world_size, run.simulated, setting_facts(run), lines, own_calls, run.step_ranges
+    )
 
 
 def sum_own_calls(rows: Iterable[tuple[str, str, int, int, int]]) -> dict[tuple[str, str], OwnCalls]:

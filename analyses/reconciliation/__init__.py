@@ -40,16 +40,24 @@ _NEVER_MISSING: Final = {"rank": "int64", "step": "int64", "bytes": "int64", "ma
 
 
 def _finish(table: pd.DataFrame, run: RecordedRun, jobs: Sequence[Mapping[str, Any]] = ()) -> NamedTables:
-    measured = measured_steps(table, len(run.processes))
-    own_last = [int(measured.of(number)[0].max(initial=-1)) for number in range(len(run.processes))]
+    own_last = _last_steps(table, len(run.processes))
+    measured = measured_steps(table.loc[run.select_steps(table["step"].to_numpy())], len(run.processes))
     problems = [process.steps_problem(last) for process, last in zip(run.processes, own_last, strict=True)]
     last_step = max((last for last, problem in zip(own_last, problems, strict=True) if not problem), default=-1)
-    comparison = _Comparison(measured, last_step)
+    steps = np.arange(-1, last_step + 1)
+    comparison = _Comparison(measured, steps[run.select_steps(steps)])
     for number, (process, problem) in enumerate(zip(run.processes, problems, strict=True)):
         # Stages have equally many ranks each, and are in the order of the ranks.
         job = jobs[process.rank * len(jobs) // (run.world_size or len(run.processes))] if jobs else None
-        comparison.add(number, process, job, problem)
+        comparison.add(number, process, job, problem, own_last[number])
     return comparison.tables()
+
+
+def _last_steps(table: pd.DataFrame, processes: int) -> list[int]:
+    """Return the last step of each process that has a record, -1 without one."""
+    last = np.full(processes, -1)
+    np.maximum.at(last, table["process"].to_numpy(np.int64), table["step"].to_numpy(np.int64))
+    return [int(step) for step in last]
 
 
 def _table(name: str, rows: Sequence[Mapping[str, object]]) -> pd.DataFrame:
@@ -82,9 +90,9 @@ class _Expectation:
 class _Comparison:
     """The tables, process by process. Alike ranks share an expectation, and their alike steps are compared once."""
 
-    def __init__(self, measured: MeasuredSteps, last_step: int) -> None:
+    def __init__(self, measured: MeasuredSteps, steps: Array) -> None:
         self._measured = measured
-        self._steps = np.arange(-1, last_step + 1)
+        self._steps = steps
         self._expectations: list[_Expectation] = []
         self._not_predicted: list[tuple[Mapping[str, Any], NotPredictedError]] = []
         self._compared: list[ComparedStep] = []
@@ -118,8 +126,10 @@ class _Comparison:
         steps = np.tile(self._steps, len(self._ranks))
         return expanded.assign(rank=np.repeat(ranks, repeats), step=np.repeat(steps, repeats)).reset_index(drop=True)
 
-    def add(self, number: int, process: Process, given_job: Mapping[str, Any] | None, problem: str | None) -> None:
-        """Add the process at a position of the log. It may lack the last step of the run.
+    def add(
+        self, number: int, process: Process, given_job: Mapping[str, Any] | None, problem: str | None, own_last: int
+    ) -> None:
+        """Add the process at a position of the log. It may lack the last step of the run: its own is `own_last`.
 
         `given_job` replaces the captured job; `problem` is why the process is not compared.
         """
@@ -134,7 +144,7 @@ class _Comparison:
         except NotPredictedError as reason:
             self._theory.append({**summary, "not_predicted": str(reason)})
             return
-        positions = self._compare(number, process, at, expectation)
+        positions = self._compare(number, process, at, expectation, own_last)
         self._ranks.append(process.rank)
         self._positions.append(positions)
         self._waterfall = self._waterfall or self._waterfall_of(number, process, expectation.prediction, positions)
@@ -171,12 +181,11 @@ class _Comparison:
             raise
         return len(self._expectations) - 1, self._expectations[-1]
 
-    def _compare(self, number: int, process: Process, at: int, expectation: _Expectation) -> Array:
+    def _compare(self, number: int, process: Process, at: int, expectation: _Expectation, own_last: int) -> Array:
         """Return the position in `_compared` of each of `_steps` of a process; `at`: position of its expectation."""
         steps, content = self._measured.of(number)
         measured = np.full(len(self._steps), -1)
-        measured[steps + 1] = content
-        own_last = steps.max(initial=-1)
+        measured[np.searchsorted(self._steps, steps)] = content
         flags = (
             self._steps < 0,
             measured >= 0,
@@ -214,14 +223,14 @@ class _Comparison:
         def regular(*, evaluates: bool) -> Iterator[int]:
             # The last step may be incomplete in the log of a process that did not end in order.
             for step in steps[::-1][0 if ended else 1 :].tolist():
-                calls = self._compared[positions[step + 1]].calls
+                calls = self._compared[positions[np.searchsorted(self._steps, step)]].calls
                 if any(same.phase == "evaluation" for same in calls) == evaluates and (
                     step >= prediction.steady and prediction.special_step(step) is None
                 ):
                     yield step
 
         for step in islice(chain(regular(evaluates=False), regular(evaluates=True)), 1):
-            compared: ComparedStep = self._compared[positions[step + 1]]
+            compared: ComparedStep = self._compared[positions[np.searchsorted(self._steps, step)]]
             return compared.waterfall(f"measured, rank {process.rank}, step {step}")
         return None
 

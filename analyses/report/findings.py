@@ -98,6 +98,11 @@ def warnings(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> Iterator[s
             f"Ranks {coverage['ranks_not_selected']} were not recorded, as COMMTRACE_RANKS asks: sums and means are "
             "over the recorded ranks."
         )
+    if coverage["not_selected"]:
+        yield (
+            f"{format_count(coverage['not_selected'])} calls of other steps than COMMTRACE_STEPS="
+            f"{coverage['steps_selected']} were not recorded: sums are over the recorded steps."
+        )
     if lost := lost_calls(coverage):
         total = f" of {int(coverage['calls']):,}" if is_known(coverage["calls"]) else ""
         yield f"Recorded {coverage['records']:,}{total} calls ({lost}): volumes are lower bounds."
@@ -248,7 +253,8 @@ def _calls(coverage: pd.Series[Any]) -> str:
     if not is_known(coverage["calls"]):
         return f"{text}; not every process wrote how many it counted"
     lost = lost_calls(coverage)
-    return f"{text} of {int(coverage['calls']):,} counted" + (f": {lost}" if lost else "")
+    left_out = f"; {format_count(coverage['not_selected'])} of steps not selected" if coverage["not_selected"] else ""
+    return f"{text} of {int(coverage['calls']):,} counted" + (f": {lost}" if lost else "") + left_out
 
 
 def lost_calls(coverage: pd.Series[Any]) -> str:

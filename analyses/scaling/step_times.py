@@ -73,9 +73,9 @@ def step_times(run: RecordedRun) -> StepTimes:
     if without_calls or not spans:
         ranks = f"rank {format_ranks(without_calls)}" if without_calls else "the run"
         raise LogError(f"{run.log.path}: {ranks} recorded no calls; record at least three steps on every rank")
-    chosen, marked = _choose_steps(spans)
+    chosen, marked = _choose_steps([span.loc[run.select_steps(span.index.to_numpy())] for span in spans])
     if not len(chosen):
-        raise LogError(f"{run.log.path}: no training step completed on every rank; record at least three steps")
+        raise LogError(f"{run.log.path}: no training step completed on every rank; record at least three in a row")
     calls = timed_calls(run, chosen)
     steps = [
         _measure_steps(calls.loc[calls["process"] == number], run.labels[number], spans[number], chosen)

@@ -70,6 +70,7 @@ BUS_BANDWIDTHS: Final = (
         "Bus bytes / duration of the calls with exact ends; missing for operations without a factor."),
     column("GB/s", format_bandwidth, "transfer_busbw_gb_per_s", "in transfer", "The same over transfer_ns alone."),
 )  # fmt: skip
+NOT_SELECTED: Final = count("not_selected", "", "Calls without a record because COMMTRACE_STEPS left out their steps.")
 NOT_FOUND: Final = count("not_found", "",
     "Further records that processes wrote, as their counters say, and the log lacks.")  # fmt: skip
 FIRST_ERROR: Final = text_column("first_error", "", "Message of the first hook error; missing if there was none.")

@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +27,7 @@ import numpy as np
 
 from commtrace.errors import LogError
 from commtrace.formatting import format_plural
-from commtrace.recording.recovery import copy_living_rings, record_keys, recover_records
+from commtrace.recording.recovery import copy_living_rings, record_keys, recover_records, split_kept
 from commtrace.recording.ring import RingCopy
 from commtrace.schema import WITHOUT_RECORD
 
@@ -50,6 +50,8 @@ class Process:
     segments: tuple[Segment, ...]
     seen_alive_ns: int = 0
     """Monotonic time at which the process was running and its memory was read; 0: it was not found running."""
+    kept: Segment | None = None
+    """Its last records, also of steps that were not recorded: for stuck calls; others would count records twice."""
 
     @property
     def run(self) -> str:
@@ -75,6 +77,11 @@ class Process:
         return ", ".join(texts + damaged + [f"hooks failed {format_plural(errors, 'time')}"] * bool(errors))
 
     @property
+    def not_selected(self) -> int:
+        """Number of calls of steps that COMMTRACE_STEPS does not select."""
+        return self._counter("not_selected")
+
+    @property
     def _unrecorded_calls(self) -> int:
         return sum(map(self._counter, WITHOUT_RECORD))
 
@@ -96,7 +103,7 @@ class Process:
 
         Work that visits every step, also those without a record, is so bounded by the number of records.
         """
-        calls = self._unrecorded_calls + sum(segment.count for segment in self.segments)
+        calls = self._unrecorded_calls + self.not_selected + sum(segment.count for segment in self.segments)
         if last_step < max(calls, _ALWAYS_VISITED):
             return None
         return f"its records lead to step {last_step:,}, but are only {calls:,}: steps have no records, or are damaged"
@@ -122,6 +129,7 @@ class Log:
 _STEM = r"(?P<stem>rank[^.]*-\d+)"
 _TABLES: Final = re.compile(_STEM + r"\.jsonl")
 _SEGMENT: Final = re.compile(_STEM + r"\.(?P<number>\d+|salvaged)\.npy(?P<open>\.open)?")
+_KEPT: Final = re.compile(_STEM + r"-kept\.npy")
 _ALWAYS_VISITED: Final = 1000
 """Steps that are visited however few records there are."""
 _RECOVERED: Final = 1 << 62
@@ -296,6 +304,7 @@ def _start_time(folder: Path, hosts: list[Path]) -> int:
 
 def _read_host(folder: Path, living: Mapping[Path, RingCopy], notes: list[Note]) -> Iterator[Process]:
     stems: dict[str, dict[int, Path]] = {}
+    kept: dict[str, Path] = {}
     for name in sorted(_list_folder(folder, notes) or ()):
         if match := _TABLES.fullmatch(name):
             stems.setdefault(match["stem"], {})
@@ -303,15 +312,17 @@ def _read_host(folder: Path, living: Mapping[Path, RingCopy], notes: list[Note])
             number = _RECOVERED if match["number"] == "salvaged" else int(match["number"])
             # Closed sorts before open: where a copy was made twice, the closed file holds the open one's records too.
             stems.setdefault(match["stem"], {}).setdefault(number, folder / name)
+        elif match := _KEPT.fullmatch(name):
+            kept[match["stem"]] = folder / name
         elif name.endswith((".npy", ".npy.open")):
             notes.append(Note("foreign", folder / name, "its name is not that of a segment", "it is left out"))
     for stem, segments in stems.items():
         copy = living.get(Path(os.path.realpath(folder)) / f"{stem}.jsonl") if living else None
-        yield _read_process(folder, stem, segments, copy, notes)
+        yield _read_process(folder, stem, segments, kept.get(stem), copy, notes)
 
 
 def _read_process(
-    folder: Path, stem: str, files: dict[int, Path], living: RingCopy | None, notes: list[Note]
+    folder: Path, stem: str, files: dict[int, Path], kept: Path | None, living: RingCopy | None, notes: list[Note]
 ) -> Process:
     path = folder / f"{stem}.jsonl"
     tables, table_notes = read_tables(path, b"" if living is None else living.tables)
@@ -322,10 +333,15 @@ def _read_process(
         notes += segment_notes
         segments += [segment] if segment else []
     notes += _missing_segments(path, tables, sorted(files))
+    kept_segment, kept_notes = (None, []) if kept is None else inspect_segment(kept)
+    notes += kept_notes
     if living is not None:
-        segments.append(_in_memory(path, segments, living))
+        records, kept_records, _ = split_kept(living.records, living.kept, living.identity)
+        segments.append(_in_memory(path, segments, living._replace(records=records)))
+        if len(kept_records):
+            kept_segment = MemorySegment(path, 0, len(kept_records), records=kept_records)
         tables.stats = {**(tables.stats or {}), **living.counters}
-    return _process(path, tables, segments, 0 if living is None else living.seen_ns)
+    return replace(_process(path, tables, segments, 0 if living is None else living.seen_ns), kept=kept_segment)
 
 
 def _process(path: Path, tables: ProcessTables, segments: Sequence[Segment], seen_ns: int = 0) -> Process:

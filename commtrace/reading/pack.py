@@ -104,6 +104,10 @@ def _pack_folder(directory: LogDirectory, folder: RunFolder, out: Path, packed: 
         process_writer.flush()
     packed.runs += 1
     packed.log_bytes += sum(file.stat().st_size for host in folder.hosts for file in host.iterdir() if file.is_file())
+    for process in processes:
+        if process.kept is not None:
+            text = "the last calls of steps that were not recorded"
+            packed.notes += (Note("process", process.kept.path, text, "not packed: stuck calls are found in the log"),)
     packed.notes += (*notes, *(note for process in processes for note in process.record_notes()))
 
 

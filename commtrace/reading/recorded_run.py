@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from commtrace.rank_ranges import rank_ranges
+from commtrace.rank_ranges import rank_ranges, select_steps
 from commtrace.schema import COPIED_COLUMNS, EVENT_COLUMNS, RECORD, Records
 
 from .labels import LABEL_COLUMNS, UNKNOWN, Array, RecordLabels, RunLabels, message_roles_of, roles_of, short_paths
@@ -90,17 +91,35 @@ class RecordedRun:
     @cached_property
     def ranks_not_selected(self) -> list[int]:
         """Ranks that were not recorded because COMMTRACE_RANKS does not select them, ascending."""
-        settings = [process.tables.process.get("settings") for process in self.processes]
-        selections = {str(one.get("ranks") or "") if isinstance(one, dict) else "" for one in settings}
-        if not selections or "" in selections:
-            return []
-        try:
-            selected = [*chain(*map(rank_ranges, selections))]
-        except ValueError:
-            return []  # damaged
+        selected = self._selection("ranks")
         present = {*self.ranks}
         missing = (rank for rank in range(self.world_size or 0) if rank not in present)
-        return [rank for rank in missing if not any(rank in ranks for ranks in selected)]
+        return [rank for rank in missing if selected and not any(rank in ranks for ranks in selected)]
+
+    @property
+    def selected_steps(self) -> str:
+        """The steps that COMMTRACE_STEPS selects on any rank, such as "0-9,100"; "": all."""
+        return ",".join(sorted(self._selections("steps"))) if self.step_ranges else ""
+
+    @cached_property
+    def step_ranges(self) -> list[range]:
+        """`selected_steps` as ranges; none: all."""
+        return self._selection("steps")
+
+    def select_steps(self, steps: Array) -> Array:
+        """Return whether each step was recorded on some rank, bool, shape (n,); start-up always is."""
+        return select_steps(steps, self.step_ranges) if self.step_ranges else np.ones(len(steps), bool)
+
+    def _selections(self, setting: str) -> set[str]:
+        settings = [process.tables.process.get("settings") for process in self.processes]
+        return {str(one.get(setting) or "") if isinstance(one, dict) else "" for one in settings}
+
+    def _selection(self, setting: str) -> list[range]:
+        """Return the ranges of a setting of all processes; none if one of them selects all."""
+        selections = self._selections(setting)
+        with suppress(ValueError):  # damaged
+            return [] if "" in selections else [*chain(*map(rank_ranges, selections))]
+        return []
 
     @property
     def world_size(self) -> int | None:

@@ -11,9 +11,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from commtrace import identity
+from commtrace.rank_ranges import rank_ranges
 from commtrace.settings import Settings
 
+from .kept_records import in_flight, not_selected, records_of_a_hang
 from .log_writer import LogWriter, warn
 from .recovery import recover_records
 from .slots import NO_SLOTS, SlotNumbers
@@ -37,7 +41,8 @@ class Drain:
     ) -> None:
         self._recorder, self._slots, self._writer, self._settings = recorder, recorder.slots, writer, settings
         self._calibrate = calibrate or (lambda: 0)
-        self._crossing_ns = self._written = self._cpu_ns = 0
+        self._selection = rank_ranges(settings.steps)
+        self._crossing_ns = self._written = self._not_selected = self._cpu_ns = 0
         self._costs: dict[str, int] = {}
         self._costs_at = 0.0
         self._counted: object = None
@@ -66,11 +71,12 @@ class Drain:
             self._costs = self._summary()
         return {
             "mono_ns": time.monotonic_ns(),
-            "calls": self._written + self._slots.taken + recorder.ring.dropped + recorder.unrecorded,
+            "calls": sum((self._moved, self._slots.taken, recorder.ring.dropped, recorder.unrecorded)),
             "dropped": recorder.ring.dropped,
             "removed": writer.removed,
             "lost": writer.lost,
             "unrecorded": recorder.unrecorded,
+            "not_selected": self._not_selected,
             "hook_errors": recorder.hook_errors,
             "first_error": recorder.first_error,
             "write_errors": writer.errors,
@@ -80,6 +86,10 @@ class Drain:
             "untimed": recorder.untimed,
             "device_clock_ns": recorder.device_clock_ns,
         }
+
+    @property
+    def _moved(self) -> int:
+        return self._written + self._not_selected
 
     def _summary(self) -> dict[str, int]:
         # Add the time from C++ into the hook, which the hook cannot measure. sorted, because the first call of numpy's
@@ -130,14 +140,27 @@ class Drain:
         self._cpu_ns = time.thread_time_ns()
         self._count()
 
-    def _move(self, slots: SlotNumbers) -> None:
-        written = slots[: self._writer.write(self._recorder.tables.lines, self._slots.records(slots))]
+    def _move(self, slots: SlotNumbers, *, is_last: bool = False) -> None:
+        """Write the records in slots, and free those that are on disk or not selected.
+
+        Of the last records, those of calls in flight are written whatever their step.
+        """
+        records = self._slots.records(slots)
+        if self._selection:
+            order = np.argsort(records["t_begin"], kind="stable")
+            slots, records = slots[order], records[order]
+            self._recorder.ring.keep(records)
+            left_out = not_selected(records, self._selection) & ~(is_last & in_flight(records))
+            self._not_selected += int(left_out.sum())
+            self._slots.release(slots[left_out])
+            slots, records = slots[~left_out], records[~left_out]
+        written = slots[: self._writer.write(self._recorder.tables.lines, records)]
         self._written += len(written)
         self._slots.release(written)
 
     def _count(self) -> None:
         due = time.monotonic() >= self._stats_at
-        counted = self._written, self._slots.taken, self._recorder.ring.dropped, self._recorder.hook_errors
+        counted = self._moved, self._slots.taken, self._recorder.ring.dropped, self._recorder.hook_errors
         if counted == self._counted and not due:
             return
         self._counted = counted
@@ -159,13 +182,14 @@ class Drain:
         if unwritten:
             self._slots.drop(unwritten)
         writer.retry()
-        self._move(slots)  # even without slots: it finds out which files were removed, before records are counted
+        # Even without slots: it finds out which files were removed, before records are counted.
+        self._move(slots, is_last=True)
         self._cpu_ns = time.thread_time_ns()
         stats = self.stats()
         recorder.ring.count(stats)
         self._add_stats(stats)
         recorder.tables.add("end", reason=self._reason, **identity.clock_readings())
-        writer.finish(recorder.tables.lines)
+        writer.finish(recorder.tables.lines, records_of_a_hang(recorder.ring.kept()))
         unwritten = self._slots.taken
         if unwritten or writer.unwritten(recorder.tables.lines):
             warn(f"{unwritten} calls could not be written: {writer.last_error}; {self._unwritten_place()}")

@@ -13,12 +13,14 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from commtrace.schema import Records
 from commtrace.settings import Settings
 
+from .kept_records import write_kept
 from .segment_writer import EMPTY, SegmentSeries, truncate, unlinked, write_all
 
 RETRY_SECONDS: Final = 5.0
@@ -90,11 +92,12 @@ class LogWriter:
         """Return how many of the table lines are not in the log."""
         return len(lines) - self._lines_written
 
-    def finish(self, lines: list[bytes]) -> None:
-        """Write the last lines and close the files. Never raises OSError."""
+    def finish(self, lines: list[bytes], kept: Records = EMPTY) -> None:
+        """Write the last lines and the records kept, and close the files. Never raises OSError."""
         self._retry_at = 0.0
         self.write(lines, EMPTY)
-        for close in (self._series.close, self._close_tables):
+        write_last = partial(write_kept, self.folder, self._series.stem, kept)
+        for close in (write_last, self._series.close, self._close_tables):
             try:
                 close()
             except OSError as error:

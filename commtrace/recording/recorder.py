@@ -89,7 +89,8 @@ class Recorder:
         """Called by the drain thread at each turn, for hooks that have something to release."""
         self._threads = itertools.count(1)
         self._thread = threading.local()
-        self.ring = ring.make_ring(settings.ring_records, settings.shm, name, {**process, "stem": stem})
+        identity_of_ring = {**process, "stem": stem, "steps": settings.steps}
+        self.ring = ring.make_ring(settings.ring_records, settings.shm, name, identity_of_ring, settings.kept_records)
         try:
             self._buffer: Any = self.ring.buffer
             self.slots = (make_slots or Slots)(self.ring)
@@ -105,7 +106,9 @@ class Recorder:
                 simulated=False, blind_spots=blind_spots,
             )  # fmt: skip
             folder = Path(settings.directory) / run / host
-            writer = LogWriter(folder, stem, settings, lambda stem: self.ring.describe({**process, "stem": stem}))
+            writer = LogWriter(
+                folder, stem, settings, lambda stem: self.ring.describe({**identity_of_ring, "stem": stem})
+            )
             self._drain = Drain(self, writer, settings, calibrate)
         except BaseException:
             self.ring.remove()

@@ -19,9 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from commtrace import identity
+from commtrace.rank_ranges import rank_ranges
 from commtrace.schema import RECORD, WITHOUT_RECORD, Records
 
 from . import ring
+from .kept_records import in_flight, not_selected, write_kept
 from .ring import OrphanedRing
 from .segment_writer import EMPTY, HEADER_BYTES, WrittenSegment, read_records
 
@@ -110,7 +112,8 @@ def _move_to_log(orphan: OrphanedRing) -> str:
     (folder / (recovered.name + ".open")).unlink(missing_ok=True)
     # A process may die after writing records, before freeing their slots: take those that no segment has.
     recent = _last_records(folder, stem, int(orphan.identity["capacity"]))
-    records = orphan.records[~np.isin(record_keys(orphan.records), record_keys(recent))]
+    records, kept, left_out = split_kept(orphan.records, orphan.kept, orphan.identity)
+    records = records[~np.isin(record_keys(records), record_keys(recent))]
     if len(records) and not recovered.exists():
         segment = WrittenSegment(recovered)
         try:
@@ -119,8 +122,9 @@ def _move_to_log(orphan: OrphanedRing) -> str:
         except OSError:
             segment.abandon()
             raise
+    write_kept(folder, stem, kept)
     number = _count_records(recovered)
-    _complete_tables(orphan, folder, stem, number)
+    _complete_tables(orphan, folder, stem, number, left_out)
     ring.remove_files(orphan.path)
     return f"{stem} on {host}: {number} records of a process that ended early were recovered"
 
@@ -166,7 +170,24 @@ def _count_records(path: Path) -> int:
         return 0
 
 
-def _complete_tables(orphan: OrphanedRing, folder: Path, stem: str, recovered: int) -> None:
+def split_kept(records: Records, kept: Records, identity_of_ring: dict[str, Any]) -> tuple[Records, Records, int]:
+    """Split the records of a ring by where they belong.
+
+    Args:
+        records: Those in its slots.
+        kept: Those that it keeps besides.
+        identity_of_ring: Whose they are.
+
+    Returns:
+        The records for the log, all kept records, and the number of those that only the selection keeps out of the log.
+    """
+    left_out = not_selected(records, rank_ranges(str(identity_of_ring.get("steps", "")))) & ~in_flight(records)
+    others = records[left_out]
+    new = others[~np.isin(record_keys(others), record_keys(kept))]
+    return records[~left_out], np.concatenate([kept, new]), len(others)
+
+
+def _complete_tables(orphan: OrphanedRing, folder: Path, stem: str, recovered: int, left_out: int) -> None:
     path = folder / f"{stem}.jsonl"
     # The copy in memory is ahead of the file, unless memory was full. No record refers to a last line that is cut.
     longest = max(orphan.tables(), path.read_bytes() if path.exists() else b"", key=len)
@@ -174,10 +195,11 @@ def _complete_tables(orphan: OrphanedRing, folder: Path, stem: str, recovered: i
     if b'{"table": "salvage"' in lines:
         return
     on_disk = sum(map(_count_records, folder.glob(f"{stem}.*.npy*")))
-    counters = {**dict.fromkeys(WITHOUT_RECORD, 0), **orphan.counters, "dropped": orphan.dropped}
+    counters = {**dict.fromkeys(WITHOUT_RECORD, 0), "not_selected": 0, **orphan.counters, "dropped": orphan.dropped}
+    counters["not_selected"] += left_out
     # The counters did not change between the last time that they were written and the last turn of the drain thread.
     counters["mono_ns"] = max(int(counters.get("mono_ns", 0)), orphan.alive_ns)
-    counters["calls"] = on_disk + sum(counters[name] for name in WITHOUT_RECORD)
+    counters["calls"] = on_disk + sum(counters[name] for name in (*WITHOUT_RECORD, "not_selected"))
     note = {"table": "salvage", "records": recovered, "host": identity.host(), "unix_ns": time.time_ns()}
     added = [json.dumps(row).encode() + b"\n" for row in ({"table": "stats", **counters}, note)]
     partial = path.with_name(path.name + ".salvage")

@@ -7,9 +7,12 @@ is made, which tmpfs honours. Where there is no room, the ring lies in private m
 
     offset 0        identity, twice: checksum and JSON (pid, log directory, stem of the log's files ...)
     offset 8192     the last counters, twice
+    offset 16352    how many kept records were begun and completed, since the start
     offset 16368    when the process was last seen alive: monotonic ns of the last turn of its drain thread
     offset 16376    number of calls that found the ring full
-    offset 16384    the records, 96 bytes each; a record whose state byte is not 0 is complete and not on disk yet
+    offset 16384    the records, 96 bytes each; a record whose state byte is not 0 is complete and not on disk yet;
+                    then the kept records, where there is room for any: the last ones that the drain thread took, in
+                    turn, on disk or not (`Ring.keep`)
 
 The two copies are written in turn, because a kill may hit in the middle of a store. The process's tables lie beside the
 ring, under the same name with `.jsonl`. A lock on the ring says that its process lives. It is a POSIX lock: forked
@@ -36,6 +39,7 @@ from commtrace.schema import RECORD, Records
 
 IDENTITY_AT: Final = 0
 COUNTERS_AT: Final = 8192
+KEPT_AT: Final = 16352
 ALIVE_AT: Final = 16368
 DROPPED_AT: Final = 16376
 RECORDS_AT: Final = 16384
@@ -53,18 +57,27 @@ _own_rings: Final[set[Path]] = set()
 class Ring:
     """A fixed number of record slots. `buffer` is all its memory, `records` an array of shape (capacity,) in it."""
 
-    def __init__(self, capacity: int, path: Path | None, identity: dict[str, Any]) -> None:
-        """Create the file `path`, or private memory for None. Raises OSError or ValueError if there is no file."""
+    def __init__(self, capacity: int, path: Path | None, identity: dict[str, Any], kept: int = 0) -> None:
+        """Create the file `path`, or private memory for None. Raises OSError or ValueError if there is no file.
+
+        Args:
+            capacity: Number of slots.
+            path: The file.
+            identity: Of the ring's process.
+            kept: Number of records that `keep` has room for.
+        """
         self.capacity = capacity
         self.path: Path | None = path
         self._fd = self._tables_fd = -1
         self._turns = {IDENTITY_AT: 0, COUNTERS_AT: 0}
-        size = RECORDS_AT + capacity * RECORD.itemsize
+        size = RECORDS_AT + (capacity + kept) * RECORD.itemsize
         if path is None:
             self.buffer: mmap.mmap | bytearray = mmap.mmap(-1, size)
         else:
             self._create(path, size, identity)
         self.records: Records = np.frombuffer(self.buffer, RECORD, capacity, RECORDS_AT)
+        self._kept: Records = np.frombuffer(self.buffer, RECORD, kept, RECORDS_AT + self.records.nbytes)
+        self._kept_count = 0
 
     def _create(self, path: Path, size: int, identity: dict[str, Any]) -> None:
         # Under another name until it is locked and has its identity, so that it is not taken for a dead process's.
@@ -107,6 +120,21 @@ class Ring:
         """Note that the process is alive: when a killed process ended is known from this alone."""
         _NUMBER.pack_into(self.buffer, ALIVE_AT, time.monotonic_ns())
 
+    def keep(self, records: Records) -> None:
+        """Write records over the oldest ones kept."""
+        records = records[-len(self._kept) :] if len(self._kept) else records[:0]
+        if len(records):
+            at = (self._kept_count + np.arange(len(records))) % len(self._kept)
+            begun = self._kept_count + len(records)
+            _NUMBER.pack_into(self.buffer, KEPT_AT, begun)  # what is overwritten is not valid from here on
+            self._kept[at] = records
+            _NUMBER.pack_into(self.buffer, KEPT_AT + 8, begun)
+            self._kept_count = begun
+
+    def kept(self) -> Records:
+        """Return a copy of the records kept, the oldest first."""
+        return _kept_in(self._kept, self._kept_count, self._kept_count)
+
     def _put(self, start: int, value: dict[str, Any]) -> bool:
         turn = self._turns[start] + 1
         text = json.dumps({"turn": turn, **value}).encode()
@@ -147,12 +175,28 @@ class Ring:
         self._fd = self._tables_fd = -1
 
 
-def make_ring(capacity: int, folder: str, name: str, identity: dict[str, Any]) -> Ring:
-    """Make a ring in `folder` (memory-backed), or in private memory where that has no room."""
+def make_ring(capacity: int, folder: str, name: str, identity: dict[str, Any], kept: int = 0) -> Ring:
+    """Make a ring in `folder` (memory-backed), or in private memory where that has no room; arguments as `Ring`."""
     try:
-        return Ring(capacity, Path(folder) / f"commtrace-{name}.ring", identity)
+        return Ring(capacity, Path(folder) / f"commtrace-{name}.ring", identity, kept)
     except (OSError, ValueError):
-        return Ring(capacity, None, identity)
+        return Ring(capacity, None, identity, kept)
+
+
+def _kept_in(slots: Records, begun: int, completed: int) -> Records:
+    """Return what was kept in slots, the oldest first, without those that were being overwritten."""
+    return slots[np.arange(max(0, begun - len(slots)), completed) % max(1, len(slots))]
+
+
+def _read_records(data: bytes, capacity: int) -> tuple[Records, Records]:
+    """Return the slots of a ring, and those of its kept records."""
+    slots = np.frombuffer(data, RECORD, capacity, RECORDS_AT)
+    return slots, np.frombuffer(data[RECORDS_AT + slots.nbytes :], RECORD)
+
+
+def _kept_counts(data: bytes, at: int = KEPT_AT) -> tuple[int, int]:
+    begun, completed = _ALIVE_AND_DROPPED.unpack_from(data, at)
+    return begun, completed
 
 
 def remove_files(path: Path) -> None:
@@ -189,8 +233,9 @@ class OrphanedRing:
         if self.identity.get("format") != RING_FORMAT:
             raise ValueError("not a ring of commtrace")
         self.alive_ns, self.dropped = _ALIVE_AND_DROPPED.unpack_from(data, ALIVE_AT)
-        records = np.frombuffer(data, RECORD, int(self.identity["capacity"]), RECORDS_AT)
+        records, kept = _read_records(data, int(self.identity["capacity"]))
         self.records: Records = records[records["state"] != 0]
+        self.kept: Records = _kept_in(kept, *_kept_counts(data))
 
     def tables(self) -> bytes:
         """Return the process's tables as JSON lines; the last one may be cut."""
@@ -239,6 +284,8 @@ class RingCopy(NamedTuple):
     records: Records
     """Those that did not change while they were copied: the others are being written."""
     tables: bytes
+    kept: Records
+    """The last records that left the ring, in turn; none where nothing is kept."""
 
     @property
     def capacity(self) -> int:
@@ -258,15 +305,17 @@ def copy_living(path: Path) -> RingCopy | None:
             seen_ns, size = time.monotonic_ns(), os.fstat(fd).st_size
             # The fields of a record that is being written may be of two calls, whatever its state: it differs.
             first, data = os.pread(fd, size, 0), os.pread(fd, size, 0)
+            begun, _ = _kept_counts(os.pread(fd, 16, KEPT_AT), 0)
             identity, counters = _latest(data, IDENTITY_AT), _latest(data, COUNTERS_AT)
             if identity.get("format") != RING_FORMAT or _holder(fd) not in (identity.get("pid"), None):
                 return None
         finally:
             os.close(fd)
-        before, after = (np.frombuffer(copy, RECORD, int(identity["capacity"]), RECORDS_AT) for copy in (first, data))
+        (before, _), (after, kept) = (_read_records(copy, int(identity["capacity"])) for copy in (first, data))
         records = after[(after["state"] != 0) & (before.view(_BYTES) == after.view(_BYTES))]
         (counters["dropped"],) = _NUMBER.unpack_from(data, DROPPED_AT)
-        return RingCopy(seen_ns, identity, counters, records, path.with_suffix(".jsonl").read_bytes())
+        kept = _kept_in(kept, begun, _kept_counts(data)[1])
+        return RingCopy(seen_ns, identity, counters, records, path.with_suffix(".jsonl").read_bytes(), kept)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -18,6 +18,7 @@ from ranks import Nursery, Ranks
 from stuck_jobs import others, stuck_calls_of, wait_for_stuck_calls
 
 from commtrace.cli import main
+from commtrace.run import open_run
 
 # Operation, whether the other ranks wait, and what is said of rank 1: it is absent, or it disagrees.
 KINDS = {
@@ -94,6 +95,20 @@ def test_a_job_that_hangs_and_is_killed(kind: str, size: int, nursery: Nursery, 
     ranks.kill(*range(size))
     ranks.wait()
     assert_named(kind, size, stuck_calls_of(log))
+
+
+def test_a_job_of_which_only_some_steps_are_recorded(nursery: Nursery, tmp_path: Path) -> None:
+    """What its ranks did in the other steps decides who was absent, also after they were killed."""
+    log = tmp_path / "log"
+    ranks = nursery.start("stuck", log, "absent", ranks=3, STEPS="1", drain_ms=10)
+    assert_named("absent", 3, wait_for_stuck_calls(log))
+    ranks.kill(0, 1, 2)
+    ranks.wait()
+    assert_named("absent", 3, stuck_calls_of(log))
+    run = open_run(log)
+    assert run.table("coverage")["not_selected"].tolist() == [3 * 2 * 4 - 4]  # of rank 2, no call of the pair
+    complete = run.events().loc[lambda calls: calls["state"] == "complete"]
+    assert {*complete["step"]} == {1}
 
 
 def test_check_has_a_status_for_it(nursery: Nursery, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

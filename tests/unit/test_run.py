@@ -12,7 +12,7 @@ from factory import ALL_GATHER, ALL_REDUCE, ALONE, PAIR, RECV, SEND, WORLD, LogF
 
 from commtrace.errors import NoSuchTableError
 from commtrace.formatting import format_ranks, parse_ranks
-from commtrace.rank_ranges import is_selected
+from commtrace.rank_ranges import is_selected, rank_ranges, select_steps
 from commtrace.reading.labels import group_label, short_paths
 from commtrace.reading.table_reader import RecordedGroup
 from commtrace.run import open_run
@@ -147,6 +147,11 @@ def test_ranks_as_text_and_back(ranks: tuple[int, ...], text: str) -> None:
 def test_selections_of_ranks(text: str, selected: Iterable[int]) -> None:
     assert [rank for rank in range(20) if is_selected(rank, text)] == [*selected]
     assert not text or parse_ranks(text) == [*selected]
+
+
+def test_selections_of_steps() -> None:
+    steps = np.arange(-1, 12)
+    assert steps[select_steps(steps, rank_ranges("2,5-11:3"))].tolist() == [-1, 2, 5, 8, 11]
 
 
 def test_more_ranks_than_a_job_has_are_a_mistake() -> None:

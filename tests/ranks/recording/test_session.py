@@ -63,6 +63,30 @@ def test_only_selected_ranks_are_recorded(nursery: Nursery, tmp_path: Path, caps
     assert "of rank 1-2" in capsys.readouterr().out
 
 
+def test_only_selected_steps_are_recorded(nursery: Nursery, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = {}
+    for steps in ("", "1,4-6"):
+        log = tmp_path / f"log{steps}"
+        statuses, outputs = nursery.run("changed_training", log, 9, "none", STEPS=steps)
+        assert statuses == [0] * 2, outputs
+        runs[steps] = open_run(log)
+    full, some = (run.table("volume_by_step").set_index("step") for run in runs.values())
+    assert some.index.tolist() == [-1, 1, 4, 5, 6]
+    assert some.equals(full.loc[some.index])
+    coverage, all_calls = runs["1,4-6"].table("coverage").iloc[0], int(full["calls"].sum())
+    assert (coverage["records"], coverage["calls"], coverage["not_found"]) == (some["calls"].sum(), all_calls, 0)
+    assert coverage["not_selected"] == all_calls - some["calls"].sum()
+    assert coverage["steps_selected"] == "1,4-6"
+    assert main(["check", str(log)]) == 0
+    assert "as expected" in capsys.readouterr().out
+    assert main(["report", str(log), "--width", "200"]) == 0
+    assert f"{coverage['not_selected']} calls of other steps than COMMTRACE_STEPS=1,4-6" in capsys.readouterr().out
+    for pair in ((tmp_path / "log", log), (log, tmp_path / "log"), (log, log)):
+        assert main(["diff", *map(str, pair)]) == 0, capsys.readouterr().out
+    assert main(["check", str(log), "--update-baseline", str(tmp_path / "baseline")]) == 1
+    assert "was recorded with COMMTRACE_STEPS" in capsys.readouterr().err
+
+
 def test_a_call_that_is_forgotten_just_before_the_end(nursery: Nursery, tmp_path: Path) -> None:
     """Its Work is let go of when the log is closed, and not before."""
     statuses, outputs = nursery.run("ending", tmp_path / "log", "forgotten", ranks=1, drain_ms=60_000)

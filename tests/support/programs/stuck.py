@@ -12,6 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+import commtrace
+
 KIND = sys.argv[1]
 dist.init_process_group("gloo", timeout=timedelta(seconds=float(sys.argv[2]) if len(sys.argv) > 2 else 600))
 RANK, SIZE = dist.get_rank(), dist.get_world_size()
@@ -87,6 +89,8 @@ def train() -> None:
 
 
 for _ in range(5):
+    if "COMMTRACE_STEPS" in os.environ:
+        commtrace.step()
     time.sleep(0.01)
     dist.all_reduce(tensor)
     dist.all_reduce(tensor, group=pair)

@@ -7,11 +7,13 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import processes
 import pytest
 
 from commtrace.recording import ring
 from commtrace.recording.ring import OrphanedRing, Ring
+from commtrace.schema import RECORD
 
 IDENTITY = {"directory": "/log", "run": "run", "host": "host", "stem": "rank00000-1"}
 
@@ -39,6 +41,29 @@ def test_what_is_left_can_be_read(tmp_path: Path) -> None:
         assert left.records["t_begin"].tolist() == [11]
         ring.remove_files(left.path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("calls", "left"), [(0, 0), (3, 3), (5, 5), (12, 5), (40, 5)])
+def test_the_last_records_are_kept(calls: int, left: int, tmp_path: Path) -> None:
+    made = ring.make_ring(16, str(tmp_path), "1-2-3", IDENTITY, kept=5)
+    records = np.zeros(calls, RECORD)
+    records["seq"] = np.arange(calls)
+    for part in np.array_split(records, 3):
+        made.keep(part)
+    expected = [*range(calls)][-left:] if left else []
+    assert made.kept()["seq"].tolist() == expected
+    with OrphanedRing(dead(made)) as orphan:
+        assert orphan.kept["seq"].tolist() == expected
+
+
+def test_what_a_kill_overwrites_is_not_kept(tmp_path: Path) -> None:
+    made = ring.make_ring(16, str(tmp_path), "1-2-3", IDENTITY, kept=5)
+    records = np.zeros(7, RECORD)
+    records["seq"] = np.arange(7)
+    made.keep(records)
+    made.buffer[ring.KEPT_AT : ring.KEPT_AT + 8] = (7).to_bytes(8, "little")  # two more were begun
+    with OrphanedRing(dead(made)) as orphan:
+        assert orphan.kept["seq"].tolist() == [4, 5, 6]
 
 
 def test_only_its_user_may_read_it(tmp_path: Path) -> None:
