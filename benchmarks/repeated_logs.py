@@ -46,7 +46,12 @@ def write_repeated(recorded: Path, folder: Path, repetition: Repetition) -> int:
     """Write a log. Return the number of its records."""
     run = open_run(recorded, recover=False)
     world = len(run.processes)
-    parts = [_repeated(process, repetition) for process in run.processes]
+    recorded_of = [np.concatenate([*_blocks(process)]) for process in run.processes]
+    span_ns = _span_ns(recorded_of, repetition.period)
+    parts = [
+        _repeated(process, records, span_ns, repetition)
+        for process, records in zip(run.processes, recorded_of, strict=True)
+    ]
     for rank in range(repetition.ranks):
         records, source = parts[rank % world][0], run.processes[rank % world]
         base = 0 if repetition.together else rank - rank % world
@@ -64,9 +69,19 @@ def write_repeated(recorded: Path, folder: Path, repetition: Repetition) -> int:
     return sum(len(parts[rank % world][0]) for rank in range(repetition.ranks))
 
 
-def _repeated(process: Process, repetition: Repetition) -> tuple[Records, int, int]:
+def _blocks(process: Process) -> Iterator[Records]:
+    return (block for segment in process.segments for block in segment.blocks())
+
+
+def _span_ns(recorded_of: list[Records], period: int) -> int:
+    """Return how long the last steps of all processes took together: calls of the same operation stay together."""
+    last = [records[records["step"] > records["step"].max() - period] for records in recorded_of]
+    begin = min(int(records["t_begin"].min()) for records in last)
+    return max(int(records[name].max()) for records in last for name in TIMES) - begin + 1
+
+
+def _repeated(process: Process, records: Records, span: int, repetition: Repetition) -> tuple[Records, int, int]:
     """Return the records of a process, how many more it made, and by how many ns its end is later."""
-    records = np.concatenate([block for segment in process.segments for block in segment.blocks()])
     if repetition.together:
         gathers = [number for number, kind in process.tables.kinds.items() if kind.op == "all_gather"]
         records["payload"][np.isin(records["kind"], gathers)] *= repetition.ranks // int(
@@ -74,7 +89,6 @@ def _repeated(process: Process, repetition: Repetition) -> tuple[Records, int, i
         )
     steps = records["step"]
     last = records[steps > steps.max() - repetition.period]
-    span = int(max(last[name].max() for name in TIMES) - last["t_begin"].min()) + 1
     turns = np.repeat(np.arange(repetition.removed, repetition.repeats), len(last))
     later = last[np.tile(np.arange(len(last)), repetition.repeats - repetition.removed)]
     later["step"] += (turns * repetition.period).astype(later["step"].dtype)
