@@ -10,7 +10,7 @@ An analysis is three functions, as in map and reduce:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -131,14 +131,14 @@ class _Columns:
     filled: int = 0
 
     @staticmethod
-    def of(size: int) -> _Columns:
-        types = {name: RECORD[name] for name in _READ_FIELDS} | dict.fromkeys(_IDS, np.int64)
+    def of(fields: Iterable[str], size: int) -> _Columns:
+        types = {name: RECORD[name] for name in fields} | dict.fromkeys(_IDS, np.int64)
         return _Columns({name: np.empty(size, type_) for name, type_ in (types | _OF_PROCESS_TYPES).items()})
 
     def fill(self, records: Records, process: ProcessIds) -> None:
         """Append records of a process."""
         rows = slice(self.filled, self.filled + len(records))
-        _copy_fields(records, {name: self.columns[name][rows] for name in _READ_FIELDS})
+        _copy_fields(records, {name: self.columns[name][rows] for name in self.columns if name not in _OF_PROCESS})
         for name in _IDS:
             self.columns[name][rows] = process.of_run(name, self.columns[name][rows])
         self.columns["process"][rows], self.columns["rank"][rows] = process.number, process.rank
@@ -266,20 +266,47 @@ def _partials(analyses: Sequence[Analysis], labels: RunLabels, task: _Task) -> t
     return tables, [segment for _, segment in task]
 
 
-def _read_columns(task: _Task) -> Iterator[_Columns]:
+def read_blocks(
+    run: RecordedRun,
+    segments: Callable[[Process], Iterable[Segment]],
+    select: Callable[[Records], Records],
+    fields: Sequence[str],
+) -> Iterator[RecordBlock]:
+    """Yield records of a run, process by process in the order of the log, in blocks that span processes.
+
+    Args:
+        run: The run.
+        segments: Which segments of a process are read.
+        select: Chooses among records, shape (n,); the others are left out.
+        fields: Fields that are needed besides those of every block.
+    """
+    processes = zip(run.run_labels.processes, run.processes, strict=True)
+    task = [(ids, segment) for ids, process in processes for segment in segments(process)]
+    for columns in _read_columns(task, select, fields):
+        yield RecordBlock(columns, run.run_labels)
+
+
+def _all(records: Records) -> Records:
+    return records
+
+
+def _read_columns(
+    task: _Task, select: Callable[[Records], Records] = _all, fields: Sequence[str] = ()
+) -> Iterator[_Columns]:
     """Yield the records of a task in blocks that span processes."""
+    fields = [*dict.fromkeys((*_READ_FIELDS, *fields))]
     size = max(1, min(ROWS_OF_BLOCK, sum(segment.count for _, segment in task)))
     memory = bytearray(min(BLOCK, max((segment.count for _, segment in task), default=0)) * RECORD.itemsize)
-    columns = _Columns.of(size)
+    columns = _Columns.of(fields, size)
     for process, segment in task:
         for records in segment.blocks(memory=memory):
-            rest = records
+            rest = select(records)
             while len(rest):
                 part, rest = np.split(rest, [size - len(columns)])
                 columns.fill(part, process)
                 if len(columns) == size:
                     yield columns
-                    columns = _Columns.of(size)
+                    columns = _Columns.of(fields, size)
     if len(columns):
         yield columns
 

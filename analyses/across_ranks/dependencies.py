@@ -15,6 +15,7 @@ import numpy as np
 
 from commtrace.analyses.fold_engine import Array, RecordBlock
 from commtrace.reading.recorded_run import RecordedRun
+from commtrace.reading.table_reader import integer_or_none
 from commtrace.schema import OPERATIONS, Clock, Flag, State
 
 from .matching import MatchedCalls
@@ -29,6 +30,7 @@ FAILED: Final = 4
 """Bit of a call that raised an exception."""
 
 _DEVICE_CLOCKS: Final = (int(Clock.DEVICE), int(Clock.DEVICE_WAIT))
+_LARGEST_ERROR_NS: Final = 1 << 58
 _UNEVEN_VARIANTS: Final = ("v", "w")
 """Last letters of MPI's all_to_alls whose shares may be empty; the recorder does not flag them."""
 
@@ -43,15 +45,13 @@ def completions(run: RecordedRun) -> Callable[[RecordBlock], Array]:
 
     A device's times may be early on the host's clock by an error that the recorder measures; it is added.
     """
-    errors = [(process.tables.stats or {}).get("device_clock_ns") for process in run.processes]
+    measured = ((process.tables.stats or {}).get("device_clock_ns") for process in run.processes)
+    errors = np.array([min(max(integer_or_none(error) or 0, 0), _LARGEST_ERROR_NS) for error in measured], np.int64)
 
     def completion(block: RecordBlock) -> Array:
         end = np.where(block["state"] == State.COMPLETE, block["t_end"], 0)
         on_device = np.isin(block["clock"], _DEVICE_CLOCKS) & (end > 0)
-        if on_device.any():
-            error = errors[block.labels.number]
-            end = np.where(on_device, end + error if type(error) is int else 0, end)
-        return end
+        return np.where(on_device, end + errors[block["process"]], end) if on_device.any() else end
 
     return completion
 
@@ -66,7 +66,8 @@ def dependencies(block: RecordBlock) -> Array:
     variants = labels.categories("variant").astype(str)
     may_be_empty = np.char.endswith(variants, _UNEVEN_VARIANTS[0]) | np.char.endswith(variants, _UNEVEN_VARIANTS[1])
     even &= ~(may_be_empty & (labels.categories("api").astype(str) == "mpi"))[labels.index("kind", kinds)]
-    root, other = (block["peer"] == labels.rank), (block["peer"] >= 0) & (block["peer"] != labels.rank)
+    root = block["peer"] == block["rank"]
+    other = (block["peer"] >= 0) & ~root
     always, never = np.ones(len(block), bool), np.zeros(len(block), bool)
     rules: Mapping[str, tuple[Any, Any]] = {
         "barrier": (always, always),

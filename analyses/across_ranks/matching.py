@@ -15,14 +15,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from commtrace.analyses.fold_engine import EMPTY_BLOCK, Array, RecordBlock, group_rows
-from commtrace.reading.labels import LABEL_COLUMNS, UNKNOWN, RecordLabels
+from commtrace.analyses.fold_engine import EMPTY_BLOCK, Array, RecordBlock, group_rows, read_blocks
+from commtrace.reading.labels import LABEL_COLUMNS, UNKNOWN
+from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun
-from commtrace.reading.segment_reader import BLOCK
+from commtrace.reading.segment_reader import Segment, last_records
 from commtrace.reading.table_reader import RecordedGroup
 from commtrace.schema import RECORD, Flag, Records
 
@@ -32,6 +33,8 @@ NOT_MATCHED: Final = -1
 
 _NOT_MATCHED_OPERATIONS: Final = (*ONE_SIDED, "sendrecv", UNKNOWN)
 _FEW: Final = 1 << 20
+_VALUES: Final = ("phase", "state", "flags")
+"""Columns with text whose positions in the labels are the values in the record."""
 _KEY_FIELDS: Final = ("seq", "group", "kind", "peer", "tag", "flags")
 
 
@@ -109,14 +112,19 @@ class MatchedCalls:
     def largest(self, values: Array, start: int = 0) -> Array:
         """Return the largest of the values, shape (calls,), in each instance, int64, shape (instances,)."""
         result = np.full(len(self.channel), start, np.int64)
-        np.maximum.at(result, self["instance"][self.matched], values[self.matched])
+        np.maximum.at(result, self["instance"][self.matched], _int64(values[self.matched]))
         return result
 
     def smallest(self, values: Array) -> Array:
         """Return the smallest of the values, shape (calls,), in each instance, int64, shape (instances,)."""
         result = np.full(len(self.channel), np.iinfo(np.int64).max)
-        np.minimum.at(result, self["instance"][self.matched], values[self.matched])
+        np.minimum.at(result, self["instance"][self.matched], _int64(values[self.matched]))
         return result
+
+
+def _int64(values: Array) -> Array:
+    """Return the values as int64: `ufunc.at` takes 15 times as long where it converts them."""
+    return values.astype(np.int64, copy=False)
 
 
 Derived: TypeAlias = Callable[[RecordBlock], Array]
@@ -130,100 +138,109 @@ def match_calls(
     *,
     derived: Mapping[str, Derived] = MappingProxyType({}),
     part: tuple[int, int] = (0, 1),
+    last: int | None = None,
 ) -> MatchedCalls:
     """Read the calls of a run and match them across ranks.
 
     Args:
         run: The run. Dry runs are matched too; they have no times.
         columns: Fields of the record (`schema.RECORD`), or columns of the event table with text, such as "op", "role"
-            and "site", which become positions in `MatchedCalls.categories`.
+            and "site", which become positions in `MatchedCalls.categories`; of "phase", "state" and "flags", they are
+            the values in the record.
         steps: Steps whose calls are wanted, shape (steps,); None: all.
         derived: Further columns by name, computed while the records are read.
         part: (i, n): only operations whose number in their channel is i modulo n, of a log too long for memory.
+        last: Number of records of each process that are read, the last ones; None: all.
 
     Returns:
         The calls, process by process in the order of the log. Memory: 12 bytes a call and those of the columns.
     """
-    return _Matcher(columns, derived, part).read(run, steps)
+    return _Matcher(columns, derived, part, last).read(run, steps)
 
 
 class _Matcher:
-    def __init__(self, columns: Sequence[str], derived: Mapping[str, Derived], part: tuple[int, int]) -> None:
-        self._derived, self._part = derived, part
+    def __init__(
+        self, columns: Sequence[str], derived: Mapping[str, Derived], part: tuple[int, int], last: int | None
+    ) -> None:
+        self._derived, self._part, self._last = derived, part, last
         self._fields = [name for name in columns if name not in LABEL_COLUMNS]
-        self._labels = {name: _Numbers() for name in columns if name in LABEL_COLUMNS}
-        self._channels = _Numbers()
+        self._labels = [name for name in columns if name in LABEL_COLUMNS]
+        self._channels: dict[tuple[int, int, int, int], int] = {}
+        """Number of each channel, by group, source, destination and tag; the group as its id in the run."""
         self._users: dict[tuple[int, int, bool], int] = {}
         """Process that uses a channel as a rank: (number of the channel, rank, whether it receives)."""
 
     def read(self, run: RecordedRun, steps: Array | None) -> MatchedCalls:
-        segments = [segment.count for process in run.processes for segment in process.segments]
+        records = sum(segment.count for process in run.processes for segment in self._segments(process))
         dtypes = {name: RECORD[name] for name in self._fields}
         dtypes |= {name: compute(EMPTY_BLOCK).dtype for name, compute in self._derived.items()}
         dtypes |= dict.fromkeys(["process", *self._labels], np.dtype(np.int32)) | {"key": np.dtype(np.int64)}
         # Memory that nothing is written to is not used: rows that are not wanted cost none.
-        columns = {name: np.empty(sum(segments), dtype) for name, dtype in dtypes.items()}
-        memory = bytearray(min(BLOCK, max(segments, default=0)) * RECORD.itemsize)
+        columns = {name: np.empty(records, dtype) for name, dtype in dtypes.items()}
         stop = 0
-        for labels, process in zip(run.labels, run.processes, strict=True):
-            to_number = {name: numbers.of(labels.categories(name)) for name, numbers in self._labels.items()}
-            for segment in process.segments:
-                if steps is not None and 0 <= segment.last_step < min(steps, default=0):
-                    continue
-                for records in segment.blocks(memory=memory):
-                    wanted = self._wanted(records, steps)
-                    block = RecordBlock(wanted, labels)
-                    rows = slice(stop, stop := stop + len(wanted))
-                    columns["key"][rows] = self._keys(block, process.tables.groups)
-                    columns["process"][rows] = labels.number
-                    for name, compute in self._derived.items():
-                        columns[name][rows] = compute(block)
-                    for name in self._fields:
-                        columns[name][rows] = wanted[name]
-                    for name, numbers in to_number.items():
-                        columns[name][rows] = numbers[labels.index(LABEL_COLUMNS[name], labels.ids(name, wanted))]
+        for block in self._blocks(run, steps):
+            rows = slice(stop, stop := stop + len(block))
+            columns["key"][rows] = self._keys(block)
+            columns["process"][rows] = block["process"]
+            for name, compute in self._derived.items():
+                columns[name][rows] = compute(block)
+            for name in self._fields:
+                columns[name][rows] = block[name]
+            for name in self._labels:
+                positions = block.labels.index if name in _VALUES else block.labels.codes
+                columns[name][rows] = positions(name, block.labels.ids(name, block))
         columns = {name: column[:stop] for name, column in columns.items()}
-        channels = [*self._channels.values]
+        groups = run.run_labels.groups
+        channels = [Channel(groups[group], *addresses) for group, *addresses in self._channels]
         columns["instance"], channel, seq = _instances(columns.pop("key"), channels)
-        categories = {name: np.array([*numbers.values], object) for name, numbers in self._labels.items()}
+        labels = run.run_labels
+        categories = {name: (labels.categories if name in _VALUES else labels.distinct)(name) for name in self._labels}
         return MatchedCalls(columns, categories, channels, channel, seq)
 
-    def _wanted(self, records: Records, steps: Array | None) -> Records:
-        if steps is not None:
-            records = records[np.isin(records["step"], steps)]
-        number, parts = self._part
-        return records if parts == 1 else records[records["seq"] % parts == number]
+    def _segments(self, process: Process) -> Sequence[Segment]:
+        return process.segments if self._last is None else last_records(process.segments, self._last)
 
-    def _keys(self, block: RecordBlock, groups: Mapping[int, RecordedGroup]) -> Array:
+    def _blocks(self, run: RecordedRun, steps: Array | None) -> Iterator[RecordBlock]:
+        number, parts = self._part
+
+        def select(records: Records) -> Records:
+            if steps is not None:
+                records = records[np.isin(records["step"], steps)]
+            return records if parts == 1 else records[records["seq"] % parts == number]
+
+        return read_blocks(run, self._segments, select, [*_KEY_FIELDS, *self._fields])
+
+    def _keys(self, block: RecordBlock) -> Array:
         """Return channel and number of each call as one integer, NOT_MATCHED for those that have none."""
         labels = block.labels
-        fields = {name: block.records[name].astype(np.int64) for name in _KEY_FIELDS}
-        at = labels.index("kind", fields["kind"])
+        at = labels.index("kind", block["kind"])
         sends, receives, mpi, not_matched = (
             np.isin(labels.categories(column).astype(str), values)[at]
             for column, values in (("op", "send"), ("op", "recv"), ("api", "mpi"), ("op", _NOT_MATCHED_OPERATIONS))
         )
         message = sends | receives
-        from_anywhere = message & ((fields["peer"] < 0) | (mpi & (fields["tag"] < 0)))
-        usable = ~(not_matched | from_anywhere | ((fields["flags"] & Flag.CAPTURED) != 0))
-        addresses = [np.where(message, fields[name], -1) for name in ("peer", "tag")]
-        first, numbers = group_rows([fields["group"], *addresses, sends, receives, usable])
+        from_anywhere = message & ((block["peer"] < 0) | (mpi & (block["tag"] < 0)))
+        usable = ~(not_matched | from_anywhere | ((block["flags"] & int(Flag.CAPTURED)) != 0))
+        usable &= labels.group_sizes(block["group"]) > 0
+        peer, tag = (np.where(message, block[name], -1) for name in ("peer", "tag"))
+        rank = np.where(message, block["rank"], -1)
+        source, destination = np.where(sends, rank, peer), np.where(sends, peer, rank)
+        uses = [block["group"], source, destination, tag, block["rank"], receives, block["process"]]
+        first, numbers = group_rows([*uses, usable])
         channels = np.full(len(first), NOT_MATCHED, np.int64)
-        for number, row in enumerate(first.tolist()):
-            group = groups.get(int(fields["group"][row]))
-            if usable[row] and group is not None:
-                peer, tag = (int(values[row]) for values in addresses)
-                source, destination = (labels.rank, peer) if sends[row] else (peer, labels.rank)
-                channel = Channel(group, source, destination, tag) if message[row] else Channel(group)
-                channels[number] = self._used_by(channel, labels, bool(receives[row]))
+        chosen = np.flatnonzero(usable[first])
+        channels[chosen] = [
+            self._used_by(*use) for use in zip(*(use[first[chosen]].tolist() for use in uses), strict=True)
+        ]
         known = channels[numbers]
-        return np.where(known == NOT_MATCHED, NOT_MATCHED, known << 32 | fields["seq"])
+        return np.where(known == NOT_MATCHED, NOT_MATCHED, known << 32 | block["seq"].astype(np.int64))
 
-    def _used_by(self, channel: Channel, labels: RecordLabels, receives: bool) -> int:
+    def _used_by(
+        self, group: int, source: int, destination: int, tag: int, rank: int, receives: bool, process: int
+    ) -> int:
         """Return the number of a channel; NOT_MATCHED if another process uses it as the same rank."""
-        number = self._channels.number(channel)
-        user = self._users.setdefault((number, labels.rank, receives), labels.number)
-        return number if user == labels.number else NOT_MATCHED
+        number = self._channels.setdefault((group, source, destination, tag), len(self._channels))
+        return number if self._users.setdefault((number, rank, receives), process) == process else NOT_MATCHED
 
 
 def _instances(keys: Array, channels: Sequence[Channel]) -> tuple[Array, Array, Array]:
@@ -262,25 +279,12 @@ def _parts(rows: int) -> Iterator[slice]:
     return (slice(first, first + _FEW) for first in range(0, rows, _FEW))
 
 
-class _Numbers:
-    """Numbers from 0 for values, in the order in which they were seen."""
-
-    def __init__(self) -> None:
-        self.values: dict[Any, int] = {}
-
-    def number(self, value: Any) -> int:
-        return self.values.setdefault(value, len(self.values))
-
-    def of(self, values: Array) -> Array:
-        """Return the numbers of values, int32, shape (n,)."""
-        return np.array([self.number(value) for value in values.tolist()], np.int32)
-
-
 def host_numbers(run: RecordedRun) -> tuple[list[str], Array]:
     """Return the hosts of a run, each boot of a host for itself, and the position of each process's host in them.
 
     Processes of one host share a monotonic clock.
     """
-    boots = _Numbers()
-    numbers = [boots.number((process.host, str(process.tables.process.get("boot_id")))) for process in run.processes]
-    return [host for host, _ in boots.values], np.array(numbers, np.int64)
+    boots: dict[tuple[str, str], int] = {}
+    of_process = [(process.host, str(process.tables.process.get("boot_id"))) for process in run.processes]
+    numbers = [boots.setdefault(boot, len(boots)) for boot in of_process]
+    return [host for host, _ in boots], np.array(numbers, np.int64)

@@ -31,14 +31,18 @@ from commtrace.analyses.scaling.step_times import covered_ns
 from commtrace.analyses.table_specs import TABLES
 from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun
+from commtrace.reading.segment_reader import last_records
 from commtrace.schema import Clock, Phase
 
-from .clocks import clocks_of
+from .clocks import USEFUL_NS, clocks_of
 from .dependencies import SOURCE, TARGET, agree, dependencies, operations
 from .matching import NOT_MATCHED, MatchedCalls, match_calls
 
 MAX_STEPS: Final = 500
-"""Steps that are looked at, the last ones of the run: a bound for memory."""
+"""Steps that are looked at, the last ones of the run."""
+MAX_CALLS: Final = 1 << 20
+"""Calls that are looked at, the last ones of the run: a bound for memory and time."""
+_MIN_CALLS_OF_PROCESS: Final = 512
 
 COMPUTATION, COMMUNICATION = "computation", "communication"
 WAITING, EXPOSED, HIDDEN = "waiting", "exposed communication", "hidden communication"
@@ -177,8 +181,8 @@ _PATHS: Final[WeakKeyDictionary[RecordedRun, StepPaths | None]] = WeakKeyDiction
 def step_paths(run: RecordedRun) -> StepPaths | None:
     """Return the timelines of the last steps of a run, which are computed once; None where there are none.
 
-    There are none of dry runs, of runs without three training steps, with a rank that left no log, with ends on a
-    device's clock, or with a host whose clock the calls do not bound.
+    There are none of dry runs, of runs without three training steps (among so many calls as are looked at), with a rank
+    that left no log, with ends on a device's clock, or with a host whose clock the calls do not bound.
     """
     if run not in _PATHS:
         _PATHS[run] = _read(run)
@@ -189,11 +193,13 @@ def _read(run: RecordedRun) -> StepPaths | None:
     ranks = {process.rank for process in run.processes}
     if run.simulated or not ranks or len(ranks) != (run.world_size or len(ranks)):
         return None
+    if clocks_of(run).half_width_ns > USEFUL_NS:
+        return None
     wanted = _complete_steps(run)
     if len(wanted) < 3:
         return None
     derived = {"depends": dependencies, "operation": operations}
-    calls = match_calls(run, _COLUMNS, wanted, derived=derived)
+    calls = match_calls(run, _COLUMNS, wanted, derived=derived, last=_last_calls(run))
     evaluates = calls.text("phase") == Phase.EVALUATION.name.lower()
     if np.isin(calls["clock"], _DEVICE_CLOCKS).any():
         return None
@@ -223,11 +229,16 @@ def _run_length(numbers: Array) -> int:
     return len(numbers) - int(breaks[-1]) - 1 if len(breaks) else len(numbers)
 
 
+def _last_calls(run: RecordedRun) -> int:
+    """Return how many calls of each process are looked at."""
+    return max(MAX_CALLS // len(run.processes), _MIN_CALLS_OF_PROCESS)
+
+
 def _complete_steps(run: RecordedRun) -> Array:
     """Return the last MAX_STEPS steps that are over on every process that has steps, ascending."""
     common: Array | None = None
     for process in run.processes:
-        own = _last_steps(process)
+        own = _last_steps(process, _last_calls(run))
         common = own if common is None else np.intersect1d(common, own)
     if common is None:
         return np.zeros(0, np.int64)
@@ -235,16 +246,15 @@ def _complete_steps(run: RecordedRun) -> Array:
     return over[run.select_steps(over)][-MAX_STEPS:]
 
 
-def _last_steps(process: Process) -> Array:
-    """Return the last steps of a process, ascending, of the last segments that have more than MAX_STEPS."""
-    steps = np.zeros(0, np.int64)
-    for number, segment in enumerate(reversed(process.segments)):
-        found = [np.unique(records["step"]) for records in segment.blocks()]
-        steps = np.unique(np.concatenate([steps, *found]))
-        steps = steps[steps >= 0]
-        if len(steps) > MAX_STEPS + 1 and number + 1 < len(process.segments):
-            return steps[1:]  # the first one may begin in the segment before
-    return steps
+def _last_steps(process: Process, calls: int) -> Array:
+    """Return the steps whose records are among the last ones of a process, ascending and without gap."""
+    segments = last_records(process.segments, calls)
+    found = [np.unique(records["step"]) for segment in segments for records in segment.blocks()]
+    steps = np.unique(np.concatenate([np.zeros(0, np.int64), *found]))
+    steps = steps[steps >= 0]
+    steps = steps[-_run_length(steps) :] if len(steps) else steps
+    # Without the records before these, the first step may lack some.
+    return steps if sum(segment.count for segment in segments) < calls else steps[1:]
 
 
 def _aligned_times(run: RecordedRun, calls: MatchedCalls) -> dict[str, Array] | None:
@@ -395,20 +405,23 @@ def _parts(paths: StepPaths, line: Timeline, begin: int, end: int) -> Counter[tu
     """Return what one process did between two times besides computation: ns by part and dimension."""
     # Of calls that overlap, each counts from where those that began before it have ended.
     reach = np.concatenate([[begin], line.end[line.latest][:-1]])
-    first = np.clip(np.maximum(line.begin, reach), begin, end)
-    last = np.maximum(np.clip(line.end, begin, end), first)
-    released = np.where(line.last_process >= 0, np.clip(line.release, first, last), first)
-    roles = paths.calls.text("role", line.call)
+    started, ended = (paths.times[name][line.call] for name in ("t_begin", "t_end"))
+    ended = np.maximum(ended, started)
+    # What lies outside adds nothing; a step is a small part of the timeline.
+    at = np.flatnonzero(((line.begin < end) & (line.end > begin)) | ((started < end) & (ended > begin)))
+    blocked = np.stack([line.begin[at], line.end[at]], axis=1)
+    first = np.clip(np.maximum(blocked[:, 0], reach[at]), begin, end)
+    last = np.maximum(np.clip(blocked[:, 1], begin, end), first)
+    released = np.where(line.last_process[at] >= 0, np.clip(line.release[at], first, last), first)
+    flights = np.stack([started[at], ended[at]], axis=1)
+    codes = paths.calls["role"][line.call[at]]
+    window = np.array([begin]), np.array([end])
     result: Counter[tuple[str, str]] = Counter()
-    for role in np.unique(roles.astype(str)).tolist():
-        own = roles == role
+    for code in np.unique(codes).tolist():
+        own = codes == code
+        role = str(paths.calls.categories["role"][code])
         result[WAITING, role] = int((released - first)[own].sum())
         result[EXPOSED, role] = int((last - released)[own].sum())
-        ops = np.unique(line.call[own])
-        started, ended = (paths.times[name][ops] for name in ("t_begin", "t_end"))
-        flights = np.stack([started, np.maximum(ended, started)], axis=1)
-        blocked = np.stack([line.begin, line.end], axis=1)
-        window = np.array([begin]), np.array([end])
-        both = np.concatenate([flights, blocked])
+        both = np.concatenate([flights[own], blocked])
         result[HIDDEN, role] = int(covered_ns(both, *window)[0] - covered_ns(blocked, *window)[0])
     return +result

@@ -114,13 +114,15 @@ def computation(paths: StepPaths) -> list[Computation]:
     at = np.flatnonzero(within)
     first, pairs = group_rows([before[at], calls["phase"][gaps.after[at]]])
     rows = np.searchsorted(paths.processes, gaps.process[at])
+    shape = len(paths.processes), len(paths.steps)
     result = []
     for pair, example in enumerate(at[first].tolist()):
         own = at[pairs == pair]
-        cells = rows[pairs == pair], step[own]
-        ns, path_ns = np.zeros((2, len(paths.processes), len(paths.steps)))
-        np.add.at(ns, cells, gaps.end[own] - gaps.begin[own])
-        np.add.at(path_ns, cells, paths.on_path[own])
+        cells = np.ravel_multi_index((rows[pairs == pair], step[own]), shape)
+        ns, path_ns = (
+            np.bincount(cells, weights, shape[0] * shape[1]).reshape(shape)
+            for weights in (gaps.end[own] - gaps.begin[own], paths.on_path[own])
+        )
         result.append(Computation(_phases(paths, example), ns, path_ns))
     return result
 

@@ -165,6 +165,7 @@ class RunLabels(RecordLabels):
 
     Attributes:
         processes: Of each process, what its ids become; none in a worker process, whose task has those that it needs.
+        groups: The groups of the run, by id.
     """
 
     def __init__(
@@ -178,6 +179,7 @@ class RunLabels(RecordLabels):
                     numbers[field].setdefault(row, len(numbers[field]) + 1)
         kinds, groups, sites = ({number: row for row, number in field.items()} for field in numbers.values())
         tables = ProcessTables(kinds=kinds, groups=groups, sites=sites)
+        self.groups: Mapping[int, RecordedGroup] = groups
         super().__init__(-1, Process(log.path, -1, -1, "", tables, ()), roles, files, message_roles)
         self.processes = tuple(ProcessIds(number, process, numbers) for number, process in enumerate(log.processes))
         self.clock_offsets = {
