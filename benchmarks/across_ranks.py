@@ -149,8 +149,8 @@ def tables(rank: int, host: str, offset: int) -> list[dict[str, Any]]:
         {**torch, "id": ALL_REDUCE, "op": "all_reduce", "variant": "allreduce_", "reduce_op": "sum"},
         {**torch, "id": ALL_GATHER, "op": "all_gather", "variant": "_allgather_base_", "reduce_op": None},
         *({"table": "sites", "id": id_, "file": "train.py", "line": id_, "function": "train"} for id_ in (1, 2, 3)),
-        {**group, "id": WORLD, "ranks": [*range(RANKS)], "name": "0"},
-        {**group, "id": TENSOR, "ranks": [*range(first, first + GROUP)], "name": str(1 + first // GROUP)},
+        {**group, "id": WORLD, "ranks": f"0-{RANKS - 1}", "name": "0"},
+        {**group, "id": TENSOR, "ranks": f"{first}-{first + GROUP - 1}", "name": str(1 + first // GROUP)},
         {"table": "end", "reason": "exit", "mono_ns": offset, "unix_ns": UNIX_NS},
     ]  # fmt: skip
 

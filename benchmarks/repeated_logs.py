@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from commtrace.rank_ranges import format_rank_list, parse_rank_list
 from commtrace.reading.log import Process
 from commtrace.run import open_run
 from commtrace.schema import Records
@@ -119,10 +120,10 @@ def _lines(
         table = line["table"]
         if table == "process":
             line |= {"rank": rank, "world_size": repetition.ranks, "host": host, "pid": 1000 + rank, "boot_id": host}
-        elif table == "groups" and repetition.together and len(line["ranks"]) == world:
-            line["ranks"] = [*range(repetition.ranks)]
+        elif table == "groups" and repetition.together and line["ranks"] == format_rank_list(range(world)):
+            line["ranks"] = format_rank_list(range(repetition.ranks))
         elif table == "groups":
-            line["ranks"] = [base + member for member in line["ranks"]]
+            line["ranks"] = format_rank_list([base + member for member in parse_rank_list(line["ranks"])])
         elif table == "job" and repetition.together:
             line |= {name: repetition.ranks for name in SIZES if line.get(name) == world}
         elif table == "stats":

@@ -10,11 +10,9 @@ from datetime import datetime, timezone
 from itertools import pairwise
 from typing import Any, Final
 
-from commtrace.rank_ranges import rank_ranges
+from commtrace.rank_ranges import parse_rank_list
 
 NOT_KNOWN: Final = "-"
-MAX_RANKS: Final = 1 << 24
-"""More than any job has: what a text or a log says beyond that is a mistake."""
 
 _BYTE_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _TIME_UNITS: Final = ("ns", "us", "ms", "s")
@@ -108,14 +106,9 @@ def parse_ranks(text: str) -> list[int]:
     """Parse what `format_ranks` writes, in any order, and strides: "8,0-3,16-32:8" -> [0, 1, 2, 3, 8, 16, 24, 32].
 
     Raises:
-        ValueError: The text is not a list of numbers and ranges, or of more than MAX_RANKS.
+        ValueError: The text is not a list of numbers and ranges, or of too many or too large ones.
     """
-    ranks: set[int] = set()
-    for span in rank_ranges(text):
-        if (span.stop - span.start) // span.step > MAX_RANKS:  # len fails on what is far more
-            raise ValueError(f"{text} are more than {MAX_RANKS} ranks")
-        ranks.update(span)
-    return sorted(ranks)
+    return sorted({*parse_rank_list(text)})
 
 
 def _with_unit(value: Any, factor: int, units: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Ranges of ranks or steps, as settings and options have them.
+"""Lists of ranks or steps as text, in settings, options and logs.
 
 Imports nothing, as every traced process reads its settings.
 """
@@ -7,8 +7,11 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import Any
+    from collections.abc import Iterator, Sequence
+    from typing import Any, Final
+
+MAX_RANKS: Final = 1 << 20
+"""More than any job has: what a text or a log says beyond that is a mistake, and would cost memory."""
 
 
 def rank_ranges(text: str) -> list[range]:
@@ -40,3 +43,34 @@ def select_steps(steps: Any, ranges: Sequence[range]) -> Any:
     for span in ranges:
         selected |= (steps >= span.start) & (steps < span.stop) & ((steps - span.start) % span.step == 0)
     return selected
+
+
+def parse_rank_list(text: str) -> list[int]:
+    """Return the ranks of ranges in the order of the text: "8,0-2,16-32:8" -> [8, 0, 1, 2, 16, 24, 32].
+
+    Raises:
+        ValueError: The text is something else, or has ranks from MAX_RANKS, or more than that.
+    """
+    ranges = rank_ranges(text)
+    if any(ranks[-1] >= MAX_RANKS for ranks in ranges) or sum(map(len, ranges)) > MAX_RANKS:
+        raise ValueError(f"{text:.40} has more than {MAX_RANKS} ranks, or larger ones")
+    return [rank for ranks in ranges for rank in ranks]
+
+
+def format_rank_list(ranks: Sequence[int]) -> str:
+    """Return the text of which `parse_rank_list` makes these ranks, in their order: [8, 0, 1, 2] -> "8,0-2"."""
+    return ",".join(_items(ranks))
+
+
+def _items(ranks: Sequence[int]) -> Iterator[str]:
+    at = 0
+    while at < len(ranks):
+        stride = ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 0
+        end = at + 1
+        while stride > 0 and end < len(ranks) and ranks[end] - ranks[end - 1] == stride:
+            end += 1
+        if end - at < 3 and stride != 1:  # two ranks are shorter without a stride, and the second may begin a range
+            end = at + 1
+        last = f"-{ranks[end - 1]}" if end > at + 1 else ""
+        yield f"{ranks[at]}{last}" + (f":{stride}" if last and stride > 1 else "")
+        at = end

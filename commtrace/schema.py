@@ -20,7 +20,8 @@ FORMAT: Final = "commtrace"
 
 # History of the format. A reader refuses a log of a newer version; it reads every older one.
 #   1  2026-11  first: 96-byte records, one JSON-lines table file per process
-VERSION: Final = 1
+#   2  2026-11  member lists of groups as ranges with strides
+VERSION: Final = 2
 
 # Times are nanoseconds of CLOCK_MONOTONIC on the host that recorded them; 0 means "not known", never "zero".
 # `state` is the last byte: a writer fills it last, so a record whose state is not FREE is whole, even where the

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from commtrace.rank_ranges import format_rank_list
 from commtrace.recording.table_writer import TableWriter
 
 
@@ -88,7 +89,7 @@ class Groups(Generic[_Group]):
         key = tuple(sorted(row.ranks)), row.name
         index = self._created[key]
         self._created[key] += 1
-        return self._tables.new("groups", {**row._asdict(), "index": index})
+        return self._tables.new("groups", {**row._asdict(), "ranks": format_rank_list(row.ranks), "index": index})
 
     def set_role(self, members: Any, role: str, source: str, table: str = "roles") -> None:
         """Record which parallel dimension this group serves, and the source of that.

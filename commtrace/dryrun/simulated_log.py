@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from commtrace.formatting import format_ranks
+from commtrace.rank_ranges import format_rank_list
 from commtrace.reading.log import Process
 from commtrace.recording.segment_writer import SegmentSeries
 from commtrace.schema import RECORD, Clock, Flag, Records, State
@@ -67,7 +67,7 @@ def write_simulated_log(
         series.close()
         rows = [*_rows(process.path, device)]
         if stands_for:
-            rows.append({"table": "stands_for", "ranks": format_ranks(stands_for), "count": len(stands_for)})
+            rows.append({"table": "stands_for", "ranks": format_rank_list(stands_for), "count": len(stands_for)})
         (folder / f"{stem}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     except BaseException:
         for file in folder.glob(f"{stem}.*"):
@@ -89,7 +89,7 @@ def without_times(records: Records) -> Records:
 
 
 def _rows(path: Path, device: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the tables, without clocks and without the cost of recording."""
+    """Yield the rows of the tables, without clocks, groups of other ranks, and the cost of recording."""
     for line in path.read_text().splitlines():
         try:
             row = json.loads(line)
@@ -98,7 +98,7 @@ def _rows(path: Path, device: str) -> Iterator[dict[str, Any]]:
         row.pop("mono_ns", None)
         if row["table"] == "process":
             row.update(simulated=True, simulated_device="cuda" if device == "cuda" else "cpu")
-        elif row["table"] == "clock":
+        elif row["table"] in ("clock", "topology"):  # the dry run has read the groups of the whole job
             continue
         elif row["table"] == "stats":
             row.update(dict.fromkeys(_COSTS, 0))

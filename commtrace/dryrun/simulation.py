@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d
 
 from commtrace.errors import CommtraceError
 from commtrace.patching import Patches
+from commtrace.rank_ranges import format_rank_list
 from commtrace.recording.session import session
 
 from . import notices, simulated_cuda
@@ -118,7 +119,7 @@ def _end() -> None:
     recorder = session.recorder
     if recorder is not None:
         notices.record_notices()
-        recorder.tables.add("topology", groups=[[*ranks] for ranks in _rank.topology])
+        recorder.tables.add("topology", groups=[format_rank_list(ranks) for ranks in _rank.topology])
 
 
 def _in_child() -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from commtrace.formatting import format_ranks
+from commtrace.rank_ranges import format_rank_list
 from commtrace.schema import ROLES, Phase, State, flags_label
 from commtrace.volume import wire_bytes
 
@@ -73,7 +73,7 @@ class RecordLabels:
         for name in ("op", "variant", "api", "dtype"):
             self._add("kind", name, {number: getattr(kind, name) for number, kind in kinds.items()})
         self._add("group", "group", {number: group_label(group) for number, group in groups.items()})
-        self._add("group", "group_ranks", {number: format_ranks(group.ranks) for number, group in groups.items()})
+        self._add("group", "group_ranks", {number: group.ranks_label for number, group in groups.items()})
         group_roles = {number: roles.get(group, UNKNOWN) for number, group in groups.items()}
         of_messages = [(number, message_roles[group]) for number, group in groups.items() if group in message_roles]
         message_ids = {number | _MESSAGES: role for number, role in of_messages}
@@ -240,7 +240,7 @@ def _clock_offset(process: Mapping[str, object]) -> int | None:
 def group_label(group: RecordedGroup) -> str:
     """Return a label that is the same on all ranks: ranks, the library's name, and a number where that name repeats."""
     name, index = f"/{group.name}" if group.name else "", f"#{group.index}" if group.index else ""
-    return format_ranks(group.ranks) + name + index
+    return group.ranks_label + name + index
 
 
 def short_paths(files: Iterable[str]) -> dict[str, str]:
@@ -257,16 +257,13 @@ def short_paths(files: Iterable[str]) -> dict[str, str]:
 def roles_of(log: Log) -> dict[RecordedGroup, str]:
     """Return the role of each group: as a rank recorded it, else by its description, else by its ranks."""
     roles: dict[RecordedGroup, str] = {}
-
-    def is_world(ranks: tuple[int, ...]) -> bool:
-        return len(ranks) == log.world_size and ranks == tuple(range(len(ranks)))
-
+    world = format_rank_list(range(log.world_size)) if log.world_size else None
     all_tables = [process.tables for process in log.processes]
     groups = [(tables, number, group) for tables in all_tables for number, group in tables.groups.items()]
     sources: tuple[Callable[[ProcessTables, int, RecordedGroup], str | None], ...] = (
         lambda tables, number, group: "self" if len(group.ranks) == 1 else tables.roles.get(number),
         lambda tables, number, group: role_from_description(tables.descriptions.get(number, "")),
-        lambda tables, number, group: "world" if is_world(group.ranks) else UNKNOWN,
+        lambda tables, number, group: "world" if group.members == world else UNKNOWN,
     )
     for source in sources:
         for tables, number, group in groups:

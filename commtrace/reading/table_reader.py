@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from commtrace.errors import NewerLogError
-from commtrace.formatting import MAX_RANKS, parse_ranks
+from commtrace.formatting import format_ranks, parse_ranks
+from commtrace.rank_ranges import MAX_RANKS, format_rank_list, parse_rank_list
 from commtrace.schema import FORMAT, VERSION
 
 from .log_notes import Note, error_reason
@@ -31,11 +32,22 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordedGroup:
-    """A process group, identified in the whole run by its ranks (ascending), its name and its index."""
+    """A process group, identified in the whole run by its members, its name and its index."""
 
-    ranks: tuple[int, ...]
+    members: str
+    """Its ranks, ascending, as `format_rank_list` writes them: a job has many rows of the same ranks."""
     name: str
     index: int
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Its ranks, ascending."""
+        return _ranks(self.members)
+
+    @property
+    def ranks_label(self) -> str:
+        """Its ranks, as `format_ranks` writes them."""
+        return _ranks_label(self.members)
 
 
 class Site(NamedTuple):
@@ -94,7 +106,7 @@ class ProcessTables:
         elif name in ("process", "stats", "end"):
             setattr(self, name, row)
         elif name == "topology":
-            self.topology = tuple(tuple(map(_rank, group)) for group in row["groups"])
+            self.topology = tuple(tuple(_rank_list(group)) for group in row["groups"])
         elif name == "stands_for":
             self.stands_for = str(row["ranks"]), _natural(row["count"])
             if len(parse_ranks(self.stands_for[0])) != self.stands_for[1]:
@@ -142,9 +154,24 @@ def _rank(value: object) -> int:
     return _natural(value, MAX_RANKS)
 
 
+def _rank_list(value: Any) -> list[int]:
+    """Return the ranks of a group, in its order: text since version 2 of the format, before that a list."""
+    return parse_rank_list(value) if isinstance(value, str) else [*map(_rank, value)]
+
+
+@lru_cache(256)
+def _ranks(members: str) -> tuple[int, ...]:
+    return tuple(parse_rank_list(members))
+
+
+@lru_cache(1024)
+def _ranks_label(members: str) -> str:
+    return format_ranks(_ranks(members))
+
+
 def _group(row: Row) -> RecordedGroup:
-    ranks = tuple(sorted(map(_rank, row["ranks"])))
-    return RecordedGroup(ranks, str(row.get("name") or ""), int(row.get("index") or 0))
+    members = format_rank_list(sorted(_rank_list(row["ranks"])))
+    return RecordedGroup(members, str(row.get("name") or ""), int(row.get("index") or 0))
 
 
 def _site(row: Row) -> Site:

@@ -4,9 +4,9 @@ Format: docs/reference/log-format.md.
 
 A sample of what a process writes:
 
-    {"table": "process", "format": "commtrace", "version": 1, "run": "20261121-045421-3f9a1c", "rank": 0, ...}
+    {"table": "process", "format": "commtrace", "version": 2, "run": "20261121-045421-3f9a1c", "rank": 0, ...}
     {"table": "kinds", "id": 1, "op": "all_reduce", "variant": "allreduce_", "api": "torch", "dtype": "float32", ...}
-    {"table": "groups", "id": 1, "ranks": [0, 1], "name": "0", "desc": "default_pg", "index": 0, "backend": "gloo"}
+    {"table": "groups", "id": 1, "ranks": "0-1", "name": "0", "desc": "default_pg", "index": 0, "backend": "gloo"}
     {"table": "sites", "id": 1, "file": "/home/me/train.py", "line": 31, "function": "main"}
 """
 

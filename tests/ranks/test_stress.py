@@ -136,7 +136,7 @@ def assert_ranks_agree(lefts: list[Left]) -> None:
 
     def collectives(left: Left) -> dict[tuple[str, int], tuple[str, int]]:
         ops = {row["id"]: row["op"] for row in left.tables["kinds"]}
-        names = {row["id"]: row["name"] for row in left.tables["groups"] if len(row["ranks"]) > 1}
+        names = {row["id"]: row["name"] for row in left.tables["groups"] if row["ranks"] == "0-1"}
         return {
             (names[record["group"]], int(record["seq"])): (ops[record["kind"]], int(record["payload"]))
             for record in left.records

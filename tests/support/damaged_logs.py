@@ -1,4 +1,4 @@
-"""Damaged logs: recorded logs of five schemes with seeded damage, and every command on each of them.
+"""Damaged logs: recorded logs of five schemes, in both formats, with seeded damage, and every command on each of them.
 
 python tests/support/damaged_logs.py --count 100000 --seed 1     # prints what fails
 
@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import log_versions
 import numpy as np
 
 import commtrace
@@ -48,12 +49,12 @@ _RECORDED: Final = Path(__file__).with_name("recorded") / "logs.zip"
 _NUMBERS: Final = (0, -1, 1, 3, 255, 30_000_000, (1 << 31) - 1, -(1 << 31), 1 << 40, (1 << 63) - 1, -(1 << 63))
 _VALUES: Final[tuple[Any, ...]] = (
     *_NUMBERS, 1 << 64, 10**30, 1.5, 1e308, float("inf"), float("nan"), None, True, "", "7", "\ud800", "0-99999999999",
-    [], [0], [[]], {}, {"": None},
+    "0-1048575", "0-1048574:2", "1,0", [], [0], [[]], {}, {"": None},
 )  # fmt: skip
 
 
 def unpack(folder: Path) -> None:
-    """Write the logs of SCHEMES, of two ranks each."""
+    """Write the logs of SCHEMES, of two ranks each, in version 1 of the format."""
     with zipfile.ZipFile(_RECORDED) as archive:
         archive.extractall(folder)
 
@@ -270,14 +271,17 @@ def failures(count: int, seed: int, only: Sequence[str] = (), *, every: bool = F
     warnings.simplefilter("always")
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
-        intact, log, out = folder / "intact", folder / "log", folder / "out"
-        unpack(intact)
+        log, out = folder / "log", folder / "out"
+        versions = [folder / "version 1", folder / "version 2"]
+        for intact in versions:
+            unpack(intact)
+        log_versions.to_version_2(versions[1])
         out.mkdir()
         reference = folder / "reference"
         _reference(reference)
         for number in range(seed, seed + count):
             chance = random.Random(number)
-            scheme = chance.choice(SCHEMES)
+            scheme, intact = chance.choice(SCHEMES), chance.choice(versions)
             shutil.rmtree(log, ignore_errors=True)
             shutil.copytree(intact / scheme, log)
             done = damage(log, intact, chance)
@@ -292,7 +296,7 @@ def failures(count: int, seed: int, only: Sequence[str] = (), *, every: bool = F
                     assert _peak() <= max(MEMORY, before), f"{_peak() >> 20} MiB of memory"
                 except (Exception, _TooLong, SystemExit):
                     _set_timers(0, 0)
-                    yield f"seed {number}, {scheme}, {name}: {done}\n{traceback.format_exc()}"
+                    yield f"seed {number}, {scheme}, {intact.name}, {name}: {done}\n{traceback.format_exc()}"
 
 
 def _set_timers(cpu_seconds: int, seconds: int) -> None:

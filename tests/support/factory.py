@@ -95,6 +95,7 @@ class ProcessFactory:
         self.tables = folder / f"{self.stem}.jsonl"
         self.segments: list[Path] = []
         self.calls = 0
+        self.version = process.get("version", VERSION)
         facts = {
             "format": FORMAT,
             "version": VERSION,
@@ -109,7 +110,9 @@ class ProcessFactory:
         self.add("process", **{**facts, **moments, "recorder": "python", "blind_spots": blind, **process})
 
     def add(self, table: str, **row: Any) -> ProcessFactory:
-        """Append a row to a table."""
+        """Append a row to a table. Lists of ranks become the text that version 2 of the format has for them."""
+        if self.version > 1 and isinstance(row.get("ranks"), Sequence) and not isinstance(row["ranks"], str):
+            row["ranks"] = ",".join(map(str, row["ranks"]))
         with open(self.tables, "a") as file:
             file.write(json.dumps({"table": table, **row}) + "\n")
         return self

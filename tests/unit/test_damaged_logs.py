@@ -165,6 +165,8 @@ def test_scaling_leaves_out_a_run_whose_steps_have_no_duration(
         ("stats", {"drain_cpu_ns": float("inf")}),
         ("clock", {"mono_ns": 1 << 62, "unix_ns": 1}),
         ("groups", {"id": 9, "ranks": [0, 1 << 30]}),
+        *(("groups", {"id": 9, "ranks": ranks}) for ranks in ("0-999999999999", "0-9:0", "3-1", "0,,1", "-1", 7)),
+        ("groups", {"id": 9, "ranks": ",".join(["0-999999"] * 2)}),
         ("stands_for", {"ranks": "0-99999999999", "count": 3}),
         ("notices", {"file": "\ud800"}),
     ],

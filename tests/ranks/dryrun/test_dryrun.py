@@ -382,7 +382,7 @@ def test_tables_of_a_dry_run_are_read(tmp_path: Path) -> None:
 
     rows = [
         {"table": "notices", "file": "a.py", "line": 3, "function": "f", "what": "reads"},
-        {"table": "topology", "groups": [[0, 1], [2, 3]]},
+        {"table": "topology", "groups": ["0-1", [3, 2]]},
         {"table": "stands_for", "ranks": "0-3", "count": 4},
     ]
     path = tmp_path / "rank00000-1.jsonl"
@@ -390,6 +390,6 @@ def test_tables_of_a_dry_run_are_read(tmp_path: Path) -> None:
     tables, notes = read_tables(path)
     assert not notes
     assert tables.notices[0]["line"] == 3
-    assert tables.topology == ((0, 1), (2, 3))
+    assert tables.topology == ((0, 1), (3, 2))
     assert tables.stands_for == ("0-3", 4)
     assert RECORD.itemsize == 96

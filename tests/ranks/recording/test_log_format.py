@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import damaged_logs
 import numpy as np
 import pytest
 from processes import ROOT
 from ranks import Nursery
 
 from commtrace import schema
+from commtrace.rank_ranges import format_rank_list
 from commtrace.schema import RECORD
 
 PAGE = (ROOT / "docs" / "reference" / "log-format.md").read_text()
@@ -54,6 +56,25 @@ def test_the_code_reads_a_log(page: dict[str, Any], log: Path) -> None:
         assert len(records) == tables["stats"][-1]["calls"] == 61
         assert len({name.name.split(".")[1] for name in path.parent.glob(path.stem + ".*.npy")}) > 1
         assert page["bytes_by_operation"](tables, records) == {"all_reduce": 30 * (32 + 4), "barrier": 0}
+        assert tables["process"][0]["version"] == schema.VERSION
+        assert [(row["ranks"], page["members"](row)) for row in tables["groups"]] == [("0-1", [0, 1])]
+
+
+@pytest.mark.parametrize(
+    "ranks", [[0, 1], [7], [*range(0, 10_000, 8)], [8, 0, 1, 2, 3, 100, 116, 132, 5], [3, 2, 1, 0]], ids=str
+)
+def test_the_code_reads_members(page: dict[str, Any], ranks: list[int]) -> None:
+    assert page["members"]({"ranks": format_rank_list(ranks)}) == ranks
+    assert page["members"]({"ranks": ranks}) == ranks  # version 1
+
+
+def test_the_code_reads_a_log_of_version_1(page: dict[str, Any], tmp_path: Path) -> None:
+    damaged_logs.unpack(tmp_path)
+    for path in sorted((tmp_path / "ddp").rglob("*.jsonl")):
+        tables, records = page["read_process"](path)
+        assert tables["process"][0]["version"] == 1
+        assert [0, 1] in [page["members"](row) for row in tables["groups"]]
+        assert page["bytes_by_operation"](tables, records)["all_reduce"] > 0
 
 
 def test_the_code_reads_an_open_segment(page: dict[str, Any], log: Path, tmp_path: Path) -> None:
@@ -103,7 +124,7 @@ def test_states_clocks_phases_and_flags() -> None:
 
 
 def test_the_names_of_files(log: Path) -> None:
-    shown = re.findall(r"^ +(rank\S+)", PAGE, re.MULTILINE)
+    shown = re.findall(r"^ +(rank\d\S+)", PAGE, re.MULTILINE)
     pattern = r"rank\d{5}-\d+\.(jsonl|\d{5}\.npy(\.open)?|salvaged\.npy)"
     assert len(shown) == 4
     assert all(re.fullmatch(pattern, name) for name in shown)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import processes
 import pytest
 
+from commtrace.rank_ranges import parse_rank_list
 from commtrace.schema import Clock, Flag, Phase, State
 
 FOLDER = Path(__file__).parent
@@ -87,8 +88,7 @@ class Call:
     @property
     def ranks(self) -> list[int]:
         """Global ranks of its group."""
-        ranks: list[int] = self.group["ranks"]
-        return ranks
+        return parse_rank_list(self.group["ranks"])
 
 
 class Log:

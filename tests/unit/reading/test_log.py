@@ -256,7 +256,7 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     LogFactory(tmp_path).process(version=99).write(record())
-    with pytest.raises(NewerLogError, match=r"rank00000-4711\.jsonl.*version 99.*up to 1; upgrade commtrace"):
+    with pytest.raises(NewerLogError, match=r"rank00000-4711\.jsonl.*version 99.*up to 2; upgrade commtrace"):
         open_log(tmp_path)
 
 

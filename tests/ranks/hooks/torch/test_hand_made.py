@@ -21,7 +21,7 @@ def test_groups_made_by_hand_are_recorded(nursery: Nursery, tmp_path: Path) -> N
     # Each process names a run of its own: without torch.distributed they have no store to agree in.
     for left in processes.read_all(tmp_path / "log"):
         (group,) = left.tables["groups"]
-        assert (group["ranks"], group["name"]) == ([0, 1], "unregistered")
+        assert (group["ranks"], group["name"]) == ("0-1", "unregistered")
         ops = {row["id"]: row["op"] for row in left.tables["kinds"]}
         made = [(ops[call["kind"]], int(call["payload"]), int(call["peer"])) for call in left.records]
         rank = left.tables["process"][0]["rank"]
@@ -41,7 +41,7 @@ def test_direct_calls_on_a_backend_object_are_recorded(nursery: Nursery, tmp_pat
     for left in processes.read_all(tmp_path / "log"):
         assert left.stats["hook_errors"] == 0, left.stats["first_error"]
         (group,) = left.tables["groups"]
-        assert (group["ranks"], group["name"], group["desc"]) == ([0, 1], "unregistered", "backend object")
+        assert (group["ranks"], group["name"], group["desc"]) == ("0-1", "unregistered", "backend object")
         kinds = {row["id"]: (row["variant"], row["reduce_op"]) for row in left.tables["kinds"]}
         calls = left.records[left.records["t_begin"].argsort()]
         message = "send" if left.tables["process"][0]["rank"] == 0 else "recv"
