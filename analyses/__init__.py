@@ -17,7 +17,6 @@ Definitions that hold in every table:
 
 from __future__ import annotations
 
-from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,14 +25,11 @@ if TYPE_CHECKING:
     from commtrace.reading.recorded_run import RecordedRun
 
 
-def analyse(
-    run: RecordedRun, executor: Executor | None = None, *, details: bool = False, across_ranks: bool = True
-) -> dict[str, pd.DataFrame]:
-    """Compute the tables of all analyses in one pass over the records.
+def analyse(run: RecordedRun, *, details: bool = False, across_ranks: bool = True) -> dict[str, pd.DataFrame]:
+    """Compute the tables of all analyses in one pass over the records, by the run's executor.
 
     Args:
         run: The run to analyse.
-        executor: Reads the segments of the log. None: this process does.
         details: Whether to add the tables that only figures use.
         across_ranks: Whether to add the tables that need all calls of all ranks matched.
 
@@ -44,7 +40,7 @@ def analyse(
     from .fold_engine import fold
 
     more = (*(ACROSS_RANKS if across_ranks else ()), *(DETAILS.values() if details else ()))
-    return fold(run, (*ANALYSES, *more), executor)
+    return fold(run, (*ANALYSES, *more))
 
 
 def detail(run: RecordedRun, name: str) -> pd.DataFrame | None:

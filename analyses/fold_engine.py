@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from commtrace.reading.executors import merge_tree
 from commtrace.reading.labels import LABEL_COLUMNS, Fields, ProcessIds, RecordLabels, RunLabels
 from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun
@@ -32,12 +33,11 @@ Array: TypeAlias = npt.NDArray[Any]
 NamedTables: TypeAlias = dict[str, pd.DataFrame]
 
 RECORDS_PER_TASK: Final = 1 << 20
-"""Least number of records that one task of an executor reads, if there are as many."""
+"""Least number of records that an executor reads in one go, if there are as many."""
 
 ROWS_OF_BLOCK: Final = BLOCK
 """Number of records in a block, if there are as many."""
 
-_MERGE_AT_ONCE: Final = 64
 _RECORDS_IN_CACHE: Final = 4096
 _READ_FIELDS: Final = (
     "t_begin", "t_return", "t_wait", "t_start", "t_end", "payload", "local", "seq", "group", "site", "step", "peer",
@@ -210,60 +210,105 @@ def _no_records(run: RecordedRun) -> bool:
     return False
 
 
-def fold(run: RecordedRun, analyses: Sequence[Analysis], executor: Executor | None = None) -> NamedTables:
-    """Compute the tables of analyses in one pass over the records of a run.
+def fold(run: RecordedRun, analyses: Sequence[Analysis]) -> NamedTables:
+    """Compute the tables of analyses in one pass over the records of a run, by its executor.
 
     Args:
         run: The run to analyse.
         analyses: The analyses; their names are distinct.
-        executor: Reads the segments of the log, about RECORDS_PER_TASK records a task. None: this process does.
 
     Returns:
         The tables of all analyses by name.
     """
-    mergers = {analysis.name: _Merger(analysis) for analysis in analyses}
-    wanted = [analysis for analysis in analyses if analysis.reads_records is None or analysis.reads_records(run)]
-    if wanted:
-        compute_partials = functools.partial(_partials, wanted, run.run_labels)
-        tasks = [*_tasks(run)]
-        results = map(compute_partials, tasks) if executor is None else executor.map(compute_partials, tasks)
-        for task, (tables, segments) in zip(tasks, results, strict=True):
-            for (_, segment), read in zip(task, segments, strict=True):
-                segment.damaged, segment.last_step = read.damaged, read.last_step  # `read`: the copy of a worker
-            for name, table in tables.items():
-                mergers[name].add(table)
+    wanted = {
+        analysis.name: _Fold(analysis.partial, analysis.merge)
+        for analysis in analyses
+        if analysis.reads_records is None or analysis.reads_records(run)
+    }
+    merged = run.executor.reduce("fold", _partials, _merged, (wanted, run.run_labels), [*_parts(run)]) if wanted else {}
     return {
         name: table
         for analysis in analyses
-        for name, table in analysis.finish(mergers[analysis.name].finished(run), run).items()
+        for name, table in analysis.finish(_labelled(analysis, merged.get(analysis.name), run), run).items()
     }
 
 
-_Task: TypeAlias = list[tuple[ProcessIds, Segment]]
+class _Fold(NamedTuple):
+    """What of an analysis is computed where the records are."""
+
+    partial: Callable[[RecordBlock], pd.DataFrame]
+    merge: Callable[[Sequence[pd.DataFrame]], pd.DataFrame]
 
 
-def _tasks(run: RecordedRun) -> Iterator[_Task]:
-    task: _Task = []
-    records = 0
+@dataclass
+class ProcessPart:
+    """All processes of some ranks, for `Executor.map`."""
+
+    processes: list[tuple[Process, RecordLabels]] = field(default_factory=list)
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The segments of the processes, in their order."""
+        return [segment for process, _ in self.processes for segment in process.segments]
+
+
+def process_parts(run: RecordedRun) -> list[ProcessPart]:
+    """Return the processes of a run in their order, in parts of RECORDS_PER_TASK records or more."""
+    parts, records = [ProcessPart()], 0
+    for _, pairs in groupby(zip(run.processes, run.labels, strict=True), lambda pair: pair[0].rank):
+        if records >= RECORDS_PER_TASK:
+            parts.append(ProcessPart())
+            records = 0
+        of_rank = [*pairs]
+        parts[-1].processes += of_rank
+        records += sum(segment.count for process, _ in of_rank for segment in process.segments)
+    return parts
+
+
+_Shared: TypeAlias = tuple[Mapping[str, _Fold], RunLabels]
+
+
+@dataclass
+class _Part:
+    """Segments that are read in one go, RECORDS_PER_TASK records or more, and of each the ids of its process."""
+
+    segments: list[Segment] = field(default_factory=list)
+    processes: list[ProcessIds] = field(default_factory=list)
+
+
+def _parts(run: RecordedRun) -> Iterator[_Part]:
+    part, records = _Part(), 0
     for ids, process in zip(run.run_labels.processes, run.processes, strict=True):
         for segment in process.segments:
-            task.append((ids, segment))
+            part.segments.append(segment)
+            part.processes.append(ids)
             records += segment.count
             if records >= RECORDS_PER_TASK:
-                yield task
-                task, records = [], 0
-    yield task
+                yield part
+                part, records = _Part(), 0
+    yield part
 
 
-def _partials(analyses: Sequence[Analysis], labels: RunLabels, task: _Task) -> tuple[NamedTables, list[Segment]]:
-    """Return the merged partial tables of a task, and its segments, which know what was damaged in them."""
-    mergers = {analysis.name: _Merger(analysis) for analysis in analyses}
-    for records in _read_columns(task):
-        block = RecordBlock(records, labels)
-        for analysis in analyses:
-            mergers[analysis.name].add(analysis.partial(block))
-    tables = {name: merger.table() for name, merger in mergers.items()}
-    return tables, [segment for _, segment in task]
+def _partials(shared: _Shared, part: _Part) -> NamedTables:
+    """Return the merged partial tables of a part."""
+    folds, labels = shared
+    partials = ({name: fold.partial(block) for name, fold in folds.items()} for block in _blocks(part, labels))
+    return merge_tree(functools.partial(_merged, shared), partials)
+
+
+def _merged(shared: _Shared, tables: Sequence[NamedTables]) -> NamedTables:
+    folds, _ = shared
+    return {name: fold.merge([of_part[name] for of_part in tables]) for name, fold in folds.items()}
+
+
+def _blocks(part: _Part, labels: RunLabels) -> Iterator[RecordBlock]:
+    """Yield the blocks of a part, of which there is at least one."""
+    block = None
+    for columns in _read_columns(part):
+        block = RecordBlock(columns, labels)
+        yield block
+    if block is None:
+        yield EMPTY_BLOCK
 
 
 def read_blocks(
@@ -280,9 +325,12 @@ def read_blocks(
         select: Chooses among records, shape (n,); the others are left out.
         fields: Fields that are needed besides those of every block.
     """
-    processes = zip(run.run_labels.processes, run.processes, strict=True)
-    task = [(ids, segment) for ids, process in processes for segment in segments(process)]
-    for columns in _read_columns(task, select, fields):
+    part = _Part()
+    for ids, process in zip(run.run_labels.processes, run.processes, strict=True):
+        for segment in segments(process):
+            part.segments.append(segment)
+            part.processes.append(ids)
+    for columns in _read_columns(part, select, fields):
         yield RecordBlock(columns, run.run_labels)
 
 
@@ -291,19 +339,19 @@ def _all(records: Records) -> Records:
 
 
 def _read_columns(
-    task: _Task, select: Callable[[Records], Records] = _all, fields: Sequence[str] = ()
+    part: _Part, select: Callable[[Records], Records] = _all, fields: Sequence[str] = ()
 ) -> Iterator[_Columns]:
-    """Yield the records of a task in blocks that span processes."""
+    """Yield the records of a part in blocks that span processes."""
     fields = [*dict.fromkeys((*_READ_FIELDS, *fields))]
-    size = max(1, min(ROWS_OF_BLOCK, sum(segment.count for _, segment in task)))
-    memory = bytearray(min(BLOCK, max((segment.count for _, segment in task), default=0)) * RECORD.itemsize)
+    size = max(1, min(ROWS_OF_BLOCK, sum(segment.count for segment in part.segments)))
+    memory = bytearray(min(BLOCK, max((segment.count for segment in part.segments), default=0)) * RECORD.itemsize)
     columns = _Columns.of(fields, size)
-    for process, segment in task:
+    for process, segment in zip(part.processes, part.segments, strict=True):
         for records in segment.blocks(memory=memory):
             rest = select(records)
             while len(rest):
-                part, rest = np.split(rest, [size - len(columns)])
-                columns.fill(part, process)
+                rows, rest = np.split(rest, [size - len(columns)])
+                columns.fill(rows, process)
                 if len(columns) == size:
                     yield columns
                     columns = _Columns.of(fields, size)
@@ -311,36 +359,20 @@ def _read_columns(
         yield columns
 
 
-@dataclass
-class _Merger:
-    """Accumulator of partial tables, which merges a few at a time to bound memory."""
-
-    analysis: Analysis
-    tables: list[pd.DataFrame] = field(default_factory=list)
-
-    def add(self, table: pd.DataFrame) -> None:
-        self.tables.append(table)
-        if len(self.tables) >= _MERGE_AT_ONCE:
-            self.tables = [self.table()]
-
-    def table(self) -> pd.DataFrame:
-        if not self.tables:
-            self.tables = [self.analysis.partial(EMPTY_BLOCK)]
-        return self.analysis.merge(self.tables)
-
-    def finished(self, run: RecordedRun) -> pd.DataFrame:
-        """Return the merged table, with labels or categories of them in place of the numbers in LABEL_COLUMNS."""
-        table = self.table()
-        columns: dict[str, Any] = {}
-        for name in LABEL_COLUMNS:
-            if name in table:
-                codes: Array = table[name].to_numpy()
-                labels = run.run_labels.distinct(name)
-                if self.analysis.categorical:
-                    columns[name] = pd.Categorical.from_codes(codes, pd.Index(labels.tolist()))
-                else:
-                    columns[name] = labels[codes]
-        return table.assign(**columns)
+def _labelled(analysis: Analysis, table: pd.DataFrame | None, run: RecordedRun) -> pd.DataFrame:
+    """Return the merged table, with labels or categories of them in place of the numbers in LABEL_COLUMNS."""
+    if table is None:
+        table = analysis.merge([analysis.partial(EMPTY_BLOCK)])
+    columns: dict[str, Any] = {}
+    for name in LABEL_COLUMNS:
+        if name in table:
+            codes: Array = table[name].to_numpy()
+            labels = run.run_labels.distinct(name)
+            if analysis.categorical:
+                columns[name] = pd.Categorical.from_codes(codes, pd.Index(labels.tolist()))
+            else:
+                columns[name] = labels[codes]
+    return table.assign(**columns)
 
 
 _MAX_DENSE_CODES: Final = 1 << 22

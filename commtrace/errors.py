@@ -35,6 +35,10 @@ class MissingLibraryError(CommtraceError):
     """An optional library is not installed."""
 
 
+class ClusterError(CommtraceError):
+    """A Dask cluster cannot be reached, or does not fit."""
+
+
 class LaunchError(CommtraceError):
     """The launcher's variables do not say where the other processes are, or no launcher is installed."""
 

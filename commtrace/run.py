@@ -6,7 +6,6 @@ Besides `commtrace.commands` only this module and `commtrace` itself, on first u
 from __future__ import annotations
 
 import os
-from concurrent.futures import Executor
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ import pandas as pd
 
 from commtrace.analyses import analyse, detail
 from commtrace.errors import NoSuchTableError
+from commtrace.reading.executors import AnyExecutor, as_executor
 from commtrace.reading.log import open_log
 from commtrace.reading.recorded_run import RecordedRun
 
@@ -54,16 +54,17 @@ class Run(RecordedRun):
 
         return clocks_of(self)
 
-    def tables(self, executor: Executor | None = None) -> dict[str, pd.DataFrame]:
+    def tables(self, executor: AnyExecutor = None) -> dict[str, pd.DataFrame]:
         """Return the tables of every analysis by name, as `commtrace report --json` shows them.
 
         Args:
-            executor: Reads and analyses the segments of the log. Default: this process does, and keeps the result.
+            executor: Reads and analyses the records: a `concurrent.futures.Executor`, or a `dask.distributed.Client`.
+                Default: that of the run, which keeps the result.
 
         Returns:
             Tables by name; the page on tables describes their columns and units.
         """
-        return self._tables if executor is None else analyse(self, executor)
+        return self._tables if executor is None else analyse(RecordedRun(self.log, as_executor(executor)))
 
     def table(self, name: str) -> pd.DataFrame:
         """Return one table.
@@ -128,18 +129,21 @@ class Run(RecordedRun):
         return compare_calls(read_calls(self, catalog), read_calls(other, catalog)).table
 
 
-def open_run(directory: str | os.PathLike[str], *, recover: bool = True) -> Run:
+def open_run(directory: str | os.PathLike[str], *, recover: bool = True, executor: AnyExecutor = None) -> Run:
     """Return the newest run in a directory: the one that COMMTRACE was set to, or the directory of one run in it.
 
     Args:
         directory: A log directory.
         recover: First recover records that killed processes of the run left in this host's shared memory. This
             writes them to the log and removes them from /dev/shm. False: write nothing.
+        executor: Reads and analyses the records: a `concurrent.futures.Executor`, or a `dask.distributed.Client`.
+            Default: this process.
 
     Returns:
         The run, with `events()`, `table(name)` and `figure(name)`.
 
     Raises:
         LogError: The directory holds no run that can be read.
+        ClusterError: The cluster has no commtrace, or another version.
     """
-    return Run(open_log(Path(directory), recover=recover))
+    return Run(open_log(Path(directory), recover=recover), as_executor(executor))

@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from hashlib import blake2b
@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from commtrace.analyses.fold_engine import RecordBlock, group_rows
+from commtrace.analyses.fold_engine import ProcessPart, RecordBlock, group_rows, process_parts
 from commtrace.formatting import parse_ranks
 from commtrace.reading.labels import RecordLabels, short_paths
 from commtrace.reading.log import Process
@@ -36,6 +36,8 @@ _MESSAGES: Final = ("send", "recv", "sendrecv", "put", "get", "accumulate")
 _START_UP: Final = -1
 _STREAM_BITS: Final = 34  # of `RecordLabels.ids("role", ...)`
 
+_OwnRow: TypeAlias = tuple[str, str, int, int, int]
+"""Call site, operation, rank, calls and bytes."""
 GroupLabel: TypeAlias = tuple[str, str]
 """Role and shape of a group."""
 
@@ -135,7 +137,24 @@ class RunCalls:
 
 
 class CallCatalog:
-    """Numbers of calls, and the distinct steps. Runs that are compared must be read with the same catalog."""
+    """The distinct steps. Runs that are compared must be read with the same catalog."""
+
+    def __init__(self) -> None:
+        self._distinct: dict[object, StepCalls] = {}
+
+    def distinct(self, steps: Mapping[int, StepCalls]) -> dict[int, StepCalls]:
+        """Return the steps with one object for equal ones."""
+        by_id = {id(calls): calls for calls in steps.values()}
+        # Equal calls may come from their call sites in another order.
+        same = {
+            of: self._distinct.setdefault((calls.digest, frozenset(calls.counts.items())), calls)
+            for of, calls in by_id.items()
+        }
+        return {step: same[id(calls)] for step, calls in steps.items()}
+
+
+class _NumberedCalls:
+    """Numbers of the calls in a part of a run, and its steps."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -143,7 +162,6 @@ class CallCatalog:
         self._hashes: list[int] = []
         self._sequences: dict[bytes, _Sequence] = {}
         self._steps: dict[tuple[int, ...], StepCalls] = {}
-        self._distinct: dict[object, StepCalls] = {}
 
     def number(self, call: Call) -> int:
         """Return the number of a call."""
@@ -188,7 +206,7 @@ class CallCatalog:
                 by_group[first.role, first.group].append(sequence)
             for same in by_group.values():
                 same.sort(key=lambda sequence: sequence.digest)
-            calls = StepCalls(
+            self._steps[key] = StepCalls(
                 counts,
                 {group: "+".join(sequence.digest for sequence in same) for group, same in by_group.items()},
                 {
@@ -196,8 +214,6 @@ class CallCatalog:
                     for group, same in by_group.items()
                 },
             )
-            # Equal calls may come from their call sites in another order.
-            self._steps[key] = self._distinct.setdefault((calls.digest, frozenset(counts.items())), calls)
         return self._steps[key]
 
 
@@ -217,22 +233,46 @@ def read_calls(run: RecordedRun, catalog: CallCatalog, own: Sequence[str] = ()) 
         catalog: The catalog of all runs that this one is compared with.
         own: Patterns of call sites (`is_own`) whose calls are the program's own, and are left out.
     """
-    reader = _Reader(run, catalog, own)
+    sites = {site for process in run.processes for site in process.tables.sites.values()}
+    files = short_paths({line.file for site in sites for line in site.lines()})
     ranks: dict[int, RankCalls] = {}
-    for rank, pairs in itertools.groupby(zip(run.processes, run.labels, strict=True), lambda pair: pair[0].rank):
+    lines: dict[Call, set[str]] = defaultdict(set)
+    own_rows: list[_OwnRow] = []
+    for part in run.executor.map("calls", _read_part, (files, own), process_parts(run)):
+        for numbers, calls in part.ranks:
+            ranks |= dict.fromkeys(numbers, replace(calls, steps=catalog.distinct(calls.steps)))
+        for call, of_part in part.lines.items():
+            lines[call] |= of_part
+        own_rows += part.own
+    ranks.pop(-1, None)  # of a process whose rank is not known
+    all_lines = {call: frozenset(of_call) for call, of_call in lines.items()}
+    own_calls = sum_own_calls(own_rows)
+    return RunCalls(
+        str(run.log.path), ranks, run.world_size, run.simulated, setting_facts(run), all_lines, own_calls,
+        run.step_ranges,
+    )  # fmt: skip
+
+
+class _PartCalls(NamedTuple):
+    """The calls of a part of a run: of the ranks that stand for some numbers each."""
+
+    ranks: list[tuple[list[int], RankCalls]]
+    lines: dict[Call, set[str]]
+    own: list[_OwnRow]
+
+
+def _read_part(shared: tuple[Mapping[str, str], Sequence[str]], part: ProcessPart) -> _PartCalls:
+    reader = _Reader(*shared)
+    ranks = []
+    for rank, pairs in itertools.groupby(part.processes, lambda pair: pair[0].rank):
         processes = [*pairs]
         represented = parse_ranks(processes[0][0].tables.stands_for[0])
-        ranks |= dict.fromkeys(represented or [rank], reader.read(processes))
-    ranks.pop(-1, None)  # of a process whose rank is not known
-    lines = {call: frozenset(lines) for call, lines in reader.lines.items()}
-    own_calls = sum_own_calls(reader.own)
-    return RunCalls(
-        str(run.log.path), ranks, run.world_size, run.simulated, setting_facts(run), lines, own_calls, run.step_ranges
-    )
+        ranks.append((represented or [rank], reader.read(processes)))
+    return _PartCalls(ranks, dict(reader.lines), reader.own)
 
 
-def sum_own_calls(rows: Iterable[tuple[str, str, int, int, int]]) -> dict[tuple[str, str], OwnCalls]:
-    """Sum calls by call site and operation. Rows are call site, operation, rank, calls, bytes."""
+def sum_own_calls(rows: Iterable[_OwnRow]) -> dict[tuple[str, str], OwnCalls]:
+    """Sum calls by call site and operation."""
     sums: dict[tuple[str, str], OwnCalls] = {}
     for site, op, rank, calls, size in rows:
         before = sums.get((site, op), OwnCalls(0, 0, frozenset()))
@@ -241,14 +281,13 @@ def sum_own_calls(rows: Iterable[tuple[str, str, int, int, int]]) -> dict[tuple[
 
 
 class _Reader:
-    """Reader of the calls of one run."""
+    """Reader of the calls of a part of a run."""
 
-    def __init__(self, run: RecordedRun, catalog: CallCatalog, patterns: Sequence[str]) -> None:
-        self._catalog, self._patterns = catalog, patterns
-        sites = {site for process in run.processes for site in process.tables.sites.values()}
-        self._files = short_paths({line.file for site in sites for line in site.lines()})
+    def __init__(self, files: Mapping[str, str], patterns: Sequence[str]) -> None:
+        self._numbered = _NumberedCalls()
+        self._files, self._patterns = files, patterns
         self.lines: dict[Call, set[str]] = defaultdict(set)
-        self.own: list[tuple[str, str, int, int, int]] = []
+        self.own: list[_OwnRow] = []
 
     def read(self, processes: Sequence[tuple[Process, RecordLabels]]) -> RankCalls:
         """Read the calls of the processes of one rank."""
@@ -257,7 +296,7 @@ class _Reader:
         begin, step, stream, numbers = np.concatenate([empty, *columns], axis=1)
         order = np.lexsort((begin, stream, step))
         order = order[numbers[order] >= 0]
-        steps = self._catalog.steps(step[order], stream[order], numbers[order].astype(np.int32))
+        steps = self._numbered.steps(step[order], stream[order], numbers[order].astype(np.int32))
         problems = [process.steps_problem(max(steps, default=_START_UP)) for process, _ in processes]
         return RankCalls(
             steps,
@@ -321,7 +360,7 @@ class _Reader:
             self.own.append((line, call.key.op, rank, count, size))
             return -1
         self.lines[call].add(line)
-        return self._catalog.number(call)
+        return self._numbered.number(call)
 
 
 def is_own(pattern: str, phase: str, site: str) -> bool:

@@ -15,16 +15,18 @@ recorded ends of calls, the host may continue during a transfer, and `blocked` d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from itertools import chain
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import pandas as pd
 
 from commtrace.analyses.across_ranks.clocks import clocks_of
 from commtrace.analyses.call_times import exact_ends, has_own_times, wait_begin
-from commtrace.analyses.fold_engine import Array, RecordBlock
+from commtrace.analyses.fold_engine import Array, ProcessPart, RecordBlock, process_parts
 from commtrace.errors import LogError
 from commtrace.formatting import format_ranks
 from commtrace.reading.labels import RecordLabels
@@ -68,7 +70,7 @@ def step_times(run: RecordedRun) -> StepTimes:
     """
     if run.simulated:
         raise LogError(f"{run.log.path}: a dry run has no times; pass a recorded run")
-    spans = [_step_spans(process, labels) for process, labels in zip(run.processes, run.labels, strict=True)]
+    spans = _of_processes(run, "steps", _step_spans)
     without_calls = {process.rank for process, steps in zip(run.processes, spans, strict=True) if not len(steps)}
     if without_calls or not spans:
         ranks = f"rank {format_ranks(without_calls)}" if without_calls else "the run"
@@ -108,10 +110,20 @@ def timed_calls(run: RecordedRun, steps: Array | None = None, columns: Sequence[
         exact          whether t_end is the end of the transfer (`call_times.exact_ends`)
         last_begin     when the last rank of the call began it, on the clock of this call's host; 0: not known
     """
-    tables = [
-        _calls(process, labels, steps, columns) for process, labels in zip(run.processes, run.labels, strict=True)
-    ]
+    tables = _of_processes(run, "calls", functools.partial(_calls, steps, columns))
     return _with_last_begin(pd.concat(tables, ignore_index=True), run)
+
+
+_OfProcess: TypeAlias = Callable[[Process, RecordLabels], pd.DataFrame]
+
+
+def _of_processes(run: RecordedRun, name: str, function: _OfProcess) -> list[pd.DataFrame]:
+    """Return a table of each process, computed by the run's executor."""
+    return [*chain.from_iterable(run.executor.map(name, _of_part, function, process_parts(run)))]
+
+
+def _of_part(function: _OfProcess, part: ProcessPart) -> list[pd.DataFrame]:
+    return [function(process, labels) for process, labels in part.processes]
 
 
 def _blocks(process: Process, labels: RecordLabels) -> Iterator[RecordBlock]:
@@ -150,7 +162,7 @@ def _choose_steps(spans: Sequence[pd.DataFrame]) -> tuple[Array, bool]:
     return np.array([-1], np.int64), False
 
 
-def _calls(process: Process, labels: RecordLabels, steps: Array | None, columns: Sequence[str]) -> pd.DataFrame:
+def _calls(steps: Array | None, columns: Sequence[str], process: Process, labels: RecordLabels) -> pd.DataFrame:
     """Return the calls of one process, without `last_begin`."""
     tables = []
     for block in _blocks(process, labels):

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -75,15 +75,13 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", metavar="FILE", action="append", help="configuration to predict the calls from; may be repeated"
     )
-    add_shared(parser, "--width")
+    add_shared(parser, "--dask", "--width")
     add_options(parser.add_argument_group("with --config"), parser.add_argument_group("with --config, the model"))
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the verdict."""
-    from commtrace.analyses.across_ranks.stuck_calls import find_stuck_calls
-    from commtrace.analyses.diff.diff_text import wrapped
-    from commtrace.analyses.report.findings import verdict
+    from commtrace.reading.executors import open_executor
     from commtrace.run import open_run
 
     by_rules = {"--tolerance": arguments.tolerance, "--config": arguments.config, "--strict": arguments.strict}
@@ -91,8 +89,17 @@ def run(arguments: argparse.Namespace) -> int:
     for option in (name for name, value in by_rules.items() if value and source):
         other = str(source).replace("_", "-")
         raise CommtraceError(f"{option} is only for the comparison with rules; remove it or --{other}")
-    run = open_run(arguments.directory)
     compare = _update_baseline if arguments.update_baseline else _check_calls if source else _check_rules
+    with open_executor(arguments.dask) as executor:
+        return _check(open_run(arguments.directory, executor=executor), arguments, compare)
+
+
+def _check(run: Run, arguments: argparse.Namespace, compare: Callable[[Run, argparse.Namespace], int]) -> int:
+    """Print the stuck calls, the comparison and the notes, and return the exit status."""
+    from commtrace.analyses.across_ranks.stuck_calls import find_stuck_calls
+    from commtrace.analyses.diff.diff_text import wrapped
+    from commtrace.analyses.report.findings import verdict
+
     try:
         stuck = [*verdict(find_stuck_calls(run))]
         print(*(line for text in stuck for line in wrapped(text, arguments.width)), sep="\n", end="\n" * bool(stuck))
@@ -157,7 +164,7 @@ def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
         own += baseline.own
         expected, source = baseline.run, f"the baseline {arguments.baseline}"
     else:
-        against = open_run(arguments.against)
+        against = open_run(arguments.against, executor=run.executor)
         expected = read_calls(against, catalog, own)
         _warn(str(note) for note in against.notes)
         source = f"the {'dry run' if against.simulated else 'run'} {arguments.against}"

@@ -32,7 +32,7 @@ def prepare(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, metavar=name.upper(), type=Path, help="log directory of a run or of a dry run")
     add_shared(parser, "--json")
     add_shared(parser, "--own", purpose="leave out calls whose call site contains PATTERN")
-    add_shared(parser, "--width")
+    add_shared(parser, "--dask", "--width")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,10 +40,12 @@ def run(arguments: argparse.Namespace) -> int:
     from commtrace.analyses.diff import CallCatalog, compare_calls, read_calls
     from commtrace.analyses.diff.diff_text import compared_lines, difference_lines, own_lines
     from commtrace.analyses.report.document import diff_to_json
+    from commtrace.reading.executors import open_executor
     from commtrace.run import open_run
 
-    catalog, runs = CallCatalog(), [open_run(path) for path in (arguments.a, arguments.b)]
-    a, b = (read_calls(run, catalog, arguments.own) for run in runs)
+    with open_executor(arguments.dask) as executor:
+        catalog, runs = CallCatalog(), [open_run(path, executor=executor) for path in (arguments.a, arguments.b)]
+        a, b = (read_calls(run, catalog, arguments.own) for run in runs)
     for note in (note for run in runs for note in run.notes):
         print(f"commtrace: {note}", file=sys.stderr)
     differences = compare_calls(a, b)

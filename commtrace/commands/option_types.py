@@ -107,6 +107,10 @@ _SHARED: Final[dict[str, dict[str, Any]]] = {
         "help": ": a part of file and function, such as train.py or log_loss; `*` and `?` are wildcards; calls in "
         "backward excepted; may be repeated",
     },
+    "--dask": {
+        "metavar": "SCHEDULER",
+        "help": "read the log on the workers of a Dask cluster: the scheduler's address or file, or local[:N]",
+    },
     "--network": {
         "metavar": "NET",
         "help": ": a file of commtrace bench, a network description, or the name of a built-in description "

@@ -13,7 +13,7 @@ import contextlib
 import multiprocessing
 import threading
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -50,12 +50,13 @@ def prepare(parser: argparse.ArgumentParser) -> None:
         "--sites", metavar="N", type=non_negative_integer,
         help="number of call sites to show; 0: all (default: 10, in HTML 40)",
     )  # fmt: skip
-    add_shared(parser, "--width")
+    add_shared(parser, "--dask", "--width")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report, or write the page."""
     from commtrace.analyses.comparison import short_names
+    from commtrace.reading.executors import open_executor
     from commtrace.run import open_run
 
     several = len(arguments.directories) > 1
@@ -65,12 +66,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommtraceError("--sections is for the text of one run; leave it out with --json, --html or more DIRs")
     if arguments.html is not None:
         from commtrace.analyses.report.html import page  # noqa: F401  raises if a library is not installed
-    runs = {name: open_run(path) for name, path in short_names(arguments.directories).items()}
     details = arguments.html is not None and not several
     full = not several and (arguments.json or details or "waiting" in (arguments.sections or ()))
-    tables = {
-        name: _tables(run, details=details, across_ranks=full, network=arguments.network) for name, run in runs.items()
-    }
+    with open_executor(arguments.dask) as executor:
+        runs = {name: open_run(path, executor=executor) for name, path in short_names(arguments.directories).items()}
+        tables = {
+            name: _tables(run, details=details, across_ranks=full, network=arguments.network)
+            for name, run in runs.items()
+        }
     if arguments.html is not None:
         _write_page(arguments, runs, tables)
     elif arguments.json:
@@ -136,22 +139,27 @@ def _tables(run: Run, *, details: bool = False, across_ranks: bool = False, netw
     from commtrace.network.networks import open_network
 
     more = [] if network is None else [network_analysis(open_network(network))]
-    with _executor(run) as executor:
-        tables = analyse(run, executor, details=details, across_ranks=across_ranks)
-        return {**tables, **(fold(run, more, executor) if more else {})}
+    with _worker_processes(run):
+        tables = analyse(run, details=details, across_ranks=across_ranks)
+        return {**tables, **(fold(run, more) if more else {})}
 
 
 @contextlib.contextmanager
-def _executor(run: Run) -> Iterator[Executor | None]:
-    """Yield worker processes if the log is large, else None."""
+def _worker_processes(run: Run) -> Iterator[None]:
+    """Read a run by worker processes if the log is large, and no executor was chosen."""
+    from commtrace.reading.executors import IN_PROCESS, PoolExecutor
+
     records = sum(segment.count for process in run.processes for segment in process.segments)
-    if records < PARALLEL_FROM or usable_cores() < 2:
-        yield None
+    if run.executor is not IN_PROCESS or records < PARALLEL_FROM or usable_cores() < 2:
+        yield
         return
     try:
         # A fork has pandas imported already, which takes a second, but copies the locks of other threads.
         how = multiprocessing.get_context("fork" if threading.active_count() == 1 else "spawn")
-        with ProcessPoolExecutor(min(usable_cores(), 16), how) as executor:
-            yield executor
+        with ProcessPoolExecutor(min(usable_cores(), 16), how) as pool:
+            run.executor = PoolExecutor(pool)
+            yield
     except BrokenProcessPool:
         raise CommtraceError(f"{run.log.path}: a worker process was killed, probably because memory ran out") from None
+    finally:
+        run.executor = IN_PROCESS

@@ -25,7 +25,7 @@ def prepare(parser: argparse.ArgumentParser) -> None:
         help="tokens per step of the whole job, if the log does not have them; once, or once per run",
     )  # fmt: skip
     add_formats(parser)
-    add_shared(parser, "--width")
+    add_shared(parser, "--dask", "--width")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -33,14 +33,16 @@ def run(arguments: argparse.Namespace) -> int:
     from commtrace.analyses.comparison import short_names
     from commtrace.analyses.scaling.findings import sentences
     from commtrace.analyses.scaling.scaling_tables import scaling
+    from commtrace.reading.executors import open_executor
     from commtrace.run import open_run
 
-    runs = {name: open_run(path) for name, path in short_names(arguments.directories).items()}
-    try:
-        tables = scaling(runs, arguments.tokens)
-    finally:  # damaged records are known once they were read
-        for note in (note for run in runs.values() for note in run.notes):
-            print(f"commtrace: {note}", file=sys.stderr)
+    with open_executor(arguments.dask) as executor:
+        runs = {name: open_run(path, executor=executor) for name, path in short_names(arguments.directories).items()}
+        try:
+            tables = scaling(runs, arguments.tokens)
+        finally:  # damaged records are known once they were read
+            for note in (note for run in runs.values() for note in run.notes):
+                print(f"commtrace: {note}", file=sys.stderr)
     if arguments.html is not None:
         from commtrace.analyses.report.html.pages import page_of_scaling
         from commtrace.output_files import atomic_write

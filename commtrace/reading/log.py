@@ -33,7 +33,7 @@ from commtrace.schema import WITHOUT_RECORD
 
 from .log_notes import Note, error_reason
 from .packed_log import PROCESSES, PackedRun
-from .segment_reader import MemorySegment, Segment, damage_note, inspect_segment, last_records
+from .segment_reader import MemorySegment, Segment, damage_notes, inspect_segment, last_records
 from .table_reader import ProcessTables, integer_or_none, parse_tables, read_tables
 
 
@@ -94,7 +94,7 @@ class Process:
 
     def record_notes(self) -> Iterator[Note]:
         """Yield notes on the records, as far as they were read."""
-        yield from damage_note(self.path, self.segments)
+        yield from damage_notes(self.path, self.segments)
         if problem := self.steps_problem(max((segment.last_step for segment in self.segments), default=-1)):
             yield Note("process", self.path, problem, "they are not compared with others")
 

@@ -15,6 +15,7 @@ import pandas as pd
 from commtrace.rank_ranges import rank_ranges, select_steps
 from commtrace.schema import COPIED_COLUMNS, EVENT_COLUMNS, RECORD, Records
 
+from .executors import IN_PROCESS, Executor
 from .labels import LABEL_COLUMNS, UNKNOWN, Array, RecordLabels, RunLabels, message_roles_of, roles_of, short_paths
 from .log import Log, Process
 from .log_notes import Note
@@ -58,10 +59,15 @@ class EventTable:
 
 
 class RecordedRun:
-    """One recorded run. Opening it reads small tables only; records are read when they are needed."""
+    """One recorded run. Opening it reads small tables only; records are read when they are needed.
 
-    def __init__(self, log: Log) -> None:
-        self.log = log
+    Attributes:
+        log: Its log.
+        executor: Reads the records for analyses.
+    """
+
+    def __init__(self, log: Log, executor: Executor = IN_PROCESS) -> None:
+        self.log, self.executor = log, executor
 
     def __repr__(self) -> str:
         ranks = f"{len(self.ranks)} of {self.world_size or 'unknown'} ranks"

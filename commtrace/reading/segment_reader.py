@@ -7,11 +7,10 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, Final, TypeAlias
+from typing import Any, BinaryIO, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +56,17 @@ class Segment:
     """Records left out because a field has an impossible value, by field: of the last time that `blocks` read all."""
     last_step: int = field(default=-1, compare=False)
     """The largest step of its records, as `damaged`."""
+    read_error: str = field(default="", compare=False)
+    """Why records could not be read, as `damaged`."""
+
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """What `blocks` found out, to be taken over from a copy of the segment in another process."""
+        return self.damaged, self.last_step, self.read_error
+
+    @facts.setter
+    def facts(self, facts: tuple[Any, ...]) -> None:
+        self.damaged, self.last_step, self.read_error = facts
 
     def blocks(
         self, size: int = BLOCK, memory: bytearray | None = None, wanted: Wanted | None = None
@@ -64,7 +74,7 @@ class Segment:
         """Yield the records, shape (n,) with n <= size, without slots that were never filled and damaged records.
 
         Files are read and not mapped: a mapped page of a removed file would kill this process. Records that cannot be
-        read any more (a live process removes its oldest segment) are missing from the sum, as coverage reports.
+        read any more (a live process removes its oldest segment) are missing, as a note says.
 
         Args:
             size: Most records of a block.
@@ -73,13 +83,15 @@ class Segment:
             wanted: Values of columns of the event table. Records that cannot have them may be left out.
         """
         damaged: Counter[str] = Counter()
-        last_step = -1
-        with suppress(OSError):
+        last_step, read_error = -1, ""
+        try:
             for records, suspects in self.slots(size, memory):
                 usable = usable_records(records, suspects, damaged)
                 last_step = max(last_step, int(records["step"].max(where=usable, initial=-1)))
                 yield records if usable.all() else records[usable]
-        self.damaged, self.last_step = +damaged, last_step
+        except OSError as error:
+            read_error = error_reason(error)
+        self.facts = +damaged, last_step, read_error
 
     def slots(self, size: int = BLOCK, memory: bytearray | None = None) -> Iterator[tuple[Records, set[str]]]:
         """Yield what the file holds, in blocks as `blocks` does: all slots, and fields that may have impossible values.
@@ -168,13 +180,16 @@ def _impossible(records: Records, suspects: Container[str]) -> Iterator[tuple[st
             yield name, (values[name] < _LOWEST.get(name, 0)) | (values[name] > highest)
 
 
-def damage_note(path: Path, segments: Iterable[Segment]) -> Iterator[Note]:
-    """Yield a note on the records that were left out of the segments of a process, if there are any."""
+def damage_notes(path: Path, segments: Sequence[Segment]) -> Iterator[Note]:
+    """Yield notes on the records that were left out of the segments of a process."""
     damaged = sum((Counter(segment.damaged) for segment in segments), Counter())
     if damaged:
         fields = ", ".join(name for name in RECORD.names or () if name in damaged)
         text = f"{format_plural(damaged.total(), 'record')} with impossible values ({fields})"
         yield Note("garbled", path, text, "left out")
+    for segment in segments:
+        if segment.read_error:
+            yield Note("unreadable", segment.path, segment.read_error, "its records are left out")
 
 
 class _CutError(ValueError):

@@ -1,0 +1,236 @@
+"""Executor on the workers of a Dask cluster, which read the log directory under the same path as this process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import re
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from itertools import chain
+from typing import Any, Final
+from uuid import uuid4
+
+import commtrace
+from commtrace.errors import ClusterError, LogError, MissingLibraryError
+from commtrace.formatting import format_plural
+from commtrace.launchers import usable_cores
+
+from .executors import AnyPart, Executor, Facts, Result, Shared, batches, learn, read_part
+
+WORKERS_TIMEOUT_SECONDS: Final = 600
+"""Time for which a cluster may be without workers: they may have to wait in the queue of a batch system."""
+
+_ADDRESS: Final = re.compile(r"\w+://.+|[^/]+:\d+")
+
+
+@contextlib.contextmanager
+def connect(scheduler: str) -> Iterator[DaskExecutor]:
+    """Yield the executor on a cluster.
+
+    Args:
+        scheduler: Address of a scheduler, a scheduler file, or "local" or "local:N" for N new workers on this host.
+
+    Raises:
+        MissingLibraryError: `distributed` is not installed.
+        ClusterError: The scheduler cannot be reached, or the cluster fails.
+    """
+    distributed = _import_distributed()
+    local = re.fullmatch(r"local(?::(\d+))?", scheduler)
+    with contextlib.ExitStack() as stack:
+        if local:
+            workers = int(local[1] or 0) or usable_cores()
+            options = {
+                "n_workers": workers,
+                "threads_per_worker": 1,
+                "dashboard_address": "127.0.0.1:0",
+                "silence_logs": 50,
+            }
+            target = {"address": stack.enter_context(distributed.LocalCluster(**options))}
+        elif _ADDRESS.fullmatch(scheduler):
+            target = {"address": scheduler}
+        elif os.path.exists(scheduler):  # dask would wait for it for ever
+            target = {"scheduler_file": scheduler}
+        else:
+            hint = "give an address such as tcp://HOST:8786, the file of dask scheduler --scheduler-file, or local:N"
+            raise ClusterError(f"--dask {scheduler}: no such scheduler file; {hint}")
+        try:
+            client = stack.enter_context(distributed.Client(**target, set_as_default=False))
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ClusterError(
+                f"--dask {scheduler}: no scheduler answers ({reason}); start one (dask scheduler), or give its address"
+            ) from None
+        yield DaskExecutor(client)
+
+
+def _import_distributed() -> Any:
+    try:
+        return import_module("distributed")
+    except ImportError:
+        raise MissingLibraryError("--dask: needs distributed; pip install 'commtrace[dask]'") from None
+
+
+class DaskExecutor(Executor):
+    """Reads on the workers of a cluster. What a worker had read when it died is read again by others.
+
+    Args:
+        client: A `dask.distributed.Client`.
+
+    Raises:
+        ClusterError: Another version of commtrace is installed there.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._distributed = _import_distributed()
+        self._client = client
+        self._address = client.scheduler.address
+        with self._errors():
+            probe = _probe()
+            versions = {f"worker {address}": version for address, version in client.run(probe).items()}
+            versions |= {f"scheduler {self._address}": client.run_on_scheduler(probe)}
+        for where, version in versions.items():
+            _check_version(where, version)
+
+    def map(
+        self, name: str, function: Callable[[Shared, AnyPart], Result], shared: Shared, parts: Sequence[AnyPart]
+    ) -> Iterator[Result]:
+        """Yield the results of the parts."""
+        futures, _ = self._submit(name, function, shared, parts)
+        with self._progress(name, futures), self._errors():
+            for part in parts:
+                result, facts = self._result(futures.pop(0))
+                learn([part], facts)
+                yield result
+
+    def reduce(
+        self,
+        name: str,
+        function: Callable[[Shared, AnyPart], Result],
+        merge: Callable[[Shared, Sequence[Result]], Result],
+        shared: Shared,
+        parts: Sequence[AnyPart],
+    ) -> Result:
+        """Return the merged results of the parts."""
+        futures, everywhere = self._submit(name, function, shared, parts)
+        with self._progress(name, futures), self._errors():
+            while True:
+                # Before other parts are read, so that their results need less memory.
+                futures = [
+                    self._client.submit(_merge, merge, everywhere, *batch, key=_key("merge"), priority=1)
+                    for batch in batches(futures)
+                ]
+                if len(futures) == 1:
+                    break
+            result: Result
+            result, facts = self._result(futures[0])
+        learn(parts, facts)
+        return result
+
+    def _submit(
+        self, name: str, function: Callable[[Shared, AnyPart], Result], shared: Shared, parts: Sequence[AnyPart]
+    ) -> tuple[list[Any], Any]:
+        """Return the futures of the results of parts and of what they share."""
+        with self._errors(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Sending large graph", UserWarning)
+            # Not scattered: the data would be gone with the worker that holds it.
+            everywhere = self._client.submit(pickle.loads, pickle.dumps(shared), key=_key("shared"))
+            pickled = [pickle.dumps(part) for part in parts]
+            same = ([value] * len(parts) for value in (commtrace.__version__, function, everywhere))
+            keys = [_key(name) for _ in parts]
+            return self._client.map(_read, *same, pickled, key=keys), everywhere
+
+    def _result(self, future: Any) -> Any:
+        """Return the result of a future."""
+        last_worker = time.monotonic()
+        while not future.done():
+            with self._client.as_current(), contextlib.suppress(self._distributed.TimeoutError):
+                self._distributed.wait(future, timeout=5)
+            if future.done() or self._client.scheduler_info()["workers"]:
+                last_worker = time.monotonic()
+            elif time.monotonic() - last_worker > WORKERS_TIMEOUT_SECONDS:
+                text = f"scheduler {self._address}: had no workers for {WORKERS_TIMEOUT_SECONDS} s"
+                raise ClusterError(f"{text}; start some: dask worker {self._address}")
+        return future.result()
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Turn errors of the cluster into ClusterError with a hint."""
+        killed = self._distributed.scheduler.KilledWorker
+        lost = (self._distributed.comm.CommClosedError, self._distributed.CancelledError)
+        try:
+            yield
+        except killed as error:
+            raise ClusterError(
+                f"{error.task}: {format_plural(error.allowed_failures + 1, 'worker')} died while reading it, the "
+                f"last on {error.last_worker.address}, probably because memory ran out; give workers more memory"
+            ) from None
+        except (*lost, OSError) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ClusterError(f"scheduler {self._address}: connection lost ({reason}); start it again") from None
+        except (ImportError, AttributeError) as error:
+            raise ClusterError(f"{self._address}: {error}; {_SAME_VERSION}") from error
+
+    @contextlib.contextmanager
+    def _progress(self, name: str, futures: Sequence[Any]) -> Iterator[None]:
+        """Show on a terminal how many of the futures are done."""
+        from rich.console import Console
+        from rich.progress import Progress
+
+        progress = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+        with progress:
+            bar = progress.add_task(name, total=len(futures))
+            for future in futures:
+                future.add_done_callback(lambda _: progress.advance(bar))
+            yield
+
+
+_SAME_VERSION: Final = "install the same version of commtrace for this process, the scheduler and all workers"
+
+
+def _key(name: str) -> str:
+    """Return a new name of a task, of which dashboards show the words."""
+    return f"commtrace-{name}-{uuid4().hex}"
+
+
+def _probe() -> Callable[[], str | None]:
+    """Return a function that returns the version of commtrace, and needs no commtrace to be unpickled."""
+
+    def version() -> str | None:
+        try:
+            from commtrace import __version__
+        except ImportError:
+            return None
+        return __version__
+
+    return version
+
+
+def _check_version(where: str, version: str | None) -> None:
+    if version != commtrace.__version__:
+        what = "commtrace is not installed there" if version is None else f"has commtrace {version}"
+        raise ClusterError(f"{where}: {what}, this process {commtrace.__version__}; {_SAME_VERSION}")
+
+
+def _read(version: str, function: Callable[[Shared, Any], Result], shared: Shared, part: bytes) -> tuple[Result, Facts]:
+    """Return the result of a part on a worker, and what reading found out about its segments."""
+    from distributed import get_worker
+
+    where = f"worker {get_worker().address}"
+    _check_version(where, version)  # of a worker that came later
+    read = pickle.loads(part)
+    for folder in {segment.path.parent for segment in read.segments}:
+        if not folder.is_dir():
+            raise LogError(f"{folder}: {where} has no such folder; mount it there under the same path")
+    return read_part(function, shared, read)
+
+
+def _merge(
+    merge: Callable[[Shared, Sequence[Result]], Result], shared: Shared, *parts: tuple[Result, Facts]
+) -> tuple[Result, Facts]:
+    """Return results merged on a worker, and what reading found out about the segments of all of them."""
+    return merge(shared, [result for result, _ in parts]), [*chain(*(facts for _, facts in parts))]
