@@ -109,7 +109,7 @@ _SHARED: Final[dict[str, dict[str, Any]]] = {
     },
     "--dask": {
         "metavar": "SCHEDULER",
-        "help": "read the log on the workers of a Dask cluster: the scheduler's address or file, or local[:N]",
+        "help": "use the workers of a Dask cluster: the scheduler's address or file, or local[:N]",
     },
     "--network": {
         "metavar": "NET",

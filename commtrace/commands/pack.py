@@ -22,16 +22,19 @@ def prepare(parser: argparse.ArgumentParser) -> None:
         "--out", metavar="OUT", type=Path, help="directory to write (default: the name of DIR and .packed, beside it)"
     )
     parser.add_argument("--force", action="store_true", help="replace OUT if it is a packed log")
+    add_shared(parser, "--dask")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Pack the log, and print damage in it to stderr."""
     from commtrace.formatting import format_bytes, format_plural
+    from commtrace.reading.executors import open_executor
     from commtrace.reading.pack import pack
 
     directory: Path = arguments.directory.expanduser().resolve()
     out = arguments.out or directory.with_name(f"{directory.name}.packed")
-    packed = pack(arguments.directory, out, force=arguments.force)
+    with open_executor(arguments.dask) as executor:
+        packed = pack(arguments.directory, out, force=arguments.force, executor=executor)
     for note in packed.notes:
         print(f"commtrace: {note}", file=sys.stderr)
     sizes = f"{format_bytes(packed.packed_bytes)}; the log has {format_bytes(packed.log_bytes)}"

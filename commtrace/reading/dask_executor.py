@@ -101,7 +101,7 @@ class DaskExecutor(Executor):
     ) -> Iterator[Result]:
         """Yield the results of the parts."""
         futures, _ = self._submit(name, function, shared, parts)
-        with self._progress(name, futures), self._errors():
+        with self._progress(name, futures):
             for part in parts:
                 result, facts = self._result(futures.pop(0))
                 learn([part], facts)
@@ -117,15 +117,14 @@ class DaskExecutor(Executor):
     ) -> Result:
         """Return the merged results of the parts."""
         futures, everywhere = self._submit(name, function, shared, parts)
-        with self._progress(name, futures), self._errors():
-            while True:
-                # Before other parts are read, so that their results need less memory.
-                futures = [
+        with self._progress(name, futures):
+            merged: list[Any] = []
+            while len(merged) != 1:
+                merged = futures = [
+                    # Before other parts are read, so that their results need less memory.
                     self._client.submit(_merge, merge, everywhere, *batch, key=_key("merge"), priority=1)
                     for batch in batches(futures)
                 ]
-                if len(futures) == 1:
-                    break
             result: Result
             result, facts = self._result(futures[0])
         learn(parts, facts)
@@ -145,35 +144,36 @@ class DaskExecutor(Executor):
             return self._client.map(_read, *same, pickled, key=keys), everywhere
 
     def _result(self, future: Any) -> Any:
-        """Return the result of a future."""
+        """Return the result of a future, or raise its error."""
         last_worker = time.monotonic()
-        while not future.done():
-            with self._client.as_current(), contextlib.suppress(self._distributed.TimeoutError):
-                self._distributed.wait(future, timeout=5)
-            if future.done() or self._client.scheduler_info()["workers"]:
-                last_worker = time.monotonic()
-            elif time.monotonic() - last_worker > WORKERS_TIMEOUT_SECONDS:
-                text = f"scheduler {self._address}: had no workers for {WORKERS_TIMEOUT_SECONDS} s"
-                raise ClusterError(f"{text}; start some: dask worker {self._address}")
-        return future.result()
+        with self._errors():
+            while not future.done():
+                with self._client.as_current(), contextlib.suppress(self._distributed.TimeoutError):
+                    self._distributed.wait(future, timeout=5)
+                if future.done() or self._client.scheduler_info()["workers"]:
+                    last_worker = time.monotonic()
+                elif time.monotonic() - last_worker > WORKERS_TIMEOUT_SECONDS:
+                    text = f"scheduler {self._address}: had no workers for {WORKERS_TIMEOUT_SECONDS} s"
+                    raise ClusterError(f"{text}; start some: dask worker {self._address}")
+            error = future.exception() if future.status == "error" else None
+            if error is None:
+                return future.result()
+        if isinstance(error, self._distributed.scheduler.KilledWorker):
+            workers = format_plural(error.allowed_failures + 1, "worker")
+            text = f"{error.task}: {workers} died while reading it, the last on {error.last_worker.address}"
+            raise ClusterError(f"{text}, probably because memory ran out; give workers more memory") from None
+        if isinstance(error, ImportError) or str(error).startswith("Can't get attribute"):
+            raise ClusterError(f"a worker of {self._address}: {error}; {_SAME_VERSION}") from error
+        raise error
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """Turn errors of the cluster into ClusterError with a hint."""
-        killed = self._distributed.scheduler.KilledWorker
-        lost = (self._distributed.comm.CommClosedError, self._distributed.CancelledError)
+        """Turn errors of the connection into ClusterError."""
         try:
             yield
-        except killed as error:
-            raise ClusterError(
-                f"{error.task}: {format_plural(error.allowed_failures + 1, 'worker')} died while reading it, the "
-                f"last on {error.last_worker.address}, probably because memory ran out; give workers more memory"
-            ) from None
-        except (*lost, OSError) as error:
+        except (self._distributed.CancelledError, OSError) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ClusterError(f"scheduler {self._address}: connection lost ({reason}); start it again") from None
-        except (ImportError, AttributeError) as error:
-            raise ClusterError(f"{self._address}: {error}; {_SAME_VERSION}") from error
 
     @contextlib.contextmanager
     def _progress(self, name: str, futures: Sequence[Any]) -> Iterator[None]:

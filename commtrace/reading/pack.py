@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections import Counter
+import socket
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, field
+from itertools import chain, count, groupby, islice
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
+from uuid import uuid4
 
 import numpy as np
 import pandas as pd
@@ -20,6 +22,7 @@ from commtrace.errors import LogError, OutputError
 from commtrace.output_files import atomic_directory
 from commtrace.schema import EVENT_TABLE_VERSION, RECORD, Records
 
+from .executors import IN_PROCESS, Executor
 from .labels import Array, RecordLabels
 from .log import Log, LogDirectory, Process, RunFolder
 from .log_notes import Note, error_reason
@@ -30,7 +33,7 @@ from .segment_reader import Segment, usable_records
 ROW_GROUP: Final = 1 << 17
 """Rows of a row group: of one rank or of many."""
 PART_ROWS: Final = 1 << 23
-"""Rows from which a part is ended with the segment."""
+"""Slots of segments from which a part is ended with the segment."""
 
 _TABLES_AT_ONCE: Final = 16 << 20
 """Bytes of tables and damaged slots that are written at once."""
@@ -50,13 +53,14 @@ class Packed:
     """What was recovered, and damage of the log."""
 
 
-def pack(path: Path, out: Path, *, force: bool = False) -> Packed:
+def pack(path: Path, out: Path, *, force: bool = False, executor: Executor = IN_PROCESS) -> Packed:
     """Write all runs of a log as a packed log, in constant memory. The log does not change.
 
     Args:
         path: A log directory.
         out: The directory to write, which appears under its name only when it is complete.
         force: Whether to replace an existing packed log.
+        executor: Reads the log and writes the parts.
 
     Returns:
         Numbers of runs, rows and bytes, and notes on the log.
@@ -75,12 +79,12 @@ def pack(path: Path, out: Path, *, force: bool = False) -> Packed:
         for folder in directory.folders:
             if folder.is_packed:
                 raise LogError(f"{folder.path}: is packed already; commands read it as it is")
-            _pack_folder(directory, folder, part, packed)
+            _pack_folder(directory, folder, part, packed, executor)
         packed.packed_bytes = sum(file.stat().st_size for file in part.rglob("*") if file.is_file())
     return packed
 
 
-def _pack_folder(directory: LogDirectory, folder: RunFolder, out: Path, packed: Packed) -> None:
+def _pack_folder(directory: LogDirectory, folder: RunFolder, out: Path, packed: Packed, executor: Executor) -> None:
     newest, processes, notes = directory.read(folder)
     for process in processes:
         if process.seen_alive_ns:
@@ -96,11 +100,18 @@ def _pack_folder(directory: LogDirectory, folder: RunFolder, out: Path, packed: 
     with _ProcessWriter(home / PROCESSES, facts) as process_writer:
         for run, of_run in groupby(sorted(processes, key=lambda process: process.run), lambda process: process.run):
             recorded = RecordedRun(Log(directory.path, run, tuple(of_run), (), ()))
-            with _PartWriter(home if run == newest else out / _partition(run), recorded) as parts:
-                for process, labels in zip(recorded.processes, recorded.labels, strict=True):
-                    process_writer.add(process, [_pack_segment(part, labels, parts, home) for part in process.segments])
-                parts.flush()
-            packed.rows += parts.rows
+            part_folder = home if run == newest else out / _partition(run)
+            part_folder.mkdir(exist_ok=True)
+            segments = chain.from_iterable(
+                executor.map("pack", _write_part, (_PartTable(recorded), home), [*_parts(recorded, part_folder)])
+            )
+            for process in recorded.processes:
+                rows = [*islice(segments, len(process.segments))]
+                process_writer.add(process, rows)
+                packed.rows += sum(row["count"] - len(row["left_out"]) // 8 for row in rows)
+            deque(segments, maxlen=0)  # there are no more: ends the executor's work
+            for unfinished in part_folder.glob(".part-*"):  # of a worker that died
+                unfinished.unlink()
         process_writer.flush()
     packed.runs += 1
     packed.log_bytes += sum(file.stat().st_size for host in folder.hosts for file in host.iterdir() if file.is_file())
@@ -115,21 +126,58 @@ def _partition(run: str) -> str:
     return PARTITION + quote(run, safe="")[:200]
 
 
-def _pack_segment(segment: Segment, labels: RecordLabels, parts: _PartWriter, home: Path) -> dict[str, Any]:
-    """Write the records of a segment to the parts. Return where they are, and the slots that have no record."""
-    file, row = parts.place()
+@dataclass
+class _PartFile:
+    """Segments that are written to one file, and the labels of each."""
+
+    path: Path
+    segments: list[Segment] = field(default_factory=list)
+    labels: list[RecordLabels] = field(default_factory=list)
+
+
+def _parts(run: RecordedRun, folder: Path) -> Iterator[_PartFile]:
+    paths = (folder / f"part-{number:05d}.parquet" for number in count(len([*folder.glob("part-*")])))
+    part, slots = _PartFile(next(paths)), 0
+    for process, labels in zip(run.processes, run.labels, strict=True):
+        for segment in process.segments:
+            if slots >= PART_ROWS:
+                yield part
+                part, slots = _PartFile(next(paths)), 0
+            part.segments.append(segment)
+            part.labels.append(labels)
+            slots += segment.count
+    yield part
+
+
+def _write_part(shared: tuple[_PartTable, Path], part: _PartFile) -> list[dict[str, Any]]:
+    """Write a part. Return its segments as `_ProcessWriter` takes them."""
+    table, home = shared
+    if not part.path.parent.is_dir():
+        hint = "workers and this process must see the directory of --out under the same path"
+        raise OutputError(f"{part.path.parent}: host {socket.gethostname()} has no such folder; {hint}")
+    unfinished = part.path.with_name(f".{part.path.name}.{uuid4().hex}")  # a worker may be in doubt whether it is dead
+    with table.writer(unfinished) as writer:
+        rows = [_pack_segment(*of_part, writer) for of_part in zip(part.segments, part.labels, strict=True)]
+        writer.flush()
+    unfinished.replace(part.path)
+    return [{**row, "file": os.path.relpath(part.path, home)} for row in rows]
+
+
+def _pack_segment(segment: Segment, labels: RecordLabels, writer: _RowWriter) -> dict[str, Any]:
+    """Write the records of a segment. Return where they are, and the slots that have no record."""
+    row = writer.rows
     left_out, slots, count, last_step = [np.zeros(0, np.int64)], [np.zeros(0, RECORD)], 0, -1
     damaged: Counter[str] = Counter()
     for records, suspects in _slots(segment):
         usable = usable_records(records, suspects, damaged)
-        parts.add(records[usable], labels)
+        writer.add(records[usable], labels)
         left_out.append(np.flatnonzero(~usable) + count)
         slots.append(records[~usable])
         last_step = max(last_step, int(records["step"].max(where=usable, initial=-1)))
         count += len(records)
     segment.damaged, segment.last_step = +damaged, last_step
     return {
-        "file": os.path.relpath(file, home), "row": row, "count": count, "last_step": last_step,
+        "row": row, "count": count, "last_step": last_step,
         "left_out": np.concatenate(left_out).tobytes(), "left_out_slots": np.concatenate(slots).tobytes(),
     }  # fmt: skip
 
@@ -158,63 +206,74 @@ def _parquet_writer(path: Path, schema: Any, **options: Any) -> Iterator[Any]:
             writer.is_open = False  # or its finalizer would try again
 
 
-class _PartWriter:
-    """Writer of the parts of one run, in row groups of equal length that may span processes.
+class _PartTable:
+    """Converter from the records of a run to the table of its parts. Small, and picklable for worker processes."""
 
-    Attributes:
-        rows: Number of rows so far.
-    """
-
-    def __init__(self, folder: Path, run: RecordedRun) -> None:
-        self.rows = 0
-        folder.mkdir(exist_ok=True)
-        self._folder = folder
-        self._pyarrow, self._parquet = import_parquet("commtrace pack")
-        self._part = contextlib.ExitStack()
+    def __init__(self, run: RecordedRun) -> None:
         self._events = EventTable(run.labels)
         hosts = pd.Index(sorted({process.host for process in run.processes}))
         self._host_of = hosts.get_indexer(pd.Index([process.host for process in run.processes]))
         texts = {"clock": pd.Index(TEXT_FIELDS["clock"]), "host": hosts}
         self._categories = {name: index.to_numpy(object) for name, index in (self._events.categories | texts).items()}
-        schema = self._table(self._columns(np.zeros(0, RECORD), run.labels[0])).schema
-        metadata = {"commtrace.normal_form_version": str(EVENT_TABLE_VERSION), "commtrace.run": run.id}
-        self._schema = schema.with_metadata(metadata)
+        self._metadata = {"commtrace.normal_form_version": str(EVENT_TABLE_VERSION), "commtrace.run": run.id}
+        self._empty = self.columns(np.zeros(0, RECORD), run.labels[0])
 
-    def __enter__(self) -> _PartWriter:
-        self._open()
-        return self
+    @contextlib.contextmanager
+    def writer(self, path: Path) -> Iterator[_RowWriter]:
+        """Yield a writer of rows to a file."""
+        schema = self.table(self._empty).schema.with_metadata(self._metadata)
+        _, parquet = import_parquet("commtrace pack")
+        with _parquet_writer(
+            path,
+            schema,
+            use_dictionary=[name for name in schema.names if name not in _INCREASING],
+            column_encoding=dict.fromkeys(_INCREASING, "DELTA_BINARY_PACKED"),
+            sorting_columns=[parquet.SortingColumn(schema.names.index("rank"))],
+        ) as writer:
+            yield _RowWriter(self, writer)
 
-    def __exit__(self, *error: Any) -> None:
-        self._part.__exit__(*error)
+    def columns(self, records: Records, labels: RecordLabels) -> dict[str, Array]:
+        """Return the columns of records of a process, each of shape (n,), with positions in the labels for labels."""
+        columns = self._events.columns(records, labels)
+        columns |= {name: records[field] for name, field in (EXTRA_COLUMNS | {"clock": "clock"}).items()}
+        columns["host"] = np.full(len(records), self._host_of[labels.number])
+        return {name: np.ascontiguousarray(column) for name, column in columns.items()}
 
-    def place(self) -> tuple[Path, int]:
-        """Return the part of the next record, and its row there. Begins another part if that is due."""
-        if self._part_rows >= PART_ROWS:
-            self.flush()
-            self._part.close()
-            self._open()
-        return self._path, self._part_rows
+    def table(self, columns: Mapping[str, Array]) -> Any:
+        """Return the columns as a table of pyarrow, with the labels."""
+        pyarrow, _ = import_parquet("commtrace pack")
+        arrays = {}
+        for name, column in columns.items():
+            if name in self._categories:
+                used = np.flatnonzero(np.bincount(column))
+                positions = pyarrow.array(np.searchsorted(used, column).astype(np.int32))
+                texts = pyarrow.array(self._categories[name][used].tolist(), pyarrow.string())
+                arrays[name] = pyarrow.DictionaryArray.from_arrays(positions, texts)
+            elif name == "group_size":
+                arrays[name] = pyarrow.array(column.astype(np.int32), mask=column == 0)
+            else:
+                arrays[name] = pyarrow.array(column, mask=np.isnan(column) if name == "wire_bytes" else None)
+        return pyarrow.table(arrays)
+
+
+class _RowWriter:
+    """Writer of rows in row groups of equal length that may span processes.
+
+    Attributes:
+        rows: Number of rows so far.
+    """
+
+    def __init__(self, table: _PartTable, file: Any) -> None:
+        self.rows = 0
+        self._table, self._file = table, file
+        self._pending: list[dict[str, Array]] = []
 
     def add(self, records: Records, labels: RecordLabels) -> None:
         """Append records of a process."""
-        self._pending.append(self._columns(records, labels))
-        self._part_rows += len(records)
+        self._pending.append(self._table.columns(records, labels))
         self.rows += len(records)
         while sum(len(columns["rank"]) for columns in self._pending) >= ROW_GROUP:
             self._write_row_group()
-
-    def _open(self) -> None:
-        self._path = self._folder / f"part-{len([*self._folder.glob('part-*')]):05d}.parquet"
-        writer = _parquet_writer(
-            self._path,
-            self._schema,
-            use_dictionary=[name for name in self._schema.names if name not in _INCREASING],
-            column_encoding=dict.fromkeys(_INCREASING, "DELTA_BINARY_PACKED"),
-            sorting_columns=[self._parquet.SortingColumn(self._schema.names.index("rank"))],
-        )
-        self._writer = self._part.enter_context(writer)
-        self._pending: list[dict[str, Array]] = []
-        self._part_rows = 0
 
     def flush(self) -> None:
         """Write the records that are no row group yet."""
@@ -223,28 +282,8 @@ class _PartWriter:
 
     def _write_row_group(self) -> None:
         joined = {name: np.concatenate([columns[name] for columns in self._pending]) for name in self._pending[0]}
-        self._writer.write_table(self._table({name: column[:ROW_GROUP] for name, column in joined.items()}))
+        self._file.write_table(self._table.table({name: column[:ROW_GROUP] for name, column in joined.items()}))
         self._pending = [{name: column[ROW_GROUP:] for name, column in joined.items()}]
-
-    def _columns(self, records: Records, labels: RecordLabels) -> dict[str, Array]:
-        columns = self._events.columns(records, labels)
-        columns |= {name: records[field] for name, field in (EXTRA_COLUMNS | {"clock": "clock"}).items()}
-        columns["host"] = np.full(len(records), self._host_of[labels.number])
-        return {name: np.ascontiguousarray(column) for name, column in columns.items()}
-
-    def _table(self, columns: Mapping[str, Array]) -> Any:
-        arrays = {}
-        for name, column in columns.items():
-            if name in self._categories:
-                used = np.flatnonzero(np.bincount(column))
-                positions = self._pyarrow.array(np.searchsorted(used, column).astype(np.int32))
-                texts = self._pyarrow.array(self._categories[name][used].tolist(), self._pyarrow.string())
-                arrays[name] = self._pyarrow.DictionaryArray.from_arrays(positions, texts)
-            elif name == "group_size":
-                arrays[name] = self._pyarrow.array(column.astype(np.int32), mask=column == 0)
-            else:
-                arrays[name] = self._pyarrow.array(column, mask=np.isnan(column) if name == "wire_bytes" else None)
-        return self._pyarrow.table(arrays)
 
 
 class _ProcessWriter:

@@ -7,6 +7,7 @@ import functools
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,9 +25,10 @@ from factory import LogFactory, record, records, training
 from packed_logs import pack, results
 from pandas.testing import assert_frame_equal
 
-import commtrace
+import commtrace.reading.pack
 from commtrace.cli import main
-from commtrace.errors import LogError
+from commtrace.errors import LogError, OutputError
+from commtrace.reading.executors import Executor
 from commtrace.run import open_run
 
 dask = pytest.importorskip("dask")
@@ -144,6 +146,34 @@ def assert_equal(log: Path, other: Path, client: Any, capsys: Captured) -> None:
 def test_commands_give_equal_results(name: str, tmp_path: Path, cluster: Any, capsys: Captured) -> None:
     training(tmp_path / "other", ranks=4, steps=6)
     assert_equal(LOGS[name](tmp_path), tmp_path / "other", cluster, capsys)
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", ["zero3", "killed"])
+def test_packed_logs_have_equal_bytes(
+    name: str, tmp_path: Path, cluster: Any, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("commtrace.reading.pack.PART_ROWS", 50)
+    log = LOGS[name](tmp_path)
+    expected = contents(pack(log))
+    assert len(expected) > 2
+    assert contents(pack(log, "--force", "--dask", address(cluster))) == expected
+
+
+def test_an_output_that_workers_do_not_see(tmp_path: Path) -> None:
+    training(tmp_path / "log")
+
+    class Elsewhere(Executor):
+        def map(self, name: str, function: Any, shared: Any, parts: Any) -> Iterator[Any]:
+            shutil.rmtree(parts[0].path.parent)
+            return super().map(name, function, shared, parts)
+
+    with pytest.raises(OutputError, match=r"host \S+ has no such folder; workers and this process must see"):
+        commtrace.reading.pack.pack(tmp_path / "log", tmp_path / "packed", executor=Elsewhere())
+    assert not (tmp_path / "packed").exists()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
