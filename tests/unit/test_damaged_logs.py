@@ -36,7 +36,7 @@ QUICK = (
 @pytest.mark.parametrize(
     ("count", "only"),
     [
-        pytest.param(180, QUICK, marks=pytest.mark.long),
+        pytest.param(120, QUICK, marks=pytest.mark.long),
         pytest.param(12, ("report json", "report all", "check"), marks=pytest.mark.long),
         pytest.param(2_000, (), marks=[pytest.mark.exhaustive, pytest.mark.timeout(1_500)]),
     ],

@@ -539,6 +539,7 @@ def test_the_machines_work_is_read(tmp_path: Path) -> None:
     assert machine_load.read(tmp_path) == {}
 
 
+@pytest.mark.exhaustive
 def test_a_real_pipeline_and_real_messages(tmp_path: Path) -> None:
     """As the study runs them: a training of two stages, and messages on new connections."""
     pytest.importorskip("deepspeed")
