@@ -41,16 +41,25 @@ _NEVER_MISSING: Final = {"rank": "int64", "step": "int64", "bytes": "int64", "ma
 
 def _finish(table: pd.DataFrame, run: RecordedRun, jobs: Sequence[Mapping[str, Any]] = ()) -> NamedTables:
     own_last = _last_steps(table, len(run.processes))
-    measured = measured_steps(table.loc[run.select_steps(table["step"].to_numpy())], len(run.processes))
+    first = _first_whole_step(table, run)
+    is_compared = run.select_steps(table["step"].to_numpy()) & (table["step"].to_numpy() >= first)
+    measured = measured_steps(table.loc[is_compared], len(run.processes))
     problems = [process.steps_problem(last) for process, last in zip(run.processes, own_last, strict=True)]
     last_step = max((last for last, problem in zip(own_last, problems, strict=True) if not problem), default=-1)
-    steps = np.arange(-1, last_step + 1)
+    steps = np.arange(first, last_step + 1)
     comparison = _Comparison(measured, steps[run.select_steps(steps)])
     for number, (process, problem) in enumerate(zip(run.processes, problems, strict=True)):
         # Stages have equally many ranks each, and are in the order of the ranks.
         job = jobs[process.rank * len(jobs) // (run.world_size or len(run.processes))] if jobs else None
         comparison.add(number, process, job, problem, own_last[number])
     return comparison.tables()
+
+
+def _first_whole_step(table: pd.DataFrame, run: RecordedRun) -> int:
+    """Return the first step of which no process has removed records, -1: start-up."""
+    numbers = [number for number, process in enumerate(run.processes) if process.removed]
+    removed = table.loc[table["process"].isin(numbers)].groupby("process")["step"].min()
+    return int(removed.max()) + 1 if len(removed) else -1
 
 
 def _last_steps(table: pd.DataFrame, processes: int) -> list[int]:

@@ -71,8 +71,13 @@ class Process:
     @property
     def losses(self) -> str:
         """What recording lost, as text: "124 of 152 calls were not recorded, hooks failed 124 times"; "" if nothing."""
-        lost, errors = self._unrecorded_calls, self._counter("hook_errors")
-        texts = [f"{lost:,} of {format_plural(self._counter('calls'), 'call')} were not recorded"] if lost else []
+        lost, errors = self._unrecorded_calls - self.removed, self._counter("hook_errors")
+        counts = (f"{lost:,}", "not recorded"), (f"the first {self.removed:,}", "removed to keep the log below its limit")
+        texts = [
+            f"{which} of {format_plural(self._counter('calls'), 'call')} were {what}"
+            for (which, what), number in zip(counts, (lost, self.removed), strict=True)
+            if number
+        ]
         damaged = [f"{format_plural(self._damaged_records, 'record')} damaged"] if self._damaged_records else []
         return ", ".join(texts + damaged + [f"hooks failed {format_plural(errors, 'time')}"] * bool(errors))
 
@@ -80,6 +85,11 @@ class Process:
     def not_selected(self) -> int:
         """Number of calls of steps that COMMTRACE_STEPS does not select."""
         return self._counter("not_selected")
+
+    @property
+    def removed(self) -> int:
+        """Number of records that were removed to keep the log below its size limit, the first ones."""
+        return self._counter("removed")
 
     @property
     def _unrecorded_calls(self) -> int:

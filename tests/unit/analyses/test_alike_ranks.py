@@ -66,12 +66,12 @@ def test_comparisons_do_not_grow_with_ranks_and_steps(
         assert set(by_rank[0]["step"]) == {*range(-1, repeats + 2)}
 
 
-def test_steps_whose_records_were_removed_are_compared_once(recorded: Path, tmp_path: Path) -> None:
+def test_steps_whose_records_were_removed_are_not_compared(recorded: Path, tmp_path: Path) -> None:
     run = open_run(long_log(recorded, "ddp", tmp_path, ranks=2, repeats=300, removed=250))
     cells = fold(run, [reconciliation.ANALYSIS])["reconciliation"]
-    causes = cells.groupby("cause")["step"].agg(["min", "max"]).to_dict("index")
-    assert causes["expected"] == {"min": 252, "max": 301}
-    assert causes["records missing from the log"] == {"min": 0, "max": 251}
+    assert {*cells["cause"]} == {"expected"}
+    assert {*cells["step"]} == {*range(253, 302)}  # of step 252, a part may have been removed
+    assert run.processes[1].losses == "the first 762 of 912 calls were removed to keep the log below its limit"
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=4), max_size=30))
