@@ -25,22 +25,27 @@ if TYPE_CHECKING:
     from commtrace.reading.recorded_run import RecordedRun
 
 
-def analyse(run: RecordedRun, *, details: bool = False, across_ranks: bool = True) -> dict[str, pd.DataFrame]:
+def analyse(
+    run: RecordedRun, *, details: bool = False, across_ranks: bool = True, agreeing: bool = True
+) -> dict[str, pd.DataFrame]:
     """Compute the tables of all analyses in one pass over the records, by the run's executor.
 
     Args:
         run: The run to analyse.
         details: Whether to add the tables that only figures use.
         across_ranks: Whether to add the tables that need all calls of all ranks matched.
+        agreeing: Whether `expected` and `reconciliation` have the steps in which nothing differs.
 
     Returns:
         The tables by name.
     """
+    from . import reconciliation
     from .analysis_catalog import ACROSS_RANKS, ANALYSES, DETAILS
     from .fold_engine import fold
 
+    with_theory = reconciliation.ANALYSIS if agreeing else reconciliation.DIFFERENCES
     more = (*(ACROSS_RANKS if across_ranks else ()), *(DETAILS.values() if details else ()))
-    return fold(run, (*ANALYSES, *more))
+    return fold(run, (*ANALYSES, with_theory, *more))
 
 
 def detail(run: RecordedRun, name: str) -> pd.DataFrame | None:

@@ -1,10 +1,10 @@
-"""The analyses that a report runs, in the order of their tables. Append an `Analysis` to add one."""
+"""The analyses that a report runs besides `reconciliation`, in the order of their tables; append one to add it."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from . import call_times, coverage, message_sizes, reconciliation, steps, timeline, tracing_cost, volume
+from . import call_times, coverage, message_sizes, steps, timeline, tracing_cost, volume
 from .across_ranks import clocks, stragglers, stuck_calls, waits
 from .fold_engine import Analysis
 
@@ -22,7 +22,6 @@ ANALYSES: Final[tuple[Analysis, ...]] = (
     clocks.ANALYSIS,
     waits.SAMPLE,
     stragglers.ANALYSIS,
-    reconciliation.ANALYSIS,
 )
 
 ACROSS_RANKS: Final[tuple[Analysis, ...]] = (waits.ANALYSIS,)

@@ -140,9 +140,9 @@ def wall_clock_offsets(run: RecordedRun) -> dict[int, int]:
     """Return wall-clock minus monotonic ns by process, one value for a boot of a host; left out if not known."""
     hosts = host_numbers(run)[1].tolist()
     offsets: dict[int, int] = {}
-    for host, labels in zip(hosts, run.labels, strict=True):
-        if labels.unix_minus_mono_ns is not None:
-            offsets.setdefault(host, labels.unix_minus_mono_ns)
+    for number, host in enumerate(hosts):
+        if (offset := run.run_labels.clock_offsets[number]) is not None:
+            offsets.setdefault(host, offset)
     return {number: offsets[host] for number, host in enumerate(hosts) if host in offsets}
 
 

@@ -96,7 +96,7 @@ def compute_verdict(
     strict: bool = False,
     losses: Iterable[str] = (),
 ) -> Verdict:
-    """Compute the verdict from the tables of `reconciliation`.
+    """Compute the verdict from the tables of `reconciliation.DIFFERENCES`.
 
     Args:
         tables: The tables by name, also those of `declare_own`.
@@ -106,7 +106,7 @@ def compute_verdict(
         strict: Whether only declared calls are the program's own.
         losses: What recording lost, a sentence each: calls that nothing was compared with.
     """
-    expected, rows = _differing_cells(tables["expected"], tables["reconciliation"])
+    expected, rows, agreeing = _differing_cells(tables)
     is_own = _is_own(rows) & (not strict)
     cells = compared_cells(expected, rows.loc[~is_own])
     agrees = _agree(cells, tolerance)
@@ -117,7 +117,7 @@ def compute_verdict(
     own["sites"] += (own["role"] == "self").map({True: " (in a group of one rank, sends nothing)", False: ""})
     own = own.groupby([*_OWN_COLUMNS[:3]], as_index=False, sort=False)[[*_OWN_COLUMNS[3:]]].sum()
     return Verdict(
-        len(cells) + len(tables["expected"]) - len(expected),
+        len(cells) + agreeing,
         tuple(sorted({int(rank) for rank in compared})),
         cells.loc[~agrees].reset_index(drop=True),
         sum_own_calls(own[[*_OWN_COLUMNS]].itertuples(index=False, name=None)),
@@ -125,12 +125,15 @@ def compute_verdict(
     )
 
 
-def _differing_cells(expected: pd.DataFrame, reconciliation: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return the rows of cells in which something differs. All other cells agree, and have a row in `expected`."""
+def _differing_cells(tables: Mapping[str, pd.DataFrame]) -> tuple[pd.DataFrame, pd.DataFrame, int]:
+    """Return the rows of `expected` and `reconciliation` of cells in which something differs; the number of others."""
+    expected, reconciliation = tables["expected"], tables["reconciliation"]
     differs = reconciliation["cause"].to_numpy() != EXPECTED
     _, numbers = _number_cells(pd.concat([expected[[*CELL]], reconciliation[[*CELL]]]))
-    differing = np.isin(numbers, numbers[len(expected) :][differs])
-    return expected.loc[differing[: len(expected)]], reconciliation.loc[differing[len(expected) :]]
+    differing = np.unique(numbers[len(expected) :][differs])
+    shown = np.isin(numbers, differing)
+    agreeing = int(tables["theory"]["cells"].sum()) - len(differing)
+    return expected.loc[shown[: len(expected)]], reconciliation.loc[shown[len(expected) :]], agreeing
 
 
 def _number_cells(rows: pd.DataFrame) -> tuple[Array, Array]:

@@ -39,7 +39,9 @@ _MAX_BYTES: Final = 1 << 62
 _NEVER_MISSING: Final = {"rank": "int64", "step": "int64", "bytes": "int64", "matched_share": "float64"}
 
 
-def _finish(table: pd.DataFrame, run: RecordedRun, jobs: Sequence[Mapping[str, Any]] = ()) -> NamedTables:
+def _finish(
+    table: pd.DataFrame, run: RecordedRun, jobs: Sequence[Mapping[str, Any]] = (), *, whole: bool = True
+) -> NamedTables:
     own_last = _last_steps(table, len(run.processes))
     first = _first_whole_step(table, run)
     is_compared = run.select_steps(table["step"].to_numpy()) & (table["step"].to_numpy() >= first)
@@ -52,7 +54,7 @@ def _finish(table: pd.DataFrame, run: RecordedRun, jobs: Sequence[Mapping[str, A
         # Stages have equally many ranks each, and are in the order of the ranks.
         job = jobs[process.rank * len(jobs) // (run.world_size or len(run.processes))] if jobs else None
         comparison.add(number, process, job, problem, own_last[number])
-    return comparison.tables()
+    return comparison.tables(whole=whole)
 
 
 def _first_whole_step(table: pd.DataFrame, run: RecordedRun) -> int:
@@ -113,13 +115,14 @@ class _Comparison:
         self._theory: list[dict[str, object]] = []
         self._waterfall: WaterfallRows | None = None
 
-    def tables(self) -> NamedTables:
-        """Return the tables of the processes added."""
+    def tables(self, *, whole: bool) -> NamedTables:
+        """Return the tables of the processes added; unless `whole`, without cells of steps in which nothing differs."""
         bars, bars_by_role = self._waterfall or ([], [])
+        shown = [step if whole or step.differs else None for step in self._compared]
         return {
             "theory": _table("theory", self._theory),
-            "expected": self._expanded("expected", [step.expected for step in self._compared]),
-            "reconciliation": self._expanded("reconciliation", [step.reconciliation for step in self._compared]),
+            "expected": self._expanded("expected", [step.expected if step else () for step in shown]),
+            "reconciliation": self._expanded("reconciliation", [step.reconciliation if step else () for step in shown]),
             "waterfall": _table("waterfall", bars),
             "waterfall_by_role": _table("waterfall_by_role", bars_by_role),
         }
@@ -158,7 +161,9 @@ class _Comparison:
         self._positions.append(positions)
         self._waterfall = self._waterfall or self._waterfall_of(number, process, expectation.prediction, positions)
         sums: dict[str, int] = defaultdict(int)
+        cells = 0
         for position, times in zip(*map(np.ndarray.tolist, np.unique(positions, return_counts=True)), strict=True):
+            cells += times * self._compared[position].cells
             for cause, size in self._compared[position].bytes_by_cause.items():
                 sums[cause] += times * size
         measured_bytes = int(self._measured.payload_bytes[number])
@@ -166,6 +171,7 @@ class _Comparison:
             {
                 **summary,
                 "scheme": expectation.prediction.scheme,
+                "cells": cells,
                 "expected_bytes": expectation.payload_bytes,
                 "measured_bytes": measured_bytes,
                 "matched_bytes": sums[EXPECTED],
@@ -302,6 +308,10 @@ ANALYSIS: Final = Analysis(
 )
 
 
-def analysis_of(*jobs: Mapping[str, Any]) -> Analysis:
-    """Return the analysis with job rows in place of the captured ones, for a pipeline one per stage."""
-    return replace(ANALYSIS, finish=partial(_finish, jobs=jobs), reads_records=None)
+DIFFERENCES: Final = replace(ANALYSIS, finish=partial(_finish, whole=False))
+"""The same without the cells of steps in which nothing differs: of many ranks and steps, they take much memory."""
+
+
+def differences_from(*jobs: Mapping[str, Any]) -> Analysis:
+    """Return DIFFERENCES with job rows in place of the captured ones, for a pipeline one per stage."""
+    return replace(DIFFERENCES, finish=partial(_finish, jobs=jobs, whole=False), reads_records=None)

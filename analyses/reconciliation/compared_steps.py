@@ -37,6 +37,16 @@ class ComparedStep:
     reconciliation: Sequence[dict[str, object]]
     bytes_by_cause: dict[str, int]
 
+    @property
+    def cells(self) -> int:
+        """Number of operations of a dimension that are expected or measured."""
+        return len({(row["role"], row["op"]) for row in (*self.expected, *self.reconciliation)})
+
+    @property
+    def differs(self) -> bool:
+        """Whether a call is not as expected."""
+        return any(row["cause"] != EXPECTED for row in self.reconciliation)
+
     def waterfall(self, label: str) -> WaterfallRows | None:
         """Return the waterfall of the step, which ends with `label`; None if wire bytes are not known."""
         if any(calls.wire is None for calls in self.calls):

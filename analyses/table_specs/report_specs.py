@@ -246,6 +246,7 @@ REPORT_TABLES: Final = (
         shared.RANK,
         word_column("scheme", "scheme", "Scheme whose rules predict the job; missing if it is not predicted."),
         text_column("not_predicted", "", "Why the process is not compared; missing if it is."),
+        count("cells", "cells", "Compared cells: an operation of a dimension in a step each; missing if not compared."),
         text_column("other_versions", "", "Libraries whose version is not the one that the rules were written from."),
         bytes_column("expected_bytes", "expected", "Payload that theory expects."),
         bytes_column("measured_bytes", "measured", "Payload in the log."),

@@ -200,8 +200,8 @@ def _analysis(run: Run, arguments: argparse.Namespace) -> Analysis:
     from commtrace.theory.forecast import PlanError, forecast
 
     if arguments.config is None:
-        return reconciliation.ANALYSIS
+        return reconciliation.DIFFERENCES
     if run.world_size is None:
         raise PlanError(f"{run.log.path}: the log does not say how many ranks the run has; leave --config out")
     plan = forecast(arguments.config, run.world_size, options_of(arguments)).plan
-    return reconciliation.analysis_of(*(plan.stages or (plan.row,)))
+    return reconciliation.differences_from(*(plan.stages or (plan.row,)))

@@ -68,10 +68,11 @@ def run(arguments: argparse.Namespace) -> int:
         from commtrace.analyses.report.html import page  # noqa: F401  raises if a library is not installed
     details = arguments.html is not None and not several
     full = not several and (arguments.json or details or "waiting" in (arguments.sections or ()))
+    agreeing = several or arguments.json or details
     with open_executor(arguments.dask) as executor:
         runs = {name: open_run(path, executor=executor) for name, path in short_names(arguments.directories).items()}
         tables = {
-            name: _tables(run, details=details, across_ranks=full, network=arguments.network)
+            name: _tables(run, details=details, across_ranks=full, agreeing=agreeing, network=arguments.network)
             for name, run in runs.items()
         }
     if arguments.html is not None:
@@ -132,7 +133,7 @@ def _print_text(arguments: argparse.Namespace, runs: Mapping[str, Run], tables: 
         console(arguments.width).print(renderable)
 
 
-def _tables(run: Run, *, details: bool = False, across_ranks: bool = False, network: str | None = None) -> NamedTables:
+def _tables(run: Run, *, details: bool, across_ranks: bool, agreeing: bool, network: str | None = None) -> NamedTables:
     from commtrace.analyses import analyse
     from commtrace.analyses.fold_engine import fold
     from commtrace.analyses.network_efficiency import network_analysis
@@ -140,7 +141,7 @@ def _tables(run: Run, *, details: bool = False, across_ranks: bool = False, netw
 
     more = [] if network is None else [network_analysis(open_network(network))]
     with _worker_processes(run):
-        tables = analyse(run, details=details, across_ranks=across_ranks)
+        tables = analyse(run, details=details, across_ranks=across_ranks, agreeing=agreeing)
         return {**tables, **(fold(run, more) if more else {})}
 
 

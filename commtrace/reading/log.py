@@ -72,7 +72,10 @@ class Process:
     def losses(self) -> str:
         """What recording lost, as text: "124 of 152 calls were not recorded, hooks failed 124 times"; "" if nothing."""
         lost, errors = self._unrecorded_calls - self.removed, self._counter("hook_errors")
-        counts = (f"{lost:,}", "not recorded"), (f"the first {self.removed:,}", "removed to keep the log below its limit")
+        counts = (
+            (f"{lost:,}", "not recorded"),
+            (f"the first {self.removed:,}", "removed to keep the log below its limit"),
+        )
         texts = [
             f"{which} of {format_plural(self._counter('calls'), 'call')} were {what}"
             for (which, what), number in zip(counts, (lost, self.removed), strict=True)

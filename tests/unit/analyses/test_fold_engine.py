@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 
+from commtrace.analyses import reconciliation
 from commtrace.analyses.analysis_catalog import ANALYSES, DETAILS
 from commtrace.analyses.fold_engine import (
     EMPTY_BLOCK,
@@ -26,6 +27,8 @@ from commtrace.analyses.fold_engine import (
 from commtrace.analyses.volume import KEYS
 from commtrace.reading.labels import RecordLabels
 from commtrace.run import Run, open_run
+
+ALL = [*ANALYSES, reconciliation.ANALYSIS, *DETAILS.values()]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +78,9 @@ def test_the_timeline_s_step_does_not_depend_on_where_blocks_are_cut(labels: Rec
     assert whole["last_step"].tolist() == [3, 3]
 
 
-@pytest.mark.parametrize("analysis", [*ANALYSES, *DETAILS.values()], ids=lambda analysis: analysis.name)
+@pytest.mark.parametrize(
+    "analysis", [*ANALYSES, reconciliation.ANALYSIS, *DETAILS.values()], ids=lambda analysis: analysis.name
+)
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 1 << 30), count=st.integers(0, 200), data=st.data())
 def test_parts_merge_to_the_whole(
@@ -95,7 +100,9 @@ def test_parts_merge_to_the_whole(
     assert_frame_equal(whole, nested, rtol=1e-12)
 
 
-@pytest.mark.parametrize("analysis", [*ANALYSES, *DETAILS.values()], ids=lambda analysis: analysis.name)
+@pytest.mark.parametrize(
+    "analysis", [*ANALYSES, reconciliation.ANALYSIS, *DETAILS.values()], ids=lambda analysis: analysis.name
+)
 def test_nothing_gives_the_columns(analysis: Analysis, labels: RecordLabels) -> None:
     some = merged_partials(analysis, RecordBlock(random(1, 50), labels))
     assert list(merged_partials(analysis).columns) == list(some.columns)
@@ -149,7 +156,7 @@ def test_blocks_that_span_processes_have_the_labels_of_each(tmp_path: Path) -> N
 @pytest.mark.parametrize("rows", [1, 7, 60])
 def test_tables_do_not_depend_on_the_size_of_blocks(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = differently_numbered(tmp_path)
-    analyses = [*ANALYSES, *DETAILS.values()]
+    analyses = ALL
     whole = fold(run, analyses)
     monkeypatch.setattr("commtrace.analyses.fold_engine.ROWS_OF_BLOCK", rows)
     for name, table in fold(run, analyses).items():
