@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from commtrace.rank_ranges import format_rank_list, parse_rank_list
+from commtrace.rank_ranges import format_rank_list
 from commtrace.reading.log import Process
 from commtrace.run import open_run
-from commtrace.schema import Records
+from commtrace.schema import VERSION, Records
 
 SEGMENT = 600_000  # records; what COMMTRACE_SEGMENT_MAX_BYTES allows
 TIMES = ("t_begin", "t_return", "t_wait", "t_start", "t_end")
@@ -119,11 +119,12 @@ def _lines(
     for line in map(json.loads, source.path.read_text().splitlines()):
         table = line["table"]
         if table == "process":
+            line["version"] = VERSION  # the recorded one may be of an earlier version
             line |= {"rank": rank, "world_size": repetition.ranks, "host": host, "pid": 1000 + rank, "boot_id": host}
-        elif table == "groups" and repetition.together and line["ranks"] == format_rank_list(range(world)):
-            line["ranks"] = format_rank_list(range(repetition.ranks))
         elif table == "groups":
-            line["ranks"] = format_rank_list([base + member for member in parse_rank_list(line["ranks"])])
+            members = source.tables.groups[line["id"]].ranks
+            is_world = repetition.together and len(members) == world
+            line["ranks"] = format_rank_list(range(repetition.ranks) if is_world else [base + one for one in members])
         elif table == "job" and repetition.together:
             line |= {name: repetition.ranks for name in SIZES if line.get(name) == world}
         elif table == "stats":
