@@ -225,7 +225,7 @@ def fold(run: RecordedRun, analyses: Sequence[Analysis]) -> NamedTables:
         for analysis in analyses
         if analysis.reads_records is None or analysis.reads_records(run)
     }
-    merged = run.executor.reduce("fold", _partials, _merged, (wanted, run.run_labels), [*_parts(run)]) if wanted else {}
+    merged = run.executor.reduce("fold", _partials, _merged, (wanted, run.run_labels), run_parts(run)) if wanted else {}
     return {
         name: table
         for analysis in analyses
@@ -269,30 +269,35 @@ _Shared: TypeAlias = tuple[Mapping[str, _Fold], RunLabels]
 
 
 @dataclass
-class _Part:
+class RunPart:
     """Segments that are read in one go, RECORDS_PER_TASK records or more, and of each the ids of its process."""
 
     segments: list[Segment] = field(default_factory=list)
     processes: list[ProcessIds] = field(default_factory=list)
 
 
-def _parts(run: RecordedRun) -> Iterator[_Part]:
-    part, records = _Part(), 0
+def _all_segments(process: Process) -> Sequence[Segment]:
+    return process.segments
+
+
+def run_parts(run: RecordedRun, segments_of: Callable[[Process], Sequence[Segment]] = _all_segments) -> list[RunPart]:
+    """Return segments of the processes of a run in their order, at least one part, for `Executor.map`."""
+    parts, records = [RunPart()], 0
     for ids, process in zip(run.run_labels.processes, run.processes, strict=True):
-        for segment in process.segments:
-            part.segments.append(segment)
-            part.processes.append(ids)
-            records += segment.count
+        for segment in segments_of(process):
             if records >= RECORDS_PER_TASK:
-                yield part
-                part, records = _Part(), 0
-    yield part
+                parts.append(RunPart())
+                records = 0
+            parts[-1].segments.append(segment)
+            parts[-1].processes.append(ids)
+            records += segment.count
+    return parts
 
 
-def _partials(shared: _Shared, part: _Part) -> NamedTables:
+def _partials(shared: _Shared, part: RunPart) -> NamedTables:
     """Return the merged partial tables of a part."""
     folds, labels = shared
-    partials = ({name: fold.partial(block) for name, fold in folds.items()} for block in _blocks(part, labels))
+    partials = ({name: fold.partial(block) for name, fold in folds.items()} for block in read_blocks(part, labels))
     return merge_tree(functools.partial(_merged, shared), partials)
 
 
@@ -301,47 +306,33 @@ def _merged(shared: _Shared, tables: Sequence[NamedTables]) -> NamedTables:
     return {name: fold.merge([of_part[name] for of_part in tables]) for name, fold in folds.items()}
 
 
-def _blocks(part: _Part, labels: RunLabels) -> Iterator[RecordBlock]:
-    """Yield the blocks of a part, of which there is at least one."""
+def _all_records(records: Records) -> Records:
+    return records
+
+
+def read_blocks(
+    part: RunPart,
+    labels: RunLabels,
+    select: Callable[[Records], Records] = _all_records,
+    fields: Sequence[str] = (),
+) -> Iterator[RecordBlock]:
+    """Yield the records of a part in blocks that span processes, at least one.
+
+    Args:
+        part: The part.
+        labels: The labels of its run.
+        select: Chooses among records, shape (n,); the others are left out.
+        fields: Fields that are needed besides those of every block.
+    """
     block = None
-    for columns in _read_columns(part):
+    for columns in _read_columns(part, select, fields):
         block = RecordBlock(columns, labels)
         yield block
     if block is None:
         yield EMPTY_BLOCK
 
 
-def read_blocks(
-    run: RecordedRun,
-    segments: Callable[[Process], Iterable[Segment]],
-    select: Callable[[Records], Records],
-    fields: Sequence[str],
-) -> Iterator[RecordBlock]:
-    """Yield records of a run, process by process in the order of the log, in blocks that span processes.
-
-    Args:
-        run: The run.
-        segments: Which segments of a process are read.
-        select: Chooses among records, shape (n,); the others are left out.
-        fields: Fields that are needed besides those of every block.
-    """
-    part = _Part()
-    for ids, process in zip(run.run_labels.processes, run.processes, strict=True):
-        for segment in segments(process):
-            part.segments.append(segment)
-            part.processes.append(ids)
-    for columns in _read_columns(part, select, fields):
-        yield RecordBlock(columns, run.run_labels)
-
-
-def _all(records: Records) -> Records:
-    return records
-
-
-def _read_columns(
-    part: _Part, select: Callable[[Records], Records] = _all, fields: Sequence[str] = ()
-) -> Iterator[_Columns]:
-    """Yield the records of a part in blocks that span processes."""
+def _read_columns(part: RunPart, select: Callable[[Records], Records], fields: Sequence[str]) -> Iterator[_Columns]:
     fields = [*dict.fromkeys((*_READ_FIELDS, *fields))]
     size = max(1, min(ROWS_OF_BLOCK, sum(segment.count for segment in part.segments)))
     memory = bytearray(min(BLOCK, max((segment.count for segment in part.segments), default=0)) * RECORD.itemsize)

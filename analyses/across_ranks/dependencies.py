@@ -9,6 +9,7 @@ other), prefix reductions, and calls without a known root.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -47,13 +48,13 @@ def completions(run: RecordedRun) -> Callable[[RecordBlock], Array]:
     """
     measured = ((process.tables.stats or {}).get("device_clock_ns") for process in run.processes)
     errors = np.array([min(max(integer_or_none(error) or 0, 0), _LARGEST_ERROR_NS) for error in measured], np.int64)
+    return partial(_completions, errors)
 
-    def completion(block: RecordBlock) -> Array:
-        end = np.where(block["state"] == State.COMPLETE, block["t_end"], 0)
-        on_device = np.isin(block["clock"], _DEVICE_CLOCKS) & (end > 0)
-        return np.where(on_device, end + errors[block["process"]], end) if on_device.any() else end
 
-    return completion
+def _completions(errors: Array, block: RecordBlock) -> Array:
+    end = np.where(block["state"] == State.COMPLETE, block["t_end"], 0)
+    on_device = np.isin(block["clock"], _DEVICE_CLOCKS) & (end > 0)
+    return np.where(on_device, end + errors[block["process"]], end) if on_device.any() else end
 
 
 def dependencies(block: RecordBlock) -> Array:

@@ -13,19 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
 from types import MappingProxyType
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from commtrace.analyses.fold_engine import EMPTY_BLOCK, Array, RecordBlock, group_rows, read_blocks
-from commtrace.reading.labels import LABEL_COLUMNS, UNKNOWN
+from commtrace.analyses.fold_engine import EMPTY_BLOCK, Array, RecordBlock, RunPart, group_rows, read_blocks, run_parts
+from commtrace.reading.labels import LABEL_COLUMNS, UNKNOWN, RunLabels
 from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.segment_reader import Segment, last_records
 from commtrace.reading.table_reader import RecordedGroup
-from commtrace.schema import RECORD, Flag, Records
+from commtrace.schema import Flag, Records
 
 ONE_SIDED: Final = ("put", "get", "accumulate")
 NOT_MATCHED: Final = -1
@@ -155,92 +156,134 @@ def match_calls(
     Returns:
         The calls, process by process in the order of the log. Memory: 12 bytes a call and those of the columns.
     """
-    return _Matcher(columns, derived, part, last).read(run, steps)
+    reader = _CallReader(columns, steps, derived, part)
+    parts = run_parts(run, partial(_segments, last))
+    dtypes = {name: column.dtype for name, column in reader.calls(EMPTY_BLOCK).columns.items()}
+    records = sum(segment.count for of_part in parts for segment in of_part.segments)
+    # Memory that nothing is written to is not used: rows that are not wanted cost none.
+    table = {name: np.empty(records, dtype) for name, dtype in {**dtypes, "key": np.dtype(np.int64)}.items()}
+    users, stop = _ChannelUsers(), 0
+    for block in chain.from_iterable(run.executor.map("match", _read_part, (reader, run.run_labels), parts)):
+        rows = slice(stop, stop := stop + len(block.use))
+        channel = np.array([*map(users.channel, block.uses), NOT_MATCHED], np.int64)[block.use]
+        table["key"][rows] = np.where(channel == NOT_MATCHED, NOT_MATCHED, channel << 32 | block.seq)
+        for name, column in block.columns.items():
+            table[name][rows] = column
+    table = {name: column[:stop] for name, column in table.items()}
+    labels = run.run_labels
+    channels = [Channel(labels.groups[group], *addresses) for group, *addresses in users.channels]
+    table["instance"], channel_of, seq = _instances(table.pop("key"), channels)
+    categories = {
+        name: (labels.categories if name in _VALUES else labels.distinct)(name) for name in reader.label_columns
+    }
+    return MatchedCalls(table, categories, channels, channel_of, seq)
 
 
-class _Matcher:
-    def __init__(
-        self, columns: Sequence[str], derived: Mapping[str, Derived], part: tuple[int, int], last: int | None
-    ) -> None:
-        self._derived, self._part, self._last = derived, part, last
-        self._fields = [name for name in columns if name not in LABEL_COLUMNS]
-        self._labels = [name for name in columns if name in LABEL_COLUMNS]
-        self._channels: dict[tuple[int, int, int, int], int] = {}
+def _segments(last: int | None, process: Process) -> Sequence[Segment]:
+    return process.segments if last is None else last_records(process.segments, last)
+
+
+class _Use(NamedTuple):
+    """A use of a channel by a process. Its collectives have no source and no destination."""
+
+    group: int
+    """Id in the run."""
+    source: int
+    destination: int
+    tag: int
+    rank: int
+    receives: bool
+    process: int
+
+
+class _ChannelUsers:
+    """Numbers of channels, each of which one process may use as a rank."""
+
+    def __init__(self) -> None:
+        self.channels: dict[tuple[int, int, int, int], int] = {}
         """Number of each channel, by group, source, destination and tag; the group as its id in the run."""
         self._users: dict[tuple[int, int, bool], int] = {}
         """Process that uses a channel as a rank: (number of the channel, rank, whether it receives)."""
 
-    def read(self, run: RecordedRun, steps: Array | None) -> MatchedCalls:
-        records = sum(segment.count for process in run.processes for segment in self._segments(process))
-        dtypes = {name: RECORD[name] for name in self._fields}
-        dtypes |= {name: compute(EMPTY_BLOCK).dtype for name, compute in self._derived.items()}
-        dtypes |= dict.fromkeys(["process", *self._labels], np.dtype(np.int32)) | {"key": np.dtype(np.int64)}
-        # Memory that nothing is written to is not used: rows that are not wanted cost none.
-        columns = {name: np.empty(records, dtype) for name, dtype in dtypes.items()}
-        stop = 0
-        for block in self._blocks(run, steps):
-            rows = slice(stop, stop := stop + len(block))
-            columns["key"][rows] = self._keys(block)
-            columns["process"][rows] = block["process"]
-            for name, compute in self._derived.items():
-                columns[name][rows] = compute(block)
-            for name in self._fields:
-                columns[name][rows] = block[name]
-            for name in self._labels:
-                positions = block.labels.index if name in _VALUES else block.labels.codes
-                columns[name][rows] = positions(name, block.labels.ids(name, block))
-        columns = {name: column[:stop] for name, column in columns.items()}
-        groups = run.run_labels.groups
-        channels = [Channel(groups[group], *addresses) for group, *addresses in self._channels]
-        columns["instance"], channel, seq = _instances(columns.pop("key"), channels)
-        labels = run.run_labels
-        categories = {name: (labels.categories if name in _VALUES else labels.distinct)(name) for name in self._labels}
-        return MatchedCalls(columns, categories, channels, channel, seq)
-
-    def _segments(self, process: Process) -> Sequence[Segment]:
-        return process.segments if self._last is None else last_records(process.segments, self._last)
-
-    def _blocks(self, run: RecordedRun, steps: Array | None) -> Iterator[RecordBlock]:
-        number, parts = self._part
-
-        def select(records: Records) -> Records:
-            if steps is not None:
-                records = records[np.isin(records["step"], steps)]
-            return records if parts == 1 else records[records["seq"] % parts == number]
-
-        return read_blocks(run, self._segments, select, [*_KEY_FIELDS, *self._fields])
-
-    def _keys(self, block: RecordBlock) -> Array:
-        """Return channel and number of each call as one integer, NOT_MATCHED for those that have none."""
-        labels = block.labels
-        at = labels.index("kind", block["kind"])
-        sends, receives, mpi, not_matched = (
-            np.isin(labels.categories(column).astype(str), values)[at]
-            for column, values in (("op", "send"), ("op", "recv"), ("api", "mpi"), ("op", _NOT_MATCHED_OPERATIONS))
-        )
-        message = sends | receives
-        from_anywhere = message & ((block["peer"] < 0) | (mpi & (block["tag"] < 0)))
-        usable = ~(not_matched | from_anywhere | ((block["flags"] & int(Flag.CAPTURED)) != 0))
-        usable &= labels.group_sizes(block["group"]) > 0
-        peer, tag = (np.where(message, block[name], -1) for name in ("peer", "tag"))
-        rank = np.where(message, block["rank"], -1)
-        source, destination = np.where(sends, rank, peer), np.where(sends, peer, rank)
-        uses = [block["group"], source, destination, tag, block["rank"], receives, block["process"]]
-        first, numbers = group_rows([*uses, usable])
-        channels = np.full(len(first), NOT_MATCHED, np.int64)
-        chosen = np.flatnonzero(usable[first])
-        channels[chosen] = [
-            self._used_by(*use) for use in zip(*(use[first[chosen]].tolist() for use in uses), strict=True)
-        ]
-        known = channels[numbers]
-        return np.where(known == NOT_MATCHED, NOT_MATCHED, known << 32 | block["seq"].astype(np.int64))
-
-    def _used_by(
-        self, group: int, source: int, destination: int, tag: int, rank: int, receives: bool, process: int
-    ) -> int:
+    def channel(self, use: _Use) -> int:
         """Return the number of a channel; NOT_MATCHED if another process uses it as the same rank."""
-        number = self._channels.setdefault((group, source, destination, tag), len(self._channels))
-        return number if self._users.setdefault((number, rank, receives), process) == process else NOT_MATCHED
+        number = self.channels.setdefault(use[:4], len(self.channels))
+        user = self._users.setdefault((number, use.rank, use.receives), use.process)
+        return number if user == use.process else NOT_MATCHED
+
+
+class _BlockCalls(NamedTuple):
+    """Calls of a block.
+
+    Attributes:
+        columns: Columns of the calls, each of shape (n,).
+        uses: Uses of channels.
+        use: Position in `uses` of each call, -1 for those that are not matched, shape (n,).
+        seq: Number of each call in its channel, int64, shape (n,).
+    """
+
+    columns: dict[str, Array]
+    uses: list[_Use]
+    use: Array
+    seq: Array
+
+
+class _CallReader:
+    """Reader of calls, picklable."""
+
+    def __init__(
+        self, columns: Sequence[str], steps: Array | None, derived: Mapping[str, Derived], part: tuple[int, int]
+    ) -> None:
+        self._steps, self._derived, self._part = steps, dict(derived), part
+        self._fields = [name for name in columns if name not in LABEL_COLUMNS]
+        self.label_columns = [name for name in columns if name in LABEL_COLUMNS]
+        self.record_fields = [*_KEY_FIELDS, *self._fields]
+
+    def select(self, records: Records) -> Records:
+        """Return the records that are wanted."""
+        number, parts = self._part
+        if self._steps is not None:
+            records = records[np.isin(records["step"], self._steps)]
+        return records if parts == 1 else records[records["seq"] % parts == number]
+
+    def calls(self, block: RecordBlock) -> _BlockCalls:
+        """Return the calls of a block."""
+        columns = {"process": block["process"].astype(np.int32)}
+        columns |= {name: compute(block) for name, compute in self._derived.items()}
+        columns |= {name: block[name] for name in self._fields}
+        for name in self.label_columns:
+            positions = block.labels.index if name in _VALUES else block.labels.codes
+            columns[name] = positions(name, block.labels.ids(name, block)).astype(np.int32)
+        return _BlockCalls(columns, *_channel_uses(block), block["seq"].astype(np.int64))
+
+
+def _read_part(shared: tuple[_CallReader, RunLabels], part: RunPart) -> list[_BlockCalls]:
+    reader, labels = shared
+    return [reader.calls(block) for block in read_blocks(part, labels, reader.select, reader.record_fields)]
+
+
+def _channel_uses(block: RecordBlock) -> tuple[list[_Use], Array]:
+    """Return `uses` and `use` of `_BlockCalls`."""
+    labels = block.labels
+    at = labels.index("kind", block["kind"])
+    sends, receives, mpi, not_matched = (
+        np.isin(labels.categories(column).astype(str), values)[at]
+        for column, values in (("op", "send"), ("op", "recv"), ("api", "mpi"), ("op", _NOT_MATCHED_OPERATIONS))
+    )
+    message = sends | receives
+    from_anywhere = message & ((block["peer"] < 0) | (mpi & (block["tag"] < 0)))
+    usable = ~(not_matched | from_anywhere | ((block["flags"] & int(Flag.CAPTURED)) != 0))
+    usable &= labels.group_sizes(block["group"]) > 0
+    peer, tag = (np.where(message, block[name], -1) for name in ("peer", "tag"))
+    rank = np.where(message, block["rank"], -1)
+    source, destination = np.where(sends, rank, peer), np.where(sends, peer, rank)
+    columns = [block["group"], source, destination, tag, block["rank"], receives, block["process"]]
+    first, numbers = group_rows([*columns, usable])
+    chosen = np.flatnonzero(usable[first])
+    positions = np.full(len(first), -1, np.int32)
+    positions[chosen] = np.arange(len(chosen))
+    rows = zip(*(column[first[chosen]].tolist() for column in columns), strict=True)
+    return [*map(_Use._make, rows)], positions[numbers]
 
 
 def _instances(keys: Array, channels: Sequence[Channel]) -> tuple[Array, Array, Array]:
