@@ -5,7 +5,7 @@ A value that is not known is None, NaN or pandas' NA, and becomes "-".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 from itertools import pairwise
 from typing import Any, Final
@@ -100,6 +100,35 @@ def format_missing(ranks: Iterable[int], count: int) -> str:
 
 def _format_ranges(ranges: Iterable[Sequence[int]]) -> str:
     return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+def shorten_names(names: Sequence[Any], most: int = 8) -> str:
+    """Format ascending ranks as ranges, with strides, or host names: "0-2,8-9992:8"; of more than `most`, the ends.
+
+    The length is bounded: "0,3,7,...,998 (400 in all)".
+    """
+    items = [str(name) if isinstance(name, str) or name >= 0 else NOT_KNOWN for name in names]
+    if not any(isinstance(name, str) or name < 0 for name in names):
+        items = [*_strided_ranges(names)]
+    return ",".join(items) if len(items) <= most else f"{','.join(items[:3])},...,{items[-1]} ({len(names):,} in all)"
+
+
+def _strided_ranges(ranks: Sequence[int]) -> Iterator[str]:
+    """Yield ascending ranks as ranges of at least three with a stride, of at least two without."""
+    at = 0
+    while at < len(ranks):
+        end, stride = at + 1, ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 1
+        while end < len(ranks) and ranks[end] - ranks[end - 1] == stride:
+            end += 1
+        if stride > 1 and end - at < 3:
+            end = at + 1
+        yield f"{ranks[at]}" if end == at + 1 else f"{ranks[at]}-{ranks[end - 1]}" + f":{stride}" * (stride > 1)
+        at = end
+
+
+def shorten_ranks(text: Any) -> Any:
+    """Shorten a list of ranks, as `format_ranks` writes it, if it has more ranges than 32 ranks can have."""
+    return shorten_names(parse_ranks(text)) if isinstance(text, str) and text.count(",") >= 16 else text
 
 
 def parse_ranks(text: str) -> list[int]:

@@ -193,6 +193,17 @@ documents have it as "columns".
 - A missing value means "not known", never zero: `null` in JSON, "-" in text.
 - Text and pages show the columns under short heads, in units that suit; JSON and pandas hold exact
   numbers.
+
+Tables marked "Merged by rank" (or host) have, in reports and JSON of more than 32 ranks, a
+row per class of alike ranks and per outlier; pandas, and reports with `--per-rank`, have all rows.
+Such a row lists its ranks as text ("0-31,64-1016:8"; of many ranges the first and the last), and the
+column `alike` counts them. A cell whose values differ is an object in JSON:
+
+- `{"known", "lowest", "lowest_at", "median", "highest", "highest_at"}` of numbers: how many are
+  known, the extremes with the ranks that have them, and the (lower) median;
+- `{"different"}` of texts and identifiers: how many there are.
+
+`stuck_call` still is a row of the complete `stuck_calls`.
 """
 
 
@@ -206,7 +217,8 @@ def _describe_tables() -> Iterator[str]:
     for title, about, specs in _TABLE_SECTIONS:
         yield from (f"## {title}", "", textwrap.fill(about, _WIDTH, break_on_hyphens=False), "")
         for spec in specs:
-            text = textwrap.fill(f"{spec.title}. {spec.rows}", _WIDTH, break_on_hyphens=False)
+            merged = f" Merged by {spec.column(spec.alike).head.rstrip('s')}." if spec.alike else ""
+            text = textwrap.fill(f"{spec.title}. {spec.rows}{merged}", _WIDTH, break_on_hyphens=False)
             yield from (f"### `{spec.name}`", "", text, "")
             yield from ("| column | unit | meaning |", "| --- | --- | --- |")
             yield from (f"| `{column.name}` | {column.unit} | {column.meaning} |" for column in spec.columns)

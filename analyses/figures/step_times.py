@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -13,22 +14,37 @@ from commtrace.formatting import format_duration, is_known
 from .style import GREY, SCALE, finish, horizontal_bars, in_order, label, numbered_rows, operation_style, time_scale
 
 MAX_RANKS: Final = 64
-"""Rows of a figure: the ranks with the largest values."""
+"""Rows of a critical path: the ranks with the largest part of it."""
+MAX_SINGLE_RANKS: Final = 32
+"""Most ranks that have a row each in a heat map."""
+MAX_ROWS: Final = 48
+MAX_COLUMNS: Final = 160
+"""Rows and columns of a heat map of more ranks: the largest value of each range of ranks and steps."""
 
 
 def delays(table: pd.DataFrame) -> go.Figure:
-    """Draw `delay_by_rank_and_step`: a row per rank, up to MAX_RANKS, and a column per step."""
+    """Draw `delay_by_rank_and_step`: a row per rank and a column per step; of many ranks, per range of them."""
     late = table.pivot_table(index="rank", columns="step", values="delay_ns", aggfunc="sum").clip(lower=0)
-    late = late.loc[sorted(late.max(axis=1).nlargest(MAX_RANKS).index)]
-    scale = time_scale(late.to_numpy().ravel().tolist())
+    row_size, column_size = (
+        -(-length // most) for length, most in zip(late.shape, (MAX_ROWS, MAX_COLUMNS), strict=True)
+    )
+    if len(late) <= MAX_SINGLE_RANKS:
+        row_size = column_size = 1
+    ranks, steps = _ranges(late.index, row_size), _ranges(late.columns, column_size)
+    rows, columns = (
+        np.arange(length) // size for length, size in zip(late.shape, (row_size, column_size), strict=True)
+    )
+    cells = late.groupby(rows).max().T.groupby(columns).max().T
+    most = "up to " if row_size * column_size > 1 else ""
     hover = [
-        [f"rank {rank}, step {step}<br>{format_duration(value)} longer than the others" for step, value in row.items()]
-        for rank, row in late.iterrows()
+        [f"rank {rank}, step {step}<br>{most}{format_duration(value)} longer than the others" for step, value in row]
+        for rank, row in zip(ranks, (zip(steps, values, strict=True) for values in cells.to_numpy()), strict=True)
     ]
+    scale = time_scale(cells.to_numpy().ravel().tolist())
     figure = go.Figure(
         go.Heatmap(
-            x=late.columns.tolist(),
-            z=late.to_numpy() / scale.divisor,
+            x=late.columns.tolist() if column_size == 1 else late.columns.to_series().groupby(columns).mean().tolist(),
+            z=cells.to_numpy() / scale.divisor,
             zmin=0,
             text=hover,
             hovertemplate="%{text}<extra></extra>",
@@ -37,8 +53,14 @@ def delays(table: pd.DataFrame) -> go.Figure:
         )
     )
     figure.update_xaxes(title_text="training step")
-    figure.update_yaxes(**numbered_rows(f"rank {rank}" for rank in late.index))
-    return finish(figure, "Computation beyond that of the other ranks", max(240, 150 + 18 * len(late)))
+    figure.update_yaxes(**numbered_rows(f"rank {rank}" for rank in ranks))
+    return finish(figure, "Computation beyond that of the other ranks", max(240, 150 + 18 * len(ranks)))
+
+
+def _ranges(numbers: pd.Index[Any], size: int) -> list[str]:
+    """Return the ranges of so many of these ascending numbers each, as text."""
+    bounds = [(numbers[at], numbers[min(at + size, len(numbers)) - 1]) for at in range(0, len(numbers), size)]
+    return [f"{first}" if first == last else f"{first}-{last}" for first, last in bounds]
 
 
 def critical_path(table: pd.DataFrame) -> go.Figure:

@@ -36,23 +36,25 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Final
 
 import numpy as np
 import pandas as pd
 
 from commtrace.analyses.diff import RunDifferences
-from commtrace.analyses.table_specs import describe_columns
+from commtrace.analyses.table_specs import TABLES, describe_columns
+from commtrace.analyses.table_specs.alike_ranks import ALIKE, ALIKE_MEANING, Different, Distribution, reduce_ranks
 from commtrace.reading.recorded_run import RecordedRun
 
 VERSION: Final = 1
 
 
-def report_to_json(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> str:
-    """Return the document of one run."""
+def report_to_json(run: RecordedRun, tables: Mapping[str, pd.DataFrame], *, per_rank: bool = False) -> str:
+    """Return the document of one run; `per_rank`: with every row of every rank."""
     return _document(
         "commtrace-report",
-        tables,
+        tables if per_rank else _reduced(tables),
         run=run.id,
         path=str(run.log.path),
         job=plain(run.job),
@@ -70,11 +72,16 @@ def scaling_to_json(tables: Mapping[str, pd.DataFrame], sentences: Sequence[str]
     return _document("commtrace-scaling", tables, last={"sentences": [*sentences]})
 
 
-def diff_to_json(differences: RunDifferences) -> str:
-    """Return the document of the differences of two runs."""
+def diff_to_json(differences: RunDifferences, *, per_rank: bool = False) -> str:
+    """Return the document of the differences of two runs; `per_rank`: with every row of every rank."""
     tables = {"call_differences": differences.table, "setting_differences": differences.settings}
+    tables = tables if per_rank else _reduced(tables)
     last = {"not_compared": [*differences.not_compared], "notes": [*differences.notes]}
     return _document("commtrace-diff", tables, last=last, equal=differences.equal)
+
+
+def _reduced(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
+    return {name: reduce_ranks(TABLES[name], table) for name, table in tables.items()}
 
 
 def _document(
@@ -82,7 +89,11 @@ def _document(
 ) -> str:
     """Return the document, indented, without a newline at its end."""
     head = json.dumps({"format": form, "version": VERSION, **first}, indent=1, allow_nan=False)
-    tail = json.dumps({**(last or {}), "columns": describe_columns(tables)}, indent=1, allow_nan=False)
+    columns: dict[str, Any] = {**describe_columns(tables)}
+    for name, table in tables.items():
+        if ALIKE in table:
+            columns[name] = {column: columns[name].get(column, ALIKE_MEANING) for column in map(str, table)}
+    tail = json.dumps({**(last or {}), "columns": columns}, indent=1, allow_nan=False)
     texts = ",\n".join(f"  {json.dumps(name)}: {_rows_to_json(table)}" for name, table in tables.items())
     return f'{head[:-2]},\n "tables": {{\n{texts}\n }},\n{tail[2:]}'
 
@@ -108,6 +119,8 @@ def _column_to_json(column: pd.Series[Any]) -> list[str]:
 
 def plain(value: Any) -> Any:
     """Return a value in JSON's types: null if it is missing or not finite, a whole number if it is a whole float."""
+    if isinstance(value, Distribution | Different):
+        return plain(asdict(value))
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -8,7 +8,7 @@ import pandas as pd
 from rich.table import Table
 
 from commtrace.analyses.table_specs import TABLES
-from commtrace.analyses.table_specs.spec import formatted_rows
+from commtrace.analyses.table_specs.alike_ranks import text_rows
 from commtrace.text_tables import TextColumn, text_table
 
 
@@ -24,14 +24,13 @@ def spec_table(
 
     Args:
         name: Name of the table's description.
-        table: The rows to show.
+        table: The rows to show, maybe reduced to classes of alike ranks.
         width: Characters of the widest line.
         view: Name of the description's view.
         more: Further columns, each with a cell for each row: at the right, before columns that may be left out.
     """
-    specs = TABLES[name].columns_of(view)
+    specs, rows = text_rows(TABLES[name], view, table)
     columns = [TextColumn(spec.head, spec.kind == "number", spec.shortenable, spec.optional) for spec in specs]
-    rows = formatted_rows(specs, table)
     end = len(columns)
     while columns[end - 1].optional:
         end -= 1

@@ -11,6 +11,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from commtrace.analyses.fold_engine import EVALUATION
+from commtrace.analyses.table_specs import TABLES
+from commtrace.analyses.table_specs.alike_ranks import ALIKE, reduce_ranks
 from commtrace.formatting import format_bytes, format_plural
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.text_tables import left_column, paragraph, stdout_takes_unicode
@@ -43,9 +45,14 @@ class _Report:
     sites: int
     chosen: bool
     """Whether the user chose the sections."""
+    per_rank: bool
+
+    def rows(self, name: str) -> pd.DataFrame:
+        """Return the rows of a table; of many ranks, unless they are wanted, classes of alike ranks."""
+        return self.tables[name] if self.per_rank else reduce_ranks(TABLES[name], self.tables[name])
 
     def table(self, name: str, rows: pd.DataFrame | None = None) -> RenderableType:
-        return spec_table(name, self.tables[name] if rows is None else rows, self.width)
+        return spec_table(name, self.rows(name) if rows is None else rows, self.width)
 
     def paragraph(self, text: str) -> RenderableType:
         return paragraph(text, self.width)
@@ -58,6 +65,7 @@ def render(
     *,
     sites: int = 10,
     sections: Collection[str] | None = None,
+    per_rank: bool = False,
 ) -> Iterator[RenderableType]:
     """Yield the report, top to bottom.
 
@@ -67,6 +75,7 @@ def render(
         width: Characters of the longest line.
         sites: Call sites to show; 0: all.
         sections: Names of the sections to show. None: all but NOT_SHOWN, which the last line names.
+        per_rank: Whether tables of many ranks have rows of single ranks instead of classes of alike ranks.
     """
     yield Text(f"Run {run.id}" + (", simulated" if run.simulated else ""), style="bold")
     for text in verdict(tables):
@@ -77,7 +86,7 @@ def render(
             yield paragraph(known[name], width, first=name.ljust(_LABEL))
     for text in warnings(run, tables):
         yield paragraph(text, width, first="! ", style="bold yellow")
-    report = _Report(run, tables, width, sites, sections is not None)
+    report = _Report(run, tables, width, sites, sections is not None, per_rank)
     if not len(tables["volume_by_operation"]):
         sections = ("log",)
     for name in SECTIONS:
@@ -209,8 +218,9 @@ def _waiting(report: _Report) -> Iterator[RenderableType]:
         yield report.paragraph("There is none: this is a dry run, and nothing was sent.")
         return
     for name in ("wait_patterns", "waits_by_operation", "waits_by_role", "waits_by_rank", "waits_by_site"):
-        rows = report.tables[name]
-        shown = rows if name in ("wait_patterns", "waits_by_operation") else rows.head(report.sites or len(rows))
+        rows = report.rows(name)
+        complete = name in ("wait_patterns", "waits_by_operation") or ALIKE in rows
+        shown = rows if complete else rows.head(report.sites or len(rows))
         if name != "waits_by_role" or len(rows) > 1:
             yield report.table(name, shown)
             yield Text()
@@ -237,7 +247,7 @@ def _ranks(report: _Report) -> Iterator[RenderableType]:
             f"All {len(table):,} recorded ranks are identical: {calls} and a payload of {payload} each."
         )
         return
-    if len(table) <= MAX_RANKS:
+    if len(table) <= MAX_RANKS or ALIKE in report.rows("ranks"):
         yield report.table("ranks")
         return
     half = MAX_RANKS // 2
@@ -260,7 +270,9 @@ def _step_time(report: _Report) -> Iterator[RenderableType]:
     longest = sums.loc[sums["which"] == "slowest"].nlargest(MAX_PIECES, "ns")
     yield from (Text(), heading(f"Critical path of the slowest step, the {len(longest)} longest parts"))
     yield report.table("critical_path", longest)
-    waited_for = report.tables["stragglers"].nlargest(MAX_RANKS, "waiting_ns").sort_values("rank")
+    waited_for = report.rows("stragglers")
+    if ALIKE not in waited_for:
+        waited_for = waited_for.nlargest(MAX_RANKS, "waiting_ns").sort_values("rank")
     yield from (Text(), heading("Who is waited for"))
     yield report.table("stragglers", waited_for)
     if len(delays):

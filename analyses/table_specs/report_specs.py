@@ -23,19 +23,19 @@ REPORT_TABLES: Final = (
         "A row per stuck call, those that others wait for first. No rows for a run that ended, or was interrupted, "
         "without one.", (
         shared.OP,
-        word_column("group_ranks", "ranks", "Ranks that the call needs: of the group, or sender and receiver."),
+        shared.ranks_column("group_ranks", "ranks", "Ranks that the call needs: of the group, or sender and receiver."),
         column("", format_count, "seq", "number",
             "It is the n-th of its group, or of its sender, receiver and tag, from 0; missing for a receive of any "
             "source or tag."),
-        word_column("waiting_ranks", "waiting", "Ranks that are in it."),
-        word_column("absent_ranks", "absent", "Ranks that did not make it, or ended in it."),
+        shared.ranks_column("waiting_ranks", "waiting", "Ranks that are in it."),
+        shared.ranks_column("absent_ranks", "absent", "Ranks that did not make it, or ended in it."),
         text_column("disagreement", "disagreement",
             '"operation", "size", "dtype", "root", "tag", "communicator" or "order", and what; "" if the ranks agree.'),
         column("ns", format_moment, "since_ns", "since",
             "When the first rank that waits made it, since 1970-01-01 UTC."),
         duration("waited_ns", "for", "For how long a rank waited, at least; 0 if none does."),
         replace(shared.SITE, meaning='Line of code of the ranks that are in it; "" if it was not recorded.'),
-    )),
+    ), alike="group_ranks"),
     TableSpec("stuck_ranks", "Ranks of calls that do not end", "A row per stuck call and rank that it needs.", (
         column("", str, "stuck_call", "call", "Row of the call in `stuck_calls`, from 0."),
         shared.RANK,
@@ -48,13 +48,13 @@ REPORT_TABLES: Final = (
             '"runs": while the report was made; "exit": it closed its log; "died": it did not; "unknown": it runs or '
             "died on another host."),
         column("ns", format_moment, "alive_ns", "last seen", "When the process was last known to be alive."),
-    )),
+    ), alike="rank"),
     TableSpec("coverage", "Log coverage", "One row.", (
         word_column("run", "run", "Identifier of the run."),
         count("ranks_seen", "recorded ranks", "Ranks that left a log."),
         count("world_size", "world size", "Ranks of the job; missing if no process recorded it."),
-        text_column("ranks_missing", "", 'Ranks that left no log, such as "2-3,7"; "" if there is none.'),
-        text_column("ranks_not_selected", "", "Ranks that COMMTRACE_RANKS left out."),
+        shared.ranks_column("ranks_missing", "", 'Ranks that left no log, such as "2-3,7"; "" if there is none.'),
+        shared.ranks_column("ranks_not_selected", "", "Ranks that COMMTRACE_RANKS left out."),
         text_column("steps_selected", "", 'Steps that COMMTRACE_STEPS selected; "": all.'),
         count("hosts", "", "Hosts of the recorded ranks."),
         count("processes", "", "Processes that left a log."),
@@ -87,7 +87,7 @@ REPORT_TABLES: Final = (
         *shared.COUNTERS, shared.NOT_SELECTED, shared.FIRST_ERROR,
         word_column("end", "end", "How it ended; missing if it is alive or ended without closing its log."),
         shared.NOT_FOUND,
-    )),
+    ), alike="rank"),
     TableSpec("blind_spots", "Blind spots", "A row per blind spot.", (
         text_column("blind_spot", "blind spot", "What is not observed."),
         count("processes", "", "Processes that it applies to."),
@@ -113,7 +113,7 @@ REPORT_TABLES: Final = (
         duration("drain_ns", "writing", "Processor time of the thread that writes the log."),
         duration("span_ns", "run", "From the process's first line in the log to its last."),
         column("fraction", format_small_share, "share", "share", "(calls_ns + drain_ns) / span_ns."),
-    )),
+    ), alike="rank"),
     TableSpec("volume_by_operation", "Volume by operation", _BY_PAYLOAD.format("operation"), (
         shared.OP, *shared.VOLUME,
     )),
@@ -193,7 +193,9 @@ REPORT_TABLES: Final = (
         count("training_calls", "", "Its calls in training steps."),
         bytes_column("training_payload_bytes", "in training steps", "Its payload there."),
         ratio("payload_of_median", "x median", "In training / that of the median rank."),
-    ), {"terminal": ("rank", "calls", "payload_bytes", "wire_bytes", "training_payload_bytes", "payload_of_median")}),
+    ), {
+        "terminal": ("rank", "calls", "payload_bytes", "wire_bytes", "training_payload_bytes", "payload_of_median"),
+    }, alike="rank"),
     TableSpec("clocks", "Clocks of the hosts",
         "A row per host (per boot of it). Bounds follow from the calls of the log; a host that they do not bound "
         "has missing values.", (
@@ -206,9 +208,9 @@ REPORT_TABLES: Final = (
         column("ppm", lambda rate: f"{rate:.1f}" if is_known(rate) else "-", "drift_half_width_ppm", "+-",
             "Half the distance of the bounds of drift_ppm."),
         duration("half_width_ns", "offset +-", "Half the distance of the bounds of the offset, at its largest."),
-        count("calls", "calls", "Calls of the host that gave bounds."),
+        count("calls", "calls", "Calls of the host that gave bounds.", measured=True),
         count("steps", "steps", "Jumps of the clock (`clock_steps`)."),
-    )),
+    ), alike="host"),
     TableSpec("clock_steps", "Jumps of clocks",
         "A row per jump of a host's clock: the bounds before and after it contradict each other.", (
         word_column("host", "host", "Host name."),
@@ -217,7 +219,7 @@ REPORT_TABLES: Final = (
         column("ns", format_count, "before_ns", "before", "Time before which it jumped."),
         column("ns", format_count, "smallest_ns", "at least", "Lower bound of the jump."),
         column("ns", format_count, "largest_ns", "at most", "Upper bound of the jump."),
-    )),
+    ), alike="host"),
     TableSpec("waiting", "Waiting for other ranks", "One row: of a sample of the operations.", (
         count("every", "every n-th", "n: the sample is every n-th operation of each group; 1: all."),
         *shared.WAITS,
@@ -226,7 +228,7 @@ REPORT_TABLES: Final = (
         TableSpec(f"waits_by_{name}", f"Wait and transfer by {words}",
             f"A row per {words}, {order}. Calls of groups of two or more.", (
             key, *shared.WAITS, *shared.BUS_BANDWIDTHS,
-        ), {"terminal": (key.name, *_WAITS_SHOWN)})
+        ), {"terminal": (key.name, *_WAITS_SHOWN)}, alike="rank" if name == "rank" else "")
         for name, words, key, order in (
             ("operation", "operation", shared.OP, "the longest wait first"),
             ("role", "dimension", shared.ROLE, "the longest wait first"),
@@ -255,14 +257,14 @@ REPORT_TABLES: Final = (
         bytes_column("unexplained_bytes", "unexplained",
             "Payload of other and of missing calls without a known cause."),
         share("matched_share", "matched share", "matched_bytes / measured_bytes."),
-    )),
+    ), alike="rank"),
     TableSpec("expected", "Expected calls", "A row per rank, step, dimension and operation.", (
         shared.RANK, shared.STEP, shared.ROLE, shared.OP,
         count("calls", "calls", "Calls that theory expects."),
         count("calls_max", "calls (max)", "Most calls in any order of modules and gradients; missing if certain."),
         bytes_column("payload_bytes", "payload", "Their payload; an upper bound if it depends on the data."),
         bytes_column("payload_bytes_min", "payload (min)", "Lower bound of their payload; missing if it is certain."),
-    )),
+    ), alike="rank"),
     TableSpec("reconciliation", "Expected and recorded calls",
         "Rows per rank, step, dimension, operation and cause, and by call site where the program itself may be the "
         "cause. Calls are compared by size; from step 64 on by "
@@ -276,7 +278,9 @@ REPORT_TABLES: Final = (
             "difference, bytes", "measured_bytes - expected_bytes."),
         text_column("cause", "cause", '"expected" if equal, else the cause of the difference, or "unexplained".'),
         text_column("sites", "call sites", "Call sites of the measured calls, separated by semicolons."),
-    ), {"page": ("role", "op", "cause", "expected_calls", "measured_calls", "difference_bytes", "sites")}),
+    ), {
+        "page": ("role", "op", "cause", "expected_calls", "measured_calls", "difference_bytes", "sites"),
+    }, alike="rank"),
     TableSpec("waterfall", "From the closed form to the measured wire bytes",
         "Rows in the order of the sum, for the last whole step of the lowest rank that is compared.", (
         *shared.WATERFALL,

@@ -7,7 +7,7 @@ from typing import Final
 
 from commtrace.formatting import format_count, format_duration, format_small_share, is_known
 
-from .shared_columns import OP, PER_RANK, PHASE, RANK, ROLE, RUN
+from .shared_columns import OP, PER_RANK, PHASE, RANK, ROLE, RUN, ranks_column
 from .spec import TableSpec, bytes_column, column, count, duration, ratio, share, text_column, text_of, word_column
 
 COMPARISON_TABLES: Final = (
@@ -143,7 +143,7 @@ DIFFERENCE_TABLES: Final = (
         "A row per call that differs, merged over ranks and steps that differ alike, by first step.", (
         word_column("kind", "kind", '"calls": another number; "order": in another order; "rank": all calls of ranks '
             'that only one run has; "site": equal calls from another call site.'),
-        word_column("ranks", "ranks", 'Ranks, as "0-3,8".'),
+        ranks_column("ranks", "ranks", 'Ranks, as "0-3,8".'),
         word_column("steps", "steps", 'Steps of the run that has more of them, as "start-up and 0-4".'),
         OP,
         column("bytes", format_count, "payload", "bytes each", "Payload of each call; -1: pickled objects."),
@@ -156,7 +156,7 @@ DIFFERENCE_TABLES: Final = (
         count("calls_b", "calls in B", "The same in the second run."),
         text_column("sites_a", "call sites in A", "Call sites that make more of these calls in the first run."),
         text_column("sites_b", "call sites in B", "The same in the second run."),
-    )),
+    ), alike="ranks"),
     TableSpec("setting_differences", "Settings that differ between two runs", "A row per setting.", (
         text_column("name", "setting", "World size, library version, environment variable, or field of the job."),
         text_column("a", "A", 'Value in the first run, "-" without one.'),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final
 
 from commtrace.formatting import format_bandwidth, format_count, format_power_of_two, is_known
@@ -16,6 +17,9 @@ def _bin_bound(value: Any) -> str:
 def _call_site(value: Any) -> str:
     return text_of(value) if value != "" else "not recorded"
 
+
+ranks_column = partial(word_column, ranks=True)
+"""Return a column of lists of ranks."""
 
 OP: Final = word_column("op", "operation", "Operation, as the event table names it.")
 ROLE: Final = word_column("role", "dimension",
@@ -55,8 +59,8 @@ COUNTERS: Final = (
     count("hook_errors", "", "Failures of hooks."),
 )  # fmt: skip
 WAITS: Final = (
-    count("calls", "calls", "Calls whose wait is known."),
-    count("calls_unknown", "not known", "Calls whose wait is not known."),
+    count("calls", "calls", "Calls whose wait is known.", measured=True),
+    count("calls_unknown", "not known", "Calls whose wait is not known.", measured=True),
     duration("duration_ns", "in calls", "Time from begin to end of these calls, summed."),
     duration("wait_ns", "wait", "Part of it before the last rank that the call waits for had begun: the middle of the "
         "bounds that the hosts' clocks leave, 0 where these reach down to 0."),

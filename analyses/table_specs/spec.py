@@ -25,6 +25,8 @@ class ColumnSpec:
         kind: "number" is aligned right, "word" is not broken into lines, "text" may be.
         optional: Whether a terminal that is too narrow may leave it out.
         shortenable: Whether a terminal that is too narrow may shorten its texts.
+        ranks: Whether its texts are lists of ranks, such as "0-3,8".
+        measured: Whether its counts are of what was measured, and so differ among ranks that do the same.
     """
 
     name: str
@@ -35,6 +37,13 @@ class ColumnSpec:
     kind: Literal["number", "word", "text"] = "number"
     optional: bool = False
     shortenable: bool = False
+    ranks: bool = False
+    measured: bool = False
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether its values differ among ranks that do the same: times, rates, and counts marked so."""
+        return self.measured or self.unit not in ("", "count", "bytes", "boolean")
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,7 @@ class TableSpec:
         columns: All columns, in order.
         views: Columns that a view shows, by the view's name: "terminal", "page", or a figure's name. A view that is
             not named shows all.
+        alike: Column of ranks, or hosts, whose rows are merged where there are many (`alike_ranks`); "": never.
     """
 
     name: str
@@ -55,11 +65,16 @@ class TableSpec:
     rows: str
     columns: tuple[ColumnSpec, ...]
     views: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    alike: str = ""
 
     @property
     def column_names(self) -> list[str]:
         """The names of all columns, in order."""
         return [column.name for column in self.columns]
+
+    def column(self, name: str) -> ColumnSpec:
+        """Return the column of a name."""
+        return next(column for column in self.columns if column.name == name)
 
     def columns_of(self, view: str) -> tuple[ColumnSpec, ...]:
         """Return the columns that a view shows, in its order."""

@@ -36,25 +36,27 @@ STEP_TIME_TABLES: Final = (
     ), {"terminal": ("rank", "part", "op", "role", "phase", "site", "ns")}),
     TableSpec("stragglers", "Who is waited for", "A row per rank, ascending; over the measured steps.", (
         shared.RANK,
-        count("operations", "operations", "Operations in which the rank waited, or was waited for."),
-        count("last", "last", "Operations that others waited in until this rank began its call."),
+        count("operations", "operations", "Operations in which the rank waited, or was waited for.",
+            measured=True),
+        count("last", "last", "Operations that others waited in until this rank began its call.",
+            measured=True),
         duration("waiting_ns", "waiting for it", "Waiting of all other ranks for this one, mean of a step."),
         share("waiting_share", "share", "That of the time of all ranks."),
         share("own_share", "own delay", "Part of it that began with this rank's own computation (longest waits)."),
         share("passed_on_share", "passed on", "Part of it that began with the computation of other ranks."),
-        text_column("passed_on_from", "from", 'Those ranks, such as "2-3,7".'),
-    )),
+        shared.ranks_column("passed_on_from", "from", 'Those ranks, such as "2-3,7".', kind="text"),
+    ), alike="rank"),
     TableSpec("delays", "Delays",
         "A row per rank and phase that computes significantly longer than other ranks, the longest first.", (
         shared.RANK, _PHASE,
         word_column("recurrence", "how often", '"every step", "every 10 steps", "irregular" or "once".'),
         text_column("steps", "steps", "The delayed steps."),
-        count("delayed_steps", "number", "Number of delayed steps."),
+        count("delayed_steps", "number", "Number of delayed steps.", measured=True),
         duration("delay_ns", "delay",
             "Computation beyond the median of the other ranks, median of the delayed steps."),
         duration("on_path_ns", "on the critical path", "Part of the delay that lengthens the step, mean."),
         share("share", "share", "delay_ns of the delayed steps' duration."),
-    ), {"terminal": ("rank", "phase", "recurrence", "steps", "delay_ns", "share")}),
+    ), {"terminal": ("rank", "phase", "recurrence", "steps", "delay_ns", "share")}, alike="rank"),
 )  # fmt: skip
 """Tables in every JSON report; empty if there are no measured steps."""
 

@@ -32,7 +32,7 @@ def prepare(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, metavar=name.upper(), type=Path, help="log directory of a run or of a dry run")
     add_shared(parser, "--json")
     add_shared(parser, "--own", purpose="leave out calls whose call site contains PATTERN")
-    add_shared(parser, "--dask", "--width")
+    add_shared(parser, "--per-rank", "--dask", "--width")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     differences = compare_calls(a, b)
     status = DIFFERENT if not differences.equal else NOT_COMPARED if differences.not_compared else 0
     if arguments.json:
-        print(diff_to_json(differences))
+        print(diff_to_json(differences, per_rank=arguments.per_rank))
         return status
     width = arguments.width
     first = {0: "equal", DIFFERENT: "different", NOT_COMPARED: "partly compared, equal"}[status]

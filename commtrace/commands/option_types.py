@@ -99,6 +99,9 @@ _SHARED: Final[dict[str, dict[str, Any]]] = {
         "metavar": "N", "type": text_width, "default": "auto",
         "help": "output width in characters (default: the terminal's)",
     },
+    "--per-rank": {
+        "action": "store_true", "help": "of more than 32 ranks, show all of them instead of classes of alike ranks",
+    },
     "--world-size": {
         "metavar": "N", "type": positive_integer, "required": True, "help": "number of ranks of the job",
     },

@@ -50,7 +50,7 @@ def prepare(parser: argparse.ArgumentParser) -> None:
         "--sites", metavar="N", type=non_negative_integer,
         help="number of call sites to show; 0: all (default: 10, in HTML 40)",
     )  # fmt: skip
-    add_shared(parser, "--dask", "--width")
+    add_shared(parser, "--per-rank", "--dask", "--width")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         from commtrace.analyses.comparison import compare
         from commtrace.analyses.report.document import comparison_to_json, report_to_json
 
-        documents = (report_to_json(run, tables[name]) for name, run in runs.items())
+        documents = (report_to_json(run, tables[name], per_rank=arguments.per_rank) for name, run in runs.items())
         print(comparison_to_json(compare(runs, tables)) if several else next(documents))
     else:
         _print_text(arguments, runs, tables)
@@ -110,7 +110,7 @@ def _write_page(arguments: argparse.Namespace, runs: Mapping[str, Run], tables: 
     else:
         ((name, run),) = runs.items()
         sites = MAX_SITES if arguments.sites is None else arguments.sites
-        shown, page = f"run {run.id}", page_of_run(name, run, tables[name], sites=sites)
+        shown, page = f"run {run.id}", page_of_run(name, run, tables[name], sites=sites, per_rank=arguments.per_rank)
     with atomic_write(arguments.html, force=arguments.force) as part:
         part.write_text(page, encoding="utf-8")
     print(f"{arguments.html}: {shown}, to be opened in a browser")
@@ -128,7 +128,8 @@ def _print_text(arguments: argparse.Namespace, runs: Mapping[str, Run], tables: 
     else:
         ((name, run),) = runs.items()
         sites = 10 if arguments.sites is None else arguments.sites
-        renderables = terminal.render(run, tables[name], arguments.width, sites=sites, sections=arguments.sections)
+        shown = {"sites": sites, "sections": arguments.sections, "per_rank": arguments.per_rank}
+        renderables = terminal.render(run, tables[name], arguments.width, **shown)
     for renderable in renderables:
         console(arguments.width).print(renderable)
 

@@ -24,7 +24,7 @@ from commtrace.analyses.report.findings import (
 )
 from commtrace.analyses.steps import ALL
 from commtrace.analyses.table_specs import TABLES
-from commtrace.analyses.table_specs.spec import formatted_rows
+from commtrace.analyses.table_specs.alike_ranks import reduce_ranks, text_rows
 from commtrace.formatting import format_bytes, format_count, format_plural, format_share, format_small_share, is_known
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.run import Run
@@ -38,7 +38,14 @@ MAX_ROWS: Final = 60
 """Rows of any other table that the page shows."""
 
 
-def page_of_run(name: str, run: RecordedRun, tables: Mapping[str, pd.DataFrame], *, sites: int = MAX_SITES) -> str:
+def page_of_run(
+    name: str,
+    run: RecordedRun,
+    tables: Mapping[str, pd.DataFrame],
+    *,
+    sites: int = MAX_SITES,
+    per_rank: bool = False,
+) -> str:
     """Return the page of one run.
 
     Args:
@@ -46,9 +53,10 @@ def page_of_run(name: str, run: RecordedRun, tables: Mapping[str, pd.DataFrame],
         run: The run.
         tables: Its tables, by name, with those that only figures are drawn from.
         sites: Call sites to show; 0: all.
+        per_rank: Whether tables of many ranks have the first rows instead of classes of alike ranks.
     """
     sections = [_figure_section(name, figure, tables) for name, figure in figures.FIGURES.items()]
-    sections += _across_ranks(tables)
+    sections += _across_ranks(tables, per_rank=per_rank)
     if "network" in tables:
         shown = tables["network"].head(MAX_ROWS)
         text = f"{network_source(tables)} {MEANING}"
@@ -79,12 +87,13 @@ _ACROSS_RANKS: Final = {
 """Sections of tables that compare ranks: title, tables, what to look for."""
 
 
-def _across_ranks(tables: Mapping[str, pd.DataFrame]) -> Iterator[PageSection]:
+def _across_ranks(tables: Mapping[str, pd.DataFrame], *, per_rank: bool) -> Iterator[PageSection]:
     """Yield the sections of _ACROSS_RANKS that have something to show; clocks where there are several hosts."""
     for name, (title, names, text) in _ACROSS_RANKS.items():
         shown = [table for table in names if table in tables and len(tables[table])]
         if shown and (name != "clocks" or len(tables["clocks"]) > 1):
-            folded = [(TABLES[table].title, _spec_table(table, tables[table].head(MAX_ROWS))) for table in shown]
+            rows = {table: tables[table] if per_rank else reduce_ranks(TABLES[table], tables[table]) for table in shown}
+            folded = [(TABLES[table].title, _spec_table(table, rows[table].head(MAX_ROWS))) for table in shown]
             yield PageSection(name, title, text, tables=folded)
 
 
@@ -195,9 +204,14 @@ def _table_section(
 
 def _spec_table(name: str, table: pd.DataFrame, view: str = "page") -> PageTable:
     """Return a table as texts, by its description in `commtrace.analyses.table_specs`."""
-    columns = TABLES[name].columns_of(view)
+    columns, rows = text_rows(TABLES[name], view, table)
     heads, kinds = [column.head for column in columns], [column.kind for column in columns]
-    return PageTable(heads, kinds, formatted_rows(columns, table))
+    return PageTable(heads, kinds, [[_indented(cell) for cell in row] for row in rows])
+
+
+def _indented(text: str) -> str:
+    """Return a text whose blanks at the beginning a browser keeps."""
+    return text if not text.startswith(" ") else "\N{NO-BREAK SPACE}" * (len(text) - len(text.lstrip())) + text.lstrip()
 
 
 def _figure_section(name: str, figure: figures.Figure, tables: Mapping[str, pd.DataFrame]) -> PageSection:

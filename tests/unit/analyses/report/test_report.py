@@ -197,7 +197,8 @@ def test_ranks_that_differ_stand_out(tmp_path: Path) -> None:
         log.process(rank, world_size=40).known({WORLD: list(range(40))}).write(
             record(payload=1024 * (1 + 9 * (rank == 33)))
         )
-    text = report(tmp_path)
+    assert "10.00" in report(tmp_path)
+    text = report(tmp_path, per_rank=True)
     assert "10.00" in text
     assert "The 8 ranks with the least payload and the 8 with the most, of 40." in text
 

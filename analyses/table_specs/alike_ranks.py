@@ -1,0 +1,256 @@
+"""Tables of many ranks for readers: classes of alike ranks, outliers by name, distributions in place of rows.
+
+A table with a row per rank, of more than MAX_RANKS ranks, becomes one whose size does not grow with them. A row of it
+stands for the ranks that its column `TableSpec.alike` lists, as text, and the column "alike" counts. Ranks are alike if
+their texts, counts and sizes are equal; what is measured, and what differs from rank to rank, does not count. Where
+values of alike ranks differ, the cell is a `Distribution` or `Different`. Ranks with an unusual value have a row of
+their own. The same holds for hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from commtrace.formatting import format_count, is_known, parse_ranks, shorten_names, shorten_ranks
+
+from .spec import ColumnSpec, TableSpec, formatted_rows
+
+MAX_RANKS: Final = 32
+"""Most ranks of a table that is shown as it is."""
+
+MAX_CLASSES: Final = 16
+"""Most classes of ranks. Columns that would lead to more do not separate classes."""
+
+MAX_OUTLIERS: Final = 8
+
+ALIKE: Final = "alike"
+ALIKE_MEANING: Final = {"unit": "count", "meaning": "Ranks, or hosts, that the row stands for."}
+"""The column that a reduced table has besides its own, and its description in JSON."""
+
+_MIN_DEVIATIONS: Final = 5 * 1.4826
+"""Median absolute deviations from the median that make an outlier: 5 standard deviations of a normal distribution."""
+_MIN_RATIO: Final = 0.2
+"""Deviation from the median, as a share of it, that makes an outlier."""
+_MIN_OF_WORST: Final = 0.1
+"""Share of the largest deviation below which others are not worth a row: the distribution has them."""
+
+_Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """The values of alike ranks in one column, where they differ.
+
+    Attributes:
+        known: Rows whose value is known.
+        lowest: The lowest value.
+        lowest_at: The ranks (hosts) that have it, as text.
+        median: The median, of an even number of values the lower one.
+        highest: The highest value.
+        highest_at: The ranks (hosts) that have it.
+    """
+
+    known: int
+    lowest: Any
+    lowest_at: str
+    median: Any
+    highest: Any
+    highest_at: str
+
+
+@dataclass(frozen=True)
+class Different:
+    """How many different texts or identifiers alike ranks have in one column."""
+
+    different: int
+
+
+def reduce_ranks(spec: TableSpec, table: pd.DataFrame) -> pd.DataFrame:
+    """Reduce a table of more than MAX_RANKS ranks, or hosts.
+
+    Args:
+        spec: The table's description.
+        table: Its rows.
+
+    Returns:
+        A row per class of alike ranks and outlier, in the order of their first rows, with the column "alike" behind
+        `spec.alike`. The table's own rows if it has no such column, few ranks, or no alike rows. Lists of many ranks
+        are shortened.
+    """
+    shortened = {column.name: table[column.name].map(shorten_ranks) for column in spec.columns if column.ranks}
+    rows = table.assign(**shortened) if shortened else table
+    if not spec.alike:
+        return rows
+    names = table[spec.alike]
+    lists = spec.column(spec.alike).ranks
+    if len(_members(names, lists=lists)) <= MAX_RANKS:
+        return rows
+    numbers = _classes(spec, table, MAX_CLASSES * int(names.value_counts().max())).copy()
+    outliers = _outliers(spec, table, numbers)
+    numbers[outliers] = numbers.max() + 1 + _numbered([numbers[outliers], pd.factorize(names[outliers])[0]])
+    numbers = pd.factorize(numbers)[0]
+    if numbers.max() + 1 == len(table):
+        return rows
+    order = np.argsort(numbers, kind="stable")
+    parts = np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1)
+    first = table.iloc[[part[0] for part in parts]].reset_index(drop=True)
+    columns: dict[str, Any] = {}
+    for column in spec.columns:
+        values = table[column.name]
+        if column.name == spec.alike:
+            members = [_members(values.iloc[part], lists=lists) for part in parts]
+            columns[column.name] = [shorten_names(names) for names in members]
+            columns[ALIKE] = [len(names) for names in members]
+        elif column.ranks:
+            columns[column.name] = [shorten_names(_members(values.iloc[part], lists=True)) for part in parts]
+        else:
+            columns[column.name] = _cells(column, values, names, parts, first[column.name])
+    return pd.DataFrame(columns)
+
+
+def _members(names: pd.Series[Any], *, lists: bool) -> list[Any]:
+    """Return the different ranks or hosts that a column names, ascending; `lists`: its texts are lists of ranks."""
+    different = names.dropna().unique().tolist()
+    return sorted({rank for text in different for rank in parse_ranks(text)} if lists else different)
+
+
+def _numbered(columns: Sequence[_Array]) -> _Array:
+    """Return a number for each row, equal where all columns are."""
+    return pd.DataFrame(dict(enumerate(columns))).groupby([*range(len(columns))], sort=False).ngroup().to_numpy()
+
+
+def _classes(spec: TableSpec, table: pd.DataFrame, most: int) -> _Array:
+    """Return the number of each row's class, by as many columns as make at most so many classes: texts first.
+
+    Of times and rates, only whether they are known separates classes.
+    """
+    numbers = np.zeros(len(table), np.int64)
+    columns = [column for column in spec.columns if column.name != spec.alike and not column.ranks]
+    for column in sorted(columns, key=lambda column: (column.is_measured, column.kind == "number")):
+        values = table[column.name].isna() if column.is_measured else table[column.name]
+        finer = _numbered([numbers, pd.factorize(values)[0]])
+        numbers = finer if finer.max() < most else numbers
+    return numbers
+
+
+def _is_quantity(column: ColumnSpec) -> bool:
+    return column.kind == "number" and column.unit not in ("", "boolean")
+
+
+def _outliers(spec: TableSpec, table: pd.DataFrame, classes: _Array) -> _Array:
+    """Return which rows differ from the others of their class in a quantity, bool: those of MAX_OUTLIERS ranks."""
+    scores = np.zeros(len(table))
+    for column in filter(_is_quantity, spec.columns):
+        values = pd.to_numeric(table[column.name], errors="coerce").astype("Float64").to_numpy(float, na_value=np.nan)
+        median = _medians(values, classes)
+        deviation = np.abs(values - median)
+        usual = np.maximum(_MIN_DEVIATIONS * _medians(deviation, classes), _MIN_RATIO * np.abs(median))
+        # Where most values are 0, the mean is what is left to compare with.
+        usual = np.where(usual > 0, usual, _MIN_RATIO * max(np.nan_to_num(deviation).mean(), np.finfo(float).tiny))
+        scores = np.fmax(scores, deviation / usual)
+    least = max(1.0, _MIN_OF_WORST * scores.max())
+    worst = pd.Series(scores).groupby(table[spec.alike].to_numpy()).max().nlargest(MAX_OUTLIERS).index
+    outliers: _Array = table[spec.alike].isin(worst).to_numpy() & (scores > least)
+    return outliers
+
+
+def _medians(values: _Array, classes: _Array) -> _Array:
+    medians: _Array = pd.Series(values).groupby(classes).transform("median").to_numpy()
+    return medians
+
+
+def _cells(
+    column: ColumnSpec, values: pd.Series[Any], names: pd.Series[Any], parts: Sequence[_Array], first: pd.Series[Any]
+) -> pd.Series[Any]:
+    """Return the cells of a column, given the positions of the rows of each class, and the value of its first row."""
+    codes = pd.factorize(values)[0]
+    differing = [at for at, part in enumerate(parts) if np.ptp(codes[part])]
+    if not differing:
+        return first
+    cells = first.astype(object)
+    for at in differing:
+        part = parts[at]
+        if _is_quantity(column):
+            cells[at] = _distribution(values.iloc[part], names.iloc[part])
+        else:
+            cells[at] = Different(len(np.unique(codes[part])))
+    return cells
+
+
+def _distribution(values: pd.Series[Any], names: pd.Series[Any]) -> Distribution:
+    known = values.notna().to_numpy()
+    numbers = pd.to_numeric(values[known]).to_numpy()
+    ordered = np.sort(numbers)
+    lowest, median, highest = (ordered[at] for at in (0, (len(ordered) - 1) // 2, -1))
+    at = [shorten_names(sorted(names[known][numbers == extreme].unique().tolist())) for extreme in (lowest, highest)]
+    return Distribution(len(ordered), lowest, at[0], median, highest, at[1])
+
+
+def text_rows(spec: TableSpec, view: str, table: pd.DataFrame) -> tuple[tuple[ColumnSpec, ...], list[list[str]]]:
+    """Return the columns of a table that a view shows, and its cells as texts.
+
+    A row of a reduced table with distributions becomes several lines, whose names are in the column `spec.alike`.
+    """
+    columns = spec.columns_of(view)
+    if ALIKE not in table:
+        return columns, formatted_rows(columns, table)
+    columns = tuple(
+        replace(column, kind="text") if column.name == spec.alike else replace(column, optional=place > 1)
+        for place, column in enumerate(columns)
+    )
+    rows = table[[column.name for column in columns] + [ALIKE]].itertuples(index=False, name=None)
+    lines = [line for *cells, alike in rows for line in _lines(spec, columns, cells, alike)]
+    return columns, lines
+
+
+_MAX_NAMED: Final = 2
+"""Ranges of ranks, or hosts, that a text has room for."""
+
+_STATISTICS: Final = (
+    ("  lowest", "lowest", False),
+    ("    on {}", "lowest_at", True),
+    ("  median", "median", False),
+    ("  highest", "highest", False),
+    ("    on {}", "highest_at", True),
+)
+"""Lines of a row with distributions: name, attribute of `Distribution`, and whether that is a list of names."""
+
+
+def _lines(spec: TableSpec, columns: Sequence[ColumnSpec], cells: Sequence[Any], alike: int) -> Iterator[list[str]]:
+    texts = []
+    for column, cell in zip(columns, cells, strict=True):
+        if column.name == spec.alike:
+            texts.append(f"{_brief(cell)}, {alike:,} alike" if alike > 1 else str(cell))
+        elif isinstance(cell, Different):
+            texts.append(f"{cell.different:,} different")
+        else:
+            texts.append("" if isinstance(cell, Distribution) else column.format(cell))
+    yield texts
+    distributions = [cell if isinstance(cell, Distribution) else None for cell in cells]
+    if not any(distributions):
+        return
+    head = spec.column(spec.alike).head
+    for name, attribute, is_name in _STATISTICS:
+        values = [getattr(cell, attribute, None) for cell in distributions]
+        line = [
+            "" if not is_known(value) else _brief(str(value)) if is_name else column.format(value)
+            for column, value in zip(columns, values, strict=True)
+        ]
+        yield [
+            name.format(head) if column.name == spec.alike else text for column, text in zip(columns, line, strict=True)
+        ]
+    if any(cell.known < alike for cell in distributions if cell):
+        known = [format_count(cell.known) if cell else "" for cell in distributions]
+        yield ["  known" if column.name == spec.alike else text for column, text in zip(columns, known, strict=True)]
+
+
+def _brief(names: str) -> str:
+    """Return the first of the ranges, or names, of a list."""
+    items = names.split(",")
+    return names if len(items) <= _MAX_NAMED else f"{','.join(items[:_MAX_NAMED])},..."
