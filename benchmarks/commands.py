@@ -21,9 +21,9 @@ duckdb.execute("set threads to {threads}")
 sums = "count(*), sum(payload_bytes), sum(wire_bytes)"
 for keys in {keys}:
     names = ", ".join(keys)
-    duckdb.sql(f"select {{names}}, {{sums}} from '{file}' group by {{names}}").fetchall()
+    duckdb.sql(f"select {{names}}, {{sums}} from '{files}' group by {{names}}").fetchall()
 times = "quantile_cont(t, [0.5, 0.99]), max(t), sum(t), min(t_begin_ns), max(t_end_ns)"
-events = "(select *, t_return_ns - t_begin_ns as t from '{file}')"
+events = "(select *, t_return_ns - t_begin_ns as t from '{files}')"
 duckdb.sql(f"select op, {{times}} from {{events}} group by op").fetchall()
 """
 
@@ -42,13 +42,11 @@ def commtrace(command: str, *arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "commtrace.cli", command, *map(str, arguments)]
 
 
-def duckdb(log: Path) -> dict[str, list[str]]:
-    """DuckDB, which groups the events by what the report's tables are keyed by; nothing where it is not installed."""
+def duckdb(files: str) -> dict[str, list[str]]:
+    """DuckDB, which groups the events in Parquet files by the keys of the report; nothing where it is not installed."""
     if find_spec("duckdb") is None:
         return {}
-    file = log.with_suffix(".parquet")
-    subprocess.run(commtrace("export", log, "--out", file), check=True)
-    script = DUCKDB.format(threads=os.cpu_count(), keys=[list(keys) for keys in KEYS], file=file)
+    script = DUCKDB.format(threads=os.cpu_count(), keys=[list(keys) for keys in KEYS], files=files)
     return {"DuckDB, the same groups from Parquet": [sys.executable, "-c", script]}
 
 

@@ -71,7 +71,9 @@ def of_log(small: Path, long: Path, events: int, options: argparse.Namespace) ->
     repeats = events // RANKS // CALLS - (STEPS - 1)
     write_repeated(small, long, Repetition(RANKS, repeats, together=True))
     case = CASE.format(events)
-    sides = {"commtrace report": commands.commtrace("report", long)} | commands.duckdb(long)
+    file = long.with_suffix(".parquet")
+    subprocess.run(commands.commtrace("export", long, "--out", file), check=True)
+    sides = {"commtrace report": commands.commtrace("report", long)} | commands.duckdb(str(file))
     taken: dict[str, list[commands.Taken]] = {name: [] for name in sides}
     for _ in range(options.pairs):
         for name, command in sides.items():

@@ -111,6 +111,17 @@ def by_case_alone(rows: Sequence[Row]) -> str:
     return markdown(["", *names], [[case, *(cells.get((case, name), "") for name in names)] for case in cases])
 
 
+def scale(rows: Sequence[Row]) -> str:
+    """A line for each command, a column for each log: seconds, those of all its processors, and memory."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for row in rows:
+        name = row.name.removesuffix(", processor").removesuffix(", memory")
+        found.setdefault(name, {}).setdefault(row.case, []).append(f"{number(row.side)} {row.unit}")
+    cases = list(dict.fromkeys(row.case for row in rows))
+    lines = [[name, *(", ".join(of_case.get(case, [])) for case in cases)] for name, of_case in found.items()]
+    return markdown(["", *cases], lines)
+
+
 def native_step(rows: Sequence[Row]) -> str:
     """Both programs as in the table of steps; then the drain thread."""
     compared = [row for row in rows if row.ratio is not None]
@@ -173,6 +184,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "log_size": ("Size on disk", single),
     "report": ("Time and memory of a report", by_case_alone),
     "across_ranks": ("Time and memory of analyses across 64 ranks on as many hosts", by_case_alone),
+    "scale": ("Time, time of all processors and memory of commands on logs of many ranks or steps", scale),
     "bench_loop": ("`commtrace bench` beside a hand-written loop, and its fit at held-out sizes", bench_loop),
 }
 

@@ -121,12 +121,13 @@ EXPECTED = {
     "log_size": {"commtrace, 100 calls", "commtrace, 1,000 calls", "torch.profiler's trace.json, 100 calls"},
     "startup": {"tracing off", "tracing on"},
     "report": {"commtrace report"},
+    "scale": {"pack", "export", "report", "check, processor", "report of the packed log, memory"},
     "across_ranks": {"processor time", "wall time", "peak memory"},
     "bench_loop": {"commtrace bench", "median error", "of nine in ten at most", "worst error"},
 }
 
 
-SLOW = ("step_time", "native_step", "call_cost", "own_cost", "mpi_cost", "bench_loop", "report", "log_size")
+SLOW = ("step_time", "native_step", "call_cost", "own_cost", "mpi_cost", "bench_loop", "report", "log_size", "scale")
 
 
 @pytest.mark.parametrize(
