@@ -18,7 +18,8 @@ def rank_ranges(text: str) -> list[range]:
     """Parse numbers, ranges and ranges with a stride, separated by commas: "8,0-3,16-1016:8".
 
     Raises:
-        ValueError: The text is something else; ranges end with their last rank, which is not below the first.
+        ValueError: The text is something else, or has numbers from 2**31, which no step has. Ranges end with
+            their last rank, which is not below the first.
     """
     ranges = []
     for item in text.split(",") if text else ():
@@ -26,6 +27,8 @@ def rank_ranges(text: str) -> list[range]:
         first, dash, last = span.partition("-")
         if not (first + last + stride).isdecimal() or item.endswith((":", "-")) or not first:
             raise ValueError(f"{item} is not a number or a range of numbers")
+        if any(int(number or 0) >= 1 << 31 for number in (first, last, stride)):
+            raise ValueError(f"{item:.40} has a number of more than 31 bits")
         ranges.append(range(int(first), int(last if dash else first) + 1, int(stride or 1)))
         if not ranges[-1]:
             raise ValueError(f"{item} is empty")

@@ -52,5 +52,5 @@ def test_any_list_of_ranks_is_kept_in_its_order() -> None:
 
 @pytest.mark.parametrize("text", [f"0-{MAX_RANKS}", str(MAX_RANKS), "0-999999,0-999999", "0-99999999999999999999"])
 def test_more_ranks_than_a_job_has_are_a_mistake(text: str) -> None:
-    with pytest.raises(ValueError, match="has more than"):
+    with pytest.raises(ValueError, match="more than"):
         parse_rank_list(text)

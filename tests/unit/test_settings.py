@@ -92,7 +92,7 @@ def test_an_empty_variable_is_not_said(tmp_path: Path) -> None:
         ("COMMTRACE_EXIT_SECONDS", "nan", "from 0 to"),
         ("COMMTRACE_SITES", "maybe", "give 1 or 0"),
         *(("COMMTRACE_RANKS", ranks, "give ranks such as") for ranks in ("all", "3-1", "1-", "-1", "2:", "0-8:0", ",")),
-        ("COMMTRACE_STEPS", "first", "give steps such as"),
+        *(("COMMTRACE_STEPS", steps, "give steps such as") for steps in ("first", "0-9999999999", f"0-9:{1 << 31}")),
         ("COMMTRACE_KEEP_SECONDS", "0", "from 1 to"),
         ("COMMTRACE_SIDES", "1", "there are COMMTRACE_DEVICE_TIMES"),
     ],
