@@ -42,6 +42,7 @@ class Drain:
         self._recorder, self._slots, self._writer, self._settings = recorder, recorder.slots, writer, settings
         self._calibrate = calibrate or (lambda: 0)
         self._selection = rank_ranges(settings.steps)
+        self._is_kept = np.zeros(self._slots.capacity, bool)
         self._crossing_ns = self._written = self._not_selected = self._cpu_ns = 0
         self._costs: dict[str, int] = {}
         self._costs_at = 0.0
@@ -149,12 +150,14 @@ class Drain:
         if self._selection:
             order = np.argsort(records["t_begin"], kind="stable")
             slots, records = slots[order], records[order]
-            self._recorder.ring.keep(records)
+            self._recorder.ring.keep(records[~self._is_kept[slots]])
             left_out = not_selected(records, self._selection) & ~(is_last & in_flight(records))
             self._not_selected += int(left_out.sum())
             self._slots.release(slots[left_out])
             slots, records = slots[~left_out], records[~left_out]
         written = slots[: self._writer.write(self._recorder.tables.lines, records)]
+        self._is_kept[slots] = True  # those that could not be written are taken again
+        self._is_kept[written] = False
         self._written += len(written)
         self._slots.release(written)
 

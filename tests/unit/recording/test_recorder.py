@@ -19,7 +19,7 @@ from processes import NewRecorder
 
 from commtrace.recording.log_writer import LogWriter
 from commtrace.recording.recorder import PendingCall
-from commtrace.schema import Clock, State
+from commtrace.schema import Clock, Records, State
 
 
 def descriptors() -> int:
@@ -131,6 +131,26 @@ def test_a_full_ring_counts(tmp_path: Path, new_recorder: NewRecorder) -> None:
     left = processes.read_one(tmp_path)
     assert len(left.records) == 16
     assert (left.stats["calls"], left.stats["dropped"]) == (100, 84)
+
+
+def test_records_that_cannot_be_written_are_kept_once(
+    tmp_path: Path, new_recorder: NewRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts: list[int] = []
+
+    def write(writer: LogWriter, lines: list[bytes], records: Records) -> int:
+        attempts.append(len(records))
+        return 0
+
+    monkeypatch.setattr(LogWriter, "write", write)
+    recorder = new_recorder(tmp_path, steps="1", drain_ms=5)
+    for number in range(4):
+        recorder.returned(processes.call(recorder, number, step=number % 2), 101 + number, observable=False)
+    processes.wait_for(lambda: attempts.count(2) > 3)
+    monkeypatch.undo()
+    recorder.close("stop")
+    assert sorted(recorder.ring.kept()["seq"].tolist()) == [0, 1, 2, 3]
+    assert sorted(processes.read_one(tmp_path).records["seq"].tolist()) == [1, 3]
 
 
 def test_threads_under_a_fast_drain(tmp_path: Path, new_recorder: NewRecorder) -> None:
