@@ -81,7 +81,8 @@ class _Member:
         self.runs = not self.closed and process.seen_alive_ns > 0
         self.died = not self.closed and not self.runs and bool(tables.salvage)
         whole = self.runs or self.died or (end is not None and end.get("reason") == "exit")
-        self.proves = whole and not damaged and not any(counters.values()) and self.has_times
+        lacks_steps = process.kept is None and process.not_selected > 0
+        self.proves = whole and not damaged and not lacks_steps and not any(counters.values()) and self.has_times
         moments = [stats.get("mono_ns"), (end or {}).get("mono_ns"), *(row.get("mono_ns") for row in tables.clock)]
         self.alive_ns = max(process.seen_alive_ns, *(integer_or_none(moment) or 0 for moment in moments)) + self.offset
         self.quiet_ns = _NO_TIME
@@ -146,7 +147,7 @@ class _Examination:
             _Member(
                 process,
                 labels.unix_minus_mono_ns,
-                damaged=any(segment.damaged for segment in process.segments) or _stem(process.path) in unsafe,
+                damaged=_is_damaged(process) or _stem(process.path) in unsafe,
             )
             for process, labels in zip(tail.processes, tail.labels, strict=True)
         ]
@@ -465,7 +466,7 @@ class _Examination:
 
 def _stem(path: Path) -> Path:
     """Return what the paths of the files of one process have in common."""
-    return path.with_name(path.name.split(".")[0])
+    return path.with_name(path.name.split(".")[0].removesuffix("-kept"))
 
 
 def _waits_for_itself(stuck: _Stuck, waits_in: Mapping[int, _Stuck]) -> bool:
@@ -480,11 +481,20 @@ def _waits_for_itself(stuck: _Stuck, waits_in: Mapping[int, _Stuck]) -> bool:
     return any(number in seen for number in stuck.waiting)
 
 
+def _is_damaged(process: Process) -> bool:
+    """Return whether records of a process, which were read, are damaged."""
+    kept = [] if process.kept is None else [process.kept]
+    return any(segment.damaged for segment in (*process.segments, *kept))
+
+
 def _last(process: Process, count: int) -> Process:
     segments = last_records(process.segments, count)
     if process.kept is None:
         return replace(process, segments=segments)
-    return replace(process, segments=(_without_gaps(process.path, segments, process.kept.last(count)),))
+    kept = process.kept.last(count)
+    without_gaps = _without_gaps(process.path, segments, kept)
+    damaged = {name: 1 for segment in (kept, *segments) for name in segment.damaged}
+    return replace(process, segments=(without_gaps,), kept=replace(kept, damaged=damaged))
 
 
 def _without_gaps(path: Path, segments: Iterable[Segment], kept: Segment) -> Segment:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 from factory import BARRIER, PAIR, RECV, SEND, WORLD, LogFactory, ProcessFactory, Records, record, training
@@ -163,7 +164,7 @@ def test_a_wait_is_compared_with_the_pauses_of_the_run(tmp_path: Path) -> None:
     assert len(tables(tmp_path / "far longer", rows, until=LAST + 4 * long)["stuck_calls"]) == 1
 
 
-@pytest.mark.parametrize("counter", ["dropped", "removed", "lost", "unrecorded", "hook_errors"])
+@pytest.mark.parametrize("counter", ["dropped", "removed", "lost", "unrecorded", "hook_errors", "not_selected"])
 def test_records_that_are_missing_prove_nothing(counter: str, tmp_path: Path) -> None:
     """Rank 1 may have made the call: its log has no record of it. Where old records were removed, it shows the last."""
     found = tables(tmp_path, ABSENT, stats={counter: 1})
@@ -175,6 +176,20 @@ def test_records_that_are_missing_prove_nothing(counter: str, tmp_path: Path) ->
 def test_damaged_records_prove_nothing(tmp_path: Path) -> None:
     rows = {0: [call()], 1: [record(payload=-1)], 2: [call()]}
     assert not len(tables(tmp_path, rows)["stuck_calls"])
+
+
+@pytest.mark.parametrize("damage", ["none", "cut", "garbled"])
+def test_damaged_kept_records_prove_nothing(damage: str, tmp_path: Path) -> None:
+    tables(tmp_path, ABSENT, stats={"not_selected": 1})
+    for path in tmp_path.glob("*/*/*.00000.npy"):
+        kept = np.load(path)[:STEPS]
+        if damage == "garbled":
+            kept["payload"][-1] = -1
+        kept_path = path.with_name(path.name.replace(".00000.npy", "-kept.npy"))
+        np.save(kept_path, kept)
+        if damage == "cut":
+            kept_path.write_bytes(kept_path.read_bytes()[:-1])
+    assert len(open_run(tmp_path).table("stuck_calls")) == (damage == "none")
 
 
 def test_a_log_that_was_not_recovered_proves_nothing(tmp_path: Path) -> None:
