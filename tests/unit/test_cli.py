@@ -15,6 +15,7 @@ import pytest
 from factory import UNIX_NS, LogFactory, record, training
 
 from commtrace.cli import COMMANDS, main
+from commtrace.schema import VERSION
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -58,7 +59,7 @@ def test_an_error_is_one_line_and_status_1(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_newer_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    LogFactory(tmp_path).process(version=2)
+    LogFactory(tmp_path).process(version=VERSION + 1)
     assert main(["report", str(tmp_path)]) == 1
     assert "upgrade commtrace" in capsys.readouterr().err
 

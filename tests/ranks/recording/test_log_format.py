@@ -126,8 +126,9 @@ def test_states_clocks_phases_and_flags() -> None:
 def test_the_names_of_files(log: Path) -> None:
     shown = re.findall(r"^ +(rank\d\S+)", PAGE, re.MULTILINE)
     pattern = r"rank\d{5}-\d+\.(jsonl|\d{5}\.npy(\.open)?|salvaged\.npy)"
-    assert len(shown) == 4
-    assert all(re.fullmatch(pattern, name) for name in shown)
+    kept = r"rank\d{5}-\d+-kept\.npy"
+    assert len(shown) == 5
+    assert all(re.fullmatch(f"{pattern}|{kept}", name) for name in shown)
     for path in log.glob("*/*/*"):
         assert re.fullmatch(pattern, path.name)
     (run,) = log.iterdir()
