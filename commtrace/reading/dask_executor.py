@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import re
@@ -41,6 +42,8 @@ def connect(scheduler: str) -> Iterator[DaskExecutor]:
     """
     distributed = _import_distributed()
     local = re.fullmatch(r"local(?::(\d+))?", scheduler)
+    for name in ("distributed", "distributed.client"):  # their errors become ClusterError
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     with contextlib.ExitStack() as stack:
         if local:
             workers = int(local[1] or 0) or usable_cores()
@@ -145,13 +148,16 @@ class DaskExecutor(Executor):
 
     def _result(self, future: Any) -> Any:
         """Return the result of a future, or raise its error."""
-        last_worker = time.monotonic()
+        last_worker, waits = time.monotonic(), False
         with self._errors():
             while not future.done():
                 with self._client.as_current(), contextlib.suppress(self._distributed.TimeoutError):
-                    self._distributed.wait(future, timeout=5)
+                    self._distributed.wait(future, timeout=min(5, WORKERS_TIMEOUT_SECONDS))
                 if future.done() or self._client.scheduler_info()["workers"]:
                     last_worker = time.monotonic()
+                elif not waits:
+                    waits = True
+                    print(f"commtrace: scheduler {self._address} has no workers; waiting for one", file=sys.stderr)
                 elif time.monotonic() - last_worker > WORKERS_TIMEOUT_SECONDS:
                     text = f"scheduler {self._address}: had no workers for {WORKERS_TIMEOUT_SECONDS} s"
                     raise ClusterError(f"{text}; start some: dask worker {self._address}")

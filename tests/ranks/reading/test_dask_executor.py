@@ -36,7 +36,6 @@ distributed = pytest.importorskip("distributed")
 
 Captured = pytest.CaptureFixture[str]
 SECONDS = 60
-SEEDS = [3, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(4, 30))]
 
 
 @pytest.fixture(scope="module")
@@ -126,13 +125,13 @@ LOGS: Mapping[str, Callable[[Path], Path]] = {
     "packed": lambda folder: pack(scheme("zero1", folder)),
     "packed killed": lambda folder: pack(killed(folder)),
 }
-DEFAULT = ("pipeline", "killed", "mpi", "packed")
+DEFAULT = ("pipeline", "killed", "mpi", "packed killed")
 
 
 def assert_equal(log: Path, other: Path, client: Any, capsys: Captured) -> None:
     """Assert that commands give equal results in this process and on the cluster."""
     for command in (
-        ("report", log, "--json"), ("report", log, other, "--json"), ("check", log, "--width", "9999"),
+        ("report", log, "--json"), ("check", log, "--width", "9999"),
         ("check", log, "--against", other, "--width", "9999"), ("diff", log, other, "--json"),
         ("scaling", log, other, "--json"),
     ):  # fmt: skip
@@ -176,13 +175,14 @@ def test_an_output_that_workers_do_not_see(tmp_path: Path) -> None:
     assert not (tmp_path / "packed").exists()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(30))
 def test_damaged_logs_give_equal_results(seed: int, tmp_path: Path, cluster: Any, capsys: Captured) -> None:
     training(tmp_path / "other", ranks=3, steps=6)
     assert_equal(damaged(seed, tmp_path), tmp_path / "other", cluster, capsys)
 
 
-def many_segments(folder: Path, segments: int = 40) -> Path:
+def many_segments(folder: Path, segments: int = 24) -> Path:
     """A log that takes a while: two ranks with many segments."""
     for rank in range(2):
         process = LogFactory(folder / "log").process(rank, pid=4711 + rank).known()
@@ -351,6 +351,19 @@ def test_schedulers_that_are_not_there(tmp_path: Path, capsys: Captured, monkeyp
     monkeypatch.setitem(sys.modules, "distributed", None)
     line = error_of(["check", tmp_path, "--dask", "local:2"], capsys)
     assert line == "--dask: needs distributed; pip install 'commtrace[dask]'"
+
+
+def test_a_cluster_without_workers(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    training(tmp_path)
+    monkeypatch.setattr("commtrace.reading.dask_executor.WORKERS_TIMEOUT_SECONDS", 0.5)
+    for client in started(0):
+        status, _, errors = results(["report", tmp_path, "--dask", address(client)], capsys, tmp_path)
+    waits, failed = str(errors).splitlines()
+    assert status == 1
+    assert re.fullmatch(r"commtrace: scheduler tcp://\S+ has no workers; waiting for one", waits)
+    assert re.fullmatch(
+        r"commtrace: scheduler tcp://\S+: had no workers for 0.5 s; start some: dask worker tcp.+", failed
+    )
 
 
 def test_progress_is_shown_on_a_terminal(
