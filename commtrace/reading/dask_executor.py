@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import logging
 import os
 import pickle
@@ -13,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from itertools import chain
+from pathlib import Path
 from typing import Any, Final
 from uuid import uuid4
 
@@ -27,6 +30,9 @@ WORKERS_TIMEOUT_SECONDS: Final = 600
 """Time for which a cluster may be without workers: they may have to wait in the queue of a batch system."""
 
 _ADDRESS: Final = re.compile(r"\w+://.+|[^/]+:\d+")
+_ADDRESS_HINT: Final = (
+    "give an address such as tcp://HOST:8786, the file of dask scheduler --scheduler-file, or local:N"
+)
 
 
 @contextlib.contextmanager
@@ -53,22 +59,38 @@ def connect(scheduler: str) -> Iterator[DaskExecutor]:
                 "dashboard_address": "127.0.0.1:0",
                 "silence_logs": 50,
             }
-            target = {"address": stack.enter_context(distributed.LocalCluster(**options))}
+            address = stack.enter_context(distributed.LocalCluster(**options))
         elif _ADDRESS.fullmatch(scheduler):
-            target = {"address": scheduler}
-        elif os.path.exists(scheduler):  # dask would wait for it for ever
-            target = {"scheduler_file": scheduler}
+            address = scheduler
+        elif os.path.exists(scheduler):
+            address = _address_in(scheduler)
         else:
-            hint = "give an address such as tcp://HOST:8786, the file of dask scheduler --scheduler-file, or local:N"
-            raise ClusterError(f"--dask {scheduler}: no such scheduler file; {hint}")
+            raise ClusterError(f"--dask {scheduler}: no such scheduler file; {_ADDRESS_HINT}")
         try:
-            client = stack.enter_context(distributed.Client(**target, set_as_default=False))
-        except (OSError, ValueError) as error:
+            if not local:
+                asyncio.run(_try_to_connect(address))
+            client = stack.enter_context(distributed.Client(address, set_as_default=False))
+        except (OSError, ValueError, TypeError) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ClusterError(
                 f"--dask {scheduler}: no scheduler answers ({reason}); start one (dask scheduler), or give its address"
             ) from None
         yield DaskExecutor(client)
+
+
+def _address_in(scheduler_file: str) -> str:
+    """Return the address in a file of `dask scheduler --scheduler-file`."""
+    try:
+        return str(json.loads(Path(scheduler_file).read_bytes())["address"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ClusterError(f"--dask {scheduler_file}: not a scheduler file; {_ADDRESS_HINT}") from None
+
+
+async def _try_to_connect(address: str) -> None:
+    """Connect to a scheduler and disconnect: a `Client` that could not be made may wait for ever when it is removed."""
+    comm, security = import_module("distributed.comm"), _import_distributed().Security()
+    connection = await comm.connect(address, **security.get_connection_args("client"))
+    await connection.close()
 
 
 def _import_distributed() -> Any:

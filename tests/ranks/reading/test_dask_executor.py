@@ -348,6 +348,12 @@ def test_schedulers_that_are_not_there(tmp_path: Path, capsys: Captured, monkeyp
     with dask.config.set({"distributed.comm.timeouts.connect": "1s"}):
         line = error_of(["check", tmp_path, "--dask", f"127.0.0.1:{processes.free_port()}"], capsys)
     assert re.fullmatch(r"--dask 127.0.0.1:\d+: no scheduler answers \(.+\); start one \(dask scheduler\), .+", line)
+    for wrong in ("http://127.0.0.1:1", "tls://127.0.0.1:1"):  # a client that fails so would not let the process end
+        assert "no scheduler answers" in error_of(["check", tmp_path, "--dask", wrong], capsys)
+    file = tmp_path / "scheduler.json"
+    for text in ("", "{}", "[]"):
+        file.write_text(text)
+        assert f"--dask {file}: not a scheduler file; " in error_of(["check", tmp_path, "--dask", file], capsys)
     monkeypatch.setitem(sys.modules, "distributed", None)
     line = error_of(["check", tmp_path, "--dask", "local:2"], capsys)
     assert line == "--dask: needs distributed; pip install 'commtrace[dask]'"
