@@ -244,7 +244,7 @@ REPORT_TABLES: Final = (
         *shared.WAITS,
     ), {"terminal": ("pattern", *_WAITS_SHOWN[:-2])}),
     *STEP_TIME_TABLES,
-    TableSpec("theory", "Agreement with theory", "A row per process. Bytes are payload over start-up and all steps.", (
+    TableSpec("theory", "Agreement with theory", "A row per process. Bytes are payload over the compared steps.", (
         shared.RANK,
         word_column("scheme", "scheme", "Scheme whose rules predict the job; missing if it is not predicted."),
         text_column("not_predicted", "", "Why the process is not compared; missing if it is."),
