@@ -261,8 +261,8 @@ def _step_time(report: _Report) -> Iterator[RenderableType]:
     yield heading("Where the time of a step goes, across ranks")
     if not len(parts):
         yield report.paragraph(
-            "Not known: it needs three training steps of all ranks, with ends of calls that the host has seen, and calls "
-            "that bound the clocks of all hosts."
+            "Not known: it needs three training steps of all ranks, with ends of calls that the host has seen, and "
+            "calls that bound the clocks of all hosts."
         )
         return
     yield report.table("step_time_parts")
