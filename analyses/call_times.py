@@ -1,9 +1,4 @@
-"""Times of calls as the host saw them, and bandwidths. Columns of `host_time` and `bandwidth`: `table_specs`.
-
-The measures of `host_time`, in fields of the record: "in_call" is t_return - t_begin, "waiting" t_end - t_wait (0 if a
-completion callback saw the end before the wait), "to_completion" t_end - t_begin. Calls captured into a device graph
-and calls of dry runs have no times of their own, so theirs are unknown.
-"""
+"""Times of calls as the host saw them, and bandwidths. Columns of `host_time` and `bandwidth`: `table_specs`."""
 
 from __future__ import annotations
 
@@ -12,15 +7,25 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
+from commtrace.durations import MEASURES, durations, transfer_times
 from commtrace.reading.labels import Fields, RecordLabels
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.schema import Clock, Flag
+from commtrace.summary_format import TRANSFER, UNKNOWN_BUCKET
 from commtrace.volume import busbw_factor
 
-from .fold_engine import Analysis, Array, NamedTables, RecordBlock, group_rows, merge_sums, sum_groups, sums_by
+from .fold_engine import (
+    Analysis,
+    Array,
+    HistogramBlock,
+    NamedTables,
+    RecordBlock,
+    group_rows,
+    merge_sums,
+    sum_groups,
+    sums_by,
+)
 from .table_specs import TABLES
-
-MEASURES: Final = ("in_call", "waiting", "to_completion")
 
 END_SEEN_BY: Final = {
     Clock.RETURN: "return",
@@ -35,39 +40,12 @@ _ENDS: Final = sorted({*END_SEEN_BY.values(), "unknown"})
 _END_OF_CLOCK: Final = np.array([_ENDS.index(END_SEEN_BY.get(clock, "unknown")) for clock in Clock])
 """Position in _ENDS of each number of a clock."""
 
-_HOST_CLOCKS: Final = (int(Clock.WAIT), int(Clock.FUTURE))
-_NO_OWN_TIME: Final = int(Flag.CAPTURED | Flag.SIMULATED)
-_NO_EXACT_END: Final = _NO_OWN_TIME | int(Flag.COALESCED | Flag.SPARSE | Flag.UNEVEN | Flag.OBJECT)
+_NO_EXACT_END: Final = int(Flag.CAPTURED | Flag.SIMULATED | Flag.COALESCED | Flag.SPARSE | Flag.UNEVEN | Flag.OBJECT)
 
 # Durations share a histogram bin if their exponent and the first seven bits of their fraction are the same as
 # floating-point numbers: they differ by a 128th at most, so their mean is at most 1 % off for any of them.
 _DROPPED_BITS: Final = 52 - 7
 _UNKNOWN_BIN, _ZERO_BIN = -2, -1
-
-
-def durations(measure: str, block: RecordBlock) -> Array:
-    """Return the duration of each record in ns by one of MEASURES, int64, -1 where it is not known."""
-    if measure == "in_call":
-        return _between(block["t_begin"], block["t_return"], block)
-    if measure == "waiting":
-        waited = wait_begin(block)
-        return _between(waited, np.maximum(block["t_end"], waited), block)
-    return _between(block["t_begin"], block["t_end"], block)
-
-
-def has_own_times(block: Fields) -> Array:
-    """Return whether the times of each record are its own, bool: not captured into a device graph, not simulated."""
-    return np.asarray((block["flags"] & _NO_OWN_TIME) == 0)
-
-
-def wait_begin(block: Fields) -> Array:
-    """Return when the program began to wait for each record in ns, 0 if its end is not known on the host."""
-    return np.where(np.isin(block["clock"], _HOST_CLOCKS), block["t_wait"], 0)
-
-
-def transfer_begin(block: RecordBlock) -> Array:
-    """Return the device's start time of each record in ns, or when its call began."""
-    return np.where(block["t_start"] > 0, block["t_start"], block["t_begin"])
 
 
 def exact_ends(block: Fields) -> Array:
@@ -83,19 +61,37 @@ def exact_ends(block: Fields) -> Array:
     return np.asarray(exact & ((block["flags"] & _NO_EXACT_END) == 0) & (block["batch"] == 0))
 
 
-def _between(begin: Array, end: Array, block: RecordBlock) -> Array:
-    return np.where(has_own_times(block) & (begin > 0) & (end >= begin), end - begin, -1)
-
-
 def _partial(block: RecordBlock) -> pd.DataFrame:
     return pd.concat([_histogram(measure, block) for measure in MEASURES], ignore_index=True)
 
 
-def _histogram(measure: str, block: RecordBlock) -> pd.DataFrame:
-    times = durations(measure, block)
-    bins = times.astype(np.float64).view(np.int64) >> _DROPPED_BITS
+def _partial_of_histograms(block: HistogramBlock) -> pd.DataFrame:
+    """Return the table of `_partial`: calls of a bucket are in the bin of their mean."""
+    at = block.rows["measure"] != TRANSFER
+    rows = {name: column[at] for name, column in block.rows.items()}
+    is_unknown = rows["bucket"] == UNKNOWN_BUCKET
+    return pd.DataFrame(
+        {
+            "op": block.labels.codes("op", rows["kind"]),
+            "measure": rows["measure"].astype(np.int64),
+            "bin": _bins(np.where(is_unknown, -1, rows["ns"] / np.maximum(rows["calls"], 1))),
+            "calls": rows["calls"].astype(np.int64),
+            "sum_ns": rows["ns"],
+            "max_ns": np.where(is_unknown, -1, rows["max_ns"]),
+        }
+    )
+
+
+def _bins(times: Array) -> Array:
+    bins = np.ascontiguousarray(times, np.float64).view(np.int64) >> _DROPPED_BITS
     bins[times == 0] = _ZERO_BIN
     bins[times < 0] = _UNKNOWN_BIN
+    return bins
+
+
+def _histogram(measure: str, block: RecordBlock) -> pd.DataFrame:
+    times = durations(measure, block)
+    bins = _bins(times)
     first, groups = group_rows([block["kind"], bins])
     longest = np.zeros(len(first), np.int64)
     np.maximum.at(longest, groups, times)
@@ -141,11 +137,12 @@ def _quantile(bins: pd.DataFrame, q: float) -> int:
     return round(int(bins["sum_ns"].iloc[position]) / int(counts[position]))
 
 
-ANALYSIS: Final = Analysis("times", _partial, merge_sums("op", "measure", "bin", max_ns="max"), _finish)
+_MERGE: Final = merge_sums("op", "measure", "bin", max_ns="max")
+ANALYSIS: Final = Analysis("times", _partial, _MERGE, _finish, times_partial=_partial_of_histograms)
 
 
 def _bandwidth_partial(block: RecordBlock) -> pd.DataFrame:
-    times = _between(transfer_begin(block), block["t_end"], block)
+    times = transfer_times(block)
     sizes = block.labels.group_sizes(block["group"])
     not_batched = (block["batch"] == 0) & ((block["flags"] & int(Flag.COALESCED)) == 0)
     used = np.flatnonzero((times > 0) & (block["payload"] > 0) & (sizes > 1) & not_batched)
@@ -157,6 +154,19 @@ def _bandwidth_partial(block: RecordBlock) -> pd.DataFrame:
         "bus_bytes": payload * busbw_factors(block.labels, kinds, sizes[used]),
     }
     return sums_by(block.labels, {"op": kinds, "end_seen_by": _END_OF_CLOCK[clocks]}, values)
+
+
+def _bandwidth_of_histograms(block: HistogramBlock) -> pd.DataFrame:
+    sizes = block.labels.group_sizes(block.rows["group"])
+    used = (block.rows["measure"] == TRANSFER) & (sizes > 1)
+    rows = {name: column[used] for name, column in block.rows.items()}
+    values = {
+        "calls": rows["calls"].astype(np.int64),
+        "payload_bytes": rows["payload"],
+        "time_ns": rows["ns"],
+        "bus_bytes": rows["payload"] * busbw_factors(block.labels, rows["kind"], sizes[used]),
+    }
+    return sums_by(block.labels, {"op": rows["kind"], "end_seen_by": _END_OF_CLOCK[rows["clock"]]}, values)
 
 
 def busbw_factors(labels: RecordLabels, kinds: Array, sizes: Array) -> Array:
@@ -178,4 +188,10 @@ def _bandwidth_finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     return {"bandwidth": result.sort_values(["payload_bytes"], ascending=False, kind="stable", ignore_index=True)}
 
 
-BANDWIDTH: Final = Analysis("bandwidth", _bandwidth_partial, merge_sums("op", "end_seen_by"), _bandwidth_finish)
+BANDWIDTH: Final = Analysis(
+    "bandwidth",
+    _bandwidth_partial,
+    merge_sums("op", "end_seen_by"),
+    _bandwidth_finish,
+    times_partial=_bandwidth_of_histograms,
+)

@@ -118,4 +118,4 @@ def _blind_spots(run: RecordedRun) -> pd.DataFrame:
     return pd.DataFrame(processes.most_common(), columns=["blind_spot", "processes"])
 
 
-ANALYSIS: Final = Analysis("coverage", _partial, merge_sums("process", "state"), _finish)
+ANALYSIS: Final = Analysis("coverage", _partial, merge_sums("process", "state"), _finish, reads_cells=True)

@@ -10,6 +10,7 @@ An analysis is three functions, as in map and reduce:
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,6 +29,7 @@ from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.segment_reader import BLOCK, Segment
 from commtrace.reading.table_reader import ProcessTables
 from commtrace.schema import RECORD, Phase, Records
+from commtrace.summary_format import TIMES
 
 Array: TypeAlias = npt.NDArray[Any]
 NamedTables: TypeAlias = dict[str, pd.DataFrame]
@@ -59,10 +61,14 @@ class RecordBlock:
         records: Fields of the records, n of each.
         labels: Translates the numbers in the records.
         calls: Calls that each row stands for, int64, shape (n,).
+        exact: Whether the row's sizes are those of each call, bool, shape (n,): of a summary, some are near their mean.
     """
 
-    def __init__(self, records: Fields, labels: RecordLabels, calls: Array | None = None) -> None:
+    def __init__(
+        self, records: Fields, labels: RecordLabels, calls: Array | None = None, exact: Array | None = None
+    ) -> None:
         self.records = records
+        self.exact = np.ones(len(records), bool) if exact is None else exact
         self.labels = labels
         self.calls = np.ones(len(records), np.int64) if calls is None else calls
         self._columns: dict[str, Array] = {}
@@ -105,8 +111,9 @@ class RecordBlock:
         and in whether their rank is the `peer`. Other fields are those of any one of them.
         """
         to_self = self["peer"] == self["rank"]
-        first, groups = group_rows([*(self[name] for name in _DISTINCT_FIELDS), to_self])
-        return RecordBlock(_Rows(self, first), self.labels, np.bincount(groups, minlength=len(first)))
+        first, groups = group_rows([*(self[name] for name in _DISTINCT_FIELDS), to_self, self.exact])
+        calls = sum_groups(self.calls, groups, len(first))
+        return RecordBlock(_Rows(self, first), self.labels, calls, self.exact[first])
 
 
 @dataclass(frozen=True)
@@ -166,6 +173,14 @@ def _copy_fields(records: Records, columns: Mapping[str, Array]) -> None:
             column[begin : begin + _RECORDS_IN_CACHE] = part[name]
 
 
+@dataclass(frozen=True)
+class HistogramBlock:
+    """Histograms of durations of one process: rows of `summary_format.TIMES`, with the ids of the run."""
+
+    rows: Mapping[str, Array]
+    labels: RecordLabels
+
+
 EVALUATION: Final = -2
 """The step of evaluations in tables of steps."""
 
@@ -185,6 +200,10 @@ class Analysis:
     finish: Callable[[pd.DataFrame, RecordedRun], NamedTables]
     reads_records: Callable[[RecordedRun], bool] | None = None
     """Whether the tables of this run depend on its records. None: those of every run do."""
+    reads_cells: bool = False
+    """Whether blocks may be of a summary: without times, and with rows that stand for several calls."""
+    times_partial: Callable[[HistogramBlock], pd.DataFrame] | None = None
+    """As `partial`, of histograms of durations."""
     categorical: bool = False
     """Whether labels in the table for `finish` are categoricals, for a long table."""
 
@@ -226,11 +245,37 @@ def fold(run: RecordedRun, analyses: Sequence[Analysis]) -> NamedTables:
         if analysis.reads_records is None or analysis.reads_records(run)
     }
     merged = run.executor.reduce("fold", _partials, _merged, (wanted, run.run_labels), run_parts(run)) if wanted else {}
+    for name, tables in _summary_partials(analyses, run).items():
+        merged[name] = wanted[name].merge([merged[name], *tables])
     return {
         name: table
         for analysis in analyses
         for name, table in analysis.finish(_labelled(analysis, merged.get(analysis.name), run), run).items()
     }
+
+
+def _summary_partials(analyses: Sequence[Analysis], run: RecordedRun) -> dict[str, list[pd.DataFrame]]:
+    """Return the partial tables of the summaries of a run by the name of their analysis."""
+    tables: dict[str, list[pd.DataFrame]] = defaultdict(list)
+    by_name = {a.name: a for a in analyses if a.reads_records is None or a.reads_records(run)}
+    for ids, process in zip(run.run_labels.processes, run.processes, strict=True):
+        if process.summary is None:
+            continue
+        for calls in process.summary.calls(process.rank):
+            columns = _Columns.of(_READ_FIELDS, len(calls))
+            columns.fill(calls, ids)
+            block = RecordBlock(columns, run.run_labels, calls["calls"], calls["exact"].astype(bool))
+            for name, analysis in by_name.items():
+                if analysis.reads_cells:
+                    tables[name].append(analysis.partial(block))
+        times = process.summary.table("times")
+        rows = {name: times[name] if name not in _IDS else ids.of_run(name, times[name]) for name in TIMES.names or ()}
+        for name, analysis in by_name.items():
+            if analysis.times_partial is not None:
+                tables[name].append(analysis.times_partial(HistogramBlock(rows, run.run_labels)))
+        for name, parts in tables.items():  # a few at a time, to bound memory
+            tables[name] = [by_name[name].merge(parts)]
+    return tables
 
 
 class _Fold(NamedTuple):
@@ -475,10 +520,15 @@ def table_by(rows: RecordBlock, keys: Sequence[str], values: Mapping[str, Array]
 
     Args:
         rows: The calls, n rows.
-        keys: "process", "step" (`steps_of`), "payload_bytes", or LABEL_COLUMNS.
+        keys: "process", "step" (`steps_of`), "payload_bytes", "exact", or LABEL_COLUMNS.
         values: Columns to sum, each of shape (n,).
     """
-    columns = {"process": rows["process"], "step": steps_of(rows), "payload_bytes": rows["payload"]}
+    columns = {
+        "process": rows["process"],
+        "step": steps_of(rows),
+        "payload_bytes": rows["payload"],
+        "exact": rows.exact,
+    }
     numbers = {key: rows.labels.ids(key, rows) if key in LABEL_COLUMNS else columns[key] for key in keys}
     return sums_by(rows.labels, numbers, {"calls": rows.calls, **values})
 

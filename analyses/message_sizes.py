@@ -34,7 +34,7 @@ _BIN: Final = ["op", "from_bytes", "below_bytes"]
 
 
 def _partial(block: RecordBlock) -> pd.DataFrame:
-    return table_by(block.distinct, ("op", "payload_bytes"), {})
+    return table_by(block.distinct, ("op", "payload_bytes", "exact"), {})
 
 
 def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
@@ -42,10 +42,11 @@ def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     from_bytes, below_bytes = size_bins(sizes["payload_bytes"].to_numpy())
     binned = sizes.assign(from_bytes=from_bytes, below_bytes=below_bytes)
     bins = binned.groupby(_BIN, as_index=False)[["calls", "sum_bytes"]].sum()
-    return {"message_sizes": sizes, "message_size_bins": bins}
+    # Of a summary, sizes may be known by powers of two only.
+    return {"message_sizes": sizes.loc[sizes["exact"] > 0].drop(columns="exact"), "message_size_bins": bins}
 
 
-ANALYSIS: Final = Analysis("sizes", _partial, merge_sums("op", "payload_bytes"), _finish)
+ANALYSIS: Final = Analysis("sizes", _partial, merge_sums("op", "payload_bytes", "exact"), _finish, reads_cells=True)
 
 
 def _partial_over_time(block: RecordBlock) -> pd.DataFrame:

@@ -19,11 +19,12 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
+from commtrace.durations import transfer_begin
 from commtrace.formatting import is_known, parse_ranks
 from commtrace.network.networks import MESSAGES, Network
 from commtrace.reading.recorded_run import RecordedRun
 
-from .call_times import exact_ends, transfer_begin
+from .call_times import exact_ends
 from .fold_engine import Analysis, Array, NamedTables, RecordBlock, group_rows, merge_sums, rows_of
 from .table_specs import TABLES
 

@@ -7,9 +7,9 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
+from commtrace.durations import MEASURES, durations
 from commtrace.reading.recorded_run import RecordedRun
 
-from .call_times import MEASURES, durations
 from .fold_engine import Analysis, NamedTables, RecordBlock, mask_unknown_wire, merge_sums, table_by
 from .table_specs import TABLES
 
@@ -57,7 +57,7 @@ def _steady(op: str, rows: pd.DataFrame, steps: pd.Series[int], ranks: int) -> d
     }
 
 
-ANALYSIS: Final = Analysis("steps", _partial, merge_sums("step", "op"), _finish)
+ANALYSIS: Final = Analysis("steps", _partial, merge_sums("step", "op"), _finish, reads_cells=True)
 
 
 def _partial_by_operation(block: RecordBlock) -> pd.DataFrame:

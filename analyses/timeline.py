@@ -14,10 +14,10 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
+from commtrace.durations import durations
 from commtrace.reading.recorded_run import RecordedRun
 
 from .across_ranks.clocks import to_one_clock
-from .call_times import durations
 from .fold_engine import Analysis, NamedTables, RecordBlock, concat_tables, steps_of
 
 FIRST_PROCESSES: Final = 16

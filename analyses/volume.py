@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from commtrace.reading.recorded_run import RecordedRun
+from commtrace.reading.summary_reader import MIXED
 
 from .fold_engine import (
     EVALUATION,
@@ -49,14 +50,15 @@ def _finish(name: str, table: pd.DataFrame, run: RecordedRun) -> NamedTables:
 
 
 ANALYSES: Final = tuple(
-    Analysis(name, partial(_partial, keys), merge_sums(*keys), partial(_finish, name)) for name, keys in KEYS.items()
+    Analysis(name, partial(_partial, keys), merge_sums(*keys), partial(_finish, name), reads_cells=True)
+    for name, keys in KEYS.items()
 )
 
 
 def _partial_by_rank(block: RecordBlock) -> pd.DataFrame:
     rows = block.distinct
     first, ranks = group_rows([rows["rank"]])
-    training = (steps_of(rows) >= 0).astype(np.int64)
+    training = ((steps_of(rows) >= 0) | (steps_of(rows) == MIXED)).astype(np.int64)
     values = {
         "calls": rows.calls,
         **rows.volumes,
@@ -76,7 +78,7 @@ def _finish_by_rank(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     return {"ranks": mask_unknown_wire(filled).assign(payload_of_median=share)}
 
 
-BY_RANK: Final = Analysis("balance", _partial_by_rank, merge_sums("rank"), _finish_by_rank)
+BY_RANK: Final = Analysis("balance", _partial_by_rank, merge_sums("rank"), _finish_by_rank, reads_cells=True)
 
 
 def _partial_of_job(block: RecordBlock) -> pd.DataFrame:

@@ -32,11 +32,17 @@ class Settings:
     ranks: str = ""
     """Ranks that are recorded, such as "0-7,64" or "0-1016:8" (every eighth); empty: all."""
 
+    mode: str = "events"
+    """What the log gets: "events", a record of each call, or "summary", counts, sizes and histograms of times."""
+
+    summary_bytes: int = 10_000_000
+    """Bytes that a summary of one process may take in a day."""
+
     steps: str = ""
     """Steps that are recorded, such as "0-99,1000-999999999:1000"; empty: all. Calls before the first always are."""
 
     keep_seconds: float = 30.0
-    """Seconds of all calls that a process holds in memory where not all steps are recorded, for stuck calls.
+    """Seconds of all calls that a process holds in memory where the log does not get all records.
 
     Each takes 96 KiB of memory, room for 1,024 calls; where there are more calls, they cover less time.
     """
@@ -87,7 +93,7 @@ class Settings:
     @property
     def kept_records(self) -> int:
         """Number of records of any step that are held in memory; 0 where all records go to the log."""
-        return int(self.keep_seconds * KEPT_PER_SECOND) if self.steps else 0
+        return int(self.keep_seconds * KEPT_PER_SECOND) if self.steps or self.mode == "summary" else 0
 
     def as_dict(self) -> dict[str, object]:
         """Return all settings by name, for the log."""
@@ -99,7 +105,7 @@ FIELDS: dict[str, str] = dict(Settings.__annotations__)
 
 _UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-_CHOICES = {"recorder": ("auto", "native", "python")}
+_CHOICES = {"recorder": ("auto", "native", "python"), "mode": ("events", "summary")}
 # Smallest and largest values; the ring has to fit into memory.
 _LIMITS = {
     "ring_records": (16, 1 << 24),
@@ -109,6 +115,7 @@ _LIMITS = {
     "max_bytes": (8192, 1 << 60),
     "exit_seconds": (0, 86_400),
     "keep_seconds": (1, 3600),
+    "summary_bytes": (100_000, 1 << 40),
 }
 
 

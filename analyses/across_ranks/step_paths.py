@@ -25,10 +25,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.call_times import has_own_times, wait_begin
 from commtrace.analyses.fold_engine import Array, positions_by_value
 from commtrace.analyses.scaling.step_times import covered_ns
 from commtrace.analyses.table_specs import TABLES
+from commtrace.durations import has_own_times, wait_begin
 from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.segment_reader import last_records

@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.call_times import busbw_factors, exact_ends, has_own_times
+from commtrace.analyses.call_times import busbw_factors, exact_ends
 from commtrace.analyses.fold_engine import (
     Array,
     NamedTables,
@@ -31,6 +31,7 @@ from commtrace.analyses.fold_engine import (
     without_records,
 )
 from commtrace.analyses.table_specs import TABLES
+from commtrace.durations import has_own_times
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.schema import OPERATIONS, State
 

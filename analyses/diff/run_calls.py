@@ -233,6 +233,7 @@ def read_calls(run: RecordedRun, catalog: CallCatalog, own: Sequence[str] = ()) 
         catalog: The catalog of all runs that this one is compared with.
         own: Patterns of call sites (`is_own`) whose calls are the program's own, and are left out.
     """
+    run.require_events("the order of its calls")
     sites = {site for process in run.processes for site in process.tables.sites.values()}
     files = short_paths({line.file for site in sites for line in site.lines()})
     ranks: dict[int, RankCalls] = {}

@@ -25,6 +25,7 @@ from commtrace.analyses.fold_engine import Analysis, Array, NamedTables, concate
 from commtrace.analyses.table_specs import TABLES
 from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun
+from commtrace.reading.summary_reader import MIXED
 from commtrace.theory import ExpectedCall, NotPredictedError, Prediction, predict
 from commtrace.theory.rules.registry import DEEPSPEED, TORCH
 
@@ -44,12 +45,12 @@ def _finish(
 ) -> NamedTables:
     own_last = _last_steps(table, len(run.processes))
     first = _first_whole_step(table, run)
-    is_compared = run.select_steps(table["step"].to_numpy()) & (table["step"].to_numpy() >= first)
+    is_compared = _is_compared(table["step"].to_numpy(), run) & (table["step"].to_numpy() >= first)
     measured = measured_steps(table.loc[is_compared], len(run.processes))
     problems = [process.steps_problem(last) for process, last in zip(run.processes, own_last, strict=True)]
     last_step = max((last for last, problem in zip(own_last, problems, strict=True) if not problem), default=-1)
     steps = np.arange(first, last_step + 1)
-    comparison = _Comparison(measured, steps[run.select_steps(steps)])
+    comparison = _Comparison(measured, steps[_is_compared(steps, run)])
     for number, (process, problem) in enumerate(zip(run.processes, problems, strict=True)):
         # Stages have equally many ranks each, and are in the order of the ranks.
         job = jobs[process.rank * len(jobs) // (run.world_size or len(run.processes))] if jobs else None
@@ -62,6 +63,15 @@ def _first_whole_step(table: pd.DataFrame, run: RecordedRun) -> int:
     numbers = [number for number, process in enumerate(run.processes) if process.removed]
     removed = table.loc[table["process"].isin(numbers)].groupby("process")["step"].min()
     return int(removed.max()) + 1 if len(removed) else -1
+
+
+def _is_compared(steps: Array, run: RecordedRun) -> Array:
+    """Return whether the calls of each step are in the log, apart from those of other steps, bool, shape (n,)."""
+    compared = np.asarray(run.select_steps(steps) & (steps != MIXED))
+    for process in run.processes:
+        for first, last in process.summary.mixed_steps() if process.summary else ():
+            compared &= (steps < first) | (steps > last)
+    return compared
 
 
 def _last_steps(table: pd.DataFrame, processes: int) -> list[int]:
@@ -304,7 +314,13 @@ def _has_job(run: RecordedRun) -> bool:
 
 
 ANALYSIS: Final = Analysis(
-    "reconciliation", measured_calls.partial, measured_calls.merge, _finish, _has_job, categorical=True
+    "reconciliation",
+    measured_calls.partial,
+    measured_calls.merge,
+    _finish,
+    _has_job,
+    reads_cells=True,
+    categorical=True,
 )
 
 

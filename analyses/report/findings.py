@@ -25,6 +25,7 @@ from commtrace.formatting import (
 from commtrace.reading.log_notes import Note
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.schema import WITHOUT_RECORD
+from commtrace.summary_format import RELATIVE_ERROR
 
 MAX_DELAYS: Final = 3
 MAX_STEPS_NAMED: Final = 6
@@ -108,6 +109,12 @@ def warnings(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> Iterator[s
         yield f"Recorded {coverage['records']:,}{total} calls ({lost}): volumes are lower bounds."
     if coverage["without_end"]:
         yield f"{format_plural(int(coverage['without_end']), 'process', 'processes')} ended early, or still run."
+    if run.is_summary:
+        yield (
+            f"A summary (COMMTRACE_MODE=summary): counts and sizes are exact, times of calls within "
+            f"{format_share(RELATIVE_ERROR)}. Waits, clocks, delays, step times and timelines cannot be known from it: "
+            "they are of the calls that were recorded in full, if any."
+        )
     if coverage["simulated"]:
         yield "Simulated, a dry run: the calls are the job's, nothing was sent, and there are no times."
     if is_known(coverage["hook_errors"]) and coverage["hook_errors"]:

@@ -25,8 +25,9 @@ import numpy as np
 import pandas as pd
 
 from commtrace.analyses.across_ranks.clocks import clocks_of
-from commtrace.analyses.call_times import exact_ends, has_own_times, wait_begin
+from commtrace.analyses.call_times import exact_ends
 from commtrace.analyses.fold_engine import Array, ProcessPart, RecordBlock, process_parts
+from commtrace.durations import has_own_times, wait_begin
 from commtrace.errors import LogError
 from commtrace.formatting import format_ranks
 from commtrace.reading.labels import RecordLabels
@@ -70,6 +71,7 @@ def step_times(run: RecordedRun) -> StepTimes:
     """
     if run.simulated:
         raise LogError(f"{run.log.path}: a dry run has no times; pass a recorded run")
+    run.require_events("the times of its steps")
     spans = _of_processes(run, "steps", _step_spans)
     without_calls = {process.rank for process, steps in zip(run.processes, spans, strict=True) if not len(steps)}
     if without_calls or not spans:

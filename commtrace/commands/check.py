@@ -125,7 +125,8 @@ def _check_rules(run: Run, arguments: argparse.Namespace) -> int:
     _warn(f"rules were written from other versions: {other}" for other in versions)
     # Ranks that a dry run did not run are not missing.
     world_size = None if run.simulated else run.world_size
-    losses = [f"rank {process.rank}: {process.losses}" for process in run.processes if process.losses]
+    problems = ((process.rank, (process.losses, process.summary_problem)) for process in run.processes)
+    losses = [f"rank {rank}: {problem}" for rank, both in problems for problem in both if problem]
     verdict = compute_verdict(
         tables,
         [*run.ranks, *run.ranks_not_selected],

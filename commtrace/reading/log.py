@@ -34,6 +34,7 @@ from commtrace.schema import WITHOUT_RECORD
 from .log_notes import Note, error_reason
 from .packed_log import PROCESSES, PackedRun
 from .segment_reader import MemorySegment, Segment, damage_notes, inspect_segment, last_records
+from .summary_reader import SummaryTables
 from .table_reader import ProcessTables, integer_or_none, parse_tables, read_tables
 
 
@@ -50,6 +51,8 @@ class Process:
     segments: tuple[Segment, ...]
     seen_alive_ns: int = 0
     """Monotonic time at which the process was running and its memory was read; 0: it was not found running."""
+    summary: SummaryTables | None = None
+    """Its calls as cells, with COMMTRACE_MODE=summary; segments have the records that are not in there."""
     kept: Segment | None = None
     """Its last records, also of steps that were not recorded: for stuck calls; others would count records twice."""
 
@@ -111,12 +114,22 @@ class Process:
         if problem := self.steps_problem(max((segment.last_step for segment in self.segments), default=-1)):
             yield Note("process", self.path, problem, "they are not compared with others")
 
+    @property
+    def summary_problem(self) -> str:
+        """Which steps are not compared because a summary has their calls together; "": none."""
+        spans = None if self.summary is None else self.summary.mixed_steps()
+        if spans is None or not len(spans):
+            return ""
+        steps = f"steps {spans[:, 0].min():,} to {spans[:, 1].max():,}"
+        return f"some of {steps} are known together only, as their calls differ (COMMTRACE_MODE=summary)"
+
     def steps_problem(self, last_step: int) -> str | None:
         """Return why steps up to this one are not compared; None if there is a call for each of them.
 
         Work that visits every step, also those without a record, is so bounded by the number of records.
         """
         calls = self._unrecorded_calls + self.not_selected + sum(segment.count for segment in self.segments)
+        calls += self._counter("summarized")
         if last_step < max(calls, _ALWAYS_VISITED):
             return None
         return f"its records lead to step {last_step:,}, but are only {calls:,}: steps have no records, or are damaged"
@@ -142,6 +155,7 @@ class Log:
 _STEM = r"(?P<stem>rank[^.]*-\d+)"
 _TABLES: Final = re.compile(_STEM + r"\.jsonl")
 _SEGMENT: Final = re.compile(_STEM + r"\.(?P<number>\d+|salvaged)\.npy(?P<open>\.open)?")
+_SUMMARY: Final = re.compile(_STEM + r"-(cells|steps|times)\.npy")
 _KEPT: Final = re.compile(_STEM + r"-kept\.npy")
 _ALWAYS_VISITED: Final = 1000
 """Steps that are visited however few records there are."""
@@ -318,6 +332,7 @@ def _start_time(folder: Path, hosts: list[Path]) -> int:
 def _read_host(folder: Path, living: Mapping[Path, RingCopy], notes: list[Note]) -> Iterator[Process]:
     stems: dict[str, dict[int, Path]] = {}
     kept: dict[str, Path] = {}
+    summaries: set[str] = set()
     for name in sorted(_list_folder(folder, notes) or ()):
         if match := _TABLES.fullmatch(name):
             stems.setdefault(match["stem"], {})
@@ -327,11 +342,16 @@ def _read_host(folder: Path, living: Mapping[Path, RingCopy], notes: list[Note])
             stems.setdefault(match["stem"], {}).setdefault(number, folder / name)
         elif match := _KEPT.fullmatch(name):
             kept[match["stem"]] = folder / name
+        elif match := _SUMMARY.fullmatch(name):
+            summaries.add(match["stem"])
         elif name.endswith((".npy", ".npy.open")):
             notes.append(Note("foreign", folder / name, "its name is not that of a segment", "it is left out"))
     for stem, segments in stems.items():
         copy = living.get(Path(os.path.realpath(folder)) / f"{stem}.jsonl") if living else None
-        yield _read_process(folder, stem, segments, kept.get(stem), copy, notes)
+        process = _read_process(folder, stem, segments, kept.get(stem), copy, notes)
+        snapshot = None if copy is None or copy.identity.get("mode") != "summary" else copy.snapshot
+        is_summary = stem in summaries or snapshot is not None
+        yield replace(process, summary=SummaryTables(folder, stem, snapshot)) if is_summary else process
 
 
 def _read_process(
@@ -349,7 +369,7 @@ def _read_process(
     kept_segment, kept_notes = (None, []) if kept is None else inspect_segment(kept)
     notes += kept_notes
     if living is not None:
-        records, kept_records, _ = split_kept(living.records, living.kept, living.identity)
+        records, kept_records, _ = split_kept(living, living.snapshot)
         segments.append(_in_memory(path, segments, living._replace(records=records)))
         if len(kept_records):
             kept_segment = MemorySegment(path, 0, len(kept_records), records=kept_records)
@@ -382,8 +402,9 @@ def _first_natural(value: object, text: str | None) -> int:
 def _missing_segments(path: Path, tables: ProcessTables, numbers: list[int]) -> Iterator[Note]:
     """Yield a note for each gap in the numbers of a process's segments, `_RECOVERED` among them."""
     stats = tables.stats or {}
-    if not numbers and stats.get("calls"):
-        text = f"no segments, though {stats['calls']} calls were counted"
+    counted = [integer_or_none(stats.get(name)) or 0 for name in ("calls", "not_selected", "summarized")]
+    if not numbers and 2 * counted[0] > sum(counted):
+        text = f"no segments, though {2 * counted[0] - sum(counted)} calls were counted"
         yield Note("missing", path, text, "nothing is known of its calls")
     numbers = [number for number in numbers if number != _RECOVERED]
     if numbers and numbers[0] > 0 and not stats.get("removed"):

@@ -87,6 +87,8 @@ def pack(path: Path, out: Path, *, force: bool = False, executor: Executor = IN_
 def _pack_folder(directory: LogDirectory, folder: RunFolder, out: Path, packed: Packed, executor: Executor) -> None:
     newest, processes, notes = directory.read(folder)
     for process in processes:
+        if process.summary is not None:
+            raise LogError(f"{process.path}: is a summary, and small; pack logs of COMMTRACE_MODE=events")
         if process.seen_alive_ns:
             raise LogError(f"{process.path}: process {process.pid} is recording; pack the log when it has ended")
     home = out / _partition(newest)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from commtrace.errors import LogError
 from commtrace.rank_ranges import rank_ranges, select_steps
 from commtrace.schema import COPIED_COLUMNS, EVENT_COLUMNS, RECORD, Records
 
@@ -133,6 +134,16 @@ class RecordedRun:
         return self.log.world_size
 
     @property
+    def is_summary(self) -> bool:
+        """Whether processes recorded with COMMTRACE_MODE=summary: counts and histograms in place of calls."""
+        return any(process.summary for process in self.log.processes)
+
+    def require_events(self, what: str) -> None:
+        """Raise LogError if the run is a summary, which does not have `what`."""
+        if self.is_summary:
+            raise LogError(f"{self.log.path}: a summary does not have {what}; record with COMMTRACE_MODE=events")
+
+    @property
     def simulated(self) -> bool:
         """Whether this is a dry run: it has the calls of the job, but nothing was sent and there are no times."""
         return any(bool(process.tables.process.get("simulated")) for process in self.log.processes)
@@ -177,6 +188,7 @@ class RecordedRun:
             steps: Steps whose calls are wanted, -1 for those before the first one; None: all.
             ops: Operations that are wanted; None: all.
         """
+        self.require_events("single calls")
         table = EventTable(self.labels)
         yield table.empty()
         wanted = {name: values for name, values in (("step", steps), ("op", ops)) if values is not None}

@@ -21,6 +21,7 @@ from .kept_records import in_flight, not_selected, records_of_a_hang
 from .log_writer import LogWriter, warn
 from .recovery import recover_records
 from .slots import NO_SLOTS, SlotNumbers
+from .summary_writer import SummaryWriter
 
 if TYPE_CHECKING:
     from .recorder import Recorder
@@ -43,6 +44,8 @@ class Drain:
         self._calibrate = calibrate or (lambda: 0)
         self._selection = rank_ranges(settings.steps)
         self._is_kept = np.zeros(self._slots.capacity, bool)
+        ring, rank = recorder.ring, recorder.rank_identity.rank
+        self._summary = SummaryWriter(settings, rank, ring, writer) if settings.mode == "summary" else None
         self._crossing_ns = self._written = self._not_selected = self._cpu_ns = 0
         self._costs: dict[str, int] = {}
         self._costs_at = 0.0
@@ -69,7 +72,7 @@ class Drain:
         recorder, writer = self._recorder, self._writer
         if self._reason or time.monotonic() >= self._costs_at:
             self._costs_at = time.monotonic() + COST_SECONDS
-            self._costs = self._summary()
+            self._costs = self._cost_sums()
         return {
             "mono_ns": time.monotonic_ns(),
             "calls": sum((self._moved, self._slots.taken, recorder.ring.dropped, recorder.unrecorded)),
@@ -78,6 +81,7 @@ class Drain:
             "lost": writer.lost,
             "unrecorded": recorder.unrecorded,
             "not_selected": self._not_selected,
+            "summarized": self._summary.calls if self._summary else 0,
             "hook_errors": recorder.hook_errors,
             "first_error": recorder.first_error,
             "write_errors": writer.errors,
@@ -90,9 +94,9 @@ class Drain:
 
     @property
     def _moved(self) -> int:
-        return self._written + self._not_selected
+        return self._written + self._not_selected + (self._summary.calls if self._summary else 0)
 
-    def _summary(self) -> dict[str, int]:
+    def _cost_sums(self) -> dict[str, int]:
         # Add the time from C++ into the hook, which the hook cannot measure. sorted, because the first call of numpy's
         # percentile takes 60 ms of a core.
         recorder = self._recorder
@@ -138,21 +142,27 @@ class Drain:
         slots = self._slots.finished() if self._writer.ready else NO_SLOTS
         if len(slots) or self._writer.unwritten(self._recorder.tables.lines):
             self._move(slots)
+        if self._summary:
+            self._summary.turn()
         self._cpu_ns = time.thread_time_ns()
         self._count()
 
     def _move(self, slots: SlotNumbers, *, is_last: bool = False) -> None:
-        """Write the records in slots, and free those that are on disk or not selected.
+        """Write the records in slots, and free those that are on disk, in a summary, or not selected.
 
-        Of the last records, those of calls in flight are written whatever their step.
+        Of the last records, those of calls in flight are written in any case.
         """
         records = self._slots.records(slots)
-        if self._selection:
+        if self._settings.kept_records:
             order = np.argsort(records["t_begin"], kind="stable")
             slots, records = slots[order], records[order]
             self._recorder.ring.keep(records[~self._is_kept[slots]])
-            left_out = not_selected(records, self._selection) & ~(is_last & in_flight(records))
+            finished = ~(is_last & in_flight(records))
+            left_out = finished & not_selected(records, self._selection)
             self._not_selected += int(left_out.sum())
+            if self._summary:
+                self._summary.add(records[finished & ~left_out])
+                left_out = finished
             self._slots.release(slots[left_out])
             slots, records = slots[~left_out], records[~left_out]
         written = slots[: self._writer.write(self._recorder.tables.lines, records)]
@@ -187,6 +197,7 @@ class Drain:
         writer.retry()
         # Even without slots: it finds out which files were removed, before records are counted.
         self._move(slots, is_last=True)
+        is_summary_written = self._summary.finish() if self._summary else True
         self._cpu_ns = time.thread_time_ns()
         stats = self.stats()
         recorder.ring.count(stats)
@@ -194,7 +205,7 @@ class Drain:
         recorder.tables.add("end", reason=self._reason, **identity.clock_readings())
         writer.finish(recorder.tables.lines, records_of_a_hang(recorder.ring.kept()))
         unwritten = self._slots.taken
-        if unwritten or writer.unwritten(recorder.tables.lines):
+        if unwritten or not is_summary_written or writer.unwritten(recorder.tables.lines):
             warn(f"{unwritten} calls could not be written: {writer.last_error}; {self._unwritten_place()}")
         else:
             recorder.ring.remove()

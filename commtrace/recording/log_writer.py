@@ -12,16 +12,18 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 from commtrace.schema import Records
 from commtrace.settings import Settings
+from commtrace.summary_format import TABLES
 
 from .kept_records import write_kept
 from .segment_writer import EMPTY, SegmentSeries, truncate, unlinked, write_all
+from .summary_files import append_rows, table_path
 
 RETRY_SECONDS: Final = 5.0
 LOOK_SECONDS: Final = 1.0
@@ -87,6 +89,33 @@ class LogWriter:
             except OSError as error:
                 self._note(error)
         return self._series.written - before
+
+    def append_rows(self, rows: Mapping[str, bytes], written: dict[str, int]) -> bool:
+        """Append rows to the tables of a summary, and count them.
+
+        Args:
+            rows: The rows by table.
+            written: Number of rows in each file, which is updated.
+
+        Returns:
+            Whether all are written.
+
+        Raises:
+            FileNotFoundError: A file was removed.
+        """
+        if not self.ready:
+            return False
+        try:
+            for table, data in rows.items():
+                if data:
+                    path = table_path(self.folder, self._series.stem, table)
+                    written[table] = append_rows(path, TABLES[table], written[table], data)
+        except OSError as error:
+            self._note(error)
+            if isinstance(error, FileNotFoundError):
+                raise
+            return False
+        return True
 
     def unwritten(self, lines: list[bytes]) -> int:
         """Return how many of the table lines are not in the log."""

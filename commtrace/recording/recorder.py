@@ -89,7 +89,7 @@ class Recorder:
         """Called by the drain thread at each turn, for hooks that have something to release."""
         self._threads = itertools.count(1)
         self._thread = threading.local()
-        identity_of_ring = {**process, "stem": stem, "steps": settings.steps}
+        identity_of_ring = {**process, "stem": stem, "steps": settings.steps, "mode": settings.mode}
         self.ring = ring.make_ring(settings.ring_records, settings.shm, name, identity_of_ring, settings.kept_records)
         try:
             self._buffer: Any = self.ring.buffer

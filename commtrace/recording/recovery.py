@@ -21,11 +21,13 @@ import numpy.typing as npt
 from commtrace import identity
 from commtrace.rank_ranges import rank_ranges
 from commtrace.schema import RECORD, WITHOUT_RECORD, Records
+from commtrace.summary_format import TABLES
 
 from . import ring
 from .kept_records import in_flight, not_selected, write_kept
 from .ring import OrphanedRing
 from .segment_writer import EMPTY, HEADER_BYTES, WrittenSegment, read_records
+from .summary_files import Snapshot, append_rows, count_calls, read_rows, read_snapshot, table_path
 
 DEFAULT_SHM: Final = "/dev/shm"
 STALE_SECONDS: Final = 60
@@ -112,7 +114,10 @@ def _move_to_log(orphan: OrphanedRing) -> str:
     (folder / (recovered.name + ".open")).unlink(missing_ok=True)
     # A process may die after writing records, before freeing their slots: take those that no segment has.
     recent = _last_records(folder, stem, int(orphan.identity["capacity"]))
-    records, kept, left_out = split_kept(orphan.records, orphan.kept, orphan.identity)
+    snapshot = read_snapshot(orphan.path)
+    records, kept, left_out = split_kept(orphan, snapshot)
+    is_summary = orphan.identity.get("mode") == "summary"
+    overwritten = max(0, orphan.kept_count - snapshot.calls - len(orphan.kept)) if is_summary else 0
     records = records[~np.isin(record_keys(records), record_keys(recent))]
     if len(records) and not recovered.exists():
         segment = WrittenSegment(recovered)
@@ -122,9 +127,13 @@ def _move_to_log(orphan: OrphanedRing) -> str:
         except OSError:
             segment.abandon()
             raise
+    for table, dtype in TABLES.items() if is_summary else ():
+        path = table_path(folder, stem, table)
+        written = min(snapshot.written[table], len(read_rows(path, dtype)))  # fewer if it was removed meanwhile
+        append_rows(path, dtype, written, snapshot.rows[table])
     write_kept(folder, stem, kept)
     number = _count_records(recovered)
-    _complete_tables(orphan, folder, stem, number, left_out)
+    _complete_tables(orphan, folder, stem, number, left_out, overwritten)
     ring.remove_files(orphan.path)
     return f"{stem} on {host}: {number} records of a process that ended early were recovered"
 
@@ -170,24 +179,29 @@ def _count_records(path: Path) -> int:
         return 0
 
 
-def split_kept(records: Records, kept: Records, identity_of_ring: dict[str, Any]) -> tuple[Records, Records, int]:
+def split_kept(left: OrphanedRing | ring.RingCopy, snapshot: Snapshot) -> tuple[Records, Records, int]:
     """Split the records of a ring by where they belong.
 
     Args:
-        records: Those in its slots.
-        kept: Those that it keeps besides.
-        identity_of_ring: Whose they are.
+        left: The ring.
+        snapshot: The rows of its summary.
 
     Returns:
         The records for the log, all kept records, and the number of those that only the selection keeps out of the log.
     """
-    left_out = not_selected(records, rank_ranges(str(identity_of_ring.get("steps", "")))) & ~in_flight(records)
-    others = records[left_out]
-    new = others[~np.isin(record_keys(others), record_keys(kept))]
-    return records[~left_out], np.concatenate([kept, new]), len(others)
+    records, kept = left.records, left.kept
+    new = records[~np.isin(record_keys(records), record_keys(kept))]
+    if left.identity.get("mode") == "summary":
+        # Those that were kept are in the summary, but for the ones after the snapshot.
+        records = np.concatenate([kept[max(0, len(kept) - (left.kept_count - snapshot.calls)) :], new])
+    left_out = not_selected(records, rank_ranges(str(left.identity.get("steps", "")))) & ~in_flight(records)
+    kept = np.concatenate([kept, new[~in_flight(new)]]) if left.kept_count else kept
+    return records[~left_out], kept, int(np.isin(record_keys(records[left_out]), record_keys(new)).sum())
 
 
-def _complete_tables(orphan: OrphanedRing, folder: Path, stem: str, recovered: int, left_out: int) -> None:
+def _complete_tables(
+    orphan: OrphanedRing, folder: Path, stem: str, recovered: int, left_out: int, overwritten: int
+) -> None:
     path = folder / f"{stem}.jsonl"
     # The copy in memory is ahead of the file, unless memory was full. No record refers to a last line that is cut.
     longest = max(orphan.tables(), path.read_bytes() if path.exists() else b"", key=len)
@@ -197,9 +211,12 @@ def _complete_tables(orphan: OrphanedRing, folder: Path, stem: str, recovered: i
     on_disk = sum(map(_count_records, folder.glob(f"{stem}.*.npy*")))
     counters = {**dict.fromkeys(WITHOUT_RECORD, 0), "not_selected": 0, **orphan.counters, "dropped": orphan.dropped}
     counters["not_selected"] += left_out
+    counters["lost"] += overwritten
+    tables = (read_rows(table_path(folder, stem, name), TABLES[name]) for name in ("cells", "steps"))
+    counters["summarized"] = count_calls(*tables)
     # The counters did not change between the last time that they were written and the last turn of the drain thread.
     counters["mono_ns"] = max(int(counters.get("mono_ns", 0)), orphan.alive_ns)
-    counters["calls"] = on_disk + sum(counters[name] for name in (*WITHOUT_RECORD, "not_selected"))
+    counters["calls"] = on_disk + sum(counters[name] for name in (*WITHOUT_RECORD, "not_selected", "summarized"))
     note = {"table": "salvage", "records": recovered, "host": identity.host(), "unix_ns": time.time_ns()}
     added = [json.dumps(row).encode() + b"\n" for row in ({"table": "stats", **counters}, note)]
     partial = path.with_name(path.name + ".salvage")

@@ -37,6 +37,8 @@ import numpy as np
 
 from commtrace.schema import RECORD, Records
 
+from .summary_files import Snapshot, read_snapshot
+
 IDENTITY_AT: Final = 0
 COUNTERS_AT: Final = 8192
 KEPT_AT: Final = 16352
@@ -131,6 +133,11 @@ class Ring:
             _NUMBER.pack_into(self.buffer, KEPT_AT + 8, begun)
             self._kept_count = begun
 
+    @property
+    def kept_count(self) -> int:
+        """Number of records kept since the start, those that were overwritten included."""
+        return self._kept_count
+
     def kept(self) -> Records:
         """Return a copy of the records kept, the oldest first."""
         return _kept_in(self._kept, self._kept_count, self._kept_count)
@@ -200,9 +207,9 @@ def _kept_counts(data: bytes, at: int = KEPT_AT) -> tuple[int, int]:
 
 
 def remove_files(path: Path) -> None:
-    """Remove a ring and the tables beside it."""
-    path.unlink(missing_ok=True)
-    path.with_suffix(".jsonl").unlink(missing_ok=True)
+    """Remove a ring and what lies beside it."""
+    for suffix in (".ring", ".jsonl", ".cells", ".cells.new"):
+        path.with_suffix(suffix).unlink(missing_ok=True)
 
 
 def other_rings(folder: str) -> list[Path]:
@@ -235,7 +242,8 @@ class OrphanedRing:
         self.alive_ns, self.dropped = _ALIVE_AND_DROPPED.unpack_from(data, ALIVE_AT)
         records, kept = _read_records(data, int(self.identity["capacity"]))
         self.records: Records = records[records["state"] != 0]
-        self.kept: Records = _kept_in(kept, *_kept_counts(data))
+        begun, self.kept_count = _kept_counts(data)
+        self.kept: Records = _kept_in(kept, begun, self.kept_count)
 
     def tables(self) -> bytes:
         """Return the process's tables as JSON lines; the last one may be cut."""
@@ -286,6 +294,9 @@ class RingCopy(NamedTuple):
     tables: bytes
     kept: Records
     """The last records that left the ring, in turn; none where nothing is kept."""
+    kept_count: int
+    snapshot: Snapshot
+    """What its summary has not written, from before `kept`."""
 
     @property
     def capacity(self) -> int:
@@ -302,6 +313,7 @@ def copy_living(path: Path) -> RingCopy | None:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
+            snapshot = read_snapshot(path)
             seen_ns, size = time.monotonic_ns(), os.fstat(fd).st_size
             # The fields of a record that is being written may be of two calls, whatever its state: it differs.
             first, data = os.pread(fd, size, 0), os.pread(fd, size, 0)
@@ -314,8 +326,9 @@ def copy_living(path: Path) -> RingCopy | None:
         (before, _), (after, kept) = (_read_records(copy, int(identity["capacity"])) for copy in (first, data))
         records = after[(after["state"] != 0) & (before.view(_BYTES) == after.view(_BYTES))]
         (counters["dropped"],) = _NUMBER.unpack_from(data, DROPPED_AT)
-        kept = _kept_in(kept, begun, _kept_counts(data)[1])
-        return RingCopy(seen_ns, identity, counters, records, path.with_suffix(".jsonl").read_bytes(), kept)
+        count = _kept_counts(data)[1]
+        tables = path.with_suffix(".jsonl").read_bytes()
+        return RingCopy(seen_ns, identity, counters, records, tables, _kept_in(kept, begun, count), count, snapshot)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -11,7 +11,7 @@ import contextlib
 import os
 from collections import deque
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -21,9 +21,9 @@ HEADER_BYTES: Final = 1024
 EMPTY: Final[Records] = np.zeros(0, RECORD)
 
 
-def header(records: int) -> bytes:
+def header(records: int, dtype: np.dtype[Any] = RECORD) -> bytes:
     """Return an `.npy` header (format 1.0) of fixed length for a number of records."""
-    descr = np.lib.format.dtype_to_descr(RECORD)
+    descr = np.lib.format.dtype_to_descr(dtype)
     text = str({"descr": descr, "fortran_order": False, "shape": (records,)}).ljust(HEADER_BYTES - 11) + "\n"
     return np.lib.format.magic(1, 0) + len(text).to_bytes(2, "little") + text.encode()
 

@@ -1,0 +1,93 @@
+"""Format of summaries: the files of a process that records with COMMTRACE_MODE=summary.
+
+Three tables of fixed records, each an `.npy` file beside the process's tables (`docs/reference/log-format.md`):
+
+    rank00003-4711-cells.npy    CELLS: the calls of a pattern, a row for each number of equal calls
+    rank00003-4711-steps.npy    STEPS: which steps made the calls of which pattern
+    rank00003-4711-times.npy    TIMES: histograms of durations
+
+The calls of a step are the sum of the rows of STEPS that contain it: its calls may end in several parts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from commtrace.durations import MEASURES
+
+Rows = npt.NDArray[np.void]
+
+CELL_KEY: Final = np.dtype(
+    [
+        ("payload", "<i8"),  # as in a record; with SUMS, the sum over the calls
+        ("local", "<i8"),  # likewise
+        ("group", "<u4"),
+        ("site", "<u4"),
+        ("kind", "<u2"),
+        ("phase", "u1"),
+        ("state", "u1"),
+        ("bits", "<u4"),  # TO_SELF, SUMS
+    ]
+)
+CELLS: Final = np.dtype([("pattern", "<u4"), ("calls", "<u4"), *((name, CELL_KEY[name]) for name in CELL_KEY.names)])  # type: ignore[union-attr]
+STEPS: Final = np.dtype(
+    [
+        ("pattern", "<u4"),
+        ("first", "<i4"),  # step
+        ("last", "<i4"),  # step
+        ("steps", "<u4"),  # number of steps
+        ("mixed", "<u4"),  # 0: each of the steps made the calls of the pattern; 1: all of them together did
+    ]
+)
+TIMES_KEY: Final = np.dtype(
+    [
+        ("kind", "<u2"),
+        ("measure", "u1"),  # position in `durations.MEASURES`, or TRANSFER
+        ("clock", "u1"),  # of TRANSFER, else 0
+        ("group", "<u4"),
+        ("site", "<u4"),
+        ("bucket", "<i4"),  # `buckets`; of TRANSFER 0
+    ]
+)
+TIMES: Final = np.dtype(
+    [
+        *((name, TIMES_KEY[name]) for name in TIMES_KEY.names),  # type: ignore[union-attr]
+        ("until", "<i4"),  # the last step when the row was written
+        ("calls", "<u4"),
+        ("ns", "<i8"),  # sum
+        ("max_ns", "<i8"),
+        ("payload", "<i8"),  # of TRANSFER: sum
+    ]
+)
+TABLES: Final = {"cells": CELLS, "steps": STEPS, "times": TIMES}
+
+TO_SELF: Final = 1
+"""Bit of a cell: the rank itself is the peer or root of its calls."""
+SUMS: Final = 2
+"""Bit of a cell: sizes of its calls differ within one power of two; `payload` and `local` are sums."""
+TRANSFER: Final = len(MEASURES)
+"""Measure of `durations.transfer_times`, of calls with a payload that are in no batch."""
+UNKNOWN_BUCKET: Final = -2
+ZERO_BUCKET: Final = -1
+
+RELATIVE_ERROR: Final = 0.05
+"""Most by which a quantile of a histogram differs from that of the calls."""
+_GAMMA: Final = 1.04
+"""Ratio of the bounds of a bucket, of which readers use the mean: below the error, as they bin means again (1/128)."""
+
+
+def buckets(ns: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    """Return the bucket of each duration, shape (n,): from _GAMMA ** bucket, below _GAMMA ** (bucket + 1)."""
+    result: npt.NDArray[np.int32] = np.floor(np.log(np.maximum(ns, 1)) / math.log(_GAMMA)).astype(np.int32)
+    result[ns == 0] = ZERO_BUCKET
+    result[ns < 0] = UNKNOWN_BUCKET
+    return result
+
+
+def size_class(payload: int) -> int:
+    """Return the power of two at or below a size; 0 for 0."""
+    return 1 << payload.bit_length() - 1 if payload > 0 else 0

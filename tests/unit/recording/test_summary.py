@@ -1,0 +1,201 @@
+"""Summaries: exact counts and sizes, histograms within their error, and a bounded number of bytes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import factory
+import numpy as np
+import pandas as pd
+import pytest
+from factory import ALL_GATHER, ALL_REDUCE, ALONE, REDUCE_SCATTER, WORLD, LogFactory
+
+from commtrace.analyses import call_times, coverage, message_sizes, volume
+from commtrace.analyses.fold_engine import fold, rows_of
+from commtrace.reading.summary_reader import MIXED, SummaryTables
+from commtrace.recording.summary import Summary
+from commtrace.recording.summary_files import append_rows, table_path
+from commtrace.run import Run, open_run
+from commtrace.schema import RECORD, Clock, Records, State
+from commtrace.summary_format import RELATIVE_ERROR, TABLES
+
+BYTES = 10_000_000
+DAY = 86_400
+
+
+def step_records(step: int, sizes: np.ndarray, chance: np.random.Generator) -> Records:
+    """The calls of a step, with durations of any length."""
+    count = len(sizes)
+    records = np.zeros(count, RECORD)
+    number = np.arange(count)
+    records["kind"] = np.array([ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER])[number % 3]
+    records["group"] = np.where(number % 7, WORLD, ALONE)
+    records["site"], records["phase"], records["thread"] = 1 + number % 3, 2 + number % 3, 1
+    records["payload"], records["local"] = sizes, np.where(number % 3, sizes // 2, 0)
+    records["step"], records["peer"], records["tag"], records["micro_batch"] = step, -1, -1, -1
+    records["clock"], records["state"] = Clock.WAIT, State.COMPLETE
+    records["seq"] = number
+    begin = (step + 2) * 1_000_000_000 + number * 1_000_000
+    records["t_begin"] = begin
+    records["t_return"] = begin + chance.lognormal(9, 1, count).astype(np.int64)
+    records["t_wait"] = records["t_return"]
+    records["t_end"] = records["t_wait"] + chance.lognormal(11, 2, count).astype(np.int64)
+    return records
+
+
+class Folding:
+    """A summary as its writer makes it: one fold a step of a second, a flush after ten."""
+
+    def __init__(self, bytes_per_day: int = BYTES) -> None:
+        self.summary = Summary(0, bytes_per_day, 0.0)
+        self.rows: dict[str, list[bytes]] = defaultdict(list)
+        self.bytes_by_second: dict[int, int] = defaultdict(int)
+
+    def add(self, step: int, records: Records) -> None:
+        self.summary.add(records)
+        self.summary.close_steps(step)
+        if step % 10 == 9:
+            self.summary.flush(float(step))
+            self.take(step)
+
+    def take(self, second: int) -> None:
+        for name, rows in self.summary.rows.items():
+            self.bytes_by_second[second] += sum(map(len, rows))
+            self.rows[name] += rows
+        self.summary.rows = {name: [] for name in TABLES}
+
+    def finish(self, second: int) -> None:
+        self.summary.finish()
+        self.take(second)
+
+    def write(self, folder: Path, stem: str) -> SummaryTables:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, dtype in TABLES.items():
+            append_rows(table_path(folder, stem, name), dtype, 0, b"".join(self.rows[name]))
+        return SummaryTables(folder, stem)
+
+
+def both(folder: Path, steps: list[Records], bytes_per_day: int = BYTES) -> tuple[Run, Run, SummaryTables]:
+    """The same calls as a full log and as a summary."""
+    folding, runs = Folding(bytes_per_day), []
+    for records in steps:
+        folding.add(int(records["step"][0]), records)
+    folding.finish(len(steps))
+    for mode in ("events", "summary"):
+        process = LogFactory(folder / mode).process(0, world_size=2).known()
+        if mode == "events":
+            process.write(factory.records(steps))
+        else:
+            tables = folding.write(process.folder, process.stem)
+            process.stats(calls=sum(map(len, steps)), summarized=sum(map(len, steps)))
+        runs.append(open_run(folder / mode))
+    return runs[0], runs[1], tables
+
+
+def varied(steps: int, calls: int, chance: np.random.Generator) -> Iterator[Records]:
+    for step in range(steps):
+        yield step_records(step, chance.integers(0, 1 << 24, calls), chance)
+
+
+TOTALS = ("volume_by_operation", "volume_by_role", "volume_by_phase", "message_size_bins", "states", "ranks")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_counts_sizes_and_quantiles(seed: int, tmp_path: Path) -> None:
+    chance = np.random.default_rng(seed)
+    calls, steps, bytes_ = (int(chance.integers(*bounds)) for bounds in ((1, 60), (1, 30), (17, 25)))
+    runs = both(tmp_path, [*varied(steps, calls, chance)], 1 << bytes_)[:2]
+    analyses = (*volume.ANALYSES, volume.BY_RANK, message_sizes.ANALYSIS, coverage.ANALYSIS)
+    full, summary = (fold(run, (*analyses, call_times.ANALYSIS, call_times.BANDWIDTH)) for run in runs)
+    for name in TOTALS:
+        expected, found = full[name], summary[name]
+        columns = [str(column) for column in expected if column not in ("wire_bytes", "payload_of_median")]
+        order = [column for column in columns if expected[column].dtype == object or column == "from_bytes"]
+        one, other = (table[columns].sort_values(order or columns, ignore_index=True) for table in (expected, found))
+        assert one.astype(str).equals(other.astype(str)), (name, one, other)
+        if "wire_bytes" in expected:
+            np.testing.assert_allclose(expected["wire_bytes"].sum(), found["wire_bytes"].sum(), rtol=1e-12)
+    pd.testing.assert_frame_equal(full["bandwidth"], summary["bandwidth"])
+    events = runs[0].events()
+    for row, same_row in zip(rows_of(full["host_time"]), rows_of(summary["host_time"]), strict=True):
+        same = ("op", "measure", "calls_known", "calls_unknown", "max_ns", "sum_ns")
+        assert [getattr(row, name) for name in same] == [getattr(same_row, name) for name in same]
+        for share, found_ns in ((0.5, same_row.p50_ns), (0.99, same_row.p99_ns)):
+            true = quantile(events.loc[events["op"] == row.op], str(row.measure), share)
+            assert abs(found_ns - true) <= RELATIVE_ERROR * true
+
+
+def quantile(events: pd.DataFrame, measure: str, share: float) -> int:
+    """The smallest duration that a share of the calls does not exceed, from all of them."""
+    begin, end = {"in_call": ("t_begin", "t_return"), "waiting": ("t_wait", "t_end")}.get(measure, ("t_begin", "t_end"))
+    times = np.sort(events[f"{end}_ns"] - events[f"{begin}_ns"])
+    return int(times[int(np.ceil(share * len(times))) - 1])
+
+
+def test_steps_that_repeat_are_known_one_by_one(tmp_path: Path) -> None:
+    chance = np.random.default_rng(1)
+    regular, special = np.full(20, 4096), np.arange(33)
+    steps = [step_records(step, special if step % 10 == 5 else regular, chance) for step in range(95)]
+    full, summary, tables = both(tmp_path, steps)
+    assert full.table("volume_by_step").equals(summary.table("volume_by_step"))
+    assert full.table("message_sizes").equals(summary.table("message_sizes"))
+    assert len(tables.table("cells")) < 80
+    assert not len(tables.mixed_steps())
+
+
+def test_steps_for_which_there_are_no_bytes_are_known_together(tmp_path: Path) -> None:
+    steps = [*varied(40, 300, np.random.default_rng(1))]
+    full, summary, tables = both(tmp_path, steps, 200_000)
+    by_step = summary.table("volume_by_step").set_index("step")
+    assert by_step["calls"].sum() == full.table("volume_by_step")["calls"].sum()
+    assert MIXED in by_step.index
+    assert len(tables.mixed_steps())
+    assert sum(tables.table(name).nbytes for name in TABLES) < 200_000
+
+
+def test_a_call_that_ends_after_its_step_was_closed(tmp_path: Path) -> None:
+    chance = np.random.default_rng(1)
+    steps = [step_records(step, np.full(4, 64), chance) for step in range(30)]
+    late = steps[3][2:].copy()
+    steps[3] = steps[3][:2]
+    summary = Folding()
+    for step, records in enumerate(steps):
+        summary.add(step, records)
+    summary.summary.add(late)
+    summary.finish(30)
+    (process,) = (LogFactory(tmp_path).process(0, world_size=2).known(),)
+    summary.write(process.folder, process.stem)
+    table = open_run(tmp_path).table("volume_by_step").set_index("step")
+    assert table["calls"].tolist() == [4] * 30
+
+
+@pytest.mark.parametrize(
+    ("sizes", "stride"),
+    [
+        *((sizes, 400) for sizes in ("repeated", "special", "varied")),
+        *(pytest.param(sizes, 10, marks=pytest.mark.exhaustive) for sizes in ("repeated", "special", "varied")),
+    ],
+)
+def test_a_week_takes_a_bounded_number_of_bytes(sizes: str, stride: int) -> None:
+    """Steps of 600 calls for seven days, one in so many seconds."""
+    chance = np.random.default_rng(1)
+    folding, week = Folding(), 7 * DAY
+    base = step_records(0, chance.choice([4096, 65536, 1 << 20], 600), chance)
+    variants = [step_records(0, base["payload"], chance) for _ in range(5)]
+    for step, second in enumerate(range(0, week, stride)):
+        records = variants[step % 5].copy()
+        records["step"] = step
+        if sizes == "varied" or (sizes == "special" and step % 50 == 7):
+            records["payload"] = chance.integers(1 << 20, 1 << 30, 600)
+        folding.summary.add(records)
+        folding.summary.close_steps(step)
+        folding.summary.flush(float(second))
+        folding.take(second)
+    folding.finish(week)
+    by_day = np.zeros(7, np.int64)
+    for second, size in folding.bytes_by_second.items():
+        by_day[min(second, week - 1) // DAY] += size
+    assert by_day.max() <= BYTES, by_day
+    assert by_day.min() > BYTES / 100, "each day is described"
