@@ -182,7 +182,8 @@ def step_paths(run: RecordedRun) -> StepPaths | None:
     """Return the timelines of the last steps of a run, which are computed once; None where there are none.
 
     There are none of dry runs, of runs without three training steps (among so many calls as are looked at), with a rank
-    that left no log, with ends on a device's clock, or with a host whose clock the calls do not bound.
+    that left no log, with ends on a device's clock, with a host whose clock the calls do not bound, or with a step
+    without a duration, whose times are damaged.
     """
     if run not in _PATHS:
         _PATHS[run] = _read(run)
@@ -220,7 +221,8 @@ def _read(run: RecordedRun) -> StepPaths | None:
     if not len(follow):
         return None
     kept = slice(int(follow[0]), int(follow[-1]) + 2)
-    return StepPaths(calls, times, processes, wanted[kept][1:], ends[:, kept], timelines, _gaps(timelines))
+    paths = StepPaths(calls, times, processes, wanted[kept][1:], ends[:, kept], timelines, _gaps(timelines))
+    return paths if paths.step_ns().min() > 0 else None
 
 
 def _run_length(numbers: Array) -> int:

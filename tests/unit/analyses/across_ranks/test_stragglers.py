@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from factory import LogFactory, record
 from simulated_steps import MS, PROGRAMS, Delay, Simulation, none
 
 from commtrace import cli
@@ -164,3 +165,12 @@ def test_excess_is_over_the_median_of_the_other_ranks(ranks: int) -> None:
     for rank in range(ranks):
         others = np.delete(ns, rank, axis=0) if ranks > 1 else ns.reshape(-1, 1)
         assert excess[rank].tolist() == (ns[rank] - np.median(others, axis=0)).tolist()
+
+
+def test_steps_without_a_duration_have_no_paths(tmp_path: Path) -> None:
+    """All calls end at the same time: the times are damaged."""
+    for rank in range(2):
+        process = LogFactory(tmp_path).process(rank, pid=4711 + rank).known()
+        process.write(record(step=step, seq=step, t_begin=1 + step) for step in range(9)).end()
+    assert step_paths(open_run(tmp_path)) is None
+    assert cli.main(["report", str(tmp_path), "--json"]) == 0
