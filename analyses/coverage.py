@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Final
 
 import pandas as pd
 
 from commtrace.formatting import format_missing, format_ranks
 from commtrace.reading.log import Process
+from commtrace.reading.log_notes import Note
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.table_reader import integer_or_none
 from commtrace.schema import WITHOUT_RECORD
@@ -34,11 +36,14 @@ def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
         "states": _states(table),
         "processes": processes,
         "blind_spots": _blind_spots(run),
-        "notes": pd.DataFrame(
-            [(note.kind, str(note.path), note.what, note.consequence) for note in run.notes],
-            columns=["kind", "path", "what", "consequence"],
-        ),
+        "notes": notes_table(run.notes),
     }
+
+
+def notes_table(notes: Iterable[Note]) -> pd.DataFrame:
+    """Return the table `notes`."""
+    rows = [(note.kind, str(note.path), note.what, note.consequence) for note in notes]
+    return pd.DataFrame(rows, columns=TABLES["notes"].column_names)
 
 
 def _states(table: pd.DataFrame) -> pd.DataFrame:

@@ -5,7 +5,8 @@ A value that is not known is None, NaN or pandas' NA, and becomes "-".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from itertools import pairwise
 from typing import Any, Final
@@ -14,6 +15,12 @@ from commtrace.rank_ranges import parse_rank_list
 
 NOT_KNOWN: Final = "-"
 
+MAX_SINGLE: Final = 32
+"""Most ranks that reports show one by one."""
+
+_MANY_RANGES: Final = re.compile(r"\b\d+(?:-\d+)?(?:,\d+(?:-\d+)?){16,}")
+"""A list of more ranges than 32 ranks can have."""
+_NUMBER: Final = re.compile(r"\d[\d,]*")
 _BYTE_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _TIME_UNITS: Final = ("ns", "us", "ms", "s")
 
@@ -126,9 +133,32 @@ def _strided_ranges(ranks: Sequence[int]) -> Iterator[str]:
         at = end
 
 
-def shorten_ranks(text: Any) -> Any:
-    """Shorten a list of ranks, as `format_ranks` writes it, if it has more ranges than 32 ranks can have."""
-    return shorten_names(parse_ranks(text)) if isinstance(text, str) and text.count(",") >= 16 else text
+def shorten_ranks(text: str) -> str:
+    """Shorten the lists of ranks in a text, as `format_ranks` writes them, of more ranges than 32 ranks can have."""
+    return _MANY_RANGES.sub(lambda match: shorten_names(parse_ranks(match[0])), text)
+
+
+def without_numbers(text: str) -> str:
+    """Return a text with "N" for each number in it: equal for texts that differ in numbers only."""
+    return _NUMBER.sub("N", text)
+
+
+def merge_texts(ranks_by_text: Mapping[str, Iterable[int]]) -> dict[str, list[int]]:
+    """Merge texts that differ in numbers only, if there are more than 32 texts: with "N" for each number.
+
+    Args:
+        ranks_by_text: The ranks that each text is about.
+
+    Returns:
+        The same of the merged texts.
+    """
+    alike: dict[str, list[str]] = {}
+    for text in ranks_by_text:
+        alike.setdefault(without_numbers(text) if len(ranks_by_text) > MAX_SINGLE else text, []).append(text)
+    return {
+        merged if len(texts) > 1 else texts[0]: sorted({rank for text in texts for rank in ranks_by_text[text]})
+        for merged, texts in alike.items()
+    }
 
 
 def parse_ranks(text: str) -> list[int]:

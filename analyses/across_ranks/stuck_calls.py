@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Final
 
@@ -35,7 +35,7 @@ import pandas as pd
 from commtrace.analyses.coverage import FILE_PROBLEMS
 from commtrace.analyses.fold_engine import Array, NamedTables, without_records
 from commtrace.analyses.table_specs import TABLES
-from commtrace.formatting import format_count, format_ranks
+from commtrace.formatting import MAX_SINGLE, format_count, format_ranks, shorten_ranks
 from commtrace.reading.labels import UNKNOWN, group_label
 from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun
@@ -284,8 +284,12 @@ class _Examination:
             values = column[at][mask[at]]
             if len(values) and values.min() < values.max():
                 of = {value: ranks[mask[at] & (column[at] == value)] for value in dict.fromkeys(values.tolist())}
-                parts = (f"{self._value(name, value)} on rank {format_ranks(group)}" for value, group in of.items())
-                texts.append(f"{name}: {', '.join(parts)}")
+                parts = [
+                    f"{self._value(name, value)} on rank {shorten_ranks(format_ranks(group))}"
+                    for value, group in islice(of.items(), MAX_SINGLE)
+                ]
+                more = f" and {len(of) - len(parts):,} more" if len(parts) < len(of) else ""
+                texts.append(f"{name}: {', '.join(parts)}{more}")
         return "; ".join(texts)
 
     def _value(self, name: str, value: int) -> str:

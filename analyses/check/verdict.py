@@ -31,7 +31,7 @@ from commtrace.analyses.fold_engine import (
 )
 from commtrace.analyses.reconciliation.causes import OTHER_PIECES, PROGRAM_CAUSES, path_in_packages
 from commtrace.analyses.reconciliation.compared_steps import EXPECTED
-from commtrace.formatting import format_missing, format_ranks
+from commtrace.formatting import MAX_SINGLE, format_missing, format_ranks, merge_texts
 from commtrace.reading.recorded_run import RecordedRun
 
 CELL: Final = ("rank", "step", "role", "op")
@@ -125,6 +125,16 @@ def compute_verdict(
     )
 
 
+def describe_losses(losses: Sequence[tuple[int, str]], *, per_rank: bool = False) -> list[str]:
+    """Return what ranks lost, a sentence per rank; of many ranks, unless `per_rank`, a sentence per loss."""
+    if per_rank or len(losses) <= MAX_SINGLE:
+        return [f"rank {rank}: {loss}" for rank, loss in losses]
+    by_loss: dict[str, list[int]] = {}
+    for rank, loss in losses:
+        by_loss.setdefault(loss, []).append(rank)
+    return [f"rank {format_ranks(ranks)}: {loss}" for loss, ranks in merge_texts(by_loss).items()]
+
+
 def _differing_cells(tables: Mapping[str, pd.DataFrame]) -> tuple[pd.DataFrame, pd.DataFrame, int]:
     """Return the rows of `expected` and `reconciliation` of cells in which something differs; the number of others."""
     expected, reconciliation = tables["expected"], tables["reconciliation"]
@@ -199,8 +209,9 @@ def _agree(cells: pd.DataFrame, tolerance: Fraction) -> Array:
 
 
 def _not_compared(theory: pd.DataFrame, ranks: set[int], world_size: int | None) -> Iterator[str]:
-    for reason, processes in theory.loc[theory["not_predicted"].notna()].groupby("not_predicted"):
-        yield f"rank {format_ranks(processes['rank'])}: {reason}"
+    reasons = theory.loc[theory["not_predicted"].notna()].groupby("not_predicted")["rank"]
+    for reason, of_reason in merge_texts({str(reason): of_reason for reason, of_reason in reasons}).items():
+        yield f"rank {format_ranks(of_reason)}: {reason}"
     if missing := format_missing(ranks, world_size or 0):
         yield f"rank {missing} of {world_size}: no log"
     if not len(theory):

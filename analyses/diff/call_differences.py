@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 import numpy as np
 import pandas as pd
 
-from commtrace.formatting import format_plural, format_ranks
+from commtrace.formatting import format_plural, format_ranks, merge_texts
 from commtrace.rank_ranges import select_steps
 
 from .run_calls import NO_CALLS, Call, CallKey, GroupLabel, RankCalls, RunCalls, StepCalls
@@ -131,7 +131,7 @@ def _describe_steps(longer: RunCalls, shorter: RunCalls, open_steps: Sequence[in
 
 
 def _of_ranks(sentences: Mapping[str, Sequence[int]], compared: Sequence[int]) -> Iterator[str]:
-    for text, ranks in sentences.items():
+    for text, ranks in merge_texts(sentences).items():
         yield text if {*ranks} == {*compared} and len(ranks) > 1 else f"rank {format_ranks(ranks)}: {text}"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from commtrace.analyses.fold_engine import rows_of
-from commtrace.formatting import format_bytes, format_plural, format_ranks
+from commtrace.formatting import MAX_SINGLE, format_bytes, format_plural, format_ranks, shorten_ranks
 
 from .call_differences import RunDifferences, format_steps
 from .run_calls import OBJECTS, OwnCalls
@@ -50,6 +50,11 @@ def difference_lines(differences: RunDifferences, names: tuple[str, str], width:
         yield f"settings that differ, and may be the cause ({names[0]} -> {names[1]}):"
         for setting in rows_of(differences.settings):
             yield from wrapped(f"{setting.name}: {setting.a} -> {setting.b}", width, _INDENT)
+
+
+def shortened_lines(lines: Iterable[str], ranks: Iterable[int], *, per_rank: bool) -> Iterator[str]:
+    """Return lines of a comparison of these ranks; of many ranks with short lists of them, unless `per_rank`."""
+    return iter(lines) if per_rank or len({*ranks}) <= MAX_SINGLE else map(shorten_ranks, lines)
 
 
 def compared_lines(differences: RunDifferences, width: int) -> Iterator[str]:

@@ -9,17 +9,15 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from commtrace.analyses.fold_engine import rows_of
-from commtrace.formatting import format_duration, is_known
+from commtrace.formatting import MAX_SINGLE, format_duration, is_known
 
 from .style import GREY, SCALE, finish, horizontal_bars, in_order, label, numbered_rows, operation_style, time_scale
 
 MAX_RANKS: Final = 64
 """Rows of a critical path: the ranks with the largest part of it."""
-MAX_SINGLE_RANKS: Final = 32
-"""Most ranks that have a row each in a heat map."""
 MAX_ROWS: Final = 48
 MAX_COLUMNS: Final = 160
-"""Rows and columns of a heat map of more ranks: the largest value of each range of ranks and steps."""
+"""Rows and columns of a heat map of more than MAX_SINGLE ranks: the largest value of each range of ranks and steps."""
 
 
 def delays(table: pd.DataFrame) -> go.Figure:
@@ -28,7 +26,7 @@ def delays(table: pd.DataFrame) -> go.Figure:
     row_size, column_size = (
         -(-length // most) for length, most in zip(late.shape, (MAX_ROWS, MAX_COLUMNS), strict=True)
     )
-    if len(late) <= MAX_SINGLE_RANKS:
+    if len(late) <= MAX_SINGLE:
         row_size = column_size = 1
     ranks, steps = _ranges(late.index, row_size), _ranges(late.columns, column_size)
     rows, columns = (

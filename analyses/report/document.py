@@ -37,14 +37,17 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import pandas as pd
 
+from commtrace.analyses.coverage import notes_table
 from commtrace.analyses.diff import RunDifferences
 from commtrace.analyses.table_specs import TABLES, describe_columns
 from commtrace.analyses.table_specs.alike_ranks import ALIKE, ALIKE_MEANING, Different, Distribution, reduce_ranks
+from commtrace.reading.log_notes import Note, merge_notes
 from commtrace.reading.recorded_run import RecordedRun
 
 VERSION: Final = 1
@@ -67,9 +70,9 @@ def comparison_to_json(tables: Mapping[str, pd.DataFrame]) -> str:
     return _document("commtrace-comparison", tables)
 
 
-def scaling_to_json(tables: Mapping[str, pd.DataFrame], sentences: Sequence[str]) -> str:
-    """Return the document of runs by number of ranks."""
-    return _document("commtrace-scaling", tables, last={"sentences": [*sentences]})
+def scaling_to_json(tables: Mapping[str, pd.DataFrame], sentences: Sequence[str], *, per_rank: bool = False) -> str:
+    """Return the document of runs by number of ranks; `per_rank`: with every row of every rank."""
+    return _document("commtrace-scaling", tables if per_rank else _reduced(tables), last={"sentences": [*sentences]})
 
 
 def diff_to_json(differences: RunDifferences, *, per_rank: bool = False) -> str:
@@ -81,7 +84,11 @@ def diff_to_json(differences: RunDifferences, *, per_rank: bool = False) -> str:
 
 
 def _reduced(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
-    return {name: reduce_ranks(TABLES[name], table) for name, table in tables.items()}
+    reduced = {name: reduce_ranks(TABLES[name], table) for name, table in tables.items()}
+    if "notes" in tables:
+        rows = tables["notes"].itertuples(index=False)
+        reduced["notes"] = notes_table(merge_notes(Note(row[0], Path(row[1]), row[2], row[3]) for row in rows))
+    return reduced
 
 
 def _document(

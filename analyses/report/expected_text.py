@@ -9,7 +9,7 @@ import pandas as pd
 from rich.console import RenderableType
 from rich.text import Text
 
-from commtrace.formatting import format_bytes, format_plural, format_share, format_signed
+from commtrace.formatting import format_bytes, format_plural, format_share, format_signed, merge_texts
 from commtrace.text_tables import TextColumn, left_column, paragraph, text_table
 
 from .spec_table import spec_table
@@ -28,7 +28,7 @@ def render_theory(tables: Mapping[str, pd.DataFrame], width: int) -> Iterator[Re
     """Yield the section below its heading."""
     theory = tables["theory"]
     compared = theory.loc[theory["not_predicted"].isna()]
-    reasons = theory["not_predicted"].dropna().unique()
+    reasons = merge_texts(dict.fromkeys(theory["not_predicted"].dropna(), ()))
     if len(reasons):
         where = f" for {format_plural(len(theory) - len(compared), 'process', 'processes')}" if len(compared) else ""
         yield paragraph(f"Not compared{where}: {'; '.join(reasons)}.", width)

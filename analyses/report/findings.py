@@ -13,6 +13,7 @@ from commtrace.analyses.fold_engine import rows_of
 from commtrace.analyses.job_summary import summarize_job
 from commtrace.analyses.steps import ALL
 from commtrace.formatting import (
+    MAX_SINGLE,
     format_bytes,
     format_count,
     format_duration,
@@ -21,8 +22,10 @@ from commtrace.formatting import (
     format_ranks,
     format_share,
     is_known,
+    shorten_names,
+    shorten_ranks,
 )
-from commtrace.reading.log_notes import Note
+from commtrace.reading.log_notes import Note, merge_notes
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.schema import WITHOUT_RECORD
 from commtrace.summary_format import RELATIVE_ERROR
@@ -40,11 +43,12 @@ def verdict(tables: Mapping[str, pd.DataFrame]) -> Iterator[str]:
         at_call = ranks.loc[ranks["stuck_call"] == number]
         failed = (at_call.loc[at_call["part"] == "waiting", "state"] == "failed").all()
         name = call.op + (f" {call.seq:,}" if is_known(call.seq) else "")
-        yield f"{name} of ranks {call.group_ranks} {_stuck(call, failed=bool(failed))}."
+        yield shorten_ranks(f"{name} of ranks {call.group_ranks} {_stuck(call, failed=bool(failed))}.")
         shown = at_call if call.disagreement else at_call.loc[at_call["part"] == "absent"]
         where = shown.fillna({"state": "", "call": ""}).groupby(["part", "call", "state", "site", "end"], sort=False)
         for (part, last, state, site, end), group in [*where][:MAX_STUCK_CALLS]:
-            yield f"Rank {format_ranks(group['rank'])} {_place(part, last, state, site, group)}; {_END[end]}."
+            of_group = shorten_ranks(format_ranks(group["rank"]))
+            yield f"Rank {of_group} {_place(part, last, state, site, group)}; {_END[end]}."
     if len(calls) > MAX_STUCK_CALLS:
         yield f"{format_plural(len(calls) - MAX_STUCK_CALLS, 'more stuck call')}: table `stuck_calls` (--json)."
 
@@ -92,11 +96,12 @@ def warnings(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> Iterator[s
     """Yield warnings about incomplete or unreliable data."""
     yield from (f"{note.path} {note.what}; {note.consequence}" for note in run.notes if note.kind == "runs")
     coverage = tables["coverage"].iloc[0]
-    if coverage["ranks_missing"]:
-        yield f"Ranks {coverage['ranks_missing']} left no log: sums and means are over the recorded ranks."
-    if coverage["ranks_not_selected"]:
+    missing, not_selected = (shorten_ranks(coverage[f"ranks_{name}"] or "") for name in ("missing", "not_selected"))
+    if missing:
+        yield f"Ranks {missing} left no log: sums and means are over the recorded ranks."
+    if not_selected:
         yield (
-            f"Ranks {coverage['ranks_not_selected']} were not recorded, as COMMTRACE_RANKS asks: sums and means are "
+            f"Ranks {not_selected} were not recorded, as COMMTRACE_RANKS asks: sums and means are "
             "over the recorded ranks."
         )
     if coverage["not_selected"]:
@@ -169,6 +174,9 @@ def delay_sentences(tables: Mapping[str, pd.DataFrame]) -> Iterator[str]:
             f"Rank {delay.rank} delays the job: {when} it computes {format_duration(delay.delay_ns)} longer than the "
             f"other ranks ({delay.phase}), {format_share(delay.share)} of the step."
         )
+    ranks = tables["delays"]["rank"].unique().tolist()
+    if len(ranks) > MAX_SINGLE:
+        yield f"{len(ranks):,} ranks delay the job: {shorten_names(sorted(ranks))} (--sections step-time)."
 
 
 def _waiting(waiting: pd.Series[Any], clock_steps: pd.DataFrame) -> Iterator[str]:
@@ -182,7 +190,7 @@ def _waiting(waiting: pd.Series[Any], clock_steps: pd.DataFrame) -> Iterator[str
             "(--sections waiting)."
         )
     if len(clock_steps):
-        hosts = ", ".join(sorted(set(clock_steps["host"])))
+        hosts = shorten_names(sorted(set(clock_steps["host"])), most=MAX_SINGLE).replace(",", ", ")
         yield f"The clock of {hosts} jumped during the run (--sections clocks)."
 
 
@@ -221,7 +229,7 @@ def log_lists(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> dict[str,
     lists = {
         "Values that a dry run does not compute, used at": list(dict.fromkeys(uncomputed)),
         "Blind spots: not observed by the hooks": [str(text) for text in tables["blind_spots"]["blind_spot"]],
-        "Notes on the log": [_note(note, run) for note in run.notes if note.kind != "runs"],
+        "Notes on the log": [_note(note, run) for note in merge_notes(run.notes) if note.kind != "runs"],
     }
     return {title: texts for title, texts in lists.items() if texts}
 
@@ -247,7 +255,7 @@ def _ranks(coverage: pd.Series[Any]) -> str:
         return f"{format_plural(seen, 'rank')} recorded, {hosts}; the world size is not known"
     text = f"{seen:,} of {int(coverage['world_size']):,} recorded, {hosts}"
     text += f"; not selected: {coverage['ranks_not_selected']}" if coverage["ranks_not_selected"] else ""
-    return text + (f"; missing: {coverage['ranks_missing']}" if coverage["ranks_missing"] else "")
+    return shorten_ranks(text + (f"; missing: {coverage['ranks_missing']}" if coverage["ranks_missing"] else ""))
 
 
 def _processes(coverage: pd.Series[Any]) -> str:

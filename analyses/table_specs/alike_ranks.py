@@ -1,6 +1,6 @@
 """Tables of many ranks for readers: classes of alike ranks, outliers by name, distributions in place of rows.
 
-A table with a row per rank, of more than MAX_RANKS ranks, becomes one whose size does not grow with them. A row of it
+A table with a row per rank, of more than MAX_SINGLE ranks, becomes one whose size does not grow with them. A row of it
 stands for the ranks that its column `TableSpec.alike` lists, as text, and the column "alike" counts. Ranks are alike if
 their texts, counts and sizes are equal; what is measured, and what differs from rank to rank, does not count. Where
 values of alike ranks differ, the cell is a `Distribution` or `Different`. Ranks with an unusual value have a row of
@@ -17,12 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from commtrace.formatting import format_count, is_known, parse_ranks, shorten_names, shorten_ranks
+from commtrace.formatting import MAX_SINGLE, format_count, is_known, parse_ranks, shorten_names, shorten_ranks
 
 from .spec import ColumnSpec, TableSpec, formatted_rows
-
-MAX_RANKS: Final = 32
-"""Most ranks of a table that is shown as it is."""
 
 MAX_CLASSES: Final = 16
 """Most classes of ranks. Columns that would lead to more do not separate classes."""
@@ -72,7 +69,7 @@ class Different:
 
 
 def reduce_ranks(spec: TableSpec, table: pd.DataFrame) -> pd.DataFrame:
-    """Reduce a table of more than MAX_RANKS ranks, or hosts.
+    """Reduce a table of more than MAX_SINGLE ranks, or hosts.
 
     Args:
         spec: The table's description.
@@ -83,13 +80,17 @@ def reduce_ranks(spec: TableSpec, table: pd.DataFrame) -> pd.DataFrame:
         `spec.alike`. The table's own rows if it has no such column, few ranks, or no alike rows. Lists of many ranks
         are shortened.
     """
-    shortened = {column.name: table[column.name].map(shorten_ranks) for column in spec.columns if column.ranks}
+    shortened = {
+        column.name: table[column.name].map(shorten_ranks, na_action="ignore")
+        for column in spec.columns
+        if column.ranks
+    }
     rows = table.assign(**shortened) if shortened else table
     if not spec.alike:
         return rows
     names = table[spec.alike]
     lists = spec.column(spec.alike).ranks
-    if len(_members(names, lists=lists)) <= MAX_RANKS:
+    if len(_members(names, lists=lists)) <= MAX_SINGLE:
         return rows
     numbers = _classes(spec, table, MAX_CLASSES * int(names.value_counts().max())).copy()
     outliers = _outliers(spec, table, numbers)

@@ -108,7 +108,7 @@ SCALING_TABLES: Final = (
         RUN, RANK,
         replace(_STEP_NS, meaning="Duration of a step."),
         *_STEP_TIMES, *_STEP_VOLUMES, _COMPUTE,
-    )),
+    ), alike="rank"),
     TableSpec("scaling_fits", "Fitted models", "A row per fitted number.", (
         word_column("model", "model", "Name of the model."),
         word_column("parameter", "parameter", "Its parameter."),

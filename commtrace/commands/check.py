@@ -75,7 +75,7 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", metavar="FILE", action="append", help="configuration to predict the calls from; may be repeated"
     )
-    add_shared(parser, "--dask", "--width")
+    add_shared(parser, "--per-rank", "--dask", "--width")
     add_options(parser.add_argument_group("with --config"), parser.add_argument_group("with --config, the model"))
 
 
@@ -99,6 +99,7 @@ def _check(run: Run, arguments: argparse.Namespace, compare: Callable[[Run, argp
     from commtrace.analyses.across_ranks.stuck_calls import find_stuck_calls
     from commtrace.analyses.diff.diff_text import wrapped
     from commtrace.analyses.report.findings import verdict
+    from commtrace.reading.log_notes import print_notes
 
     try:
         stuck = [*verdict(find_stuck_calls(run))]
@@ -106,7 +107,7 @@ def _check(run: Run, arguments: argparse.Namespace, compare: Callable[[Run, argp
         status = compare(run, arguments)
         return STUCK if stuck else status
     finally:  # damaged records are known once they were read
-        _warn(str(note) for note in run.notes)
+        print_notes(run.notes, per_rank=arguments.per_rank)
 
 
 def _warn(texts: Iterable[str]) -> None:
@@ -115,9 +116,9 @@ def _warn(texts: Iterable[str]) -> None:
 
 
 def _check_rules(run: Run, arguments: argparse.Namespace) -> int:
-    from commtrace.analyses.check.verdict import compute_verdict, declare_own
+    from commtrace.analyses.check.verdict import compute_verdict, declare_own, describe_losses
     from commtrace.analyses.check.verdict_text import verdict_lines
-    from commtrace.analyses.diff.diff_text import wrapped
+    from commtrace.analyses.diff.diff_text import shortened_lines, wrapped
     from commtrace.analyses.fold_engine import fold
 
     tables = fold(run, [declare_own(_analysis(run, arguments), arguments.own)])
@@ -126,16 +127,17 @@ def _check_rules(run: Run, arguments: argparse.Namespace) -> int:
     # Ranks that a dry run did not run are not missing.
     world_size = None if run.simulated else run.world_size
     problems = ((process.rank, (process.losses, process.summary_problem)) for process in run.processes)
-    losses = [f"rank {rank}: {problem}" for rank, both in problems for problem in both if problem]
+    losses = [(rank, problem) for rank, both in problems for problem in both if problem]
     verdict = compute_verdict(
         tables,
         [*run.ranks, *run.ranks_not_selected],
         world_size,
         arguments.tolerance,
         strict=arguments.strict,
-        losses=losses,
+        losses=describe_losses(losses, per_rank=arguments.per_rank),
     )
-    print(*verdict_lines(verdict, arguments.width), sep="\n")
+    lines = verdict_lines(verdict, arguments.width)
+    print(*shortened_lines(lines, run.ranks, per_rank=arguments.per_rank), sep="\n")
     if run.simulated:
         print(f"simulated: {len(run.ranks):,} of {run.world_size:,} ranks were run, and nothing was sent")
     if not verdict.ranks:
@@ -156,7 +158,8 @@ def _check_rules(run: Run, arguments: argparse.Namespace) -> int:
 def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
     from commtrace.analyses.diff import CallCatalog, compare_calls, read_calls
     from commtrace.analyses.diff.baseline import read_baseline
-    from commtrace.analyses.diff.diff_text import compared_lines, difference_lines, own_lines
+    from commtrace.analyses.diff.diff_text import compared_lines, difference_lines, own_lines, shortened_lines
+    from commtrace.reading.log_notes import print_notes
     from commtrace.run import open_run
 
     catalog, own = CallCatalog(), [*arguments.own]
@@ -167,7 +170,7 @@ def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
     else:
         against = open_run(arguments.against, executor=run.executor)
         expected = read_calls(against, catalog, own)
-        _warn(str(note) for note in against.notes)
+        print_notes(against.notes, per_rank=arguments.per_rank)
         source = f"the {'dry run' if against.simulated else 'run'} {arguments.against}"
     measured = read_calls(run, catalog, own)
     differences = compare_calls(expected, measured)
@@ -176,7 +179,8 @@ def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
     width = arguments.width
     names = "expected", "measured"
     lines = (*compared_lines(differences, width), *difference_lines(differences, names, width))
-    print(f"{begins[status]} {source}", *lines, *own_lines(measured.own, width), sep="\n")
+    lines = (*lines, *own_lines(measured.own, width))
+    print(f"{begins[status]} {source}", *shortened_lines(lines, run.ranks, per_rank=arguments.per_rank), sep="\n")
     return status
 
 

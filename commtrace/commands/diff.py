@@ -15,7 +15,6 @@ versions and jobs that differ are listed. Exit status:
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Final
 
@@ -38,16 +37,16 @@ def prepare(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the differences."""
     from commtrace.analyses.diff import CallCatalog, compare_calls, read_calls
-    from commtrace.analyses.diff.diff_text import compared_lines, difference_lines, own_lines
+    from commtrace.analyses.diff.diff_text import compared_lines, difference_lines, own_lines, shortened_lines
     from commtrace.analyses.report.document import diff_to_json
     from commtrace.reading.executors import open_executor
+    from commtrace.reading.log_notes import print_notes
     from commtrace.run import open_run
 
     with open_executor(arguments.dask) as executor:
         catalog, runs = CallCatalog(), [open_run(path, executor=executor) for path in (arguments.a, arguments.b)]
         a, b = (read_calls(run, catalog, arguments.own) for run in runs)
-    for note in (note for run in runs for note in run.notes):
-        print(f"commtrace: {note}", file=sys.stderr)
+    print_notes((note for run in runs for note in run.notes), per_rank=arguments.per_rank)
     differences = compare_calls(a, b)
     status = DIFFERENT if not differences.equal else NOT_COMPARED if differences.not_compared else 0
     if arguments.json:
@@ -56,5 +55,6 @@ def run(arguments: argparse.Namespace) -> int:
     width = arguments.width
     first = {0: "equal", DIFFERENT: "different", NOT_COMPARED: "partly compared, equal"}[status]
     lines = (*compared_lines(differences, width), *difference_lines(differences, ("A", "B"), width))
-    print(first, *lines, *own_lines(b.own, width), sep="\n")
+    shown = shortened_lines((*lines, *own_lines(b.own, width)), [*a.ranks, *b.ranks], per_rank=arguments.per_rank)
+    print(first, *shown, sep="\n")
     return status

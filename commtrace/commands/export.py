@@ -13,7 +13,6 @@ a million calls. It needs the extra `perfetto`.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Final
 
@@ -45,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     from commtrace.analyses.perfetto import export_perfetto
     from commtrace.errors import OutputError
     from commtrace.reading.export import export
+    from commtrace.reading.log_notes import print_notes
     from commtrace.run import open_run
 
     out: Path = arguments.out
@@ -54,7 +54,6 @@ def run(arguments: argparse.Namespace) -> int:
     run = open_run(arguments.directory)
     wanted = {"ranks": arguments.ranks, "steps": arguments.steps, "force": arguments.force}
     rows = export_perfetto(run, out, **wanted) if form == "perfetto" else export(run, out, form, **wanted)
-    for note in run.notes:
-        print(f"commtrace: {note}", file=sys.stderr)
+    print_notes(run.notes)
     print(f"{out}: {rows:,} calls of run {run.id}")
     return 0

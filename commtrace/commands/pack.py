@@ -9,7 +9,6 @@ The log does not change. Memory use is independent of its size. It needs the ext
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from .option_types import add_shared
@@ -29,14 +28,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Pack the log, and print damage in it to stderr."""
     from commtrace.formatting import format_bytes, format_plural
     from commtrace.reading.executors import open_executor
+    from commtrace.reading.log_notes import print_notes
     from commtrace.reading.pack import pack
 
     directory: Path = arguments.directory.expanduser().resolve()
     out = arguments.out or directory.with_name(f"{directory.name}.packed")
     with open_executor(arguments.dask) as executor:
         packed = pack(arguments.directory, out, force=arguments.force, executor=executor)
-    for note in packed.notes:
-        print(f"commtrace: {note}", file=sys.stderr)
+    print_notes(packed.notes)
     sizes = f"{format_bytes(packed.packed_bytes)}; the log has {format_bytes(packed.log_bytes)}"
     print(f"{out}: {format_plural(packed.rows, 'call')} of {format_plural(packed.runs, 'run')}, {sizes}")
     return 0

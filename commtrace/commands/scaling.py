@@ -9,7 +9,6 @@ their predictions for more ranks. Steps are marked by the program or detected by
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from .option_types import add_formats, add_shared, positive_integer
@@ -25,7 +24,7 @@ def prepare(parser: argparse.ArgumentParser) -> None:
         help="tokens per step of the whole job, if the log does not have them; once, or once per run",
     )  # fmt: skip
     add_formats(parser)
-    add_shared(parser, "--dask", "--width")
+    add_shared(parser, "--per-rank", "--dask", "--width")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -34,6 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     from commtrace.analyses.scaling.findings import sentences
     from commtrace.analyses.scaling.scaling_tables import scaling
     from commtrace.reading.executors import open_executor
+    from commtrace.reading.log_notes import print_notes
     from commtrace.run import open_run
 
     with open_executor(arguments.dask) as executor:
@@ -41,8 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             tables = scaling(runs, arguments.tokens)
         finally:  # damaged records are known once they were read
-            for note in (note for run in runs.values() for note in run.notes):
-                print(f"commtrace: {note}", file=sys.stderr)
+            print_notes((note for run in runs.values() for note in run.notes), per_rank=arguments.per_rank)
     if arguments.html is not None:
         from commtrace.analyses.report.html.pages import page_of_scaling
         from commtrace.output_files import atomic_write
@@ -54,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.json:
         from commtrace.analyses.report.document import scaling_to_json
 
-        print(scaling_to_json(tables, sentences(tables)))
+        print(scaling_to_json(tables, sentences(tables), per_rank=arguments.per_rank))
     else:
         from commtrace.analyses.report.several_runs_text import render_scaling
         from commtrace.text_tables import console

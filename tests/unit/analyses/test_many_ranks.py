@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commtrace.analyses import analyse
+from commtrace.analyses.check.verdict import describe_losses
+from commtrace.analyses.diff.diff_text import shortened_lines
 from commtrace.analyses.fold_engine import NamedTables
 from commtrace.analyses.report import SECTIONS, terminal
 from commtrace.analyses.report.document import report_to_json
@@ -29,6 +31,7 @@ from commtrace.analyses.table_specs.alike_ranks import (
 )
 from commtrace.cli import main
 from commtrace.formatting import parse_ranks, shorten_names, shorten_ranks
+from commtrace.reading.log_notes import Note, merge_notes
 from commtrace.run import Run, open_run
 from commtrace.text_tables import rendered_lines
 
@@ -233,3 +236,54 @@ def test_lists_of_32_ranks_are_not_shortened() -> None:
 @given(st.sets(st.integers(0, 60)))
 def test_short_names_are_parsed(ranks: set[int]) -> None:
     assert parse_ranks(shorten_names(sorted(ranks), most=100)) == sorted(ranks)
+
+
+def test_notes_of_many_ranks_are_one() -> None:
+    def cut(rank: int) -> Note:
+        path = Path(f"/log/run/node{rank // 8}/rank{rank:05d}-{100 + rank}.00000.npy")
+        return Note("cut", path, f"cut after {1_000 + rank:,} of 9,000 bytes", "the rest is missing")
+
+    other = Note("foreign", Path("/log/run/other"), "not of this run", "left out")
+    salvaged = [
+        Note("salvage", Path("/log"), f"rank{rank:05d}-{rank} on node7: {rank} records were recovered", "")
+        for rank in range(1000)
+    ]
+    few = [cut(40), other, *map(cut, range(31))]
+    assert merge_notes(few) == few
+    many = merge_notes([*map(cut, range(1000)), other, *salvaged])
+    assert [*map(str, many)] == [
+        "/log/run: 1,000 notes on rank 0-999: cut after N of N bytes; the rest is missing",
+        "/log/run/other: not of this run; left out",
+        "/log: 1,000 notes on rank 0-999: N records were recovered",
+    ]
+
+
+def test_a_damaged_log_of_many_ranks_has_few_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_log(tmp_path, 40)
+    for rank, path in enumerate(sorted(tmp_path.rglob("*.jsonl"))):
+        path.write_bytes(path.read_bytes()[: -20 - rank])
+    assert main(["check", str(tmp_path)]) == 3
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert main(["check", str(tmp_path), "--per-rank"]) == 3
+    assert len(capsys.readouterr().err.splitlines()) == 40
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    tables = json.loads(capsys.readouterr().out)["tables"]
+    assert len(tables["notes"]) == 1
+    assert tables["coverage"][0]["files_cut"] == 40
+    lines = text_of(run := open_run(tmp_path), run.tables())
+    assert sum("0-39" in line for line in lines[lines.index("Notes on the log") :]) == 1
+
+
+def test_losses_of_many_ranks_are_few_sentences() -> None:
+    losses = [(rank, f"{rank + 1} of 90 calls were not recorded") for rank in range(40)]
+    assert describe_losses(losses) == ["rank 0-39: N of N calls were not recorded"]
+    assert describe_losses([(rank, "hooks failed 1 time") for rank in range(40)]) == ["rank 0-39: hooks failed 1 time"]
+    assert len(describe_losses(losses, per_rank=True)) == len(describe_losses(losses[:32]) + losses[32:]) == 40
+
+
+def test_long_lists_in_lines_are_shortened() -> None:
+    squares = ",".join(str(rank * rank) for rank in range(2, 40))
+    line = f"rank {squares}: equal calls"
+    assert [*shortened_lines([line], range(33), per_rank=False)] == ["rank 4,9,16,...,1521 (38 in all): equal calls"]
+    assert [*shortened_lines([line], range(32), per_rank=False)] == [line]
+    assert [*shortened_lines([line], range(33), per_rank=True)] == [line]
