@@ -247,6 +247,29 @@ def test_a_worker_that_is_killed_changes_nothing(tmp_path: Path, capsys: Capture
         assert before - {*client.run(os.getpid).values()}
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("command", ["diff", "scaling", "pack"])
+def test_a_worker_that_is_killed_changes_no_command(
+    command: str, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("commtrace.reading.pack.PART_ROWS", 3)
+    log, other = many_ranks(tmp_path / "log", 24), many_ranks(tmp_path / "other", 12)
+    out = tmp_path / "packed"
+    words = ("pack", log, "--out", out, "--force") if command == "pack" else (command, log, other, "--json")
+    expected = results(words, capsys, log), contents(out)
+    for client in started(4):
+        slow_down(client, 0.05)
+        before = {*client.run(os.getpid).values()}
+        assert (with_a_kill(client, words, capsys, log), contents(out)) == expected
+        assert before - {*client.run(os.getpid).values()}
+
+
+def many_ranks(folder: Path, ranks: int) -> Path:
+    """A log of many ranks, which `diff` and `scaling` read rank by rank."""
+    training(folder, ranks=ranks, steps=6)
+    return folder
+
+
 def test_workers_that_die_again_and_again_are_an_error(tmp_path: Path, capsys: Captured) -> None:
     log = many_segments(tmp_path)
 
