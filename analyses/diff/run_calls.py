@@ -241,7 +241,8 @@ def read_calls(run: RecordedRun, catalog: CallCatalog, own: Sequence[str] = ()) 
     own_rows: list[_OwnRow] = []
     for part in run.executor.map("calls", _read_part, (files, own), process_parts(run)):
         for numbers, calls in part.ranks:
-            ranks |= dict.fromkeys(numbers, replace(calls, steps=catalog.distinct(calls.steps)))
+            problem = calls.problem or run.selection_problem
+            ranks |= dict.fromkeys(numbers, replace(calls, steps=catalog.distinct(calls.steps), problem=problem))
         for call, of_part in part.lines.items():
             lines[call] |= of_part
         own_rows += part.own

@@ -47,7 +47,10 @@ def _finish(
     first = _first_whole_step(table, run)
     is_compared = _is_compared(table["step"].to_numpy(), run) & (table["step"].to_numpy() >= first)
     measured = measured_steps(table.loc[is_compared], len(run.processes))
-    problems = [process.steps_problem(last) for process, last in zip(run.processes, own_last, strict=True)]
+    problems = [
+        process.steps_problem(last) or run.selection_problem
+        for process, last in zip(run.processes, own_last, strict=True)
+    ]
     last_step = max((last for last, problem in zip(own_last, problems, strict=True) if not problem), default=-1)
     steps = np.arange(first, last_step + 1)
     comparison = _Comparison(measured, steps[_is_compared(steps, run)])

@@ -113,6 +113,11 @@ class RecordedRun:
         """`selected_steps` as ranges; none: all."""
         return self._selection("steps")
 
+    @cached_property
+    def selection_problem(self) -> str | None:
+        """Why the steps of this run are not compared with others, if they are not."""
+        return "COMMTRACE_STEPS is not the same on all ranks" if len(self._selections("steps")) > 1 else None
+
     def select_steps(self, steps: Array) -> Array:
         """Return whether each step was recorded on some rank, bool, shape (n,); start-up always is."""
         return select_steps(steps, self.step_ranges) if self.step_ranges else np.ones(len(steps), bool)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -42,6 +44,19 @@ def check(directory: Path, capsys: Captured, *options: str) -> tuple[int, str]:
 def test_as_expected(tmp_path: Path, capsys: Captured) -> None:
     run_of(tmp_path, every_step(), ZERO_1)
     assert check(tmp_path, capsys) == (0, "as expected by the rules: 21 cells of rank 0-2\n")
+
+
+def test_ranks_with_different_steps_are_not_compared(tmp_path: Path, capsys: Captured) -> None:
+    run_of(tmp_path / "log", every_step(), ZERO_1)
+    shutil.copytree(tmp_path / "log", tmp_path / "all")
+    for rank, path in enumerate(sorted((tmp_path / "log").rglob("*.jsonl"))):
+        lines = path.read_text().splitlines()
+        first = json.dumps({**json.loads(lines[0]), "settings": {"steps": f"0-{rank}"}})
+        path.write_text("\n".join([first, *lines[1:], ""]))
+    for options in ((), ("--against", str(tmp_path / "all"))):
+        status, out = check(tmp_path / "log", capsys, *options)
+        assert status == 3
+        assert "COMMTRACE_STEPS is not the same on all ranks" in out
 
 
 DIFFERENCES = [
