@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 
 from commtrace.errors import LogError, OutputError
+from commtrace.formatting import format_plural
 from commtrace.output_files import atomic_directory
 from commtrace.schema import EVENT_TABLE_VERSION, RECORD, Records
 
@@ -117,10 +118,9 @@ def _pack_folder(directory: LogDirectory, folder: RunFolder, out: Path, packed: 
         process_writer.flush()
     packed.runs += 1
     packed.log_bytes += sum(file.stat().st_size for host in folder.hosts for file in host.iterdir() if file.is_file())
-    for process in processes:
-        if process.kept is not None:
-            text = "the last calls of steps that were not recorded"
-            packed.notes += (Note("process", process.kept.path, text, "not packed: stuck calls are found in the log"),)
+    if with_kept := sum(process.kept is not None for process in processes):
+        text = f"{format_plural(with_kept, 'process', 'processes')} with last calls of steps that were not recorded"
+        packed.notes += (Note("process", folder.path, text, "not packed: stuck calls are found in the log"),)
     packed.notes += (*notes, *(note for process in processes for note in process.record_notes()))
 
 

@@ -137,6 +137,15 @@ def _counted(function: Any, calls: list[int]) -> Any:
     return counted
 
 
+def test_one_note_says_that_kept_records_are_not_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    training(tmp_path / "log", ranks=3)
+    for path in (tmp_path / "log").rglob("*.00000.npy"):
+        shutil.copy(path, path.with_name(path.name.replace(".00000.npy", "-kept.npy")))
+    pack(tmp_path / "log")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "3 processes with last calls of steps that were not recorded; not packed" in line
+
+
 def test_the_log_does_not_change(tmp_path: Path) -> None:
     log = tmp_path / "log"
     training(log).process(0, pid=9).write(record(state=State.FREE)).write(record(kind=BARRIER), open_=True)
