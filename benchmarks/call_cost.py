@@ -38,7 +38,7 @@ def on_fake(options: argparse.Namespace) -> list[Row]:
     """The way in, alone."""
     case = "all_reduce, fake group"
     all_reduce = partial(dist.all_reduce, torch.ones(1024))
-    switches = {**sides.commtrace_sides(), **sides.torch_sides()}
+    switches = {**sides.commtrace_sides(), **sides.summary_sides(), **sides.torch_sides()}
     rows = measure(case, switches, all_reduce, options.fake_calls, options, warm=options.fake_calls)
     rows += through_mappings(options)
     for times in sorted({min(200, options.fake_calls), options.fake_calls}):

@@ -35,6 +35,11 @@ def commtrace_sides(*, read: Callable[[str, Run, Path], None] | None = None) -> 
     return made
 
 
+def summary_sides() -> dict[str, Switch]:
+    """Each recorder with COMMTRACE_MODE=summary, which costs a call nothing else."""
+    return {f"commtrace, {name}, summary": partial(traced, name, mode="summary") for name in recorders()}
+
+
 def recorders() -> list[str]:
     """The recorders that there are: `commtrace build` makes the native one."""
     return ["python", "native"] if libraries.TORCH.path().exists() else ["python"]

@@ -81,7 +81,7 @@ class _Member:
         self.runs = not self.closed and process.seen_alive_ns > 0
         self.died = not self.closed and not self.runs and bool(tables.salvage)
         whole = self.runs or self.died or (end is not None and end.get("reason") == "exit")
-        lacks_steps = process.kept is None and process.not_selected > 0
+        lacks_steps = process.kept is None and (process.not_selected > 0 or process.summary is not None)
         self.proves = whole and not damaged and not lacks_steps and not any(counters.values()) and self.has_times
         moments = [stats.get("mono_ns"), (end or {}).get("mono_ns"), *(row.get("mono_ns") for row in tables.clock)]
         self.alive_ns = max(process.seen_alive_ns, *(integer_or_none(moment) or 0 for moment in moments)) + self.offset
