@@ -36,6 +36,10 @@ def prepare(parser: argparse.ArgumentParser) -> None:
         "--steps", metavar="LIST", type=steps,
         help="calls of these steps only, such as 100-110; start-up is the time before the first one",
     )  # fmt: skip
+    add(
+        "--kept", action="store_true",
+        help="with COMMTRACE_MODE=summary or COMMTRACE_STEPS: the last seconds of each process, which it kept in full",
+    )  # fmt: skip
     add_shared(parser, "--force")
 
 
@@ -44,14 +48,17 @@ def run(arguments: argparse.Namespace) -> int:
     from commtrace.analyses.perfetto import export_perfetto
     from commtrace.errors import OutputError
     from commtrace.reading.export import export
+    from commtrace.reading.log import kept_log
     from commtrace.reading.log_notes import print_notes
-    from commtrace.run import open_run
+    from commtrace.run import Run, open_run
 
     out: Path = arguments.out
     form = arguments.format or _FORMATS.get(out.suffix.lstrip(".").lower())
     if form is None:
         raise OutputError(f"{out}: unknown file extension; add --format csv, --format parquet or --format perfetto")
     run = open_run(arguments.directory)
+    if arguments.kept:
+        run = Run(kept_log(run.log))
     wanted = {"ranks": arguments.ranks, "steps": arguments.steps, "force": arguments.force}
     rows = export_perfetto(run, out, **wanted) if form == "perfetto" else export(run, out, form, **wanted)
     print_notes(run.notes)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from commtrace.errors import LogError
 from commtrace.formatting import format_plural
 from commtrace.recording.recovery import copy_living_rings, record_keys, recover_records, split_kept
 from commtrace.recording.ring import RingCopy
-from commtrace.schema import WITHOUT_RECORD
+from commtrace.schema import RECORD, WITHOUT_RECORD
 
 from .log_notes import Note, error_reason
 from .packed_log import PROCESSES, PackedRun
@@ -53,6 +54,8 @@ class Process:
     """Monotonic time at which the process was running and its memory was read; 0: it was not found running."""
     summary: SummaryTables | None = None
     """Its calls as cells, with COMMTRACE_MODE=summary; segments have the records that are not in there."""
+    dumps: tuple[Segment, ...] = ()
+    """The records that it kept at earlier moments: at hangs, and when somebody asked for them."""
     kept: Segment | None = None
     """Its last records, also of steps that were not recorded: for stuck calls; others would count records twice."""
 
@@ -156,7 +159,7 @@ _STEM = r"(?P<stem>rank[^.]*-\d+)"
 _TABLES: Final = re.compile(_STEM + r"\.jsonl")
 _SEGMENT: Final = re.compile(_STEM + r"\.(?P<number>\d+|salvaged)\.npy(?P<open>\.open)?")
 _SUMMARY: Final = re.compile(_STEM + r"-(cells|steps|times)\.npy")
-_KEPT: Final = re.compile(_STEM + r"-kept\.npy")
+_KEPT: Final = re.compile(_STEM + r"-kept(-(?P<number>\d+))?\.npy(\.open)?")
 _ALWAYS_VISITED: Final = 1000
 """Steps that are visited however few records there are."""
 _RECOVERED: Final = 1 << 62
@@ -265,6 +268,28 @@ def open_log(path: Path, *, recover: bool = True) -> Log:
     return Log(path, newest, tuple(processes), (*notes, *folder_notes, *_process_notes(processes)), tuple(others))
 
 
+def kept_log(log: Log) -> Log:
+    """Return a run with the records that its processes kept, in place of all that they wrote.
+
+    Raises:
+        LogError: They kept none.
+    """
+    processes = tuple(replace(p, segments=_kept_segments(p), summary=None, kept=None, dumps=()) for p in log.processes)
+    if not any(segment.count for process in processes for segment in process.segments):
+        raise LogError(f"{log.path}: no calls were kept besides its records; pass the log without --kept")
+    return replace(log, processes=processes)
+
+
+def _kept_segments(process: Process) -> tuple[Segment, ...]:
+    segments = (*process.dumps, *([process.kept] if process.kept else ()), *process.segments * bool(process.summary))
+    records = np.concatenate([np.zeros(0, RECORD), *(block for segment in segments for block in segment.blocks())])
+    keys = record_keys(records)
+    # Of a call that is in several, the last one knows most.
+    _, last = np.unique(keys[::-1], return_index=True)
+    records = records[np.sort(len(records) - 1 - last)]
+    return (MemorySegment(process.path, 0, len(records), records=records),)
+
+
 def _find_runs(path: Path, notes: list[Note]) -> dict[Path, list[Path]]:
     """Return the run folders at or below `path`, each with its host folders; a packed run has none."""
     names = _list_folder(path, [])
@@ -331,7 +356,7 @@ def _start_time(folder: Path, hosts: list[Path]) -> int:
 
 def _read_host(folder: Path, living: Mapping[Path, RingCopy], notes: list[Note]) -> Iterator[Process]:
     stems: dict[str, dict[int, Path]] = {}
-    kept: dict[str, Path] = {}
+    kept: dict[str, dict[str, Path]] = defaultdict(dict)
     summaries: set[str] = set()
     for name in sorted(_list_folder(folder, notes) or ()):
         if match := _TABLES.fullmatch(name):
@@ -341,14 +366,18 @@ def _read_host(folder: Path, living: Mapping[Path, RingCopy], notes: list[Note])
             # Closed sorts before open: where a copy was made twice, the closed file holds the open one's records too.
             stems.setdefault(match["stem"], {}).setdefault(number, folder / name)
         elif match := _KEPT.fullmatch(name):
-            kept[match["stem"]] = folder / name
+            kept[match["stem"]].setdefault(match["number"] or "", folder / name)
         elif match := _SUMMARY.fullmatch(name):
             summaries.add(match["stem"])
         elif name.endswith((".npy", ".npy.open")):
             notes.append(Note("foreign", folder / name, "its name is not that of a segment", "it is left out"))
     for stem, segments in stems.items():
         copy = living.get(Path(os.path.realpath(folder)) / f"{stem}.jsonl") if living else None
-        process = _read_process(folder, stem, segments, kept.get(stem), copy, notes)
+        last = kept[stem].pop("", None)
+        process = _read_process(folder, stem, segments, last, copy, notes)
+        dumps = [inspect_segment(path) for path in kept[stem].values()]
+        notes += (note for _, of_dump in dumps for note in of_dump)
+        process = replace(process, dumps=tuple(segment for segment, _ in dumps if segment))
         snapshot = None if copy is None or copy.identity.get("mode") != "summary" else copy.snapshot
         is_summary = stem in summaries or snapshot is not None
         yield replace(process, summary=SummaryTables(folder, stem, snapshot)) if is_summary else process

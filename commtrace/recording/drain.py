@@ -17,6 +17,7 @@ from commtrace import identity
 from commtrace.rank_ranges import rank_ranges
 from commtrace.settings import Settings
 
+from .kept_dumps import KeptDumps
 from .kept_records import in_flight, not_selected, records_of_a_hang
 from .log_writer import LogWriter, warn
 from .recovery import recover_records
@@ -46,6 +47,7 @@ class Drain:
         self._is_kept = np.zeros(self._slots.capacity, bool)
         ring, rank = recorder.ring, recorder.rank_identity.rank
         self._summary = SummaryWriter(settings, rank, ring, writer) if settings.mode == "summary" else None
+        self._dumps = KeptDumps(settings, ring, writer) if settings.kept_records else None
         self._crossing_ns = self._written = self._not_selected = self._cpu_ns = 0
         self._costs: dict[str, int] = {}
         self._costs_at = 0.0
@@ -144,6 +146,8 @@ class Drain:
             self._move(slots)
         if self._summary:
             self._summary.turn()
+        if self._dumps:
+            self._dumps.turn()
         self._cpu_ns = time.thread_time_ns()
         self._count()
 

@@ -39,11 +39,11 @@ def records_of_a_hang(kept: Records) -> Records:
     return kept[-KEPT_AT_EXIT:] if in_order else kept
 
 
-def write_kept(folder: Path, stem: str, kept: Records) -> None:
-    """Write the records kept by a process, over those that were written before. Raises OSError."""
+def write_kept(folder: Path, stem: str, kept: Records, number: int = 0) -> None:
+    """Write the records kept by a process, over those that were written before with this number. Raises OSError."""
     if not len(kept):
         return
-    path = folder / f"{stem}-kept.npy"
+    path = folder / (f"{stem}-kept-{number}.npy" if number else f"{stem}-kept.npy")
     path.with_name(path.name + ".open").unlink(missing_ok=True)  # of a failed attempt
     segment = WrittenSegment(path)
     try:

@@ -117,6 +117,16 @@ class LogWriter:
             return False
         return True
 
+    def dump(self, kept: Records, number: int) -> bool:
+        """Write records that were kept to a file with a number. Returns whether it did. Never raises OSError."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_kept(self.folder, self._series.stem, kept, number)
+        except OSError as error:
+            self._note(error)
+            return False
+        return True
+
     def unwritten(self, lines: list[bytes]) -> int:
         """Return how many of the table lines are not in the log."""
         return len(lines) - self._lines_written

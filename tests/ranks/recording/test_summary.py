@@ -9,10 +9,12 @@ from pathlib import Path
 import pandas as pd
 import processes
 import pytest
+from factory import LogFactory, record
 from ranks import Nursery
 from stuck_jobs import stuck_calls_of, wait_for_stuck_calls
 
 from commtrace.cli import main
+from commtrace.recording import kept_dumps
 from commtrace.run import Run, open_run
 
 EXACT = (
@@ -126,3 +128,37 @@ def test_a_job_that_hangs(nursery: Nursery, tmp_path: Path) -> None:
         if verdict is wait_for_stuck_calls:
             ranks.kill(0, 1, 2)
             ranks.wait()
+
+
+def test_the_last_seconds_are_written_at_a_hang_and_when_asked_for(
+    tmp_path: Path,
+    new_recorder: processes.NewRecorder,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(kept_dumps, "LOOK_SECONDS", 0.02)
+    log = tmp_path / "log"
+    recorder = new_recorder(log, mode="summary", drain_ms=5)
+    finished = [processes.call(recorder, number, step=number) for number in range(10)]
+    for slot in finished:
+        recorder.returned(slot, time.monotonic_ns(), observable=False)
+    processes.wait_for(log.exists)
+    (log / "keep").touch()
+    processes.wait_for(lambda: [*log.glob("*/*/*-kept-1.npy")])
+    monkeypatch.setattr(kept_dumps, "HANG_SECONDS", 0.1)
+    time.sleep(0.3)
+    assert len([*log.glob("*/*/*-kept-*.npy")]) == 1, "no call is in flight"
+    processes.call(recorder, 10, step=10)
+    processes.wait_for(lambda: [*log.glob("*/*/*-kept-2.npy")])
+    recorder.close("exit")
+    out = tmp_path / "calls.csv"
+    assert main(["export", str(log), "--kept", "--out", str(out)]) == 0
+    assert "11 calls" in capsys.readouterr().out
+    table = pd.read_csv(out)
+    assert (table["step"].tolist(), table["seq"].tolist()) == ([*range(11)], [*range(11)])
+    assert table["state"].tolist() == ["unobservable"] * 10 + ["begun"]
+    assert open_run(log).table("coverage")["records"].tolist() == [11]
+    full = tmp_path / "full"
+    LogFactory(full).process(0).known().write([record()]).end()
+    assert main(["export", str(full), "--kept", "--out", str(tmp_path / "none.csv")]) == 1
+    assert "no calls were kept" in capsys.readouterr().err
