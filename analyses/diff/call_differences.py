@@ -94,10 +94,11 @@ def compare_calls(a: RunCalls, b: RunCalls) -> RunDifferences:
             if not run.ranks[rank].ended:
                 text = "did not end in order (killed, or still running); its last step is not compared"
                 reasons[f"{run.name}: {text}"].append(rank)
-        ranges = [run.step_ranges for run in (a, b) if run.step_ranges]
-        pairs, open_steps = _step_pairs(a.ranks[rank], b.ranks[rank], a.last_step, b.last_step, ranges)
-        if ranges:
-            notes["only steps that COMMTRACE_STEPS selected in both runs are compared"].append(rank)
+        selections = a.step_ranges, b.step_ranges
+        pairs, open_steps = _step_pairs(a.ranks[rank], b.ranks[rank], a.last_step, b.last_step, selections)
+        if any(selections):
+            without = f", without step {open_steps[0]}, the last one of a run" if open_steps else ""
+            notes[f"only steps that COMMTRACE_STEPS selected in both runs are compared{without}"].append(rank)
         elif a.last_step != b.last_step:
             longer, shorter = (a, b) if a.last_step > b.last_step else (b, a)
             notes[_describe_steps(longer, shorter, open_steps)].append(rank)
@@ -155,29 +156,32 @@ _StepPair: TypeAlias = tuple[int, StepCalls, StepCalls]
 
 
 def _step_pairs(
-    a: RankCalls, b: RankCalls, last_a: int, last_b: int, selections: Sequence[Sequence[range]]
+    a: RankCalls, b: RankCalls, last_a: int, last_b: int, selections: tuple[Sequence[range], Sequence[range]]
 ) -> tuple[list[_StepPair], list[int]]:
     """Return the steps that are compared with each other, and those of the longer run that have no counterpart.
 
     Steps of equal number are compared. The last step of a program also has what it communicates at its end: if one run
     has more steps, its last one is compared with the other's last one, and its further steps must be equal to a step
     that the other run has. If they are not, they are compared with the last but one if that repeats the one before.
-    Of runs with some steps only, those are compared that all `selections` have.
+    Of runs with some steps only, those are compared that both `selections` have, where these are not empty, but not the
+    last one of the shorter run if it was to have further ones: it may be the last one of its program.
     """
     if last_a < last_b:
-        swapped, open_steps = _step_pairs(b, a, last_b, last_a, selections)
+        swapped, open_steps = _step_pairs(b, a, last_b, last_a, selections[::-1])
         return [(step, of_a, of_b) for step, of_b, of_a in swapped], open_steps
     # The last step of a process that did not end in order may be incomplete.
     end = min([last_a, *(max(rank.steps, default=-1) - 1 for rank in (a, b) if not rank.ended)])
     more = last_a > last_b
     further = range(max(last_b, 0) if more else end + 1, end + 1)
-    same = range(-1, min(further.start, end + 1))
+    last_is_whole = not more or (bool(selections[1]) and not select_steps(np.array([last_b + 1]), selections[1]).all())
+    stop = last_b + 1 if any(selections) and last_is_whole else further.start
+    same = range(-1, min(stop, end + 1))
     steps = np.array(same, np.int64)
-    for ranges in selections:
+    for ranges in filter(None, selections):
         steps = steps[select_steps(steps, ranges)]
     pairs = [(step, a.steps.get(step, NO_CALLS), b.steps.get(step, NO_CALLS)) for step in steps.tolist()]
-    if selections:
-        return pairs, []
+    if any(selections):
+        return pairs, [] if last_is_whole else [last_b]
     known = {(calls := b.steps.get(step, NO_CALLS)).digest: calls for step in range(int(last_b > 0), last_b + 1)}
     regular = [b.steps.get(step, NO_CALLS) for step in (last_b - 1, last_b - 2)] if last_b > 1 else []
     repeats = bool(regular) and regular[0].digest == regular[1].digest

@@ -37,6 +37,7 @@ from .waterfall import WaterfallRows
 
 TABLE_NAMES: Final = ("theory", "expected", "reconciliation", "waterfall", "waterfall_by_role")
 _MAX_BYTES: Final = 1 << 62
+_FIRST_RECORDS: Final = 16
 _NEVER_MISSING: Final = {"rank": "int64", "step": "int64", "bytes": "int64", "matched_share": "float64"}
 
 
@@ -44,7 +45,7 @@ def _finish(
     table: pd.DataFrame, run: RecordedRun, jobs: Sequence[Mapping[str, Any]] = (), *, whole: bool = True
 ) -> NamedTables:
     own_last = _last_steps(table, len(run.processes))
-    first = _first_whole_step(table, run)
+    first = _first_whole_step(run)
     is_compared = _is_compared(table["step"].to_numpy(), run) & (table["step"].to_numpy() >= first)
     measured = measured_steps(table.loc[is_compared], len(run.processes))
     problems = [
@@ -61,11 +62,18 @@ def _finish(
     return comparison.tables(whole=whole)
 
 
-def _first_whole_step(table: pd.DataFrame, run: RecordedRun) -> int:
-    """Return the first step of which no process has removed records, -1: start-up."""
-    numbers = [number for number, process in enumerate(run.processes) if process.removed]
-    removed = table.loc[table["process"].isin(numbers)].groupby("process")["step"].min()
-    return int(removed.max()) + 1 if len(removed) else -1
+def _first_whole_step(run: RecordedRun) -> int:
+    """Return the first step of which no process has removed records, -1: start-up.
+
+    Records are written in the order in which calls end, more or less: the first ones that are left may be of several
+    steps, and those of calls that are never waited for come last.
+    """
+    first = -1
+    for process in run.processes:
+        if process.removed and process.segments:
+            records = next(process.segments[0].blocks(_FIRST_RECORDS), None)
+            first = max(first, -1 if records is None else int(records["step"].max(initial=-1)) + 1)
+    return first
 
 
 def _is_compared(steps: Array, run: RecordedRun) -> Array:

@@ -67,10 +67,16 @@ def test_comparisons_do_not_grow_with_ranks_and_steps(
 
 
 def test_steps_whose_records_were_removed_are_not_compared(recorded: Path, tmp_path: Path) -> None:
-    run = open_run(long_log(recorded, "ddp", tmp_path, ranks=2, repeats=300, removed=250))
+    log = long_log(recorded, "ddp", tmp_path, ranks=2, repeats=300, removed=250)
+    for path in log.rglob("*.npy"):  # a call of start-up that was never waited for is written at the end
+        records = np.load(path)
+        late = records[:1].copy()
+        late["step"] = -1
+        np.save(path, np.concatenate([records, late]))
+    run = open_run(log)
     cells = fold(run, [reconciliation.ANALYSIS])["reconciliation"]
     assert {*cells["cause"]} == {"expected"}
-    assert {*cells["step"]} == {*range(253, 302)}  # of step 252, a part may have been removed
+    assert {*cells["step"]} == {*range(258, 302)}  # of step 252, a part may have been removed
     assert run.processes[1].losses == "the first 762 of 912 calls were removed to keep the log below its limit"
 
 

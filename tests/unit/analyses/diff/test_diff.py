@@ -227,6 +227,16 @@ def test_more_steps_are_compared_with_those_that_repeat(tmp_path: Path) -> None:
     assert diff(tmp_path / "known", inserted(short, 1), inserted(long, 6)).table["steps"].tolist() == ["step 1"]
 
 
+@pytest.mark.parametrize(("selected", "last"), [("0-1", 1), ("0-8", 0)])
+def test_selected_steps(selected: str, last: int, tmp_path: Path) -> None:
+    """A last step that is followed by others to select may be the last one of its program, which all others are not."""
+    differences = diff(tmp_path, inserted(steps(4), 1), steps(2), settings={"steps": selected})
+    assert differences.compared[1] == {*range(-1, last + 1)}
+    assert differences.equal == (last == 0)
+    note = "only steps that COMMTRACE_STEPS selected in both runs are compared"
+    assert (note if last else f"{note}, without step 1, the last one of a run") in differences.notes[0]
+
+
 def test_steps_without_a_counterpart_are_named(tmp_path: Path) -> None:
     differences = diff(tmp_path, steps(1), steps(3, first=2))
     assert differences.equal
