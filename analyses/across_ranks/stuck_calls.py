@@ -53,7 +53,8 @@ FACTOR: Final = 2
 OUTLIVED_NS: Final = 1_000_000_000
 """Time by which processes that are ended together may differ."""
 MAX_RECORDS: Final = 1 << 20
-"""Records that are read, over all processes."""
+"""Records that are read, over all processes; of each at least MIN_RECORDS."""
+MIN_RECORDS: Final = 256
 
 _FIELDS: Final = ("t_begin", "t_return", "t_wait", "t_end", "payload", "peer", "tag", "state", "flags", "seq")
 _LABELS: Final = ("op", "dtype", "api", "group", "group_ranks", "site")
@@ -135,7 +136,7 @@ class _Examination:
     """The last calls of the run, and which of them are stuck."""
 
     def __init__(self, run: RecordedRun) -> None:
-        count = max(1024, min(BLOCK, MAX_RECORDS // max(1, len(run.processes))))
+        count = max(MIN_RECORDS, min(BLOCK, MAX_RECORDS // max(1, len(run.processes))))
         tail = RecordedRun(replace(run.log, processes=tuple(_last(process, count) for process in run.processes)))
         self.calls: MatchedCalls = match_calls(tail, [*_FIELDS, *_LABELS])
         self.whole = [
