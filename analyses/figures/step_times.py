@@ -23,42 +23,43 @@ MAX_COLUMNS: Final = 160
 def delays(table: pd.DataFrame) -> go.Figure:
     """Draw `delay_by_rank_and_step`: a row per rank and a column per step; of many ranks, per range of them."""
     late = table.pivot_table(index="rank", columns="step", values="delay_ns", aggfunc="sum").clip(lower=0)
-    row_size, column_size = (
-        -(-length // most) for length, most in zip(late.shape, (MAX_ROWS, MAX_COLUMNS), strict=True)
-    )
-    if len(late) <= MAX_SINGLE:
-        row_size = column_size = 1
-    ranks, steps = _ranges(late.index, row_size), _ranges(late.columns, column_size)
+    binned = len(late) > MAX_SINGLE
     rows, columns = (
-        np.arange(length) // size for length, size in zip(late.shape, (row_size, column_size), strict=True)
+        np.array_split(np.arange(length), min(length, most) if binned else length) if length else []
+        for length, most in zip(late.shape, (MAX_ROWS, MAX_COLUMNS), strict=True)
     )
-    cells = late.groupby(rows).max().T.groupby(columns).max().T
-    most = "up to " if row_size * column_size > 1 else ""
-    hover = [
-        [f"rank {rank}, step {step}<br>{most}{format_duration(value)} longer than the others" for step, value in row]
-        for rank, row in zip(ranks, (zip(steps, values, strict=True) for values in cells.to_numpy()), strict=True)
-    ]
-    scale = time_scale(cells.to_numpy().ravel().tolist())
+    cells = [[_latest(late, part, steps) for steps in columns] for part in rows]
+    values = np.array([[ns for ns, _ in row] for row in cells], float).reshape(len(rows), len(columns))
+    scale = time_scale(values.ravel().tolist())
     figure = go.Figure(
         go.Heatmap(
-            x=late.columns.tolist() if column_size == 1 else late.columns.to_series().groupby(columns).mean().tolist(),
-            z=cells.to_numpy() / scale.divisor,
+            x=[float(late.columns[steps].to_numpy().mean()) for steps in columns] if binned else late.columns.tolist(),
+            z=values / scale.divisor,
             zmin=0,
-            text=hover,
+            text=[[hover for _, hover in row] for row in cells],
             hovertemplate="%{text}<extra></extra>",
             colorscale=SCALE,
             colorbar={"title": {"text": scale.unit, "side": "top"}, "thickness": 12, "outlinewidth": 0},
         )
     )
     figure.update_xaxes(title_text="training step")
-    figure.update_yaxes(**numbered_rows(f"rank {rank}" for rank in ranks))
-    return finish(figure, "Computation beyond that of the other ranks", max(240, 150 + 18 * len(ranks)))
+    figure.update_yaxes(**numbered_rows(f"rank {_range(late.index[part])}" for part in rows))
+    return finish(figure, "Computation beyond that of the other ranks", max(240, 150 + 18 * len(rows)))
 
 
-def _ranges(numbers: pd.Index[Any], size: int) -> list[str]:
-    """Return the ranges of so many of these ascending numbers each, as text."""
-    bounds = [(numbers[at], numbers[min(at + size, len(numbers)) - 1]) for at in range(0, len(numbers), size)]
-    return [f"{first}" if first == last else f"{first}-{last}" for first, last in bounds]
+def _latest(late: pd.DataFrame, rows: Any, columns: Any) -> tuple[float, str]:
+    """Return the largest delay in ns of a range of rows and columns, and what is shown of it under the pointer."""
+    block = late.to_numpy()[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    row, column = divmod(int(np.nan_to_num(block, nan=-1).argmax()), len(columns))
+    place = f"rank {_range(late.index[rows])}, step {_range(late.columns[columns])}"
+    longer = f"{format_duration(block[row, column])} longer than the others"
+    if block.size > 1:
+        longer = f"up to {longer} (rank {late.index[rows[row]]}, step {late.columns[columns[column]]})"
+    return float(block[row, column]), f"{place}<br>{longer}"
+
+
+def _range(numbers: pd.Index[Any]) -> str:
+    return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
 
 
 def critical_path(table: pd.DataFrame) -> go.Figure:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from commtrace.analyses import analyse
 from commtrace.analyses.check.verdict import describe_losses
 from commtrace.analyses.diff.diff_text import shortened_lines
+from commtrace.analyses.figures import delays
 from commtrace.analyses.fold_engine import NamedTables
 from commtrace.analyses.report import SECTIONS, terminal
 from commtrace.analyses.report.document import report_to_json
@@ -287,3 +288,23 @@ def test_long_lists_in_lines_are_shortened() -> None:
     assert [*shortened_lines([line], range(33), per_rank=False)] == ["rank 4,9,16,...,1521 (38 in all): equal calls"]
     assert [*shortened_lines([line], range(32), per_rank=False)] == [line]
     assert [*shortened_lines([line], range(33), per_rank=True)] == [line]
+
+
+def test_a_heat_map_of_many_ranks_and_steps_is_bounded_and_names_the_latest() -> None:
+    ranks, steps = 1000, 400
+    delay = np.zeros((ranks, steps), int)
+    delay[ODD, 123] = 7_000_000
+    table = pd.DataFrame(
+        {
+            "rank": np.repeat(np.arange(ranks), steps),
+            "step": np.tile(np.arange(steps), ranks),
+            "delay_ns": delay.ravel(),
+        }
+    )
+    (heat,) = delays(table).data
+    assert heat.z.shape == (48, 160)
+    assert np.argwhere(heat.z > 0).tolist() == [[0, 41]]
+    assert heat.text[0][41].endswith("up to 7.00 ms longer than the others (rank 17, step 123)")
+    (heat,) = delays(table.loc[table["rank"] < 32]).data
+    assert heat.z.shape == (32, steps)
+    assert not delays(table.head(0)).data[0].z.size
