@@ -18,6 +18,7 @@ from ranks import Nursery
 from commtrace import schema
 from commtrace.rank_ranges import format_rank_list
 from commtrace.schema import RECORD
+from commtrace.summary_format import TABLES
 
 PAGE = (ROOT / "docs" / "reference" / "log-format.md").read_text()
 
@@ -126,8 +127,8 @@ def test_states_clocks_phases_and_flags() -> None:
 def test_the_names_of_files(log: Path) -> None:
     shown = re.findall(r"^ +(rank\d\S+)", PAGE, re.MULTILINE)
     pattern = r"rank\d{5}-\d+\.(jsonl|\d{5}\.npy(\.open)?|salvaged\.npy)"
-    kept = r"rank\d{5}-\d+-kept\.npy"
-    assert len(shown) == 5
+    kept = r"rank\d{5}-\d+-(kept(-\d)?|cells)\.npy"
+    assert len(shown) == 7
     assert all(re.fullmatch(f"{pattern}|{kept}", name) for name in shown)
     for path in log.glob("*/*/*"):
         assert re.fullmatch(pattern, path.name)
@@ -145,6 +146,14 @@ def test_the_tables_and_their_keys(page: dict[str, Any], log: Path) -> None:
     for name, rows in tables.items():
         keys = set(re.findall(r"`([a-z_0-9]+)`", re.sub(r"\([^)]*\)", "", described[name])))
         assert keys == set(rows[0]), name
+
+
+def test_the_fields_of_summaries() -> None:
+    """Each field of a row is on the page."""
+    described = {name.strip("`-").removesuffix(".npy"): text for name, text in table("file")}
+    assert {*described} == {*TABLES}
+    for name, dtype in TABLES.items():
+        assert {*(dtype.names or ())} <= {*re.findall(r"`([a-z_]+)`", described[name])}, name
 
 
 def test_a_reader_needs_numpy_and_the_standard_library_only() -> None:
