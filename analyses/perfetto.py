@@ -97,6 +97,7 @@ def export_perfetto(
         raise LogError(f"{run.log.path}: a dry run has no times; export a recorded run")
     messages = _perfetto_messages()
     columns = [*_FIELDS, *_LABELS, "op", "phase"]
+    run.require_events("single calls")
     calls = match_calls(run, columns, None if steps is None else np.array(steps, np.int64), derived=WAIT_COLUMNS)
     waits = waits_of(calls, clocks_of(run))
     times = _Times(run, calls)
