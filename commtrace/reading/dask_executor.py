@@ -199,9 +199,9 @@ class DaskExecutor(Executor):
         """Turn errors of the connection into ClusterError."""
         try:
             yield
-        except (self._distributed.CancelledError, OSError) as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise ClusterError(f"scheduler {self._address}: connection lost ({reason}); start it again") from None
+        except (self._distributed.CancelledError, OSError):
+            text = f"scheduler {self._address}: connection lost"
+            raise ClusterError(f"{text}; see why it ended, start it again, and repeat the command") from None
 
     @contextlib.contextmanager
     def _progress(self, name: str, futures: Sequence[Any]) -> Iterator[None]:
