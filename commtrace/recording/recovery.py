@@ -129,7 +129,9 @@ def _move_to_log(orphan: OrphanedRing) -> str:
             raise
     for table, dtype in TABLES.items() if is_summary else ():
         path = table_path(folder, stem, table)
-        written = min(snapshot.written[table], len(read_rows(path, dtype)))  # fewer if it was removed meanwhile
+        rows = len(read_rows(path, dtype))
+        # Fewer if the file was removed meanwhile; all if the snapshot was, which is there before any row.
+        written = min(snapshot.written[table], rows) if snapshot.calls else rows
         append_rows(path, dtype, written, snapshot.rows[table])
     write_kept(folder, stem, kept)
     number = _count_records(recovered)
