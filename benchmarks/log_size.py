@@ -1,16 +1,21 @@
-"""Bytes on disk for each communication call: commtrace's log, all its files, and torch.profiler's chrome trace.
+"""Bytes on disk: for each communication call, and of the tables of a rank of small and large jobs.
 
-On a fake process group, where the profiler sees one event a call; of real ones it sees more.
+Of each call: commtrace's log, all its files, and torch.profiler's chrome trace; on a fake process group, where the
+profiler sees one event a call; of real ones it sees more. Of tables: those of the last rank, of dry runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import gzip
+import json
+import subprocess
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
 
+import commands
 import groups
 import results
 import sides
@@ -22,6 +27,14 @@ from measuring import Row
 from commtrace.run import Run
 
 CASE = "bytes on disk per call"
+TABLES = ("tables of a rank, fewest ranks", "tables of a rank, most ranks")
+JOBS = {
+    "DDP": (2, ["--engine", "ddp"], {}),
+    "ZeRO-3": (2, ["--zero-stage", "3"], {}),
+    "tensor (2), pipeline (2), data": (8, [], {"model_parallel_size": 2, "pipe_parallel_size": 2}),
+}
+"""The smallest number of ranks, options of examples/gpt_neox, and keys of its configuration."""
+ROOT = Path(__file__).parents[1]
 RING_RECORDS = 1 << 18  # calls come here as fast as a loop can make them, and none may be lost
 
 
@@ -29,8 +42,11 @@ def main() -> None:
     """Measure."""
     parser = results.parser(__doc__)
     parser.add_argument("--calls", type=int, nargs="+", default=[10_000, 100_000, 1_000_000], help="of each log")
-    options = results.parsed(parser, calls=[100, 1000])
-    results.write("log_size", groups.run(sizes, options, backend="fake"), options)
+    parser.add_argument("--ranks", type=int, default=10_000, help="of the large jobs (%(default)s)")
+    parser.add_argument("--jobs", nargs="+", default=[*JOBS], choices=[*JOBS], help="whose tables are measured")
+    options = results.parsed(parser, calls=[100, 1000], ranks=16, jobs=["DDP"])
+    of_tables = [row for job in options.jobs for row in tables(job, options.ranks)]
+    results.write("log_size", groups.run(sizes, options, backend="fake") + of_tables, options)
 
 
 def sizes(options: argparse.Namespace) -> list[Row]:
@@ -69,6 +85,23 @@ def of_traces(calls: int, call: partial[object]) -> list[Row]:
         groups.shown(Row(CASE, f"torch.profiler's {name}, {calls:,} calls", "B", length / calls))
         for name, length in lengths.items()
     ]
+
+
+def tables(job: str, large: int) -> list[Row]:
+    """The last rank's tables in the smallest job and in a large one."""
+    small, options, keys = JOBS[job]
+    rows = []
+    for name, ranks in zip(TABLES, (small, large), strict=True):
+        with tempfile.TemporaryDirectory() as folder:
+            config, log = Path(folder, "config.yml"), Path(folder, "log")
+            config.write_text(json.dumps(keys))
+            train = [sys.executable, "-m", "examples.gpt_neox.train", "tiny", str(config), "--train-iters", "2"]
+            command = commands.commtrace("dryrun", "--world-size", str(ranks), "--ranks", str(ranks - 1), "--out", log)
+            subprocess.run([*command, *train, *options], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+            (file,) = log.rglob("*.jsonl")
+            rows.append(Row(f"{job}: {small} or {large:,} ranks", name, "B", file.stat().st_size))
+            results.show(rows[-1])
+    return rows
 
 
 def bytes_in(folder: Path) -> int:

@@ -128,6 +128,12 @@ def native_step(rows: Sequence[Row]) -> str:
     return f"{by_case(compared)}\n\n{by_case_alone([row for row in rows if row.ratio is None])}"
 
 
+def log_size(rows: Sequence[Row]) -> str:
+    """Bytes of a call, then of tables."""
+    of_calls = [row for row in rows if row.case == rows[0].case]
+    return f"{single(of_calls)}\n\n{by_case_alone(rows[len(of_calls) :])}"
+
+
 def bench_loop(rows: Sequence[Row]) -> str:
     """What both measured of a call; then the errors of the fit."""
     compared = [row for row in rows if row.bare is not None]
@@ -181,7 +187,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "call_cost": ("Time of a call, bare + added, ratio (control)", by_case),
     "own_cost": ("The cost of a call, measured externally and as reported", own_cost),
     "startup": ("A Python process that never communicates", by_case),
-    "log_size": ("Size on disk", single),
+    "log_size": ("Size on disk", log_size),
     "report": ("Time and memory of a report", by_case_alone),
     "across_ranks": ("Time and memory of analyses across 64 ranks on as many hosts", by_case_alone),
     "scale": ("Time, time of all processors and memory of commands on logs of many ranks or steps", scale),

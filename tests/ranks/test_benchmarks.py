@@ -118,7 +118,8 @@ EXPECTED = {
     "step_time": COMMTRACE | {"CommDebugMode", "torch.profiler"},
     "native_step": {"commtrace, native, with call sites", "commtrace, native, with call sites: its thread"},
     "own_cost": {f"{name}: {what}" for name in COMMTRACE for what in ("mean", "99th percentile")},
-    "log_size": {"commtrace, 100 calls", "commtrace, 1,000 calls", "torch.profiler's trace.json, 100 calls"},
+    "log_size": {"commtrace, 100 calls", "commtrace, 1,000 calls", "torch.profiler's trace.json, 100 calls"}
+    | {f"tables of a rank, {which} ranks" for which in ("fewest", "most")},
     "startup": {"tracing off", "tracing on"},
     "report": {"commtrace report"},
     "scale": {"pack", "export", "report", "check, processor", "report of the packed log, memory"},
