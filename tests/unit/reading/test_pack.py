@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import damaged_logs
+import log_versions
 import numpy as np
 import processes
 import pytest
@@ -21,9 +23,9 @@ import commtrace.reading.pack
 from commtrace.cli import main
 from commtrace.errors import LogError
 from commtrace.reading.log import open_log
-from commtrace.reading.packed_log import PackedSegment
+from commtrace.reading.packed_log import PROCESSES, PackedSegment
 from commtrace.run import open_run
-from commtrace.schema import RECORD, State
+from commtrace.schema import EVENT_COLUMNS, RECORD, State
 
 parquet = pytest.importorskip("pyarrow.parquet")
 
@@ -39,6 +41,8 @@ def test_commands_give_equal_results(scheme: str, tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(8, 300))])
 def test_damaged_logs_give_equal_results(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damaged_logs.unpack(tmp_path)
+    if seed % 2:
+        log_versions.to_version_2(tmp_path)
     chance = random.Random(seed)
     log = tmp_path / chance.choice(damaged_logs.SCHEMES)
     other = tmp_path / "other"
@@ -108,6 +112,18 @@ def test_columns_are_those_of_the_event_table(tmp_path: Path) -> None:
     assert [*dict.fromkeys(table["host"])] == ["node17", "node18"]
     assert set(table["run"]) == {RUN}
     assert table["rank"].is_monotonic_increasing
+
+
+def test_the_page_has_all_columns(tmp_path: Path) -> None:
+    training(tmp_path / "log")
+    (part,) = pack(tmp_path / "log").rglob("part-*")
+    schema = parquet.read_schema(part.with_name(PROCESSES))
+    (facts,) = schema.metadata.values()
+    segment = schema.field("segments").type.value_type
+    names = {*schema.names, *(segment.field(number).name for number in range(segment.num_fields)), *json.loads(facts)}
+    names |= {*parquet.read_schema(part).names} - {*EVENT_COLUMNS}
+    page = (processes.ROOT / "docs" / "reference" / "log-format.md").read_text().partition("## Packed logs")[2]
+    assert not [name for name in sorted(names) if f"`{name}`" not in page]
 
 
 def test_wanted_events_are_read_by_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
