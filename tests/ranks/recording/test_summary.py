@@ -93,7 +93,7 @@ def test_counts_and_sizes_are_those_of_a_full_log(
         assert "a summary does not have" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(2, 20))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 20))])
 def test_killed_at_a_random_moment(
     seed: int, nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,12 @@ from commtrace.schema import EVENT_COLUMNS, RECORD, State
 parquet = pytest.importorskip("pyarrow.parquet")
 
 
-@pytest.mark.parametrize("scheme", damaged_logs.SCHEMES)
+QUICK_AND_LONG = [
+    pytest.param(scheme, marks=() if scheme == "zero3" else pytest.mark.long) for scheme in damaged_logs.SCHEMES
+]
+
+
+@pytest.mark.parametrize("scheme", QUICK_AND_LONG)
 def test_commands_give_equal_results(scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damaged_logs.unpack(tmp_path)
     training(tmp_path / "other", ranks=3, steps=6)

@@ -174,7 +174,7 @@ def test_a_call_that_ends_after_its_step_was_closed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sizes", "stride"),
     [
-        *((sizes, 400) for sizes in ("repeated", "special", "varied")),
+        *(pytest.param(sizes, 400, marks=pytest.mark.long) for sizes in ("repeated", "special", "varied")),
         *(pytest.param(sizes, 10, marks=pytest.mark.exhaustive) for sizes in ("repeated", "special", "varied")),
     ],
 )
