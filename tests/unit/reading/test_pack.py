@@ -16,6 +16,7 @@ import log_versions
 import numpy as np
 import processes
 import pytest
+import recorded_schemes
 from factory import BARRIER, RUN, LogFactory, record, records, training
 from packed_logs import assert_equal, pack, results
 
@@ -30,12 +31,7 @@ from commtrace.schema import EVENT_COLUMNS, RECORD, State
 parquet = pytest.importorskip("pyarrow.parquet")
 
 
-QUICK_AND_LONG = [
-    pytest.param(scheme, marks=() if scheme == "zero3" else pytest.mark.long) for scheme in damaged_logs.SCHEMES
-]
-
-
-@pytest.mark.parametrize("scheme", QUICK_AND_LONG)
+@pytest.mark.parametrize("scheme", recorded_schemes.QUICK_AND_LONG)
 def test_commands_give_equal_results(scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damaged_logs.unpack(tmp_path)
     training(tmp_path / "other", ranks=3, steps=6)

@@ -8,17 +8,14 @@ from pathlib import Path
 import damaged_logs
 import log_versions
 import pytest
+import recorded_schemes
 
 from commtrace.cli import main
 from commtrace.reading.log import open_log
 from commtrace.schema import VERSION
 
-QUICK_AND_LONG = [
-    pytest.param(scheme, marks=() if scheme == "zero3" else pytest.mark.long) for scheme in damaged_logs.SCHEMES
-]
 
-
-@pytest.mark.parametrize("scheme", QUICK_AND_LONG)
+@pytest.mark.parametrize("scheme", recorded_schemes.QUICK_AND_LONG)
 def test_reports_of_both_versions_are_equal(scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damaged_logs.unpack(tmp_path)
     log, documents = tmp_path / scheme, []

@@ -1,0 +1,10 @@
+"""The schemes of the recorded logs as parameters of a test: one of them in `make quick`."""
+
+from __future__ import annotations
+
+import damaged_logs
+import pytest
+
+QUICK_AND_LONG = [
+    pytest.param(scheme, marks=() if scheme == "zero3" else pytest.mark.long) for scheme in damaged_logs.SCHEMES
+]
