@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from commtrace.rank_ranges import select_steps
-from commtrace.schema import RECORD, Records, State
+from commtrace.schema import Records, State
 
-from .segment_writer import WrittenSegment
+from .segment_writer import write_segment
 
 KEPT_AT_EXIT: Final = 1024
 """Records that are kept of a process that ended in order: ranks may still wait for it."""
@@ -45,10 +45,4 @@ def write_kept(folder: Path, stem: str, kept: Records, number: int = 0) -> None:
         return
     path = folder / (f"{stem}-kept-{number}.npy" if number else f"{stem}-kept.npy")
     path.with_name(path.name + ".open").unlink(missing_ok=True)  # of a failed attempt
-    segment = WrittenSegment(path)
-    try:
-        segment.append(np.ascontiguousarray(kept, RECORD))
-        segment.close()
-    except OSError:
-        segment.abandon()
-        raise
+    write_segment(path, kept)

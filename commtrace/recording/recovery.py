@@ -26,7 +26,7 @@ from commtrace.summary_format import TABLES
 from . import ring
 from .kept_records import in_flight, not_selected, write_kept
 from .ring import OrphanedRing
-from .segment_writer import EMPTY, HEADER_BYTES, WrittenSegment, read_records
+from .segment_writer import EMPTY, HEADER_BYTES, read_records, write_segment
 from .summary_files import Snapshot, append_rows, count_calls, read_rows, read_snapshot, table_path
 
 DEFAULT_SHM: Final = "/dev/shm"
@@ -120,13 +120,7 @@ def _move_to_log(orphan: OrphanedRing) -> str:
     overwritten = max(0, orphan.kept_count - snapshot.calls - len(orphan.kept)) if is_summary else 0
     records = records[~np.isin(record_keys(records), record_keys(recent))]
     if len(records) and not recovered.exists():
-        segment = WrittenSegment(recovered)
-        try:
-            segment.append(np.ascontiguousarray(records, RECORD))
-            segment.close()
-        except OSError:
-            segment.abandon()
-            raise
+        write_segment(recovered, records)
     for table, dtype in TABLES.items() if is_summary else ():
         path = table_path(folder, stem, table)
         rows = len(read_rows(path, dtype))

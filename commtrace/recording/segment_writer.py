@@ -84,6 +84,17 @@ class WrittenSegment:
         os.close(fd)
 
 
+def write_segment(path: Path, records: Records) -> None:
+    """Write records as one closed segment, which is not there yet. Raises OSError; an open segment may be left then."""
+    segment = WrittenSegment(path)
+    try:
+        segment.append(np.ascontiguousarray(records, RECORD))
+        segment.close()
+    except OSError:
+        segment.abandon()
+        raise
+
+
 class SegmentSeries:
     """The segments of one process: numbered, growing in size; the oldest are removed beyond `max_bytes`."""
 
