@@ -42,7 +42,7 @@ _NEVER_MISSING: Final = {"rank": "int64", "step": "int64", "bytes": "int64", "ma
 
 
 def _finish(
-    table: pd.DataFrame, run: RecordedRun, jobs: Sequence[Mapping[str, Any]] = (), *, whole: bool = True
+    table: pd.DataFrame, run: RecordedRun, jobs: Sequence[Mapping[str, Any]] = (), *, agreeing: bool = True
 ) -> NamedTables:
     own_last = _last_steps(table, len(run.processes))
     first = _first_whole_step(run)
@@ -59,7 +59,7 @@ def _finish(
         # Stages have equally many ranks each, and are in the order of the ranks.
         job = jobs[process.rank * len(jobs) // (run.world_size or len(run.processes))] if jobs else None
         comparison.add(number, process, job, problem, own_last[number])
-    return comparison.tables(whole=whole)
+    return comparison.tables(agreeing=agreeing)
 
 
 def _first_whole_step(run: RecordedRun) -> int:
@@ -136,10 +136,10 @@ class _Comparison:
         self._theory: list[dict[str, object]] = []
         self._waterfall: WaterfallRows | None = None
 
-    def tables(self, *, whole: bool) -> NamedTables:
-        """Return the tables of the processes added; unless `whole`, without cells of steps in which nothing differs."""
+    def tables(self, *, agreeing: bool) -> NamedTables:
+        """Return the tables of the processes added; unless `agreeing`, without steps in which nothing differs."""
         bars, bars_by_role = self._waterfall or ([], [])
-        shown = [step if whole or step.differs else None for step in self._compared]
+        shown = [step if agreeing or step.differs else None for step in self._compared]
         return {
             "theory": _table("theory", self._theory),
             "expected": self._expanded("expected", [step.expected if step else () for step in shown]),
@@ -335,10 +335,10 @@ ANALYSIS: Final = Analysis(
 )
 
 
-DIFFERENCES: Final = replace(ANALYSIS, finish=partial(_finish, whole=False))
+DIFFERENCES: Final = replace(ANALYSIS, finish=partial(_finish, agreeing=False))
 """The same without the cells of steps in which nothing differs: of many ranks and steps, they take much memory."""
 
 
 def differences_from(*jobs: Mapping[str, Any]) -> Analysis:
     """Return DIFFERENCES with job rows in place of the captured ones, for a pipeline one per stage."""
-    return replace(DIFFERENCES, finish=partial(_finish, jobs=jobs, whole=False), reads_records=None)
+    return replace(DIFFERENCES, finish=partial(_finish, jobs=jobs, agreeing=False), reads_records=None)
