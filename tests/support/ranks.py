@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,18 @@ class Ranks:
         self._nursery, self.pids, self._output = nursery, pids, output
 
     def kill(self, *ranks: int, signal_: int = signal.SIGKILL) -> None:
-        """Send a signal to these ranks."""
+        """Send a signal to these ranks. SIGKILL ends all of them before one can see that another is gone."""
+        if signal_ == signal.SIGKILL and len(ranks) > 1:
+            self.kill(*ranks, signal_=signal.SIGSTOP)
+            while not all(self._state(rank) in "TZ" for rank in ranks):
+                time.sleep(0.001)
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pids[rank], signal_)
+
+    def _state(self, rank: int) -> str:
+        """The letter of the process's state, as proc(5) has it."""
+        return Path(f"/proc/{self.pids[rank]}/stat").read_text().rpartition(")")[2].split()[0]
 
     def wait(self, limit: float = processes.LIMIT_SECONDS) -> list[int]:
         """The statuses with which they ended. Fails the test after `limit` seconds."""
@@ -36,7 +45,7 @@ class Ranks:
 
     def ended(self) -> bool:
         """None of them runs any more."""
-        return all(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z" for pid in self.pids)
+        return all(self._state(rank) == "Z" for rank in range(len(self.pids)))
 
     def output(self, rank: int) -> str:
         """What a rank wrote, to both of its streams."""
