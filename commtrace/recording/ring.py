@@ -123,13 +123,13 @@ class Ring:
         _NUMBER.pack_into(self.buffer, ALIVE_AT, time.monotonic_ns())
 
     def keep(self, records: Records) -> None:
-        """Write records over the oldest ones kept."""
-        records = records[-len(self._kept) :] if len(self._kept) else records[:0]
-        if len(records):
-            at = (self._kept_count + np.arange(len(records))) % len(self._kept)
+        """Write records over the oldest ones kept: the last of them, if there is not room for all."""
+        last = records[-len(self._kept) :] if len(self._kept) else records[:0]
+        if len(last):
             begun = self._kept_count + len(records)
+            at = np.arange(begun - len(last), begun) % len(self._kept)
             _NUMBER.pack_into(self.buffer, KEPT_AT, begun)  # what is overwritten is not valid from here on
-            self._kept[at] = records
+            self._kept[at] = last
             _NUMBER.pack_into(self.buffer, KEPT_AT + 8, begun)
             self._kept_count = begun
 

@@ -22,6 +22,7 @@ FOLD_RECORDS: Final = 8192
 OPEN_STEPS: Final = 3
 """Steps before the last one that may be open."""
 SNAPSHOT_SECONDS: Final = 5.0
+"""Most time between snapshots. They come sooner where many calls would leave the kept records between two of them."""
 WRITE_SECONDS: Final = 10.0
 
 
@@ -34,6 +35,7 @@ class SummaryWriter:
         self._ring, self._writer = ring, writer
         self._records: list[Records] = []
         self._written = dict.fromkeys(TABLES, 0)
+        self._most_unsaved, self._saved = settings.kept_records // 4, 0
         self._fold_at, self._snapshot_at, self._write_at = now, now + SNAPSHOT_SECONDS, now + WRITE_SECONDS
         self.calls = 0
         """Number of calls so far."""
@@ -53,7 +55,7 @@ class SummaryWriter:
                 self._write_at, self._snapshot_at = now + WRITE_SECONDS, now + SNAPSHOT_SECONDS
                 self._summary.flush(now)
                 self._write()
-            elif now >= self._snapshot_at:
+            elif now >= self._snapshot_at or self._ring.kept_count - self._saved >= self._most_unsaved:
                 self._snapshot_at = now + SNAPSHOT_SECONDS
                 self._save()
 
@@ -74,6 +76,7 @@ class SummaryWriter:
         self._summary.close_steps(max(newest - OPEN_STEPS, min(newest, int(steps.min(initial=newest)))))
 
     def _save(self) -> None:
+        self._saved = self._ring.kept_count
         if self._ring.path is not None:
             rows = self._summary.rows_if_finished()
             write_snapshot(self._ring.path, Snapshot(self._ring.kept_count, self._written, rows))

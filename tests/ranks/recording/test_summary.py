@@ -1,8 +1,10 @@
-"""COMMTRACE_MODE=summary: counts and sizes are those of a full log, whatever ends the process."""
+"""COMMTRACE_MODE=summary: every call is in the log once, whatever ends the process, and the last ones in full."""
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 from pathlib import Path
 
@@ -15,82 +17,7 @@ from stuck_jobs import stuck_calls_of, wait_for_stuck_calls
 
 from commtrace.cli import main
 from commtrace.recording import kept_dumps
-from commtrace.run import Run, open_run
-
-EXACT = (
-    "volume_by_operation",
-    "volume_by_role",
-    "volume_by_role_and_operation",
-    "volume_by_phase",
-    "volume_by_site",
-    "volume_by_step",
-    "steady_step",
-    "message_sizes",
-    "message_size_bins",
-    "states",
-    "ranks",
-)
-"""Tables that a summary has exactly."""
-
-
-def counted(run: Run) -> dict[str, pd.DataFrame]:
-    """The tables of EXACT, in an order that does not depend on the log, and the numbers of calls in `host_time`."""
-    tables = {name: run.table(name) for name in EXACT}
-    times = run.table("host_time")
-    tables["host_time"] = times.assign(calls=times["calls_known"] + times["calls_unknown"])[["op", "measure", "calls"]]
-    return {name: table.sort_values([*table.columns], ignore_index=True) for name, table in tables.items()}
-
-
-def assert_equal(full: Run, summary: Run) -> None:
-    """All counts and sizes are equal."""
-    assert (summary.is_summary, full.is_summary) == (True, False)
-    expected, found = counted(full), counted(summary)
-    for name, table in expected.items():
-        pd.testing.assert_frame_equal(table, found[name], check_dtype=False, obj=name)
-
-
-GPT_NEOX = ("gpt_neox", "tiny", "--train-iters", "6", "--engine")
-PROGRAMS = {
-    "DDP": ("changed_training", "9", "more"),
-    "ZeRO-2": (*GPT_NEOX, "deepspeed", "--zero-stage", "2"),
-    "ddp": (*GPT_NEOX, "ddp"),
-    **{f"ZeRO-{stage}": (*GPT_NEOX, "deepspeed", "--zero-stage", stage) for stage in ("0", "1", "3")},
-}
-
-
-@pytest.mark.parametrize(
-    "program",
-    [name if name in ("DDP", "ZeRO-2") else pytest.param(name, marks=pytest.mark.exhaustive) for name in PROGRAMS],
-)
-def test_counts_and_sizes_are_those_of_a_full_log(
-    program: str, nursery: Nursery, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name, *arguments = PROGRAMS[program]
-    if name == "gpt_neox":
-        pytest.importorskip("deepspeed")
-        pytest.importorskip("yaml")
-    runs = []
-    for mode in ("events", "summary"):
-        statuses, outputs = nursery.run(name, tmp_path / mode, *arguments, MODE=mode)
-        assert statuses == [0] * 2, outputs
-        runs.append(open_run(tmp_path / mode))
-    assert_equal(*runs)
-    coverage = runs[1].table("coverage").iloc[0]
-    assert coverage["records"] == coverage["calls"] == runs[0].table("coverage").iloc[0]["calls"]
-    assert (coverage["not_found"], len(runs[1].notes)) == (0, 0)
-    capsys.readouterr()
-    verdicts = []
-    for mode in ("events", "summary"):
-        status = main(["check", str(tmp_path / mode)])
-        verdicts.append((status, capsys.readouterr().out))
-    assert verdicts[0] == verdicts[1]
-    assert main(["report", str(tmp_path / "summary"), "--sections", "all"]) == 0
-    assert "cannot be known from it" in " ".join(capsys.readouterr().out.split())
-    for command in ("diff", "scaling", "export"):
-        others = [str(tmp_path / "events")] if command == "diff" else []
-        others += ["--out", str(tmp_path / "out.parquet")] if command == "export" else []
-        assert main([command, str(tmp_path / "summary"), *others]) == 1
-        assert "a summary does not have" in capsys.readouterr().err
+from commtrace.run import open_run
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 20))])
@@ -117,6 +44,27 @@ def test_killed_at_a_random_moment(
     kept = [process.kept.count for process in run.processes if process.kept]
     assert len(kept) == 2
     assert all(count >= min(calls, 30 * 1024) - 1 for count, calls in zip(kept, numbers, strict=True))
+
+
+@pytest.mark.parametrize("keep_seconds", [30, 1])
+def test_killed_after_many_calls(keep_seconds: int, new_recorder: processes.NewRecorder, tmp_path: Path) -> None:
+    """More than are kept in the time between two snapshots; in the shortest time that can be set, some are lost."""
+    calls = 50_000
+
+    def call_and_die() -> None:
+        recorder = new_recorder(tmp_path, mode="summary", drain_ms=5, keep_seconds=float(keep_seconds))
+        for number in range(calls):
+            while not recorder.slots.free:
+                time.sleep(0.001)
+            recorder.returned(processes.call(recorder, number, step=0), time.monotonic_ns(), observable=False)
+        processes.wait_for(lambda: recorder.slots.taken == 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert processes.in_child(call_and_die, 60) == -signal.SIGKILL
+    run = open_run(tmp_path)
+    ((records, lost),) = run.table("processes")[["records", "lost"]].to_numpy().tolist()
+    assert records + lost == run.table("volume_by_operation")["calls"].sum() + lost == calls
+    assert lost == 0 or keep_seconds == 1
 
 
 def test_a_job_that_hangs(nursery: Nursery, tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def test_the_last_records_are_kept(calls: int, left: int, tmp_path: Path) -> Non
     assert made.kept()["seq"].tolist() == expected
     with OrphanedRing(dead(made)) as orphan:
         assert orphan.kept["seq"].tolist() == expected
+        assert orphan.kept_count == calls
 
 
 def test_what_a_kill_overwrites_is_not_kept(tmp_path: Path) -> None:
@@ -61,7 +62,7 @@ def test_what_a_kill_overwrites_is_not_kept(tmp_path: Path) -> None:
     records = np.zeros(7, RECORD)
     records["seq"] = np.arange(7)
     made.keep(records)
-    made.buffer[ring.KEPT_AT : ring.KEPT_AT + 8] = (7).to_bytes(8, "little")  # two more were begun
+    made.buffer[ring.KEPT_AT : ring.KEPT_AT + 8] = (9).to_bytes(8, "little")  # two more were begun
     with OrphanedRing(dead(made)) as orphan:
         assert orphan.kept["seq"].tolist() == [4, 5, 6]
 
