@@ -361,7 +361,7 @@ def train(wanted: dict[str, dict[str, Any]], folder: Path, number: int) -> dict[
 
 
 def _order(folder: Path, name: str, one: dict[str, Any]) -> dict[str, Any]:
-    order = {"log": str(folder / name), "port": processes.free_port()}
+    order = {"log": str(folder / name), "port": processes.free_port(), "variables": one.get("variables", {})}
     for plain in ("ddp", "fsdp", "deepspeed"):
         if plain in one:
             return {**order, **one}

@@ -4,6 +4,7 @@ ORDERS is a JSON file: a list of {"log": directory, "port": for the process grou
 workload}, or, for a small model under plain DDP, {"log", "port", "ddp": keyword arguments of DistributedDataParallel},
 or under plain FSDP2 {"log", "port", "fsdp": keyword arguments of fully_shard}, or under a plain DeepSpeed engine
 {"log", "port", "deepspeed": its configuration, "zero_init": how many layers are made under `deepspeed.zero.Init`}.
+Each has "variables" too, which are set in the environment.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def main(orders: list[dict[str, Any]]) -> None:
     """All of them."""
     linear = torch.nn.functional.linear
     for order in orders:
-        os.environ["MASTER_PORT"] = str(order["port"])
+        os.environ.update(order["variables"], MASTER_PORT=str(order["port"]))
         commtrace.start(order["log"])
         if "ddp" in order:
             ddp(order["ddp"])
