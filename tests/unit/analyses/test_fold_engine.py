@@ -118,6 +118,9 @@ def test_an_executor_gives_the_same_tables(tmp_path: Path) -> None:
         assert_frame_equal(tables[name], table)
 
 
+RECORDS = 30
+
+
 def differently_numbered(folder: Path) -> Run:
     """A run of three processes that number their operations, groups and call sites in different orders."""
     log = LogFactory(folder)
@@ -130,9 +133,9 @@ def differently_numbered(folder: Path) -> Run:
             process.add("sites", **{**row, "id": 2 * number})
         for number, ranks in enumerate(np.roll(np.array(groups, object), rank), 1):
             process.add("groups", id=1000 * number, ranks=ranks, name="", desc="", index=0, backend="gloo")
-        rows = random(rank, 60)
+        rows = random(rank, RECORDS)
         rows["group"] *= 1000
-        process.write(rows[:25]).write(rows[25:]).end()
+        process.write(rows[:10]).write(rows[10:]).end()
     return open_run(folder)
 
 
@@ -153,7 +156,7 @@ def test_blocks_that_span_processes_have_the_labels_of_each(tmp_path: Path) -> N
             assert table["payload_bytes"].to_dict() == expected["sum"].to_dict()
 
 
-@pytest.mark.parametrize("rows", [1, 7, 60])
+@pytest.mark.parametrize("rows", [1, 7, RECORDS])
 def test_tables_do_not_depend_on_the_size_of_blocks(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = differently_numbered(tmp_path)
     analyses = ALL

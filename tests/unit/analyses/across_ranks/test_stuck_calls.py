@@ -12,6 +12,7 @@ import pytest
 from factory import BARRIER, PAIR, RECV, SEND, WORLD, LogFactory, ProcessFactory, Records, record, training
 
 from commtrace.analyses.across_ranks import stuck_calls
+from commtrace.analyses.fold_engine import fold
 from commtrace.analyses.report.findings import verdict
 from commtrace.run import open_run
 from commtrace.schema import Flag, State
@@ -63,7 +64,12 @@ def tables(
             died(one.stats(**(stats or {})), until)
             if stats:
                 one.stats(mono_ns=until, **stats)
-    return {name: open_run(folder).table(name) for name in ("stuck_calls", "stuck_ranks")}
+    return verdict_tables(folder)
+
+
+def verdict_tables(folder: Path) -> dict[str, pd.DataFrame]:
+    """The tables `stuck_calls` and `stuck_ranks` of a run, without those of other analyses."""
+    return fold(open_run(folder), [stuck_calls.ANALYSIS])
 
 
 def rows_of(found: Mapping[str, pd.DataFrame]) -> list[tuple[Any, ...]]:
@@ -189,14 +195,14 @@ def test_damaged_kept_records_prove_nothing(damage: str, tmp_path: Path) -> None
         np.save(kept_path, kept)
         if damage == "cut":
             kept_path.write_bytes(kept_path.read_bytes()[:-1])
-    assert len(open_run(tmp_path).table("stuck_calls")) == (damage == "none")
+    assert len(verdict_tables(tmp_path)["stuck_calls"]) == (damage == "none")
 
 
 def test_a_log_that_was_not_recovered_proves_nothing(tmp_path: Path) -> None:
     tables(tmp_path, ABSENT)
     (path,) = tmp_path.glob("*/*/rank00001-101.jsonl")
     path.write_text("".join(line + "\n" for line in path.read_text().splitlines() if "salvage" not in line))
-    assert not len(open_run(tmp_path).table("stuck_calls"))
+    assert not len(verdict_tables(tmp_path)["stuck_calls"])
 
 
 def test_a_rank_without_a_log_proves_nothing(tmp_path: Path) -> None:
@@ -259,11 +265,11 @@ def test_ranks_of_several_hosts(tmp_path: Path) -> None:
 def test_a_healthy_run_is_not_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training(tmp_path)
     monkeypatch.delattr(stuck_calls, "match_calls")
-    assert not len(open_run(tmp_path).table("stuck_calls"))
+    assert not len(verdict_tables(tmp_path)["stuck_calls"])
 
 
 def test_a_dry_run_has_none(tmp_path: Path) -> None:
     log = LogFactory(tmp_path)
     for rank in range(2):
         log.process(rank, pid=rank + 1, simulated=True).known().write([record(t_begin=1, flags=Flag.SIMULATED)])
-    assert not len(open_run(tmp_path).table("stuck_calls"))
+    assert not len(verdict_tables(tmp_path)["stuck_calls"])

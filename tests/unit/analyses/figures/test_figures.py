@@ -29,17 +29,32 @@ def rows(table: pd.DataFrame, *columns: str) -> list[tuple[Any, ...]]:
     return list(table[[*columns]].itertuples(index=False, name=None))
 
 
-def tables_of(directory: Path) -> dict[str, pd.DataFrame]:
-    """All tables that figures are drawn from."""
+THEORY = {
+    "waterfall": waterfall_table(),
+    "waterfall_by_role": two_roles_table(),
+    "reconciliation": reconciliation_table(),
+}
+
+
+@pytest.fixture(scope="module")
+def six_steps(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A training of two ranks and six steps."""
+    directory = tmp_path_factory.mktemp("six_steps")
     training(directory, steps=6)
-    run = open_run(directory)
-    made = {
-        "waterfall": waterfall_table(),
-        "waterfall_by_role": two_roles_table(),
-        "reconciliation": reconciliation_table(),
-    }
-    names = {kind.table for kind in figures.FIGURES.values()} - set(made)
-    return {**{name: run.table(name) for name in names}, **made}
+    return open_run(directory)
+
+
+@pytest.fixture(scope="module")
+def tables(six_steps: Run) -> dict[str, pd.DataFrame]:
+    """All tables that figures of one run are drawn from."""
+    names = {kind.table for kind in figures.FIGURES.values()} - set(THEORY)
+    return {**{name: six_steps.table(name) for name in names}, **THEORY}
+
+
+@pytest.fixture(scope="module")
+def compared(six_steps: Run) -> dict[str, pd.DataFrame]:
+    """All tables that figures of several runs are drawn from; the only run has a hostile name."""
+    return compare({EVIL: six_steps}, {EVIL: {**six_steps.tables(), **THEORY}})
 
 
 # --- the tables -----------------------------------------------------------------------------------------------------
@@ -136,9 +151,9 @@ def test_sizes_over_time_cover_the_run_in_equal_spans(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", figures.FIGURES)
-def test_a_figure_is_made_from_its_table_and_leaves_it_as_it_was(name: str, tmp_path: Path) -> None:
+def test_a_figure_is_made_from_its_table_and_leaves_it_as_it_was(name: str, tables: dict[str, pd.DataFrame]) -> None:
     kind = figures.FIGURES[name]
-    table = tables_of(tmp_path)[kind.table]
+    table = tables[kind.table]
     before = table.copy(deep=True)
     assert kind.has_data(table)
     figure = kind.draw(table)
@@ -159,9 +174,9 @@ def test_every_figure_is_public_and_explained() -> None:
 
 
 @pytest.mark.parametrize("name", figures.FIGURES)
-def test_a_figure_of_nothing_is_drawn_or_told_from_one_of_something(name: str, tmp_path: Path) -> None:
+def test_a_figure_of_nothing_is_drawn_or_told_from_one_of_something(name: str, tables: dict[str, pd.DataFrame]) -> None:
     kind = figures.FIGURES[name]
-    empty = tables_of(tmp_path)[kind.table].head(0)
+    empty = tables[kind.table].head(0)
     assert not kind.has_data(empty)
     assert isinstance(kind.draw(empty), go.Figure)
 
@@ -189,8 +204,8 @@ def bars(figure: Any, **where: Any) -> list[Any]:
     ]
 
 
-def test_the_volume_figure_adds_up_to_the_table(tmp_path: Path) -> None:
-    table = tables_of(tmp_path)["volume_by_role_and_operation"]
+def test_the_volume_figure_adds_up_to_the_table(tables: dict[str, pd.DataFrame]) -> None:
+    table = tables["volume_by_role_and_operation"]
     figure = figures.volume(table)
     scale = style.bytes_scale([*table["payload_bytes"], *table["wire_bytes"], table["payload_bytes"].sum()])
     assert scale.unit in figure.layout.xaxis2.title.text
@@ -288,8 +303,7 @@ def test_expected_and_measured_are_of_one_rank_and_step() -> None:
 # --- looks ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_operation_looks_the_same_everywhere_and_like_no_other(tmp_path: Path) -> None:
-    tables = tables_of(tmp_path)
+def test_an_operation_looks_the_same_everywhere_and_like_no_other(tables: dict[str, pd.DataFrame]) -> None:
     for name in ("volume", "message_sizes", "steps", "timeline", "expected_and_measured"):
         kind = figures.FIGURES[name]
         for bar in kind.draw(tables[kind.table]).data:
@@ -320,16 +334,12 @@ def strings(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else []
 
 
-THEORY = ("waterfall", "waterfall_by_role", "reconciliation")
-
-
 @pytest.mark.parametrize("name", [*figures.FIGURES, *figures.COMPARISONS])
-def test_hostile_names_reach_no_figure(name: str, tmp_path: Path) -> None:
-    tables = tables_of(tmp_path / "log")
-    run = open_run(tmp_path / "log")
-    tables |= compare({EVIL: run}, {EVIL: {**run.tables(), **{name: tables[name] for name in THEORY}}})
+def test_hostile_names_reach_no_figure(
+    name: str, tables: dict[str, pd.DataFrame], compared: dict[str, pd.DataFrame]
+) -> None:
     kind = {**figures.FIGURES, **figures.COMPARISONS}[name]
-    table = tables[kind.table].copy()
+    table = {**tables, **compared}[kind.table].copy()
     for column in {"op", "role", "site", "phase", "label", "run"} & {*table.columns}:
         table[column] = EVIL
     texts = strings(json.loads(kind.draw(table).to_json()))
@@ -357,14 +367,17 @@ def test_bytes_have_binary_units(values: list[float], unit: str, largest: float)
 # --- runs side by side ----------------------------------------------------------------------------------------------
 
 
-def two_runs(tmp_path: Path) -> dict[str, Run]:
-    training(tmp_path / "one", steps=2)
-    training(tmp_path / "two", steps=4, ranks=4)
-    return {name: open_run(tmp_path / name) for name in ("one", "two")}
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Trainings of two ranks and of four."""
+    folder = tmp_path_factory.mktemp("two_runs")
+    training(folder / "one", steps=2)
+    training(folder / "two", steps=4, ranks=4)
+    return {name: open_run(folder / name) for name in ("one", "two")}
 
 
-def test_runs_are_compared_by_rank_and_step(tmp_path: Path) -> None:
-    tables = compare(two_runs(tmp_path))
+def test_runs_are_compared_by_rank_and_step(two_runs: dict[str, Run]) -> None:
+    tables = compare(two_runs)
     assert rows(tables["runs"], "run", "ranks_seen", "steps", "calls_per_rank", "payload_bytes_per_rank") == [
         ("one", 2, 2, 2, 6144),
         ("two", 4, 4, 2, 6144),
@@ -375,24 +388,22 @@ def test_runs_are_compared_by_rank_and_step(tmp_path: Path) -> None:
     assert tables["runs_predicted"]["predicted_bytes"].isna().all()
 
 
-def test_predictions_come_from_the_waterfall(tmp_path: Path) -> None:
-    runs = two_runs(tmp_path)
-    tables = {name: dict(run.tables()) for name, run in runs.items()}
+def test_predictions_come_from_the_waterfall(two_runs: dict[str, Run]) -> None:
+    tables = {name: dict(run.tables()) for name, run in two_runs.items()}
     tables["two"]["waterfall"] = waterfall_table()
-    predicted = compare(runs, tables)["runs_predicted"]
+    predicted = compare(two_runs, tables)["runs_predicted"]
     assert predicted["measured_bytes"].tolist()[1] == 26 * MIB
     figure = figures.measured_and_predicted(predicted)
     assert [trace.text[1] for trace in figure.data] == ["18.0 MiB", "26.0 MiB · 1.44 x"]
     assert [trace.text[0] for trace in figure.data] == ["-", "-"]
 
 
-def test_predictions_by_dimension(tmp_path: Path) -> None:
+def test_predictions_by_dimension(two_runs: dict[str, Run]) -> None:
     """Of a pipeline what all stages send to each other; of other dimensions what one rank sends."""
-    runs = two_runs(tmp_path)
-    tables = {name: dict(run.tables()) for name, run in runs.items()}
+    tables = {name: dict(run.tables()) for name, run in two_runs.items()}
     sends = reconciliation_table().assign(role="pipeline", op="send")
     tables["two"] |= {"waterfall_by_role": two_roles_table(), "reconciliation": sends}
-    compared = compare(runs, tables)
+    compared = compare(two_runs, tables)
     found = compared["runs_predicted_by_role"]
     assert rows(found, "run", "role", "predicted_bytes", "measured_bytes") == [
         ("two", "data", 18 * MIB, 26 * MIB),
@@ -411,16 +422,16 @@ def test_waterfalls_of_dimensions_each_begin_at_their_own_form() -> None:
     assert len(figures.waterfall_by_role(two_roles_table()).layout.shapes) == 8  # none between the two
 
 
-def test_shares_are_of_the_whole_run(tmp_path: Path) -> None:
-    figure = figures.operation_shares(compare(two_runs(tmp_path))["runs_by_operation"])
+def test_shares_are_of_the_whole_run(two_runs: dict[str, Run]) -> None:
+    figure = figures.operation_shares(compare(two_runs)["runs_by_operation"])
     assert {trace.name: list(trace.x) for trace in figure.data} == {
         "all_reduce": pytest.approx([200 / 3] * 2),
         "all_gather": pytest.approx([100 / 3] * 2),
     }
 
 
-def test_volumes_are_of_the_whole_run_and_of_a_step(tmp_path: Path) -> None:
-    figure = figures.operation_volumes(compare(two_runs(tmp_path))["runs_by_operation"])
+def test_volumes_are_of_the_whole_run_and_of_a_step(two_runs: dict[str, Run]) -> None:
+    figure = figures.operation_volumes(compare(two_runs)["runs_by_operation"])
     sums = {axis: np.sum([bar.x for bar in bars(figure, xaxis=axis)], axis=0) for axis in ("x", "x2")}
     assert list(sums["x"]) == [12, 24]
     assert list(sums["x2"]) == [6, 6]

@@ -22,16 +22,16 @@ from commtrace.analyses.report import NOT_SHOWN, SECTIONS
 from commtrace.analyses.report.document import plain, report_to_json
 from commtrace.analyses.report.terminal import _RENDER, render
 from commtrace.cli import main
-from commtrace.run import open_run
+from commtrace.run import Run, open_run
 from commtrace.schema import State
 from commtrace.text_tables import TextColumn, left_column, shorten_call_site, text_table
 
 LOGS = Path(__file__).parents[4] / "notebooks" / "logs"
 
 
-def report(directory: Path, width: int = 80, **options: Any) -> str:
-    """The report as text."""
-    run = open_run(directory)
+def report(source: Path | Run, width: int = 80, **options: Any) -> str:
+    """The report as text, of a log directory or of a run."""
+    run = source if isinstance(source, Run) else open_run(source)
     console = Console(width=width, file=io.StringIO(), highlight=False, markup=False, emoji=False)
     for part in render(run, run.tables(), width, **options):
         console.print(part)
@@ -54,17 +54,29 @@ def big(directory: Path) -> None:
     (process.folder / "a-file-of-somebody-else-with-a-name-that-is-long-enough-to-be-wrapped.npy").write_bytes(b"x")
 
 
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A training of two ranks."""
+    training(directory := tmp_path_factory.mktemp("training"))
+    return open_run(directory)
+
+
+@pytest.fixture(scope="module")
+def big_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The run that `big` writes."""
+    big(directory := tmp_path_factory.mktemp("big"))
+    return open_run(directory)
+
+
 @pytest.mark.parametrize("width", [72, 80, 100, 160])
-@pytest.mark.parametrize("make", [training, big])
-def test_no_line_is_longer_than_the_width(tmp_path: Path, make: Any, width: int) -> None:
-    make(tmp_path)
-    assert max(map(len, report(tmp_path, width).splitlines())) <= width
+def test_no_line_is_longer_than_the_width(small_run: Run, big_run: Run, width: int) -> None:
+    for run in (small_run, big_run):
+        assert max(map(len, report(run, width).splitlines())) <= width
 
 
 @pytest.mark.parametrize("width", [80, 160])
-def test_numbers_are_whole_at_any_width(tmp_path: Path, width: int) -> None:
-    big(tmp_path)
-    text = report(tmp_path, width)
+def test_numbers_are_whole_at_any_width(big_run: Run, width: int) -> None:
+    text = report(big_run, width)
     for number in (
         "20 of 4,096",
         "20,000 recorded of 2,469,135,780 counted",
@@ -72,8 +84,7 @@ def test_numbers_are_whole_at_any_width(tmp_path: Path, width: int) -> None:
         "missing: 20-4095",
     ):
         assert number in " ".join(text.split())
-    table = open_run(tmp_path).table("volume_by_operation")
-    for row in table.itertuples():
+    for row in big_run.table("volume_by_operation").itertuples():
         assert f"{row.calls:,}" in text
         assert units.format_bytes(row.payload_bytes) in text
 
@@ -104,22 +115,22 @@ def test_a_report_begins_with_warnings_and_findings_and_ends_with_the_log(tmp_pa
     assert positions == sorted(positions)
 
 
-def test_sections_are_chosen_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    training(tmp_path)
+def test_sections_are_chosen_by_name(small_run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert [*_RENDER] == [*SECTIONS]
-    default = report(tmp_path)
-    everything = report(tmp_path, sections=SECTIONS)
+    default = report(small_run)
+    everything = report(small_run, sections=SECTIONS)
     assert "Message sizes" in everything
     assert "Message sizes" not in default
     for name in NOT_SHOWN:
         assert name in default.splitlines()[-1]
-    assert main(["report", str(tmp_path), "--sections", "ranks,phases"]) == 0
+    directory = str(small_run.log.path)
+    assert main(["report", directory, "--sections", "ranks,phases"]) == 0
     chosen = capsys.readouterr().out
     assert "By phase" in chosen
     assert "Balance" in chosen
     assert "By operation" not in chosen
     assert len(chosen.split("\n\n")) == 3
-    assert main(["report", str(tmp_path), "--sections", "all"]) == 0
+    assert main(["report", directory, "--sections", "all"]) == 0
     assert capsys.readouterr().out == everything
 
 
@@ -147,9 +158,10 @@ def test_a_dimension_is_named_where_it_is_the_only_one(tmp_path: Path) -> None:
     two.write([record(group=WORLD), record(group=PAIR)])
     assert "By parallel dimension" in report(tmp_path / "two")
     LogFactory(tmp_path / "one").process().known({WORLD: [0, 1]}, {WORLD: "data"}).write(record())
-    assert "parallel dimension: data" in report(tmp_path / "one")
-    assert "By parallel dimension" not in report(tmp_path / "one")
-    assert "By parallel dimension" in report(tmp_path / "one", sections=["dimensions"])
+    one = open_run(tmp_path / "one")
+    assert "parallel dimension: data" in report(one)
+    assert "By parallel dimension" not in report(one)
+    assert "By parallel dimension" in report(one, sections=["dimensions"])
 
 
 def test_what_is_not_known_is_a_dash(tmp_path: Path) -> None:
@@ -170,10 +182,9 @@ def test_a_log_without_events(tmp_path: Path) -> None:
     assert "0 recorded" in report(tmp_path)
 
 
-def test_start_up_is_kept_apart_and_equal_steps_are_called_equal(tmp_path: Path) -> None:
-    training(tmp_path, steps=4)
-    text = report(tmp_path)
-    assert "A training step, mean per recorded rank: all 4 identical" in text
+def test_start_up_is_kept_apart_and_equal_steps_are_called_equal(small_run: Run) -> None:
+    text = report(small_run)
+    assert "A training step, mean per recorded rank: all 3 identical" in text
     assert "Start-up, before the first step: 2 calls, payload 0 B, over all ranks." in text
 
 
@@ -197,31 +208,28 @@ def test_ranks_that_differ_stand_out(tmp_path: Path) -> None:
         log.process(rank, world_size=40).known({WORLD: list(range(40))}).write(
             record(payload=1024 * (1 + 9 * (rank == 33)))
         )
-    assert "10.00" in report(tmp_path)
-    text = report(tmp_path, per_rank=True)
+    run = open_run(tmp_path)
+    assert "10.00" in report(run)
+    text = report(run, per_rank=True)
     assert "10.00" in text
     assert "The 8 ranks with the least payload and the 8 with the most, of 40." in text
 
 
-def test_sites_are_limited(tmp_path: Path) -> None:
-    training(tmp_path)
-    assert "By call site, the first 1 of 3" in report(tmp_path, sites=1)
-    assert "train.py:40 main" in report(tmp_path, sites=0)
+def test_sites_are_limited(small_run: Run) -> None:
+    assert "By call site, the first 1 of 3" in report(small_run, sites=1)
+    assert "train.py:40 main" in report(small_run, sites=0)
 
 
-def test_json_is_strict_and_complete(tmp_path: Path) -> None:
-    big(tmp_path)
-    run = open_run(tmp_path)
-
+def test_json_is_strict_and_complete(big_run: Run) -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(constant)
 
-    document = json.loads(report_to_json(run, run.tables()), parse_constant=refuse)
+    document = json.loads(report_to_json(big_run, big_run.tables()), parse_constant=refuse)
     assert list(document) == ["format", "version", "run", "path", "job", "other_runs", "tables", "columns"]
-    assert list(document["tables"]) == list(run.tables())
+    assert list(document["tables"]) == list(big_run.tables())
     for name, rows in document["tables"].items():
-        assert len(rows) == len(run.table(name))
-        assert all(list(row) == list(run.table(name).columns) for row in rows)
+        assert len(rows) == len(big_run.table(name))
+        assert all(list(row) == list(big_run.table(name).columns) for row in rows)
     total = sum(row["payload_bytes"] for row in document["tables"]["volume_by_operation"])
     assert total == sum(1000 * ((1 << 45) + 12345 * rank + 1) for rank in range(20))
 
