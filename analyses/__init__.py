@@ -20,6 +20,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import pandas as pd
 
     from commtrace.reading.recorded_run import RecordedRun
@@ -54,3 +56,22 @@ def detail(run: RecordedRun, name: str) -> pd.DataFrame | None:
     from .fold_engine import fold
 
     return fold(run, [DETAILS[name]])[name] if name in DETAILS else None
+
+
+def tables_to_store(run: RecordedRun) -> Iterator[tuple[str, dict[str, pd.DataFrame]]]:
+    """Compute what `commtrace pack` stores, so that reports and checks of the packed log read no records.
+
+    Not stored are stuck calls, for which few records are read, and ACROSS_RANKS.
+
+    Args:
+        run: The run that is packed.
+
+    Yields:
+        The name of an analysis, and its tables by name.
+    """
+    from . import fold_engine, reconciliation
+    from .across_ranks import stuck_calls
+    from .analysis_catalog import ANALYSES, DETAILS
+
+    analyses = [analysis for analysis in ANALYSES if analysis is not stuck_calls.ANALYSIS]
+    return fold_engine.tables_to_store(run, [*analyses, reconciliation.ANALYSIS, *DETAILS.values()])

@@ -10,6 +10,7 @@ An analysis is three functions, as in map and reduce:
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,16 +18,19 @@ from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+import commtrace
 from commtrace.reading.executors import merge_tree
 from commtrace.reading.labels import LABEL_COLUMNS, Fields, ProcessIds, RecordLabels, RunLabels
 from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.segment_reader import BLOCK, Segment
+from commtrace.reading.stored_tables import MERGED, StoredTables, open_stored
 from commtrace.reading.table_reader import ProcessTables
 from commtrace.schema import RECORD, Phase, Records
 from commtrace.summary_format import TIMES
@@ -207,6 +211,11 @@ class Analysis:
     categorical: bool = False
     """Whether labels in the table for `finish` are categoricals, for a long table."""
 
+    @property
+    def is_fold(self) -> bool:
+        """Whether its tables are made of a merged table, or else of the run (`without_records`)."""
+        return self.reads_records is not _no_records
+
 
 def without_records(name: str, finish: Callable[[RecordedRun], NamedTables]) -> Analysis:
     """Return an analysis that is not a fold: its tables are computed from the run at the end."""
@@ -239,6 +248,20 @@ def fold(run: RecordedRun, analyses: Sequence[Analysis]) -> NamedTables:
     Returns:
         The tables of all analyses by name.
     """
+    stored = _stored_tables(run, analyses)
+    merged = _merged_tables(run, [analysis for analysis in analyses if analysis.name not in stored])
+    merged |= {name: tables[MERGED] for name, tables in stored.items() if MERGED in tables}
+
+    def finished(analysis: Analysis) -> NamedTables:
+        if analysis.name in stored and not analysis.is_fold:
+            return stored[analysis.name]
+        return analysis.finish(_labelled(analysis, merged.get(analysis.name), run), run)
+
+    return {name: table for analysis in analyses for name, table in finished(analysis).items()}
+
+
+def _merged_tables(run: RecordedRun, analyses: Sequence[Analysis]) -> NamedTables:
+    """Return the merged tables of those of the analyses that read the records of this run."""
     wanted = {
         analysis.name: _Fold(analysis.partial, analysis.merge)
         for analysis in analyses
@@ -247,11 +270,39 @@ def fold(run: RecordedRun, analyses: Sequence[Analysis]) -> NamedTables:
     merged = run.executor.reduce("fold", _partials, _merged, (wanted, run.run_labels), run_parts(run)) if wanted else {}
     for name, tables in _summary_partials(analyses, run).items():
         merged[name] = wanted[name].merge([merged[name], *tables])
-    return {
-        name: table
-        for analysis in analyses
-        for name, table in analysis.finish(_labelled(analysis, merged.get(analysis.name), run), run).items()
-    }
+    return merged
+
+
+def tables_to_store(run: RecordedRun, analyses: Sequence[Analysis]) -> Iterator[tuple[str, NamedTables]]:
+    """Yield of each analysis what `fold` takes in place of a packed log's records: the merged table, or all tables."""
+    merged = _merged_tables(run, analyses)
+    for analysis in analyses:
+        if analysis.name in merged:
+            yield analysis.name, {MERGED: merged.pop(analysis.name)}
+        elif not analysis.is_fold:
+            yield analysis.name, analysis.finish(pd.DataFrame(), run)
+
+
+_STORED: Final[WeakKeyDictionary[RecordedRun, StoredTables | None]] = WeakKeyDictionary()
+
+
+def _stored_tables(run: RecordedRun, analyses: Sequence[Analysis]) -> dict[str, NamedTables]:
+    """Return the stored tables of a packed log by analysis."""
+    if run not in _STORED:
+        _STORED[run] = open_stored(run.log, code_digest())
+    stored = _STORED[run]
+    tables = {analysis.name: stored.read(analysis.name) for analysis in analyses} if stored else {}
+    return {name: of_analysis for name, of_analysis in tables.items() if of_analysis}
+
+
+@functools.cache
+def code_digest() -> str:
+    """Return a digest of the code of commtrace, from which tables of other code are known."""
+    digest = hashlib.sha256()
+    for folder in (Path(commtrace.__file__).parent, Path(__file__).parent):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _summary_partials(analyses: Sequence[Analysis], run: RecordedRun) -> dict[str, list[pd.DataFrame]]:

@@ -540,7 +540,9 @@ def _is_suspicious(process: Process) -> bool:
     if process.tables.end is None:
         return True
     last = (*last_records(process.segments, 1024), *([process.kept.last(1024)] if process.kept else []))
-    return any(bool((records["state"] == State.FAILED).any()) for segment in last for records in segment.blocks())
+    wanted = {"state": [State.FAILED.name.lower()]}
+    blocks = (records for segment in last for records in segment.blocks(wanted=wanted))
+    return any(bool((records["state"] == State.FAILED).any()) for records in blocks)
 
 
 def _call_row(examination: _Examination, stuck: _Stuck) -> dict[str, object]:

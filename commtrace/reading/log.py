@@ -147,6 +147,8 @@ class Log:
     processes: tuple[Process, ...]
     notes: tuple[Note, ...]
     other_runs: tuple[str, ...]
+    packed: Path | None = None
+    """Its folder in a packed log."""
 
     @cached_property
     def world_size(self) -> int | None:
@@ -265,7 +267,9 @@ def open_log(path: Path, *, recover: bool = True) -> Log:
         text = f"holds {len(others) + 1} runs; this is the newest, {newest}; not in it: {names}"
         hint = f"to see another: commtrace report {paths.get(others[-1], path / others[-1])}"
         notes.insert(0, Note("runs", path, text, hint))
-    return Log(path, newest, tuple(processes), (*notes, *folder_notes, *_process_notes(processes)), tuple(others))
+    notes += [*folder_notes, *_process_notes(processes)]
+    packed = folder.path if folder.is_packed else None
+    return Log(path, newest, tuple(processes), tuple(notes), tuple(others), packed)
 
 
 def kept_log(log: Log) -> Log:

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count, groupby, islice
 from pathlib import Path
@@ -27,9 +27,19 @@ from .executors import IN_PROCESS, Executor
 from .labels import Array, RecordLabels
 from .log import Log, LogDirectory, Process, RunFolder
 from .log_notes import Note, error_reason
-from .packed_log import EXTRA_COLUMNS, FACTS, PACKED_VERSION, PARTITION, PROCESSES, TEXT_FIELDS, import_parquet
+from .packed_log import (
+    EXTRA_COLUMNS,
+    FACTS,
+    PACKED_VERSION,
+    PARTITION,
+    PROCESSES,
+    TEXT_FIELDS,
+    PackedRun,
+    import_parquet,
+)
 from .recorded_run import EventTable, RecordedRun
 from .segment_reader import Segment, usable_records
+from .stored_tables import SOURCE, STORED, source_of, to_batches, to_bytes
 
 ROW_GROUP: Final = 1 << 17
 """Rows of a row group: of one rank or of many."""
@@ -54,14 +64,32 @@ class Packed:
     """What was recovered, and damage of the log."""
 
 
-def pack(path: Path, out: Path, *, force: bool = False, executor: Executor = IN_PROCESS) -> Packed:
-    """Write all runs of a log as a packed log, in constant memory. The log does not change.
+@dataclass(frozen=True)
+class TablesToStore:
+    """What computes the tables of a run that are stored with its records."""
+
+    tables: Callable[[RecordedRun], Iterable[tuple[str, Mapping[str, pd.DataFrame]]]]
+    """Returns names of analyses, and the tables of each by name."""
+    code: str
+    """A digest of the code that computes them."""
+
+
+def pack(
+    path: Path,
+    out: Path,
+    *,
+    force: bool = False,
+    executor: Executor = IN_PROCESS,
+    to_store: TablesToStore | None = None,
+) -> Packed:
+    """Write all runs of a log as a packed log, in constant memory but for tables to store. The log does not change.
 
     Args:
         path: A log directory.
         out: The directory to write, which appears under its name only when it is complete.
         force: Whether to replace an existing packed log.
         executor: Reads the log and writes the parts.
+        to_store: Computes tables to be stored with the records; None: none are.
 
     Returns:
         Numbers of runs, rows and bytes, and notes on the log.
@@ -80,12 +108,19 @@ def pack(path: Path, out: Path, *, force: bool = False, executor: Executor = IN_
         for folder in directory.folders:
             if folder.is_packed:
                 raise LogError(f"{folder.path}: is packed already; commands read it as it is")
-            _pack_folder(directory, folder, part, packed, executor)
+            _pack_folder(directory, folder, part, packed, executor, to_store)
         packed.packed_bytes = sum(file.stat().st_size for file in part.rglob("*") if file.is_file())
     return packed
 
 
-def _pack_folder(directory: LogDirectory, folder: RunFolder, out: Path, packed: Packed, executor: Executor) -> None:
+def _pack_folder(
+    directory: LogDirectory,
+    folder: RunFolder,
+    out: Path,
+    packed: Packed,
+    executor: Executor,
+    to_store: TablesToStore | None,
+) -> None:
     newest, processes, notes = directory.read(folder)
     for process in processes:
         if process.summary is not None:
@@ -100,9 +135,10 @@ def _pack_folder(directory: LogDirectory, folder: RunFolder, out: Path, packed: 
         "notes": [(note.kind, str(note.path), note.what, note.consequence) for note in notes],
     }  # fmt: skip
     home.mkdir(exist_ok=True)
+    runs: dict[str, RecordedRun] = {}
     with _ProcessWriter(home / PROCESSES, facts) as process_writer:
         for run, of_run in groupby(sorted(processes, key=lambda process: process.run), lambda process: process.run):
-            recorded = RecordedRun(Log(directory.path, run, tuple(of_run), (), ()))
+            recorded = runs[run] = RecordedRun(Log(directory.path, run, tuple(of_run), (), ()), executor)
             part_folder = home if run == newest else out / _partition(run)
             part_folder.mkdir(exist_ok=True)
             segments = chain.from_iterable(
@@ -116,12 +152,30 @@ def _pack_folder(directory: LogDirectory, folder: RunFolder, out: Path, packed: 
             for unfinished in part_folder.glob(".part-*"):  # of a worker that died
                 unfinished.unlink()
         process_writer.flush()
+    if to_store:
+        _store_tables(home, runs[newest], to_store)
     packed.runs += 1
     packed.log_bytes += sum(file.stat().st_size for host in folder.hosts for file in host.iterdir() if file.is_file())
     if with_kept := sum(process.kept is not None for process in processes):
         text = f"{format_plural(with_kept, 'process', 'processes')} with last calls of steps that were not recorded"
         packed.notes += (Note("process", folder.path, text, "not packed: stuck calls are found in the log"),)
     packed.notes += (*notes, *(note for process in processes for note in process.record_notes()))
+
+
+def _store_tables(home: Path, run: RecordedRun, to_store: TablesToStore) -> None:
+    """Write STORED: tables of the run in a folder. Those that would not come back as they are, are left out."""
+    pyarrow, _ = import_parquet("commtrace pack")
+    paths = {process.path for process in run.processes}
+    processes = [process for process in PackedRun(home).processes([]) if process.path in paths]
+    columns = {"analysis": pyarrow.string(), "table": pyarrow.string(), "rows": pyarrow.binary()}
+    schema = pyarrow.schema(columns, {SOURCE: source_of(home, processes, to_store.code)})
+    with _parquet_writer(home / STORED, schema, use_dictionary=False, write_statistics=False) as writer:
+        for analysis, tables in to_store.tables(run):
+            batches = {name: to_batches(table) for name, table in tables.items()}
+            for name, of_table in batches.items() if None not in batches.values() else ():
+                for batch in of_table or ():
+                    row = {"analysis": analysis, "table": name, "rows": to_bytes(batch)}
+                    writer.write_table(pyarrow.Table.from_pylist([row], schema))
 
 
 def _partition(run: str) -> str:

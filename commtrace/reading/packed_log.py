@@ -4,6 +4,7 @@
       run=20261121-045421-3f9a1c/
         part-00000.parquet      calls of many ranks, a row each, in the order of the log: by rank
         _processes              Parquet too: the tables of each process, and where its records are in the parts
+        _tables                 Parquet too: tables of a report (`stored_tables`)
 
 The parts have the columns of the event table and those of EXTRA_COLUMNS, which together determine the record. What
 usable records leave out of a segment, damaged and empty slots, is in `_processes`. Programs that read data sets pass
@@ -65,7 +66,7 @@ def import_parquet(need: str, instead: str = "") -> tuple[Any, Any]:
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[Any]:
+def reading(path: Path) -> Iterator[Any]:
     """Yield pyarrow.parquet to read a file of a packed log with. Raises LogError where that fails."""
     pyarrow, parquet = import_parquet(f"{path}: a packed log")
     try:
@@ -91,7 +92,7 @@ class PartFile:
 
     @cached_property
     def _file(self) -> Any:
-        with _reading(self.path) as parquet:
+        with reading(self.path) as parquet:
             return parquet.ParquetFile(self.path, page_checksum_verification=True)
 
     @cached_property
@@ -120,7 +121,7 @@ class PartFile:
     def records(self, group: int) -> Records:
         """Return the records of a row group."""
         if self._read[0] != group:
-            with _reading(self.path):
+            with reading(self.path):
                 table = self._file.read_row_group(group, columns=[*_COPIED, *TEXT_FIELDS], use_threads=False)
             self._read = group, _records(table)
         return self._read[1]
@@ -160,8 +161,6 @@ class PackedSegment(Segment):
         Raises:
             LogError: The part cannot be read.
         """
-        damaged: Counter[str] = Counter()
-        usable_records(self.left_out_slots, RECORD.names or (), damaged)
         last_step = -1
         for begin in range(0, self.count, size):
             end = min(begin + size, self.count)
@@ -178,7 +177,19 @@ class PackedSegment(Segment):
             if len(held) < len(spans):
                 last_step = max(last_step, self.highest_step)
             yield records
-        self.damaged, self.last_step = +damaged, last_step
+        self.facts = self._damaged_slots, last_step, ""
+
+    @property
+    def facts_of_all(self) -> tuple[Any, ...]:
+        """What `blocks` finds out when it reads all records."""
+        return self._damaged_slots, self.highest_step, ""
+
+    @property
+    def _damaged_slots(self) -> Counter[str]:
+        damaged: Counter[str] = Counter()
+        if len(self.left_out_slots):
+            usable_records(self.left_out_slots, RECORD.names or (), damaged)
+        return +damaged
 
     def last(self, count: int) -> Segment:
         """Return the last `count` slots as a segment, or all of them if they are fewer."""
@@ -214,7 +225,7 @@ class PackedRun:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         try:
-            with _reading(folder / PROCESSES) as parquet:
+            with reading(folder / PROCESSES) as parquet:
                 self._file = parquet.ParquetFile(folder / PROCESSES, page_checksum_verification=True)
             facts = json.loads(self._file.schema_arrow.metadata[FACTS])
         except (KeyError, ValueError, TypeError):
@@ -242,7 +253,7 @@ class PackedRun:
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         for group in range(self._file.num_row_groups):
-            with _reading(self._folder / PROCESSES):
+            with reading(self._folder / PROCESSES):
                 rows = self._file.read_row_group(group, use_threads=False).to_pylist()
             yield from rows
 
