@@ -29,8 +29,10 @@ from commtrace.analyses.fold_engine import (
     number_sequences,
     sum_groups,
 )
+from commtrace.analyses.reconciliation import compared_steps
 from commtrace.analyses.reconciliation.causes import OTHER_PIECES, PROGRAM_CAUSES, path_in_packages
 from commtrace.analyses.reconciliation.compared_steps import EXPECTED
+from commtrace.analyses.reconciliation.measured_calls import last_steps, sums_in
 from commtrace.formatting import MAX_SINGLE, format_missing, format_ranks, merge_texts
 from commtrace.reading.recorded_run import RecordedRun
 
@@ -77,7 +79,8 @@ def declare_own(analysis: Analysis, patterns: Sequence[str]) -> Analysis:
             for phase, site in zip(table["phase"].iloc[first], table["site"].iloc[first], strict=True)
         ]
         declared = np.array(own, bool)[places]
-        calls = table.loc[declared]
+        steps = compared_steps(last_steps(table, len(run.processes)), run)
+        calls = sums_in(table.loc[declared], steps)
         ranks = np.array([process.rank for process in run.processes], np.int64)[calls["process"]]
         texts = {"role": calls["role"].astype(str), "op": calls["op"].astype(str), "sites": calls["site"].astype(str)}
         calls = calls.assign(rank=ranks, **texts)

@@ -12,7 +12,7 @@ a parameter's element) to the wire bytes of one rank's step. Sums are exact; run
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
@@ -32,7 +32,7 @@ from commtrace.theory.rules.registry import DEEPSPEED, TORCH
 from . import measured_calls
 from .causes import UNEXPLAINED, StepContext
 from .compared_steps import EXPECTED, ComparedStep, compare_step
-from .measured_calls import MeasuredSteps, measured_steps
+from .measured_calls import MeasuredSteps, last_steps, measured_steps
 from .waterfall import WaterfallRows
 
 TABLE_NAMES: Final = ("theory", "expected", "reconciliation", "waterfall", "waterfall_by_role")
@@ -44,22 +44,26 @@ _NEVER_MISSING: Final = {"rank": "int64", "step": "int64", "bytes": "int64", "ma
 def _finish(
     table: pd.DataFrame, run: RecordedRun, jobs: Sequence[Mapping[str, Any]] = (), *, agreeing: bool = True
 ) -> NamedTables:
-    own_last = _last_steps(table, len(run.processes))
-    first = _first_whole_step(run)
-    is_compared = _is_compared(table["step"].to_numpy(), run) & (table["step"].to_numpy() >= first)
-    measured = measured_steps(table.loc[is_compared], len(run.processes))
-    problems = [
-        process.steps_problem(last) or run.selection_problem
-        for process, last in zip(run.processes, own_last, strict=True)
-    ]
-    last_step = max((last for last, problem in zip(own_last, problems, strict=True) if not problem), default=-1)
-    steps = np.arange(first, last_step + 1)
-    comparison = _Comparison(measured, steps[_is_compared(steps, run)])
-    for number, (process, problem) in enumerate(zip(run.processes, problems, strict=True)):
+    measured = measured_steps(table, len(run.processes))
+    own_last = last_steps(table, len(run.processes))
+    comparison = _Comparison(measured, compared_steps(own_last, run))
+    for number, (process, last) in enumerate(zip(run.processes, own_last, strict=True)):
         # Stages have equally many ranks each, and are in the order of the ranks.
         job = jobs[process.rank * len(jobs) // (run.world_size or len(run.processes))] if jobs else None
-        comparison.add(number, process, job, problem, own_last[number])
+        comparison.add(number, process, job, _problem(process, last, run), last)
     return comparison.tables(agreeing=agreeing)
+
+
+def compared_steps(last_steps: Iterable[int], run: RecordedRun) -> Array:
+    """Return the steps that are compared, ascending from -1 (start-up), given the last one of each process."""
+    last = [own for own, process in zip(last_steps, run.processes, strict=True) if not _problem(process, own, run)]
+    steps = np.arange(_first_whole_step(run), max(last, default=-1) + 1)
+    return steps[_is_compared(steps, run)]
+
+
+def _problem(process: Process, last_step: int, run: RecordedRun) -> str | None:
+    """Return why a process with this last step is not compared, if so."""
+    return process.steps_problem(last_step) or run.selection_problem
 
 
 def _first_whole_step(run: RecordedRun) -> int:
@@ -85,19 +89,25 @@ def _is_compared(steps: Array, run: RecordedRun) -> Array:
     return compared
 
 
-def _last_steps(table: pd.DataFrame, processes: int) -> list[int]:
-    """Return the last step of each process that has a record, -1 without one."""
-    last = np.full(processes, -1)
-    np.maximum.at(last, table["process"].to_numpy(np.int64), table["step"].to_numpy(np.int64))
-    return [int(step) for step in last]
-
-
 def _table(name: str, rows: Sequence[Mapping[str, object]]) -> pd.DataFrame:
     types = {
         column.name: _NEVER_MISSING.get(column.name, "Int64") if column.kind == "number" else object
         for column in TABLES[name].columns
     }
     return pd.DataFrame(rows, columns=[*types]).astype(types)
+
+
+@dataclass(frozen=True)
+class _AlikeRanks:
+    """What the comparison of ranks has in common that are expected to do the same, and did the same.
+
+    Attributes:
+        positions: Position in `_Comparison._compared` of each step.
+        theory: Columns of their rows of the table `theory`.
+    """
+
+    positions: Array
+    theory: Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -131,8 +141,9 @@ class _Comparison:
         self._position: dict[tuple[int, ...], int] = {}
         """Position in `_compared` of the step with these properties."""
         self._ranks: list[int] = []
-        self._positions: list[Array] = []
-        """Of each of `_ranks`: the position in `_compared` of each of `_steps`."""
+        self._alike: list[_AlikeRanks] = []
+        """What each of `_ranks` has in common with others."""
+        self._known_alike: dict[tuple[object, ...], _AlikeRanks] = {}
         self._theory: list[dict[str, object]] = []
         self._waterfall: WaterfallRows | None = None
 
@@ -152,12 +163,19 @@ class _Comparison:
         """Return the table of all steps of all ranks, given the rows of each of `_compared`."""
         table = _table(name, [{"rank": 0, "step": 0, **row} for same in rows for row in same])
         lengths = np.array([len(same) for same in rows], np.int64)
-        positions = np.concatenate([np.zeros(0, np.int64), *self._positions])
-        repeats = lengths[positions]
-        expanded = table.take(concatenated_ranges((np.cumsum(lengths) - lengths)[positions], repeats))
-        ranks = np.repeat(np.array(self._ranks, np.int64), len(self._steps))
-        steps = np.tile(self._steps, len(self._ranks))
-        return expanded.assign(rank=np.repeat(ranks, repeats), step=np.repeat(steps, repeats)).reset_index(drop=True)
+        begins = np.cumsum(lengths) - lengths
+        rows_and_steps = {
+            id(alike): (
+                concatenated_ranges(begins[alike.positions], lengths[alike.positions]),
+                np.repeat(self._steps, lengths[alike.positions]),
+            )
+            for alike in self._known_alike.values()
+        }
+        none = np.zeros(0, np.int64)
+        taken, steps = zip((none, none), *(rows_and_steps[id(alike)] for alike in self._alike), strict=True)
+        ranks = np.repeat(np.array(self._ranks, np.int64), [len(own) for own in steps[1:]])
+        expanded = table.take(np.concatenate(taken))
+        return expanded.assign(rank=ranks, step=np.concatenate(steps)).reset_index(drop=True)
 
     def add(
         self, number: int, process: Process, given_job: Mapping[str, Any] | None, problem: str | None, own_last: int
@@ -177,30 +195,52 @@ class _Comparison:
         except NotPredictedError as reason:
             self._theory.append({**summary, "not_predicted": str(reason)})
             return
-        positions = self._compare(number, process, at, expectation, own_last)
+        alike = self._alike_ranks(number, process, at, expectation, own_last)
         self._ranks.append(process.rank)
-        self._positions.append(positions)
-        self._waterfall = self._waterfall or self._waterfall_of(number, process, expectation.prediction, positions)
-        sums: dict[str, int] = defaultdict(int)
-        cells = 0
-        for position, times in zip(*map(np.ndarray.tolist, np.unique(positions, return_counts=True)), strict=True):
-            cells += times * self._compared[position].cells
-            for cause, size in self._compared[position].bytes_by_cause.items():
-                sums[cause] += times * size
-        measured_bytes = int(self._measured.payload_bytes[number])
-        self._theory.append(
-            {
-                **summary,
-                "scheme": expectation.prediction.scheme,
-                "cells": cells,
-                "expected_bytes": expectation.payload_bytes,
-                "measured_bytes": measured_bytes,
-                "matched_bytes": sums[EXPECTED],
-                "named_bytes": sum(size for cause, size in sums.items() if cause not in (EXPECTED, UNEXPLAINED)),
-                "unexplained_bytes": sums[UNEXPLAINED],
-                "matched_share": sums[EXPECTED] / measured_bytes if measured_bytes else None,
-            }
+        self._alike.append(alike)
+        self._theory.append({**summary, **alike.theory})
+
+    def _alike_ranks(
+        self, number: int, process: Process, at: int, expectation: _Expectation, own_last: int
+    ) -> _AlikeRanks:
+        """Return the comparison of a process, the same for alike ones; `at`: position of its expectation."""
+        measured = self._measured.of(number, self._steps)
+        has_ended, loses_records = process.tables.end is not None, process.lost_records > 0
+        key = at, measured.tobytes(), own_last, has_ended, loses_records
+        if key in self._known_alike:
+            return self._known_alike[key]
+        flags = (
+            self._steps < 0,
+            (self._steps == own_last) & (not has_ended),
+            self._steps > own_last,
         )
+        positions = self._compare(at, expectation, measured, flags, loses_records=loses_records)
+        if self._waterfall is None:
+            steps = np.flatnonzero(measured)[: None if has_ended else -1]  # of the last one, calls may be missing
+            self._waterfall = self._waterfall_of(process, expectation.prediction, positions, steps)
+        self._known_alike[key] = _AlikeRanks(positions, self._theory_of(expectation, positions))
+        return self._known_alike[key]
+
+    def _theory_of(self, expectation: _Expectation, positions: Array) -> dict[str, object]:
+        """Return the columns of the table `theory` that alike ranks have in common."""
+        sums: dict[str, int] = defaultdict(int)
+        cells = measured_bytes = 0
+        for position, times in zip(*map(np.ndarray.tolist, np.unique(positions, return_counts=True)), strict=True):
+            step = self._compared[position]
+            cells += times * step.cells
+            measured_bytes += times * sum(same.bytes for same in step.calls)
+            for cause, size in step.bytes_by_cause.items():
+                sums[cause] += times * size
+        return {
+            "scheme": expectation.prediction.scheme,
+            "cells": cells,
+            "expected_bytes": expectation.payload_bytes,
+            "measured_bytes": measured_bytes,
+            "matched_bytes": sums[EXPECTED],
+            "named_bytes": sum(size for cause, size in sums.items() if cause not in (EXPECTED, UNEXPLAINED)),
+            "unexplained_bytes": sums[UNEXPLAINED],
+            "matched_share": sums[EXPECTED] / measured_bytes if measured_bytes else None,
+        }
 
     def _expectation(self, job: Mapping[str, Any]) -> tuple[int, _Expectation]:
         """Return what theory expects of a job, the same for equal jobs, and its position in `_expectations`."""
@@ -217,57 +257,51 @@ class _Comparison:
             raise
         return len(self._expectations) - 1, self._expectations[-1]
 
-    def _compare(self, number: int, process: Process, at: int, expectation: _Expectation, own_last: int) -> Array:
-        """Return the position in `_compared` of each of `_steps` of a process; `at`: position of its expectation."""
-        steps, content = self._measured.of(number)
-        measured = np.full(len(self._steps), -1)
-        measured[np.searchsorted(self._steps, steps)] = content
-        flags = (
-            self._steps < 0,
-            measured >= 0,
-            (self._steps == own_last) & (process.tables.end is None),
-            self._steps > own_last,
-        )
+    def _compare(
+        self, at: int, expectation: _Expectation, measured: Array, flags: Sequence[Array], *, loses_records: bool
+    ) -> Array:
+        """Return the position in `_compared` of each of `_steps`, given the position of its calls in `_measured`."""
         keys = [expectation.calls_of_step, measured, *(flag.astype(np.int64) for flag in flags)]
         first, alike = group_rows(keys)
-        loses_records = process.lost_records > 0
         positions = []
         for calls, own, *bits in zip(*(key[first].tolist() for key in keys), strict=True):
             properties = at, int(loses_records), calls, own, *bits
             if properties not in self._position:
                 self._position[properties] = len(self._compared)
-                is_start, has_calls, ends_within, ends_before = map(bool, bits)
+                is_start, ends_within, ends_before = map(bool, bits)
                 context = StepContext(
                     expectation.prediction,
                     expectation.calls[calls],
                     is_start=is_start,
-                    has_calls=has_calls,
+                    has_calls=own > 0,
                     log_ends_within=ends_within,
                     log_ends_before=ends_before,
                     loses_records=loses_records,
                 )
-                self._compared.append(compare_step(self._measured.calls[own] if own >= 0 else (), context))
+                self._compared.append(compare_step(self._measured.calls[own], context))
             positions.append(self._position[properties])
         return np.array(positions, np.int64)[alike]
 
     def _waterfall_of(
-        self, number: int, process: Process, prediction: Prediction, positions: Array
+        self, process: Process, prediction: Prediction, positions: Array, measured: Array
     ) -> WaterfallRows | None:
-        """Return the waterfall of the last regular step of a process, rather of one without an evaluation."""
-        steps, ended = self._measured.of(number)[0], process.tables.end is not None
+        """Return the waterfall of the last regular one of the measured steps, rather of one without an evaluation.
+
+        `measured` are their positions in `_steps`.
+        """
 
         def regular(*, evaluates: bool) -> Iterator[int]:
-            # The last step may be incomplete in the log of a process that did not end in order.
-            for step in steps[::-1][0 if ended else 1 :].tolist():
-                calls = self._compared[positions[np.searchsorted(self._steps, step)]].calls
+            for position in measured[::-1].tolist():
+                step = int(self._steps[position])
+                calls = self._compared[positions[position]].calls
                 if any(same.phase == "evaluation" for same in calls) == evaluates and (
                     step >= prediction.steady and prediction.special_step(step) is None
                 ):
-                    yield step
+                    yield position
 
-        for step in islice(chain(regular(evaluates=False), regular(evaluates=True)), 1):
-            compared: ComparedStep = self._compared[positions[np.searchsorted(self._steps, step)]]
-            return compared.waterfall(f"measured, rank {process.rank}, step {step}")
+        for position in islice(chain(regular(evaluates=False), regular(evaluates=True)), 1):
+            compared = self._compared[positions[position]]
+            return compared.waterfall(f"measured, rank {process.rank}, step {self._steps[position]}")
         return None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import islice
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +16,6 @@ from commtrace.analyses.fold_engine import (
     concatenated_ranges,
     group_rows,
     merge_sums,
-    number_sequences,
     rows_of,
     sums_by,
 )
@@ -25,7 +23,12 @@ from commtrace.analyses.fold_engine import (
 DETAILED_STEPS: Final = 64
 """Steps whose message sizes are kept apart, so that a log of many steps stays a small table; later ones have -1."""
 
-KEYS: Final = ("process", "step", "role", "op", "phase", "site", "payload", "ranks")
+_CALL: Final = ("role", "op", "phase", "site", "payload", "ranks")
+"""Fields in which equal calls are equal, besides their process and step."""
+
+_MAX_CODE: Final = (1 << 64) - 1
+
+_SUMS: Final = ("calls", "payload_bytes", "wire_parts", "wire_unknown")
 
 
 @dataclass(frozen=True)
@@ -48,19 +51,24 @@ class EqualCalls:
 
 
 def partial(block: RecordBlock) -> pd.DataFrame:
-    """Return KEYS, `calls`, `payload_bytes`, `wire_parts` (wire bytes times `ranks`) and `wire_unknown`.
+    """Return in what the steps of each process differ from the steps before.
 
-    `ranks` is the size of the call's group. Wire bytes are multiples of 1/`ranks` byte: sums of `wire_parts` are exact.
+    Training repeats its steps: there are far fewer differences than steps.
+
+    Returns:
+        `process`, the fields of _CALL, `step`, and how much larger the sums of `calls`, `payload_bytes`, `wire_parts`
+        (wire bytes times `ranks`) and `wire_unknown` are in the step than in the one before. `ranks` is the size of the
+        call's group. Wire bytes are multiples of 1/`ranks` byte: sums of `wire_parts` are exact.
     """
     rows, labels = block.distinct, block.labels
     ranks = labels.group_sizes(rows["group"])
     wire, unknown = rows.volumes["wire_bytes"], rows.volumes["wire_unknown"]
     keys = {
         "process": rows["process"],
-        "step": rows["step"],
         **{name: labels.ids(name, rows) for name in ("role", "op", "phase", "site")},
         "payload": np.where(rows["step"] < DETAILED_STEPS, rows["payload"], -1),
         "ranks": ranks,
+        "step": rows["step"].astype(np.int64),
     }
     values = {
         "calls": rows.calls,
@@ -68,57 +76,92 @@ def partial(block: RecordBlock) -> pd.DataFrame:
         "wire_parts": np.rint(np.where(unknown == 0, wire * ranks, 0)).astype(np.int64),
         "wire_unknown": unknown,
     }
-    return sums_by(labels, keys, values)
+    sums = sums_by(labels, keys, values)
+    return merge([sums, sums.assign(step=sums["step"] + 1, **{name: -sums[name] for name in _SUMS})])
 
 
-merge = merge_sums(*KEYS)
+_merge_sums: Final = merge_sums("process", *_CALL, "step")
+
+
+def merge(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """Return the differences of what all tables count, in the order of the keys."""
+    table = _merge_sums(tables)
+    return table[np.any([table[name] != 0 for name in _SUMS], axis=0)]
 
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """The measured calls of the steps of all processes. Steps with equal calls share them.
+    """The measured calls of all processes by period: steps in a row with equal calls.
 
     Attributes:
-        first: Position of the first step of each process, and of the end, int64, shape (processes + 1,).
-        step: Number of each step, int64, shape (steps,), ascending within a process.
-        content: Position in `calls` of the calls of each step, int64, shape (steps,).
-        calls: The calls of a step, all of them different.
-        payload_bytes: Payload of all calls of each process, int64, shape (processes,).
+        first: Position of the first period of each process, and of the end, int64, shape (processes + 1,).
+        step: First step of each period, int64, shape (periods,), ascending within a process.
+        content: Position in `calls` of the calls of each step of the period, int64, shape (periods,).
+        calls: The calls of a step, all of them different. The first step has none.
     """
 
     first: Array
     step: Array
     content: Array
     calls: Sequence[Sequence[EqualCalls]]
-    payload_bytes: Array
 
-    def of(self, process: int) -> tuple[Array, Array]:
-        """Return the steps of a process, and the position of their calls in `calls`."""
+    def of(self, process: int, steps: Array) -> Array:
+        """Return the position in `calls` of the calls of each step of a process, shape as `steps`."""
         own = slice(self.first[process], self.first[process + 1])
-        return self.step[own], self.content[own]
+        period = np.searchsorted(self.step[own], steps, side="right")
+        return np.append(0, self.content[own])[period]
+
+
+def last_steps(table: pd.DataFrame, processes: int) -> list[int]:
+    """Return the last step of each process that has a call, -1 without one, from the merged table."""
+    ends = np.zeros(processes, np.int64)
+    np.maximum.at(ends, table["process"].to_numpy(np.int64), table["step"].to_numpy(np.int64))
+    return [int(end) - 1 for end in ends]
+
+
+def sums_in(table: pd.DataFrame, steps: Array) -> pd.DataFrame:
+    """Return the merged table without `step`, a row per process and fields of calls: sums in all of some steps.
+
+    Args:
+        table: The merged table, or all its rows of some processes or fields.
+        steps: The steps, int64, shape (n,), ascending.
+    """
+    times = len(steps) - np.searchsorted(steps, table["step"].to_numpy(np.int64))
+    sums = table[[*_SUMS]].mul(times, axis=0)
+    totals = table[["process", *_CALL]].join(sums).groupby(["process", *_CALL], observed=True).sum().reset_index()
+    return totals[totals["calls"] > 0]
 
 
 def measured_steps(table: pd.DataFrame, processes: int) -> MeasuredSteps:
     """Return the measured calls by process and step, from the merged table of a run with so many processes."""
+    # A row's sums hold from its step to that of the next row, and are 0 in the last row of a process and fields.
+    rows = table[[*_CALL]].assign(**{name: table[name].cumsum() for name in _SUMS})
     process, step = (table[name].to_numpy(np.int64) for name in ("process", "step"))
-    is_first = np.ones(len(table), bool)
-    is_first[1:] = (np.diff(process) != 0) | (np.diff(step) != 0)
-    begins = np.flatnonzero(is_first)
-    rows = table.drop(columns=["process", "step"])
-    _, equal = group_rows([pd.factorize(rows[name])[0] for name in rows.columns])
-    content, examples = number_sequences(equal, begins)
-    ends = np.append(begins[1:], len(table))
-    lengths = (ends - begins)[examples]
-    distinct = iter([*map(_equal_calls, rows_of(rows.iloc[concatenated_ranges(begins[examples], lengths)]))])
-    payload_bytes = np.zeros(processes, np.int64)
-    np.add.at(payload_bytes, process, table["payload_bytes"].to_numpy(np.int64))
-    return MeasuredSteps(
-        np.searchsorted(process[begins], np.arange(processes + 1)),
-        step[begins],
-        content,
-        [[*islice(distinct, length)] for length in lengths.tolist()],
-        payload_bytes,
-    )
+    low, high = step.min(initial=0), step.max(initial=0)
+    moment = process * (high - low + 1) + (step - low)
+    first, distinct = group_rows([pd.factorize(rows[name])[0] for name in rows.columns])
+    holds = np.flatnonzero(rows["calls"] != 0)
+
+    # Steps whose rows have random codes of the same sum are taken as equal: of different ones, 2 ** -64 have.
+    codes = np.zeros(len(rows), np.uint64)
+    codes[holds] = np.random.default_rng(0).integers(_MAX_CODE, size=len(first), dtype=np.uint64)[distinct[holds]]
+    order = np.argsort(moment, kind="stable")
+    is_last = np.diff(moment[order], append=-1) != 0
+    sums = np.cumsum(np.diff(codes, prepend=np.uint64(0))[order])[is_last]
+    periods = order[is_last]
+    content = pd.factorize(np.append(np.uint64(0), sums))[0][1:]
+
+    # An example of each content but that of no calls, in the order of time, and the rows that hold then.
+    examples, at = np.unique(content, return_index=True)
+    at = moment[periods[at[examples > 0]]]
+    in_time = np.argsort(at)
+    begins, ends = (np.searchsorted(at[in_time], moment[holds + later]) for later in (0, 1))
+    of_content = in_time[concatenated_ranges(begins, ends - begins)]
+    calls = [_equal_calls(row) if row.calls else None for row in rows_of(rows.iloc[first])]
+    contents: list[list[EqualCalls]] = [[] for _ in range(len(at) + 1)]
+    for number, row in zip(of_content.tolist(), np.repeat(distinct[holds], ends - begins).tolist(), strict=True):
+        contents[number + 1].append(calls[row])
+    return MeasuredSteps(np.searchsorted(process[periods], np.arange(processes + 1)), step[periods], content, contents)
 
 
 def _equal_calls(row: Any) -> EqualCalls:

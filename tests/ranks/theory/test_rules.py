@@ -42,8 +42,10 @@ def measured_steps(run: Run, records: Records, rank: int = 0) -> Steps:
     table = measured.merge([measured.partial(RecordBlock(records, labels))])
     texts = {name: labels.distinct(name)[table[name]] for name in ("role", "op", "phase", "site")}
     table = table.assign(**texts)
-    steps = measured.measured_steps(table, len(run.processes))
-    return {step: [*steps.calls[calls]] for step, calls in zip(*map(np.ndarray.tolist, steps.of(rank)), strict=True)}
+    own = measured.measured_steps(table, len(run.processes))
+    steps = np.arange(-1, measured.last_steps(table, len(run.processes))[rank] + 1)
+    calls = {step: [*own.calls[at]] for step, at in zip(steps.tolist(), own.of(rank, steps).tolist(), strict=True)}
+    return {step: of_step for step, of_step in calls.items() if of_step}
 
 
 def records_of(run: Run, rank: int = 0) -> Records:
