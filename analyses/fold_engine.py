@@ -53,13 +53,14 @@ _IDS: Final = ("kind", "group", "site")
 _OF_PROCESS: Final = {"process": "number", "rank": "rank"}
 """Columns that are the same for all records of a process, by its attribute."""
 _OF_PROCESS_TYPES: Final = dict.fromkeys(_OF_PROCESS, np.int64)
-_DISTINCT_FIELDS: Final = ("process", "step", "kind", "group", "site", "phase", "state", "payload", "local")
+_CALL_FIELDS: Final = ("kind", "group", "site", "phase", "state", "payload", "local")
 
 
 class RecordBlock:
-    """Records as columns, a row per call, or in `distinct` per number of equal calls.
+    """Records as columns, a row per call, or in `distinct` and `alike` per number of equal calls.
 
-    Besides the fields of the records there are "process", the position of their process in the log, and "rank".
+    Besides the fields of the records there are "process", the position of their process in the log, "rank", and "call",
+    the position in `alike` of the row that stands for the call.
 
     Attributes:
         records: Fields of the records, n of each.
@@ -69,18 +70,26 @@ class RecordBlock:
     """
 
     def __init__(
-        self, records: Fields, labels: RecordLabels, calls: Array | None = None, exact: Array | None = None
+        self,
+        records: Fields,
+        labels: RecordLabels,
+        calls: Array | None = None,
+        exact: Array | None = None,
+        alike: RecordBlock | None = None,
     ) -> None:
         self.records = records
         self.exact = np.ones(len(records), bool) if exact is None else exact
         self.labels = labels
         self.calls = np.ones(len(records), np.int64) if calls is None else calls
+        self._alike = alike
         self._columns: dict[str, Array] = {}
 
     def __getitem__(self, name: str) -> Array:
         """Return a field of the records, shape (n,)."""
         if name not in self._columns:
-            if not isinstance(self.records, np.ndarray):
+            if name == "call" and self._alike is None:
+                self._columns[name] = self._call_groups[1]
+            elif not isinstance(self.records, np.ndarray):
                 self._columns[name] = self.records[name]
             elif name in _OF_PROCESS:
                 self._columns[name] = np.full(len(self), getattr(self.labels, _OF_PROCESS[name]), np.int64)
@@ -99,7 +108,7 @@ class RecordBlock:
 
         A call whose wire bytes are not known adds 0 to `wire_bytes` and 1 to `wire_unknown`.
         """
-        wire = self.labels.wire_bytes(self)
+        wire = self._wire_bytes
         unknown = np.isnan(wire)
         return {
             "payload_bytes": self["payload"] * self.calls,
@@ -108,16 +117,37 @@ class RecordBlock:
         }
 
     @cached_property
+    def _wire_bytes(self) -> Array:
+        """Wire bytes of a call of each row, NaN where they are not known."""
+        if self._alike is None:
+            return self.labels.wire_bytes(self)
+        return self._alike._wire_bytes[self["call"]]
+
+    @cached_property
     def distinct(self) -> RecordBlock:
+        """The distinct calls of each process and step.
+
+        Calls of a row are equal in `process`, `step` and all that calls of a row of `alike` are equal in.
+        """
+        return self._grouped(*group_rows([self["process"], self["step"], self["call"]]), self.alike)
+
+    @cached_property
+    def alike(self) -> RecordBlock:
         """The distinct calls of the block; training repeats itself, so they are far fewer than the records.
 
-        Calls of a row are equal in `process`, `step`, `kind`, `group`, `site`, `phase`, `state`, `payload` and `local`,
-        and in whether their rank is the `peer`. Other fields are those of any one of them.
+        Calls of a row are equal in `kind`, `group`, `site`, `phase`, `state`, `payload` and `local`, and in whether
+        their rank is the `peer`. Other fields are those of any one of them.
         """
+        return self._grouped(*self._call_groups)
+
+    @cached_property
+    def _call_groups(self) -> tuple[Array, Array]:
         to_self = self["peer"] == self["rank"]
-        first, groups = group_rows([*(self[name] for name in _DISTINCT_FIELDS), to_self, self.exact])
+        return group_rows([*(self[name] for name in _CALL_FIELDS), to_self, self.exact])
+
+    def _grouped(self, first: Array, groups: Array, alike: RecordBlock | None = None) -> RecordBlock:
         calls = sum_groups(self.calls, groups, len(first))
-        return RecordBlock(_Rows(self, first), self.labels, calls, self.exact[first])
+        return RecordBlock(_Rows(self, first), self.labels, calls, self.exact[first], alike)
 
 
 @dataclass(frozen=True)
@@ -591,7 +621,8 @@ def mask_unknown_wire(table: pd.DataFrame) -> pd.DataFrame:
 
 def concat_tables(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """Return the rows of tables with the same columns; empty tables do not change the dtypes of others."""
-    return pd.concat([table for table in tables if len(table)] or [tables[0]], ignore_index=True)
+    filled = [table for table in tables if len(table)] or [tables[0]]
+    return filled[0] if len(filled) == 1 else pd.concat(filled, ignore_index=True)
 
 
 def merge_sums(*keys: str, **how: str) -> Callable[[Sequence[pd.DataFrame]], pd.DataFrame]:

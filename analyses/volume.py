@@ -39,7 +39,7 @@ KEYS: Final[dict[str, tuple[str, ...]]] = {
 
 
 def _partial(keys: tuple[str, ...], block: RecordBlock) -> pd.DataFrame:
-    return table_by(block.distinct, keys, block.distinct.volumes)
+    return table_by(block.alike, keys, block.alike.volumes)
 
 
 def _finish(name: str, table: pd.DataFrame, run: RecordedRun) -> NamedTables:

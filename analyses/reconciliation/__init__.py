@@ -300,7 +300,7 @@ class _Comparison:
                     yield position
 
         for position in islice(chain(regular(evaluates=False), regular(evaluates=True)), 1):
-            compared = self._compared[positions[position]]
+            compared: ComparedStep = self._compared[positions[position]]
             return compared.waterfall(f"measured, rank {process.rank}, step {self._steps[position]}")
         return None
 

@@ -17,7 +17,6 @@ from commtrace.analyses.fold_engine import (
     group_rows,
     merge_sums,
     rows_of,
-    sums_by,
 )
 
 DETAILED_STEPS: Final = 64
@@ -60,24 +59,40 @@ def partial(block: RecordBlock) -> pd.DataFrame:
         (wire bytes times `ranks`) and `wire_unknown` are in the step than in the one before. `ranks` is the size of the
         call's group. Wire bytes are multiples of 1/`ranks` byte: sums of `wire_parts` are exact.
     """
-    rows, labels = block.distinct, block.labels
-    ranks = labels.group_sizes(rows["group"])
-    wire, unknown = rows.volumes["wire_bytes"], rows.volumes["wire_unknown"]
-    keys = {
+    alike, rows = block.alike, block.distinct
+    ranks = block.labels.group_sizes(alike["group"])
+    call = {name: block.labels.codes(name, block.labels.ids(name, alike)) for name in ("role", "op", "phase", "site")}
+    call |= {"payload": alike["payload"].astype(np.int64), "ranks": ranks}
+    # Each call with its payload, then each without; many of these are equal.
+    calls = pd.concat([pd.DataFrame(call), pd.DataFrame({**call, "payload": np.full(len(alike), -1)})])
+    examples, numbers = group_rows([calls[name].to_numpy() for name in _CALL])
+    has_payload = rows["step"] < DETAILED_STEPS
+    parts = np.rint(rows.volumes["wire_bytes"] * ranks[rows["call"]]).astype(np.int64)
+    sums = {"payload_bytes": rows.volumes["payload_bytes"], "wire_parts": parts}
+    own = {
         "process": rows["process"],
-        **{name: labels.ids(name, rows) for name in ("role", "op", "phase", "site")},
-        "payload": np.where(rows["step"] < DETAILED_STEPS, rows["payload"], -1),
-        "ranks": ranks,
+        "call": numbers[rows["call"] + np.where(has_payload, 0, len(alike))],
         "step": rows["step"].astype(np.int64),
-    }
-    values = {
         "calls": rows.calls,
-        "payload_bytes": rows.volumes["payload_bytes"],
-        "wire_parts": np.rint(np.where(unknown == 0, wire * ranks, 0)).astype(np.int64),
-        "wire_unknown": unknown,
+        **sums,
+        "wire_unknown": rows.volumes["wire_unknown"],
     }
-    sums = sums_by(labels, keys, values)
-    return merge([sums, sums.assign(step=sums["step"] + 1, **{name: -sums[name] for name in _SUMS})])
+    changes = _changes(merge_sums("process", "call", "step")([pd.DataFrame(own, copy=False)]))
+    fields = calls.iloc[examples[changes.pop("call")]]
+    return merge([changes.assign(**{name: fields[name].to_numpy() for name in _CALL})])
+
+
+def _changes(sums: pd.DataFrame) -> pd.DataFrame:
+    """Return sums by `process`, `call` and `step`, in this order, as differences to the step before."""
+    keys = {name: sums[name].to_numpy() for name in ("process", "call", "step")}
+    follows = np.zeros(len(sums) + 1, bool)  # the row before, in the step after
+    follows[1:-1] = np.logical_and.reduce([np.diff(key) == (name == "step") for name, key in keys.items()])
+    ends = sums[~follows[1:]]
+    values = {name: sums[name].to_numpy() for name in _SUMS}
+    begun = {name: value - np.where(follows[:-1], np.append(0, value[:-1]), 0) for name, value in values.items()}
+    differs = np.any([*begun.values()], axis=0)
+    ended = ends.assign(step=ends["step"] + 1, **{name: -ends[name] for name in _SUMS})
+    return pd.concat([sums[["process", "call", "step"]].assign(**begun)[differs], ended], ignore_index=True)
 
 
 _merge_sums: Final = merge_sums("process", *_CALL, "step")

@@ -26,7 +26,7 @@ def training(draw: np.random.Generator) -> Records:
     for step in range(draw.integers(1, STEPS)):
         if draw.random() < 0.1:
             pattern = patterns[draw.integers(len(patterns))]
-        rows += [record(step=step, kind=kind, payload=payload) for kind, payload in pattern]
+        rows += [record(step=step, kind=int(kind), payload=int(payload)) for kind, payload in pattern]
     return draw.permutation(np.concatenate(rows))
 
 
