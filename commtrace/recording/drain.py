@@ -141,7 +141,9 @@ class Drain:
 
     def _turn(self) -> None:
         self._run_callbacks()
-        slots = self._slots.finished() if self._writer.ready else NO_SLOTS
+        # Records that need no disk leave the ring while writing fails.
+        may_move = self._writer.ready or self._settings.kept_records
+        slots = self._slots.finished() if may_move else NO_SLOTS
         if len(slots) or self._writer.unwritten(self._recorder.tables.lines):
             self._move(slots)
         if self._summary:

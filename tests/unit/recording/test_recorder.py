@@ -153,6 +153,21 @@ def test_records_that_cannot_be_written_are_kept_once(
     assert sorted(processes.read_one(tmp_path).records["seq"].tolist()) == [1, 3]
 
 
+@pytest.mark.parametrize("settings", [{"steps": "1"}, {"mode": "summary"}])
+def test_records_that_need_no_disk_leave_the_ring_while_it_fails(
+    settings: dict[str, str], tmp_path: Path, new_recorder: NewRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LogWriter, "ready", False)
+    recorder = new_recorder(tmp_path, ring_records=64, drain_ms=5, **settings)
+    for number in range(200):
+        processes.wait_for(lambda: recorder.slots.free)
+        recorder.returned(processes.call(recorder, number, step=0), 101 + number, observable=False)
+    monkeypatch.undo()
+    recorder.close("stop")
+    stats = processes.read_one(tmp_path).stats
+    assert (stats["calls"], stats["dropped"], stats["not_selected"] + stats["summarized"]) == (200, 0, 200)
+
+
 def test_threads_under_a_fast_drain(tmp_path: Path, new_recorder: NewRecorder) -> None:
     """Eight threads begin, return and end calls, each the calls of another one, while the ring is emptied."""
     recorder = new_recorder(tmp_path, ring_records=4096, drain_ms=1, segment_min_bytes=4096)
