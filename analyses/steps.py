@@ -22,6 +22,7 @@ def _partial(block: RecordBlock) -> pd.DataFrame:
 
 
 def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
+    table = _selected(table, run)
     steps = table.groupby("step", as_index=False)[SUMS].sum()
     training = steps.loc[steps["step"] >= 0].assign(op=ALL)
     # The sum first: the stable sort below then keeps it before the only operation of a run.
@@ -34,6 +35,11 @@ def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
         "volume_by_step": mask_unknown_wire(steps),
         "steady_step": steady.sort_values("payload_bytes_max", ascending=False, kind="stable", ignore_index=True),
     }
+
+
+def _selected(table: pd.DataFrame, run: RecordedRun) -> pd.DataFrame:
+    """Return the rows of selected steps: of others, the log has at most the calls that were in flight at its end."""
+    return table.loc[run.select_steps(table["step"].to_numpy())]
 
 
 def ranks_seen(run: RecordedRun) -> int:
@@ -71,7 +77,7 @@ def _partial_by_operation(block: RecordBlock) -> pd.DataFrame:
 
 def _finish_by_operation(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     ranks = ranks_seen(run)
-    sums = mask_unknown_wire(table)
+    sums = mask_unknown_wire(_selected(table, run))
     result = sums[["step", "op"]]
     for column in ("calls", "payload_bytes", "wire_bytes"):
         result[f"{column}_per_rank"] = sums[column] / ranks

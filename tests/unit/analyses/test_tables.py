@@ -111,6 +111,15 @@ def test_steps_and_start_up(tmp_path: Path) -> None:
     ]
 
 
+def test_a_call_in_flight_of_a_step_that_was_not_selected_makes_no_step(tmp_path: Path) -> None:
+    calls = [record(step=0), record(step=1), record(step=7, state=State.BEGUN)]
+    run = single(tmp_path, *calls, settings={"steps": "0-1"})
+    assert rows(run.table("volume_by_step"), "step", "calls") == [(0, 1), (1, 1)]
+    assert rows(run.table("steps_by_operation"), "step", "op") == [(0, "all_reduce"), (1, "all_reduce")]
+    assert run.table("steady_step")["steps"].tolist() == [2, 2]
+    assert run.table("volume_by_operation")["calls"].tolist() == [3]
+
+
 def test_an_operation_that_a_step_lacks_counts_nothing_there(tmp_path: Path) -> None:
     run = single(tmp_path, *(record(step=step) for step in range(5)), record(step=2, kind=ALL_GATHER))
     steady = run.table("steady_step").set_index("op")
