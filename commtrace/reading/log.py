@@ -379,7 +379,7 @@ def _read_host(folder: Path, living: Mapping[Path, RingCopy], notes: list[Note])
         copy = living.get(Path(os.path.realpath(folder)) / f"{stem}.jsonl") if living else None
         last = kept[stem].pop("", None)
         process = _read_process(folder, stem, segments, last, copy, notes)
-        dumps = [inspect_segment(path) for path in kept[stem].values()]
+        dumps = [_inspect_kept(path) for path in kept[stem].values()]
         notes += (note for _, of_dump in dumps for note in of_dump)
         process = replace(process, dumps=tuple(segment for segment, _ in dumps if segment))
         snapshot = None if copy is None or copy.identity.get("mode") != "summary" else copy.snapshot
@@ -399,7 +399,7 @@ def _read_process(
         notes += segment_notes
         segments += [segment] if segment else []
     notes += _missing_segments(path, tables, sorted(files))
-    kept_segment, kept_notes = (None, []) if kept is None else inspect_segment(kept)
+    kept_segment, kept_notes = (None, []) if kept is None else _inspect_kept(kept)
     notes += kept_notes
     if living is not None:
         records, kept_records, _ = split_kept(living, living.snapshot)
@@ -408,6 +408,12 @@ def _read_process(
             kept_segment = MemorySegment(path, 0, len(kept_records), records=kept_records)
         tables.stats = {**(tables.stats or {}), **living.counters}
     return replace(_process(path, tables, segments, 0 if living is None else living.seen_ns), kept=kept_segment)
+
+
+def _inspect_kept(path: Path) -> tuple[Segment | None, list[Note]]:
+    segment, notes = inspect_segment(path)
+    consequence = "its calls are kept besides the log, and not counted"
+    return segment, [replace(note, consequence=consequence) for note in notes]
 
 
 def _process(path: Path, tables: ProcessTables, segments: Sequence[Segment], seen_ns: int = 0) -> Process:
