@@ -92,6 +92,9 @@ class Clock(IntEnum):
     DEVICE_WAIT = 6  # the device's stream came past a wait of the program: the end is at or before this time
 
 
+DEVICE_CLOCKS: Final = (int(Clock.DEVICE), int(Clock.DEVICE_WAIT))
+
+
 class Flag(IntFlag):
     """Properties of a call."""
 

@@ -15,9 +15,10 @@ from typing import Any, Final
 import numpy as np
 
 from commtrace.analyses.fold_engine import Array, RecordBlock
+from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.table_reader import integer_or_none
-from commtrace.schema import OPERATIONS, Clock, Flag, State
+from commtrace.schema import DEVICE_CLOCKS, OPERATIONS, Flag, State
 
 from .matching import MatchedCalls
 
@@ -30,7 +31,6 @@ UNCERTAIN: Final = 8
 FAILED: Final = 4
 """Bit of a call that raised an exception."""
 
-_DEVICE_CLOCKS: Final = (int(Clock.DEVICE), int(Clock.DEVICE_WAIT))
 _LARGEST_ERROR_NS: Final = 1 << 58
 _UNEVEN_VARIANTS: Final = ("v", "w")
 """Last letters of MPI's all_to_alls whose shares may be empty; the recorder does not flag them."""
@@ -46,14 +46,19 @@ def completions(run: RecordedRun) -> Callable[[RecordBlock], Array]:
 
     A device's times may be early on the host's clock by an error that the recorder measures; it is added.
     """
-    measured = ((process.tables.stats or {}).get("device_clock_ns") for process in run.processes)
-    errors = np.array([min(max(integer_or_none(error) or 0, 0), _LARGEST_ERROR_NS) for error in measured], np.int64)
+    errors = np.array([clock_error_ns(process) for process in run.processes], np.int64)
     return partial(_completions, errors)
+
+
+def clock_error_ns(process: Process) -> int:
+    """Return the most by which a device's times of a process are early on the host's clock."""
+    error = integer_or_none((process.tables.stats or {}).get("device_clock_ns"))
+    return min(max(error or 0, 0), _LARGEST_ERROR_NS)
 
 
 def _completions(errors: Array, block: RecordBlock) -> Array:
     end = np.where(block["state"] == State.COMPLETE, block["t_end"], 0)
-    on_device = np.isin(block["clock"], _DEVICE_CLOCKS) & (end > 0)
+    on_device = np.isin(block["clock"], DEVICE_CLOCKS) & (end > 0)
     return np.where(on_device, end + errors[block["process"]], end) if on_device.any() else end
 
 

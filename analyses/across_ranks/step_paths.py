@@ -32,7 +32,7 @@ from commtrace.durations import has_own_times, wait_begin
 from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.segment_reader import last_records
-from commtrace.schema import Clock, Phase
+from commtrace.schema import DEVICE_CLOCKS, Clock, Phase
 
 from .clocks import USEFUL_NS, clocks_of
 from .dependencies import SOURCE, TARGET, agree, dependencies, operations
@@ -50,7 +50,6 @@ WAITING, EXPOSED, HIDDEN = "waiting", "exposed communication", "hidden communica
 _COLUMNS: Final = (
     "t_begin", "t_return", "t_wait", "t_end", "step", "clock", "flags", "op", "role", "site", "phase",
 )  # fmt: skip
-_DEVICE_CLOCKS: Final = (int(Clock.DEVICE), int(Clock.DEVICE_WAIT))
 
 
 class PathPiece(NamedTuple):
@@ -202,7 +201,7 @@ def _read(run: RecordedRun) -> StepPaths | None:
     derived = {"depends": dependencies, "operation": operations}
     calls = match_calls(run, _COLUMNS, wanted, derived=derived, last=_last_calls(run))
     evaluates = calls.text("phase") == Phase.EVALUATION.name.lower()
-    if np.isin(calls["clock"], _DEVICE_CLOCKS).any():
+    if np.isin(calls["clock"], DEVICE_CLOCKS).any():
         return None
     times = _aligned_times(run, calls)
     if times is None:

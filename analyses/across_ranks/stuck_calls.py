@@ -42,8 +42,9 @@ from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.segment_reader import BLOCK, MemorySegment, Segment, last_records
 from commtrace.reading.table_reader import integer_or_none
 from commtrace.recording.recovery import record_keys
-from commtrace.schema import RECORD, WITHOUT_RECORD, Flag, State
+from commtrace.schema import DEVICE_CLOCKS, RECORD, WITHOUT_RECORD, Flag, State
 
+from .dependencies import clock_error_ns
 from .matching import NOT_MATCHED, Channel, MatchedCalls, match_calls
 
 MIN_WAIT_NS: Final = 5_000_000_000
@@ -497,26 +498,31 @@ def _last(process: Process, count: int) -> Process:
     if process.kept is None:
         return replace(process, segments=segments)
     kept = process.kept.last(count)
-    without_gaps = _without_gaps(process.path, segments, kept)
+    without_gaps = _without_gaps(process, segments, kept)
     damaged = {name: 1 for segment in (kept, *segments) for name in segment.damaged}
     return replace(process, segments=(without_gaps,), kept=replace(kept, damaged=damaged))
 
 
-def _without_gaps(path: Path, segments: Iterable[Segment], kept: Segment) -> Segment:
+def _without_gaps(process: Process, segments: Iterable[Segment], kept: Segment) -> Segment:
     """Return all calls of a process that began after the first one kept had ended, and those that block it.
 
-    Before that, calls may be missing: of a channel, a later call than the last one known.
+    Before that, calls may be missing: of a channel, a later call than the last one known. A call whose end was not seen
+    may be kept long after it returned: the first one kept is one whose end was seen, where there is any.
     """
     last, others = (
         np.concatenate([np.zeros(0, RECORD), *(block for segment in source for block in segment.blocks())])
         for source in ((kept,), segments)
     )
-    since = max((int(last[name][0]) for name in ("t_return", "t_wait", "t_end")), default=0) if len(last) else 0
+    ended = np.flatnonzero(last["state"] == State.COMPLETE)
+    first = last[ended[0] : ended[0] + 1] if len(ended) else last[:1]
+    since = max(int(first[name].max(initial=0)) for name in ("t_return", "t_wait", "t_end"))
+    if np.isin(first["clock"], DEVICE_CLOCKS).any():
+        since += clock_error_ns(process)
     new = others[~np.isin(record_keys(others), record_keys(last))]
     records = np.concatenate([last, new])
     blocks = (records["state"] == State.BEGUN) | ((records["state"] == State.RETURNED) & (records["t_wait"] > 0))
     records = records[(records["t_begin"] >= since) | blocks]
-    return MemorySegment(path, 0, len(records), records=records)
+    return MemorySegment(process.path, 0, len(records), records=records)
 
 
 def find_stuck_calls(run: RecordedRun) -> NamedTables:

@@ -33,12 +33,11 @@ from commtrace.formatting import format_ranks
 from commtrace.reading.labels import RecordLabels
 from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun
-from commtrace.schema import Clock, Phase
+from commtrace.schema import DEVICE_CLOCKS, Phase
 
 MAX_STEPS: Final = 200
 """Steps that are measured, the last ones: enough for any mean, and a bound for memory."""
 
-_DEVICE_CLOCKS: Final = (int(Clock.DEVICE), int(Clock.DEVICE_WAIT))
 _ONE_SIDED: Final = ("put", "get", "accumulate")
 _RECORD_FIELDS: Final = (
     "step", "micro_batch", "t_begin", "t_return", "t_start", "t_end", "payload", "seq", "peer", "tag", "clock", "batch",
@@ -90,7 +89,7 @@ def step_times(run: RecordedRun) -> StepTimes:
         raise LogError(f"{run.log.path}: its steps have no duration, so its times are damaged")
     blocked = (calls["blocked_until"] - calls["t_begin"]).clip(lower=0)
     total, known = float(blocked.sum()), float(blocked[calls["last_begin"] > 0].sum())
-    on_device = bool(calls["clock"].isin(_DEVICE_CLOCKS).any())
+    on_device = bool(calls["clock"].isin(DEVICE_CLOCKS).any())
     late_known = known / total if total else 1.0
     return StepTimes(table, _messages(calls), marked, on_device, late_known)
 
@@ -294,7 +293,7 @@ def _messages(calls: pd.DataFrame) -> pd.DataFrame:
         & (calls["ranks"] > 1)
         & (calls["batch"] == 0)
         & calls["exact"]
-        & ~calls["clock"].isin(_DEVICE_CLOCKS)
+        & ~calls["clock"].isin(DEVICE_CLOCKS)
         & (calls["op"] != "send")
         & calls["wire_bytes"].notna()
     ]

@@ -15,7 +15,7 @@ from commtrace.analyses.across_ranks import stuck_calls
 from commtrace.analyses.fold_engine import fold
 from commtrace.analyses.report.findings import verdict
 from commtrace.run import open_run
-from commtrace.schema import Flag, State
+from commtrace.schema import Clock, Flag, State
 
 SECOND = 10**9
 STEPS, STEP = 10, SECOND // 10
@@ -184,18 +184,38 @@ def test_damaged_records_prove_nothing(tmp_path: Path) -> None:
     assert not len(tables(tmp_path, rows)["stuck_calls"])
 
 
-@pytest.mark.parametrize("damage", ["none", "cut", "garbled"])
+@pytest.mark.parametrize("damage", ["none", "cut", "garbled", "device"])
 def test_damaged_kept_records_prove_nothing(damage: str, tmp_path: Path) -> None:
-    tables(tmp_path, ABSENT, stats={"not_selected": 1})
+    """Nor does one whose end on the host's clock is not known well enough."""
+    tables(tmp_path, ABSENT, stats={"not_selected": 1, "device_clock_ns": 100 * SECOND})
     for path in tmp_path.glob("*/*/*.00000.npy"):
         kept = np.load(path)[:STEPS]
         if damage == "garbled":
             kept["payload"][-1] = -1
+        if damage == "device":
+            kept["clock"] = Clock.DEVICE
         kept_path = path.with_name(path.name.replace(".00000.npy", "-kept.npy"))
         np.save(kept_path, kept)
         if damage == "cut":
             kept_path.write_bytes(kept_path.read_bytes()[:-1])
     assert len(verdict_tables(tmp_path)["stuck_calls"]) == (damage == "none")
+    assert {note.consequence for note in open_run(tmp_path).notes if note.kind == "cut"} == (
+        {"its calls are kept besides the log, and not counted"} if damage == "cut" else set()
+    )
+
+
+def test_calls_that_were_kept_long_after_they_returned_prove_nothing(tmp_path: Path) -> None:
+    """Rank 1 made the call, and it is not among the last ones kept, as two older ones were never waited for."""
+    tables(tmp_path, ABSENT, stats={"not_selected": 1})
+    for path in tmp_path.glob("*/*/*.00000.npy"):
+        every = np.load(path)
+        kept = every[:STEPS].copy()
+        if "rank00001" in path.name:
+            kept["state"][:2], kept["t_end"][:2], kept["clock"][:2] = State.RETURNED, 0, 0
+            kept["group"][2:] = PAIR
+            np.save(path, every[:0])
+        np.save(path.with_name(path.name.replace(".00000.npy", "-kept.npy")), kept)
+    assert not len(verdict_tables(tmp_path)["stuck_calls"])
 
 
 def test_a_log_that_was_not_recovered_proves_nothing(tmp_path: Path) -> None:
