@@ -108,6 +108,16 @@ def test_declared_calls_are_own_in_any_library(tmp_path: Path, capsys: Captured)
     assert "engine.py:5 DeepSpeedEngine.save_checkpoint: 3 all_reduce, 12 bytes, rank 0-2" in out
 
 
+def test_declared_calls_of_steps_that_are_not_compared_are_not_counted(tmp_path: Path, capsys: Captured) -> None:
+    rows = [
+        *calls(ZERO_1, range(-1, 10)),
+        *(call(ExpectedCall("all_reduce", 4, ""), step, site=CHECKPOINT) for step in (0, 9)),
+    ]
+    run_of(tmp_path, sorted(rows, key=lambda row: int(row["step"][0])), ZERO_1, removed=1)
+    _, out = check(tmp_path, capsys, "--own", "engine.py*save_checkpoint")
+    assert "engine.py:5 DeepSpeedEngine.save_checkpoint: 3 all_reduce, 12 bytes, rank 0-2" in out
+
+
 def test_a_shortage_is_not_explained_by_calls_of_the_program(tmp_path: Path, capsys: Captured) -> None:
     """The program's call has the operation of one that is missing: it may be the same in another form."""
     run_of(tmp_path, with_call("all_reduce", 4, site=PROGRAM)(without_a_check(every_step())), ZERO_1)
