@@ -29,6 +29,8 @@ def rank_ranges(text: str) -> list[range]:
             raise ValueError(f"{item} is not a number or a range of numbers")
         if any(int(number or 0) >= 1 << 31 for number in (first, last, stride)):
             raise ValueError(f"{item:.40} has a number of more than 31 bits")
+        if stride and not int(stride):
+            raise ValueError(f"{item} has a stride of 0")
         ranges.append(range(int(first), int(last if dash else first) + 1, int(stride or 1)))
         if not ranges[-1]:
             raise ValueError(f"{item} is empty")

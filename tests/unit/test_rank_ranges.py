@@ -54,3 +54,8 @@ def test_any_list_of_ranks_is_kept_in_its_order() -> None:
 def test_more_ranks_than_a_job_has_are_a_mistake(text: str) -> None:
     with pytest.raises(ValueError, match="more than"):
         parse_rank_list(text)
+
+
+def test_a_stride_of_0_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="1-5:0 has a stride of 0"):
+        parse_rank_list("0,1-5:0")
