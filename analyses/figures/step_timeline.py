@@ -9,7 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from commtrace.analyses.fold_engine import rows_of
-from commtrace.formatting import format_bytes, format_count, format_duration
+from commtrace.formatting import format_bytes, format_count, format_duration, format_ranks
 
 from .style import finish, horizontal_bars, in_order, label, numbered_rows, operation_style, time_scale
 
@@ -21,7 +21,8 @@ MAX_RANKS: Final = 16
 
 def timeline(table: pd.DataFrame) -> go.Figure:
     """Draw the calls of `timeline` over time: a row per rank, up to MAX_RANKS, and within it one per operation."""
-    ranks = sorted(table["rank"].unique())[:MAX_RANKS]
+    every_rank = sorted(table["rank"].unique())
+    ranks = every_rank[:MAX_RANKS]
     spans = _spans(table.loc[table["rank"].isin(ranks)])
     operations = in_order(spans["op"])
     scale = time_scale(spans["end"])
@@ -47,7 +48,8 @@ def timeline(table: pd.DataFrame) -> go.Figure:
         figure.add_hline(y=edge - 0.5, line={"width": 1, "color": "rgba(138,148,160,0.35)"})
     figure.update_layout(barmode="overlay")
     rows = max(26, min(20 * len(operations), 640 // max(len(ranks), 1)))
-    return finish(figure, f"Timeline of training step {step}", max(240, 150 + rows * len(ranks)))
+    title = f"Timeline of training step {step}" + (f", ranks {format_ranks(ranks)}" if ranks != every_rank else "")
+    return finish(figure, title, max(240, 150 + rows * len(ranks)))
 
 
 def _spans(table: pd.DataFrame) -> pd.DataFrame:

@@ -126,6 +126,12 @@ def test_the_timeline_keeps_a_bounded_number_of_calls_and_says_so(tmp_path: Path
     assert not steps_of(tmp_path / "just", 0, more=MAX_CALLS).table("timeline")["more_calls"].any()
 
 
+@pytest.mark.parametrize(("ranks", "title"), [(16, "step 0"), (17, "step 0, ranks 0-15")])
+def test_the_timeline_says_which_ranks_it_draws(tmp_path: Path, ranks: int, title: str) -> None:
+    figure = steps_of(tmp_path, 0, ranks=ranks).figure("timeline")
+    assert figure.layout.title.text == f"Timeline of training {title}"
+
+
 def test_the_timeline_of_a_large_run_is_of_some_ranks() -> None:
     assert [number for number in range(1024) if shown(number)] == [*range(16), *(1 << power for power in range(4, 10))]
 
