@@ -119,12 +119,12 @@ class Process:
 
     @property
     def summary_problem(self) -> str:
-        """Which steps are not compared because a summary has their calls together; "": none."""
-        spans = None if self.summary is None else self.summary.mixed_steps()
+        """Which steps are not compared because a summary has sums of their calls, and what to do; "": none."""
+        spans = None if self.summary is None else self.summary.summed_steps()
         if spans is None or not len(spans):
             return ""
         steps = f"steps {spans[:, 0].min():,} to {spans[:, 1].max():,}"
-        return f"some of {steps} are known together only, as their calls differ (COMMTRACE_MODE=summary)"
+        return f"some of {steps} are in the summary as sums only; to compare them, record with COMMTRACE_MODE=events"
 
     def steps_problem(self, last_step: int) -> str | None:
         """Return why steps up to this one are not compared; None if there is a call for each of them.

@@ -40,11 +40,12 @@ class SummaryTables:
         rows = read_rows(path, dtype, self.snapshot.written[name])
         return np.concatenate([rows, np.frombuffer(self.snapshot.rows[name], dtype)])
 
-    def mixed_steps(self) -> npt.NDArray[np.int64]:
-        """Return the first and last of steps of which some are known together only, shape (n, 2)."""
-        steps = self.table("steps")
-        mixed = steps[(steps["mixed"] == 1) & (steps["steps"] > 1)]
-        return np.stack([mixed["first"], mixed["last"]], axis=1).astype(np.int64)
+    def summed_steps(self) -> npt.NDArray[np.int64]:
+        """Return the first and last of steps of which calls, or sizes of calls, are known as sums, shape (n, 2)."""
+        steps, cells = self.table("steps"), self.table("cells")
+        has_sums = np.isin(steps["pattern"], cells["pattern"][(cells["bits"] & SUMS) > 0])
+        summed = steps[(steps["mixed"] == 1) & (steps["steps"] > 1) | has_sums]
+        return np.stack([summed["first"], summed["last"]], axis=1).astype(np.int64)
 
     def calls(self, rank: int) -> Iterator[Rows]:
         """Yield the calls as rows of CALLS, each of one step or of MIXED ones, in blocks.
