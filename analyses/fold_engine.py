@@ -56,14 +56,35 @@ _OF_PROCESS_TYPES: Final = dict.fromkeys(_OF_PROCESS, np.int64)
 _CALL_FIELDS: Final = ("kind", "group", "site", "phase", "state", "payload", "local")
 
 
+class _CachedFields:
+    """Fields of records as contiguous arrays, shape (n,), made when they are first asked for."""
+
+    def __init__(self, records: Fields, labels: RecordLabels) -> None:
+        self.records, self.labels = records, labels
+        self._columns: dict[str, Array] = {}
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, name: str) -> Array:
+        if name not in self._columns:
+            if not isinstance(self.records, np.ndarray):
+                self._columns[name] = self.records[name]
+            elif name in _OF_PROCESS:
+                self._columns[name] = np.full(len(self), getattr(self.labels, _OF_PROCESS[name]), np.int64)
+            elif name in _READ_FIELDS:
+                self._columns |= _copied_fields(self.records)
+            else:
+                self._columns[name] = np.ascontiguousarray(self.records[name])
+        return self._columns[name]
+
+
 class RecordBlock:
     """Records as columns, a row per call, or in `distinct` and `alike` per number of equal calls.
 
-    Besides the fields of the records there are "process", the position of their process in the log, "rank", and "call",
-    the position in `alike` of the row that stands for the call.
+    Besides the fields of the records there are "process", the position of their process in the log, and "rank".
 
     Attributes:
-        records: Fields of the records, n of each.
         labels: Translates the numbers in the records.
         calls: Calls that each row stands for, int64, shape (n,).
         exact: Whether the row's sizes are those of each call, bool, shape (n,): of a summary, some are near their mean.
@@ -75,32 +96,21 @@ class RecordBlock:
         labels: RecordLabels,
         calls: Array | None = None,
         exact: Array | None = None,
-        alike: RecordBlock | None = None,
+        alike: tuple[RecordBlock, Array] | None = None,
     ) -> None:
-        self.records = records
+        # Not the block itself: `distinct` refers to the fields, and a circle would hold them until Python looks for it.
+        self._fields = _CachedFields(records, labels)
         self.exact = np.ones(len(records), bool) if exact is None else exact
         self.labels = labels
         self.calls = np.ones(len(records), np.int64) if calls is None else calls
-        self._alike = alike
-        self._columns: dict[str, Array] = {}
+        self._given_alike = alike
 
     def __getitem__(self, name: str) -> Array:
         """Return a field of the records, shape (n,)."""
-        if name not in self._columns:
-            if name == "call" and self._alike is None:
-                self._columns[name] = self._call_groups[1]
-            elif not isinstance(self.records, np.ndarray):
-                self._columns[name] = self.records[name]
-            elif name in _OF_PROCESS:
-                self._columns[name] = np.full(len(self), getattr(self.labels, _OF_PROCESS[name]), np.int64)
-            elif name in _READ_FIELDS:
-                self._columns |= _copied_fields(self.records)
-            else:
-                self._columns[name] = np.ascontiguousarray(self.records[name])
-        return self._columns[name]
+        return self._fields[name]
 
     def __len__(self) -> int:
-        return len(self.records)
+        return len(self._fields)
 
     @cached_property
     def volumes(self) -> dict[str, Array]:
@@ -118,50 +128,54 @@ class RecordBlock:
 
     @cached_property
     def _wire_bytes(self) -> Array:
-        """Wire bytes of a call of each row, NaN where they are not known."""
-        if self._alike is None:
-            return self.labels.wire_bytes(self)
-        return self._alike._wire_bytes[self["call"]]
+        """Wire bytes of one call of each row, NaN where they are not known."""
+        return self.labels.wire_bytes(self) if self._given_alike is None else self.alike._wire_bytes[self.call]
 
     @cached_property
     def distinct(self) -> RecordBlock:
-        """The distinct calls of each process and step.
+        """The distinct calls of each process and step: a row is of one process, step and row of `alike`."""
+        first, groups = group_rows([self["process"], self["step"], self.call])
+        return self._grouped(first, groups, (self.alike, self.call[first]))
 
-        Calls of a row are equal in `process`, `step` and all that calls of a row of `alike` are equal in.
-        """
-        return self._grouped(*group_rows([self["process"], self["step"], self["call"]]), self.alike)
-
-    @cached_property
+    @property
     def alike(self) -> RecordBlock:
         """The distinct calls of the block; training repeats itself, so they are far fewer than the records.
 
         Calls of a row are equal in `kind`, `group`, `site`, `phase`, `state`, `payload` and `local`, and in whether
         their rank is the `peer`. Other fields are those of any one of them.
         """
-        return self._grouped(*self._call_groups)
+        return self._alike[0]
+
+    @property
+    def call(self) -> Array:
+        """The row of `alike` that stands for each row, int64, shape (n,)."""
+        return self._alike[1]
 
     @cached_property
-    def _call_groups(self) -> tuple[Array, Array]:
+    def _alike(self) -> tuple[RecordBlock, Array]:
+        if self._given_alike is not None:
+            return self._given_alike
         to_self = self["peer"] == self["rank"]
-        return group_rows([*(self[name] for name in _CALL_FIELDS), to_self, self.exact])
+        first, groups = group_rows([*(self[name] for name in _CALL_FIELDS), to_self, self.exact])
+        return self._grouped(first, groups), groups
 
-    def _grouped(self, first: Array, groups: Array, alike: RecordBlock | None = None) -> RecordBlock:
+    def _grouped(self, first: Array, groups: Array, alike: tuple[RecordBlock, Array] | None = None) -> RecordBlock:
         calls = sum_groups(self.calls, groups, len(first))
-        return RecordBlock(_Rows(self, first), self.labels, calls, self.exact[first], alike)
+        return RecordBlock(_Rows(self._fields, first), self.labels, calls, self.exact[first], alike)
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Some rows of a block: fields of records."""
+    """Some rows of records."""
 
-    block: RecordBlock
+    fields: Fields
     at: Array
 
     def __len__(self) -> int:
         return len(self.at)
 
     def __getitem__(self, name: str) -> Array:
-        return self.block[name][self.at]
+        return self.fields[name][self.at]
 
 
 @dataclass

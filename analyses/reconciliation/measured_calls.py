@@ -67,11 +67,11 @@ def partial(block: RecordBlock) -> pd.DataFrame:
     calls = pd.concat([pd.DataFrame(call), pd.DataFrame({**call, "payload": np.full(len(alike), -1)})])
     examples, numbers = group_rows([calls[name].to_numpy() for name in _CALL])
     has_payload = rows["step"] < DETAILED_STEPS
-    parts = np.rint(rows.volumes["wire_bytes"] * ranks[rows["call"]]).astype(np.int64)
+    parts = np.rint(rows.volumes["wire_bytes"] * ranks[rows.call]).astype(np.int64)
     sums = {"payload_bytes": rows.volumes["payload_bytes"], "wire_parts": parts}
     own = {
         "process": rows["process"],
-        "call": numbers[rows["call"] + np.where(has_payload, 0, len(alike))],
+        "call": numbers[rows.call + np.where(has_payload, 0, len(alike))],
         "step": rows["step"].astype(np.int64),
         "calls": rows.calls,
         **sums,

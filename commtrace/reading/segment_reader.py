@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import warnings
@@ -229,10 +230,16 @@ def _read_header(file: BinaryIO) -> int:
     text = file.read(int.from_bytes(head[8:], "little"))
     if len(text) < int.from_bytes(head[8:], "little"):
         raise _CutError
+    return _stated_count(head[8:] + text)
+
+
+@functools.lru_cache(maxsize=1)  # ranks of a run, and segments of a rank, have as many records as the one before
+def _stated_count(header: bytes) -> int:
+    """Return the number of records that an `.npy` header states."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            shape, _, dtype = np.lib.format.read_array_header_1_0(io.BytesIO(head[8:] + text))
+            shape, _, dtype = np.lib.format.read_array_header_1_0(io.BytesIO(header))
     except Exception:  # numpy parses the header as Python, so garbage raises nearly anything
         raise ValueError("its .npy header cannot be read") from None
     if dtype != RECORD or len(shape) != 1:
