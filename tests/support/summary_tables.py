@@ -1,12 +1,23 @@
-"""Tables that a summary has exactly: those of a full log of the same program."""
+"""Tables of a summary against those of a full log: of the same program, or of the very same calls."""
 
 from __future__ import annotations
 
+import json
+import math
+import random
+import shutil
+from pathlib import Path
 from typing import Final
 
 import pandas as pd
+import processes
 
-from commtrace.run import Run
+from commtrace.analyses.fold_engine import rows_of
+from commtrace.durations import MEASURES, durations
+from commtrace.recording.summary import Summary
+from commtrace.recording.summary_files import append_rows, table_path
+from commtrace.run import Run, open_run
+from commtrace.summary_format import RELATIVE_ERROR, TABLES
 
 EXACT: Final = (
     "volume_by_operation",
@@ -46,3 +57,46 @@ def assert_equal(full: Run, summary: Run) -> None:
     coverage = summary.table("coverage").iloc[0]
     assert coverage["records"] == coverage["calls"] == full.table("coverage").iloc[0]["calls"]
     assert (coverage["not_found"], len(summary.notes)) == (0, 0)
+
+
+def summarized(full: Path, folder: Path, chance: random.Random) -> Run:
+    """A full log whose records are folded into summaries: in random parts, each in an order of its own."""
+    shutil.copytree(full, folder)
+    for tables in folder.glob("*/*/*.jsonl"):
+        left = processes.read(tables)
+        for segment in tables.parent.glob(f"{tables.stem}.*.npy"):
+            segment.unlink()
+        summary = Summary(left.tables["process"][0]["rank"], 10_000_000, 0.0)
+        at = 0
+        while at < len(left.records):
+            part = left.records[at : at + chance.randint(1, 200)]
+            at += len(part)
+            summary.add(part[chance.sample(range(len(part)), len(part))])
+            summary.close_steps(summary.last_step - chance.randint(0, 3))
+            if chance.random() < 0.2:
+                summary.flush(float(at))
+        summary.finish()
+        for name, dtype in TABLES.items():
+            append_rows(table_path(tables.parent, tables.stem, name), dtype, 0, b"".join(summary.rows[name]))
+        with open(tables, "a") as file:
+            file.write(json.dumps({"table": "stats", **left.stats, "summarized": len(left.records)}) + "\n")
+    return open_run(folder)
+
+
+def assert_times_are_equal(full: Run, summary: Run) -> None:
+    """Of the same calls: numbers, sums and bandwidths are equal, and quantiles within their error."""
+    pd.testing.assert_frame_equal(full.table("bandwidth"), summary.table("bandwidth"))
+    same = ["op", "measure", "calls_known", "calls_unknown", "max_ns", "sum_ns"]
+    expected, found = full.table("host_time"), summary.table("host_time")
+    pd.testing.assert_frame_equal(expected[same], found[same])
+    times: dict[tuple[str, str], list[int]] = {}
+    for left in processes.read_all(full.log.path):
+        for kind in left.tables["kinds"]:
+            records = left.records[left.records["kind"] == kind["id"]]
+            for measure in MEASURES:
+                times.setdefault((kind["op"], measure), []).extend(durations(measure, records).tolist())
+    for row in rows_of(found[found["calls_known"] > 0]):
+        known = sorted(time for time in times[str(row.op), str(row.measure)] if time >= 0)
+        for share, quantile in ((0.5, row.p50_ns), (0.99, row.p99_ns)):
+            true = known[math.ceil(share * len(known)) - 1]
+            assert abs(quantile - true) <= RELATIVE_ERROR * true, row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -11,7 +12,7 @@ from typing import Any, Final
 import mpi_launch
 import pytest
 from ranks import Nursery
-from summary_tables import assert_equal
+from summary_tables import assert_equal, assert_times_are_equal, summarized
 
 pytest.importorskip("torch")
 
@@ -81,12 +82,15 @@ SCHEMES: Final = [one for ranks in WANTED for one in trainings.parameters(WANTED
 
 @trainings.TIMEOUT
 @pytest.mark.parametrize(("ranks", "name"), SCHEMES)
-def test_a_scheme(ranks: int, name: str, recorder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_scheme(ranks: int, name: str, recorder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("deepspeed")
     pytest.importorskip("yaml")
     full, summary = (runs(ranks, recorder)[_mode_of(name, mode)] for mode in MODES)
     assert_equal(full, summary)
     assert len(summary.table("reconciliation")) > 0
+    same_calls = summarized(full.log.path, tmp_path / "summarized", random.Random(trainings.seed()))
+    assert_equal(full, same_calls)
+    assert_times_are_equal(full, same_calls)
     verdicts = [(main(["check", str(run.log.path)]), _last_line(capsys)) for run in (full, summary)]
     assert verdicts[0] == verdicts[1]
 

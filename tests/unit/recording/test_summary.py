@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import damaged_logs
 import factory
 import numpy as np
 import pandas as pd
 import pytest
 from factory import ALL_GATHER, ALL_REDUCE, ALONE, REDUCE_SCATTER, WORLD, LogFactory
+from recorded_schemes import QUICK_AND_LONG
+from summary_tables import assert_equal, assert_times_are_equal, summarized
 
 from commtrace.analyses import call_times, coverage, message_sizes, volume
 from commtrace.analyses.fold_engine import fold, rows_of
@@ -129,6 +133,15 @@ def test_counts_sizes_and_quantiles(seed: int, tmp_path: Path) -> None:
         for share, found_ns in ((0.5, same_row.p50_ns), (0.99, same_row.p99_ns)):
             true = quantile(events.loc[events["op"] == row.op], str(row.measure), share)
             assert abs(found_ns - true) <= RELATIVE_ERROR * true
+
+
+@pytest.mark.parametrize("scheme", QUICK_AND_LONG)
+def test_recorded_logs_as_summaries(scheme: str, tmp_path: Path) -> None:
+    damaged_logs.unpack(tmp_path / "full")
+    full = open_run(tmp_path / "full" / scheme)
+    summary = summarized(full.log.path, tmp_path / "summary", random.Random(1))
+    assert_equal(full, summary)
+    assert_times_are_equal(full, summary)
 
 
 def quantile(events: pd.DataFrame, measure: str, share: float) -> int:
