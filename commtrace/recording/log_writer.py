@@ -95,7 +95,7 @@ class LogWriter:
 
         Args:
             rows: The rows by table.
-            written: Number of rows in each file, which is updated.
+            written: Number of rows in each file, which is updated if all are written: else the next call repeats them.
 
         Returns:
             Whether all are written.
@@ -105,16 +105,18 @@ class LogWriter:
         """
         if not self.ready:
             return False
+        counts = {}
         try:
             for table, data in rows.items():
                 if data:
                     path = table_path(self.folder, self._series.stem, table)
-                    written[table] = append_rows(path, TABLES[table], written[table], data)
+                    counts[table] = append_rows(path, TABLES[table], written[table], data)
         except OSError as error:
             self._note(error)
             if isinstance(error, FileNotFoundError):
                 raise
             return False
+        written.update(counts)
         return True
 
     def dump(self, kept: Records, number: int) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import processes
@@ -16,7 +18,7 @@ from ranks import Nursery
 from stuck_jobs import stuck_calls_of, wait_for_stuck_calls
 
 from commtrace.cli import main
-from commtrace.recording import kept_dumps
+from commtrace.recording import kept_dumps, log_writer, summary_files, summary_writer
 from commtrace.run import open_run
 
 
@@ -65,6 +67,34 @@ def test_killed_after_many_calls(keep_seconds: int, new_recorder: processes.NewR
     ((records, lost),) = run.table("processes")[["records", "lost"]].to_numpy().tolist()
     assert records + lost == run.table("volume_by_operation")["calls"].sum() + lost == calls
     assert lost == 0 or keep_seconds == 1
+
+
+def test_rows_are_written_once_when_the_disk_is_full_for_a_while(
+    new_recorder: processes.NewRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some tables are written, and the next one is not."""
+    failures: list[Path] = []
+
+    def append_rows(path: Path, *arguments: Any) -> int:
+        if len(failures) < 3 and path.name.endswith("-times.npy"):
+            failures.append(path)
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return summary_files.append_rows(path, *arguments)
+
+    monkeypatch.setattr(log_writer, "append_rows", append_rows)
+    monkeypatch.setattr(log_writer, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(summary_writer, "FOLD_SECONDS", 0.01)
+    monkeypatch.setattr(summary_writer, "WRITE_SECONDS", 0.02)
+    recorder = new_recorder(tmp_path, mode="summary", drain_ms=5)
+    calls = 0
+    while len(failures) < 3:
+        recorder.returned(processes.call(recorder, calls, step=calls), time.monotonic_ns(), observable=False)
+        calls += 1
+        time.sleep(0.005)
+    recorder.close("exit")
+    run = open_run(tmp_path)
+    assert run.table("volume_by_step")["calls"].tolist() == [1] * calls
+    assert run.table("host_time")["calls_known"].max() == calls
 
 
 def test_a_job_that_hangs(nursery: Nursery, tmp_path: Path) -> None:
