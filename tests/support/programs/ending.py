@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -10,6 +11,8 @@ import time
 
 import torch
 import torch.distributed as dist
+
+from commtrace.network.process_exit import wait_for_threads
 
 how = sys.argv[1]
 dist.init_process_group("gloo")
@@ -41,6 +44,7 @@ elif how == "thread":
     # Ends after the main thread, before exit handlers: its call is recorded.
     threading.Timer(0.2, lambda: dist.all_reduce(torch.ones(4))).start()
 elif how == "busy daemon":
+    atexit.unregister(wait_for_threads)  # torch aborts it, which waiting only puts off
 
     def busy() -> None:
         while True:

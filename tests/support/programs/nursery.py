@@ -8,6 +8,7 @@ is its own, because a process records from its first communication call on, whic
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
@@ -21,6 +22,7 @@ from typing import Any
 import torch.distributed  # noqa: F401
 
 from commtrace import settings
+from commtrace.network.process_exit import wait_for_threads
 from commtrace.recording.session import session
 
 
@@ -38,6 +40,8 @@ def fork_ranks(order: dict[str, Any]) -> list[int] | None:
 
 def become_rank(order: dict[str, Any], rank: int) -> None:
     """Everything that is a rank's own: environment, output, settings of the tracer."""
+    # Torch may abort a process that ends while a thread of gloo still releases tensors, traced or not.
+    atexit.register(wait_for_threads)
     os.dup2(os.open(os.path.join(order["output"], f"output{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
     os.dup2(1, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

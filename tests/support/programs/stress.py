@@ -13,6 +13,7 @@ A call is begun in these accounts before it is made, and came back when it retur
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import gc
 import json
@@ -35,6 +36,7 @@ import torch.distributed._functional_collectives
 from torch.utils.data import DataLoader, Dataset
 
 import commtrace
+from commtrace.network.process_exit import wait_for_threads
 from commtrace.recording.session import session
 
 dist: Any = torch.distributed  # its stubs leave out half of it
@@ -487,6 +489,7 @@ ENDINGS: Final[dict[str, Callable[[Program], None]]] = {
 
 def main() -> None:
     ending, seed, folder = sys.argv[1:]
+    atexit.unregister(wait_for_threads)  # calls are in flight when it ends
     dist.init_process_group("gloo", timeout=LIMIT)
     program = Program(int(seed), Path(folder))
     ENDINGS[ending](program)

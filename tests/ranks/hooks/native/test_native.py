@@ -38,8 +38,9 @@ def test_either_recorder_may_follow_the_other(tmp_path: Path) -> None:
     order = ["native", "python", "native", "python", "python", "native", "native"]
     code = f"""
 import os, commtrace, torch, torch.distributed as dist
+from commtrace.network.process_exit import wait_for_threads
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-tensor = torch.ones(3)  # kept: gloo's thread would abort the process if it had to free it while Python ends
+tensor = torch.ones(3)
 for number, recorder in enumerate({order}):
     os.environ["COMMTRACE_RECORDER"] = recorder
     commtrace.start(os.path.join({str(tmp_path)!r}, str(number)))
@@ -47,6 +48,7 @@ for number, recorder in enumerate({order}):
         dist.all_reduce(tensor)
     commtrace.stop()
     dist.all_reduce(tensor)
+wait_for_threads()
 """
     result = processes.python(code)
     assert result.status == 0, result.err
