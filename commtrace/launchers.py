@@ -6,6 +6,7 @@ import os
 import socket
 import zlib
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from typing import Final, Literal, NamedTuple
 
 from commtrace.errors import LaunchError
@@ -123,7 +124,8 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
 
 
 def free_port() -> int:
-    """Return a port of this host that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port of this host that nothing listens on, below the range for outgoing connections."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", 10_000 + int.from_bytes(os.urandom(2), "big") % 22_000))
+            return int(probe.getsockname()[1])

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import processes
 import pytest
 from draws import DRAWS
+from ports import free_port
 
 from commtrace.run import Run, open_run
 
@@ -59,14 +60,14 @@ def record(folder: Path, backend: str, seed: int, hosts: list[Host], seconds: fl
     """Record the random program on a rank for each host, and one for the reference."""
     library = "gloo" if backend == "gloo" else "mpi"
     arguments = [json.dumps(hosts), sys.executable, str(PROGRAM), library, str(seconds), str(seed), str(folder)]
-    port = processes.free_port()
+    port = free_port()
     if backend != "gloo":
         mpi_launch.succeeds(
             backend, ON_A_HOST, *arguments, port, ranks=len(hosts) + 1, log=folder / "log", limit=100,
         )  # fmt: skip
         return open_run(folder / "log")
     started: list[subprocess.Popen[str]] = []
-    store = processes.free_port()
+    store = free_port()
     for rank in range(len(hosts) + 1):
         variables = processes.environment(
             COMMTRACE=folder / "log", RANK=rank, WORLD_SIZE=len(hosts) + 1, MASTER_ADDR="127.0.0.1",

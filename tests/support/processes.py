@@ -9,9 +9,7 @@ import contextlib
 import json
 import os
 import re
-import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -55,14 +53,6 @@ def environment(**changes: object) -> dict[str, str]:
         "PYTHONPATH": str(ROOT),  # for `examples`, which no installation contains
     }
     return {**kept, **quiet, **{name: str(value) for name, value in changes.items()}}
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on, below those that the kernel gives to connections."""
-    while True:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", secrets.randbelow(22_000) + 10_000))
-            return int(probe.getsockname()[1])
 
 
 class Result(NamedTuple):

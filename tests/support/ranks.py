@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import processes
+from ports import free_port
 
 
 class Ranks:
@@ -96,7 +97,7 @@ class Nursery:
             "output": str(output),
             "settings": {f"COMMTRACE_{name.upper()}": str(value) for name, value in settings.items()},
             "ranks": ranks,
-            "port": processes.free_port(),
+            "port": free_port(),
         }
         return Ranks(self, self.ask(order), output)
 

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import processes
 import pytest
 import ranks
+from ports import free_port
 
 from commtrace.run import Run, open_run
 from examples.gpt_neox.theory import register
@@ -361,7 +361,7 @@ def train(wanted: dict[str, dict[str, Any]], folder: Path, number: int) -> dict[
 
 
 def _order(folder: Path, name: str, one: dict[str, Any]) -> dict[str, Any]:
-    order = {"log": str(folder / name), "port": processes.free_port(), "variables": one.get("variables", {})}
+    order = {"log": str(folder / name), "port": free_port(), "variables": one.get("variables", {})}
     for plain in ("ddp", "fsdp", "deepspeed"):
         if plain in one:
             return {**order, **one}

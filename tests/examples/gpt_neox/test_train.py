@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ pytest.importorskip("torch")
 pytest.importorskip("yaml")
 
 import trainings
+from ports import free_port
 from processes import ROOT
 
 from commtrace.launchers import find_process
@@ -161,10 +161,7 @@ def test_fp16_files_train_in_bf16_without_a_gpu() -> None:
 
 
 def test_mpirun_s_variables_are_enough(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    path = tmp_path / "losses.json"
+    path, port = tmp_path / "losses.json", str(free_port())
     ranks = []
     for rank in ("0", "1"):
         names = {"RANK": rank, "LOCAL_RANK": rank, "SIZE": "2", "LOCAL_SIZE": "2"}

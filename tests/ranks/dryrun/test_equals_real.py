@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import pytest
+from ports import free_port
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("yaml")
 
 import dry_runs
 import pipelines
-import processes
 import sequence_trainings
 import sharding
 import trainings
@@ -121,7 +121,7 @@ def orders(folder: Path, ways: list[str]) -> Path:
     """What `sharded.py` is to do, each into a log of its own."""
     folder.mkdir(parents=True)
     path = folder / "orders.json"
-    order = [{"log": str(folder / way), "port": processes.free_port(), "way": way} for way in ways]
+    order = [{"log": str(folder / way), "port": free_port(), "way": way} for way in ways]
     path.write_text(json.dumps(order))
     return path
 

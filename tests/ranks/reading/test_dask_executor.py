@@ -24,6 +24,7 @@ import pytest
 from factory import LogFactory, record, records, training
 from packed_logs import pack, results
 from pandas.testing import assert_frame_equal
+from ports import free_port
 
 import commtrace.reading.pack
 from commtrace.cli import main
@@ -369,7 +370,7 @@ def test_schedulers_that_are_not_there(tmp_path: Path, capsys: Captured, monkeyp
     line = error_of(["check", tmp_path, "--dask", tmp_path / "none.json"], capsys)
     assert line.startswith(f"--dask {tmp_path / 'none.json'}: no such scheduler file; give an address such as")
     with dask.config.set({"distributed.comm.timeouts.connect": "1s"}):
-        line = error_of(["check", tmp_path, "--dask", f"127.0.0.1:{processes.free_port()}"], capsys)
+        line = error_of(["check", tmp_path, "--dask", f"127.0.0.1:{free_port()}"], capsys)
     assert re.fullmatch(r"--dask 127.0.0.1:\d+: no scheduler answers \(.+\); start one \(dask scheduler\), .+", line)
     for wrong in ("http://127.0.0.1:1", "tls://127.0.0.1:1"):  # a client that fails so would not let the process end
         assert "no scheduler answers" in error_of(["check", tmp_path, "--dask", wrong], capsys)

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Final
 
-import processes
 import pytest
+from ports import free_port
 
 pytest.importorskip("deepspeed")
 
@@ -34,9 +34,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("passes")
     orders = folder / "orders.json"
     ways = (*FSDP, FAULT, ZERO)  # ZeRO-3 last: it changes linear layers for the rest of its process
-    orders.write_text(
-        json.dumps([{"log": str(folder / way), "port": processes.free_port(), "way": way} for way in ways])
-    )
+    orders.write_text(json.dumps([{"log": str(folder / way), "port": free_port(), "way": way} for way in ways]))
     started = trainings.parent().start("sharded", folder / "parent", orders, ranks=RANKS, traced=False)
     assert started.wait(trainings.SECONDS_A_RANK) == [0] * RANKS, started.output(0)[-4000:]
     return folder

@@ -6,26 +6,27 @@ that communicates, records for itself.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import runpy
 import signal
-import socket
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch.distributed  # noqa: F401
 
+from commtrace.network.process_exit import wait_for_threads
+
+sys.path.append(str(Path(__file__).parents[1]))
+from ports import free_port
+
 MORE_PORTS = 5  # for programs with several process groups of the whole world, one after the other
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def become(rank: int, world: dict[str, Any]) -> None:
+    atexit.register(wait_for_threads)  # torch's own defect, as in `nursery`
     os.environ.update({name: str(value) for name, value in {**world, "RANK": rank, "LOCAL_RANK": rank}.items()})
     sys.argv = sys.argv[2:]
 

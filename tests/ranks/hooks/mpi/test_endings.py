@@ -7,6 +7,7 @@ from pathlib import Path
 import mpi_launch
 import processes
 import pytest
+from ports import free_port
 
 pytest.importorskip("mpi4py")
 
@@ -75,7 +76,7 @@ def test_torch_beside_it_writes_into_the_same_log(mpi: str, tmp_path: Path) -> N
 
 def test_deepspeed_that_asks_mpi_who_it_is_has_one_log(mpi: str, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    port = processes.free_port()
+    port = free_port()
     mpi_launch.succeeds(
         mpi, "deepspeed_discovery", port, ranks=2, log=tmp_path / "log", limit=150, DS_ACCELERATOR="cpu"
     )

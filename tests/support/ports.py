@@ -1,0 +1,26 @@
+"""Free TCP ports for the programs of tests."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+from collections import deque
+from typing import Final
+
+_reserved: Final[deque[socket.socket]] = deque(maxlen=100)
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on, below those that the kernel gives to connections.
+
+    A program may take seconds before it listens. Until then the port is bound here, so that no other test is given it;
+    stores set SO_REUSEADDR, with which they can bind it, too.
+    """
+    while True:
+        probe = socket.socket()
+        with contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", secrets.randbelow(22_000) + 10_000))
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _reserved.append(probe)
+            return int(probe.getsockname()[1])
