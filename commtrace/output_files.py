@@ -65,8 +65,16 @@ def atomic_directory(out: Path, *, force: bool = False, marker: str) -> Iterator
     finally:
         if old.exists() and not os.path.lexists(out):
             old.rename(out)
-        shutil.rmtree(part, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        for folder in (part, old):
+            _remove_folder(folder)
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove a folder, if it exists, in which other processes may still write: renamed first, it gets no new files."""
+    removed = folder.with_name(f"{folder.name}.removed")
+    with contextlib.suppress(OSError):
+        folder.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 @contextlib.contextmanager

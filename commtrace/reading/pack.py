@@ -109,7 +109,10 @@ def pack(
             if folder.is_packed:
                 raise LogError(f"{folder.path}: is packed already; commands read it as it is")
             _pack_folder(directory, folder, part, packed, executor, to_store)
-        packed.packed_bytes = sum(file.stat().st_size for file in part.rglob("*") if file.is_file())
+    # A worker that died may have left some. One that only seemed to be dead finds its folder no more, and adds none.
+    for unfinished in out.glob(f"{PARTITION}*/.part-*"):
+        unfinished.unlink(missing_ok=True)
+    packed.packed_bytes = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     return packed
 
 
@@ -149,8 +152,6 @@ def _pack_folder(
                 process_writer.add(process, rows)
                 packed.rows += sum(row["count"] - len(row["left_out"]) // 8 for row in rows)
             deque(segments, maxlen=0)  # there are no more: ends the executor's work
-            for unfinished in part_folder.glob(".part-*"):  # of a worker that died
-                unfinished.unlink()
         process_writer.flush()
     if to_store:
         _store_tables(home, runs[newest], to_store)

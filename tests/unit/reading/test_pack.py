@@ -23,6 +23,7 @@ from packed_logs import assert_equal, pack, results
 import commtrace.reading.pack
 from commtrace.cli import main
 from commtrace.errors import LogError
+from commtrace.output_files import atomic_directory
 from commtrace.reading.log import open_log
 from commtrace.reading.packed_log import PROCESSES, PackedSegment
 from commtrace.run import open_run
@@ -212,6 +213,29 @@ def test_half_a_packed_log_is_removed_and_the_old_one_kept(
         assert "cannot be written (no space left on device); make room" in capsys.readouterr().err
     assert sorted(path.stat().st_mtime_ns for path in packed.rglob("*")) == before
     assert [path.name for path in packed.parent.iterdir()] == ["log"]
+
+
+def test_a_worker_adds_nothing_to_a_folder_that_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker of Dask may write on after another one has failed."""
+    folders: list[Path] = []
+    rmtree = shutil.rmtree
+
+    def remove(folder: Path, *, ignore_errors: bool) -> None:
+        for written in folders:
+            with pytest.raises(FileNotFoundError):
+                (written / "part").write_bytes(b"")
+        rmtree(folder, ignore_errors=ignore_errors)
+
+    def fail() -> None:
+        with atomic_directory(tmp_path / "out", marker="*") as folder:
+            folders.append(folder)
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert folders
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.long
