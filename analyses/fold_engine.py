@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -28,6 +28,7 @@ import commtrace
 from commtrace.reading.executors import merge_tree
 from commtrace.reading.labels import LABEL_COLUMNS, Fields, ProcessIds, RecordLabels, RunLabels
 from commtrace.reading.log import Process
+from commtrace.reading.record_columns import IDS, OF_PROCESS, RecordColumns, copy_fields
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.segment_reader import BLOCK, Segment
 from commtrace.reading.stored_tables import MERGED, StoredTables, open_stored
@@ -44,15 +45,10 @@ RECORDS_PER_TASK: Final = 1 << 20
 ROWS_OF_BLOCK: Final = BLOCK
 """Number of records in a block, if there are as many."""
 
-_RECORDS_IN_CACHE: Final = 4096
 _READ_FIELDS: Final = (
     "t_begin", "t_return", "t_wait", "t_start", "t_end", "payload", "local", "seq", "group", "site", "step", "peer",
     "batch", "kind", "phase", "clock", "flags", "state",
 )  # fmt: skip
-_IDS: Final = ("kind", "group", "site")
-_OF_PROCESS: Final = {"process": "number", "rank": "rank"}
-"""Columns that are the same for all records of a process, by its attribute."""
-_OF_PROCESS_TYPES: Final = dict.fromkeys(_OF_PROCESS, np.int64)
 _CALL_FIELDS: Final = ("kind", "group", "site", "phase", "state", "payload", "local")
 
 
@@ -70,8 +66,8 @@ class _CachedFields:
         if name not in self._columns:
             if not isinstance(self.records, np.ndarray):
                 self._columns[name] = self.records[name]
-            elif name in _OF_PROCESS:
-                self._columns[name] = np.full(len(self), getattr(self.labels, _OF_PROCESS[name]), np.int64)
+            elif name in OF_PROCESS:
+                self._columns[name] = np.full(len(self), getattr(self.labels, OF_PROCESS[name]), np.int64)
             elif name in _READ_FIELDS:
                 self._columns |= _copied_fields(self.records)
             else:
@@ -178,47 +174,10 @@ class _Rows:
         return self.fields[name][self.at]
 
 
-@dataclass
-class _Columns:
-    """Room for records of several processes, as columns with the ids of the run."""
-
-    columns: dict[str, Array]
-    filled: int = 0
-
-    @staticmethod
-    def of(fields: Iterable[str], size: int) -> _Columns:
-        types = {name: RECORD[name] for name in fields} | dict.fromkeys(_IDS, np.int64)
-        return _Columns({name: np.empty(size, type_) for name, type_ in (types | _OF_PROCESS_TYPES).items()})
-
-    def fill(self, records: Records, process: ProcessIds) -> None:
-        """Append records of a process."""
-        rows = slice(self.filled, self.filled + len(records))
-        _copy_fields(records, {name: self.columns[name][rows] for name in self.columns if name not in _OF_PROCESS})
-        for name in _IDS:
-            self.columns[name][rows] = process.of_run(name, self.columns[name][rows])
-        self.columns["process"][rows], self.columns["rank"][rows] = process.number, process.rank
-        self.filled += len(records)
-
-    def __len__(self) -> int:
-        return self.filled
-
-    def __getitem__(self, name: str) -> Array:
-        return self.columns[name][: self.filled]
-
-
 def _copied_fields(records: Records) -> dict[str, Array]:
     columns = {name: np.empty(len(records), RECORD[name]) for name in _READ_FIELDS}
-    _copy_fields(records, columns)
+    copy_fields(records, columns)
     return columns
-
-
-def _copy_fields(records: Records, columns: Mapping[str, Array]) -> None:
-    """Copy fields of records into columns of the same length."""
-    # A few records at a time: a record is longer than a cache line, and a block of records is larger than a cache.
-    for begin in range(0, len(records), _RECORDS_IN_CACHE):
-        part = records[begin : begin + _RECORDS_IN_CACHE]
-        for name, column in columns.items():
-            column[begin : begin + _RECORDS_IN_CACHE] = part[name]
 
 
 @dataclass(frozen=True)
@@ -357,14 +316,14 @@ def _summary_partials(analyses: Sequence[Analysis], run: RecordedRun) -> dict[st
         if process.summary is None:
             continue
         for calls in process.summary.calls(process.rank):
-            columns = _Columns.of(_READ_FIELDS, len(calls))
+            columns = RecordColumns.of(_READ_FIELDS, len(calls))
             columns.fill(calls, ids)
             block = RecordBlock(columns, run.run_labels, calls["calls"], calls["exact"].astype(bool))
             for name, analysis in by_name.items():
                 if analysis.reads_cells:
                     tables[name].append(analysis.partial(block))
         times = process.summary.table("times")
-        rows = {name: times[name] if name not in _IDS else ids.of_run(name, times[name]) for name in TIMES.names or ()}
+        rows = {name: times[name] if name not in IDS else ids.of_run(name, times[name]) for name in TIMES.names or ()}
         for name, analysis in by_name.items():
             if analysis.times_partial is not None:
                 tables[name].append(analysis.times_partial(HistogramBlock(rows, run.run_labels)))
@@ -472,11 +431,13 @@ def read_blocks(
         yield EMPTY_BLOCK
 
 
-def _read_columns(part: RunPart, select: Callable[[Records], Records], fields: Sequence[str]) -> Iterator[_Columns]:
+def _read_columns(
+    part: RunPart, select: Callable[[Records], Records], fields: Sequence[str]
+) -> Iterator[RecordColumns]:
     fields = [*dict.fromkeys((*_READ_FIELDS, *fields))]
     size = max(1, min(ROWS_OF_BLOCK, sum(segment.count for segment in part.segments)))
     memory = bytearray(min(BLOCK, max((segment.count for segment in part.segments), default=0)) * RECORD.itemsize)
-    columns = _Columns.of(fields, size)
+    columns = RecordColumns.of(fields, size)
     for process, segment in zip(part.processes, part.segments, strict=True):
         for records in segment.blocks(memory=memory):
             rest = select(records)
@@ -485,7 +446,7 @@ def _read_columns(part: RunPart, select: Callable[[Records], Records], fields: S
                 columns.fill(rows, process)
                 if len(columns) == size:
                     yield columns
-                    columns = _Columns.of(fields, size)
+                    columns = RecordColumns.of(fields, size)
     if len(columns):
         yield columns
 

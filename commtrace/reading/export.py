@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from commtrace.output_files import atomic_write
 from commtrace.schema import EVENT_TABLE_VERSION
 
-from .packed_log import import_parquet
-from .recorded_run import RecordedRun
+from .labels import Array
+from .packed_log import ROW_GROUP, import_parquet
+from .record_columns import RecordColumns, RowGroups
+from .recorded_run import EVENT_FIELDS, EventTable, RecordedRun
 
 Wanted: TypeAlias = Sequence[int] | None
 
@@ -65,17 +67,30 @@ def _write_csv(run: RecordedRun, path: Path, ranks: Wanted, steps: Wanted) -> in
 
 def _write_parquet(run: RecordedRun, path: Path, ranks: Wanted, steps: Wanted) -> int:
     pyarrow, parquet = import_parquet("--format parquet", ", or use --format csv")
-    blocks = run.blocks(ranks, steps)
-    schema = pyarrow.Schema.from_pandas(next(blocks), preserve_index=False)
+    table = EventTable(run.run_labels)
+    schema = pyarrow.Schema.from_pandas(table.frame(RecordColumns.of(EVENT_FIELDS, 0)), preserve_index=False)
     schema = schema.with_metadata(
         {**schema.metadata, "commtrace.normal_form_version": str(EVENT_TABLE_VERSION), "commtrace.run": run.id}
     )
-    rows = 0
+    labels = {name: pyarrow.array(labels.tolist(), pyarrow.string()) for name, labels in table.categories.items()}
+
+    def array(field: Any, values: Array) -> Any:
+        if field.name not in labels:
+            return pyarrow.array(values, field.type, mask=table.missing(field.name, values))
+        positions = pyarrow.array(values, field.type.index_type)
+        return pyarrow.DictionaryArray.from_arrays(positions, labels[field.name])
+
     with open(path, "xb") as file, parquet.ParquetWriter(file, schema) as writer:
-        for block in blocks:
-            writer.write_table(pyarrow.Table.from_pandas(block, schema, preserve_index=False))
-            rows += len(block)
-    return rows
+
+        def write(records: RecordColumns) -> None:
+            columns = table.columns(records)
+            writer.write_table(pyarrow.table([array(field, columns[field.name]) for field in schema], schema))
+
+        groups = RowGroups(EVENT_FIELDS, ROW_GROUP, write)
+        for records, process in run.records(ranks, steps):
+            groups.add(records, process)
+        groups.flush()
+    return groups.rows
 
 
 WRITERS: Final[dict[str, Callable[[RecordedRun, Path, Wanted, Wanted], int]]] = {

@@ -24,7 +24,7 @@ from commtrace.output_files import atomic_directory
 from commtrace.schema import EVENT_TABLE_VERSION, RECORD, Records
 
 from .executors import IN_PROCESS, Executor
-from .labels import Array, RecordLabels
+from .labels import ProcessIds
 from .log import Log, LogDirectory, Process, RunFolder
 from .log_notes import Note, error_reason
 from .packed_log import (
@@ -33,16 +33,17 @@ from .packed_log import (
     PACKED_VERSION,
     PARTITION,
     PROCESSES,
+    RECORDED_IDS,
+    ROW_GROUP,
     TEXT_FIELDS,
     PackedRun,
     import_parquet,
 )
-from .recorded_run import EventTable, RecordedRun
+from .record_columns import RecordColumns, RowGroups
+from .recorded_run import EVENT_FIELDS, EventTable, RecordedRun
 from .segment_reader import Segment, usable_records
 from .stored_tables import SOURCE, STORED, source_of, to_batches, to_bytes
 
-ROW_GROUP: Final = 1 << 17
-"""Rows of a row group: of one rank or of many."""
 PART_ROWS: Final = 1 << 23
 """Slots of segments from which a part is ended with the segment."""
 
@@ -50,6 +51,8 @@ _TABLES_AT_ONCE: Final = 16 << 20
 """Bytes of tables and damaged slots that are written at once."""
 _INCREASING: Final = ("seq", "step", *(f"{name}_ns" for name in ("t_begin", "t_return", "t_wait", "t_start", "t_end")))
 """Columns whose differences from row to row take fewer bytes than their values."""
+_FIELDS: Final = (*EVENT_FIELDS, "clock", "batch", "thread", *RECORDED_IDS)
+"""Columns of `RecordColumns` that the parts are made of."""
 
 
 @dataclass
@@ -185,23 +188,23 @@ def _partition(run: str) -> str:
 
 @dataclass
 class _PartFile:
-    """Segments that are written to one file, and the labels of each."""
+    """Segments that are written to one file, and the ids of the process of each."""
 
     path: Path
     segments: list[Segment] = field(default_factory=list)
-    labels: list[RecordLabels] = field(default_factory=list)
+    processes: list[ProcessIds] = field(default_factory=list)
 
 
 def _parts(run: RecordedRun, folder: Path) -> Iterator[_PartFile]:
     paths = (folder / f"part-{number:05d}.parquet" for number in count(len([*folder.glob("part-*")])))
     part, slots = _PartFile(next(paths)), 0
-    for process, labels in zip(run.processes, run.labels, strict=True):
+    for process, ids in zip(run.processes, run.run_labels.processes, strict=True):
         for segment in process.segments:
             if slots >= PART_ROWS:
                 yield part
                 part, slots = _PartFile(next(paths)), 0
             part.segments.append(segment)
-            part.labels.append(labels)
+            part.processes.append(ids)
             slots += segment.count
     yield part
 
@@ -214,20 +217,20 @@ def _write_part(shared: tuple[_PartTable, Path], part: _PartFile) -> list[dict[s
         raise OutputError(f"{part.path.parent}: host {socket.gethostname()} has no such folder; {hint}")
     unfinished = part.path.with_name(f".{part.path.name}.{uuid4().hex}")  # a worker may be in doubt whether it is dead
     with table.writer(unfinished) as writer:
-        rows = [_pack_segment(*of_part, writer) for of_part in zip(part.segments, part.labels, strict=True)]
+        rows = [_pack_segment(*of_part, writer) for of_part in zip(part.segments, part.processes, strict=True)]
         writer.flush()
     unfinished.replace(part.path)
     return [{**row, "file": os.path.relpath(part.path, home)} for row in rows]
 
 
-def _pack_segment(segment: Segment, labels: RecordLabels, writer: _RowWriter) -> dict[str, Any]:
+def _pack_segment(segment: Segment, process: ProcessIds, writer: RowGroups) -> dict[str, Any]:
     """Write the records of a segment. Return where they are, and the slots that have no record."""
     row = writer.rows
     left_out, slots, count, last_step = [np.zeros(0, np.int64)], [np.zeros(0, RECORD)], 0, -1
     damaged: Counter[str] = Counter()
     for records, suspects in _slots(segment):
         usable = usable_records(records, suspects, damaged)
-        writer.add(records[usable], labels)
+        writer.add(records if usable.all() else records[usable], process)
         left_out.append(np.flatnonzero(~usable) + count)
         slots.append(records[~usable])
         last_step = max(last_step, int(records["step"].max(where=usable, initial=-1)))
@@ -267,18 +270,17 @@ class _PartTable:
     """Converter from the records of a run to the table of its parts. Small, and picklable for worker processes."""
 
     def __init__(self, run: RecordedRun) -> None:
-        self._events = EventTable(run.labels)
+        self._events = EventTable(run.run_labels)
         hosts = pd.Index(sorted({process.host for process in run.processes}))
         self._host_of = hosts.get_indexer(pd.Index([process.host for process in run.processes]))
         texts = {"clock": pd.Index(TEXT_FIELDS["clock"]), "host": hosts}
         self._categories = {name: index.to_numpy(object) for name, index in (self._events.categories | texts).items()}
         self._metadata = {"commtrace.normal_form_version": str(EVENT_TABLE_VERSION), "commtrace.run": run.id}
-        self._empty = self.columns(np.zeros(0, RECORD), run.labels[0])
 
     @contextlib.contextmanager
-    def writer(self, path: Path) -> Iterator[_RowWriter]:
-        """Yield a writer of rows to a file."""
-        schema = self.table(self._empty).schema.with_metadata(self._metadata)
+    def writer(self, path: Path) -> Iterator[RowGroups]:
+        """Yield a writer of records to a file."""
+        schema = self.table(RecordColumns.of(_FIELDS, 0)).schema.with_metadata(self._metadata)
         _, parquet = import_parquet("commtrace pack")
         with _parquet_writer(
             path,
@@ -287,60 +289,26 @@ class _PartTable:
             column_encoding=dict.fromkeys(_INCREASING, "DELTA_BINARY_PACKED"),
             sorting_columns=[parquet.SortingColumn(schema.names.index("rank"))],
         ) as writer:
-            yield _RowWriter(self, writer)
+            yield RowGroups(_FIELDS, ROW_GROUP, lambda records: writer.write_table(self.table(records)))
 
-    def columns(self, records: Records, labels: RecordLabels) -> dict[str, Array]:
-        """Return the columns of records of a process, each of shape (n,), with positions in the labels for labels."""
-        columns = self._events.columns(records, labels)
-        columns |= {name: records[field] for name, field in (EXTRA_COLUMNS | {"clock": "clock"}).items()}
-        columns["host"] = np.full(len(records), self._host_of[labels.number])
-        return {name: np.ascontiguousarray(column) for name, column in columns.items()}
-
-    def table(self, columns: Mapping[str, Array]) -> Any:
-        """Return the columns as a table of pyarrow, with the labels."""
+    def table(self, records: RecordColumns) -> Any:
+        """Return records as a table of pyarrow, with the labels."""
         pyarrow, _ = import_parquet("commtrace pack")
+        columns = self._events.columns(records)
+        columns |= {name: records[name if name in RECORDED_IDS else field] for name, field in EXTRA_COLUMNS.items()}
+        columns |= {"clock": records["clock"], "host": self._host_of[records["process"]]}
         arrays = {}
         for name, column in columns.items():
             if name in self._categories:
-                used = np.flatnonzero(np.bincount(column))
-                positions = pyarrow.array(np.searchsorted(used, column).astype(np.int32))
-                texts = pyarrow.array(self._categories[name][used].tolist(), pyarrow.string())
-                arrays[name] = pyarrow.DictionaryArray.from_arrays(positions, texts)
-            elif name == "group_size":
-                arrays[name] = pyarrow.array(column.astype(np.int32), mask=column == 0)
+                labels = self._categories[name]
+                used = np.flatnonzero(np.bincount(column, minlength=len(labels)))
+                positions = np.zeros(len(labels), np.int32)
+                positions[used] = np.arange(len(used))
+                texts = pyarrow.array(labels[used].tolist(), pyarrow.string())
+                arrays[name] = pyarrow.DictionaryArray.from_arrays(pyarrow.array(positions[column]), texts)
             else:
-                arrays[name] = pyarrow.array(column, mask=np.isnan(column) if name == "wire_bytes" else None)
+                arrays[name] = pyarrow.array(column, mask=self._events.missing(name, column))
         return pyarrow.table(arrays)
-
-
-class _RowWriter:
-    """Writer of rows in row groups of equal length that may span processes.
-
-    Attributes:
-        rows: Number of rows so far.
-    """
-
-    def __init__(self, table: _PartTable, file: Any) -> None:
-        self.rows = 0
-        self._table, self._file = table, file
-        self._pending: list[dict[str, Array]] = []
-
-    def add(self, records: Records, labels: RecordLabels) -> None:
-        """Append records of a process."""
-        self._pending.append(self._table.columns(records, labels))
-        self.rows += len(records)
-        while sum(len(columns["rank"]) for columns in self._pending) >= ROW_GROUP:
-            self._write_row_group()
-
-    def flush(self) -> None:
-        """Write the records that are no row group yet."""
-        if self._pending:
-            self._write_row_group()
-
-    def _write_row_group(self) -> None:
-        joined = {name: np.concatenate([columns[name] for columns in self._pending]) for name in self._pending[0]}
-        self._file.write_table(self._table.table({name: column[:ROW_GROUP] for name, column in joined.items()}))
-        self._pending = [{name: column[ROW_GROUP:] for name, column in joined.items()}]
 
 
 class _ProcessWriter:

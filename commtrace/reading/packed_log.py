@@ -37,6 +37,8 @@ PROCESSES: Final = "_processes"
 FACTS: Final = b"commtrace.packed"
 """Key of the metadata of PROCESSES: JSON with `version`, and `folder`, `started_ns` and `notes` of the log's folder."""
 PARTITION: Final = "run="
+ROW_GROUP: Final = 1 << 17
+"""Rows of a row group: of one rank or of many."""
 
 TEXT_FIELDS: Final = {
     **{name: [member.name.lower() for member in kind] for name, kind in (("phase", Phase), ("clock", Clock))},
@@ -44,10 +46,9 @@ TEXT_FIELDS: Final = {
     "flags": [flags_label(bits) for bits in range(sum(Flag) + 1)],
 }
 """Fields of the record that are text in the parts: the text by number."""
-EXTRA_COLUMNS: Final = {
-    "local_bytes": "local", "batch": "batch", "thread": "thread", "kind_id": "kind", "group_id": "group",
-    "site_id": "site",
-}  # fmt: skip
+RECORDED_IDS: Final[dict[str, str]] = {"kind_id": "kind", "group_id": "group", "site_id": "site"}
+"""Columns of the ids as the process recorded them, with their fields of the record."""
+EXTRA_COLUMNS: Final = {"local_bytes": "local", "batch": "batch", "thread": "thread", **RECORDED_IDS}
 """Columns of the parts that the event table has not, with their fields of the record; `host` and `clock` besides."""
 _COPIED: Final = {**COPIED_COLUMNS, **EXTRA_COLUMNS}
 

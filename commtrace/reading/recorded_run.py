@@ -6,57 +6,75 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import chain
-from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pandas as pd
 
 from commtrace.errors import LogError
 from commtrace.rank_ranges import rank_ranges, select_steps
-from commtrace.schema import COPIED_COLUMNS, EVENT_COLUMNS, RECORD, Records
+from commtrace.schema import COPIED_COLUMNS, EVENT_COLUMNS, Records
 
 from .executors import IN_PROCESS, Executor
-from .labels import LABEL_COLUMNS, UNKNOWN, Array, RecordLabels, RunLabels, message_roles_of, roles_of, short_paths
+from .labels import (
+    LABEL_COLUMNS,
+    UNKNOWN,
+    Array,
+    ProcessIds,
+    RecordLabels,
+    RunLabels,
+    message_roles_of,
+    roles_of,
+    short_paths,
+)
 from .log import Log, Process
 from .log_notes import Note
-from .table_reader import ProcessTables, RecordedGroup, Row
+from .record_columns import RecordColumns
+from .table_reader import RecordedGroup, Row
+
+EVENT_FIELDS: Final[tuple[str, ...]] = (*COPIED_COLUMNS.values(), "local", "phase", "state", "flags")
+"""Fields of the record that the event table is made of, besides those of every `RecordColumns`."""
 
 
 class EventTable:
-    """Converter from records to event table. Labels are categoricals with the same categories in the whole run."""
+    """Converter from records of a run to event table. Labels are categoricals with the same categories in all of it."""
 
-    def __init__(self, all_labels: Sequence[RecordLabels]) -> None:
+    def __init__(self, labels: RunLabels) -> None:
+        self._labels = labels
         self.categories = {
-            column: pd.Index(sorted({UNKNOWN, "", *chain(*(labels.categories(column) for labels in all_labels))}))
-            for column in LABEL_COLUMNS
+            column: pd.Index(sorted({UNKNOWN, "", *labels.categories(column)})) for column in LABEL_COLUMNS
         }
         """Labels by column of LABEL_COLUMNS."""
+        self._positions = {
+            column: categories.get_indexer(pd.Index(labels.categories(column).tolist()))
+            for column, categories in self.categories.items()
+        }
 
-    def columns(self, records: Records, labels: RecordLabels) -> dict[str, Array]:
+    def columns(self, records: RecordColumns) -> dict[str, Array]:
         """Return the columns by name, each of shape (n,): labels as positions in `categories`, 0 for no group_size."""
+        labels = self._labels
         columns = {name: records[field] for name, field in COPIED_COLUMNS.items()}
-        columns["rank"] = np.full(len(records), labels.rank, np.int32)
-        columns["group_size"] = labels.group_sizes(records["group"])
+        columns["rank"] = records["rank"].astype(np.int32)
+        columns["group_size"] = labels.group_sizes(records["group"]).astype(np.int32)
         columns["wire_bytes"] = labels.wire_bytes(records)
-        for column, field in LABEL_COLUMNS.items():
-            codes = self.categories[column].get_indexer(pd.Index(labels.categories(column).tolist()))
-            columns[column] = codes[labels.index(field, labels.ids(column, records))]
+        example = {field: column for column, field in LABEL_COLUMNS.items()}
+        at = {field: labels.index(field, labels.ids(column, records)) for field, column in example.items()}
+        columns |= {column: self._positions[column][at[field]] for column, field in LABEL_COLUMNS.items()}
         return {name: columns[name] for name in EVENT_COLUMNS}
 
-    def frame(self, records: Records, labels: RecordLabels) -> pd.DataFrame:
+    @staticmethod
+    def missing(column: str, values: Array) -> Array | None:
+        """Return which values of a column of `columns` are missing, shape (n,); None: none is."""
+        return np.isnan(values) if column == "wire_bytes" else values == 0 if column == "group_size" else None
+
+    def frame(self, records: RecordColumns) -> pd.DataFrame:
         """Return one row per record, in the order of the records."""
-        columns: dict[str, Any] = self.columns(records, labels)
+        columns: dict[str, Any] = self.columns(records)
         sizes = columns["group_size"]
         columns["group_size"] = pd.Series(sizes, dtype="Int32").mask(sizes == 0)
         for column, categories in self.categories.items():
             columns[column] = pd.Categorical.from_codes(columns[column], categories)
         return pd.DataFrame(columns)
-
-    def empty(self) -> pd.DataFrame:
-        """Return a table without rows, with all columns and their types."""
-        process = Process(Path(), -1, -1, "", ProcessTables(), ())
-        return self.frame(np.zeros(0, RECORD), RecordLabels(-1, process, {}, {}, {}))
 
 
 class RecordedRun:
@@ -193,19 +211,29 @@ class RecordedRun:
             steps: Steps whose calls are wanted, -1 for those before the first one; None: all.
             ops: Operations that are wanted; None: all.
         """
+        table = EventTable(self.run_labels)
+        yield table.frame(RecordColumns.of(EVENT_FIELDS, 0))
+        for records, process in self.records(ranks, steps, ops):
+            columns = RecordColumns.of(EVENT_FIELDS, len(records))
+            columns.fill(records, process)
+            yield table.frame(columns)
+
+    def records(
+        self, ranks: Sequence[int] | None = None, steps: Sequence[int] | None = None, ops: Sequence[str] | None = None
+    ) -> Iterator[tuple[Records, ProcessIds]]:
+        """Yield the records of wanted calls (see `blocks`) in bounded pieces, and what the ids in each become."""
         self.require_events("single calls")
-        table = EventTable(self.labels)
-        yield table.empty()
         wanted = {name: values for name, values in (("step", steps), ("op", ops)) if values is not None}
-        for labels, process in zip(self.labels, self.log.processes, strict=True):
+        for ids, process in zip(self.run_labels.processes, self.log.processes, strict=True):
             for segment in process.segments if ranks is None or process.rank in ranks else ():
                 for records in segment.blocks(wanted=wanted):
                     keep = np.ones(len(records), bool)
                     if steps is not None:
                         keep &= np.isin(records["step"], steps)
                     if ops is not None:
-                        keep &= np.isin(labels.text("op", records["kind"]).astype(str), ops)
-                    yield table.frame(records if keep.all() else records[keep], labels)
+                        kinds = ids.of_run("kind", records["kind"])
+                        keep &= np.isin(self.run_labels.text("op", kinds).astype(str), ops)
+                    yield records if keep.all() else records[keep], ids
 
     def events(
         self, ranks: Sequence[int] | None = None, steps: Sequence[int] | None = None, ops: Sequence[str] | None = None
