@@ -24,8 +24,7 @@ from commtrace.settings import Settings
 
 from .distinct_ranks import find_distinct
 from .memory_limits import memory_obstacle
-from .rank_messages import CUDA_REQUIRED
-from .rank_processes import RankOutcome, SimulatedJob, run_ranks
+from .rank_processes import CUDA_REQUIRED, RankOutcome, SimulatedJob, run_ranks
 from .simulated_log import write_simulated_log
 
 ALL_DISTINCT: Final = "all-distinct"

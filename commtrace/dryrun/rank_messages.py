@@ -25,9 +25,6 @@ from typing import Final
 
 import torch
 
-CUDA_REQUIRED: Final = "cuda-required"
-"""File in the folder: a rank failed because it requires CUDA."""
-
 MAX_BYTES: Final = 1 << 16
 _MAX_FLOAT_BYTES: Final = 256
 _POLL_SECONDS: Final = 0.005

@@ -16,6 +16,9 @@ from typing import Final
 
 from commtrace.launchers import VARIABLE_PREFIXES
 
+CUDA_REQUIRED: Final = "cuda-required"
+"""File in `SimulatedJob.mail`: a rank failed because it requires CUDA."""
+
 _POLL_SECONDS: Final = 0.02
 _STACK_TRACE_SECONDS: Final = 2.0
 """Time for a rank to write its stacks before it is killed."""

@@ -31,7 +31,8 @@ from . import untouched_memory as memory
 from .collectives import SimulatedCollectives
 from .dispatch_mode import DryRunMode
 from .process_groups import GroupTopology, SimulatedGroups
-from .rank_messages import CUDA_REQUIRED, RankMessages
+from .rank_messages import RankMessages
+from .rank_processes import CUDA_REQUIRED
 from .storage_set import StorageSet
 
 VARIABLE: Final = "COMMTRACE_SIMULATED"
