@@ -9,6 +9,9 @@ PARALLEL ?= --numprocesses 2 --dist loadfile
 
 export OMP_NUM_THREADS ?= 1
 
+# Tests start hundreds of processes, each of which would compile commtrace again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo quick test test-all lint docs native bench clean
 
 demo: $(READY)  ## train a small GPT-NeoX under DDP and ZeRO 0 to 3; report what each communicated, and write two pages

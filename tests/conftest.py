@@ -59,7 +59,8 @@ def new_recorder(request: pytest.FixtureRequest) -> processes.NewRecorder:
 @pytest.fixture(scope="session")
 def nursery(recorder: str) -> Iterator[ranks.Nursery]:
     """A process that has imported torch once, and forks ranks of small programs, which `recorder` records."""
-    with ranks.Nursery(recorder) as parent:
+    # torch imports its compiler at the first step of an optimizer: a second for each rank.
+    with ranks.Nursery(recorder, "torch._dynamo", TORCHINDUCTOR_COMPILE_THREADS=1) as parent:
         yield parent
 
 
