@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -304,8 +305,8 @@ def _hook_errors(coverage: pd.Series[Any]) -> str:
 
 
 def _damage(run: RecordedRun) -> str:
-    counts = {kind: sum(note.kind == kind for note in run.notes) for kind in FILE_PROBLEMS}
-    texts = [f"{format_plural(count, 'file')} {kind}" for kind, count in counts.items() if count]
+    counts = Counter(note.kind for note in run.notes)
+    texts = [f"{format_plural(counts[kind], 'file')} {kind}" for kind in FILE_PROBLEMS if counts[kind]]
     return "; ".join(texts).replace("unreadable", "not readable")
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
@@ -87,6 +87,8 @@ class PartFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._read: tuple[int, Records] = -1, np.zeros(0, RECORD)
+        self._distinct: dict[tuple[int, str], set[Any]] = {}
+        """Values of a column in a row group."""
 
     def __reduce__(self) -> tuple[type[PartFile], tuple[Path]]:
         return PartFile, (self.path,)
@@ -111,13 +113,23 @@ class PartFile:
             yield group, max(begin - low, 0), min(end, high) - low
 
     def may_hold(self, group: int, wanted: Wanted) -> bool:
-        """Return whether rows of a row group may have wanted values, by its statistics."""
-        metadata = self._file.metadata.row_group(group)
-        for name, values in wanted.items():
-            column = metadata.column(self._file.schema_arrow.get_field_index(name)).statistics
-            if column is not None and column.has_min_max and not any(column.min <= v <= column.max for v in values):
-                return False
-        return True
+        """Return whether rows of a row group may have wanted values: some have a wanted value of each column."""
+        return all(self._has(group, name, values) for name, values in wanted.items())
+
+    def _has(self, group: int, name: str, values: Sequence[int] | Sequence[str]) -> bool:
+        column = self._file.metadata.row_group(group).column(self._positions[name]).statistics
+        if column is not None and column.has_min_max and not any(column.min <= v <= column.max for v in values):
+            return False
+        if (group, name) not in self._distinct:
+            with reading(self.path):
+                table = self._file.read_row_group(group, columns=[name], use_threads=False)
+            self._distinct[group, name] = {*table[name].unique().to_pylist()}
+        return not self._distinct[group, name].isdisjoint(values)
+
+    @cached_property
+    def _positions(self) -> dict[str, int]:
+        """Positions of columns by name."""
+        return {name: position for position, name in enumerate(self._file.schema_arrow.names)}
 
     def records(self, group: int) -> Records:
         """Return the records of a row group."""

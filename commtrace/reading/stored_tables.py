@@ -78,7 +78,8 @@ class StoredTables:
     """
 
     def __init__(self, log: Log, folder: Path, code: str) -> None:
-        self._log, self._path = log, folder / STORED
+        self._path = folder / STORED
+        self._segments = [segment for process in log.processes for segment in process.segments]
         self._groups: dict[str, dict[str, list[int]]] = {}
         with reading(self._path) as parquet:
             self._file = parquet.ParquetFile(self._path, page_checksum_verification=True)
@@ -99,10 +100,10 @@ class StoredTables:
         except LogError as error:
             _warn(error)
             return None
-        for process in self._log.processes if tables else ():
-            for segment in process.segments:
-                if isinstance(segment, PackedSegment):
-                    segment.facts = segment.facts_of_all
+        while tables and self._segments:
+            segment = self._segments.pop()
+            if isinstance(segment, PackedSegment):
+                segment.facts = segment.facts_of_all
         return tables or None
 
     def _table(self, groups: Sequence[int]) -> pd.DataFrame:
