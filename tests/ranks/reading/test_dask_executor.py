@@ -45,6 +45,12 @@ def cluster() -> Iterator[Any]:
     yield from started(2)
 
 
+@pytest.fixture(scope="module")
+def killed_cluster() -> Iterator[Any]:
+    """Another one, for tests that kill a worker."""
+    yield from started(2)
+
+
 def started(workers: int) -> Iterator[Any]:
     with (
         distributed.LocalCluster(
@@ -236,16 +242,15 @@ def with_a_kill(client: Any, command: Sequence[object], capsys: Captured, log: P
     return found
 
 
-def test_a_worker_that_is_killed_changes_nothing(tmp_path: Path, capsys: Captured) -> None:
+def test_a_worker_that_is_killed_changes_nothing(tmp_path: Path, killed_cluster: Any, capsys: Captured) -> None:
     log = many_segments(tmp_path)
     command = ("report", log, "--json")
     expected = results(command, capsys, log)
     assert expected[0] == 0
-    for client in started(4):
-        slow_down(client, 0.05)
-        before = {*client.run(os.getpid).values()}
-        assert with_a_kill(client, command, capsys, log) == expected
-        assert before - {*client.run(os.getpid).values()}
+    slow_down(killed_cluster, 0.05)
+    before = {*killed_cluster.run(os.getpid).values()}
+    assert with_a_kill(killed_cluster, command, capsys, log) == expected
+    assert before - {*killed_cluster.run(os.getpid).values()}
 
 
 @pytest.mark.exhaustive
@@ -271,16 +276,18 @@ def many_ranks(folder: Path, ranks: int) -> Path:
     return folder
 
 
-def test_workers_that_die_again_and_again_are_an_error(tmp_path: Path, capsys: Captured) -> None:
+def test_workers_that_die_again_and_again_are_an_error(tmp_path: Path, killed_cluster: Any, capsys: Captured) -> None:
     log = many_segments(tmp_path)
 
-    def allow_no_failure(dask_scheduler: Any) -> None:
-        dask_scheduler.allowed_failures = 0
+    def allow_failures(number: int, dask_scheduler: Any) -> int:
+        before, dask_scheduler.allowed_failures = dask_scheduler.allowed_failures, number
+        return int(before)
 
-    for client in started(2):
-        slow_down(client, 0.05)
-        client.run_on_scheduler(allow_no_failure)
-        status, _, error = with_a_kill(client, ("report", log), capsys, log)
+    killed_cluster.wait_for_workers(2, SECONDS)
+    slow_down(killed_cluster, 0.05)
+    allowed = killed_cluster.run_on_scheduler(allow_failures, 0)
+    status, _, error = with_a_kill(killed_cluster, ("report", log), capsys, log)
+    killed_cluster.run_on_scheduler(allow_failures, allowed)
     assert status == 1
     assert re.fullmatch(
         r"commtrace: commtrace-fold-\w+: 1 worker died while reading it, the last on tcp://[\d.:]+, "
@@ -292,10 +299,13 @@ def test_workers_that_die_again_and_again_are_an_error(tmp_path: Path, capsys: C
 def scheduler_file(tmp_path: Path) -> Iterator[Path]:
     """The file of a scheduler that runs as a process, as two workers do."""
     file = tmp_path / "scheduler.json"
-    options = {"scheduler": ["--port", "0", "--no-dashboard"], "worker": ["--nthreads", "1", "--no-dashboard"]}
+    options = {
+        "scheduler": ["--port", "0", "--no-dashboard"],
+        "worker": ["--nthreads", "1", "--no-dashboard", "--no-nanny"],
+    }
     with contextlib.ExitStack() as stack:
         for kind in ("scheduler", "worker", "worker"):
-            command = [sys.executable, "-m", "dask", kind, "--scheduler-file", file, *options[kind]]
+            command = [sys.executable, "-m", "dask", kind, "--scheduler-file", file, "--no-dashboard", *options[kind]]
             process = subprocess.Popen(
                 command, cwd=tmp_path, env=processes.environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
