@@ -22,6 +22,7 @@ import sequence_parallel_cases as layer
 import sequence_trainings
 import sharding
 import trainings
+from hook_programs.runs import launch
 
 from commtrace.cli import main
 from commtrace.run import Run, open_run
@@ -98,6 +99,16 @@ def test_a_scheme(ranks: int, name: str, recorder: str, tmp_path: Path, capsys: 
 def _last_line(capsys: pytest.CaptureFixture[str]) -> str:
     """What was printed last: libraries that a command imports may print before."""
     return capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("program", "ranks"), [("operators", 3), ("mixture", 2), ("plain", 2)])
+def test_operators_of_torch(program: str, ranks: int, recorder: str, tmp_path: Path) -> None:
+    for mode in MODES:
+        folder = tmp_path / mode
+        folder.mkdir()
+        launch(program, folder, log=folder / "log", recorder=recorder, ranks=ranks, COMMTRACE_MODE=mode)
+    assert_equal(*(open_run(tmp_path / mode / "log") for mode in MODES))
 
 
 MPI_CASES: Final = [
