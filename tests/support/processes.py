@@ -97,17 +97,21 @@ def members(session: int) -> list[int]:
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            state, _, _, its_session, *_ = stat.read_text().rpartition(")")[2].split()
-            if int(its_session) == session and state != "Z":
+            state, _, _, its_session, *fields = stat.read_text().rpartition(")")[2].split()
+            threads = int(fields[13])  # a zombie's other threads may still be there, and hold its files
+            if int(its_session) == session and (state != "Z" or threads > 1):
                 found.append(int(stat.parent.name))
     return found
 
 
 def kill_group(session: int) -> None:
-    """Kill what is left of a session of ours."""
-    for process in members(session):
-        with contextlib.suppress(OSError):
-            os.kill(process, signal.SIGKILL)
+    """Kill what is left of a session of ours. They are stopped first: none sees that another is gone."""
+    while left := members(session):
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for process in left:
+                with contextlib.suppress(OSError):
+                    os.kill(process, number)
+        time.sleep(0.002)
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 20) -> None:

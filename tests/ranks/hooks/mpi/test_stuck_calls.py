@@ -77,7 +77,6 @@ def test_a_program_that_hangs_and_is_killed(kind: str, size: int, mpi: str, tmp_
         processes.wait_for(lambda: len(stuck_calls_of(log)), 60)
         time.sleep(1)  # until what fails has failed
         assert_named(kind, size, stuck_calls_of(log))
-    time.sleep(0.3)
     assert_named(kind, size, stuck_calls_of(log))
 
 
@@ -95,5 +94,4 @@ def test_runs_that_end_well_or_are_interrupted(seed: int, mpi: str, tmp_path: Pa
         assert not len(stuck_calls_of(log)), "it runs well"
         os.killpg(process.pid, choose.choice(INTERRUPTIONS[mpi]))
         process.wait(30)
-    time.sleep(0.3)
     assert not len(stuck_calls_of(log))
