@@ -70,12 +70,12 @@ class Command:
         return self.process.returncode, output
 
 
-def torchrun(*arguments: str, env: dict[str, str] | None = None) -> list[float]:
+def torchrun(*arguments: str, env: dict[str, str]) -> list[float]:
     """Two ranks of the tiny model under torchrun: rank 0's losses."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "losses.json"
         command = (*TORCHRUN, "tiny", *arguments, "--losses-out", str(path))
-        status, output = Command(command, environment() if env is None else env).finish()
+        status, output = Command(command, env).finish()
         assert status == 0, output
         return read_losses(path)
 
@@ -109,7 +109,7 @@ def read_losses(path: Path) -> list[float]:
 
 @functools.cache
 def plain_ddp() -> list[float]:
-    return torchrun("--engine", "ddp")
+    return forked("--engine", "ddp")[0]
 
 
 def test_ddp_loss_falls() -> None:

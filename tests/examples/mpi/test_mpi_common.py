@@ -80,7 +80,7 @@ def test_scaling_compares_traced_runs(example: str, options: list[str], publishe
 
 
 def test_a_run_that_fails_gives_its_status() -> None:
-    program = [sys.executable, "-m", "examples.mpi_encoder.scaling", "--nproc", "3", "--heads", "4"]
+    program = [sys.executable, "-m", "examples.mpi_encoder.scaling", "--nproc", "2", "--hidden", "25"]
     result = processes.run(program, limit=mpi_ranks.LIMIT_S)
     assert result.status == 2
-    assert "--heads (4) cannot be divided equally among the ranks (3)" in result.err
+    assert "--hidden (25) cannot be divided equally among the ranks (2)" in result.err
