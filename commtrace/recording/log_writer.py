@@ -108,12 +108,13 @@ class LogWriter:
         counts = {}
         try:
             for table, data in rows.items():
-                if data:
+                if data or written[table]:  # also without new rows: find out whether the file was removed
                     path = table_path(self.folder, self._series.stem, table)
                     counts[table] = append_rows(path, TABLES[table], written[table], data)
         except OSError as error:
             self._note(error)
             if isinstance(error, FileNotFoundError):
+                self._retry_at = 0.0  # in new files
                 raise
             return False
         written.update(counts)

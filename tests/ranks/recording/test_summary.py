@@ -97,6 +97,25 @@ def test_rows_are_written_once_when_the_disk_is_full_for_a_while(
     assert run.table("host_time")["calls_known"].max() == calls
 
 
+@pytest.mark.parametrize("files", ["*.*", "*-cells.npy", "*-steps.npy", "*-times.npy"])
+def test_calls_after_a_file_was_removed_are_in_the_log(
+    files: str, new_recorder: processes.NewRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(summary_writer, "FOLD_SECONDS", 0.01)
+    monkeypatch.setattr(summary_writer, "WRITE_SECONDS", 0.02)
+    recorder = new_recorder(tmp_path, mode="summary", drain_ms=5)
+    for first in (0, 100):
+        for number in range(first, first + 100):
+            recorder.returned(processes.call(recorder, number, step=number), time.monotonic_ns(), observable=False)
+        processes.wait_for(lambda: [*tmp_path.glob("*/*/*-steps.npy")])
+        for path in tmp_path.glob(f"*/*/{files}") if first == 0 else ():
+            path.unlink()
+    recorder.close("exit")
+    coverage = open_run(tmp_path).table("coverage").iloc[0]
+    assert coverage["records"] + coverage["not_found"] == coverage["calls"] == 200
+    assert coverage["records"] >= 100
+
+
 def test_a_job_that_hangs(nursery: Nursery, tmp_path: Path) -> None:
     log = tmp_path / "log"
     ranks = nursery.start("stuck", log, "absent", ranks=3, MODE="summary", drain_ms=10)
