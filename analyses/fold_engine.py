@@ -301,7 +301,7 @@ def _stored_tables(run: RecordedRun, analyses: Sequence[Analysis]) -> dict[str, 
 @functools.cache
 def code_digest() -> str:
     """Return a digest of the code of commtrace, from which tables of other code are known."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(commtrace.__version__.encode())
     for folder in (Path(commtrace.__file__).parent, Path(__file__).parent):
         for path in sorted(folder.rglob("*.py")):
             digest.update(path.read_bytes())
