@@ -114,18 +114,21 @@ def mpi() -> Library:
     return Mpi()
 
 
-def half_round_trip_ns(rank: int, port: int) -> int:
+def half_round_trip_ns(library: Library, port: int) -> int:
     """Return the median of half of a round trip of one byte over TCP between ranks 0 and 1."""
-    if rank == 0:
-        with socket.create_server(("127.0.0.1", port)) as server, server.accept()[0] as peer:
-            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            times = []
-            for _ in range(ROUND_TRIPS):
-                begin = kernel_monotonic_ns()
-                peer.sendall(b".")
-                peer.recv(1)
-                times.append(kernel_monotonic_ns() - begin)
-            return round(statistics.median(times) / 2)
+    if library.rank == 0:
+        with socket.create_server(("127.0.0.1", port)) as server:
+            library.send(1)  # rank 1 connects when it has this
+            with server.accept()[0] as peer:
+                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                times = []
+                for _ in range(ROUND_TRIPS):
+                    begin = kernel_monotonic_ns()
+                    peer.sendall(b".")
+                    peer.recv(1)
+                    times.append(kernel_monotonic_ns() - begin)
+                return round(statistics.median(times) / 2)
+    library.recv(0)
     with socket.create_connection(("127.0.0.1", port)) as peer:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for _ in range(ROUND_TRIPS):
@@ -137,13 +140,8 @@ def main() -> None:
     """Run."""
     backend, seconds, seed, folder, port = sys.argv[1:]
     library = {"gloo": gloo, "mpi": mpi}[backend]()
-    if library.rank == 1:
-        library.recv(0)  # rank 0 listens by then, or will within the time that a connection waits
-        time.sleep(0.2)
-    if library.rank == 0:
-        library.send(1)
     if library.rank < 2:
-        half = half_round_trip_ns(library.rank, int(port))
+        half = half_round_trip_ns(library, int(port))
         if library.rank == 0:
             Path(folder, "half-round-trip.json").write_text(json.dumps(half))
     choices, pauses = random.Random(seed), random.Random(library.rank)
