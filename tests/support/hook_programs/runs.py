@@ -187,16 +187,24 @@ def null_work(recorder: str) -> list[Ran]:
 
 def null_work_folder() -> Path:
     """Where the backend that gives no Work is compiled; skips the test where that is impossible."""
+    return extension_folder("null_work_backend.cpp")
+
+
+def extension_folder(source: str) -> Path:
+    """Where a C++ file of this folder is compiled; skips the test where that is impossible.
+
+    It is kept between runs of the tests: compiling takes half a minute. ninja compiles again where a path differs.
+    """
     cpp_extension: Any = pytest.importorskip("torch.utils.cpp_extension")
     if shutil.which("g++") is None and shutil.which("c++") is None:
-        pytest.skip("there is no C++ compiler to build the backend with")
+        pytest.skip("there is no C++ compiler to build it with")
     if not cpp_extension.is_ninja_available():
-        pytest.skip("there is no ninja to build the backend with")
-    # Kept between runs of the tests: compiling takes half a minute.
-    source = (FOLDER / "null_work_backend.cpp").read_bytes()
+        pytest.skip("there is no ninja to build it with")
     torch = pytest.importorskip("torch")
-    key = hashlib.sha256(source + torch.__version__.encode() + sys.version.encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"commtrace-tests-null-work-{key}"
+    path = FOLDER / source
+    known = (str(path), torch.__file__, torch.__version__, sys.version, path.read_text())
+    key = hashlib.sha256("\0".join(known).encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"commtrace-tests-{path.stem}-{key}"
     folder.mkdir(exist_ok=True)
     return folder
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import shutil
 import sys
@@ -14,12 +13,11 @@ from typing import Any
 import processes
 import pytest
 import recorders
-from hook_programs.runs import FOLDER
+from hook_programs.runs import FOLDER, extension_folder
 
 from commtrace.schema import Clock, Flag, State
 
-torch = pytest.importorskip("torch")
-cpp_extension = pytest.importorskip("torch.utils.cpp_extension")
+pytest.importorskip("torch")
 
 COMPILER = shutil.which("g++")
 MS = 1_000_000
@@ -30,25 +28,15 @@ DRIFT_ONE_IN, RESOLUTION = 10_000, 1_000  # as DeviceClock allows
 _folders: list[tempfile.TemporaryDirectory[str]] = []
 
 
-def build_folder() -> Path:
-    """Kept between runs of the tests: compiling takes half a minute."""
-    source = (FOLDER / "simulated_device.cpp").read_bytes()
-    key = hashlib.sha256(source + torch.__version__.encode() + sys.version.encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"commtrace-tests-simulated-device-{key}"
-    folder.mkdir(exist_ok=True)
-    return folder
-
-
 class Ran:
     """What was recorded, and what the program told."""
 
     def __init__(self, *arguments: str, **settings: Any) -> None:
         recorders.needs("native")
-        if not cpp_extension.is_ninja_available():
-            pytest.skip("there is no ninja to build the device with")
+        build = extension_folder("simulated_device.cpp")
         _folders.append(tempfile.TemporaryDirectory())
         folder = Path(_folders[-1].name)
-        command: list[str | Path] = [sys.executable, FOLDER / "on_device.py", folder, build_folder(), *arguments]
+        command: list[str | Path] = [sys.executable, FOLDER / "on_device.py", folder, build, *arguments]
         settings = {"COMMTRACE_RECORDER": "native", "COMMTRACE_DRAIN_MS": 20, **settings}
         result = processes.run(command, limit=240, COMMTRACE=folder / "log", **settings)
         assert result.status == 0, result.err[-8000:]
