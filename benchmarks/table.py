@@ -68,22 +68,26 @@ def _matters(case: str) -> bool:
 
 
 def machines(sections: dict[str, Any]) -> list[str]:
-    """A line for each machine and day."""
-    return list(dict.fromkeys(machine(section) for section in sections.values()))
+    """A line for each machine, with the days."""
+    days: dict[str, set[str]] = {}
+    for section in sections.values():
+        days.setdefault(machine(section), set()).add(section["date"])
+    return [f"Measured on {name}, on {', '.join(sorted(dates))}." for name, dates in days.items()]
 
 
 def machine(section: dict[str, Any]) -> str:
-    """Where and when a section was measured."""
+    """Where a section was measured."""
     facts = section["machine"]
     versions = [f"{name} {facts[name]}" for name in ("python", "torch", "deepspeed") if facts.get(name)]
-    return f"Measured on {facts['cores']} cores of {facts['cpu']}, {', '.join(versions)}, on {section['date']}."
+    return f"{facts['cores']} cores of {facts['cpu']}, {', '.join(versions)}"
 
 
 def by_case(rows: Sequence[Row]) -> str:
-    """A line for what is switched on, a column for each case."""
-    cases, names = list(dict.fromkeys(row.case for row in rows)), list(dict.fromkeys(row.name for row in rows))
+    """A line for what is switched on, a column for each case, with its unit."""
+    units, names = {row.case: row.unit for row in rows}, list(dict.fromkeys(row.name for row in rows))
     cells = {(row.case, row.name): comparison(row) for row in rows}
-    return markdown(["", *cases], [[name, *(cells.get((case, name), "") for case in cases)] for name in names])
+    header = ["", *(f"{case} ({unit})" for case, unit in units.items())]
+    return markdown(header, [[name, *(cells.get((case, name), "") for case in units)] for name in names])
 
 
 def own_cost(rows: Sequence[Row]) -> str:
@@ -92,9 +96,9 @@ def own_cost(rows: Sequence[Row]) -> str:
     for row in rows:
         line = lines.setdefault(f"{row.case}: {row.name.rpartition(': ')[0]}", [])
         if row.bare is not None:
-            line.append(f"{number(row.bare)} {row.unit} ({signed(row.control_difference)})")
-        line.append(f"{number(row.side)} {row.unit}")
-    header = ["", "external (bare again)", "reported mean", "reported 99th percentile"]
+            line.append(f"{number(row.bare)} ({signed(row.control_difference)})")
+        line.append(number(row.side))
+    header = ["us", "external (bare again)", "reported mean", "reported 99th percentile"]
     return markdown(header, [[name, *line] for name, line in lines.items()])
 
 
@@ -116,10 +120,10 @@ def scale(rows: Sequence[Row]) -> str:
     found: dict[str, dict[str, list[str]]] = {}
     for row in rows:
         name = row.name.removesuffix(", processor").removesuffix(", memory")
-        found.setdefault(name, {}).setdefault(row.case, []).append(f"{number(row.side)} {row.unit}")
+        found.setdefault(name, {}).setdefault(row.case, []).append(number(row.side))
     cases = list(dict.fromkeys(row.case for row in rows))
     lines = [[name, *(", ".join(of_case.get(case, [])) for case in cases)] for name, of_case in found.items()]
-    return markdown(["", *cases], lines)
+    return markdown(["s, s, MiB", *cases], lines)
 
 
 def native_step(rows: Sequence[Row]) -> str:
@@ -148,7 +152,7 @@ def comparison(row: Row) -> str:
     """Bare and what is added, then the ratio and the control's."""
     if row.bare is None or row.ratio is None or row.control is None:
         raise ValueError(f"{row.case}, {row.name}: nothing was compared")
-    return f"{number(row.bare)} {signed(row.difference)} {row.unit}, {row.ratio:.3f} ({row.control:.3f})"
+    return f"{number(row.bare)} {signed(row.difference)}, {row.ratio:.3f} ({row.control:.3f})"
 
 
 def spread(row: Row) -> str:
@@ -156,7 +160,7 @@ def spread(row: Row) -> str:
     if row.ratio is None or row.ratio_quartiles is None:
         raise ValueError(f"{row.case}, {row.name}: nothing was compared")
     low, high = row.ratio_quartiles
-    return f"{row.ratio:.3f} ({low:.2f} to {high:.2f})"
+    return f"{row.ratio:.3f} ({low:.2f}, {high:.2f})"
 
 
 def signed(value: float | None) -> str:

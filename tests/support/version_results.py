@@ -61,11 +61,11 @@ def _line(result: dict[str, Any]) -> list[str]:
 
 
 def _mpi(tests: dict[str, int] | None) -> str:
-    return "not run" if tests is None else f"{tests['passed']} of {sum(tests.values())}"
+    return "not run" if tests is None else f"{tests['passed']}/{sum(tests.values())}"
 
 
 def _cells(cells: dict[str, Any]) -> str:
-    return "error" if "error" in cells else f"{cells['right']} of {cells['of']}"
+    return "error" if "error" in cells else f"{cells['right']}/{cells['of']}"
 
 
 def _training(training: dict[str, Any] | None) -> str:
@@ -73,8 +73,8 @@ def _training(training: dict[str, Any] | None) -> str:
         return "not run" if training is None else "fails untraced"
     verdicts = ", ".join(sorted({_VERDICTS[status] for status, _ in training["check"].values()}))
     runs = training.get("untraced_results", 1)
-    varying = f" to one of {runs} untraced" if runs > 1 else ""
-    return f"{f'equal{varying}' if training['equal'] else 'LOSSES DIFFER'}; {verdicts}"
+    varying = f"; equal to one of {runs} untraced" if runs > 1 else ""
+    return f"{verdicts}{varying}" if training["equal"] else f"LOSSES DIFFER; {verdicts}"
 
 
 if __name__ == "__main__":
