@@ -217,18 +217,20 @@ def _write_part(shared: tuple[_PartTable, Path], part: _PartFile) -> list[dict[s
         raise OutputError(f"{part.path.parent}: host {socket.gethostname()} has no such folder; {hint}")
     unfinished = part.path.with_name(f".{part.path.name}.{uuid4().hex}")  # a worker may be in doubt whether it is dead
     with table.writer(unfinished) as writer:
-        rows = [_pack_segment(*of_part, writer) for of_part in zip(part.segments, part.processes, strict=True)]
+        memory = bytearray(ROW_GROUP * RECORD.itemsize)  # new memory for each segment would cost as much as reading it
+        pairs = zip(part.segments, part.processes, strict=True)
+        rows = [_pack_segment(segment, process, writer, memory) for segment, process in pairs]
         writer.flush()
     unfinished.replace(part.path)
     return [{**row, "file": os.path.relpath(part.path, home)} for row in rows]
 
 
-def _pack_segment(segment: Segment, process: ProcessIds, writer: RowGroups) -> dict[str, Any]:
+def _pack_segment(segment: Segment, process: ProcessIds, writer: RowGroups, memory: bytearray) -> dict[str, Any]:
     """Write the records of a segment. Return where they are, and the slots that have no record."""
     row = writer.rows
     left_out, slots, count, last_step = [np.zeros(0, np.int64)], [np.zeros(0, RECORD)], 0, -1
     damaged: Counter[str] = Counter()
-    for records, suspects in _slots(segment):
+    for records, suspects in _slots(segment, memory):
         usable = usable_records(records, suspects, damaged)
         writer.add(records if usable.all() else records[usable], process)
         left_out.append(np.flatnonzero(~usable) + count)
@@ -242,9 +244,9 @@ def _pack_segment(segment: Segment, process: ProcessIds, writer: RowGroups) -> d
     }  # fmt: skip
 
 
-def _slots(segment: Segment) -> Iterator[tuple[Records, set[str]]]:
+def _slots(segment: Segment, memory: bytearray) -> Iterator[tuple[Records, set[str]]]:
     try:
-        yield from segment.slots(ROW_GROUP)
+        yield from segment.slots(ROW_GROUP, memory)
     except OSError as error:
         raise LogError(f"{segment.path}: cannot be read ({error_reason(error)}); the log was not packed") from error
 
