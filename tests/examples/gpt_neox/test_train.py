@@ -223,4 +223,6 @@ def test_launchers_are_translated() -> None:
 
 
 def test_a_batch_script_outside_srun_is_one_process() -> None:
-    assert find_process({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}).world_size == 1
+    environ = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}
+    assert find_process(environ).world_size == 1
+    assert 10_000 <= int(environ["MASTER_PORT"]) < 32_768, "the kernel gives higher ports to outgoing connections"
