@@ -254,14 +254,17 @@ def test_a_worker_that_is_killed_changes_nothing(tmp_path: Path, killed_cluster:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("command", ["diff", "scaling", "pack"])
+@pytest.mark.parametrize("command", ["check", "diff", "scaling", "pack"])
 def test_a_worker_that_is_killed_changes_no_command(
     command: str, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("commtrace.reading.pack.PART_ROWS", 3)
     log, other = many_ranks(tmp_path / "log", 24), many_ranks(tmp_path / "other", 12)
     out = tmp_path / "packed"
-    words = ("pack", log, "--out", out, "--force") if command == "pack" else (command, log, other, "--json")
+    words = {
+        "check": ("check", log, "--against", other),
+        "pack": ("pack", log, "--out", out, "--force"),
+    }.get(command, (command, log, other, "--json"))
     expected = results(words, capsys, log), contents(out)
     for client in started(4):
         slow_down(client, 0.05)
