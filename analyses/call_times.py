@@ -14,17 +14,9 @@ from commtrace.schema import Clock, Flag
 from commtrace.summary_format import TRANSFER, UNKNOWN_BUCKET
 from commtrace.volume import busbw_factor
 
-from .fold_engine import (
-    Analysis,
-    Array,
-    HistogramBlock,
-    NamedTables,
-    RecordBlock,
-    group_rows,
-    merge_sums,
-    sum_groups,
-    sums_by,
-)
+from .fold_engine import Analysis, NamedTables
+from .grouping import Array, group_rows, merge_sums, sum_groups
+from .record_blocks import HistogramBlock, RecordBlock, sums_by
 from .table_specs import TABLES
 
 END_SEEN_BY: Final = {

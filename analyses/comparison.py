@@ -10,7 +10,8 @@ import pandas as pd
 
 from commtrace.run import Run
 
-from .fold_engine import NamedTables, concat_tables
+from .fold_engine import NamedTables
+from .grouping import concat_tables
 from .job_summary import summarize_job
 from .steps import ALL, ranks_seen
 from .table_specs import TABLES

@@ -15,7 +15,9 @@ from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.table_reader import integer_or_none
 from commtrace.schema import WITHOUT_RECORD
 
-from .fold_engine import Analysis, NamedTables, RecordBlock, merge_sums, table_by
+from .fold_engine import Analysis, NamedTables
+from .grouping import merge_sums
+from .record_blocks import RecordBlock, table_by
 from .table_specs import TABLES
 
 FILE_PROBLEMS: Final = ("cut", "foreign", "unreadable", "missing", "garbled")

@@ -16,17 +16,9 @@ import pandas as pd
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.volume import size_bins
 
-from .fold_engine import (
-    Analysis,
-    Array,
-    NamedTables,
-    RecordBlock,
-    concat_tables,
-    group_rows,
-    merge_sums,
-    sums_by,
-    table_by,
-)
+from .fold_engine import Analysis, NamedTables
+from .grouping import Array, concat_tables, group_rows, merge_sums
+from .record_blocks import RecordBlock, sums_by, table_by
 
 MAX_SPANS: Final = 160
 

@@ -25,7 +25,9 @@ from commtrace.network.networks import MESSAGES, Network
 from commtrace.reading.recorded_run import RecordedRun
 
 from .call_times import exact_ends
-from .fold_engine import Analysis, Array, NamedTables, RecordBlock, group_rows, merge_sums, rows_of
+from .fold_engine import Analysis, NamedTables
+from .grouping import Array, group_rows, merge_sums, rows_of
+from .record_blocks import RecordBlock
 from .table_specs import TABLES
 
 SYNCHRONIZING: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")

@@ -27,7 +27,7 @@ from commtrace.analyses.across_ranks.matching import NOT_MATCHED, MatchedCalls, 
 from commtrace.analyses.across_ranks.waits import COLUMNS as WAIT_COLUMNS
 from commtrace.analyses.across_ranks.waits import Waits, waits_of
 from commtrace.analyses.call_times import exact_ends
-from commtrace.analyses.fold_engine import EVALUATION, Array, group_rows
+from commtrace.analyses.grouping import Array, group_rows
 from commtrace.analyses.protobuf_columns import (
     Column,
     chosen,
@@ -39,6 +39,7 @@ from commtrace.analyses.protobuf_columns import (
     varint,
     where,
 )
+from commtrace.analyses.record_blocks import EVALUATION
 from commtrace.errors import LogError, MissingLibraryError
 from commtrace.formatting import format_ranks
 from commtrace.output_files import atomic_write

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from commtrace.analyses.fold_engine import Array
+from commtrace.analyses.grouping import Array
 
 _VARINT, _FIXED64, _LENGTH_DELIMITED = 0, 1, 2
 

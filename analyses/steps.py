@@ -10,7 +10,9 @@ import pandas as pd
 from commtrace.durations import MEASURES, durations
 from commtrace.reading.recorded_run import RecordedRun
 
-from .fold_engine import Analysis, NamedTables, RecordBlock, mask_unknown_wire, merge_sums, table_by
+from .fold_engine import Analysis, NamedTables
+from .grouping import merge_sums
+from .record_blocks import RecordBlock, mask_unknown_wire, table_by
 from .table_specs import TABLES
 
 ALL: Final = "all"

@@ -18,7 +18,9 @@ from commtrace.durations import durations
 from commtrace.reading.recorded_run import RecordedRun
 
 from .across_ranks.clocks import to_one_clock
-from .fold_engine import Analysis, NamedTables, RecordBlock, concat_tables, steps_of
+from .fold_engine import Analysis, NamedTables
+from .grouping import concat_tables
+from .record_blocks import RecordBlock, steps_of
 
 FIRST_PROCESSES: Final = 16
 MAX_CALLS: Final = 4096

@@ -12,7 +12,9 @@ from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.table_reader import integer_or_none
 
-from .fold_engine import Analysis, NamedTables, RecordBlock, group_rows, merge_sums
+from .fold_engine import Analysis, NamedTables
+from .grouping import group_rows, merge_sums
+from .record_blocks import RecordBlock
 from .table_specs import TABLES
 
 

@@ -15,18 +15,9 @@ import pandas as pd
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.summary_reader import MIXED
 
-from .fold_engine import (
-    EVALUATION,
-    Analysis,
-    NamedTables,
-    RecordBlock,
-    group_rows,
-    mask_unknown_wire,
-    merge_sums,
-    steps_of,
-    sum_groups,
-    table_by,
-)
+from .fold_engine import Analysis, NamedTables
+from .grouping import group_rows, merge_sums, sum_groups
+from .record_blocks import EVALUATION, RecordBlock, mask_unknown_wire, steps_of, table_by
 from .steps import SUMS
 
 KEYS: Final[dict[str, tuple[str, ...]]] = {

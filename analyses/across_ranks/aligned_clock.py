@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from commtrace.analyses.fold_engine import Array
+from commtrace.analyses.grouping import Array
 
 from .corridors import MAX_RATE, Bounds, Lines, find_jumps, lines_within
 

@@ -23,7 +23,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.fold_engine import Array, NamedTables, positions_by_value, without_records
+from commtrace.analyses.fold_engine import NamedTables, without_records
+from commtrace.analyses.grouping import Array, positions_by_value
 from commtrace.analyses.table_specs import TABLES
 from commtrace.reading.recorded_run import RecordedRun
 

@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from commtrace.analyses.fold_engine import Array
+from commtrace.analyses.grouping import Array
 
 MAX_RATE: Final = 5e-3
 """Largest drift of a clock that is considered, far above that of any oscillator: 5,000 ppm."""

@@ -14,7 +14,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from commtrace.analyses.fold_engine import Array, RecordBlock
+from commtrace.analyses.grouping import Array
+from commtrace.analyses.record_blocks import RecordBlock
 from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.table_reader import integer_or_none

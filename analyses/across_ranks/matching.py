@@ -20,7 +20,8 @@ from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from commtrace.analyses.fold_engine import EMPTY_BLOCK, Array, RecordBlock, RunPart, group_rows, read_blocks, run_parts
+from commtrace.analyses.grouping import Array, group_rows
+from commtrace.analyses.record_blocks import EMPTY_BLOCK, RecordBlock, RunPart, read_blocks, run_parts
 from commtrace.reading.labels import LABEL_COLUMNS, UNKNOWN, RunLabels
 from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun

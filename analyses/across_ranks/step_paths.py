@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.fold_engine import Array, positions_by_value
+from commtrace.analyses.grouping import Array, positions_by_value
 from commtrace.analyses.scaling.step_times import covered_ns
 from commtrace.analyses.table_specs import TABLES
 from commtrace.durations import has_own_times, wait_begin

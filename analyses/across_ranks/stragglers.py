@@ -24,7 +24,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.fold_engine import Array, NamedTables, group_rows, rows_of, without_records
+from commtrace.analyses.fold_engine import NamedTables, without_records
+from commtrace.analyses.grouping import Array, group_rows, rows_of
 from commtrace.analyses.table_specs import TABLES
 from commtrace.formatting import format_ranks
 from commtrace.reading.recorded_run import RecordedRun

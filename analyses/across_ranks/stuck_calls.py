@@ -33,7 +33,8 @@ import numpy as np
 import pandas as pd
 
 from commtrace.analyses.coverage import FILE_PROBLEMS
-from commtrace.analyses.fold_engine import Array, NamedTables, without_records
+from commtrace.analyses.fold_engine import NamedTables, without_records
+from commtrace.analyses.grouping import Array
 from commtrace.analyses.table_specs import TABLES
 from commtrace.formatting import MAX_SINGLE, format_count, format_ranks, shorten_ranks
 from commtrace.reading.labels import UNKNOWN, group_label

@@ -20,16 +20,9 @@ import numpy as np
 import pandas as pd
 
 from commtrace.analyses.call_times import busbw_factors, exact_ends
-from commtrace.analyses.fold_engine import (
-    Array,
-    NamedTables,
-    RecordBlock,
-    group_rows,
-    positions_by_value,
-    steps_of,
-    sum_groups,
-    without_records,
-)
+from commtrace.analyses.fold_engine import NamedTables, without_records
+from commtrace.analyses.grouping import Array, group_rows, positions_by_value, sum_groups
+from commtrace.analyses.record_blocks import RecordBlock, steps_of
 from commtrace.analyses.table_specs import TABLES
 from commtrace.durations import has_own_times
 from commtrace.reading.recorded_run import RecordedRun

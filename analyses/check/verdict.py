@@ -21,14 +21,8 @@ import numpy as np
 import pandas as pd
 
 from commtrace.analyses.diff.run_calls import OwnCalls, is_own, sum_own_calls
-from commtrace.analyses.fold_engine import (
-    Analysis,
-    Array,
-    NamedTables,
-    group_rows,
-    number_sequences,
-    sum_groups,
-)
+from commtrace.analyses.fold_engine import Analysis, NamedTables
+from commtrace.analyses.grouping import Array, group_rows, number_sequences, sum_groups
 from commtrace.analyses.reconciliation import compared_steps
 from commtrace.analyses.reconciliation.causes import OTHER_PIECES, PROGRAM_CAUSES, path_in_packages
 from commtrace.analyses.reconciliation.compared_steps import EXPECTED

@@ -9,7 +9,7 @@ import pandas as pd
 
 from commtrace.analyses.diff.call_differences import format_steps
 from commtrace.analyses.diff.diff_text import own_lines, own_volume, wrapped
-from commtrace.analyses.fold_engine import rows_of
+from commtrace.analyses.grouping import rows_of
 from commtrace.formatting import format_plural, format_ranks
 
 from .verdict import NUMBERS, Verdict

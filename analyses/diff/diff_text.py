@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from commtrace.analyses.fold_engine import rows_of
+from commtrace.analyses.grouping import rows_of
 from commtrace.formatting import MAX_SINGLE, format_bytes, format_plural, format_ranks, shorten_ranks
 
 from .call_differences import RunDifferences, format_steps

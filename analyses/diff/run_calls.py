@@ -19,7 +19,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from commtrace.analyses.fold_engine import ProcessPart, RecordBlock, group_rows, process_parts
+from commtrace.analyses.grouping import group_rows
+from commtrace.analyses.record_blocks import ProcessPart, RecordBlock, process_parts
 from commtrace.formatting import parse_ranks
 from commtrace.reading.labels import RecordLabels, short_paths
 from commtrace.reading.log import Process

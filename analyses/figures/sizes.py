@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from commtrace.analyses.fold_engine import rows_of
+from commtrace.analyses.grouping import rows_of
 from commtrace.formatting import format_bytes, format_count, format_power_of_two
 
 from .style import SCALE, bytes_scale, finish, hover_texts, in_order, label, operation_style

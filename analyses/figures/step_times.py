@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from commtrace.analyses.fold_engine import rows_of
+from commtrace.analyses.grouping import rows_of
 from commtrace.formatting import MAX_SINGLE, format_duration, is_known
 
 from .style import GREY, SCALE, finish, horizontal_bars, in_order, label, numbered_rows, operation_style, time_scale

@@ -21,7 +21,8 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.fold_engine import Analysis, Array, NamedTables, concatenated_ranges, group_rows
+from commtrace.analyses.fold_engine import Analysis, NamedTables
+from commtrace.analyses.grouping import Array, concatenated_ranges, group_rows
 from commtrace.analyses.table_specs import TABLES
 from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun

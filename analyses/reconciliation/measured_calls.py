@@ -10,14 +10,8 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.fold_engine import (
-    Array,
-    RecordBlock,
-    concatenated_ranges,
-    group_rows,
-    merge_sums,
-    rows_of,
-)
+from commtrace.analyses.grouping import Array, concatenated_ranges, group_rows, merge_sums, rows_of
+from commtrace.analyses.record_blocks import RecordBlock
 
 DETAILED_STEPS: Final = 64
 """Steps whose message sizes are kept apart, so that a log of many steps stays a small table; later ones have -1."""

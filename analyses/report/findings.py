@@ -10,7 +10,7 @@ import pandas as pd
 
 from commtrace import formatting
 from commtrace.analyses.coverage import FILE_PROBLEMS
-from commtrace.analyses.fold_engine import rows_of
+from commtrace.analyses.grouping import rows_of
 from commtrace.analyses.job_summary import summarize_job
 from commtrace.analyses.steps import ALL
 from commtrace.formatting import (

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from commtrace.analyses.comparison import STEP, WHOLE
-from commtrace.analyses.fold_engine import rows_of
+from commtrace.analyses.grouping import rows_of
 from commtrace.formatting import format_bytes
 from commtrace.text_tables import TextColumn, left_column, paragraph, text_table
 

@@ -10,7 +10,7 @@ import pandas as pd
 from rich.console import RenderableType
 from rich.text import Text
 
-from commtrace.analyses.fold_engine import EVALUATION
+from commtrace.analyses.record_blocks import EVALUATION
 from commtrace.analyses.table_specs import TABLES
 from commtrace.analyses.table_specs.alike_ranks import ALIKE, reduce_ranks
 from commtrace.formatting import format_bytes, format_plural

@@ -7,7 +7,8 @@ from typing import Any, Final
 
 import pandas as pd
 
-from commtrace.analyses.fold_engine import NamedTables, rows_of
+from commtrace.analyses.fold_engine import NamedTables
+from commtrace.analyses.grouping import rows_of
 from commtrace.formatting import format_bandwidth, format_bytes, format_duration, format_plural, format_share, is_known
 
 PARTS: Final = {

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.fold_engine import Array, rows_of
+from commtrace.analyses.grouping import Array, rows_of
 from commtrace.analyses.table_specs import TABLES
 
 PROJECTED_FACTORS: Final = (2, 4, 8)

@@ -26,7 +26,8 @@ import pandas as pd
 
 from commtrace.analyses.across_ranks.clocks import clocks_of
 from commtrace.analyses.call_times import exact_ends
-from commtrace.analyses.fold_engine import Array, ProcessPart, RecordBlock, process_parts
+from commtrace.analyses.grouping import Array
+from commtrace.analyses.record_blocks import ProcessPart, RecordBlock, process_parts
 from commtrace.durations import has_own_times, wait_begin
 from commtrace.errors import LogError
 from commtrace.formatting import format_ranks

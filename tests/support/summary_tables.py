@@ -12,7 +12,7 @@ from typing import Final
 import pandas as pd
 import processes
 
-from commtrace.analyses.fold_engine import rows_of
+from commtrace.analyses.grouping import rows_of
 from commtrace.durations import MEASURES, durations
 from commtrace.recording.summary import Summary
 from commtrace.recording.summary_files import append_rows, table_path

@@ -10,7 +10,7 @@ import pandas as pd
 
 from commtrace.analyses import figures
 from commtrace.analyses.comparison import compare
-from commtrace.analyses.fold_engine import rows_of
+from commtrace.analyses.grouping import rows_of
 from commtrace.analyses.job_summary import summarize_job
 from commtrace.analyses.report.expected_text import MEANING, network_source, network_title
 from commtrace.analyses.report.findings import (

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import pandas as pd
 
-from commtrace.analyses.fold_engine import rows_of
+from commtrace.analyses.grouping import rows_of
 from commtrace.formatting import is_known
 from examples.paper_study.claims import (
     CONFIRMED,

@@ -29,7 +29,7 @@ from commtrace.analyses.figures.style import (
     stack_totals,
     time_scale,
 )
-from commtrace.analyses.fold_engine import rows_of
+from commtrace.analyses.grouping import rows_of
 from commtrace.formatting import format_bytes, format_count, format_duration, format_power_of_two, format_share
 from commtrace.volume import size_bins
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import pandas as pd
 
-from commtrace.analyses.fold_engine import rows_of
+from commtrace.analyses.grouping import rows_of
 from commtrace.formatting import parse_ranks
 from commtrace.network.networks import Network
 from commtrace.theory.closed_forms import parameter_count

@@ -68,7 +68,7 @@ def address(client: Any) -> str:
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every segment is a part, and the tree has several levels."""
-    monkeypatch.setattr("commtrace.analyses.fold_engine.RECORDS_PER_TASK", 1)
+    monkeypatch.setattr("commtrace.analyses.record_blocks.RECORDS_PER_TASK", 1)
     monkeypatch.setattr("commtrace.reading.executors.MERGED_AT_ONCE", 2)
 
 

@@ -22,10 +22,10 @@ import sequence_trainings
 import sharding
 import trainings
 
-from commtrace.analyses.fold_engine import RecordBlock
 from commtrace.analyses.reconciliation import measured_calls as measured
 from commtrace.analyses.reconciliation.matching import compare
 from commtrace.analyses.reconciliation.measured_calls import EqualCalls
+from commtrace.analyses.record_blocks import RecordBlock
 from commtrace.run import Run
 from commtrace.schema import Records
 from commtrace.theory import ExpectedCall, NotPredictedError, predict

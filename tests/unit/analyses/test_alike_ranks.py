@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from repeated_logs import Repetition, write_repeated
 
 from commtrace.analyses import reconciliation
-from commtrace.analyses.fold_engine import concatenated_ranges, fold, number_sequences
+from commtrace.analyses.fold_engine import fold
+from commtrace.analyses.grouping import concatenated_ranges, number_sequences
 from commtrace.run import open_run
 
 

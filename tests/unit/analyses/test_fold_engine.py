@@ -15,15 +15,9 @@ from pandas.testing import assert_frame_equal
 
 from commtrace.analyses import reconciliation
 from commtrace.analyses.analysis_catalog import ANALYSES, DETAILS
-from commtrace.analyses.fold_engine import (
-    EMPTY_BLOCK,
-    Analysis,
-    RecordBlock,
-    fold,
-    group_rows,
-    positions_by_value,
-    sum_groups,
-)
+from commtrace.analyses.fold_engine import Analysis, fold
+from commtrace.analyses.grouping import group_rows, positions_by_value, sum_groups
+from commtrace.analyses.record_blocks import EMPTY_BLOCK, RecordBlock
 from commtrace.analyses.volume import KEYS
 from commtrace.reading.labels import RecordLabels
 from commtrace.run import Run, open_run
@@ -161,7 +155,7 @@ def test_tables_do_not_depend_on_the_size_of_blocks(rows: int, tmp_path: Path, m
     run = differently_numbered(tmp_path)
     analyses = ALL
     whole = fold(run, analyses)
-    monkeypatch.setattr("commtrace.analyses.fold_engine.ROWS_OF_BLOCK", rows)
+    monkeypatch.setattr("commtrace.analyses.record_blocks.ROWS_OF_BLOCK", rows)
     for name, table in fold(run, analyses).items():
         assert_frame_equal(whole[name], table, rtol=1e-12)
 

@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 from factory import ALL_GATHER, ALL_REDUCE, BARRIER, WORLD, LogFactory, Records, record
 
-from commtrace.analyses.fold_engine import RecordBlock
 from commtrace.analyses.reconciliation import measured_calls as measured
 from commtrace.analyses.reconciliation.measured_calls import DETAILED_STEPS
+from commtrace.analyses.record_blocks import RecordBlock
 from commtrace.run import Run, open_run
 
 RANKS, STEPS = 3, DETAILED_STEPS + 40

@@ -13,7 +13,7 @@ from factory import ALL_GATHER, ALL_REDUCE, PAIR, RECV, SEND, UNIX_NS, WORLD, Lo
 
 from commtrace import cli
 from commtrace.analyses import perfetto
-from commtrace.analyses.fold_engine import rows_of
+from commtrace.analyses.grouping import rows_of
 from commtrace.analyses.perfetto import export_perfetto
 from commtrace.errors import LogError, OutputError
 from commtrace.run import Run, open_run

@@ -17,7 +17,8 @@ from recorded_schemes import QUICK_AND_LONG
 from summary_tables import assert_equal, assert_times_are_equal, summarized
 
 from commtrace.analyses import call_times, coverage, message_sizes, volume
-from commtrace.analyses.fold_engine import fold, rows_of
+from commtrace.analyses.fold_engine import fold
+from commtrace.analyses.grouping import rows_of
 from commtrace.reading.summary_reader import MIXED, SummaryTables
 from commtrace.recording import log_writer, summary_writer
 from commtrace.recording.log_writer import LogWriter

@@ -1,0 +1,134 @@
+"""Operations on columns of integers that analyses are made of: groups of equal rows, and sums of groups."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+Array: TypeAlias = npt.NDArray[Any]
+
+_MAX_DENSE_CODES: Final = 1 << 22
+
+_MAX_KEY: Final = 1 << 62
+
+
+def group_rows(columns: Sequence[Array]) -> tuple[Array, Array]:
+    """Group rows by columns of integers.
+
+    Args:
+        columns: Keys, each of shape (n,).
+
+    Returns:
+        The position of one row of each group, shape (groups,), and the number of each row's group, shape (n,).
+    """
+    numbers, groups = _dense_codes(_joint_keys(columns))
+    first = np.zeros(groups, np.int64)
+    first[numbers] = np.arange(len(numbers))
+    return first, numbers
+
+
+def positions_by_value(values: Array) -> dict[int, Array]:
+    """Return the positions of each integer in an array of shape (n,), both ascending."""
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    firsts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]])[: len(values)])
+    return dict(zip(ordered[firsts].tolist(), np.split(order, firsts[1:]), strict=False))
+
+
+def _joint_keys(columns: Sequence[Array], *, ordered: bool = False) -> Array:
+    """Return one integer for each row of columns of integers, equal for equal rows; `ordered`: and in their order."""
+    keys, span = np.zeros(len(columns[0]), np.int64), 1
+    for column in columns:
+        codes, count = _codes(column, ordered=ordered)
+        if span * count > _MAX_KEY:
+            keys, span = _dense_codes(keys, ordered=ordered)
+        keys, span = keys * count + codes, span * count
+    return keys
+
+
+def _codes(column: Array, *, ordered: bool) -> tuple[Array, int]:
+    """Return the column as codes from 0, and an upper bound of their number."""
+    if not len(column):
+        return column.astype(np.int64), 1
+    low, high = int(column.min()), int(column.max())
+    if high - low < _MAX_DENSE_CODES:
+        return column.astype(np.int64) - low, high - low + 1
+    return _dense_codes(column, ordered=ordered)
+
+
+def _dense_codes(column: Array, *, ordered: bool = False) -> tuple[Array, int]:
+    """Return the column as codes from 0 without gaps, and their number. Hashes: sorting takes far longer."""
+    codes, values = pd.factorize(column, sort=ordered)
+    return codes.astype(np.int64, copy=False), len(values)
+
+
+def number_sequences(values: Array, begins: Array) -> tuple[Array, Array]:
+    """Number sequences so that equal ones have the same number.
+
+    Args:
+        values: The values of all sequences, one after the other, int64 from 0.
+        begins: Position of the first value of each sequence, ascending, shape (sequences,).
+
+    Returns:
+        The number of each sequence from 0, shape (sequences,), and an example of each number, a position in `begins`.
+    """
+    lengths = np.diff(begins, append=len(values))
+    numbers = np.zeros(len(begins), np.int64)
+    longer = np.arange(len(begins))
+    for position in range(int(lengths.max(initial=0))):
+        longer = longer[lengths[longer] > position]
+        _, numbers[longer] = group_rows([numbers[longer], values[begins[longer] + position]])
+    examples, numbers = group_rows([lengths, numbers])
+    return numbers, examples
+
+
+def concatenated_ranges(begins: Array, lengths: Array) -> Array:
+    """Return the integers of ranges with these begins and lengths, one range after the other."""
+    return np.repeat(begins - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
+
+
+def sum_groups(values: Array, groups: Array, count: int) -> Array:
+    """Return the sum of the values of each group, shape (count,), in the values' own dtype: integers stay exact."""
+    result = np.zeros(count, values.dtype)
+    np.add.at(result, groups, values)
+    return result
+
+
+def concat_tables(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """Return the rows of tables with the same columns; empty tables do not change the dtypes of others."""
+    filled = [table for table in tables if len(table)] or [tables[0]]
+    return filled[0] if len(filled) == 1 else pd.concat(filled, ignore_index=True)
+
+
+def merge_sums(*keys: str, **how: str) -> Callable[[Sequence[pd.DataFrame]], pd.DataFrame]:
+    """Return a merge to a row per combination of keys, in their order, which sums the other columns.
+
+    Args:
+        keys: Columns of integers.
+        how: "min" or "max" by column, for those that are not summed.
+    """
+    return functools.partial(_merge_by, keys, how)
+
+
+def _merge_by(keys: Sequence[str], how: Mapping[str, str], tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    table = concat_tables(tables)
+    columns = {name: table[name].to_numpy() for name in table.columns}
+    joint = _joint_keys([columns[name] for name in keys], ordered=True)
+    order = np.argsort(joint, kind="stable")
+    begins = np.flatnonzero(np.diff(joint[order], prepend=-1))
+    merged = {name: columns.pop(name)[order[begins]] for name in keys}
+    merged |= {name: _RULES[how.get(name, "sum")].reduceat(column[order], begins) for name, column in columns.items()}
+    return pd.DataFrame(merged, copy=False)
+
+
+_RULES: Final = {"sum": np.add, "min": np.minimum, "max": np.maximum}
+
+
+def rows_of(table: pd.DataFrame) -> Iterator[Any]:
+    """Iterate over the rows of a small table as named tuples."""
+    return table.itertuples(index=False)
