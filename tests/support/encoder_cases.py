@@ -23,13 +23,13 @@ STEPS = 3
 
 
 CASES = {
-    "tensor": ["--parallel", "tensor", "--heads", "4"],
+    "tensor": ["--parallel", "tensor", "--heads", "8"],
     "tensor, 3 micro-batches": ["--parallel", "tensor", "--heads", "4", "--micro-batches", "3"],
     "tensor, 2 heads": ["--parallel", "tensor", "--heads", "2"],
     "tensor, 1 head": ["--parallel", "tensor", "--heads", "1"],
     "tensor, forward": ["--parallel", "tensor", "--heads", "2", "--forward-only"],
     "tensor, gloo": ["--parallel", "tensor", "--heads", "2", "--transport", "gloo"],
-    "model": ["--parallel", "model", "--heads", "4"],
+    "model": ["--parallel", "model", "--heads", "8"],
     "model, 2 heads": ["--parallel", "model", "--heads", "2"],
     "model, forward": ["--parallel", "model", "--heads", "4", "--forward-only"],
     "gpipe": ["--parallel", "pipeline", "--heads", "4", "--micro-batches", "3"],

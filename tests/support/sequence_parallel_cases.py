@@ -10,10 +10,10 @@ import mpi_ranks
 from commtrace.theory.expected_calls import sorted_calls
 from examples.mpi_common.expected_calls import sequence_parallel
 
-BATCH, SEQUENCE, HIDDEN, HEADS, FEED_FORWARD = 2, 24, 16, 4, 40
+BATCH, SEQUENCE, HIDDEN, HEADS, FEED_FORWARD = 2, 24, 16, 8, 40
 
 
-SIZES = ["--batch", "2", "--sequence", "24", "--hidden", "16", "--heads", "4", "--feed-forward", "40"]
+SIZES = ["--batch", "2", "--sequence", "24", "--hidden", "16", "--heads", "8", "--feed-forward", "40"]
 
 
 COMMON = [*SIZES, "--dtype", "float64", "--check", "--dropout", "0.3", "--warmup", "1", "--iterations", "2"]
