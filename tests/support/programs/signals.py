@@ -15,15 +15,19 @@ class AlarmError(Exception):
     """What the handler raises."""
 
 
-handled = 0
+handled = depth = 0
 armed = False
 
 
 def communicate(number: int, frame: FrameType | None) -> None:
     """As a program that tells the others that it was told to stop."""
-    global handled
+    global handled, depth
+    if depth == 5:
+        return  # where a call takes longer than the time between two signals, handlers would nest without end
+    depth += 1
     dist.all_reduce(torch.ones(2))
     handled += 1
+    depth -= 1
 
 
 def complain(number: int, frame: FrameType | None) -> None:
