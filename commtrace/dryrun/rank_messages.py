@@ -84,8 +84,8 @@ class RankMessages:
                 self._write("waits", announced)
             time.sleep(_POLL_SECONDS)
         if announced:
+            waits.unlink()  # first: a rank that seems to wait still would be told to continue once more
             skip.unlink(missing_ok=True)
-            waits.unlink()
 
     def _read(self, source: int) -> None:
         """Read what `source` has sent since it was read last."""

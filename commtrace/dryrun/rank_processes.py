@@ -93,19 +93,19 @@ def run_ranks(job: SimulatedJob, ranks: Iterable[int], jobs: int, outcomes: dict
     reported = time.monotonic()
     try:
         while ready or running:
-            waits_for = {rank: source for rank, process in running.items() if (source := process.waits_for()) >= 0}
-            for source in waits_for.values():
+            waits = {rank: wait for rank, process in running.items() if (wait := process.wait_for_message())}
+            for source, _ in waits.values():
                 if source not in running and source not in outcomes:
                     ready = [source, *(rank for rank in ready if rank != source)]
             # The first rank runs alone: most others wait for messages of it.
-            while ready and len(running) - len(waits_for) < (jobs if outcomes else 1):
+            while ready and len(running) - len(waits) < (jobs if outcomes else 1):
                 rank = ready.pop(0)
                 running[rank] = _Process(job, rank)
-            if len(waits_for) == len(running):
-                _break_deadlock(job, running)
+            if len(waits) == len(running):
+                _break_deadlock(job, running, waits)
             time.sleep(_POLL_SECONDS)
             for rank, process in [*running.items()]:
-                outcome = process.poll(waits=rank in waits_for)
+                outcome = process.poll(waits=rank in waits)
                 if outcome is not None:
                     del running[rank]
                     outcomes[rank] = outcome
@@ -125,10 +125,15 @@ def run_ranks(job: SimulatedJob, ranks: Iterable[int], jobs: int, outcomes: dict
             process.wait()
 
 
-def _break_deadlock(job: SimulatedJob, running: Mapping[int, _Process]) -> None:
-    """Let one rank continue without the message that it waits for, if all wait and none has one to read."""
-    if any(process.has_mail() or (job.mail / f"skip-{rank:05d}").exists() for rank, process in running.items()):
-        return
+def _break_deadlock(job: SimulatedJob, running: Mapping[int, _Process], waits: Mapping[int, tuple[int, int]]) -> None:
+    """Let one rank continue without the message that it waits for, if all wait and none has one to read.
+
+    Ranks are looked at one after the other, while others may send. Each waits since it was looked at for `waits` if it
+    waits for the same still: then all have waited at the moment between, and none can send any more.
+    """
+    for rank, process in running.items():
+        if (job.mail / f"skip-{rank:05d}").exists() or process.wait_for_message() != waits[rank] or process.has_mail():
+            return
     (job.mail / f"skip-{min(running):05d}").touch()
 
 
@@ -182,21 +187,21 @@ class _Process:
                 os.killpg(self._process.pid, signal.SIGABRT)
         return None
 
-    def waits_for(self) -> int:
-        """Return the rank for whose message this one waits, or -1."""
-        return self._wait()[0]
+    def wait_for_message(self) -> tuple[int, int] | None:
+        """Return the rank for whose message this one waits, and how many bytes it has read of that one's messages."""
+        text = self._file("waits").split()
+        return (int(text[0]), int(text[1])) if text else None
 
     def has_mail(self) -> bool:
         """Return whether the rank for which this one waits has sent something new, or has ended."""
-        source, read_bytes = self._wait()
+        wait = self.wait_for_message()
+        if wait is None:
+            return True
+        source, read_bytes = wait
         with contextlib.suppress(OSError):
             if (self._job.mail / f"rank-{source:05d}.bin").stat().st_size > read_bytes:
                 return True
-        return source < 0 or (self._job.mail / f"done-{source:05d}").exists()
-
-    def _wait(self) -> tuple[int, int]:
-        source, read_bytes = (self._file("waits") or "-1 0").split()
-        return int(source), int(read_bytes)
+        return (self._job.mail / f"done-{source:05d}").exists()
 
     def _file(self, name: str) -> str:
         """Return the text of a file that the rank writes."""
@@ -206,8 +211,8 @@ class _Process:
 
     def progress(self) -> str:
         """Return the line of progress."""
-        source = self.waits_for()
-        waits = f", waits for rank {source}" if source >= 0 else ""
+        wait = self.wait_for_message()
+        waits = f", waits for rank {wait[0]}" if wait else ""
         return f"rank {self._rank}: {self._seconds:.0f} s, {int(self._file('calls') or 0):,} calls{waits}"
 
     def kill(self) -> None:
