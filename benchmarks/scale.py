@@ -1,18 +1,21 @@
 """What commands take that read a log of many ranks, or of many steps: seconds, and memory of all their processes.
 
 Beside them DuckDB, which groups the same events, from the packed log, by what the report's tables are keyed by. The
-logs are recorded ones of two ranks (tests/support/recorded), whose last step is repeated.
+logs are recorded ones of two ranks, whose last step is repeated.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
+import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import commands
 import numpy as np
@@ -20,9 +23,14 @@ import results
 from measuring import Row
 from repeated_logs import Repetition, write_repeated
 
-RECORDED = Path(__file__).parents[1] / "tests" / "support" / "recorded" / "logs.zip"
+from commtrace.run import open_run
+
+ROOT = Path(__file__).parents[1]
+RECORDED = ROOT / "tests" / "support" / "recorded" / "logs.zip"
+LAYERS = {"ZeRO-3 of 5 layers": 5, "ZeRO-3 of 44 layers": 44}
+"""What is recorded here: two ranks of examples/gpt_neox, with so many layers."""
+
 EVENTS = 2_000_000
-CALLS = {"ddp": 3, "zero3": 28}  # of a rank's step
 RANKS, PER_HOST = 1000, 8
 REMOVED = 500_000
 NOT_COMPARED = 3  # status of check: of a log without records of its first steps
@@ -34,21 +42,32 @@ assert len(events), "no such events"
 """
 
 
-def cases(events: int, ranks: int) -> dict[str, tuple[str, Repetition]]:
-    """The recorded log, and what is made of it, for so many events."""
-    of_many, of_two = events // ranks, events // 2
-    some = of_two // CALLS["ddp"] // 10
-    return {
-        f"{ranks:,} ranks, DDP": ("ddp", Repetition(ranks, of_many // CALLS["ddp"], together=True, per_host=PER_HOST)),
-        f"{ranks:,} ranks, ZeRO-3 in pairs": (
-            "zero3", Repetition(ranks, of_many // CALLS["zero3"], per_host=PER_HOST)
-        ),
-        "2 ranks, DDP": ("ddp", Repetition(2, of_two // CALLS["ddp"])),
-        "2 ranks, ZeRO-3": ("zero3", Repetition(2, of_two // CALLS["zero3"])),
-        f"2 ranks, DDP, {REMOVED:,} earlier steps removed": (
-            "ddp", Repetition(2, REMOVED + some, removed=REMOVED),
-        ),
-    }  # fmt: skip
+class Case(NamedTuple):
+    """A log of so many events: a recorded one, repeated."""
+
+    name: str
+    recorded: str
+    ranks: int
+    events: int
+    together: bool = False
+    removed: int = 0
+
+    def repetition(self, calls: int) -> Repetition:
+        """What to make of a recorded run whose ranks make so many calls in their last step."""
+        repeats = self.removed + max(2, self.events // self.ranks // calls)
+        per_host = PER_HOST if self.ranks > 2 else None
+        return Repetition(self.ranks, repeats, removed=self.removed, together=self.together, per_host=per_host)
+
+
+def cases(events: int, ranks: int) -> Iterator[Case]:
+    """Logs of so many events, of so many ranks or of two."""
+    yield Case(f"{ranks:,} ranks, DDP", "ddp", ranks, events, together=True)
+    yield Case(f"{ranks:,} ranks, ZeRO-3 in pairs", "zero3", ranks, events)
+    yield Case("2 ranks, DDP", "ddp", 2, events)
+    yield Case("2 ranks, ZeRO-3", "zero3", 2, events)
+    for name in LAYERS:
+        yield Case(f"2 ranks, {name}", name, 2, events)
+    yield Case(f"2 ranks, DDP, {REMOVED:,} earlier steps removed", "ddp", 2, events // 10, removed=REMOVED)
 
 
 def main() -> None:
@@ -57,21 +76,35 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=EVENTS, help="of each log (%(default)s)")
     parser.add_argument("--ranks", type=int, default=RANKS, help="of the logs of many ranks (%(default)s)")
     options = results.parsed(parser, events=80_000, ranks=100)
-    results.write("scale", [*rows(options)], options)
+    results.write("scale", [*rows(cases(options.events, options.ranks), options.only, options.pairs)], options)
 
 
-def rows(options: argparse.Namespace) -> Iterator[Row]:
-    """Rows for each log."""
-    for name, (scheme, repetition) in cases(options.events, options.ranks).items():
-        if options.only in name:
+def rows(cases: Iterable[Case], only: str, times: int) -> Iterator[Row]:
+    """Rows for each log with `only` in its name; each command runs so many times."""
+    for case in cases:
+        if only in case.name:
             with tempfile.TemporaryDirectory() as folder:
-                with zipfile.ZipFile(RECORDED) as archive:
-                    archive.extractall(folder)
-                log = Path(folder) / "log"
-                events = write_repeated(Path(folder) / scheme, log, repetition)
+                recorded, log = recording(case.recorded, Path(folder)), Path(folder) / "log"
+                last = open_run(recorded).events(ranks=[0])["step"].to_numpy()
+                repetition = case.repetition(int((last == last.max()).sum()))
+                events = write_repeated(recorded, log, repetition)
                 steps = repetition.repeats - repetition.removed
-                case = f"{name}, {steps:,} steps: {events:,} events"
-                yield from of_log(log, case, repetition.removed + steps // 2, options.pairs)
+                name = f"{case.name}, {steps:,} steps: {events:,} events"
+                yield from of_log(log, name, repetition.removed + steps // 2, times)
+
+
+def recording(name: str, folder: Path) -> Path:
+    """A recorded log of two ranks."""
+    if name not in LAYERS:
+        with zipfile.ZipFile(RECORDED) as archive:
+            archive.extractall(folder)
+        return folder / name
+    (config := folder / "config.yml").write_text(json.dumps({"num_layers": LAYERS[name]}))
+    train = ["-m", "examples.gpt_neox.train", "tiny", str(config), "--train-iters", "4", "--zero-stage", "3"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *train]
+    variables = {**os.environ, "COMMTRACE": str(folder / "recorded"), "OMP_NUM_THREADS": "1"}
+    subprocess.run(launch, check=True, cwd=ROOT, env=variables, timeout=300, capture_output=True)
+    return folder / "recorded"
 
 
 def of_log(log: Path, case: str, step: int, times: int) -> Iterator[Row]:
