@@ -102,13 +102,10 @@ def fold(run: RecordedRun, analyses: Sequence[Analysis]) -> NamedTables:
 
 def _merged_tables(run: RecordedRun, analyses: Sequence[Analysis]) -> NamedTables:
     """Return the merged tables of those of the analyses that read the records of this run."""
-    wanted = {
-        analysis.name: _Fold(analysis.partial, analysis.merge)
-        for analysis in analyses
-        if analysis.reads_records is None or analysis.reads_records(run)
-    }
+    read = {one.name: one for one in analyses if one.reads_records is None or one.reads_records(run)}
+    wanted = {name: _Fold(analysis.partial, analysis.merge) for name, analysis in read.items()}
     merged = run.executor.reduce("fold", _partials, _merged, (wanted, run.run_labels), run_parts(run)) if wanted else {}
-    for name, tables in _summary_partials(analyses, run).items():
+    for name, tables in _summary_partials(read, run).items():
         merged[name] = wanted[name].merge([merged[name], *tables])
     return merged
 
@@ -129,7 +126,7 @@ _STORED: Final[WeakKeyDictionary[RecordedRun, StoredTables | None]] = WeakKeyDic
 def _stored_tables(run: RecordedRun, analyses: Sequence[Analysis]) -> dict[str, NamedTables]:
     """Return the stored tables of a packed log by analysis."""
     if run not in _STORED:
-        _STORED[run] = open_stored(run.log, code_digest())
+        _STORED[run] = open_stored(run.log, code_digest)
     stored = _STORED[run]
     tables = {analysis.name: stored.read(analysis.name) for analysis in analyses} if stored else {}
     return {name: of_analysis for name, of_analysis in tables.items() if of_analysis}
@@ -145,10 +142,9 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
-def _summary_partials(analyses: Sequence[Analysis], run: RecordedRun) -> dict[str, list[pd.DataFrame]]:
+def _summary_partials(analyses: Mapping[str, Analysis], run: RecordedRun) -> dict[str, list[pd.DataFrame]]:
     """Return the partial tables of the summaries of a run by the name of their analysis."""
     tables: dict[str, list[pd.DataFrame]] = defaultdict(list)
-    by_name = {a.name: a for a in analyses if a.reads_records is None or a.reads_records(run)}
     for ids, process in zip(run.run_labels.processes, run.processes, strict=True):
         if process.summary is None:
             continue
@@ -156,16 +152,16 @@ def _summary_partials(analyses: Sequence[Analysis], run: RecordedRun) -> dict[st
             columns = RecordColumns.of(READ_FIELDS, len(calls))
             columns.fill(calls, ids)
             block = RecordBlock(columns, run.run_labels, calls["calls"], calls["exact"].astype(bool))
-            for name, analysis in by_name.items():
+            for name, analysis in analyses.items():
                 if analysis.reads_cells:
                     tables[name].append(analysis.partial(block))
         times = process.summary.table("times")
         rows = {name: times[name] if name not in IDS else ids.of_run(name, times[name]) for name in TIMES.names or ()}
-        for name, analysis in by_name.items():
+        for name, analysis in analyses.items():
             if analysis.times_partial is not None:
                 tables[name].append(analysis.times_partial(HistogramBlock(rows, run.run_labels)))
         for name, parts in tables.items():  # a few at a time, to bound memory
-            tables[name] = [by_name[name].merge(parts)]
+            tables[name] = [analyses[name].merge(parts)]
     return tables
 
 

@@ -85,7 +85,7 @@ def _is_compared(steps: Array, run: RecordedRun) -> Array:
     """Return whether the calls of each step are in the log, apart from those of other steps, bool, shape (n,)."""
     compared = np.asarray(run.select_steps(steps) & (steps != MIXED))
     for process in run.processes:
-        for first, last in process.summary.summed_steps() if process.summary else ():
+        for first, last in process.summary.summed_steps if process.summary else ():
             compared &= (steps < first) | (steps > last)
     return compared
 

@@ -62,13 +62,13 @@ def partial(block: RecordBlock) -> pd.DataFrame:
     examples, numbers = group_rows([calls[name].to_numpy() for name in _CALL])
     has_payload = rows["step"] < DETAILED_STEPS
     parts = np.rint(rows.volumes["wire_bytes"] * ranks[rows.call]).astype(np.int64)
-    sums = {"payload_bytes": rows.volumes["payload_bytes"], "wire_parts": parts}
     own = {
         "process": rows["process"],
         "call": numbers[rows.call + np.where(has_payload, 0, len(alike))],
         "step": rows["step"].astype(np.int64),
         "calls": rows.calls,
-        **sums,
+        "payload_bytes": rows.volumes["payload_bytes"],
+        "wire_parts": parts,
         "wire_unknown": rows.volumes["wire_unknown"],
     }
     changes = _changes(merge_sums("process", "call", "step")([pd.DataFrame(own, copy=False)]))

@@ -120,7 +120,7 @@ class Process:
     @property
     def summary_problem(self) -> str:
         """Which steps are not compared because a summary has sums of their calls, and what to do; "": none."""
-        spans = None if self.summary is None else self.summary.summed_steps()
+        spans = None if self.summary is None else self.summary.summed_steps
         if spans is None or not len(spans):
             return ""
         steps = f"steps {spans[:, 0].min():,} to {spans[:, 1].max():,}"

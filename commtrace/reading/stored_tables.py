@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -116,12 +116,15 @@ class StoredTables:
         return table
 
 
-def open_stored(log: Log, code: str) -> StoredTables | None:
-    """Return the stored tables of a run; None if there are none, or, as a line on stderr says, none that count."""
+def open_stored(log: Log, code_digest: Callable[[], str]) -> StoredTables | None:
+    """Return the stored tables of a run; None if there are none, or, as a line on stderr says, none that count.
+
+    `code_digest` reads all of the code: it is called only where there are stored tables.
+    """
     if log.packed is None or not (log.packed / STORED).exists():
         return None
     try:
-        return StoredTables(log, log.packed, code)
+        return StoredTables(log, log.packed, code_digest())
     except (OSError, LogError) as error:
         _warn(error)
         return None

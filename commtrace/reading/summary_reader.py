@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 
@@ -40,8 +41,9 @@ class SummaryTables:
         rows = read_rows(path, dtype, self.snapshot.written[name])
         return np.concatenate([rows, np.frombuffer(self.snapshot.rows[name], dtype)])
 
+    @cached_property
     def summed_steps(self) -> npt.NDArray[np.int64]:
-        """Return the first and last of steps of which calls, or sizes of calls, are known as sums, shape (n, 2)."""
+        """The first and last of steps of which calls, or sizes of calls, are known as sums, shape (n, 2)."""
         steps, cells = self.table("steps"), self.table("cells")
         has_sums = np.isin(steps["pattern"], cells["pattern"][(cells["bits"] & SUMS) > 0])
         summed = steps[(steps["mixed"] == 1) & (steps["steps"] > 1) | has_sums]

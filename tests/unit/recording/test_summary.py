@@ -160,7 +160,7 @@ def test_steps_that_repeat_are_known_one_by_one(tmp_path: Path) -> None:
     assert full.table("volume_by_step").equals(summary.table("volume_by_step"))
     assert full.table("message_sizes").equals(summary.table("message_sizes"))
     assert len(tables.table("cells")) < 80
-    assert not len(tables.summed_steps())
+    assert not len(tables.summed_steps)
 
 
 def test_steps_for_which_there_are_no_bytes_are_known_together(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_steps_for_which_there_are_no_bytes_are_known_together(tmp_path: Path) -
     by_step = summary.table("volume_by_step").set_index("step")
     assert by_step["calls"].sum() == full.table("volume_by_step")["calls"].sum()
     assert MIXED in by_step.index
-    assert len(tables.summed_steps())
+    assert len(tables.summed_steps)
     assert sum(tables.table(name).nbytes for name in TABLES) < 200_000
 
 
@@ -179,7 +179,7 @@ def test_steps_whose_sizes_are_known_as_sums_are_not_compared(tmp_path: Path) ->
     steps = [step_records(step, np.full(30, 4096), chance) for step in range(20)]
     steps[7] = step_records(7, np.arange(1, 301), chance)
     _, summary, tables = both(tmp_path, steps, 200_000)
-    assert tables.summed_steps().tolist() == [[7, 7]]
+    assert tables.summed_steps.tolist() == [[7, 7]]
     assert "steps 7 to 7 " in summary.processes[0].summary_problem
 
 
