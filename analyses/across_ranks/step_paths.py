@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -63,6 +63,10 @@ class PathPiece(NamedTuple):
     call: int
 
 
+_Piece: TypeAlias = tuple[int, int, int, int, int]
+"""A piece as a plain tuple, which is made in a fraction of the time: the paths of a report have hundred thousands."""
+
+
 @dataclass(frozen=True, eq=False)
 class Timeline:
     """When one process was blocked, an entry per interval, by begin; intervals of several threads may overlap."""
@@ -83,9 +87,15 @@ class Timeline:
         return np.maximum.accumulate(np.where(self.end == reach, np.arange(len(reach)), 0))
 
     @cached_property
+    def gaps(self) -> Array:
+        """The intervals before which no call blocked the process, ascending; not the first one."""
+        return np.flatnonzero(self.begin[1:] > self.end[self.latest[:-1]]) + 1
+
+    @cached_property
     def numbers(self) -> _Numbers:
         """All columns, for reading one number at a time."""
-        columns = self.begin, self.end, self.call, self.release, self.last_process, self.latest
+        gap = np.searchsorted(self.gaps, np.arange(1, len(self.begin) + 1))
+        columns = self.begin, self.end, self.call, self.release, self.last_process, self.latest, gap
         return _Numbers(*(np.ascontiguousarray(column, np.int64).data for column in columns))
 
 
@@ -98,6 +108,8 @@ class _Numbers(NamedTuple):
     release: memoryview[int]
     last_process: memoryview[int]
     latest: memoryview[int]
+    gap: memoryview[int]
+    """Position in `gaps` of the first one after each interval."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,15 +150,12 @@ class StepPaths:
     ends: Array
     timelines: dict[int, Timeline] = field(repr=False)
     gaps: Gaps = field(repr=False)
-    _gaps_of: dict[int, tuple[int, int]] = field(init=False)
-    _gap_times: tuple[memoryview[int], memoryview[int]] = field(init=False)
 
-    def __post_init__(self) -> None:
-        numbers = self.processes.tolist()
-        first, end = (np.searchsorted(self.gaps.process, numbers, side).tolist() for side in ("left", "right"))
-        self._gaps_of = dict(zip(numbers, zip(first, end, strict=True), strict=True))
-        begins, ends = (np.ascontiguousarray(times, np.int64) for times in (self.gaps.begin, self.gaps.end))
-        self._gap_times = begins.data, ends.data
+    @cached_property
+    def _first_gap(self) -> dict[int, int]:
+        """Position of the first gap of each process in `gaps`."""
+        first = np.searchsorted(self.gaps.process, self.processes)
+        return dict(zip(self.processes.tolist(), first.tolist(), strict=True))
 
     def step_ns(self) -> Array:
         """Return the duration of each step of the job, shape (steps,)."""
@@ -155,21 +164,27 @@ class StepPaths:
     @cached_property
     def on_path(self) -> Array:
         """Part of each gap that lies on the critical path of a step, ns, shape (gaps,)."""
-        result = np.zeros(len(self.gaps.begin))
+        result = [0] * len(self.gaps.begin)
         for step in range(len(self.steps)):
-            for piece in self.path(step):
-                if piece.gap >= 0:
-                    result[piece.gap] += piece.end - piece.begin
-        return result
+            for _, begin, end, gap, _ in self._pieces(step):
+                if gap >= 0:
+                    result[gap] += end - begin
+        return np.array(result, float)
 
     def path(self, step: int) -> list[PathPiece]:
         """Return the critical path of `steps[step]`, from its end to its begin."""
-        last = int(self.ends[:, step + 1].argmax())
-        until, end = (int(moments.max()) for moments in (self.ends[:, step], self.ends[:, step + 1]))
-        return [*self.walk(int(self.processes[last]), end, until)]
+        return [*map(PathPiece._make, self._pieces(step))]
 
     def walk(self, process: int, moment: int, until: int) -> Iterator[PathPiece]:
         """Yield what a process was doing before a moment, and what that depended on, back to the time `until`."""
+        return map(PathPiece._make, self._walk(process, moment, until))
+
+    def _pieces(self, step: int) -> Iterator[_Piece]:
+        last = int(self.ends[:, step + 1].argmax())
+        until, end = (int(moments.max()) for moments in (self.ends[:, step], self.ends[:, step + 1]))
+        return self._walk(int(self.processes[last]), end, until)
+
+    def _walk(self, process: int, moment: int, until: int) -> Iterator[_Piece]:
         while moment > until:
             line = self.timelines[process].numbers
             earlier = bisect_left(line.begin, moment) - 1
@@ -177,23 +192,20 @@ class StepPaths:
             ended = line.end[at] if at >= 0 else until
             if ended < moment:
                 begin = max(ended, until)
-                yield PathPiece(process, begin, moment, self._gap(process, moment), -1)
+                # After its last call nothing is known of a process, nor before its first one.
+                gap = self._first_gap[process] + line.gap[earlier] if 0 <= earlier < len(line.begin) - 1 else -1
+                yield process, begin, moment, gap, -1
                 moment = begin
-                continue
+                # The call before the gap comes next, unless it began when it ended.
+                if moment <= until or line.begin[at] == moment:
+                    continue
             release, owner = line.release[at], line.last_process[at]
             # Without a release, or one that clocks put after the end, the call itself is all that is known.
             if not 0 <= release < moment:
                 release, owner = line.begin[at], process
             begin = max(release, until)
-            yield PathPiece(process, begin, moment, -1, line.call[at])
+            yield process, begin, moment, -1, line.call[at]
             process, moment = owner, begin
-
-    def _gap(self, process: int, moment: int) -> int:
-        """Return the gap of a process that lies before a moment; -1 before its first call."""
-        first, last = self._gaps_of[process]
-        begins, ends = self._gap_times
-        at = bisect_left(begins, moment, first, last) - 1
-        return at if at >= first and moment <= ends[at] else -1
 
 
 _PATHS: Final[WeakKeyDictionary[RecordedRun, StepPaths | None]] = WeakKeyDictionary()
@@ -363,11 +375,9 @@ def _unseen_waits(
 def _gaps(timelines: dict[int, Timeline]) -> Gaps:
     columns: list[list[Array]] = [[np.zeros(0, np.int64)] for _ in range(5)]
     for process, line in sorted(timelines.items()):
-        reach = line.end[line.latest]
-        at = np.flatnonzero(line.begin[1:] > reach[:-1]) + 1
-        found = (
-            np.full(len(at), process), reach[at - 1], line.begin[at], line.call[line.latest[at - 1]], line.call[at],
-        )  # fmt: skip
+        at = line.gaps
+        before = line.latest[at - 1]
+        found = np.full(len(at), process), line.end[before], line.begin[at], line.call[before], line.call[at]
         for column, values in zip(columns, found, strict=True):
             column.append(values)
     return Gaps(*(np.concatenate(column) for column in columns))

@@ -339,10 +339,11 @@ def releasable(state: Coordinator, module: ModuleNode) -> frozenset[int]:
         numbers -= {number for number in numbers if state.latest.get(number, _NEVER) > state.position}
         passed = 0
         for later in state.order[state.position :]:
-            if passed >= state.limits.reuse:
+            if not numbers or passed >= state.limits.reuse:
                 break
-            numbers.difference_update(fetched(state, later))
-            passed += sum(state.elements[number] for number in fetched(state, later))
+            used = fetched(state, later)
+            numbers -= used
+            passed += sum(state.elements[number] for number in used)
         state.released[key] = frozenset(numbers)
     return state.released[key]
 
