@@ -57,7 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
         CommtraceError: The program cannot be run, or a rank failed.
     """
     from commtrace import settings
-    from commtrace.dryrun.dry_run import DryRunRequest, dry_run
+    from commtrace.dryrun.dry_run import dry_run
+    from commtrace.dryrun.rank_processes import DryRunRequest
+    from commtrace.launchers import usable_cores
 
     from .run import traced
 
@@ -71,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
             out=out,
             ranks_per_node=arguments.ranks_per_node,
             device=arguments.device,
-            jobs=arguments.jobs,
+            jobs=arguments.jobs or min(4, usable_cores()),
             timeout_s=arguments.timeout,
         )
     )

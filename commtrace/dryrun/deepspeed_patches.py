@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Final
 
@@ -51,40 +51,26 @@ def uninstall() -> None:
 # ---- views -----------------------------------------------------------------------------------------------------------
 
 
-class _ModeBypass:
-    """Lets slices of tensors bypass the dispatch mode."""
-
-    # slice.Tensor calls as_strided.
-    _OPERATORS: Final = ("slice.Tensor", "as_strided")
-    _KEYS: Final = ("Python", "PythonTLSSnapshot")
-
-    def __init__(self) -> None:
-        self._depth = 0
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """Bypass the mode in a with block. All tensors there must be plain ones: subclasses are bypassed as well."""
-        self._depth += 1
-        library: Any = None
-        if self._depth == 1:
-            library = torch.library.Library("aten", "IMPL")
-            for operator, key in itertools.product(self._OPERATORS, self._KEYS):
-                library.impl(operator, torch.library.fallthrough_kernel, key)
-        try:
-            yield
-        finally:
-            self._depth -= 1
-            if library is not None:
-                library._destroy()
-
-
-_bypass: Final = _ModeBypass()
+# slice.Tensor calls as_strided.
+_BYPASSING: Final = [*itertools.product(("slice.Tensor", "as_strided"), ("Python", "PythonTLSSnapshot"))]
+_depth = 0
 
 
 def _without_mode(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let slices of tensors bypass the mode in a function. All tensors there must be plain: subclasses are bypassed."""
+
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with _bypass.active():
+        global _depth
+        library: Any = torch.library.Library("aten", "IMPL") if _depth == 0 else None
+        _depth += 1
+        try:
+            for operator, key in _BYPASSING if library else ():
+                library.impl(operator, torch.library.fallthrough_kernel, key)
             return original(*args, **kwargs)
+        finally:
+            _depth -= 1
+            if library is not None:
+                library._destroy()
 
     return wrapper
 

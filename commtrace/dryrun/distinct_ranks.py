@@ -46,7 +46,10 @@ def find_distinct(world_size: int, groups: Iterable[Sequence[int]], run: RunRank
     places = coordinates(world_size, families(world_size, groups))
     rank_at = {place: rank for rank, place in places.items()}
     classes = [_classes(axis, places, rank_at, run) for axis in range(len(places[0]))]
-    combinations = {rank: rank_at[_representative(place, classes)] for rank, place in places.items()}
+    combinations = {
+        rank: rank_at[tuple(class_of[value] for value, class_of in zip(place, classes, strict=True))]
+        for rank, place in places.items()
+    }
     candidates = sorted({*combinations.values()})
     signatures = run(candidates)
     first: dict[Hashable, int] = {}
@@ -57,10 +60,6 @@ def find_distinct(world_size: int, groups: Iterable[Sequence[int]], run: RunRank
         stands_for[first[signatures[combination]]].append(rank)
     _check(stands_for, run)
     return dict(stands_for)
-
-
-def _representative(place: Coordinates, classes: Sequence[Mapping[int, int]]) -> Coordinates:
-    return tuple(class_of[value] for value, class_of in zip(place, classes, strict=True))
 
 
 def _check(stands_for: Mapping[int, Sequence[int]], run: RunRanks) -> None:

@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import resource
 import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from commtrace import settings as all_settings
 from commtrace.errors import CommtraceError, LogError
 from commtrace.formatting import format_plural, format_ranks, parse_ranks
-from commtrace.launchers import usable_cores
 from commtrace.reading.log import Log, open_log
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.recording.log_writer import warn
 from commtrace.recording.recovery import recover_records
-from commtrace.settings import Settings
 
 from .distinct_ranks import find_distinct
-from .memory_limits import memory_obstacle
-from .rank_processes import CUDA_REQUIRED, RankOutcome, SimulatedJob, run_ranks
+from .rank_processes import CUDA_REQUIRED, DryRunRequest, RankOutcome, SimulatedJob, run_ranks
 from .simulated_log import write_simulated_log
 
 ALL_DISTINCT: Final = "all-distinct"
 
 _LAUNCHERS: Final = ("torchrun", "deepspeed", "mpirun", "mpiexec", "srun", "accelerate", "prun", "jsrun")
 _LAUNCHER_MODULES: Final = ("torch.distributed.run", "torch.distributed.launch", "deepspeed.launcher.runner")
-_MAX_JOBS: Final = 4
 _OUTPUT_LINES: Final = 25
 """Last lines of a failed rank's output in the error message."""
 
@@ -46,31 +44,12 @@ class DryRunError(CommtraceError):
     """The program cannot be dry-run, or a rank of it failed."""
 
 
-@dataclass(frozen=True)
-class DryRunRequest:
-    """What to run."""
-
-    command: Sequence[str]  # the program and its arguments
-    environment: Mapping[str, str]  # variables of the program, with tracing into `out` on
-    world_size: int  # number of ranks of the job
-    ranks: str  # the ranks to run: "0,60-63", "all", or "all-distinct"
-    out: Path  # absolute path of the directory for the log
-    ranks_per_node: int  # number of ranks of the job on each host
-    device: str | None  # "cpu", "cuda" for simulated devices; None: CUDA if the program requires it
-    jobs: int | None  # number of ranks to run at once; None: as many as there are cores, at most 4
-    timeout_s: float  # seconds after which a rank is ended
-
-
 class _CudaRequiredError(DryRunError):
     """The program requires CUDA, which is not simulated."""
 
 
 class _RankFailedError(DryRunError):
-    """A rank failed; `output` has the last lines of its output."""
-
-    def __init__(self, message: str, output: str) -> None:
-        super().__init__(message)
-        self.output = output
+    """A rank failed. Arguments: which and how, and the last lines of its output."""
 
 
 def dry_run(request: DryRunRequest) -> None:
@@ -80,52 +59,40 @@ def dry_run(request: DryRunRequest) -> None:
         CommtraceError: The program cannot be dry-run, or a rank failed. The log of ranks that ran before the failed
             one is written, unless `ranks` is "all-distinct": it is not known yet which ranks they stand for.
     """
-    command = _resolve_program(request.command)
+    request = replace(request, command=_resolve_program(request.command))
     ranks = _select_ranks(request.ranks, request.world_size)
-    problem = memory_obstacle() or _unwritable(request.out)
+    problem = _memory_obstacle() or _unwritable(request.out)
     if problem:
         raise DryRunError(problem)
     try:
-        _dry_run(request, command, ranks, request.device or "any")
+        _dry_run(request, ranks, request.device or "any")
     except _CudaRequiredError:
         warn("dry run: the program requires CUDA; it starts again with simulated devices (--device cpu prevents this)")
-        _dry_run(request, command, ranks, "cuda")
+        _dry_run(request, ranks, "cuda")
 
 
-def _dry_run(request: DryRunRequest, command: Sequence[str], ranks: Sequence[int], device: str) -> None:
-    settings = all_settings.from_environment(request.environment)
-    assert settings is not None
+def _dry_run(request: DryRunRequest, ranks: Sequence[int], device: str) -> None:
+    run = time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + os.urandom(3).hex()
     with tempfile.TemporaryDirectory(prefix="commtrace-dryrun-") as folder:
-        job = SimulatedJob(
-            command,
-            request.environment,
-            request.world_size,
-            request.ranks_per_node,
-            time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + os.urandom(3).hex(),
-            Path(folder),
-            request.timeout_s,
-            device,
-            shown_rank=ranks[0],
-        )
-        jobs = request.jobs or min(_MAX_JOBS, usable_cores())
+        job = SimulatedJob(request, device, run, Path(folder), shown_rank=ranks[0])
         outcomes: dict[int, RankOutcome] = {}
-        stands_for: dict[int, list[int]] = {}
+        represented: Mapping[int, Sequence[int]] = dict.fromkeys(ranks, ())
         try:
-            _run(job, ranks, jobs, outcomes)
+            _run(job, ranks, outcomes)
             if request.ranks == ALL_DISTINCT:
-                stands_for = _find_distinct_ranks(job, jobs, outcomes)
+                represented = _find_distinct_ranks(job, outcomes)
         except _RankFailedError as error:
+            failure, output = error.args
             complete = [rank for rank in ranks if rank in outcomes and not outcomes[rank].status]
             if request.ranks == ALL_DISTINCT or not complete:
-                raise DryRunError(f"{error}; no log was written{error.output}") from None
-            written = _write_logs(job, {rank: outcomes[rank] for rank in complete}, request.out, settings, {})
+                raise DryRunError(f"{failure}; no log was written{output}") from None
+            written = _write_logs(job, outcomes, dict.fromkeys(complete, ()))
             noun = "rank" if len(complete) == 1 else "ranks"
             raise DryRunError(
-                f"{error}; the log of {noun} {format_ranks(complete)}, done before, is in {written}{error.output}"
+                f"{failure}; the log of {noun} {format_ranks(complete)}, done before, is in {written}{output}"
             ) from None
-        selected = {rank: outcomes[rank] for rank in sorted(stands_for) or ranks}
-        written = _write_logs(job, selected, request.out, settings, stands_for)
-    print(f"the log of run {job.run} is in {written}")
+        written = _write_logs(job, outcomes, represented)
+    print(f"the log of run {run} is in {written}")
 
 
 # ---- the request -----------------------------------------------------------------------------------------------------
@@ -164,6 +131,23 @@ def _select_ranks(text: str, world_size: int) -> list[int]:
     return ranks
 
 
+def _memory_obstacle() -> str:
+    """Return why this machine lacks address space for more memory than there is, and what to change, else ""."""
+    with contextlib.suppress(OSError):
+        if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
+            return (
+                "vm.overcommit_memory is 2: the system does not overcommit memory, and a dry run allocates all "
+                "that the job would use, without touching it; set it to 0 or 1 (sysctl vm.overcommit_memory=0)"
+            )
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        return (
+            f"the address space is limited to {limit >> 20:,} MiB (ulimit -v), and a dry run allocates all that the "
+            "job would use; raise the limit (ulimit -v unlimited)"
+        )
+    return ""
+
+
 def _unwritable(out: Path) -> str:
     """Return why no log can be written to `out`, else "". The directory is made later, with the first log."""
     existing = next(folder for folder in (out, *out.parents) if os.path.lexists(folder))
@@ -177,9 +161,9 @@ def _unwritable(out: Path) -> str:
 # ---- running ---------------------------------------------------------------------------------------------------------
 
 
-def _run(job: SimulatedJob, ranks: Sequence[int], jobs: int, outcomes: dict[int, RankOutcome]) -> None:
+def _run(job: SimulatedJob, ranks: Sequence[int], outcomes: dict[int, RankOutcome]) -> None:
     """Run ranks that have no outcome yet, and add their outcomes. Raises _RankFailedError."""
-    run_ranks(job, ranks, jobs, outcomes)
+    run_ranks(job, ranks, outcomes)
     for outcome in outcomes.values():
         if not outcome.status:
             continue
@@ -208,18 +192,18 @@ def _last_lines(outcome: RankOutcome) -> str:
     return f"{shown}\nthe whole output is in {copy}"
 
 
-def _find_distinct_ranks(job: SimulatedJob, jobs: int, outcomes: dict[int, RankOutcome]) -> dict[int, list[int]]:
+def _find_distinct_ranks(job: SimulatedJob, outcomes: dict[int, RankOutcome]) -> dict[int, list[int]]:
     """Return the ranks that differ -> the ranks that each stands for."""
     groups = [group for process in _recorded_log(outcomes[0]).processes for group in process.tables.topology]
     signatures: dict[int, str] = {}
 
     def run(ranks: Sequence[int]) -> dict[int, str]:
-        _run(job, ranks, jobs, outcomes)
+        _run(job, ranks, outcomes)
         new = [rank for rank in ranks if rank not in signatures]
         signatures.update({rank: signature(_recorded_log(outcomes[rank])) for rank in new})
         return signatures
 
-    return find_distinct(job.world_size, groups, run)
+    return find_distinct(job.request.world_size, groups, run)
 
 
 def signature(log: Log) -> str:
@@ -249,36 +233,37 @@ def _recorded_log(outcome: RankOutcome) -> Log:
 
 
 def _write_logs(
-    job: SimulatedJob,
-    outcomes: Mapping[int, RankOutcome],
-    out: Path,
-    settings: Settings,
-    stands_for: Mapping[int, Sequence[int]],
+    job: SimulatedJob, outcomes: Mapping[int, RankOutcome], represented: Mapping[int, Sequence[int]]
 ) -> Path:
     """Write the logs of ranks, print a line for each, and return the directory.
 
     If `out` has no room, the logs go to a temporary directory: hours of work may be behind them.
+
+    Args:
+        job: What was run.
+        outcomes: The outcomes of the ranks.
+        represented: The ranks to write -> the ranks that each stands for; none: only itself.
     """
 
-    def write() -> list[str]:
-        return [_write_log(job, outcome, out, settings, stands_for.get(rank, ())) for rank, outcome in outcomes.items()]
+    def write(out: Path) -> list[str]:
+        return [_write_log(job, outcomes[rank], out, represented[rank]) for rank in sorted(represented)]
 
+    out = job.request.out
     try:
-        lines = write()
+        lines = write(out)
     except OSError as error:
         shutil.rmtree(out / job.run, ignore_errors=True)
         temporary = Path(tempfile.mkdtemp(prefix="commtrace-logs-"))
         warn(f"{out}: {error.strerror}; the log goes to {temporary}")
         out = temporary
-        lines = write()
+        lines = write(out)
     print("\n".join(lines), flush=True)
     return out
 
 
-def _write_log(
-    job: SimulatedJob, outcome: RankOutcome, out: Path, settings: Settings, stands_for: Sequence[int]
-) -> str:
-    log = _recorded_log(outcome)
+def _write_log(job: SimulatedJob, outcome: RankOutcome, out: Path, stands_for: Sequence[int]) -> str:
+    log, settings = _recorded_log(outcome), all_settings.from_environment(job.request.environment)
+    assert settings is not None
     calls = sum(
         write_simulated_log(process, out / log.run / process.path.parent.name, settings, job.device, stands_for)
         for process in log.processes

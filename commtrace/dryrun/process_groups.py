@@ -1,7 +1,7 @@
 """Process groups of one process: made by torch with its fake backend, without a rendezvous.
 
 The groups keep the names of the backends that the program asked for, because it may read them. Every rank of a job
-creates every group, so one simulated rank knows the groups of all ranks (`GroupTopology`).
+creates every group, so one simulated rank knows the groups of all ranks (`SimulatedGroups.ranks`).
 """
 
 from __future__ import annotations
@@ -19,26 +19,15 @@ from commtrace.patching import Patches
 _FAKE = distributed_c10d.Backend(distributed_c10d.Backend.FAKE)
 
 
-class GroupTopology:
-    """The groups that the program made, in order, without repetitions."""
-
-    def __init__(self) -> None:
-        self._groups: dict[tuple[int, ...], None] = {}
-
-    def add(self, ranks: list[int]) -> None:
-        """Add a group. The group of all ranks, which has an empty list, is left out."""
-        if ranks:
-            self._groups.setdefault(tuple(ranks))
-
-    def __iter__(self) -> Iterator[tuple[int, ...]]:
-        return iter(self._groups)
-
-
 class SimulatedGroups:
-    """Replacements in torch with which groups need no other processes."""
+    """Replacements in torch with which groups need no other processes.
 
-    def __init__(self, run: str, rank: int, world_size: int, topology: GroupTopology) -> None:
-        self._run, self._rank, self._world_size, self._topology = run, rank, world_size, topology
+    `ranks` has the groups that the program made, in order; but that of all ranks, for which torch has an empty list.
+    """
+
+    def __init__(self, run: str, rank: int, world_size: int) -> None:
+        self.ranks: dict[tuple[int, ...], None] = {}
+        self._run, self._rank, self._world_size = run, rank, world_size
         self._patches = Patches()
 
     def install(self) -> None:
@@ -55,7 +44,8 @@ class SimulatedGroups:
         def _new_process_group_helper(
             size: int, rank: int, ranks: list[int], backend: Any, store: Any, group_name: Any, **options: Any
         ) -> Any:
-            self._topology.add(ranks)
+            if ranks:
+                self.ranks.setdefault(tuple(ranks))
             if size < 0:  # the MPI backend, which knows both
                 size, rank = self._world_size, self._rank
             # Options of the real backend do not fit the fake one.

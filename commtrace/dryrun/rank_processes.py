@@ -26,18 +26,29 @@ _PROGRESS_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True)
-class SimulatedJob:
-    """What the processes run."""
+class DryRunRequest:
+    """What to run."""
 
-    command: Sequence[str]  # the program, by its path, and its arguments
-    environment: Mapping[str, str]  # variables of the program
+    command: Sequence[str]  # the program and its arguments
+    environment: Mapping[str, str]  # variables of the program, with tracing into `out` on
     world_size: int  # number of ranks of the job
-    ranks_per_node: int  # number of ranks on each host
+    ranks: str  # the ranks to run: "0,60-63", "all", or "all-distinct"
+    out: Path  # absolute path of the directory for the log
+    ranks_per_node: int  # number of ranks of the job on each host
+    device: str | None  # "cpu", "cuda" for simulated devices; None: CUDA if the program requires it
+    jobs: int  # number of ranks to run at once, not counting those that wait for messages
+    timeout_s: float  # seconds after which a rank is ended
+
+
+@dataclass(frozen=True)
+class SimulatedJob:
+    """A job whose ranks are simulated."""
+
+    request: DryRunRequest  # what to run; its command begins with the path of the program
+    device: str  # "cuda" for simulated devices, "cpu", or "any": the CPU, and a rank reports that it requires CUDA
     run: str  # the id of the run
     folder: Path  # an empty directory for all that the ranks write: logs, output, messages
-    timeout_s: float  # seconds after which a rank is ended
-    device: str  # "cuda" for simulated devices, "cpu", or "any": the CPU, and a rank reports that it requires CUDA
-    shown_rank: int = -1  # the rank whose output goes to this process's stdout and stderr; -1: none
+    shown_rank: int  # the rank whose output goes to this process's stdout and stderr
 
     @property
     def mail(self) -> Path:
@@ -46,11 +57,12 @@ class SimulatedJob:
 
     def environment_of(self, rank: int, log: Path) -> dict[str, str]:
         """Return the variables of a rank as torchrun sets them; the ranks fill one host after the other."""
-        kept = {name: value for name, value in self.environment.items() if not name.startswith(VARIABLE_PREFIXES)}
-        local_size = min(self.ranks_per_node, self.world_size)
+        request = self.request
+        kept = {name: value for name, value in request.environment.items() if not name.startswith(VARIABLE_PREFIXES)}
+        local_size = min(request.ranks_per_node, request.world_size)
         variables = {
             "RANK": rank,
-            "WORLD_SIZE": self.world_size,
+            "WORLD_SIZE": request.world_size,
             "LOCAL_RANK": rank % local_size,
             "LOCAL_WORLD_SIZE": local_size,
             "NODE_RANK": rank // local_size,
@@ -75,17 +87,13 @@ class RankOutcome:
     peak_bytes: int
     log: Path
     output: Path
-    timed_out: bool = False
+    timed_out: bool
 
 
-def run_ranks(job: SimulatedJob, ranks: Iterable[int], jobs: int, outcomes: dict[int, RankOutcome]) -> None:
+def run_ranks(job: SimulatedJob, ranks: Iterable[int], outcomes: dict[int, RankOutcome]) -> None:
     """Run ranks, and others whose messages they need, until all are done or one has failed.
 
-    Args:
-        job: What to run.
-        ranks: The ranks; those with an outcome are not run again.
-        jobs: Number of ranks to run at once, not counting those that wait for messages.
-        outcomes: Outcomes of earlier calls; those of this call are added.
+    Ranks with an outcome are not run again; new outcomes are added.
     """
     job.mail.mkdir(parents=True, exist_ok=True)
     ready = [rank for rank in ranks if rank not in outcomes]
@@ -98,7 +106,7 @@ def run_ranks(job: SimulatedJob, ranks: Iterable[int], jobs: int, outcomes: dict
                 if source not in running and source not in outcomes:
                     ready = [source, *(rank for rank in ready if rank != source)]
             # The first rank runs alone: most others wait for messages of it.
-            while ready and len(running) - len(waits) < (jobs if outcomes else 1):
+            while ready and len(running) - len(waits) < (job.request.jobs if outcomes else 1):
                 rank = ready.pop(0)
                 running[rank] = _Process(job, rank)
             if len(waits) == len(running):
@@ -150,7 +158,7 @@ class _Process:
         with open(self._output, "wb") as file:
             stream = None if rank == job.shown_rank else file
             self._process = subprocess.Popen(
-                job.command,
+                job.request.command,
                 env=job.environment_of(rank, self._log),
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
@@ -166,20 +174,13 @@ class _Process:
         self._seconds += 0.0 if waits else now - self._polled
         self._polled = now
         if pid:
-            self._process.returncode = os.waitstatus_to_exitcode(status)
+            self._process.returncode = status = os.waitstatus_to_exitcode(status)
             self.kill()  # what it has started
-            return RankOutcome(
-                self._rank,
-                self._process.returncode,
-                self._seconds,
-                usage.ru_maxrss << 10,
-                self._log,
-                self._output,
-                self._timed_out,
-            )
-        if self._seconds > self._job.timeout_s + _STACK_TRACE_SECONDS:
+            peak_bytes = usage.ru_maxrss << 10
+            return RankOutcome(self._rank, status, self._seconds, peak_bytes, self._log, self._output, self._timed_out)
+        if self._seconds > self._job.request.timeout_s + _STACK_TRACE_SECONDS:
             self.kill()
-        elif self._seconds > self._job.timeout_s and not self._timed_out:
+        elif self._seconds > self._job.request.timeout_s and not self._timed_out:
             self._timed_out = True
             # On SIGABRT a simulated rank writes the stacks of its threads, and ends. It shall leave no core file.
             with contextlib.suppress(OSError):

@@ -21,15 +21,8 @@ from commtrace.settings import Settings
 
 _TIMES: Final = ("t_return", "t_wait", "t_start", "t_end")
 _COSTS: Final = (
-    "cost_samples",
-    "cost_ns",
-    "cost_p99_ns",
-    "first_calls",
-    "first_ns",
-    "steady_samples",
-    "steady_ns",
-    "drain_cpu_ns",
-)
+    "cost_samples", "cost_ns", "cost_p99_ns", "first_calls", "first_ns", "steady_samples", "steady_ns", "drain_cpu_ns",
+)  # fmt: skip
 _DONE: Final = (int(State.RETURNED), int(State.COMPLETE))
 
 
@@ -56,13 +49,8 @@ def write_simulated_log(
     records = without_times(np.concatenate([np.zeros(0, RECORD), *blocks]))
     stem = process.path.stem
     try:
-        series = SegmentSeries(
-            folder,
-            stem,
-            smallest=settings.segment_min_bytes,
-            largest=settings.segment_max_bytes,
-            max_bytes=settings.max_bytes,
-        )
+        smallest, largest = settings.segment_min_bytes, settings.segment_max_bytes
+        series = SegmentSeries(folder, stem, smallest=smallest, largest=largest, max_bytes=settings.max_bytes)
         series.append(records)
         series.close()
         rows = [*_rows(process.path, device)]

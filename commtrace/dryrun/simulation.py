@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple
@@ -30,7 +30,7 @@ from . import torch_functions as requests
 from . import untouched_memory as memory
 from .collectives import SimulatedCollectives
 from .dispatch_mode import DryRunMode
-from .process_groups import GroupTopology, SimulatedGroups
+from .process_groups import SimulatedGroups
 from .rank_messages import RankMessages
 from .rank_processes import CUDA_REQUIRED
 from .storage_set import StorageSet
@@ -48,7 +48,6 @@ class _Rank(NamedTuple):
     mode: DryRunMode
     collectives: SimulatedCollectives
     groups: SimulatedGroups
-    topology: GroupTopology
 
 
 _rank: _Rank | None = None
@@ -66,7 +65,7 @@ def install() -> None:
         return
     try:
         os.environ[VARIABLE] = f"{os.getpid()}:{run}:{device}:{folder}"
-        _rank = _simulate(run, device, Path(folder), os.environ)
+        _rank = _simulate(run, device, Path(folder))
     except Exception as error:
         raise SystemExit(f"commtrace: this process cannot be simulated: {type(error).__name__}: {error}") from error
     os.register_at_fork(after_in_child=_in_child)
@@ -78,21 +77,20 @@ def uninstall() -> None:
     _patches.undo()
 
 
-def _simulate(run: str, device: str, folder: Path, environ: Mapping[str, str]) -> _Rank:
-    rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+def _simulate(run: str, device: str, folder: Path) -> _Rank:
+    rank, world_size, devices_of_host = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     memory.configure_malloc()
     if not faulthandler.is_enabled():
         with contextlib.suppress(AttributeError, OSError, ValueError):  # stderr is not a file
             faulthandler.enable()  # `rank_processes` ends it by SIGABRT, which prints its stacks
-    uncomputed, topology = StorageSet(), GroupTopology()
-    devices = simulated_cuda.install(int(environ["LOCAL_WORLD_SIZE"])) if device == "cuda" else None
+    uncomputed = StorageSet()
+    devices = simulated_cuda.install(devices_of_host) if device == "cuda" else None
     if device == "any":
         _watch_for_cuda(folder)
     simulated = _Rank(
         DryRunMode(uncomputed, devices),
         SimulatedCollectives(uncomputed, RankMessages(folder, rank)),
-        SimulatedGroups(run, rank, world_size, topology),
-        topology,
+        SimulatedGroups(run, rank, world_size),
     )
     simulated.groups.install()
     simulated.collectives.install()
@@ -120,7 +118,7 @@ def _end() -> None:
     recorder = session.recorder
     if recorder is not None:
         notices.record_notices()
-        recorder.tables.add("topology", groups=[format_rank_list(ranks) for ranks in _rank.topology])
+        recorder.tables.add("topology", groups=[format_rank_list(ranks) for ranks in _rank.groups.ranks])
 
 
 def _in_child() -> None:
