@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from . import NetworkError
 from .operations import ELEMENT_BYTES, OPERATIONS
@@ -16,28 +15,16 @@ class BenchPlan:
 
     through: str = "torch"  # the library, "torch" or "mpi4py"
     backend: str = "gloo"  # backend of torch.distributed: "gloo", "mpi" or "nccl"
-    operations: tuple[str, ...] = OPERATIONS  # names, in the order of OPERATIONS
+    operations: Sequence[str] = OPERATIONS  # names, in the order of OPERATIONS
     min_bytes: int = ELEMENT_BYTES  # smallest payload
     max_bytes: int = 64 << 20  # largest payload
-    group_sizes: tuple[int, ...] = ()  # sizes of groups to measure in addition to all ranks
+    group_sizes: Sequence[int] = ()  # sizes of groups to measure in addition to all ranks
     seconds: float = 0.2  # time for one operation and size, without warm-up; a large message may take longer
     timeout: float = 300.0  # seconds after which a call that does not end is an error
     out: str = "network.json"  # file for the results
     force: bool = False  # whether `out` may be replaced
     form: str = "auto"  # form of the tables: "nccl", "osu" or "auto"
     width: int = 80  # characters of a line of text
-
-    def to_json(self) -> str:
-        """Return the plan as an argument for another process."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> BenchPlan:
-        """Parse what `to_json` returns."""
-        values = json.loads(text)
-        for name in ("operations", "group_sizes"):
-            values[name] = tuple(values[name])
-        return BenchPlan(**values)
 
     def groups(self, world_size: int) -> list[int]:
         """Return the sizes of the groups to measure, ascending.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Final
 
@@ -28,9 +30,18 @@ from .operations import BARRIER, POINT_TO_POINT, payload_sizes
 from .process_exit import wait_for_threads
 
 # Without the working directory on sys.path: in a checkout its folder `commtrace` is not the whole package.
-_PROGRAM: Final = "import sys; sys.path[:1] == [''] and sys.path.pop(0)\nfrom {} import main; sys.exit(main())"
+_PROGRAM: Final = """
+import sys
+sys.path[:1] == [""] and sys.path.pop(0)
+from commtrace.errors import CommtraceError
+try:
+    from {} import main
+    sys.exit(main())
+except CommtraceError as error:
+    sys.exit(f"commtrace: {{error}}")
+"""
 _TERMINATION_S: Final = 5.0
-"""Seconds that mpiexec has to end after SIGTERM, and after SIGKILL."""
+"""Seconds that a process has to end after SIGTERM, and after SIGKILL."""
 
 _BUFFERS: Final = 6
 """Buffers of the largest size that a rank holds at once: input, output, expected values, and temporary ones."""
@@ -45,7 +56,7 @@ def start_ranks(plan: BenchPlan, ranks: int) -> None:
     """
     plan.groups(ranks)
     check_memory(plan, ranks)
-    start_programs(__name__, plan.to_json(), plan.through, ranks)
+    start_programs(__name__, json.dumps(asdict(plan)), plan.through, ranks)
 
 
 def start_programs(
@@ -64,28 +75,30 @@ def start_programs(
         NetworkError: The first rank that failed, with its error message. All other ranks are ended.
         LaunchError: There is no mpiexec.
     """
-    program = [sys.executable, "-c", _PROGRAM.format(module), argument]
+    command = [sys.executable, "-c", _PROGRAM.format(module), argument]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **(variables or {})}
-    (_start_mpi if through == "mpi4py" else _start_torch)(program, ranks, environment)
-
-
-def _start_torch(program: Sequence[str], ranks: int, environment: dict[str, str]) -> None:
-    errors = [tempfile.TemporaryFile("w+") for _ in range(ranks)]
-    environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    if through == "mpi4py":
+        command = mpiexec.mpiexec_command(ranks, command)
+        names, own = ["mpiexec"], [mpiexec.mpiexec_variables(ranks)]
+    else:
+        environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        names = [f"rank {rank} of {ranks}" for rank in range(ranks)]
+        own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    errors = [tempfile.TemporaryFile("w+") for _ in own]
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(ranks):
-            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(subprocess.Popen([*program], env=own, stderr=errors[rank]))
+        for extra, file in zip(own, errors, strict=True):
+            process = subprocess.Popen(command, env=environment | extra, stderr=file, start_new_session=True)
+            processes.append(process)
         failed = _first_failure(processes)
     finally:
         for process in processes:
-            process.kill()
-            process.wait()
+            _end(process)
     if failed is not None:
-        end = _describe_end(processes[failed].returncode)
-        raise NetworkError(f"rank {failed} of {ranks} {end}: {_last_error(errors[failed])}")
+        status = processes[failed].returncode
+        end = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        raise NetworkError(f"{names[failed]} {end}: {_last_error(errors[failed])}")
 
 
 def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
@@ -103,25 +116,13 @@ def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
         time.sleep(0.02)
 
 
-def _start_mpi(program: Sequence[str], ranks: int, environment: dict[str, str]) -> None:
-    command = mpiexec.mpiexec_command(ranks, program)
-    environment |= mpiexec.mpiexec_variables(ranks)
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, env=environment, stderr=errors, start_new_session=True)
-        try:
-            status = process.wait()
-        finally:
-            for ending in (signal.SIGTERM, signal.SIGKILL):
-                if process.poll() is None:
-                    os.killpg(process.pid, ending)
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(_TERMINATION_S)
-        if status:
-            raise NetworkError(f"mpiexec {_describe_end(status)}: {_last_error(errors)}")
-
-
-def _describe_end(status: int) -> str:
-    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process that still runs, with all that it has started."""
+    for ending in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            os.killpg(process.pid, ending)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_TERMINATION_S)
 
 
 def _last_error(errors: IO[str]) -> str:
@@ -134,11 +135,7 @@ def _last_error(errors: IO[str]) -> str:
 
 def main() -> int:
     """Run one of the ranks of `start_ranks`; return its exit status."""
-    try:
-        return run_rank(BenchPlan.from_json(sys.argv[1]), bound=True)
-    except CommtraceError as error:
-        print(f"commtrace: {error}", file=sys.stderr, flush=True)
-        return 1
+    return run_rank(BenchPlan(**json.loads(sys.argv[1])), bound=True)
 
 
 def run_rank(plan: BenchPlan, *, bound: bool = False) -> int:
