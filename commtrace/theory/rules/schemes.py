@@ -8,20 +8,15 @@ from typing import Any, Final
 from commtrace.theory.expected_calls import Prediction
 from commtrace.theory.job import Job, NotPredictedError
 
-from .deepspeed import bf16_optimizer, engine, pipeline, zero3, zero12
+from .deepspeed import engine, pipeline, zero3, zero12
 from .megatron import gpt_neox, sequence_parallel, tensor_parallel
 from .torch import ddp, fsdp
-
-
-def _zero12(job: Job) -> Prediction:
-    return bf16_optimizer.predict(job) if job.row.get("optimizer") == "BF16_Optimizer" else zero12.predict(job)
-
 
 SCHEMES: Final[dict[tuple[str, str, int | None], Callable[[Job], Prediction]]] = {
     ("ddp", "DistributedDataParallel", None): ddp.predict,
     ("fsdp", "fully_shard", None): fsdp.predict,
     ("deepspeed", "DeepSpeedEngine", 0): engine.predict,
-    ("deepspeed", "DeepSpeedEngine", 1): _zero12,
+    ("deepspeed", "DeepSpeedEngine", 1): zero12.predict,
     ("deepspeed", "DeepSpeedEngine", 2): zero12.predict,
     ("deepspeed", "DeepSpeedEngine", 3): zero3.predict,
     ("deepspeed", "PipelineEngine", 0): pipeline.predict,

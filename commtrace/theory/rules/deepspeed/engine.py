@@ -19,6 +19,7 @@ from commtrace.theory.waterfall import cause_bars, level_bars
 GRADIENTS: Final = "gradients"
 NORM: Final = "norm of the gradients"
 OVERFLOW: Final = "overflow check"
+AMONG_COPIES: Final = "experts travel among the ranks that have them"
 
 FALLBACK_BUCKET: Final = 500_000_000
 """Elements of a bucket without ZeRO (numel_per_bucket, MEMORY_OPT_ALLREDUCE_SIZE); not a setting."""
@@ -64,7 +65,7 @@ def gradient_levels(job: Job, passes: int = 1) -> dict[str, Fraction]:
     return {
         "frozen parameters have no gradients": passes * ring_bytes(job, job.trainable_elements, job.parameter_size),
         f"gradients travel as {communication}": passes * ring_bytes(job, job.trainable_elements, size),
-        **replicas_level(job, passes * size),
+        AMONG_COPIES: passes * copies_bytes(job, size),
     }
 
 
@@ -73,12 +74,10 @@ def ring_bytes(job: Job, elements: int, size: int) -> Fraction:
     return all_gather_volume(elements, job.ranks) * size
 
 
-def replicas_level(job: Job, size: int) -> dict[str, Fraction]:
-    """Return the waterfall level of experts, which only some ranks have; empty without experts."""
-    if not any(parameter.expert for parameter in job.trainable):
-        return {}
-    total = sum(all_gather_volume(parameter.elements, job.copies(parameter)) for parameter in job.trainable)
-    return {"experts travel among the ranks that have them": Fraction(total * size)}
+def copies_bytes(job: Job, size: int) -> Fraction:
+    """Return `ring_bytes` of the trained parameters, each among the ranks that have it."""
+    volumes = (all_gather_volume(parameter.elements, job.copies(parameter)) for parameter in job.trainable)
+    return sum(volumes, Fraction(0)) * size
 
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._broadcast_model", DEEPSPEED)

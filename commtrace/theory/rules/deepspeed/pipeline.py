@@ -25,7 +25,7 @@ from commtrace.theory.rules.megatron import tensor_parallel as tensor
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, rule
 from commtrace.theory.waterfall import cause_bars, level_bars
 
-from . import bf16_optimizer, engine, zero12
+from . import engine, zero12
 from .engine import NORM, OVERFLOW
 
 FormAndBars: TypeAlias = tuple[WaterfallBar, list[WaterfallBar]]
@@ -149,9 +149,8 @@ def check(job: Job, stage: PipelineStage) -> None:
 def _among_replicas(job: Job) -> Prediction:
     """Return the prediction for the stage's parameters, as if they were the whole model."""
     alone = Job(stage_as_model(job))
-    if job.fact("optimizer") == "BF16_Optimizer":
-        return bf16_optimizer.predict(alone)
-    return engine.predict(alone) if int(job.fact("zero_stage")) == 0 else zero12.predict(alone)
+    is_flat = int(job.fact("zero_stage")) > 0 or job.fact("optimizer") == "BF16_Optimizer"
+    return zero12.predict(alone) if is_flat else engine.predict(alone)
 
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._configure_zero_optimizer (overlap_comm in a pipeline)", DEEPSPEED)

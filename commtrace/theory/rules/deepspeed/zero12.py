@@ -1,4 +1,7 @@
-"""ZeRO-1 and ZeRO-2: each rank keeps a part of the optimizer's state, and under ZeRO-2 of the gradients as well."""
+"""ZeRO-1 and ZeRO-2: each rank keeps a part of the optimizer's state, and under ZeRO-2 of the gradients as well.
+
+DeepSpeed's BF16_Optimizer, bf16 with gradients summed in fp32, takes ZeRO-1's place, or in a pipeline ZeRO-0's.
+"""
 
 from __future__ import annotations
 
@@ -30,29 +33,36 @@ _START_ALIGNMENT: Final = 2  # nccl_start_alignment_factor
 
 
 def predict(job: Job) -> Prediction:
-    """Predict what a rank communicates. Raise NotPredictedError for settings without rules."""
+    """Predict what a rank communicates. Raise NotPredictedError for settings without rules.
+
+    BF16_Optimizer makes its norm among the ranks that share a model (`tensor_parallel`), and has no overflow check.
+    """
     engine.check(job)
-    if job.fact("optimizer") != "DeepSpeedZeroOptimizer":
-        raise NotPredictedError(f"the optimizer {job.fact('optimizer')} has no rules yet")
-    step = (*reductions(job), *overflow_check(job), *norms(job), *parameter_gathers(job))
+    stage, wrapper = int(job.fact("zero_stage")), job.fact("optimizer")
+    scheme = f"ZeRO-{stage}"
+    if wrapper == "BF16_Optimizer" and stage < 2:
+        scheme, reduced, overflow, norm = f"{scheme} (BF16_Optimizer)", flat_reductions(job), [], []
+    elif wrapper == "DeepSpeedZeroOptimizer":
+        reduced, overflow, norm = reductions(job), overflow_check(job), norms(job)
+    else:
+        raise NotPredictedError(f"the optimizer {wrapper} has no rules yet")
+    gathered = parameter_gathers(job)
+    step = (*reduced, *overflow, *norm, *gathered)
     form = WaterfallBar("equation 2: 2 P (d-1)/d", data_parallel(job.elements, job.ranks) * job.parameter_size)
-    scheme = f"ZeRO-{int(job.fact('zero_stage'))}"
-    skipped = ((*norms(job), *parameter_gathers(job)), tuple(parameter_gathers(job)))
-    bars = tuple(_bars(job, step, form.bytes / 2))
-    return Prediction(scheme, job.ranks, tuple(engine.broadcast_model(job)), (step,), form, bars, skipped)
+    start, bars = tuple(engine.broadcast_model(job)), tuple(_bars(job, step, form.bytes / 2))
+    return Prediction(scheme, job.ranks, start, (step,), form, bars, ((*norm, *gathered), tuple(gathered)))
 
 
 def _bars(job: Job, step: tuple[ExpectedCall, ...], half: Fraction) -> Iterator[WaterfallBar]:
     """Half of equation 2 is the gradients' reduce_scatter, half the parameters' all_gather: two waterfalls."""
     levels = engine.gradient_levels(job)
-    once = [*levels.values()][-1]
-    if reduces_each_micro_batch(job):
-        levels[f"gradients reduced in each of {job.micro_batches} micro-batches"] = once * job.micro_batches
+    each_time = f"gradients reduced in each of {job.micro_batches} micro-batches"
+    levels[each_time] = levels[engine.AMONG_COPIES] * reductions_of_step(job)
     levels["all_reduce in place of reduce_scatter"] = total_wire_bytes(step, job.ranks, GRADIENTS)
     yield from level_bars(half, levels)
     gather_levels = {
         "frozen parameters are not gathered": engine.ring_bytes(job, job.trainable_elements, job.parameter_size),
-        **engine.replicas_level(job, job.parameter_size),
+        engine.AMONG_COPIES: engine.copies_bytes(job, job.parameter_size),
         "padding of the parameters to equal parts": total_wire_bytes(step, job.ranks, PARAMETERS),
     }
     yield from level_bars(half, gather_levels)
@@ -108,9 +118,9 @@ def parameter_gathers(job: Job) -> list[ExpectedCall]:
 
 @rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.process_gradients, "
       "reduce_ready_partitions_and_remove_grads", DEEPSPEED)  # fmt: skip
-def reduces_each_micro_batch(job: Job) -> bool:
-    """ZeRO-2 keeps no whole gradients from one micro-batch to the next; ZeRO-1 reduces the sum of all of them."""
-    return int(job.fact("zero_stage")) == 2 and job.micro_batches > 1
+def reductions_of_step(job: Job) -> int:
+    """ZeRO-2 reduces the gradients of each micro-batch, because it keeps no whole ones; ZeRO-1 the sum of all once."""
+    return job.micro_batches if int(job.fact("zero_stage")) == 2 else 1
 
 
 @rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.reduce_gradients, create_gradient_handling_hooks",
@@ -139,7 +149,7 @@ def reductions(job: Job) -> list[ExpectedCall]:
         pieces = len(calls) if calls[0].op == "reduce" else len({job.parameters[number].expert for number in order})
         most = max_buckets_within_limit(sum(elements), limit, len(elements)) * pieces
         calls[0] = ExpectedCall(calls[0].op, calls[0].payload, GRADIENTS, most=1 + max(0, most - len(calls)))
-    return [call.times(job.micro_batches if reduces_each_micro_batch(job) else 1) for call in calls]
+    return [call.times(reductions_of_step(job)) for call in calls]
 
 
 @rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.allreduce_bucket (sequence_parallel_size)",
@@ -187,6 +197,16 @@ def owners(job: Job, number: int) -> list[tuple[int, int]]:
         pieces.append((owner, piece_end - begin))
         begin = piece_end
     return pieces
+
+
+@rule("deepspeed.runtime.bf16_optimizer.BF16_Optimizer.get_grads_for_reduction; "
+      "deepspeed.runtime.pipe.engine.PipelineEngine._bf16_reduce_grads", DEEPSPEED)  # fmt: skip
+def flat_reductions(job: Job) -> list[ExpectedCall]:
+    """BF16_Optimizer all_reduces each group's flat gradients, padding included, in the type of communication."""
+    elements = [flat_group(job, group).part * job.ranks for group in job.groups]
+    size = element_size(engine.communication_type(job))
+    buckets = buckets_exceeding_limit(elements, engine.FALLBACK_BUCKET)
+    return [ExpectedCall("all_reduce", held * size, GRADIENTS) for held in buckets]
 
 
 @rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.has_overflow", DEEPSPEED)

@@ -18,7 +18,7 @@ from typing import Final
 from commtrace.theory.closed_forms import all_reduce, tensor_parallel
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
 from commtrace.theory.job import Job, NotPredictedError, element_size
-from commtrace.theory.rules.deepspeed import bf16_optimizer, zero12
+from commtrace.theory.rules.deepspeed import zero12
 from commtrace.theory.rules.deepspeed.engine import NORM, OVERFLOW
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, TORCH, WORKLOAD, rule
 from commtrace.theory.waterfall import cause_bars, level_bars
@@ -121,7 +121,7 @@ def optimizer_calls(job: Job) -> list[ExpectedCall]:
     if job.row.get("source") == "ddp":
         return clipping(job)
     if job.row.get("optimizer") == "BF16_Optimizer":
-        return bf16_optimizer.norm(ROLE)
+        return global_norm()
     if int(job.fact("zero_stage")) == 0:
         return [*fallback_overflow(job), *fallback_norm(job)]
     return model_parallel_all_reduces(job)
@@ -305,6 +305,13 @@ def fallback_norm(job: Job) -> list[ExpectedCall]:
     if job.fact("precision") == "fp32":
         return [ExpectedCall("all_reduce", 4, NORM, role=ROLE)] if float(job.fact("gradient_clipping")) > 0 else []
     return [ExpectedCall("all_reduce", 4, NORM, len(job.groups), role=ROLE)]
+
+
+@rule("deepspeed.runtime.bf16_optimizer.BF16_Optimizer.step; deepspeed.runtime.utils.get_global_norm_of_tensors",
+      DEEPSPEED)  # fmt: skip
+def global_norm() -> list[ExpectedCall]:
+    """BF16_Optimizer all_reduces a 32-bit norm among the ranks that share a model, with or without clipping."""
+    return [ExpectedCall("all_reduce", 4, NORM, role=ROLE)]
 
 
 @rule("examples.gpt_neox.tensor_parallel.clip_gradients", WORKLOAD)
