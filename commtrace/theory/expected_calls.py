@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cache
 
 from commtrace.volume import wire_bytes
 
@@ -106,6 +109,20 @@ class Prediction:
         special = self.special_step(number)
         return self.steps[min(number, len(self.steps) - 1)] if special is None else special
 
+    def with_steps(self, calls: Mapping[int, tuple[ExpectedCall, ...]]) -> Prediction:
+        """Return the prediction with the calls of steps by the first of the steps that have them."""
+        firsts = sorted(calls)
+
+        @cache
+        def is_regular(first: int, regular: int) -> bool:
+            return count_calls(calls[first]) == count_calls(self.steps[regular])
+
+        def special_step(number: int) -> tuple[ExpectedCall, ...] | None:
+            first = firsts[bisect_right(firsts, number) - 1]
+            return None if is_regular(first, min(number, self.steady)) else calls[first]
+
+        return replace(self, special_step=special_step)
+
     @property
     def has_special_steps(self) -> bool:
         """Whether a step may have other calls than `steps` says."""
@@ -143,9 +160,17 @@ def total_wire_bytes(calls: Iterable[ExpectedCall], ranks: int, *causes: str) ->
     )
 
 
+def count_calls(calls: Iterable[ExpectedCall]) -> Counter[ExpectedCall]:
+    """Return the number of calls by what a single call is: equal for calls in any order."""
+    counts = Counter[ExpectedCall]()
+    for call in calls:
+        counts[replace(call, calls=1)] += call.calls
+    return counts
+
+
 def sorted_calls(calls: Iterable[ExpectedCall]) -> list[tuple[str, int, int]]:
     """Return operation, payload and number of calls, summed and sorted: equal for calls in any order."""
-    counts: dict[tuple[str, int], int] = {}
+    counts = Counter[tuple[str, int]]()
     for call in calls:
-        counts[call.op, call.payload] = counts.get((call.op, call.payload), 0) + call.calls
+        counts[call.op, call.payload] += call.calls
     return sorted((op, payload, number) for (op, payload), number in counts.items())

@@ -7,17 +7,15 @@ for each parameter gathered.
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache
 from itertools import pairwise
 from math import ceil
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from commtrace.theory.closed_forms import all_gather_volume, zero_3
-from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, sorted_calls, total_wire_bytes
+from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
 from commtrace.theory.job import Job, ModelTensor, ModuleNode, NotPredictedError, element_size
 from commtrace.theory.rules.gradient_buckets import buckets_within_limit, max_buckets_within_limit
 from commtrace.theory.rules.gradient_order import gradient_order, zero3_linear_order
@@ -101,63 +99,46 @@ def _count_evaluations(passes: list[Mapping[str, Any]] | None, step: int) -> int
 
 def _with_evaluations(job: Job, regular: Prediction, evaluations: dict[int, int]) -> Prediction:
     """Return the prediction with evaluations after steps, which change what the next step finds gathered."""
-    simulation = _SimulatedSteps(job)
+    simulation, state = SimulatedSteps(job), 0
     calls: dict[int, tuple[ExpectedCall, ...]] = {}
     for step, following in pairwise([*evaluations, max(evaluations) + STEPS]):
         for number in range(step, min(following, step + STEPS)):  # all later ones are as the last
-            calls[number] = simulation.run(number >= 0, evaluations[step])
-    numbers = [*calls]
-
-    @cache
-    def is_regular(number: int, regular_number: int) -> bool:
-        return sorted_calls(calls[number]) == sorted_calls(regular.steps[regular_number])
-
-    def special_step(number: int) -> tuple[ExpectedCall, ...] | None:
-        known = numbers[bisect_right(numbers, number) - 1]
-        return None if is_regular(known, min(number, regular.steady)) else calls[known]
-
-    return replace(regular, special_step=special_step)
+            calls[number], state = simulation.run(state, evaluations[step], trains=number >= 0)
+    return regular.with_steps(calls)
 
 
-class _SimulatedSteps:
-    """Steps in their order. A step that begins as an earlier one did, with equal passes, is simulated once."""
+class SimulatedSteps:
+    """Steps of a job from any state, which is a number; 0 is the state before the first step.
+
+    A step that begins in an earlier one's state, with equal passes, is simulated once.
+    """
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._states = [_coordinator(job)]
-        self._current = 0
-        self._known: dict[tuple[int, bool, int], tuple[tuple[ExpectedCall, ...], int]] = {}
+        self._known: dict[tuple[int, int, bool], tuple[tuple[ExpectedCall, ...], int]] = {}
 
-    def run(self, trains: bool, passes: int) -> tuple[ExpectedCall, ...]:
-        """Return the calls of a training step, if there is one, and of passes of an evaluation after it."""
-        key = self._current, trains, passes
+    def run(self, begin: int, passes: int, *, trains: bool) -> tuple[tuple[ExpectedCall, ...], int]:
+        """Return the calls of a training step, if it trains, with passes of an evaluation after it, and the state."""
+        key = begin, passes, trains
         if key not in self._known:
-            state = deepcopy(self._states[self._current])
+            state = deepcopy(self._states[begin])
             step = _step(self._job, run_step(state, self._job.micro_batches)) if trains else ()
             calls = (*step, *_evaluate(self._job, state, passes))
             if state not in self._states:
                 self._states.append(state)
             self._known[key] = calls, self._states.index(state)
-        calls, self._current = self._known[key]
-        return calls
+        return self._known[key]
 
-
-class EvaluationCalls(NamedTuple):
-    """Calls of an evaluation's forward passes, and of the step that follows them."""
-
-    passes: tuple[ExpectedCall, ...]
-    next_step: tuple[ExpectedCall, ...]
-
-
-def evaluation(job: Job, steps: int, passes: int) -> EvaluationCalls:
-    """Return the calls of forward passes after a number of steps."""
-    if job.is_older("deepspeed", 0, 15, 4):  # it has a coordinator of its own for evaluations
-        raise NotPredictedError("evaluations under ZeRO-3 of DeepSpeed before 0.15.4 have no rules yet")
-    state = _coordinator(job)
-    for _ in range(steps):
-        run_step(state, job.micro_batches)
-    calls = tuple(_evaluate(job, state, passes))
-    return EvaluationCalls(calls, _step(job, run_step(state, job.micro_batches)))
+    def evaluation(self, steps: int, passes: int) -> tuple[tuple[ExpectedCall, ...], tuple[ExpectedCall, ...]]:
+        """Return the calls of an evaluation's passes after a number of steps, and those of the step behind it."""
+        if self._job.is_older("deepspeed", 0, 15, 4):  # it has a coordinator of its own for evaluations
+            raise NotPredictedError("evaluations under ZeRO-3 of DeepSpeed before 0.15.4 have no rules yet")
+        state = 0
+        for _ in range(steps):
+            _, state = self.run(state, 0, trains=True)
+        evaluated, state = self.run(state, passes, trains=False)
+        return evaluated, self.run(state, 0, trains=True)[0]
 
 
 def _evaluate(job: Job, state: Coordinator, passes: int) -> Iterator[ExpectedCall]:

@@ -5,9 +5,9 @@ It makes them in groups of one rank as well. Loading a checkpoint and training f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Final
 
 from commtrace.theory.expected_calls import ExpectedCall, Prediction
@@ -55,7 +55,7 @@ def extend_prediction(job: Job, prediction: Prediction) -> Prediction:
         for bar in cause_bars([call for call in own if call.role == role], extended.ranks_of(role))
     )
     extended = replace(extended, bars=(*prediction.bars, *bars))
-    sharded = cache(partial(zero3.evaluation, job))
+    sharded = zero3.SimulatedSteps(job) if job.fact("zero_stage") == 3 else None
     return replace(extended, special_step=partial(_special_step, job, extended, sharded))
 
 
@@ -84,11 +84,11 @@ def _in_world(calls: Iterable[ExpectedCall]) -> tuple[ExpectedCall, ...]:
 
 
 def _special_step(
-    job: Job, regular: Prediction, sharded: Callable[[int, int], zero3.EvaluationCalls], step: int
+    job: Job, regular: Prediction, sharded: zero3.SimulatedSteps | None, step: int
 ) -> tuple[ExpectedCall, ...] | None:
     """Return the calls of a step that an evaluation or a checkpoint follows, with theirs; None for other steps.
 
-    Under ZeRO-3 an evaluation gathers parameters (`sharded`), of which the next step finds some.
+    Under ZeRO-3 (`sharded`) an evaluation gathers parameters, of which the next step finds some.
     """
     iteration = step + 1
     is_last = iteration == int(job.model("train_iters", 0)) and bool(job.model("save", False))
@@ -96,13 +96,14 @@ def _special_step(
     extra = [call for passes in (*evaluated, *tested) for call in evaluation(job, passes)]
     extra += checkpoint(job) * (saves(job, iteration) + is_last)
     calls = regular.step(step)
-    if job.fact("zero_stage") < 3:
-        return (*calls, *extra) if extra else None
-    if any(earlier):
-        calls = (*_in_world(sharded(min(step, zero3.STEPS), sum(map(sum, earlier))).next_step), *own_calls(job))
-    for passes in (evaluated, tested) if is_last else (evaluated + tested,):
-        extra += _in_world(sharded(min(iteration, zero3.STEPS), sum(passes)).passes)
-    return (*calls, *extra) if extra or any(earlier) else None
+    if sharded is not None:
+        if any(earlier):
+            _, calls = sharded.evaluation(min(step, zero3.STEPS), sum(map(sum, earlier)))
+            calls = (*_in_world(calls), *own_calls(job))
+        for passes in (evaluated, tested) if is_last else (evaluated + tested,):
+            gathered, _ = sharded.evaluation(min(iteration, zero3.STEPS), sum(passes))
+            extra += _in_world(gathered)
+    return (*calls, *extra) if extra or (sharded and any(earlier)) else None
 
 
 def _model_group(job: Job, call: ExpectedCall) -> ExpectedCall:

@@ -12,10 +12,9 @@ micro-batches with their settings, and evaluations. Without them, and for clippi
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from itertools import pairwise
@@ -23,7 +22,7 @@ from math import ceil, prod
 from typing import Any, Final, TypeAlias
 
 from commtrace.theory.closed_forms import all_gather_volume, all_reduce, hybrid_sharded
-from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
+from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, count_calls, total_wire_bytes
 from commtrace.theory.job import Job, NotPredictedError, element_size
 from commtrace.theory.rules.registry import TORCH, rule
 from commtrace.theory.waterfall import cause_bars, level_bars
@@ -98,26 +97,19 @@ def predict(job: Job) -> Prediction:
     check(job, units)
     recorded = recorded_passes(job) or {0: declared_passes(job)}
     regular = _regular_passes(recorded) or declared_passes(job)
-    timeline = _timeline(recorded)
-    steps = [*timeline]
 
     @cache
     def calls(before: Pass | None, passes: StepPasses) -> tuple[ExpectedCall, ...]:
         clipped = clipping(job, units) if any(each.trains for each, _ in passes) else []
         return (*step_calls(units, before, passes), *prefetches_in_vain(job, units, before, passes), *clipped)
 
-    def calls_of(number: int) -> tuple[ExpectedCall, ...]:
-        place = bisect_right(steps, number)
-        return calls(*timeline[steps[place - 1]]) if place else ()
-
-    step = calls(regular[-1][0], regular)
+    steps = {0: (), **{first: calls(*passes) for first, passes in _timeline(recorded).items()}}
+    start, step = steps.pop(-1, ()), calls(regular[-1][0], regular)
     copies = max(unit.copies for unit in units)
     form, bars = _bars(job, units, regular, step)
     scheme = f"HSDP, {copies} copies" if copies > 1 else "FSDP2"
-    prediction = Prediction(scheme, max(unit.shards for unit in units), calls_of(-1), (step,), form, tuple(bars))
-    if all(calls_of(number) == step for number in (0, *steps) if number >= 0):
-        return prediction
-    return replace(prediction, special_step=lambda number: None if calls_of(number) == step else calls_of(number))
+    prediction = Prediction(scheme, max(unit.shards for unit in units), start, (step,), form, tuple(bars))
+    return prediction if {*steps.values()} == {step} else prediction.with_steps(steps)
 
 
 def declared_passes(job: Job) -> StepPasses:
@@ -273,10 +265,7 @@ def step_calls(units: Sequence[FsdpUnit], before: Pass | None, passes: StepPasse
             calls += [call.times(times) for call in reductions(unit, each)]
         before = each
     # Passes whose settings differ may have the same calls: those are one entry.
-    counts = Counter[ExpectedCall]()
-    for call in calls:
-        counts[replace(call, calls=1)] += call.calls
-    return [call.times(count) for call, count in counts.items()]
+    return [call.times(count) for call, count in count_calls(calls).items()]
 
 
 @rule(_WHERE + "_fsdp_param_group.FSDPParamGroup.unshard, reshard; "

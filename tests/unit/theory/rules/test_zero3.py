@@ -75,4 +75,4 @@ def test_between_the_two_versions_lengths_are_not_compared() -> None:
 def test_evaluations_of_the_oldest_versions_are_not_predicted() -> None:
     job = Job(VERSIONS["job"] | {"versions": {"deepspeed": "0.15.3"}})
     with pytest.raises(NotPredictedError, match="evaluations"):
-        zero3.evaluation(job, 1, 1)
+        zero3.SimulatedSteps(job).evaluation(1, 1)
