@@ -23,6 +23,13 @@ class NotPredictedError(Exception):
     """Why there is no prediction for a job: a sentence without its full stop."""
 
 
+def refuse(*reasons: tuple[object, str]) -> None:
+    """Raise NotPredictedError with the first reason whose condition holds."""
+    for is_refused, reason in reasons:
+        if is_refused:
+            raise NotPredictedError(reason)
+
+
 @dataclass(frozen=True)
 class ModelTensor:
     """A parameter or a buffer of a model."""
@@ -111,10 +118,8 @@ class Job:
 
     def require_architecture(self, feature: str) -> None:
         """Raise NotPredictedError if the model does not declare its architecture (`neox_args`), which rules need."""
-        if "model" not in self.row:
-            raise NotPredictedError(
-                f"{feature} of a model that does not declare its architecture (neox_args) has no rules yet"
-            )
+        reason = f"{feature} of a model that does not declare its architecture (neox_args) has no rules yet"
+        refuse(("model" not in self.row, reason))
 
     @cached_property
     def ranks(self) -> int:
@@ -200,8 +205,7 @@ class Job:
     def experts_over(self) -> int:
         """Ranks that have different experts."""
         sizes = self.row.get("expert_parallel_sizes") or [1]
-        if len(sizes) > 1:
-            raise NotPredictedError("experts over groups of several sizes have no rules yet")
+        refuse((len(sizes) > 1, "experts over groups of several sizes have no rules yet"))
         return int(sizes[0])
 
     def copies(self, tensor: ModelTensor) -> int:

@@ -76,10 +76,7 @@ class ModelShape:
     experts_here: int = 1  # experts of one rank
     expert_interval: int = 1  # one layer in so many has experts, beginning with the first
     keys: int = 0  # width of all heads' keys, and of their values; 0: the hidden size
-    inner: tuple[int, int] = (
-        0,
-        0,
-    )  # rows of the MLP's first matrix, columns of its second; 0: 4 hidden sizes
+    inner: tuple[int, int] = (0, 0)  # rows of the MLP's first matrix, columns of its second; 0: 4 hidden sizes
     attention_bias: bool = True  # whether the linear layers of attention have biases
     mlp_bias: bool = True  # whether those of the MLP have
     norm: str = "layernorm"  # a key of NORMS

@@ -22,6 +22,7 @@ from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, rule
 from commtrace.theory.waterfall import cause_bars, level_bars
 
 from .closed_forms import expert_layer
+from .recomputation import recomputed_passes
 
 ROLE: Final = "expert"
 TOKENS: Final = "tokens to their experts and back"
@@ -43,7 +44,7 @@ def extend_prediction(job: Job, data: Prediction) -> Prediction:
     exact = total_wire_bytes(own, ranks, TOKENS) / steps
     label = "experts: capacity" if job.model("moe_token_dropping") else "experts: capacity, at the most"
     levels = {
-        label: exact * 4 / (4 + 2 * tensor.recomputed_passes(job)),
+        label: exact * 4 / (4 + 2 * recomputed_passes(job)),
         "experts: activations recomputed": exact,
         f"experts: in each of {steps} micro-batches": exact * steps,
     }
@@ -94,7 +95,7 @@ def exchanges(job: Job) -> list[ExpectedCall]:
     if job.experts_over == 1:
         return []
     token_bytes = int(job.model("moe_num_experts")) * int(job.model("hidden_size")) * job.parameter_size
-    calls = (4 + 2 * tensor.recomputed_passes(job)) * expert_layers(job) * job.micro_batches
+    calls = (4 + 2 * recomputed_passes(job)) * expert_layers(job) * job.micro_batches
     if job.model("moe_token_dropping"):
         return [ExpectedCall("all_to_all", capacity(job) * token_bytes, TOKENS, calls, role=ROLE)]
     least, most = token_bounds(job)
@@ -106,7 +107,7 @@ def capacities(job: Job) -> list[ExpectedCall]:
     """Without dropping, ranks agree on a capacity: a 64-bit number in each forward pass of a layer."""
     if job.model("moe_token_dropping") or job.experts_over == 1:
         return []
-    calls = (1 + tensor.recomputed_passes(job)) * expert_layers(job) * job.micro_batches
+    calls = (1 + recomputed_passes(job)) * expert_layers(job) * job.micro_batches
     return [ExpectedCall("all_reduce", element_size("int64"), CAPACITY, calls, role=ROLE)]
 
 

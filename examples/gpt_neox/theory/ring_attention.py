@@ -19,6 +19,7 @@ from commtrace.theory.rules.registry import WORKLOAD, rule
 from commtrace.theory.waterfall import level_bars
 
 from .closed_forms import ring_attention
+from .recomputation import recomputed_passes
 
 ROLE: Final = "context"
 FORWARD: Final = "keys and values around the ring"
@@ -66,7 +67,7 @@ def _hops(job: Job, size: int, cause: str, hops: int) -> list[ExpectedCall]:
 @rule("examples.gpt_neox.sequence._Ring.forward", WORKLOAD)
 def keys_and_values(job: Job) -> list[ExpectedCall]:
     """Keys and values go round forward and backward, and once more where activations are recomputed."""
-    return _hops(job, job.parameter_size, FORWARD, (job.context - 1) * (2 + tensor.recomputed_passes(job)))
+    return _hops(job, job.parameter_size, FORWARD, (job.context - 1) * (2 + recomputed_passes(job)))
 
 
 @rule("examples.gpt_neox.sequence._Ring.backward", WORKLOAD)

@@ -22,6 +22,7 @@ from commtrace.theory.rules.registry import DEEPSPEED, rule
 from commtrace.theory.waterfall import cause_bars, level_bars
 
 from .closed_forms import ulysses_layer
+from .recomputation import recomputed_passes
 
 ROLE: Final = "sequence"
 HEADS: Final = "exchange of attention heads and sequence parts"
@@ -69,7 +70,7 @@ def exchanges(job: Job) -> list[ExpectedCall]:
     """Queries, keys, values and outputs are exchanged: b (s/n) h elements of a rank each; as much backward."""
     batch, length, hidden = tensor.batch_dimensions(job)
     part = batch * (length // job.sequence) * hidden * job.parameter_size
-    calls = 4 * int(job.model("num_layers")) * (2 + tensor.recomputed_passes(job))
+    calls = 4 * int(job.model("num_layers")) * (2 + recomputed_passes(job))
     return [ExpectedCall("all_to_all", part, HEADS, calls, role=ROLE).times(job.micro_batches)]
 
 

@@ -17,7 +17,7 @@ import trainings
 
 from commtrace.theory import NotPredictedError, closed_forms, predict
 from commtrace.theory.expected_calls import exact_wire_bytes
-from commtrace.theory.rules.gradient_buckets import (
+from commtrace.theory.rules.gradients import (
     buckets_exceeding_limit,
     buckets_reaching_limit,
     buckets_within_limit,

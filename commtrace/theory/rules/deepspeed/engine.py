@@ -1,6 +1,6 @@
 """DeepSpeed's engine without ZeRO (ZeRO-0), and what all ZeRO stages share.
 
-Assumptions, which no job row contains: the order of gradients (see `gradient_order`); every parameter is used in
+Assumptions, which no job row contains: the order of gradients (see `gradients`); every parameter is used in
 every micro-batch; the overflow check lets every step pass.
 """
 
@@ -11,8 +11,8 @@ from typing import Final
 
 from commtrace.theory.closed_forms import all_gather_volume, data_parallel
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
-from commtrace.theory.job import Job, ModelTensor, NotPredictedError, element_size
-from commtrace.theory.rules.gradient_buckets import buckets_exceeding_limit
+from commtrace.theory.job import Job, ModelTensor, element_size, refuse
+from commtrace.theory.rules.gradients import buckets_exceeding_limit
 from commtrace.theory.rules.registry import DEEPSPEED, rule
 from commtrace.theory.waterfall import cause_bars, level_bars
 
@@ -30,18 +30,15 @@ _KNOWN_OPTIMIZERS: Final = ("AdamW", "Adam", "SGD", "FusedAdam", "DeepSpeedCPUAd
 def check(job: Job) -> None:
     """Raise NotPredictedError for settings of the engine that have no rules yet."""
     is_zero_3 = int(job.fact("zero_stage")) == 3
-    if int(job.fact("sequence_parallel_size")) != 1 and is_zero_3:
-        raise NotPredictedError("ZeRO-3 with Ulysses has no rules yet")
-    if int(job.fact("pipeline_stages")) != 1:
-        raise NotPredictedError(f"pipeline stages {job.fact('pipeline_stages')} has no rules yet")
-    if job.row.get("sparse_gradients"):  # no longer a setting in DeepSpeed 0.19
-        raise NotPredictedError("sparse gradients have no rules yet")
-    if job.fact("moe") and is_zero_3:
-        raise NotPredictedError("ZeRO-3 with mixtures of experts has no rules yet")
-    if job.fact("basic_optimizer") not in _KNOWN_OPTIMIZERS:
-        raise NotPredictedError(f"the optimizer {job.fact('basic_optimizer')} has no rules yet")
-    if job.ranks < 2 and job.tensor < 2:
-        raise NotPredictedError("one data-parallel rank has nothing to communicate")
+    stages, optimizer = job.fact("pipeline_stages"), job.fact("basic_optimizer")
+    refuse(
+        (int(job.fact("sequence_parallel_size")) != 1 and is_zero_3, "ZeRO-3 with Ulysses has no rules yet"),
+        (int(stages) != 1, f"pipeline stages {stages} has no rules yet"),
+        (job.row.get("sparse_gradients"), "sparse gradients have no rules yet"),  # no setting from DeepSpeed 0.19 on
+        (job.fact("moe") and is_zero_3, "ZeRO-3 with mixtures of experts has no rules yet"),
+        (optimizer not in _KNOWN_OPTIMIZERS, f"the optimizer {optimizer} has no rules yet"),
+        (job.ranks < 2 and job.tensor < 2, "one data-parallel rank has nothing to communicate"),
+    )
 
 
 def predict(job: Job) -> Prediction:

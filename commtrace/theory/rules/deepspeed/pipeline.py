@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 
 from commtrace.theory.closed_forms import pipeline as pipeline_form
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
-from commtrace.theory.job import Job, NotPredictedError, element_size
+from commtrace.theory.job import Job, element_size, refuse
 from commtrace.theory.model_shapes import gpt_neox_model, model_lists, neox_shape
 from commtrace.theory.rules.megatron import sequence_parallel
 from commtrace.theory.rules.megatron import tensor_parallel as tensor
@@ -42,7 +42,6 @@ LOSS: Final = "the loss, broadcast to all stages"
 
 BLOCK: Final = "ParallelTransformerLayerPipe"
 EMBEDDING: Final = "EmbeddingPipe"
-HEADS: Final = ("ParallelLinearPipe", EMBEDDING)
 
 _META_NUMBERS: Final = 256  # TENSOR_META_SIZE
 _OPTIMIZERS: Final = ("DeepSpeedZeroOptimizer", "BF16_Optimizer")
@@ -84,8 +83,10 @@ def predict(job: Job) -> Prediction:
     layers = tuple(map(str, facts["layers"]))
     stage = PipelineStage(int(facts["stage"]), int(job.fact("pipeline_stages")), layers, facts)
     check(job, stage)
-    data = _among_replicas(job)
-    own = (*_tensor_calls(job, stage), *_optimizer_calls(job))
+    model = Job(stage_as_model(job))
+    data = _among_replicas(model)
+    optimizer = (replace(call, role=model_role(job)) for call in tensor.optimizer_calls(model))
+    own = (*_tensor_calls(job, stage), *optimizer)
     boundary = _neighbour_calls(stage, forward=activations(job, stage), backward=gradients(job, stage))
     passed = (call.times(job.micro_batches) for call in boundary)
     always = (*passed, *tied_gradients(job), *loss_calls(job, stage), *own)
@@ -120,7 +121,7 @@ def check(job: Job, stage: PipelineStage) -> None:
     facts, optimizer, first_type = stage.facts, job.fact("optimizer"), job.parameters[0].dtype
     sizes = job.model("model_parallel_size", 1), job.tensor
     accumulates_otherwise = job.row.get("grad_accum_dtype", first_type) != first_type
-    refused = (
+    refuse(
         (not facts["attention_mask"], "stages of a model that is not GPT-NeoX's (GPT2ModelPipe) have no rules yet"),
         (stage.stages > 1 and job.tensor > 1 and job.model("sequence_parallel", False),
          "a pipeline of several stages with sequence_parallel has no rules yet"),
@@ -138,31 +139,25 @@ def check(job: Job, stage: PipelineStage) -> None:
         (optimizer == "DeepSpeedZeroOptimizer" and accumulates_otherwise,
          "ZeRO-1 in a pipeline whose gradients are summed in another type has no rules yet"),
     )  # fmt: skip
-    for is_refused, reason in refused:
-        if is_refused:
-            raise NotPredictedError(reason)
 
 
 # --- among the ranks of one stage that hold the same parameters -----------------------------------------------------
 
 
-def _among_replicas(job: Job) -> Prediction:
+def _among_replicas(model: Job) -> Prediction:
     """Return the prediction for the stage's parameters, as if they were the whole model."""
-    alone = Job(stage_as_model(job))
-    is_flat = int(job.fact("zero_stage")) > 0 or job.fact("optimizer") == "BF16_Optimizer"
-    return zero12.predict(alone) if is_flat else engine.predict(alone)
+    is_flat = int(model.fact("zero_stage")) > 0 or model.fact("optimizer") == "BF16_Optimizer"
+    return zero12.predict(model) if is_flat else engine.predict(model)
 
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._configure_zero_optimizer (overlap_comm in a pipeline)", DEEPSPEED)
-def overlap_comm() -> bool:
-    """In a pipeline gradients are reduced when all of them are there, whatever the configuration says."""
-    return False
-
-
 def stage_as_model(job: Job) -> dict[str, Any]:
-    """Return the row of a job whose model is this stage: to ZeRO the pipeline is model parallelism."""
+    """To ZeRO the pipeline is model parallelism; returned is the row of a job whose model is this stage.
+
+    Gradients are reduced when all of them are there, whatever the configuration says.
+    """
     stages = int(job.fact("pipeline_stages"))
-    settings = {**job.fact("zero"), "overlap_comm": overlap_comm()}
+    settings = {**job.fact("zero"), "overlap_comm": False}
     return {**job.row, "pipeline_stages": 1, "tensor_parallel_size": job.tensor * stages, "zero": settings}
 
 
@@ -242,19 +237,17 @@ def _neighbour_calls(
 
 @rule("deepspeed.runtime.pipe.engine.PipelineEngine._exec_send_activations, _exec_recv_activations", DEEPSPEED)
 def activations(job: Job, stage: PipelineStage) -> MessageSizes:
-    """Hidden states travel whole, or as this rank's part with its metadata; then the mask."""
-    return [*_hidden(job, sends_partitions(job, stage)), (mask_bytes(job), MASK)]
+    """Hidden states travel as their gradients do; then the mask, which has none."""
+    return [*gradients(job, stage), (mask_bytes(job), MASK)]
 
 
 @rule("deepspeed.runtime.pipe.engine.PipelineEngine._exec_send_grads, _exec_recv_grads", DEEPSPEED)
 def gradients(job: Job, stage: PipelineStage) -> MessageSizes:
-    """Gradients of the hidden states travel in the same way; the mask has none."""
-    return _hidden(job, sends_partitions(job, stage))
-
-
-def _hidden(job: Job, in_parts: bool) -> MessageSizes:
+    """Gradients of the hidden states travel whole, or as this rank's part with its metadata."""
     payload = hidden_bytes(job)
-    return [(layout_bytes(job), PARTS), (payload // job.tensor, ACTIVATIONS)] if in_parts else [(payload, ACTIVATIONS)]
+    if not sends_partitions(job, stage):
+        return [(payload, ACTIVATIONS)]
+    return [(layout_bytes(job), PARTS), (payload // job.tensor, ACTIVATIONS)]
 
 
 @rule("deepspeed.runtime.pipe.engine.PipelineEngine.__init__ (is_pipe_partitioned)", DEEPSPEED)
@@ -291,14 +284,6 @@ def loss_calls(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
     return [*averaged, *([ExpectedCall("broadcast", 8, LOSS, role=ROLE)] if stage.stages > 1 else [])]
 
 
-# --- among all ranks that hold one copy of the model ----------------------------------------------------------------
-
-
-def _optimizer_calls(job: Job) -> list[ExpectedCall]:
-    """Return the calls of the optimizer in one step."""
-    return [replace(call, role=model_role(job)) for call in tensor.optimizer_calls(Job(stage_as_model(job)))]
-
-
 # --- among tensor-parallel ranks ------------------------------------------------------------------------------------
 
 
@@ -309,7 +294,7 @@ def _tensor_calls(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
     if job.model("sequence_parallel", False):
         return sequence_parallel.activation_calls(job)
     layer_sums = tensor.forward_sums(job, stage.blocks) + tensor.backward_sums(stage.blocks)
-    sums = layer_sums + recomputed_sums(job, stage) + edge_sums(stage)
+    sums = layer_sums + recomputed_sums(job, stage) + tensor.edge_sums(stage.first, stage.last)
     calls = [
         ExpectedCall("all_reduce", tensor.activation_bytes(job), tensor.ACTIVATIONS, sums, role=tensor.ROLE),
         *(tensor.loss_sums(job) if stage.last else ()),
@@ -317,13 +302,6 @@ def _tensor_calls(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
         *partition_gathers(job, stage),
     ]
     return [call.times(job.micro_batches) for call in calls]
-
-
-@rule("megatron.mpu.layers.VocabParallelEmbedding.forward; megatron.model.transformer.ParallelLinear (in stages)",
-      GPT_NEOX)  # fmt: skip
-def edge_sums(stage: PipelineStage) -> int:
-    """The first stage sums for the embedding, the last one the gradient of the head's input."""
-    return stage.first * tensor.embedding_sums() + stage.last * tensor.head_sums()
 
 
 @rule("deepspeed.runtime.pipe.module.PipelineModule.forward, _is_checkpointable", DEEPSPEED)
@@ -405,7 +383,7 @@ def _tensor_part(job: Job, stage: PipelineStage, own: Sequence[ExpectedCall]) ->
         "this stage's layers, two sums forward and two backward": 4 * stage.blocks,
         "attention and MLP side by side, summed once": kept,
         "activations recomputed": recomputed,
-        "the embedding, or the gradient of the head's input": recomputed + edge_sums(stage),
+        "the embedding, or the gradient of the head's input": recomputed + tensor.edge_sums(stage.first, stage.last),
     }
     is_shared = job.model("sequence_parallel", False)
     steps = sequence_parallel.activation_bars(job, own) if is_shared else tensor.activation_bars(job, own, form, sums)

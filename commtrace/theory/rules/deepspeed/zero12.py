@@ -15,12 +15,7 @@ from typing import Final
 from commtrace.theory.closed_forms import data_parallel
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
 from commtrace.theory.job import Job, ModelTensor, NotPredictedError, element_size
-from commtrace.theory.rules.gradient_buckets import (
-    buckets_exceeding_limit,
-    buckets_within_limit,
-    max_buckets_within_limit,
-)
-from commtrace.theory.rules.gradient_order import backward_order
+from commtrace.theory.rules import gradients
 from commtrace.theory.rules.registry import DEEPSPEED, rule
 from commtrace.theory.waterfall import cause_bars, level_bars
 
@@ -132,7 +127,7 @@ def reduction_order(job: Job) -> list[int]:
         return grouped
     places = {parameter.name: number for number, parameter in enumerate(job.parameters)}
     tensors: list[ModelTensor] = [job.parameters[number] for number in sorted(grouped)]
-    return [places[parameter.name] for parameter in backward_order(job, tensors)]
+    return [places[parameter.name] for parameter in gradients.backward_order(job, tensors)]
 
 
 @rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.average_tensor", DEEPSPEED)
@@ -142,12 +137,12 @@ def reductions(job: Job) -> list[ExpectedCall]:
     elements = [job.parameters[number].elements for number in order]
     calls = [
         call
-        for bucket in buckets_within_limit(elements, limit)
+        for bucket in gradients.buckets_within_limit(elements, limit)
         for call in bucket_calls(job, [order[position] for position in bucket], limit)
     ]
     if not (int(job.fact("zero_stage")) == 1 and not job.zero("overlap_comm")) and calls:
         pieces = len(calls) if calls[0].op == "reduce" else len({job.parameters[number].expert for number in order})
-        most = max_buckets_within_limit(sum(elements), limit, len(elements)) * pieces
+        most = gradients.max_buckets_within_limit(sum(elements), limit, len(elements)) * pieces
         calls[0] = ExpectedCall(calls[0].op, calls[0].payload, GRADIENTS, most=1 + max(0, most - len(calls)))
     return [call.times(reductions_of_step(job)) for call in calls]
 
@@ -180,7 +175,7 @@ def bucket_calls(job: Job, bucket: list[int], limit: int) -> list[ExpectedCall]:
     return [
         engine.among_copies(job, examples[expert], ExpectedCall(op, elements * size, GRADIENTS))
         for (_, expert), piece_counts in counts.items()
-        for elements in buckets_exceeding_limit(piece_counts, limit)
+        for elements in gradients.buckets_exceeding_limit(piece_counts, limit)
     ]
 
 
@@ -205,7 +200,7 @@ def flat_reductions(job: Job) -> list[ExpectedCall]:
     """BF16_Optimizer all_reduces each group's flat gradients, padding included, in the type of communication."""
     elements = [flat_group(job, group).part * job.ranks for group in job.groups]
     size = element_size(engine.communication_type(job))
-    buckets = buckets_exceeding_limit(elements, engine.FALLBACK_BUCKET)
+    buckets = gradients.buckets_exceeding_limit(elements, engine.FALLBACK_BUCKET)
     return [ExpectedCall("all_reduce", held * size, GRADIENTS) for held in buckets]
 
 

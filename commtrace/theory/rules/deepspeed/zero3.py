@@ -16,9 +16,8 @@ from typing import Any, Final
 
 from commtrace.theory.closed_forms import all_gather_volume, zero_3
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
-from commtrace.theory.job import Job, ModelTensor, ModuleNode, NotPredictedError, element_size
-from commtrace.theory.rules.gradient_buckets import buckets_within_limit, max_buckets_within_limit
-from commtrace.theory.rules.gradient_order import gradient_order, zero3_linear_order
+from commtrace.theory.job import Job, ModelTensor, ModuleNode, NotPredictedError, element_size, refuse
+from commtrace.theory.rules import gradients
 from commtrace.theory.rules.megatron import sequential_model
 from commtrace.theory.rules.registry import DEEPSPEED, rule
 from commtrace.theory.waterfall import cause_bars, level_bars
@@ -55,17 +54,16 @@ _LAYER: Final = re.compile(r"(?:^|[._])\d+$")
 def predict(job: Job) -> Prediction:
     """Predict what a rank communicates. Raise NotPredictedError for settings without rules."""
     engine.check(job)
-    if job.tensor > 1:
-        raise NotPredictedError("ZeRO-3 with tensor parallelism has no rules yet")
-    for name in _NOT_PREDICTED:
-        if job.zero(name):
-            raise NotPredictedError(f"{name} has no rules yet")
-    if job.fact("optimizer") != "DeepSpeedZeroOptimizer_Stage3":
-        raise NotPredictedError(f"{job.fact('optimizer')} with these partitions has no rules yet")
+    optimizer = job.fact("optimizer")
+    refuse(
+        (job.tensor > 1, "ZeRO-3 with tensor parallelism has no rules yet"),
+        *((job.zero(name), f"{name} has no rules yet") for name in _NOT_PREDICTED),
+        (optimizer != "DeepSpeedZeroOptimizer_Stage3", f"{optimizer} with these partitions has no rules yet"),
+    )
     evaluations = recorded_evaluations(job)
     state = _coordinator(job)
-    if any(evaluations.values()) and state.resets_after_backward:
-        raise NotPredictedError("evaluations with DeepSpeed before 0.15.4 have no rules yet")
+    is_old = any(evaluations.values()) and state.resets_after_backward
+    refuse((is_old, "evaluations with DeepSpeed before 0.15.4 have no rules yet"))
     evaluated = [*_evaluate(job, state, evaluations[-1])]
     start = (*initial_broadcasts(job), *barriers(job), *initial_gathers(job), *evaluated)
     recorded = [run_step(state, job.micro_batches) for _ in range(STEPS)]
@@ -92,8 +90,8 @@ def recorded_evaluations(job: Job) -> dict[int, int]:
 def _count_evaluations(passes: list[Mapping[str, Any]] | None, step: int) -> int:
     if passes is None:
         raise NotPredictedError(f"the log does not have the evaluations from step {step} on")
-    if any(entry["kind"] != "evaluation" for entry in passes):
-        raise NotPredictedError(f"a forward pass without gradients within step {step} has no rules yet")
+    is_within = any(entry["kind"] != "evaluation" for entry in passes)
+    refuse((is_within, f"a forward pass without gradients within step {step} has no rules yet"))
     return sum(int(entry["times"]) for entry in passes)
 
 
@@ -366,14 +364,14 @@ def reductions(job: Job) -> list[ExpectedCall]:
     order = reduction_order(job, [job.parameters[number] for number in grouped if job.parameters[number].trainable])
     elements = [parameter.elements for parameter in order]
     calls = []
-    for bucket in buckets_within_limit(elements, limit):
+    for bucket in gradients.buckets_within_limit(elements, limit):
         held = sum(elements[position] for position in bucket)
         if job.zero("contiguous_gradients") and held <= limit and not job.zero("reduce_scatter"):
             calls.append(ExpectedCall("all_reduce", held * size, GRADIENTS, most=1))
         else:
             padded = sum(padded_elements(job, order[position]) for position in bucket)
             calls.append(ExpectedCall("reduce_scatter", padded * size, GRADIENTS, most=1))
-    spare = max_buckets_within_limit(sum(elements), limit, len(elements)) - len(calls)
+    spare = gradients.max_buckets_within_limit(sum(elements), limit, len(elements)) - len(calls)
     return [replace(call, most=1 + max(spare, 0)) if number == 0 else call for number, call in enumerate(calls)]
 
 
@@ -381,8 +379,8 @@ def reductions(job: Job) -> list[ExpectedCall]:
       DEEPSPEED)  # fmt: skip
 def reduction_order(job: Job, tensors: list[ModelTensor]) -> list[ModelTensor]:
     """Gradients become ready in backward order, as ZeRO-3's own linear layers return them."""
-    order = gradient_order(tensors)
-    return zero3_linear_order(order) if job.zero("memory_efficient_linear") else order
+    order = gradients.gradient_order(tensors)
+    return gradients.zero3_linear_order(order) if job.zero("memory_efficient_linear") else order
 
 
 @rule("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._overflow_check_and_loss_scale_update", DEEPSPEED)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Final
 
 from commtrace.theory.expected_calls import ExpectedCall, Prediction
-from commtrace.theory.job import Job, NotPredictedError
+from commtrace.theory.job import Job, refuse
 from commtrace.theory.rules.deepspeed import zero3
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, rule
 from commtrace.theory.waterfall import cause_bars
@@ -30,12 +30,13 @@ _FLOAT32: Final = 4
 
 def check(job: Job) -> None:
     """Raise NotPredictedError for what the program does otherwise under this job."""
-    if job.model("train_impl", "normal") != "normal":
-        raise NotPredictedError(f"GPT-NeoX's train_impl {job.model('train_impl')} has no rules yet")
-    if job.model("gpt_j_tied", False):
-        raise NotPredictedError("GPT-NeoX's gpt_j_tied has no rules yet")
-    if job.row.get("zero_stage") == 3 and job.micro_batches == 1 == int(job.model("eval_interval", 0)):
-        raise NotPredictedError("GPT-NeoX under ZeRO-3 with an evaluation after the first micro-batch has no rules yet")
+    train_impl = job.model("train_impl", "normal")
+    refuse(
+        (train_impl != "normal", f"GPT-NeoX's train_impl {train_impl} has no rules yet"),
+        (job.model("gpt_j_tied", False), "GPT-NeoX's gpt_j_tied has no rules yet"),
+        (job.row.get("zero_stage") == 3 and job.micro_batches == 1 == int(job.model("eval_interval", 0)),
+         "GPT-NeoX under ZeRO-3 with an evaluation after the first micro-batch has no rules yet"),
+    )  # fmt: skip
 
 
 def extend_prediction(job: Job, prediction: Prediction) -> Prediction:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from commtrace.theory.job import Job, ModuleNode, NotPredictedError
+from commtrace.theory.job import Job, ModuleNode, refuse
 from commtrace.theory.rules.registry import GPT_NEOX, rule
 
 _LAYER: Final = ("input_layernorm", "attention", "post_attention_layernorm", "mlp")
@@ -23,10 +23,11 @@ _WITHIN_PARTS: Final = {
 @rule("megatron.model.utils.SequentialWrapper.forward; megatron.model.gpt2_model.GPT2ModelPipe.to_sequential", GPT_NEOX)
 def model_as_run(job: Job) -> ModuleNode:
     """The model calls its layers itself. If embeddings are tied, the last layer has no parameters of its own."""
-    if [_name(job, child) for child in job.root.children] != ["sequential"]:
-        raise NotPredictedError("the modules in the log are not those of GPT-NeoX")
-    if job.model("pos_emb") not in _POSITIONS:
-        raise NotPredictedError(f"GPT-NeoX under ZeRO-3 with {job.model('pos_emb')} positions has no rules yet")
+    names, positions = [_name(job, child) for child in job.root.children], job.model("pos_emb")
+    refuse(
+        (names != ["sequential"], "the modules in the log are not those of GPT-NeoX"),
+        (positions not in _POSITIONS, f"GPT-NeoX under ZeRO-3 with {positions} positions has no rules yet"),
+    )
     first, *others, last = (module_as_run(job, layer) for layer in job.root.children[0].children)
     if not job.model("no_weight_tying"):
         last = replace(last, parameters=first.children[0].parameters)
@@ -42,8 +43,8 @@ def module_as_run(job: Job, module: ModuleNode) -> ModuleNode:
     """
     order = (*(_LAYER_OF_GPT_J if job.model("gpt_j_residual", False) else _LAYER), *_MLP)
     named = {_name(job, child): module_as_run(job, child) for child in module.children}
-    for name in named.keys() - _WITHIN_PARTS.get(_name(job, module), _WITHIN_PARTS[""]):
-        raise NotPredictedError(f"GPT-NeoX's module {name} under ZeRO-3 has no rules yet")
+    unknown = named.keys() - _WITHIN_PARTS.get(_name(job, module), _WITHIN_PARTS[""])
+    refuse(*((True, f"GPT-NeoX's module {name} under ZeRO-3 has no rules yet") for name in unknown))
     if "scale_mask_softmax" not in named:
         named.pop("attention_dropout", None)
     children = [named[name] for name in sorted(named, key=lambda name: order.index(name) if name in order else 0)]

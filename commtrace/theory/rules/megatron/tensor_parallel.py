@@ -17,7 +17,7 @@ from typing import Final
 
 from commtrace.theory.closed_forms import all_reduce, tensor_parallel
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
-from commtrace.theory.job import Job, NotPredictedError, element_size
+from commtrace.theory.job import Job, element_size, refuse
 from commtrace.theory.rules.deepspeed import zero12
 from commtrace.theory.rules.deepspeed.engine import NORM, OVERFLOW
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, TORCH, WORKLOAD, rule
@@ -81,14 +81,14 @@ def skipped_calls(job: Job, data: Prediction, own: Iterable[ExpectedCall]) -> tu
 def check(job: Job) -> None:
     """Raise NotPredictedError for architectures that have no rules yet."""
     job.require_architecture(f"tensor parallelism over {job.tensor} ranks")
-    if job.model("model_parallel_size", 1) != job.tensor:
-        raise NotPredictedError(
-            f"the model is cut for {job.model('model_parallel_size', 1)} ranks and the engine for {job.tensor}"
-        )
-    if job.sequence > 1 or job.context > 1 or job.row.get("moe"):
-        raise NotPredictedError("tensor parallelism together with shared sequences or experts has no rules yet")
-    if job.row.get("optimizer") == "FP16_Optimizer":
-        raise NotPredictedError("tensor parallelism with DeepSpeed's fused 16-bit optimizer has no rules yet")
+    size = job.model("model_parallel_size", 1)
+    refuse(
+        (size != job.tensor, f"the model is cut for {size} ranks and the engine for {job.tensor}"),
+        (job.sequence > 1 or job.context > 1 or job.row.get("moe"),
+         "tensor parallelism together with shared sequences or experts has no rules yet"),
+        (job.row.get("optimizer") == "FP16_Optimizer",
+         "tensor parallelism with DeepSpeed's fused 16-bit optimizer has no rules yet"),
+    )  # fmt: skip
 
 
 def alone_as_self(job: Job, calls: tuple[ExpectedCall, ...]) -> tuple[ExpectedCall, ...]:
@@ -100,19 +100,14 @@ def activation_calls(job: Job) -> list[ExpectedCall]:
     """Return what travels through the model in one step."""
     layers = num_layers(job)
     layer_sums = forward_sums(job, layers) + recomputed_sums(job) + backward_sums(layers)
-    sums = embedding_sums() + layer_sums + head_sums()
-    segments = segment_gathers(job, len(recomputed_segments(job)))
-    calls = [
-        ExpectedCall("all_reduce", activation_bytes(job), ACTIVATIONS, sums, role=ROLE),
-        *segments,
-        *loss_sums(job),
-    ]
+    sums = ExpectedCall("all_reduce", activation_bytes(job), ACTIVATIONS, layer_sums + edge_sums(), role=ROLE)
+    calls = [sums, *segment_gathers(job, len(recomputed_segments(job))), *loss_sums(job)]
     return [call.times(job.micro_batches) for call in calls]
 
 
 def evaluation_calls(job: Job) -> list[ExpectedCall]:
     """Return what travels through the model in a forward pass alone."""
-    sums = embedding_sums() + forward_sums(job, num_layers(job))
+    sums = edge_sums(last=False) + forward_sums(job, num_layers(job))
     return [ExpectedCall("all_reduce", activation_bytes(job), ACTIVATIONS, sums, role=ROLE), *loss_sums(job)]
 
 
@@ -128,13 +123,13 @@ def optimizer_calls(job: Job) -> list[ExpectedCall]:
 
 
 def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> list[WaterfallBar]:
-    kept = forward_sums(job, num_layers(job)) + backward_sums(num_layers(job)) + embedding_sums()
+    kept = forward_sums(job, num_layers(job)) + backward_sums(num_layers(job)) + edge_sums(last=False)
     recomputed = kept + recomputed_sums(job)
     sums = {
         "two forward and two backward in each layer": 1 + 4 * num_layers(job),
         "attention and MLP side by side, summed once": kept,
         "activations recomputed": recomputed,
-        "the gradient of the head's input": recomputed + head_sums(),
+        "the gradient of the head's input": recomputed + edge_sums(first=False),
     }
     bars = activation_bars(job, own, form_bytes(job), sums)
     return [*bars, *cause_bars(own, job.tensor, ACTIVATIONS, prefix="tensor parallelism: ")]
@@ -196,10 +191,14 @@ def activation_bytes(job: Job) -> int:
     return activation_elements(job) * (element_size("float32") if is_wide else job.parameter_size)
 
 
-@rule("megatron.mpu.layers.VocabParallelEmbedding.forward", GPT_NEOX)
-def embedding_sums() -> int:
-    """The embedding sums once: each token's row comes from one rank."""
-    return 1
+@rule("megatron.mpu.layers.VocabParallelEmbedding.forward; megatron.model.transformer.ParallelLinear (the head)",
+      GPT_NEOX)  # fmt: skip
+def edge_sums(first: bool = True, last: bool = True) -> int:
+    """The first layer, the embedding, sums once: each token's row comes from one rank.
+
+    The last one, the head, is column-parallel as well: it sums the gradient of its input.
+    """
+    return first + last
 
 
 @rule("megatron.mpu.layers.RowParallelLinear.forward; megatron.model.transformer.ParallelTransformerLayer.forward",
@@ -213,23 +212,6 @@ def forward_sums(job: Job, layers: int) -> int:
 def backward_sums(layers: int) -> int:
     """Attention and MLP of each layer sum the gradients of their inputs."""
     return layers * 2
-
-
-@rule("megatron.model.transformer.ParallelLinear (the head)", GPT_NEOX)
-def head_sums() -> int:
-    """The head is column-parallel as well: it sums the gradient of its input."""
-    return 1
-
-
-@rule("torch.utils.checkpoint.CheckpointFunction (calls before the last sum); "
-      "torch.utils.checkpoint._checkpoint_without_reentrant_generator (calls before the last sum)",
-      TORCH)  # fmt: skip
-def recomputed_passes(job: Job) -> int:
-    """Recomputation runs layers forward again, with any autograd up to the last sum: what they sent before is repeated.
-
-    These are the all_gathers of sequence parallelism, attention's all_to_alls, and those to experts and back.
-    """
-    return 1 if job.model("checkpoint_activations", False) else 0
 
 
 @rule("torch.utils.checkpoint.CheckpointFunction; "

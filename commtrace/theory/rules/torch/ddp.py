@@ -12,9 +12,8 @@ from typing import Final
 
 from commtrace.theory.closed_forms import data_parallel
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
-from commtrace.theory.job import Job, ModelTensor, NotPredictedError
-from commtrace.theory.rules.gradient_buckets import buckets_reaching_limit, max_buckets_reaching_limit
-from commtrace.theory.rules.gradient_order import backward_order
+from commtrace.theory.job import Job, ModelTensor, refuse
+from commtrace.theory.rules.gradients import backward_order, buckets_reaching_limit, max_buckets_reaching_limit
 from commtrace.theory.rules.registry import TORCH, rule
 from commtrace.theory.waterfall import cause_bars, level_bars
 
@@ -27,8 +26,7 @@ _INT32, _INT64 = 4, 8
 
 def predict(job: Job) -> Prediction:
     """Predict what a rank communicates. Raise NotPredictedError for settings without rules."""
-    if job.fact("mixed_precision") is not None:
-        raise NotPredictedError("DDP's own mixed precision has no rules yet")
+    refuse((job.fact("mixed_precision") is not None, "DDP's own mixed precision has no rules yet"))
     start = (*verification(job), *first_broadcast(job))
     steps = tuple(_step(job, number) for number in range(_STEPS))
     steady = steps[-1]

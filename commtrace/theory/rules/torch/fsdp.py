@@ -23,7 +23,7 @@ from typing import Any, Final, TypeAlias
 
 from commtrace.theory.closed_forms import all_gather_volume, all_reduce, hybrid_sharded
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, count_calls, total_wire_bytes
-from commtrace.theory.job import Job, NotPredictedError, element_size
+from commtrace.theory.job import Job, NotPredictedError, element_size, refuse
 from commtrace.theory.rules.registry import TORCH, rule
 from commtrace.theory.waterfall import cause_bars, level_bars
 
@@ -43,6 +43,11 @@ class FsdpParameter:
     dim: int  # the dimension that is sharded
     dtype: str  # type in which it is gathered, and its gradient made
     trained: bool
+
+    @property
+    def elements(self) -> int:
+        """Number of elements, before sharding."""
+        return prod(self.shape)
 
     def padded_bytes(self, shards: int, dtype: str) -> int:
         """Return the bytes of its elements in a type, with the padding to equal shards."""
@@ -94,7 +99,11 @@ StepPasses: TypeAlias = tuple[tuple[Pass, int], ...]
 def predict(job: Job) -> Prediction:
     """Predict what a rank communicates. Raise NotPredictedError for settings without rules."""
     units = units_of(job)
-    check(job, units)
+    refuse(
+        (job.ranks < 2, "one data-parallel rank has nothing to communicate"),
+        (not all(unit.trained for unit in units),
+         "units of fully_shard without a trained parameter have no rules yet"),
+    )  # fmt: skip
     recorded = recorded_passes(job) or {0: declared_passes(job)}
     regular = _regular_passes(recorded) or declared_passes(job)
 
@@ -141,8 +150,7 @@ def _read_pass(entry: Mapping[str, Any], step: int) -> Pass:
         raise NotPredictedError(f"{reason} in step {step}")
     names = ("reduce_grads", "all_reduce_grads", "reshard_after_backward", "is_last_backward")
     settings = [entry[name] for name in names]
-    if None in settings:
-        raise NotPredictedError(f"units whose settings differ (set_requires_gradient_sync ...) in step {step}")
+    refuse((None in settings, f"units whose settings differ (set_requires_gradient_sync ...) in step {step}"))
     return Pass(True, *settings)
 
 
@@ -168,22 +176,13 @@ def _regular_passes(recorded: dict[int, StepPasses]) -> StepPasses:
     return counts.most_common(1)[0][0]
 
 
-def check(job: Job, units: list[FsdpUnit]) -> None:
-    """Raise NotPredictedError for settings that have no rules yet."""
-    if job.ranks < 2:
-        raise NotPredictedError("one data-parallel rank has nothing to communicate")
-    if not all(unit.trained for unit in units):
-        raise NotPredictedError("units of fully_shard without a trained parameter have no rules yet")
-
-
 def units_of(job: Job) -> list[FsdpUnit]:
     """Return the job's units, the root first."""
     return [_unit(job, row) for row in job.fact("units") if row["parameters"]]
 
 
 def _unit(job: Job, row: dict[str, Any]) -> FsdpUnit:
-    if not row["unshard_in_backward"]:
-        raise NotPredictedError("set_unshard_in_backward has no rules yet")
+    refuse((not row["unshard_in_backward"], "set_unshard_in_backward has no rules yet"))
     parameters = (
         FsdpParameter(tuple(map(int, shape)), int(dim), str(dtype), job.parameters[number].trainable)
         for number, shape, dim, dtype in zip(*(row[key] for key in _PARAMETER_KEYS), strict=True)
@@ -199,43 +198,36 @@ def _bars(
     """Two thirds are all_gathers and a third a reduce_scatter; HSDP adds an all_reduce of what that leaves."""
     shards, copies = max(unit.shards for unit in units), max(unit.copies for unit in units)
     every = [parameter for unit in units for parameter in unit.parameters]
-    elements = sum(prod(parameter.shape) for parameter in every)
-    size, parts = job.parameter_size, sum(times for _, times in passes)
-    form = WaterfallBar(
-        "HSDP: 3 P (F-1)/F + 2 (P/F) (R-1)/R" if copies > 1 else "equation 3: 3 P (d-1)/d",
-        hybrid_sharded(elements, shards, copies) * size,
-    )
+    elements, size = sum(parameter.elements for parameter in every), job.parameter_size
+    label = "HSDP: 3 P (F-1)/F + 2 (P/F) (R-1)/R" if copies > 1 else "equation 3: 3 P (d-1)/d"
+    form = WaterfallBar(label, hybrid_sharded(elements, shards, copies) * size)
     third = all_gather_volume(elements, shards) * size
-    parameter_bytes = sum(prod(parameter.shape) * element_size(parameter.dtype) for parameter in every)
+    parameter_bytes = sum(parameter.elements * element_size(parameter.dtype) for parameter in every)
     padded = sum((all_gather_volume(gathered_bytes(unit), unit.shards) for unit in units), Fraction(0))
+    parts = sum(times for _, times in passes)
     gather_levels = {
         f"parameters pass twice in each of {parts} micro-batches": 2 * parts * third,
         f"parameters travel as {every[0].dtype}": 2 * parts * all_gather_volume(parameter_bytes, shards),
         "padding of parameters to equal parts": 2 * parts * padded,
         "parameters that are still gathered, or gathered from fewer ranks": total_wire_bytes(step, shards, PARAMETERS),
     }
-    trained = sum(prod(parameter.shape) for parameter in every if parameter.trained)
-    gradient_bytes = sum(
-        prod(parameter.shape) * element_size(unit.gradient_type) for unit in units for parameter in unit.trained
-    )
-    padded_bytes = sum(unit.gradient_bytes for unit in units)
-    gradient_type = units[0].gradient_type
-    scattered = sum(times for each, times in passes if each.reduces)
-    scatter_levels = {
-        "frozen parameters have no gradients": all_gather_volume(trained, shards) * size,
-        f"gradients travel as {gradient_type}": all_gather_volume(gradient_bytes, shards),
-        "padding of gradients to equal parts": all_gather_volume(padded_bytes, shards),
-        f"gradients reduced {scattered} times a step": total_wire_bytes(step, shards, GRADIENTS),
+    trained = [(parameter.elements, element_size(unit.gradient_type)) for unit in units for parameter in unit.trained]
+    gradient_bytes = {
+        "frozen parameters have no gradients": sum(number for number, _ in trained) * size,
+        f"gradients travel as {units[0].gradient_type}": sum(number * width for number, width in trained),
+        "padding of gradients to equal parts": sum(unit.gradient_bytes for unit in units),
     }
+    scatter_levels = {label: all_gather_volume(held, shards) for label, held in gradient_bytes.items()}
+    scattered = sum(times for each, times in passes if each.reduces)
+    scatter_levels[f"gradients reduced {scattered} times a step"] = total_wire_bytes(step, shards, GRADIENTS)
     bars = [*level_bars(2 * third, gather_levels), *level_bars(third, scatter_levels)]
     if copies > 1:
-        summed = sum(times for each, times in passes if each.reduces and each.among_copies)
         sum_levels = {
-            "among replicas: frozen parameters have no gradients": all_reduce(trained, copies) * size / shards,
-            f"among replicas: gradients travel as {gradient_type}": all_reduce(gradient_bytes, copies) / shards,
-            "among replicas: padding of gradients": all_reduce(padded_bytes, copies) / shards,
-            f"among replicas: reduced {summed} times a step": total_wire_bytes(step, copies, COPIES),
+            f"among replicas: {label.removesuffix(' to equal parts')}": all_reduce(held, copies) / shards
+            for label, held in gradient_bytes.items()
         }
+        summed = sum(times for each, times in passes if each.reduces and each.among_copies)
+        sum_levels[f"among replicas: reduced {summed} times a step"] = total_wire_bytes(step, copies, COPIES)
         bars += level_bars(form.bytes - 3 * third, sum_levels)
     return form, [*bars, *cause_bars(step, shards, PARAMETERS, GRADIENTS, COPIES)]
 

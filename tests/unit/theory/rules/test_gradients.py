@@ -15,7 +15,7 @@ pytest.importorskip("yaml")
 import torch
 
 from commtrace.theory.job import ModelTensor
-from commtrace.theory.rules.gradient_order import gradient_order, zero3_linear_order
+from commtrace.theory.rules.gradients import gradient_order, zero3_linear_order
 from examples.gpt_neox import load_config
 from examples.gpt_neox.model import GPTNeoX, language_model_loss
 

@@ -1,0 +1,17 @@
+"""Calls that are repeated where activations are recomputed."""
+
+from __future__ import annotations
+
+from commtrace.theory.job import Job
+from commtrace.theory.rules.registry import TORCH, rule
+
+
+@rule("torch.utils.checkpoint.CheckpointFunction (calls before the last sum); "
+      "torch.utils.checkpoint._checkpoint_without_reentrant_generator (calls before the last sum)",
+      TORCH)  # fmt: skip
+def recomputed_passes(job: Job) -> int:
+    """Recomputation runs layers forward again, with any autograd up to the last sum: what they sent before is repeated.
+
+    These are the all_gathers of sequence parallelism, attention's all_to_alls, and those to experts and back.
+    """
+    return 1 if job.model("checkpoint_activations", False) else 0
