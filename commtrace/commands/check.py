@@ -209,4 +209,4 @@ def _analysis(run: Run, arguments: argparse.Namespace) -> Analysis:
     if run.world_size is None:
         raise PlanError(f"{run.log.path}: the log does not say how many ranks the run has; leave --config out")
     plan = forecast(arguments.config, run.world_size, options_of(arguments)).plan
-    return reconciliation.differences_from(*(plan.stages or (plan.row,)))
+    return reconciliation.differences_from(*plan.rows)

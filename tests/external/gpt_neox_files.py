@@ -60,7 +60,7 @@ def predicted(files: list[str], vocabulary: int | None = None) -> dict[str, Any]
 
     try:
         plan = plan_job(files, WORLD, PlanOptions(vocabulary=vocabulary))
-        rows = plan.stages or (plan.row,)
+        rows = plan.rows
         scheme = predict(rows[0]).scheme
     except (PlanError, NotPredictedError) as error:
         if vocabulary is None and "--vocabulary" in str(error):

@@ -175,4 +175,4 @@ def losses(name: str) -> list[float]:
 
 def described(one: dict[str, Any], ranks: int, folder: Path) -> tuple[dict[str, Any], ...]:
     """The job rows of a training's stages, told from its configuration alone."""
-    return tuple(dict(row) for row in trainings.planned(one, ranks, folder).stages)
+    return tuple(dict(row) for row in trainings.planned(one, ranks, folder).rows)

@@ -56,12 +56,15 @@ DEFAULT_OPTIONS: Final = PlanOptions()
 class JobPlan:
     """A job that has not run."""
 
-    row: Mapping[str, Any]
-    """Row of the `job` table, as the hooks would capture it; in a pipeline that of the first stage."""
+    rows: tuple[Mapping[str, Any], ...]
+    """Rows of the `job` table, as the hooks would capture them: one, or in a pipeline one for each stage."""
     layout: RankLayout  # ranks and batch sizes
     assumed: tuple[str, ...]  # what the files do not say, as sentences without their full stop
-    stages: tuple[Mapping[str, Any], ...] = ()
-    """In a pipeline, the rows of its stages, each of as many ranks; otherwise empty."""
+
+    @property
+    def row(self) -> Mapping[str, Any]:
+        """The row, in a pipeline that of the first stage."""
+        return self.rows[0]
 
 
 def plan_job(files: Sequence[str], world: int, options: PlanOptions = DEFAULT_OPTIONS) -> JobPlan:
@@ -166,7 +169,7 @@ def _plan_model(
     precision = options.precision or "fp32"
     if engine == "ddp":
         note = f"all parameters are {ELEMENT_TYPES[precision]} (--precision)"
-        return JobPlan(ddp_row(model, precision, layout), layout, (*assumed, note))
+        return JobPlan((ddp_row(model, precision, layout),), layout, (*assumed, note))
     if engine == "fsdp":
         arguments = {
             "model_parallel_size": 1,
@@ -176,10 +179,10 @@ def _plan_model(
         units = "every layer is a unit of fully_shard, and the model itself"
         types = f"parameters are fp32, and travel as {ELEMENT_TYPES[precision]} (--precision)"
         row = fsdp_row(model, precision, layout)
-        return JobPlan({**row, "model": arguments}, layout, (*assumed, units, types))
+        return JobPlan(({**row, "model": arguments},), layout, (*assumed, units, types))
     groups = "biases and norms are a group of the optimizer of their own" if options.groups == 2 else "one group"
     row = deepspeed_row(model, settings, layout, groups=options.groups)
-    return JobPlan(row, layout, (*assumed, f"{groups} (--groups)", "activations are not recomputed"))
+    return JobPlan((row,), layout, (*assumed, f"{groups} (--groups)", "activations are not recomputed"))
 
 
 def _complete_settings(config: dict[str, Any], hidden: int, options: PlanOptions) -> dict[str, Any]:

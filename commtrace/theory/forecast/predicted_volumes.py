@@ -6,6 +6,7 @@ takes part. Wire bytes are the least that ranks have to send (`commtrace.volume`
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -21,22 +22,21 @@ START: Final = "start-up"
 
 @dataclass(frozen=True)
 class Forecast:
-    """What every rank of a planned job will communicate.
-
-    Attributes:
-        plan: The job.
-        prediction: Calls of a rank; in a pipeline, of a rank of the first stage.
-        stages: In a pipeline, the prediction for a rank of each stage; otherwise empty.
-    """
+    """What every rank of a planned job will communicate."""
 
     plan: JobPlan
-    prediction: Prediction
-    stages: tuple[Prediction, ...] = ()
+    predictions: tuple[Prediction, ...]
+    """Of ranks that communicate differently, each of as many ranks: one, or in a pipeline one for each stage."""
 
     @property
-    def predictions(self) -> tuple[Prediction, ...]:
-        """Predictions of ranks that communicate differently; each is of as many ranks."""
-        return self.stages or (self.prediction,)
+    def prediction(self) -> Prediction:
+        """Calls of a rank; in a pipeline, of a rank of the first stage."""
+        return self.predictions[0]
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether the job is a pipeline of several stages."""
+        return len(self.predictions) > 1
 
     @property
     def ranks_per_prediction(self) -> int:
@@ -57,8 +57,7 @@ def forecast(files: Sequence[str], world: int, options: PlanOptions = DEFAULT_OP
     """
     try:
         plan = plan_job(files, world, options)
-        stages = tuple(predict(row) for row in plan.stages)
-        return Forecast(plan, stages[0] if stages else predict(plan.row), stages)
+        return Forecast(plan, tuple(predict(row) for row in plan.rows))
     except NotPredictedError as error:
         raise PlanError(f"{', '.join(files)}: not predicted: {error}") from error
 
@@ -77,14 +76,14 @@ def phase_groups(
     """Yield the first cells of a phase's rows, its prediction, and its calls by role and operation."""
     for stage, prediction in enumerate(job.predictions):
         for name, calls in phases(prediction):
-            groups: dict[tuple[str, str], list[ExpectedCall]] = {}
+            groups = defaultdict[tuple[str, str], list[ExpectedCall]](list)
             for call in calls:
-                groups.setdefault((call.role, call.op), []).append(call)
+                groups[call.role, call.op].append(call)
             yield {**_stage_cell(job, stage), "when": name}, prediction, dict(sorted(groups.items()))
 
 
 def _stage_cell(job: Forecast, stage: int) -> dict[str, Any]:
-    return {"stage": stage} if job.stages else {}
+    return {"stage": stage} if job.has_stages else {}
 
 
 def volume_rows(job: Forecast) -> Iterator[dict[str, Any]]:
@@ -117,10 +116,9 @@ def _volume(job: Forecast, prediction: Prediction, calls: Sequence[ExpectedCall]
 def size_rows(job: Forecast) -> Iterator[dict[str, Any]]:
     """Yield a row for each role, operation and message size of a rank in a steady step; in a pipeline by stage."""
     for stage, prediction in enumerate(job.predictions):
-        counts: dict[tuple[str, str, int], int] = {}
+        counts = Counter[tuple[str, str, int]]()
         for call in prediction.step(prediction.steady):
-            key = (call.role, call.op, call.payload)
-            counts[key] = counts.get(key, 0) + call.calls
+            counts[call.role, call.op, call.payload] += call.calls
         for (role, op, payload), calls in sorted(counts.items()):
             sizes = {"payload_bytes": payload, "calls": calls, "sum_bytes": payload * calls}
             yield {**_stage_cell(job, stage), "role": role, "op": op, **sizes}
@@ -131,14 +129,15 @@ def size_bin_rows(job: Forecast) -> Iterator[dict[str, Any]]:
 
     Messages without payload are from 0 to 1.
     """
-    sums: dict[tuple[int, str, str, int], list[int]] = {}
+    calls, total = Counter[tuple[int, str, str, int]](), Counter[tuple[int, str, str, int]]()
     for row in size_rows(job):
         low = 1 << (row["payload_bytes"].bit_length() - 1) if row["payload_bytes"] else 0
-        counts = sums.setdefault((row.get("stage", 0), row["role"], row["op"], low), [0, 0])
-        counts[0] += row["calls"]
-        counts[1] += row["sum_bytes"]
-    for (stage, role, op, low), (calls, total) in sorted(sums.items()):
-        sizes = {"from_bytes": low, "below_bytes": low * 2 or 1, "calls": calls, "sum_bytes": total}
+        key = (row.get("stage", 0), row["role"], row["op"], low)
+        calls[key] += row["calls"]
+        total[key] += row["sum_bytes"]
+    for key in sorted(calls):
+        stage, role, op, low = key
+        sizes = {"from_bytes": low, "below_bytes": low * 2 or 1, "calls": calls[key], "sum_bytes": total[key]}
         yield {**_stage_cell(job, stage), "role": role, "op": op, **sizes}
 
 
@@ -147,7 +146,7 @@ def waterfall_rows(job: Forecast) -> Iterator[dict[str, Any]]:
     for stage, prediction in enumerate(job.predictions):
         for position, bar in enumerate((prediction.closed_form, *prediction.bars)):
             if bar.bytes or not position:
-                cells = {"stage": stage, "role": bar.role if position else "all"} if job.stages else {}
+                cells = {"stage": stage, "role": bar.role if position else "all"} if job.has_stages else {}
                 yield {**cells, "label": bar.label, "wire_bytes": number(bar.bytes)}
 
 
@@ -159,9 +158,8 @@ def number(value: Fraction) -> int | float:
 def json_document(job: Forecast) -> dict[str, Any]:
     """Return the forecast as `commtrace theory --json` prints it."""
     layout, form = job.plan.layout, job.prediction.closed_form
-    rows = job.plan.stages or (job.plan.row,)
-    elements = [sum(prod(parameter["shape"]) for parameter in row["parameters"]) for row in rows]
-    pipeline = {"pipeline_stages": len(job.stages), "stage_parameters": elements} if job.stages else {}
+    elements = [sum(prod(parameter["shape"]) for parameter in row["parameters"]) for row in job.plan.rows]
+    pipeline = {"pipeline_stages": len(elements), "stage_parameters": elements} if job.has_stages else {}
     return {
         "scheme": job.prediction.scheme,
         "world_size": layout.world,

@@ -20,7 +20,7 @@ def text_lines(job: Forecast) -> Iterator[str]:
     """Yield the lines of a forecast, section by section."""
     document = json_document(job)
     model = f"{document['parameters']:,} parameters"
-    if job.stages:
+    if job.has_stages:
         stage_parameters = ", ".join(f"{elements:,}" for elements in document["stage_parameters"])
         model = f"stages of {stage_parameters} parameters a rank"
     batches = format_plural(document["gradient_accumulation_steps"], "micro-batch", "micro-batches")
@@ -32,7 +32,7 @@ def text_lines(job: Forecast) -> Iterator[str]:
     yield from _waterfall(document)
     yield ""
     yield "Calls of a rank, and the bytes of one rank and of all"
-    ranks = "the stage's ranks" if job.stages else "all ranks"
+    ranks = "the stage's ranks" if job.has_stages else "all ranks"
     heads = ("when", "role", "operation", "calls", "payload", "wire (min)", f"{ranks}: payload", "wire (min)")
     yield from _table(heads, [_volume_cells(row) for row in volume_rows(job)], num_left=3)
     yield ""

@@ -56,7 +56,7 @@ def plan_gpt_neox(files: Sequence[str], world: int, options: PlanOptions) -> Job
         rows = tuple({**row, "model": arguments} for row in make_rows(config, layout))
     except ConfigError as error:
         raise PlanError(str(error)) from error
-    return JobPlan(rows[0], layout, _assumed(config), rows if config.pipe_parallel_size > 1 else ())
+    return JobPlan(rows, layout, _assumed(config))
 
 
 def model_shape(config: NeoxConfig, layout: RankLayout) -> ModelShape:
