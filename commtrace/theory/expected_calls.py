@@ -135,13 +135,7 @@ class Prediction:
 
 
 def exact_wire_bytes(op: str, payload: int, ranks: int) -> Fraction:
-    """Return the least bytes that a rank sends for a collective with equal shares (`commtrace.volume`), exactly.
-
-    Args:
-        op: Operation.
-        payload: Payload in bytes.
-        ranks: Ranks of the group.
-    """
+    """Return the least bytes that a rank sends for a collective with equal shares (`commtrace.volume`), exactly."""
     # wire_bytes is linear in the payload: n times the payload makes whole bytes, which a float holds exactly.
     return Fraction(int(wire_bytes(op, payload * ranks, payload, ranks)), ranks)
 
@@ -149,15 +143,11 @@ def exact_wire_bytes(op: str, payload: int, ranks: int) -> Fraction:
 def total_wire_bytes(calls: Iterable[ExpectedCall], ranks: int, *causes: str) -> Fraction:
     """Return the least bytes that a rank sends for calls in groups of `ranks`, unless a call names its own.
 
-    Args:
-        calls: The calls.
-        ranks: Ranks of the group.
-        causes: Count only calls of these causes; none: all.
+    Only calls of these causes are counted, if any are given.
     """
     chosen = (call for call in calls if not causes or call.cause in causes)
-    return sum(
-        (exact_wire_bytes(call.op, call.payload, call.ranks or ranks) * call.calls for call in chosen), Fraction(0)
-    )
+    sent = (exact_wire_bytes(call.op, call.payload, call.ranks or ranks) * call.calls for call in chosen)
+    return sum(sent, Fraction(0))
 
 
 def count_calls(calls: Iterable[ExpectedCall]) -> Counter[ExpectedCall]:

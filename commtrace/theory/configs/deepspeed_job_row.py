@@ -11,15 +11,16 @@ from collections.abc import Mapping, Sequence
 from math import ceil, prod
 from typing import Any, Final
 
-from commtrace.theory.job import NotPredictedError
+from commtrace.theory.job import NotPredictedError, refuse
 from commtrace.theory.model_shapes import ModelLists, ModuleSpec, model_lists
+from commtrace.theory.rules.deepspeed.zero3 import NOT_PREDICTED
 from commtrace.theory.rules.registry import DEEPSPEED, rule
 
 from .rank_layout import ELEMENT_TYPES, RankLayout
 
 
 def deepspeed_row(
-    model: ModuleSpec, config: Mapping[str, Any], layout: RankLayout, *, groups: int = 2, optimizer: str = "AdamW"
+    model: ModuleSpec, config: Mapping[str, Any], layout: RankLayout, *, groups: int = 2
 ) -> dict[str, Any]:
     """Return the row of a model under DeepSpeed's engine.
 
@@ -28,7 +29,6 @@ def deepspeed_row(
         config: DeepSpeed's JSON, without "auto".
         layout: Ranks and batch sizes.
         groups: Groups of the optimizer; 2: biases and norms, which are not decayed, are a group of their own.
-        optimizer: Class of the optimizer that the program makes, if the configuration names none.
 
     Raises:
         NotPredictedError: If a setting has no rules.
@@ -56,8 +56,8 @@ def deepspeed_row(
         "precision": precision,
         "communication_data_type": communication_type(config, precision, layout.sequence),
         "gradient_clipping": float(config.get("gradient_clipping") or 0.0),
-        "optimizer": optimizer_wrapper(config, precision, stage, optimizer),
-        "basic_optimizer": basic_optimizer(config, optimizer),
+        "optimizer": optimizer_wrapper(config, precision, stage),
+        "basic_optimizer": basic_optimizer(config),
         "optimizer_groups": [
             part for group in optimizer_groups if group for part in sub_groups(lists, group, zero, layout.reducing)
         ],
@@ -102,16 +102,9 @@ _ZERO_DEFAULTS: Final[dict[str, Any]] = {
     "max_live_parameters": 1_000_000_000,
     "max_reuse_distance": 1_000_000_000,
     "module_granularity_threshold": 0,
-    "use_all_reduce_for_fetch_params": False,
-    "allgather_sequential": False,
-    "round_robin_gradients": False,
-    "parameter_alignment": False,
     "zero_hpz_partition_size": 1,
-    "zero_quantized_weights": False,
-    "zero_quantized_nontrainable_weights": False,
-    "zero_quantized_gradients": False,
     "memory_efficient_linear": True,
-    "enable_sanity_checks": False,
+    **dict.fromkeys((*NOT_PREDICTED, "allgather_sequential", "round_robin_gradients", "parameter_alignment"), False),
 }
 
 
@@ -124,20 +117,20 @@ def zero_settings(block: Mapping[str, Any]) -> dict[str, Any]:
     settings = {
         name: _like_default(name, given.get(name, default), default) for name, default in _ZERO_DEFAULTS.items()
     }
-    if settings["stage"] not in range(4):
-        raise NotPredictedError(f"zero_optimization.stage is {settings['stage']}; ZeRO's stages are 0 to 3")
+    stage = settings["stage"]
+    refuse(
+        (stage not in range(4), f"zero_optimization.stage is {stage}; ZeRO's stages are 0 to 3"),
+        *((name in given, f"zero_optimization.{name}: MiCS is gone from DeepSpeed, {DEEPSPEED[1]} refuses it")
+          for name in ("mics_shard_size", "mics_hierarchical_params_gather")),
+        *((given.get(name) not in (None, {}, -1), f"zero_optimization.{name} has no rules yet")
+          for name in ("offload_param", "offload_optimizer", "zenflow")),
+        (settings["module_granularity_threshold"],
+         "zero_optimization.stage3_module_granularity_threshold has no rules yet"),
+    )  # fmt: skip
     if settings["overlap_comm"] is None:
-        settings["overlap_comm"] = settings["stage"] == 3
-    if settings["allgather_sequential"] and settings["stage"] == 3:
+        settings["overlap_comm"] = stage == 3
+    if settings["allgather_sequential"] and stage == 3:
         settings["prefetch_bucket_size"] = 1  # the engine sets it
-    for name in ("mics_shard_size", "mics_hierarchical_params_gather"):
-        if name in given:
-            raise NotPredictedError(f"zero_optimization.{name}: MiCS is gone from DeepSpeed, {DEEPSPEED[1]} refuses it")
-    for name in ("offload_param", "offload_optimizer", "zenflow"):
-        if given.get(name) not in (None, {}, -1):
-            raise NotPredictedError(f"zero_optimization.{name} has no rules yet")
-    if settings["module_granularity_threshold"]:
-        raise NotPredictedError("zero_optimization.stage3_module_granularity_threshold has no rules yet")
     return settings
 
 
@@ -210,19 +203,17 @@ def checks_overflow(config: Mapping[str, Any], precision: str) -> bool:
 
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._do_optimizer_sanity_check", DEEPSPEED)
-def optimizer_wrapper(config: Mapping[str, Any], precision: str, stage: int, optimizer: str) -> str:
+def optimizer_wrapper(config: Mapping[str, Any], precision: str, stage: int) -> str:
     """DeepSpeed wraps the optimizer in this class."""
     accumulated = _block(config, "data_types").get("grad_accum_dtype")
     if stage == 0:
-        return basic_optimizer(config, optimizer) if precision == "fp32" else "FP16_UnfusedOptimizer"
+        return basic_optimizer(config) if precision == "fp32" else "FP16_UnfusedOptimizer"
     if stage == 1 and precision == "bf16" and accumulated in ("fp32", "float32"):
         return "BF16_Optimizer"
     return "DeepSpeedZeroOptimizer_Stage3" if stage == 3 else "DeepSpeedZeroOptimizer"
 
 
-def basic_optimizer(config: Mapping[str, Any], optimizer: str) -> str:
-    """Return the optimizer's class; DeepSpeed's Adam, on a device FusedAdam, communicates as torch's."""
+def basic_optimizer(config: Mapping[str, Any]) -> str:
+    """Return the optimizer's class, AdamW by default; DeepSpeed's Adam, on a device FusedAdam, communicates as it."""
     named = _block(config, "optimizer").get("type")
-    if named is None:
-        return optimizer
-    return "AdamW" if str(named).lower() in ("adam", "adamw") else str(named)
+    return "AdamW" if named is None or str(named).lower() in ("adam", "adamw") else str(named)

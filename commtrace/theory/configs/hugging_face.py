@@ -8,10 +8,13 @@ modules. Adapters, quantized weights and heads other than the language model's h
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from commtrace.theory.job import NotPredictedError
 from commtrace.theory.model_shapes import ModuleSpec, embedding, linear, module, module_list, norm, numbered_copies
+
+Family: TypeAlias = tuple[ModuleSpec, str, bool]
+"""The decoder, whose embedding of tokens comes first; the head's name; whether they share a matrix by default."""
 
 LLAMA: Final = ("llama", "mistral", "qwen2")
 """Values of `model_type` with llama's modules."""
@@ -46,7 +49,13 @@ def model(values: Mapping[str, Any]) -> ModuleSpec:
     kind = str(values.get("model_type"))
     if kind not in _MODELS:
         raise NotPredictedError(f"models of type {kind} have no rules yet; there are {', '.join(sorted(_MODELS))}")
-    return _MODELS[kind](ModelConfig(values), kind)
+    config = ModelConfig(values)
+    decoder, head, tied_by_default = _MODELS[kind](config, kind)
+    tokens = decoder.children[0]
+    if config.flag("tie_word_embeddings", tied_by_default):
+        return module("", decoder, ModuleSpec(head, shared=f"{decoder.name}.{tokens.name}.weight"))
+    ((_, (vocabulary, hidden)),) = tokens.parameters
+    return module("", decoder, linear(head, hidden, vocabulary, bias=False))
 
 
 def hidden_size(values: Mapping[str, Any]) -> int:
@@ -54,7 +63,7 @@ def hidden_size(values: Mapping[str, Any]) -> int:
     return ModelConfig(values).number("hidden_size" if "hidden_size" in values else "n_embd")
 
 
-def _llama(config: ModelConfig, kind: str) -> ModuleSpec:
+def _llama(config: ModelConfig, kind: str) -> Family:
     hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
     head = config.number("head_dim", hidden // heads)
     key_value_heads = config.number("num_key_value_heads", heads)
@@ -82,15 +91,10 @@ def _llama(config: ModelConfig, kind: str) -> ModuleSpec:
         norm("norm", hidden, bias=False),
         ModuleSpec("rotary_emb", buffers=(("inv_freq", (head // 2,), "float32"),)),
     )
-    tied = config.flag("tie_word_embeddings", False)
-    return module("", decoder, _head("lm_head", hidden, config, "model.embed_tokens.weight" if tied else ""))
+    return decoder, "lm_head", False
 
 
-def _head(name: str, hidden: int, config: ModelConfig, tied: str) -> ModuleSpec:
-    return ModuleSpec(name, shared=tied) if tied else linear(name, hidden, config.number("vocab_size"), bias=False)
-
-
-def _gpt2(config: ModelConfig, kind: str) -> ModuleSpec:
+def _gpt2(config: ModelConfig, kind: str) -> Family:
     hidden, positions = config.number("n_embd"), config.number("n_positions", 1024)
     inner = config.number("n_inner", 4 * hidden)
     attention = ModuleSpec(
@@ -115,8 +119,7 @@ def _gpt2(config: ModelConfig, kind: str) -> ModuleSpec:
         module_list("h", *numbered_copies(layer, config.number("n_layer"))),
         norm("ln_f", hidden),
     )
-    tied = config.flag("tie_word_embeddings", True)
-    return module("", decoder, _head("lm_head", hidden, config, "transformer.wte.weight" if tied else ""))
+    return decoder, "lm_head", True
 
 
 def _conv1d(name: str, inputs: int, outputs: int) -> ModuleSpec:
@@ -124,7 +127,7 @@ def _conv1d(name: str, inputs: int, outputs: int) -> ModuleSpec:
     return ModuleSpec(name, (("weight", (inputs, outputs)), ("bias", (outputs,))))
 
 
-def _gpt_neox(config: ModelConfig, kind: str) -> ModuleSpec:
+def _gpt_neox(config: ModelConfig, kind: str) -> Family:
     hidden, inner = config.number("hidden_size"), config.number("intermediate_size")
     head = hidden // config.number("num_attention_heads")
     has_bias = config.flag("attention_bias", True)
@@ -145,11 +148,10 @@ def _gpt_neox(config: ModelConfig, kind: str) -> ModuleSpec:
         norm("final_layer_norm", hidden),
         ModuleSpec("rotary_emb", buffers=(("inv_freq", (rotary // 2,), "float32"),)),
     )
-    tied = config.flag("tie_word_embeddings", False)
-    return module("", decoder, _head("embed_out", hidden, config, "gpt_neox.embed_in.weight" if tied else ""))
+    return decoder, "embed_out", False
 
 
-_MODELS: Final[dict[str, Callable[[ModelConfig, str], ModuleSpec]]] = {
+_MODELS: Final[dict[str, Callable[[ModelConfig, str], Family]]] = {
     **dict.fromkeys(LLAMA, _llama),
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,

@@ -10,9 +10,9 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
-from commtrace.errors import CommtraceError, ConfigError, MissingLibraryError
+from commtrace.errors import ConfigError, MissingLibraryError
 from commtrace.theory.model_shapes import ModelShape, ModuleSpec, gpt_neox_model
 
 from . import hugging_face
@@ -24,8 +24,8 @@ _BATCH_SIZES: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gr
 _KINDS: Final = {"deepspeed": "DeepSpeed", "hugging_face": "a Hugging Face model"}
 
 
-class PlanError(CommtraceError):
-    """The configuration is not complete or not consistent; the message says what to add or change."""
+PlanError: TypeAlias = ConfigError
+"""The configuration is not complete or not consistent; the message says what to add or change."""
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,7 @@ def _read(name: str) -> Mapping[str, Any]:
             raise MissingLibraryError(
                 f"{name}: GPT-NeoX's YAML needs {error.name}; pip install 'commtrace[theory]'"
             ) from error
-        try:
-            return {key: setting.value for key, setting in read_file(find_file(name)).items()}
-        except ConfigError as error:
-            raise PlanError(str(error)) from error
+        return {key: setting.value for key, setting in read_file(find_file(name)).items()}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -224,10 +221,7 @@ def _layout(config: Mapping[str, Any], world: int, options: PlanOptions) -> Rank
     total, micro, steps = (_batch_size(config, name) for name in _BATCH_SIZES)
     if options.micro_batch or options.accumulation:
         micro, steps, total = options.micro_batch or micro, options.accumulation or steps, None
-    try:
-        return RankLayout(world, world, *complete_batch_sizes(world, micro, steps, total, _BATCH_SIZES[0]))
-    except ConfigError as error:
-        raise PlanError(str(error)) from error
+    return RankLayout(world, world, *complete_batch_sizes(world, micro, steps, total, _BATCH_SIZES[0]))
 
 
 def _batch_size(config: Mapping[str, Any], name: str) -> int | None:

@@ -35,12 +35,7 @@ def complete_batch_sizes(
 ) -> tuple[int, int]:
     """Return micro-batch size and gradient accumulation steps: as in DeepSpeed, any two of three sizes give the third.
 
-    Args:
-        data_parallel: Data-parallel ranks.
-        micro: Sequences of a rank's micro-batch.
-        steps: Micro-batches of a step.
-        total: Sequences of a step on all ranks.
-        source: Name of `total` in messages, with its file.
+    `total` are the sequences of a step on all ranks; `source` is its name in messages, with its file.
 
     Raises:
         ConfigError: If they contradict each other.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-from commtrace.theory.job import NotPredictedError
+from commtrace.theory.job import refuse
 from commtrace.theory.model_shapes import ModuleSpec, model_lists
 from commtrace.theory.rules.registry import TORCH, rule
 
@@ -50,16 +50,9 @@ def fsdp_row(
     """Return the row of a model under `fully_shard`: each layer is a unit, and the model itself.
 
     Parameters are fp32, travel in the type of the precision, and are sharded over all data-parallel ranks with
-    PyTorch's defaults. Gradients are reduced once a step.
-
-    Args:
-        model: The model.
-        precision: "fp32" or "bf16".
-        layout: Ranks and batch sizes.
-        reduce_precision: "fp32", in which gradients travel; None: in their own type.
+    PyTorch's defaults. Gradients are reduced once a step, in `reduce_precision` ("fp32") or in their own type.
     """
-    if precision == "fp16":
-        raise NotPredictedError("fp16 under fully_shard has no rules yet")
+    refuse((precision == "fp16", "fp16 under fully_shard has no rules yet"))
     lists = model_lists(model, "float32")
     units: dict[str, list[int]] = {"": []}  # numbers of each unit's parameters; the root first
     for number, parameter in enumerate(lists.parameters):

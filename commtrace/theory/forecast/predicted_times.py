@@ -72,14 +72,7 @@ def weakest_source(sources: Iterable[str | None]) -> str | None:
 
 
 def num_hosts(job: Forecast, call: ExpectedCall, ranks: int, ranks_per_node: int) -> int:
-    """Return the number of hosts that a call's group is on; for a message, 2 if it leaves its host.
-
-    Args:
-        job: The forecast.
-        call: The call.
-        ranks: Ranks of its group.
-        ranks_per_node: Ranks on one host.
-    """
+    """Return the number of hosts that a call's group of ranks is on; for a message, 2 if it leaves its host."""
     if call.role == "model":
         first_ranks = (stage * job.ranks_per_prediction for stage in range(len(job.predictions)))
         places = {first + part for first in first_ranks for part in range(job.plan.layout.tensor)}

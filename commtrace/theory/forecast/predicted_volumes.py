@@ -45,12 +45,7 @@ class Forecast:
 
 
 def forecast(files: Sequence[str], world: int, options: PlanOptions = DEFAULT_OPTIONS) -> Forecast:
-    """Predict what a job will communicate from its configuration files.
-
-    Args:
-        files: Configuration files, as in `plan_job`.
-        world: Ranks of the job.
-        options: Settings that complete the files.
+    """Predict what a job will communicate from its configuration files; arguments as in `plan_job`.
 
     Raises:
         PlanError: If the files and options do not make a job, or there are no rules for it.

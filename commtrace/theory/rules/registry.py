@@ -40,12 +40,7 @@ RULES: Final[list[Rule]] = []
 
 
 def rule(mirrors: str, library: tuple[str, str]) -> Callable[[Function], Function]:
-    """Return a decorator that enters a function into RULES, and returns it unchanged.
-
-    Args:
-        mirrors: Functions of the library that the rule mirrors, separated by ";".
-        library: One of the constants above.
-    """
+    """Return a decorator that enters a function into RULES, and returns it unchanged; arguments as in `Rule`."""
 
     def enter(function: Function) -> Function:
         RULES.append(Rule(function.__module__, function.__name__, mirrors, *library))

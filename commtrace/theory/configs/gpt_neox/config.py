@@ -217,17 +217,10 @@ class NeoxConfig(BaseModel):
         return world_size // (self.stages * self.ranks_of_a_sample)
 
     def batch_shape(self, data_parallel: int) -> tuple[int, int]:
-        """Return micro-batch size and gradient accumulation steps for a number of data-parallel ranks.
-
-        As in DeepSpeed, any two of total batch, micro-batch and accumulation give the third.
-
-        Raises:
-            ConfigError: If they contradict each other.
-        """
+        """Return `complete_batch_sizes` for a number of data-parallel ranks."""
         source = f"{self.origins.get('train_batch_size', 'no file')}: train_batch_size:"
-        return complete_batch_sizes(
-            data_parallel, self.micro_batch, self.gradient_accumulation, self.train_batch_size, source
-        )
+        sizes = self.micro_batch, self.gradient_accumulation, self.train_batch_size
+        return complete_batch_sizes(data_parallel, *sizes, source)
 
 
 def load_config(files: Sequence[str], overrides: Mapping[str, Any], kind: type[Config]) -> Config:

@@ -50,18 +50,10 @@ def deepspeed_config(config: NeoxConfig, micro_batch: int, accumulation: int, ve
 
 def neox_args(config: NeoxConfig, micro_batch: int, accumulation: int) -> SimpleNamespace:
     """Return the settings that decide what travels through a model, by GPT-NeoX's names."""
-    own = (
-        {}
-        if not isinstance(config, ProgramConfig)
-        else {
-            **{name: getattr(config, name) for name in _PROGRAM_SETTINGS},
-            "program": "NeoXArgs",
-            "is_pipe_parallel": config.pipe_parallel_size > 0,
-        }
-    )
-    return SimpleNamespace(
-        **{name: getattr(config, name) for name in _MODEL_SETTINGS},
-        **{name: value for name, value in own.items() if value is not None},
-        train_micro_batch_size_per_gpu=micro_batch,
-        gradient_accumulation_steps=accumulation,
-    )
+    settings = {name: getattr(config, name) for name in _MODEL_SETTINGS}
+    if isinstance(config, ProgramConfig):
+        own = {name: getattr(config, name) for name in _PROGRAM_SETTINGS}
+        settings |= {name: value for name, value in own.items() if value is not None}
+        settings |= {"program": "NeoXArgs", "is_pipe_parallel": config.pipe_parallel_size > 0}
+    batch = {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": accumulation}
+    return SimpleNamespace(**settings, **batch)

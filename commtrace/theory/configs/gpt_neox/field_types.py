@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, Final
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, WrapValidator
+from pydantic import ValidatorFunctionWrapHandler as Handler
 
 from commtrace.errors import ConfigError
 
@@ -34,30 +29,28 @@ class SettingError(ValueError):
         self.key = key
 
 
-def or_fix(fix: str) -> WrapValidator:
-    """Replace pydantic's message about a wrong value by the fix."""
+def refuse_settings(*wrong: tuple[object, str, str]) -> None:
+    """Raise SettingError with the first key and fix whose condition holds."""
+    for is_wrong, key, fix in wrong:
+        if is_wrong:
+            raise SettingError(key, fix)
 
-    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+
+def or_fix(fix: str, *, is_number: bool = False) -> WrapValidator:
+    """Replace pydantic's message about a wrong value by the fix. A number may be text ("1e-8"), but no boolean."""
+
+    def validate(value: Any, handler: Handler) -> Any:
         try:
-            return handler(value)
-        except ValidationError as error:
-            raise ValueError(fix) from error
-
-    return WrapValidator(validate)
-
-
-def number_or_fix(fix: str) -> WrapValidator:
-    """Accept numbers and their text ("1e-8"), but neither true nor false; replace pydantic's message by the fix."""
-
-    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            if isinstance(value, bool):
+            if is_number and isinstance(value, bool):
                 raise ValueError(fix)
-            return handler(float(value) if isinstance(value, str) else value)
-        except ValueError as error:
+            return handler(float(value) if is_number and isinstance(value, str) else value)
+        except ValueError as error:  # pydantic's are, too
             raise ValueError(fix) from error
 
     return WrapValidator(validate)
+
+
+number_or_fix: Final = partial(or_fix, is_number=True)
 
 
 def choice(allowed: Mapping[str, str]) -> BeforeValidator:

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from commtrace.errors import ConfigError
 from commtrace.theory.configs.deepspeed_job_row import deepspeed_row
-from commtrace.theory.configs.job_plan import JobPlan, PlanError, PlanOptions
+from commtrace.theory.configs.job_plan import JobPlan, PlanOptions
 from commtrace.theory.configs.pipeline_job_rows import StageDivision, stage_rows
 from commtrace.theory.configs.rank_layout import ELEMENT_TYPES, RankLayout
 from commtrace.theory.configs.torch_job_rows import ddp_row, fsdp_row
@@ -45,17 +45,14 @@ def plan_gpt_neox(files: Sequence[str], world: int, options: PlanOptions) -> Job
     }
     engine = options.engine or "deepspeed"
     config_type, make_rows = ENGINE_ROWS[engine]
-    try:
-        if config_type is ProgramConfig and _OTHER_KEYS & {key for name in files for key in read_file(find_file(name))}:
-            config_type, make_rows = EngineRows(NeoxConfig, plain_or_staged_rows)
-        config = load_config(files, overrides, config_type)
-        check_engine(config, engine)
-        data = config.data_parallel(world)
-        layout = RankLayout(world, data, *config.batch_shape(data), **config.shared)
-        arguments = vars(neox_args(config, layout.micro_batch, layout.accumulation))
-        rows = tuple({**row, "model": arguments} for row in make_rows(config, layout))
-    except ConfigError as error:
-        raise PlanError(str(error)) from error
+    if config_type is ProgramConfig and _OTHER_KEYS & {key for name in files for key in read_file(find_file(name))}:
+        config_type, make_rows = EngineRows(NeoxConfig, plain_or_staged_rows)
+    config = load_config(files, overrides, config_type)
+    check_engine(config, engine)
+    data = config.data_parallel(world)
+    layout = RankLayout(world, data, *config.batch_shape(data), **config.shared)
+    arguments = vars(neox_args(config, layout.micro_batch, layout.accumulation))
+    rows = tuple({**row, "model": arguments} for row in make_rows(config, layout))
     return JobPlan(rows, layout, _assumed(config))
 
 
@@ -67,14 +64,9 @@ def model_shape(config: NeoxConfig, layout: RankLayout) -> ModelShape:
 def plain_or_staged_rows(
     config: NeoxConfig, layout: RankLayout, *, staged_from: int = 2, groups: int = 2, made_as: str = "float32"
 ) -> Sequence[dict[str, Any]]:
-    """Return DeepSpeed's row, or one for each stage of its pipeline.
+    """Return DeepSpeed's row, or with pipe_parallel_size from `staged_from` on one for each stage of its pipeline.
 
-    Args:
-        config: The configuration.
-        layout: Ranks and batch sizes.
-        staged_from: Least pipe_parallel_size that means the pipeline engine.
-        groups: Groups of the optimizer.
-        made_as: Element type in which the model is made.
+    The optimizer has `groups` groups, and the model is made in the element type `made_as`.
     """
     shape = model_shape(config, layout)
     settings = deepspeed_config(config, layout.micro_batch, layout.accumulation, verbose=False)

@@ -11,7 +11,7 @@ from commtrace.theory.model_shapes import NORMS
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX
 
 from .config import GPT2_VOCAB, NeoxConfig
-from .field_types import Count, CountOrZero, Flag, Number, OptionalCount, SettingError, choice
+from .field_types import Count, CountOrZero, Flag, Number, OptionalCount, choice, refuse_settings
 
 VOCABULARIES: Final = {
     "gpt2bpetokenizer": GPT2_VOCAB, "hfgpt2tokenizer": GPT2_VOCAB, "charleveltokenizer": 512, "hftokenizer": 50277,
@@ -20,10 +20,10 @@ VOCABULARIES: Final = {
 Pythia."""
 
 _WITHOUT_RULES: Final[dict[str, tuple[Any, str]]] = {
-    "te_mha": (False, "layers of Transformer Engine have no rules yet"),
-    "te_layernorm_mlp": (False, "layers of Transformer Engine have no rules yet"),
-    "te_columnparallel": (False, "layers of Transformer Engine have no rules yet"),
-    "te_rowparallel": (False, "layers of Transformer Engine have no rules yet"),
+    **dict.fromkeys(
+        ("te_mha", "te_layernorm_mlp", "te_columnparallel", "te_rowparallel"),
+        (False, "layers of Transformer Engine have no rules yet"),
+    ),
     "moe_num_experts": (1, "GPT-NeoX's mixtures of experts (MegaBlocks) have no rules yet"),
     "train_impl": ("normal", "training of this kind has no rules yet"),
     "gpt_j_tied": (False, "norms that attention and MLP share have no rules yet"),
@@ -63,26 +63,26 @@ class ProgramConfig(NeoxConfig):
     @classmethod
     def refuse_other_models(cls, values: Mapping[str, Any]) -> None:
         """Raise SettingError for settings without rules."""
-        for key, (allowed, reason) in _WITHOUT_RULES.items():
-            if values.get(key, allowed) != allowed:
-                raise SettingError(key, reason)
+        refuse_settings(*(
+            (values.get(key, allowed) != allowed, key, reason) for key, (allowed, reason) in _WITHOUT_RULES.items()
+        ))  # fmt: skip
         kinds = {name for names, _ in values.get("attention_config") or () for name in names} - {"global", "flash"}
-        if kinds:
-            raise SettingError("attention_config", f"layers of the kind {min(kinds)} have no rules yet")
+        refuse_settings(*(
+            (True, "attention_config", f"layers of the kind {kind} have no rules yet") for kind in sorted(kinds)
+        ))  # fmt: skip
 
     @model_validator(mode="after")
     def _check_program(self) -> ProgramConfig:
-        if self.vocabulary is None and self.vocab.lower() not in VOCABULARIES:
-            raise SettingError("tokenizer_type", "its file decides the number of ids: give it with --vocabulary")
-        if self.zero_stage > 1 and self.pipe_parallel_size:
-            reason = "GPT-NeoX itself refuses ZeRO-2 and ZeRO-3 with its pipeline engine (pipe_parallel_size from 1)"
-            raise SettingError("zero_optimization", reason)
-        if self.zero_stage > 1 and self.model_parallel_size > 1:
-            reason = "GPT-NeoX itself refuses ZeRO-2 and ZeRO-3 with tensor parallelism (model_parallel_size from 2)"
-            raise SettingError("zero_optimization", reason)
-        if self.precision == "fp16" and not self.zero_stage:
-            reason = f"without ZeRO, GPT-NeoX {GPT_NEOX[1]} fails in fp16 with DeepSpeed {DEEPSPEED[1]} (cur_scale)"
-            raise SettingError("fp16", reason)
+        refuse_settings(
+            (self.vocabulary is None and self.vocab.lower() not in VOCABULARIES, "tokenizer_type",
+             "its file decides the number of ids: give it with --vocabulary"),
+            (self.zero_stage > 1 and self.pipe_parallel_size, "zero_optimization",
+             "GPT-NeoX itself refuses ZeRO-2 and ZeRO-3 with its pipeline engine (pipe_parallel_size from 1)"),
+            (self.zero_stage > 1 and self.model_parallel_size > 1, "zero_optimization",
+             "GPT-NeoX itself refuses ZeRO-2 and ZeRO-3 with tensor parallelism (model_parallel_size from 2)"),
+            (self.precision == "fp16" and not self.zero_stage, "fp16",
+             f"without ZeRO, GPT-NeoX {GPT_NEOX[1]} fails in fp16 with DeepSpeed {DEEPSPEED[1]} (cur_scale)"),
+        )  # fmt: skip
         return self
 
     @property

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from commtrace.errors import ConfigError
 
-from .field_types import BLOCK_FIX, SettingError
+from .field_types import BLOCK_FIX, SettingError, refuse_settings
 
 if TYPE_CHECKING:
     from .config import NeoxConfig
@@ -43,10 +43,11 @@ def refuse_other_models(values: Mapping[str, Any]) -> None:
         if values.get(key, allowed[0]) not in allowed:
             instead = "leave the key out" if allowed[-1] is None else f"set it to {allowed[-1]!r}"
             raise SettingError(key, f"not supported; {instead}")
-    if values.get("pos_emb") != "rotary":
-        raise SettingError("pos_emb", "only rotary positions are supported; set pos_emb to rotary")
-    if any(name not in ("global", "flash") for name in _names(values.get("attention_config"))):
-        raise SettingError("attention_config", 'only full causal attention is supported: "global" or "flash"')
+    is_other = any(name not in ("global", "flash") for name in _names(values.get("attention_config")))
+    refuse_settings(
+        (values.get("pos_emb") != "rotary", "pos_emb", "only rotary positions are supported; set pos_emb to rotary"),
+        (is_other, "attention_config", 'only full causal attention is supported: "global" or "flash"'),
+    )
 
 
 def _names(value: Any) -> list[str]:
@@ -71,7 +72,7 @@ def check_together(config: NeoxConfig) -> None:
     zero_key = "zero_stage" if "zero_stage" in config.origins else "zero_optimization"
     shared = [key for key in (*_SEQUENCE_SIZES, "model_parallel_size") if getattr(config, key) > 1]
     together = "not supported together with"
-    wrong = (
+    refuse_settings(
         (config.hidden_size % heads, "hidden_size", f"it must be a multiple of num_attention_heads, which is {heads}"),
         (heads % tensor_ranks, "model_parallel_size", f"it must divide num_attention_heads, which is {heads}"),
         (config.sequence_parallel and length % tensor_ranks, "sequence_parallel",
@@ -92,9 +93,6 @@ def check_together(config: NeoxConfig) -> None:
         (stages > 1 and config.zero_stage > 1, zero_key,
          "DeepSpeed's pipeline goes with ZeRO-0 and ZeRO-1 alone; take one of them, or pipe_parallel_size 1"),
     )  # fmt: skip
-    for is_wrong, key, fix in wrong:
-        if is_wrong:
-            raise SettingError(key, fix)
 
 
 def check_engine(config: NeoxConfig, engine: str) -> None:

@@ -38,7 +38,7 @@ PERSISTENT: Final = "small parameters"
 COMPARED: Final = "comparison of the order of modules"
 BARRIERS: Final = "ranks wait for each other while ZeRO-3 is set up"
 
-_NOT_PREDICTED: Final = (
+NOT_PREDICTED: Final = (
     "use_all_reduce_for_fetch_params",
     "zero_quantized_weights",
     "zero_quantized_nontrainable_weights",
@@ -57,7 +57,7 @@ def predict(job: Job) -> Prediction:
     optimizer = job.fact("optimizer")
     refuse(
         (job.tensor > 1, "ZeRO-3 with tensor parallelism has no rules yet"),
-        *((job.zero(name), f"{name} has no rules yet") for name in _NOT_PREDICTED),
+        *((job.zero(name), f"{name} has no rules yet") for name in NOT_PREDICTED),
         (optimizer != "DeepSpeedZeroOptimizer_Stage3", f"{optimizer} with these partitions has no rules yet"),
     )
     evaluations = recorded_evaluations(job)

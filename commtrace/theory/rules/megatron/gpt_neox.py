@@ -46,7 +46,7 @@ def extend_prediction(job: Job, prediction: Prediction) -> Prediction:
     own = own_calls(job)
     extended = replace(
         prediction,
-        start=(*prediction.start, *set_up(job)),
+        start=(*prediction.start, *data_set_indices(job), data_flags(job), parameter_count()),
         steps=tuple((*calls, *own) for calls in prediction.steps),
         others={**prediction.others, WORLD: int(job.fact("world_size")), "self": 1},
     )
@@ -115,26 +115,18 @@ def _model_group(job: Job, call: ExpectedCall) -> ExpectedCall:
 # --- start-up -------------------------------------------------------------------------------------------------------
 
 
-def set_up(job: Job) -> list[ExpectedCall]:
-    """Return the calls before the first batch."""
-    return [*data_set_indices(job), data_flags(job), parameter_count()]
-
-
 @rule("megatron.data.gpt2_dataset._build_index_mappings; megatron.mpu.initialize.initialize_model_parallel (IO group)",
       GPT_NEOX)  # fmt: skip
 def data_set_indices(job: Job) -> list[ExpectedCall]:
-    """Ranks that load data wait for the index of each data set: a 64-bit number among those of one model part."""
-    loads = int(job.row.get("tensor_parallel_rank", 0)) == 0 and loads_batches(job)
-    call = ExpectedCall("all_reduce", _INT64, "data sets are indexed", calls=data_sets(job))
-    stages = int(job.fact("pipeline_stages"))
-    if not loads or not call.calls:
+    """Ranks that load data wait for the index of each data set: a 64-bit number among those of one model part.
+
+    There is a data set to train with, and one for each kind of evaluation.
+    """
+    if int(job.row.get("tensor_parallel_rank", 0)) > 0 or not loads_batches(job):
         return []
-    return [call.among(job.ranks) if stages == 1 else replace(call, ranks=2 * job.ranks)]
-
-
-def data_sets(job: Job) -> int:
-    """Return the number of data sets: one to train with, and one for each kind of evaluation."""
-    return 1 + bool(job.model("do_valid", 1)) + bool(job.model("do_test", 1))
+    data_sets = 1 + bool(job.model("do_valid", 1)) + bool(job.model("do_test", 1))
+    call = ExpectedCall("all_reduce", _INT64, "data sets are indexed", calls=data_sets)
+    return [call.among(job.ranks) if int(job.fact("pipeline_stages")) == 1 else replace(call, ranks=2 * job.ranks)]
 
 
 @rule("megatron.data.data_utils.build_train_valid_test_data_loaders", GPT_NEOX)
@@ -155,7 +147,7 @@ def parameter_count() -> ExpectedCall:
 
 def loads_batches(job: Job) -> bool:
     """Return whether this rank's stage is the first or the last one."""
-    return not job.has_pipeline_engine or job.fact("pipeline", "stage") in (0, int(job.fact("pipeline_stages")) - 1)
+    return computes_loss(job) or job.fact("pipeline", "stage") == 0
 
 
 def computes_loss(job: Job) -> bool:

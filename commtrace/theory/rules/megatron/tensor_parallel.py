@@ -143,15 +143,9 @@ def activation_bars(
     name: str = "tensor",
     volume: Callable[[int, int], Fraction] = all_reduce,
 ) -> list[WaterfallBar]:
-    """Return the bars from a closed form to the activations of a step.
+    """Return the bars from the bytes of a closed form to the activations of a step.
 
-    Args:
-        job: The job.
-        own: Calls of the step.
-        form: Bytes of the closed form.
-        counts: Collective calls of a micro-batch up to each level.
-        name: Name of the parallelism.
-        volume: Closed form of such a call.
+    `counts` are the collective calls of a micro-batch up to each level, and `volume` is the closed form of such a call.
     """
     sent = volume(activation_elements(job), job.tensor) * job.parameter_size
     levels = {label: count * sent for label, count in counts.items()}
