@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -72,10 +72,16 @@ class ModuleNode:
         """Return the node itself, which does not change."""
         return self
 
+    def walk(self) -> Iterator[ModuleNode]:
+        """Yield the module and those within it, parents first."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
     @property
     def has_parameters(self) -> bool:
         """Whether it or a module within it has parameters. A module without, as dropout, may be registered in vain."""
-        return bool(self.parameters) or any(child.has_parameters for child in self.children)
+        return any(module.parameters for module in self.walk())
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ follow from the tree, and no model is built.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, Final, TypeAlias
 
 from commtrace.theory.rules.registry import GPT_NEOX, rule
@@ -32,14 +33,12 @@ class ModuleSpec:
 
 def linear(name: str, inputs: int, outputs: int, *, bias: bool = True) -> ModuleSpec:
     """Return a linear layer, whose weight has `outputs` rows of `inputs`."""
-    parameters: tuple[tuple[str, Shape], ...] = (("weight", (outputs, inputs)), ("bias", (outputs,)))
-    return ModuleSpec(name, parameters if bias else parameters[:1])
+    return ModuleSpec(name, (("weight", (outputs, inputs)), *[("bias", (outputs,))] * bias))
 
 
 def norm(name: str, size: int, *, bias: bool = True) -> ModuleSpec:
     """Return a layer norm, or one without a bias (RMSNorm)."""
-    parameters: tuple[tuple[str, Shape], ...] = (("weight", (size,)), ("bias", (size,)))
-    return ModuleSpec(name, parameters if bias else parameters[:1], norm=True)
+    return ModuleSpec(name, (("weight", (size,)), *[("bias", (size,))] * bias), norm=True)
 
 
 def embedding(name: str, rows: int, size: int) -> ModuleSpec:
@@ -198,6 +197,11 @@ class ModelLists:
     decaying: list[int] = field(default_factory=list)
     """Numbers of the parameters that decay: matrices, which are neither biases nor of norms."""
     plain: list[int] = field(default_factory=list)  # numbers of the other parameters
+
+
+def count_elements(parameters: Iterable[Mapping[str, Any]]) -> int:
+    """Return the elements of rows of parameters."""
+    return sum(prod(parameter["shape"]) for parameter in parameters)
 
 
 def model_lists(root: ModuleSpec, dtype: str) -> ModelLists:

@@ -9,7 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from commtrace.theory.job import NotPredictedError
-from commtrace.theory.model_shapes import ModelShape, ModuleSpec, gpt_neox_layers, model_lists, module_list
+from commtrace.theory.model_shapes import (
+    ModelShape,
+    ModuleSpec,
+    count_elements,
+    gpt_neox_layers,
+    model_lists,
+    module_list,
+)
 from commtrace.theory.rules.deepspeed.pipeline import BLOCK, EMBEDDING
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, rule
 
@@ -46,7 +53,8 @@ def stage_rows(
     """
     parts = _layers(shape)
     names = layer_names(shape.layers, shape.tied)
-    bounds = stage_bounds(names, [_elements(parts[name]) for name in names], division)
+    elements = [count_elements(model_lists(parts[name], "float32").parameters) for name in names]
+    bounds = stage_bounds(names, elements, division)
     settings = pipeline_settings(config)
     rows = []
     for number in range(division.stages):
@@ -96,10 +104,6 @@ def _stage(numbered: Mapping[str, ModuleSpec], tied: ModuleSpec | None) -> Modul
     first = (module_list("tied_modules", replace(tied, name=_TIED)),) if tied is not None else ()
     parts = (replace(part, name=number) for number, part in numbered.items() if part.parameters or part.children)
     return ModuleSpec("", children=(*first, *parts))
-
-
-def _elements(part: ModuleSpec) -> int:
-    return sum(math.prod(parameter["shape"]) for parameter in model_lists(part, "float32").parameters)
 
 
 def _accumulation_type(config: Mapping[str, Any]) -> str:

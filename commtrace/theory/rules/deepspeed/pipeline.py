@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import prod
 from typing import Any, Final, TypeAlias
 
 from commtrace.theory.closed_forms import pipeline as pipeline_form
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
 from commtrace.theory.job import Job, element_size, refuse
-from commtrace.theory.model_shapes import gpt_neox_model, model_lists, neox_shape
+from commtrace.theory.model_shapes import count_elements, gpt_neox_model, model_lists, neox_shape
 from commtrace.theory.rules.megatron import sequence_parallel
 from commtrace.theory.rules.megatron import tensor_parallel as tensor
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, rule
@@ -45,6 +44,7 @@ EMBEDDING: Final = "EmbeddingPipe"
 
 _META_NUMBERS: Final = 256  # TENSOR_META_SIZE
 _OPTIMIZERS: Final = ("DeepSpeedZeroOptimizer", "BF16_Optimizer")
+_ENGINE: Final = "deepspeed.runtime.pipe.engine.PipelineEngine."
 
 
 @dataclass(frozen=True)
@@ -164,13 +164,13 @@ def stage_as_model(job: Job) -> dict[str, Any]:
 # --- among stages ---------------------------------------------------------------------------------------------------
 
 
-@rule("deepspeed.runtime.pipe.engine.PipelineEngine.__init__ (Initialize pipeline communicators)", DEEPSPEED)
+@rule(_ENGINE + "__init__ (Initialize pipeline communicators)", DEEPSPEED)
 def communicator_setup(stage: PipelineStage) -> list[ExpectedCall]:
     """Each stage sends the next one a loss of zero."""
     return _neighbour_calls(stage, forward=[(4, "pipeline communicators are set up")])
 
 
-@rule("deepspeed.runtime.pipe.engine.PipelineEngine.__init__ (params_tensor)", DEEPSPEED)
+@rule(_ENGINE + "__init__ (params_tensor)", DEEPSPEED)
 def parameter_counts(job: Job) -> list[ExpectedCall]:
     """Parameters are counted in two 64-bit numbers: all, and those that no other stage has."""
     return [ExpectedCall("all_reduce", 16, "parameters are counted", role=model_role(job))]
@@ -193,7 +193,7 @@ def tied_broadcasts(job: Job) -> list[ExpectedCall]:
     ]
 
 
-@rule("deepspeed.runtime.pipe.engine.PipelineEngine._exec_reduce_tied_grads", DEEPSPEED)
+@rule(_ENGINE + "_exec_reduce_tied_grads", DEEPSPEED)
 def tied_gradients(job: Job) -> list[ExpectedCall]:
     """Gradients of tied weights are all_reduced once a step, in the type in which gradients are kept."""
     kept = job.fact("grad_accum_dtype") if job.fact("optimizer") == "BF16_Optimizer" else job.parameters[0].dtype
@@ -207,7 +207,7 @@ def _among_tied(job: Job, tied: dict[str, Any], call: ExpectedCall) -> ExpectedC
     return replace(call, payload=call.payload * elements, role=ROLE).among(int(tied["ranks"]))
 
 
-@rule("deepspeed.runtime.pipe.engine.PipelineEngine._send_tensor_meta, _recv_tensor_meta", DEEPSPEED)
+@rule(_ENGINE + "_send_tensor_meta, _recv_tensor_meta", DEEPSPEED)
 def metadata(stage: PipelineStage) -> list[ExpectedCall]:
     """Before the first activations, a fixed number of 32-bit numbers describes them."""
     return _neighbour_calls(stage, forward=[(4 * _META_NUMBERS, METADATA)])
@@ -235,13 +235,13 @@ def _neighbour_calls(
     ]
 
 
-@rule("deepspeed.runtime.pipe.engine.PipelineEngine._exec_send_activations, _exec_recv_activations", DEEPSPEED)
+@rule(_ENGINE + "_exec_send_activations, _exec_recv_activations", DEEPSPEED)
 def activations(job: Job, stage: PipelineStage) -> MessageSizes:
     """Hidden states travel as their gradients do; then the mask, which has none."""
     return [*gradients(job, stage), (mask_bytes(job), MASK)]
 
 
-@rule("deepspeed.runtime.pipe.engine.PipelineEngine._exec_send_grads, _exec_recv_grads", DEEPSPEED)
+@rule(_ENGINE + "_exec_send_grads, _exec_recv_grads", DEEPSPEED)
 def gradients(job: Job, stage: PipelineStage) -> MessageSizes:
     """Gradients of the hidden states travel whole, or as this rank's part with its metadata."""
     payload = hidden_bytes(job)
@@ -250,7 +250,7 @@ def gradients(job: Job, stage: PipelineStage) -> MessageSizes:
     return [(layout_bytes(job), PARTS), (payload // job.tensor, ACTIVATIONS)]
 
 
-@rule("deepspeed.runtime.pipe.engine.PipelineEngine.__init__ (is_pipe_partitioned)", DEEPSPEED)
+@rule(_ENGINE + "__init__ (is_pipe_partitioned)", DEEPSPEED)
 def sends_partitions(job: Job, stage: PipelineStage) -> bool:
     """Tensor-parallel ranks, which all have the same activations, send a part each (pipe_partitioned)."""
     return job.tensor > 1 and bool(stage.facts["pipe_partitioned"])
@@ -262,7 +262,7 @@ def hidden_bytes(job: Job) -> int:
     return tensor.activation_elements(job) * job.parameter_size
 
 
-@rule("deepspeed.runtime.pipe.engine.PipelineEngine._exec_send_activations (has_attention_mask)", DEEPSPEED)
+@rule(_ENGINE + "_exec_send_activations (has_attention_mask)", DEEPSPEED)
 def mask_bytes(job: Job) -> int:
     """The mask is s by s bools for all sequences, sent as 16-bit numbers in every precision; returned are its bytes."""
     return 2 * int(job.model("seq_length")) ** 2
@@ -277,7 +277,7 @@ def layout_bytes(job: Job) -> int:
     return 8 * (1 + 3 + 2 + job.tensor + 1)
 
 
-@rule("deepspeed.runtime.pipe.engine.PipelineEngine._aggregate_total_loss", DEEPSPEED)
+@rule(_ENGINE + "_aggregate_total_loss", DEEPSPEED)
 def loss_calls(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
     """The last stages average the loss; two 32-bit numbers, of these micro-batches and of all, go to the others."""
     averaged = [ExpectedCall("all_reduce", 4, "the loss, averaged")] if stage.last and job.ranks > 1 else []
@@ -319,8 +319,7 @@ def recomputed_segments(stage: PipelineStage) -> list[int]:
     return tensor.layer_segments([layer == BLOCK for layer in stage.layers], interval) if interval else []
 
 
-@rule("deepspeed.runtime.pipe.engine.PipelineEngine._exec_forward_pass, _exec_backward_pass; "
-      "deepspeed.runtime.utils.PartitionedTensor.full", DEEPSPEED)  # fmt: skip
+@rule(_ENGINE + "_exec_forward_pass, _exec_backward_pass; deepspeed.runtime.utils.PartitionedTensor.full", DEEPSPEED)
 def partition_gathers(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
     """Received activations and gradients are gathered from their parts; so is, for backward, the stage's own output."""
     calls = (stage.neighbours + (not stage.last)) * sends_partitions(job, stage)
@@ -358,8 +357,7 @@ def _waterfalls(
 
 def model_parameters(job: Job) -> int:
     """Return the parameters of all stages and tensor-parallel ranks."""
-    tensors = model_lists(gpt_neox_model(neox_shape(job.fact("model"))), "float32").parameters
-    return sum(prod(tensor["shape"]) for tensor in tensors)
+    return count_elements(model_lists(gpt_neox_model(neox_shape(job.fact("model"))), "float32").parameters)
 
 
 def _pipeline_part(job: Job, stage: PipelineStage, own: Sequence[ExpectedCall]) -> FormAndBars:

@@ -25,6 +25,7 @@ from .engine import GRADIENTS, NORM, OVERFLOW
 PARAMETERS: Final = "parameters"
 
 _START_ALIGNMENT: Final = 2  # nccl_start_alignment_factor
+_ZERO: Final = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer."
 
 
 def predict(job: Job) -> Prediction:
@@ -75,7 +76,7 @@ class FlatGroup:
     part: int
 
 
-@rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer._round_robin_reorder", DEEPSPEED)
+@rule(_ZERO + "_round_robin_reorder", DEEPSPEED)
 def group_order(job: Job, group: tuple[int, ...]) -> list[int]:
     """Round-robin reorders the group's parameters in its flat buffer, rank by rank."""
     if not job.zero("round_robin_gradients"):
@@ -84,7 +85,7 @@ def group_order(job: Job, group: tuple[int, ...]) -> list[int]:
     return [parameter for part in range(ranks) for parameter in group[part::ranks]]
 
 
-@rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.__init__, flatten_dense_tensors_aligned", DEEPSPEED)
+@rule(_ZERO + "__init__, flatten_dense_tensors_aligned", DEEPSPEED)
 def flat_group(job: Job, group: tuple[int, ...]) -> FlatGroup:
     """Parameters follow each other (at multiples of 16 bytes with parameter_alignment), padded to 2d elements."""
     order = group_order(job, group)
@@ -111,15 +112,13 @@ def parameter_gathers(job: Job) -> list[ExpectedCall]:
     return calls
 
 
-@rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.process_gradients, "
-      "reduce_ready_partitions_and_remove_grads", DEEPSPEED)  # fmt: skip
+@rule(_ZERO + "process_gradients, reduce_ready_partitions_and_remove_grads", DEEPSPEED)
 def reductions_of_step(job: Job) -> int:
     """ZeRO-2 reduces the gradients of each micro-batch, because it keeps no whole ones; ZeRO-1 the sum of all once."""
     return job.micro_batches if int(job.fact("zero_stage")) == 2 else 1
 
 
-@rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.reduce_gradients, create_gradient_handling_hooks",
-      DEEPSPEED)  # fmt: skip
+@rule(_ZERO + "reduce_gradients, create_gradient_handling_hooks", DEEPSPEED)
 def reduction_order(job: Job) -> list[int]:
     """Gradients are reduced as backward delivers them; in ZeRO-1 without overlap_comm group by group at its end."""
     grouped = [number for group in job.groups for number in group]
@@ -130,7 +129,7 @@ def reduction_order(job: Job) -> list[int]:
     return [places[parameter.name] for parameter in gradients.backward_order(job, tensors)]
 
 
-@rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.average_tensor", DEEPSPEED)
+@rule(_ZERO + "average_tensor", DEEPSPEED)
 def reductions(job: Job) -> list[ExpectedCall]:
     """Buckets are all_reduced, or with use_multi_rank_bucket_allreduce off reduced to the owners of their parts."""
     order, limit = reduction_order(job), int(job.zero("reduce_bucket_size"))
@@ -147,15 +146,14 @@ def reductions(job: Job) -> list[ExpectedCall]:
     return [call.times(reductions_of_step(job)) for call in calls]
 
 
-@rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.allreduce_bucket (sequence_parallel_size)",
-      DEEPSPEED)  # fmt: skip
+@rule(_ZERO + "allreduce_bucket (sequence_parallel_size)", DEEPSPEED)
 def bucket_type(job: Job) -> str:
     """Gradients travel in fp32 where ranks share sequences, except for buckets that are summed in place."""
     is_in_place = job.zero("contiguous_gradients") and not job.zero("reduce_scatter")
     return "float32" if job.sequence > 1 and not is_in_place else engine.communication_type(job)
 
 
-@rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.allreduce_bucket", DEEPSPEED)
+@rule(_ZERO + "allreduce_bucket", DEEPSPEED)
 def bucket_calls(job: Job, bucket: list[int], limit: int) -> list[ExpectedCall]:
     """Return the calls for one bucket of parameters."""
     size = element_size(bucket_type(job))
@@ -179,7 +177,7 @@ def bucket_calls(job: Job, bucket: list[int], limit: int) -> list[ExpectedCall]:
     ]
 
 
-@rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.initialize_gradient_partition", DEEPSPEED)
+@rule(_ZERO + "initialize_gradient_partition", DEEPSPEED)
 def owners(job: Job, number: int) -> list[tuple[int, int]]:
     """Return the pieces of a parameter: the rank whose part it lies in, and its elements."""
     group = next(group for group in job.groups if number in group)
@@ -204,13 +202,13 @@ def flat_reductions(job: Job) -> list[ExpectedCall]:
     return [ExpectedCall("all_reduce", held * size, GRADIENTS) for held in buckets]
 
 
-@rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.has_overflow", DEEPSPEED)
+@rule(_ZERO + "has_overflow", DEEPSPEED)
 def overflow_check(job: Job) -> list[ExpectedCall]:
     """The check all_reduces one byte, where the precision has it (fp16, and bf16 with check_grad_overflow)."""
     return [ExpectedCall("all_reduce", 1, OVERFLOW)] if job.fact("check_grad_overflow") else []
 
 
-@rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.scaled_global_norm, get_grad_norm_direct", DEEPSPEED)
+@rule(_ZERO + "scaled_global_norm, get_grad_norm_direct", DEEPSPEED)
 def norms(job: Job) -> list[ExpectedCall]:
     """Each group of the optimizer all_reduces a 32-bit number, with or without clipping (compute_grad_norm)."""
     return [ExpectedCall("all_reduce", 4, NORM)] * len(job.groups) if job.zero("compute_grad_norm") else []

@@ -1,42 +1,29 @@
 """ZeRO-3: each rank keeps a part of every parameter, and parameters are gathered where they are used.
 
-Bytes are exact, and so are calls under the assumptions of `zero3_coordinator`. Without these, there is at most one call
-for each parameter gathered.
+Bytes are exact, and so are calls under the assumptions of `zero3_passes`. Without these, there is at most one call for
+each parameter gathered.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
-from math import ceil
 from typing import Any, Final
 
 from commtrace.theory.closed_forms import all_gather_volume, zero_3
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
-from commtrace.theory.job import Job, ModelTensor, ModuleNode, NotPredictedError, element_size, refuse
-from commtrace.theory.rules import gradients
+from commtrace.theory.job import Job, ModuleNode, NotPredictedError, refuse
 from commtrace.theory.rules.megatron import sequential_model
 from commtrace.theory.rules.registry import DEEPSPEED, rule
 from commtrace.theory.waterfall import cause_bars, level_bars
 
-from . import engine
-from .engine import GRADIENTS, NORM, OVERFLOW
-from .zero3_coordinator import (
-    CheckpointedSegment,
-    Coordinator,
-    CoordinatorCalls,
-    CoordinatorLimits,
-    forward_pass,
-    run_step,
-)
-
-PARAMETERS: Final = "parameters"
-PERSISTENT: Final = "small parameters"
-COMPARED: Final = "comparison of the order of modules"
-BARRIERS: Final = "ranks wait for each other while ZeRO-3 is set up"
+from . import engine, zero3_calls
+from .engine import GRADIENTS
+from .zero3_coordinator import CheckpointedSegment, Coordinator, CoordinatorCalls, CoordinatorLimits
+from .zero3_passes import forward_pass, run_step
 
 NOT_PREDICTED: Final = (
     "use_all_reduce_for_fetch_params",
@@ -45,7 +32,6 @@ NOT_PREDICTED: Final = (
     "zero_quantized_gradients",
     "enable_sanity_checks",
 )
-_INT64: Final = 8
 MAX_DIFFERENT_PASSES: Final = 16  # of an evaluation: all others are as the last one
 STEPS: Final = 4  # steps to run through: the record of modules is complete in the second at the latest
 _LAYER: Final = re.compile(r"(?:^|[._])\d+$")
@@ -64,16 +50,16 @@ def predict(job: Job) -> Prediction:
     state = _coordinator(job)
     is_old = any(evaluations.values()) and state.resets_after_backward
     refuse((is_old, "evaluations with DeepSpeed before 0.15.4 have no rules yet"))
-    evaluated = [*_evaluate(job, state, evaluations[-1])]
-    start = (*initial_broadcasts(job), *barriers(job), *initial_gathers(job), *evaluated)
+    evaluated = tuple(_evaluate(job, state, evaluations[-1]))
+    start = (*zero3_calls.initial_broadcasts(job), *zero3_calls.barriers(job), *zero3_calls.initial_gathers(job))
     recorded = [run_step(state, job.micro_batches) for _ in range(STEPS)]
     steps = tuple(_step(job, parts) for parts in recorded)
     form = WaterfallBar("equation 3: 3 P (d-1)/d", zero_3(job.elements, job.ranks) * job.parameter_size)
-    persistent_gathers = gathers(job, recorded[-1][-1].gathers, PERSISTENT)
-    skipped = ((*norms(job), *persistent_gathers), tuple(persistent_gathers))
-    scheme = f"ZeRO-3, hpZ within {hpz_ranks(job)} ranks" if hpz_ranks(job) else "ZeRO-3"
+    persistent_gathers = zero3_calls.gathers(job, recorded[-1][-1].gathers, zero3_calls.PERSISTENT)
+    skipped = ((*zero3_calls.norms(job), *persistent_gathers), tuple(persistent_gathers))
+    scheme = f"ZeRO-3, hpZ within {zero3_calls.hpz_ranks(job)} ranks" if zero3_calls.hpz_ranks(job) else "ZeRO-3"
     bars = tuple(_bars(job, recorded[-1], steps[-1]))
-    prediction = Prediction(scheme, job.ranks, start, steps, form, bars, skipped)
+    prediction = Prediction(scheme, job.ranks, start + evaluated, steps, form, bars, skipped)
     has_later = any(passes for step, passes in evaluations.items() if step >= 0)
     return _with_evaluations(job, prediction, evaluations) if has_later else prediction
 
@@ -147,27 +133,21 @@ def _evaluate(job: Job, state: Coordinator, passes: int) -> Iterator[ExpectedCal
         forward_pass(state)
         recorded, held = state.take_recorded(), ({*state.available}, {*state.inflight})
         repetitions = passes if held == before else 1  # all others are as this one
-        yield from (call.times(repetitions) for call in (*comparisons(recorded), *_fetched(job, recorded)))
+        yield from (call.times(repetitions) for call in (*zero3_calls.comparisons(recorded), *_fetched(job, recorded)))
         passes, before = passes - repetitions, held
     if passes:
         raise NotPredictedError("what an evaluation gathers does not become the same in each pass")
 
 
-@rule("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.checkpoint_event_epilogue", DEEPSPEED)
-def saved_state(job: Job) -> list[ExpectedCall]:
-    """Saving a checkpoint releases all parameters; afterwards each persistent one is gathered."""
-    return gathers(job, [(number,) for number in sorted(persistent(job))], PERSISTENT)
-
-
 def _coordinator(job: Job) -> Coordinator:
     """Return the coordinator before the first step."""
-    secondary = frozenset(number for group in job.groups for number in group) if hpz_ranks(job) else None
+    secondary = frozenset(number for group in job.groups for number in group) if zero3_calls.hpz_ranks(job) else None
     elements = {number: parameter.elements for number, parameter in enumerate(job.parameters)}
     root = sequential_model.model_as_run(job) if job.is_gpt_neox else job.root
     return Coordinator(
         root,
         elements,
-        persistent(job),
+        zero3_calls.persistent(job),
         limits(job),
         segments=checkpointed_segments(job, root),
         resets_after_backward=job.is_older("deepspeed", 0, 15, 4),
@@ -177,18 +157,21 @@ def _coordinator(job: Job) -> Coordinator:
 
 
 def _fetched(job: Job, recorded: CoordinatorCalls) -> list[ExpectedCall]:
-    return [*gathers(job, recorded.gathers, PARAMETERS), *gathers_within(job, recorded.within)]
+    return [
+        *zero3_calls.gathers(job, recorded.gathers, zero3_calls.PARAMETERS),
+        *zero3_calls.gathers_within(job, recorded.within),
+    ]
 
 
 def _step(job: Job, parts: list[CoordinatorCalls]) -> tuple[ExpectedCall, ...]:
     *passes, optimizer = parts
     return (
-        *(call for part in passes for call in comparisons(part)),
+        *(call for part in passes for call in zero3_calls.comparisons(part)),
         *(call for part in passes for call in _fetched(job, part)),
-        *(call.times(job.micro_batches) for call in reductions(job)),
-        *overflow_check(job),
-        *norms(job),
-        *gathers(job, optimizer.gathers, PERSISTENT),
+        *(call.times(job.micro_batches) for call in zero3_calls.reductions(job)),
+        *zero3_calls.overflow_check(job),
+        *zero3_calls.norms(job),
+        *zero3_calls.gathers(job, optimizer.gathers, zero3_calls.PERSISTENT),
     )
 
 
@@ -197,7 +180,7 @@ def _bars(job: Job, parts: list[CoordinatorCalls], step: tuple[ExpectedCall, ...
     size = job.parameter_size
     third = engine.ring_bytes(job, job.elements, size)
     twice = 2 * job.micro_batches
-    small = sum(job.parameters[number].elements for number in persistent(job))
+    small = sum(job.parameters[number].elements for number in zero3_calls.persistent(job))
     fetched = sum(
         job.parameters[number].elements
         for part in parts
@@ -210,13 +193,14 @@ def _bars(job: Job, parts: list[CoordinatorCalls], step: tuple[ExpectedCall, ...
         if fetched <= gathered_once_a_pass
         else "parameters gathered more than twice (recomputation, shared weights)"
     )
+    gathers = zero3_calls.PARAMETERS, zero3_calls.PERSISTENT
     among_all_ranks = [replace(call, ranks=None) for call in step]
     levels = {
         f"parameters pass twice in each of {job.micro_batches} micro-batches": third * twice,
         "small parameters gathered once (persistence threshold)": engine.ring_bytes(job, gathered_once_a_pass, size),
         less_or_more: engine.ring_bytes(job, fetched, size),
-        "padding of parameters to equal parts": total_wire_bytes(among_all_ranks, job.ranks, PARAMETERS, PERSISTENT),
-        "gathered from fewer ranks (hpZ)": total_wire_bytes(step, job.ranks, PARAMETERS, PERSISTENT),
+        "padding of parameters to equal parts": total_wire_bytes(among_all_ranks, job.ranks, *gathers),
+        "gathered from fewer ranks (hpZ)": total_wire_bytes(step, job.ranks, *gathers),
     }
     yield from level_bars(third * 2, levels)
     levels = engine.gradient_levels(job)
@@ -226,60 +210,7 @@ def _bars(job: Job, parts: list[CoordinatorCalls], step: tuple[ExpectedCall, ...
     levels["padding of gradients to equal parts"] = all_gather_volume(reduced, job.ranks)
     levels["all_reduce in place of reduce_scatter"] = total_wire_bytes(step, job.ranks, GRADIENTS)
     yield from level_bars(third, levels)
-    yield from cause_bars(step, job.ranks, PARAMETERS, PERSISTENT, GRADIENTS)
-
-
-@rule("deepspeed.runtime.zero.partition_parameters.Init._convert_to_deepspeed_param, _partition_param", DEEPSPEED)
-def padded_elements(job: Job, tensor: ModelTensor) -> int:
-    """A parameter is padded so that all ranks have equal parts; returned are its elements."""
-    return ceil(tensor.elements / job.ranks) * job.ranks
-
-
-@rule("deepspeed.runtime.zero.partition_parameters.Init._zero_init_param; "
-      "deepspeed.runtime.engine.DeepSpeedEngine._broadcast_model", DEEPSPEED)  # fmt: skip
-def initial_broadcasts(job: Job) -> list[ExpectedCall]:
-    """Rank 0 broadcasts each parameter, as bytes, before it is partitioned.
-
-    Parameters that are not yet partitioned when the engine is made are also broadcast with the model. A job that does
-    not tell which these are has none: its model was made under `deepspeed.zero.Init`.
-    """
-    partitioned = "first parameters, one broadcast each, as uint8"
-    with_model = "parameters not yet partitioned when the engine is made, once more"
-    late = (job.parameters[number] for number in job.row.get("partitioned_by_engine", ()))
-    return [
-        *(ExpectedCall("broadcast", parameter.bytes, partitioned) for parameter in job.parameters),
-        *(ExpectedCall("broadcast", parameter.bytes, with_model) for parameter in late),
-    ]
-
-
-@rule("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.__init__, _setup_for_real_optimizer", DEEPSPEED)
-def barriers(job: Job) -> list[ExpectedCall]:
-    """One barrier is before the partitions are moved together, two around the optimizer's state."""
-    return [ExpectedCall("barrier", 0, BARRIERS, 3)]
-
-
-@rule("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.create_reduce_and_remove_grad_hooks", DEEPSPEED)
-def initial_gathers(job: Job) -> list[ExpectedCall]:
-    """Each trained parameter is gathered once, so that a hook can be put on its gradient."""
-    cause = "every parameter once, to put a hook on its gradient"
-    parameters = (job.parameters[number] for group in job.groups for number in group)
-    return [
-        ExpectedCall("all_gather", padded_elements(job, parameter) * parameter.size, cause)
-        for parameter in parameters
-        if parameter.trainable
-    ]
-
-
-@rule("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.mark_persistent_parameters", DEEPSPEED)
-def persistent(job: Job) -> frozenset[int]:
-    """Parameters up to param_persistence_threshold stay gathered, together up to model_persistence_threshold."""
-    limit, total_limit = int(job.zero("param_persistence_threshold")), int(job.zero("model_persistence_threshold"))
-    numbers, total = set(), 0
-    for number, parameter in enumerate(job.parameters):
-        if parameter.elements <= limit and total + parameter.elements <= total_limit:
-            numbers.add(number)
-            total += parameter.elements
-    return frozenset(numbers)
+    yield from cause_bars(step, job.ranks, *gathers, GRADIENTS)
 
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._configure_zero_optimizer", DEEPSPEED)
@@ -287,33 +218,6 @@ def limits(job: Job) -> CoordinatorLimits:
     """The engine hands three settings to the coordinator."""
     names = ("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")
     return CoordinatorLimits(*(int(job.zero(name)) for name in names))
-
-
-@rule("deepspeed.runtime.zero.partition_parameters.Init._convert_to_deepspeed_param.all_gather_coalesced", DEEPSPEED)
-def gathers(job: Job, sets: Iterable[tuple[int, ...]], cause: str) -> list[ExpectedCall]:
-    """A set of parameters is one call for each element type, or one for each parameter (allgather_sequential)."""
-    calls = []
-    ranks = job.ranks if hpz_ranks(job) else None
-    for numbers in (numbers for together in sets for numbers in _gathered_together(job, together)):
-        elements = sum(padded_elements(job, job.parameters[number]) for number in numbers)
-        most = None if cause == PERSISTENT else len(numbers)
-        payload = elements * job.parameters[numbers[0]].size
-        calls.append(ExpectedCall("all_gather", payload, cause, most=most, ranks=ranks))
-    return calls
-
-
-@rule("deepspeed.runtime.zero.partition_parameters.Init._convert_to_deepspeed_param.all_gather_coalesced "
-      "(use_secondary_tensor)", DEEPSPEED)  # fmt: skip
-def gathers_within(job: Job, sets: Iterable[tuple[int, ...]]) -> list[ExpectedCall]:
-    """With hpZ, gathers are of as many bytes, among the ranks that share the secondary partition."""
-    return [replace(call, ranks=hpz_ranks(job)) for call in gathers(job, sets, PARAMETERS)]
-
-
-@rule("deepspeed.utils.groups._create_zero_param_parallel_group", DEEPSPEED)
-def hpz_ranks(job: Job) -> int:
-    """zero_hpz_partition_size ranks share a secondary partition of all parameters; 0: there is none."""
-    size = int(job.zero("zero_hpz_partition_size"))
-    return min(size, job.ranks) if size > 1 else 0
 
 
 @rule("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.pre_sub_module_forward_function "
@@ -336,60 +240,3 @@ def checkpointed_segments(job: Job, root: ModuleNode) -> list[CheckpointedSegmen
             raise NotPredictedError("the modules in the log are not the layers that the model says it has")
         segments = [(first, min(first + interval, layers[-1] + 1)) for first in layers[::interval]]
     return [CheckpointedSegment(first, end, reentrant, masked) for first, end in segments]
-
-
-def _gathered_together(job: Job, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
-    if job.zero("allgather_sequential"):
-        return [(number,) for number in numbers]
-    types: dict[str, list[int]] = {}
-    for number in numbers:
-        types.setdefault(job.parameters[number].dtype, []).append(number)
-    return [tuple(part) for part in types.values()]
-
-
-@rule("deepspeed.runtime.zero.utils.assert_lst_len_same_as_other_ranks, get_lst_from_rank0", DEEPSPEED)
-def comparisons(recorded: CoordinatorCalls) -> list[ExpectedCall]:
-    """Rank 0 broadcasts each list that ranks compare, as 64-bit numbers. Modules that do not run are not in it."""
-    return [
-        ExpectedCall("broadcast", _INT64 * most, COMPARED, least=_INT64 * least if least < most else None)
-        for most, least in recorded.compared
-    ]
-
-
-@rule("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.__reduce_and_partition_ipg_grads", DEEPSPEED)
-def reductions(job: Job) -> list[ExpectedCall]:
-    """Gradients of a micro-batch are reduced in buckets; with reduce_scatter off all_reduced, without padding."""
-    size, limit = element_size(engine.communication_type(job)), int(job.zero("reduce_bucket_size"))
-    grouped = sorted(number for group in job.groups for number in group)
-    order = reduction_order(job, [job.parameters[number] for number in grouped if job.parameters[number].trainable])
-    elements = [parameter.elements for parameter in order]
-    calls = []
-    for bucket in gradients.buckets_within_limit(elements, limit):
-        held = sum(elements[position] for position in bucket)
-        if job.zero("contiguous_gradients") and held <= limit and not job.zero("reduce_scatter"):
-            calls.append(ExpectedCall("all_reduce", held * size, GRADIENTS, most=1))
-        else:
-            padded = sum(padded_elements(job, order[position]) for position in bucket)
-            calls.append(ExpectedCall("reduce_scatter", padded * size, GRADIENTS, most=1))
-    spare = gradients.max_buckets_within_limit(sum(elements), limit, len(elements)) - len(calls)
-    return [replace(call, most=1 + max(spare, 0)) if number == 0 else call for number, call in enumerate(calls)]
-
-
-@rule("deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses._enable_mem_efficient_linear",
-      DEEPSPEED)  # fmt: skip
-def reduction_order(job: Job, tensors: list[ModelTensor]) -> list[ModelTensor]:
-    """Gradients become ready in backward order, as ZeRO-3's own linear layers return them."""
-    order = gradients.gradient_order(tensors)
-    return gradients.zero3_linear_order(order) if job.zero("memory_efficient_linear") else order
-
-
-@rule("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._overflow_check_and_loss_scale_update", DEEPSPEED)
-def overflow_check(job: Job) -> list[ExpectedCall]:
-    """The check all_reduces one byte, in fp16 only."""
-    return [ExpectedCall("all_reduce", 1, OVERFLOW)] if job.fact("precision") == "fp16" else []
-
-
-@rule("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._get_norm_groups, get_grad_norm_direct", DEEPSPEED)
-def norms(job: Job) -> list[ExpectedCall]:
-    """Each sub-group of the optimizer all_reduces a number, with or without clipping."""
-    return [ExpectedCall("all_reduce", element_size(str(job.fact("norm_dtype"))), NORM)] * len(job.groups)

@@ -6,17 +6,15 @@ parameters when it runs, forward and backward, and the order of modules is recor
 known: parameters are fetched ahead of their use, as many as prefetch_bucket_size and max_live_parameters allow, and are
 kept where they are used again soon enough (max_reuse_distance).
 
-Assumptions, which no job row contains: modules run once each, in the order in which they were made, nested as they
-are registered; the model's input needs no gradient. Modules whose activations are recomputed (`CheckpointedSegment`)
-run once more within the backward pass.
+`zero3_passes` calls it for each module, in the order in which modules run.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final
 
 from commtrace.theory.job import ModuleNode, NotPredictedError
 from commtrace.theory.rules.registry import DEEPSPEED, rule
@@ -88,7 +86,7 @@ class Coordinator:
     def __post_init__(self) -> None:
         """Begin with a secondary partition of all parameters."""
         self.recording = self.resets_after_backward
-        self.borrowed = frozenset(number for _, module in forward(self.root) for number in module.borrowed)
+        self.borrowed = frozenset(number for module in self.root.walk() for number in module.borrowed)
         if self.secondary is not None:
             self.valid = {*self.elements}
 
@@ -96,107 +94,6 @@ class Coordinator:
         """Return the calls recorded since the last time."""
         recorded, self.recorded = self.recorded, CoordinatorCalls()
         return recorded
-
-
-# --- hooks of a micro-batch, in order -------------------------------------------------------------------------------
-
-HookCall: TypeAlias = tuple[Callable[[Coordinator, ModuleNode], None], ModuleNode]
-"""A function of the coordinator (`fetch`, `release`, `release_leftovers`), and the module that it is called for."""
-
-
-@rule("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.setup_zero_stage3_hooks "
-      "(before 0.15.4 DeepSpeedZeroOptimizer_Stage3.backward)", DEEPSPEED)  # fmt: skip
-def micro_batch(state: Coordinator) -> None:
-    """Hooks of every module fetch and release its parameters, forward and backward."""
-    if not state.resets_after_backward:
-        reset_step(state)
-    for call, module in (*forward(state.root), *model_backward(state.root, state.segments)):
-        call(state, module)
-    if state.resets_after_backward:
-        reset_step(state)
-
-
-def forward_pass(state: Coordinator) -> None:
-    """Run a forward pass without backward, as in an evaluation."""
-    reset_step(state)
-    for call, module in forward(state.root):
-        call(state, module)
-
-
-def forward(module: ModuleNode) -> Iterator[HookCall]:
-    """Yield the calls of a module's forward, with those of the modules within it."""
-    yield fetch, module
-    for child in module.children:
-        yield from forward(child)
-    yield release, module
-
-
-def backward(module: ModuleNode, *, has_model_input: bool = False) -> Iterator[HookCall]:
-    """Yield the calls of a module's backward, with those of the modules within it.
-
-    It begins at the gradient of each output. Its end is seen at the gradient of the input. The model's own input has no
-    gradient: modules that it is handed to are released after the whole backward pass, in which they come last.
-    """
-    if not module.outputs:
-        return
-    yield from ((fetch, module) for _ in range(module.outputs))
-    for position, child in reversed([*enumerate(module.children)]):
-        reads_input = position == 0 or child.reads_input
-        yield from backward(child, has_model_input=has_model_input and reads_input)
-    yield release_leftovers if has_model_input else release, module
-
-
-def model_backward(root: ModuleNode, segments: Sequence[CheckpointedSegment]) -> Iterator[HookCall]:
-    """Yield the calls of the model's backward, some of whose children are recomputed."""
-    yield fetch, root
-    segment_ending = {segment.end: segment for segment in segments}
-    position = len(root.children)
-    while position:
-        if position in segment_ending:
-            segment = segment_ending[position]
-            yield from recomputed_backward(root.children[segment.first : segment.end], segment)
-            position = segment.first
-        else:
-            position -= 1
-            yield from backward(root.children[position], has_model_input=position == 0)
-    yield release_leftovers, root
-
-
-@rule("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.pre_sub_module_forward_function "
-      "(within torch.utils.checkpoint)", DEEPSPEED)  # fmt: skip
-def recomputed_backward(modules: Sequence[ModuleNode], segment: CheckpointedSegment) -> list[HookCall]:
-    """Modules whose activations were not kept run forward again, before their backward or within it.
-
-    With reentrant autograd, before it. Without, when backward first needs what was not kept: at the last module that
-    has parameters, whose backward has begun; the second forward pass stops there, because it has then made all that
-    backward needs. If dropout behind that module keeps a mask, it stops behind it.
-    """
-    if segment.reentrant:
-        again = [call for module in modules for call in forward(module)]
-        return [*again, *(call for module in reversed(modules) for call in backward(module))]
-    *others, last = modules
-    begun = [last] if segment.masked else path_to_last_parameters(last)
-    last_forward, last_backward = [*forward(last)], [*backward(last)]
-    stop = -1 if segment.masked else last_forward.index((fetch, begun[-1])) + 1
-    return [
-        *((fetch, module) for module in begun),
-        *(call for module in others for call in forward(module)),
-        *last_forward[:stop],
-        *last_backward[last_backward.index((fetch, begun[-1])) + 1 :],
-        *(call for module in reversed(others) for call in backward(module)),
-    ]
-
-
-def path_to_last_parameters(module: ModuleNode) -> list[ModuleNode]:
-    """Return the path from a module to the last one within it, or itself, that has parameters of its own."""
-    for child in reversed(module.children):
-        path = path_to_last_parameters(child)
-        if path:
-            return [module, *path]
-    return [module] if module.parameters else []
-
-
-# --- the coordinator ------------------------------------------------------------------------------------------------
 
 
 @rule(_WHERE + "reset_step", DEEPSPEED)
@@ -394,15 +291,3 @@ def gather_persistent(state: Coordinator) -> None:
         if number not in state.available:
             state.available.add(number)
             state.recorded.gathers.append((number,))
-
-
-def run_step(state: Coordinator, micro_batches: int) -> list[CoordinatorCalls]:
-    """Return the calls of each micro-batch of a step, and last those of its optimizer."""
-    recorded = []
-    for _ in range(micro_batches):
-        micro_batch(state)
-        recorded.append(state.take_recorded())
-    release_all(state)
-    gather_persistent(state)
-    invalidate_secondary(state)
-    return [*recorded, state.take_recorded()]

@@ -12,7 +12,7 @@ from typing import Final
 
 from commtrace.theory.expected_calls import ExpectedCall, Prediction
 from commtrace.theory.job import Job, refuse
-from commtrace.theory.rules.deepspeed import zero3
+from commtrace.theory.rules.deepspeed import zero3, zero3_calls
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, rule
 from commtrace.theory.waterfall import cause_bars
 
@@ -41,8 +41,9 @@ def check(job: Job) -> None:
 
 def extend_prediction(job: Job, prediction: Prediction) -> Prediction:
     """Add the program's own calls."""
-    if job.fact("zero_stage") == 3:
-        prediction = _with_world_group(job, prediction)
+    if job.fact("zero_stage") == 3:  # with an mpu, barriers and comparisons are among all ranks
+        steps = tuple(_in_world(calls) for calls in prediction.steps)
+        prediction = replace(prediction, start=(*_in_world(prediction.start), *built_twice(job)), steps=steps)
     own = own_calls(job)
     extended = replace(
         prediction,
@@ -73,14 +74,8 @@ def built_twice(job: Job) -> list[ExpectedCall]:
     return [ExpectedCall("broadcast", parameter.bytes, cause, role=WORLD) for parameter in job.parameters]
 
 
-def _with_world_group(job: Job, prediction: Prediction) -> Prediction:
-    """Return ZeRO-3's prediction with an mpu: barriers and comparisons are among all ranks."""
-    steps = tuple(_in_world(calls) for calls in prediction.steps)
-    return replace(prediction, start=(*_in_world(prediction.start), *built_twice(job)), steps=steps)
-
-
 def _in_world(calls: Iterable[ExpectedCall]) -> tuple[ExpectedCall, ...]:
-    in_world = (zero3.BARRIERS, zero3.COMPARED)
+    in_world = (zero3_calls.BARRIERS, zero3_calls.COMPARED)
     return tuple(replace(call, role=WORLD) if call.cause in in_world else call for call in calls)
 
 
@@ -226,7 +221,7 @@ def saves(job: Job, iteration: int) -> bool:
 @rule("megatron.checkpointing.save_checkpoint", GPT_NEOX)
 def checkpoint(job: Job) -> list[ExpectedCall]:
     """GPT-NeoX waits three times for all ranks when a checkpoint has been saved."""
-    sharded = zero3.saved_state(job) if job.fact("zero_stage") == 3 else []
+    sharded = zero3_calls.saved_state(job) if job.fact("zero_stage") == 3 else []
     return [*saved_state(), *sharded, ExpectedCall("barrier", 0, CHECKPOINT, 3, role=WORLD)]
 
 

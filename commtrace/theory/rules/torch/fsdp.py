@@ -296,25 +296,18 @@ def prefetches_in_vain(
         before = each
 
 
-@rule(_WHERE + "_fsdp_param_group.FSDPParamGroup.post_backward", TORCH)
+@rule(_WHERE + "_fsdp_param_group.FSDPParamGroup.post_backward; " + _WHERE + "_fsdp_collectives.foreach_reduce", TORCH)
 def reductions(unit: FsdpUnit, each: Pass) -> list[ExpectedCall]:
-    """Gradients are reduced in passes that synchronize them, as set_requires_gradient_sync says."""
-    if not (each.trains and each.reduces):
-        return []
-    return [*gradient_scatters(unit), *(replica_sums(unit) if each.among_copies else [])]
+    """Passes that synchronize gradients (set_requires_gradient_sync) reduce_scatter them, padded as parameters are.
 
-
-@rule(_WHERE + "_fsdp_collectives.foreach_reduce", TORCH)
-def gradient_scatters(unit: FsdpUnit) -> list[ExpectedCall]:
-    """The gradients of a unit's trained parameters are one reduce_scatter, padded as the parameters are."""
-    return [ExpectedCall("reduce_scatter", unit.gradient_bytes, GRADIENTS, ranks=unit.shards)] * (unit.shards > 1)
-
-
-@rule(_WHERE + "_fsdp_collectives.foreach_reduce (HSDP)", TORCH)
-def replica_sums(unit: FsdpUnit) -> list[ExpectedCall]:
-    """HSDP all_reduces each shard of the gradients among the ranks that hold replicas of it."""
-    payload = unit.gradient_bytes // unit.shards
-    return [ExpectedCall("all_reduce", payload, COPIES, ranks=unit.copies)] * (unit.copies > 1)
+    HSDP then all_reduces each shard among the ranks that hold replicas of it.
+    """
+    calls: list[ExpectedCall] = []
+    if each.trains and each.reduces and unit.shards > 1:
+        calls.append(ExpectedCall("reduce_scatter", unit.gradient_bytes, GRADIENTS, ranks=unit.shards))
+    if each.trains and each.reduces and each.among_copies and unit.copies > 1:
+        calls.append(ExpectedCall("all_reduce", unit.gradient_bytes // unit.shards, COPIES, ranks=unit.copies))
+    return calls
 
 
 @rule("torch.nn.utils.clip_grad_norm_ (of DTensors)", TORCH)

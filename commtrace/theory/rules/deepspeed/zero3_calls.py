@@ -1,0 +1,167 @@
+"""Calls of ZeRO-3: of the parameters that the coordinator gathers, at start-up, and of the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import ceil
+from typing import Final
+
+from commtrace.theory.expected_calls import ExpectedCall
+from commtrace.theory.job import Job, ModelTensor, element_size
+from commtrace.theory.rules import gradients
+from commtrace.theory.rules.registry import DEEPSPEED, rule
+
+from . import engine
+from .engine import GRADIENTS, NORM, OVERFLOW
+from .zero3_coordinator import CoordinatorCalls
+
+PARAMETERS: Final = "parameters"
+PERSISTENT: Final = "small parameters"
+COMPARED: Final = "comparison of the order of modules"
+BARRIERS: Final = "ranks wait for each other while ZeRO-3 is set up"
+
+_INT64: Final = 8
+_STAGE_3: Final = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3."
+_INIT: Final = "deepspeed.runtime.zero.partition_parameters.Init."
+
+
+@rule(_INIT + "_convert_to_deepspeed_param, _partition_param", DEEPSPEED)
+def padded_elements(job: Job, tensor: ModelTensor) -> int:
+    """A parameter is padded so that all ranks have equal parts; returned are its elements."""
+    return ceil(tensor.elements / job.ranks) * job.ranks
+
+
+@rule(_INIT + "_zero_init_param; deepspeed.runtime.engine.DeepSpeedEngine._broadcast_model", DEEPSPEED)
+def initial_broadcasts(job: Job) -> list[ExpectedCall]:
+    """Rank 0 broadcasts each parameter, as bytes, before it is partitioned.
+
+    Parameters that are not yet partitioned when the engine is made are also broadcast with the model. A job that does
+    not tell which these are has none: its model was made under `deepspeed.zero.Init`.
+    """
+    partitioned = "first parameters, one broadcast each, as uint8"
+    with_model = "parameters not yet partitioned when the engine is made, once more"
+    late = (job.parameters[number] for number in job.row.get("partitioned_by_engine", ()))
+    return [
+        *(ExpectedCall("broadcast", parameter.bytes, partitioned) for parameter in job.parameters),
+        *(ExpectedCall("broadcast", parameter.bytes, with_model) for parameter in late),
+    ]
+
+
+@rule(_STAGE_3 + "__init__, _setup_for_real_optimizer", DEEPSPEED)
+def barriers(job: Job) -> list[ExpectedCall]:
+    """One barrier is before the partitions are moved together, two around the optimizer's state."""
+    return [ExpectedCall("barrier", 0, BARRIERS, 3)]
+
+
+@rule(_STAGE_3 + "create_reduce_and_remove_grad_hooks", DEEPSPEED)
+def initial_gathers(job: Job) -> list[ExpectedCall]:
+    """Each trained parameter is gathered once, so that a hook can be put on its gradient."""
+    cause = "every parameter once, to put a hook on its gradient"
+    parameters = (job.parameters[number] for group in job.groups for number in group)
+    return [
+        ExpectedCall("all_gather", padded_elements(job, parameter) * parameter.size, cause)
+        for parameter in parameters
+        if parameter.trainable
+    ]
+
+
+@rule("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.mark_persistent_parameters", DEEPSPEED)
+def persistent(job: Job) -> frozenset[int]:
+    """Parameters up to param_persistence_threshold stay gathered, together up to model_persistence_threshold."""
+    limit, total_limit = int(job.zero("param_persistence_threshold")), int(job.zero("model_persistence_threshold"))
+    numbers, total = set(), 0
+    for number, parameter in enumerate(job.parameters):
+        if parameter.elements <= limit and total + parameter.elements <= total_limit:
+            numbers.add(number)
+            total += parameter.elements
+    return frozenset(numbers)
+
+
+@rule(_INIT + "_convert_to_deepspeed_param.all_gather_coalesced", DEEPSPEED)
+def gathers(job: Job, sets: Iterable[tuple[int, ...]], cause: str) -> list[ExpectedCall]:
+    """A set of parameters is one call for each element type, or one for each parameter (allgather_sequential)."""
+    calls = []
+    ranks = job.ranks if hpz_ranks(job) else None
+    for numbers in (numbers for together in sets for numbers in _gathered_together(job, together)):
+        elements = sum(padded_elements(job, job.parameters[number]) for number in numbers)
+        most = None if cause == PERSISTENT else len(numbers)
+        payload = elements * job.parameters[numbers[0]].size
+        calls.append(ExpectedCall("all_gather", payload, cause, most=most, ranks=ranks))
+    return calls
+
+
+@rule(_INIT + "_convert_to_deepspeed_param.all_gather_coalesced (use_secondary_tensor)", DEEPSPEED)
+def gathers_within(job: Job, sets: Iterable[tuple[int, ...]]) -> list[ExpectedCall]:
+    """With hpZ, gathers are of as many bytes, among the ranks that share the secondary partition."""
+    return [replace(call, ranks=hpz_ranks(job)) for call in gathers(job, sets, PARAMETERS)]
+
+
+@rule("deepspeed.utils.groups._create_zero_param_parallel_group", DEEPSPEED)
+def hpz_ranks(job: Job) -> int:
+    """zero_hpz_partition_size ranks share a secondary partition of all parameters; 0: there is none."""
+    size = int(job.zero("zero_hpz_partition_size"))
+    return min(size, job.ranks) if size > 1 else 0
+
+
+def _gathered_together(job: Job, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
+    if job.zero("allgather_sequential"):
+        return [(number,) for number in numbers]
+    types: dict[str, list[int]] = {}
+    for number in numbers:
+        types.setdefault(job.parameters[number].dtype, []).append(number)
+    return [tuple(part) for part in types.values()]
+
+
+@rule("deepspeed.runtime.zero.utils.assert_lst_len_same_as_other_ranks, get_lst_from_rank0", DEEPSPEED)
+def comparisons(recorded: CoordinatorCalls) -> list[ExpectedCall]:
+    """Rank 0 broadcasts each list that ranks compare, as 64-bit numbers. Modules that do not run are not in it."""
+    return [
+        ExpectedCall("broadcast", _INT64 * most, COMPARED, least=_INT64 * least if least < most else None)
+        for most, least in recorded.compared
+    ]
+
+
+@rule(_STAGE_3 + "__reduce_and_partition_ipg_grads", DEEPSPEED)
+def reductions(job: Job) -> list[ExpectedCall]:
+    """Gradients of a micro-batch are reduced in buckets; with reduce_scatter off all_reduced, without padding."""
+    size, limit = element_size(engine.communication_type(job)), int(job.zero("reduce_bucket_size"))
+    grouped = sorted(number for group in job.groups for number in group)
+    order = reduction_order(job, [job.parameters[number] for number in grouped if job.parameters[number].trainable])
+    elements = [parameter.elements for parameter in order]
+    calls = []
+    for bucket in gradients.buckets_within_limit(elements, limit):
+        held = sum(elements[position] for position in bucket)
+        if job.zero("contiguous_gradients") and held <= limit and not job.zero("reduce_scatter"):
+            calls.append(ExpectedCall("all_reduce", held * size, GRADIENTS, most=1))
+        else:
+            padded = sum(padded_elements(job, order[position]) for position in bucket)
+            calls.append(ExpectedCall("reduce_scatter", padded * size, GRADIENTS, most=1))
+    spare = gradients.max_buckets_within_limit(sum(elements), limit, len(elements)) - len(calls)
+    return [replace(call, most=1 + max(spare, 0)) if number == 0 else call for number, call in enumerate(calls)]
+
+
+@rule("deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses._enable_mem_efficient_linear",
+      DEEPSPEED)  # fmt: skip
+def reduction_order(job: Job, tensors: list[ModelTensor]) -> list[ModelTensor]:
+    """Gradients become ready in backward order, as ZeRO-3's own linear layers return them."""
+    order = gradients.gradient_order(tensors)
+    return gradients.zero3_linear_order(order) if job.zero("memory_efficient_linear") else order
+
+
+@rule(_STAGE_3 + "_overflow_check_and_loss_scale_update", DEEPSPEED)
+def overflow_check(job: Job) -> list[ExpectedCall]:
+    """The check all_reduces one byte, in fp16 only."""
+    return [ExpectedCall("all_reduce", 1, OVERFLOW)] if job.fact("precision") == "fp16" else []
+
+
+@rule(_STAGE_3 + "_get_norm_groups, get_grad_norm_direct", DEEPSPEED)
+def norms(job: Job) -> list[ExpectedCall]:
+    """Each sub-group of the optimizer all_reduces a number, with or without clipping."""
+    return [ExpectedCall("all_reduce", element_size(str(job.fact("norm_dtype"))), NORM)] * len(job.groups)
+
+
+@rule(_STAGE_3 + "checkpoint_event_epilogue", DEEPSPEED)
+def saved_state(job: Job) -> list[ExpectedCall]:
+    """Saving a checkpoint releases all parameters; afterwards each persistent one is gathered."""
+    return gathers(job, [(number,) for number in sorted(persistent(job))], PERSISTENT)

@@ -1,0 +1,120 @@
+"""Order in which ZeRO-3's hooks of modules run: forward, backward, and where activations are recomputed.
+
+Assumptions, which no job row contains: modules run once each, in the order in which they were made, nested as they
+are registered; the model's input needs no gradient. Modules whose activations are recomputed (`CheckpointedSegment`)
+run once more within the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, TypeAlias
+
+from commtrace.theory.job import ModuleNode
+from commtrace.theory.rules.registry import DEEPSPEED, rule
+
+from . import zero3_coordinator as coordinator
+from .zero3_coordinator import CheckpointedSegment, Coordinator, CoordinatorCalls
+
+_OFFLOAD: Final = "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload."
+
+HookCall: TypeAlias = tuple[Callable[[Coordinator, ModuleNode], None], ModuleNode]
+"""A function of the coordinator (`fetch`, `release`, `release_leftovers`), and the module that it is called for."""
+
+
+@rule(_OFFLOAD + "setup_zero_stage3_hooks (before 0.15.4 DeepSpeedZeroOptimizer_Stage3.backward)", DEEPSPEED)
+def micro_batch(state: Coordinator) -> None:
+    """Hooks of every module fetch and release its parameters, forward and backward."""
+    if not state.resets_after_backward:
+        coordinator.reset_step(state)
+    back = backward(state.root, has_model_input=True, segments=state.segments)
+    for call, module in (*forward(state.root), *back):
+        call(state, module)
+    if state.resets_after_backward:
+        coordinator.reset_step(state)
+
+
+def forward_pass(state: Coordinator) -> None:
+    """Run a forward pass without backward, as in an evaluation."""
+    coordinator.reset_step(state)
+    for call, module in forward(state.root):
+        call(state, module)
+
+
+def forward(module: ModuleNode) -> Iterator[HookCall]:
+    """Yield the calls of a module's forward, with those of the modules within it."""
+    yield coordinator.fetch, module
+    for child in module.children:
+        yield from forward(child)
+    yield coordinator.release, module
+
+
+def backward(
+    module: ModuleNode, *, has_model_input: bool = False, segments: Sequence[CheckpointedSegment] = ()
+) -> Iterator[HookCall]:
+    """Yield the calls of a module's backward, with those of the modules within it, some of which are recomputed.
+
+    It begins at the gradient of each output. Its end is seen at the gradient of the input. The model's own input has no
+    gradient: modules that it is handed to are released after the whole backward pass, in which they come last.
+    """
+    if not module.outputs:
+        return
+    yield from ((coordinator.fetch, module) for _ in range(module.outputs))
+    segment_ending = {segment.end: segment for segment in segments}
+    position = len(module.children)
+    while position:
+        if position in segment_ending:
+            segment = segment_ending[position]
+            yield from recomputed_backward(module.children[segment.first : segment.end], segment)
+            position = segment.first
+        else:
+            position -= 1
+            child = module.children[position]
+            reads_input = position == 0 or child.reads_input
+            yield from backward(child, has_model_input=has_model_input and reads_input)
+    yield coordinator.release_leftovers if has_model_input else coordinator.release, module
+
+
+@rule(_OFFLOAD + "pre_sub_module_forward_function (within torch.utils.checkpoint)", DEEPSPEED)
+def recomputed_backward(modules: Sequence[ModuleNode], segment: CheckpointedSegment) -> list[HookCall]:
+    """Modules whose activations were not kept run forward again, before their backward or within it.
+
+    With reentrant autograd, before it. Without, when backward first needs what was not kept: at the last module that
+    has parameters, whose backward has begun; the second forward pass stops there, because it has then made all that
+    backward needs. If dropout behind that module keeps a mask, it stops behind it.
+    """
+    if segment.reentrant:
+        again = [call for module in modules for call in forward(module)]
+        return [*again, *(call for module in reversed(modules) for call in backward(module))]
+    *others, last = modules
+    begun = [last] if segment.masked else path_to_last_parameters(last)
+    last_forward, last_backward = [*forward(last)], [*backward(last)]
+    stop = -1 if segment.masked else last_forward.index((coordinator.fetch, begun[-1])) + 1
+    return [
+        *((coordinator.fetch, module) for module in begun),
+        *(call for module in others for call in forward(module)),
+        *last_forward[:stop],
+        *last_backward[last_backward.index((coordinator.fetch, begun[-1])) + 1 :],
+        *(call for module in reversed(others) for call in backward(module)),
+    ]
+
+
+def path_to_last_parameters(module: ModuleNode) -> list[ModuleNode]:
+    """Return the path from a module to the last one within it, or itself, that has parameters of its own."""
+    for child in reversed(module.children):
+        path = path_to_last_parameters(child)
+        if path:
+            return [module, *path]
+    return [module] if module.parameters else []
+
+
+def run_step(state: Coordinator, micro_batches: int) -> list[CoordinatorCalls]:
+    """Return the calls of each micro-batch of a step, and last those of its optimizer."""
+    recorded = []
+    for _ in range(micro_batches):
+        micro_batch(state)
+        recorded.append(state.take_recorded())
+    coordinator.release_all(state)
+    coordinator.gather_persistent(state)
+    coordinator.invalidate_secondary(state)
+    return [*recorded, state.take_recorded()]
