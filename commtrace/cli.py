@@ -35,7 +35,7 @@ COMMANDS: Final = {
     "doctor": "Show what is recorded in this environment, and test it on two local ranks.",
     "build": "Build the native recorder for this environment.",
     "recover": "Recover records of killed processes from this host's shared memory.",
-    "pack": "Write a log as a Parquet data set, which every command and other programs read.",
+    "pack": "Write a log as a Parquet data set for commtrace and other programs.",
     "export": "Write every call of a run to a CSV, Parquet or Perfetto file.",
 }
 

@@ -70,7 +70,7 @@ class State(IntEnum):
 
 
 class Phase(IntEnum):
-    """The part of a training step that a call belongs to. An evaluation is no part of the step that it follows."""
+    """The part of a training step that a call belongs to. An evaluation is not part of the step before it."""
 
     OTHER = 0
     INIT = 1

@@ -8,8 +8,8 @@ the computation of a rank to the call that it was blocked in before, through tha
 rank that came last, through the computation of that rank, and so on to the end of the step before. The pieces cover the
 step without gap or overlap: their sum is its duration.
 
-A step of a rank begins where the last call of its step before ended, and so does that of the job, with the last rank.
-Computation before the first call of a step counts to that step. Times are ns on the clock of the reference host
+A step of a rank begins where the last call of its previous step ended; the job's step begins with the last rank.
+Computation before the first call of a step counts towards that step. Times are ns on the clock of the reference host
 (`clocks`). Ends that a device's clock has seen do not block the host: runs that have them have no paths.
 """
 

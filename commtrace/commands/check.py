@@ -20,10 +20,10 @@ The first line is the verdict. Exit status:
      by rules also: the job has no rules, or a rank left no log
   4  the job hangs, or died in a call that ranks were waiting in: the first lines say which. The comparison follows
 
-By rules, the job description comes from the log. The hooks capture it when DDP or DeepSpeed is set up, at the first
-forward pass of an FSDP2 model, or at the first optimizer step of a model with parallelize_module only. With
---config it comes from configuration files, as in `commtrace theory`, which needs the extra `theory` (PyYAML,
-pydantic).
+With rules, the job comes from the log. The hooks capture it when DDP or DeepSpeed is set up, or at the first forward
+pass of an FSDP2 model. A model with parallelize_module only is captured at the first optimizer step but has no rules
+(status 3): use --against or --baseline. With --config the job comes from configuration files, as in `commtrace
+theory`, which needs the extra `theory` (PyYAML, pydantic).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def prepare(parser: argparse.ArgumentParser) -> None:
         "--update-baseline", metavar="FILE", type=Path,
         help="write the calls of this run to FILE without a comparison; `own` lines in FILE are kept",
     )  # fmt: skip
-    add_shared(parser, "--own", purpose="accept calls whose call site contains PATTERN, as the program's own")
+    add_shared(parser, "--own", purpose="do not compare calls whose call site contains PATTERN")
     parser.add_argument(
         "--strict", action="store_true", help="by rules: fail on calls of the program itself, except those of --own"
     )

@@ -30,7 +30,7 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     for name in ("a", "b"):
         parser.add_argument(name, metavar=name.upper(), type=Path, help="log directory of a run or of a dry run")
     add_shared(parser, "--json")
-    add_shared(parser, "--own", purpose="leave out calls whose call site contains PATTERN")
+    add_shared(parser, "--own", purpose="do not compare calls whose call site contains PATTERN")
     add_shared(parser, "--per-rank", "--dask", "--width")
 
 

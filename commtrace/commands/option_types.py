@@ -107,8 +107,8 @@ _SHARED: Final[dict[str, dict[str, Any]]] = {
     },
     "--own": {
         "metavar": "PATTERN", "action": "append", "default": [],
-        "help": ": a part of file and function, such as train.py or log_loss; `*` and `?` are wildcards; calls in "
-        "backward excepted; may be repeated",
+        "help": " (file name and function name), such as train.py or log_loss; `*` and `?` are wildcards; calls in the "
+        "backward pass never match; may be repeated",
     },
     "--dask": {
         "metavar": "SCHEDULER",

@@ -1,10 +1,11 @@
-"""Write a log as a Parquet data set, which every command and other programs read.
+"""Write a log as a Parquet data set for commtrace and other programs.
 
-All runs of the log are packed, in a few files each, however many ranks they have: the columns of the event table,
-sorted by rank, with statistics, and in `_processes` the tables of the processes. `commtrace report` and the other
-commands read the directory in place of the log, with equal results; pandas, polars, DuckDB and Dask read it as it is.
-The tables of a report are stored too, so that it takes seconds. The log does not change. Needs the extra `parquet`
-(pyarrow).
+Each run of the log becomes a few files, independent of its number of ranks: the event table, sorted by rank, with
+row-group statistics, and in `_processes` the tables of the processes. report, check, diff, scaling and export read the
+directory in place of the log, with the same results, except that the last calls of a run with COMMTRACE_STEPS are not
+packed. Runs with COMMTRACE_MODE=summary cannot be packed. pandas, polars, DuckDB and Dask read the files directly.
+The tables of reports are stored too, so that `commtrace report` takes seconds. The log does not change. Needs the
+extra `parquet` (pyarrow).
 """
 
 from __future__ import annotations
@@ -18,9 +19,7 @@ from .option_types import add_shared
 def prepare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     add_shared(parser, "directory")
-    parser.add_argument(
-        "--out", metavar="OUT", type=Path, help="directory to write (default: the name of DIR and .packed, beside it)"
-    )
+    parser.add_argument("--out", metavar="OUT", type=Path, help="directory to write (default: DIR.packed)")
     parser.add_argument("--force", action="store_true", help="replace OUT if it is a packed log")
     add_shared(parser, "--dask")
 

@@ -19,7 +19,7 @@ CONFIRMED: Final = "confirmed"
 REFINED: Final = "refined"
 """True, but for another reason, or only in a part of the cases."""
 CONTRADICTED: Final = "contradicted"
-NOT_MEASURED: Final = "not measured"
+INCONCLUSIVE: Final = "inconclusive"
 """The measurements cannot decide; `Claim.reason` says why."""
 
 _FORMATS: Final[Mapping[str, Callable[[Any], str]]] = {
@@ -72,7 +72,7 @@ class Claim:
     command: str
     """Repeats the measurement."""
     reason: str = ""
-    """Why the verdict is NOT_MEASURED."""
+    """Why the verdict is INCONCLUSIVE."""
 
     @property
     def measured(self) -> str:

@@ -104,7 +104,7 @@ def page(study: Study) -> str:
     verdicts = PageSection(
         "verdicts",
         "Verdicts",
-        "What the paper states, what was measured, and what follows: confirmed, refined, contradicted or not measured.",
+        "What the paper states, what was measured, and what follows: confirmed, refined, contradicted or inconclusive.",
         tables=[(f"{DATA}/{CLAIMS}.csv, with exact numbers in {DATA}/{CLAIMS}.json", _claims(study.claims()))],
     )
     return render(

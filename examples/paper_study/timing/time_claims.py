@@ -16,7 +16,7 @@ from commtrace.formatting import is_known
 from examples.paper_study.claims import (
     CONFIRMED,
     CONTRADICTED,
-    NOT_MEASURED,
+    INCONCLUSIVE,
     REFINED,
     Claim,
     Measure,
@@ -49,14 +49,14 @@ def why_not_comparable(runs: pd.DataFrame) -> str:
 
 
 def _claim(key: str, place: str, statement: str, verdict: str, measures: Sequence[Measure], reason: str = "") -> Claim:
-    return Claim(key, place, statement, NOT_MEASURED if reason else verdict, measures, COMMAND, reason)
+    return Claim(key, place, statement, INCONCLUSIVE if reason else verdict, measures, COMMAND, reason)
 
 
 def scale(points: pd.DataFrame, reason: str) -> Iterator[Claim]:
     """Yield the claim of figures 1 and 2. `points`: `time_points` of one sequence length.
 
     Confirmed if the share of communication grows with the width of the model under all schemes, contradicted if under
-    none, else not measured: more ranks, which is what grows at scale, are not there.
+    none, else inconclusive: more ranks, which is what grows at scale, are not there.
     """
     shares = points.pivot_table(index="scheme", columns="hidden", values="in_calls_share", sort=False)
     if not {HIDDEN, LARGER_HIDDEN} <= {*shares.columns}:
@@ -110,7 +110,7 @@ def throughput_over_lengths(key: str, points: pd.DataFrame, reason: str) -> Iter
     if all(rises):
         verdict = CONFIRMED if min(ratios.values()) >= factor else REFINED
     else:
-        verdict = NOT_MEASURED if any(rises) else CONTRADICTED
+        verdict = INCONCLUSIVE if any(rises) else CONTRADICTED
     lengths = points["seq_length"]
     yield _claim(
         key, place, statement, verdict,
@@ -130,7 +130,7 @@ def zero_throughput(points: pd.DataFrame, base: str, reason: str) -> Iterator[Cl
     slower, faster, pairs = count_differences(points, base)
     if not pairs:
         return
-    verdict = CONFIRMED if 2 * slower > pairs else CONTRADICTED if 2 * faster > pairs else NOT_MEASURED
+    verdict = CONFIRMED if 2 * slower > pairs else CONTRADICTED if 2 * faster > pairs else INCONCLUSIVE
     yield _claim(
         "zero-throughput", "Figure 14",
         "ZeRO optimizations will more often than not result in a decrease of flops for the given sequence length.",
@@ -141,7 +141,7 @@ def zero_throughput(points: pd.DataFrame, base: str, reason: str) -> Iterator[Cl
                 {"slower in every run": slower, "faster in every run": faster, "all": pairs},
             )
         ],
-        reason or ("most pairs are within the spread" if verdict == NOT_MEASURED else ""),
+        reason or ("most pairs are within the spread" if verdict == INCONCLUSIVE else ""),
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Final
 import pandas as pd
 
 from commtrace.analyses.fold_engine import NamedTables
+from commtrace.formatting import format_plural
 from examples.paper_study.claims import CONFIRMED, CONTRADICTED, REFINED, Claim, Measure, value_range
 
 from .dry_runs import DDP, ZERO_1, ZERO_2, ZERO_3, Plan
@@ -70,7 +71,10 @@ def operation_shares(step: pd.DataFrame, runs: pd.DataFrame) -> Iterator[Claim]:
                     Measure(f"share of start-up and {RUN_LENGTHS[1]} steps, {name}", "share", by_model)
                     for name, by_model in shares.items()
                 ),
-                *(value_range(f"{n} step(s)", "share", by_length[n].values()) for n in RUN_LENGTHS),
+                *(
+                    value_range(f"ZeRO-1 to 3, {format_plural(n, 'step')}", "share", by_length[n].values())
+                    for n in RUN_LENGTHS
+                ),
             ],
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ from commtrace.errors import CommtraceError, LogError
 from commtrace.run import open_run
 from commtrace.schema import Clock, Flag
 from examples.paper_study.__main__ import main
-from examples.paper_study.claims import CONFIRMED, CONTRADICTED, NOT_MEASURED, REFINED, Claim
+from examples.paper_study.claims import CONFIRMED, CONTRADICTED, INCONCLUSIVE, REFINED, Claim
 from examples.paper_study.parts import Options
 from examples.paper_study.timing import machine_load, time_claims, time_part
 from examples.paper_study.timing.bare_messages import FIRST as FIRST_TAG
@@ -243,7 +243,7 @@ def test_the_first_step_is_held_against_later_ones(results: list[Any]) -> None:
     (claim,) = time_claims.cold_operations(colder, "")
     assert [measure.values["all_reduce of DDP"] for measure in claim.measures[2:4]] == [6_500 * US, 350 * US]
     waits = tables["time_first_steps"].query("op == 'recv'").assign(first_late_ns=9e6)
-    assert [verdict(time_claims.cold_operations(waits, reason)) for reason in ("", "busy")] == [REFINED, NOT_MEASURED]
+    assert [verdict(time_claims.cold_operations(waits, reason)) for reason in ("", "busy")] == [REFINED, INCONCLUSIVE]
 
 
 def verdict(claims: Iterator[Claim]) -> str:
@@ -397,7 +397,7 @@ def test_longer_sequences_are_judged_by_the_spread(short: Spread, long: Spread, 
     (claim,) = time_claims.throughput_over_lengths(key, points, "")
     assert (claim.verdict, claim.measures[0].values) == (expected, {"DDP": long[1] / 10})
     (claim,) = time_claims.throughput_over_lengths(key, points, "busy")
-    assert (claim.verdict, claim.reason) == (NOT_MEASURED, "busy")
+    assert (claim.verdict, claim.reason) == (INCONCLUSIVE, "busy")
     assert not [*time_claims.throughput_over_lengths(key, points.iloc[:1], "")]
     (row,) = throughput(points).to_dict("records")
     assert (row["short"], row["long"], row["gflop_per_s_factor"]) == (128, 1024, f"{long[1] / 10:.2f}")
@@ -434,7 +434,7 @@ def test_schemes_differ_only_beyond_the_spread(tmp_path: Path) -> None:
     tables = tables_of(measured)
     assert time_claims.count_differences(tables["time_points"], "DDP") == (1, 0, 2)
     (claim,) = time_claims.zero_throughput(tables["time_points"], "DDP", "")
-    assert (claim.verdict, claim.measures[0].values["slower in every run"]) == (NOT_MEASURED, 1)
+    assert (claim.verdict, claim.measures[0].values["slower in every run"]) == (INCONCLUSIVE, 1)
     assert (
         verdict(time_claims.zero_throughput(tables["time_points"].query("scheme != 'ZeRO-1'"), "DDP", "")) == CONFIRMED
     )
