@@ -1,4 +1,4 @@
-"""What the analyses across ranks take, and the export to Perfetto: processor time, wall time, and peak memory.
+"""What the analyses across ranks take, and the export to Perfetto: CPU time, wall time, and peak memory.
 
 The log is made: every rank on a host of its own, whose clock has an offset and a drift; collectives of all ranks and of
 groups of eight in turn, every fourth call asynchronous, 100 calls a step. Each question is a process of its own.
@@ -54,13 +54,13 @@ def rows(options: argparse.Namespace) -> list[Row]:
         write_log(small, options.fewer)
         analyse = [sys.executable, "-c", ANALYSE]
         cases = {
-            f"matching and clocks of {options.events:,} events": [*analyse, str(large), "clocks"],
-            f"clocks and waits of {options.events:,} events": [*analyse, str(large), "waits"],
-            f"clocks, critical paths, delays of {options.fewer:,} events": [*analyse, str(small), "stragglers"],
+            f"matching and clocks of {options.events:,} calls": [*analyse, str(large), "clocks"],
+            f"clocks and waits of {options.events:,} calls": [*analyse, str(large), "waits"],
+            f"clocks, critical paths, delays of {options.fewer:,} calls": [*analyse, str(small), "stragglers"],
         }
         if find_spec("perfetto") is not None:
             export = [sys.executable, "-m", "commtrace.cli", "export", str(small), "--out", str(trace)]
-            cases[f"Perfetto trace of {options.fewer:,} events"] = export
+            cases[f"Perfetto trace of {options.fewer:,} calls"] = export
         made = [row for case, command in cases.items() if options.only in case for row in measured(case, command)]
         if trace.exists():
             made.append(Row([*cases][-1], "file", "MB", trace.stat().st_size / 1e6))
@@ -72,7 +72,7 @@ def measured(case: str, command: list[str]) -> list[Row]:
     """What a command takes."""
     taken = commands.measured(command)
     made = [
-        Row(case, "processor time", "s", taken.processor),
+        Row(case, "CPU time", "s", taken.processor),
         Row(case, "wall time", "s", taken.seconds),
         Row(case, "peak memory", "MiB", taken.mebibytes),
     ]

@@ -212,7 +212,7 @@ def held_out(network: Network, op: str, options: argparse.Namespace) -> list[Row
     payloads = {size: payload_elements(op, size, 2) * ELEMENT_BYTES for size in between}
     errors = sorted(abs(found.time_us(payloads[size]) / time - 1) * 100 for size, time in times.items())
     noise = sorted(abs(_every_other_pass(some, 0) / _every_other_pass(some, 1) - 1) * 100 for some in seen.values())
-    case = f"{network.name}: {op}, {len(between)} sizes between those fitted"
+    case = f"{network.name}: {op}, {len(between)} payloads between the fitted ones"
     return [
         network.shown(Row(case, name, "%", value))
         for name, value in (
@@ -220,8 +220,8 @@ def held_out(network: Network, op: str, options: argparse.Namespace) -> list[Row
             ("90th percentile", _of_nine_in_ten(errors)),
             ("worst error", errors[-1]),
             ("median error reported by the fit", 100 * (found.held_out_median or 0.0)),
-            ("even passes of the loop against odd ones: median", statistics.median(noise)),
-            ("even passes against odd ones: 90th percentile", _of_nine_in_ten(noise)),
+            ("even against odd passes of the loop: median", statistics.median(noise)),
+            ("even against odd passes: 90th percentile", _of_nine_in_ten(noise)),
         )
     ]
 

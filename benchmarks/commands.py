@@ -33,7 +33,7 @@ class Taken(NamedTuple):
 
     seconds: float
     processor: float
-    """Seconds of processor time, which does not grow when other programs take the cores."""
+    """Seconds of CPU time, which does not grow when other programs take the cores."""
     mebibytes: float
 
 

@@ -23,7 +23,7 @@ from sides import Switch, bare
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 RANKS = {"fake": 1, "gloo": 2}
-PROCESSOR = ", processor time"
+PROCESSOR = ", CPU time"
 TIMEOUT = datetime.timedelta(seconds=120)
 
 
@@ -105,7 +105,7 @@ class Block(NamedTuple):
     wall: float
     """Seconds, of the slowest rank."""
     processor: float
-    """Seconds of processor time, of all threads of all ranks: it does not grow when other programs take the cores."""
+    """Seconds of CPU time, of all threads of all ranks: it does not grow when other programs take the cores."""
 
 
 class Amount(NamedTuple):

@@ -28,7 +28,7 @@ from repeated_logs import Repetition, write_repeated
 
 import commtrace
 
-CASE = "report over {:,} events"
+CASE = "report over {:,} calls"
 RANKS, STEPS, CALLS = 8, 20, 500
 
 OPEN = """

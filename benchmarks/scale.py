@@ -89,7 +89,7 @@ def rows(cases: Iterable[Case], only: str, times: int) -> Iterator[Row]:
                 repetition = case.repetition(int((last == last.max()).sum()))
                 events = write_repeated(recorded, log, repetition)
                 steps = repetition.repeats - repetition.removed
-                name = f"{case.name}, {steps:,} steps: {events:,} events"
+                name = f"{case.name}, {steps:,} steps: {events:,} calls"
                 yield from of_log(log, name, repetition.removed + steps // 2, times)
 
 
@@ -115,9 +115,7 @@ def of_log(log: Path, case: str, step: int, times: int) -> Iterator[Row]:
     table.unlink()
     for name in ("report", "check"):
         yield from taken(case, name, commands.commtrace(name, log), times)
-    yield from taken(
-        case, "events of ten steps of a rank", [sys.executable, "-c", SELECTED, str(log), str(step)], times
-    )
+    yield from taken(case, "calls of ten steps of a rank", [sys.executable, "-c", SELECTED, str(log), str(step)], times)
     shutil.rmtree(log)
     yield from taken(case, "report of the packed log", commands.commtrace("report", packed), times)
     for name, command in commands.duckdb(f"{packed}/**/*.parquet").items():

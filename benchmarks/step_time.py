@@ -26,7 +26,7 @@ BUCKET_MIB = 0.01  # less than a layer's 0.016: each layer is reduced by itself
 EXCHANGES, SIZE, COMPUTE = 12, 1024, 448
 CALLS = 24  # of a step of either program
 DDP = f"step of DDP, {LAYERS} all_reduces"
-BY_HAND = f"step by hand, {EXCHANGES} all_reduces and {EXCHANGES} all_gathers"
+BY_HAND = f"hand-written step, {EXCHANGES} all_reduces and {EXCHANGES} all_gathers"
 
 
 def main() -> None:

@@ -98,7 +98,7 @@ def own_cost(rows: Sequence[Row]) -> str:
         if row.bare is not None:
             line.append(f"{number(row.bare)} ({signed(row.control_difference)})")
         line.append(number(row.side))
-    header = ["us", "external (bare again)", "reported mean", "reported 99th percentile"]
+    header = ["us", "external (baseline repeated)", "reported mean", "reported 99th percentile"]
     return markdown(header, [[name, *line] for name, line in lines.items()])
 
 
@@ -182,21 +182,21 @@ def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
-    "step_time": ("Time of a training step of two ranks, bare + added, ratio (control)", by_case),
+    "step_time": ("Time of a training step of two ranks, baseline + overhead, ratio (control)", by_case),
     "native_step": (
-        "Time of a training step of two ranks, bare + added by the native recorder, ratio (control)",
+        "Time of a training step of two ranks, baseline + overhead of the native recorder, ratio (control)",
         native_step,
     ),
-    "mpi_cost": ("Time of an mpi4py call, bare + added, ratio (control)", by_case),
-    "call_cost": ("Time of a call, bare + added, ratio (control)", by_case),
+    "mpi_cost": ("Time of an mpi4py call, baseline + overhead, ratio (control)", by_case),
+    "call_cost": ("Time of a call, baseline + overhead, ratio (control)", by_case),
     "own_cost": ("The cost of a call, measured externally and as reported", own_cost),
     "startup": ("A Python process that never communicates", by_case),
     "log_size": ("Size on disk", log_size),
     "report": ("Time and memory of a report", by_case_alone),
     "across_ranks": ("Time and memory of analyses across 64 ranks on as many hosts", by_case_alone),
-    "scale": ("Time, time of all processors and memory of commands on logs of many ranks or steps", scale),
-    "large_scale": ("The same on logs of up to 100 million events", scale),
-    "bench_loop": ("`commtrace bench` beside a hand-written loop, and its fit at held-out sizes", bench_loop),
+    "scale": ("Wall time, CPU time and peak memory of commands on logs of many ranks or steps", scale),
+    "large_scale": ("The same on logs of up to 100 million calls", scale),
+    "bench_loop": ("`commtrace bench` and a hand-written loop, and its fit at held-out payloads", bench_loop),
 }
 
 

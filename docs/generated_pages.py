@@ -46,10 +46,10 @@ def real_programs_page() -> str:
     recorded = _recorded("gpt_neox")
     lines = [
         "# Real programs\n\n`train.py` of [GPT-NeoX](https://github.com/EleutherAI/gpt-neox) at "
-        f"{GPT_NEOX[1]}, unedited, on CPU ranks with gloo and DeepSpeed {DEEPSPEED[1]}: calls of a rank in all steps, "
-        "and those that the rules do not expect, or expect in vain; whether the calls of all ranks equal those of its "
-        "dry run (`commtrace check --against`; -: not recorded). `tests/external` runs it again.\n",
-        "| configuration | ranks | scheme | calls | not as expected | as its dry run |\n"
+        f"{GPT_NEOX[1]}, unedited, on CPU ranks with gloo and DeepSpeed {DEEPSPEED[1]}: calls of a rank in all steps; "
+        "unexpected and missing ones, by the rules; whether the calls of all ranks equal those of its dry run "
+        "(`commtrace check --against`; -: not recorded). `tests/external` runs it again.\n",
+        "| configuration | ranks | scheme | calls | not as expected | matches dry run |\n"
         "| --- | ---: | --- | ---: | ---: | --- |",
     ]
     for name, run in recorded.items():
@@ -83,12 +83,13 @@ def _configuration_files() -> Iterator[str]:
     refused = sum("refused" in file for file in files)
     yield (
         f"## Configuration files\n\nAll files of GPT-NeoX {document['commit'][:8]} on {document['world_size']} ranks, "
-        f"recorded on {document['date']}: {equal} of {len(files)} are predicted with as many parameters as GPT-NeoX's "
-        f"own model has on the meta device (of a tensor-parallel rank, all stages together), {refused} are refused "
-        "with a reason. Files without a model, or without its training, are joined to another.\n"
+        f"recorded on {document['date']}: for {equal} of {len(files)}, the predicted parameter count equals that of "
+        "GPT-NeoX's model on the meta device (of a tensor-parallel rank, all stages together); "
+        f"{refused} are refused with a reason. Files that lack model or training settings were combined with "
+        "another file.\n"
     )
     yield from (
-        "| files | theory | parameters | GPT-NeoX's model, or why it is not made |",
+        "| files | theory | parameters | GPT-NeoX's model, or why it cannot be built |",
         "| --- | --- | ---: | ---: |",
     )
     for name, file in document["files"].items():
@@ -101,7 +102,7 @@ def _frameworks() -> Iterator[str]:
     """Yield the lines of the table of trainings with frameworks, as `tests/external` recorded them."""
     yield (
         "\n## Frameworks\n\nSmall models on CPU ranks with gloo ([how to](../how-to/frameworks.md)); `check`: status "
-        "by rules, and against a dry run of the same program (-: not recorded).\n\n"
+        "with rules, and against a dry run of the same program (-: not recorded).\n\n"
         "| training | version | date | ranks | calls | steps | dimensions | phases | check | dry run |\n"
         "| --- | --- | --- | ---: | ---: | --- | --- | --- | ---: | ---: |"
     )
@@ -116,9 +117,9 @@ def _frameworks() -> Iterator[str]:
 def commands_page() -> str:
     """Return the help text of every command as Markdown."""
     parts = [
-        "# Commands\n\nExit status: 0 success (also for a report of a damaged log), 1 an error that you can fix "
-        "(`check`, `diff`: also a difference), 2 wrong arguments, 3 `check` or `diff` could not compare everything, "
-        "4 `check`: the job hangs or died in a call, 130 interrupted."
+        "# Commands\n\nExit status: 0 success (also for a report of a damaged log), 1 an error, whose "
+        "message says how to fix it (`check`, `diff`: also a difference), 2 wrong arguments, 3 `check` or `diff` could "
+        "not compare everything, 4 `check`: the job hangs or died in a call, 130 interrupted."
     ]
     for name in COMMANDS:
         command = import_module(f"commtrace.commands.{name}")
@@ -137,7 +138,7 @@ def settings_page() -> str:
     lines = [
         "# Settings",
         "",
-        "Settings are environment variables, because every launcher can pass those on. A value that is not valid is "
+        "Settings are environment variables, because every launcher can forward them. A value that is not valid is "
         "reported in one line on stderr, and the program runs untraced. Sizes take `k`, `m`, `g`, `t` (powers of "
         "1024).",
         "",
@@ -191,19 +192,19 @@ documents have it as "columns".
 - Counts and bytes are sums over the ranks that left a log, unless a column says "per rank".
 - Every recorded call counts, including calls that failed or did not end; the table `states` counts them.
 - A missing value means "not known", never zero: `null` in JSON, "-" in text.
-- Text and pages show the columns under short heads, in units that suit; JSON and pandas hold exact
+- Text and HTML reports use short column heads and suitable units; JSON and pandas hold exact
   numbers.
 
 Tables marked "Merged by rank" (or host) have, in reports and JSON of more than 32 ranks, a
-row per class of alike ranks and per outlier; pandas, and reports with `--per-rank`, have all rows.
-Such a row lists its ranks as text ("0-31,64-1016:8"; of many ranges the first and the last), and the
+row per class of equivalent ranks and per outlier; pandas, and reports with `--per-rank`, have all
+rows. Such a row lists its ranks as text ("0-31,64-1016:8"; of many ranges the first and the last), and the
 column `alike` counts them. A cell whose values differ is an object in JSON:
 
 - `{"known", "lowest", "lowest_at", "median", "highest", "highest_at"}` of numbers: how many are
   known, the extremes with the ranks that have them, and the (lower) median;
 - `{"different"}` of texts and identifiers: how many there are.
 
-`stuck_call` still is a row of the complete `stuck_calls`.
+`stuck_call` always refers to a row of the complete `stuck_calls`.
 """
 
 
@@ -226,15 +227,15 @@ def _describe_tables() -> Iterator[str]:
 
 
 def rules_page() -> str:
-    """Return the table of the rules of theory: what each mirrors, in which library version."""
+    """Return the table of prediction rules: what each reproduces, in which library version."""
     lines = [
-        "# Rules of theory",
+        "# Prediction rules",
         "",
-        "A rule is a function that predicts calls of a job. Each mirrors one place in a library, in the version that "
-        "it was written from. Libraries of other versions may communicate differently; a dry run executes the "
+        "A rule is a function that predicts calls of a job. Each reproduces one place in a library, in the version "
+        "that it was written against. Libraries of other versions may communicate differently; a dry run executes the "
         "installed ones.",
         "",
-        "| rule | mirrors | library |",
+        "| rule | reproduces | library |",
         "| --- | --- | --- |",
     ]
     for rule in sorted(RULES, key=lambda rule: (rule.library, rule.module, rule.name)):

@@ -56,7 +56,7 @@ def _paragraph(row: Any, width: int) -> Iterator[str]:
     yield f"rank {row.ranks}, {row.steps}, {row.op} of dimension {row.role}:"
     most = f" (at most {format_plural(row.calls_max, 'call')})" if not pd.isna(row.calls_max) else ""
     yield f"    expected {_volume(row.expected_calls, row.expected_bytes)}{most}"
-    yield f"    measured {_volume(row.measured_calls, row.measured_bytes)}: {_difference(row)}"
+    yield f"    recorded {_volume(row.measured_calls, row.measured_bytes)}: {_difference(row)}"
     if row.causes:
         yield from wrapped(f"most likely cause: {row.causes}", width, "    ")
     if row.sites:

@@ -5,7 +5,7 @@
     run.figure("message_sizes")                             # shown in Jupyter
 
     from commtrace.analyses import figures
-    figures.message_sizes(run.table("message_size_bins"))   # the same, of any table with its columns
+    figures.message_sizes(run.table("message_size_bins"))   # from any table with the same columns
 
 and of several runs:
 
@@ -13,8 +13,8 @@ and of several runs:
     tables = compare({"ddp": run, "zero3": other})
     figures.operation_shares(tables["runs_by_operation"])
 
-`FIGURES`, `COMPARISONS` and `SCALING` list all figures, with the table of each and what to look for in it. A figure of
-a new question is a function in a module of this folder and an entry in `FIGURES`.
+`FIGURES`, `COMPARISONS` and `SCALING` list all figures, with the table of each and what to look for in it. To
+add a figure, add a function to a module of this folder and an entry to `FIGURES`.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure, which `draw` makes of one table of an analysis."""
+    """A figure that `draw` creates from one table of an analysis."""
 
     title: str
     table: str
     draw: Callable[[pd.DataFrame], go.Figure]
     look_for: str
-    absent: str = "The log holds no call."
+    absent: str = "The log has no calls."
     """Why there is no figure, if the table is missing or has nothing to draw."""
     has_data: Callable[[pd.DataFrame], bool] = lambda table: len(table) > 0
 
@@ -76,28 +76,30 @@ def _has_steps(table: pd.DataFrame) -> bool:
     return bool((table["step"] >= 0).any())
 
 
-_NO_STEP: Final = "The log has no training step: all calls are of start-up or evaluations."
+_NO_STEP: Final = (
+    "The log has no training step: all calls belong to start-up or evaluations. Mark steps with commtrace.step()."
+)
 _NO_THEORY: Final = (
-    "There is no prediction for this run: it needs the job that is trained, captured in the log, and rules for its "
-    "scheme."
+    "There is no prediction for this run: it needs a job, captured in the log, and rules for its scheme. Compare with "
+    "a dry run instead (commtrace check --against)."
 )
 
 _NO_STEP_TIMES: Final = (
-    "The log has not the times for it: it needs three training steps of all ranks, with ends of calls that the host "
-    "has seen."
+    "The log does not have the times for this figure. It needs three training steps of every rank, with ends of calls "
+    "observed on the host."
 )
 
-# In the order of a page.
+# In the order of the HTML report.
 FIGURES: Final[dict[str, Figure]] = {
     "volume": Figure(
         "Volume by operation and parallel dimension",
         "volume_by_role_and_operation",
         volume,
-        "The longest bar moves most data. The thin grey bar is the wire bytes: where it is "
+        "The operation with the longest bar moves the most data. The thin grey bar is the wire bytes: where it is "
         "longer, the operation sends more bytes than its buffers have.",
     ),
     "waterfall": Figure(
-        "From the closed form to what was measured",
+        "From the closed form to the recorded bytes",
         "waterfall",
         waterfall,
         "Each bar between the first and the last is one cause for which this run sends more (or less) than the "
@@ -105,7 +107,7 @@ FIGURES: Final[dict[str, Figure]] = {
         _NO_THEORY,
     ),
     "waterfall_by_role": Figure(
-        "From the closed form to what was measured, by dimension",
+        "From the closed form to the recorded bytes, by dimension",
         "waterfall_by_role",
         waterfall_by_role,
         "The formula of each parallel dimension, and what the ranks send in it. A dimension without a formula (the "
@@ -113,10 +115,10 @@ FIGURES: Final[dict[str, Figure]] = {
         "The closed form of this run, if there is one, has a single dimension.",
     ),
     "expected_and_measured": Figure(
-        "Expected and measured, by operation",
+        "Expected and recorded, by operation",
         "reconciliation",
         expected_and_measured,
-        "Pale bars are expected from the job's settings, full ones were measured. Pairs of equal length agree; an "
+        "Pale bars: expected from the job's settings; solid bars: recorded. Pairs of equal length agree; an "
         "operation in place of another shows as two pairs that differ in opposite directions.",
         _NO_THEORY,
         _has_steps,
@@ -142,7 +144,7 @@ FIGURES: Final[dict[str, Figure]] = {
         "timeline",
         timeline,
         "An all_reduce, all_gather or reduce_scatter ends on all ranks together, so the rank with the shortest bar "
-        "came last, and the others waited for it. (An end that was seen only by a later wait makes a bar too long.) "
+        "came last, and the others waited for it. (A bar is too long if the end was observed only by a later wait.) "
         "Drag to zoom in, double-click to zoom out.",
         _NO_STEP,
     ),
@@ -171,14 +173,14 @@ FIGURES: Final[dict[str, Figure]] = {
     ),
 }
 
-# Of several runs, in the order of a page.
+# Comparisons of several runs, in the order of the HTML report.
 COMPARISONS: Final[dict[str, Figure]] = {
     "operation_shares": Figure(
         "Share of each operation",
         "runs_by_operation",
         operation_shares,
-        "Each bar is one run, whatever its volume: the mix of operations shows the scheme. Start-up counts, the less "
-        "the longer a run is.",
+        "Each bar is one run, whatever its volume: the mix of operations shows the scheme. Start-up is included; "
+        "its share shrinks in longer runs.",
     ),
     "operation_volumes": Figure(
         "Volume of each operation",
@@ -188,7 +190,7 @@ COMPARISONS: Final[dict[str, Figure]] = {
         "steps.",
     ),
     "measured_and_predicted": Figure(
-        "Measured against predicted",
+        "Recorded against the closed form",
         "runs_predicted",
         measured_and_predicted,
         "A run at 1.00 x sends what the closed form predicts. The report of a run explains other ratios.",
@@ -203,12 +205,12 @@ COMPARISONS: Final[dict[str, Figure]] = {
         has_data=lambda table: bool((table["wire_bytes_per_rank"] > 0).any()),
     ),
     "predicted_by_role": Figure(
-        "Measured against predicted, by dimension",
+        "Recorded against the closed form, by dimension",
         "runs_predicted_by_role",
         predicted_by_role,
-        "Equation 4 counts all stages of a pipeline and one micro-batch, equations 2 and 5 one rank; measured bytes "
-        "are counted likewise. With several micro-batches per step, the measured bytes are that many times the "
-        "predicted ones.",
+        "Equation 4 counts all stages of a pipeline and one micro-batch, equations 2 and 5 one rank; recorded bytes "
+        "are counted likewise. With several micro-batches per step, the recorded bytes are that many times the "
+        "closed form.",
         "None of these runs has several parallel dimensions with formulas.",
     ),
 }
@@ -218,17 +220,17 @@ SCALING: Final[dict[str, Figure]] = {
         "Speedup and efficiency",
         "scaling",
         speedup,
-        "The dotted line is a perfect division of the work. The further the full line is below it, the more the "
-        "added ranks lose.",
+        "The dotted line is ideal (linear) scaling. The further the solid line is below it, the lower the "
+        "scaling efficiency.",
     ),
     "step_parts": Figure(
         "Where the time of a step goes",
         "scaling",
         step_parts,
-        "Computing should shrink as ranks are added. What stays or grows limits the scaling.",
+        "Computation should shrink as ranks are added. What stays or grows limits the scaling.",
     ),
 }
-"""Figures of runs on increasing numbers of ranks (`commtrace scaling`)."""
+"""Figures of runs at increasing scale (`commtrace scaling`)."""
 
 
 def figure(run: Run, name: str) -> go.Figure:

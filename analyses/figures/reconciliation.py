@@ -16,7 +16,7 @@ def waterfall(table: pd.DataFrame) -> go.Figure:
 
     Of `waterfall_by_role`, the waterfall of each parallel dimension, one below the other.
     """
-    title = "From the closed form to what was measured" + (", by dimension" if "role" in table else "")
+    title = "From the closed form to the recorded bytes" + (", by dimension" if "role" in table else "")
     roles = table["role"] if "role" in table else pd.Series("", table.index)
     total = table["kind"].isin(["closed form", "measured"])
     colours = table["kind"].map({"unexplained": style.UNEXPLAINED, "cause": style.MORE}).fillna(CLOSED_FORM)
@@ -78,13 +78,13 @@ def expected_and_measured(table: pd.DataFrame) -> go.Figure:
     volumes = [*means["expected_bytes"], *means["measured_bytes"]]
     scale = bytes_scale(volumes)
     figure = go.Figure()
-    for side, opacity in (("expected", 0.4), ("measured", 1.0)):
+    for side, name, opacity in (("expected", "expected", 0.4), ("measured", "recorded", 1.0)):
         for op in operations:
             size, calls = float(means[f"{side}_bytes"][op]), float(means[f"{side}_calls"][op])
             bars = horizontal_bars(
                 [label(op)],
                 scale.axis([size]),
-                [f"{label(op)}, {side}<br>payload {format_bytes(size)}<br>{format_count(calls)} calls"],
+                [f"{label(op)}, {name}<br>payload {format_bytes(size)}<br>{format_count(calls)} calls"],
                 text=[format_bytes(size)],
                 offsetgroup=side,
                 marker={**style.paint(op), "opacity": opacity},
@@ -93,9 +93,9 @@ def expected_and_measured(table: pd.DataFrame) -> go.Figure:
             figure.add_trace(bars)
         # An empty bar, for the meaning of pale and full colours in the legend.
         figure.add_trace(
-            go.Bar(x=[None], y=[None], name=side, offsetgroup=side, marker={"color": CLOSED_FORM}, opacity=opacity)
+            go.Bar(x=[None], y=[None], name=name, offsetgroup=side, marker={"color": CLOSED_FORM}, opacity=opacity)
         )
     figure.update_xaxes(title_text=f"payload per rank and step, {scale.unit}", range=[0, 1.3 * scale.reach(volumes)])
     figure.update_yaxes(categoryarray=[label(op) for op in operations], autorange="reversed", showgrid=False)
     figure.update_layout(barmode="group", bargap=0.25, bargroupgap=0.06)
-    return finish(figure, "Expected and measured, by operation", 130 + 58 * len(operations))
+    return finish(figure, "Expected and recorded, by operation", 130 + 58 * len(operations))

@@ -85,18 +85,18 @@ def role_volumes(table: pd.DataFrame) -> go.Figure:
 
 def measured_and_predicted(table: pd.DataFrame) -> go.Figure:
     """Draw the measured and predicted bytes of a rank's step, from `runs_predicted` (the paper's figure 10)."""
-    return _prediction_bars(table, "wire bytes per step (min)", "Measured against predicted")
+    return _prediction_bars(table, "wire bytes per step (min)", "Recorded against the closed form")
 
 
 def predicted_by_role(table: pd.DataFrame) -> go.Figure:
     """Draw the bytes of a step by dimension, from `runs_predicted_by_role` (the paper's figure 13)."""
     names = table["run"].astype(str) + " · " + table["role"].astype(str)
     axis = "bytes of a step (pipeline: all stages)"
-    return _prediction_bars(table.assign(run=names), axis, "Measured against predicted, by dimension")
+    return _prediction_bars(table.assign(run=names), axis, "Recorded against the closed form, by dimension")
 
 
 def speedup(table: pd.DataFrame) -> go.Figure:
-    """Draw speedup and efficiency of `scaling` against the number of ranks, beside a perfect division."""
+    """Draw speedup and efficiency of `scaling` against the number of ranks, and ideal scaling."""
     ranks, perfect = table["ranks"], table["ranks"] / table["ranks"].iloc[0]
     hover = [
         f"{label(row.run)}<br>{row.ranks} ranks<br>{row.speedup:.2f}x, {format_share(row.efficiency)}"
@@ -108,7 +108,7 @@ def speedup(table: pd.DataFrame) -> go.Figure:
     panels = (("speedup", perfect, table["speedup"]), ("efficiency, %", perfect * 0 + 100, table["efficiency"] * 100))
     for panel, (title, of_perfect, measured) in enumerate(panels, start=1):
         options = {"x": ranks, "showlegend": panel == 1, "row": 1, "col": panel}
-        figure.add_scatter(y=of_perfect, name="perfect division", **ideal, **options)
+        figure.add_scatter(y=of_perfect, name="ideal scaling", **ideal, **options)
         figure.add_scatter(y=measured, name="measured", **seen, **options)
         figure.update_yaxes(title_text=title, rangemode="tozero", row=1, col=panel)
     ticks = sorted(set(ranks))
@@ -120,7 +120,7 @@ def step_parts(table: pd.DataFrame) -> go.Figure:
     """Draw where the time of a step goes, a bar per run of `scaling`, means over its ranks."""
     on_device = table["compute_ns"].isna().any()
     parts = {
-        **({"whole step": (table["step_ns"], GREY)} if on_device else {"computing": (table["compute_ns"], BLUE)}),
+        **({"whole step": (table["step_ns"], GREY)} if on_device else {"computation": (table["compute_ns"], BLUE)}),
         "communication": (table["blocked_ns"] - table["late_ns"], ORANGE),
         "waiting for late ranks": (table["late_ns"], VERMILION),
     }
@@ -143,14 +143,14 @@ def _prediction_bars(table: pd.DataFrame, axis: str, title: str) -> go.Figure:
     ratio_texts = [f" · {ratio:.2f} x" if pd.notna(ratio) else "" for ratio in ratios]
     figure = go.Figure()
     for kind, name, colour, suffixes in (
-        ("predicted", "predicted by the closed form", style.CLOSED_FORM, [""] * len(table)),
-        ("measured", "measured", style.MORE, ratio_texts),
+        ("predicted", "closed form", style.CLOSED_FORM, [""] * len(table)),
+        ("measured", "recorded", style.MORE, ratio_texts),
     ):
         runs, values = [label(run) for run in table["run"]], table[f"{kind}_bytes"]
         bars = horizontal_bars(
             runs,
             scale.axis(values),
-            [f"{run}, {kind}<br>{format_count(size)} bytes" for run, size in zip(runs, values, strict=True)],
+            [f"{run}, {name}<br>{format_count(size)} bytes" for run, size in zip(runs, values, strict=True)],
             text=[format_bytes(value) + suffix for value, suffix in zip(values, suffixes, strict=True)],
             text_position=style.text_positions(values, both),
             text_anchor="start",

@@ -302,7 +302,7 @@ class _Comparison:
 
         for position in islice(chain(regular(evaluates=False), regular(evaluates=True)), 1):
             compared: ComparedStep = self._compared[positions[position]]
-            return compared.waterfall(f"measured, rank {process.rank}, step {self._steps[position]}")
+            return compared.waterfall(f"recorded, rank {process.rank}, step {self._steps[position]}")
         return None
 
 

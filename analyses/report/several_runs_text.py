@@ -21,7 +21,7 @@ _SCALING_TABLES: Final = (
     ("scaling", "speedup", "Speed"),
     ("scaling", "step_parts", "Where the time of a step goes, means over the ranks"),
     ("scaling", "sent", "What a rank sends in a step"),
-    ("scaling_projection", "model", "The model: computing, latency, bandwidth, waiting"),
+    ("scaling_projection", "model", "The model: computation, latency, bandwidth, waiting"),
 )
 
 

@@ -111,7 +111,7 @@ def _findings(report: _Report) -> Iterator[RenderableType]:
 
 
 def _theory(report: _Report) -> Iterator[RenderableType]:
-    yield heading("Measured against theory")
+    yield heading("Recorded against theory")
     yield from render_theory(report.tables, report.width)
 
 
@@ -148,7 +148,7 @@ def _steps(report: _Report) -> Iterator[RenderableType]:
     steps, steady = report.tables["volume_by_step"], report.tables["steady_step"]
     if not len(steady):
         yield heading("By step")
-        yield report.paragraph("The log has no training step: all calls are of start-up or evaluations.")
+        yield report.paragraph("The log has no training step: all calls belong to start-up or evaluations.")
         return
     count, differing = int(steady["steps"].iloc[0]), int(steady["differing_steps"].max())
     alike = f"median of {count:,}, {differing:,} differ" if differing else f"all {count:,} identical"

@@ -38,7 +38,7 @@ def _warnings(table: pd.DataFrame) -> Iterator[str]:
         yield "Steps of all runs count as the same work; give the tokens of each with --tokens."
     on_device = table.loc[table["compute_ns"].isna(), "run"]
     if len(on_device):
-        yield f"{', '.join(on_device)}: a device's clock saw ends of calls, so the computing time is not known."
+        yield f"{', '.join(on_device)}: a device's clock saw ends of calls, so the computation time is not known."
     for row in rows_of(table.loc[(table["late_known"] < 0.99) & (table["blocked_ns"] > 0)]):
         yield (
             f"{row.run}: which rank was late is known for {format_share(row.late_known)} of the time in calls (calls "
@@ -47,7 +47,7 @@ def _warnings(table: pd.DataFrame) -> Iterator[str]:
 
 
 def _losses(table: pd.DataFrame) -> Iterator[str]:
-    """Attribute the time beyond a perfect division of the first run's work."""
+    """Attribute the time beyond ideal scaling of the first run."""
     parts = table.assign(transfer_ns=table["blocked_ns"] - table["late_ns"])
     first, counted = parts.iloc[0], table["tokens_per_step"].notna().all()
     for _, row in parts.iloc[1:].iterrows():
@@ -58,12 +58,12 @@ def _losses(table: pd.DataFrame) -> Iterator[str]:
         perfect = load * first["ranks"] / row["ranks"]
         lost = float(row["step_ns"] - perfect * first["step_ns"])
         if lost <= 0:
-            yield f"{name}: a step is {format_duration(-lost)} faster than with a perfect division of the work."
+            yield f"{name}: a step is {format_duration(-lost)} faster than with ideal scaling."
             continue
         losses = {text: float(row[part] - perfect * first[part]) for part, text in PARTS.items()}
         largest_first = sorted(((ns, text) for text, ns in losses.items() if ns > 0), reverse=True)
         yield (
-            f"{name}: a step is {format_duration(lost)} slower than with a perfect division of the work: "
+            f"{name}: a step is {format_duration(lost)} slower than with ideal scaling: "
             f"{', '.join(f'{format_duration(ns)} {text}' for ns, text in largest_first)}. Communication and waiting "
             f"are {format_share(row['blocked_ns'] / row['step_ns'])} of a step."
         )
@@ -136,6 +136,6 @@ def _projection(tables: NamedTables) -> Iterator[str]:
 
 
 def _perfect_compute_ns(tables: NamedTables, last: Any, further: Any) -> float:
-    """Return the computing time of a rank if the last run's computation were divided perfectly from there on."""
+    """Return the computation time of a rank if the last run's computation were divided perfectly from there on."""
     work = further["speedup"] * further["step_ns"] / (last["speedup"] * last["step_ns"])
     return float(tables["scaling"]["compute_ns"].iloc[-1] * work * last["ranks"] / further["ranks"])

@@ -251,7 +251,7 @@ REPORT_TABLES: Final = (
         count("cells", "cells", "Compared cells: an operation of a dimension in a step each; missing if not compared."),
         text_column("other_versions", "", "Libraries whose version is not the one that the rules were written from."),
         bytes_column("expected_bytes", "expected", "Payload that theory expects."),
-        bytes_column("measured_bytes", "measured", "Payload in the log."),
+        bytes_column("measured_bytes", "recorded", "Payload in the log."),
         bytes_column("matched_bytes", "matched", "Payload of calls that are as expected."),
         bytes_column("named_bytes", "known cause", "Payload of other and of missing calls whose cause is known."),
         bytes_column("unexplained_bytes", "unexplained",
@@ -271,21 +271,21 @@ REPORT_TABLES: Final = (
         "number and bytes.", (
         shared.RANK, shared.STEP, shared.ROLE, shared.OP,
         count("expected_calls", "expected calls", "Calls that theory expects."),
-        count("measured_calls", "measured calls", "Calls in the log."),
+        count("measured_calls", "recorded calls", "Calls in the log."),
         bytes_column("expected_bytes", "expected", "Payload that theory expects."),
-        bytes_column("measured_bytes", "measured", "Payload in the log."),
+        bytes_column("measured_bytes", "recorded", "Payload in the log."),
         column("bytes", lambda value: f"{value:+,.0f}" if is_known(value) else "-", "difference_bytes",
             "difference, bytes", "measured_bytes - expected_bytes."),
         text_column("cause", "cause", '"expected" if equal, else the cause of the difference, or "unexplained".'),
-        text_column("sites", "call sites", "Call sites of the measured calls, separated by semicolons."),
+        text_column("sites", "call sites", "Call sites of the recorded calls, separated by semicolons."),
     ), {
         "page": ("role", "op", "cause", "expected_calls", "measured_calls", "difference_bytes", "sites"),
     }, alike="rank"),
-    TableSpec("waterfall", "From the closed form to the measured wire bytes",
+    TableSpec("waterfall", "From the closed form to the recorded wire bytes",
         "Rows in the order of the sum, for the last whole step of the lowest rank that is compared.", (
         *shared.WATERFALL,
     ), {"page": ("label", "bytes")}),
-    TableSpec("waterfall_by_role", "From the closed form to the measured wire bytes, by parallel dimension",
+    TableSpec("waterfall_by_role", "From the closed form to the recorded wire bytes, by parallel dimension",
         "Rows in the order of the sum, dimension by dimension. No rows if the closed form has one dimension; "
         "dimensions without a closed form begin at 0.", (
         shared.ROLE, *shared.WATERFALL,

@@ -38,21 +38,21 @@ COMPARISON_TABLES: Final = (
         word_column("part", "part", '"whole run", start-up included, or "training step".'),
         OP, *PER_RANK,
     )),
-    TableSpec("runs_predicted", "Predicted and measured wire bytes", "A row per run.", (
+    TableSpec("runs_predicted", "Wire bytes of the closed form, and recorded", "A row per run.", (
         RUN,
         bytes_column("predicted_bytes", "predicted", "Wire bytes of a rank's step by the closed form."),
-        bytes_column("measured_bytes", "measured", "Wire bytes of a rank's step in the log; missing if not predicted."),
+        bytes_column("measured_bytes", "recorded", "Wire bytes of a rank's step in the log; missing if not predicted."),
     )),
     TableSpec("runs_by_role", "Parallel dimensions of runs side by side", "A row per run and dimension, whole runs.", (
         ROLE, RUN, *PER_RANK[1:],
     )),
-    TableSpec("runs_predicted_by_role", "Predicted and measured wire bytes by parallel dimension",
+    TableSpec("runs_predicted_by_role", "Wire bytes of the closed form, and recorded, by parallel dimension",
         "A row per run and dimension that has a closed form.", (
         RUN, ROLE,
         text_column("form", "form", "The closed form."),
         bytes_column("predicted_bytes", "predicted",
             "Wire bytes of a step by the closed form: of one rank, but of a pipeline what all of its stages send."),
-        bytes_column("measured_bytes", "measured", "Wire bytes of a step in the log, counted likewise."),
+        bytes_column("measured_bytes", "recorded", "Wire bytes of a step in the log, counted likewise."),
     )),
 )  # fmt: skip
 
@@ -68,7 +68,7 @@ _STEP_VOLUMES: Final = (
     bytes_column("payload_bytes", "payload", "Payload of a rank's step; a message counts where it is sent."),
     bytes_column("wire_bytes", "wire (min)", "Wire bytes of a rank's step; missing if not known for every call."),
 )  # fmt: skip
-_COMPUTE: Final = duration("compute_ns", "computing",
+_COMPUTE: Final = duration("compute_ns", "computation",
     "The step without blocked_ns; missing if a device's clock saw ends.")  # fmt: skip
 _STEP_NS: Final = duration(
     "step_ns", "step time", "Duration of a training step of the slowest rank, mean over the steps."
@@ -123,7 +123,7 @@ SCALING_TABLES: Final = (
         column("ns", lambda value: format_duration(value) if is_known(value) else "not run", "measured_ns", "measured",
             "Measured duration of a step; missing if not run."),
         *_SPEEDUP,
-        duration("compute_ns", "computing", "Part of it that is computation."),
+        duration("compute_ns", "computation", "Part of it that is computation."),
         duration("latency_ns", "latency", "Part of it that is latency of calls."),
         duration("bandwidth_ns", "bandwidth", "Part of it that is transfer of bytes."),
         duration("late_ns", "waiting", "Part of it that is waiting for late ranks."),

@@ -79,7 +79,7 @@ NOT_FOUND: Final = count("not_found", "",
     "Further records that processes wrote, as their counters say, and the log lacks.")  # fmt: skip
 FIRST_ERROR: Final = text_column("first_error", "", "Message of the first hook error; missing if there was none.")
 WATERFALL: Final = (
-    text_column("label", "cause", "Closed form, cause of a difference from it, or what was measured.",
+    text_column("label", "cause", "Closed form, cause of a difference from it, or the recorded bytes.",
         shortenable=True),
     column("bytes", format_count, "bytes", "bytes", "Wire bytes of this rank's step: a difference, if a cause."),
     word_column("kind", "kind",

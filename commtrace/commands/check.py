@@ -177,7 +177,7 @@ def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
     status = DIFFERENT if not differences.equal else NOT_COMPARED if differences.not_compared else 0
     begins = {0: "as expected by", DIFFERENT: "differs from", NOT_COMPARED: "partly compared, as expected by"}
     width = arguments.width
-    names = "expected", "measured"
+    names = "expected", "recorded"
     lines = (*compared_lines(differences, width), *difference_lines(differences, names, width))
     lines = (*lines, *own_lines(measured.own, width))
     print(f"{begins[status]} {source}", *shortened_lines(lines, run.ranks, per_rank=arguments.per_rank), sep="\n")

@@ -124,7 +124,7 @@ EXPECTED = {
     "report": {"commtrace report"},
     "scale": {"pack", "export", "report", "check, processor", "report of the packed log, memory"},
     "large_scale": {"pack", "export", "report", "check, processor", "report of the packed log, memory"},
-    "across_ranks": {"processor time", "wall time", "peak memory"},
+    "across_ranks": {"CPU time", "wall time", "peak memory"},
     "bench_loop": {"commtrace bench", "median error", "of nine in ten at most", "worst error"},
 }
 

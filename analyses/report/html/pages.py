@@ -170,7 +170,7 @@ def page_of_scaling(runs: Mapping[str, Run], tables: Mapping[str, pd.DataFrame],
         "Means over the ranks. Expected, and the closed form: of the lowest rank, where theory has rules for the job."
     )
     volumes = _table_section("sent", "What a rank sends in a step", text, "scaling", tables["scaling"], "sent")
-    text = "Fixed and divided computing, latency and bandwidth of calls, and waiting for late ranks."
+    text = "Fixed and divided computation, latency and bandwidth of calls, and waiting for late ranks."
     absent = "No model: calls have one size only, or their times are not known."
     name, title = "scaling_projection", "The model, and more ranks"
     model = _table_section("model", title, text, name, tables[name], "model", absent=absent)

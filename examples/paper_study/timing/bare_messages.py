@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Final
 
 SIZES: Final = (4, 1024, 131_072, 262_144, 524_288, 1_048_576)
-"""Bytes: a pipeline's hand-shake, its metadata, and activations of 128 to 1024 tokens of width 256 in fp32."""
+"""Bytes: a pipeline's handshake, its metadata, and activations of 128 to 1024 tokens of width 256 in fp32."""
 TRIALS: Final = 6
 LATER: Final = 3
 

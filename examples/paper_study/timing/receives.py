@@ -26,7 +26,7 @@ import pandas as pd
 
 from commtrace.analyses.scaling.step_times import blocked_intervals, covered_ns
 
-HAND_SHAKE, METADATA, HIDDEN_STATES, MASK, GRADIENTS = "hand-shake", "metadata", "hidden states", "mask", "gradients"
+HAND_SHAKE, METADATA, HIDDEN_STATES, MASK, GRADIENTS = "handshake", "metadata", "hidden states", "mask", "gradients"
 START, FIRST, FIRST_STEP, LATER_FIRST, LATER = "start", "first", "first step", "later first", "later"
 
 _LINES: Final = {

@@ -63,7 +63,9 @@ def scale(points: pd.DataFrame, reason: str) -> Iterator[Claim]:
         return
     both = shares[[HIDDEN, LARGER_HIDDEN]].dropna()
     growing = int((both[LARGER_HIDDEN] > both[HIDDEN]).sum())
-    undecided = "" if growing in (0, len(both)) else f"grows under {growing} of {len(both)} schemes, ranks not varied"
+    undecided = (
+        "" if growing in (0, len(both)) else f"grows for {growing} of {len(both)} schemes, number of ranks not varied"
+    )
     yield _claim(
         "scale", "Figures 1, 2",
         "Communication begins to dominate computation at increasing scales, from 13 to 20 billion parameters.",
@@ -116,7 +118,7 @@ def throughput_over_lengths(key: str, points: pd.DataFrame, reason: str) -> Iter
         key, place, statement, verdict,
         [
             Measure(f"GFLOP/s at {lengths.max()} / at {lengths.min()} tokens", "factor", ratios),
-            Measure("rise beyond the spread", "count", {"schemes": sum(rises)}),
+            Measure("increase exceeds the spread", "count", {"schemes": sum(rises)}),
         ],
         reason,
     )  # fmt: skip
@@ -219,9 +221,9 @@ def cold_small_messages(kinds: pd.DataFrame) -> Iterator[Claim]:
     waiting = metadata.late_ns / metadata.receive_ns
     slow = later is not None and metadata.transfer_ns_median > COLD_FACTOR * later.transfer_ns_median
     shown = {
-        "hand-shake": rows.get((HAND_SHAKE, START)),
+        "handshake": rows.get((HAND_SHAKE, START)),
         "metadata, first step": metadata,
-        "hidden states behind it": rows.get((HIDDEN_STATES, FIRST)),
+        "hidden states that follow": rows.get((HIDDEN_STATES, FIRST)),
         "first hidden states of later steps": later,
     }
     known = {name: row for name, row in shown.items() if row is not None and is_known(row.late_ns)}
@@ -233,10 +235,10 @@ def cold_small_messages(kinds: pd.DataFrame) -> Iterator[Claim]:
         [
             Measure("receive", "ns", {name: float(row.receive_ns_median) for name, row in known.items()}),
             Measure(
-                "of it before the sender sends", "share",
+                "share before the sender calls send", "share",
                 {name: float(row.late_ns / row.receive_ns) for name, row in known.items() if row.when != FIRST or
                  row is metadata},
             ),
-            Measure("of that the sender computes", "share", {"metadata, first step": float(computing)}),
+            Measure("share of that in which the sender computes", "share", {"metadata, first step": float(computing)}),
         ],
     )  # fmt: skip

@@ -30,9 +30,9 @@ from .receives import FIRST, FIRST_STEP, LATER, LATER_FIRST, START
 from .trainings import SCHEMES
 
 PARTS: Final[dict[str, tuple[str, str, str]]] = {
-    "computing_ns": ("computing", BLUE, ""),
-    "overlapped_ns": ("computing, a call under way", BLUE, "/"),
-    "communicating_ns": ("in communication", ORANGE, ""),
+    "computing_ns": ("computation", BLUE, ""),
+    "overlapped_ns": ("computation, a call in flight", BLUE, "/"),
+    "communicating_ns": ("communication", ORANGE, ""),
     "waiting_ns": ("waiting for another rank", VERMILION, ""),
 }
 COLOURS: Final = dict(
@@ -221,7 +221,7 @@ def receive_by_iteration(receives: pd.DataFrame) -> go.Figure:
         marker={"color": INK, "size": 4, "opacity": 0.5}, hoverinfo="skip",
     )  # fmt: skip
     figure.update_xaxes(
-        title_text="hand-shake, metadata, then step.micro-batch", type="category", categoryorder="array",
+        title_text="handshake, metadata, then step.micro-batch", type="category", categoryorder="array",
         categoryarray=labels, tickangle=-60, tickfont={"size": 10}, showgrid=False,
     )  # fmt: skip
     figure.update_yaxes(title_text=f"a receive, means, {scale.unit}", rangemode="tozero")
@@ -231,7 +231,7 @@ def receive_by_iteration(receives: pd.DataFrame) -> go.Figure:
 
 def _labels(receives: pd.DataFrame) -> pd.Series[str]:
     numbered = receives["step"].astype(str) + "." + receives["micro_batch"].astype(str)
-    return numbered.where(~receives["what"].isin(["hand-shake", "metadata"]), receives["what"])
+    return numbered.where(~receives["what"].isin(["handshake", "metadata"]), receives["what"])
 
 
 SIZE_STYLES: Final[Mapping[str, tuple[str, str, str]]] = {

@@ -143,7 +143,7 @@ def warnings_of(runs: pd.DataFrame) -> list[str]:
     if (runs["recorder"] != "native").any():
         warnings.append(
             "Recorded by the Python recorder, which does not see the end of asynchronous calls: overlapped "
-            "communication counts as computing. Run commtrace build for the native recorder."
+            "communication counts as computation. Run commtrace build for the native recorder."
         )
     return warnings
 

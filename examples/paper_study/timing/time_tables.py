@@ -264,9 +264,9 @@ def step_shares(points: pd.DataFrame) -> pd.DataFrame:
             "step_ns": points["step_ns"],
             "fastest_ns": points["step_ns_least"],
             "slowest_ns": points["step_ns_most"],
-            "computing_share": (points["computing_ns"] + points["overlapped_ns"]) / total,
+            "computation_share": (points["computing_ns"] + points["overlapped_ns"]) / total,
             "overlapped_share": points["overlapped_ns"] / total,
-            "communicating_share": points["communicating_ns"] / total,
+            "communication_share": points["communicating_ns"] / total,
             "waiting_share": points["waiting_ns"] / total,
         }
     )

@@ -170,7 +170,7 @@ def indivisible_heads(plan: Plan) -> Iterator[Claim]:
             "heads", "Footnote 4",
             "The 125M-parameter model fails with pure tensor parallelism, as its heads are not divisible.",
             REFINED if possible else CONFIRMED,
-            [Measure("can be divided (1: yes)", "count", values)],
+            [Measure("heads divisible (1: yes)", "count", values)],
         )  # fmt: skip
 
 

@@ -143,7 +143,7 @@ PERIOD = 3_000
 
 
 def pipeline(folder: Path, *, steps: int = STEPS) -> Path:
-    """Two stages: a hand-shake, whose sender is late by 40 us and whose transfer takes 50, and the steps."""
+    """Two stages: a handshake, whose sender is late by 40 us and whose transfer takes 50, and the steps."""
     told = [
         (0, "send", "__init__", -1, -1, 4, 100, 150, 0),
         (1, "recv", "__init__", -1, -1, 4, 60, 150, 0),
@@ -259,7 +259,7 @@ def test_receives_are_split_into_waiting_and_transfer(results: list[Any]) -> Non
         row = table.loc[[key]].iloc[0]
         return [row[name] / US for name in TIMES]
 
-    assert times("hand-shake", -1, -1) == [90, 40, 40, 0, 50]
+    assert times("handshake", -1, -1) == [90, 40, 40, 0, 50]
     assert times("metadata", 0, 0) == [920, 900, 900, 0, 20]
     assert times("hidden states", 0, 0) == [45, 0, 0, 0, 45]
     assert times("hidden states", 0, 1) == [35, 0, 0, 0, 35]
@@ -327,7 +327,7 @@ def test_costs_of_first_messages_and_the_cold_receive(results: list[Any], tmp_pa
     (claim,) = time_claims.cold_small_messages(kinds)
     took, waiting, computing = (measure.values for measure in claim.measures)
     assert claim.verdict == REFINED
-    assert took == {"hand-shake": 90 * US, "metadata, first step": 920 * US, "hidden states behind it": 45 * US,
+    assert took == {"handshake": 90 * US, "metadata, first step": 920 * US, "hidden states that follow": 45 * US,
                     "first hidden states of later steps": 425 * US}  # fmt: skip
     assert waiting["metadata, first step"] == pytest.approx(900 / 920)
     assert waiting["first hidden states of later steps"] == pytest.approx(400 / 425)
@@ -552,7 +552,7 @@ def test_a_real_pipeline_and_real_messages(tmp_path: Path) -> None:
     table = receives(result.calls)
     first = table.loc[table["when"].isin(["start", "first"]) & (table["rank"] == 1), ["what", "payload_bytes"]]
     assert [*first.itertuples(index=False, name=None)] == [
-        ("hand-shake", 4), ("metadata", 1024), ("hidden states", 32 * 64 * 4), ("mask", 2 * 32 * 32)
+        ("handshake", 4), ("metadata", 1024), ("hidden states", 32 * 64 * 4), ("mask", 2 * 32 * 32)
     ]  # fmt: skip
     assert table["transfer_ns"].notna().all()
     assert (table["late_ns"] + table["transfer_ns"]).eq(table["receive_ns"]).all()

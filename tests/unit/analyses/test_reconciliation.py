@@ -200,7 +200,7 @@ def section(run: Run, width: int) -> list[str]:
     for part in render(run, run.tables(), width, sections=["theory"]):
         console.print(part)
     lines = console.export_text().splitlines()
-    begin = lines.index("Measured against theory")
+    begin = lines.index("Recorded against theory")
     return lines[begin + 1 :]
 
 
@@ -212,7 +212,7 @@ def test_the_report_tells(width: int, tmp_path: Path) -> None:
     assert text.startswith("ZeRO-1: ")
     assert "- unexplained: all_reduce: 3 extra calls, +1.76 KiB of payload, in 1 step, from deepspeed/" in text
     assert "equation 2: 2 P (d-1)/d 195 B 100.0 %" in text
-    assert "measured, rank 0, step 2" in text
+    assert "recorded, rank 0, step 2" in text
 
 
 def test_the_report_says_why_nothing_is_compared(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_what_is_said_of_a_cell(tmp_path: Path, capsys: Captured) -> None:
         "differs from the rules: 3 of 21 cells of rank 0-2",
         "rank 0-2, step 1, all_reduce of dimension data:",
         "    expected 5 calls of 155 bytes together (at most 6 calls)",
-        "    measured 6 calls of 159 bytes together: +1 calls, +4 bytes",
+        "    recorded 6 calls of 159 bytes together: +1 calls, +4 bytes",
         "    most likely cause: calls of the program, of at most 64 bytes each",
         "    from project/train.py:9 main",
     ]

@@ -257,7 +257,7 @@ def test_the_page_has_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert cli.main(["scaling", *folders, "--html", str(page)]) == 0
     text = page.read_text()
     assert "Where the time of a step goes" in text
-    assert "perfect division" in text
+    assert "ideal scaling" in text
 
 
 def test_late_ranks_are_known_between_hosts_whose_clocks_differ(tmp_path: Path) -> None:
