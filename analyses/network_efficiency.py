@@ -38,7 +38,7 @@ _CALL: Final = ["op", "ranks", "hosts", "payload_bytes"]
 _NO_TIME: Final = np.iinfo(np.int64).max
 
 _NOT_SYNCHRONIZING: Final = "a rank may leave it before others come"
-_NOT_EXACT: Final = "no operation whose end all ranks saw exactly, with no other under way"
+_NOT_EXACT: Final = "no operation whose exact end all ranks observed, without other calls in flight"
 _NOT_DESCRIBED: Final = "the network's file has nothing of this operation"
 _NO_LOG: Final = "not all ranks of the group left a log"
 

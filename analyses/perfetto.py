@@ -54,7 +54,7 @@ _LABELS: Final = {
     "group_ranks": "group", "role": "dimension", "dtype": "dtype", "site": "call site", "state": "state",
 }  # fmt: skip
 """Columns of the event table that are arguments of a call, and their names in the viewer."""
-_NUMBERS: Final = {"payload": "payload bytes", "seq": "number in group", "step": "step", "peer": "peer", "tag": "tag"}
+_NUMBERS: Final = {"payload": "payload bytes", "seq": "sequence number", "step": "step", "peer": "peer", "tag": "tag"}
 """Fields of the record that are arguments where they are not -1."""
 _STEP_NAMES: Final = {-1: "start-up", EVALUATION: "evaluation"}
 _SEQUENCE: Final = 1
@@ -151,7 +151,7 @@ class _Writer:
         first, self._alike = group_rows([calls[name] for name in ("op", *_LABELS)])
         self._texts = stacked([self._texts_of(call) for call in first[:, None]])
         numbers = {title: calls[name] for name, title in _NUMBERS.items()}
-        for title, values in (("waiting for ranks, ns", waits.wait), ("transfer, ns", waits.transfer)):
+        for title, values in (("wait for ranks (ns)", waits.wait), ("transfer (ns)", waits.transfer)):
             numbers[title] = np.where(waits.known, values, -1)
         self._numbers = [
             (constant(messages.DebugAnnotation(name_iid=self._annotation_name(title)).SerializeToString()), values)

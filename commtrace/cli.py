@@ -25,14 +25,14 @@ from commtrace.errors import CommtraceError
 # Command, which is also its module in commtrace.commands -> first line of its docstring.
 COMMANDS: Final = {
     "report": "Show what a run communicated.",
-    "scaling": "Compare runs of one program on increasing numbers of ranks: what limits the scaling.",
+    "scaling": "Compare runs of one program at increasing scale, and show what limits the scaling.",
     "check": "Compare a run with its expected calls, for continuous integration.",
     "diff": "Compare the calls of two runs.",
     "theory": "Predict what a training run will communicate, from its configuration alone.",
-    "bench": "Measure the network: collectives and messages by payload, as nccl-tests and OMB do.",
+    "bench": "Measure collectives and messages over a range of payloads, like nccl-tests and OMB.",
     "run": "Run a program with tracing on.",
     "dryrun": "Simulate any rank of a training job of any world size on this machine.",
-    "doctor": "Show what is recorded in this environment, and test it on two local ranks.",
+    "doctor": "Show which libraries can be traced in this environment, and test recording on two local ranks.",
     "build": "Build the native recorder for this environment.",
     "recover": "Recover records of killed processes from this host's shared memory.",
     "pack": "Write a log as a Parquet data set for commtrace and other programs.",
@@ -77,7 +77,7 @@ def _run(arguments: list[str]) -> int:
     chosen = next((argument for argument in arguments if not argument.startswith("-")), "")
     parser = argparse.ArgumentParser(
         prog="commtrace",
-        description="Records the communication of a distributed training program, and explains it.",
+        description="Record and analyse the communication of distributed training programs.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -32,7 +32,7 @@ RECORD: Final = np.dtype(
         ("t_return", "<i8"),  # the call gave control back to its caller
         ("t_wait", "<i8"),  # the caller began to wait for the result
         ("t_start", "<i8"),  # the transfer began on the device, where the backend tells
-        ("t_end", "<i8"),  # the operation was complete; `clock` says who saw it
+        ("t_end", "<i8"),  # the operation was complete; `clock` says what observed it
         ("payload", "<i8"),  # bytes, by the nccl-tests convention (commtrace.volume)
         ("local", "<i8"),  # bytes of the payload that never leave this rank (its own share or split)
         ("seq", "<u4"),  # n-th collective of the group; point-to-point: n-th of (group, source, destination, tag)
@@ -62,8 +62,8 @@ class State(IntEnum):
     """Last known state of a call."""
 
     FREE = 0  # a slot of the ring that holds no record
-    BEGUN = 1  # entered, and not seen to return: in flight, or the process died in it
-    RETURNED = 2  # returned; its end may still be seen
+    BEGUN = 1  # entered, not returned: in flight, or the process died in it
+    RETURNED = 2  # returned; its end may still be observed
     COMPLETE = 3  # `t_end` is known
     UNOBSERVABLE = 4  # returned, and nothing on this recorder can see its end
     FAILED = 5  # the call raised an exception

@@ -1,4 +1,4 @@
-"""The verdict on a run by the rules of theory: cells that differ, the program's own calls, what was not compared.
+"""The verdict on a run by the prediction rules: cells that differ, the program's own calls, what was not compared.
 
 A cell is one operation of one parallel dimension in one step of one rank. It agrees if its payload is the expected one,
 and if its calls are the expected ones in size and number. If the order of gradients and modules determines how many

@@ -40,14 +40,14 @@ def difference_lines(differences: RunDifferences, names: tuple[str, str], width:
         yield f"... and {len(paragraphs) - MAX_PARAGRAPHS:,} more; `commtrace diff --json` has all of them"
     sites = table.loc[table["kind"] == "site", ["sites_a", "sites_b", "calls_a"]]
     for row in rows_of(sites.groupby(["sites_a", "sites_b"], as_index=False).sum()):
-        text = f"equal calls from another call site: {row.sites_a or 'not recorded'} -> {row.sites_b or 'not recorded'}"
+        text = f"same calls, different call site: {row.sites_a or 'not recorded'} -> {row.sites_b or 'not recorded'}"
         yield from wrapped(text, width)
     for text in differences.not_compared:
         yield from wrapped(f"not compared: {text}.", width)
     for text in differences.notes:
         yield from wrapped(f"note: {text}.", width)
     if not differences.equal and len(differences.settings):
-        yield f"settings that differ, and may be the cause ({names[0]} -> {names[1]}):"
+        yield f"differing settings, a possible cause ({names[0]} -> {names[1]}):"
         for setting in rows_of(differences.settings):
             yield from wrapped(f"{setting.name}: {setting.a} -> {setting.b}", width, _INDENT)
 
@@ -79,7 +79,7 @@ def _place(ranks: Iterable[int], steps: Iterable[int]) -> str:
 def own_lines(own: Mapping[tuple[str, str], OwnCalls], width: int) -> Iterator[str]:
     """Yield the calls of the program's own."""
     if own:
-        yield "the program's own calls:"
+        yield "calls of the program itself:"
     for (site, op), calls in sorted(own.items()):
         volume = f"{format_plural(calls.calls, op, op)}, {format_plural(calls.payload_bytes, 'byte')}"
         text = f"{site or 'call site not recorded'}: {volume}, rank {format_ranks(calls.ranks)}"
@@ -130,7 +130,7 @@ def _sites(row: Any) -> str:
 
 def _row(row: Any) -> str:
     if row.kind == "order":
-        return f"~ {_calls(row.calls_a, row)}, in another order" if row.calls_a else "~ equal calls, in another order"
+        return f"~ {_calls(row.calls_a, row)}, in another order" if row.calls_a else "~ same calls, in another order"
     change = f" ({row.calls_a:,} -> {row.calls_b:,})" if row.calls_a and row.calls_b else ""
     return f"{'+' if row.calls_b > row.calls_a else '-'} {_calls(abs(row.calls_b - row.calls_a), row)}{change}"
 

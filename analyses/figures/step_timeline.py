@@ -78,7 +78,7 @@ def _joined(spans: pd.DataFrame, gap: float) -> pd.DataFrame:
 def _hover(row: Any) -> str:
     calls = label(row.op) if row.calls == 1 else f"{format_count(row.calls)} calls of {label(row.op)}, drawn as one"
     length = format_duration(row.end - row.begin)
-    inside = f"{length} inside {'the call' if row.calls == 1 else 'the calls'}; the end was not seen"
+    inside = f"{length} inside {'the call' if row.calls == 1 else 'the calls'}; the end was not observed"
     lines = [f"{calls}, payload {format_bytes(row.payload_bytes)}", length if row.ended else inside]
     if row.calls == 1:
         lines += [f"phase {label(row.phase)}", label(row.site or "line not recorded")]

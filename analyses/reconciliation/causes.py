@@ -17,16 +17,16 @@ from commtrace.theory.expected_calls import sorted_calls
 from .measured_calls import EqualCalls
 
 UNEXPLAINED: Final = "unexplained"
-OTHER_PIECES: Final = "the same bytes in other pieces: another order"
+OTHER_PIECES: Final = "the same bytes, split into different calls (another order)"
 
 _SCALAR_BYTES: Final = 64
 
-# The name in a call site is what was seen. What it did there is not: checkpoints are files, but also activations.
-_CHECKPOINT: Final = "a call site with checkpoint, consolidated or state_dict in its name"
+# A name does not prove the cause: "checkpoint" may also mean activation checkpointing.
+_CHECKPOINT: Final = "a call from a function or file named *checkpoint*, *consolidated* or *state_dict*"
 _EVALUATION: Final = "an evaluation"
-_BARRIER: Final = "a barrier that the program calls"
-_SMALL: Final = f"calls of the program, of at most {_SCALAR_BYTES} bytes each"
-_OTHER: Final = "other calls of the program"
+_BARRIER: Final = "a barrier called by the program"
+_SMALL: Final = f"calls by the program, at most {_SCALAR_BYTES} bytes each"
+_OTHER: Final = "other calls by the program"
 PROGRAM_CAUSES: Final = frozenset({_EVALUATION, _CHECKPOINT, _BARRIER, _SMALL, _OTHER})
 """Causes of calls beyond the expected ones that the program itself may have made."""
 

@@ -1,4 +1,4 @@
-"""Sections on what was expected of a run: the calls and bytes of theory, and the times of a network."""
+"""Report sections that compare a run with its expected calls and with a network."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ MAX_CAUSES: Final = 8
 MAX_SITES: Final = 3
 MAX_ROWS: Final = 20
 
-MEANING: Final = (
-    "Measured: the median transfer time of the timed operations, which is the time that the last rank spends in one, "
-    "without waiting for others. Efficiency: expected / measured."
+NETWORK_LEGEND: Final = (
+    "Measured: the median transfer time of the timed operations, which is the time that the last rank to arrive spends "
+    "in the operation. Efficiency: expected / measured."
 )
 
 
@@ -37,12 +37,12 @@ def render_theory(tables: Mapping[str, pd.DataFrame], width: int) -> Iterator[Re
     yield paragraph(_agreement(compared), width)
     versions = compared["other_versions"].dropna().unique()
     if len(versions):
-        yield paragraph(f"Rules were written from other versions: {'; '.join(versions)}.", width)
+        yield paragraph(f"Rules were written against other versions: {'; '.join(versions)}.", width)
     yield from _causes(tables["reconciliation"], width)
-    yield from _waterfall(tables["waterfall"], "a rank's step", width)
+    yield from _waterfall(tables["waterfall"], "step of one rank", width)
     by_role = tables.get("waterfall_by_role")
     for role, rows in () if by_role is None else by_role.groupby("role", sort=False):
-        yield from _waterfall(rows, f"of dimension {role}", width)
+        yield from _waterfall(rows, f"dimension {role}", width)
 
 
 def _agreement(compared: pd.DataFrame) -> str:
@@ -52,7 +52,7 @@ def _agreement(compared: pd.DataFrame) -> str:
     share = "all" if matched == measured else format_share(matched / measured) if measured else "none"
     differs = "no differences"
     if explained or unexplained:
-        differs = f"other, with a known cause: {format_bytes(explained)}; unexplained: {format_bytes(unexplained)}"
+        differs = f"differs with a known cause: {format_bytes(explained)}; unexplained: {format_bytes(unexplained)}"
     ranks = format_plural(compared["rank"].nunique(), "rank")
     payload = f"{share} of the payload of {ranks}, {format_bytes(measured)}"
     return f"{', '.join(compared['scheme'].unique())}: {payload}, matches the expected calls; {differs}."
@@ -85,7 +85,7 @@ def _describe_cause(cause: str, rows: pd.DataFrame) -> str:
 
 
 def _waterfall(rows: pd.DataFrame, head: str, width: int) -> Iterator[RenderableType]:
-    """Yield the sum from the closed form to what was measured; its causes have a sign."""
+    """Yield the waterfall from the closed form to the recorded bytes; causes are signed."""
     if not len(rows):
         return
     closed_form = int(rows["bytes"].iloc[0])
@@ -101,7 +101,7 @@ def _waterfall(rows: pd.DataFrame, head: str, width: int) -> Iterator[Renderable
 
 def network_title(tables: Mapping[str, pd.DataFrame]) -> str:
     """Return the heading, with the network's name."""
-    return f"Against the network {tables['network_used']['name'].iloc[0]}"
+    return f"Compared with the network {tables['network_used']['name'].iloc[0]}"
 
 
 def network_source(tables: Mapping[str, pd.DataFrame]) -> str:
@@ -110,7 +110,7 @@ def network_source(tables: Mapping[str, pd.DataFrame]) -> str:
     table = tables["network"]
     extrapolated = int((table["how"] == "extrapolated").sum())
     if extrapolated:
-        text += f" {extrapolated:,} of {len(table):,} expected times are extrapolated from other groups or sizes."
+        text += f" {extrapolated:,} of {len(table):,} expected times are extrapolated from other groups or payloads."
     return text
 
 
@@ -121,7 +121,7 @@ def render_network(tables: Mapping[str, pd.DataFrame], width: int) -> Iterator[R
     shown = table.head(MAX_ROWS)
     yield spec_table("network", shown, width)
     if len(shown) < len(table):
-        yield paragraph(f"The first {len(shown)} of {len(table):,} by expected time in all.", width)
-    yield paragraph(MEANING, width)
+        yield paragraph(f"The top {len(shown)} of {len(table):,} rows by total expected time.", width)
+    yield paragraph(NETWORK_LEGEND, width)
     for reason, rows in shown.dropna(subset="why_not").groupby("why_not", sort=False):
         yield paragraph(f"{', '.join(rows['op'].unique())}: {reason}.", width, first="- ")

@@ -38,7 +38,7 @@ MAX_STUCK_CALLS: Final = 3
 
 
 def verdict(tables: Mapping[str, pd.DataFrame]) -> Iterator[str]:
-    """Yield the verdict on a job that hangs or died: calls that do not end, who is in them, where the others are."""
+    """Yield the diagnosis of a job that hangs or died: incomplete calls, the ranks in them, where the others are."""
     calls, ranks = tables["stuck_calls"], tables["stuck_ranks"]
     for number, call in enumerate(rows_of(calls.head(MAX_STUCK_CALLS))):
         at_call = ranks.loc[ranks["stuck_call"] == number]
@@ -49,27 +49,31 @@ def verdict(tables: Mapping[str, pd.DataFrame]) -> Iterator[str]:
         where = shown.fillna({"state": "", "call": ""}).groupby(["part", "call", "state", "site", "end"], sort=False)
         for (part, last, state, site, end), group in [*where][:MAX_STUCK_CALLS]:
             of_group = shorten_ranks(format_ranks(group["rank"]))
-            yield f"Rank {of_group} {_place(part, last, state, site, group)}; {_END[end]}."
+            yield f"{_named(of_group, 'Rank')} {_place(part, last, state, site, group)}; {_END[end]}."
     if len(calls) > MAX_STUCK_CALLS:
         yield f"{format_plural(len(calls) - MAX_STUCK_CALLS, 'more stuck call')}: table `stuck_calls` (--json)."
 
 
+def _named(ranks: str, noun: str = "rank") -> str:
+    return f"{noun}{'' if ranks.isdecimal() else 's'} {ranks}"
+
+
 def _stuck(call: Any, *, failed: bool) -> str:
-    """Return what is the matter with a stuck call; `failed`: on all ranks that were in it."""
+    """Describe a stuck call; `failed`: it failed on all ranks that were in it."""
     texts = []
-    since, site = f"since {format_moment(call.since_ns)} UTC", call.site or "call site not recorded"
+    since, site = f"at {format_moment(call.since_ns)} UTC", call.site or "call site not recorded"
     if call.waiting_ranks and failed:
-        texts.append(f"it failed on rank {call.waiting_ranks} ({site})")
+        texts.append(f"it failed on {_named(call.waiting_ranks)} ({site})")
     elif call.waiting_ranks:
-        waited = f", for {format_duration(call.waited_ns)} at least"
-        texts.append(f"rank {call.waiting_ranks} is in it {since}{waited} ({site})")
+        waited = f"and stayed in it for at least {format_duration(call.waited_ns)}"
+        texts.append(f"{_named(call.waiting_ranks)} entered it {since} {waited} ({site})")
     if call.absent_ranks:
-        texts.append(f"rank {call.absent_ranks} {'was not, or ended in it' if failed else 'is not in it'}")
+        texts.append(f"{_named(call.absent_ranks)} did not enter it{', or ended in it' * failed}")
     if call.disagreement:
         texts.append(f"the ranks disagree ({call.disagreement})")
     elif not call.absent_ranks:
-        texts.append("all its ranks are in it, and agree")
-    return ("did not end: " if failed else "does not end: ") + "; ".join(texts)
+        texts.append("all its ranks entered it, and agree")
+    return ("did not complete: " if failed else "has not completed: ") + "; ".join(texts)
 
 
 def _place(part: str, call: str, state: str, site: str, ranks: pd.DataFrame) -> str:
@@ -78,14 +82,14 @@ def _place(part: str, call: str, state: str, site: str, ranks: pd.DataFrame) -> 
         return "made no call"
     ago = format_duration((ranks["alive_ns"] - ranks["begin_ns"]).max())
     at = f" at {site}" if site else ""
-    return f"{'last made' if part == 'absent' else 'made'} {call}{at}, {state}, {ago} before it was last seen alive"
+    return f"{'last made' if part == 'absent' else 'made'} {call}{at}, {state}, {ago} before its last sign of life"
 
 
 _END: Final = {
-    "runs": "it still runs",
-    "exit": "it closed its log",
-    "died": "it ended without closing its log",
-    "unknown": "whether it runs is not known",
+    "runs": "still running",
+    "exit": "log closed",
+    "died": "ended without closing its log",
+    "unknown": "not known whether it is running",
 }
 
 
@@ -320,7 +324,7 @@ def recorder_line(processes: pd.DataFrame) -> str:
         text = " and ".join(f"{name} in {format_count(count)}" for name, count in counts.items())
     if "python" not in counts:
         return text
-    return f"{text}; `commtrace build` builds the native one, which costs far less per call and sees more ends"
+    return f"{text}; `commtrace build` builds the native one, which costs far less per call and observes more ends"
 
 
 def cost_per_call(cost: pd.DataFrame) -> str:

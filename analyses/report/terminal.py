@@ -182,7 +182,7 @@ def _sizes(report: _Report) -> Iterator[RenderableType]:
 
 
 _MEASURES: Final = {
-    "in_call": "Time inside the call, as the host saw it",
+    "in_call": "Time inside the call, observed on the host",
     "waiting": "Time waiting for the end, where the program waited and the host knows the end",
     "to_completion": "Time from the call to its end, where the end is known",
 }
@@ -261,7 +261,7 @@ def _step_time(report: _Report) -> Iterator[RenderableType]:
     yield heading("Where the time of a step goes, across ranks")
     if not len(parts):
         yield report.paragraph(
-            "Not known: it needs three training steps of all ranks, with ends of calls that the host has seen, and "
+            "Not known: it needs three training steps of all ranks, with ends of calls observed on the host, and "
             "calls that bound the clocks of all hosts."
         )
         return

@@ -38,7 +38,7 @@ def _warnings(table: pd.DataFrame) -> Iterator[str]:
         yield "Steps of all runs count as the same work; give the tokens of each with --tokens."
     on_device = table.loc[table["compute_ns"].isna(), "run"]
     if len(on_device):
-        yield f"{', '.join(on_device)}: a device's clock saw ends of calls, so the computation time is not known."
+        yield f"{', '.join(on_device)}: ends of calls were observed on a device, so the computation time is not known."
     for row in rows_of(table.loc[(table["late_known"] < 0.99) & (table["blocked_ns"] > 0)]):
         yield (
             f"{row.run}: which rank was late is known for {format_share(row.late_known)} of the time in calls (calls "

@@ -71,7 +71,7 @@ REPORT_TABLES: Final = (
     )),
     TableSpec("states", "Call states", "A row per state, the most frequent first.", (
         word_column("state", "state",
-            '"complete": its end is known; "returned": its end was not seen; "unobservable": the recorder cannot '
+            '"complete": its end is known; "returned": its end was not observed; "unobservable": the recorder cannot '
             'see its end; "begun": it was in progress when the log ended; "failed": it raised an exception.'),
         count("calls", "calls", "Calls in this state."),
         share("share", "share", "Share of all calls."),
@@ -161,11 +161,11 @@ REPORT_TABLES: Final = (
     TableSpec("message_size_bins", "Message sizes by powers of two", "A row per operation and bin, ascending.", (
         shared.OP, shared.FROM, shared.BELOW, shared.CALLS, shared.SUM,
     )),
-    TableSpec("host_time", "Times of calls, as the host saw them", "A row per operation and measure.", (
+    TableSpec("host_time", "Times of calls, observed on the host", "A row per operation and measure.", (
         shared.OP,
         word_column("measure", "measure",
             '"in_call": inside the call; "waiting": from the begin of a wait to the end, if the program waited and '
-            'the host saw the end; "to_completion": from the call to its end, if anything saw the end.'),
+            'the host observed the end; "to_completion": from the call to its end, if it was observed.'),
         count("calls_known", "known", "Calls whose time is known."),
         count("calls_unknown", "not known", "Calls whose time is not known; all of dry runs and graph captures."),
         duration("p50_ns", "p50", "Median of the known times, within 1 %."),
@@ -174,11 +174,11 @@ REPORT_TABLES: Final = (
         duration("sum_ns", "sum", "Sum of the known times; calls that overlap are each counted in full."),
     ), {"terminal": ("op", "calls_known", "calls_unknown", "p50_ns", "p99_ns", "max_ns", "sum_ns")}),
     TableSpec("bandwidth", "Bandwidth",
-        "A row per operation and kind of end, over calls with a payload whose end was seen, of groups of two or "
+        "A row per operation and kind of end, over calls with a payload whose end was observed, of groups of two or "
         "more, outside of coalesced batches.", (
         shared.OP,
         word_column("end_seen_by", "completion seen by",
-            'What saw the end. Completions that "wait" or "poll" saw may have been earlier: these are lower bounds.'),
+            'What observed the end. With "wait" or "poll" it may have been earlier: these are lower bounds.'),
         shared.CALLS, shared.PAYLOAD,
         duration("time_ns", "time", "Sum of times from the start on the device, else from the call, to the end."),
         column("GB/s", format_bandwidth, "algbw_gb_per_s", "algbw", "Payload / time; 1 GB is 1e9 bytes."),
@@ -249,7 +249,7 @@ REPORT_TABLES: Final = (
         word_column("scheme", "scheme", "Scheme whose rules predict the job; missing if it is not predicted."),
         text_column("not_predicted", "", "Why the process is not compared; missing if it is."),
         count("cells", "cells", "Compared cells: an operation of a dimension in a step each; missing if not compared."),
-        text_column("other_versions", "", "Libraries whose version is not the one that the rules were written from."),
+        text_column("other_versions", "", "Libraries with another version than the rules were written against."),
         bytes_column("expected_bytes", "expected", "Payload that theory expects."),
         bytes_column("measured_bytes", "recorded", "Payload in the log."),
         bytes_column("matched_bytes", "matched", "Payload of calls that are as expected."),

@@ -69,7 +69,7 @@ _STEP_VOLUMES: Final = (
     bytes_column("wire_bytes", "wire (min)", "Wire bytes of a rank's step; missing if not known for every call."),
 )  # fmt: skip
 _COMPUTE: Final = duration("compute_ns", "computation",
-    "The step without blocked_ns; missing if a device's clock saw ends.")  # fmt: skip
+    "The step without blocked_ns; missing if ends were observed on a device.")  # fmt: skip
 _STEP_NS: Final = duration(
     "step_ns", "step time", "Duration of a training step of the slowest rank, mean over the steps."
 )
@@ -142,7 +142,7 @@ DIFFERENCE_TABLES: Final = (
     TableSpec("call_differences", "Calls that differ between two runs",
         "A row per call that differs, merged over ranks and steps that differ alike, by first step.", (
         word_column("kind", "kind", '"calls": another number; "order": in another order; "rank": all calls of ranks '
-            'that only one run has; "site": equal calls from another call site.'),
+            'that only one run has; "site": same calls, different call site.'),
         ranks_column("ranks", "ranks", 'Ranks, as "0-3,8".'),
         word_column("steps", "steps", 'Steps of the run that has more of them, as "start-up and 0-4".'),
         OP,

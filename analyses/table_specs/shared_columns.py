@@ -66,7 +66,7 @@ WAITS: Final = (
         "bounds that the hosts' clocks leave, 0 where these reach down to 0."),
     duration("wait_min_ns", "wait (min)", "Lower bound of the wait; wait_ns on one host."),
     duration("wait_max_ns", "wait (max)", "Upper bound of the wait; wait_ns on one host."),
-    duration("transfer_ns", "transfer", "duration_ns - wait_ns. Of ends that were seen late, an upper bound."),
+    duration("transfer_ns", "transfer", "duration_ns - wait_ns. For ends observed late, an upper bound."),
     share("wait_share", "wait share", "wait_ns / duration_ns."),
 )  # fmt: skip
 BUS_BANDWIDTHS: Final = (

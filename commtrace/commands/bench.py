@@ -1,4 +1,4 @@
-"""Measure the network: collectives and messages by payload, as nccl-tests and OMB do.
+"""Measure collectives and messages over a range of payloads, like nccl-tests and OMB.
 
 `commtrace bench --nproc 2` starts two ranks on this machine. Under torchrun (--no-python), srun or mpiexec each
 process is a rank. The command prints the tables, and writes them with the machine and the library versions to a

@@ -2,23 +2,25 @@
 
 The expected calls come from one of three sources:
 
-  rules                the job alone (its parameters, parallel degrees and settings), by rules that mirror PyTorch,
-                       DeepSpeed and Megatron. They name causes. Calls of the program itself, or of a framework
-                       without rules, are listed, and fail only with --strict
+  rules                predicted from the job (its parameters, parallel degrees and settings) by rules that reproduce
+                       the calls of PyTorch, DeepSpeed and Megatron. Differences get a likely cause. Calls of the
+                       program itself, or of a framework without rules, are listed; they fail only with --strict
   --against DIR2       the log of a dry run of the same program, or of an earlier run
   --baseline FILE      a text file for version control, which --update-baseline FILE writes
 
-A cell is one operation of one parallel dimension in one step of one rank. Rules are compared cell by cell.
+A cell is one operation of one parallel dimension in one step of one rank. With rules, cells are compared.
 
-The first line is the verdict. Exit status:
+The first line is the result, unless the job hangs. Exit status:
 
   0  as expected; with --tolerance, the payloads of all cells are within it
-  1  something differs; it is printed with call sites and, by rules, the most likely cause. With --against and
-     --baseline also: a rank is missing. Also: a log or FILE cannot be read
+  1  a call differs; it is printed with call sites and, with rules, the most likely cause
+     a rank is missing (--against, --baseline)
+     a log or FILE cannot be read
   2  wrong arguments
-  3  nothing differs, but a part could not be compared: records were lost, a hook failed, or a process was killed;
-     by rules also: the job has no rules, or a rank left no log
-  4  the job hangs, or died in a call that ranks were waiting in: the first lines say which. The comparison follows
+  3  nothing differs, but some calls could not be compared: records were lost, a hook failed, or a process was killed
+     the job has no rules, or a rank left no log (with rules)
+  4  the job hangs, or a rank died while others were waiting for it in a call; the first lines identify the call, the
+     comparison follows
 
 With rules, the job comes from the log. The hooks capture it when DDP or DeepSpeed is set up, or at the first forward
 pass of an FSDP2 model. A model with parallelize_module only is captured at the first optimizer step but has no rules
@@ -62,14 +64,14 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_shared(parser, "--own", purpose="do not compare calls whose call site contains PATTERN")
     parser.add_argument(
-        "--strict", action="store_true", help="by rules: fail on calls of the program itself, except those of --own"
+        "--strict", action="store_true", help="with rules: fail on calls of the program itself, except those of --own"
     )
     parser.add_argument(
         "--tolerance",
         metavar="X",
         type=exact_fraction,
         default="0",
-        help="by rules: fraction by which the payload of a cell may differ, 0.01 for example; above 0, the number "
+        help="with rules: fraction by which the payload of a cell may differ, 0.01 for example; above 0, the number "
         "and the payloads of calls are not compared (default: %(default)s)",
     )
     parser.add_argument(
@@ -80,7 +82,7 @@ def prepare(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the verdict."""
+    """Print the result."""
     from commtrace.reading.executors import open_executor
     from commtrace.run import open_run
 
@@ -123,7 +125,7 @@ def _check_rules(run: Run, arguments: argparse.Namespace) -> int:
 
     tables = fold(run, [declare_own(_analysis(run, arguments), arguments.own)])
     versions = tables["theory"]["other_versions"].dropna().unique()
-    _warn(f"rules were written from other versions: {other}" for other in versions)
+    _warn(f"rules were written against other versions: {other}" for other in versions)
     # Ranks that a dry run did not run are not missing.
     world_size = None if run.simulated else run.world_size
     problems = ((process.rank, (process.losses, process.summary_problem)) for process in run.processes)

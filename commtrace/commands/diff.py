@@ -1,14 +1,14 @@
 """Compare the calls of two runs.
 
-Calls are compared by operation, payload (not of pickled objects), type, reduction, group, peer or root, phase and
-step, and by their order within a group; not by times. Ranks and steps with the same difference are merged. If one
-run has more steps than the other, its additional steps are compared with those that the other repeats. Settings,
-versions and jobs that differ are listed. Exit status:
+Calls are compared by operation, payload (except for pickled objects), dtype, reduction, group, peer or root, phase
+and step, and by their order within a group; not by times. Ranks and steps with the same difference are merged. If
+one run has more steps, each additional step must equal a step of the other run. Settings, versions and job fields
+that differ are listed. Exit status:
 
   0  equal; calls may come from other call sites, which are listed
-  1  something differs, or a rank is missing. Also: a log cannot be read
+  1  a call differs, a rank is missing, or a log cannot be read
   2  wrong arguments
-  3  nothing differs, but a part could not be compared: records were lost, a hook failed, or a process was
+  3  nothing differs, but some calls could not be compared: records were lost, a hook failed, or a process was
      killed
 """
 

@@ -1,9 +1,9 @@
-"""Show what is recorded in this environment, and test it on two local ranks.
+"""Show which libraries can be traced in this environment, and test recording on two local ranks.
 
-Shows the installed libraries with hooks, the versions that the rules of theory were written from, and whether tracing
-is on (COMMTRACE). Then, through PyTorch and through mpi4py if installed, two ranks on this machine make every
-collective and a message each way, traced with the settings of this environment. Their log shows the recorder, and the
-calls that it does not observe. Exit status 1 if a call of the probe was not recorded right.
+Shows the installed libraries with hooks, the versions that the prediction rules were written against, and whether
+tracing is on (COMMTRACE). Then, with PyTorch and with mpi4py if installed, two local ranks run every collective and
+send a message in each direction, traced with the settings of this environment. Their log shows the recorder, and the
+calls that it does not observe. Exit status 1 if a call of the probe was not recorded correctly.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _environment() -> Iterator[tuple[str, str]]:
             version = metadata.version(library)
         except metadata.PackageNotFoundError:
             version = "not installed"
-        yield library, version + (f" (rules of theory: {rules[library]})" if library in rules else "")
+        yield library, version + (f" (prediction rules: {rules[library]})" if library in rules else "")
 
 
 def _probe(library: str) -> bool:

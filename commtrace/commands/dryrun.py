@@ -1,11 +1,12 @@
 """Simulate any rank of a training job of any world size on this machine.
 
-CMD is the command that torchrun would start on every rank, unchanged. Each rank in --ranks runs here, one after the
-other or several at once. Its tensors have no memory and its collectives send nothing; the calls are recorded as in
-any run. The log is an ordinary one without times, marked as simulated. Operations, payloads, groups, order and call
-sites are those of the real job, unless they depend on values that the program computes. Each line of the program
-that reads such a value is reported. Values from other ranks are not real, except small integers that a rank sends
-or broadcasts: the program continues as if all ranks had sent the same, and this is not reported.
+CMD is the unchanged command that torchrun would start on each rank. Each rank in --ranks runs here, one after the
+other or several at once. Its tensors are not backed by memory, and its collectives send nothing; the calls are
+recorded as in any run. The log is an ordinary one without times, marked as simulated. Operations, payloads, groups,
+order and call sites are those of the real job, unless they depend on values that the program computes. Each line of
+the program that reads such a value is reported. Values from other ranks are not real, except small integers that a
+rank sends or broadcasts: the program continues as if every rank had sent the same values as this one, which is not
+reported.
 
     commtrace dryrun --world-size 1024 --ranks 0,1023 --out logs/dry python train.py --zero-stage 3
     commtrace report logs/dry
@@ -43,7 +44,7 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--jobs", metavar="N", type=positive_integer,
-        help="number of ranks to run at once, in addition to ranks that wait for others (default: number of cores, "
+        help="number of ranks to run at once, not counting ranks that wait for others (default: number of cores, "
         "at most 4)",
     )  # fmt: skip
     add_timeout(parser, 1800, "stop a rank that takes longer")

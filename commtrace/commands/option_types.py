@@ -100,7 +100,7 @@ _SHARED: Final[dict[str, dict[str, Any]]] = {
         "help": "output width in characters (default: the terminal's)",
     },
     "--per-rank": {
-        "action": "store_true", "help": "of more than 32 ranks, show all of them instead of classes of alike ranks",
+        "action": "store_true", "help": "show every rank (default: above 32 ranks, equivalent ranks share a row)",
     },
     "--world-size": {
         "metavar": "N", "type": positive_integer, "required": True, "help": "number of ranks of the job",
@@ -124,7 +124,7 @@ _SHARED: Final[dict[str, dict[str, Any]]] = {
 
 
 def add_shared(parser: argparse._ActionsContainer, *names: str, purpose: str = "") -> None:
-    """Add arguments that several commands share, by name; `purpose` is the begin of the help."""
+    """Add arguments that several commands share, by name; `purpose` is the beginning of the help."""
     for name in names:
         parser.add_argument(name, **{**_SHARED[name], "help": purpose + _SHARED[name]["help"]})
 

@@ -1,9 +1,9 @@
 """Show what a run communicated.
 
 The report has, in this order: warnings, if anything limits its numbers; findings; the comparison of the run with
-theory; volumes by operation, parallel dimension, phase, step and call site; bandwidth; the balance of the ranks;
+theory; volumes by operation, parallel dimension, phase, step and call site; bandwidth; load balance across ranks;
 the coverage of the log, the cost of tracing, and the blind spots of the hooks. If DIR has several runs, the newest
-is shown. Of a damaged log, the readable part is reported. Several DIRs are shown side by side.
+is shown. For a damaged log, the report covers the part that can be read. Several DIRs are shown side by side.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "--network", purpose="compare times with a network")
     parser.add_argument(
         "--sections", metavar="NAME,...", type=section_names,
-        help=f"sections of the text to show: all, or some of {', '.join(SECTIONS)} (default: all but "
-        f"{' and '.join(NOT_SHOWN)})",
+        help=f"sections of the text to show: all, or some of {', '.join(SECTIONS)} (default: all "
+        f"except {', '.join(NOT_SHOWN)})",
     )  # fmt: skip
     parser.add_argument(
         "--sites", metavar="N", type=non_negative_integer,

@@ -2,8 +2,8 @@
 
 `commtrace run --out logs/run1 torchrun --nproc-per-node 2 train.py` does the same as setting COMMTRACE=logs/run1
 for the program. The program replaces this process: exit status and signals are those of the program. The command
-also works if commtrace is only on PYTHONPATH (module trees of Spack or EasyBuild), where Python reads no start-up
-files.
+also works if commtrace is only on PYTHONPATH (environment modules of Spack or EasyBuild), where Python does not
+process .pth files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compare runs of one program on increasing numbers of ranks: what limits the scaling.
+"""Compare runs of one program at increasing scale, and show what limits the scaling.
 
 For each run: the time of a training step, speedup and efficiency against the run with the fewest ranks, tokens per
 second, the parts of the step time (computation, communication, waiting for late ranks), and the bytes that a rank

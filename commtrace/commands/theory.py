@@ -1,12 +1,12 @@
 """Predict what a training run will communicate, from its configuration alone.
 
 CONFIG is a GPT-NeoX YAML file or the name of a built-in model (13B), a DeepSpeed JSON file, a Hugging Face
-config.json, or the latter two together. A DeepSpeed JSON file alone does not describe the model: add --layers,
+config.json, or the last two together. A DeepSpeed JSON file alone does not describe the model: add --layers,
 --hidden and --vocabulary. The command runs no training and needs neither torch nor DeepSpeed, only the extra
 `theory` (PyYAML, pydantic): `commtrace theory 13B --world-size 1024`.
 
-The output has two predictions: the closed form, and the expected calls of the frameworks (with bounds, if payloads
-depend on the data), and the differences between the two.
+The output has two predictions, the closed form and the expected calls of the frameworks (with bounds, if payloads
+depend on the data), and the differences between them.
 """
 
 from __future__ import annotations
@@ -64,10 +64,8 @@ def add_options(general: argparse._ActionsContainer, figures: argparse._ActionsC
     )  # fmt: skip
     figures.add_argument("--layers", metavar="N", type=positive_integer, help="number of transformer layers")
     figures.add_argument("--hidden", metavar="N", type=positive_integer, help="hidden size")
-    figures.add_argument(
-        "--vocabulary", metavar="N", type=positive_integer, help="rows of the embedding, including padding"
-    )
-    figures.add_argument("--tied", action="store_true", help="the output layer shares the embedding's matrix")
+    figures.add_argument("--vocabulary", metavar="N", type=positive_integer, help="vocabulary size, including padding")
+    figures.add_argument("--tied", action="store_true", help="tie the output layer's weight to the embedding")
     figures.add_argument(
         "--groups", type=int, choices=(1, 2), default=2,
         help="parameter groups of the optimizer; 2: a second group of biases and norms, without weight decay "

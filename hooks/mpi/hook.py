@@ -21,8 +21,8 @@ from .extension_types import ExtensionPatches, namespace
 from .methods import METHODS
 
 _BLIND_SPOTS = (
-    "MPI calls that C or Fortran code makes beside mpi4py, file input and output, and programs that use MPI sessions "
-    "without initializing MPI are not seen",
+    "MPI calls of C or Fortran code, file input and output, and programs that use MPI sessions without initializing "
+    "MPI are not observed",
     "a Request that is copied, or made from a handle, shows no end to the call that it stands for",
 )
 

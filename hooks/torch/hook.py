@@ -26,20 +26,20 @@ from .works import patches
 
 _ALWAYS = (
     "ProcessGroup subclasses written in Python, LocalTensorMode, symmetric memory (symm_mem::), and DeepCompile's own "
-    "NCCL calls are not seen",
+    "NCCL calls are not observed",
     "a message received from any source has no peer and does not match its sender's record",
 )
 _PYTHON = (
-    "the Python recorder sees the waits that Python makes: a call whose Work is waited for in C++ (DDP's reducer) or "
-    "on a CUDA stream has no end time and is marked unobservable"
+    "the Python recorder observes waits in Python only: a call whose Work is waited for in C++ (DDP's reducer) or on a "
+    "CUDA stream has no end time and is marked unobservable"
 )
 _NATIVE = (
-    "the native recorder sees the ends of calls on the host: a call on a device has no end time and is marked "
+    "the native recorder observes ends of calls on the host only: a call on a device has no end time and is marked "
     "unobservable"
 )
 _NATIVE_DEVICE = (
-    "a call on a device has times where it runs in its caller's stream or Python waits for its Work; where C++ waits "
-    "(DDP's reducer), or nobody does, and in a captured graph, it has none"
+    "a call on a device has times only if it runs in its caller's stream or Python waits for its Work, and not if C++ "
+    "waits (DDP's reducer), nothing waits, or the call is in a captured graph"
 )
 
 _NO_ASYNC = "torch before 2.8 does not tell which collectives are asynchronous: most lack the flag ASYNC"

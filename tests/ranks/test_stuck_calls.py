@@ -115,9 +115,9 @@ def test_check_has_a_status_for_it(nursery: Nursery, tmp_path: Path, capsys: pyt
     log = tmp_path / "log"
     ranks, _ = hang(nursery, log, "absent", 2)
     assert main(["check", str(log)]) == 4
-    assert capsys.readouterr().out.startswith("all_reduce 5 of ranks 0-1 does not end: rank 0 is in it since ")
+    assert capsys.readouterr().out.startswith("all_reduce 5 of ranks 0-1 has not completed: rank 0 entered it at ")
     assert main(["report", str(log)]) == 0
-    assert "it still runs" in " ".join(capsys.readouterr().out.split())
+    assert "still running" in " ".join(capsys.readouterr().out.split())
     ranks.kill(0, 1)
     ranks.wait()
 

@@ -12,7 +12,7 @@ from commtrace.analyses import figures
 from commtrace.analyses.comparison import compare
 from commtrace.analyses.grouping import rows_of
 from commtrace.analyses.job_summary import summarize_job
-from commtrace.analyses.report.expected_text import MEANING, network_source, network_title
+from commtrace.analyses.report.expected_text import NETWORK_LEGEND, network_source, network_title
 from commtrace.analyses.report.findings import (
     cost_per_call,
     facts,
@@ -59,7 +59,7 @@ def page_of_run(
     sections += _across_ranks(tables, per_rank=per_rank)
     if "network" in tables:
         shown = tables["network"].head(MAX_ROWS)
-        text = f"{network_source(tables)} {MEANING}"
+        text = f"{network_source(tables)} {NETWORK_LEGEND}"
         sections.append(_table_section("network", network_title(tables), text, "network", shown))
     return render(
         Page(

@@ -3,7 +3,7 @@
     @rule("deepspeed.runtime.engine.DeepSpeedEngine._broadcast_model", DEEPSPEED)
     def broadcast_model(job: Job) -> list[ExpectedCall]: ...
 
-The constants are the library versions that rules were written from and checked with. With another version in the log,
+The constants are the library versions that rules were written against. With another version in the log,
 reports and `commtrace check` predict by the same rules and name both versions. A rule that knows what older versions
 do differently follows the log's version (`Job.is_older`), and names them in `mirrors`.
 """

@@ -143,7 +143,7 @@ def test_arrows_join_the_calls_of_one_operation(tmp_path: Path) -> None:
         [("rank 0", "send", True), ("rank 1", "recv", False)],
     ], "the receiver came first"
     assert sorted(map(len, joined)) == [1, 1, 2, 2], "operations 7 and 8 have no counterpart"
-    late = {one.track[1]: one.arguments["waiting for ranks, ns"] for one in trace.calls("thread") if one.name == "recv"}
+    late = {one.track[1]: one.arguments["wait for ranks (ns)"] for one in trace.calls("thread") if one.name == "recv"}
     assert late == {"rank 1": 1_000}, "the send begins 1,000 ns after it"
     [receive] = [one for one in trace.calls("thread") if one.name == "recv"]
     assert receive.arguments["peer"] == 0
@@ -168,9 +168,9 @@ def test_calls_that_overlap_get_tracks_of_their_own(tmp_path: Path, monkeypatch:
     expected = sorted(
         (int(row["seq"][0]), int(row["t_begin"][0]) - first, int(row["t_return"][0]) - first) for row in rows
     )
-    shown = [(one.arguments["number in group"], one.begin, one.end) for one in trace.calls("thread")]
+    shown = [(one.arguments["sequence number"], one.begin, one.end) for one in trace.calls("thread")]
     assert sorted(shown) == expected
-    flights = [(one.arguments["number in group"], one.begin, one.end) for one in trace.calls("in flight")]
+    flights = [(one.arguments["sequence number"], one.begin, one.end) for one in trace.calls("in flight")]
     assert sorted(flights) == sorted(
         (int(r["seq"][0]), int(r["t_begin"][0]) - first, int(r["t_end"][0]) - first) for r in rows
     )

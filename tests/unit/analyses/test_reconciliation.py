@@ -59,20 +59,20 @@ DIFFERENT: Final[dict[str, tuple[Callable[[list[Records]], list[Records]], dict[
     "the log begins after start-up": (lambda rows: [row for row in rows if row["step"][0] >= 0], {}, (3, 0, -146)),
     "the log ends within this step": (cut, {"end": False}, (1, 0, -72)),
     "optimizer skipped: gradients overflowed": (without_optimizer, {}, (4, 0, -164)),
-    "a call site with checkpoint, consolidated or state_dict in its name": (
+    "a call from a function or file named *checkpoint*, *consolidated* or *state_dict*": (
         with_call("broadcast", 700, site=CHECKPOINT),
         {},
         (0, 1, 700),
     ),
-    "a barrier that the program calls": (with_call("barrier", 0, site=PROGRAM), {}, (0, 1, 0)),
-    "calls of the program, of at most 64 bytes each": (
+    "a barrier called by the program": (with_call("barrier", 0, site=PROGRAM), {}, (0, 1, 0)),
+    "calls by the program, at most 64 bytes each": (
         with_call("all_reduce", 4, site=PROGRAM, phase=Phase.OTHER),
         {},
         (0, 1, 4),
     ),
-    "other calls of the program": (with_call("all_reduce", 4000, site=PROGRAM, phase=Phase.FORWARD), {}, (0, 1, 4000)),
+    "other calls by the program": (with_call("all_reduce", 4000, site=PROGRAM, phase=Phase.FORWARD), {}, (0, 1, 4000)),
     "an evaluation": (with_call("all_gather", 72, phase=Phase.EVALUATION), {}, (0, 1, 72)),
-    "the same bytes in other pieces: another order": (in_other_pieces, {}, (2, 2, 0)),
+    "the same bytes, split into different calls (another order)": (in_other_pieces, {}, (2, 2, 0)),
     "records missing from the log": (without_a_check, {"dropped": 1}, (1, 0, -1)),
 }
 

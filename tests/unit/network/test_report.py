@@ -202,14 +202,14 @@ def test_the_report_prints_it(kept: str, tmp_path: Path, capsys: pytest.CaptureF
     for width in (80, 160):
         assert main(["report", str(tmp_path / "log"), "--network", kept, "--width", str(width)]) == 0
         out = capsys.readouterr().out
-        section = out[out.index("Against the network") :]
+        section = out[out.index("Compared with the network") :]
         assert "measured: gloo through torch, 2 ranks on 1 host, 2030-01-02." in section
         assert " ".join(
             next(line for line in section.splitlines() if line.startswith("all_reduce")).split()
         ).startswith("all_reduce 2 4.00 KiB 6 3 49.0 us 14.1 us 28.8 %")
         assert max(map(len, out.splitlines())) <= width
     assert main(["report", str(tmp_path / "log")]) == 0
-    assert "Against the network" not in capsys.readouterr().out
+    assert "Compared with the network" not in capsys.readouterr().out
 
 
 def test_the_report_as_json_and_as_a_page(kept: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,7 +228,7 @@ def test_the_report_as_json_and_as_a_page(kept: str, tmp_path: Path, capsys: pyt
     pytest.importorskip("plotly")
     page = tmp_path / "page.html"
     assert main(["report", str(tmp_path / "log"), "--network", kept, "--html", str(page)]) == 0
-    assert "Against the network" in page.read_text()
+    assert "Compared with the network" in page.read_text()
 
 
 def test_a_network_is_for_one_run(kept: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

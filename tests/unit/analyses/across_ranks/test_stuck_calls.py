@@ -144,8 +144,10 @@ def test_where_the_ranks_are(tmp_path: Path) -> None:
     assert [*ranks["state"]] == ["begun", "complete", "begun"]
     assert {*ranks["end"]} == {"died"}
     first, second = verdict(found)
-    assert first.startswith("all_reduce 10 of ranks 0-2 does not end: rank 0,2 is in it since 2026-11-21 04:54:21 UTC")
-    assert "for 19.0 s at least (project/train.py:40 main); rank 1 is not in it." in first
+    assert first.startswith(
+        "all_reduce 10 of ranks 0-2 has not completed: ranks 0,2 entered it at 2026-11-21 04:54:21 "
+    )
+    assert "for at least 19.0 s (project/train.py:40 main); rank 1 did not enter it." in first
     assert second.startswith("Rank 1 last made all_reduce 9 of group 0-2/1 at project/train.py:40 main, complete, 19.1")
 
 
@@ -234,9 +236,9 @@ def test_a_killed_rank_whose_calls_fail_on_the_others(tmp_path: Path) -> None:
     found = tables(tmp_path, {0: [failed], 1: [call()], 2: [failed]}, ends=[0, 2], until=LAST + SECOND // 5)
     assert rows_of(found) == [("all_reduce", 10, "0,2", "1", "")]
     first, second = verdict(found)
-    assert first == ("all_reduce 10 of ranks 0-2 did not end: it failed on rank 0,2 (project/train.py:40 main); rank 1 "
-                     "was not, or ended in it.")  # fmt: skip
-    assert second.endswith("begun, 200 ms before it was last seen alive; it ended without closing its log.")
+    assert first == ("all_reduce 10 of ranks 0-2 did not complete: it failed on ranks 0,2 (project/train.py:40 main); "
+                     "rank 1 did not enter it, or ended in it.")  # fmt: skip
+    assert second.endswith("begun, 200 ms before its last sign of life; ended without closing its log.")
 
 
 @pytest.mark.parametrize("ends", [[0], [0, 1, 2], [1, 2]])

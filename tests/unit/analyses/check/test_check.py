@@ -148,7 +148,7 @@ def test_what_is_said_of_a_cell(tmp_path: Path, capsys: Captured) -> None:
         "rank 0-2, step 1, all_reduce of dimension data:",
         "    expected 5 calls of 155 bytes together (at most 6 calls)",
         "    recorded 6 calls of 159 bytes together: +1 calls, +4 bytes",
-        "    most likely cause: calls of the program, of at most 64 bytes each",
+        "    most likely cause: calls by the program, at most 64 bytes each",
         "    from project/train.py:9 main",
     ]
 

@@ -278,7 +278,7 @@ def test_an_end_that_nobody_saw_is_not_drawn_as_one(tmp_path: Path) -> None:
     LogFactory(tmp_path).process(0).known().write([record(step=0, t_begin=10, t_return=30, t_end=0, clock=0)]).end()
     (calls,) = bars(open_run(tmp_path).figure("timeline"))
     assert list(calls.x) == [20]
-    assert "20 ns inside the call; the end was not seen" in calls.customdata[0]
+    assert "20 ns inside the call; the end was not observed" in calls.customdata[0]
 
 
 def test_a_waterfall_leads_from_the_closed_form_to_the_measured_volume() -> None:
