@@ -16,7 +16,7 @@ from playwright.sync_api import sync_playwright
 
 from commtrace.cli import main as commtrace
 
-WIDTH, HEIGHT = 1200, 1540
+WIDTH, HEIGHT = 1200, 1640
 
 
 def main(log: str, screenshot: str) -> None:
