@@ -79,18 +79,18 @@ def test_a_transfer_is_what_the_last_rank_spends(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"clock": Clock.TEST}, "no operation whose end all ranks saw exactly"),
-        ({"clock": Clock.DEVICE_WAIT, "t_start": 1_000}, "no operation whose end all ranks saw exactly"),
-        ({"clock": Clock.WAIT, "flags": Flag.ASYNC}, "no operation whose end all ranks saw exactly"),
-        ({"clock": Clock.DEVICE}, "no operation whose end all ranks saw exactly"),
+        ({"clock": Clock.TEST}, "no operation whose exact end all ranks observed"),
+        ({"clock": Clock.DEVICE_WAIT, "t_start": 1_000}, "no operation whose exact end all ranks observed"),
+        ({"clock": Clock.WAIT, "flags": Flag.ASYNC}, "no operation whose exact end all ranks observed"),
+        ({"clock": Clock.DEVICE}, "no operation whose exact end all ranks observed"),
         (
             {"clock": Clock.NONE, "t_end": 0, "state": State.UNOBSERVABLE},
-            "no operation whose end all ranks saw exactly",
+            "no operation whose exact end all ranks observed",
         ),
-        ({"flags": Flag.CAPTURED}, "no operation whose end all ranks saw exactly"),
-        ({"flags": Flag.SIMULATED}, "no operation whose end all ranks saw exactly"),
-        ({"flags": Flag.UNEVEN}, "no operation whose end all ranks saw exactly"),
-        ({"batch": 3, "flags": Flag.COALESCED}, "no operation whose end all ranks saw exactly"),
+        ({"flags": Flag.CAPTURED}, "no operation whose exact end all ranks observed"),
+        ({"flags": Flag.SIMULATED}, "no operation whose exact end all ranks observed"),
+        ({"flags": Flag.UNEVEN}, "no operation whose exact end all ranks observed"),
+        ({"batch": 3, "flags": Flag.COALESCED}, "no operation whose exact end all ranks observed"),
         ({"kind": SEND, "peer": 1}, "a rank may leave it before others come"),
         ({"kind": RECV, "peer": 1}, "a rank may leave it before others come"),
         (
