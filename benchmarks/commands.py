@@ -16,7 +16,8 @@ KEYS = (
     ("rank",),
 )  # fmt: skip
 DUCKDB = """
-import sys, duckdb
+import sys, time, duckdb
+begun = time.perf_counter()
 duckdb.execute("set threads to {threads}")
 sums = "count(*), sum(payload_bytes), sum(wire_bytes)"
 for keys in {keys}:
@@ -25,7 +26,21 @@ for keys in {keys}:
 times = "quantile_cont(t, [0.5, 0.99]), max(t), sum(t), min(t_begin_ns), max(t_end_ns)"
 events = "(select *, t_return_ns - t_begin_ns as t from '{files}')"
 duckdb.sql(f"select op, {{times}} from {{events}} group by op").fetchall()
+print(time.perf_counter() - begun)
 """
+GROUPINGS = """
+import sys, time
+import pyarrow.parquet
+from commtrace.analyses import call_times, coverage, message_sizes, steps, volume
+from commtrace.analyses.fold_engine import fold
+from commtrace.run import open_run
+analyses = *volume.ANALYSES, volume.BY_RANK, steps.ANALYSIS, message_sizes.ANALYSIS, coverage.ANALYSIS
+begun = time.perf_counter()
+tables = fold(open_run(sys.argv[1]), (*analyses, call_times.ANALYSIS))
+print(time.perf_counter() - begun)
+assert all(len(tables[name]) for name in ("volume_by_site", "message_sizes", "host_time", "ranks"))
+"""
+"""The tables that are groupings of the events. Like DuckDB's script, it prints its seconds without those of imports."""
 
 
 class Taken(NamedTuple):
@@ -48,6 +63,16 @@ def duckdb(files: str) -> dict[str, list[str]]:
         return {}
     script = DUCKDB.format(threads=os.cpu_count(), keys=[list(keys) for keys in KEYS], files=files)
     return {"DuckDB, the same groups from Parquet": [sys.executable, "-c", script]}
+
+
+def groupings(log: Path) -> dict[str, list[str]]:
+    """The same groupings by commtrace, of any log."""
+    return {"tables that are groupings": [sys.executable, "-c", GROUPINGS, str(log)]}
+
+
+def measured_inside(command: list[str]) -> float:
+    """Seconds that a command prints. Raises CalledProcessError where it fails."""
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def measured(command: list[str], *statuses: int) -> Taken:

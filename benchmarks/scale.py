@@ -1,7 +1,8 @@
 """What commands take that read a log of many ranks, or of many steps: seconds, and memory of all their processes.
 
-Beside them DuckDB, which groups the same events, from the packed log, by what the report's tables are keyed by. The
-logs are recorded ones of two ranks, whose last step is repeated.
+Beside them DuckDB, which groups the same events, from the packed log, by what the report's tables are keyed by; the
+same tables of commtrace alone, and DuckDB again, both without the start of Python and of their libraries. The logs are
+recorded ones of two ranks, whose last step is repeated.
 """
 
 from __future__ import annotations
@@ -118,8 +119,13 @@ def of_log(log: Path, case: str, step: int, times: int) -> Iterator[Row]:
     yield from taken(case, "calls of ten steps of a rank", [sys.executable, "-c", SELECTED, str(log), str(step)], times)
     shutil.rmtree(log)
     yield from taken(case, "report of the packed log", commands.commtrace("report", packed), times)
-    for name, command in commands.duckdb(f"{packed}/**/*.parquet").items():
+    duckdb = commands.duckdb(f"{packed}/**/*.parquet")
+    for name, command in duckdb.items():
         yield from taken(case, name, command, times)
+    for name, command in {**commands.groupings(packed), **duckdb}.items():
+        seconds = float(np.median([commands.measured_inside(command) for _ in range(times)]))
+        results.show(row := Row(case, f"{name}, without start", "s", seconds))
+        yield row
 
 
 def taken(case: str, name: str, command: list[str], times: int) -> Iterator[Row]:
