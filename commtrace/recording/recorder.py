@@ -136,7 +136,10 @@ class Recorder:
         """
         slot = -1
         try:
-            slot = self._free.popleft()
+            try:
+                slot = self._free.popleft()
+            except IndexError:
+                slot = self.slots.grow()
             if len(self._free) == self._half:
                 self.slots.wake()
             _pack(

@@ -21,6 +21,8 @@ from .ring import Ring
 
 SlotNumbers = npt.NDArray[np.integer[Any]]
 NO_SLOTS: Final[SlotNumbers] = np.zeros(0, np.intp)
+_FIRST: Final = 4096
+"""Slots that are free at first."""
 # Plain numbers: numpy would convert the states of all slots to the integers of an enumeration.
 _BEGUN, _RETURNED, _COMPLETE = (int(state) for state in (State.BEGUN, State.RETURNED, State.COMPLETE))
 
@@ -42,7 +44,9 @@ class Slots:
 
     def __init__(self, ring: Ring) -> None:
         self.capacity = ring.capacity
-        self.free = deque(range(ring.capacity))
+        self.used = min(_FIRST, ring.capacity)
+        """Only slots below this number were ever free: the drain thread need not look at the others."""
+        self.free = deque(range(self.used))
         self.pending: list[PendingCall | None] = [None] * ring.capacity
         self.lock = threading.RLock()
         """Held while the end of a call is noted or given up. Reentrant, for signal handlers."""
@@ -58,7 +62,23 @@ class Slots:
     @property
     def taken(self) -> int:
         """Number of slots in use."""
-        return self.capacity - len(self.free) if self._seized < 0 else self._seized
+        return self.used - len(self.free) if self._seized < 0 else self._seized
+
+    def grow(self) -> int:
+        """Return a slot where none was free, and free more of the ring.
+
+        Raises:
+            IndexError: All of the ring is taken, or recording has stopped.
+        """
+        with self.lock:
+            with suppress(IndexError):  # another thread has come first
+                return self.free.popleft()
+            if self._seized >= 0 or self.used == self.capacity:
+                raise IndexError("the ring is full")
+            slot, self.used = self.used, min(2 * self.used, self.capacity)
+            self.free.extend(range(slot + 1, self.used))
+        self.wake()
+        return slot
 
     def drop(self, calls: int) -> None:
         """Count calls that found no free slot."""
@@ -80,11 +100,12 @@ class Slots:
         If free slots run short, the ends of the oldest returned calls are given up: their records are written with the
         state RETURNED, and an end that comes later is ignored.
         """
-        slots, quarter = np.flatnonzero(self._state >= _COMPLETE), self.capacity // 4
-        if len(self.free) + len(slots) >= quarter:
+        states, quarter = self._state[: self.used], self.capacity // 4
+        slots = np.flatnonzero(states >= _COMPLETE)
+        if self.capacity - self.taken + len(slots) >= quarter:
             return slots
         with self.lock:
-            waiting = np.flatnonzero(self._state == _RETURNED)
+            waiting = np.flatnonzero(states == _RETURNED)
             oldest = waiting[np.argsort(self._records["t_begin"][waiting], kind="stable")[: max(1, quarter)]]
             self.detach(oldest.tolist())
         return np.concatenate([slots, oldest])
@@ -102,12 +123,13 @@ class Slots:
         Returns:
             Slots with records, and the number of slots whose calls had not written a record yet and are lost.
         """
-        taken = self.capacity
-        with suppress(IndexError):
-            while True:
-                self.free.popleft()
-                taken -= 1
         with self.lock:
+            self._seized = 0  # nothing is freed from here on
+            taken = self.used
+            with suppress(IndexError):
+                while True:
+                    self.free.popleft()
+                    taken -= 1
             slots = np.flatnonzero(self._state >= _BEGUN)
             self.detach(slots.tolist())
         self._seized = len(slots)
@@ -131,4 +153,5 @@ class Slots:
     def forked(self) -> None:
         """Detach a forked child: it gets no slots, and a lock that no thread of the parent holds."""
         self.free.clear()
+        self.used = self.capacity
         self.lock = threading.RLock()

@@ -203,7 +203,7 @@ class Recording {
   std::vector<uint32_t> finished() {
     std::vector<uint32_t> found;
     std::vector<std::pair<int64_t, uint32_t>> waiting;
-    for (uint32_t slot = 0; slot < slots.capacity(); slot++) {
+    for (uint32_t slot = 0; slot < slots.used(); slot++) {
       uint8_t state = slots.state(slot);
       if (state == kReturned && waits.died(slot) && slots.settle(slot, kReturned, kUnobservable)) state = kUnobservable;
       if (state >= kComplete)

@@ -91,6 +91,7 @@ class Slots {
     records_ = static_cast<Record*>(records);
     dropped_ = dropped;
     log_.store(log);
+    used_.store(0);
     closed_.store(false);
     for (uint32_t slot : held_) give(slot);
     held_.clear();
@@ -98,6 +99,10 @@ class Slots {
 
   uint32_t capacity() const { return capacity_; }
   int64_t free() const { return free_.load(std::memory_order_relaxed); }
+
+  // Only slots below this number were ever taken. The last slot given is the first taken, so these are only as many as
+  // calls had taken at a time, and the drain thread need not look at the others.
+  uint32_t used() const { return used_.load(std::memory_order_relaxed); }
 
   // Takes a free slot; kEmpty if there is none. `left` receives the number of slots that stay free: a different one for
   // each of the threads that take slots concurrently.
@@ -110,6 +115,9 @@ class Slots {
       const uint64_t next = ((head >> 32) + 1) << 32 | next_[slot].load(std::memory_order_relaxed);
       if (head_.compare_exchange_weak(head, next, std::memory_order_acq_rel, std::memory_order_acquire)) {
         const int64_t before = free_.fetch_sub(1, std::memory_order_relaxed);
+        uint32_t used = used_.load(std::memory_order_relaxed);
+        while (slot >= used && !used_.compare_exchange_weak(used, slot + 1, std::memory_order_relaxed)) {
+        }
         if (left != nullptr) *left = before - 1;
         return slot;
       }
@@ -259,6 +267,7 @@ class Slots {
   std::vector<uint32_t> held_;  // slots that become free with the next open()
   alignas(64) std::atomic<uint64_t> head_{kEmpty};
   alignas(64) std::atomic<int64_t> free_{0};
+  std::atomic<uint32_t> used_{0};
   std::atomic<uint64_t> log_{0};
   std::atomic<bool> closed_{true}, gone_{false};
 };

@@ -42,6 +42,7 @@ class NativeSlots(Slots):
             ring.buffer, DROPPED_AT, RECORDS_AT, ring.capacity, sites, device_times, progress.cells
         )
         self.free: Any = _Free(self.recording)
+        self.used = ring.capacity  # C++ knows which were
 
     def wait(self, seconds: float) -> None:
         """Block the drain thread until `wake` is called or the time is over, without the GIL."""

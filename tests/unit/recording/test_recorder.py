@@ -168,6 +168,43 @@ def test_records_that_need_no_disk_leave_the_ring_while_it_fails(
     assert (stats["calls"], stats["dropped"], stats["not_selected"] + stats["summarized"]) == (200, 0, 200)
 
 
+def test_all_of_a_large_ring_is_used_and_only_what_is_needed(tmp_path: Path, new_recorder: NewRecorder) -> None:
+    recorder = new_recorder(tmp_path, ring_records=20_000, drain_ms=60_000)
+    for number in range(4000):
+        processes.call(recorder, number)
+    assert recorder.slots.taken == 4000
+    if recorder.slots.recorder == "python":
+        assert recorder.slots.used < 5000
+    for number in range(4000, 20_000):
+        processes.call(recorder, number)
+    assert processes.call(recorder, 20_000) == -1
+    recorder.close("stop")
+    left = processes.read_one(tmp_path)
+    assert sorted(left.records["seq"].tolist()) == list(range(20_000))
+    assert (left.stats["calls"], left.stats["dropped"]) == (20_001, 1)
+
+
+def test_threads_that_need_more_of_the_ring_at_once(tmp_path: Path, new_recorder: NewRecorder) -> None:
+    recorder, threads, each = new_recorder(tmp_path, ring_records=40_000, drain_ms=60_000), 8, 5500
+    barrier = threading.Barrier(threads)
+
+    def work(first: int) -> None:
+        barrier.wait()
+        for number in range(first, first + each):
+            processes.call(recorder, number)
+
+    started = [threading.Thread(target=work, args=(at * each,)) for at in range(threads)]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
+    recorder.close("stop")
+    left = processes.read_one(tmp_path)
+    assert len(set(left.records["seq"].tolist())) == len(left.records) == 40_000
+    assert left.stats["dropped"] == threads * each - 40_000
+    processes.assert_whole(left.records)
+
+
 def test_threads_under_a_fast_drain(tmp_path: Path, new_recorder: NewRecorder) -> None:
     """Eight threads begin, return and end calls, each the calls of another one, while the ring is emptied."""
     recorder = new_recorder(tmp_path, ring_records=4096, drain_ms=1, segment_min_bytes=4096)

@@ -194,7 +194,7 @@ def test_many_calls(tmp_path: Path, total: int, bound: int) -> None:
         slot = begin(1, 1, number, 8 * number, number, -1, -1, number % 1000, -1, -1, 0, 0, 0)
         returned(slot, 1, observable=False)
         if number % 4096 == 0:
-            processes.wait_for(lambda: len(recorder._free) > 1 << 16)
+            processes.wait_for(lambda: recorder.slots.taken < 1 << 16)
     recorder.close("stop")
     done.set()
     watcher.join()
