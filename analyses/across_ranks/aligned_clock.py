@@ -46,7 +46,8 @@ class AlignedClock:
         at: Knots, ns of the reference's clock, int64, ascending, shape (knots,).
         lower: Lower bound of the difference at each knot, ns, int64.
         upper: Upper bound likewise.
-        used_at: First and last time from which the bounds are, ns of the reference's clock.
+        used_at: First and last time at which the bounds hold, ns of the reference's clock: there are lower and upper
+            ones before and after them. Where all that follow are of one kind, no step of the clock would show.
         drift: Smallest and largest mean rate of the difference, a fraction.
         half_width_ns: Half of the largest distance of the bounds within `used_at`, without the jumps.
         calls: Calls of the host that gave bounds.
@@ -111,8 +112,15 @@ class _Piece(NamedTuple):
         return float(lower[0]), float(upper[0])
 
 
-def clock_within(bounds: Bounds, origin: int, base: int, span: tuple[int, int], calls: int) -> AlignedClock:
-    """Return the clock that satisfies bounds, whose times and values count from `origin` and `base`."""
+def clock_within(bounds: Bounds, origin: int, base: int, span: tuple[int, int], calls: int) -> AlignedClock | None:
+    """Return the clock that satisfies bounds, whose times and values count from `origin` and `base`.
+
+    None if lower and upper bounds are at no time mixed.
+    """
+    both = bounds.at[bounds.upper], bounds.at[~bounds.upper]
+    first, last = max(float(at[0]) for at in both), min(float(at[-1]) for at in both)
+    if first > last:
+        return None
     pieces = _pieces(bounds)
     curves = [np.stack([at := np.linspace(piece.begin, piece.end, _KNOTS), *piece.bounds(at)]) for piece in pieces]
     widths = [float((upper - lower).max()) for _, lower, upper in curves]
@@ -135,7 +143,7 @@ def clock_within(bounds: Bounds, origin: int, base: int, span: tuple[int, int], 
         origin + at.astype(np.int64),
         base + lower.astype(np.int64),
         base + upper.astype(np.int64),
-        (origin + int(bounds.at[0]), origin + int(bounds.at[-1])),
+        (origin + int(first), origin + int(last)),
         _drift(pieces),
         max((width for width in widths if width < _UNBOUNDED), default=_UNBOUNDED) / 2,
         calls,

@@ -232,14 +232,16 @@ class _Aligner:
         return int(begin.min()), int(max(begin.max(), end.max()))
 
     def _tell(self, host: int, clock: AlignedClock) -> None:
-        """Enter what an aligned host knows of the moments of its operations."""
-        rows = self._rows(host)
+        """Enter what an aligned host knows of the moments of its operations, while its bounds hold."""
+        rows, instance = self._rows(host), self.calls["instance"]
         sources, targets = self._sources(rows), self._targets(rows)
-        instance = self.calls["instance"]
-        earliest, _ = clock.to_reference(self.calls["arrival"][sources])
-        _, latest = clock.to_reference(self.calls["completion"][targets])
-        np.maximum.at(self.began, instance[sources], earliest)
-        np.minimum.at(self.ended, instance[targets], latest)
+        for name, at, known, bound, sided in (
+            ("arrival", sources, self.began, np.maximum, 0),
+            ("completion", targets, self.ended, np.minimum, 1),
+        ):
+            interval = clock.to_reference(self.calls[name][at])
+            holds = (interval[0] >= clock.used_at[0]) & (interval[1] <= clock.used_at[1])
+            bound.at(known, instance[at[holds]], interval[sided][holds])
 
     def _known_rows(self, host: int) -> tuple[Array, Array]:
         """Return the positions of sources and targets of a host of whose operations other hosts know the moment."""

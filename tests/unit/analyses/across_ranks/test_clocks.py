@@ -10,11 +10,18 @@ import pytest
 from factory import LogFactory, record, training
 from simulated_ranks import Schedule, random_schedule
 
+from commtrace.analyses.across_ranks.aligned_clock import clock_within
 from commtrace.analyses.across_ranks.clocks import Clocks
 from commtrace.analyses.across_ranks.corridors import Bounds, find_jumps, lines_within
 from commtrace.run import open_run
 
-SEEDS = [*range(8), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(8, 200))]
+STEPPED_AT_THE_EDGE = 163, 166, 182
+"""Seeds whose clock is stepped where all bounds that follow, or that come before, are of one kind."""
+DEFAULT = *range(8), *STEPPED_AT_THE_EDGE
+SEEDS = [
+    *DEFAULT,
+    *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(200) if seed not in DEFAULT),
+]
 
 
 def clocks_of_schedule(schedule: Schedule, folder: Path) -> Clocks:
@@ -83,6 +90,17 @@ def test_a_step_is_found_where_it_was(seed: int, tmp_path: Path) -> None:
     assert row["after_ns"] <= before
     assert after <= row["before_ns"]
     assert row["smallest_ns"] <= sign * by <= row["largest_ns"]
+
+
+def test_bounds_of_one_kind_after_the_other_hold_nowhere() -> None:
+    span = -1000, 5000
+    mixed = bounds([0, 1000, 2000, 3000], [0, 10, 0, 10], [False, True, False, True])
+    clock = clock_within(mixed, 0, 0, span, 4)
+    assert clock is not None
+    assert clock.used_at == (1000, 2000)
+    assert (
+        clock_within(bounds([0, 1000, 2000, 3000], [0, 0, 10, 10], [False, False, True, True]), 0, 0, span, 4) is None
+    )
 
 
 def test_hosts_without_common_calls_have_no_bounds(tmp_path: Path) -> None:
