@@ -3,7 +3,7 @@
     host node17                     a process
       rank 3                        a group of tracks
         thread 1                    calls, nested in phases, nested in steps
-        in flight                   from the begin of each operation to its end, and in it the program's wait for it
+        in flight                   each operation from start to end, and in it the program's wait for it
         bytes in flight, bandwidth  counters
       rank 4 ...
 
@@ -63,7 +63,7 @@ _BLOCK: Final = 4096
 
 
 class _Lane(NamedTuple):
-    """A track, and the calls that are spans of it, by begin, of which none overlaps another."""
+    """A track and its calls, sorted by start time and not overlapping."""
 
     track: int
     calls: Array
@@ -77,7 +77,7 @@ def export_perfetto(
     ranks: Sequence[int] | None = None,
     steps: Sequence[int] | None = None,
 ) -> int:
-    """Write the trace of a run to a file, which appears under its name only when it is complete.
+    """Write the trace of a run to a file, atomically.
 
     Args:
         run: The run. All its ranks are read, also for the trace of a few: arrows and aligned clocks need them.
@@ -107,7 +107,7 @@ def export_perfetto(
     if ranks is not None:
         wanted &= np.isin(rank_of[calls["process"]], ranks)
     if not wanted.any():
-        raise LogError(f"{run.log.path}: no call of these ranks and steps; it has ranks {format_ranks(run.ranks)}")
+        raise LogError(f"{run.log.path}: no call of these ranks and steps; the run has ranks {format_ranks(run.ranks)}")
     with atomic_write(out, force=force) as part, open(part, "xb") as file:
         _Writer(messages, file, calls, times, waits, wanted).write(run)
     return int(wanted.sum())
@@ -254,7 +254,7 @@ class _Writer:
         return fields
 
     def _arrow(self, at: Array) -> list[Column]:
-        """Return the field of the arrow through each call; one that has no counterpart ends where it begins."""
+        """Return the field of the arrow through each call; the arrow of a call without counterpart ends at the call."""
         instance = self._calls["instance"][at].astype(np.int64)
         ends = self._last[instance] == at if len(self._last) else np.zeros(len(at), bool)
         field = np.where(ends, self._event.TERMINATING_FLOW_IDS_FIELD_NUMBER, self._event.FLOW_IDS_FIELD_NUMBER)
@@ -315,7 +315,7 @@ class _Writer:
         return self._uuid
 
     def _texts_of(self, call: Array) -> bytes:
-        """Return name and texts of a call, at a position of shape (1,), and of those that are like it, as fields."""
+        """Return the fields with the name and texts that all calls like the one at `call`, shape (1,), share."""
         arguments = []
         for column, title in _LABELS.items():
             text = self._intern("debug_annotation_string_values", str(*self._calls.text(column, call)))
@@ -388,12 +388,12 @@ def _lanes(at: Array, begin: Array, end: Array) -> list[Array]:
     """Distribute calls to tracks on which none overlaps another, each to the first that is free.
 
     Args:
-        at: Calls by begin, shape (n,).
+        at: Calls, sorted by start time, shape (n,).
         begin: When they begin, shape (n,).
         end: When they end, shape (n,).
 
     Returns:
-        The calls of each track, by begin.
+        The calls of each track, sorted by start time.
     """
     lanes = np.zeros(len(at), np.int64)
     overlaps_earlier = np.append(False, begin[1:] < np.maximum.accumulate(end)[:-1])

@@ -1,6 +1,6 @@
 """Protobuf messages of the same shape, many at a time (https://protobuf.dev/programming-guides/encoding).
 
-The bytes of a field in all rows are a `Column`. Columns side by side are the bytes of the rows, one after the other.
+The bytes of a field in all rows are a `Column`. A row is the concatenation of its cells in all columns.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def chosen(texts: Column, at: Array) -> Column:
 
 
 def stacked(texts: Sequence[bytes]) -> Column:
-    """Return a column with a row for each of some bytes."""
+    """Return a column with one row per byte string."""
     length = np.array([len(text) for text in texts], np.int64)
     width = int(length.max(initial=1))
     data = np.frombuffer(b"".join(text.ljust(width) for text in texts), np.uint8)
@@ -60,7 +60,7 @@ def fixed64(field: int | Array, values: Array) -> Column:
 
 
 def message(field: int, columns: Sequence[Column]) -> list[Column]:
-    """Return a field with a message, whose fields are given."""
+    """Return a field that holds a message with the given fields."""
     key = constant(_base128(np.array([field << 3 | _LENGTH_DELIMITED])).data.tobytes())
     return [key, _base128(sum((column.length for column in columns), start=np.zeros(1, np.int64))), *columns]
 
@@ -84,7 +84,7 @@ def joined(columns: Sequence[Column]) -> bytes:
 
 
 def _base128(values: Array) -> Column:
-    """Return integers as varints: 7 bits a byte, the lowest first; all bytes but the last have the highest bit set."""
+    """Return integers as varints: 7 bits per byte, lowest first; all bytes but the last have the highest bit set."""
     width = max(1, -(-int(values.max(initial=0)).bit_length() // 7))
     rest = values[:, None] >> np.arange(0, 7 * width, 7)
     more = rest[:, 1:] > 0

@@ -9,18 +9,18 @@ from typing import Any
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def noting(notes: MutableMapping[Any, Any], read: Callable[[Any], Any]) -> Wrapper:
-    """Return a wrapper of a method that keeps `read(self)` in `notes` first; nothing if `read` raises.
+def record_before_call(values: MutableMapping[Any, Any], read: Callable[[Any], Any]) -> Wrapper:
+    """Return a wrapper that stores `read(self)` in `values` before it calls the method.
 
-    `read` may raise where another version of the library lacks what it reads.
+    If `read` raises, because another version of the library lacks what it reads, the entry is removed.
     """
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                notes[self] = read(self)
+                values[self] = read(self)
             except Exception:
-                notes.pop(self, None)
+                values.pop(self, None)
             return original(self, *args, **kwargs)
 
         return method
@@ -39,7 +39,7 @@ class Patches:
         return bool(self._replaced)
 
     def wrap(self, owner: Any, name: str, wrapper: Wrapper) -> bool:
-        """Replace `owner.name`, defined on `owner` itself, by `wrapper(original)`. Returns False if there is none."""
+        """Replace `owner.name` with `wrapper(original)`. Return False if `owner` itself does not define it."""
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             replacement = functools.wraps(original)(wrapper(original))
@@ -50,7 +50,7 @@ class Patches:
         return self.replace(owner, name, make)
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> bool:
-        """Replace `owner.name` by `make(original)`, which need not be a function. Returns False if there is none."""
+        """Replace `owner.name` with `make(original)`. Return False if `owner` itself does not define it."""
         original = vars(owner).get(name)
         if original is None:
             return False

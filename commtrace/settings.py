@@ -56,7 +56,7 @@ class Settings:
     ring_records: int = 16384
     """Number of records (96 bytes each) that a process holds in memory; beyond it, calls are only counted.
 
-    Every write to the log looks at all of them: a million take tens of milliseconds, 16,384 a fiftieth of one.
+    Each write to the log scans all of them: a million take tens of milliseconds, 16,384 a fiftieth of one.
     """
 
     drain_ms: int = 100

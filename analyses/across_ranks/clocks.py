@@ -7,7 +7,7 @@ the other, give
     begin <= f(end)      if the reference waited        a lower bound of f
     f(begin) <= end      if the host waited             an upper bound of f
 
-An end that was seen late gives a wider bound, and a true one; `aligned_clock` makes a clock of the bounds. Hosts that
+An end observed late gives a wider, but still valid, bound; `aligned_clock` makes a clock of the bounds. Hosts that
 share no operation with the reference are bounded by hosts that are aligned already: each knows of an operation a moment
 before which it had not begun everywhere, and one after which it had. Times of devices enter as the recorder mapped them
 to the host's clock, its error added.

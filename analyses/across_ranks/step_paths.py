@@ -1,8 +1,8 @@
 """Critical paths: what the end of each training step depends on, across ranks.
 
 A rank's time is computation, except where one of its calls blocks it: inside the call, or in a wait for its end. Waits
-in C++ are not recorded (DDP waits for its gradients so): an operation that nothing was seen to wait for, and that ends
-after the last call of its phase, counts as waited for from that call on. A call that depends on others (`dependencies`)
+in C++ are not recorded (DDP waits for its gradients so): an operation without an observed wait that ends after the last
+call of its phase counts as waited for from that call on. A call that depends on others (`dependencies`)
 cannot end before the last of them has begun: its *release*. So from the end of a step backwards, the path goes through
 the computation of a rank to the call that it was blocked in before, through that operation to its release, on to the
 rank that came last, through the computation of that rank, and so on to the end of the step before. The pieces cover the
@@ -10,7 +10,7 @@ step without gap or overlap: their sum is its duration.
 
 A step of a rank begins where the last call of its previous step ended; the job's step begins with the last rank.
 Computation before the first call of a step counts towards that step. Times are ns on the clock of the reference host
-(`clocks`). Ends that a device's clock has seen do not block the host: runs that have them have no paths.
+(`clocks`). Ends observed on a device do not block the host: runs that have them have no paths.
 """
 
 from __future__ import annotations

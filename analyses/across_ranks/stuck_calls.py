@@ -89,7 +89,7 @@ class _Member:
         moments = [stats.get("mono_ns"), (end or {}).get("mono_ns"), *(row.get("mono_ns") for row in tables.clock)]
         self.alive_ns = max(process.seen_alive_ns, *(integer_or_none(moment) or 0 for moment in moments)) + self.offset
         self.quiet_ns = _NO_TIME
-        """Its last event: the begin, return or end of any of its calls."""
+        """Its last event: the start, return or end of any of its calls."""
         self.begins = np.zeros(0, np.int64)
         """When its calls began, ascending."""
 

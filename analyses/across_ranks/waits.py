@@ -80,7 +80,7 @@ class Waits:
 
 
 def ends(block: RecordBlock) -> Array:
-    """Return when each call was seen to have ended in ns, shape (n,), 0 where it was not."""
+    """Return the observed end of each call in ns, shape (n,), 0 where it was not observed."""
     return np.where((block["state"] == State.COMPLETE) & has_own_times(block), block["t_end"], 0)
 
 

@@ -1,4 +1,4 @@
-"""Differences of two runs as text: a paragraph for the ranks, steps and group that differ alike."""
+"""Differences of two runs as text: one paragraph per ranks, steps and group with the same differences."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def difference_lines(differences: RunDifferences, names: tuple[str, str], width:
 
     Args:
         differences: The result of the comparison.
-        names: What the two runs are called.
+        names: Labels of the two runs.
         width: Characters of the longest line.
     """
     table = differences.table
@@ -53,7 +53,7 @@ def difference_lines(differences: RunDifferences, names: tuple[str, str], width:
 
 
 def shortened_lines(lines: Iterable[str], ranks: Iterable[int], *, per_rank: bool) -> Iterator[str]:
-    """Return lines of a comparison of these ranks; of many ranks with short lists of them, unless `per_rank`."""
+    """Yield the lines. Above MAX_SINGLE ranks, shorten lists of ranks, unless `per_rank`."""
     return iter(lines) if per_rank or len({*ranks}) <= MAX_SINGLE else map(shorten_ranks, lines)
 
 
@@ -77,7 +77,7 @@ def _place(ranks: Iterable[int], steps: Iterable[int]) -> str:
 
 
 def own_lines(own: Mapping[tuple[str, str], OwnCalls], width: int) -> Iterator[str]:
-    """Yield the calls of the program's own."""
+    """Yield lines that list the calls of the program itself."""
     if own:
         yield "calls of the program itself:"
     for (site, op), calls in sorted(own.items()):
@@ -87,7 +87,7 @@ def own_lines(own: Mapping[tuple[str, str], OwnCalls], width: int) -> Iterator[s
 
 
 def own_volume(own: Iterable[OwnCalls]) -> str:
-    """Return number and bytes of own calls: "12 calls, 48 bytes"."""
+    """Return the number and bytes of the program's calls: "12 calls, 48 bytes"."""
     calls = [*own]
     numbers = sum(item.calls for item in calls), sum(item.payload_bytes for item in calls)
     return f"{format_plural(numbers[0], 'call')}, {format_plural(numbers[1], 'byte')}"

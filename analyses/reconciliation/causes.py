@@ -33,13 +33,13 @@ PROGRAM_CAUSES: Final = frozenset({_EVALUATION, _CHECKPOINT, _BARRIER, _SMALL, _
 
 @dataclass(frozen=True)
 class StepContext:
-    """What causes depend on besides the leftovers of a step of a rank."""
+    """Context of one step of one rank that causes can use besides its leftovers."""
 
     prediction: Prediction
     expected: Sequence[ExpectedCall]  # in this step
     is_start: bool  # before the first step
     has_calls: bool  # the log has a call of this step
-    log_ends_within: bool  # the last step of this rank in the log, whose process did not end in order
+    log_ends_within: bool  # the last step of this rank in the log, whose process did not exit normally
     log_ends_before: bool  # the rank has no later step in the log either
     loses_records: bool  # calls were counted whose records are not in the log
 
@@ -48,22 +48,22 @@ Select: TypeAlias = Callable[[Sequence[EqualCalls], StepContext], Sequence[Equal
 
 
 def _absent(applies: Callable[[StepContext], bool]) -> Select:
-    """Select the calls that were not recorded, in the steps that this applies to."""
+    """Return a selector of calls that were not recorded, in steps for which `applies` returns true."""
     return lambda leftovers, context: [leftover for leftover in leftovers if leftover.calls < 0 and applies(context)]
 
 
 def _extra(fits: Callable[[EqualCalls], bool]) -> Select:
-    """Select the calls that were not expected and that fit."""
+    """Return a selector of unexpected calls for which `fits` returns true."""
     return lambda leftovers, context: [leftover for leftover in leftovers if leftover.calls > 0 and fits(leftover)]
 
 
 def _called_from(*names: str) -> Select:
-    """Select calls with one of these names of functions or files in their call site."""
+    """Return a selector of unexpected calls with one of these names of functions or files in their call site."""
     return _extra(lambda leftover: any(name in leftover.site for name in names))
 
 
 def _by_program(fits: Callable[[EqualCalls], bool]) -> Select:
-    """Select calls from the program's own code: neither within a framework nor from C++ during its backward."""
+    """Return a selector of unexpected calls from the program: not from a framework, nor from C++ in backward."""
     return _extra(lambda leftover: bool(leftover.site) and not is_of_library(leftover) and fits(leftover))
 
 
@@ -78,7 +78,7 @@ def is_framework_site(site: str) -> bool:
 
 
 def path_in_packages(site: str) -> str:
-    """Return a call site without the folder of its packages, which it has if ranks have the library in several."""
+    """Return a call site without its site-packages prefix, which differs if ranks load a library from several."""
     return site.partition(" < ")[0].rpartition("-packages/")[2]
 
 

@@ -1,4 +1,4 @@
-"""Matching of the expected with the measured calls of one step of one rank."""
+"""Matching of expected against recorded calls of one step of one rank."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .causes import is_framework_site, is_of_library
 from .measured_calls import EqualCalls
 
 CellKey: TypeAlias = tuple[str, str]
-"""Role and operation."""
+"""Parallel dimension and operation."""
 
 ExpectedCounts: TypeAlias = dict[tuple[int, int], int]
-"""Number of calls by payload and group size; group size 0: that of the role's group."""
+"""Number of calls by payload and group size; group size 0 stands for the size of the dimension's group."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One operation of one role in one step of one rank: what matched, and what is left over."""
+    """One operation of one parallel dimension in one step of one rank: matched calls, and the leftovers."""
 
     key: CellKey
     matched_calls: int
@@ -31,7 +31,7 @@ class Cell:
     sites: tuple[str, ...]
     leftovers: tuple[EqualCalls, ...]
     below_bound: Fraction = Fraction(0)
-    """Wire bytes of calls whose size depends on the data, less those of their upper bounds: 0 or below."""
+    """Wire bytes minus the upper bound, summed over calls with data-dependent payload; never positive."""
 
 
 def compare(
@@ -41,11 +41,11 @@ def compare(
 
     Args:
         expected: The calls that theory expects.
-        measured: The calls that the log has.
-        ranks_of: Returns the size of the group of a role.
+        measured: The recorded calls.
+        ranks_of: Function from a parallel dimension to the size of its group.
 
     Returns:
-        A cell per role and operation that has an expected or a measured call, in their order.
+        A sorted cell per parallel dimension and operation that has an expected or a recorded call.
     """
     counts: dict[CellKey, ExpectedCounts] = defaultdict(lambda: defaultdict(int))
     least: dict[CellKey, dict[int, int]] = defaultdict(dict)
@@ -64,14 +64,14 @@ def compare(
 def _match(
     key: CellKey, expected: ExpectedCounts, measured: Sequence[EqualCalls], ranks: int, least: Mapping[int, int]
 ) -> Cell:
-    """Match call by call. `ranks`: of the role's group; `least`: lower by upper bounds of sizes that have bounds."""
+    """Match call by call. `ranks`: size of the dimension's group; `least`: lower bound of each upper bound."""
     if any(calls.payload < 0 for calls in measured):
         return _match_sums(key, expected, measured, ranks, least)
     missing = dict(expected)
     below_bound = Fraction(0)
     matched_calls = matched_bytes = 0
     sites, leftovers = [], []
-    for calls in sorted(measured, key=_order):
+    for calls in sorted(measured, key=_match_priority):
         taken = 0
         for size, group in _candidates(calls, expected, least):
             count = min(calls.calls - taken, missing.get((size, group), 0))
@@ -88,13 +88,13 @@ def _match(
     return Cell(key, matched_calls, matched_bytes, tuple(sites), tuple(leftovers), below_bound)
 
 
-def _order(calls: EqualCalls) -> tuple[bool, bool, bool]:
-    """Order calls of one size: a library's is sooner the expected one, then one in training, then a framework's."""
+def _match_priority(calls: EqualCalls) -> tuple[bool, bool, bool]:
+    """Return the sort key of equal payloads: libraries first, then training before evaluation, then frameworks."""
     return not is_of_library(calls), calls.phase == "evaluation", not is_framework_site(calls.site)
 
 
 def _candidates(calls: EqualCalls, expected: ExpectedCounts, least: Mapping[int, int]) -> Iterator[tuple[int, int]]:
-    """Return the expected sizes and groups that calls may match: the exact size first, then bounds around it."""
+    """Yield the expected payloads and groups that calls may match: exact ones first, then bounds around them."""
     yield calls.payload, calls.ranks
     yield calls.payload, 0
     for most, group in expected:
@@ -109,7 +109,7 @@ def _wire_difference(op: str, size: int, most: int, ranks: int) -> Fraction:
 def _match_sums(
     key: CellKey, expected: ExpectedCounts, measured: Sequence[EqualCalls], ranks: int, least: Mapping[int, int]
 ) -> Cell:
-    """Match number and bytes of all calls, else of those in training, else of libraries, where the log has no sizes."""
+    """Match by count and total bytes, for a log without payloads: all calls, those in training, or of libraries."""
     most = sum(size * count for (size, _), count in expected.items())
     low = sum(least.get(size, size) * count for (size, _), count in expected.items())
     of_libraries = [calls for calls in measured if is_of_library(calls)]

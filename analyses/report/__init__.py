@@ -1,6 +1,6 @@
 """Reports of one run, of runs side by side, and of runs by number of ranks.
 
-`terminal` and `several_runs_text` make text, `document` makes JSON, `html` makes pages. Text and
+`terminal` and `several_runs_text` render text, `document` JSON, `html` pages. Text and
 pages share the sentences of `findings`; `commtrace.analyses.table_specs` describes the tables.
 """
 

@@ -84,7 +84,7 @@ class RankMessages:
                 self._write("waits", announced)
             time.sleep(_POLL_SECONDS)
         if announced:
-            waits.unlink()  # first: a rank that seems to wait still would be told to continue once more
+            waits.unlink()  # first: otherwise a rank that no longer waits would be resumed again
             skip.unlink(missing_ok=True)
 
     def _read(self, source: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from torch.nn import Embedding
 
 from commtrace.hooks.torch.model_facts import dtype_name, grouped, known, model_row, modules
-from commtrace.patching import noting
+from commtrace.patching import record_before_call
 
 from .pipeline import stages
 
@@ -30,7 +30,7 @@ def _unpartitioned(engine: Any) -> list[int]:
     return [number for number, state in enumerate(states) if state is None]
 
 
-note_partitioned: Final = noting(_partitioned_later, _unpartitioned)
+note_partitioned: Final = record_before_call(_partitioned_later, _unpartitioned)
 """Wrapper of `DeepSpeedEngine._broadcast_model`."""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from commtrace.hooks.torch.model_facts import dtype_name
-from commtrace.patching import noting
+from commtrace.patching import record_before_call
 
 # By pipeline module: element types of tied weights when they were first synchronized. The engine may cast them later.
 _first_dtypes: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], str]] = weakref.WeakKeyDictionary()
@@ -24,7 +24,7 @@ def _dtypes(module: Any) -> dict[tuple[str, str], str]:
     return {key: dtype_name(weight.dtype) for key, weight in tied_weights(module)}
 
 
-note_dtypes: Final = noting(_first_dtypes, _dtypes)
+note_dtypes: Final = record_before_call(_first_dtypes, _dtypes)
 """Wrapper of `PipelineModule._synchronize_tied_weights`."""
 
 

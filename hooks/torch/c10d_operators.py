@@ -1,6 +1,6 @@
 """The meaning of each `c10d::` operator's arguments: payload, own share, peer, tag.
 
-Arguments are found by their names in the operator's schema, so that torch versions may add some. Trailing arguments
+Arguments are found by their names in the operator's schema, so that new torch versions may add some. Trailing arguments
 that equal their defaults are not passed to a kernel.
 """
 
@@ -23,7 +23,7 @@ Size = tuple[int, int, bool]
 
 
 class Form(NamedTuple):
-    """How an operator's payload is measured. The native recorder implements each kind as well (plan.h)."""
+    """Method that computes an operator's payload. The native recorder implements each kind as well (plan.h)."""
 
     kind: str
     measure: Callable[..., Size]  # (*positions of `about`, arguments, group size, rank in the group)
@@ -64,7 +64,7 @@ def _all_to_all_single(i: int, inputs: int, outputs: int, args: Sequence[Any], n
     uneven = len(set(sent)) > 1 or len(set(received)) > 1
     if not sent:
         return payload, payload // n, uneven
-    rows = tensor.shape[0]  # splits count rows, whatever their length
+    rows = tensor.shape[0]  # split sizes count rows, not elements
     return payload, payload // rows * sent[rank] if rows else 0, uneven
 
 
@@ -74,17 +74,17 @@ _NOTHING: Final = Form("nothing", lambda args, n, rank: (0, 0, False), ())
 
 
 def _pair(payload: str, share: str) -> Form:
-    """Measure one tensor as the payload, another as this rank's share of it."""
+    """Return the form of an operator with one tensor as the payload and another as this rank's share."""
     return Form("pair", lambda i, j, args, n, rank: (nbytes(args[i]), nbytes(args[j]), False), (payload, share))
 
 
 def _pairs(payload: str, share: str) -> Form:
-    """Measure as `_pair`, with a list of tensors for each."""
+    """Return the form of an operator as of `_pair`, with a list of tensors for each."""
     return Form("pair", lambda i, j, args, n, rank: (_total(args[i]), _total(args[j]), False), (payload, share))
 
 
 def _lists(payload: str, share: str) -> Form:
-    """Measure lists of tensors, one per rank, as the payload."""
+    """Return the form of an operator with lists of tensors, one per rank, as the payload."""
 
     def measure(i: int, j: int, args: Sequence[Any], n: int, rank: int) -> Size:
         return sum(map(_total, args[i])), _total(args[j]), _is_uneven(args[i])
@@ -93,16 +93,16 @@ def _lists(payload: str, share: str) -> Form:
 
 
 def _unknown(name: str) -> Form:
-    """Refuse to measure an operator, so that its calls are counted as not recorded."""
+    """Return a form that raises LookupError, so that calls of the operator are counted as not recorded."""
 
     def measure(*_: object) -> Size:
-        raise LookupError(f"c10d::{name} is not known to this version of commtrace")
+        raise LookupError(f"this version of commtrace does not support c10d::{name}; update commtrace")
 
     return Form("unknown", measure, ())
 
 
 # Operator -> (operation, form).
-_RULES: Final[dict[str, tuple[str, Form]]] = {
+_OPERATIONS: Final[dict[str, tuple[str, Form]]] = {
     "allreduce_": ("all_reduce", _BUFFERS),
     "allreduce_coalesced_": ("all_reduce", _BUFFERS),
     "broadcast_": ("broadcast", _BUFFERS),
@@ -135,10 +135,10 @@ IGNORED: Final = frozenset({"check_for_nan"})
 # The operators of _c10d_functional that wait; the second is of torch 2.15.
 WAITS: Final = frozenset({"wait_tensor", "wait_tensors"})
 
-# Arguments with the results, by which a wait for a tensor finds the call that fills it.
+# Output arguments. A wait for a tensor is matched to its call through them.
 _OUTPUTS: Final = ("output_tensors", "output_tensor", "outputs", "output_lists", "output", "tensors")
 
-# Arguments that every rank has, with a tensor or a list of tensors: they show element type and device.
+# Arguments that are set on every rank, a tensor or a list of tensors: they determine dtype and device.
 _SAMPLES: Final = ("input_tensors", "input_tensor", "inputs", "input_list", "input", "tensors", "tensor")
 _SAMPLE_OF: Final = {
     "reduce_scatter_": "output_tensors",
@@ -148,7 +148,7 @@ _SAMPLE_OF: Final = {
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator of this version of torch. `*_at` are positions of arguments; None: it has no such argument."""
+    """An operator of this version of torch. `*_at` are positions of arguments; None: there is no such argument."""
 
     variant: str
     op: str
@@ -172,7 +172,7 @@ class Operator:
         return dist.group.WORLD if self.group_at is None else dist.ProcessGroup.unbox(args[self.group_at])
 
     def sample(self, args: Sequence[Any]) -> Tensor | None:
-        """Return a tensor that shows the call's element type and device; None for a call with an empty list."""
+        """Return a tensor with the call's dtype and device; None for a call with an empty list."""
         value = args[self.sample_at]
         if type(value) is list:
             return value[0] if value else None
@@ -205,7 +205,7 @@ def operator_names(namespace: str) -> list[str]:
 def known_operators() -> tuple[list[Operator], list[str]]:
     """Return the operators to hook, and the names of those that this version of commtrace does not know.
 
-    Of the latter, those with a process group are hooked too: their calls are counted as not recorded.
+    Unknown operators with a process group are hooked too: their calls are counted as not recorded.
     """
     described = {name: _describe(name) for name in operator_names("c10d") if name not in IGNORED}
     operators = [operator for operator in described.values() if operator is not None]
@@ -229,7 +229,7 @@ def shared_memory_all_reduce() -> Operator | None:
 
 
 def _describe(name: str) -> Operator | None:
-    op, form = _RULES.get(name, ("unknown", _unknown(name)))
+    op, form = _OPERATIONS.get(name, ("unknown", _unknown(name)))
     overload = getattr(torch.ops.c10d, name).default
     at = {argument.name: i for i, argument in enumerate(overload._schema.arguments)}
     if not at.keys() >= {*form.about}:  # this torch has other argument names
