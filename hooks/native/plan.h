@@ -95,7 +95,7 @@ inline Size all_to_all_single(const Plan& plan, Arguments args, int group_size, 
 inline const std::map<std::string, Plan::Measure> kForms{
     {"unknown",
      [](const Plan& plan, Arguments, int, int) -> Size {
-       throw std::runtime_error("c10d::" + plan.name + " is not known to this version of commtrace");
+       throw std::runtime_error("this version of commtrace does not support c10d::" + plan.name + "; update commtrace");
      }},
     {"nothing", [](const Plan&, Arguments, int, int) { return Size{}; }},
     {"buffers", [](const Plan& plan, Arguments args, int, int) { return Size{total(args[plan.about[0]])}; }},

@@ -50,7 +50,7 @@ def inject(name: str, argument: str) -> Callable[[int], None]:
 
         hook.uninstall()
         hook.remove_kernels()
-        del c10d_operators._RULES["allreduce_"]
+        del c10d_operators._OPERATIONS["allreduce_"]
         hook.install()
     elif name == "drain":
         return lambda step: session.recorder.each_drain.append(fail) if step == 1 and session.recorder else None
