@@ -1,4 +1,4 @@
-"""Times of calls as the host saw them, and bandwidths. Columns of `host_time` and `bandwidth`: `table_specs`."""
+"""Times of calls observed on the host, and bandwidths. Columns of `host_time` and `bandwidth`: `table_specs`."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ _UNKNOWN_BIN, _ZERO_BIN = -2, -1
 
 
 def exact_ends(block: Fields) -> Array:
-    """Return whether the end of each record is when the transfer ended, bool, and not when the program saw it.
+    """Return whether the end of each record is when the transfer ended, bool, and not when the program observed it.
 
-    Ends are exact that the call itself, a completion callback or the device saw; that of a wait only if the program did
+    Ends are exact that the call, a completion callback or the device observed; that of a wait only if the program did
     not ask for a handle, and so waited at once. Calls of coalesced batches and captured graphs have no exact end.
     """
     clock = block["clock"]

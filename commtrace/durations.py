@@ -1,6 +1,6 @@
 """Durations of recorded calls, from the times in their records.
 
-The measures of `MEASURES`: "in_call" is t_return - t_begin, "waiting" t_end - t_wait (0 if a callback saw the
+The measures of `MEASURES`: "in_call" is t_return - t_begin, "waiting" t_end - t_wait (0 if a callback observed the
 end before the wait), "to_completion" t_end - t_begin. Calls captured into a device graph and calls of dry runs have no
 times of their own, so theirs are unknown.
 """

@@ -63,7 +63,7 @@ def parse_rank_list(text: str) -> list[int]:
 
 
 def format_rank_list(ranks: Sequence[int]) -> str:
-    """Return the text of which `parse_rank_list` makes these ranks, in their order: [8, 0, 1, 2] -> "8,0-2"."""
+    """Return the text from which `parse_rank_list` makes these ranks, in order: [8, 0, 1, 2] -> "8,0-2"."""
     return ",".join(_items(ranks))
 
 

@@ -17,7 +17,7 @@ Nothing is said about ranks whose logs prove nothing, nor about those that left 
 
 Of a process whose log has only some steps, the records that it kept besides are examined (`Process.kept`).
 
-Only logs of which a process did not close its log or has a failed call are examined, and of these the last records.
+Only logs in which a process did not close its log or has a failed call are examined, and of these the last records.
 """
 
 from __future__ import annotations
@@ -507,8 +507,8 @@ def _last(process: Process, count: int) -> Process:
 def _without_gaps(process: Process, segments: Iterable[Segment], kept: Segment) -> Segment:
     """Return all calls of a process that began after the first one kept had ended, and those that block it.
 
-    Before that, calls may be missing: of a channel, a later call than the last one known. A call whose end was not seen
-    may be kept long after it returned: the first one kept is one whose end was seen, where there is any.
+    Before that, calls may be missing: of a channel, a later call than the last one known. A call without an observed
+    end may be kept long after it returned: the first one kept is one with an observed end, if any.
     """
     last, others = (
         np.concatenate([np.zeros(0, RECORD), *(block for segment in source for block in segment.blocks())])

@@ -5,9 +5,9 @@
 
 A call that waits for none (a send, the root of a broadcast) has no wait, but for a send that lasts until its receive
 begins. Of calls on one host, the wait is exact. Between hosts it lies in an interval, from the bounds of their clocks:
-`wait` is its middle, or 0 where it reaches down to 0. Calls of which the interval says nothing are left out, as are
+`wait` is its middle, or 0 where it reaches down to 0. Calls without a bounded interval are left out, as are
 those without a known end and those of operations that not all ranks have in the log. Where ranks may have no bytes for
-each other (uneven all_to_alls), the interval reaches down to 0. Ends that were seen late count as transfer.
+each other (uneven all_to_alls), the interval reaches down to 0. Ends observed late count as transfer.
 """
 
 from __future__ import annotations

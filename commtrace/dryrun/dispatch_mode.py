@@ -7,7 +7,7 @@
     a number, or a shape, from data    read; data that was not computed is zero, and the line is reported
     a collective                       passed on to the dispatcher: the hooks record it, `collectives` replaces it
 
-The mode is below autograd, DDP's reducer and DTensor, and sees only their plain operators on plain tensors.
+The mode is below autograd, DDP's reducer and DTensor, and gets only their plain operators on plain tensors.
 """
 
 from __future__ import annotations

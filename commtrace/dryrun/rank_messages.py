@@ -101,7 +101,7 @@ class RankMessages:
                 self._read_bytes[source] = mail.tell()
 
     def _write(self, name: str, text: str) -> None:
-        """Write a small file, which is seen as a whole or not at all."""
+        """Write a small file atomically."""
         path = self._folder / f"{name}-{self._rank:05d}"
         path.with_suffix(".new").write_text(text)
         os.replace(path.with_suffix(".new"), path)

@@ -221,7 +221,7 @@ _SAME_VERSION: Final = "install the same version of commtrace for this process, 
 
 
 def _key(name: str) -> str:
-    """Return a new name of a task, of which dashboards show the words."""
+    """Return a new task name, which dashboards show."""
     return f"commtrace-{name}-{uuid4().hex}"
 
 

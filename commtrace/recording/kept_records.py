@@ -29,7 +29,7 @@ def not_selected(records: Records, selection: Sequence[range]) -> npt.NDArray[np
 
 
 def in_flight(records: Records) -> npt.NDArray[np.bool_]:
-    """Return whether the end of each call was not seen yet, bool, shape (n,)."""
+    """Return whether the end of each call was not yet observed, bool, shape (n,)."""
     return np.asarray(records["state"] < State.COMPLETE)
 
 

@@ -1,8 +1,8 @@
 """Python recorder: the functions that hooks call for each communication call.
 
-It writes a record when a call begins, and adds to it when the call returns and when its end is seen. A thread empties
-the ring (`commtrace.recording.drain`). Nothing here raises into the program, holds a lock for long, or touches the file
-system.
+It writes a record when a call begins, and adds to it when the call returns and when its end is observed. A thread
+empties the ring (`commtrace.recording.drain`). Nothing here raises into the program, holds a lock for long, or touches
+the file system.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Recorder:
         return call
 
     def lost(self, slot: int, t_return: int) -> None:
-        """Record that a call returned and its end cannot be seen, as the hook failed; nothing if its end is known."""
+        """Record that a call returned and its end is unobservable, as the hook failed; nothing if its end is known."""
         with self.slots.lock:
             at = ring.RECORDS_AT + slot * _SIZE
             if slot < 0 or self._buffer[at + _STATE] not in (_BEGUN, _RETURNED):
@@ -196,11 +196,11 @@ class Recorder:
                 _pack_seq(self._buffer, at + _SEQ, seq & 0xFFFFFFFF)
 
     def ended(self, call: PendingCall, t_wait: int, t_end: int, clock: Clock) -> None:
-        """Record the end of a call: `t_wait` (0: no wait), `t_end`, and how the end was seen."""
+        """Record the end of a call: `t_wait` (0: no wait), `t_end`, and how the end was observed."""
         self._finish(call, t_wait, t_end, clock, _COMPLETE)
 
     def unobservable(self, call: PendingCall, t_wait: int = 0) -> None:
-        """Record that the end of a call can no longer be seen."""
+        """Record that the end of a call can no longer be observed."""
         self._finish(call, t_wait, 0, Clock.NONE, _UNOBSERVABLE)
 
     def failed(self, slot_or_call: int | PendingCall, t_return: int = 0) -> None:

@@ -8,7 +8,7 @@ is made, which tmpfs honours. Where there is no room, the ring lies in private m
     offset 0        identity, twice: checksum and JSON (pid, log directory, stem of the log's files ...)
     offset 8192     the last counters, twice
     offset 16352    how many kept records were begun and completed, since the start
-    offset 16368    when the process was last seen alive: monotonic ns of the last turn of its drain thread
+    offset 16368    when the process last showed a sign of life: monotonic ns of the last turn of its drain thread
     offset 16376    number of calls that found the ring full
     offset 16384    the records, 96 bytes each; a record whose state byte is not 0 is complete and not on disk yet;
                     then the kept records, where there is room for any: the last ones that the drain thread took, in

@@ -1,4 +1,4 @@
-"""Slots of a ring: free, taken by a call whose end may still be seen, or ready to be written to the log.
+"""Slots of a ring: free, taken by a call whose end may still be observed, or ready to be written to the log.
 
 The thread that makes a call takes a slot, and the drain thread frees it. Neither waits for the other, except while one
 of them notes the end of a call and the other gives up on it.
@@ -28,7 +28,7 @@ _BEGUN, _RETURNED, _COMPLETE = (int(state) for state in (State.BEGUN, State.RETU
 
 
 class PendingCall:
-    """A call that returned and whose end may still be seen; `slot` becomes -1 when its record leaves the ring."""
+    """A call that returned and whose end may still be observed; `slot` becomes -1 when its record leaves the ring."""
 
     __slots__ = ("slot",)
 

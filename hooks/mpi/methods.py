@@ -73,7 +73,7 @@ def _reduced(arguments: Arguments, group: MpiGroup, root: int) -> Size:
 def _rooted(full: str, share: str, uneven: bool = False) -> Rule:
     """Make the rule of gather and scatter: the root's buffer has all shares, every other rank's has its own.
 
-    If shares may differ, a rank that is not the root sees only its own, which is then the payload.
+    If shares may differ, a rank other than the root knows only its own, which is then the payload.
     """
 
     def rule(arguments: Arguments, group: MpiGroup, root: int) -> Size:

@@ -7,7 +7,7 @@
 
 namespace commtrace {
 
-// A device completes an event after the host has submitted it and before the host sees that it is complete. So each event
+// A device completes an event after the host has submitted it and before the host observes its completion. So each event
 // bounds the offset between the two clocks from both sides, without a synchronization. The lower bound is tight once an
 // event was submitted to an idle stream, the upper bound once an event was queried just after it completed.
 //

@@ -1,4 +1,4 @@
-"""List of all rules: which function of which library each one mirrors, and in which version.
+"""List of all rules: the library function that each reproduces, and its version.
 
     @rule("deepspeed.runtime.engine.DeepSpeedEngine._broadcast_model", DEEPSPEED)
     def broadcast_model(job: Job) -> list[ExpectedCall]: ...

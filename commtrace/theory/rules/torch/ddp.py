@@ -78,7 +78,7 @@ def _broadcasts(job: Job, tensors: Iterable[ModelTensor], cause: str) -> list[Ex
 
 @rule("torch.nn.parallel.distributed.BucketCapacityConfig.compute_bucket_size_limits", TORCH)
 def first_limits(job: Job) -> list[int]:
-    """Until DDP has seen a backward pass, buckets have these limits in bytes."""
+    """Until the first backward pass, buckets have these limits in bytes."""
     if job.fact("bucket_bytes_caps"):
         return [int(cap) for cap in job.fact("bucket_bytes_caps")]
     if job.fact("static_graph") or not job.fact("find_unused_parameters"):
