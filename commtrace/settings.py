@@ -1,4 +1,4 @@
-"""Settings of recording and their defaults, read from environment variables, which every launcher passes on."""
+"""Settings of recording and their defaults, read from environment variables, which every launcher can forward."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class Settings:
     """Ranks that are recorded, such as "0-7,64" or "0-1016:8" (every eighth); empty: all."""
 
     mode: str = "events"
-    """What the log gets: "events", a record of each call, or "summary", counts, sizes and histograms of times."""
+    """Contents of the log: "events", a record of each call, or "summary", counts, sizes and histograms of times."""
 
     summary_bytes: int = 10_000_000
-    """Bytes that a summary of one process may take in a day."""
+    """Largest size of the summary of one process and day, in bytes."""
 
     steps: str = ""
     """Steps that are recorded, such as "0-99,1000-999999999:1000"; empty: all. Calls before the first always are."""
 
     keep_seconds: float = 30.0
-    """Seconds of all calls that a process holds in memory where the log does not get all records.
+    """Seconds of calls that a process keeps in memory if the log does not get all records.
 
-    Each takes 96 KiB of memory, room for 1,024 calls; where there are more calls, they cover less time.
+    Each takes 96 KiB of memory, room for 1,024 calls; more calls cover less time.
     """
 
     sites: bool = True
@@ -66,16 +66,16 @@ class Settings:
     """Bytes of records that one process keeps on disk; the oldest are removed and counted. 1 GiB is 11 million."""
 
     segment_min_bytes: int = 1 << 20
-    """Bytes of a process's first segment; each one is twice as long as the one before ..."""
+    """Bytes of the first segment of a process; each further one is twice as long."""
 
     segment_max_bytes: int = 64 << 20
-    """... up to this."""
+    """Bytes of the largest segment."""
 
     shm: str = "/dev/shm"
     """Memory-backed folder of the ring, which survives a killed process. Without room there, private memory is used."""
 
     exit_seconds: float = 10.0
-    """Seconds that a process waits at most, when it ends, until its last records are written."""
+    """Timeout in seconds for writing the last records when a process exits."""
 
     simulated: str = ""
     """Set by `commtrace dryrun` for the ranks that it simulates: their run and a folder that they share."""

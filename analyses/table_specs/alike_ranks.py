@@ -1,4 +1,4 @@
-"""Tables of many ranks for readers: classes of alike ranks, outliers by name, distributions in place of rows.
+"""Tables of many ranks for readers: classes of equivalent ranks, outliers by name, distributions in place of rows.
 
 A table with a row per rank, of more than MAX_SINGLE ranks, becomes one whose size does not grow with them. A row of it
 stands for the ranks that its column `TableSpec.alike` lists, as text, and the column "alike" counts. Ranks are alike if

@@ -164,7 +164,7 @@ REPORT_TABLES: Final = (
     TableSpec("host_time", "Times of calls, observed on the host", "A row per operation and measure.", (
         shared.OP,
         word_column("measure", "measure",
-            '"in_call": inside the call; "waiting": from the begin of a wait to the end, if the program waited and '
+            '"in_call": inside the call; "waiting": from the start of a wait to the end, if the program waited and '
             'the host observed the end; "to_completion": from the call to its end, if it was observed.'),
         count("calls_known", "known", "Calls whose time is known."),
         count("calls_unknown", "not known", "Calls whose time is not known; all of dry runs and graph captures."),

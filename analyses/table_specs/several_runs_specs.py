@@ -140,7 +140,7 @@ SCALING_TABLES: Final = (
 
 DIFFERENCE_TABLES: Final = (
     TableSpec("call_differences", "Calls that differ between two runs",
-        "A row per call that differs, merged over ranks and steps that differ alike, by first step.", (
+        "A row per call that differs, merged over ranks and steps with the same differences, by first step.", (
         word_column("kind", "kind", '"calls": another number; "order": in another order; "rank": all calls of ranks '
             'that only one run has; "site": same calls, different call site.'),
         ranks_column("ranks", "ranks", 'Ranks, as "0-3,8".'),

@@ -261,7 +261,7 @@ class Plan:
     switched: tuple[DryRun, ...]
     """Runs with settings under which the closed forms hold."""
     alike: tuple[DryRun, ...]
-    """Several ranks of a stage, which should communicate alike."""
+    """Several ranks of a stage, which should make the same calls."""
     batches: tuple[DryRun, ...]
     """Stages with several micro-batches."""
     impossible: Mapping[DryRun, str]

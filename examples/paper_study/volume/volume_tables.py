@@ -306,7 +306,7 @@ def agreement(results: Results) -> pd.DataFrame:
         rows.append(("all ranks that were run", len(ranks), int((ranks["equal"] == "yes").sum())))
     alike = [_stages_alike(recorded) for recorded in results.of(plan.alike)]
     if alike:
-        rows.append(("runs in which all ranks of a stage communicate alike", len(alike), sum(alike)))
+        rows.append(("runs in which all ranks of a stage make the same calls", len(alike), sum(alike)))
     return pd.DataFrame(rows, columns=["compared", "points", "equal"])
 
 
