@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from commtrace.durations import MEASURES, durations, transfer_times
-from commtrace.reading.labels import Fields, RecordLabels
+from commtrace.reading.labels import Fields, RunLabels
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.schema import Clock, Flag
 from commtrace.summary_format import TRANSFER, UNKNOWN_BUCKET
@@ -161,7 +161,7 @@ def _bandwidth_of_histograms(block: HistogramBlock) -> pd.DataFrame:
     return sums_by(block.labels, {"op": rows["kind"], "end_seen_by": _END_OF_CLOCK[rows["clock"]]}, values)
 
 
-def busbw_factors(labels: RecordLabels, kinds: Array, sizes: Array) -> Array:
+def busbw_factors(labels: RunLabels, kinds: Array, sizes: Array) -> Array:
     """Return busbw / algbw of each call, nan for operations without such a factor."""
     result = np.full(len(kinds), np.nan)
     for op, at in labels.by_operation(kinds):

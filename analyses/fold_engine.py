@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import pandas as pd
 
 import commtrace
-from commtrace.reading.executors import merge_tree
+from commtrace.reading.executors import RunPart, merge_tree
 from commtrace.reading.labels import LABEL_COLUMNS, RunLabels
 from commtrace.reading.record_columns import IDS, RecordColumns
 from commtrace.reading.recorded_run import RecordedRun
@@ -29,7 +29,7 @@ from commtrace.reading.stored_tables import MERGED, StoredTables, open_stored
 from commtrace.summary_format import TIMES
 
 from .grouping import Array
-from .record_blocks import EMPTY_BLOCK, READ_FIELDS, HistogramBlock, RecordBlock, RunPart, read_blocks, run_parts
+from .record_blocks import EMPTY_BLOCK, READ_FIELDS, HistogramBlock, RecordBlock, read_blocks
 
 NamedTables: TypeAlias = dict[str, pd.DataFrame]
 
@@ -104,7 +104,8 @@ def _merged_tables(run: RecordedRun, analyses: Sequence[Analysis]) -> NamedTable
     """Return the merged tables of those of the analyses that read the records of this run."""
     read = {one.name: one for one in analyses if one.reads_records is None or one.reads_records(run)}
     wanted = {name: _Fold(analysis.partial, analysis.merge) for name, analysis in read.items()}
-    merged = run.executor.reduce("fold", _partials, _merged, (wanted, run.run_labels), run_parts(run)) if wanted else {}
+    partials, merge = functools.partial(_partials, wanted, run.labels), functools.partial(_merged, wanted)
+    merged = run.executor.reduce("fold", partials, merge, run.parts()) if wanted else {}
     for name, tables in _summary_partials(read, run).items():
         merged[name] = wanted[name].merge([merged[name], *tables])
     return merged
@@ -145,13 +146,12 @@ def code_digest() -> str:
 def _summary_partials(analyses: Mapping[str, Analysis], run: RecordedRun) -> dict[str, list[pd.DataFrame]]:
     """Return the partial tables of the summaries of a run by the name of their analysis."""
     tables: dict[str, list[pd.DataFrame]] = defaultdict(list)
-    for ids, process in zip(run.run_labels.processes, run.processes, strict=True):
+    for ids, process in zip(run.labels.processes, run.processes, strict=True):
         if process.summary is None:
             continue
         for calls in process.summary.calls(process.rank):
-            columns = RecordColumns.of(READ_FIELDS, len(calls))
-            columns.fill(calls, ids)
-            block = RecordBlock(columns, run.run_labels, calls["calls"], calls["exact"].astype(bool))
+            columns = RecordColumns.of(READ_FIELDS, len(calls)).fill(calls, ids)
+            block = RecordBlock(columns, run.labels, calls["calls"], calls["exact"].astype(bool))
             for name, analysis in analyses.items():
                 if analysis.reads_cells:
                     tables[name].append(analysis.partial(block))
@@ -159,7 +159,7 @@ def _summary_partials(analyses: Mapping[str, Analysis], run: RecordedRun) -> dic
         rows = {name: times[name] if name not in IDS else ids.of_run(name, times[name]) for name in TIMES.names or ()}
         for name, analysis in analyses.items():
             if analysis.times_partial is not None:
-                tables[name].append(analysis.times_partial(HistogramBlock(rows, run.run_labels)))
+                tables[name].append(analysis.times_partial(HistogramBlock(rows, run.labels)))
         for name, parts in tables.items():  # a few at a time, to bound memory
             tables[name] = [analyses[name].merge(parts)]
     return tables
@@ -172,18 +172,13 @@ class _Fold(NamedTuple):
     merge: Callable[[Sequence[pd.DataFrame]], pd.DataFrame]
 
 
-_Shared: TypeAlias = tuple[Mapping[str, _Fold], RunLabels]
-
-
-def _partials(shared: _Shared, part: RunPart) -> NamedTables:
+def _partials(folds: Mapping[str, _Fold], labels: RunLabels, part: RunPart) -> NamedTables:
     """Return the merged partial tables of a part."""
-    folds, labels = shared
     partials = ({name: fold.partial(block) for name, fold in folds.items()} for block in read_blocks(part, labels))
-    return merge_tree(functools.partial(_merged, shared), partials)
+    return merge_tree(functools.partial(_merged, folds), partials)
 
 
-def _merged(shared: _Shared, tables: Sequence[NamedTables]) -> NamedTables:
-    folds, _ = shared
+def _merged(folds: Mapping[str, _Fold], tables: Sequence[NamedTables]) -> NamedTables:
     return {name: fold.merge([of_part[name] for of_part in tables]) for name, fold in folds.items()}
 
 
@@ -195,7 +190,7 @@ def _labelled(analysis: Analysis, table: pd.DataFrame | None, run: RecordedRun) 
     for name in LABEL_COLUMNS:
         if name in table:
             codes: Array = table[name].to_numpy()
-            labels = run.run_labels.distinct(name)
+            labels = run.labels.distinct(name)
             if analysis.categorical:
                 columns[name] = pd.Categorical.from_codes(codes, pd.Index(labels.tolist()))
             else:

@@ -1,29 +1,24 @@
-"""Blocks of records that span processes, and the segments of a run that are read in one go."""
+"""Blocks of records that span processes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import pandas as pd
 
-from commtrace.reading.labels import LABEL_COLUMNS, Fields, ProcessIds, RecordLabels, RunLabels
-from commtrace.reading.log import Process
-from commtrace.reading.record_columns import OF_PROCESS, RecordColumns, copy_fields
-from commtrace.reading.recorded_run import RecordedRun
-from commtrace.reading.segment_reader import BLOCK, Segment
-from commtrace.reading.table_reader import ProcessTables
+from commtrace.reading.executors import RunPart
+from commtrace.reading.labels import LABEL_COLUMNS, Fields, RunLabels
+from commtrace.reading.log import Log
+from commtrace.reading.record_columns import RecordColumns, row_groups
+from commtrace.reading.segment_reader import BLOCK
 from commtrace.schema import RECORD, Phase, Records
 
 from .grouping import Array, group_rows, sum_groups
-
-RECORDS_PER_TASK: Final = 1 << 20
-"""Least number of records that an executor reads in one go, if there are as many."""
 
 ROWS_OF_BLOCK: Final = BLOCK
 """Number of records in a block, if there are as many."""
@@ -34,29 +29,6 @@ READ_FIELDS: Final = (
 )  # fmt: skip
 
 _CALL_FIELDS: Final = ("kind", "group", "site", "phase", "state", "payload", "local")
-
-
-class _CachedFields:
-    """Fields of records as contiguous arrays, shape (n,), made when they are first asked for."""
-
-    def __init__(self, records: Fields, labels: RecordLabels) -> None:
-        self.records, self.labels = records, labels
-        self._columns: dict[str, Array] = {}
-
-    def __len__(self) -> int:
-        return len(self.records)
-
-    def __getitem__(self, name: str) -> Array:
-        if name not in self._columns:
-            if not isinstance(self.records, np.ndarray):
-                self._columns[name] = self.records[name]
-            elif name in OF_PROCESS:
-                self._columns[name] = np.full(len(self), getattr(self.labels, OF_PROCESS[name]), np.int64)
-            elif name in READ_FIELDS:
-                self._columns |= _copied_fields(self.records)
-            else:
-                self._columns[name] = np.ascontiguousarray(self.records[name])
-        return self._columns[name]
 
 
 class RecordBlock:
@@ -73,13 +45,13 @@ class RecordBlock:
     def __init__(
         self,
         records: Fields,
-        labels: RecordLabels,
+        labels: RunLabels,
         calls: Array | None = None,
         exact: Array | None = None,
         alike: tuple[RecordBlock, Array] | None = None,
     ) -> None:
-        # Not the block itself: `distinct` refers to the fields, and a circle would hold them until Python looks for it.
-        self._fields = _CachedFields(records, labels)
+        # `distinct` refers to it, not to the block: a circle would hold the records until Python looks for it.
+        self._records = records
         self.exact = np.ones(len(records), bool) if exact is None else exact
         self.labels = labels
         self.calls = np.ones(len(records), np.int64) if calls is None else calls
@@ -87,10 +59,10 @@ class RecordBlock:
 
     def __getitem__(self, name: str) -> Array:
         """Return a field of the records, shape (n,)."""
-        return self._fields[name]
+        return self._records[name]
 
     def __len__(self) -> int:
-        return len(self._fields)
+        return len(self._records)
 
     @cached_property
     def volumes(self) -> dict[str, Array]:
@@ -141,27 +113,23 @@ class RecordBlock:
 
     def _grouped(self, first: Array, groups: Array, alike: tuple[RecordBlock, Array] | None = None) -> RecordBlock:
         calls = sum_groups(self.calls, groups, len(first))
-        return RecordBlock(_Rows(self._fields, first), self.labels, calls, self.exact[first], alike)
+        return RecordBlock(_Rows(self._records, first), self.labels, calls, self.exact[first], alike)
 
 
-@dataclass(frozen=True)
 class _Rows:
-    """Some rows of records."""
+    """Some rows of records: columns of shape (n,), made when they are first asked for."""
 
-    fields: Fields
-    at: Array
+    def __init__(self, fields: Fields, at: Array) -> None:
+        self._fields, self._at = fields, at
+        self._columns: dict[str, Array] = {}
 
     def __len__(self) -> int:
-        return len(self.at)
+        return len(self._at)
 
     def __getitem__(self, name: str) -> Array:
-        return self.fields[name][self.at]
-
-
-def _copied_fields(records: Records) -> dict[str, Array]:
-    columns = {name: np.empty(len(records), RECORD[name]) for name in READ_FIELDS}
-    copy_fields(records, columns)
-    return columns
+        if name not in self._columns:
+            self._columns[name] = self._fields[name][self._at]
+        return self._columns[name]
 
 
 @dataclass(frozen=True)
@@ -169,7 +137,7 @@ class HistogramBlock:
     """Histograms of durations of one process: rows of `summary_format.TIMES`, with the ids of the run."""
 
     rows: Mapping[str, Array]
-    labels: RecordLabels
+    labels: RunLabels
 
 
 EVALUATION: Final = -2
@@ -179,57 +147,6 @@ EVALUATION: Final = -2
 def steps_of(block: RecordBlock) -> Array:
     """Return the training step of each record, -1 for start-up and EVALUATION for evaluations, which are in no step."""
     return np.where(block["phase"] == Phase.EVALUATION, EVALUATION, block["step"].astype(np.int64))
-
-
-@dataclass
-class ProcessPart:
-    """All processes of some ranks, for `Executor.map`."""
-
-    processes: list[tuple[Process, RecordLabels]] = field(default_factory=list)
-
-    @property
-    def segments(self) -> list[Segment]:
-        """The segments of the processes, in their order."""
-        return [segment for process, _ in self.processes for segment in process.segments]
-
-
-def process_parts(run: RecordedRun) -> list[ProcessPart]:
-    """Return the processes of a run in their order, in parts of RECORDS_PER_TASK records or more."""
-    parts, records = [ProcessPart()], 0
-    for _, pairs in groupby(zip(run.processes, run.labels, strict=True), lambda pair: pair[0].rank):
-        if records >= RECORDS_PER_TASK:
-            parts.append(ProcessPart())
-            records = 0
-        of_rank = [*pairs]
-        parts[-1].processes += of_rank
-        records += sum(segment.count for process, _ in of_rank for segment in process.segments)
-    return parts
-
-
-@dataclass
-class RunPart:
-    """Segments that are read in one go, RECORDS_PER_TASK records or more, and of each the ids of its process."""
-
-    segments: list[Segment] = field(default_factory=list)
-    processes: list[ProcessIds] = field(default_factory=list)
-
-
-def _all_segments(process: Process) -> Sequence[Segment]:
-    return process.segments
-
-
-def run_parts(run: RecordedRun, segments_of: Callable[[Process], Sequence[Segment]] = _all_segments) -> list[RunPart]:
-    """Return segments of the processes of a run in their order, at least one part, for `Executor.map`."""
-    parts, records = [RunPart()], 0
-    for ids, process in zip(run.run_labels.processes, run.processes, strict=True):
-        for segment in segments_of(process):
-            if records >= RECORDS_PER_TASK:
-                parts.append(RunPart())
-                records = 0
-            parts[-1].segments.append(segment)
-            parts[-1].processes.append(ids)
-            records += segment.count
-    return parts
 
 
 def _all_records(records: Records) -> Records:
@@ -250,35 +167,22 @@ def read_blocks(
         select: Chooses among records, shape (n,); the others are left out.
         fields: Fields that are needed besides those of every block.
     """
+    size = max(1, min(ROWS_OF_BLOCK, sum(segment.count for segment in part.segments)))
+    memory = bytearray(min(BLOCK, max((segment.count for segment in part.segments), default=0)) * RECORD.itemsize)
+    records = (
+        (select(block), process)
+        for segment, process in zip(part.segments, part.processes, strict=True)
+        for block in segment.blocks(memory=memory)
+    )
     block = None
-    for columns in _read_columns(part, select, fields):
+    for columns in row_groups(records, dict.fromkeys((*READ_FIELDS, *fields)), size):
         block = RecordBlock(columns, labels)
         yield block
     if block is None:
         yield EMPTY_BLOCK
 
 
-def _read_columns(
-    part: RunPart, select: Callable[[Records], Records], fields: Sequence[str]
-) -> Iterator[RecordColumns]:
-    fields = [*dict.fromkeys((*READ_FIELDS, *fields))]
-    size = max(1, min(ROWS_OF_BLOCK, sum(segment.count for segment in part.segments)))
-    memory = bytearray(min(BLOCK, max((segment.count for segment in part.segments), default=0)) * RECORD.itemsize)
-    columns = RecordColumns.of(fields, size)
-    for process, segment in zip(part.processes, part.segments, strict=True):
-        for records in segment.blocks(memory=memory):
-            rest = select(records)
-            while len(rest):
-                rows, rest = np.split(rest, [size - len(columns)])
-                columns.fill(rows, process)
-                if len(columns) == size:
-                    yield columns
-                    columns = RecordColumns.of(fields, size)
-    if len(columns):
-        yield columns
-
-
-def sums_by(labels: RecordLabels, keys: Mapping[str, Array], values: Mapping[str, Array]) -> pd.DataFrame:
+def sums_by(labels: RunLabels, keys: Mapping[str, Array], values: Mapping[str, Array]) -> pd.DataFrame:
     """Return keys and sums of values, a row per combination of keys.
 
     Args:
@@ -320,6 +224,6 @@ def mask_unknown_wire(table: pd.DataFrame) -> pd.DataFrame:
 
 
 EMPTY_BLOCK: Final = RecordBlock(
-    np.zeros(0, RECORD), RecordLabels(-1, Process(Path(), -1, -1, "", ProcessTables(), ()), {}, {}, {})
+    RecordColumns.of(RECORD.names or (), 0), RunLabels(Log(Path(), "", processes=(), notes=(), other_runs=()))
 )
 """A block without records, from which every partial table gets its columns."""

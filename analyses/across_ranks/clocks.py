@@ -142,7 +142,7 @@ def wall_clock_offsets(run: RecordedRun) -> dict[int, int]:
     hosts = host_numbers(run)[1].tolist()
     offsets: dict[int, int] = {}
     for number, host in enumerate(hosts):
-        if (offset := run.run_labels.clock_offsets[number]) is not None:
+        if (offset := run.labels.clock_offsets[number]) is not None:
             offsets.setdefault(host, offset)
     return {number: offsets[host] for number, host in enumerate(hosts) if host in offsets}
 

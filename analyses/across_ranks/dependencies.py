@@ -72,7 +72,7 @@ def dependencies(block: RecordBlock) -> Array:
     even = (block["flags"] & int(Flag.UNEVEN)) == 0
     variants = labels.categories("variant").astype(str)
     may_be_empty = np.char.endswith(variants, _UNEVEN_VARIANTS[0]) | np.char.endswith(variants, _UNEVEN_VARIANTS[1])
-    even &= ~(may_be_empty & (labels.categories("api").astype(str) == "mpi"))[labels.index("kind", kinds)]
+    even &= ~(may_be_empty & (labels.categories("api").astype(str) == "mpi"))[kinds]
     root = block["peer"] == block["rank"]
     other = (block["peer"] >= 0) & ~root
     always, never = np.ones(len(block), bool), np.zeros(len(block), bool)
@@ -102,7 +102,7 @@ def operations(block: RecordBlock) -> Array:
     """Return a number of each call's operation, uint8, shape (n,); a send and its receive have the same one."""
     names = np.where(block.labels.categories("op") == "recv", "send", block.labels.categories("op")).astype(str)
     numbers = np.searchsorted(np.sort(OPERATIONS), names).astype(np.uint8)
-    return np.asarray(numbers[block.labels.index("kind", block["kind"])])
+    return np.asarray(numbers[block["kind"]])
 
 
 def agree(calls: MatchedCalls) -> Array:

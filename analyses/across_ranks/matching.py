@@ -21,7 +21,8 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 
 from commtrace.analyses.grouping import Array, group_rows
-from commtrace.analyses.record_blocks import EMPTY_BLOCK, RecordBlock, RunPart, read_blocks, run_parts
+from commtrace.analyses.record_blocks import EMPTY_BLOCK, RecordBlock, read_blocks
+from commtrace.reading.executors import RunPart
 from commtrace.reading.labels import LABEL_COLUMNS, UNKNOWN, RunLabels
 from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun
@@ -158,20 +159,20 @@ def match_calls(
         The calls, process by process in the order of the log. Memory: 12 bytes a call and those of the columns.
     """
     reader = _CallReader(columns, steps, derived, part)
-    parts = run_parts(run, partial(_segments, last))
+    parts = run.parts(partial(_segments, last))
     dtypes = {name: column.dtype for name, column in reader.calls(EMPTY_BLOCK).columns.items()}
     records = sum(segment.count for of_part in parts for segment in of_part.segments)
     # Memory that nothing is written to is not used: rows that are not wanted cost none.
     table = {name: np.empty(records, dtype) for name, dtype in {**dtypes, "key": np.dtype(np.int64)}.items()}
     users, stop = _ChannelUsers(), 0
-    for block in chain.from_iterable(run.executor.map("match", _read_part, (reader, run.run_labels), parts)):
+    for block in chain.from_iterable(run.executor.map("match", partial(_read_part, reader, run.labels), parts)):
         rows = slice(stop, stop := stop + len(block.use))
         channel = np.array([*map(users.channel, block.uses), NOT_MATCHED], np.int64)[block.use]
         table["key"][rows] = np.where(channel == NOT_MATCHED, NOT_MATCHED, channel << 32 | block.seq)
         for name, column in block.columns.items():
             table[name][rows] = column
     table = {name: column[:stop] for name, column in table.items()}
-    labels = run.run_labels
+    labels = run.labels
     channels = [Channel(labels.groups[group], *addresses) for group, *addresses in users.channels]
     table["instance"], channel_of, seq = _instances(table.pop("key"), channels)
     categories = {
@@ -253,22 +254,20 @@ class _CallReader:
         columns |= {name: compute(block) for name, compute in self._derived.items()}
         columns |= {name: block[name] for name in self._fields}
         for name in self.label_columns:
-            positions = block.labels.index if name in _VALUES else block.labels.codes
-            columns[name] = positions(name, block.labels.ids(name, block)).astype(np.int32)
+            ids = block.labels.ids(name, block)
+            columns[name] = (ids if name in _VALUES else block.labels.codes(name, ids)).astype(np.int32)
         return _BlockCalls(columns, *_channel_uses(block), block["seq"].astype(np.int64))
 
 
-def _read_part(shared: tuple[_CallReader, RunLabels], part: RunPart) -> list[_BlockCalls]:
-    reader, labels = shared
+def _read_part(reader: _CallReader, labels: RunLabels, part: RunPart) -> list[_BlockCalls]:
     return [reader.calls(block) for block in read_blocks(part, labels, reader.select, reader.record_fields)]
 
 
 def _channel_uses(block: RecordBlock) -> tuple[list[_Use], Array]:
     """Return `uses` and `use` of `_BlockCalls`."""
     labels = block.labels
-    at = labels.index("kind", block["kind"])
     sends, receives, mpi, not_matched = (
-        np.isin(labels.categories(column).astype(str), values)[at]
+        np.isin(labels.categories(column).astype(str), values)[block["kind"]]
         for column, values in (("op", "send"), ("op", "recv"), ("api", "mpi"), ("op", _NOT_MATCHED_OPERATIONS))
     )
     message = sends | receives

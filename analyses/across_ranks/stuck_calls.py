@@ -149,10 +149,10 @@ class _Examination:
         self.members = [
             _Member(
                 process,
-                labels.unix_minus_mono_ns,
+                offset,
                 damaged=_is_damaged(process) or _stem(process.path) in unsafe,
             )
-            for process, labels in zip(tail.processes, tail.labels, strict=True)
+            for process, offset in zip(tail.processes, tail.labels.clock_offsets, strict=True)
         ]
         process = self.calls["process"]
         starts = np.searchsorted(process, np.arange(len(self.members) + 1))

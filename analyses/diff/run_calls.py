@@ -10,19 +10,21 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from hashlib import blake2b
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from commtrace.analyses.grouping import group_rows
-from commtrace.analyses.record_blocks import ProcessPart, RecordBlock, process_parts
+from commtrace.analyses.record_blocks import RecordBlock, read_blocks
 from commtrace.formatting import parse_ranks
-from commtrace.reading.labels import RecordLabels, short_paths
+from commtrace.reading.executors import RunPart
+from commtrace.reading.labels import UNKNOWN, RunLabels
 from commtrace.reading.log import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.table_reader import Kind, RecordedGroup, Site
@@ -35,7 +37,7 @@ OBJECTS: Final = -1
 
 _MESSAGES: Final = ("send", "recv", "sendrecv", "put", "get", "accumulate")
 _START_UP: Final = -1
-_STREAM_BITS: Final = 34  # of `RecordLabels.ids("role", ...)`
+_STREAM_BITS: Final = 34  # of `RunLabels.ids("role", ...)`
 
 _OwnRow: TypeAlias = tuple[str, str, int, int, int]
 """Call site, operation, rank, calls and bytes."""
@@ -235,18 +237,20 @@ def read_calls(run: RecordedRun, catalog: CallCatalog, own: Sequence[str] = ()) 
         own: Patterns of call sites (`is_own`) whose calls are the program's own, and are left out.
     """
     run.require_events("the order of its calls")
-    sites = {site for process in run.processes for site in process.tables.sites.values()}
-    files = short_paths({line.file for site in sites for line in site.lines()})
-    ranks: dict[int, RankCalls] = {}
+    steps: dict[int, Mapping[int, StepCalls]] = {}
     lines: dict[Call, set[str]] = defaultdict(set)
     own_rows: list[_OwnRow] = []
-    for part in run.executor.map("calls", _read_part, (files, own), process_parts(run)):
-        for numbers, calls in part.ranks:
-            problem = calls.problem or run.selection_problem
-            ranks |= dict.fromkeys(numbers, replace(calls, steps=catalog.distinct(calls.steps), problem=problem))
+    read_part = functools.partial(_read_part, run.labels, own)
+    for part in run.executor.map("calls", read_part, run.parts(whole_ranks=True)):
+        steps |= {rank: catalog.distinct(of_rank) for rank, of_rank in part.steps.items()}
         for call, of_part in part.lines.items():
             lines[call] |= of_part
         own_rows += part.own
+    ranks: dict[int, RankCalls] = {}
+    for rank, of_rank in itertools.groupby(run.processes, attrgetter("rank")):
+        processes = [*of_rank]
+        represented = parse_ranks(processes[0].tables.stands_for[0]) or [rank]
+        ranks |= dict.fromkeys(represented, _rank_calls(steps.get(rank, {}), processes, run.selection_problem))
     ranks.pop(-1, None)  # of a process whose rank is not known
     all_lines = {call: frozenset(of_call) for call, of_call in lines.items()}
     own_calls = sum_own_calls(own_rows)
@@ -256,22 +260,37 @@ def read_calls(run: RecordedRun, catalog: CallCatalog, own: Sequence[str] = ()) 
     )  # fmt: skip
 
 
-class _PartCalls(NamedTuple):
-    """The calls of a part of a run: of the ranks that stand for some numbers each."""
+def _rank_calls(steps: Mapping[int, StepCalls], processes: Sequence[Process], problem: str | None) -> RankCalls:
+    problems = [process.steps_problem(max(steps, default=_START_UP)) for process in processes]
+    return RankCalls(
+        steps,
+        all(process.tables.end is not None for process in processes),
+        sum(process.lost_records for process in processes),
+        "; ".join(process.losses for process in processes if process.losses),
+        problems[0] if all(problems) else problem,
+    )
 
-    ranks: list[tuple[list[int], RankCalls]]
+
+class _PartCalls(NamedTuple):
+    """The calls of a part of a run."""
+
+    steps: dict[int, dict[int, StepCalls]]
+    """By rank."""
     lines: dict[Call, set[str]]
     own: list[_OwnRow]
 
 
-def _read_part(shared: tuple[Mapping[str, str], Sequence[str]], part: ProcessPart) -> _PartCalls:
-    reader = _Reader(*shared)
-    ranks = []
-    for rank, pairs in itertools.groupby(part.processes, lambda pair: pair[0].rank):
-        processes = [*pairs]
-        represented = parse_ranks(processes[0][0].tables.stands_for[0])
-        ranks.append((represented or [rank], reader.read(processes)))
-    return _PartCalls(ranks, dict(reader.lines), reader.own)
+def _read_part(labels: RunLabels, patterns: Sequence[str], part: RunPart) -> _PartCalls:
+    numbered, reader = _NumberedCalls(), _Reader(labels, patterns)
+    columns = np.concatenate([reader.columns(block, numbered) for block in read_blocks(part, labels)], axis=1)
+    rank, begin, step, stream, numbers = columns[:, columns[-1] >= 0]
+    order = np.lexsort((begin, stream, step, rank))
+    steps = {
+        int(rank[of_rank[0]]): numbered.steps(step[of_rank], stream[of_rank], numbers[of_rank].astype(np.int32))
+        for of_rank in np.split(order, np.flatnonzero(np.diff(rank[order])) + 1)
+        if len(of_rank)
+    }
+    return _PartCalls(steps, dict(reader.lines), reader.own)
 
 
 def sum_own_calls(rows: Iterable[_OwnRow]) -> dict[tuple[str, str], OwnCalls]:
@@ -286,84 +305,53 @@ def sum_own_calls(rows: Iterable[_OwnRow]) -> dict[tuple[str, str], OwnCalls]:
 class _Reader:
     """Reader of the calls of a part of a run."""
 
-    def __init__(self, files: Mapping[str, str], patterns: Sequence[str]) -> None:
-        self._numbered = _NumberedCalls()
-        self._files, self._patterns = files, patterns
+    def __init__(self, labels: RunLabels, patterns: Sequence[str]) -> None:
+        self._labels, self._patterns = labels, patterns
+        self._shapes = {number: group_shape(group.ranks) for number, group in labels.groups.items()}
+        self._described: dict[tuple[int, ...], tuple[str, tuple[str, ...], str, str]] = {}
         self.lines: dict[Call, set[str]] = defaultdict(set)
         self.own: list[_OwnRow] = []
 
-    def read(self, processes: Sequence[tuple[Process, RecordLabels]]) -> RankCalls:
-        """Read the calls of the processes of one rank."""
-        columns = [part for process, labels in processes for part in self._columns(process, labels)]
-        empty = np.zeros((4, 0), np.int64)
-        begin, step, stream, numbers = np.concatenate([empty, *columns], axis=1)
-        order = np.lexsort((begin, stream, step))
-        order = order[numbers[order] >= 0]
-        steps = self._numbered.steps(step[order], stream[order], numbers[order].astype(np.int32))
-        problems = [process.steps_problem(max(steps, default=_START_UP)) for process, _ in processes]
-        return RankCalls(
-            steps,
-            all(process.tables.end is not None for process, _ in processes),
-            sum(process.lost_records for process, _ in processes),
-            "; ".join(process.losses for process, _ in processes if process.losses),
-            problems[0] if all(problems) else None,
-        )
+    def columns(self, block: RecordBlock, numbered: _NumberedCalls) -> Any:
+        """Return rank, t_begin, step, stream and number of the calls of a block, int64 of shape (5, n)."""
+        payload = np.where(block["flags"] & Flag.OBJECT, OBJECTS, block["payload"])
+        stream = self._labels.ids("role", block)
+        fields = [block["rank"], *(block[name] for name in ("kind", "group", "peer", "site")), stream, block["phase"]]
+        first, groups = group_rows([*fields, payload])
+        rows = zip(*(column[first].tolist() for column in fields), strict=True)
+        columns = (payload[first], block["payload"][first], np.bincount(groups, minlength=len(first)))
+        sizes = zip(*(column.tolist() for column in columns), strict=True)
+        numbers = [
+            self._number(numbered, row, payload_of_key, count, count * size)
+            for row, (payload_of_key, size, count) in zip(rows, sizes, strict=True)
+        ]
+        stream = stream + (block["process"] << _STREAM_BITS)
+        return np.stack([block["rank"], block["t_begin"], block["step"], stream, np.array(numbers, np.int64)[groups]])
 
-    def _columns(self, process: Process, labels: RecordLabels) -> Iterator[Any]:
-        """Yield t_begin, step, stream and number of the calls of each block, of shape (4, n)."""
-        describe = self._describer(process)
-        for segment in process.segments:
-            for records in segment.blocks():
-                block = RecordBlock(records, labels)
-                payload = np.where(block["flags"] & Flag.OBJECT, OBJECTS, block["payload"])
-                stream = labels.ids("role", block)
-                keys = [block["kind"], stream, block["phase"], block["peer"], block["site"], payload]
-                first, groups = group_rows(keys)
-                texts = (labels.text("role", stream[first]), labels.text("phase", block["phase"][first]))
-                fields = (block[name][first].tolist() for name in ("kind", "group", "peer", "site"))
-                counts = np.bincount(groups, minlength=len(first)).tolist()
-                sizes = block["payload"][first].tolist()
-                rows = zip(payload[first].tolist(), *fields, *texts, strict=True)
-                numbers = np.array(
-                    [
-                        self._number(*describe(*row), labels.rank, count, count * size)
-                        for row, count, size in zip(rows, counts, sizes, strict=True)
-                    ],
-                    np.int64,
-                )
-                stream = stream + (labels.number << _STREAM_BITS)
-                yield np.stack([block["t_begin"], block["step"].astype(np.int64), stream, numbers[groups]])
-
-    def _describer(self, process: Process) -> Callable[..., tuple[Call, str]]:
-        """Return the function that describes a call, and its line of code, by the numbers in its record."""
-        tables = process.tables
-        unknown = Kind("unknown", "", "", "", "")
-        shapes = {number: group_shape(group.ranks) for number, group in tables.groups.items()}
-
-        @functools.cache
-        def labels(
-            kind: int, group: int, peer: int, site: int, role: str, phase: str
-        ) -> tuple[str, tuple[str, ...], str, str]:
-            named = tables.kinds.get(kind, unknown)
-            seen = _peer(named.op, peer, process.rank, tables.groups.get(group))
-            texts = (named.dtype, named.reduce_op.lower(), phase, role, shapes.get(group, ""), seen)
-            known = tables.sites.get(site)
-            name, line = ("-", "") if known is None else (site_name(known), known.label(self._files))
-            return named.op, tuple("_".join(text.split()) or "-" for text in texts), name, line
-
-        def describe(payload: int, *row: Any) -> tuple[Call, str]:
-            op, texts, name, line = labels(*row)
-            return Call(CallKey(op, payload, *texts), name), line
-
-        return describe
-
-    def _number(self, call: Call, line: str, rank: int, count: int, size: int) -> int:
+    def _number(self, numbered: _NumberedCalls, row: tuple[int, ...], payload: int, count: int, size: int) -> int:
         """Return the number of a call, -1 for one of the program's own."""
-        if any(is_own(pattern, call.key.phase, site) for pattern in self._patterns for site in (call.site, line)):
-            self.own.append((line, call.key.op, rank, count, size))
+        if row not in self._described:
+            self._described[row] = self._describe(*row)
+        op, texts, site, line = self._described[row]
+        call = Call(CallKey(op, payload, *texts), site)
+        if any(is_own(pattern, call.key.phase, name) for pattern in self._patterns for name in (site, line)):
+            self.own.append((line, op, row[0], count, size))
             return -1
         self.lines[call].add(line)
-        return self._numbered.number(call)
+        return numbered.number(call)
+
+    def _describe(
+        self, rank: int, kind: int, group: int, peer: int, site: int, stream: int, phase: int
+    ) -> tuple[str, tuple[str, ...], str, str]:
+        """Return operation, texts of the key, call site without line number, and line of code."""
+        labels = self._labels
+        named = labels.kinds.get(kind, Kind(UNKNOWN, "", "", "", ""))
+        seen = _peer(named.op, peer, rank, labels.groups.get(group))
+        role, in_phase = labels.categories("role")[stream], labels.categories("phase")[phase]
+        texts = (named.dtype, named.reduce_op.lower(), in_phase, role, self._shapes.get(group, ""), seen)
+        known = labels.sites.get(site)
+        name, line = ("-", "") if known is None else (site_name(known), known.label(labels.files))
+        return named.op, tuple("_".join(text.split()) or "-" for text in texts), name, line
 
 
 def is_own(pattern: str, phase: str, site: str) -> bool:

@@ -16,7 +16,7 @@ recorded ends of calls, the host may continue during a transfer, and `blocked` d
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final, TypeAlias
@@ -26,13 +26,13 @@ import pandas as pd
 
 from commtrace.analyses.across_ranks.clocks import clocks_of
 from commtrace.analyses.call_times import exact_ends
-from commtrace.analyses.grouping import Array
-from commtrace.analyses.record_blocks import ProcessPart, RecordBlock, process_parts
+from commtrace.analyses.grouping import Array, concat_tables, merge_sums, positions_by_value
+from commtrace.analyses.record_blocks import RecordBlock, read_blocks
 from commtrace.durations import has_own_times, wait_begin
 from commtrace.errors import LogError
 from commtrace.formatting import format_ranks
-from commtrace.reading.labels import RecordLabels
-from commtrace.reading.log import Process
+from commtrace.reading.executors import RunPart
+from commtrace.reading.labels import RunLabels
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.schema import DEVICE_CLOCKS, Phase
 
@@ -72,17 +72,17 @@ def step_times(run: RecordedRun) -> StepTimes:
     if run.simulated:
         raise LogError(f"{run.log.path}: a dry run has no times; pass a recorded run")
     run.require_events("the times of its steps")
-    spans = _of_processes(run, "steps", _step_spans)
-    without_calls = {process.rank for process, steps in zip(run.processes, spans, strict=True) if not len(steps)}
+    spans = _step_spans(run)
+    without_calls = {process.rank for number, process in enumerate(run.processes) if number not in spans}
     if without_calls or not spans:
         ranks = f"rank {format_ranks(without_calls)}" if without_calls else "the run"
         raise LogError(f"{run.log.path}: {ranks} recorded no calls; record at least three steps on every rank")
-    chosen, marked = _choose_steps([span.loc[run.select_steps(span.index.to_numpy())] for span in spans])
+    chosen, marked = _choose_steps([span.loc[run.select_steps(span.index.to_numpy())] for span in spans.values()])
     if not len(chosen):
         raise LogError(f"{run.log.path}: no training step completed on every rank; record at least three in a row")
     calls = timed_calls(run, chosen)
     steps = [
-        _measure_steps(calls.loc[calls["process"] == number], run.labels[number], spans[number], chosen)
+        _measure_steps(calls.loc[calls["process"] == number], run.processes[number].rank, spans[number], chosen)
         for number in sorted(calls["process"].unique().tolist())
     ]
     table = pd.concat(steps, ignore_index=True)
@@ -112,39 +112,41 @@ def timed_calls(run: RecordedRun, steps: Array | None = None, columns: Sequence[
         exact          whether t_end is the end of the transfer (`call_times.exact_ends`)
         last_begin     when the last rank of the call began it, on the clock of this call's host; 0: not known
     """
-    tables = _of_processes(run, "calls", functools.partial(_calls, steps, columns))
-    return _with_last_begin(pd.concat(tables, ignore_index=True), run)
+    calls = _table_of_calls(run, "calls", functools.partial(_calls, steps, columns))
+    calls = calls.iloc[np.lexsort((calls["t_begin"], calls["process"]))].reset_index(drop=True)
+    waited_until = np.where(calls["t_wait"] > 0, calls["t_end"], 0)
+    return _with_last_begin(calls.assign(blocked_until=np.maximum(calls["t_return"], waited_until)), run)
 
 
-_OfProcess: TypeAlias = Callable[[Process, RecordLabels], pd.DataFrame]
+_OfBlock: TypeAlias = Callable[[RecordBlock], pd.DataFrame]
 
 
-def _of_processes(run: RecordedRun, name: str, function: _OfProcess) -> list[pd.DataFrame]:
-    """Return a table of each process, computed by the run's executor."""
-    return [*chain.from_iterable(run.executor.map(name, _of_part, function, process_parts(run)))]
+def _table_of_calls(run: RecordedRun, name: str, function: _OfBlock) -> pd.DataFrame:
+    """Return the tables of all blocks of a run as one, computed by its executor."""
+    parts = run.executor.map(name, functools.partial(_of_part, function, run.labels), run.parts())
+    return concat_tables([*chain.from_iterable(parts)])
 
 
-def _of_part(function: _OfProcess, part: ProcessPart) -> list[pd.DataFrame]:
-    return [function(process, labels) for process, labels in part.processes]
+def _of_part(function: _OfBlock, labels: RunLabels, part: RunPart) -> list[pd.DataFrame]:
+    return [function(block) for block in read_blocks(part, labels, fields=_RECORD_FIELDS)]
 
 
-def _blocks(process: Process, labels: RecordLabels) -> Iterator[RecordBlock]:
-    for segment in process.segments:
-        for records in segment.blocks():
-            yield RecordBlock(records, labels)
+def _step_spans(run: RecordedRun) -> dict[int, pd.DataFrame]:
+    """Return `_spans` of each process that has calls, by its number, indexed by `step`."""
+    table = _merge_spans([_table_of_calls(run, "steps", _spans)])
+    processes = table["process"].to_numpy()
+    return {number: table.loc[at].set_index("step") for number, at in positions_by_value(processes).items()}
 
 
-def _step_spans(process: Process, labels: RecordLabels) -> pd.DataFrame:
-    """Return `begin` of the first and `end` of the last call of each step, and whether it `evaluates`, by `step`."""
-    rules = {"begin": "min", "end": "max", "evaluates": "max"}
-    tables = [pd.DataFrame({"step": [], **{column: [] for column in rules}}, dtype="int64")]
-    for block in _blocks(process, labels):
-        used = block["t_begin"] > 0
-        end = np.maximum(np.maximum(block["t_return"], block["t_end"]), block["t_begin"])
-        evaluates = (block["phase"] == Phase.EVALUATION).astype(np.int64)
-        columns = {"step": block["step"], "begin": block["t_begin"], "end": end, "evaluates": evaluates}
-        tables.append(pd.DataFrame(columns).loc[used].groupby("step", as_index=False).agg(rules))
-    return pd.concat(tables).groupby("step").agg(rules)
+_merge_spans: Final = merge_sums("process", "step", begin="min", end="max", evaluates="max")
+
+
+def _spans(block: RecordBlock) -> pd.DataFrame:
+    """Return `begin` of the first and `end` of the last call of each process and step, and whether it `evaluates`."""
+    end = np.maximum(np.maximum(block["t_return"], block["t_end"]), block["t_begin"])
+    columns = {"process": block["process"], "step": block["step"], "begin": block["t_begin"], "end": end}
+    table = pd.DataFrame({**columns, "evaluates": block["phase"] == Phase.EVALUATION}).astype(np.int64)
+    return _merge_spans([table.loc[block["t_begin"] > 0]])
 
 
 def _choose_steps(spans: Sequence[pd.DataFrame]) -> tuple[Array, bool]:
@@ -164,16 +166,16 @@ def _choose_steps(spans: Sequence[pd.DataFrame]) -> tuple[Array, bool]:
     return np.array([-1], np.int64), False
 
 
-def _calls(steps: Array | None, columns: Sequence[str], process: Process, labels: RecordLabels) -> pd.DataFrame:
-    """Return the calls of one process, without `last_begin`."""
-    tables = []
-    for block in _blocks(process, labels):
-        wanted = np.ones(len(block), bool) if steps is None else np.isin(block["step"], steps)
-        used = np.flatnonzero(wanted & (block["t_begin"] > 0) & has_own_times(block))
-        waited = wait_begin(block)
-        table = {
-            "process": np.full(len(used), labels.number, np.int64),
-            "rank": np.full(len(used), labels.rank, np.int64),
+def _calls(steps: Array | None, columns: Sequence[str], block: RecordBlock) -> pd.DataFrame:
+    """Return the calls of a block, without `last_begin` and `blocked_until`."""
+    labels = block.labels
+    wanted = np.ones(len(block), bool) if steps is None else np.isin(block["step"], steps)
+    used = np.flatnonzero(wanted & (block["t_begin"] > 0) & has_own_times(block))
+    waited = wait_begin(block)
+    return pd.DataFrame(
+        {
+            "process": block["process"][used],
+            "rank": block["rank"][used],
             "op": labels.text("op", block["kind"][used]),
             "members": labels.text("group", block["group"][used]),
             "ranks": labels.group_sizes(block["group"][used]),
@@ -183,9 +185,7 @@ def _calls(steps: Array | None, columns: Sequence[str], process: Process, labels
             **{name: block[name][used].astype(np.int64) for name in _RECORD_FIELDS},
             "t_wait": np.where(block["t_end"] > waited, waited, 0)[used],
         }
-        tables.append(pd.DataFrame(table))
-    calls = pd.concat(tables, ignore_index=True).sort_values("t_begin", kind="stable", ignore_index=True)
-    return calls.assign(blocked_until=np.maximum(calls["t_return"], np.where(calls["t_wait"] > 0, calls["t_end"], 0)))
+    )
 
 
 def _with_last_begin(calls: pd.DataFrame, run: RecordedRun) -> pd.DataFrame:
@@ -223,7 +223,7 @@ def _with_last_begin(calls: pd.DataFrame, run: RecordedRun) -> pd.DataFrame:
     return calls.assign(last_begin=on_own_clock.where(known > 0, 0))
 
 
-def _measure_steps(calls: pd.DataFrame, labels: RecordLabels, spans: pd.DataFrame, steps: Array) -> pd.DataFrame:
+def _measure_steps(calls: pd.DataFrame, rank: int, spans: pd.DataFrame, steps: Array) -> pd.DataFrame:
     """Return the rows of `StepTimes.steps` of one process."""
     begin = spans.loc[steps, "begin"].to_numpy()
     end = spans.loc[steps + 1, "begin"].to_numpy() if steps[0] >= 0 else spans.loc[steps, "end"].to_numpy()
@@ -238,7 +238,7 @@ def _measure_steps(calls: pd.DataFrame, labels: RecordLabels, spans: pd.DataFram
     payload = calls["payload"].where(calls["op"] != "recv", 0).groupby(calls["step"]).sum()
     return pd.DataFrame(
         {
-            "rank": np.full(len(steps), labels.rank),
+            "rank": np.full(len(steps), rank),
             "step": steps,
             "step_ns": end - begin,
             "blocked_ns": covered_ns(blocked_intervals(calls), begin, end),

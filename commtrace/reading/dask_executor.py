@@ -24,7 +24,7 @@ from commtrace.errors import ClusterError, LogError, MissingLibraryError
 from commtrace.formatting import format_plural
 from commtrace.launchers import usable_cores
 
-from .executors import AnyPart, Executor, Facts, Result, Shared, batches, learn, read_part
+from .executors import Executor, Facts, Merge, ReadPart, Result, RunPart, batches, learn, read_part
 
 WORKERS_TIMEOUT_SECONDS: Final = 600
 """Time for which a cluster may be without workers: they may have to wait in the queue of a batch system."""
@@ -121,33 +121,24 @@ class DaskExecutor(Executor):
         for where, version in versions.items():
             _check_version(where, version)
 
-    def map(
-        self, name: str, function: Callable[[Shared, AnyPart], Result], shared: Shared, parts: Sequence[AnyPart]
-    ) -> Iterator[Result]:
+    def map(self, name: str, function: ReadPart[Result], parts: Sequence[RunPart]) -> Iterator[Result]:
         """Yield the results of the parts."""
-        futures, _ = self._submit(name, function, shared, parts)
+        futures = self._submit(name, function, parts)
         with self._progress(name, futures):
             for part in parts:
                 result, facts = self._result(futures.pop(0))
                 learn([part], facts)
                 yield result
 
-    def reduce(
-        self,
-        name: str,
-        function: Callable[[Shared, AnyPart], Result],
-        merge: Callable[[Shared, Sequence[Result]], Result],
-        shared: Shared,
-        parts: Sequence[AnyPart],
-    ) -> Result:
+    def reduce(self, name: str, function: ReadPart[Result], merge: Merge[Result], parts: Sequence[RunPart]) -> Result:
         """Return the merged results of the parts."""
-        futures, everywhere = self._submit(name, function, shared, parts)
+        futures = self._submit(name, function, parts)
         with self._progress(name, futures):
-            merged: list[Any] = []
+            everywhere, merged = self._everywhere(merge), list[Any]()
             while len(merged) != 1:
                 merged = futures = [
                     # Before other parts are read, so that their results need less memory.
-                    self._client.submit(_merge, merge, everywhere, *batch, key=_key("merge"), priority=1)
+                    self._client.submit(_merge, everywhere, *batch, key=_key("merge"), priority=1)
                     for batch in batches(futures)
                 ]
             result: Result
@@ -155,18 +146,20 @@ class DaskExecutor(Executor):
         learn(parts, facts)
         return result
 
-    def _submit(
-        self, name: str, function: Callable[[Shared, AnyPart], Result], shared: Shared, parts: Sequence[AnyPart]
-    ) -> tuple[list[Any], Any]:
-        """Return the futures of the results of parts and of what they share."""
+    def _submit(self, name: str, function: ReadPart[Result], parts: Sequence[RunPart]) -> list[Any]:
+        """Return the futures of the results of parts."""
+        with self._errors():
+            same = ([value] * len(parts) for value in (commtrace.__version__, self._everywhere(function)))
+            pickled = [pickle.dumps(part) for part in parts]
+            futures: list[Any] = self._client.map(_read, *same, pickled, key=[_key(name) for _ in parts])
+        return futures
+
+    def _everywhere(self, value: object) -> Any:
+        """Return the future of a value that all workers need."""
         with self._errors(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Sending large graph", UserWarning)
             # Not scattered: the data would be gone with the worker that holds it.
-            everywhere = self._client.submit(pickle.loads, pickle.dumps(shared), key=_key("shared"))
-            pickled = [pickle.dumps(part) for part in parts]
-            same = ([value] * len(parts) for value in (commtrace.__version__, function, everywhere))
-            keys = [_key(name) for _ in parts]
-            return self._client.map(_read, *same, pickled, key=keys), everywhere
+            return self._client.submit(pickle.loads, pickle.dumps(value), key=_key("shared"))
 
     def _result(self, future: Any) -> Any:
         """Return the result of a future, or raise its error."""
@@ -244,7 +237,7 @@ def _check_version(where: str, version: str | None) -> None:
         raise ClusterError(f"{where}: {what}, this process {commtrace.__version__}; {_SAME_VERSION}")
 
 
-def _read(version: str, function: Callable[[Shared, Any], Result], shared: Shared, part: bytes) -> tuple[Result, Facts]:
+def _read(version: str, function: ReadPart[Result], part: bytes) -> tuple[Result, Facts]:
     """Return the result of a part on a worker, and what reading found out about its segments."""
     from distributed import get_worker
 
@@ -254,11 +247,9 @@ def _read(version: str, function: Callable[[Shared, Any], Result], shared: Share
     for folder in {segment.path.parent for segment in read.segments}:
         if not folder.is_dir():
             raise LogError(f"{folder}: {where} has no such folder; mount it there under the same path")
-    return read_part(function, shared, read)
+    return read_part(function, read)
 
 
-def _merge(
-    merge: Callable[[Shared, Sequence[Result]], Result], shared: Shared, *parts: tuple[Result, Facts]
-) -> tuple[Result, Facts]:
+def _merge(merge: Merge[Result], *parts: tuple[Result, Facts]) -> tuple[Result, Facts]:
     """Return results merged on a worker, and what reading found out about the segments of all of them."""
-    return merge(shared, [result for result, _ in parts]), [*chain(*(facts for _, facts in parts))]
+    return merge([result for result, _ in parts]), [*chain(*(facts for _, facts in parts))]

@@ -1,8 +1,8 @@
 """Executors: where the records of a run are read.
 
-A pass over the records of a run is a function of its parts. An executor calls the function for each part, and merges
-the results in a tree that depends on the number of parts only: results are equal with every executor, to the last bit
-of a sum.
+A pass over the records of a run is a function of its parts (`RecordedRun.parts`). An executor calls the function for
+each part, and merges the results in a tree that depends on the number of parts only: results are equal with every
+executor, to the last bit of a sum.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar, Union
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, Union
 
+from .labels import ProcessIds
 from .segment_reader import Segment
 
 if TYPE_CHECKING:
@@ -23,50 +25,42 @@ MERGED_AT_ONCE: Final = 64
 """Results that become one in a node of the tree."""
 
 
-class Part(Protocol):
-    """A part of a run to be read, picklable: it names its records, and does not hold them."""
+@dataclass
+class RunPart:
+    """Segments that are read in one go, and of each the ids of its process. Names the records, does not hold them."""
 
-    @property
-    def segments(self) -> Sequence[Segment]:
-        """The segments of its records."""
+    number: int
+    """Position among the parts of the run."""
+    segments: list[Segment] = field(default_factory=list)
+    processes: list[ProcessIds] = field(default_factory=list)
 
 
-AnyPart = TypeVar("AnyPart", bound=Part)
-Shared = TypeVar("Shared")
 Result = TypeVar("Result")
+ReadPart: TypeAlias = Callable[[RunPart], Result]
+"""A function of a part, picklable, as are its results."""
+Merge: TypeAlias = Callable[[Sequence[Result]], Result]
+"""A function that merges results, picklable."""
 Facts: TypeAlias = list[tuple[object, ...]]
 """What reading found out about segments (`Segment.facts`)."""
-
-
 AnyExecutor: TypeAlias = Union["Executor", futures.Executor, "Client", None]
 
 
 class Executor:
     """Reads in this process."""
 
-    def map(
-        self, name: str, function: Callable[[Shared, AnyPart], Result], shared: Shared, parts: Sequence[AnyPart]
-    ) -> Iterator[Result]:
-        """Yield `function(shared, part)` of each part, in their order.
+    def map(self, name: str, function: ReadPart[Result], parts: Sequence[RunPart]) -> Iterator[Result]:
+        """Yield `function(part)` of each part, in their order; their segments then know what is damaged in them.
 
         Args:
             name: Name of the pass, for progress.
-            function: Reads a part. It is picklable, as are `shared` and the results.
-            shared: What all parts need.
-            parts: The parts. Their segments know afterwards what is damaged in them.
+            function: Reads a part.
+            parts: The parts.
         """
-        return (function(shared, part) for part in parts)
+        return map(function, parts)
 
-    def reduce(
-        self,
-        name: str,
-        function: Callable[[Shared, AnyPart], Result],
-        merge: Callable[[Shared, Sequence[Result]], Result],
-        shared: Shared,
-        parts: Sequence[AnyPart],
-    ) -> Result:
+    def reduce(self, name: str, function: ReadPart[Result], merge: Merge[Result], parts: Sequence[RunPart]) -> Result:
         """Return the results of all parts, of which there is at least one, merged; see `map`."""
-        return merge_tree(functools.partial(merge, shared), self.map(name, function, shared, parts))
+        return merge_tree(merge, self.map(name, function, parts))
 
 
 class PoolExecutor(Executor):
@@ -75,11 +69,9 @@ class PoolExecutor(Executor):
     def __init__(self, pool: futures.Executor) -> None:
         self._pool = pool
 
-    def map(
-        self, name: str, function: Callable[[Shared, AnyPart], Result], shared: Shared, parts: Sequence[AnyPart]
-    ) -> Iterator[Result]:
+    def map(self, name: str, function: ReadPart[Result], parts: Sequence[RunPart]) -> Iterator[Result]:
         """Yield the results of the parts."""
-        results = self._pool.map(functools.partial(read_part, function, shared), parts)
+        results = self._pool.map(functools.partial(read_part, function), parts)
         for part, (result, facts) in zip(parts, results, strict=True):
             learn([part], facts)
             yield result
@@ -88,18 +80,18 @@ class PoolExecutor(Executor):
 IN_PROCESS: Final = Executor()
 
 
-def read_part(function: Callable[[Shared, AnyPart], Result], shared: Shared, part: AnyPart) -> tuple[Result, Facts]:
+def read_part(function: ReadPart[Result], part: RunPart) -> tuple[Result, Facts]:
     """Return the result of a part in another process, and what reading found out about its segments."""
-    return function(shared, part), [segment.facts for segment in part.segments]
+    return function(part), [segment.facts for segment in part.segments]
 
 
-def learn(parts: Iterable[Part], facts: Facts) -> None:
+def learn(parts: Iterable[RunPart], facts: Facts) -> None:
     """Tell the segments of parts what another process found out about its copies of them."""
     for segment, of_copy in zip((segment for part in parts for segment in part.segments), facts, strict=True):
         segment.facts = of_copy
 
 
-def merge_tree(merge: Callable[[Sequence[Result]], Result], results: Iterable[Result]) -> Result:
+def merge_tree(merge: Merge[Result], results: Iterable[Result]) -> Result:
     """Return all results, of which there is at least one, merged. Holds MERGED_AT_ONCE results of each level only."""
     merged = (merge(batch) for batch in batches(results))
     first = [*itertools.islice(merged, 2)]

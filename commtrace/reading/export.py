@@ -18,7 +18,7 @@ from commtrace.schema import EVENT_TABLE_VERSION
 
 from .labels import Array
 from .packed_log import ROW_GROUP, import_parquet
-from .record_columns import RecordColumns, RowGroups
+from .record_columns import RecordColumns, row_groups
 from .recorded_run import EVENT_FIELDS, EventTable, RecordedRun
 
 Wanted: TypeAlias = Sequence[int] | None
@@ -67,7 +67,7 @@ def _write_csv(run: RecordedRun, path: Path, ranks: Wanted, steps: Wanted) -> in
 
 def _write_parquet(run: RecordedRun, path: Path, ranks: Wanted, steps: Wanted) -> int:
     pyarrow, parquet = import_parquet("--format parquet", ", or use --format csv")
-    table = EventTable(run.run_labels)
+    table = EventTable(run.labels)
     schema = pyarrow.Schema.from_pandas(table.frame(RecordColumns.of(EVENT_FIELDS, 0)), preserve_index=False)
     schema = schema.with_metadata(
         {**schema.metadata, "commtrace.normal_form_version": str(EVENT_TABLE_VERSION), "commtrace.run": run.id}
@@ -80,17 +80,13 @@ def _write_parquet(run: RecordedRun, path: Path, ranks: Wanted, steps: Wanted) -
         positions = pyarrow.array(values, field.type.index_type)
         return pyarrow.DictionaryArray.from_arrays(positions, labels[field.name])
 
+    rows = 0
     with open(path, "xb") as file, parquet.ParquetWriter(file, schema) as writer:
-
-        def write(records: RecordColumns) -> None:
+        for records in row_groups(run.records(ranks, steps), EVENT_FIELDS, ROW_GROUP):
             columns = table.columns(records)
             writer.write_table(pyarrow.table([array(field, columns[field.name]) for field in schema], schema))
-
-        groups = RowGroups(EVENT_FIELDS, ROW_GROUP, write)
-        for records, process in run.records(ranks, steps):
-            groups.add(records, process)
-        groups.flush()
-    return groups.rows
+            rows += len(records)
+    return rows
 
 
 WRITERS: Final[dict[str, Callable[[RecordedRun, Path, Wanted, Wanted], int]]] = {

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from enum import IntEnum
 from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
@@ -28,13 +29,10 @@ UNKNOWN: Final = "unknown"
 LABEL_COLUMNS: Final = {
     **dict.fromkeys(("op", "variant", "api", "dtype"), "kind"),
     **dict.fromkeys(("group", "group_ranks"), "group"),
-    # role: of the group, or of its point-to-point messages (`RecordLabels.ids`)
+    # role: of the group, or of its point-to-point messages (`RunLabels.ids`)
     **{name: name for name in ("role", "site", "phase", "state", "flags")},
 }
-_MESSAGES: Final = 1 << 32
-"""Added to the id of a group for the role of its point-to-point messages."""
 _POINT_TO_POINT: Final = ("send", "recv")
-_FLAGS: Final = [*map(flags_label, range(256))]
 
 
 class Fields(Protocol):
@@ -47,76 +45,77 @@ class Fields(Protocol):
         """Return a field of all records, shape (n,)."""
 
 
-class RecordLabels:
-    """Labels of the ids in the records of one process. Small, and picklable for worker processes.
+class RunLabels:
+    """Labels of the ids of a run, which replace those in the records of its processes (`ProcessIds`).
+
+    The ids of kinds, groups and sites are 1 to n, and n + 1 stands for ids without a row in the tables of a process.
 
     Attributes:
-        number: Position of the process in `Log.processes`.
-        rank: Its rank, -1 where not known.
-        unix_minus_mono_ns: Offset from its monotonic clock to the wall clock in ns; None where not recorded.
-        clock_offsets: That offset by the number of the process.
+        processes: Of each process, what its ids become; none in a worker process, whose task has those that it needs.
+        kinds: The kinds of the run, by id.
+        groups: The groups of the run, by id.
+        sites: The call sites of the run, by id; 0 stands for calls without one.
+        files: The files of call sites, as labels show them.
+        clock_offsets: Offset from the monotonic clock of each process, by number, to the wall clock in ns; None where
+            not recorded.
     """
 
-    def __init__(
-        self, number: int, process: Process, roles: Mapping[RecordedGroup, str], files: Mapping[str, str],
-        message_roles: Mapping[RecordedGroup, str],
-    ) -> None:  # fmt: skip
-        self.number = number
-        self.rank = process.rank
-        tables = process.tables
-        self.unix_minus_mono_ns = _clock_offset(tables.process)
-        self.clock_offsets = {number: self.unix_minus_mono_ns}
-        self._ids: dict[str, Array] = {}
-        self._labels: dict[str, Array] = {}
+    def __init__(self, log: Log) -> None:
+        numbers: dict[str, dict[Any, int]] = {"kind": {}, "group": {}, "site": {}}
+        for process in log.processes:
+            for field, rows in _rows_by_field(process.tables).items():
+                for row in rows.values():
+                    numbers[field].setdefault(row, len(numbers[field]) + 1)
+        self.processes = tuple(ProcessIds(number, process, numbers) for number, process in enumerate(log.processes))
+        self.clock_offsets = [_clock_offset(process.tables.process) for process in log.processes]
+        self.kinds, self.groups, self.sites = (
+            {number: row for row, number in field.items()} for field in numbers.values()
+        )
+        self.files = short_paths({line.file for site in self.sites.values() for line in site.lines()})
+        kinds, groups = self.kinds.values(), self.groups.values()
+        roles, message_roles = roles_of(log), message_roles_of(log)
+        role_labels = _by_id(roles.get(group, UNKNOWN) for group in groups)
+        self._role_of_messages = np.arange(len(role_labels))
+        """By group: the id of the role of its point-to-point messages."""
+        with_messages = [numbers["group"][group] for group in message_roles]
+        self._role_of_messages[with_messages] = len(role_labels) + np.arange(len(message_roles))
+        self._labels: dict[str, Array] = {
+            **{name: _by_id(getattr(kind, name) for kind in kinds) for name in ("op", "variant", "api", "dtype")},
+            "group": _by_id(group_label(group) for group in groups),
+            "group_ranks": _by_id(group.ranks_label for group in groups),
+            "role": np.array([*role_labels, *message_roles.values()], object),
+            "site": _by_id((site.label(self.files) for site in self.sites.values()), first=""),
+            "phase": _of_members(Phase),
+            "state": _of_members(State),
+            "flags": np.array([*map(flags_label, range(256))], object),
+        }
         self._codes: dict[str, tuple[Array, Array]] = {}
-        kinds, groups, sites = tables.kinds, tables.groups, {0: None, **tables.sites}
-        for name in ("op", "variant", "api", "dtype"):
-            self._add("kind", name, {number: getattr(kind, name) for number, kind in kinds.items()})
-        self._add("group", "group", {number: group_label(group) for number, group in groups.items()})
-        self._add("group", "group_ranks", {number: group.ranks_label for number, group in groups.items()})
-        group_roles = {number: roles.get(group, UNKNOWN) for number, group in groups.items()}
-        of_messages = [(number, message_roles[group]) for number, group in groups.items() if group in message_roles]
-        message_ids = {number | _MESSAGES: role for number, role in of_messages}
-        self._add("role", "role", group_roles | message_ids)
-        site_labels = {id_: "" if site is None else site.label(files) for id_, site in sites.items()}
-        self._add("site", "site", site_labels)
-        self._add("phase", "phase", {phase: phase.name.lower() for phase in Phase})
-        self._add("state", "state", {state: state.name.lower() for state in State})
-        self._add("flags", "flags", dict(enumerate(_FLAGS)))
-        self._sizes = np.array([len(groups[number].ranks) for number in sorted(groups)] + [0])
-        self._operations, self._operation = np.unique(self._labels["op"].astype(str), return_inverse=True)
-        self._message_groups = np.array([number for number, _ in of_messages], np.int64)
+        self._sizes = np.array([0, *(len(group.ranks) for group in groups), 0])
+        self._operations, self._operation = self._coded("op")
         self._point_to_point = np.isin(self._labels["op"].astype(str), _POINT_TO_POINT)
 
-    def _add(self, field: str, column: str, labels: Mapping[int, str]) -> None:
-        self._ids[field] = np.array(sorted(labels), np.int64)
-        self._labels[column] = np.array([*(labels[id_] for id_ in sorted(labels)), UNKNOWN], object)
-
-    def index(self, field: str, ids: Array) -> Array:
-        """Return the positions of ids, shape (n,), in `categories` of the field's columns."""
-        return _positions(self._ids[field], ids)
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what worker processes need."""
+        return {**self.__dict__, "processes": ()}
 
     def categories(self, column: str) -> Array:
-        """Return all labels of a column, as an object array; the last is for ids without a row."""
+        """Return the labels of a column by id, as an object array."""
         return self._labels[column]
 
     def ids(self, column: str, records: Fields) -> Array:
         """Return the ids, shape (n,), that stand for a column of LABEL_COLUMNS in records."""
         if column != "role":
             return records[LABEL_COLUMNS[column]]
-        groups = records["group"].astype(np.int64)
-        if not len(self._message_groups):
-            return groups
-        messages = self._point_to_point[self.index("kind", records["kind"])]
-        return np.where(messages & np.isin(groups, self._message_groups), groups | _MESSAGES, groups)
+        messages = self._point_to_point[records["kind"]]
+        return np.where(messages, self._role_of_messages[records["group"]], records["group"])
 
     def text(self, column: str, ids: Array) -> Array:
         """Return the labels of ids, shape (n,), in a column of LABEL_COLUMNS."""
-        return np.asarray(self._labels[column][self.index(LABEL_COLUMNS[column], ids)])
+        return np.asarray(self._labels[column][ids])
 
     def codes(self, column: str, ids: Array) -> Array:
         """Return the positions of the labels of ids in `distinct`, int64, shape (n,)."""
-        return np.asarray(self._coded(column)[1][self.index(LABEL_COLUMNS[column], ids)])
+        return np.asarray(self._coded(column)[1][ids])
 
     def distinct(self, column: str) -> Array:
         """Return the labels that `codes` are positions in, ascending, as an object array."""
@@ -131,17 +130,13 @@ class RecordLabels:
 
     def group_sizes(self, groups: Array) -> Array:
         """Return the sizes of groups, given by id; 0 where a size is not known."""
-        return np.asarray(self._sizes[self.index("group", groups)])
+        return np.asarray(self._sizes[groups])
 
     def by_operation(self, kinds: Array) -> Iterator[tuple[str, Array]]:
         """Yield each operation among kinds, with the positions of its kinds."""
-        codes = self._operation[self.index("kind", kinds)]
+        codes = self._operation[kinds]
         for code in np.flatnonzero(np.bincount(codes, minlength=len(self._operations))):
             yield str(self._operations[code]), np.flatnonzero(codes == code)
-
-    def ranks(self, records: Fields) -> Array:
-        """Return the rank of each record, shape (n,), -1 where not known."""
-        return np.full(len(records), self.rank)
 
     def wire_bytes(self, records: Fields) -> Array:
         """Return the wire bytes of each record, float64 of shape (n,); NaN where they cannot be computed."""
@@ -150,49 +145,13 @@ class RecordLabels:
         payload, local = np.ascontiguousarray(records["payload"]), np.ascontiguousarray(records["local"])
         sizes = self.group_sizes(records["group"]).astype(float)
         sizes[sizes == 0] = np.nan
-        ranks = self.ranks(records)
-        peer_is_self = (records["peer"] == ranks) & (ranks >= 0)
+        peer_is_self = (records["peer"] == records["rank"]) & (records["rank"] >= 0)
         for op, at in self.by_operation(records["kind"]):
             is_peer = peer_is_self[at]
             to_self = is_peer if op in ("send", "sendrecv", "put", "accumulate") else 0
             with suppress(ValueError):  # an operation without a wire rule
                 result[at] = wire_bytes(op, payload[at], local[at], sizes[at], is_root=is_peer, to_self=to_self)
         return result
-
-
-class RunLabels(RecordLabels):
-    """Labels of the ids of a whole run, which replace those in the records of its processes (`ProcessIds`).
-
-    Attributes:
-        processes: Of each process, what its ids become; none in a worker process, whose task has those that it needs.
-        groups: The groups of the run, by id.
-    """
-
-    def __init__(
-        self, log: Log, roles: Mapping[RecordedGroup, str], files: Mapping[str, str],
-        message_roles: Mapping[RecordedGroup, str],
-    ) -> None:  # fmt: skip
-        numbers: dict[str, dict[Any, int]] = {"kind": {}, "group": {}, "site": {}}
-        for process in log.processes:
-            for field, rows in _rows_by_field(process.tables).items():
-                for row in rows.values():
-                    numbers[field].setdefault(row, len(numbers[field]) + 1)
-        kinds, groups, sites = ({number: row for row, number in field.items()} for field in numbers.values())
-        tables = ProcessTables(kinds=kinds, groups=groups, sites=sites)
-        self.groups: Mapping[int, RecordedGroup] = groups
-        super().__init__(-1, Process(log.path, -1, -1, "", tables, ()), roles, files, message_roles)
-        self.processes = tuple(ProcessIds(number, process, numbers) for number, process in enumerate(log.processes))
-        self.clock_offsets = {
-            number: _clock_offset(process.tables.process) for number, process in enumerate(log.processes)
-        }
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what worker processes need."""
-        return {**self.__dict__, "processes": ()}
-
-    def ranks(self, records: Fields) -> Array:
-        """Return the rank of each record, shape (n,), -1 where not known."""
-        return records["rank"]
 
 
 class ProcessIds:
@@ -218,6 +177,17 @@ class ProcessIds:
         """Return the run's ids, int64, shape (n,), for those in the fields "kind", "group" or "site" of records."""
         known, of_run = self._ids[field]
         return np.asarray(of_run[_positions(known, ids)])
+
+
+def _by_id(labels: Iterable[str], first: str = UNKNOWN) -> Array:
+    """Return the labels of ids from 1 on, with that of 0, and one for ids without a row."""
+    return np.array([first, *labels, UNKNOWN], object)
+
+
+def _of_members(kind: type[IntEnum]) -> Array:
+    """Return the names of the members of an enumeration by value; a damaged summary may have any byte."""
+    names = {member.value: member.name.lower() for member in kind}
+    return np.array([names.get(value, UNKNOWN) for value in range(256)], object)
 
 
 def _rows_by_field(tables: ProcessTables) -> dict[str, Mapping[int, Any]]:

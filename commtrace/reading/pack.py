@@ -8,8 +8,8 @@ import os
 import socket
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, count, groupby, islice
+from dataclasses import dataclass
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -23,7 +23,7 @@ from commtrace.formatting import format_plural
 from commtrace.output_files import atomic_directory
 from commtrace.schema import EVENT_TABLE_VERSION, RECORD, Records
 
-from .executors import IN_PROCESS, Executor
+from .executors import IN_PROCESS, Executor, RunPart
 from .labels import ProcessIds
 from .log import Log, LogDirectory, Process, RunFolder
 from .log_notes import Note, error_reason
@@ -39,7 +39,7 @@ from .packed_log import (
     PackedRun,
     import_parquet,
 )
-from .record_columns import RecordColumns, RowGroups
+from .record_columns import RecordColumns, row_groups
 from .recorded_run import EVENT_FIELDS, EventTable, RecordedRun
 from .segment_reader import Segment, usable_records
 from .stored_tables import SOURCE, STORED, source_of, to_batches, to_bytes
@@ -147,9 +147,8 @@ def _pack_folder(
             recorded = runs[run] = RecordedRun(Log(directory.path, run, tuple(of_run), (), ()), executor)
             part_folder = home if run == newest else out / _partition(run)
             part_folder.mkdir(exist_ok=True)
-            segments = chain.from_iterable(
-                executor.map("pack", _write_part, (_PartTable(recorded), home), [*_parts(recorded, part_folder)])
-            )
+            write_part = _PartWriter(_PartTable(recorded), home, part_folder, len([*part_folder.glob("part-*")]))
+            segments = chain.from_iterable(executor.map("pack", write_part, recorded.parts(least=PART_ROWS)))
             for process in recorded.processes:
                 rows = [*islice(segments, len(process.segments))]
                 process_writer.add(process, rows)
@@ -186,62 +185,54 @@ def _partition(run: str) -> str:
     return PARTITION + quote(run, safe="")[:200]
 
 
-@dataclass
-class _PartFile:
-    """Segments that are written to one file, and the ids of the process of each."""
+@dataclass(frozen=True)
+class _PartWriter:
+    """Writer of the parts of a run. Small, and picklable for worker processes."""
 
-    path: Path
-    segments: list[Segment] = field(default_factory=list)
-    processes: list[ProcessIds] = field(default_factory=list)
+    table: _PartTable
+    home: Path
+    """The folder of PROCESSES."""
+    folder: Path
+    first: int
+    """Number of the first part in the folder."""
 
-
-def _parts(run: RecordedRun, folder: Path) -> Iterator[_PartFile]:
-    paths = (folder / f"part-{number:05d}.parquet" for number in count(len([*folder.glob("part-*")])))
-    part, slots = _PartFile(next(paths)), 0
-    for process, ids in zip(run.processes, run.run_labels.processes, strict=True):
-        for segment in process.segments:
-            if slots >= PART_ROWS:
-                yield part
-                part, slots = _PartFile(next(paths)), 0
-            part.segments.append(segment)
-            part.processes.append(ids)
-            slots += segment.count
-    yield part
-
-
-def _write_part(shared: tuple[_PartTable, Path], part: _PartFile) -> list[dict[str, Any]]:
-    """Write a part. Return its segments as `_ProcessWriter` takes them."""
-    table, home = shared
-    if not part.path.parent.is_dir():
-        hint = "workers and this process must see the directory of --out under the same path"
-        raise OutputError(f"{part.path.parent}: host {socket.gethostname()} has no such folder; {hint}")
-    unfinished = part.path.with_name(f".{part.path.name}.{uuid4().hex}")  # a worker may be in doubt whether it is dead
-    with table.writer(unfinished) as writer:
-        memory = bytearray(ROW_GROUP * RECORD.itemsize)  # new memory for each segment would cost as much as reading it
-        pairs = zip(part.segments, part.processes, strict=True)
-        rows = [_pack_segment(segment, process, writer, memory) for segment, process in pairs]
-        writer.flush()
-    unfinished.replace(part.path)
-    return [{**row, "file": os.path.relpath(part.path, home)} for row in rows]
+    def __call__(self, part: RunPart) -> list[dict[str, Any]]:
+        """Write a part. Return its segments as `_ProcessWriter` takes them."""
+        if not self.folder.is_dir():
+            hint = "workers and this process must see the directory of --out under the same path"
+            raise OutputError(f"{self.folder}: host {socket.gethostname()} has no such folder; {hint}")
+        path = self.folder / f"part-{self.first + part.number:05d}.parquet"
+        unfinished = path.with_name(f".{path.name}.{uuid4().hex}")  # a worker may be in doubt whether it is dead
+        rows: list[dict[str, Any]] = []
+        with self.table.writer(unfinished) as writer:
+            for records in row_groups(_packed_records(part, rows), _FIELDS, ROW_GROUP):
+                writer.write_table(self.table.table(records))
+        unfinished.replace(path)
+        return [{**row, "file": os.path.relpath(path, self.home)} for row in rows]
 
 
-def _pack_segment(segment: Segment, process: ProcessIds, writer: RowGroups, memory: bytearray) -> dict[str, Any]:
-    """Write the records of a segment. Return where they are, and the slots that have no record."""
-    row = writer.rows
-    left_out, slots, count, last_step = [np.zeros(0, np.int64)], [np.zeros(0, RECORD)], 0, -1
-    damaged: Counter[str] = Counter()
-    for records, suspects in _slots(segment, memory):
-        usable = usable_records(records, suspects, damaged)
-        writer.add(records if usable.all() else records[usable], process)
-        left_out.append(np.flatnonzero(~usable) + count)
-        slots.append(records[~usable])
-        last_step = max(last_step, int(records["step"].max(where=usable, initial=-1)))
-        count += len(records)
-    segment.damaged, segment.last_step = +damaged, last_step
-    return {
-        "row": row, "count": count, "last_step": last_step,
-        "left_out": np.concatenate(left_out).tobytes(), "left_out_slots": np.concatenate(slots).tobytes(),
-    }  # fmt: skip
+def _packed_records(part: RunPart, rows: list[dict[str, Any]]) -> Iterator[tuple[Records, ProcessIds]]:
+    """Yield the records of a part. Adds of each segment where they are, and the slots that have no record."""
+    memory = bytearray(ROW_GROUP * RECORD.itemsize)  # new memory for each segment would cost as much as reading it
+    packed = 0
+    for segment, process in zip(part.segments, part.processes, strict=True):
+        row = packed
+        left_out, slots, count, last_step = [np.zeros(0, np.int64)], [np.zeros(0, RECORD)], 0, -1
+        damaged: Counter[str] = Counter()
+        for records, suspects in _slots(segment, memory):
+            usable = usable_records(records, suspects, damaged)
+            yield records if usable.all() else records[usable], process
+            packed += int(usable.sum())
+            left_out.append(np.flatnonzero(~usable) + count)
+            slots.append(records[~usable])
+            last_step = max(last_step, int(records["step"].max(where=usable, initial=-1)))
+            count += len(records)
+        segment.facts = +damaged, last_step, ""
+        left_out_slots = np.concatenate(slots).tobytes()
+        rows.append({
+            "row": row, "count": count, "last_step": last_step,
+            "left_out": np.concatenate(left_out).tobytes(), "left_out_slots": left_out_slots,
+        })  # fmt: skip
 
 
 def _slots(segment: Segment, memory: bytearray) -> Iterator[tuple[Records, set[str]]]:
@@ -272,7 +263,7 @@ class _PartTable:
     """Converter from the records of a run to the table of its parts. Small, and picklable for worker processes."""
 
     def __init__(self, run: RecordedRun) -> None:
-        self._events = EventTable(run.run_labels)
+        self._events = EventTable(run.labels)
         hosts = pd.Index(sorted({process.host for process in run.processes}))
         self._host_of = hosts.get_indexer(pd.Index([process.host for process in run.processes]))
         texts = {"clock": pd.Index(TEXT_FIELDS["clock"]), "host": hosts}
@@ -280,8 +271,8 @@ class _PartTable:
         self._metadata = {"commtrace.normal_form_version": str(EVENT_TABLE_VERSION), "commtrace.run": run.id}
 
     @contextlib.contextmanager
-    def writer(self, path: Path) -> Iterator[RowGroups]:
-        """Yield a writer of records to a file."""
+    def writer(self, path: Path) -> Iterator[Any]:
+        """Yield a writer of tables to a file."""
         schema = self.table(RecordColumns.of(_FIELDS, 0)).schema.with_metadata(self._metadata)
         _, parquet = import_parquet("commtrace pack")
         with _parquet_writer(
@@ -291,7 +282,7 @@ class _PartTable:
             column_encoding=dict.fromkeys(_INCREASING, "DELTA_BINARY_PACKED"),
             sorting_columns=[parquet.SortingColumn(schema.names.index("rank"))],
         ) as writer:
-            yield RowGroups(_FIELDS, ROW_GROUP, lambda records: writer.write_table(self.table(records)))
+            yield writer
 
     def table(self, records: RecordColumns) -> Any:
         """Return records as a table of pyarrow, with the labels."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,7 +14,7 @@ from .labels import Array, ProcessIds
 from .packed_log import RECORDED_IDS
 
 IDS: Final = (*RECORDED_IDS.values(),)
-OF_PROCESS: Final = {"process": "number", "rank": "rank"}
+_OF_PROCESS: Final = {"process": "number", "rank": "rank"}
 """Columns that are the same for all records of a process, by its attribute."""
 
 _RECORDS_IN_CACHE: Final = 4096
@@ -31,17 +31,18 @@ class RecordColumns:
     def of(fields: Iterable[str], size: int) -> RecordColumns:
         """Return room for fields of the record, or of RECORDED_IDS, of so many records."""
         types = {name: RECORD[RECORDED_IDS.get(name, name)] for name in fields}
-        types |= dict.fromkeys((*IDS, *OF_PROCESS), np.dtype(np.int64))
+        types |= dict.fromkeys((*IDS, *_OF_PROCESS), np.dtype(np.int64))
         return RecordColumns({name: np.empty(size, type_) for name, type_ in types.items()})
 
-    def fill(self, records: Records, process: ProcessIds) -> None:
-        """Append records of a process."""
+    def fill(self, records: Records, process: ProcessIds) -> RecordColumns:
+        """Append records of a process. Returns itself."""
         rows = slice(self.filled, self.filled + len(records))
-        copy_fields(records, {name: self.columns[name][rows] for name in self.columns if name not in OF_PROCESS})
+        _copy_fields(records, {name: self.columns[name][rows] for name in self.columns if name not in _OF_PROCESS})
         for name in IDS:
             self.columns[name][rows] = process.of_run(name, self.columns[name][rows])
         self.columns["process"][rows], self.columns["rank"][rows] = process.number, process.rank
         self.filled += len(records)
+        return self
 
     def __len__(self) -> int:
         return self.filled
@@ -50,40 +51,30 @@ class RecordColumns:
         return self.columns[name][: self.filled]
 
 
-class RowGroups:
-    """Writer of records in groups of equal length that may span processes.
+def row_groups(
+    pieces: Iterable[tuple[Records, ProcessIds]], fields: Iterable[str], size: int
+) -> Iterator[RecordColumns]:
+    """Yield records in groups of equal length that may span processes; the last one may be shorter.
 
     Args:
+        pieces: The records, and the process of each piece.
         fields: Fields of the record, or of RECORDED_IDS.
         size: Records of a group.
-        write: Writes a group; the columns are used again for the next one.
-
-    Attributes:
-        rows: Number of records so far.
     """
-
-    def __init__(self, fields: Iterable[str], size: int, write: Callable[[RecordColumns], None]) -> None:
-        self.rows = 0
-        self._size, self._write = size, write
-        self._columns = RecordColumns.of(fields, size)
-
-    def add(self, records: Records, process: ProcessIds) -> None:
-        """Append records of a process."""
-        self.rows += len(records)
+    fields = [*fields]
+    columns = RecordColumns.of(fields, size)
+    for records, process in pieces:
         while len(records):
-            rows, records = np.split(records, [self._size - len(self._columns)])
-            self._columns.fill(rows, process)
-            if len(self._columns) == self._size:
-                self.flush()
-
-    def flush(self) -> None:
-        """Write the records that are in no group yet."""
-        if len(self._columns):
-            self._write(self._columns)
-            self._columns.filled = 0
+            rows, records = np.split(records, [size - len(columns)])
+            columns.fill(rows, process)
+            if len(columns) == size:
+                yield columns
+                columns = RecordColumns.of(fields, size)
+    if len(columns):
+        yield columns
 
 
-def copy_fields(records: Records, columns: Mapping[str, Array]) -> None:
+def _copy_fields(records: Records, columns: Mapping[str, Array]) -> None:
     """Copy fields of records into columns of the same length."""
     # A few records at a time: a record is longer than a cache line, and a block of records is larger than a cache.
     for begin in range(0, len(records), _RECORDS_IN_CACHE):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import chain
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
@@ -15,25 +16,18 @@ from commtrace.errors import LogError
 from commtrace.rank_ranges import rank_ranges, select_steps
 from commtrace.schema import COPIED_COLUMNS, EVENT_COLUMNS, Records
 
-from .executors import IN_PROCESS, Executor
-from .labels import (
-    LABEL_COLUMNS,
-    UNKNOWN,
-    Array,
-    ProcessIds,
-    RecordLabels,
-    RunLabels,
-    message_roles_of,
-    roles_of,
-    short_paths,
-)
+from .executors import IN_PROCESS, Executor, RunPart
+from .labels import LABEL_COLUMNS, UNKNOWN, Array, ProcessIds, RunLabels
 from .log import Log, Process
 from .log_notes import Note
 from .record_columns import RecordColumns
-from .table_reader import RecordedGroup, Row
+from .segment_reader import Segment
+from .table_reader import Row
 
 EVENT_FIELDS: Final[tuple[str, ...]] = (*COPIED_COLUMNS.values(), "local", "phase", "state", "flags")
 """Fields of the record that the event table is made of, besides those of every `RecordColumns`."""
+RECORDS_PER_TASK: Final = 1 << 20
+"""Least number of records that an executor reads in one go, if there are as many."""
 
 
 class EventTable:
@@ -58,8 +52,8 @@ class EventTable:
         columns["group_size"] = labels.group_sizes(records["group"]).astype(np.int32)
         columns["wire_bytes"] = labels.wire_bytes(records)
         example = {field: column for column, field in LABEL_COLUMNS.items()}
-        at = {field: labels.index(field, labels.ids(column, records)) for field, column in example.items()}
-        columns |= {column: self._positions[column][at[field]] for column, field in LABEL_COLUMNS.items()}
+        ids = {field: labels.ids(column, records) for field, column in example.items()}
+        columns |= {column: self._positions[column][ids[field]] for column, field in LABEL_COLUMNS.items()}
         return {name: columns[name] for name in EVENT_COLUMNS}
 
     @staticmethod
@@ -185,21 +179,35 @@ class RecordedRun:
         return next((job for process in self.log.processes for job in process.tables.jobs.values()), None)
 
     @cached_property
-    def labels(self) -> tuple[RecordLabels, ...]:
-        """Labels of the ids in the records of each process."""
-        return tuple(RecordLabels(number, process, *self._names) for number, process in enumerate(self.log.processes))
+    def labels(self) -> RunLabels:
+        """Labels of the ids of the run, and how the ids in the records of each process become those."""
+        return RunLabels(self.log)
 
-    @cached_property
-    def run_labels(self) -> RunLabels:
-        """Labels of the ids of the whole run, and how the ids in the records of each process become those."""
-        return RunLabels(self.log, *self._names)
+    def parts(
+        self,
+        segments_of: Callable[[Process], Sequence[Segment]] = attrgetter("segments"),
+        *,
+        whole_ranks: bool = False,
+        least: int | None = None,
+    ) -> list[RunPart]:
+        """Return the segments of the processes in their order, at least one part, for an executor.
 
-    @cached_property
-    def _names(self) -> tuple[dict[RecordedGroup, str], dict[str, str], dict[RecordedGroup, str]]:
-        """Roles of groups, short names of files, and roles of the groups' point-to-point messages."""
-        sites = {site for process in self.log.processes for site in process.tables.sites.values()}
-        files = short_paths({line.file for site in sites for line in site.lines()})
-        return roles_of(self.log), files, message_roles_of(self.log)
+        Args:
+            segments_of: Returns the segments of a process that are wanted. Default: all.
+            whole_ranks: Whether all processes of a rank are in one part.
+            least: Slots from which a part ends with the segment. Default: RECORDS_PER_TASK.
+        """
+        parts, slots = [RunPart(0)], 0
+        for ids, process in zip(self.labels.processes, self.processes, strict=True):
+            for segment in segments_of(process):
+                is_full = slots >= (least or RECORDS_PER_TASK)
+                if is_full and not (whole_ranks and parts[-1].processes[-1].rank == ids.rank):
+                    parts.append(RunPart(len(parts)))
+                    slots = 0
+                parts[-1].segments.append(segment)
+                parts[-1].processes.append(ids)
+                slots += segment.count
+        return parts
 
     def blocks(
         self, ranks: Sequence[int] | None = None, steps: Sequence[int] | None = None, ops: Sequence[str] | None = None
@@ -211,12 +219,10 @@ class RecordedRun:
             steps: Steps whose calls are wanted, -1 for those before the first one; None: all.
             ops: Operations that are wanted; None: all.
         """
-        table = EventTable(self.run_labels)
+        table = EventTable(self.labels)
         yield table.frame(RecordColumns.of(EVENT_FIELDS, 0))
         for records, process in self.records(ranks, steps, ops):
-            columns = RecordColumns.of(EVENT_FIELDS, len(records))
-            columns.fill(records, process)
-            yield table.frame(columns)
+            yield table.frame(RecordColumns.of(EVENT_FIELDS, len(records)).fill(records, process))
 
     def records(
         self, ranks: Sequence[int] | None = None, steps: Sequence[int] | None = None, ops: Sequence[str] | None = None
@@ -224,7 +230,7 @@ class RecordedRun:
         """Yield the records of wanted calls (see `blocks`) in bounded pieces, and what the ids in each become."""
         self.require_events("single calls")
         wanted = {name: values for name, values in (("step", steps), ("op", ops)) if values is not None}
-        for ids, process in zip(self.run_labels.processes, self.log.processes, strict=True):
+        for ids, process in zip(self.labels.processes, self.log.processes, strict=True):
             for segment in process.segments if ranks is None or process.rank in ranks else ():
                 for records in segment.blocks(wanted=wanted):
                     keep = np.ones(len(records), bool)
@@ -232,7 +238,7 @@ class RecordedRun:
                         keep &= np.isin(records["step"], steps)
                     if ops is not None:
                         kinds = ids.of_run("kind", records["kind"])
-                        keep &= np.isin(self.run_labels.text("op", kinds).astype(str), ops)
+                        keep &= np.isin(self.labels.text("op", kinds).astype(str), ops)
                     yield records if keep.all() else records[keep], ids
 
     def events(

@@ -126,7 +126,7 @@ class MemorySegment(Segment):
 
     def slots(self, size: int = BLOCK, memory: bytearray | None = None) -> Iterator[tuple[Records, set[str]]]:
         """Yield the records at once."""
-        yield self.records, set()
+        yield self.records, {*(RECORD.names or ())}
 
     def last(self, count: int) -> Segment:
         """Return all records: a ring keeps them in no order."""

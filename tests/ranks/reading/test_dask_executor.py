@@ -68,7 +68,7 @@ def address(client: Any) -> str:
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every segment is a part, and the tree has several levels."""
-    monkeypatch.setattr("commtrace.analyses.record_blocks.RECORDS_PER_TASK", 1)
+    monkeypatch.setattr("commtrace.reading.recorded_run.RECORDS_PER_TASK", 1)
     monkeypatch.setattr("commtrace.reading.executors.MERGED_AT_ONCE", 2)
 
 
@@ -173,9 +173,9 @@ def test_an_output_that_workers_do_not_see(tmp_path: Path) -> None:
     training(tmp_path / "log")
 
     class Elsewhere(Executor):
-        def map(self, name: str, function: Any, shared: Any, parts: Any) -> Iterator[Any]:
-            shutil.rmtree(parts[0].path.parent)
-            return super().map(name, function, shared, parts)
+        def map(self, name: str, function: Any, parts: Any) -> Iterator[Any]:
+            shutil.rmtree(function.folder)
+            return super().map(name, function, parts)
 
     with pytest.raises(OutputError, match=r"host \S+ has no such folder; workers and this process must see"):
         commtrace.reading.pack.pack(tmp_path / "log", tmp_path / "packed", executor=Elsewhere())

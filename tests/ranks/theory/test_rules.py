@@ -21,11 +21,11 @@ import pipelines
 import sequence_trainings
 import sharding
 import trainings
+from record_blocks import block_of
 
 from commtrace.analyses.reconciliation import measured_calls as measured
 from commtrace.analyses.reconciliation.matching import compare
 from commtrace.analyses.reconciliation.measured_calls import EqualCalls
-from commtrace.analyses.record_blocks import RecordBlock
 from commtrace.run import Run
 from commtrace.schema import Records
 from commtrace.theory import ExpectedCall, NotPredictedError, predict
@@ -38,9 +38,8 @@ Steps = dict[int, list[EqualCalls]]
 
 def measured_steps(run: Run, records: Records, rank: int = 0) -> Steps:
     """Calls of one rank by step."""
-    labels = run.labels[rank]
-    table = measured.merge([measured.partial(RecordBlock(records, labels))])
-    texts = {name: labels.distinct(name)[table[name]] for name in ("role", "op", "phase", "site")}
+    table = measured.merge([measured.partial(block_of(run, records, rank))])
+    texts = {name: run.labels.distinct(name)[table[name]] for name in ("role", "op", "phase", "site")}
     table = table.assign(**texts)
     own = measured.measured_steps(table, len(run.processes))
     steps = np.arange(-1, measured.last_steps(table, len(run.processes))[rank] + 1)

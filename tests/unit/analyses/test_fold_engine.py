@@ -12,6 +12,7 @@ from factory import ALONE, KINDS, PAIR, SITES, WORLD, LogFactory, Records, recor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
+from record_blocks import block_of
 
 from commtrace.analyses import reconciliation
 from commtrace.analyses.analysis_catalog import ANALYSES, DETAILS
@@ -19,20 +20,19 @@ from commtrace.analyses.fold_engine import Analysis, fold
 from commtrace.analyses.grouping import group_rows, positions_by_value, sum_groups
 from commtrace.analyses.record_blocks import EMPTY_BLOCK, RecordBlock
 from commtrace.analyses.volume import KEYS
-from commtrace.reading.labels import RecordLabels
 from commtrace.run import Run, open_run
 
 ALL = [*ANALYSES, reconciliation.ANALYSIS, *DETAILS.values()]
 
 
 @pytest.fixture(scope="module")
-def labels(tmp_path_factory: pytest.TempPathFactory) -> RecordLabels:
-    """Names of a process of a run of four."""
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A process of a run of four."""
     folder = tmp_path_factory.mktemp("log")
     LogFactory(folder).process(1, world_size=4).known(
         {WORLD: [0, 1, 2, 3], PAIR: [1, 2], ALONE: [1]}, {PAIR: "pipeline"}
     )
-    return open_run(folder).labels[0]
+    return open_run(folder)
 
 
 def random(seed: int, count: int) -> Records:
@@ -62,12 +62,12 @@ def merged_partials(analysis: Analysis, *blocks: RecordBlock) -> pd.DataFrame:
     return analysis.merge([analysis.partial(block) for block in blocks or [EMPTY_BLOCK]])
 
 
-def test_the_timeline_s_step_does_not_depend_on_where_blocks_are_cut(labels: RecordLabels) -> None:
+def test_the_timeline_s_step_does_not_depend_on_where_blocks_are_cut(run: Run) -> None:
     """Steps 1 and 2 are candidates, and a block of step 3 alone proves that step 2 is over."""
     rows = np.concatenate([record(step=step, t_begin=1 + step, t_return=2 + step) for step in (1, 2, 3)])
     analysis = DETAILS["timeline"]
     blocks = [rows, rows[:2], rows[2:]]
-    whole, first, second = (analysis.partial(RecordBlock(block, labels)) for block in blocks)
+    whole, first, second = (analysis.partial(block_of(run, block)) for block in blocks)
     assert_frame_equal(analysis.merge([first, second]), analysis.merge([whole]))
     assert whole["last_step"].tolist() == [3, 3]
 
@@ -77,17 +77,15 @@ def test_the_timeline_s_step_does_not_depend_on_where_blocks_are_cut(labels: Rec
 )
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 1 << 30), count=st.integers(0, 200), data=st.data())
-def test_parts_merge_to_the_whole(
-    analysis: Analysis, labels: RecordLabels, seed: int, count: int, data: st.DataObject
-) -> None:
+def test_parts_merge_to_the_whole(analysis: Analysis, run: Run, seed: int, count: int, data: st.DataObject) -> None:
     rows = random(seed, count)
     cut = data.draw(st.integers(0, count))
-    whole = merged_partials(analysis, RecordBlock(rows, labels))
-    parts = merged_partials(analysis, RecordBlock(rows[:cut], labels), RecordBlock(rows[cut:], labels))
+    whole = merged_partials(analysis, block_of(run, rows))
+    parts = merged_partials(analysis, block_of(run, rows[:cut]), block_of(run, rows[cut:]))
     nested = analysis.merge(
         [
-            analysis.merge([analysis.partial(RecordBlock(rows[:cut], labels))]),
-            analysis.partial(RecordBlock(rows[cut:], labels)),
+            analysis.merge([analysis.partial(block_of(run, rows[:cut]))]),
+            analysis.partial(block_of(run, rows[cut:])),
         ]
     )
     assert_frame_equal(whole, parts, rtol=1e-12)
@@ -97,8 +95,8 @@ def test_parts_merge_to_the_whole(
 @pytest.mark.parametrize(
     "analysis", [*ANALYSES, reconciliation.ANALYSIS, *DETAILS.values()], ids=lambda analysis: analysis.name
 )
-def test_nothing_gives_the_columns(analysis: Analysis, labels: RecordLabels) -> None:
-    some = merged_partials(analysis, RecordBlock(random(1, 50), labels))
+def test_nothing_gives_the_columns(analysis: Analysis, run: Run) -> None:
+    some = merged_partials(analysis, block_of(run, random(1, 50)))
     assert list(merged_partials(analysis).columns) == list(some.columns)
     assert len(analysis.partial(EMPTY_BLOCK)) == 0
 

@@ -9,10 +9,10 @@ import numpy as np
 import pandas as pd
 import pytest
 from factory import ALL_GATHER, ALL_REDUCE, BARRIER, WORLD, LogFactory, Records, record
+from record_blocks import block_of
 
 from commtrace.analyses.reconciliation import measured_calls as measured
 from commtrace.analyses.reconciliation.measured_calls import DETAILED_STEPS
-from commtrace.analyses.record_blocks import RecordBlock
 from commtrace.run import Run, open_run
 
 RANKS, STEPS = 3, DETAILED_STEPS + 40
@@ -33,15 +33,13 @@ def training(draw: np.random.Generator) -> Records:
 def table_of(run: Run, records: list[Records], draw: np.random.Generator) -> pd.DataFrame:
     """The merged table of blocks that begin anywhere."""
     blocks = [
-        RecordBlock(block, labels)
-        for of_rank, labels in zip(records, run.labels, strict=True)
+        block_of(run, block, rank)
+        for rank, of_rank in enumerate(records)
         for block in np.split(of_rank, np.sort(draw.integers(0, len(of_rank), 3)))
     ]
     first, *rest = [measured.partial(blocks[number]) for number in draw.permutation(len(blocks))]
     table = measured.merge([first, measured.merge(rest)])
-    return table.assign(
-        **{name: run.run_labels.distinct(name)[table[name]] for name in ("role", "op", "phase", "site")}
-    )
+    return table.assign(**{name: run.labels.distinct(name)[table[name]] for name in ("role", "op", "phase", "site")})
 
 
 def counted(calls: Records) -> Counter[tuple[str, int]]:

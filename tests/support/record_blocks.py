@@ -1,0 +1,14 @@
+"""Records of a process as a block."""
+
+from __future__ import annotations
+
+from commtrace.analyses.record_blocks import RecordBlock
+from commtrace.reading.record_columns import RecordColumns
+from commtrace.reading.recorded_run import RecordedRun
+from commtrace.schema import RECORD, Records
+
+
+def block_of(run: RecordedRun, records: Records, process: int = 0) -> RecordBlock:
+    """A block of records of the process at some position of the log."""
+    columns = RecordColumns.of(RECORD.names or (), len(records))
+    return RecordBlock(columns.fill(records, run.labels.processes[process]), run.labels)
