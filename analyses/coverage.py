@@ -9,8 +9,8 @@ from typing import Final
 import pandas as pd
 
 from commtrace.formatting import format_missing, format_ranks
-from commtrace.reading.log import Process
 from commtrace.reading.log_notes import Note
+from commtrace.reading.process_reader import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.table_reader import integer_or_none
 from commtrace.schema import WITHOUT_RECORD

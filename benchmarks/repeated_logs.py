@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from commtrace.rank_ranges import format_rank_list
-from commtrace.reading.log import Process
+from commtrace.reading.process_reader import Process
 from commtrace.run import open_run
 from commtrace.schema import VERSION, Records
 

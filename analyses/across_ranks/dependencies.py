@@ -16,7 +16,7 @@ import numpy as np
 
 from commtrace.analyses.grouping import Array
 from commtrace.analyses.record_blocks import RecordBlock
-from commtrace.reading.log import Process
+from commtrace.reading.process_reader import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.table_reader import integer_or_none
 from commtrace.schema import DEVICE_CLOCKS, OPERATIONS, Flag, State

@@ -24,7 +24,7 @@ from commtrace.analyses.grouping import Array, group_rows
 from commtrace.analyses.record_blocks import EMPTY_BLOCK, RecordBlock, read_blocks
 from commtrace.reading.executors import RunPart
 from commtrace.reading.labels import LABEL_COLUMNS, UNKNOWN, RunLabels
-from commtrace.reading.log import Process
+from commtrace.reading.process_reader import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.segment_reader import Segment, last_records
 from commtrace.reading.table_reader import RecordedGroup

@@ -30,7 +30,7 @@ from commtrace.analyses.grouping import Array, positions_by_value
 from commtrace.analyses.scaling.step_times import covered_ns
 from commtrace.analyses.table_specs import TABLES
 from commtrace.durations import has_own_times, wait_begin
-from commtrace.reading.log import Process
+from commtrace.reading.process_reader import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.segment_reader import last_records
 from commtrace.schema import DEVICE_CLOCKS, Clock, Phase

@@ -38,7 +38,7 @@ from commtrace.analyses.grouping import Array
 from commtrace.analyses.table_specs import TABLES
 from commtrace.formatting import MAX_SINGLE, format_count, format_ranks, shorten_ranks
 from commtrace.reading.labels import UNKNOWN, group_label
-from commtrace.reading.log import Process
+from commtrace.reading.process_reader import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.segment_reader import BLOCK, MemorySegment, Segment, last_records
 from commtrace.reading.table_reader import integer_or_none

@@ -25,7 +25,7 @@ from commtrace.analyses.record_blocks import RecordBlock, read_blocks
 from commtrace.formatting import parse_ranks
 from commtrace.reading.executors import RunPart
 from commtrace.reading.labels import UNKNOWN, RunLabels
-from commtrace.reading.log import Process
+from commtrace.reading.process_reader import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.table_reader import Kind, RecordedGroup, Site
 from commtrace.schema import Flag

@@ -24,7 +24,7 @@ import pandas as pd
 from commtrace.analyses.fold_engine import Analysis, NamedTables
 from commtrace.analyses.grouping import Array, concatenated_ranges, group_rows
 from commtrace.analyses.table_specs import TABLES
-from commtrace.reading.log import Process
+from commtrace.reading.process_reader import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.summary_reader import MIXED
 from commtrace.theory import ExpectedCall, NotPredictedError, Prediction, predict

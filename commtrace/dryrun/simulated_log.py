@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from commtrace.rank_ranges import format_rank_list
-from commtrace.reading.log import Process
+from commtrace.reading.process_reader import Process
 from commtrace.recording.segment_writer import SegmentSeries
 from commtrace.schema import RECORD, Clock, Flag, Records, State
 from commtrace.settings import Settings

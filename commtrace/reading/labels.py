@@ -17,7 +17,8 @@ from commtrace.schema import ROLES, Phase, State, flags_label
 from commtrace.volume import wire_bytes
 
 from .group_roles import role_from_description
-from .log import Log, Process
+from .log import Log
+from .process_reader import Process
 from .table_reader import ProcessTables, RecordedGroup, integer_or_none
 
 Array: TypeAlias = npt.NDArray[Any]

@@ -25,7 +25,7 @@ from commtrace.schema import EVENT_TABLE_VERSION, RECORD, Records
 
 from .executors import IN_PROCESS, Executor, RunPart
 from .labels import ProcessIds
-from .log import Log, LogDirectory, Process, RunFolder
+from .log import Log, LogDirectory, RunFolder
 from .log_notes import Note, error_reason
 from .packed_log import (
     EXTRA_COLUMNS,
@@ -39,6 +39,7 @@ from .packed_log import (
     PackedRun,
     import_parquet,
 )
+from .process_reader import Process
 from .record_columns import RecordColumns, row_groups
 from .recorded_run import EVENT_FIELDS, EventTable, RecordedRun
 from .segment_reader import Segment, usable_records

@@ -18,8 +18,9 @@ from commtrace.schema import COPIED_COLUMNS, EVENT_COLUMNS, Records
 
 from .executors import IN_PROCESS, Executor, RunPart
 from .labels import LABEL_COLUMNS, UNKNOWN, Array, ProcessIds, RunLabels
-from .log import Log, Process
+from .log import Log
 from .log_notes import Note
+from .process_reader import Process
 from .record_columns import RecordColumns
 from .segment_reader import Segment
 from .table_reader import Row

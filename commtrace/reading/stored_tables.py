@@ -17,8 +17,9 @@ import pandas as pd
 
 from commtrace.errors import LogError
 
-from .log import Log, Process
+from .log import Log
 from .packed_log import PROCESSES, PackedProcess, PackedSegment, import_parquet, reading
+from .process_reader import Process
 
 STORED: Final = "_tables"
 SOURCE: Final = b"commtrace.source"

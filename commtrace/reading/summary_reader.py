@@ -11,7 +11,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from commtrace.recording.summary_files import Snapshot, read_rows, table_path
+from commtrace.recording.segment_writer import read_rows
+from commtrace.recording.summary_files import Snapshot, table_path
 from commtrace.schema import RECORD
 from commtrace.summary_format import CELL_KEY, SUMS, TABLES, TO_SELF, Rows
 

@@ -25,9 +25,9 @@ from commtrace.summary_format import TABLES
 
 from . import ring
 from .kept_records import in_flight, not_selected, write_kept
-from .ring import OrphanedRing
-from .segment_writer import EMPTY, HEADER_BYTES, read_records, write_segment
-from .summary_files import Snapshot, append_rows, count_calls, read_rows, read_snapshot, table_path
+from .ring import RingContent
+from .segment_writer import EMPTY, HEADER_BYTES, read_rows, write_segment
+from .summary_files import append_rows, count_calls, table_path
 
 DEFAULT_SHM: Final = "/dev/shm"
 STALE_SECONDS: Final = 60
@@ -58,14 +58,14 @@ def recover_records(log_directory: Path, *, shm: str | None = None) -> list[str]
     return [note for note in notes if note]
 
 
-def copy_living_rings(log_directory: Path) -> dict[Path, ring.RingCopy]:
+def copy_living_rings(log_directory: Path) -> dict[Path, RingContent]:
     """Copy what living processes of this host have in shared memory for a log, and leave it there.
 
     Returns:
         The copies by the path of each process's tables in the log.
     """
     target = os.path.realpath(log_directory)
-    copies: dict[Path, ring.RingCopy] = {}
+    copies: dict[Path, RingContent] = {}
     for path in ring.other_rings(os.environ.get("COMMTRACE_SHM") or DEFAULT_SHM):
         if _belongs_to(ring.identity_of(path), target) and (copy := ring.copy_living(path)) is not None:
             names = (str(copy.identity[name]) for name in ("run", "host"))
@@ -79,16 +79,12 @@ def _recover_ring(path: Path, target: str) -> str:
     if not _belongs_to(ring.identity_of(path), target):
         return ""
     try:
-        orphan = OrphanedRing(path)
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""  # another user's, or not a ring
-    with orphan:
-        if not orphan.dead:
-            return ""
-        try:
-            return _move_to_log(orphan)
-        except (OSError, ValueError) as error:
-            return f"{path}: records of a process that ended early could not be moved to the log: {error}"
+        with ring.lock_dead(path) as left:
+            return "" if left is None else _move_to_log(left)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if not path.exists():
+            return ""  # its process, or another recovery, removed it meanwhile
+        return f"{path}: records of a process that ended early could not be moved to the log: {error}"
 
 
 def _belongs_to(identity_of_ring: dict[str, Any], target: str) -> bool:
@@ -100,24 +96,24 @@ def _belongs_to(identity_of_ring: dict[str, Any], target: str) -> bool:
     return target in (directory, os.path.join(directory, names[0]), os.path.join(directory, *names[:2]))
 
 
-def _move_to_log(orphan: OrphanedRing) -> str:
-    host = str(orphan.identity["host"])
-    folder = Path(orphan.identity["directory"]) / orphan.identity["run"] / host
-    has_lines = b"\n" in orphan.tables() or (folder / f"{orphan.identity['stem']}.jsonl").exists()
-    if not has_lines and not len(orphan.records):
-        ring.remove_files(orphan.path)  # the process was killed before it made a call
+def _move_to_log(left: RingContent) -> str:
+    host = str(left.identity["host"])
+    folder = Path(left.identity["directory"]) / left.identity["run"] / host
+    has_lines = b"\n" in left.tables or (folder / f"{left.identity['stem']}.jsonl").exists()
+    if not has_lines and not len(left.records):
+        ring.remove_files(left.path)  # the process was killed before it made a call
         return ""
     folder.mkdir(parents=True, exist_ok=True)
-    stem = _stem(orphan, folder)
+    stem = _stem(left, folder)
     recovered = folder / f"{stem}.salvaged.npy"
     # Left by an earlier attempt; its records must not count as being on disk.
     (folder / (recovered.name + ".open")).unlink(missing_ok=True)
     # A process may die after writing records, before freeing their slots: take those that no segment has.
-    recent = _last_records(folder, stem, int(orphan.identity["capacity"]))
-    snapshot = read_snapshot(orphan.path)
-    records, kept, left_out = split_kept(orphan, snapshot)
-    is_summary = orphan.identity.get("mode") == "summary"
-    overwritten = max(0, orphan.kept_count - snapshot.calls - len(orphan.kept)) if is_summary else 0
+    recent = _last_records(folder, stem, left.capacity)
+    snapshot = left.snapshot
+    records, kept, left_out = split_kept(left)
+    is_summary = left.identity.get("mode") == "summary"
+    overwritten = max(0, left.kept_count - snapshot.calls - len(left.kept)) if is_summary else 0
     records = records[~np.isin(record_keys(records), record_keys(recent))]
     if len(records) and not recovered.exists():
         write_segment(recovered, records)
@@ -129,15 +125,15 @@ def _move_to_log(orphan: OrphanedRing) -> str:
         append_rows(path, dtype, written, snapshot.rows[table])
     write_kept(folder, stem, kept)
     number = _count_records(recovered)
-    _complete_tables(orphan, folder, stem, number, left_out, overwritten)
-    ring.remove_files(orphan.path)
+    _complete_tables(left, folder, stem, number, left_out, overwritten)
+    ring.remove_files(left.path)
     return f"{stem} on {host}: {number} records of a process that ended early were recovered"
 
 
-def _stem(orphan: OrphanedRing, folder: Path) -> str:
+def _stem(left: RingContent, folder: Path) -> str:
     """Return the stem of the process's files; another one if it made no files and another process uses the name."""
-    stem = str(orphan.identity["stem"])
-    path, ours = folder / f"{stem}.jsonl", orphan.tables().partition(b"\n")[0]
+    stem = str(left.identity["stem"])
+    path, ours = folder / f"{stem}.jsonl", left.tables.partition(b"\n")[0]
     if not path.exists() or not ours:
         return stem
     with open(path, "rb") as file:
@@ -145,14 +141,14 @@ def _stem(orphan: OrphanedRing, folder: Path) -> str:
     if theirs in (b"", ours):
         return stem
     head, _, pid = stem.rpartition("-")
-    return f"{head}-{orphan.path.stem.rpartition('-')[2]}-{pid}"
+    return f"{head}-{left.path.stem.rpartition('-')[2]}-{pid}"
 
 
 def _last_records(folder: Path, stem: str, count: int) -> Records:
     """Return at least the last `count` records in the segments of a process."""
     blocks: list[Records] = [EMPTY]
     for path in sorted(folder.glob(f"{stem}.*.npy*"), reverse=True):
-        blocks.append(read_records(path))
+        blocks.append(read_rows(path))
         if path.suffixes[-2:] != [".salvaged", ".npy"]:
             count -= len(blocks[-1])
         if count <= 0:
@@ -175,12 +171,8 @@ def _count_records(path: Path) -> int:
         return 0
 
 
-def split_kept(left: OrphanedRing | ring.RingCopy, snapshot: Snapshot) -> tuple[Records, Records, int]:
+def split_kept(left: RingContent) -> tuple[Records, Records, int]:
     """Split the records of a ring by where they belong.
-
-    Args:
-        left: The ring.
-        snapshot: The rows of its summary.
 
     Returns:
         The records for the log, all kept records, and the number of those that only the selection keeps out of the log.
@@ -189,29 +181,29 @@ def split_kept(left: OrphanedRing | ring.RingCopy, snapshot: Snapshot) -> tuple[
     new = records[~np.isin(record_keys(records), record_keys(kept))]
     if left.identity.get("mode") == "summary":
         # Those that were kept are in the summary, but for the ones after the snapshot.
-        records = np.concatenate([kept[max(0, len(kept) - (left.kept_count - snapshot.calls)) :], new])
+        records = np.concatenate([kept[max(0, len(kept) - (left.kept_count - left.snapshot.calls)) :], new])
     left_out = not_selected(records, rank_ranges(str(left.identity.get("steps", "")))) & ~in_flight(records)
     kept = np.concatenate([kept, new[~in_flight(new)]]) if left.kept_count else kept
     return records[~left_out], kept, int(np.isin(record_keys(records[left_out]), record_keys(new)).sum())
 
 
 def _complete_tables(
-    orphan: OrphanedRing, folder: Path, stem: str, recovered: int, left_out: int, overwritten: int
+    left: RingContent, folder: Path, stem: str, recovered: int, left_out: int, overwritten: int
 ) -> None:
     path = folder / f"{stem}.jsonl"
     # The copy in memory is ahead of the file, unless memory was full. No record refers to a last line that is cut.
-    longest = max(orphan.tables(), path.read_bytes() if path.exists() else b"", key=len)
+    longest = max(left.tables, path.read_bytes() if path.exists() else b"", key=len)
     lines = longest[: longest.rfind(b"\n") + 1]
     if b'{"table": "salvage"' in lines:
         return
     on_disk = sum(map(_count_records, folder.glob(f"{stem}.*.npy*")))
-    counters = {**dict.fromkeys(WITHOUT_RECORD, 0), "not_selected": 0, **orphan.counters, "dropped": orphan.dropped}
+    counters = {**dict.fromkeys(WITHOUT_RECORD, 0), "not_selected": 0, **left.counters}
     counters["not_selected"] += left_out
     counters["lost"] += overwritten
     tables = (read_rows(table_path(folder, stem, name), TABLES[name]) for name in ("cells", "steps"))
     counters["summarized"] = count_calls(*tables)
     # The counters did not change between the last time that they were written and the last turn of the drain thread.
-    counters["mono_ns"] = max(int(counters.get("mono_ns", 0)), orphan.alive_ns)
+    counters["mono_ns"] = max(int(counters.get("mono_ns", 0)), left.alive_ns)
     counters["calls"] = on_disk + sum(counters[name] for name in (*WITHOUT_RECORD, "not_selected", "summarized"))
     note = {"table": "salvage", "records": recovered, "host": identity.host(), "unix_ns": time.time_ns()}
     added = [json.dumps(row).encode() + b"\n" for row in ({"table": "stats", **counters}, note)]

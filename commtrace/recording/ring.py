@@ -23,6 +23,7 @@ its own ring again. The ring of a living process may be copied (`copy_living`), 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import mmap
@@ -30,6 +31,7 @@ import os
 import struct
 import time
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -52,7 +54,7 @@ LOCK_TIMEOUT_SECONDS: Final = 5.0
 """Seconds to wait for another process that recovers the same ring."""
 
 _NUMBER: Final = struct.Struct("<Q")
-_ALIVE_AND_DROPPED: Final = struct.Struct("<2Q")
+_TWO_NUMBERS: Final = struct.Struct("<2Q")
 _own_rings: Final[set[Path]] = set()
 
 
@@ -195,17 +197,6 @@ def _kept_in(slots: Records, begun: int, completed: int) -> Records:
     return slots[np.arange(max(0, begun - len(slots)), completed) % max(1, len(slots))]
 
 
-def _read_records(data: bytes, capacity: int) -> tuple[Records, Records]:
-    """Return the slots of a ring, and those of its kept records."""
-    slots = np.frombuffer(data, RECORD, capacity, RECORDS_AT)
-    return slots, np.frombuffer(data[RECORDS_AT + slots.nbytes :], RECORD)
-
-
-def _kept_counts(data: bytes, at: int = KEPT_AT) -> tuple[int, int]:
-    begun, completed = _ALIVE_AND_DROPPED.unpack_from(data, at)
-    return begun, completed
-
-
 def remove_files(path: Path) -> None:
     """Remove a ring and what lies beside it."""
     for suffix in (".ring", ".jsonl", ".cells", ".cells.new"):
@@ -217,46 +208,96 @@ def other_rings(folder: str) -> list[Path]:
     return sorted(path for path in Path(folder).glob("commtrace-*.ring") if path not in _own_rings)
 
 
-class OrphanedRing:
-    """A ring of another process, opened for reading; a context manager. Its content is read only if `dead`."""
+class RingContent(NamedTuple):
+    """What was in the ring of another process at one moment."""
 
-    def __init__(self, path: Path) -> None:
-        """Open a ring. Raises OSError or ValueError for a file that cannot be read or is no ring."""
-        self.path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            # Take the lock before reading: from then on no process writes. A file without a name was removed by its
-            # process, or by another recovery, since it was found.
-            self.dead = _lock_of_dead(self._fd) and os.fstat(self._fd).st_nlink > 0
-            if self.dead:
-                self._read(os.pread(self._fd, os.fstat(self._fd).st_size, 0))
-        except BaseException:
-            os.close(self._fd)
-            raise
+    path: Path
+    alive_ns: int
+    """Monotonic ns at which the process was last known to be alive."""
+    identity: dict[str, Any]
+    counters: dict[str, Any]
+    records: Records
+    """Those that did not change while they were read: a living process writes the others."""
+    tables: bytes
+    """Its tables as JSON lines; the last one may be cut."""
+    kept: Records
+    """The last records that left the ring, in turn; none where nothing is kept."""
+    kept_count: int
+    """Number of records kept since the start, those that were overwritten included."""
+    snapshot: Snapshot
+    """What its summary has not written, from before `kept`."""
 
-    def _read(self, data: bytes) -> None:
-        self.identity = _latest(data, IDENTITY_AT)
-        self.counters = _latest(data, COUNTERS_AT)
-        if self.identity.get("format") != RING_FORMAT:
-            raise ValueError("not a ring of commtrace")
-        self.alive_ns, self.dropped = _ALIVE_AND_DROPPED.unpack_from(data, ALIVE_AT)
-        records, kept = _read_records(data, int(self.identity["capacity"]))
-        self.records: Records = records[records["state"] != 0]
-        begun, self.kept_count = _kept_counts(data)
-        self.kept: Records = _kept_in(kept, begun, self.kept_count)
+    @property
+    def capacity(self) -> int:
+        """Number of slots."""
+        return int(self.identity["capacity"])
 
-    def tables(self) -> bytes:
-        """Return the process's tables as JSON lines; the last one may be cut."""
-        try:
-            return self.path.with_suffix(".jsonl").read_bytes()
-        except OSError:
-            return b""
 
-    def __enter__(self) -> OrphanedRing:
-        return self
+@contextlib.contextmanager
+def lock_dead(path: Path) -> Iterator[RingContent | None]:
+    """Yield the ring of a dead process, under its lock; None if the process lives, or another recovery took it.
 
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is no ring.
+    """
+    with _opened(path, os.O_RDWR) as fd:
+        # Take the lock before reading: from then on no process writes. A file without a name was removed by its
+        # process, or by another recovery, since it was found.
+        yield _read(path, fd) if _lock_of_dead(fd) and os.fstat(fd).st_nlink > 0 else None
+
+
+def copy_living(path: Path) -> RingContent | None:
+    """Copy the ring of another process that is alive, without taking its lock and without writing.
+
+    Returns:
+        The copy; None if the process is dead, or the file cannot be read.
+    """
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError), _opened(path, os.O_RDONLY) as fd:
+        now, content = time.monotonic_ns(), _read(path, fd)
+        if _holder(fd) in (content.identity.get("pid"), None):
+            return content._replace(alive_ns=now)
+    return None
+
+
+def identity_of(path: Path) -> dict[str, Any]:
+    """Return the identity of a ring's process without taking the lock; {} for a file that is no readable ring."""
+    with contextlib.suppress(OSError, ValueError), _opened(path, os.O_RDONLY) as fd:
+        return _identity(os.pread(fd, COUNTERS_AT, 0))
+    return {}
+
+
+@contextlib.contextmanager
+def _opened(path: Path, mode: int) -> Iterator[int]:
+    fd = os.open(path, mode | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # do not wait for a pipe
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _read(path: Path, fd: int) -> RingContent:
+    snapshot, size = read_snapshot(path), os.fstat(fd).st_size
+    # The fields of a record that is being written may be of two calls, whatever its state: it differs.
+    first, data = os.pread(fd, size, 0), os.pread(fd, size, 0)
+    begun, _ = _TWO_NUMBERS.unpack(os.pread(fd, _TWO_NUMBERS.size, KEPT_AT))
+    identity, counters = _identity(data), _latest(data, COUNTERS_AT)
+    before, after = (np.frombuffer(copy, RECORD, int(identity["capacity"]), RECORDS_AT) for copy in (first, data))
+    records = after[(after["state"] != 0) & (before.view(_BYTES) == after.view(_BYTES))]
+    alive_ns, counters["dropped"] = _TWO_NUMBERS.unpack_from(data, ALIVE_AT)
+    _, kept_count = _TWO_NUMBERS.unpack_from(data, KEPT_AT)
+    kept = _kept_in(np.frombuffer(data, RECORD, -1, RECORDS_AT + after.nbytes), begun, kept_count)
+    tables = b""
+    with contextlib.suppress(OSError):
+        tables = path.with_suffix(".jsonl").read_bytes()
+    return RingContent(path, alive_ns, identity, counters, records, tables, kept, kept_count, snapshot)
+
+
+def _identity(data: bytes) -> dict[str, Any]:
+    identity = _latest(data, IDENTITY_AT)
+    if identity.get("format") != RING_FORMAT:
+        raise ValueError("not a ring of commtrace")
+    return identity
 
 
 def _latest(data: bytes, start: int) -> dict[str, Any]:
@@ -267,70 +308,6 @@ def _latest(data: bytes, start: int) -> dict[str, Any]:
         if checksum == b"%08x" % zlib.crc32(text):
             copies.append(json.loads(text))
     return max(copies, key=lambda copy: int(copy.pop("turn", 0)))
-
-
-def identity_of(path: Path) -> dict[str, Any]:
-    """Return the identity of a ring's process without taking the lock; {} for a file that is no readable ring."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # do not wait for a pipe
-        try:
-            identity = _latest(os.pread(fd, COUNTERS_AT, 0), IDENTITY_AT)
-        finally:
-            os.close(fd)
-    except (OSError, ValueError):
-        return {}
-    return identity if identity.get("format") == RING_FORMAT else {}
-
-
-class RingCopy(NamedTuple):
-    """What was in the ring of a living process at one moment."""
-
-    seen_ns: int
-    """The moment, in monotonic ns."""
-    identity: dict[str, Any]
-    counters: dict[str, Any]
-    records: Records
-    """Those that did not change while they were copied: the others are being written."""
-    tables: bytes
-    kept: Records
-    """The last records that left the ring, in turn; none where nothing is kept."""
-    kept_count: int
-    snapshot: Snapshot
-    """What its summary has not written, from before `kept`."""
-
-    @property
-    def capacity(self) -> int:
-        """Number of slots."""
-        return int(self.identity["capacity"])
-
-
-def copy_living(path: Path) -> RingCopy | None:
-    """Copy the ring of another process that is alive, without taking its lock and without writing.
-
-    Returns:
-        The copy; None if the process is dead, or the file cannot be read.
-    """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            snapshot = read_snapshot(path)
-            seen_ns, size = time.monotonic_ns(), os.fstat(fd).st_size
-            # The fields of a record that is being written may be of two calls, whatever its state: it differs.
-            first, data = os.pread(fd, size, 0), os.pread(fd, size, 0)
-            begun, _ = _kept_counts(os.pread(fd, 16, KEPT_AT), 0)
-            identity, counters = _latest(data, IDENTITY_AT), _latest(data, COUNTERS_AT)
-            if identity.get("format") != RING_FORMAT or _holder(fd) not in (identity.get("pid"), None):
-                return None
-        finally:
-            os.close(fd)
-        (before, _), (after, kept) = (_read_records(copy, int(identity["capacity"])) for copy in (first, data))
-        records = after[(after["state"] != 0) & (before.view(_BYTES) == after.view(_BYTES))]
-        (counters["dropped"],) = _NUMBER.unpack_from(data, DROPPED_AT)
-        count = _kept_counts(data)[1]
-        tables = path.with_suffix(".jsonl").read_bytes()
-        return RingCopy(seen_ns, identity, counters, records, tables, _kept_in(kept, begun, count), count, snapshot)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 _BYTES: Final = np.dtype((np.void, RECORD.itemsize))

@@ -184,7 +184,14 @@ def write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def read_records(path: Path) -> Records:
-    """Return the complete records of a segment, open or closed; none of another file. Raises OSError."""
-    data = path.read_bytes()[HEADER_BYTES:]
-    return np.frombuffer(data[: len(data) // RECORD.itemsize * RECORD.itemsize], RECORD)
+def read_rows(path: Path, dtype: np.dtype[Any] = RECORD, rows: int | None = None) -> Records:
+    """Return the complete rows of an `.npy` file of this module, or the first ones; none if it is missing.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    try:
+        data = path.read_bytes()[HEADER_BYTES:]
+    except FileNotFoundError:
+        return np.zeros(0, dtype)
+    return np.frombuffer(data, dtype, len(data) // dtype.itemsize)[:rows]

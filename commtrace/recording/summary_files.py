@@ -52,15 +52,6 @@ def append_rows(path: Path, dtype: np.dtype[Any], written: int, data: bytes) -> 
         os.close(fd)
 
 
-def read_rows(path: Path, dtype: np.dtype[Any], rows: int | None = None) -> Rows:
-    """Return the rows of a table, or the first ones. Raises OSError; rows of a file that is cut are missing."""
-    try:
-        data = path.read_bytes()[HEADER_BYTES:]
-    except FileNotFoundError:
-        return np.zeros(0, dtype)
-    return np.frombuffer(data[: len(data) // dtype.itemsize * dtype.itemsize], dtype)[:rows]
-
-
 class Snapshot(NamedTuple):
     """What is not in the files of a summary, at one moment."""
 

@@ -21,7 +21,7 @@ from commtrace.errors import LogError
 from commtrace.recording import recovery, ring
 from commtrace.recording import segment_writer as segments
 from commtrace.recording import table_writer as tables
-from commtrace.recording.ring import OrphanedRing
+from commtrace.recording.ring import identity_of
 
 
 @pytest.fixture
@@ -174,8 +174,7 @@ def test_a_run_in_a_directory(log: Path) -> None:
 
 def _identity(log: Path) -> dict[str, str]:
     (path,) = processes.rings(log)
-    with OrphanedRing(path) as left:
-        return left.identity
+    return identity_of(path)
 
 
 def test_another_recovery_is_waited_for(log: Path) -> None:

@@ -12,7 +12,7 @@ import processes
 import pytest
 
 from commtrace.recording import ring
-from commtrace.recording.ring import OrphanedRing, Ring
+from commtrace.recording.ring import Ring, RingContent, lock_dead
 from commtrace.schema import RECORD
 
 IDENTITY = {"directory": "/log", "run": "run", "host": "host", "stem": "rank00000-1"}
@@ -26,20 +26,25 @@ def dead(made: Ring) -> Path:
     return made.path
 
 
+def content(made: Ring) -> RingContent:
+    """What a dead process left in its ring."""
+    with lock_dead(dead(made)) as left:
+        assert left is not None
+        return left
+
+
 def test_what_is_left_can_be_read(tmp_path: Path) -> None:
     made = ring.make_ring(16, str(tmp_path), "1-2-3", IDENTITY)
     made.count({"calls": 5})
     made.dropped = 3
     made.keep_table_line(b"one\n")
     made.records[7]["t_begin"], made.records[7]["state"] = 11, 3
-    with OrphanedRing(dead(made)) as left:
-        assert left.dead
-        assert left.identity == {"format": "commtrace-ring", "capacity": 16, **IDENTITY}
-        assert left.counters == {"calls": 5}
-        assert left.dropped == 3
-        assert left.tables() == b"one\n"
-        assert left.records["t_begin"].tolist() == [11]
-        ring.remove_files(left.path)
+    left = content(made)
+    assert left.identity == {"format": "commtrace-ring", "capacity": 16, **IDENTITY}
+    assert left.counters == {"calls": 5, "dropped": 3}
+    assert left.tables == b"one\n"
+    assert left.records["t_begin"].tolist() == [11]
+    ring.remove_files(left.path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -52,9 +57,9 @@ def test_the_last_records_are_kept(calls: int, left: int, tmp_path: Path) -> Non
         made.keep(part)
     expected = [*range(calls)][-left:] if left else []
     assert made.kept()["seq"].tolist() == expected
-    with OrphanedRing(dead(made)) as orphan:
-        assert orphan.kept["seq"].tolist() == expected
-        assert orphan.kept_count == calls
+    left_in_ring = content(made)
+    assert left_in_ring.kept["seq"].tolist() == expected
+    assert left_in_ring.kept_count == calls
 
 
 def test_what_a_kill_overwrites_is_not_kept(tmp_path: Path) -> None:
@@ -63,8 +68,7 @@ def test_what_a_kill_overwrites_is_not_kept(tmp_path: Path) -> None:
     records["seq"] = np.arange(7)
     made.keep(records)
     made.buffer[ring.KEPT_AT : ring.KEPT_AT + 8] = (9).to_bytes(8, "little")  # two more were begun
-    with OrphanedRing(dead(made)) as orphan:
-        assert orphan.kept["seq"].tolist() == [4, 5, 6]
+    assert content(made).kept["seq"].tolist() == [4, 5, 6]
 
 
 def test_only_its_user_may_read_it(tmp_path: Path) -> None:
@@ -81,16 +85,15 @@ def test_the_later_copy_counts_and_a_torn_one_does_not(tmp_path: Path) -> None:
     for start in (ring.COUNTERS_AT, ring.IDENTITY_AT):
         newest = start + made._turns[start] % 2 * ring.COPY_BYTES
         made.buffer[newest + 30] = ord("x")
-    with OrphanedRing(dead(made)) as left:
-        assert left.counters == {"calls": 4}
-        assert left.identity["stem"] == "4"
+    left = content(made)
+    assert left.counters == {"calls": 4, "dropped": 0}
+    assert left.identity["stem"] == "4"
 
 
 def test_counters_that_are_too_long_keep_their_numbers(tmp_path: Path) -> None:
     made = ring.make_ring(16, str(tmp_path), "1-2-3", IDENTITY)
     made.count({"calls": 5, "first_error": "ü" * 4000})
-    with OrphanedRing(dead(made)) as left:
-        assert left.counters == {"calls": 5}
+    assert content(made).counters == {"calls": 5, "dropped": 0}
 
 
 @pytest.mark.parametrize("folder", ["/nonexistent", "/proc"])
@@ -160,14 +163,14 @@ def test_a_living_process_keeps_its_ring(tmp_path: Path) -> None:
     child = int(os.read(told, 20))
     try:
         (path,) = tmp_path.glob("*.ring")
-        with OrphanedRing(path) as left:
-            assert not left.dead
+        with lock_dead(path) as left:
+            assert left is None
     finally:
         os.kill(owner, signal.SIGKILL)
         os.waitpid(owner, 0)
     try:
-        with OrphanedRing(path) as left:
-            assert left.dead
+        with lock_dead(path) as left:
+            assert left is not None
     finally:
         os.kill(child, signal.SIGKILL)
 
@@ -181,8 +184,8 @@ def test_a_ring_that_somebody_else_finished_with_meanwhile(tmp_path: Path, monke
         return original(fd)
 
     monkeypatch.setattr(ring, "_lock", lock)
-    with OrphanedRing(path) as left:
-        assert not left.dead
+    with lock_dead(path) as left:
+        assert left is None
 
 
 def test_a_short_write_of_a_table_line_ends_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,5 +196,4 @@ def test_a_short_write_of_a_table_line_ends_the_copy(tmp_path: Path, monkeypatch
         patched.setattr(os, "write", lambda fd, data: original(fd, data[:2]))
         made.keep_table_line(b"two\n")
     made.keep_table_line(b"three\n")
-    with OrphanedRing(dead(made)) as left:
-        assert left.tables() == b"one\ntw"
+    assert content(made).tables == b"one\ntw"

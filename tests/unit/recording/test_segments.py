@@ -12,7 +12,7 @@ import processes
 import pytest
 
 from commtrace.recording import segment_writer as segments
-from commtrace.recording.segment_writer import HEADER_BYTES, SegmentSeries, WrittenSegment, read_records
+from commtrace.recording.segment_writer import HEADER_BYTES, SegmentSeries, WrittenSegment, read_rows
 from commtrace.schema import RECORD, Records
 
 
@@ -50,7 +50,7 @@ def test_an_open_segment_may_end_anywhere(tmp_path: Path) -> None:
     segment.append(some(3))
     segment.abandon()
     os.truncate(tmp_path / "a.npy.open", HEADER_BYTES + 2 * 96 + 50)
-    assert read_records(tmp_path / "a.npy.open")["seq"].tolist() == [0, 1]
+    assert read_rows(tmp_path / "a.npy.open")["seq"].tolist() == [0, 1]
     with open(tmp_path / "a.npy.open", "rb") as file:
         assert np.lib.format.read_magic(file) == (1, 0)
         assert np.lib.format.read_array_header_1_0(file) == ((0,), False, RECORD)
