@@ -30,9 +30,9 @@ from commtrace.schema import RECORD
 
 from .log_notes import Note, error_reason
 from .packed_log import PROCESSES, PackedRun
-from .process_reader import Process, is_log_file, read_host
+from .process_reader import Process, is_log_file, is_tables_file, read_host
 from .segment_reader import MemorySegment, Segment
-from .table_reader import ProcessTables, integer_or_none, parse_tables
+from .table_reader import integer_or_none
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,13 @@ class LogDirectory:
         texts = recover_records(self.path) if recover else ()
         self.recovered = [Note("salvage", self.path, text, "") for text in texts]
         self.notes: list[Note] = []
-        self.folders = [RunFolder(*run) for run in _find_runs(self.path, self.notes).items()]
+        self.folders = [*_find_runs(self.path, self.notes)]
         if not self.folders:
             raise LogError(_describe_no_log(self.path, self.notes))
         # Before the files are looked at: a record that leaves the memory from now on is in them.
         self._living = copy_living_rings(self.path)
 
-    def read(self, folder: RunFolder) -> tuple[str, list[Process], list[Note]]:
+    def read(self, folder: RunFolder | PackedRun) -> tuple[str, list[Process], list[Note]]:
         """Return the newest run that has files in a folder, the processes of all runs in it, and notes on the files."""
         notes = [*self.notes]
         processes = sorted(folder.processes(self._living, notes), key=lambda p: (p.rank, p.host, p.pid))
@@ -95,39 +95,31 @@ class LogDirectory:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run. A packed one has no folders of hosts."""
+    """The folder of a run in a log, with folders of hosts. A `PackedRun` is used in the same way."""
 
     path: Path
     hosts: list[Path]
 
-    @cached_property
-    def _packed(self) -> PackedRun | None:
-        return None if self.hosts else PackedRun(self.path)
-
     @property
     def name(self) -> str:
         """Name of the folder in the log."""
-        return self._packed.name if self._packed else self.path.name
+        return self.path.name
 
     @cached_property
     def started_ns(self) -> int:
-        """Wall-clock time when the run began, in ns."""
-        return self._packed.started_ns if self._packed else _start_time(self.path, self.hosts)
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether this is a run of a packed log."""
-        return self._packed is not None
+        """Wall-clock time when the run began, in ns: of the first process that recorded it, else of the folder."""
+        for host in self.hosts:
+            for path in sorted(host / name for name in _list_folder(host, []) or () if is_tables_file(name)):
+                with suppress(OSError, KeyError, TypeError, ValueError, RecursionError), open(path, "rb") as file:
+                    started = json.loads(file.readline(1 << 20))["unix_ns"]
+                    if type(started) is int:
+                        return started
+        return self.path.stat().st_mtime_ns
 
     def processes(self, living: Mapping[Path, RingContent], notes: list[Note]) -> Iterator[Process]:
         """Yield the processes that have files in the folder. Adds notes on the files."""
         for host in self.hosts:
             yield from read_host(host, _list_folder(host, notes) or (), living, notes)
-        if self._packed:
-            notes += self._packed.notes
-            for packed in self._packed.processes(notes):
-                tables = ProcessTables() if packed.tables is None else parse_tables(packed.path, packed.tables)[0]
-                yield Process(packed.path, tables, packed.segments)
 
 
 def open_log(path: Path, *, recover: bool = True) -> Log:
@@ -154,7 +146,7 @@ def open_log(path: Path, *, recover: bool = True) -> Log:
         hint = f"to see another: commtrace report {paths.get(others[-1], path / others[-1])}"
         notes.insert(0, Note("runs", path, text, hint))
     notes += [*folder_notes, *_process_notes(processes)]
-    packed = folder.path if folder.is_packed else None
+    packed = folder.path if isinstance(folder, PackedRun) else None
     return Log(path, newest, tuple(processes), tuple(notes), tuple(others), packed)
 
 
@@ -180,8 +172,8 @@ def _kept_segments(process: Process) -> tuple[Segment, ...]:
     return (MemorySegment(process.path, 0, len(records), records=records),)
 
 
-def _find_runs(path: Path, notes: list[Note]) -> dict[Path, list[Path]]:
-    """Return the run folders at or below `path`, each with its host folders; a packed run has none."""
+def _find_runs(path: Path, notes: list[Note]) -> Iterator[RunFolder | PackedRun]:
+    """Yield the runs at or below `path`. Adds notes on folders."""
     names = _list_folder(path, [])
     if names is None:
         if path.is_dir():
@@ -190,22 +182,20 @@ def _find_runs(path: Path, notes: list[Note]) -> dict[Path, list[Path]]:
         hint = "pass the directory that COMMTRACE was set to, or the folder of a run in it"
         raise LogError(f"{path}: {what}; {hint}; `commtrace doctor` shows which calls create it")
     if PROCESSES in names:
-        return {path: []}
-    if any(map(is_log_file, names)):
-        return {path.parent: [path]}
-    runs: dict[Path, list[Path]] = {}
-    for child in sorted(path / name for name in names):
-        names = _list_folder(child, notes) or []
-        if PROCESSES in names:
-            runs[child] = []
-            continue
-        if any(map(is_log_file, names)):
-            runs.setdefault(path, []).append(child)
-            continue
-        for host in sorted(child / name for name in names):
-            if any(map(is_log_file, _list_folder(host, notes) or ())):
-                runs.setdefault(child, []).append(host)
-    return runs
+        yield PackedRun(path)
+    elif any(map(is_log_file, names)):
+        yield RunFolder(path.parent, [path])
+    else:
+        children = {child: _list_folder(child, notes) or [] for child in sorted(path / name for name in names)}
+        if hosts := [child for child, names in children.items() if any(map(is_log_file, names))]:
+            yield RunFolder(path, hosts)
+        for child, names in children.items():
+            if PROCESSES in names:
+                yield PackedRun(child)
+            elif child not in hosts:
+                below = sorted(child / name for name in names)
+                if of_run := [host for host in below if any(map(is_log_file, _list_folder(host, notes) or ()))]:
+                    yield RunFolder(child, of_run)
 
 
 def _list_folder(folder: Path, notes: list[Note]) -> list[str] | None:
@@ -227,19 +217,6 @@ def _describe_no_log(path: Path, notes: list[Note]) -> str:
             return f"{path}: no log in it, but in {file.parent.parent.parent}; give that directory"
     hint = f"run the program with COMMTRACE={path}; its first communication call creates the log"
     return f"{path}: no log in it; {hint}; `commtrace doctor` shows which calls are recorded"
-
-
-def _start_time(folder: Path, hosts: list[Path]) -> int:
-    """Return the wall-clock time when a run began, in ns: of the first process that recorded it, else of the folder."""
-    for host in hosts:
-        for name in sorted(
-            name for name in _list_folder(host, []) or () if name.endswith(".jsonl") and is_log_file(name)
-        ):
-            with suppress(OSError, KeyError, TypeError, ValueError, RecursionError), open(host / name, "rb") as file:
-                started = json.loads(file.readline(1 << 20))["unix_ns"]
-                if type(started) is int:
-                    return started
-    return folder.stat().st_mtime_ns
 
 
 def _process_notes(processes: list[Process]) -> Iterator[Note]:

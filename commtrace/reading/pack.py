@@ -7,7 +7,7 @@ import json
 import os
 import socket
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from pathlib import Path
@@ -39,7 +39,6 @@ from .packed_log import (
     PackedRun,
     import_parquet,
 )
-from .process_reader import Process
 from .record_columns import RecordColumns, row_groups
 from .recorded_run import EVENT_FIELDS, EventTable, RecordedRun
 from .segment_reader import Segment, usable_records
@@ -110,7 +109,7 @@ def pack(
     packed = Packed(notes=tuple(directory.recovered))
     with atomic_directory(out, force=force, marker=f"{PARTITION}*/{PROCESSES}") as part:
         for folder in directory.folders:
-            if folder.is_packed:
+            if isinstance(folder, PackedRun):
                 raise LogError(f"{folder.path}: is packed already; commands read it as it is")
             _pack_folder(directory, folder, part, packed, executor, to_store)
     # A worker that died may have left some. One that only seemed to be dead finds its folder no more, and adds none.
@@ -143,19 +142,24 @@ def _pack_folder(
     }  # fmt: skip
     home.mkdir(exist_ok=True)
     runs: dict[str, RecordedRun] = {}
-    with _ProcessWriter(home / PROCESSES, facts) as process_writer:
+
+    def rows() -> Iterator[Mapping[str, Any]]:
         for run, of_run in groupby(sorted(processes, key=lambda process: process.run), lambda process: process.run):
             recorded = runs[run] = RecordedRun(Log(directory.path, run, tuple(of_run), (), ()), executor)
             part_folder = home if run == newest else out / _partition(run)
             part_folder.mkdir(exist_ok=True)
-            write_part = _PartWriter(_PartTable(recorded), home, part_folder, len([*part_folder.glob("part-*")]))
+            write_part = _PartWriter(recorded, home, part_folder)
             segments = chain.from_iterable(executor.map("pack", write_part, recorded.parts(least=PART_ROWS)))
             for process in recorded.processes:
-                rows = [*islice(segments, len(process.segments))]
-                process_writer.add(process, rows)
-                packed.rows += sum(row["count"] - len(row["left_out"]) // 8 for row in rows)
+                of_process = [*islice(segments, len(process.segments))]
+                packed.rows += sum(row["count"] - len(row["left_out"]) // 8 for row in of_process)
+                tables = None
+                with contextlib.suppress(OSError):  # a note says so
+                    tables = process.path.read_bytes()
+                yield {"path": str(process.path), "tables": tables, "segments": of_process}
             deque(segments, maxlen=0)  # there are no more: ends the executor's work
-        process_writer.flush()
+
+    _write_processes(home / PROCESSES, facts, rows())
     if to_store:
         _store_tables(home, runs[newest], to_store)
     packed.runs += 1
@@ -170,7 +174,7 @@ def _store_tables(home: Path, run: RecordedRun, to_store: TablesToStore) -> None
     """Write STORED: tables of the run in a folder. Those that would not come back as they are, are left out."""
     pyarrow, _ = import_parquet("commtrace pack")
     paths = {process.path for process in run.processes}
-    processes = [process for process in PackedRun(home).processes([]) if process.path in paths]
+    processes = [process for process in PackedRun(home).processes({}, []) if process.path in paths]
     columns = {"analysis": pyarrow.string(), "table": pyarrow.string(), "rows": pyarrow.binary()}
     schema = pyarrow.schema(columns, {SOURCE: source_of(home, processes, to_store.code)})
     with _parquet_writer(home / STORED, schema, use_dictionary=False, write_statistics=False) as writer:
@@ -186,30 +190,63 @@ def _partition(run: str) -> str:
     return PARTITION + quote(run, safe="")[:200]
 
 
-@dataclass(frozen=True)
 class _PartWriter:
-    """Writer of the parts of a run. Small, and picklable for worker processes."""
+    """Writer of the parts of a run. Small, and picklable for worker processes.
 
-    table: _PartTable
-    home: Path
-    """The folder of PROCESSES."""
-    folder: Path
-    first: int
-    """Number of the first part in the folder."""
+    Attributes:
+        folder: The folder of the parts.
+    """
+
+    def __init__(self, run: RecordedRun, home: Path, folder: Path) -> None:
+        """Begin after the parts that are in the folder; `home` is the folder of PROCESSES."""
+        self.folder, self._home = folder, home
+        self._first = len([*folder.glob("part-*")])
+        self._events = EventTable(run.labels)
+        hosts = pd.Index(sorted({process.host for process in run.processes}))
+        self._host_of = hosts.get_indexer(pd.Index([process.host for process in run.processes]))
+        texts = {"clock": pd.Index(TEXT_FIELDS["clock"]), "host": hosts}
+        self._categories = {name: index.to_numpy(object) for name, index in (self._events.categories | texts).items()}
+        self._metadata = {"commtrace.normal_form_version": str(EVENT_TABLE_VERSION), "commtrace.run": run.id}
 
     def __call__(self, part: RunPart) -> list[dict[str, Any]]:
-        """Write a part. Return its segments as `_ProcessWriter` takes them."""
+        """Write a part. Return its segments as `_write_processes` takes them."""
         if not self.folder.is_dir():
             hint = "workers and this process must see the directory of --out under the same path"
             raise OutputError(f"{self.folder}: host {socket.gethostname()} has no such folder; {hint}")
-        path = self.folder / f"part-{self.first + part.number:05d}.parquet"
+        _, parquet = import_parquet("commtrace pack")
+        schema = self._table(RecordColumns.of(_FIELDS, 0)).schema.with_metadata(self._metadata)
+        options = {
+            "use_dictionary": [name for name in schema.names if name not in _INCREASING],
+            "column_encoding": dict.fromkeys(_INCREASING, "DELTA_BINARY_PACKED"),
+            "sorting_columns": [parquet.SortingColumn(schema.names.index("rank"))],
+        }
+        path = self.folder / f"part-{self._first + part.number:05d}.parquet"
         unfinished = path.with_name(f".{path.name}.{uuid4().hex}")  # a worker may be in doubt whether it is dead
         rows: list[dict[str, Any]] = []
-        with self.table.writer(unfinished) as writer:
+        with _parquet_writer(unfinished, schema, **options) as writer:
             for records in row_groups(_packed_records(part, rows), _FIELDS, ROW_GROUP):
-                writer.write_table(self.table.table(records))
+                writer.write_table(self._table(records))
         unfinished.replace(path)
-        return [{**row, "file": os.path.relpath(path, self.home)} for row in rows]
+        return [{**row, "file": os.path.relpath(path, self._home)} for row in rows]
+
+    def _table(self, records: RecordColumns) -> Any:
+        """Return records as a table of pyarrow, with the labels."""
+        pyarrow, _ = import_parquet("commtrace pack")
+        columns = self._events.columns(records)
+        columns |= {name: records[name if name in RECORDED_IDS else field] for name, field in EXTRA_COLUMNS.items()}
+        columns |= {"clock": records["clock"], "host": self._host_of[records["process"]]}
+        arrays = {}
+        for name, column in columns.items():
+            if name in self._categories:
+                labels = self._categories[name]
+                used = np.flatnonzero(np.bincount(column, minlength=len(labels)))
+                positions = np.zeros(len(labels), np.int32)
+                positions[used] = np.arange(len(used))
+                texts = pyarrow.array(labels[used].tolist(), pyarrow.string())
+                arrays[name] = pyarrow.DictionaryArray.from_arrays(pyarrow.array(positions[column]), texts)
+            else:
+                arrays[name] = pyarrow.array(column, mask=self._events.missing(name, column))
+        return pyarrow.table(arrays)
 
 
 def _packed_records(part: RunPart, rows: list[dict[str, Any]]) -> Iterator[tuple[Records, ProcessIds]]:
@@ -260,91 +297,22 @@ def _parquet_writer(path: Path, schema: Any, **options: Any) -> Iterator[Any]:
             writer.is_open = False  # or its finalizer would try again
 
 
-class _PartTable:
-    """Converter from the records of a run to the table of its parts. Small, and picklable for worker processes."""
-
-    def __init__(self, run: RecordedRun) -> None:
-        self._events = EventTable(run.labels)
-        hosts = pd.Index(sorted({process.host for process in run.processes}))
-        self._host_of = hosts.get_indexer(pd.Index([process.host for process in run.processes]))
-        texts = {"clock": pd.Index(TEXT_FIELDS["clock"]), "host": hosts}
-        self._categories = {name: index.to_numpy(object) for name, index in (self._events.categories | texts).items()}
-        self._metadata = {"commtrace.normal_form_version": str(EVENT_TABLE_VERSION), "commtrace.run": run.id}
-
-    @contextlib.contextmanager
-    def writer(self, path: Path) -> Iterator[Any]:
-        """Yield a writer of tables to a file."""
-        schema = self.table(RecordColumns.of(_FIELDS, 0)).schema.with_metadata(self._metadata)
-        _, parquet = import_parquet("commtrace pack")
-        with _parquet_writer(
-            path,
-            schema,
-            use_dictionary=[name for name in schema.names if name not in _INCREASING],
-            column_encoding=dict.fromkeys(_INCREASING, "DELTA_BINARY_PACKED"),
-            sorting_columns=[parquet.SortingColumn(schema.names.index("rank"))],
-        ) as writer:
-            yield writer
-
-    def table(self, records: RecordColumns) -> Any:
-        """Return records as a table of pyarrow, with the labels."""
-        pyarrow, _ = import_parquet("commtrace pack")
-        columns = self._events.columns(records)
-        columns |= {name: records[name if name in RECORDED_IDS else field] for name, field in EXTRA_COLUMNS.items()}
-        columns |= {"clock": records["clock"], "host": self._host_of[records["process"]]}
-        arrays = {}
-        for name, column in columns.items():
-            if name in self._categories:
-                labels = self._categories[name]
-                used = np.flatnonzero(np.bincount(column, minlength=len(labels)))
-                positions = np.zeros(len(labels), np.int32)
-                positions[used] = np.arange(len(used))
-                texts = pyarrow.array(labels[used].tolist(), pyarrow.string())
-                arrays[name] = pyarrow.DictionaryArray.from_arrays(pyarrow.array(positions[column]), texts)
-            else:
-                arrays[name] = pyarrow.array(column, mask=self._events.missing(name, column))
-        return pyarrow.table(arrays)
-
-
-class _ProcessWriter:
-    """Writer of PROCESSES: a row per process."""
-
-    def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
-        pyarrow, _ = import_parquet("commtrace pack")
-        segment = dict.fromkeys(("row", "count", "last_step"), pyarrow.int64())
-        segment |= dict.fromkeys(("left_out", "left_out_slots"), pyarrow.binary())
-        segment["file"] = pyarrow.string()
-        columns = {
-            "path": pyarrow.string(),
-            "tables": pyarrow.binary(),
-            "segments": pyarrow.list_(pyarrow.struct(segment)),
-        }
-        self._schema = pyarrow.schema(columns, {FACTS: json.dumps(facts)})
-        self._table = pyarrow.Table.from_pylist
-        self._file = _parquet_writer(
-            path, self._schema, use_dictionary=False, write_statistics=False, data_page_size=_TABLES_AT_ONCE
-        )
-        self._rows: list[dict[str, Any]] = []
-        self._bytes = 0
-
-    def __enter__(self) -> _ProcessWriter:
-        self._writer = self._file.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._file.__exit__(*error)
-
-    def add(self, process: Process, segments: Sequence[Mapping[str, Any]]) -> None:
-        """Append a process."""
-        try:
-            tables = process.path.read_bytes()
-        except OSError:  # a note says so
-            tables = None
-        self._rows.append({"path": str(process.path), "tables": tables, "segments": segments})
-        self._bytes += len(tables or b"") + sum(len(segment["left_out_slots"]) for segment in segments)
-        if self._bytes >= _TABLES_AT_ONCE:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write the processes that are not written yet."""
-        self._writer.write_table(self._table(self._rows, self._schema))
-        self._rows, self._bytes = [], 0
+def _write_processes(path: Path, facts: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write PROCESSES: a row per process."""
+    pyarrow, _ = import_parquet("commtrace pack")
+    segment = dict.fromkeys(("row", "count", "last_step"), pyarrow.int64())
+    segment |= dict.fromkeys(("left_out", "left_out_slots"), pyarrow.binary())
+    segment["file"] = pyarrow.string()
+    segments = pyarrow.list_(pyarrow.struct(segment))
+    columns = {"path": pyarrow.string(), "tables": pyarrow.binary(), "segments": segments}
+    schema = pyarrow.schema(columns, {FACTS: json.dumps(facts)})
+    options = {"use_dictionary": False, "write_statistics": False, "data_page_size": _TABLES_AT_ONCE}
+    with _parquet_writer(path, schema, **options) as writer:
+        batch, size = [], 0
+        for row in rows:
+            batch.append(row)
+            size += len(row["tables"] or b"") + sum(len(segment["left_out_slots"]) for segment in row["segments"])
+            if size >= _TABLES_AT_ONCE:
+                writer.write_table(pyarrow.Table.from_pylist(batch, schema))
+                batch, size = [], 0
+        writer.write_table(pyarrow.Table.from_pylist(batch, schema))

@@ -21,16 +21,19 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from commtrace.errors import LogError, MissingLibraryError, NewerLogError
+from commtrace.recording.ring import RingContent
 from commtrace.schema import COPIED_COLUMNS, RECORD, Clock, Flag, Phase, Records, State, flags_label
 
 from .log_notes import Note, error_reason
+from .process_reader import Process
 from .segment_reader import BLOCK, Segment, Wanted, usable_records
+from .table_reader import ProcessTables, parse_tables
 
 PACKED_VERSION: Final = 1
 PROCESSES: Final = "_processes"
@@ -217,18 +220,13 @@ class PackedSegment(Segment):
         )
 
 
-class PackedProcess(NamedTuple):
-    """A process of the log that was packed."""
-
-    path: Path
-    """Its tables file in the log."""
-    tables: bytes | None
-    """The content of that file; None: it was missing or could not be read."""
-    segments: tuple[PackedSegment, ...]
-
-
 class PackedRun:
     """A run of a packed log: the folder that holds PROCESSES.
+
+    Attributes:
+        path: The folder.
+        name: Name of the folder that was packed.
+        started_ns: Wall-clock time when the run began, in ns.
 
     Raises:
         LogError: PROCESSES cannot be read.
@@ -236,7 +234,7 @@ class PackedRun:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.path = folder
         try:
             with reading(folder / PROCESSES) as parquet:
                 self._file = parquet.ParquetFile(folder / PROCESSES, page_checksum_verification=True)
@@ -250,23 +248,26 @@ class PackedRun:
             )
         self.name: str = facts["folder"]
         self.started_ns: int = facts["started_ns"]
-        self.notes = [Note(kind, Path(path), *texts) for kind, path, *texts in facts["notes"]]
+        self._notes = [Note(kind, Path(path), *texts) for kind, path, *texts in facts["notes"]]
 
-    def processes(self, notes: list[Note]) -> Iterator[PackedProcess]:
-        """Yield the processes; adds a note for each part that is missing or cannot be read."""
+    def processes(self, living: Mapping[Path, RingContent], notes: list[Note]) -> Iterator[Process]:
+        """Yield the processes. Adds the notes on the log, and one for each part that is missing or cannot be read."""
+        notes += self._notes
         files: dict[str, PartFile | None] = {}
         for row in self._rows():
             segments = []
             for segment in row["segments"]:
                 if (name := segment["file"]) not in files:
-                    files[name] = _readable(self._folder / name, notes)
+                    files[name] = _readable(self.path / name, notes)
                 if (file := files[name]) is not None:
                     segments.append(_segment(file, segment))
-            yield PackedProcess(Path(row["path"]), row["tables"], tuple(segments))
+            path = Path(row["path"])
+            tables = ProcessTables() if row["tables"] is None else parse_tables(path, row["tables"])[0]
+            yield Process(path, tables, tuple(segments))
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         for group in range(self._file.num_row_groups):
-            with reading(self._folder / PROCESSES):
+            with reading(self.path / PROCESSES):
                 rows = self._file.read_row_group(group, use_threads=False).to_pylist()
             yield from rows
 

@@ -152,10 +152,15 @@ class Process:
         return f"its records lead to step {last_step:,}, but are only {calls:,}: steps have no records, or are damaged"
 
 
+def is_tables_file(name: str) -> bool:
+    """Return whether a file has this name because it holds tables of a process."""
+    return name.endswith(".jsonl") and _FILE.fullmatch(name) is not None
+
+
 def is_log_file(name: str) -> bool:
     """Return whether a file has this name because it holds tables or records of a process."""
     match = _FILE.fullmatch(name)
-    return match is not None and (match["segment"] is not None or name.endswith(".jsonl"))
+    return is_tables_file(name) or (match is not None and match["segment"] is not None)
 
 
 @dataclass

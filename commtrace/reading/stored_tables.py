@@ -18,7 +18,7 @@ import pandas as pd
 from commtrace.errors import LogError
 
 from .log import Log
-from .packed_log import PROCESSES, PackedProcess, PackedSegment, import_parquet, reading
+from .packed_log import PROCESSES, PackedSegment, import_parquet, reading
 from .process_reader import Process
 
 STORED: Final = "_tables"
@@ -33,7 +33,7 @@ _FOOTER_END: Final = 8
 """Bytes of a Parquet file after its footer: the footer's length, and a constant."""
 
 
-def source_of(folder: Path, processes: Iterable[PackedProcess | Process], code: str) -> str:
+def source_of(folder: Path, processes: Iterable[Process], code: str) -> str:
     """Return a digest of what the tables of a packed run are computed from.
 
     Args:

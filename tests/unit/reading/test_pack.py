@@ -207,7 +207,7 @@ def test_half_a_packed_log_is_removed_and_the_old_one_kept(
     def fail(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr(commtrace.reading.pack._ProcessWriter, "add", fail)
+    monkeypatch.setattr(commtrace.reading.pack, "_packed_records", fail)
     assert main(["pack", str(log), "--out", str(packed), "--force"]) == (1 if isinstance(error, OSError) else 130)
     if isinstance(error, OSError):
         assert "cannot be written (no space left on device); make room" in capsys.readouterr().err
