@@ -43,8 +43,8 @@ def is_selected(rank: int, selection: str) -> bool:
 
 
 def select_steps(steps: Any, ranges: Sequence[range]) -> Any:
-    """Return whether ranges contain each step, an array of shape (n,) as `steps` is; those below 0 always are."""
-    selected = steps < 0
+    """Return whether ranges contain each step, bool, shape (n,); none contain all, and steps below 0 always are."""
+    selected = (steps < 0) | (not ranges)
     for span in ranges:
         selected |= (steps >= span.start) & (steps < span.stop) & ((steps - span.start) % span.step == 0)
     return selected

@@ -173,11 +173,11 @@ def _step_pairs(
     end = min([last_a, *(max(rank.steps, default=-1) - 1 for rank in (a, b) if not rank.ended)])
     more = last_a > last_b
     further = range(max(last_b, 0) if more else end + 1, end + 1)
-    last_is_whole = not more or (bool(selections[1]) and not select_steps(np.array([last_b + 1]), selections[1]).all())
+    last_is_whole = not more or not select_steps(np.array([last_b + 1]), selections[1]).all()
     stop = last_b + 1 if any(selections) and last_is_whole else further.start
     same = range(-1, min(stop, end + 1))
     steps = np.array(same, np.int64)
-    for ranges in filter(None, selections):
+    for ranges in selections:
         steps = steps[select_steps(steps, ranges)]
     pairs = [(step, a.steps.get(step, NO_CALLS), b.steps.get(step, NO_CALLS)) for step in steps.tolist()]
     if any(selections):

@@ -133,7 +133,7 @@ class RecordedRun:
 
     def select_steps(self, steps: Array) -> Array:
         """Return whether each step was recorded on some rank, bool, shape (n,); start-up always is."""
-        return select_steps(steps, self.step_ranges) if self.step_ranges else np.ones(len(steps), bool)
+        return np.asarray(select_steps(steps, self.step_ranges))
 
     def _selections(self, setting: str) -> set[str]:
         settings = [process.tables.process.get("settings") for process in self.processes]

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from commtrace import identity
-from commtrace.rank_ranges import rank_ranges
+from commtrace.rank_ranges import rank_ranges, select_steps
 from commtrace.settings import Settings
 
-from .kept_dumps import KeptDumps
-from .kept_records import in_flight, not_selected, records_of_a_hang
+from .kept_records import KeptDumps, in_flight, records_of_a_hang
 from .log_writer import LogWriter, warn
 from .recovery import recover_records
 from .slots import NO_SLOTS, SlotNumbers
@@ -164,7 +163,7 @@ class Drain:
             slots, records = slots[order], records[order]
             self._recorder.ring.keep(records[~self._is_kept[slots]])
             finished = ~(is_last & in_flight(records))
-            left_out = finished & not_selected(records, self._selection)
+            left_out = finished & ~select_steps(records["step"], self._selection)
             self._not_selected += int(left_out.sum())
             if self._summary:
                 self._summary.add(records[finished & ~left_out])

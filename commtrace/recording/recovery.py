@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from commtrace import identity
-from commtrace.rank_ranges import rank_ranges
+from commtrace.rank_ranges import rank_ranges, select_steps
 from commtrace.schema import RECORD, WITHOUT_RECORD, Records
 from commtrace.summary_format import TABLES
 
 from . import ring
-from .kept_records import in_flight, not_selected, write_kept
+from .kept_records import in_flight, write_kept
 from .ring import RingContent
 from .segment_writer import EMPTY, HEADER_BYTES, read_rows, write_segment
 from .summary_files import append_rows, count_calls, table_path
@@ -182,7 +182,8 @@ def split_kept(left: RingContent) -> tuple[Records, Records, int]:
     if left.identity.get("mode") == "summary":
         # Those that were kept are in the summary, but for the ones after the snapshot.
         records = np.concatenate([kept[max(0, len(kept) - (left.kept_count - left.snapshot.calls)) :], new])
-    left_out = not_selected(records, rank_ranges(str(left.identity.get("steps", "")))) & ~in_flight(records)
+    selected = select_steps(records["step"], rank_ranges(str(left.identity.get("steps", ""))))
+    left_out = ~(selected | in_flight(records))
     kept = np.concatenate([kept, new[~in_flight(new)]]) if left.kept_count else kept
     return records[~left_out], kept, int(np.isin(record_keys(records[left_out]), record_keys(new)).sum())
 

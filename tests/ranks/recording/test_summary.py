@@ -18,7 +18,7 @@ from ranks import Nursery
 from stuck_jobs import stuck_calls_of, wait_for_stuck_calls
 
 from commtrace.cli import main
-from commtrace.recording import kept_dumps, log_writer, summary_files, summary_writer
+from commtrace.recording import kept_records, log_writer, summary_files, summary_writer
 from commtrace.run import open_run
 
 
@@ -133,7 +133,7 @@ def test_the_last_seconds_are_written_at_a_hang_and_when_asked_for(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(kept_dumps, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(kept_records, "LOOK_SECONDS", 0.02)
     log = tmp_path / "log"
     recorder = new_recorder(log, mode="summary", drain_ms=5)
     finished = [processes.call(recorder, number, step=number) for number in range(10)]
@@ -142,7 +142,7 @@ def test_the_last_seconds_are_written_at_a_hang_and_when_asked_for(
     processes.wait_for(log.exists)
     (log / "keep").touch()
     processes.wait_for(lambda: [*log.glob("*/*/*-kept-1.npy")])
-    monkeypatch.setattr(kept_dumps, "HANG_SECONDS", 0.1)
+    monkeypatch.setattr(kept_records, "HANG_SECONDS", 0.1)
     time.sleep(0.3)
     assert len([*log.glob("*/*/*-kept-*.npy")]) == 1, "no call is in flight"
     processes.call(recorder, 10, step=10)
