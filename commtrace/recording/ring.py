@@ -81,7 +81,8 @@ class Ring:
             self._create(path, size, identity)
         self.records: Records = np.frombuffer(self.buffer, RECORD, capacity, RECORDS_AT)
         self._kept: Records = np.frombuffer(self.buffer, RECORD, kept, RECORDS_AT + self.records.nbytes)
-        self._kept_count = 0
+        self.kept_count = 0
+        """Number of records kept since the start, those that were overwritten included."""
 
     def _create(self, path: Path, size: int, identity: dict[str, Any]) -> None:
         # Under another name until it is locked and has its identity, so that it is not taken for a dead process's.
@@ -128,21 +129,16 @@ class Ring:
         """Write records over the oldest ones kept: the last of them, if there is not room for all."""
         last = records[-len(self._kept) :] if len(self._kept) else records[:0]
         if len(last):
-            begun = self._kept_count + len(records)
+            begun = self.kept_count + len(records)
             at = np.arange(begun - len(last), begun) % len(self._kept)
             _NUMBER.pack_into(self.buffer, KEPT_AT, begun)  # what is overwritten is not valid from here on
             self._kept[at] = last
             _NUMBER.pack_into(self.buffer, KEPT_AT + 8, begun)
-            self._kept_count = begun
-
-    @property
-    def kept_count(self) -> int:
-        """Number of records kept since the start, those that were overwritten included."""
-        return self._kept_count
+            self.kept_count = begun
 
     def kept(self) -> Records:
         """Return a copy of the records kept, the oldest first."""
-        return _kept_in(self._kept, self._kept_count, self._kept_count)
+        return _kept_in(self._kept, self.kept_count, self.kept_count)
 
     def _put(self, start: int, value: dict[str, Any]) -> bool:
         turn = self._turns[start] + 1
