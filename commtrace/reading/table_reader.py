@@ -150,13 +150,9 @@ def _id(value: object) -> int:
     return _natural(value, _MAX_ID)
 
 
-def _rank(value: object) -> int:
-    return _natural(value, MAX_RANKS)
-
-
 def _rank_list(value: Any) -> list[int]:
     """Return the ranks of a group, in its order: text since version 2 of the format, before that a list."""
-    return parse_rank_list(value) if isinstance(value, str) else [*map(_rank, value)]
+    return parse_rank_list(value) if isinstance(value, str) else [_natural(rank, MAX_RANKS) for rank in value]
 
 
 @lru_cache(256)
