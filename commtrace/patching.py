@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, MutableMapping
-from typing import Any
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, TypeVar, cast
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+_Install = TypeVar("_Install", bound=Callable[..., None])
+
+
+def around(function: Callable[..., Any]) -> Wrapper:
+    """Make a wrapper of a function that is called as `function(original, *args, **kwargs)` in place of the original."""
+
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        return replacement
+
+    return wrapper
 
 
 def record_before_call(values: MutableMapping[Any, Any], read: Callable[[Any], Any]) -> Wrapper:
@@ -15,28 +28,42 @@ def record_before_call(values: MutableMapping[Any, Any], read: Callable[[Any], A
     If `read` raises, because another version of the library lacks what it reads, the entry is removed.
     """
 
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                values[self] = read(self)
-            except Exception:
-                values.pop(self, None)
-            return original(self, *args, **kwargs)
+    @around
+    def method(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        try:
+            values[self] = read(self)
+        except Exception:
+            values.pop(self, None)
+        return original(self, *args, **kwargs)
 
-        return method
-
-    return wrapper
+    return method
 
 
 class Patches:
-    """The attributes that a hook replaced, with their originals."""
+    """What a hook has replaced or registered, to undo it."""
 
     def __init__(self) -> None:
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        """Replace nothing yet."""
+        self._undo: list[Callable[[], object]] = []
 
     def __bool__(self) -> bool:
-        """Return whether anything is replaced."""
-        return bool(self._replaced)
+        """Return whether anything is replaced or registered."""
+        return bool(self._undo)
+
+    def installer(self, install: _Install) -> _Install:
+        """Decorate a hook's `install`: it is complete or not there, and a second call does nothing."""
+
+        @functools.wraps(install)
+        def complete(*args: Any) -> None:
+            if self:
+                return
+            try:
+                install(*args)
+            except BaseException:
+                self.undo()  # another version of the library may lack a method; half a hook would write a log with gaps
+                raise
+
+        return cast(_Install, complete)
 
     def wrap(self, owner: Any, name: str, wrapper: Wrapper) -> bool:
         """Replace `owner.name` with `wrapper(original)`. Return False if `owner` itself does not define it."""
@@ -51,17 +78,45 @@ class Patches:
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> bool:
         """Replace `owner.name` with `make(original)`. Return False if `owner` itself does not define it."""
-        original = vars(owner).get(name)
+        original = self.attributes(owner).get(name)
         if original is None:
             return False
         replacement = make(original)
-        setattr(owner, name, replacement)
-        self._replaced.append((owner, name, original, replacement))
+        self.assign(owner, name, replacement)
+        self.on_undo(self._restore, owner, name, original, replacement)
         return True
 
+    def include(self, *hooks: Any) -> None:
+        """Install other hooks, with `install` and `uninstall`, which are uninstalled with this one."""
+        for hook in hooks:
+            self.on_undo(hook.uninstall)
+            hook.install()
+
+    def append(self, items: list[Any], item: Any) -> None:
+        """Append to a list, such as one of listeners."""
+        items.append(item)
+        self.on_undo(items.remove, item)
+
+    def on_undo(self, function: Callable[..., object], *args: Any) -> None:
+        """Call `function(*args)` when everything is undone."""
+        self._undo.append(functools.partial(function, *args))
+
     def undo(self) -> None:
-        """Restore the originals, latest first, except where another library has replaced an attribute since."""
-        while self._replaced:
-            owner, name, original, replacement = self._replaced.pop()
-            if vars(owner).get(name) is replacement:
-                setattr(owner, name, original)
+        """Undo everything, latest first, except where another library has replaced an attribute since."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _restore(self, owner: Any, name: str, original: Any, replacement: Any) -> None:
+        if self.attributes(owner).get(name) is replacement:
+            self.assign(owner, name, original)
+
+    @staticmethod
+    def attributes(owner: Any) -> Mapping[str, Any]:
+        """Return what is defined on `owner` itself."""
+        namespace: Mapping[str, Any] = vars(owner)
+        return namespace
+
+    @staticmethod
+    def assign(owner: Any, name: str, value: Any) -> None:
+        """Set an attribute."""
+        setattr(owner, name, value)

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from commtrace.errors import CommtraceError
-from commtrace.patching import Wrapper
+from commtrace.patching import Wrapper, around
 from commtrace.schema import Phase
 
 # Positions in `Progress.cells`, the same as in struct Progress of hooks/native/recording.h.
@@ -84,16 +84,14 @@ class Progress:
     def wrapper(self, phase: Phase, *, in_micro_batch: bool = True) -> Wrapper:
         """Return a wrapper of functions whose calls are of a phase, and of no micro-batch unless `in_micro_batch`."""
 
-        def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-            def function(*args: Any, **kwargs: Any) -> Any:
-                if not in_micro_batch:
-                    self.micro_batch = -1
-                with self.within(phase):
-                    return original(*args, **kwargs)
+        @around
+        def function(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            if not in_micro_batch:
+                self.micro_batch = -1
+            with self.within(phase):
+                return original(*args, **kwargs)
 
-            return function
-
-        return wrapper
+        return function
 
     def mark(self, phase: Phase) -> None:
         """Mark calls with a phase until `unmark`. An evaluation has no other phases within."""

@@ -37,16 +37,14 @@ def number(boxed: Any) -> int:
     return getattr(_thread, "number", int(RED_OP_TYPE.SUM))
 
 
+@_patches.installer
 def install() -> None:
     """Wrap the methods where torch needs it."""
-    if not READABLE and not _patches:
-        for name in _METHODS:
-            _patches.wrap(dist.ProcessGroup, name, _passing)
+    for name in () if READABLE else _METHODS:
+        _patches.wrap(dist.ProcessGroup, name, _passing)
 
 
-def uninstall() -> None:
-    """Restore the methods."""
-    _patches.undo()
+uninstall = _patches.undo
 
 
 @contextmanager

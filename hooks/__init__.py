@@ -8,14 +8,13 @@ soon as the program has imported the library, and `uninstall` when tracing stops
 
 `install` replaces functions and methods of the library, registers what is needed beside them, and
 
-- is idempotent: a second call does nothing;
-- is complete or does not happen: on an error it uninstalls what it has installed and raises, and commtrace says once
-  that the library is not traced;
+- is idempotent, and complete or does not happen (`Patches.installer` of `commtrace.patching`): on an error it undoes
+  what it has done and raises, and commtrace says once that the library is not traced;
 - may import the library, which is in `sys.modules`, and what the library has imported; nothing else that is large;
 - must not communicate, start threads, or open files. The recorder begins with the first call
   (`recorder_setup.begin`), when the process knows its rank.
 
-`uninstall` restores what `install` replaced, unless somebody else has replaced it since (`commtrace.patching`), and is
+`uninstall` (`Patches.undo`) restores what `install` replaced, unless somebody else has replaced it since, and is
 idempotent, too. Exceptions are kernels of torch's dispatcher: another thread may be inside one, so they stay and only
 pass calls on.
 

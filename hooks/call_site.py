@@ -33,6 +33,7 @@ _WRAPPERS: Final = (
     "<eval_with_key>",
     "commtrace/dryrun/",
     "commtrace/hooks/",
+    "commtrace/patching.py",
     "contextlib.py",
     "deepspeed/comm/",
     "deepspeed/runtime/compiler.py",
@@ -234,9 +235,12 @@ def _classify(code: CodeType) -> int:
 
 _ROOTS: Final = ("/site-packages/", "/dist-packages/")
 _STANDARD: Final = os.path.dirname(os.__file__).replace("\\", "/") + "/"
-_OWN: Final = {  # folders of a checkout -> folders of the package
+_OWN: Final = {  # folders and files of a checkout -> those of the package
     os.path.dirname(__file__).replace("\\", "/") + "/": "commtrace/hooks/",
-    os.path.join(os.path.dirname(commtrace.__file__), "dryrun").replace("\\", "/") + "/": "commtrace/dryrun/",
+    **{
+        os.path.join(os.path.dirname(commtrace.__file__), name).replace("\\", "/"): f"commtrace/{name}"
+        for name in ("dryrun/", "patching.py")
+    },
 }
 
 

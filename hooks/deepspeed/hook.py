@@ -6,7 +6,7 @@ Its communication is recorded at torch's operators, except for the all_reduce th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from commtrace.hooks.torch.captured_jobs import Jobs
 from commtrace.hooks.torch.dispatcher import Kernels
 from commtrace.hooks.torch.passes import Passes
 from commtrace.hooks.torch.recording_kernels import kernel_for
-from commtrace.patching import Patches
+from commtrace.patching import Patches, around
 from commtrace.progress import progress
 from commtrace.schema import Phase
 
@@ -34,7 +34,6 @@ _patches = Patches()
 _kernels = Kernels()
 _engines = Jobs(engine_job.describe, roles, message_roles)
 _passes = Passes(_engines)
-_instructions: dict[type, Callable[..., Any]] = {}
 _buffers: weakref.WeakKeyDictionary[Any, _Buffers] = weakref.WeakKeyDictionary()
 
 _PHASES = {
@@ -51,18 +50,9 @@ _PHASES = {
 }
 
 
+@_patches.installer
 def install() -> None:
-    """Hook DeepSpeed's engines. Does nothing if they are hooked already."""
-    if _patches:
-        return
-    try:
-        _install()
-    except BaseException:
-        uninstall()  # complete or not there; another version of DeepSpeed may lack a method
-        raise
-
-
-def _install() -> None:
+    """Hook DeepSpeed's engines."""
     for engine in (DeepSpeedEngine, PipelineEngine):
         _patches.wrap(engine, "__init__", _init)
     _patches.wrap(DeepSpeedEngine, "_broadcast_model", engine_job.note_partitioned)
@@ -75,83 +65,66 @@ def _install() -> None:
     _patches.wrap(PipelineModule, "_synchronize_tied_weights", note_dtypes)
     _patches.wrap(TorchBackend, "__init__", _backend)
     # The engine looks up its instructions in this table, not on the class.
-    _instructions.update(PipelineEngine._INSTRUCTION_MAP)
-    for instruction, execute in _instructions.items():
-        PipelineEngine._INSTRUCTION_MAP[instruction] = _instruction(instruction, execute)
-    _engines.install()
-    _passes.install()
+    _patches.replace(PipelineEngine, "_INSTRUCTION_MAP", _traced)
+    _patches.include(_engines, _passes)
+    _patches.on_undo(torch_training.steps.reset)
 
 
-def uninstall() -> None:
-    """Restore everything but the kernels, which from here on only pass calls on."""
-    _passes.uninstall()
-    _engines.uninstall()
-    _patches.undo()
-    PipelineEngine._INSTRUCTION_MAP.update(_instructions)
-    _instructions.clear()
-    _buffers.clear()
-    torch_training.steps.engine_decides = False
+uninstall = _patches.undo
+"""Restore everything but the kernels, which from here on only pass calls on."""
 
 
-def _init(original: Callable[..., None]) -> Callable[..., None]:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        with progress.within(Phase.INIT), torch_training.steps.suspended():
-            original(self, *args, **kwargs)
-        # PipelineEngine.__init__ calls DeepSpeedEngine.__init__ first, when the stages are not known yet.
-        if "PipelineEngine" in original.__qualname__ or not isinstance(self, PipelineEngine):
-            torch_training.steps.engine_decides = True
-            engine_job.arguments[self] = kwargs.get("args", args[0] if args else None)
-            _engines.add(self)
-
-    return __init__
+@around
+def _init(original: Callable[..., None], self: Any, /, *args: Any, **kwargs: Any) -> None:
+    with progress.within(Phase.INIT), torch_training.steps.suspended():
+        original(self, *args, **kwargs)
+    # PipelineEngine.__init__ calls DeepSpeedEngine.__init__ first, when the stages are not known yet.
+    if "PipelineEngine" in original.__qualname__ or not isinstance(self, PipelineEngine):
+        torch_training.steps.engine_decides = True
+        engine_job.arguments[self] = kwargs.get("args", args[0] if args else None)
+        _engines.add(self)
 
 
 # ---- training: steps, micro-batches, phases --------------------------------------------------------------------------
 
 
-def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        evaluates = progress.between_steps and not (torch.is_grad_enabled() or self.module.training)
-        if torch.is_grad_enabled():
-            progress.activity()
-            if not isinstance(self, PipelineEngine):
-                progress.micro_batch = self.micro_steps % self.gradient_accumulation_steps()
-        with progress.within(Phase.EVALUATION if evaluates else Phase.FORWARD):
-            result = original(self, *args, **kwargs)
-        if not (torch.is_grad_enabled() or isinstance(self, PipelineEngine)):
-            try:
-                _passes.add(self, "evaluation" if evaluates else "interruption")
-            except Exception:
-                fault()
-        return result
-
-    return forward
-
-
-def _model_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _take_model_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+@around
+def _forward(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    evaluates = progress.between_steps and not (torch.is_grad_enabled() or self.module.training)
+    if torch.is_grad_enabled():
         progress.activity()
-        progress.micro_batch = -1
+        if not isinstance(self, PipelineEngine):
+            progress.micro_batch = self.micro_steps % self.gradient_accumulation_steps()
+    with progress.within(Phase.EVALUATION if evaluates else Phase.FORWARD):
+        result = original(self, *args, **kwargs)
+    if not (torch.is_grad_enabled() or isinstance(self, PipelineEngine)):
         try:
-            return original(self, *args, **kwargs)
-        finally:
-            progress.step_finished()
-            if progress.step == 0:
-                _engines.write_now()  # the first step may have made groups (MoE)
-
-    return _take_model_step
+            _passes.add(self, "evaluation" if evaluates else "interruption")
+        except Exception:
+            fault()
+    return result
 
 
-def _train_batch(original: Callable[..., Any]) -> Callable[..., Any]:
-    def train_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        progress.activity()
-        _buffers[self] = _Buffers()
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            _buffers.pop(self, None)
+@around
+def _model_step(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    progress.activity()
+    progress.micro_batch = -1
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        progress.step_finished()
+        if progress.step == 0:
+            _engines.write_now()  # the first step may have made groups (MoE)
 
-    return train_batch
+
+@around
+def _train_batch(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    progress.activity()
+    _buffers[self] = _Buffers()
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        _buffers.pop(self, None)
 
 
 class _Buffers:
@@ -174,6 +147,10 @@ class _Buffers:
         return self._micro_batches.get(buffer, -1)
 
 
+def _traced(instructions: Mapping[type, Callable[..., Any]]) -> dict[type, Callable[..., Any]]:
+    return {instruction: _instruction(instruction, execute) for instruction, execute in instructions.items()}
+
+
 def _instruction(instruction: type, execute: Callable[..., Any]) -> Callable[..., Any]:
     name = instruction.__name__
     phase = _PHASES.get(name, Phase.OTHER)
@@ -191,11 +168,9 @@ def _instruction(instruction: type, execute: Callable[..., Any]) -> Callable[...
 # ---- the all_reduce through shared memory ----------------------------------------------------------------------------
 
 
-def _backend(original: Callable[..., None]) -> Callable[..., None]:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        operator = shared_memory_all_reduce()
-        if operator is not None and not _kernels:
-            _kernels.add("deepspeed", operator.variant, kernel_for(operator))
-
-    return __init__
+@around
+def _backend(original: Callable[..., None], self: Any, /, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    operator = shared_memory_all_reduce()
+    if operator is not None and not _kernels:
+        _kernels.add("deepspeed", operator.variant, kernel_for(operator))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from commtrace.hooks.torch import training as torch_training
-from commtrace.patching import Patches
+from commtrace.patching import Patches, around
 from commtrace.progress import progress
 from commtrace.schema import Phase
 
@@ -16,30 +16,25 @@ MODULE: Final = "megatron.core.optimizer.optimizer"
 _patches = Patches()
 
 
+@around
+def _step(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    if torch_training.steps.engine_decides:  # within the step of an optimizer that has several
+        return original(*args, **kwargs)
+    progress.activity()
+    progress.micro_batch = -1
+    try:
+        with torch_training.steps.suspended(), progress.within(Phase.OPTIMIZER):
+            return original(*args, **kwargs)
+    finally:
+        progress.step_finished()
+
+
+@_patches.installer
 def install() -> None:
-    """Hook `step` of the optimizers. Does nothing if they are hooked already."""
-    if _patches:
-        return
+    """Hook `step` of the optimizers."""
     for optimizer in [*vars(sys.modules[MODULE]).values()]:
         if isinstance(optimizer, type) and optimizer.__module__ == MODULE:
             _patches.wrap(optimizer, "step", _step)
 
 
-def uninstall() -> None:
-    """Restore the methods."""
-    _patches.undo()
-
-
-def _step(original: Callable[..., Any]) -> Callable[..., Any]:
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch_training.steps.engine_decides:  # within the step of an optimizer that has several
-            return original(self, *args, **kwargs)
-        progress.activity()
-        progress.micro_batch = -1
-        try:
-            with torch_training.steps.suspended(), progress.within(Phase.OPTIMIZER):
-                return original(self, *args, **kwargs)
-        finally:
-            progress.step_finished()
-
-    return step
+uninstall = _patches.undo

@@ -21,7 +21,7 @@ from commtrace.hooks.recorder_setup import fault
 from commtrace.hooks.torch import captured_jobs
 from commtrace.hooks.torch.captured_jobs import Jobs
 from commtrace.hooks.torch.model_facts import known, model_row
-from commtrace.patching import Patches
+from commtrace.patching import Patches, around
 from commtrace.progress import progress
 from commtrace.schema import Phase
 
@@ -40,10 +40,9 @@ _batch: Sequence[Phase] = ()
 """Phases of the messages of a batch that serves both directions, in their order."""
 
 
+@_patches.installer
 def install() -> None:
-    """Hook the schedules and their messages. Does nothing if they are hooked already."""
-    if _patches:
-        return
+    """Hook the schedules and their messages."""
     schedules, messages = sys.modules[f"{_PACKAGE}.schedules"], sys.modules[f"{_PACKAGE}.p2p_communication"]
     for name in _SCHEDULES:
         _patches.wrap(schedules, name, _schedule)
@@ -51,49 +50,38 @@ def install() -> None:
     _patches.wrap(schedules, "backward_step", _backward_step)
     _patches.wrap(getattr(messages, "P2PCommunicator", messages), "_communicate", _communicate)
     _patches.wrap(dist, "batch_isend_irecv", _batch_isend_irecv)
-    _models.install()
+    _patches.include(_models)
+    _patches.on_undo(_rows.clear)
 
 
-def uninstall() -> None:
-    """Restore the functions."""
-    _models.uninstall()
-    _patches.undo()
-    _rows.clear()
+uninstall = _patches.undo
 
 
-def _schedule(original: Callable[..., Any]) -> Callable[..., Any]:
-    # Which micro-batch an interleaved schedule propagates backward is not seen.
-    numbers = itertools.repeat(-1) if "with_interleaving" in original.__name__ else None
-
-    def schedule(*args: Any, **kwargs: Any) -> Any:
-        global _backward_numbers
-        progress.micro_batch = -1
-        if kwargs.get("forward_only"):
-            with progress.within(Phase.EVALUATION):
-                return original(*args, **kwargs)
-        _note_model(kwargs)
-        progress.activity()
-        _backward_numbers = numbers or itertools.count()
-        runs_together = getattr(getattr(_chunks(kwargs)[0], "config", None), "overlap_moe_expert_parallel_comm", False)
-        with contextlib.nullcontext() if runs_together else progress.within(Phase.BACKWARD):
+@around
+def _schedule(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    global _backward_numbers
+    progress.micro_batch = -1
+    if kwargs.get("forward_only"):
+        with progress.within(Phase.EVALUATION):
             return original(*args, **kwargs)
-
-    return schedule
-
-
-def _forward_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    def forward_step(*args: Any, **kwargs: Any) -> Any:
-        number = kwargs.get("current_microbatch")
-        return _in_micro_batch(-1 if number is None else number, Phase.FORWARD, original, args, kwargs)
-
-    return forward_step
+    _note_model(kwargs)
+    progress.activity()
+    # Which micro-batch an interleaved schedule propagates backward is not seen.
+    _backward_numbers = itertools.repeat(-1) if "with_interleaving" in original.__name__ else itertools.count()
+    runs_together = getattr(getattr(_chunks(kwargs)[0], "config", None), "overlap_moe_expert_parallel_comm", False)
+    with contextlib.nullcontext() if runs_together else progress.within(Phase.BACKWARD):
+        return original(*args, **kwargs)
 
 
-def _backward_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    def backward_step(*args: Any, **kwargs: Any) -> Any:
-        return _in_micro_batch(next(_backward_numbers), Phase.BACKWARD, original, args, kwargs)
+@around
+def _forward_step(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    number = kwargs.get("current_microbatch")
+    return _in_micro_batch(-1 if number is None else number, Phase.FORWARD, original, args, kwargs)
 
-    return backward_step
+
+@around
+def _backward_step(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return _in_micro_batch(next(_backward_numbers), Phase.BACKWARD, original, args, kwargs)
 
 
 def _in_micro_batch(number: int, phase: Phase, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -109,22 +97,20 @@ def _in_micro_batch(number: int, phase: Phase, original: Callable[..., Any], arg
 # ---- messages --------------------------------------------------------------------------------------------------------
 
 
-def _communicate(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _communicate(*args: Any, **kwargs: Any) -> Any:
-        global _batch
-        phases = list(_phases(kwargs))
-        if not phases:
+@around
+def _communicate(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    global _batch
+    phases = list(_phases(kwargs))
+    if not phases:
+        return original(*args, **kwargs)
+    together = len({*phases}) > 1
+    _batch = phases if together else ()
+    try:
+        # Messages of both directions that are no batch cannot be told apart.
+        with progress.within(Phase.OTHER if together else phases[0]):
             return original(*args, **kwargs)
-        together = len({*phases}) > 1
-        _batch = phases if together else ()
-        try:
-            # Messages of both directions that are no batch cannot be told apart.
-            with progress.within(Phase.OTHER if together else phases[0]):
-                return original(*args, **kwargs)
-        finally:
-            _batch = ()
-
-    return _communicate
+    finally:
+        _batch = ()
 
 
 def _phases(exchange: Any) -> Iterator[Phase]:
@@ -152,12 +138,10 @@ class _Marking(list[Any]):
                 yield operation
 
 
-def _batch_isend_irecv(original: Callable[..., Any]) -> Callable[..., Any]:
-    def batch_isend_irecv(p2p_op_list: Any) -> Any:
-        marks = len(_batch) > 0 and isinstance(p2p_op_list, list) and len(p2p_op_list) == len(_batch)
-        return original(_Marking(p2p_op_list, _batch) if marks else p2p_op_list)
-
-    return batch_isend_irecv
+@around
+def _batch_isend_irecv(original: Callable[..., Any], /, p2p_op_list: Any) -> Any:
+    marks = len(_batch) > 0 and isinstance(p2p_op_list, list) and len(p2p_op_list) == len(_batch)
+    return original(_Marking(p2p_op_list, _batch) if marks else p2p_op_list)
 
 
 # ---- the job ---------------------------------------------------------------------------------------------------------

@@ -9,31 +9,26 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from commtrace.patching import Patches
+from commtrace.patching import Patches, around
 from commtrace.progress import progress
 from commtrace.schema import Phase
 
 _patches = Patches()
 
 
+@around
+def _train_step(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    progress.activity()
+    return original(*args, **kwargs)
+
+
+@_patches.installer
 def install() -> None:
-    """Hook `megatron.training`. Does nothing if it is hooked already, or where it lacks the functions (Megatron-LM)."""
-    if _patches:
-        return
+    """Hook `megatron.training`, where it has the functions (Megatron-LM's has not)."""
     module = sys.modules["megatron.training"]
     _patches.wrap(module, "train_step", _train_step)
     _patches.wrap(module, "forward_step", progress.wrapper(Phase.FORWARD))
     _patches.wrap(module, "evaluate", progress.wrapper(Phase.EVALUATION))
 
 
-def uninstall() -> None:
-    """Restore the functions."""
-    _patches.undo()
-
-
-def _train_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    def train_step(*args: Any, **kwargs: Any) -> Any:
-        progress.activity()
-        return original(*args, **kwargs)
-
-    return train_step
+uninstall = _patches.undo

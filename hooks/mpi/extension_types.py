@@ -14,7 +14,7 @@ import gc
 from collections.abc import Callable
 from typing import Any, cast
 
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+from commtrace.patching import Patches, Wrapper
 
 
 def namespace(cls: type) -> dict[str, Any]:
@@ -25,16 +25,19 @@ def namespace(cls: type) -> dict[str, Any]:
     return cast(dict[str, Any], dicts[0])
 
 
-class ExtensionPatches:
+class ExtensionPatches(Patches):
     """What a hook has replaced in extension types, to restore it."""
 
-    def __init__(self) -> None:
-        """Replace nothing yet."""
-        self._replaced: list[tuple[type, str, Any, Any]] = []
+    @staticmethod
+    def attributes(owner: type) -> dict[str, Any]:
+        """Return what is defined on `owner` itself, which may be changed."""
+        return namespace(owner)
 
-    def __bool__(self) -> bool:
-        """Return whether anything is replaced."""
-        return bool(self._replaced)
+    @staticmethod
+    def assign(owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of a class."""
+        namespace(owner)[name] = value
+        ctypes.pythonapi.PyType_Modified(ctypes.py_object(owner))
 
     def wrap(self, owner: type, name: str, wrapper: Wrapper, instead: Callable[[Any, Any], Any] | None = None) -> bool:
         """Replace a method that is defined on `owner` itself by `wrapper(original)`.
@@ -48,34 +51,16 @@ class ExtensionPatches:
         Returns:
             False if `owner` defines no such method.
         """
-        original = namespace(owner).get(name)
-        if original is None:
-            return False
-        if isinstance(original, (classmethod, staticmethod)):
-            function: Callable[..., Any] = original.__func__
-        else:
-            function = original
-        replacement: Any = _alike(wrapper(function), function)
-        if isinstance(original, staticmethod):
-            replacement = staticmethod(replacement)
-        elif function is not original:
-            replacement = classmethod(replacement)
-        if instead is not None:
-            replacement = instead(original, replacement)
-        self.put(owner, name, replacement)
-        return True
 
-    def put(self, owner: type, name: str, replacement: Any) -> None:
-        """Replace `owner.name`, defined on `owner` itself."""
-        self._replaced.append((owner, name, namespace(owner)[name], replacement))
-        _set(owner, name, replacement)
+        def make(original: Any) -> Any:
+            kind = type(original) if isinstance(original, (classmethod, staticmethod)) else None
+            function: Callable[..., Any] = original if kind is None else original.__func__
+            replacement: Any = _alike(wrapper(function), function)
+            if kind is not None:
+                replacement = kind(replacement)
+            return replacement if instead is None else instead(original, replacement)
 
-    def undo(self) -> None:
-        """Restore everything, latest first, except what somebody else has replaced since."""
-        while self._replaced:
-            owner, name, original, replacement = self._replaced.pop()
-            if namespace(owner).get(name) is replacement:
-                _set(owner, name, original)
+        return self.replace(owner, name, make)
 
 
 def _alike(replacement: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,8 +70,3 @@ def _alike(replacement: Callable[..., Any], function: Callable[..., Any]) -> Cal
     if signature is not None:
         replacement.__text_signature__ = signature  # type: ignore[attr-defined]
     return replacement
-
-
-def _set(owner: type, name: str, value: Any) -> None:
-    namespace(owner)[name] = value
-    ctypes.pythonapi.PyType_Modified(ctypes.py_object(owner))

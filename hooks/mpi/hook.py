@@ -29,18 +29,9 @@ _BLIND_SPOTS = (
 _patches = ExtensionPatches()
 
 
+@_patches.installer
 def install() -> None:
-    """Hook mpi4py. Does nothing if it is hooked already."""
-    if _patches:
-        return
-    try:
-        _install()
-    except BaseException:
-        uninstall()  # a partial hook would write a log with gaps
-        raise
-
-
-def _install() -> None:
+    """Hook mpi4py."""
     in_c = native.usable()
     for method in METHODS:
         if method.name in namespace(method.owner):
@@ -51,8 +42,10 @@ def _install() -> None:
             _patches.wrap(method.owner, method.name, wrapper, instead)
     if in_c:
         recorder_setup.compiled.add("mpi4py")
-        mpi_tracer.started.append(native.begins)
-        mpi_tracer.ended.append(native.ends)
+        _patches.on_undo(recorder_setup.compiled.discard, "mpi4py")
+        _patches.on_undo(native.ends)
+        _patches.append(mpi_tracer.started, native.begins)
+        _patches.append(mpi_tracer.ended, native.ends)
     for owner, names, wrapper in (
         (MPI.Request, ("Cancel", "cancel"), wrappers.wrap_cancel),
         (MPI.Request, ("Free",), wrappers.wrap_request_free),
@@ -67,18 +60,11 @@ def _install() -> None:
     ):
         for name in names:
             _patches.wrap(owner, name, wrapper)
-    mpi_pickle.install()
+    _patches.include(mpi_pickle)
     recorder_setup.blind_spots["mpi4py"] = list(_BLIND_SPOTS)
     recorder_setup.identities["mpi4py"] = mpi_tracer.identity_in_world
+    _patches.on_undo(recorder_setup.blind_spots.pop, "mpi4py")
+    _patches.on_undo(recorder_setup.identities.pop, "mpi4py")
 
 
-def uninstall() -> None:
-    """Restore every method."""
-    mpi_pickle.uninstall()
-    _patches.undo()
-    mpi_tracer.started.clear()
-    mpi_tracer.ended.clear()
-    native.ends()
-    recorder_setup.compiled.discard("mpi4py")
-    recorder_setup.blind_spots.pop("mpi4py", None)
-    recorder_setup.identities.pop("mpi4py", None)
+uninstall = _patches.undo

@@ -41,6 +41,7 @@ class _Measured:
         return result
 
 
+@_patches.installer
 def install() -> None:
     """Wrap the functions of `MPI.pickle`, and those that the program sets from here on."""
     initialize = namespace(MPI.Pickle)["__init__"]
@@ -59,19 +60,20 @@ def install() -> None:
         protocol.__set__(self, value)
 
     __init__.__doc__, __init__.__qualname__ = initialize.__doc__, "Pickle.__init__"
-    _patches.put(MPI.Pickle, "__init__", __init__)
-    _patches.put(MPI.Pickle, "PROTOCOL", property(protocol.__get__, set_protocol, None, protocol.__doc__))
+    _patches.replace(MPI.Pickle, "__init__", lambda _: __init__)
+    settable = property(protocol.__get__, set_protocol, None, protocol.__doc__)
+    _patches.replace(MPI.Pickle, "PROTOCOL", lambda _: settable)
     _wrap(initialize)
+    _patches.on_undo(_unwrap, initialize)
 
 
-def uninstall() -> None:
-    """Restore the functions."""
-    if not _patches:
-        return
-    _patches.undo()
+uninstall = _patches.undo
+
+
+def _unwrap(initialize: Callable[..., None]) -> None:
     dumps, loads, protocol, threshold = _functions(MPI.pickle)
     own = [each.function if isinstance(each, _Measured) else each for each in (dumps, loads)]
-    namespace(MPI.Pickle)["__init__"](MPI.pickle, *own, protocol, threshold)
+    initialize(MPI.pickle, *own, protocol, threshold)
 
 
 def _wrap(initialize: Callable[..., None]) -> None:

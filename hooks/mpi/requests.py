@@ -46,15 +46,6 @@ class PendingRequest(weakref.ref[Any]):
     cancelled: bool
 
 
-class _Kept(weakref.ref[Any]):
-    """A weak reference with a value that is known while the object lives."""
-
-    __slots__ = ("key", "value")
-
-    key: int
-    value: Any
-
-
 class Requests:
     """The Requests that end calls."""
 
@@ -62,7 +53,7 @@ class Requests:
         self._recorder = recorder
         self._process = os.getpid  # an attribute: weak references may die after modules are torn down
         self._pending: dict[int, PendingRequest] = {}
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
     # ---- pending calls ---------------------------------------------------------------------------------------------
 
@@ -125,19 +116,18 @@ class Requests:
 
     def keep(self, holder: Any, value: Any) -> None:
         """Keep a value for a persistent request or a matched message while it lives."""
-        kept = _Kept(holder, self._lost)
-        kept.key, kept.value = id(holder), value
-        self._kept[kept.key] = kept
+        key, kept = id(holder), self._kept
+
+        def died(reference: weakref.ref[Any]) -> None:
+            if key in kept and kept[key][0] is reference:
+                del kept[key]
+
+        kept[key] = weakref.ref(holder, died), value
 
     def kept(self, holder: Any) -> Any:
         """Return the value of `keep`; None if there is none."""
-        kept = self._kept.get(id(holder))
-        return kept.value if kept is not None and kept() is holder else None
-
-    def _lost(self, reference: Any) -> None:
-        kept: _Kept = reference
-        if self._kept.get(kept.key) is kept:
-            del self._kept[kept.key]
+        known = self._kept.get(id(holder))
+        return known[1] if known is not None and known[0]() is holder else None
 
     def forget(self) -> None:
         """Drop everything, when the session has ended."""

@@ -11,10 +11,10 @@ from mpi4py import MPI
 
 from commtrace.hooks.native import mpi_recorder as native
 from commtrace.hooks.recorder_setup import call_unmeasured, fault
+from commtrace.patching import Wrapper, around
 from commtrace.recording.interrupts import reraise_if_from_signal_handler
 from commtrace.schema import Clock
 
-from .extension_types import Wrapper
 from .methods import Method
 from .requests import PendingRequest
 from .tracer import MethodPlan, MpiEntry, MpiTracer, begin, current, now
@@ -84,21 +84,19 @@ def _return(entry: MpiEntry, result: Any, cost: int) -> None:
 def wrap_persistent_init(method: Method) -> Wrapper:
     """Wrap a method that creates a persistent request, whose every start is recorded."""
 
-    def wrapper(original: Original) -> Original:
-        def init(self: Any, *args: Any, **kwargs: Any) -> Any:
-            request = original(self, *args, **kwargs)
-            try:  # after the call: one that mpi4py rejects is neither recorded nor an error of the hook
-                tracer = current() or begin()
-                plan = None if tracer is None else tracer.plan(method, self, args, kwargs)
-                if plan is not None and tracer is not None:
-                    tracer.requests.keep(request, plan)
-            except Exception:
-                fault()
-            return request
+    @around
+    def init(original: Original, self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        request = original(self, *args, **kwargs)
+        try:  # after the call: one that mpi4py rejects is neither recorded nor an error of the hook
+            tracer = current() or begin()
+            plan = None if tracer is None else tracer.plan(method, self, args, kwargs)
+            if plan is not None and tracer is not None:
+                tracer.requests.keep(request, plan)
+        except Exception:
+            fault()
+        return request
 
-        return init
-
-    return wrapper
+    return init
 
 
 def wrap_start(original: Original) -> Original:
@@ -255,18 +253,15 @@ def _needs_status(pending: PendingRequest | None) -> bool:
 
 
 def _followed_by(action: Callable[[MpiTracer, Any], None]) -> Wrapper:
+    @around
+    def call(original: Original, self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        tracer = current()
+        if tracer is not None:
+            action(tracer, self)
+        return result
 
-    def wrapper(original: Original) -> Original:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(self, *args, **kwargs)
-            tracer = current()
-            if tracer is not None:
-                action(tracer, self)
-            return result
-
-        return call
-
-    return wrapper
+    return call
 
 
 wrap_cancel: Final = _followed_by(lambda tracer, request: tracer.requests.cancel(request))
@@ -279,21 +274,18 @@ wrap_request_free: Final = _followed_by(lambda tracer, request: tracer.requests.
 # ---- communicators, messages, windows --------------------------------------------------------------------------------
 
 
-def wrap_handle_free(original: Original) -> Original:
+@around
+def wrap_handle_free(original: Original, self: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Wrap Free and Disconnect of communicators and windows, because MPI may use the same handle again."""
-
-    def Free(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802
-        tracer = current()
-        if tracer is not None:
-            try:
-                if self:
-                    tracer.groups.forget(self)
-                    native.forget()
-            except Exception:
-                fault()
-        return original(self, *args, **kwargs)
-
-    return Free
+    tracer = current()
+    if tracer is not None:
+        try:
+            if self:
+                tracer.groups.forget(self)
+                native.forget()
+        except Exception:
+            fault()
+    return original(self, *args, **kwargs)
 
 
 def wrap_probe(original: Original) -> Original:

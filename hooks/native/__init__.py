@@ -14,7 +14,7 @@ still numbers the rows of tables (`rows`) and keeps progress, jobs and roles; C+
     plan.h         the arguments of an operator, and its payload
     callsites.h    call sites; frames.* read a thread's frames without the GIL
     works.h        the calls that a wait ends
-    device.*       times of calls on a device (docs/explanation/device-times.md): events, and when they are read
+    device.*       times of calls on a device (docs/how-to/device-times.md): events, and when they are read
     device_events.*  a device: streams, capture, events
     device_clock.h   conversion of its times to the host's clock
     slots.h        the records of a ring, and exclusive access to them

@@ -26,6 +26,7 @@ from .slots import NativeSlots
 
 _library: Any = None
 _operators: list[Operator] = []
+_patches = Patches()
 
 
 class NativeWorkPatches(WorkPatches):
@@ -47,9 +48,6 @@ class NativeWorkPatches(WorkPatches):
             tracer.recorder.slots.recording.batch_ends(group, work)
 
 
-_patches = NativeWorkPatches()
-
-
 def usable() -> bool:
     """Return whether the native recorder can record here. Warn if it was asked for and cannot."""
     global _library
@@ -68,24 +66,23 @@ def usable() -> bool:
     return _library is not None
 
 
+@_patches.installer
 def install(operators: Sequence[Operator], functional: Sequence[str]) -> None:
     """Install kernels for these operators of c10d and of _c10d_functional, and wrap the waits."""
     recorder_setup.install_backend(KernelBackend(_library.crossing, _make_slots))
+    _patches.on_undo(recorder_setup.install_backend, torch_kernels.PYTHON_BACKEND)
     torch_tracer.started.insert(0, _start)
-    _patches.install()
+    _patches.on_undo(torch_tracer.started.remove, _start)
+    _patches.include(NativeWorkPatches())
     if not _operators:
         _operators[:] = operators
         _library.install(operators, functional)
     _library.arm(_begin)
+    _patches.on_undo(_library.disarm)
 
 
-def uninstall() -> None:
-    """Restore what was wrapped. The kernels stay and only pass calls on."""
-    if _start in torch_tracer.started:
-        _patches.uninstall()
-        _library.disarm()
-        torch_tracer.started.remove(_start)
-        recorder_setup.install_backend(torch_kernels.PYTHON_BACKEND)
+uninstall = _patches.undo
+"""Restore what was wrapped. The kernels stay and only pass calls on."""
 
 
 def remove_kernels() -> None:

@@ -39,19 +39,17 @@ _NOT_NEEDED: Final = ("async_op", "asyncOp", "device_ids", "root_tensor", "spars
 _patches = Patches()
 
 
+@_patches.installer
 def install(operators: Sequence[Operator]) -> None:
-    """Wrap the methods. Does nothing if they are wrapped already."""
+    """Wrap the methods."""
     by_name = {operator.variant: operator for operator in operators}
-    if not _patches:
-        for method, name in _METHODS.items():
-            if name in by_name:
-                _patches.wrap(torch._C._distributed_c10d.Backend, method, _wrapper(method, by_name[name]))
+    for method, name in _METHODS.items():
+        if name in by_name:
+            _patches.wrap(torch._C._distributed_c10d.Backend, method, _wrapper(method, by_name[name]))
+    _patches.on_undo(_groups.clear)
 
 
-def uninstall() -> None:
-    """Restore the methods."""
-    _patches.undo()
-    _groups.clear()
+uninstall = _patches.undo
 
 
 @dataclass(frozen=True)

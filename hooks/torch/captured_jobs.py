@@ -42,13 +42,11 @@ class Jobs:
 
     def install(self) -> None:
         """Write to the tables of each recorder that begins from now on."""
-        if self.write not in torch_tracer.started:
-            torch_tracer.started.append(self.write)
+        torch_tracer.started.append(self.write)
 
     def uninstall(self) -> None:
         """Forget all engines."""
-        if self.write in torch_tracer.started:
-            torch_tracer.started.remove(self.write)
+        torch_tracer.started.remove(self.write)
         self._known.clear()
 
     def add(self, engine: Any) -> None:

@@ -7,14 +7,13 @@ construction could be hooked: it becomes a job when an optimizer first steps and
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from commtrace.hooks.recorder_setup import fault
-from commtrace.patching import Patches
+from commtrace.patching import Patches, around
 
 from . import captured_jobs as jobs
 from .captured_jobs import Jobs
@@ -25,46 +24,42 @@ _PACKAGE: Final = API.rpartition(".")[0]
 
 _patches = Patches()
 _tensor_parallel_only = Jobs(lambda root: cuts.rows[root], roles)
-_handles: list[Any] = []
 
 
+@_patches.installer
 def install() -> None:
-    """Hook `parallelize_module`. Does nothing if it is hooked already."""
-    if _patches:
-        return
+    """Hook `parallelize_module`."""
+    _patches.on_undo(_restore_package)
     # Not by an import statement: the package around it is still being imported, or has the function already.
     for name in (API, _PACKAGE):
         if name in sys.modules:
             _patches.wrap(sys.modules[name], "parallelize_module", _noted)
-    _handles.append(register_optimizer_step_pre_hook(_stepping))
-    _tensor_parallel_only.install()
+    _patches.on_undo(register_optimizer_step_pre_hook(_stepping).remove)
+    _patches.include(_tensor_parallel_only)
+    _patches.on_undo(cuts.clear)
 
 
-def uninstall() -> None:
-    """Restore everything."""
-    _tensor_parallel_only.uninstall()
-    _patches.undo()
+uninstall = _patches.undo
+
+
+def _restore_package() -> None:
+    """Restore the function in the package if that had imported the replacement."""
     api: Any = sys.modules.get(API)
     package: Any = sys.modules.get(_PACKAGE)
     original = getattr(getattr(package, "parallelize_module", None), "__wrapped__", None)
     if original is not None and original is getattr(api, "parallelize_module", None):
-        package.parallelize_module = original  # the package had imported the replacement
-    while _handles:
-        _handles.pop().remove()
-    cuts.clear()
+        package.parallelize_module = original
 
 
-def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
-    def parallelize_module(module: Any, device_mesh: Any = None, parallelize_plan: Any = None, **named: Any) -> Any:
-        with cuts.within(module):
-            result = original(module, device_mesh, parallelize_plan, **named)
-        try:
-            cuts.note(module, device_mesh, parallelize_plan, named.get("src_data_rank", 0))
-        except Exception:
-            fault()
-        return result
-
-    return parallelize_module
+@around
+def _noted(original: Any, /, module: Any, device_mesh: Any = None, parallelize_plan: Any = None, **named: Any) -> Any:
+    with cuts.within(module):
+        result = original(module, device_mesh, parallelize_plan, **named)
+    try:
+        cuts.note(module, device_mesh, parallelize_plan, named.get("src_data_rank", 0))
+    except Exception:
+        fault()
+    return result
 
 
 def _stepping(optimizer: Optimizer, *_: Any) -> None:

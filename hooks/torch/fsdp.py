@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from commtrace.hooks.recorder_setup import fault
-from commtrace.patching import Patches
+from commtrace.patching import Patches, around
 
 from .captured_jobs import Jobs
 from .fsdp_job import describe, groups_of, roles
@@ -30,80 +30,66 @@ _waiting: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # f
 _SETTINGS: Final = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
 
 
+@_patches.installer
 def install() -> None:
-    """Hook the states that `fully_shard` gives to modules. Does nothing if they are hooked already."""
-    if _patches:
-        return
+    """Hook the states that `fully_shard` gives to modules."""
     # Not by an import statement: the package around it is still being imported.
     state = sys.modules[STATES].FSDPState
     _patches.wrap(state, "_lazy_init", _complete)
     _patches.wrap(state, "_register_pre_backward_hook", _end_forward)
     _patches.wrap(state, "_root_post_backward_final_callback", _end_backward)
-    _roots.install()
-    _passes.install()
+    _patches.include(_roots, _passes)
+    _patches.on_undo(_rows.clear)
+    _patches.on_undo(_waiting.clear)
 
 
-def uninstall() -> None:
-    """Restore everything."""
-    _passes.uninstall()
-    _roots.uninstall()
-    _patches.undo()
-    _rows.clear()
-    _waiting.clear()
+uninstall = _patches.undo
 
 
-def _complete(original: Callable[..., None]) -> Callable[..., None]:
-    def _lazy_init(self: Any) -> None:
-        known = getattr(self, "_is_root", None) is not None
-        original(self)
-        if not known:
-            try:
-                root = self._modules[0]
-                _rows[root] = describe(root)  # now, as parameters are replaced while the model runs
-                _roots.add(root)
-            except Exception:
-                fault()
-
-    return _lazy_init
-
-
-def _end_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap what ends the forward of each unit."""
-
-    def _register_pre_backward_hook(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # In a backward pass activations are recomputed.
-        if self._state_ctx.iter_forward_root is self and torch._C._current_graph_task_id() < 0:
-            try:
-                if not self._is_root:
-                    _passes.add(_root(self), "part")
-                elif torch.is_grad_enabled():
-                    _waiting[_root(self)] = _waiting.get(_root(self), 0) + 1
-                else:
-                    _passes.add(_root(self), "evaluation")
-            except Exception:
-                fault()
-        return original(self, *args, **kwargs)
-
-    return _register_pre_backward_hook
-
-
-def _end_backward(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap what ends a backward pass."""
-
-    def _root_post_backward_final_callback(self: Any) -> None:
-        original(self)
+@around
+def _complete(original: Callable[..., None], self: Any, /) -> None:
+    known = getattr(self, "_is_root", None) is not None
+    original(self)
+    if not known:
         try:
-            root = _root(self)
-            if _waiting.pop(root, 0) == 1:
-                groups = [group for state in self._state_ctx.all_states for group in groups_of(state)]
-                settings = {name: _setting(groups, name) for name in _SETTINGS}
-                _passes.add(root, "training", **settings, is_last_backward=bool(self._state_ctx.is_last_backward))
-            else:
-                _passes.add(root, "backward")
+            root = self._modules[0]
+            _rows[root] = describe(root)  # now, as parameters are replaced while the model runs
+            _roots.add(root)
         except Exception:
             fault()
 
-    return _root_post_backward_final_callback
+
+@around
+def _end_forward(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Note the end of the forward of each unit."""
+    # In a backward pass activations are recomputed.
+    if self._state_ctx.iter_forward_root is self and torch._C._current_graph_task_id() < 0:
+        try:
+            if not self._is_root:
+                _passes.add(_root(self), "part")
+            elif torch.is_grad_enabled():
+                _waiting[_root(self)] = _waiting.get(_root(self), 0) + 1
+            else:
+                _passes.add(_root(self), "evaluation")
+        except Exception:
+            fault()
+    return original(self, *args, **kwargs)
+
+
+@around
+def _end_backward(original: Callable[..., None], self: Any, /) -> None:
+    """Note the end of a backward pass."""
+    original(self)
+    try:
+        root = _root(self)
+        if _waiting.pop(root, 0) == 1:
+            groups = [group for state in self._state_ctx.all_states for group in groups_of(state)]
+            settings = {name: _setting(groups, name) for name in _SETTINGS}
+            _passes.add(root, "training", **settings, is_last_backward=bool(self._state_ctx.is_last_backward))
+        else:
+            _passes.add(root, "backward")
+    except Exception:
+        fault()
 
 
 def _root(state: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commtrace.patching import Patches
+from commtrace.patching import Patches, around
 
 from . import tracer as torch_tracer
 from .tracer import TorchTracer
@@ -27,19 +27,12 @@ class Registry:
         """
         self._name, self._maker, self._roles = module, maker, roles
         self._patches = Patches()
+        self.install = self._patches.installer(self._install)
+        self.uninstall = self._patches.undo
 
-    def install(self) -> None:
-        """Hook the module. Does nothing if it is hooked already."""
-        if self._patches:
-            return
-        self._patches.wrap(sys.modules[self._name], self._maker, self._making)
-        torch_tracer.started.append(self.write)
-
-    def uninstall(self) -> None:
-        """Restore the function."""
-        self._patches.undo()
-        if self.write in torch_tracer.started:
-            torch_tracer.started.remove(self.write)
+    def _install(self) -> None:
+        self._patches.wrap(sys.modules[self._name], self._maker, around(self._make))
+        self._patches.append(torch_tracer.started, self.write)
 
     def write(self, tracer: TorchTracer) -> None:
         """Write the roles to the tables, each row once. Never raises."""
@@ -59,13 +52,10 @@ class Registry:
             )
             yield from ((name, group) for group in groups if isinstance(group, dist.ProcessGroup))
 
-    def _making(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def maker(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return original(*args, **kwargs)
-            finally:
-                tracer = torch_tracer.current()
-                if tracer is not None:
-                    self.write(tracer)
-
-        return maker
+    def _make(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        finally:
+            tracer = torch_tracer.current()
+            if tracer is not None:
+                self.write(tracer)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from commtrace import reduce_ops
 from commtrace.hooks.native import recorder as native
+from commtrace.patching import Patches
 from commtrace.recording.session import session
 
 from . import backend_methods, unobserved
@@ -22,7 +23,7 @@ from . import training as torch_training
 from .c10d_operators import WAITS, Operator, known_operators, operator_names
 from .dispatcher import Kernels
 from .recording_kernels import blind_spots, functional_kernel, kernel_for, measure_crossing, wait_kernel
-from .works import patches
+from .works import WorkPatches
 
 _ALWAYS = (
     "ProcessGroup subclasses written in Python, LocalTensorMode, symmetric memory (symm_mem::), and DeepCompile's own "
@@ -45,23 +46,14 @@ _NATIVE_DEVICE = (
 _NO_ASYNC = "torch before 2.8 does not tell which collectives are asynchronous: most lack the flag ASYNC"
 
 _kernels = Kernels()
-_installed = False
+_patches = Patches()
 
 
+@_patches.installer
 def install() -> None:
-    """Hook torch.distributed. Does nothing if it is hooked already or this torch is built without it."""
-    global _installed
-    if _installed or not dist.is_available():
+    """Hook torch.distributed. Does nothing if this torch is built without it."""
+    if not dist.is_available():
         return
-    _installed = True
-    try:
-        _install()
-    except BaseException:
-        uninstall()  # a hook is complete or not there: half of it would write a log with gaps
-        raise
-
-
-def _install() -> None:
     operators, unknown = known_operators()
     in_cpp = native.usable()
     device_times = session.settings is not None and session.settings.device_times
@@ -72,11 +64,16 @@ def _install() -> None:
     if in_cpp:
         _kernels.remove()
         native.install(operators, [name for name, _ in _functional_operators()])
+        _patches.on_undo(native.uninstall)
     else:
         _install_python(operators)
-    torch_training.install()
-    unobserved.install()
+    _patches.include(torch_training, unobserved)
     backend_methods.install(operators)
+    _patches.on_undo(backend_methods.uninstall)
+
+
+uninstall = _patches.undo
+"""Restore everything but the kernels, which from here on only pass calls on."""
 
 
 def _install_python(operators: list[Operator]) -> None:
@@ -92,20 +89,7 @@ def _install_python(operators: list[Operator]) -> None:
         except BaseException:
             _kernels.remove()
             raise
-    patches.install()
-    reduce_ops.install()
-
-
-def uninstall() -> None:
-    """Restore everything but the kernels, which from here on only pass calls on."""
-    global _installed
-    _installed = False
-    torch_training.uninstall()
-    unobserved.uninstall()
-    backend_methods.uninstall()
-    patches.uninstall()
-    reduce_ops.uninstall()
-    native.uninstall()
+    _patches.include(WorkPatches(), reduce_ops)
 
 
 def remove_kernels() -> None:

@@ -33,13 +33,11 @@ class Passes:
 
     def install(self) -> None:
         """Write to the tables of each recorder that begins from now on."""
-        if self._write_at_end not in torch_tracer.started:
-            torch_tracer.started.append(self._write_at_end)
+        torch_tracer.started.append(self._write_at_end)
 
     def uninstall(self) -> None:
         """Forget all models."""
-        if self._write_at_end in torch_tracer.started:
-            torch_tracer.started.remove(self._write_at_end)
+        torch_tracer.started.remove(self._write_at_end)
         self._reset()
 
     def _write_at_end(self, tracer: TorchTracer) -> None:

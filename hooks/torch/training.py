@@ -15,14 +15,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from commtrace.patching import Patches
+from commtrace.patching import Patches, around
 from commtrace.progress import progress
 from commtrace.schema import Phase
 
 from .captured_jobs import Jobs
 from .ddp_job import describe
 
-_handles: list[Any] = []
 _patches = Patches()
 
 
@@ -64,33 +63,25 @@ class _Steps:
 steps = _Steps()
 
 
+@_patches.installer
 def install() -> None:
-    """Hook the optimizers and DDP. Does nothing if they are hooked already."""
-    if _handles:
-        return
-    _handles.append(register_optimizer_step_pre_hook(steps.begin))
-    _handles.append(register_optimizer_step_post_hook(steps.end))
+    """Hook the optimizers and DDP."""
+    _patches.on_undo(progress.reset)
+    _patches.on_undo(steps.reset)
+    _patches.on_undo(register_optimizer_step_pre_hook(steps.begin).remove)
+    _patches.on_undo(register_optimizer_step_post_hook(steps.end).remove)
     _patches.wrap(DistributedDataParallel, "__init__", _setting_up)
-    _replicas.install()
+    _patches.include(_replicas)
 
 
-def uninstall() -> None:
-    """Restore everything."""
-    _replicas.uninstall()
-    _patches.undo()
-    while _handles:
-        _handles.pop().remove()
-    steps.reset()
-    progress.reset()
+uninstall = _patches.undo
 
 
-def _setting_up(original: Callable[..., None]) -> Callable[..., None]:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        with progress.within(Phase.INIT):
-            original(self, *args, **kwargs)
-        _replicas.add(self)
-
-    return __init__
+@around
+def _setting_up(original: Callable[..., None], self: Any, /, *args: Any, **kwargs: Any) -> None:
+    with progress.within(Phase.INIT):
+        original(self, *args, **kwargs)
+    _replicas.add(self)
 
 
 def _roles(replica: Any) -> Iterator[tuple[Any, str, str]]:

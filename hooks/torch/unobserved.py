@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from commtrace.patching import Patches
+from commtrace.patching import Patches, around
 from commtrace.recording.log_writer import warn
 from commtrace.recording.session import session
 
@@ -39,30 +39,24 @@ def uninstall() -> None:
     _named.clear()
 
 
-def _making_group(original: Callable[..., None]) -> Callable[..., None]:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if type(self) is not dist.ProcessGroup:
-            name = f"{type(self).__module__}.{type(self).__qualname__}"
-            _name(f"calls on groups of {name}, a class written in Python, are recorded only if it passes them on")
-
-    return __init__
+@around
+def _making_group(original: Callable[..., None], self: Any, /, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    if type(self) is not dist.ProcessGroup:
+        name = f"{type(self).__module__}.{type(self).__qualname__}"
+        _name(f"calls on groups of {name}, a class written in Python, are recorded only if it passes them on")
 
 
-def _entering_mode(original: Callable[..., Any]) -> Callable[..., Any]:
-    def __enter__(self: Any) -> Any:
-        _name("calls within LocalTensorMode are not recorded: its ranks are one process, and nothing is sent")
-        return original(self)
-
-    return __enter__
+@around
+def _entering_mode(original: Callable[..., Any], self: Any, /) -> Any:
+    _name("calls within LocalTensorMode are not recorded: its ranks are one process, and nothing is sent")
+    return original(self)
 
 
-def _using_symmetric_memory(original: Callable[..., Any]) -> Callable[..., Any]:
-    def method(*args: Any, **kwargs: Any) -> Any:
-        _name("transfers through symmetric memory (symm_mem::) are not recorded")
-        return original(*args, **kwargs)
-
-    return method
+@around
+def _using_symmetric_memory(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    _name("transfers through symmetric memory (symm_mem::) are not recorded")
+    return original(*args, **kwargs)
 
 
 def _name(text: str) -> None:

@@ -24,6 +24,7 @@ class WorkPatches:
 
     def __init__(self) -> None:
         self._patches = Patches()
+        self.uninstall = self._patches.undo
 
     def install(self) -> None:
         """Wrap the methods, and those of Work's subclasses that define their own."""
@@ -34,10 +35,6 @@ class WorkPatches:
             self._patches.wrap(cls, "is_completed", _call_after(self._polled))
         self._patches.wrap(dist.ProcessGroup, "_start_coalescing", _call_after(self._started_coalescing))
         self._patches.wrap(dist.ProcessGroup, "_end_coalescing", _call_after(self._ended_coalescing))
-
-    def uninstall(self) -> None:
-        """Restore the methods."""
-        self._patches.undo()
 
     def _wrap_wait(self, patches: Patches, cls: Any, name: str) -> None:
         """Replace a method of a Work class that waits."""
@@ -109,6 +106,3 @@ def _wrap_wait_method(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return wait
-
-
-patches = WorkPatches()
