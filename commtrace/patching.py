@@ -43,7 +43,6 @@ class Patches:
     """What a hook has replaced or registered, to undo it."""
 
     def __init__(self) -> None:
-        """Replace nothing yet."""
         self._undo: list[Callable[[], object]] = []
 
     def __bool__(self) -> bool:

@@ -45,7 +45,6 @@ class CallContext:
     """Finds the context of calls, for one recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
-        """Write call sites to the recorder's tables."""
         self.sites: Final = CallSites(recorder.tables)
         self._numbered = recorder.sites
         self._backward = _NO_TASK, 0  # the last backward pass on a thread without Python frames, its site

@@ -102,7 +102,6 @@ class CallSites:
     """Rows of the sites table of one recorder."""
 
     def __init__(self, tables: TableWriter) -> None:
-        """Write to these tables."""
         self._tables = tables
         # By id, because hashing a code object reads all of it. The object is kept so that its id is not used again.
         self._kinds: dict[int, tuple[CodeType, int]] = {}

@@ -63,7 +63,6 @@ class Groups(Generic[_Group]):
     """The groups of one library in one recorder's tables, by the library's own object."""
 
     def __init__(self, tables: TableWriter) -> None:
-        """Write to these tables."""
         self._tables = tables
         self._known: dict[int, _Group] = {}
         self._created: Counter[tuple[tuple[int, ...], str]] = Counter()

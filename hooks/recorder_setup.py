@@ -113,7 +113,6 @@ class Tracers(Generic[AnyTracer]):
     """The tracer of one library: one for each recorder of this process, made with the library's first call."""
 
     def __init__(self, make: Callable[[Recorder], AnyTracer]) -> None:
-        """Remember how to make a tracer."""
         self._make = make
         self._tracer: AnyTracer | None = None
         self._lock = threading.RLock()

@@ -194,7 +194,6 @@ class MpiTracer:
     """The state of the hook of mpi4py for one recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
-        """Record with this recorder."""
         learn_predefined()
         self.recorder = recorder
         self.groups = MpiGroups(recorder.tables, _world(recorder.rank_identity))

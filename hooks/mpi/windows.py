@@ -12,7 +12,6 @@ class Windows:
     """Pending operations by window (the number of its group) and target (a global rank)."""
 
     def __init__(self, recorder: Recorder) -> None:
-        """Write ends with this recorder."""
         self._recorder = recorder
         self._open: dict[int, list[tuple[int, PendingCall]]] = {}
 

@@ -136,44 +136,9 @@ def _started(requests: Sequence[Any], original: Callable[[], Any]) -> Any:
 
 # ---- ends ------------------------------------------------------------------------------------------------------------
 
-# (result of the method, number of requests) -> indices of the complete requests
-Outcome = Callable[[Any, int], Sequence[int]]
-
-
-def _all(result: Any, count: int) -> Sequence[int]:
-    return range(count)
-
-
-def _all_if_flag(result: Any, count: int) -> Sequence[int]:
-    flag = result[0] if isinstance(result, tuple) else result  # with objects: (flag, objects)
-    return range(count if flag else 0)
-
-
-def _index(result: Any, count: int) -> Sequence[int]:
-    number = result[0] if isinstance(result, tuple) else result
-    return () if number == MPI.UNDEFINED else (number,)
-
-
-def _index_if_flag(result: Any, count: int) -> Sequence[int]:
-    return _index(result, count) if result[1] else ()
-
-
-def _indices(result: Any, count: int) -> Sequence[int]:
-    numbers = result[0] if isinstance(result, tuple) else result
-    return () if numbers is None else numbers
-
-
-# By the method's end; the outcome of a wait, and of a poll.
-_OUTCOMES: Final[dict[str, tuple[Outcome, Outcome]]] = {
-    "": (_all, _all_if_flag),
-    "any": (_index, _index_if_flag),
-    "all": (_all, _all_if_flag),
-    "some": (_indices, _indices),
-}
-
 COMPLETION_METHODS: Final = {
     variant: (name.startswith("Wait"), which)
-    for which in _OUTCOMES
+    for which in ("", "any", "all", "some")
     for name in (f"Wait{which}", f"Test{which}", f"Get_status_{which}".rstrip("_"))
     for variant in (name, name.lower())
 }
@@ -183,7 +148,6 @@ COMPLETION_METHODS: Final = {
 def wrap_completion(name: str) -> Wrapper:
     """Wrap a method of Request that completes calls."""
     waits, which = COMPLETION_METHODS[name]
-    outcome = _OUTCOMES[which][0 if waits else 1]
     single = which in ("", "any")  # whether the method has one status, not a list
 
     def complete(
@@ -203,7 +167,7 @@ def wrap_completion(name: str) -> Wrapper:
             raise
         t_end = now()
         try:
-            for place, number in enumerate(outcome(result, len(all_pending))):
+            for place, number in enumerate(_complete(which, waits, result, len(all_pending))):
                 pending = all_pending[number]
                 if pending is not None:
                     own_status = status[place] if isinstance(status, list) else status
@@ -231,6 +195,18 @@ def wrap_completion(name: str) -> Wrapper:
         return complete_several if which else complete_single
 
     return wrapper
+
+
+def _complete(which: str, waits: bool, result: Any, count: int) -> Sequence[int]:
+    """Return indices of the requests that are complete by the result of a method that waits for them, or tests them."""
+    if waits and which in ("", "all"):
+        return range(count)
+    first = result[0] if isinstance(result, tuple) else result  # with objects: (index, indices or flag; objects)
+    if which == "some":
+        return () if first is None else first
+    if which == "any":
+        return (first,) if first != MPI.UNDEFINED and (waits or result[1]) else ()
+    return range(count if first else 0)
 
 
 def _pending(tracer: MpiTracer, requests: Any) -> list[PendingRequest | None]:

@@ -37,7 +37,6 @@ class Works:
     """The Works that end calls. On a device a wait only orders streams, and is no end."""
 
     def __init__(self, recorder: Recorder) -> None:
-        """Write ends with this recorder."""
         self._recorder = recorder
         self._session = session
         self._process = os.getpid  # an attribute: weak references still die when modules are gone
@@ -120,7 +119,6 @@ class TensorWaits:
     """Calls of functional collectives, whose waits name a tensor; its storage identifies the call, as in torch."""
 
     def __init__(self, recorder: Recorder) -> None:
-        """Write ends with this recorder."""
         self._recorder = recorder
         # A weak reference keeps the address of a storage from being used again, but not its memory.
         self._calls: dict[int, tuple[Any, PendingCall, bool]] = {}

@@ -115,7 +115,6 @@ class TorchTracer:
     """What the hooks of torch keep for one recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
-        """Record with this recorder."""
         self.recorder = recorder
         self.groups = TorchGroups(recorder.tables, recorder.rank_identity.rank)
         self.works = Works(recorder)
