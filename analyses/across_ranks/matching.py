@@ -85,6 +85,10 @@ class MatchedCalls:
         """Return the labels of a column of the event table, of all calls or of those at some positions."""
         return np.asarray(self.categories[column][self.columns[column][at]])
 
+    def has_label(self, column: str, *labels: str) -> Array:
+        """Return whether the label of each call is one of these, bool, shape (calls,)."""
+        return np.asarray(np.isin(self.categories[column].astype(str), labels)[self.columns[column]])
+
     def of_process(self, process: int) -> Array:
         """Return the positions of the calls of the process at some position of the log, ascending."""
         processes = self["process"]

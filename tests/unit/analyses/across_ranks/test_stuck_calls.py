@@ -286,7 +286,7 @@ def test_ranks_of_several_hosts(tmp_path: Path) -> None:
 
 def test_a_healthy_run_is_not_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training(tmp_path)
-    monkeypatch.delattr(stuck_calls, "match_calls")
+    monkeypatch.delattr(stuck_calls, "LastCalls")
     assert not len(verdict_tables(tmp_path)["stuck_calls"])
 
 

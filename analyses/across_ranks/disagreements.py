@@ -1,0 +1,90 @@
+"""What the ranks of one operation disagree about: another operation, or the same with other sizes, types or roots.
+
+Only ranks whose logs lack nothing are compared (`Member.proves`). What differs between different operations, such as
+their sizes, says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from itertools import islice
+from typing import Final
+
+import numpy as np
+
+from commtrace.analyses.grouping import Array
+from commtrace.formatting import MAX_SINGLE, format_count, format_ranks, shorten_ranks
+from commtrace.reading.labels import UNKNOWN
+from commtrace.schema import Flag
+
+from .last_calls import LastCalls
+
+_SAME_SIZE: Final = ("all_reduce", "reduce", "broadcast", "scan", "exscan")
+"""Operations whose payload is the same on every rank of the group."""
+_SAME_SIZE_TORCH: Final = (*_SAME_SIZE, "all_gather", "reduce_scatter", "send", "recv")
+_SAME_DTYPE: Final = ("all_reduce", "reduce", "reduce_scatter", "scan", "exscan")
+_SAME_DTYPE_TORCH: Final = (*_SAME_DTYPE, "all_gather")
+_ROOTED: Final = ("broadcast", "reduce", "gather", "scatter")
+_OWN_SIZES: Final = Flag.OBJECT | Flag.UNEVEN | Flag.SPARSE
+_NAMES: Final = {"op": "operation", "payload": "size", "dtype": "dtype", "peer": "root"}
+
+
+class Disagreements:
+    """Comparison of the calls of each operation."""
+
+    def __init__(self, last: LastCalls) -> None:
+        self._last = last
+
+    @property
+    def of_instances(self) -> Array:
+        """Whether the calls of each instance disagree, bool, shape (instances,)."""
+        return np.asarray(np.any([self._differs(*compared) for compared in self._compared.items()], axis=0))
+
+    def _differs(self, column: str, mask: Array) -> Array:
+        """Return whether the values of those of the calls of an instance that count differ, shape (instances,)."""
+        calls = self._last.calls
+        lowest = calls.smallest(np.where(mask, calls[column], np.iinfo(np.int64).max))
+        return np.asarray(lowest < calls.largest(np.where(mask, calls[column], -1), -1))
+
+    @cached_property
+    def _compared(self) -> dict[str, Array]:
+        """By column, whether a call's value must be that of the others, bool, shape (calls,)."""
+        calls = self._last.calls
+        torch, message = calls.has_label("api", "torch"), calls.has_label("op", "send", "recv")
+        reliable = np.array([member.proves for member in self._last.members], bool)[calls["process"]]
+        same_size = np.where(torch, calls.has_label("op", *_SAME_SIZE_TORCH), calls.has_label("op", *_SAME_SIZE))
+        same_dtype = np.where(torch, calls.has_label("op", *_SAME_DTYPE_TORCH), calls.has_label("op", *_SAME_DTYPE))
+        same_op = np.zeros(len(calls), bool)
+        same_op[calls.matched] = ~self._differs("op", reliable)[calls["instance"][calls.matched]]
+        known = reliable & (same_op | message)
+        return {
+            "op": reliable & ~message,
+            "payload": known & same_size & ((calls["flags"] & _OWN_SIZES) == 0),
+            "dtype": known & same_dtype & ~calls.has_label("dtype", "", "object", UNKNOWN),
+            "peer": known & calls.has_label("op", *_ROOTED) & (calls["peer"] >= 0),
+        }
+
+    def describe(self, of_instance: Iterable[int]) -> str:
+        """Return what some calls of one instance disagree about, "" if nothing."""
+        texts = []
+        at = np.array(sorted(of_instance))
+        for column, mask in self._compared.items():
+            calls = at[mask[at]]
+            values = self._last.calls[column][calls].tolist()
+            if len({*values}) > 1:
+                ranks: dict[int, list[int]] = {}
+                for value, call in zip(values, calls.tolist(), strict=True):
+                    ranks.setdefault(value, []).append(self._last.member(call).rank)
+                parts = [
+                    f"{self._text(column, value)} on rank {shorten_ranks(format_ranks(same))}"
+                    for value, same in islice(ranks.items(), MAX_SINGLE)
+                ]
+                more = f" and {len(ranks) - len(parts):,} more" if len(parts) < len(ranks) else ""
+                texts.append(f"{_NAMES[column]}: {', '.join(parts)}{more}")
+        return "; ".join(texts)
+
+    def _text(self, column: str, value: int) -> str:
+        if column in self._last.calls.categories:
+            return str(self._last.calls.categories[column][value])
+        return f"{format_count(value)} bytes" if column == "payload" else f"rank {value}"

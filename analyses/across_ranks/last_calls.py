@@ -1,0 +1,187 @@
+"""The last calls of all processes of a run, matched, and what the log says of how each process ended.
+
+Of a process whose log has only some steps, the records that it kept besides are read (`Process.kept`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from commtrace.analyses.coverage import FILE_PROBLEMS
+from commtrace.reading.labels import group_label
+from commtrace.reading.process_reader import Process
+from commtrace.reading.recorded_run import RecordedRun
+from commtrace.reading.segment_reader import BLOCK, MemorySegment, Segment, last_records
+from commtrace.reading.table_reader import integer_or_none
+from commtrace.recording.recovery import record_keys
+from commtrace.schema import DEVICE_CLOCKS, RECORD, WITHOUT_RECORD, State
+
+from .dependencies import clock_error_ns
+from .matching import MatchedCalls, match_calls
+
+MAX_RECORDS: Final = 1 << 20
+"""Records that are read, over all processes; of each at least MIN_RECORDS."""
+MIN_RECORDS: Final = 256
+
+_COLUMNS: Final = (
+    "t_begin", "t_return", "t_wait", "t_end", "payload", "peer", "tag", "state", "flags", "seq",
+    "op", "dtype", "api", "group", "site",
+)  # fmt: skip
+_NO_TIME: Final = np.iinfo(np.int64).min
+
+
+class Member:
+    """What the log says of one process. Times are wall-clock ns.
+
+    Attributes:
+        at: Positions of its calls in the matched calls.
+        has_all_records: Whether these are all calls in its log.
+        end: How it ended: "exit" (it closed its log), "runs", "died", or "unknown".
+        proves: Whether its log lacks nothing, so that a call that is not in it was not made.
+        last_call: Position of the call that began last, None without any.
+        begins: When its calls began, ascending.
+        quiet_ns: Its last event: the start, return or end of any of its calls.
+        alive_ns: When it is last known to have been alive.
+    """
+
+    def __init__(
+        self, process: Process, offset: int | None, calls: MatchedCalls, at: slice, *, damaged: bool, has_all: bool
+    ) -> None:
+        tables, stats = process.tables, process.tables.stats or {}
+        counters = {name: integer_or_none(stats.get(name)) or 0 for name in (*WITHOUT_RECORD, "hook_errors")}
+        end = tables.end or {}
+        self.rank, self.at, self.has_all_records = process.rank, at, has_all
+        self.offset, self.has_times = offset or 0, offset is not None
+        self.removed = counters.pop("removed") > 0
+        self.end = "exit" if tables.end is not None else "unknown" if not tables.salvage else "died"
+        if tables.end is None and process.seen_alive_ns > 0:
+            self.end = "runs"
+        is_over = self.end in ("runs", "died") or end.get("reason") == "exit"
+        lacks_steps = process.kept is None and (process.not_selected > 0 or process.summary is not None)
+        self.proves = is_over and not damaged and not lacks_steps and not any(counters.values()) and self.has_times
+        times = [calls[name][at].astype(np.int64) for name in ("t_begin", "t_return", "t_wait", "t_end")]
+        self.last_call = at.start + int(np.argmax(times[0])) if len(times[0]) else None
+        known = [column[column > 0] + self.offset for column in times]
+        self.begins = np.sort(known[0])
+        self.quiet_ns = max(int(column.max(initial=_NO_TIME)) for column in known)
+        moments = [stats.get("mono_ns"), end.get("mono_ns"), *(row.get("mono_ns") for row in tables.clock)]
+        seen_ns = max(process.seen_alive_ns, *(integer_or_none(moment) or 0 for moment in moments))
+        self.alive_ns = max(seen_ns + self.offset, self.quiet_ns)
+
+    def longest_pause(self, before: int) -> int:
+        """Return the longest time between two calls that began up to a moment."""
+        begins = self.begins[: np.searchsorted(self.begins, before, "right")]
+        return int(np.diff(begins).max(initial=0))
+
+    def next_begin(self, after: int) -> int | None:
+        """Return when its next call began."""
+        at = int(np.searchsorted(self.begins, after, "right"))
+        return int(self.begins[at]) if at < len(self.begins) else None
+
+
+class LastCalls:
+    """The last calls of a run, matched, and its processes. A call is given by its position in `calls`."""
+
+    def __init__(self, run: RecordedRun) -> None:
+        count = max(MIN_RECORDS, min(BLOCK, MAX_RECORDS // max(1, len(run.processes))))
+        tail = RecordedRun(replace(run.log, processes=tuple(_last(process, count) for process in run.processes)))
+        self.calls: MatchedCalls = match_calls(tail, _COLUMNS)
+        self.groups = {group_label(group): group for group in tail.labels.groups.values()}
+        unsafe = {_stem(note.path) for note in run.log.notes if note.kind in FILE_PROBLEMS}
+        bounds = np.searchsorted(self.calls["process"], np.arange(len(run.processes) + 1)).tolist()
+        offsets = tail.labels.clock_offsets
+        self.members = [
+            Member(
+                last,
+                offset,
+                self.calls,
+                slice(*at),
+                damaged=_is_damaged(last) or _stem(last.path) in unsafe,
+                has_all=process.kept is None and _records(process) == _records(last),
+            )
+            for process, last, offset, at in zip(run.processes, tail.processes, offsets, pairwise(bounds), strict=True)
+        ]
+        self.member_of_rank: dict[int, Member] = {}
+        for member in self.members:
+            # Of two processes of one rank, neither proves anything.
+            if (other := self.member_of_rank.setdefault(member.rank, member)) is not member:
+                member.proves = other.proves = False
+
+    def text(self, column: str, call: int) -> str:
+        """Return the label of a call."""
+        return str(self.calls.text(column, np.array(call)))
+
+    def member(self, call: int) -> Member:
+        """Return the process that made a call."""
+        return self.members[int(self.calls["process"][call])]
+
+    def began(self, call: int) -> int:
+        """Return when a call began, in wall-clock ns."""
+        return int(self.calls["t_begin"][call]) + self.member(call).offset
+
+    def name(self, call: int) -> str:
+        """Return the name of a call: operation, number, and group or addresses."""
+        op = self.text("op", call)
+        seq, peer, tag = (int(self.calls[name][call]) for name in ("seq", "peer", "tag"))
+        if op in ("send", "recv"):
+            other = f"rank {peer}" if peer >= 0 else "any rank"
+            return f"{op} {seq} {'to' if op == 'send' else 'from'} {other}" + (f" with tag {tag}" if tag >= 0 else "")
+        return f"{op} {seq} of group {self.text('group', call)}"
+
+    def sites(self, calls: Iterable[int]) -> str:
+        """Return the call sites of calls, the most frequent first."""
+        texts = [self.text("site", call) for call in calls]
+        return "; ".join(sorted({*texts} - {""}, key=lambda text: (-texts.count(text), text)))
+
+
+def _records(process: Process) -> int:
+    return sum(segment.count for segment in process.segments)
+
+
+def _stem(path: Path) -> Path:
+    """Return what the paths of the files of one process have in common."""
+    return path.with_name(path.name.split(".")[0].removesuffix("-kept"))
+
+
+def _is_damaged(process: Process) -> bool:
+    """Return whether records of a process, which were read, are damaged."""
+    kept = [] if process.kept is None else [process.kept]
+    return any(segment.damaged for segment in (*process.segments, *kept))
+
+
+def _last(process: Process, count: int) -> Process:
+    segments = last_records(process.segments, count)
+    if process.kept is None:
+        return replace(process, segments=segments)
+    kept = process.kept.last(count)
+    without_gaps = _without_gaps(process, segments, kept)
+    damaged = {name: 1 for segment in (kept, *segments) for name in segment.damaged}
+    return replace(process, segments=(without_gaps,), kept=replace(kept, damaged=damaged))
+
+
+def _without_gaps(process: Process, segments: Iterable[Segment], kept: Segment) -> Segment:
+    """Return all calls of a process that began after the first one kept had ended, and those that block it.
+
+    Before that, calls may be missing: of a channel, a later call than the last one known. A call without an observed
+    end may be kept long after it returned: the first one kept is one with an observed end, if any.
+    """
+    last, others = (
+        np.concatenate([np.zeros(0, RECORD), *(block for segment in source for block in segment.blocks())])
+        for source in ((kept,), segments)
+    )
+    ended = np.flatnonzero(last["state"] == State.COMPLETE)
+    first = last[ended[0] : ended[0] + 1] if len(ended) else last[:1]
+    since = max(int(first[name].max(initial=0)) for name in ("t_return", "t_wait", "t_end"))
+    if np.isin(first["clock"], DEVICE_CLOCKS).any():
+        since += clock_error_ns(process)
+    new = others[~np.isin(record_keys(others), record_keys(last))]
+    records = np.concatenate([last, new])
+    blocks = (records["state"] == State.BEGUN) | ((records["state"] == State.RETURNED) & (records["t_wait"] > 0))
+    records = records[(records["t_begin"] >= since) | blocks]
+    return MemorySegment(process.path, 0, len(records), records=records)
