@@ -15,33 +15,31 @@ recorded ends of calls, the host may continue during a transfer, and `blocked` d
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 import pandas as pd
 
 from commtrace.analyses.across_ranks.clocks import clocks_of
+from commtrace.analyses.across_ranks.dependencies import operations
+from commtrace.analyses.across_ranks.matching import Derived, MatchedCalls, match_calls
 from commtrace.analyses.call_times import exact_ends
-from commtrace.analyses.grouping import Array, concat_tables, merge_sums, positions_by_value
-from commtrace.analyses.record_blocks import RecordBlock, read_blocks
+from commtrace.analyses.fold_engine import Analysis, NamedTables, fold
+from commtrace.analyses.grouping import Array, merge_sums
+from commtrace.analyses.record_blocks import RecordBlock
 from commtrace.durations import has_own_times, wait_begin
 from commtrace.errors import LogError
 from commtrace.formatting import format_ranks
-from commtrace.reading.executors import RunPart
-from commtrace.reading.labels import RunLabels
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.schema import DEVICE_CLOCKS, Phase
 
 MAX_STEPS: Final = 200
 """Steps that are measured, the last ones: enough for any mean, and a bound for memory."""
 
-_ONE_SIDED: Final = ("put", "get", "accumulate")
 _RECORD_FIELDS: Final = (
-    "step", "micro_batch", "t_begin", "t_return", "t_start", "t_end", "payload", "seq", "peer", "tag", "clock", "batch",
+    "step", "micro_batch", "t_begin", "t_return", "t_start", "t_end", "payload", "peer", "tag", "clock", "batch",
 )  # fmt: skip
 
 
@@ -72,18 +70,18 @@ def step_times(run: RecordedRun) -> StepTimes:
     if run.simulated:
         raise LogError(f"{run.log.path}: a dry run has no times; pass a recorded run")
     run.require_events("the times of its steps")
-    spans = _step_spans(run)
-    without_calls = {process.rank for number, process in enumerate(run.processes) if number not in spans}
-    if without_calls or not spans:
+    spans = fold(run, [_SPANS])["step_spans"]
+    without_calls = {run.processes[number].rank for number in {*range(len(run.processes))} - {*spans["process"]}}
+    if without_calls or not len(spans):
         ranks = f"rank {format_ranks(without_calls)}" if without_calls else "the run"
         raise LogError(f"{run.log.path}: {ranks} recorded no calls; record at least three steps on every rank")
-    chosen, marked = _choose_steps([span.loc[run.select_steps(span.index.to_numpy())] for span in spans.values()])
+    chosen, marked = _choose_steps(spans.loc[run.select_steps(spans["step"].to_numpy())], len(run.processes))
     if not len(chosen):
         raise LogError(f"{run.log.path}: no training step completed on every rank; record at least three in a row")
     calls = timed_calls(run, chosen)
     steps = [
-        _measure_steps(calls.loc[calls["process"] == number], run.processes[number].rank, spans[number], chosen)
-        for number in sorted(calls["process"].unique().tolist())
+        _measure_steps(of_process, spans.loc[spans["process"] == number].set_index("step"), chosen)
+        for number, of_process in calls.groupby("process")
     ]
     table = pd.concat(steps, ignore_index=True)
     if not table["step_ns"].max() > 0:
@@ -93,6 +91,44 @@ def step_times(run: RecordedRun) -> StepTimes:
     on_device = bool(calls["clock"].isin(DEVICE_CLOCKS).any())
     late_known = known / total if total else 1.0
     return StepTimes(table, _messages(calls), marked, on_device, late_known)
+
+
+def _spans(block: RecordBlock) -> pd.DataFrame:
+    """Return `begin` of the first and `end` of the last call of each step, and whether it `evaluates`."""
+    used = np.flatnonzero(block["t_begin"] > 0)
+    columns = {
+        "process": block["process"],
+        "step": block["step"].astype(np.int64),
+        "begin": block["t_begin"],
+        "end": np.maximum(np.maximum(block["t_return"], block["t_end"]), block["t_begin"]),
+        "evaluates": (block["phase"] == Phase.EVALUATION).astype(np.int64),
+    }
+    return _merge_spans([pd.DataFrame({name: column[used] for name, column in columns.items()}, copy=False)])
+
+
+def _finish_spans(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
+    return {"step_spans": table}
+
+
+_merge_spans: Final = merge_sums("process", "step", begin="min", end="max", evaluates="max")
+_SPANS: Final = Analysis("step_spans", _spans, _merge_spans, _finish_spans)
+
+
+def _choose_steps(spans: pd.DataFrame, processes: int) -> tuple[Array, bool]:
+    """Return the steps to measure, and whether the log has training steps; without any, all is the step -1.
+
+    The measured steps are complete on every rank. The first step, and steps that an evaluation follows, are left out
+    if there are others.
+    """
+    training = spans.loc[spans["step"] >= 0].groupby("step")
+    if not len(training):
+        return np.array([-1]), False
+    sizes = training.size()
+    common = sizes.index[sizes == processes].to_numpy()
+    over = common[np.isin(common + 1, common)]
+    later = over[1:] if len(over) > 1 else over
+    regular = later[training["evaluates"].max().loc[later] == 0]
+    return (regular if len(regular) else later)[-MAX_STEPS:], True
 
 
 def timed_calls(run: RecordedRun, steps: Array | None = None, columns: Sequence[str] = ()) -> pd.DataFrame:
@@ -105,126 +141,70 @@ def timed_calls(run: RecordedRun, steps: Array | None = None, columns: Sequence[
 
     Returns:
         Fields of the record (times in ns of the host's clock, 0: not known), `process` (position in the log), `rank`,
-        `op`, `members` (the group), `ranks` (its size), `wire_bytes`, `columns`, and
+        `op`, `ranks` (size of the group), `wire_bytes`, `columns`, and
 
         t_wait         when the program began to wait, if it blocked
         blocked_until  end of the time in which the call blocked a thread of the program, observed on the host
         exact          whether t_end is the end of the transfer (`call_times.exact_ends`)
         last_begin     when the last rank of the call began it, on the clock of this call's host; 0: not known
     """
-    calls = _table_of_calls(run, "calls", functools.partial(_calls, steps, columns))
-    calls = calls.iloc[np.lexsort((calls["t_begin"], calls["process"]))].reset_index(drop=True)
-    waited_until = np.where(calls["t_wait"] > 0, calls["t_end"], 0)
-    return _with_last_begin(calls.assign(blocked_until=np.maximum(calls["t_return"], waited_until)), run)
+    calls = match_calls(run, [*_RECORD_FIELDS, "t_wait", "flags", "op", *columns], steps, derived=_DERIVED)
+    begin, end, waited = np.where(has_own_times(calls), calls["t_begin"], 0), calls["t_end"], wait_begin(calls)
+    at = np.lexsort((begin, calls["process"]))
+    at = at[begin[at] > 0]
+    known = {
+        "rank": np.array([process.rank for process in run.processes])[calls["process"]],
+        "t_wait": np.where(end > waited, waited, 0),
+        "blocked_until": np.maximum(calls["t_return"], np.where((waited > 0) & (end > waited), end, 0)),
+        "last_begin": _last_begins(run, calls, begin),
+        **{name: calls[name].astype(np.int64) for name in ("process", *_RECORD_FIELDS)},
+        **{name: calls[name] for name in ("ranks", "wire_bytes", "exact")},
+    }
+    labels = {name: calls.text(name, at) for name in ("op", *columns)}
+    return pd.DataFrame({**{name: column[at] for name, column in known.items()}, **labels})
 
 
-_OfBlock: TypeAlias = Callable[[RecordBlock], pd.DataFrame]
+def _group_sizes(block: RecordBlock) -> Array:
+    return block.labels.group_sizes(block["group"])
 
 
-def _table_of_calls(run: RecordedRun, name: str, function: _OfBlock) -> pd.DataFrame:
-    """Return the tables of all blocks of a run as one, computed by its executor."""
-    parts = run.executor.map(name, functools.partial(_of_part, function, run.labels), run.parts())
-    return concat_tables([*chain.from_iterable(parts)])
+def _wire_bytes(block: RecordBlock) -> Array:
+    return block.labels.wire_bytes(block)
 
 
-def _of_part(function: _OfBlock, labels: RunLabels, part: RunPart) -> list[pd.DataFrame]:
-    return [function(block) for block in read_blocks(part, labels, fields=_RECORD_FIELDS)]
+_DERIVED: Final[dict[str, Derived]] = {
+    "ranks": _group_sizes, "wire_bytes": _wire_bytes, "exact": exact_ends, "operation": operations,
+}  # fmt: skip
 
 
-def _step_spans(run: RecordedRun) -> dict[int, pd.DataFrame]:
-    """Return `_spans` of each process that has calls, by its number, indexed by `step`."""
-    table = _merge_spans([_table_of_calls(run, "steps", _spans)])
-    processes = table["process"].to_numpy()
-    return {number: table.loc[at].set_index("step") for number, at in positions_by_value(processes).items()}
+def _last_begins(run: RecordedRun, calls: MatchedCalls, begin: Array) -> Array:
+    """Return when the last rank of each call began it, on the clock of the call's host, ns, 0 where not known.
 
+    A receive waits until the send has begun; a buffered send does not wait for its receiver.
 
-_merge_spans: Final = merge_sums("process", "step", begin="min", end="max", evaluates="max")
-
-
-def _spans(block: RecordBlock) -> pd.DataFrame:
-    """Return `begin` of the first and `end` of the last call of each process and step, and whether it `evaluates`."""
-    end = np.maximum(np.maximum(block["t_return"], block["t_end"]), block["t_begin"])
-    columns = {"process": block["process"], "step": block["step"], "begin": block["t_begin"], "end": end}
-    table = pd.DataFrame({**columns, "evaluates": block["phase"] == Phase.EVALUATION}).astype(np.int64)
-    return _merge_spans([table.loc[block["t_begin"] > 0]])
-
-
-def _choose_steps(spans: Sequence[pd.DataFrame]) -> tuple[Array, bool]:
-    """Return the steps to measure, and whether the log has training steps; without any, all is the step -1.
-
-    The measured steps are complete on every rank. The first step, and steps that an evaluation follows, are left out
-    if there are others.
+    Args:
+        run: The run.
+        calls: Its calls, with the columns "operation" and "op".
+        begin: When each call began, 0 where not known.
     """
-    common: set[int] = set.intersection(*({int(step) for step in span.index if step >= 0} for span in spans))
-    over = sorted(step for step in common if step + 1 in common)
-    if over:
-        evaluated = {int(step) for span in spans for step in span.index[span["evaluates"] > 0]}
-        later = over[1:] or over
-        return np.array(([step for step in later if step not in evaluated] or later)[-MAX_STEPS:], np.int64), True
-    if any(step >= 0 for span in spans for step in span.index):
-        return np.zeros(0, np.int64), True
-    return np.array([-1], np.int64), False
+    clocks, at = clocks_of(run), calls.matched
+    hosts, instance = clocks.host_of_process[calls["process"]], calls["instance"][at]
+    aligned = clocks.to_reference(calls["process"], begin)
+    moment = begin if aligned is None else aligned
+    several = calls.smallest(hosts) < calls.largest(hosts)
+    known = calls.complete & (calls.smallest(begin) > 0)
+    known &= calls.smallest(calls["operation"]) == calls.largest(calls["operation"])
+    known &= ~several if aligned is None else True
+    last = calls.largest(np.where(calls.has_label("op", "recv"), 0, moment))[instance]
+    # Between hosts, only what is more than the error of their clocks says who was later.
+    unclear = several[instance] & (np.abs(last - moment[at]) <= 2 * clocks.half_width_ns)
+    result = np.zeros(len(calls), np.int64)
+    result[at] = np.where(known[instance], begin[at] + np.where(unclear, 0, last - moment[at]), 0)
+    return result
 
 
-def _calls(steps: Array | None, columns: Sequence[str], block: RecordBlock) -> pd.DataFrame:
-    """Return the calls of a block, without `last_begin` and `blocked_until`."""
-    labels = block.labels
-    wanted = np.ones(len(block), bool) if steps is None else np.isin(block["step"], steps)
-    used = np.flatnonzero(wanted & (block["t_begin"] > 0) & has_own_times(block))
-    waited = wait_begin(block)
-    return pd.DataFrame(
-        {
-            "process": block["process"][used],
-            "rank": block["rank"][used],
-            "op": labels.text("op", block["kind"][used]),
-            "members": labels.text("group", block["group"][used]),
-            "ranks": labels.group_sizes(block["group"][used]),
-            "wire_bytes": labels.wire_bytes(block)[used],
-            "exact": exact_ends(block)[used],
-            **{name: labels.text(name, labels.ids(name, block)[used]) for name in columns},
-            **{name: block[name][used].astype(np.int64) for name in _RECORD_FIELDS},
-            "t_wait": np.where(block["t_end"] > waited, waited, 0)[used],
-        }
-    )
-
-
-def _with_last_begin(calls: pd.DataFrame, run: RecordedRun) -> pd.DataFrame:
-    clocks = clocks_of(run)
-    hosts = clocks.host_of_process[calls["process"]]
-    common = clocks.to_reference(calls["process"].to_numpy(), calls["t_begin"].to_numpy())
-    begin = calls["t_begin"] if common is None else pd.Series(common, calls.index)
-    is_point_to_point = calls["op"].isin(["send", "recv"])
-    peer = calls["peer"].where(is_point_to_point, -1)
-    keys = pd.DataFrame(
-        {
-            "host": hosts if common is None else 0,
-            "op": calls["op"].where(~is_point_to_point, "message"),
-            "members": calls["members"],
-            "sender": calls["rank"].where(calls["op"] == "send", peer),
-            "receiver": calls["rank"].where(calls["op"] == "recv", peer),
-            "tag": calls["tag"],
-            "seq": calls["seq"],
-        }
-    )
-    call_id = keys.groupby([*keys.columns], sort=False).ngroup()
-    ranks_seen = calls.groupby(call_id)["rank"].transform("nunique")
-    last = begin.groupby(call_id).transform("max")
-    # A buffered send does not wait for its receiver; a receive waits until the send has begun.
-    send_begin = begin.where(calls["op"] == "send").groupby(call_id).transform("max")
-    # No rank waits for another in a one-sided call.
-    all_seen = (ranks_seen == calls["ranks"].where(~is_point_to_point, 2)) & ~calls["op"].isin(_ONE_SIDED)
-    last_begin = last.where(~is_point_to_point, send_begin).where(all_seen, 0)
-    known = last_begin.fillna(0).astype(np.int64)
-    if common is None or len(clocks.hosts) == 1:
-        return calls.assign(last_begin=known)
-    several = pd.Series(hosts, calls.index).groupby(call_id).transform("nunique") > 1
-    unclear = several & ((known - begin).abs() <= 2 * clocks.half_width_ns)
-    on_own_clock = (known - begin + calls["t_begin"]).where(~unclear, calls["t_begin"])
-    return calls.assign(last_begin=on_own_clock.where(known > 0, 0))
-
-
-def _measure_steps(calls: pd.DataFrame, rank: int, spans: pd.DataFrame, steps: Array) -> pd.DataFrame:
-    """Return the rows of `StepTimes.steps` of one process."""
+def _measure_steps(calls: pd.DataFrame, spans: pd.DataFrame, steps: Array) -> pd.DataFrame:
+    """Return the rows of `StepTimes.steps` of one process, from its calls in these steps and spans by step."""
     begin = spans.loc[steps, "begin"].to_numpy()
     end = spans.loc[steps + 1, "begin"].to_numpy() if steps[0] >= 0 else spans.loc[steps, "end"].to_numpy()
     known = calls.loc[calls["last_begin"] > 0]
@@ -238,7 +218,7 @@ def _measure_steps(calls: pd.DataFrame, rank: int, spans: pd.DataFrame, steps: A
     payload = calls["payload"].where(calls["op"] != "recv", 0).groupby(calls["step"]).sum()
     return pd.DataFrame(
         {
-            "rank": np.full(len(steps), rank),
+            "rank": np.full(len(steps), calls["rank"].iloc[0]),
             "step": steps,
             "step_ns": end - begin,
             "blocked_ns": covered_ns(blocked_intervals(calls), begin, end),
