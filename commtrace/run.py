@@ -123,10 +123,9 @@ class Run(RecordedRun):
         Returns:
             The table `call_differences`; without rows, if nothing differs.
         """
-        from commtrace.analyses.diff import CallCatalog, compare_calls, read_calls
+        from commtrace.analyses.diff import compare_calls, read_calls
 
-        catalog = CallCatalog()
-        return compare_calls(read_calls(self, catalog), read_calls(other, catalog)).table
+        return compare_calls(read_calls(self), read_calls(other)).table
 
 
 def open_run(directory: str | os.PathLike[str], *, recover: bool = True, executor: AnyExecutor = None) -> Run:

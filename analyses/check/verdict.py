@@ -20,7 +20,8 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.diff.run_calls import OwnCalls, is_own, sum_own_calls
+from commtrace.analyses.diff.call_keys import is_own
+from commtrace.analyses.diff.run_calls import OwnCalls, sum_own_calls
 from commtrace.analyses.fold_engine import Analysis, NamedTables
 from commtrace.analyses.grouping import Array, group_rows, number_sequences, sum_groups
 from commtrace.analyses.reconciliation import compared_steps

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .call_differences import RunDifferences, compare_calls
-from .run_calls import CallCatalog, RunCalls, read_calls
+from .run_calls import RunCalls, read_calls
 
-__all__ = ["CallCatalog", "RunCalls", "RunDifferences", "compare_calls", "read_calls"]
+__all__ = ["RunCalls", "RunDifferences", "compare_calls", "read_calls"]

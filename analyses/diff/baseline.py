@@ -31,7 +31,8 @@ from typing import Final
 from commtrace.errors import CommtraceError
 from commtrace.formatting import format_missing, format_ranks, parse_ranks
 
-from .run_calls import Call, CallKey, RankCalls, RunCalls, StepCalls, is_own
+from .call_keys import Call, CallKey, is_own
+from .run_calls import RankCalls, RunCalls, StepCalls
 
 _HEAD: Final = "commtrace-baseline 1"
 _COLUMNS: Final = "# calls operation bytes type reduction phase dimension group peer call-site"

@@ -20,7 +20,8 @@ import pandas as pd
 from commtrace.formatting import format_plural, format_ranks, merge_texts
 from commtrace.rank_ranges import select_steps
 
-from .run_calls import NO_CALLS, Call, CallKey, GroupLabel, RankCalls, RunCalls, StepCalls
+from .call_keys import Call, CallKey
+from .run_calls import NO_CALLS, GroupLabel, RankCalls, RunCalls, StepCalls
 from .settings import compare_settings
 
 COLUMNS: Final = ("kind", "ranks", "steps", *CallKey._fields, "calls_a", "calls_b", "sites_a", "sites_b")
@@ -72,7 +73,7 @@ class RunDifferences:
 
 
 def compare_calls(a: RunCalls, b: RunCalls) -> RunDifferences:
-    """Compare two runs that were read with one catalog."""
+    """Compare two runs."""
     differences = functools.cache(functools.partial(_differences, run_a=a, run_b=b))
     places: dict[_Content, list[tuple[int, int]]] = defaultdict(list)
     reasons: dict[str, list[int]] = defaultdict(list)
@@ -204,7 +205,7 @@ def _step_pairs(
 
 def _differences(a: StepCalls, b: StepCalls, run_a: RunCalls, run_b: RunCalls) -> list[_Content]:
     """Return the differences in each group; where the calls are equal, of their call sites."""
-    if a is b:
+    if a == b:
         return []
     keys_a, keys_b = _by_key(a.counts), _by_key(b.counts)
     contents = []

@@ -12,7 +12,8 @@ from commtrace.analyses.grouping import rows_of
 from commtrace.formatting import MAX_SINGLE, format_bytes, format_plural, format_ranks, shorten_ranks
 
 from .call_differences import RunDifferences, format_steps
-from .run_calls import OBJECTS, OwnCalls
+from .call_keys import OBJECTS
+from .run_calls import OwnCalls
 
 MAX_PARAGRAPHS: Final = 40
 MAX_ROWS: Final = 40

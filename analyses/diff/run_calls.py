@@ -12,7 +12,6 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import cached_property
 from hashlib import blake2b
 from operator import attrgetter
@@ -27,15 +26,12 @@ from commtrace.reading.executors import RunPart
 from commtrace.reading.labels import UNKNOWN, RunLabels
 from commtrace.reading.process_reader import Process
 from commtrace.reading.recorded_run import RecordedRun
-from commtrace.reading.table_reader import Kind, RecordedGroup, Site
+from commtrace.reading.table_reader import Kind
 from commtrace.schema import Flag
 
+from .call_keys import OBJECTS, Call, CallKey, group_shape, is_own, peer_label, site_name
 from .settings import setting_facts
 
-OBJECTS: Final = -1
-"""Payload of a call that carries pickled objects: their size is not compared, it depends on host names and the like."""
-
-_MESSAGES: Final = ("send", "recv", "sendrecv", "put", "get", "accumulate")
 _START_UP: Final = -1
 _STREAM_BITS: Final = 34  # of `RunLabels.ids("role", ...)`
 
@@ -45,37 +41,19 @@ GroupLabel: TypeAlias = tuple[str, str]
 """Role and shape of a group."""
 
 
-class CallKey(NamedTuple):
-    """What identifies a call. Missing labels are "-"."""
-
-    op: str
-    payload: int
-    dtype: str
-    reduce_op: str
-    phase: str
-    role: str
-    group: str
-    """Shape of the group: `group_shape`."""
-    peer: str
-    """Of a message "peer=+1", the distance in the group; of a collective "root=0", the root's position in it."""
-
-
-class Call(NamedTuple):
-    """A call and the function that made it, without line number: "train.py main"."""
-
-    key: CallKey
-    site: str
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class StepCalls:
-    """The calls of one step. Equal steps that were read with one `CallCatalog` are one object."""
+    """The calls of one step. Steps are equal if their calls are, in the same order and from the same functions."""
 
     counts: Mapping[Call, int]
     orders: Mapping[GroupLabel, str]
     """Digest of the order of the keys in each group. Equal digests mean equal calls."""
-    sequences: Mapping[GroupLabel, Sequence[CallKey]] = field(default_factory=dict)
+    sequences: Mapping[GroupLabel, Sequence[CallKey]] = field(default_factory=dict, compare=False)
     """The keys in their order; empty for a baseline, which has digests only."""
+
+    def __hash__(self) -> int:
+        """Return a hash that is equal for equal calls in equal order."""
+        return hash(self.digest)
 
     @cached_property
     def digest(self) -> tuple[tuple[GroupLabel, str], ...]:
@@ -139,40 +117,21 @@ class RunCalls:
         return max(steps, default=_START_UP)
 
 
-class CallCatalog:
-    """The distinct steps. Runs that are compared must be read with the same catalog."""
+class _StepNumbering:
+    """Numbers of the calls in a part of a run, and its steps, of which equal ones are mostly one object."""
 
     def __init__(self) -> None:
-        self._distinct: dict[object, StepCalls] = {}
-
-    def distinct(self, steps: Mapping[int, StepCalls]) -> dict[int, StepCalls]:
-        """Return the steps with one object for equal ones."""
-        by_id = {id(calls): calls for calls in steps.values()}
-        # Equal calls may come from their call sites in another order.
-        same = {
-            of: self._distinct.setdefault((calls.digest, frozenset(calls.counts.items())), calls)
-            for of, calls in by_id.items()
-        }
-        return {step: same[id(calls)] for step, calls in steps.items()}
-
-
-class _NumberedCalls:
-    """Numbers of the calls in a part of a run, and its steps."""
-
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self._calls: list[Call] = []
+        self._digests: list[bytes] = []
         self._numbers: dict[Call, int] = {}
-        self._hashes: list[int] = []
-        self._sequences: dict[bytes, _Sequence] = {}
-        self._steps: dict[tuple[int, ...], StepCalls] = {}
+        self._steps: dict[bytes, StepCalls] = {}
 
     def number(self, call: Call) -> int:
         """Return the number of a call."""
-        known = self._numbers.get(call)
-        if known is None:
-            known = self._numbers[call] = len(self.calls)
-            self.calls.append(call)
-            self._hashes.append(int.from_bytes(blake2b(repr(tuple(call.key)).encode(), digest_size=8).digest(), "big"))
+        known = self._numbers.setdefault(call, len(self._calls))
+        if known == len(self._calls):
+            self._calls.append(call)
+            self._digests.append(blake2b(repr(tuple(call.key)).encode(), digest_size=8).digest()[::-1])
         return known
 
     def steps(self, step: Any, stream: Any, numbers: Any) -> dict[int, StepCalls]:
@@ -181,68 +140,49 @@ class _NumberedCalls:
         Args:
             step: Step of each call, shape (n,), ascending.
             stream: Number of each call's group, shape (n,), ascending within a step.
-            numbers: Number of each call, int32 of shape (n,), in its order within the group.
+            numbers: Number of each call, shape (n,), in its order within the group.
         """
-        changes = np.flatnonzero((np.diff(step) != 0) | (np.diff(stream) != 0)) + 1
-        bounds = [0, *changes.tolist(), len(step)] if len(step) else []
-        hashes = np.array(self._hashes, np.uint64)
-        sequences: dict[int, list[_Sequence]] = defaultdict(list)
-        for begin, end in itertools.pairwise(bounds):
-            content = numbers[begin:end].tobytes()
-            known = self._sequences.get(content)
-            if known is None:
-                digest = blake2b(hashes[numbers[begin:end]].tobytes(), digest_size=6).hexdigest()
-                known = self._sequences[content] = _Sequence(len(self._sequences), numbers[begin:end], digest)
-            sequences[int(step[begin])].append(known)
-        return {number: self._step(sorted(parts, key=lambda part: part.number)) for number, parts in sequences.items()}
+        begins_step = np.diff(step, prepend=step[:1] - 1) != 0
+        begins_stream = begins_step | (np.diff(stream, prepend=-1) != 0)
+        content = numbers * 2 + begins_stream
+        bounds = [*np.flatnonzero(begins_step).tolist(), len(step)]
+        return {int(step[begin]): self._step(content[begin:end]) for begin, end in itertools.pairwise(bounds)}
 
-    def _step(self, sequences: list[_Sequence]) -> StepCalls:
-        key = tuple(sequence.number for sequence in sequences)
+    def _step(self, content: Any) -> StepCalls:
+        """Return the calls of a step: `content` is twice the number of each, 1 more for the first one of a group."""
+        key = content.tobytes()
         if key not in self._steps:
-            counts: Counter[Call] = Counter()
-            by_group: dict[GroupLabel, list[_Sequence]] = defaultdict(list)
-            for sequence in sequences:
-                numbers, repeats = np.unique(sequence.numbers, return_counts=True)
-                for number, count in zip(numbers.tolist(), repeats.tolist(), strict=True):
-                    counts[self.calls[number]] += count
-                first = self.calls[sequence.numbers[0]].key
-                by_group[first.role, first.group].append(sequence)
-            for same in by_group.values():
-                same.sort(key=lambda sequence: sequence.digest)
+            by_group: dict[GroupLabel, list[tuple[str, list[Call]]]] = defaultdict(list)
+            for numbers in np.split(content // 2, np.flatnonzero(content % 2)[1:]):
+                calls = [self._calls[number] for number in numbers.tolist()]
+                digest = blake2b(b"".join(self._digests[number] for number in numbers.tolist()), digest_size=6)
+                by_group[calls[0].key.role, calls[0].key.group].append((digest.hexdigest(), calls))
+            in_order = {group: sorted(same) for group, same in by_group.items()}
             self._steps[key] = StepCalls(
-                counts,
-                {group: "+".join(sequence.digest for sequence in same) for group, same in by_group.items()},
-                {
-                    group: [self.calls[number].key for sequence in same for number in sequence.numbers.tolist()]
-                    for group, same in by_group.items()
-                },
+                dict(Counter(call for same in in_order.values() for _, calls in same for call in calls)),
+                {group: "+".join(digest for digest, _ in same) for group, same in in_order.items()},
+                {group: [call.key for _, calls in same for call in calls] for group, same in in_order.items()},
             )
         return self._steps[key]
 
 
-class _Sequence(NamedTuple):
-    """The calls of one group in one step."""
-
-    number: int
-    numbers: Any
-    digest: str
-
-
-def read_calls(run: RecordedRun, catalog: CallCatalog, own: Sequence[str] = ()) -> RunCalls:
+def read_calls(run: RecordedRun, own: Sequence[str] = ()) -> RunCalls:
     """Read the calls of a run.
 
     Args:
         run: The run.
-        catalog: The catalog of all runs that this one is compared with.
         own: Patterns of call sites (`is_own`) whose calls are the program's own, and are left out.
     """
     run.require_events("the order of its calls")
     steps: dict[int, Mapping[int, StepCalls]] = {}
+    distinct: dict[StepCalls, StepCalls] = {}
     lines: dict[Call, set[str]] = defaultdict(set)
     own_rows: list[_OwnRow] = []
     read_part = functools.partial(_read_part, run.labels, own)
     for part in run.executor.map("calls", read_part, run.parts(whole_ranks=True)):
-        steps |= {rank: catalog.distinct(of_rank) for rank, of_rank in part.steps.items()}
+        for rank, own_steps in part.steps.items():
+            same = {step: distinct.setdefault(step, step) for step in {*own_steps.values()}}
+            steps[rank] = {number: same[step] for number, step in own_steps.items()}
         for call, of_part in part.lines.items():
             lines[call] |= of_part
         own_rows += part.own
@@ -281,12 +221,12 @@ class _PartCalls(NamedTuple):
 
 
 def _read_part(labels: RunLabels, patterns: Sequence[str], part: RunPart) -> _PartCalls:
-    numbered, reader = _NumberedCalls(), _Reader(labels, patterns)
+    numbered, reader = _StepNumbering(), _Reader(labels, patterns)
     columns = np.concatenate([reader.columns(block, numbered) for block in read_blocks(part, labels)], axis=1)
     rank, begin, step, stream, numbers = columns[:, columns[-1] >= 0]
     order = np.lexsort((begin, stream, step, rank))
     steps = {
-        int(rank[of_rank[0]]): numbered.steps(step[of_rank], stream[of_rank], numbers[of_rank].astype(np.int32))
+        int(rank[of_rank[0]]): numbered.steps(step[of_rank], stream[of_rank], numbers[of_rank])
         for of_rank in np.split(order, np.flatnonzero(np.diff(rank[order])) + 1)
         if len(of_rank)
     }
@@ -312,7 +252,7 @@ class _Reader:
         self.lines: dict[Call, set[str]] = defaultdict(set)
         self.own: list[_OwnRow] = []
 
-    def columns(self, block: RecordBlock, numbered: _NumberedCalls) -> Any:
+    def columns(self, block: RecordBlock, numbered: _StepNumbering) -> Any:
         """Return rank, t_begin, step, stream and number of the calls of a block, int64 of shape (5, n)."""
         payload = np.where(block["flags"] & Flag.OBJECT, OBJECTS, block["payload"])
         stream = self._labels.ids("role", block)
@@ -328,7 +268,7 @@ class _Reader:
         stream = stream + (block["process"] << _STREAM_BITS)
         return np.stack([block["rank"], block["t_begin"], block["step"], stream, np.array(numbers, np.int64)[groups]])
 
-    def _number(self, numbered: _NumberedCalls, row: tuple[int, ...], payload: int, count: int, size: int) -> int:
+    def _number(self, numbered: _StepNumbering, row: tuple[int, ...], payload: int, count: int, size: int) -> int:
         """Return the number of a call, -1 for one of the program's own."""
         if row not in self._described:
             self._described[row] = self._describe(*row)
@@ -346,54 +286,9 @@ class _Reader:
         """Return operation, texts of the key, call site without line number, and line of code."""
         labels = self._labels
         named = labels.kinds.get(kind, Kind(UNKNOWN, "", "", "", ""))
-        seen = _peer(named.op, peer, rank, labels.groups.get(group))
+        seen = peer_label(named.op, peer, rank, labels.groups.get(group))
         role, in_phase = labels.categories("role")[stream], labels.categories("phase")[phase]
         texts = (named.dtype, named.reduce_op.lower(), in_phase, role, self._shapes.get(group, ""), seen)
         known = labels.sites.get(site)
         name, line = ("-", "") if known is None else (site_name(known), known.label(labels.files))
         return named.op, tuple("_".join(text.split()) or "-" for text in texts), name, line
-
-
-def is_own(pattern: str, phase: str, site: str) -> bool:
-    """Return whether a pattern of the shell (`*`, `?`), or a part of a name, declares a call as the program's own.
-
-    Calls in backward never are: those of DDP have the call site of the program's `backward()`.
-    """
-    return phase != "backward" and fnmatchcase(site, f"*{pattern}*")
-
-
-def site_name(site: Site) -> str:
-    """Return a call site without line number and without folders that differ between checkouts."""
-    file = site.file.replace("\\", "/")
-    below = [file.rpartition(mark)[2] for mark in ("/site-packages/", "/dist-packages/") if mark in file]
-    return f"{(below or [file.rpartition('/')[2]])[0]} {site.function}".rstrip()
-
-
-@functools.cache
-def group_shape(ranks: tuple[int, ...]) -> str:
-    """Describe the members of a group, so that each of them knows who the others are.
-
-    "4/2" is 4 ranks with stride 2; "2/4+1": the first of them, divided by the stride, is 1 modulo the size. With its
-    own rank, a member can tell all others. Members without a constant stride are a digest of their distances.
-    """
-    if len(ranks) < 2:
-        return str(len(ranks))
-    gaps = [after - before for before, after in itertools.pairwise(ranks)]
-    if len({*gaps}) > 1 or not gaps[0]:  # of a damaged log, ranks may be equal
-        return f"{len(ranks)}#{blake2b(repr(gaps).encode(), digest_size=3).hexdigest()}"
-    stride = gaps[0]
-    offset = ranks[0] // stride % len(ranks)
-    return f"{len(ranks)}" + (f"/{stride}" if stride > 1 else "") + (f"+{offset}" if offset else "")
-
-
-def _peer(op: str, peer: int, rank: int, group: RecordedGroup | None) -> str:
-    if peer < 0:
-        return ""
-    if group is None or peer not in group.ranks or rank not in group.ranks:
-        return f"rank={peer}"
-    position = group.ranks.index(peer)
-    if op not in _MESSAGES:
-        return f"root={position}"
-    size = len(group.ranks)
-    distance = (position - group.ranks.index(rank)) % size
-    return f"peer={distance - size if distance > size // 2 else distance:+d}"

@@ -158,23 +158,23 @@ def _check_rules(run: Run, arguments: argparse.Namespace) -> int:
 
 
 def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
-    from commtrace.analyses.diff import CallCatalog, compare_calls, read_calls
+    from commtrace.analyses.diff import compare_calls, read_calls
     from commtrace.analyses.diff.baseline import read_baseline
     from commtrace.analyses.diff.diff_text import compared_lines, difference_lines, own_lines, shortened_lines
     from commtrace.reading.log_notes import print_notes
     from commtrace.run import open_run
 
-    catalog, own = CallCatalog(), [*arguments.own]
+    own = [*arguments.own]
     if arguments.baseline:
         baseline = read_baseline(arguments.baseline, own)
         own += baseline.own
         expected, source = baseline.run, f"the baseline {arguments.baseline}"
     else:
         against = open_run(arguments.against, executor=run.executor)
-        expected = read_calls(against, catalog, own)
+        expected = read_calls(against, own)
         print_notes(against.notes, per_rank=arguments.per_rank)
         source = f"the {'dry run' if against.simulated else 'run'} {arguments.against}"
-    measured = read_calls(run, catalog, own)
+    measured = read_calls(run, own)
     differences = compare_calls(expected, measured)
     status = DIFFERENT if not differences.equal else NOT_COMPARED if differences.not_compared else 0
     begins = {0: "as expected by", DIFFERENT: "differs from", NOT_COMPARED: "partly compared, as expected by"}
@@ -187,13 +187,13 @@ def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
 
 
 def _update_baseline(run: Run, arguments: argparse.Namespace) -> int:
-    from commtrace.analyses.diff import CallCatalog, read_calls
+    from commtrace.analyses.diff import read_calls
     from commtrace.analyses.diff.baseline import read_baseline, to_text
     from commtrace.output_files import atomic_write
 
     path: Path = arguments.update_baseline
     own = [*arguments.own, *(read_baseline(path).own if path.exists() else ())]
-    text = to_text(read_calls(run, CallCatalog(), own), own)
+    text = to_text(read_calls(run, own), own)
     before = path.read_text(encoding="utf-8") if path.exists() else None
     if before != text:
         with atomic_write(path, force=True) as part:

@@ -36,7 +36,7 @@ def prepare(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the differences."""
-    from commtrace.analyses.diff import CallCatalog, compare_calls, read_calls
+    from commtrace.analyses.diff import compare_calls, read_calls
     from commtrace.analyses.diff.diff_text import compared_lines, difference_lines, own_lines, shortened_lines
     from commtrace.analyses.report.document import diff_to_json
     from commtrace.reading.executors import open_executor
@@ -44,8 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     from commtrace.run import open_run
 
     with open_executor(arguments.dask) as executor:
-        catalog, runs = CallCatalog(), [open_run(path, executor=executor) for path in (arguments.a, arguments.b)]
-        a, b = (read_calls(run, catalog, arguments.own) for run in runs)
+        runs = [open_run(path, executor=executor) for path in (arguments.a, arguments.b)]
+        a, b = (read_calls(run, arguments.own) for run in runs)
     print_notes((note for run in runs for note in run.notes), per_rank=arguments.per_rank)
     differences = compare_calls(a, b)
     status = DIFFERENT if not differences.equal else NOT_COMPARED if differences.not_compared else 0

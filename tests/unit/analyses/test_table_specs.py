@@ -13,7 +13,7 @@ from networks import ideal, results
 
 from commtrace.analyses import analyse
 from commtrace.analyses.comparison import compare
-from commtrace.analyses.diff import CallCatalog, compare_calls, read_calls
+from commtrace.analyses.diff import compare_calls, read_calls
 from commtrace.analyses.fold_engine import fold
 from commtrace.analyses.network_efficiency import network_analysis
 from commtrace.analyses.report.document import comparison_to_json, report_to_json, scaling_to_json
@@ -35,8 +35,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pd.DataFrame]:
     folder = tmp_path_factory.mktemp("scaling")
     for ranks in (2, 4):
         training(folder / str(ranks), ranks=ranks)
-    catalog = CallCatalog()
-    differences = compare_calls(*(read_calls(run, catalog) for run in zeros.values()))
+    differences = compare_calls(*(read_calls(run) for run in zeros.values()))
     network = network_analysis(MeasuredNetwork("it", results([*ideal("all_reduce", 2), *ideal("all_gather", 2)])))
     return {
         **analyse(zeros["zero3"], details=True),

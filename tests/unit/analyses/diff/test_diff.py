@@ -22,9 +22,9 @@ from factory import (
     training,
 )
 
-from commtrace.analyses.diff import CallCatalog, compare_calls, read_calls
+from commtrace.analyses.diff import compare_calls, read_calls
 from commtrace.analyses.diff.call_differences import RunDifferences
-from commtrace.analyses.diff.run_calls import group_shape, site_name
+from commtrace.analyses.diff.call_keys import group_shape, site_name
 from commtrace.cli import main
 from commtrace.reading.table_reader import Site
 from commtrace.run import Run, open_run
@@ -85,8 +85,7 @@ def run_of(
 
 
 def compared(a: Run, b: Run) -> RunDifferences:
-    catalog = CallCatalog()
-    return compare_calls(read_calls(a, catalog), read_calls(b, catalog))
+    return compare_calls(read_calls(a), read_calls(b))
 
 
 def diff(tmp_path: Path, a: Rows, b: Rows, **options: Any) -> RunDifferences:

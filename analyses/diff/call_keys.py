@@ -1,0 +1,85 @@
+"""What identifies a call in a comparison, as its rank sees it: equal where ranks and runs communicate alike."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from fnmatch import fnmatchcase
+from hashlib import blake2b
+from typing import Final, NamedTuple
+
+from commtrace.reading.table_reader import RecordedGroup, Site
+
+OBJECTS: Final = -1
+"""Payload of a call that carries pickled objects: their size is not compared, it depends on host names and the like."""
+
+
+_MESSAGES: Final = ("send", "recv", "sendrecv", "put", "get", "accumulate")
+
+
+class CallKey(NamedTuple):
+    """What identifies a call. Missing labels are "-"."""
+
+    op: str
+    payload: int
+    dtype: str
+    reduce_op: str
+    phase: str
+    role: str
+    group: str
+    """Shape of the group: `group_shape`."""
+    peer: str
+    """Of a message "peer=+1", the distance in the group; of a collective "root=0", the root's position in it."""
+
+
+class Call(NamedTuple):
+    """A call and the function that made it, without line number: "train.py main"."""
+
+    key: CallKey
+    site: str
+
+
+def is_own(pattern: str, phase: str, site: str) -> bool:
+    """Return whether a pattern of the shell (`*`, `?`), or a part of a name, declares a call as the program's own.
+
+    Calls in backward never are: those of DDP have the call site of the program's `backward()`.
+    """
+    return phase != "backward" and fnmatchcase(site, f"*{pattern}*")
+
+
+def site_name(site: Site) -> str:
+    """Return a call site without line number and without folders that differ between checkouts."""
+    file = site.file.replace("\\", "/")
+    below = [file.rpartition(mark)[2] for mark in ("/site-packages/", "/dist-packages/") if mark in file]
+    return f"{(below or [file.rpartition('/')[2]])[0]} {site.function}".rstrip()
+
+
+@functools.cache
+def group_shape(ranks: tuple[int, ...]) -> str:
+    """Describe the members of a group, so that each of them knows who the others are.
+
+    "4/2" is 4 ranks with stride 2; "2/4+1": the first of them, divided by the stride, is 1 modulo the size. With its
+    own rank, a member can tell all others. Members without a constant stride are a digest of their distances.
+    """
+    if len(ranks) < 2:
+        return str(len(ranks))
+    gaps = [after - before for before, after in itertools.pairwise(ranks)]
+    if len({*gaps}) > 1 or not gaps[0]:  # of a damaged log, ranks may be equal
+        return f"{len(ranks)}#{blake2b(repr(gaps).encode(), digest_size=3).hexdigest()}"
+    stride = gaps[0]
+    offset = ranks[0] // stride % len(ranks)
+    return f"{len(ranks)}" + (f"/{stride}" if stride > 1 else "") + (f"+{offset}" if offset else "")
+
+
+def peer_label(op: str, peer: int, rank: int, group: RecordedGroup | None) -> str:
+    """Return the peer of a call as a rank sees it: `CallKey.peer`; "" without one."""
+    if peer < 0:
+        return ""
+    if group is None or peer not in group.ranks or rank not in group.ranks:
+        return f"rank={peer}"
+    position = group.ranks.index(peer)
+    if op not in _MESSAGES:
+        return f"root={position}"
+    size = len(group.ranks)
+    distance = (position - group.ranks.index(rank)) % size
+    return f"peer={distance - size if distance > size // 2 else distance:+d}"
