@@ -104,8 +104,8 @@ class _Piece(NamedTuple):
     after_jump: bool
 
     def bounds(self, at: Array) -> tuple[Array, Array]:
-        lower, upper = self.lines.lowest(at) - self.slack, self.lines.highest(at) + self.slack
-        return np.maximum(lower, -_UNBOUNDED), np.minimum(upper, _UNBOUNDED)
+        lower, upper = self.lines.bounds(at)
+        return np.maximum(lower - self.slack, -_UNBOUNDED), np.minimum(upper + self.slack, _UNBOUNDED)
 
     def bounds_at(self, time: float) -> tuple[float, float]:
         lower, upper = self.bounds(np.array([time]))

@@ -6,7 +6,8 @@ the corners of the bounds' convex hulls limit it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -43,13 +44,10 @@ class Lines:
     offset: Array
     rate: Array
 
-    def lowest(self, at: Array) -> Array:
-        """Return the lowest value of any of the lines at some times, shape (n,)."""
-        return np.asarray((self.offset + self.rate * (at[:, None] - self.center)).min(axis=1))
-
-    def highest(self, at: Array) -> Array:
-        """Return the highest value of any of the lines at some times, shape (n,)."""
-        return np.asarray((self.offset + self.rate * (at[:, None] - self.center)).max(axis=1))
+    def bounds(self, at: Array) -> tuple[Array, Array]:
+        """Return the lowest and the highest value of any of the lines at some times, both of shape (n,)."""
+        values = self.offset + self.rate * (at[:, None] - self.center)
+        return values.min(axis=1), values.max(axis=1)
 
 
 def lines_within(bounds: Bounds, slack: float = 0.0) -> Lines | None:
@@ -115,26 +113,11 @@ def find_jumps(bounds: Bounds, slack: float) -> Iterator[tuple[int, int]]:
     """
     first = 0
 
-    def ends_straight(stop: int) -> bool:
-        return _straight(bounds, first, stop, slack)
+    def is_bent(begin: int, stop: int) -> bool:
+        return lines_within(bounds.between(begin, stop), slack) is None
 
-    while not ends_straight(len(bounds)):
-        stop = _largest(first + 1, len(bounds), ends_straight)
-        yield stop - _largest(0, stop - first - 1, partial(_backwards_straight, bounds, slack, stop)) - 1, stop
+    while is_bent(first, len(bounds)):
+        stop = first + 1 + bisect_left(range(first + 2, len(bounds) + 1), True, key=partial(is_bent, first))
+        straight = bisect_left(range(stop - 1, first, -1), True, key=partial(is_bent, stop=stop + 1))
+        yield stop - straight - 1, stop
         first = stop
-
-
-def _backwards_straight(bounds: Bounds, slack: float, stop: int, more: int) -> bool:
-    return _straight(bounds, stop - more, stop + 1, slack)
-
-
-def _straight(bounds: Bounds, first: int, stop: int, slack: float) -> bool:
-    return lines_within(bounds.between(first, stop), slack) is not None
-
-
-def _largest(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """Return the largest number from `low` to `high` for which a condition holds, as it does for all smaller ones."""
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle - 1)
-    return low

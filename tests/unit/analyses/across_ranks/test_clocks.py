@@ -139,7 +139,7 @@ def test_lines_within_a_corridor_are_those_of_a_linear_programme() -> None:
             low = (value[~upper] - rates * (at[~upper] - time)).max(axis=1)
             high = (value[upper] - rates * (at[upper] - time)).min(axis=1)
             possible: npt.NDArray[np.bool_] = low <= high
-            lowest, highest = lines.lowest(np.array([time]))[0], lines.highest(np.array([time]))[0]
+            (lowest,), (highest,) = lines.bounds(np.array([time]))
             assert lowest <= low[possible].min(initial=np.inf) + 1e-6
             assert highest >= high[possible].max(initial=-np.inf) - 1e-6
             assert np.isclose(lowest, low[possible].min(initial=np.inf), atol=2)
