@@ -24,9 +24,8 @@ from commtrace.analyses.grouping import Array, group_rows
 from commtrace.analyses.record_blocks import EMPTY_BLOCK, RecordBlock, read_blocks
 from commtrace.reading.executors import RunPart
 from commtrace.reading.labels import LABEL_COLUMNS, UNKNOWN, RunLabels
-from commtrace.reading.process_reader import Process
 from commtrace.reading.recorded_run import RecordedRun
-from commtrace.reading.segment_reader import Segment, last_records
+from commtrace.reading.segment_reader import last_records
 from commtrace.reading.table_reader import RecordedGroup
 from commtrace.schema import Flag, Records
 
@@ -113,25 +112,21 @@ class MatchedCalls:
     @cached_property
     def complete(self) -> Array:
         """Whether the log has the calls of all ranks of each instance, bool, shape (instances,)."""
-        complete: Array = self.present == self.expected
-        return complete
+        return np.asarray(self.present == self.expected)
 
     def largest(self, values: Array, start: int = 0) -> Array:
         """Return the largest of the values, shape (calls,), in each instance, int64, shape (instances,)."""
-        result = np.full(len(self.channel), start, np.int64)
-        np.maximum.at(result, self["instance"][self.matched], _int64(values[self.matched]))
-        return result
+        return self._extremes(np.maximum, values, start)
 
     def smallest(self, values: Array) -> Array:
         """Return the smallest of the values, shape (calls,), in each instance, int64, shape (instances,)."""
-        result = np.full(len(self.channel), np.iinfo(np.int64).max)
-        np.minimum.at(result, self["instance"][self.matched], _int64(values[self.matched]))
+        return self._extremes(np.minimum, values, np.iinfo(np.int64).max)
+
+    def _extremes(self, extreme: np.ufunc, values: Array, start: int) -> Array:
+        result = np.full(len(self.channel), start, np.int64)
+        # Converted first: `ufunc.at` would take 15 times as long.
+        extreme.at(result, self["instance"][self.matched], values[self.matched].astype(np.int64, copy=False))
         return result
-
-
-def _int64(values: Array) -> Array:
-    """Return the values as int64: `ufunc.at` takes 15 times as long where it converts them."""
-    return values.astype(np.int64, copy=False)
 
 
 Derived: TypeAlias = Callable[[RecordBlock], Array]
@@ -163,21 +158,29 @@ def match_calls(
         The calls, process by process in the order of the log. Memory: 12 bytes a call and those of the columns.
     """
     reader = _CallReader(columns, steps, derived, part)
-    parts = run.parts(partial(_segments, last))
+    parts = run.parts(lambda process: process.segments if last is None else last_records(process.segments, last))
     dtypes = {name: column.dtype for name, column in reader.calls(EMPTY_BLOCK).columns.items()}
     records = sum(segment.count for of_part in parts for segment in of_part.segments)
     # Memory that nothing is written to is not used: rows that are not wanted cost none.
     table = {name: np.empty(records, dtype) for name, dtype in {**dtypes, "key": np.dtype(np.int64)}.items()}
-    users, stop = _ChannelUsers(), 0
+    channel_numbers: dict[tuple[int, ...], int] = {}
+    users: dict[tuple[int, ...], int] = {}
+
+    def channel_number(use: _Use) -> int:
+        """Return the number of a channel; NOT_MATCHED if another process uses it as the same rank."""
+        number = channel_numbers.setdefault(use[:_ADDRESS], len(channel_numbers))
+        return number if users.setdefault(use[:-1], use[-1]) == use[-1] else NOT_MATCHED
+
+    stop = 0
     for block in chain.from_iterable(run.executor.map("match", partial(_read_part, reader, run.labels), parts)):
         rows = slice(stop, stop := stop + len(block.use))
-        channel = np.array([*map(users.channel, block.uses), NOT_MATCHED], np.int64)[block.use]
+        channel = np.array([*map(channel_number, block.uses), NOT_MATCHED], np.int64)[block.use]
         table["key"][rows] = np.where(channel == NOT_MATCHED, NOT_MATCHED, channel << 32 | block.seq)
         for name, column in block.columns.items():
             table[name][rows] = column
     table = {name: column[:stop] for name, column in table.items()}
     labels = run.labels
-    channels = [Channel(labels.groups[group], *addresses) for group, *addresses in users.channels]
+    channels = [Channel(labels.groups[group], *addresses) for group, *addresses in channel_numbers]
     table["instance"], channel_of, seq = _instances(table.pop("key"), channels)
     categories = {
         name: (labels.categories if name in _VALUES else labels.distinct)(name) for name in reader.label_columns
@@ -185,37 +188,11 @@ def match_calls(
     return MatchedCalls(table, categories, channels, channel_of, seq)
 
 
-def _segments(last: int | None, process: Process) -> Sequence[Segment]:
-    return process.segments if last is None else last_records(process.segments, last)
-
-
-class _Use(NamedTuple):
-    """A use of a channel by a process. Its collectives have no source and no destination."""
-
-    group: int
-    """Id in the run."""
-    source: int
-    destination: int
-    tag: int
-    rank: int
-    receives: bool
-    process: int
-
-
-class _ChannelUsers:
-    """Numbers of channels, each of which one process may use as a rank."""
-
-    def __init__(self) -> None:
-        self.channels: dict[tuple[int, int, int, int], int] = {}
-        """Number of each channel, by group, source, destination and tag; the group as its id in the run."""
-        self._users: dict[tuple[int, int, bool], int] = {}
-        """Process that uses a channel as a rank: (number of the channel, rank, whether it receives)."""
-
-    def channel(self, use: _Use) -> int:
-        """Return the number of a channel; NOT_MATCHED if another process uses it as the same rank."""
-        number = self.channels.setdefault(use[:4], len(self.channels))
-        user = self._users.setdefault((number, use.rank, use.receives), use.process)
-        return number if user == use.process else NOT_MATCHED
+_Use: TypeAlias = tuple[int, ...]
+"""A use of a channel by a process: the group's id in the run, source, destination and tag (the channel; -1 for
+collectives), the process's rank, whether it receives, and the process."""
+_ADDRESS: Final = 4
+"""Numbers of a use that are the channel."""
 
 
 class _BlockCalls(NamedTuple):
@@ -287,7 +264,7 @@ def _channel_uses(block: RecordBlock) -> tuple[list[_Use], Array]:
     positions = np.full(len(first), -1, np.int32)
     positions[chosen] = np.arange(len(chosen))
     rows = zip(*(column[first[chosen]].tolist() for column in columns), strict=True)
-    return [*map(_Use._make, rows)], positions[numbers]
+    return [*rows], positions[numbers]
 
 
 def _instances(keys: Array, channels: Sequence[Channel]) -> tuple[Array, Array, Array]:
