@@ -16,10 +16,10 @@ computation is longer by the most.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Final, NamedTuple
+from functools import cached_property, partial
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -78,32 +78,6 @@ class Computation:
         return np.asarray(self.ns - (middle[0] + middle[1]) / 2)
 
 
-def _tables(run: RecordedRun) -> NamedTables:
-    paths = step_paths(run)
-    if paths is None:
-        names = ("step_time_parts", "critical_path", "stragglers", "delays")
-        return {name: pd.DataFrame(columns=TABLES[name].column_names) for name in names}
-    parts = computation(paths)
-    return {
-        "step_time_parts": step_time_parts(paths),
-        "critical_path": critical_path(run, paths),
-        "stragglers": stragglers(run, paths, parts),
-        "delays": delays(run, paths, parts),
-    }
-
-
-def _figure_tables(run: RecordedRun) -> NamedTables:
-    paths = step_paths(run)
-    name = "delay_by_rank_and_step"
-    if paths is None:
-        return {name: pd.DataFrame(columns=TABLES[name].column_names)}
-    return {name: delay_by_rank_and_step(run, paths, computation(paths))}
-
-
-ANALYSIS: Final = without_records("step_times", _tables)
-BY_RANK_AND_STEP: Final = without_records("delay_by_rank_and_step", _figure_tables)
-
-
 def computation(paths: StepPaths) -> list[Computation]:
     """Return the computation of all ranks by the phases that it lies between."""
     gaps, calls = paths.gaps, paths.calls
@@ -145,7 +119,7 @@ def _total(paths: StepPaths, parts: list[Computation]) -> Computation:
 
 def delays(run: RecordedRun, paths: StepPaths, parts: list[Computation]) -> pd.DataFrame:
     """Return the table `delays`: the significant ones, the largest first."""
-    step_ns = paths.step_ns()
+    step_ns, ranks = paths.step_ns(), [*_ranks(run, paths).values()]
     total = _total(paths, parts)
     rows = []
     for delay in _significant(total.excess, float(np.median(step_ns))):
@@ -154,7 +128,7 @@ def delays(run: RecordedRun, paths: StepPaths, parts: list[Computation]) -> pd.D
             longest = max(parts, key=lambda part: _rise(part.excess[delay.row], delay))
             rows.append(
                 {
-                    "rank": run.processes[paths.processes[delay.row]].rank,
+                    "rank": ranks[delay.row],
                     "phase": longest.phase,
                     "recurrence": "every step" if delay.every_step else _recurrence(paths.steps[delay.at]),
                     "steps": format_ranks(paths.steps[delay.at].tolist()),
@@ -200,54 +174,44 @@ def _recurrence(steps: Array) -> str:
     return f"every {distances[0]} steps" if len(distances) > 1 and (distances == distances[0]).all() else "irregular"
 
 
-def _ranks(run: RecordedRun, paths: StepPaths) -> Array:
-    return np.array([run.processes[process].rank for process in paths.processes], np.int64)
+def _ranks(run: RecordedRun, paths: StepPaths) -> dict[int, int]:
+    """Return the rank of each process of the paths, by its position in the log."""
+    return {process: run.processes[process].rank for process in paths.processes.tolist()}
 
 
 def delay_by_rank_and_step(run: RecordedRun, paths: StepPaths, parts: list[Computation]) -> pd.DataFrame:
     """Return the table `delay_by_rank_and_step`: what each rank computed longer than the others, over all phases."""
-    excess = _total(paths, parts).excess
-    ranks = _ranks(run, paths)
-    return pd.DataFrame(
-        {
-            "rank": np.repeat(ranks, len(paths.steps)),
-            "step": np.tile(paths.steps, len(ranks)),
-            "delay_ns": np.rint(excess).astype(np.int64).ravel(),
-        }
-    )
+    delay = np.rint(_total(paths, parts).excess).astype(np.int64)
+    ranks = [*_ranks(run, paths).values()]
+    steps = np.tile(paths.steps, len(ranks))
+    return pd.DataFrame({"rank": np.repeat(ranks, len(paths.steps)), "step": steps, "delay_ns": delay.ravel()})
 
 
 def stragglers(run: RecordedRun, paths: StepPaths, parts: list[Computation]) -> pd.DataFrame:
     """Return the table `stragglers`: a row per rank."""
-    waits = _waits(paths)
-    ranks = _ranks(run, paths)
-    steps, step_ns = len(paths.steps), paths.step_ns()
+    waits, ranks = _waits(paths), _ranks(run, paths)
+    all_steps_ns = float(paths.step_ns().sum())
     origins = _origins(paths, parts, waits)
-    by_owner = waits.groupby("owner").agg(caused=("ns", "sum"), last=("instance", "nunique"))
-    by_owner = by_owner.reindex(paths.processes, fill_value=0)
-    waited = waits["process"].value_counts().reindex(paths.processes, fill_value=0)
+    owners = waits.groupby("owner").agg(caused=("ns", "sum"), last=("instance", "nunique"))
+    waited = waits["process"].value_counts()
     rows = []
-    for row, (process, caused, last) in enumerate(by_owner.itertuples()):
+    for process, caused, last in owners.reindex(paths.processes, fill_value=0).itertuples():
         by_origin = origins.get(process, Counter())
-        looked_at = sum(by_origin.values())
+        looked_at = by_origin.total()
         passed = {origin: ns for origin, ns in by_origin.items() if origin >= 0 and origin != process}
         rows.append(
             {
-                "rank": int(ranks[row]),
-                "operations": int(waited[process] + last),
+                "rank": ranks[process],
+                "operations": int(waited.get(process, 0) + last),
                 "last": int(last),
-                "waiting_ns": caused / steps,
-                "waiting_share": caused / (len(ranks) * float(step_ns.sum())),
+                "waiting_ns": caused / len(paths.steps),
+                "waiting_share": caused / (len(ranks) * all_steps_ns),
                 "own_share": by_origin[process] / looked_at if looked_at else np.nan,
                 "passed_on_share": sum(passed.values()) / looked_at if looked_at else np.nan,
-                "passed_on_from": format_ranks(_rank_of(run, origin) for origin in passed),
+                "passed_on_from": format_ranks(ranks[origin] for origin in passed),
             }
         )
     return pd.DataFrame(rows, columns=TABLES["stragglers"].column_names)
-
-
-def _rank_of(run: RecordedRun, process: int) -> int:
-    return run.processes[process].rank
 
 
 def _waits(paths: StepPaths) -> pd.DataFrame:
@@ -304,3 +268,30 @@ def _origins(paths: StepPaths, parts: list[Computation], waits: pd.DataFrame) ->
         origin = origin if delay >= wait.ns / 2 else -1
         found.setdefault(int(wait.owner), Counter())[origin] += int(wait.ns)
     return found
+
+
+def _of_paths(tables: Mapping[str, _TableOfPaths], run: RecordedRun) -> NamedTables:
+    """Return tables that are made from the paths of the steps, empty ones of a run without them."""
+    paths = step_paths(run)
+    if paths is None:
+        return {name: pd.DataFrame(columns=TABLES[name].column_names) for name in tables}
+    parts = computation(paths)
+    return {name: table(run, paths, parts) for name, table in tables.items()}
+
+
+def _step_time_parts(run: RecordedRun, paths: StepPaths, parts: list[Computation]) -> pd.DataFrame:
+    return step_time_parts(paths)
+
+
+def _critical_path(run: RecordedRun, paths: StepPaths, parts: list[Computation]) -> pd.DataFrame:
+    return critical_path(run, paths)
+
+
+_TableOfPaths: TypeAlias = Callable[[RecordedRun, StepPaths, list[Computation]], pd.DataFrame]
+_TABLES: Final[Mapping[str, _TableOfPaths]] = {
+    "step_time_parts": _step_time_parts, "critical_path": _critical_path, "stragglers": stragglers, "delays": delays,
+}  # fmt: skip
+ANALYSIS: Final = without_records("step_times", partial(_of_paths, _TABLES))
+BY_RANK_AND_STEP: Final = without_records(
+    "delay_by_rank_and_step", partial(_of_paths, {"delay_by_rank_and_step": delay_by_rank_and_step})
+)
