@@ -16,7 +16,7 @@ to the host's clock, its error added.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 from weakref import WeakKeyDictionary
 
@@ -159,7 +159,6 @@ def _align(run: RecordedRun) -> Clocks:
     return _Aligner(calls, hosts, host_of_process).align()
 
 
-@dataclass(eq=False)
 class _Aligner:
     """Aligns host after host, and keeps for each operation what the aligned hosts know of its moment.
 
@@ -168,17 +167,11 @@ class _Aligner:
     target had certainly ended.
     """
 
-    calls: MatchedCalls
-    hosts: Sequence[str]
-    host_of_process: Array
-    began: Array = field(init=False)
-    ended: Array = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.began = np.full(len(self.calls.channel), _ALWAYS)
-        self.ended = np.full(len(self.calls.channel), _NEVER)
-        self._agree = agree(self.calls)
-        self._processes = positions_by_value(self.host_of_process)
+    def __init__(self, calls: MatchedCalls, hosts: Sequence[str], host_of_process: Array) -> None:
+        self.calls, self.hosts, self.host_of_process = calls, hosts, host_of_process
+        self.began, self.ended = np.full(len(calls.channel), _ALWAYS), np.full(len(calls.channel), _NEVER)
+        self._agree = agree(calls)
+        self._processes = positions_by_value(host_of_process)
 
     def align(self) -> Clocks:
         reference = self._reference()
@@ -218,11 +211,10 @@ class _Aligner:
         rows = rows[(self.calls["instance"][rows] != NOT_MATCHED) & (self.calls["arrival"][rows] > 0)]
         return np.asarray(rows[self._agree[self.calls["instance"][rows]]])
 
-    def _sources(self, rows: Array) -> Array:
-        return rows[(self.calls["depends"][rows] & SOURCE) > 0]
-
-    def _targets(self, rows: Array) -> Array:
-        return rows[((self.calls["depends"][rows] & TARGET) > 0) & (self.calls["completion"][rows] > 0)]
+    def _sources_and_targets(self, host: int) -> tuple[Array, Array]:
+        rows = self._rows(host)
+        depends, ended = self.calls["depends"][rows], self.calls["completion"][rows] > 0
+        return rows[(depends & SOURCE) > 0], rows[((depends & TARGET) > 0) & ended]
 
     def _span(self, host: int) -> tuple[int, int]:
         rows = self._rows(host)
@@ -233,8 +225,7 @@ class _Aligner:
 
     def _tell(self, host: int, clock: AlignedClock) -> None:
         """Enter what an aligned host knows of the moments of its operations, while its bounds hold."""
-        rows, instance = self._rows(host), self.calls["instance"]
-        sources, targets = self._sources(rows), self._targets(rows)
+        (sources, targets), instance = self._sources_and_targets(host), self.calls["instance"]
         for name, at, known, bound, sided in (
             ("arrival", sources, self.began, np.maximum, 0),
             ("completion", targets, self.ended, np.minimum, 1),
@@ -245,8 +236,7 @@ class _Aligner:
 
     def _known_rows(self, host: int) -> tuple[Array, Array]:
         """Return the positions of sources and targets of a host of whose operations other hosts know the moment."""
-        rows, instance = self._rows(host), self.calls["instance"]
-        sources, targets = self._sources(rows), self._targets(rows)
+        (sources, targets), instance = self._sources_and_targets(host), self.calls["instance"]
         return sources[self.ended[instance[sources]] != _NEVER], targets[self.began[instance[targets]] != _ALWAYS]
 
     def _fit(self, host: int, sources: Array, targets: Array) -> AlignedClock | None:
