@@ -83,18 +83,16 @@ def compare_calls(a: RunCalls, b: RunCalls) -> RunDifferences:
     steps: set[int] = set()
     differing: set[tuple[int, int]] = set()
     for rank in sorted({*a.ranks} & {*b.ranks}):
-        for run in (a, b):
-            if losses := run.ranks[rank].losses:
-                reasons[f"{run.name}: {losses}"].append(rank)
-            if problem := run.ranks[rank].problem:
-                reasons[f"{run.name}: {problem}"].append(rank)
-        if any(run.ranks[rank].lost_records or run.ranks[rank].problem for run in (a, b)):
+        both = [(run.name, run.ranks[rank]) for run in (a, b)]
+        for name, calls in both:
+            for reason in filter(None, (calls.losses, calls.problem)):
+                reasons[f"{name}: {reason}"].append(rank)
+        if any(calls.lost_records or calls.problem for _, calls in both):
             continue
         compared.append(rank)
-        for run in (a, b):
-            if not run.ranks[rank].ended:
-                text = "did not end in order (killed, or still running); its last step is not compared"
-                reasons[f"{run.name}: {text}"].append(rank)
+        for name in (name for name, calls in both if not calls.ended):
+            text = "did not end in order (killed, or still running); its last step is not compared"
+            reasons[f"{name}: {text}"].append(rank)
         selections = a.step_ranges, b.step_ranges
         pairs, open_steps = _step_pairs(a.ranks[rank], b.ranks[rank], a.last_step, b.last_step, selections)
         if any(selections):
@@ -109,13 +107,11 @@ def compare_calls(a: RunCalls, b: RunCalls) -> RunDifferences:
             steps.add(step)
             if of_a.digest != of_b.digest:
                 differing.add((rank, step))
-            for volume, calls in zip(volumes, (of_a, of_b), strict=True):
-                volume[0] += calls.volume[0]
-                volume[1] += calls.volume[1]
-    missing_rows = [*_missing_ranks(a, b, notes)]
-    table = pd.DataFrame([*missing_rows, *_merged(places)], columns=[*COLUMNS])
+            for volume, own in zip(volumes, (of_a, of_b), strict=True):
+                volume[0] += own.volume[0]
+                volume[1] += own.volume[1]
     return RunDifferences(
-        table,
+        pd.DataFrame([*_missing_ranks(a, b, notes), *_merged(places)], columns=[*COLUMNS]),
         compare_settings(a.facts, b.facts),
         (frozenset(compared), frozenset(steps)),
         (frozenset(rank for rank, _ in differing), frozenset(step for _, step in differing)),
