@@ -192,13 +192,13 @@ def wait_tables(run: RecordedRun) -> NamedTables:
     return {**tables, "wait_patterns": _finished("wait_patterns", "pattern", by_pattern.drop(columns="op"))}
 
 
-def sampled_waiting(run: RecordedRun) -> pd.DataFrame:
+def sampled_waiting(run: RecordedRun) -> NamedTables:
     """Return the table `waiting`: the sums over a sample of the operations, which is cheap."""
     records = sum(segment.count for process in run.processes for segment in process.segments)
     every = _no_common_period(-(-records // SAMPLED_CALLS) or 1)
     by_operation = _sums(run, ["operation"], (0, every))["operation"]
     total = by_operation.drop(columns="op").sum().to_frame().T.assign(every=every)
-    return _with_shares(total)[TABLES["waiting"].column_names]
+    return {"waiting": _with_shares(total)[TABLES["waiting"].column_names]}
 
 
 def _no_common_period(every: int) -> int:
@@ -271,9 +271,5 @@ def _with_shares(table: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def _sample(run: RecordedRun) -> NamedTables:
-    return {"waiting": sampled_waiting(run)}
-
-
 ANALYSIS: Final = without_records("waits", wait_tables)
-SAMPLE: Final = without_records("waiting", _sample)
+SAMPLE: Final = without_records("waiting", sampled_waiting)

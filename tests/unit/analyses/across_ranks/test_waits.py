@@ -107,7 +107,7 @@ def test_tables_by_every_key_have_the_same_sums(tmp_path: Path) -> None:
     by_op = tables["waits_by_operation"].set_index("op")
     assert by_op.loc["all_reduce", "busbw_gb_per_s"] == 2000 / 500
     assert by_op.loc["all_reduce", "transfer_busbw_gb_per_s"] == 2000 / 400
-    sample = sampled_waiting(run).iloc[0]
+    sample = sampled_waiting(run)["waiting"].iloc[0]
     assert (sample["every"], sample["calls"], sample["wait_ns"]) == (1, 4, 200)
 
 
