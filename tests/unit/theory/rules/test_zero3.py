@@ -16,8 +16,10 @@ import pytest
 from commtrace.analyses.reconciliation.matching import compare
 from commtrace.analyses.reconciliation.measured_calls import EqualCalls
 from commtrace.theory import NotPredictedError, predict
-from commtrace.theory.job import Job
+from commtrace.theory.job import Job, ModuleNode
 from commtrace.theory.rules.deepspeed import zero3
+from commtrace.theory.rules.deepspeed.zero3_coordinator import release_leftovers
+from commtrace.theory.rules.deepspeed.zero3_passes import backward
 
 FOLDER = Path(__file__).parents[3] / "support" / "recorded"
 RECORDED = json.loads((FOLDER / "trainer_zero3.json").read_text())
@@ -47,6 +49,13 @@ def test_the_second_embedding_reads_the_model_s_input() -> None:
     """Its parameter stays until backward has ended, so that the next forward pass need not gather it."""
     without = {name: value for name, value in RECORDED["job"].items() if name != "embeddings"}
     assert leftovers(without, RECORDED["steps"]) == [(0, "all_gather", 400_384, 1), (0, "all_gather", 416_768, -1)]
+
+
+def test_embeddings_directly_beneath_the_model_are_released_after_backward_as_well() -> None:
+    words, positions = ModuleNode(1, (0,), ()), ModuleNode(2, (1,), (), reads_input=True)
+    root = ModuleNode(0, (), (words, positions, ModuleNode(3, (2,), ())))
+    released = {module.number for call, module in backward(root, has_model_input=True) if call is release_leftovers}
+    assert released == {0, 1, 2}
 
 
 def test_fewer_modules_than_have_parameters_are_a_difference() -> None:
