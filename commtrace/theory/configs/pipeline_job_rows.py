@@ -17,7 +17,7 @@ from commtrace.theory.model_shapes import (
     model_lists,
     module_list,
 )
-from commtrace.theory.rules.deepspeed.pipeline import BLOCK, EMBEDDING
+from commtrace.theory.rules.deepspeed.pipeline_calls import BLOCK, EMBEDDING
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, rule
 
 from .deepspeed_job_row import deepspeed_row, precision_of

@@ -1,0 +1,248 @@
+"""Calls of a rank of a pipeline's stage: with its neighbours, among all stages, and within its layers.
+
+Stages pass on the hidden states and the attention mask, and get gradients of the former back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeAlias
+
+from commtrace.theory.expected_calls import ExpectedCall
+from commtrace.theory.job import Job, element_size
+from commtrace.theory.rules.megatron import sequence_parallel
+from commtrace.theory.rules.megatron import tensor_parallel as tensor
+from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, rule
+
+ROLE: Final = "pipeline"
+ACTIVATIONS: Final = "activations and their gradients"
+MASK: Final = "the attention mask, as 16-bit numbers"
+PARTS: Final = "metadata of partitioned activations"
+METADATA: Final = "metadata of the first activations"
+GATHERED: Final = "activations gathered from partitions"
+TIED: Final = "gradients of tied weights"
+LOSS: Final = "the loss, broadcast to all stages"
+
+BLOCK: Final = "ParallelTransformerLayerPipe"
+EMBEDDING: Final = "EmbeddingPipe"
+
+_META_NUMBERS: Final = 256  # TENSOR_META_SIZE
+_ENGINE: Final = "deepspeed.runtime.pipe.engine.PipelineEngine."
+
+
+@dataclass(frozen=True)
+class PipelineStage:
+    """A stage of a pipeline: its number, the number of stages, its layers' names, and its `pipeline` facts."""
+
+    number: int
+    stages: int
+    layers: tuple[str, ...]
+    facts: dict[str, Any]
+
+    @property
+    def first(self) -> bool:
+        """Whether the stage has the embedding."""
+        return self.number == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether the stage has the head and the loss."""
+        return self.number == self.stages - 1
+
+    @property
+    def blocks(self) -> int:
+        """Number of transformer layers."""
+        return self.layers.count(BLOCK)
+
+    @property
+    def neighbours(self) -> int:
+        """Number of neighbouring stages."""
+        return (not self.first) + (not self.last)
+
+
+@rule("deepspeed.runtime.engine.DeepSpeedEngine._configure_zero_optimizer (overlap_comm in a pipeline)", DEEPSPEED)
+def stage_as_model(job: Job) -> dict[str, Any]:
+    """To ZeRO the pipeline is model parallelism; returned is the row of a job whose model is this stage.
+
+    Gradients are reduced when all of them are there, whatever the configuration says.
+    """
+    stages = int(job.fact("pipeline_stages"))
+    settings = {**job.fact("zero"), "overlap_comm": False}
+    return {**job.row, "pipeline_stages": 1, "tensor_parallel_size": job.tensor * stages, "zero": settings}
+
+
+def start_calls(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
+    """Return the calls before the first step."""
+    return [*tied_broadcasts(job), *parameter_counts(job), *communicator_setup(stage)]
+
+
+def step_calls(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
+    """Return the calls of every step, except the optimizer's."""
+    passed = _neighbour_calls(stage, forward=activations(job, stage), backward=gradients(job, stage))
+    in_each = [call.times(job.micro_batches) for call in passed]
+    return [*in_each, *tied_gradients(job), *loss_calls(job, stage), *_tensor_calls(job, stage)]
+
+
+# --- among stages ---------------------------------------------------------------------------------------------------
+
+
+@rule(_ENGINE + "__init__ (Initialize pipeline communicators)", DEEPSPEED)
+def communicator_setup(stage: PipelineStage) -> list[ExpectedCall]:
+    """Each stage sends the next one a loss of zero."""
+    return _neighbour_calls(stage, forward=[(4, "pipeline communicators are set up")])
+
+
+@rule(_ENGINE + "__init__ (params_tensor)", DEEPSPEED)
+def parameter_counts(job: Job) -> list[ExpectedCall]:
+    """Parameters are counted in two 64-bit numbers: all, and those that no other stage has."""
+    return [ExpectedCall("all_reduce", 16, "parameters are counted", role=model_role(job))]
+
+
+@rule("deepspeed.runtime.pipe.topology.PipelineParallelGrid.__init__ (ds_model_proc_group)", DEEPSPEED)
+def model_role(job: Job) -> str:
+    """The group of all ranks that hold one copy of the model is that of the stages, of tensor parallelism, or both."""
+    has_stages, has_tensor = int(job.fact("pipeline_stages")) > 1, job.tensor > 1
+    both = "model" if has_tensor else ROLE
+    return both if has_stages else tensor.ROLE if has_tensor else "self"
+
+
+@rule("deepspeed.runtime.pipe.module.PipelineModule._synchronize_tied_weights", DEEPSPEED)
+def tied_broadcasts(job: Job) -> list[ExpectedCall]:
+    """Tied weights are broadcast in the type in which the model was made, before the engine casts it."""
+    return [
+        _among_tied(job, tied, ExpectedCall("broadcast", element_size(str(tied["first_dtype"])), "first tied weights"))
+        for tied in job.fact("pipeline", "tied")
+    ]
+
+
+@rule(_ENGINE + "_exec_reduce_tied_grads", DEEPSPEED)
+def tied_gradients(job: Job) -> list[ExpectedCall]:
+    """Gradients of tied weights are all_reduced once a step, in the type in which gradients are kept."""
+    kept = job.fact("grad_accum_dtype") if job.fact("optimizer") == "BF16_Optimizer" else job.parameters[0].dtype
+    call = ExpectedCall("all_reduce", element_size(str(kept)), TIED)
+    return [_among_tied(job, tied, call) for tied in job.fact("pipeline", "tied")]
+
+
+def _among_tied(job: Job, tied: dict[str, Any], call: ExpectedCall) -> ExpectedCall:
+    """Return a call whose payload is of one element, for all elements, among the stages that have the weight."""
+    elements = next(parameter.elements for parameter in job.parameters if parameter.name == tied["parameter"])
+    return replace(call, payload=call.payload * elements, role=ROLE).among(int(tied["ranks"]))
+
+
+@rule(_ENGINE + "_send_tensor_meta, _recv_tensor_meta", DEEPSPEED)
+def metadata(stage: PipelineStage) -> list[ExpectedCall]:
+    """Before the first activations, a fixed number of 32-bit numbers describes them."""
+    return _neighbour_calls(stage, forward=[(4 * _META_NUMBERS, METADATA)])
+
+
+MessageSizes: TypeAlias = list[tuple[int, str]]
+"""Payload in bytes and cause of messages in one direction."""
+
+
+def _neighbour_calls(
+    stage: PipelineStage, *, forward: MessageSizes, backward: MessageSizes | None = None
+) -> list[ExpectedCall]:
+    """Return sends and receives of a stage: forward to the next and from the previous one, backward the reverse."""
+    directions = (
+        ("send", not stage.last, forward),
+        ("recv", not stage.first, forward),
+        ("send", not stage.first, backward or []),
+        ("recv", not stage.last, backward or []),
+    )
+    return [
+        ExpectedCall(op, payload, cause, role=ROLE)
+        for op, has_neighbour, messages in directions
+        if has_neighbour
+        for payload, cause in messages
+    ]
+
+
+@rule(_ENGINE + "_exec_send_activations, _exec_recv_activations", DEEPSPEED)
+def activations(job: Job, stage: PipelineStage) -> MessageSizes:
+    """Hidden states travel as their gradients do; then the mask, which has none."""
+    return [*gradients(job, stage), (mask_bytes(job), MASK)]
+
+
+@rule(_ENGINE + "_exec_send_grads, _exec_recv_grads", DEEPSPEED)
+def gradients(job: Job, stage: PipelineStage) -> MessageSizes:
+    """Gradients of the hidden states travel whole, or as this rank's part with its metadata."""
+    payload = hidden_bytes(job)
+    if not sends_partitions(job, stage):
+        return [(payload, ACTIVATIONS)]
+    return [(layout_bytes(job), PARTS), (payload // job.tensor, ACTIVATIONS)]
+
+
+@rule(_ENGINE + "__init__ (is_pipe_partitioned)", DEEPSPEED)
+def sends_partitions(job: Job, stage: PipelineStage) -> bool:
+    """Tensor-parallel ranks, which all have the same activations, send a part each (pipe_partitioned)."""
+    return job.tensor > 1 and bool(stage.facts["pipe_partitioned"])
+
+
+@rule("megatron.model.gpt2_model.GPT2ModelPipe.init_specs (what passes between the layers)", GPT_NEOX)
+def hidden_bytes(job: Job) -> int:
+    """Between layers pass b s h numbers of the parameters' type; returned are their bytes."""
+    return tensor.activation_elements(job) * job.parameter_size
+
+
+@rule(_ENGINE + "_exec_send_activations (has_attention_mask)", DEEPSPEED)
+def mask_bytes(job: Job) -> int:
+    """The mask is s by s bools for all sequences, sent as 16-bit numbers in every precision; returned are its bytes."""
+    return 2 * int(job.model("seq_length")) ** 2
+
+
+@rule("deepspeed.runtime.utils.PartitionedTensor.to_meta", DEEPSPEED)
+def layout_bytes(job: Job) -> int:
+    """Metadata of a part are 64-bit numbers; returned are their bytes.
+
+    Three dimensions and their number, the number of parts and which this is, the begin of each and the end of the last.
+    """
+    return 8 * (1 + 3 + 2 + job.tensor + 1)
+
+
+@rule(_ENGINE + "_aggregate_total_loss", DEEPSPEED)
+def loss_calls(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
+    """The last stages average the loss; two 32-bit numbers, of these micro-batches and of all, go to the others."""
+    averaged = [ExpectedCall("all_reduce", 4, "the loss, averaged")] if stage.last and job.ranks > 1 else []
+    return [*averaged, *([ExpectedCall("broadcast", 8, LOSS, role=ROLE)] if stage.stages > 1 else [])]
+
+
+# --- among tensor-parallel ranks ------------------------------------------------------------------------------------
+
+
+def _tensor_calls(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
+    """Return what passes within the stage's layers in a step, and what its neighbours sent in parts."""
+    if job.tensor == 1:
+        return []
+    if job.model("sequence_parallel", False):
+        return sequence_parallel.activation_calls(job)
+    layer_sums = tensor.forward_sums(job, stage.blocks) + tensor.backward_sums(stage.blocks)
+    sums = layer_sums + recomputed_sums(job, stage) + tensor.edge_sums(stage.first, stage.last)
+    calls = [
+        ExpectedCall("all_reduce", tensor.activation_bytes(job), tensor.ACTIVATIONS, sums, role=tensor.ROLE),
+        *(tensor.loss_sums(job) if stage.last else ()),
+        *tensor.segment_gathers(job, len(recomputed_segments(stage))),
+        *partition_gathers(job, stage),
+    ]
+    return [call.times(job.micro_batches) for call in calls]
+
+
+@rule("deepspeed.runtime.pipe.module.PipelineModule.forward, _is_checkpointable", DEEPSPEED)
+def recomputed_sums(job: Job, stage: PipelineStage) -> int:
+    """Segments of transformer layers only are recomputed, and repeat their sums.
+
+    Segments are counted from the stage's first layer. DeepSpeed's own non-reentrant recomputation does not stop early.
+    """
+    return tensor.forward_sums(job, sum(recomputed_segments(stage)))
+
+
+def recomputed_segments(stage: PipelineStage) -> list[int]:
+    """Return the number of layers in each segment of the stage that is recomputed."""
+    interval = int(stage.facts["activation_checkpoint_interval"])
+    return tensor.layer_segments([layer == BLOCK for layer in stage.layers], interval) if interval else []
+
+
+@rule(_ENGINE + "_exec_forward_pass, _exec_backward_pass; deepspeed.runtime.utils.PartitionedTensor.full", DEEPSPEED)
+def partition_gathers(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
+    """Received activations and gradients are gathered from their parts; so is, for backward, the stage's own output."""
+    calls = (stage.neighbours + (not stage.last)) * sends_partitions(job, stage)
+    return [ExpectedCall("all_gather", hidden_bytes(job), GATHERED, calls, role=tensor.ROLE)] if calls else []
