@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 ELEMENT_BYTES: Final = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
     "bool": 1, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 """Bytes of an element, by torch's name of its type."""
+
+Item = TypeVar("Item")
 
 
 class NotPredictedError(Exception):
@@ -222,6 +224,14 @@ class Job:
     def root(self) -> ModuleNode:
         """The model as a tree of the modules that run."""
         return _tree(self.fact("modules"), frozenset(self.row.get("embeddings", ())))
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Hashable]) -> list[list[Item]]:
+    """Return the items of each key together, in the order in which keys come first."""
+    groups: dict[Hashable, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return [*groups.values()]
 
 
 def element_size(dtype: str) -> int:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from math import ceil, prod
 from typing import Any, Final
 
 from commtrace.theory.job import NotPredictedError, refuse
 from commtrace.theory.model_shapes import ModelLists, ModuleSpec, model_lists
 from commtrace.theory.rules.deepspeed.zero3 import NOT_PREDICTED
+from commtrace.theory.rules.gradients import buckets_reaching_limit, buckets_within_limit
 from commtrace.theory.rules.registry import DEEPSPEED, rule
 
 from .rank_layout import ELEMENT_TYPES, RankLayout
@@ -150,15 +152,8 @@ def sub_groups(lists: ModelLists, group: Sequence[int], zero: Mapping[str, Any],
     """ZeRO-3 splits a group of the optimizer where a rank's parts of it reach sub_group_size elements."""
     if int(zero["stage"]) < 3:
         return [[*group]]
-    parts: list[list[int]] = [[]]
-    held = 0
-    for number in group:
-        if held >= int(zero["sub_group_size"]):
-            parts.append([])
-            held = 0
-        parts[-1].append(number)
-        held += ceil(_elements(lists, number) / ranks)
-    return parts
+    numbers, held = iter(group), (ceil(_elements(lists, number) / ranks) for number in group)
+    return [[*islice(numbers, len(part))] for part in buckets_reaching_limit(held, [int(zero["sub_group_size"])])]
 
 
 def _elements(lists: ModelLists, number: int) -> int:
@@ -171,17 +166,12 @@ _EXPERT_ELEMENTS: Final = 178_956_971  # max_group_size: not a setting of GPT-Ne
 @rule("deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer", DEEPSPEED)
 def split_expert_groups(lists: ModelLists, groups: Sequence[list[int]]) -> list[list[int]]:
     """Experts are groups of their own, behind the others, each up to max_group_size elements."""
-    others = [[number for number in group if "expert" not in lists.parameters[number]] for group in groups]
-    experts: list[list[int]] = []
+    split = [[number for number in group if "expert" not in lists.parameters[number]] for group in groups]
     for group in groups:
-        held = _EXPERT_ELEMENTS + 1
-        for number in (number for number in group if "expert" in lists.parameters[number]):
-            if held + _elements(lists, number) > _EXPERT_ELEMENTS:
-                experts.append([])
-                held = 0
-            experts[-1].append(number)
-            held += _elements(lists, number)
-    return [*others, *experts]
+        experts = [number for number in group if "expert" in lists.parameters[number]]
+        buckets = buckets_within_limit((_elements(lists, number) for number in experts), _EXPERT_ELEMENTS)
+        split += [[experts[position] for position in bucket] for bucket in buckets]
+    return split
 
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine.communication_data_type (from the configuration)", DEEPSPEED)

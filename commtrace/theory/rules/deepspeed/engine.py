@@ -11,7 +11,7 @@ from typing import Final
 
 from commtrace.theory.closed_forms import all_gather_volume, data_parallel
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
-from commtrace.theory.job import Job, ModelTensor, element_size, refuse
+from commtrace.theory.job import Job, ModelTensor, element_size, grouped, refuse
 from commtrace.theory.rules.gradients import buckets_exceeding_limit
 from commtrace.theory.rules.registry import DEEPSPEED, rule
 from commtrace.theory.waterfall import cause_bars, level_bars
@@ -106,12 +106,9 @@ def fallback_gradients(job: Job) -> list[ExpectedCall]:
     Those of experts are apart, among the ranks that have them.
     """
     size = element_size(communication_type(job))
-    types: dict[tuple[str, bool], list[ModelTensor]] = {}
-    for parameter in job.trainable:
-        types.setdefault((parameter.dtype, parameter.expert), []).append(parameter)
     return [
         among_copies(job, parameters[0], ExpectedCall("all_reduce", elements * size, GRADIENTS))
-        for parameters in types.values()
+        for parameters in grouped(job.trainable, lambda parameter: (parameter.dtype, parameter.expert))
         for elements in buckets_exceeding_limit((parameter.elements for parameter in parameters), FALLBACK_BUCKET)
     ]
 

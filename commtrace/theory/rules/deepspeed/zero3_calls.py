@@ -8,7 +8,7 @@ from math import ceil
 from typing import Final
 
 from commtrace.theory.expected_calls import ExpectedCall
-from commtrace.theory.job import Job, ModelTensor, element_size
+from commtrace.theory.job import Job, ModelTensor, element_size, grouped
 from commtrace.theory.rules import gradients
 from commtrace.theory.rules.registry import DEEPSPEED, rule
 
@@ -82,8 +82,12 @@ def persistent(job: Job) -> frozenset[int]:
 def gathers(job: Job, sets: Iterable[tuple[int, ...]], cause: str) -> list[ExpectedCall]:
     """A set of parameters is one call for each element type, or one for each parameter (allgather_sequential)."""
     calls = []
-    ranks = job.ranks if hpz_ranks(job) else None
-    for numbers in (numbers for together in sets for numbers in _gathered_together(job, together)):
+    ranks, is_sequential = job.ranks if hpz_ranks(job) else None, job.zero("allgather_sequential")
+
+    def call_of(number: int) -> int | str:
+        return number if is_sequential else job.parameters[number].dtype
+
+    for numbers in (numbers for together in sets for numbers in grouped(together, call_of)):
         elements = sum(padded_elements(job, job.parameters[number]) for number in numbers)
         most = None if cause == PERSISTENT else len(numbers)
         payload = elements * job.parameters[numbers[0]].size
@@ -102,15 +106,6 @@ def hpz_ranks(job: Job) -> int:
     """zero_hpz_partition_size ranks share a secondary partition of all parameters; 0: there is none."""
     size = int(job.zero("zero_hpz_partition_size"))
     return min(size, job.ranks) if size > 1 else 0
-
-
-def _gathered_together(job: Job, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
-    if job.zero("allgather_sequential"):
-        return [(number,) for number in numbers]
-    types: dict[str, list[int]] = {}
-    for number in numbers:
-        types.setdefault(job.parameters[number].dtype, []).append(number)
-    return [tuple(part) for part in types.values()]
 
 
 @rule("deepspeed.runtime.zero.utils.assert_lst_len_same_as_other_ranks, get_lst_from_rank0", DEEPSPEED)

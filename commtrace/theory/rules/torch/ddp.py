@@ -12,7 +12,7 @@ from typing import Final
 
 from commtrace.theory.closed_forms import data_parallel
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
-from commtrace.theory.job import Job, ModelTensor, refuse
+from commtrace.theory.job import Job, ModelTensor, grouped, refuse
 from commtrace.theory.rules.gradients import backward_order, buckets_reaching_limit, max_buckets_reaching_limit
 from commtrace.theory.rules.registry import TORCH, rule
 from commtrace.theory.waterfall import cause_bars, level_bars
@@ -156,7 +156,4 @@ def _trained(job: Job) -> list[ModelTensor]:
 
 def _by_type(tensors: Iterable[ModelTensor]) -> list[list[int]]:
     """Return the bytes of each tensor, those of one element type together."""
-    types: dict[str, list[int]] = {}
-    for tensor in tensors:
-        types.setdefault(tensor.dtype, []).append(tensor.bytes)
-    return list(types.values())
+    return [[tensor.bytes for tensor in group] for group in grouped(tensors, lambda tensor: tensor.dtype)]
