@@ -61,13 +61,15 @@ class PipelineStage:
 
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._configure_zero_optimizer (overlap_comm in a pipeline)", DEEPSPEED)
-def stage_as_model(job: Job) -> dict[str, Any]:
-    """To ZeRO the pipeline is model parallelism; returned is the row of a job whose model is this stage.
+def overlap_comm() -> bool:
+    """In a pipeline gradients are reduced when all of them are there, whatever the configuration says."""
+    return False
 
-    Gradients are reduced when all of them are there, whatever the configuration says.
-    """
+
+def stage_as_model(job: Job) -> dict[str, Any]:
+    """Return the row of a job whose model is this stage: to ZeRO the pipeline is model parallelism."""
     stages = int(job.fact("pipeline_stages"))
-    settings = {**job.fact("zero"), "overlap_comm": False}
+    settings = {**job.fact("zero"), "overlap_comm": overlap_comm()}
     return {**job.row, "pipeline_stages": 1, "tensor_parallel_size": job.tensor * stages, "zero": settings}
 
 
