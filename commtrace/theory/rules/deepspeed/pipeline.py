@@ -2,9 +2,7 @@
 
 Among ranks with the same part of the model, the rules are those of `engine` and `zero12`, for the stage's parameters;
 among tensor-parallel ranks those of `tensor_parallel`, for the stage's layers; among stages those of `pipeline_calls`.
-A job row is of one stage, and so is the prediction.
-
-Assumptions, which no job row contains: every micro-batch has the configured size and length. Evaluation is not
+A job row is of one stage, and so is the prediction. Assumptions are those of `tensor_parallel`. Evaluation is not
 counted.
 """
 

@@ -3,9 +3,7 @@
 Each sum of activations becomes a reduce_scatter and an all_gather of the same b s h elements, of the same bytes: in
 front of attention and MLP the parts of the sequence are gathered, behind them sums are scattered, and backward the
 other way round. Ranks also add up the gradients of parameters that see a part of the sequence each, of h elements each,
-and make the calls of tensor parallelism in the loss and the optimizer.
-
-Assumed, as for tensor parallelism: every micro-batch has the configured size and length.
+and make the calls of tensor parallelism in the loss and the optimizer. Assumptions are those of `tensor_parallel`.
 """
 
 from __future__ import annotations
