@@ -74,14 +74,16 @@ class LogDirectory:
 
     def __init__(self, path: Path, *, recover: bool) -> None:
         self.path = Path(os.path.abspath(path.expanduser()))
+        # Before the files are looked at: a record that leaves the memory from now on is in them. And before recovery: a
+        # process that ends in between is recovered, and its ring removed.
+        living = copy_living_rings(self.path)
         texts = recover_records(self.path) if recover else ()
+        self._living = {tables: copy for tables, copy in living.items() if copy.path.exists()}
         self.recovered = [Note("salvage", self.path, text, "") for text in texts]
         self.notes: list[Note] = []
         self.folders = [*_find_runs(self.path, self.notes)]
         if not self.folders:
             raise LogError(_describe_no_log(self.path, self.notes))
-        # Before the files are looked at: a record that leaves the memory from now on is in them.
-        self._living = copy_living_rings(self.path)
 
     def read(self, folder: RunFolder | PackedRun) -> tuple[str, list[Process], list[Note]]:
         """Return the newest run that has files in a folder, the processes of all runs in it, and notes on the files."""

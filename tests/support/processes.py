@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,21 +92,31 @@ def python(code: str, *, limit: float = LIMIT_SECONDS, cwd: Path | None = None, 
     return run([sys.executable, "-c", code], limit=limit, cwd=cwd, **variables)
 
 
-def members(session: int) -> list[int]:
-    """Processes of a session that have not ended: launchers of MPI give ranks process groups of their own."""
-    found = []
+def members(session: int, known: Iterable[int] = ()) -> set[int]:
+    """Processes of a session, known ones, and their descendants, as far as they have not ended.
+
+    Launchers of MPI give ranks sessions of their own.
+    """
+    parents: dict[int, int] = {}
+    found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            state, _, _, its_session, *fields = stat.read_text().rpartition(")")[2].split()
+            state, parent, _, its_session, *fields = stat.read_text().rpartition(")")[2].split()
             threads = int(fields[13])  # a zombie's other threads may still be there, and hold its files
-            if int(its_session) == session and (state != "Z" or threads > 1):
-                found.append(int(stat.parent.name))
+            if state != "Z" or threads > 1:
+                number = int(stat.parent.name)
+                parents[number] = int(parent)
+                if int(its_session) == session or number in known:
+                    found.add(number)
+    while more := {number for number, parent in parents.items() if parent in found} - found:
+        found |= more
     return found
 
 
 def kill_group(session: int) -> None:
     """Kill what is left of a session of ours. They are stopped first: none sees that another is gone."""
-    while left := members(session):
+    left: set[int] = set()
+    while left := members(session, left):
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for process in left:
                 with contextlib.suppress(OSError):

@@ -15,6 +15,7 @@ from factory import training
 from packed_logs import assert_equal, pack
 
 import commtrace
+import commtrace.reading.log as log_directory
 import commtrace.reading.pack
 from commtrace import identity
 from commtrace.errors import LogError
@@ -296,6 +297,36 @@ def test_a_log_of_a_living_process_is_not_packed(log: Path) -> None:
         os.write(go_on[1], b"x")
         assert processes.wait_pid(pid) == 0
     assert [path.name for path in log.parent.iterdir()] == ["log"]
+
+
+@pytest.mark.parametrize("first", ["killed", "recovered"])
+def test_a_process_that_is_killed_while_its_log_is_opened(
+    first: str, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory is copied, or recovered, and nothing is counted twice."""
+    ready = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        recorder = processes.recorder(log, drain_ms=5)
+        processes.wait_for(lambda: [*log.rglob("*.jsonl")])
+        for number in range(10):
+            processes.call(recorder, number)
+        os.write(ready[1], b"x")
+        signal.pause()
+    os.read(ready[0], 1)
+
+    def kill(*arguments: object, **named: object) -> list[str]:
+        if first == "recovered":
+            assert recovery.recover_records(log) == [], "it lives"
+        os.kill(pid, signal.SIGKILL)
+        processes.wait_pid(pid)
+        return recovery.recover_records(log) if first == "killed" else []
+
+    monkeypatch.setattr(log_directory, "recover_records", kill)
+    events = commtrace.open(log).events()
+    assert events["seq"].sort_values().tolist() == list(range(10))
+    assert set(events["state"]) == {"begun"}
+    assert len(processes.rings(log)) == (first == "recovered")
 
 
 def test_opening_a_log_without_recovering_writes_nothing(log: Path) -> None:
