@@ -120,7 +120,7 @@ EXPECTED = {
     "call_cost": COMMTRACE | {"CommDebugMode", "torch.profiler"},
     "mpi_cost": COMMTRACE | {f"commtrace, native, {words} call sites" for words in ("with", "without")},
     "step_time": COMMTRACE | {"CommDebugMode", "torch.profiler"},
-    "native_step": {"commtrace, native, with call sites", "commtrace, native, with call sites: its thread"},
+    "native_step": {"commtrace, native, with call sites", "commtrace, native, with call sites: drain thread"},
     "own_cost": {f"{name}: {what}" for name in COMMTRACE for what in ("mean", "99th percentile")},
     "log_size": {"commtrace, 100 calls", "commtrace, 1,000 calls", "torch.profiler's trace.json, 100 calls"}
     | {f"tables of a rank, {which} ranks" for which in ("fewest", "most")},

@@ -212,7 +212,7 @@ def test_what_was_recorded_before_a_rank_failed_is_not_lost(tmp_path: Path) -> N
     assert "RuntimeError: the third rank does not like it" in result.err
     assert "line 39" in result.err
     assert "line 0\n" not in result.err
-    kept = Path(result.err.strip().rpartition("all that it wrote is in ")[2])
+    kept = Path(result.err.strip().rpartition("the whole output is in ")[2])
     assert kept.read_text().startswith("line 0\nline 1\n")
     kept.unlink()
     assert open_run(tmp_path / "log").events()["rank"].unique().tolist() == [0]
