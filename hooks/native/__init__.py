@@ -8,14 +8,14 @@ still numbers the rows of tables (`rows`) and keeps progress, jobs and roles; C+
     mpi_recorder, mpi.cpp       the compiled wrappers of mpi4py's methods, a library of their own without torch
 
     module.cpp     the functions that Python calls
-    recording_kernels.*  the kernels, and ends of calls by futures
-    waits.*        waits and coalesced calls that Python makes
+    recording_kernels.h  the kernels, and ends of calls by futures
+    waits.h        waits and coalesced calls that Python makes
     recording.h    one recording: groups, kinds, counters
     plan.h         the arguments of an operator, and its payload
     callsites.h    call sites; frames.* read a thread's frames without the GIL
     works.h        the calls that a wait ends
-    device.*       times of calls on a device (docs/how-to/device-times.md): events, and when they are read
-    device_events.*  a device: streams, capture, events
+    device.h       times of calls on a device (docs/explanation/device-times.md): events, and when they are read
+    device_events.h  a device: streams, capture, events
     device_clock.h   conversion of its times to the host's clock
     slots.h        the records of a ring, and exclusive access to them
     progress.h     step, micro-batch and phase, shared with Python

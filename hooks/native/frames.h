@@ -13,12 +13,6 @@ enum Seen : uint8_t {
   kWrapper = 1, kObject = 2, kForward = 4, kOptimizer = 8, kHandle = 16, kBlocking = 32, kShared = 128
 };
 
-// The row of a call site, and the properties of the frames that were walked.
-struct CallSite {
-  uint32_t site = 0;
-  uint8_t seen = 0;
-};
-
 // One frame. `where` identifies the instruction that it executes among all code that exists.
 struct Frame {
   void* frame = nullptr;

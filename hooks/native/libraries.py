@@ -199,9 +199,9 @@ def _torch_flags() -> Flags:
 
 TORCH: Final = Library(
     "commtrace_native",
-    ("torch.cpp", "frames.cpp"),
+    ("module.cpp", "frames.cpp"),
     [path.name for pattern in ("*.h", "*.cpp") for path in _FOLDER.glob(pattern)],
     _torch_versions,
     _torch_flags,
 )
-MPI: Final = Library("commtrace_mpi", ("mpi.cpp", "frames.cpp"), ("frames.h", "progress.h", "slots.h"))
+MPI: Final = Library("commtrace_mpi", ("mpi.cpp", "frames.cpp"), ("callsites.h", "frames.h", "progress.h", "slots.h"))

@@ -1,12 +1,11 @@
-// The Python module: recordings, kernels, waits.
+// The native recorder of torch.distributed as a Python module: recordings, kernels, waits. All of it is one translation
+// unit: reading torch's headers takes most of a build, and several units took three times as long.
 #include <pthread.h>
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
 
-#include "recording_kernels.h"
-#include "recording.h"
 #include "waits.h"
 
 namespace commtrace {
@@ -67,8 +66,8 @@ py::tuple close_recording(Recording& recording, bool off) {
 // Makes the recording available for another ring, when its log is complete.
 void recycle(Recording& recording) { closed_recordings->push_back(&recording); }
 
-uint32_t take_slot(Recording& recording) {
-  const uint32_t slot = recording.slots.gone() ? Slots::kEmpty : recording.slots.take();
+uint32_t take_slot(Slots& slots) {
+  const uint32_t slot = slots.gone() ? Slots::kEmpty : slots.take();
   if (slot == Slots::kEmpty) throw py::index_error("no free slot");
   return slot;
 }
@@ -146,10 +145,18 @@ Plan plan_of(const py::handle& op, int number) {
   return plan;
 }
 
+// Installs kernels for these operators of c10d and of _c10d_functional.
 void install_kernels(const py::sequence& operators, const std::vector<std::string>& functional) {
-  std::vector<Plan> plans;
-  for (const py::handle op : operators) plans.push_back(plan_of(op, static_cast<int>(plans.size())));
-  install(plans, functional);
+  int number = 0;
+  for (const py::handle op : operators) {
+    const auto* plan = new Plan(plan_of(op, number++));  // as long as the kernel, which stays
+    add_kernel("c10d", plan->name, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<CallKernel>(*plan)));
+  }
+  for (const std::string& name : functional)
+    add_kernel("_c10d_functional", name,
+               name == "wait_tensor" || name == "wait_tensors"
+                   ? torch::CppFunction::makeFromBoxedFunction<&wait_kernel>()
+                   : torch::CppFunction::makeFromBoxedFunction<&functional_kernel>());
 }
 
 }  // namespace commtrace
@@ -157,21 +164,25 @@ void install_kernels(const py::sequence& operators, const std::vector<std::strin
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace commtrace;
   pthread_atfork(nullptr, nullptr, &forked_in_child);
+  // The free slots, with the methods of a deque that the Python recorder uses.
+  py::class_<Slots, std::unique_ptr<Slots, py::nodelete>>(m, "FreeSlots")
+      .def("popleft", &take_slot)
+      .def("append", &Slots::give)
+      .def("clear", &Slots::forked)
+      .def("__len__", &Slots::free);
   py::class_<Recording, std::unique_ptr<Recording, py::nodelete>>(m, "Recording")
-      .def_property_readonly("free", [](const Recording& recording) { return recording.slots.free(); })
+      .def_readonly("free", &Recording::slots)
       .def("start", &start)
       .def("wait", &Recording::wait, py::call_guard<py::gil_scoped_release>())
       .def("wake", &Recording::wake)
-      .def("take", &take_slot)
-      .def("give", [](Recording& recording, uint32_t slot) { recording.slots.give(slot); })
       .def("drop", [](Recording& recording, uint64_t calls) { return recording.slots.drop(calls); })
       .def("finished", &finished_slots)
       .def("records", &records)
       .def("release", &release)
       .def("close", &close_recording)
       .def("recycle", &recycle)
-      .def("forked", [](Recording& recording) { recording.slots.forked(); })
       .def("tally", &take_tally)
+      .def("forget_sites", [](Recording& recording) { recording.callsites.forget(); })
       .def("resolve", [](Recording& recording) { recording.devices.resolve(); }, py::call_guard<py::gil_scoped_release>())
       .def("next_seq", &next_seq)
       .def("batch_begins", &batch_begins)

@@ -11,8 +11,9 @@
 #include <cstdint>
 #include <cstring>
 #include <utility>
+#include <vector>
 
-#include "frames.h"
+#include "callsites.h"
 #include "progress.h"
 #include "slots.h"
 
@@ -37,9 +38,7 @@ class Ref {
 
 // ---- state of one recording -------------------------------------------------------------------------------------------
 
-constexpr int kMostTypes = 128;
 constexpr int kMostGroups = 64;  // a power of two
-constexpr int kMostSites = 1024;  // 2^10: see site_at
 constexpr int kMostCounters = 16;
 
 struct Type {
@@ -66,12 +65,6 @@ struct Group {
   int next_counter = 0;
 };
 
-struct Site {
-  uint64_t where = 0;
-  uint8_t kind = 0;
-  uint32_t site = UINT32_MAX;  // not looked up yet
-};
-
 // The running recording. Set by go() and cleared by stop().
 struct Current {
   PyObject* rows = nullptr;  // hooks.native.mpi_recorder.MpiRows; null: not recording
@@ -84,13 +77,12 @@ struct Current {
   uint64_t lookups = 0;  // answers of Python that are remembered: a call during which it grows is a first call
   uint64_t log = 0;      // identifies this recording
   std::array<Group, kMostGroups> groups{};
-  std::array<Site, kMostSites> known{};
+  SiteCache known_sites;
 };
 
 Current state;
 const Progress* progress = nullptr;
-std::array<Type, kMostTypes> types{};
-int type_count = 0;
+std::vector<Type> types;
 // Objects that live as long as the process.
 PyObject *session, *in_place, *status_type, *byte_type, *any_source_object, *any_tag_object;
 long any_source = -1, any_tag = -1;
@@ -104,8 +96,8 @@ bool records_now() {
 }
 
 const Type* type_of(PyObject* datatype) {
-  for (int i = 0; i < type_count; i++)
-    if (types[i].datatype == datatype) return &types[i];
+  for (const Type& type : types)
+    if (type.datatype == datatype) return &type;
   return nullptr;
 }
 
@@ -145,10 +137,10 @@ Group* group_of(PyObject* members) {
   return &group;
 }
 
-// The next number of an iterator; -1 if it fails.
-int64_t next_of(PyObject* iterator) {
-  Ref value(PyIter_Next(iterator));
-  return value ? PyLong_AsLongLong(value.get()) : -1;
+// The number that a call has returned, whose reference is consumed; -1 if it has raised.
+int64_t number(PyObject* returned) {
+  const Ref held(returned);
+  return held ? PyLong_AsLongLong(returned) : -1;
 }
 
 // The counter of messages to or from a peer (borrowed), or null.
@@ -163,53 +155,21 @@ PyObject* counter_of(Group& group, int peer, int tag, bool sends) {
 
 // ---- call site and phase ----------------------------------------------------------------------------------------------
 
-Site& site_at(uint64_t where) { return state.known[(where * 0x9E3779B97F4A7C15ULL) >> 54]; }
-
-// Asks Python about the frame at this depth: its properties ("classify"), or its row ("site"). -1 if Python raises.
-long ask(const char* question, int depth) {
+// Asks Python about the frame at this depth, and its caller's (-1: none). -1 if it raises.
+int64_t ask(const char* question, int depth, int caller = -1) {
   state.lookups++;
-  Ref frame(frame_object(depth));
-  Ref answer(frame ? PyObject_CallMethod(state.rows, question, "O", frame.get()) : nullptr);
-  return answer ? PyLong_AsLong(answer.get()) : -1;
+  const Ref frame(frame_object(depth)), above(caller < 0 ? nullptr : frame_object(caller));
+  if (!frame) return -1;
+  const int64_t answer =
+      number(PyObject_CallMethod(state.rows, question, above ? "OO" : "O", frame.get(), above.get()));
+  if (answer < 0) PyErr_Clear();
+  return answer;
 }
 
-// The same as CallSites.find of hooks/call_site.py. False if Python raises.
-bool find(CallSite& result, bool deep) {
-  Frame frame;
-  if (!innermost(frame)) return true;
-  int depth = 0, named_depth = 0;
-  uint64_t named = frame.where;
-  bool in_wrappers = true, ok = true;
-  do {
-    Site& entry = site_at(frame.where);
-    if (entry.where != frame.where) {
-      const long kind = ask("classify", depth);
-      ok = kind >= 0;
-      if (!ok) break;
-      entry = {frame.where, static_cast<uint8_t>(kind), UINT32_MAX};
-    }
-    result.seen |= entry.kind;
-    if (in_wrappers && !(entry.kind & kWrapper)) {
-      in_wrappers = false;
-      named = frame.where;
-      named_depth = depth;
-      if (!deep) break;
-    }
-    if (!in_wrappers && (result.seen & (kForward | kOptimizer))) break;
-    depth++;
-  } while (outer(frame));
-  finished(frame);
-  if (!ok || !state.sites) return ok;
-  Site& entry = site_at(named);
-  if (entry.where == named && entry.site != UINT32_MAX) {
-    result.site = entry.site;
-    return true;
-  }
-  const long site = ask("site", named_depth);
-  if (site < 0) return false;
-  result.site = static_cast<uint32_t>(site);
-  if (entry.where == named) entry.site = result.site;
-  return true;
+CallSite find_site(bool deep) {
+  return state.known_sites.find(
+      deep, state.sites, [](int depth) { return ask("classify", depth); },
+      [](int depth, int caller) { return ask("site", depth, caller); });
 }
 
 // ---- one method -------------------------------------------------------------------------------------------------------
@@ -342,12 +302,11 @@ uint16_t kind_of(Method* self, const Content& content, PyObject* op, PyObject* b
   for (int i = 0; i < self->kind_count; i++)
     if (self->kinds[i].format == content.format && self->kinds[i].op == op) return self->kinds[i].number;
   state.lookups++;
-  Ref kind(PyObject_CallMethod(state.rows, "kind", "OOO", self->method, buffer == nullptr ? Py_None : buffer,
-                               op == nullptr ? Py_None : op));
-  const long number = kind ? PyLong_AsLong(kind.get()) : 0;
-  if (number <= 0) return PyErr_Clear(), 0;
-  if (self->kind_count < kMostKinds) self->kinds[self->kind_count++] = {content.format, op, static_cast<uint16_t>(number)};
-  return number;
+  const int64_t kind = number(PyObject_CallMethod(state.rows, "kind", "OOO", self->method,
+                                                  buffer == nullptr ? Py_None : buffer, op == nullptr ? Py_None : op));
+  if (kind <= 0) return PyErr_Clear(), 0;
+  if (self->kind_count < kMostKinds) self->kinds[self->kind_count++] = {content.format, op, static_cast<uint16_t>(kind)};
+  return static_cast<uint16_t>(kind);
 }
 
 thread_local uint64_t thread_log = 0;
@@ -355,9 +314,9 @@ thread_local uint16_t thread_number = 0;
 
 bool find_thread() {
   if (thread_log == state.log) return true;
-  Ref number(PyObject_CallMethod(state.rows, "thread", nullptr));
-  if (!number) return false;
-  thread_number = static_cast<uint16_t>(PyLong_AsLong(number.get()));
+  const int64_t known = number(PyObject_CallMethod(state.rows, "thread", nullptr));
+  if (known < 0) return false;
+  thread_number = static_cast<uint16_t>(known);
   thread_log = state.log;
   return true;
 }
@@ -369,7 +328,8 @@ bool call_context(CallSite& where, uint8_t& phase) {
     if (!task || PyLong_AsLong(task.get()) != -1) return false;  // within backward
   }
   const int mark = progress->mark;
-  if ((mark < 0 || state.sites) && !find(where, mark < 0)) return false;
+  if (mark < 0 || state.sites) where = find_site(mark < 0);
+  if (where.failed) return false;
   if (mark >= 0)
     phase = mark;
   else if (where.seen & kForward)
@@ -384,13 +344,13 @@ bool call_context(CallSite& where, uint8_t& phase) {
 constexpr uint32_t kNoSlot = UINT32_MAX;
 
 uint32_t take() {
-  Ref slot(PyObject_CallNoArgs(state.pop));
-  if (!slot) return PyErr_Clear(), kNoSlot;
+  const int64_t slot = number(PyObject_CallNoArgs(state.pop));
+  if (slot < 0) return PyErr_Clear(), kNoSlot;
   if ((++state.calls & 1023) == 0) {
     Ref woken(PyObject_CallMethod(state.rows, "wake_if_low", nullptr));
     if (!woken) PyErr_Clear();
   }
-  return static_cast<uint32_t>(PyLong_AsUnsignedLong(slot.get()));
+  return static_cast<uint32_t>(slot);
 }
 
 Record* record_at(uint32_t slot) { return reinterpret_cast<Record*>(state.records) + slot; }
@@ -401,23 +361,19 @@ void publish(Record* record, State how) { __atomic_store_n(&record->state, how, 
 void arrived(Group& group, Record* record, PyObject* status, bool wildcard) {
   static PyObject* get_count = PyUnicode_InternFromString("Get_count");
   PyObject* args[] = {status, byte_type};
-  Ref count(PyObject_VectorcallMethod(get_count, args, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
-  const int64_t nbytes = count ? PyLong_AsLongLong(count.get()) : -1;
+  const int64_t nbytes =
+      number(PyObject_VectorcallMethod(get_count, args, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
   if (nbytes >= 0) record->payload = nbytes;
   if (!wildcard) return;
-  Ref source(PyObject_CallMethod(status, "Get_source", nullptr));
-  Ref tag_object(source ? PyObject_CallMethod(status, "Get_tag", nullptr) : nullptr);
-  if (!tag_object) return;
-  const long rank = PyLong_AsLong(source.get()), tag = PyLong_AsLong(tag_object.get());
-  if (rank < 0 || tag < 0) return;
-  Ref peer_object(PyObject_CallMethod(group.group, "peer", "l", rank));
-  if (!peer_object) return;
-  const int peer = PyLong_AsLong(peer_object.get());
-  PyObject* counter = counter_of(group, peer, tag, false);
+  const int64_t source = number(PyObject_CallMethod(status, "Get_source", nullptr));
+  const int64_t tag = source < 0 ? -1 : number(PyObject_CallMethod(status, "Get_tag", nullptr));
+  if (tag < 0) return;
+  const int64_t peer = number(PyObject_CallMethod(group.group, "peer", "L", static_cast<long long>(source)));
+  PyObject* counter = peer < 0 && PyErr_Occurred() ? nullptr : counter_of(group, peer, tag, false);
   if (counter == nullptr) return;
   record->peer = peer;
   record->tag = tag;
-  record->seq = static_cast<uint32_t>(next_of(counter));
+  record->seq = static_cast<uint32_t>(number(PyIter_Next(counter)));
 }
 
 bool integer(PyObject* object, long& number) {
@@ -453,9 +409,8 @@ bool find_peer(Call& call) {
     return true;
   }
   if (peer < 0 || peer >= call.group->size) return false;
-  Ref global(PySequence_GetItem(call.group->ranks, peer));
-  if (global) call.record.peer = PyLong_AsLong(global.get());
-  return static_cast<bool>(global);
+  call.record.peer = number(PySequence_GetItem(call.group->ranks, peer));
+  return call.record.peer >= 0;
 }
 
 bool find_tag(Call& call) {
@@ -566,7 +521,7 @@ PyObject* call(PyObject* object, PyObject* const* args, size_t nargsf, PyObject*
   const uint32_t slot = recordable ? take() : kNoSlot;
   if (slot == kNoSlot) return PyErr_Clear(), call_wrapper(self, args, nargsf, names);  // it also counts a dropped call
   Record& record = call.record;
-  if (counter) record.seq = static_cast<uint32_t>(next_of(counter.get()));
+  if (counter) record.seq = static_cast<uint32_t>(number(PyIter_Next(counter.get())));
   const bool first = state.lookups != lookups;
   record.t_begin = now();
   Record* place = record_at(slot);
@@ -677,18 +632,18 @@ PyObject* go(PyObject*, PyObject* args) {
     if (view.len != sizeof(Progress)) return PyErr_Format(PyExc_ValueError, "these are not progress cells");
     progress = static_cast<const Progress*>(view.buf);
   }
-  type_count = 0;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(known) && type_count < kMostTypes; i++) {
+  types.clear();
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(known); i++) {
     long long size, extent;
     PyObject* datatype;
     if (!PyArg_ParseTuple(PyList_GET_ITEM(known, i), "OLL", &datatype, &size, &extent)) return nullptr;
-    types[type_count++] = {datatype, size, extent};
+    types.push_back({datatype, size, extent});
   }
   Py_buffer view;
   if (PyObject_GetBuffer(ring, &view, PyBUF_WRITABLE) != 0) return nullptr;
   state.records = static_cast<char*>(view.buf) + at;  // the recorder keeps the ring until the session ends
   PyBuffer_Release(&view);
-  state.known.fill({});
+  state.known_sites.clear();
   state.sites = sites;
   keep(rows, recorder, pop, task == Py_None ? nullptr : task);
   Py_RETURN_NONE;
@@ -707,7 +662,7 @@ PyObject* forget(PyObject*, PyObject*) {
 
 // Code objects are released: addresses of their instructions may be reused.
 PyObject* forget_sites(PyObject*, PyObject*) {
-  state.known.fill({});
+  state.known_sites.clear();
   Py_RETURN_NONE;
 }
 

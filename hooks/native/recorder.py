@@ -116,6 +116,7 @@ def _start(tracer: TorchTracer) -> None:
     slots = tracer.recorder.slots
     if isinstance(slots, NativeSlots):
         tracer.recorder.each_drain.append(_collect(tracer.recorder, slots.recording))
+        tracer.sites.cleared.append(slots.recording.forget_sites)
         slots.recording.start(Rows(tracer, slots.recording, list(_operators)))
 
 

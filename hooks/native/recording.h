@@ -8,7 +8,9 @@
 
 #include <algorithm>
 #include <map>
+#include <memory>
 #include <mutex>
+#include <optional>
 #include <shared_mutex>
 #include <string>
 #include <tuple>
@@ -23,6 +25,67 @@
 #include "works.h"
 
 namespace commtrace {
+
+// Call sites of one recording. Each thread has a cache.
+class CallSites {
+ public:
+  explicit CallSites(const PythonRows& rows) : rows_(rows) {}
+
+  CallSite find(bool deep, bool numbered) {
+    std::optional<py::gil_scoped_acquire> gil;
+    if (frames_need_gil()) gil.emplace();
+    Cache& cache = cache_of_thread();
+    return cache.sites.find(
+        deep, numbered,
+        [&](int depth) {
+          const int64_t kind = ask("classify", depth);
+          cache.renew(epoch_.load(std::memory_order_acquire));  // Python may have released code objects
+          return kind;
+        },
+        [&](int depth, int caller) { return ask("site", depth, caller); });
+  }
+
+  // Invalidates the caches of all threads: their row numbers, or code that is not kept alive any more.
+  void forget() { epoch_.store(next_epoch()); }
+
+ private:
+  struct Cache {
+    SiteCache sites;
+    uint64_t epoch = 0;
+
+    void renew(uint64_t current) {
+      if (epoch == current) return;
+      sites.clear();
+      epoch = current;
+    }
+  };
+
+  Cache& cache_of_thread() {
+    static thread_local std::unique_ptr<Cache> cache;
+    if (!cache) cache = std::make_unique<Cache>();
+    cache->renew(epoch_.load(std::memory_order_acquire));
+    return *cache;
+  }
+
+  // Asks Python about the frame at this depth, and its caller's (-1: none). -1 if there is no answer.
+  int64_t ask(const char* question, int depth, int caller = -1) const {
+    return rows_.look_up(int64_t{-1}, [&](const py::object& rows) -> int64_t {
+      const auto frame = py::reinterpret_steal<py::object>(frame_object(depth));
+      if (!frame) return -1;
+      const auto ask = rows.attr(question);
+      if (caller < 0) return ask(frame).cast<int64_t>();
+      return ask(frame, py::reinterpret_steal<py::object>(frame_object(caller))).cast<int64_t>();
+    });
+  }
+
+  static uint64_t next_epoch() {
+    static std::atomic<uint64_t> epochs{0};
+    return ++epochs;
+  }
+
+  const PythonRows& rows_;
+  std::atomic<uint64_t> epoch_{next_epoch()};
+};
 
 struct Group {
   c10::weak_intrusive_ptr<c10d::ProcessGroup> pg{c10::intrusive_ptr<c10d::ProcessGroup>()};

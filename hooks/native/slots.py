@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from commtrace.progress import progress
@@ -10,25 +9,6 @@ from commtrace.recording.ring import DROPPED_AT, RECORDS_AT, Ring
 from commtrace.recording.session import session
 from commtrace.recording.slots import SlotNumbers, Slots
 from commtrace.schema import RECORD, Records, State
-
-
-class _Free:
-    """The free slots, with the methods of a deque that the Python recorder uses."""
-
-    def __init__(self, recording: Any) -> None:
-        self.popleft = recording.take
-        self.append = recording.give
-        self._recording = recording
-
-    def extend(self, slots: Iterable[int]) -> None:
-        for slot in slots:
-            self.append(slot)
-
-    def clear(self) -> None:
-        self._recording.forked()
-
-    def __len__(self) -> int:
-        return int(self._recording.free)
 
 
 class NativeSlots(Slots):
@@ -41,7 +21,7 @@ class NativeSlots(Slots):
         self.recording = library.open(
             ring.buffer, DROPPED_AT, RECORDS_AT, ring.capacity, sites, device_times, progress.cells
         )
-        self.free: Any = _Free(self.recording)
+        self.free: Any = self.recording.free
         self.used = ring.capacity  # C++ knows which were
 
     def wait(self, seconds: float) -> None:

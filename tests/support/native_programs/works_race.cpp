@@ -1,5 +1,5 @@
 // Calls that end with the objects that threads wait for, on the slots of a ring that runs short, that is closed, and opened
-// again: for a sanitizer, and for accounts. As recording_kernels.cpp and waits.cpp use Slots and Waits, without torch.
+// again: for a sanitizer, and for accounts. As recording_kernels.h and waits.h use Slots and Waits, without torch.
 #include <cstdio>
 #include <cstdlib>
 #include <random>
