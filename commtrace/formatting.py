@@ -6,12 +6,11 @@ A value that is not known is None, NaN or pandas' NA, and becomes "-".
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
-from itertools import pairwise
 from typing import Any, Final
 
-from commtrace.rank_ranges import parse_rank_list
+from commtrace.rank_ranges import parse_rank_list, range_items
 
 NOT_KNOWN: Final = "-"
 
@@ -90,23 +89,12 @@ def format_plural(number: int, noun: str, many: str = "") -> str:
 
 def format_ranks(ranks: Iterable[int]) -> str:
     """Format ranks as ascending ranges, as the kernel writes lists of cores: "0-3,8"."""
-    ranges: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if ranges and rank == ranges[-1][1] + 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    return _format_ranges(ranges)
+    return ",".join(range_items(sorted({*ranks}), longest_stride=1))
 
 
 def format_missing(ranks: Iterable[int], count: int) -> str:
     """Format the ranks below `count` that are not among `ranks`; "" if there are none."""
-    present = [-1, *sorted(rank for rank in {*ranks} if 0 <= rank < count), count]
-    return _format_ranges((before + 1, after - 1) for before, after in pairwise(present) if after > before + 1)
-
-
-def _format_ranges(ranges: Iterable[Sequence[int]]) -> str:
-    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ranges)
+    return format_ranks({*range(count)} - {*ranks})
 
 
 def shorten_names(names: Sequence[Any], most: int = 8) -> str:
@@ -116,21 +104,8 @@ def shorten_names(names: Sequence[Any], most: int = 8) -> str:
     """
     items = [str(name) if isinstance(name, str) or name >= 0 else NOT_KNOWN for name in names]
     if not any(isinstance(name, str) or name < 0 for name in names):
-        items = [*_strided_ranges(names)]
+        items = [*range_items(names)]
     return ",".join(items) if len(items) <= most else f"{','.join(items[:3])},...,{items[-1]} ({len(names):,} in all)"
-
-
-def _strided_ranges(ranks: Sequence[int]) -> Iterator[str]:
-    """Yield ascending ranks as ranges of at least three with a stride, of at least two without."""
-    at = 0
-    while at < len(ranks):
-        end, stride = at + 1, ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 1
-        while end < len(ranks) and ranks[end] - ranks[end - 1] == stride:
-            end += 1
-        if stride > 1 and end - at < 3:
-            end = at + 1
-        yield f"{ranks[at]}" if end == at + 1 else f"{ranks[at]}-{ranks[end - 1]}" + f":{stride}" * (stride > 1)
-        at = end
 
 
 def shorten_ranks(text: str) -> str:
@@ -144,14 +119,7 @@ def without_numbers(text: str) -> str:
 
 
 def merge_texts(ranks_by_text: Mapping[str, Iterable[int]]) -> dict[str, list[int]]:
-    """Merge texts that differ in numbers only, if there are more than 32 texts: with "N" for each number.
-
-    Args:
-        ranks_by_text: The ranks that each text is about.
-
-    Returns:
-        The same of the merged texts.
-    """
+    """Merge texts that differ in numbers only, if there are more than 32, with "N" for each number; and their ranks."""
     alike: dict[str, list[str]] = {}
     for text in ranks_by_text:
         alike.setdefault(without_numbers(text) if len(ranks_by_text) > MAX_SINGLE else text, []).append(text)

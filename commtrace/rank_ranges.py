@@ -64,15 +64,16 @@ def parse_rank_list(text: str) -> list[int]:
 
 def format_rank_list(ranks: Sequence[int]) -> str:
     """Return the text from which `parse_rank_list` makes these ranks, in order: [8, 0, 1, 2] -> "8,0-2"."""
-    return ",".join(_items(ranks))
+    return ",".join(range_items(ranks))
 
 
-def _items(ranks: Sequence[int]) -> Iterator[str]:
+def range_items(ranks: Sequence[int], longest_stride: int = MAX_RANKS) -> Iterator[str]:
+    """Yield ranks as numbers, ranges, and ranges of three or more with a stride."""
     at = 0
     while at < len(ranks):
         stride = ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 0
         end = at + 1
-        while stride > 0 and end < len(ranks) and ranks[end] - ranks[end - 1] == stride:
+        while 0 < stride <= longest_stride and end < len(ranks) and ranks[end] - ranks[end - 1] == stride:
             end += 1
         if end - at < 3 and stride != 1:  # two ranks are shorter without a stride, and the second may begin a range
             end = at + 1
