@@ -59,15 +59,9 @@ def detail(run: RecordedRun, name: str) -> pd.DataFrame | None:
 
 
 def tables_to_store(run: RecordedRun) -> Iterator[tuple[str, dict[str, pd.DataFrame]]]:
-    """Compute what `commtrace pack` stores, so that reports and checks of the packed log read no records.
+    """Yield names and tables of analyses that `commtrace pack` stores, so that reports and checks read no records.
 
     Not stored are stuck calls, for which few records are read, and ACROSS_RANKS.
-
-    Args:
-        run: The run that is packed.
-
-    Yields:
-        The name of an analysis, and its tables by name.
     """
     from . import fold_engine, reconciliation
     from .across_ranks import stuck_calls

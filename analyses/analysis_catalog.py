@@ -6,9 +6,9 @@ from typing import Final
 
 from . import call_times, coverage, message_sizes, steps, timeline, tracing_cost, volume
 from .across_ranks import clocks, stragglers, stuck_calls, waits
-from .fold_engine import Analysis
+from .fold_engine import AnyAnalysis
 
-ANALYSES: Final[tuple[Analysis, ...]] = (
+ANALYSES: Final[tuple[AnyAnalysis, ...]] = (
     stuck_calls.ANALYSIS,
     coverage.ANALYSIS,
     tracing_cost.ANALYSIS,
@@ -24,10 +24,10 @@ ANALYSES: Final[tuple[Analysis, ...]] = (
     stragglers.ANALYSIS,
 )
 
-ACROSS_RANKS: Final[tuple[Analysis, ...]] = (waits.ANALYSIS,)
+ACROSS_RANKS: Final[tuple[AnyAnalysis, ...]] = (waits.ANALYSIS,)
 """Analyses that match all calls of all ranks, which takes as long as all others: not of the default text report."""
 
-DETAILS: Final[dict[str, Analysis]] = {
+DETAILS: Final[dict[str, AnyAnalysis]] = {
     analysis.name: analysis
     for analysis in (steps.BY_OPERATION, timeline.ANALYSIS, message_sizes.OVER_TIME, stragglers.BY_RANK_AND_STEP)
 }

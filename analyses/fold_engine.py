@@ -51,58 +51,35 @@ class Analysis:
     categorical: bool = False
     """Whether labels in the table for `finish` are categoricals, for a long table."""
 
-    @property
-    def is_fold(self) -> bool:
-        """Whether its tables are made of a merged table, or else of the run (`without_records`)."""
-        return self.reads_records is not _no_records
+
+class RunAnalysis(NamedTuple):
+    """An analysis that is not a fold: `finish` computes its tables from the run alone."""
+
+    name: str
+    finish: Callable[[RecordedRun], NamedTables]
 
 
-def without_records(name: str, finish: Callable[[RecordedRun], NamedTables]) -> Analysis:
-    """Return an analysis that is not a fold: its tables are computed from the run at the end."""
-    return Analysis(name, _no_rows, _first, functools.partial(_finish_run, finish), reads_records=_no_records)
+AnyAnalysis: TypeAlias = Analysis | RunAnalysis
 
 
-def _no_rows(block: RecordBlock) -> pd.DataFrame:
-    return pd.DataFrame()
-
-
-def _first(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    return tables[0]
-
-
-def _finish_run(finish: Callable[[RecordedRun], NamedTables], _: pd.DataFrame, run: RecordedRun) -> NamedTables:
-    return finish(run)
-
-
-def _no_records(run: RecordedRun) -> bool:
-    return False
-
-
-def fold(run: RecordedRun, analyses: Sequence[Analysis]) -> NamedTables:
-    """Compute the tables of analyses in one pass over the records of a run, by its executor.
-
-    Args:
-        run: The run to analyse.
-        analyses: The analyses; their names are distinct.
-
-    Returns:
-        The tables of all analyses by name.
-    """
+def fold(run: RecordedRun, analyses: Sequence[AnyAnalysis]) -> NamedTables:
+    """Compute the tables of analyses of distinct names in one pass over the records of a run, by its executor."""
     stored = _stored_tables(run, analyses)
     merged = _merged_tables(run, [analysis for analysis in analyses if analysis.name not in stored])
     merged |= {name: tables[MERGED] for name, tables in stored.items() if MERGED in tables}
 
-    def finished(analysis: Analysis) -> NamedTables:
-        if analysis.name in stored and not analysis.is_fold:
-            return stored[analysis.name]
+    def finished(analysis: AnyAnalysis) -> NamedTables:
+        if isinstance(analysis, RunAnalysis):
+            return stored.get(analysis.name) or analysis.finish(run)
         return analysis.finish(_labelled(analysis, merged.get(analysis.name), run), run)
 
     return {name: table for analysis in analyses for name, table in finished(analysis).items()}
 
 
-def _merged_tables(run: RecordedRun, analyses: Sequence[Analysis]) -> NamedTables:
+def _merged_tables(run: RecordedRun, analyses: Sequence[AnyAnalysis]) -> NamedTables:
     """Return the merged tables of those of the analyses that read the records of this run."""
-    read = {one.name: one for one in analyses if one.reads_records is None or one.reads_records(run)}
+    folds = [analysis for analysis in analyses if isinstance(analysis, Analysis)]
+    read = {fold.name: fold for fold in folds if fold.reads_records is None or fold.reads_records(run)}
     wanted = {name: _Fold(analysis.partial, analysis.merge) for name, analysis in read.items()}
     partials, merge = functools.partial(_partials, wanted, run.labels), functools.partial(_merged, wanted)
     merged = run.executor.reduce("fold", partials, merge, run.parts()) if wanted else {}
@@ -111,20 +88,20 @@ def _merged_tables(run: RecordedRun, analyses: Sequence[Analysis]) -> NamedTable
     return merged
 
 
-def tables_to_store(run: RecordedRun, analyses: Sequence[Analysis]) -> Iterator[tuple[str, NamedTables]]:
+def tables_to_store(run: RecordedRun, analyses: Sequence[AnyAnalysis]) -> Iterator[tuple[str, NamedTables]]:
     """Yield of each analysis what `fold` takes in place of a packed log's records: the merged table, or all tables."""
     merged = _merged_tables(run, analyses)
     for analysis in analyses:
         if analysis.name in merged:
             yield analysis.name, {MERGED: merged.pop(analysis.name)}
-        elif not analysis.is_fold:
-            yield analysis.name, analysis.finish(pd.DataFrame(), run)
+        elif isinstance(analysis, RunAnalysis):
+            yield analysis.name, analysis.finish(run)
 
 
 _STORED: Final[WeakKeyDictionary[RecordedRun, StoredTables | None]] = WeakKeyDictionary()
 
 
-def _stored_tables(run: RecordedRun, analyses: Sequence[Analysis]) -> dict[str, NamedTables]:
+def _stored_tables(run: RecordedRun, analyses: Sequence[AnyAnalysis]) -> dict[str, NamedTables]:
     """Return the stored tables of a packed log by analysis."""
     if run not in _STORED:
         _STORED[run] = open_stored(run.log, code_digest)

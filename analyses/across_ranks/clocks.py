@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.fold_engine import NamedTables, without_records
+from commtrace.analyses.fold_engine import NamedTables, RunAnalysis
 from commtrace.analyses.grouping import Array, positions_by_value
 from commtrace.analyses.table_specs import TABLES
 from commtrace.reading.recorded_run import RecordedRun
@@ -112,7 +112,7 @@ def _tables(run: RecordedRun) -> NamedTables:
     return {"clocks": clocks_of(run).table, "clock_steps": clocks_of(run).step_table}
 
 
-ANALYSIS: Final = without_records("clocks", _tables)
+ANALYSIS: Final = RunAnalysis("clocks", _tables)
 
 _CLOCKS: Final[WeakKeyDictionary[RecordedRun, Clocks]] = WeakKeyDictionary()
 

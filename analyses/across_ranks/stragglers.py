@@ -24,7 +24,7 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.fold_engine import NamedTables, without_records
+from commtrace.analyses.fold_engine import NamedTables, RunAnalysis
 from commtrace.analyses.grouping import Array, group_rows, rows_of
 from commtrace.analyses.table_specs import TABLES
 from commtrace.formatting import format_ranks
@@ -291,7 +291,7 @@ _TableOfPaths: TypeAlias = Callable[[RecordedRun, StepPaths, list[Computation]],
 _TABLES: Final[Mapping[str, _TableOfPaths]] = {
     "step_time_parts": _step_time_parts, "critical_path": _critical_path, "stragglers": stragglers, "delays": delays,
 }  # fmt: skip
-ANALYSIS: Final = without_records("step_times", partial(_of_paths, _TABLES))
-BY_RANK_AND_STEP: Final = without_records(
+ANALYSIS: Final = RunAnalysis("step_times", partial(_of_paths, _TABLES))
+BY_RANK_AND_STEP: Final = RunAnalysis(
     "delay_by_rank_and_step", partial(_of_paths, {"delay_by_rank_and_step": delay_by_rank_and_step})
 )

@@ -28,7 +28,7 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.fold_engine import NamedTables, without_records
+from commtrace.analyses.fold_engine import NamedTables, RunAnalysis
 from commtrace.analyses.grouping import Array, positions_by_value
 from commtrace.analyses.table_specs import TABLES
 from commtrace.formatting import format_ranks
@@ -335,5 +335,5 @@ def _rank_rows(last: LastCalls, stuck: _Stuck, number: int) -> Iterator[dict[str
         }
 
 
-ANALYSIS: Final = without_records("stuck_calls", find_stuck_calls)
+ANALYSIS: Final = RunAnalysis("stuck_calls", find_stuck_calls)
 """Reads the last records itself, and none of a run whose processes all closed their logs without a failed call."""

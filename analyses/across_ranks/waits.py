@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 
 from commtrace.analyses.call_times import busbw_factors, exact_ends
-from commtrace.analyses.fold_engine import NamedTables, without_records
+from commtrace.analyses.fold_engine import NamedTables, RunAnalysis
 from commtrace.analyses.grouping import Array, group_rows, positions_by_value, sum_groups
 from commtrace.analyses.record_blocks import RecordBlock, steps_of
 from commtrace.analyses.table_specs import TABLES
@@ -271,5 +271,5 @@ def _with_shares(table: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-ANALYSIS: Final = without_records("waits", wait_tables)
-SAMPLE: Final = without_records("waiting", sampled_waiting)
+ANALYSIS: Final = RunAnalysis("waits", wait_tables)
+SAMPLE: Final = RunAnalysis("waiting", sampled_waiting)

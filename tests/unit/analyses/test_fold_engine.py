@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 from record_blocks import block_of
 
-from commtrace.analyses import reconciliation
+from commtrace.analyses import reconciliation, timeline
 from commtrace.analyses.analysis_catalog import ANALYSES, DETAILS
 from commtrace.analyses.fold_engine import Analysis, fold
 from commtrace.analyses.grouping import group_rows, positions_by_value, sum_groups
@@ -23,6 +23,7 @@ from commtrace.analyses.volume import KEYS
 from commtrace.run import Run, open_run
 
 ALL = [*ANALYSES, reconciliation.ANALYSIS, *DETAILS.values()]
+FOLDS = [analysis for analysis in ALL if isinstance(analysis, Analysis)]
 
 
 @pytest.fixture(scope="module")
@@ -65,16 +66,14 @@ def merged_partials(analysis: Analysis, *blocks: RecordBlock) -> pd.DataFrame:
 def test_the_timeline_s_step_does_not_depend_on_where_blocks_are_cut(run: Run) -> None:
     """Steps 1 and 2 are candidates, and a block of step 3 alone proves that step 2 is over."""
     rows = np.concatenate([record(step=step, t_begin=1 + step, t_return=2 + step) for step in (1, 2, 3)])
-    analysis = DETAILS["timeline"]
+    analysis = timeline.ANALYSIS
     blocks = [rows, rows[:2], rows[2:]]
     whole, first, second = (analysis.partial(block_of(run, block)) for block in blocks)
     assert_frame_equal(analysis.merge([first, second]), analysis.merge([whole]))
     assert whole["last_step"].tolist() == [3, 3]
 
 
-@pytest.mark.parametrize(
-    "analysis", [*ANALYSES, reconciliation.ANALYSIS, *DETAILS.values()], ids=lambda analysis: analysis.name
-)
+@pytest.mark.parametrize("analysis", FOLDS, ids=lambda analysis: analysis.name)
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 1 << 30), count=st.integers(0, 200), data=st.data())
 def test_parts_merge_to_the_whole(analysis: Analysis, run: Run, seed: int, count: int, data: st.DataObject) -> None:
@@ -92,9 +91,7 @@ def test_parts_merge_to_the_whole(analysis: Analysis, run: Run, seed: int, count
     assert_frame_equal(whole, nested, rtol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "analysis", [*ANALYSES, reconciliation.ANALYSIS, *DETAILS.values()], ids=lambda analysis: analysis.name
-)
+@pytest.mark.parametrize("analysis", FOLDS, ids=lambda analysis: analysis.name)
 def test_nothing_gives_the_columns(analysis: Analysis, run: Run) -> None:
     some = merged_partials(analysis, block_of(run, random(1, 50)))
     assert list(merged_partials(analysis).columns) == list(some.columns)
