@@ -5,6 +5,7 @@ Besides `commtrace.commands` only this module and `commtrace` itself, on first u
 
 from __future__ import annotations
 
+import contextlib
 import os
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from commtrace.analyses import analyse, detail
-from commtrace.errors import NoSuchTableError
+from commtrace.errors import NoSuchFigureError, NoSuchTableError
 from commtrace.reading.executors import AnyExecutor, as_executor
 from commtrace.reading.log import open_log
 from commtrace.reading.recorded_run import RecordedRun
@@ -110,9 +111,16 @@ class Run(RecordedRun):
             NoSuchFigureError: No figure has this name, or the log lacks what it is drawn from.
             MissingLibraryError: plotly is not installed.
         """
-        from commtrace.analyses.figures import figure
+        from commtrace.analyses.figures import FIGURES
 
-        return figure(self, name)
+        if name not in FIGURES:
+            raise NoSuchFigureError(f"there is no figure {name!r}; figures are {', '.join(FIGURES)}")
+        figure = FIGURES[name]
+        with contextlib.suppress(NoSuchTableError):
+            table = self.table(figure.table)
+            if figure.has_data(table):
+                return figure.draw(table)
+        raise NoSuchFigureError(f"{name}: {figure.absent}")
 
     def diff(self, other: RecordedRun) -> pd.DataFrame:
         """Return what differs between the calls of this run and of another one, as `commtrace diff` finds it.

@@ -19,14 +19,13 @@ add a figure, add a function to a module of this folder and an entry to `FIGURES
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import pandas as pd
 
-from commtrace.errors import MissingLibraryError, NoSuchFigureError, NoSuchTableError
+from commtrace.errors import MissingLibraryError
 
 try:
     import plotly.graph_objects as go
@@ -48,11 +47,8 @@ from .step_timeline import timeline
 from .step_times import critical_path, delays
 from .volumes import steps, volume
 
-if TYPE_CHECKING:
-    from commtrace.run import Run
-
 __all__ = [
-    "COMPARISONS", "FIGURES", "SCALING", "Figure", "critical_path", "delays", "expected_and_measured", "figure",
+    "COMPARISONS", "FIGURES", "SCALING", "Figure", "critical_path", "delays", "expected_and_measured",
     "measured_and_predicted", "message_sizes", "operation_shares", "operation_volumes", "predicted_by_role",
     "role_volumes", "sizes_over_time", "speedup", "step_parts", "steps", "timeline", "volume", "waterfall",
     "waterfall_by_role",
@@ -70,6 +66,8 @@ class Figure:
     absent: str = "The log has no calls."
     """Why there is no figure, if the table is missing or has nothing to draw."""
     has_data: Callable[[pd.DataFrame], bool] = lambda table: len(table) > 0
+    view: str = ""
+    """View of the table that a page shows below the figure; "": none."""
 
 
 def _has_steps(table: pd.DataFrame) -> bool:
@@ -83,171 +81,78 @@ _NO_THEORY: Final = (
     "There is no prediction for this run: it needs a job, captured in the log, and rules for its scheme. Compare with "
     "a dry run instead (commtrace check --against)."
 )
-
 _NO_STEP_TIMES: Final = (
     "The log does not have the times for this figure. It needs three training steps of every rank, with ends of calls "
     "observed on the host."
 )
 
-# In the order of the HTML report.
 FIGURES: Final[dict[str, Figure]] = {
-    "volume": Figure(
-        "Volume by operation and parallel dimension",
-        "volume_by_role_and_operation",
-        volume,
+    "volume": Figure("Volume by operation and parallel dimension", "volume_by_role_and_operation", volume,
         "The operation with the longest bar moves the most data. The thin grey bar is the wire bytes: where it is "
-        "longer, the operation sends more bytes than its buffers have.",
-    ),
-    "waterfall": Figure(
-        "From the closed form to the recorded bytes",
-        "waterfall",
-        waterfall,
-        "Each bar between the first and the last is one cause for which this run sends more (or less) than the "
-        "closed form predicts. A hatched bar has no known cause: look there.",
-        _NO_THEORY,
-    ),
-    "waterfall_by_role": Figure(
-        "From the closed form to the recorded bytes, by dimension",
-        "waterfall_by_role",
+        "longer, the operation sends more bytes than its buffers have.", view="page"),
+    "waterfall": Figure("From the closed form to the recorded bytes", "waterfall", waterfall,
+        "Each bar between the first and the last is one cause for which this run sends more (or less) than the closed "
+        "form predicts. A hatched bar has no known cause: look there.", _NO_THEORY, view="page"),
+    "waterfall_by_role": Figure("From the closed form to the recorded bytes, by dimension", "waterfall_by_role",
         waterfall_by_role,
         "The formula of each parallel dimension, and what the ranks send in it. A dimension without a formula (the "
         "norm of all gradients, for example) begins at 0.",
-        "The closed form of this run, if there is one, has a single dimension.",
-    ),
-    "expected_and_measured": Figure(
-        "Expected and recorded, by operation",
-        "reconciliation",
-        expected_and_measured,
-        "Pale bars: expected from the job's settings; solid bars: recorded. Pairs of equal length agree; an "
-        "operation in place of another shows as two pairs that differ in opposite directions.",
-        _NO_THEORY,
-        _has_steps,
-    ),
-    "message_sizes": Figure(
-        "Message sizes",
-        "message_size_bins",
-        message_sizes,
+        "The closed form of this run, if there is one, has a single dimension.", view="page"),
+    "expected_and_measured": Figure("Expected and recorded, by operation", "reconciliation", expected_and_measured,
+        "Pale bars: expected from the job's settings; solid bars: recorded. Pairs of equal length agree; an operation "
+        "in place of another shows as two pairs that differ in opposite directions.", _NO_THEORY, _has_steps,
+        view="page"),
+    "message_sizes": Figure("Message sizes", "message_size_bins", message_sizes,
         "Above, how many calls have each size; below, how many bytes they move. Many calls on the left that move few "
-        "bytes below cost latency, and are candidates for merging.",
-    ),
-    "steps": Figure(
-        "Volume and time of each step",
-        "steps_by_operation",
-        steps,
+        "bytes below cost latency, and are candidates for merging.", view="page"),
+    "steps": Figure("Volume and time of each step", "steps_by_operation", steps,
         "Bars of equal height are equal steps; an outlier did something else. Time that changes while the volume does "
-        "not is waiting, for other ranks or for the machine. Calls that overlap are each counted in full.",
-        _NO_STEP,
-        _has_steps,
-    ),
-    "timeline": Figure(
-        "Timeline of one training step",
-        "timeline",
-        timeline,
+        "not is waiting, for other ranks or for the machine. Calls that overlap are each counted in full.", _NO_STEP,
+        _has_steps),
+    "timeline": Figure("Timeline of one training step", "timeline", timeline,
         "An all_reduce, all_gather or reduce_scatter ends on all ranks together, so the rank with the shortest bar "
         "came last, and the others waited for it. (A bar is too long if the end was observed only by a later wait.) "
-        "Drag to zoom in, double-click to zoom out.",
-        _NO_STEP,
-    ),
-    "delays": Figure(
-        "Computation beyond that of the other ranks",
-        "delay_by_rank_and_step",
-        delays,
+        "Drag to zoom in, double-click to zoom out.", _NO_STEP),
+    "delays": Figure("Computation beyond that of the other ranks", "delay_by_rank_and_step", delays,
         "A bright row is a rank that is always late, a bright cell one that was late once, a bright column a step in "
         "which a few ranks had more to do. Waiting does not count, so that a delay shows where it began.",
-        _NO_STEP_TIMES,
-    ),
-    "critical_path": Figure(
-        "Critical path of the slowest step",
-        "critical_path",
-        critical_path,
+        _NO_STEP_TIMES),
+    "critical_path": Figure("Critical path of the slowest step", "critical_path", critical_path,
         "What the end of the step depended on: a shorter piece here makes a shorter step, one elsewhere does not. The "
-        "path changes ranks where one waited for the other.",
-        _NO_STEP_TIMES,
-    ),
-    "sizes_over_time": Figure(
-        "Message sizes over time",
-        "sizes_over_time",
-        sizes_over_time,
-        "Start-up is at the left. A row that continues to the right is a message of every step; a single cell "
-        "happened once. Brighter is more calls.",
-    ),
-}
+        "path changes ranks where one waited for the other.", _NO_STEP_TIMES),
+    "sizes_over_time": Figure("Message sizes over time", "sizes_over_time", sizes_over_time,
+        "Start-up is at the left. A row that continues to the right is a message of every step; a single cell happened "
+        "once. Brighter is more calls."),
+}  # fmt: skip
+"""Figures of one run, in the order of the HTML report."""
 
-# Comparisons of several runs, in the order of the HTML report.
 COMPARISONS: Final[dict[str, Figure]] = {
-    "operation_shares": Figure(
-        "Share of each operation",
-        "runs_by_operation",
-        operation_shares,
-        "Each bar is one run, whatever its volume: the mix of operations shows the scheme. Start-up is included; "
-        "its share shrinks in longer runs.",
-    ),
-    "operation_volumes": Figure(
-        "Volume of each operation",
-        "runs_by_operation",
-        operation_volumes,
+    "operation_shares": Figure("Share of each operation", "runs_by_operation", operation_shares,
+        "Each bar is one run, whatever its volume: the mix of operations shows the scheme. Start-up is included; its "
+        "share shrinks in longer runs."),
+    "operation_volumes": Figure("Volume of each operation", "runs_by_operation", operation_volumes,
         "Compare the lower bars: a training step of each run. The upper ones add start-up and grow with the number of "
-        "steps.",
-    ),
-    "measured_and_predicted": Figure(
-        "Recorded against the closed form",
-        "runs_predicted",
-        measured_and_predicted,
+        "steps.", view="page"),
+    "measured_and_predicted": Figure("Recorded against the closed form", "runs_predicted", measured_and_predicted,
         "A run at 1.00 x sends what the closed form predicts. The report of a run explains other ratios.",
         "There is no prediction for any of these runs: it needs the jobs that are trained, captured in the logs.",
-        lambda table: bool(table["predicted_bytes"].notna().any()),
-    ),
-    "role_volumes": Figure(
-        "Volume of each parallel dimension",
-        "runs_by_role",
-        role_volumes,
+        lambda table: bool(table["predicted_bytes"].notna().any()), view="page"),
+    "role_volumes": Figure("Volume of each parallel dimension", "runs_by_role", role_volumes,
         "What each parallel dimension sends in the whole run. Groups of a single rank send nothing and are left out.",
-        has_data=lambda table: bool((table["wire_bytes_per_rank"] > 0).any()),
-    ),
-    "predicted_by_role": Figure(
-        "Recorded against the closed form, by dimension",
-        "runs_predicted_by_role",
+        has_data=lambda table: bool((table["wire_bytes_per_rank"] > 0).any())),
+    "predicted_by_role": Figure("Recorded against the closed form, by dimension", "runs_predicted_by_role",
         predicted_by_role,
         "Equation 4 counts all stages of a pipeline and one micro-batch, equations 2 and 5 one rank; recorded bytes "
-        "are counted likewise. With several micro-batches per step, the recorded bytes are that many times the "
-        "closed form.",
-        "None of these runs has several parallel dimensions with formulas.",
-    ),
-}
+        "are counted likewise. With several micro-batches per step, the recorded bytes are that many times the closed "
+        "form.", "None of these runs has several parallel dimensions with formulas."),
+}  # fmt: skip
+"""Figures of several runs, in the order of the HTML report."""
 
 SCALING: Final[dict[str, Figure]] = {
-    "speedup": Figure(
-        "Speedup and efficiency",
-        "scaling",
-        speedup,
-        "The dotted line is ideal (linear) scaling. The further the solid line is below it, the lower the "
-        "scaling efficiency.",
-    ),
-    "step_parts": Figure(
-        "Where the time of a step goes",
-        "scaling",
-        step_parts,
-        "Computation should shrink as ranks are added. What stays or grows limits the scaling.",
-    ),
-}
-"""Figures of runs at increasing scale (`commtrace scaling`)."""
-
-
-def figure(run: Run, name: str) -> go.Figure:
-    """Draw a figure of a run.
-
-    Args:
-        run: The run.
-        name: One of FIGURES.
-
-    Raises:
-        NoSuchFigureError: There is no such figure, or the run has nothing to draw.
-    """
-    if name not in FIGURES:
-        raise NoSuchFigureError(f"there is no figure {name!r}; figures are {', '.join(FIGURES)}")
-    entry = FIGURES[name]
-    with contextlib.suppress(NoSuchTableError):
-        table = run.table(entry.table)
-        if entry.has_data(table):
-            return entry.draw(table)
-    raise NoSuchFigureError(f"{name}: {entry.absent}")
+    "speedup": Figure("Speedup and efficiency", "scaling", speedup,
+        "The dotted line is ideal (linear) scaling. The further the solid line is below it, the lower the scaling "
+        "efficiency.", view="speedup"),
+    "step_parts": Figure("Where the time of a step goes", "scaling", step_parts,
+        "Computation should shrink as ranks are added. What stays or grows limits the scaling.", view="step_parts"),
+}  # fmt: skip
+"""Figures of runs on increasing numbers of ranks (`commtrace scaling`)."""

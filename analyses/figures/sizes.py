@@ -13,7 +13,7 @@ from plotly.subplots import make_subplots
 from commtrace.analyses.grouping import rows_of
 from commtrace.formatting import format_bytes, format_count, format_power_of_two
 
-from .style import SCALE, bytes_scale, finish, hover_texts, in_order, label, operation_style
+from .style import bytes_scale, finish, heat_map, hover_texts, in_order, label, operation_style
 
 _NO_PAYLOAD: Final = -1
 
@@ -77,24 +77,17 @@ def sizes_over_time(table: pd.DataFrame) -> go.Figure:
     if len(ticks) > 6:
         ticks = [tick for tick in ticks if str(tick).startswith("1")]
     figure = go.Figure(
-        go.Heatmap(
+        heat_map(
+            "calls",
+            {"tickvals": np.log10(ticks), "ticktext": [*map(format_count, ticks)]},
             x0=width / 2,
             dx=width,
             y=np.arange(low, high + 1) + 0.5,
             z=np.log10(calls),
-            zmin=0,
             zmax=max(np.log10(most), 0.3),
             text=hover,
             hovertemplate="%{x:.4g} s<br>%{text}<extra></extra>",
             hoverongaps=False,
-            colorscale=SCALE,
-            colorbar={
-                "title": {"text": "calls", "side": "top"},
-                "tickvals": np.log10(ticks),
-                "ticktext": [format_count(tick) for tick in ticks],
-                "thickness": 12,
-                "outlinewidth": 0,
-            },
             ygap=1,
         )
     )

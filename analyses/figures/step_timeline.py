@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from commtrace.analyses.grouping import rows_of
 from commtrace.formatting import format_bytes, format_count, format_duration, format_ranks
 
-from .style import finish, horizontal_bars, in_order, label, numbered_rows, operation_style, time_scale
+from .style import finish, in_order, label, numbered_rows, operation_style, span_bars, time_scale
 
 MAX_BARS: Final = 3000
 """Of more calls, neighbours of one operation are drawn as one bar."""
@@ -31,16 +31,9 @@ def timeline(table: pd.DataFrame) -> go.Figure:
     figure = go.Figure()
     for number, op in enumerate(operations):
         of_op = spans.loc[spans["op"] == op]
-        bars = horizontal_bars(
-            of_op["rank"].map(place) - 0.42 + lane * (number + 0.5),
-            scale.axis(of_op["end"] - of_op["begin"]),
-            [_hover(row) for row in rows_of(of_op)],
-            base=scale.axis(of_op["begin"]),
-            width=lane * 0.9,
-            **operation_style(op),
-        )
-        # The outline keeps a call visible that is shorter than a pixel.
-        figure.add_trace(bars.update(marker_line={"color": bars.marker.color, "width": 1}))
+        y, hover = of_op["rank"].map(place) - 0.42 + lane * (number + 0.5), map(_hover, rows_of(of_op))
+        options = {"hover": hover, "width": lane * 0.9, **operation_style(op)}
+        figure.add_trace(span_bars(of_op["begin"], of_op["end"] - of_op["begin"], scale, y=y, **options))
     step = int(table["step"].iloc[0]) if len(table) else 0
     figure.update_xaxes(title_text=f"time since the first of these calls began, {scale.unit}")
     figure.update_yaxes(**numbered_rows(f"rank {rank}" for rank in ranks))

@@ -11,7 +11,8 @@ import plotly.graph_objects as go
 from commtrace.analyses.grouping import rows_of
 from commtrace.formatting import MAX_SINGLE, format_duration, is_known
 
-from .style import GREY, SCALE, finish, horizontal_bars, in_order, label, numbered_rows, operation_style, time_scale
+from . import style
+from .style import finish, in_order, label, numbered_rows, span_bars, time_scale
 
 MAX_RANKS: Final = 64
 """Rows of a critical path: the ranks with the largest part of it."""
@@ -32,14 +33,12 @@ def delays(table: pd.DataFrame) -> go.Figure:
     values = np.array([[ns for ns, _ in row] for row in cells], float).reshape(len(rows), len(columns))
     scale = time_scale(values.ravel().tolist())
     figure = go.Figure(
-        go.Heatmap(
+        style.heat_map(
+            scale.unit,
             x=[float(late.columns[steps].to_numpy().mean()) for steps in columns] if binned else late.columns.tolist(),
             z=values / scale.divisor,
-            zmin=0,
             text=[[hover for _, hover in row] for row in cells],
             hovertemplate="%{text}<extra></extra>",
-            colorscale=SCALE,
-            colorbar={"title": {"text": scale.unit, "side": "top"}, "thickness": 12, "outlinewidth": 0},
         )
     )
     figure.update_xaxes(title_text="training step")
@@ -72,21 +71,13 @@ def critical_path(table: pd.DataFrame) -> go.Figure:
     scale = time_scale(path["begin_ns"] + path["ns"])
     figure = go.Figure()
     kinds: list[tuple[pd.DataFrame, dict[str, Any]]] = [
-        (path.loc[path["part"] == "computation"], {"name": "computation", "marker": {"color": GREY}})
+        (path.loc[path["part"] == "computation"], {"name": "computation", "marker": {"color": style.GREY}})
     ]
     calls = path.loc[path["part"] != "computation"]
-    kinds += [(calls.loc[calls["op"] == op], operation_style(op)) for op in in_order(calls["op"])]
-    for rows, style in kinds:
-        bars = horizontal_bars(
-            [place[rank] for rank in rows["rank"]],
-            scale.axis(rows["ns"]),
-            [_hover(row) for row in rows_of(rows)],
-            base=scale.axis(rows["begin_ns"]),
-            width=0.6,
-            **style,
-        )
-        # The outline keeps a piece visible that is shorter than a pixel.
-        figure.add_trace(bars.update(marker_line={"color": bars.marker.color, "width": 1}))
+    kinds += [(calls.loc[calls["op"] == op], style.operation_style(op)) for op in in_order(calls["op"])]
+    for rows, paint in kinds:
+        y, hover = [place[rank] for rank in rows["rank"]], map(_hover, rows_of(rows))
+        figure.add_trace(span_bars(rows["begin_ns"], rows["ns"], scale, y=y, hover=hover, width=0.6, **paint))
     figure.update_layout(barmode="overlay")
     figure.update_xaxes(title_text=f"time since the step's begin, {scale.unit}")
     figure.update_yaxes(**numbered_rows(f"rank {rank}" for rank in ranks))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -171,6 +171,19 @@ def horizontal_bars(
     return go.Bar(orientation="h", y=y, x=x, **hover_texts(hover), **options)
 
 
+def span_bars(begin: pd.Series[Any], length: pd.Series[Any], scale: Scale, **options: Any) -> go.Bar:
+    """Return horizontal bars of these lengths from `begin` on; `options` are those of `horizontal_bars`."""
+    bars = horizontal_bars(x=scale.axis(length), base=scale.axis(begin), **options)
+    # The outline keeps a bar visible that is shorter than a pixel.
+    return bars.update(marker_line={"color": bars.marker.color, "width": 1})
+
+
+def heat_map(unit: str, ticks: Mapping[str, Any] | None = None, **options: Any) -> go.Heatmap:
+    """Return a heat map from 0 on; `ticks` are further properties of its colour bar, and `options` of itself."""
+    bar = {"title": {"text": unit, "side": "top"}, "thickness": 12, "outlinewidth": 0, **(ticks or {})}
+    return go.Heatmap(zmin=0, colorscale=SCALE, colorbar=bar, **options)
+
+
 @dataclass(frozen=True)
 class Scale:
     """The unit of an axis, and the number to divide values by."""
@@ -211,11 +224,8 @@ def stack_totals(
 ) -> go.Scatter:
     """Return the totals of horizontal stacks as text behind their ends.
 
-    Args:
-        totals: The values to write, by the name of their stack.
-        lengths: The same in the unit of the axis.
-        places: Where the stacks are on the other axis. None: at their names.
-        formatter: Formats a value.
+    `lengths` are the totals in the unit of the axis; `places`, where the stacks are on the other one, are their names
+    by default.
     """
     return go.Scatter(
         x=lengths,

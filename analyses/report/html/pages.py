@@ -12,16 +12,8 @@ from commtrace.analyses import figures
 from commtrace.analyses.comparison import compare
 from commtrace.analyses.grouping import rows_of
 from commtrace.analyses.job_summary import summarize_job
+from commtrace.analyses.report import findings
 from commtrace.analyses.report.expected_text import NETWORK_LEGEND, network_source, network_title
-from commtrace.analyses.report.findings import (
-    cost_per_call,
-    facts,
-    findings,
-    log_lists,
-    verdict,
-    warnings,
-    warnings_of_runs,
-)
 from commtrace.analyses.steps import ALL
 from commtrace.analyses.table_specs import TABLES
 from commtrace.analyses.table_specs.alike_ranks import reduce_ranks, text_rows
@@ -39,21 +31,12 @@ MAX_ROWS: Final = 60
 
 
 def page_of_run(
-    name: str,
-    run: RecordedRun,
-    tables: Mapping[str, pd.DataFrame],
-    *,
-    sites: int = MAX_SITES,
-    per_rank: bool = False,
+    name: str, run: RecordedRun, tables: Mapping[str, pd.DataFrame], *, sites: int = MAX_SITES, per_rank: bool = False
 ) -> str:
-    """Return the page of one run.
+    """Return the page of one run, with this title and so many call sites (0: all).
 
-    Args:
-        name: The page's title.
-        run: The run.
-        tables: Its tables, by name, with those that only figures are drawn from.
-        sites: Call sites to show; 0: all.
-        per_rank: Whether tables of many ranks have the first rows instead of classes of alike ranks.
+    The tables are with those that only figures are drawn from. With `per_rank`, tables of many ranks have their first
+    rows instead of classes of alike ranks.
     """
     sections = [_figure_section(name, figure, tables) for name, figure in figures.FIGURES.items()]
     sections += _across_ranks(tables, per_rank=per_rank)
@@ -66,10 +49,10 @@ def page_of_run(
             title=name,
             subtitle=summarize_job(run) or "what was trained was not captured",
             tiles=[*_tiles(tables)],
-            findings=[*findings(tables)],
-            warnings=[*verdict(tables), *warnings(run, tables)],
-            facts=[("run", run.id), *facts(run, tables).items()],
-            lists=[*log_lists(run, tables).items()],
+            findings=[*findings.findings(tables)],
+            warnings=[*findings.verdict(tables), *findings.warnings(run, tables)],
+            facts=[("run", run.id), *findings.facts(run, tables).items()],
+            lists=[*findings.log_lists(run, tables).items()],
             sections=[*sections, _call_sites(tables["volume_by_site"], sites)],
         )
     )
@@ -127,19 +110,14 @@ def _tiles(tables: Mapping[str, pd.DataFrame]) -> Iterator[Tile]:
     if coverage["simulated"]:
         yield Tile("times", "none", "simulated: nothing was sent")
     elif len(cost):
-        note = f"of the run's time; {cost_per_call(cost)}"
+        note = f"of the run's time; {findings.cost_per_call(cost)}"
         yield Tile("tracing cost", format_small_share(cost["share"].mean()), note)
     else:
         yield Tile("tracing cost", "not known")
 
 
 def page_of_runs(runs: Mapping[str, Run], tables: Mapping[str, dict[str, pd.DataFrame]]) -> str:
-    """Return the page of runs side by side.
-
-    Args:
-        runs: The runs, by the names that the page gives them.
-        tables: The tables of each run, by the same names.
-    """
+    """Return the page of runs side by side, from the tables of each; both by the names that the page gives the runs."""
     compared = compare(runs, tables)
     text = (
         "A training step of each run, per rank. Wire bytes are the least bytes that a rank must send for the payload."
@@ -150,7 +128,7 @@ def page_of_runs(runs: Mapping[str, Run], tables: Mapping[str, dict[str, pd.Data
         Page(
             title=", ".join(runs),
             subtitle=f"{format_plural(len(runs), 'run')} side by side",
-            warnings=warnings_of_runs(runs, tables),
+            warnings=findings.warnings_of_runs(runs, tables),
             facts=[(str(row.run), f"{row.path}, run {row.id}") for row in rows_of(compared["runs"])],
             sections=[overview, *sections],
         )
@@ -158,13 +136,7 @@ def page_of_runs(runs: Mapping[str, Run], tables: Mapping[str, dict[str, pd.Data
 
 
 def page_of_scaling(runs: Mapping[str, Run], tables: Mapping[str, pd.DataFrame], sentences: Sequence[str]) -> str:
-    """Return the page of runs by number of ranks.
-
-    Args:
-        runs: The runs, by name.
-        tables: Those of `commtrace.analyses.scaling`.
-        sentences: What they say.
-    """
+    """Return the page of runs by number of ranks, from the tables of `commtrace.analyses.scaling` and what they say."""
     ranks = tables["scaling"]["ranks"]
     text = (
         "Means over the ranks. Expected, and the closed form: of the lowest rank, where theory has rules for the job."
@@ -184,13 +156,6 @@ def page_of_scaling(runs: Mapping[str, Run], tables: Mapping[str, pd.DataFrame],
             sections=[*sections, volumes, model],
         )
     )
-
-
-_VIEWS: Final = {"speedup": "speedup", "step_parts": "step_parts"} | dict.fromkeys(
-    ("volume", "waterfall", "waterfall_by_role", "expected_and_measured", "message_sizes", "operation_volumes",
-     "measured_and_predicted"), "page",
-)  # fmt: skip
-"""Figures with a table below them: the view of the table's description."""
 
 
 def _table_section(
@@ -230,7 +195,7 @@ def _figure_section(name: str, figure: figures.Figure, tables: Mapping[str, pd.D
         figure.title,
         figure.look_for,
         drawings=[replace(drawing(name, figure.draw(table)), title="")],
-        tables=[(title, _spec_table(figure.table, shown, _VIEWS[name]))] if name in _VIEWS and len(shown) else [],
+        tables=[(title, _spec_table(figure.table, shown, figure.view))] if figure.view and len(shown) else [],
     )
 
 
