@@ -71,10 +71,6 @@ class Different:
 def reduce_ranks(spec: TableSpec, table: pd.DataFrame) -> pd.DataFrame:
     """Reduce a table of more than MAX_SINGLE ranks, or hosts.
 
-    Args:
-        spec: The table's description.
-        table: Its rows.
-
     Returns:
         A row per class of alike ranks and outlier, in the order of their first rows, with the column "alike" behind
         `spec.alike`. The table's own rows if it has no such column, few ranks, or no alike rows. Lists of many ranks

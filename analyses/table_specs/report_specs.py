@@ -13,10 +13,7 @@ from .step_time_specs import STEP_TIME_FIGURE_TABLES, STEP_TIME_TABLES
 
 _BY_PAYLOAD: Final = "A row per {}, the largest payload first."
 
-_WAITS_SHOWN: Final = (
-    "calls", "duration_ns", "wait_ns", "wait_min_ns", "wait_max_ns", "transfer_ns", "wait_share", "busbw_gb_per_s",
-    "transfer_busbw_gb_per_s",
-)  # fmt: skip
+_WAITS_SHOWN: Final = "calls duration_ns wait_ns wait_min_ns wait_max_ns transfer_ns wait_share"
 
 REPORT_TABLES: Final = (
     TableSpec("stuck_calls", "Calls that do not end",
@@ -152,7 +149,7 @@ REPORT_TABLES: Final = (
         bytes_column("payload_bytes_max", "", "Payload of the largest step, summed over the recorded ranks."),
         count("steps", "steps", "Training steps in the log."),
         count("differing_steps", "", "Steps whose calls or payload are not the median ones.", optional=True),
-    ), {"terminal": ("op", "calls_per_rank", "payload_bytes_per_rank", "wire_bytes_per_rank", "differing_steps")}),
+    ), {"terminal": "op calls_per_rank payload_bytes_per_rank wire_bytes_per_rank differing_steps"}),
     TableSpec("message_sizes", "Exact message sizes", "A row per operation and payload, ascending.", (
         shared.OP,
         column("bytes", format_count, "payload_bytes", "bytes of a call", "Payload of one call."),
@@ -172,7 +169,7 @@ REPORT_TABLES: Final = (
         duration("p99_ns", "p99", "99th percentile of the known times, within 1 %."),
         duration("max_ns", "max", "Longest of the known times."),
         duration("sum_ns", "sum", "Sum of the known times; calls that overlap are each counted in full."),
-    ), {"terminal": ("op", "calls_known", "calls_unknown", "p50_ns", "p99_ns", "max_ns", "sum_ns")}),
+    ), {"terminal": "op calls_known calls_unknown p50_ns p99_ns max_ns sum_ns"}),
     TableSpec("bandwidth", "Bandwidth",
         "A row per operation and kind of end, over calls with a payload whose end was observed, of groups of two or "
         "more, outside of coalesced batches.", (
@@ -193,9 +190,7 @@ REPORT_TABLES: Final = (
         count("training_calls", "", "Its calls in training steps."),
         bytes_column("training_payload_bytes", "in training steps", "Its payload there."),
         ratio("payload_of_median", "x median", "In training / that of the median rank."),
-    ), {
-        "terminal": ("rank", "calls", "payload_bytes", "wire_bytes", "training_payload_bytes", "payload_of_median"),
-    }, alike="rank"),
+    ), {"terminal": "rank calls payload_bytes wire_bytes training_payload_bytes payload_of_median"}, alike="rank"),
     TableSpec("clocks", "Clocks of the hosts",
         "A row per host (per boot of it). Bounds follow from the calls of the log; a host that they do not bound "
         "has missing values.", (
@@ -228,7 +223,8 @@ REPORT_TABLES: Final = (
         TableSpec(f"waits_by_{name}", f"Wait and transfer by {words}",
             f"A row per {words}, {order}. Calls of groups of two or more.", (
             key, *shared.WAITS, *shared.BUS_BANDWIDTHS,
-        ), {"terminal": (key.name, *_WAITS_SHOWN)}, alike="rank" if name == "rank" else "")
+        ), {"terminal": f"{key.name} {_WAITS_SHOWN} busbw_gb_per_s transfer_busbw_gb_per_s"},
+            alike="rank" if name == "rank" else "")
         for name, words, key, order in (
             ("operation", "operation", shared.OP, "the longest wait first"),
             ("role", "dimension", shared.ROLE, "the longest wait first"),
@@ -242,7 +238,7 @@ REPORT_TABLES: Final = (
             "Scalasca's name: \"wait at n x n\", \"wait at barrier\", \"late broadcast\" (and scatter), "
             "\"early reduce\" (and gather), \"late sender\", \"late receiver\"."),
         *shared.WAITS,
-    ), {"terminal": ("pattern", *_WAITS_SHOWN[:-2])}),
+    ), {"terminal": f"pattern {_WAITS_SHOWN}"}),
     *STEP_TIME_TABLES,
     TableSpec("theory", "Agreement with theory", "A row per process. Bytes are payload over the compared steps.", (
         shared.RANK,
@@ -278,18 +274,16 @@ REPORT_TABLES: Final = (
             "difference, bytes", "measured_bytes - expected_bytes."),
         text_column("cause", "cause", '"expected" if equal, else the cause of the difference, or "unexplained".'),
         text_column("sites", "call sites", "Call sites of the recorded calls, separated by semicolons."),
-    ), {
-        "page": ("role", "op", "cause", "expected_calls", "measured_calls", "difference_bytes", "sites"),
-    }, alike="rank"),
+    ), {"page": "role op cause expected_calls measured_calls difference_bytes sites"}, alike="rank"),
     TableSpec("waterfall", "From the closed form to the recorded wire bytes",
         "Rows in the order of the sum, for the last whole step of the lowest rank that is compared.", (
         *shared.WATERFALL,
-    ), {"page": ("label", "bytes")}),
+    ), {"page": "label bytes"}),
     TableSpec("waterfall_by_role", "From the closed form to the recorded wire bytes, by parallel dimension",
         "Rows in the order of the sum, dimension by dimension. No rows if the closed form has one dimension; "
         "dimensions without a closed form begin at 0.", (
         shared.ROLE, *shared.WATERFALL,
-    ), {"page": ("role", "label", "bytes")}),
+    ), {"page": "role label bytes"}),
 )  # fmt: skip
 """Tables in every JSON report; empty if not applicable."""
 
@@ -340,13 +334,8 @@ NETWORK_TABLES: Final = (
         share("efficiency", "efficiency", "expected_ns / measured_ns."),
         text_column("why_not", "why not", "Why there is no measured or no expected time; missing if there are both."),
     ), {
-        "terminal": (
-            "op", "ranks", "payload_bytes", "calls", "timed", "measured_ns", "expected_ns", "efficiency", "how",
-        ),
-        "page": (
-            "op", "ranks", "hosts", "payload_bytes", "calls", "timed", "measured_ns", "expected_ns", "latency_ns",
-            "efficiency", "how", "why_not",
-        ),
+        "terminal": "op ranks payload_bytes calls timed measured_ns expected_ns efficiency how",
+        "page": "op ranks hosts payload_bytes calls timed measured_ns expected_ns latency_ns efficiency how why_not",
     }),
     TableSpec("network_used", "The network", "One row.", (
         word_column("name", "name", "Its name, or the path of its file."),

@@ -24,14 +24,8 @@ COMPARISON_TABLES: Final = (
         column("fraction", format_small_share, "tracing_share", "tracing cost",
             "Share of the run's time that tracing cost, mean over the processes.", optional=True),
     ), {
-        "terminal": (
-            "run", "ranks_seen", "steps", "calls_per_rank", "payload_bytes_per_rank", "wire_bytes_per_rank",
-            "tracing_share",
-        ),
-        "page": (
-            "run", "job", "ranks_seen", "steps", "calls_per_rank", "payload_bytes_per_rank", "wire_bytes_per_rank",
-            "tracing_share",
-        ),
+        "terminal": "run ranks_seen steps calls_per_rank payload_bytes_per_rank wire_bytes_per_rank tracing_share",
+        "page": "run job ranks_seen steps calls_per_rank payload_bytes_per_rank wire_bytes_per_rank tracing_share",
     }),
     TableSpec("runs_by_operation", "Operations of runs side by side", "A row per run, part and operation.", (
         RUN,
@@ -98,11 +92,9 @@ SCALING_TABLES: Final = (
         share("late_known", "late known", "Share of the time in calls for which it is known which rank was late."),
         text_column("shared_cores", "", 'Such as "4 ranks on 2 cores" if ranks of a host share cores, else "".'),
     ), {
-        "speedup": ("run", "ranks", "hosts", "steps", "step_ns", "speedup", "efficiency", "tokens_per_s"),
-        "step_parts": (
-            "run", "ranks", "compute_ns", "blocked_ns", "late_ns", "in_flight_ns", "communication_per_compute",
-        ),
-        "sent": ("run", "ranks", "calls", "payload_bytes", "wire_bytes", "expected_wire_bytes", "closed_form_bytes"),
+        "speedup": "run ranks hosts steps step_ns speedup efficiency tokens_per_s",
+        "step_parts": "run ranks compute_ns blocked_ns late_ns in_flight_ns communication_per_compute",
+        "sent": "run ranks calls payload_bytes wire_bytes expected_wire_bytes closed_form_bytes",
     }),
     TableSpec("scaling_ranks", "Ranks of the runs", "A row per run and rank: means over its steps.", (
         RUN, RANK,
@@ -127,11 +119,7 @@ SCALING_TABLES: Final = (
         duration("latency_ns", "latency", "Part of it that is latency of calls."),
         duration("bandwidth_ns", "bandwidth", "Part of it that is transfer of bytes."),
         duration("late_ns", "waiting", "Part of it that is waiting for late ranks."),
-    ), {
-        "model": (
-            "ranks", "step_ns", "measured_ns", "efficiency", "compute_ns", "latency_ns", "bandwidth_ns", "late_ns",
-        ),
-    }),
+    ), {"model": "ranks step_ns measured_ns efficiency compute_ns latency_ns bandwidth_ns late_ns"}),
     TableSpec("scaling_left_out", "Runs left out", "A row per run that was not compared.", (
         RUN,
         text_column("reason", "reason", "Why."),

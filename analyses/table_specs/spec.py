@@ -55,8 +55,8 @@ class TableSpec:
         title: A heading.
         rows: What a row is, and in which order rows are.
         columns: All columns, in order.
-        views: Columns that a view shows, by the view's name: "terminal", "page", or a figure's name. A view that is
-            not named shows all.
+        views: Names of the columns that a view shows, separated by blanks, by the view's name: "terminal", "page", or a
+            figure's name. A view that is not named shows all.
         alike: Column of ranks, or hosts, whose rows are merged where there are many (`alike_ranks`); "": never.
     """
 
@@ -64,7 +64,7 @@ class TableSpec:
     title: str
     rows: str
     columns: tuple[ColumnSpec, ...]
-    views: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    views: Mapping[str, str] = field(default_factory=dict)
     alike: str = ""
 
     @property
@@ -79,7 +79,7 @@ class TableSpec:
     def columns_of(self, view: str) -> tuple[ColumnSpec, ...]:
         """Return the columns that a view shows, in its order."""
         by_name = {column.name: column for column in self.columns}
-        return tuple(by_name[name] for name in self.views.get(view, by_name))
+        return tuple(by_name[name] for name in (self.views[view].split() if view in self.views else by_name))
 
 
 def formatted_rows(columns: Sequence[ColumnSpec], table: pd.DataFrame) -> list[list[str]]:

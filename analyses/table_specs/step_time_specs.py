@@ -24,7 +24,7 @@ STEP_TIME_TABLES: Final = (
         shared.ROLE,
         duration("ns", "time", "Mean over the ranks."),
         share("share", "share", "Share of the step."),
-    ), {"terminal": ("which", "part", "role", "ns", "share")}),
+    ), {"terminal": "which part role ns share"}),
     TableSpec("critical_path", "Critical path of a step",
         "A row per piece of the path of each chosen step, in the order of time; their times add up to the step. "
         "Computation has the phase of the call that it leads to, and no operation, dimension and call site.", (
@@ -33,7 +33,7 @@ STEP_TIME_TABLES: Final = (
         shared.OP, shared.ROLE, shared.PHASE, shared.SITE,
         duration("begin_ns", "begin", "Begin of the piece since that of the step."),
         duration("ns", "time", "Its duration."),
-    ), {"terminal": ("rank", "part", "op", "role", "phase", "site", "ns")}),
+    ), {"terminal": "rank part op role phase site ns"}),
     TableSpec("stragglers", "Who is waited for", "A row per rank, ascending; over the measured steps.", (
         shared.RANK,
         count("operations", "operations", "Operations in which the rank waited, or was waited for.",
@@ -56,7 +56,7 @@ STEP_TIME_TABLES: Final = (
             "Computation beyond the median of the other ranks, median of the delayed steps."),
         duration("on_path_ns", "on the critical path", "Part of the delay that lengthens the step, mean."),
         share("share", "share", "delay_ns of the delayed steps' duration."),
-    ), {"terminal": ("rank", "phase", "recurrence", "steps", "delay_ns", "share")}, alike="rank"),
+    ), {"terminal": "rank phase recurrence steps delay_ns share"}, alike="rank"),
 )  # fmt: skip
 """Tables in every JSON report; empty if there are no measured steps."""
 
