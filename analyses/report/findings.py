@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import pandas as pd
 
-from commtrace import formatting
 from commtrace.analyses.coverage import FILE_PROBLEMS
 from commtrace.analyses.grouping import rows_of
 from commtrace.analyses.job_summary import summarize_job
@@ -22,6 +21,8 @@ from commtrace.formatting import (
     format_plural,
     format_ranks,
     format_share,
+    format_signed,
+    format_small_share,
     is_known,
     shorten_names,
     shorten_ranks,
@@ -204,17 +205,19 @@ def _largest_cause(waterfall: pd.DataFrame) -> str:
     if not len(causes):
         return ""
     cause = causes.iloc[int(causes["bytes"].abs().to_numpy().argmax())]
-    return f"; largest difference: {cause['label']}, {formatting.format_signed(cause['bytes'], format_bytes)}"
+    return f"; largest difference: {cause['label']}, {format_signed(cause['bytes'], format_bytes)}"
 
 
 def facts(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> dict[str, str]:
     """Return facts about a run and its log by name; facts that do not apply are left out."""
-    coverage = tables["coverage"].iloc[0]
+    coverage, began = tables["coverage"].iloc[0], tables["processes"]["started_unix_ns"].min()
     texts = {
         "job": summarize_job(run),
         "log": str(run.log.path),
         "ranks": _ranks(coverage),
-        "began": _began(tables["processes"]),
+        "began": format_moment(began) + " UTC"
+        if is_known(began := tables["processes"]["started_unix_ns"].min())
+        else "",
         "dry run": _simulated(run),
         "processes": _processes(coverage),
         "calls": _calls(coverage),
@@ -244,13 +247,6 @@ def _note(note: Note, run: RecordedRun) -> str:
         return note.what
     path = note.path.relative_to(run.log.path) if note.path.is_relative_to(run.log.path) else note.path
     return f"{path}: {note.what}; {note.consequence}"
-
-
-def _began(processes: pd.DataFrame) -> str:
-    first = processes["started_unix_ns"].min()
-    if not is_known(first):
-        return ""
-    return f"{format_moment(first)} UTC"
 
 
 def _ranks(coverage: pd.Series[Any]) -> str:
@@ -344,10 +340,10 @@ def _cost(cost: pd.DataFrame, processes: int) -> str:
     if not len(known):
         return "not known"
     text = f"{cost_per_call(known)}, p99 {format_duration(known['p99_ns'].max())}; with writing to disk "
-    text += f"{formatting.format_small_share(known['share'].mean())} of the run's time"
+    text += f"{format_small_share(known['share'].mean())} of the run's time"
     if len(known) < processes:
         text = f"on {len(known):,} of {processes:,} processes: {text}"
     if len(known) > 1:
         worst = known.iloc[int(known["share"].to_numpy().argmax())]
-        text += f", at most {formatting.format_small_share(worst['share'])} (rank {int(worst['rank'])})"
+        text += f", at most {format_small_share(worst['share'])} (rank {int(worst['rank'])})"
     return text

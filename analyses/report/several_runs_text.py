@@ -28,13 +28,7 @@ _SCALING_TABLES: Final = (
 def render_side_by_side(
     tables: Mapping[str, pd.DataFrame], width: int, *, warnings: Sequence[str] = ()
 ) -> Iterator[RenderableType]:
-    """Yield the report, top to bottom.
-
-    Args:
-        tables: Those of `commtrace.analyses.comparison`.
-        width: Characters of the longest line.
-        warnings: What limits the numbers, shown first.
-    """
+    """Yield the report of the tables of `commtrace.analyses.comparison`, top to bottom, after the warnings."""
     for text in warnings:
         yield paragraph(text, width, first="! ", style="bold yellow")
     runs = tables["runs"]
@@ -70,13 +64,7 @@ def _by_operation(table: pd.DataFrame, runs: list[str], part: str, width: int) -
 def render_scaling(
     tables: Mapping[str, pd.DataFrame], sentences: Sequence[str], width: int
 ) -> Iterator[RenderableType]:
-    """Yield the comparison, top to bottom.
-
-    Args:
-        tables: Those of `commtrace.analyses.scaling`.
-        sentences: What they say.
-        width: Characters of the longest line.
-    """
+    """Yield the report of the tables of `commtrace.analyses.scaling`, top to bottom, and of what they say."""
     for name, view, title in _SCALING_TABLES:
         if len(tables[name]):
             yield title

@@ -20,14 +20,9 @@ def spec_table(
     view: str = "terminal",
     more: Sequence[tuple[TextColumn, Sequence[str]]] = (),
 ) -> Table:
-    """Lay out a table as text.
+    """Lay out a table, maybe reduced to classes of alike ranks, as a view of its description shows it.
 
-    Args:
-        name: Name of the table's description.
-        table: The rows to show, maybe reduced to classes of alike ranks.
-        width: Characters of the widest line.
-        view: Name of the description's view.
-        more: Further columns, each with a cell for each row: at the right, before columns that may be left out.
+    `more` has further columns, each with a cell for each row: at the right, before columns that may be left out.
     """
     specs, rows = text_rows(TABLES[name], view, table)
     columns = [TextColumn(spec.head, spec.kind == "number", spec.shortenable, spec.optional) for spec in specs]

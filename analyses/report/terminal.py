@@ -54,8 +54,11 @@ class _Report:
     def table(self, name: str, rows: pd.DataFrame | None = None) -> RenderableType:
         return spec_table(name, self.rows(name) if rows is None else rows, self.width)
 
-    def paragraph(self, text: str) -> RenderableType:
-        return paragraph(text, self.width)
+    def titled(self, title: str, name: str, rows: pd.DataFrame | None = None) -> tuple[RenderableType, ...]:
+        return heading(title), self.table(name, rows)
+
+    def paragraph(self, text: str, first: str = "") -> RenderableType:
+        return paragraph(text, self.width, first=first)
 
 
 def render(
@@ -67,15 +70,10 @@ def render(
     sections: Collection[str] | None = None,
     per_rank: bool = False,
 ) -> Iterator[RenderableType]:
-    """Yield the report, top to bottom.
+    """Yield the report of a run, top to bottom, with so many call sites (0: all).
 
-    Args:
-        run: The run.
-        tables: Its tables, by name.
-        width: Characters of the longest line.
-        sites: Call sites to show; 0: all.
-        sections: Names of the sections to show. None: all but NOT_SHOWN, which the last line names.
-        per_rank: Whether tables of many ranks have rows of single ranks instead of classes of alike ranks.
+    The sections are all but NOT_SHOWN, which the last line names, if `sections` is None. With `per_rank`, tables of
+    many ranks have rows of single ranks instead of classes of alike ranks.
     """
     yield Text(f"Run {run.id}" + (", simulated" if run.simulated else ""), style="bold")
     for text in verdict(tables):
@@ -104,10 +102,8 @@ def heading(text: str) -> Text:
 
 
 def _findings(report: _Report) -> Iterator[RenderableType]:
-    texts = [paragraph(text, report.width, first="- ") for text in findings(report.tables)]
-    if texts:
-        yield heading("Findings")
-        yield from texts
+    if texts := [report.paragraph(text, first="- ") for text in findings(report.tables)]:
+        yield from (heading("Findings"), *texts)
 
 
 def _theory(report: _Report) -> Iterator[RenderableType]:
@@ -118,8 +114,7 @@ def _theory(report: _Report) -> Iterator[RenderableType]:
 def _operations(report: _Report) -> Iterator[RenderableType]:
     role = _only_role(report)
     dimension = f"; parallel dimension: {role}" if role else ""
-    yield heading(f"By operation, totals over the recorded ranks{dimension}")
-    yield report.table("volume_by_operation")
+    yield from report.titled(f"By operation, totals over the recorded ranks{dimension}", "volume_by_operation")
 
 
 def _only_role(report: _Report) -> str:
@@ -129,19 +124,17 @@ def _only_role(report: _Report) -> str:
 
 def _whole_job(report: _Report) -> Iterator[RenderableType]:
     if len(report.tables["whole_job"]):
-        yield heading("The whole job, simulated: each rank that was run counted for those that it stands for")
-        yield report.table("whole_job")
+        title = "The whole job, simulated: each rank that was run counted for those that it stands for"
+        yield from report.titled(title, "whole_job")
 
 
 def _dimensions(report: _Report) -> Iterator[RenderableType]:
     if report.chosen or not _only_role(report):
-        yield heading("By parallel dimension")
-        yield report.table("volume_by_role_and_operation")
+        yield from report.titled("By parallel dimension", "volume_by_role_and_operation")
 
 
 def _phases(report: _Report) -> Iterator[RenderableType]:
-    yield heading("By phase of the step")
-    yield report.table("volume_by_phase")
+    yield from report.titled("By phase of the step", "volume_by_phase")
 
 
 def _steps(report: _Report) -> Iterator[RenderableType]:
@@ -152,8 +145,8 @@ def _steps(report: _Report) -> Iterator[RenderableType]:
         return
     count, differing = int(steady["steps"].iloc[0]), int(steady["differing_steps"].max())
     alike = f"median of {count:,}, {differing:,} differ" if differing else f"all {count:,} identical"
-    yield heading(f"A training step, mean per recorded rank: {'the only one' if count == 1 else alike}")
-    yield report.table("steady_step")
+    alike = "the only one" if count == 1 else alike
+    yield from report.titled(f"A training step, mean per recorded rank: {alike}", "steady_step")
     for number, name in ((-1, "Start-up, before the first step"), (EVALUATION, "Evaluations, in no step")):
         rows = steps.loc[steps["step"] == number]
         if len(rows) or number == -1:
@@ -164,8 +157,8 @@ def _steps(report: _Report) -> Iterator[RenderableType]:
 def _call_sites(report: _Report) -> Iterator[RenderableType]:
     table = report.tables["volume_by_site"]
     shown = table.head(report.sites) if report.sites else table
-    yield heading("By call site" + (f", the first {len(shown)} of {len(table):,}" if len(shown) < len(table) else ""))
-    yield report.table("volume_by_site", shown)
+    more = f", the first {len(shown)} of {len(table):,}" if len(shown) < len(table) else ""
+    yield from report.titled(f"By call site{more}", "volume_by_site", shown)
 
 
 def _sizes(report: _Report) -> Iterator[RenderableType]:
@@ -177,8 +170,7 @@ def _sizes(report: _Report) -> Iterator[RenderableType]:
     sizes = report.tables["message_sizes"].sort_values("sum_bytes", ascending=False, kind="stable")
     yield Text()
     limit = f", the first {MAX_SIZES} of {len(sizes):,} by sum" if len(sizes) > MAX_SIZES else ""
-    yield heading("Exact sizes" + limit)
-    yield report.table("message_sizes", sizes.head(MAX_SIZES))
+    yield from report.titled("Exact sizes" + limit, "message_sizes", sizes.head(MAX_SIZES))
 
 
 _MEASURES: Final = {
@@ -195,8 +187,7 @@ def _times(report: _Report) -> Iterator[RenderableType]:
         return
     table = report.tables["host_time"]
     for number, (measure, title) in enumerate(_MEASURES.items()):
-        yield from [Text()] if number else []
-        yield heading(title)
+        yield from (*[Text()] * bool(number), heading(title))
         rows = table.loc[table["measure"] == measure]
         known = rows["calls_known"].sum()
         yield report.table("host_time", rows) if known else report.paragraph("Known for no call.")
@@ -229,12 +220,9 @@ def _waiting(report: _Report) -> Iterator[RenderableType]:
 
 def _clocks(report: _Report) -> Iterator[RenderableType]:
     if len(report.tables["clocks"]) > 1:
-        yield heading("Clocks of the hosts, bounded by the calls")
-        yield report.table("clocks")
+        yield from report.titled("Clocks of the hosts, bounded by the calls", "clocks")
         if len(report.tables["clock_steps"]):
-            yield Text()
-            yield heading("Jumps of clocks")
-            yield report.table("clock_steps")
+            yield from (Text(), *report.titled("Jumps of clocks", "clock_steps"))
 
 
 def _ranks(report: _Report) -> Iterator[RenderableType]:
@@ -269,16 +257,14 @@ def _step_time(report: _Report) -> Iterator[RenderableType]:
     keys = ["which", "step", "rank", "part", "op", "role", "phase", "site"]
     sums = path.groupby(keys, as_index=False, sort=False, dropna=False).agg({"begin_ns": "min", "ns": "sum"})
     longest = sums.loc[sums["which"] == "slowest"].nlargest(MAX_PIECES, "ns")
-    yield from (Text(), heading(f"Critical path of the slowest step, the {len(longest)} longest parts"))
-    yield report.table("critical_path", longest)
+    title = f"Critical path of the slowest step, the {len(longest)} longest parts"
+    yield from (Text(), *report.titled(title, "critical_path", longest))
     waited_for = report.rows("stragglers")
     if ALIKE not in waited_for:
         waited_for = waited_for.nlargest(MAX_RANKS, "waiting_ns").sort_values("rank")
-    yield from (Text(), heading("Who is waited for"))
-    yield report.table("stragglers", waited_for)
+    yield from (Text(), *report.titled("Who is waited for", "stragglers", waited_for))
     if len(delays):
-        yield from (Text(), heading("Delays: ranks that compute longer than the others"))
-        yield report.table("delays")
+        yield from (Text(), *report.titled("Delays: ranks that compute longer than the others", "delays"))
 
 
 def _network(report: _Report) -> Iterator[RenderableType]:
@@ -291,14 +277,11 @@ def _log(report: _Report) -> Iterator[RenderableType]:
     yield heading("The log")
     for name, text in facts(report.run, report.tables).items():
         if name not in _IDENTITY:
-            yield paragraph(text, report.width, first=name.ljust(_LABEL))
+            yield report.paragraph(text, first=name.ljust(_LABEL))
     for title, texts in log_lists(report.run, report.tables).items():
-        yield Text()
-        yield Text(title, style="bold yellow")
-        for text in texts[:MAX_LIST]:
-            yield paragraph(text, report.width, first="- ")
-        if len(texts) > MAX_LIST:
-            yield paragraph(f"and {len(texts) - MAX_LIST:,} more, all in --json", report.width, first="- ")
+        yield from (Text(), Text(title, style="bold yellow"))
+        more = [f"and {len(texts) - MAX_LIST:,} more, all in --json"] if len(texts) > MAX_LIST else []
+        yield from (report.paragraph(text, first="- ") for text in (*texts[:MAX_LIST], *more))
 
 
 _RENDER: Final[Mapping[str, Callable[[_Report], Iterator[RenderableType]]]] = {
