@@ -20,30 +20,20 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--nproc", metavar="N", type=positive_integer, help="number of ranks to start on this machine")
     add("--through", choices=("torch", "mpi4py"), default="torch", help="library to measure (default: %(default)s)")
-    add(
-        "--backend", choices=("gloo", "mpi", "nccl"), default="gloo",
-        help="backend of torch.distributed (default: %(default)s)",
-    )  # fmt: skip
+    add("--backend", choices=("gloo", "mpi", "nccl"), default="gloo",
+        help="backend of torch.distributed (default: %(default)s)")  # fmt: skip
     add("--operations", metavar="OP,...", help="names of the operations to measure (default: all)")
     add("--min-bytes", metavar="N", type=payload_bytes, default="4", help="smallest payload (default: %(default)s)")
-    add(
-        "--max-bytes", metavar="N", type=payload_bytes, default="64m",
-        help="largest payload; k, m, g are powers of 1024 (default: %(default)s)",
-    )  # fmt: skip
-    add(
-        "--group-sizes", metavar="N,...", type=positive_integers, default=(),
-        help="also measure collectives among the first N ranks, for each N",
-    )  # fmt: skip
-    add(
-        "--seconds", metavar="SECONDS", type=positive_number, default=0.2,
-        help="time to spend on one operation and payload (default: %(default)s)",
-    )  # fmt: skip
+    add("--max-bytes", metavar="N", type=payload_bytes, default="64m",
+        help="largest payload; k, m, g are powers of 1024 (default: %(default)s)")  # fmt: skip
+    add("--group-sizes", metavar="N,...", type=positive_integers, default=(),
+        help="also measure collectives among the first N ranks, for each N")  # fmt: skip
+    add("--seconds", metavar="SECONDS", type=positive_number, default=0.2,
+        help="time to spend on one operation and payload (default: %(default)s)")  # fmt: skip
     help_text = "fail if one call takes longer; with mpi4py, if all calls of one operation and payload take longer"
     add_timeout(parser, 300, help_text)
-    add(
-        "--format", choices=("auto", "nccl", "osu"), default="auto", dest="form",
-        help="print tables as nccl-tests or OMB do (default: nccl for torch's collectives, else osu)",
-    )  # fmt: skip
+    add("--format", choices=("auto", "nccl", "osu"), default="auto", dest="form",
+        help="print tables as nccl-tests or OMB do (default: nccl for torch's collectives, else osu)")  # fmt: skip
     add_shared(parser, "--width")
     add("--out", metavar="FILE", default="network.json", help="file for the results (default: %(default)s)")
     add_shared(parser, "--force")

@@ -32,11 +32,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from commtrace.errors import CommtraceError
+from commtrace.output_files import atomic_write
+from commtrace.reading.log_notes import print_notes
 
 from .diff import DIFFERENT, NOT_COMPARED
 from .option_types import add_shared, exact_fraction
@@ -53,30 +55,17 @@ if TYPE_CHECKING:
 def prepare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     add_shared(parser, "directory")
-    sources = parser.add_mutually_exclusive_group()
-    sources.add_argument(
-        "--against", metavar="DIR2", type=Path, help="compare with this dry run or earlier run, not with rules"
-    )
-    sources.add_argument("--baseline", metavar="FILE", type=Path, help="compare with this baseline, not with rules")
-    sources.add_argument(
-        "--update-baseline", metavar="FILE", type=Path,
-        help="write the calls of this run to FILE without a comparison; `own` lines in FILE are kept",
-    )  # fmt: skip
+    add, add_source = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
+    add_source("--against", metavar="DIR2", type=Path, help="compare with this dry run or earlier run, not with rules")
+    add_source("--baseline", metavar="FILE", type=Path, help="compare with this baseline, not with rules")
+    add_source("--update-baseline", metavar="FILE", type=Path,
+        help="write the calls of this run to FILE without a comparison; `own` lines in FILE are kept")  # fmt: skip
     add_shared(parser, "--own", purpose="do not compare calls whose call site contains PATTERN")
-    parser.add_argument(
-        "--strict", action="store_true", help="with rules: fail on calls of the program itself, except those of --own"
-    )
-    parser.add_argument(
-        "--tolerance",
-        metavar="X",
-        type=exact_fraction,
-        default="0",
+    add("--strict", action="store_true", help="with rules: fail on calls of the program itself, except those of --own")
+    add("--tolerance", metavar="X", type=exact_fraction, default="0",
         help="with rules: fraction by which the payload of a cell may differ, 0.01 for example; above 0, the number "
-        "and the payloads of calls are not compared (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", action="append", help="configuration to predict the calls from; may be repeated"
-    )
+        "and the payloads of calls are not compared (default: %(default)s)")  # fmt: skip
+    add("--config", metavar="FILE", action="append", help="configuration to predict the calls from; may be repeated")
     add_shared(parser, "--per-rank", "--dask", "--width")
     add_options(parser.add_argument_group("with --config"), parser.add_argument_group("with --config, the model"))
 
@@ -101,7 +90,6 @@ def _check(run: Run, arguments: argparse.Namespace, compare: Callable[[Run, argp
     from commtrace.analyses.across_ranks.stuck_calls import find_stuck_calls
     from commtrace.analyses.diff.diff_text import wrapped
     from commtrace.analyses.report.findings import verdict
-    from commtrace.reading.log_notes import print_notes
 
     try:
         stuck = [*verdict(find_stuck_calls(run))]
@@ -112,11 +100,6 @@ def _check(run: Run, arguments: argparse.Namespace, compare: Callable[[Run, argp
         print_notes(run.notes, per_rank=arguments.per_rank)
 
 
-def _warn(texts: Iterable[str]) -> None:
-    for text in texts:
-        print(f"commtrace: {text}", file=sys.stderr)
-
-
 def _check_rules(run: Run, arguments: argparse.Namespace) -> int:
     from commtrace.analyses.check.verdict import compute_verdict, declare_own, describe_losses
     from commtrace.analyses.check.verdict_text import verdict_lines
@@ -124,8 +107,8 @@ def _check_rules(run: Run, arguments: argparse.Namespace) -> int:
     from commtrace.analyses.fold_engine import fold
 
     tables = fold(run, [declare_own(_analysis(run, arguments), arguments.own)])
-    versions = tables["theory"]["other_versions"].dropna().unique()
-    _warn(f"rules were written against other versions: {other}" for other in versions)
+    for versions in tables["theory"]["other_versions"].dropna().unique():
+        print(f"commtrace: rules were written against other versions: {versions}", file=sys.stderr)
     # Ranks that a dry run did not run are not missing.
     world_size = None if run.simulated else run.world_size
     problems = ((process.rank, (process.losses, process.summary_problem)) for process in run.processes)
@@ -161,7 +144,6 @@ def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
     from commtrace.analyses.diff import compare_calls, read_calls
     from commtrace.analyses.diff.baseline import read_baseline
     from commtrace.analyses.diff.diff_text import compared_lines, difference_lines, own_lines, shortened_lines
-    from commtrace.reading.log_notes import print_notes
     from commtrace.run import open_run
 
     own = [*arguments.own]
@@ -189,7 +171,6 @@ def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
 def _update_baseline(run: Run, arguments: argparse.Namespace) -> int:
     from commtrace.analyses.diff import read_calls
     from commtrace.analyses.diff.baseline import read_baseline, to_text
-    from commtrace.output_files import atomic_write
 
     path: Path = arguments.update_baseline
     own = [*arguments.own, *(read_baseline(path).own if path.exists() else ())]

@@ -29,24 +29,16 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     add = parser.add_argument
     add_shared(parser, "--world-size")
-    add(
-        "--ranks", metavar="LIST", default="0",
-        help="ranks to run: 0,1,60-63 for example, all, or all-distinct (default: %(default)s)",
-    )  # fmt: skip
+    add("--ranks", metavar="LIST", default="0",
+        help="ranks to run: 0,1,60-63 for example, all, or all-distinct (default: %(default)s)")  # fmt: skip
     add("--out", metavar="DIR", type=Path, help="log directory (default: commtrace-logs)")
-    add(
-        "--ranks-per-node", metavar="N", type=positive_integer, default=8,
-        help="ranks of each node, for LOCAL_RANK, LOCAL_WORLD_SIZE and NODE_RANK (default: %(default)s)",
-    )  # fmt: skip
-    add(
-        "--device", choices=("cpu", "cuda"),
-        help="device of the program; cuda: simulated (default: cuda if the program requires it)",
-    )  # fmt: skip
-    add(
-        "--jobs", metavar="N", type=positive_integer,
+    add("--ranks-per-node", metavar="N", type=positive_integer, default=8,
+        help="ranks of each node, for LOCAL_RANK, LOCAL_WORLD_SIZE and NODE_RANK (default: %(default)s)")  # fmt: skip
+    add("--device", choices=("cpu", "cuda"),
+        help="device of the program; cuda: simulated (default: cuda if the program requires it)")  # fmt: skip
+    add("--jobs", metavar="N", type=positive_integer,
         help="number of ranks to run at once, not counting ranks that wait for others (default: number of cores, "
-        "at most 4)",
-    )  # fmt: skip
+        "at most 4)")  # fmt: skip
     add_timeout(parser, 1800, "stop a rank that takes longer")
     add_program(parser)
 

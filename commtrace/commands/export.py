@@ -26,20 +26,15 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     add_shared(parser, "directory")
     add = parser.add_argument
-    add(
-        "--format", choices=sorted({*_FORMATS.values()}),
-        help="file format (default: from the file extension: .csv, .parquet, .pftrace)",
-    )  # fmt: skip
+    add("--format", choices=sorted({*_FORMATS.values()}),
+        help="file format (default: from the file extension: .csv, .parquet, .pftrace)")  # fmt: skip
     add("--out", metavar="FILE", type=Path, required=True, help="file to write")
     add("--ranks", metavar="LIST", type=numbers_and_ranges, help="calls of these ranks only, such as 0-15,64")
-    add(
-        "--steps", metavar="LIST", type=steps,
-        help="calls of these steps only, such as 100-110, or start-up (before the first step)",
-    )  # fmt: skip
-    add(
-        "--kept", action="store_true",
-        help="with COMMTRACE_MODE=summary or COMMTRACE_STEPS: only the calls that each process kept in memory",
-    )  # fmt: skip
+    add("--steps", metavar="LIST", type=steps,
+        help="calls of these steps only, such as 100-110, or start-up (before the first step)")  # fmt: skip
+    add("--kept", action="store_true",
+        help="with COMMTRACE_MODE=summary or COMMTRACE_STEPS: only the calls that each process kept in "
+        "memory")  # fmt: skip
     add_shared(parser, "--force")
 
 

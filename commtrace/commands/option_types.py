@@ -14,6 +14,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from commtrace.formatting import parse_ranks
+
 Value = TypeVar("Value", int, float, Fraction)
 
 
@@ -59,8 +61,6 @@ def positive_integers(text: str) -> tuple[int, ...]:
 
 def numbers_and_ranges(text: str) -> list[int]:
     """Parse whole numbers and ranges, separated by commas: "0-15,64"."""
-    from commtrace.formatting import parse_ranks
-
     try:
         numbers = parse_ranks(text)
     except ValueError:
@@ -137,10 +137,8 @@ def add_formats(parser: argparse.ArgumentParser) -> None:
 
 def add_timeout(parser: argparse.ArgumentParser, seconds: int, help_text: str) -> None:
     """Add --timeout."""
-    parser.add_argument(
-        "--timeout", metavar="SECONDS", type=positive_number, default=float(seconds),
-        help=f"{help_text} (default: {seconds})",
-    )  # fmt: skip
+    parser.add_argument("--timeout", metavar="SECONDS", type=positive_number, default=float(seconds),
+        help=f"{help_text} (default: {seconds})")  # fmt: skip
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:

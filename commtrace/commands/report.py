@@ -12,18 +12,22 @@ import argparse
 import contextlib
 import multiprocessing
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from commtrace.analyses.report import NOT_SHOWN, SECTIONS
 from commtrace.errors import CommtraceError
 from commtrace.launchers import usable_cores
+from commtrace.output_files import atomic_write
 
 from .option_types import add_formats, add_shared, non_negative_integer
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from commtrace.analyses.fold_engine import NamedTables
     from commtrace.run import Run
 
@@ -33,29 +37,23 @@ PARALLEL_FROM: Final = 8_000_000
 
 def prepare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    from commtrace.analyses.report import NOT_SHOWN, SECTIONS
-
-    parser.add_argument(
-        "directories", metavar="DIR", type=Path, nargs="+",
-        help="log directory, as in COMMTRACE, or the folder of one run in it; several: runs side by side",
-    )  # fmt: skip
+    parser.add_argument("directories", metavar="DIR", type=Path, nargs="+",
+        help="log directory, as in COMMTRACE, or the folder of one run in it; several: runs side by side")  # fmt: skip
     add_formats(parser)
     add_shared(parser, "--network", purpose="compare times with a network")
-    parser.add_argument(
-        "--sections", metavar="NAME,...", type=section_names,
+    parser.add_argument("--sections", metavar="NAME,...", type=section_names,
         help=f"sections of the text to show: all, or some of {', '.join(SECTIONS)} (default: all "
-        f"except {', '.join(NOT_SHOWN)})",
-    )  # fmt: skip
-    parser.add_argument(
-        "--sites", metavar="N", type=non_negative_integer,
-        help="number of call sites to show; 0: all (default: 10, in HTML 40)",
-    )  # fmt: skip
+        f"except {', '.join(NOT_SHOWN)})")  # fmt: skip
+    parser.add_argument("--sites", metavar="N", type=non_negative_integer,
+        help="number of call sites to show; 0: all (default: 10, in HTML 40)")  # fmt: skip
     add_shared(parser, "--per-rank", "--dask", "--width")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report, or write the page."""
-    from commtrace.analyses.comparison import short_names
+    from commtrace.analyses.comparison import compare, short_names
+    from commtrace.analyses.report import document, several_runs_text, terminal
+    from commtrace.analyses.report.findings import warnings_of_runs
     from commtrace.reading.executors import open_executor
     from commtrace.run import open_run
 
@@ -65,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.sections is not None and (several or arguments.json or arguments.html is not None):
         raise CommtraceError("--sections is for the text of one run; leave it out with --json, --html or more DIRs")
     if arguments.html is not None:
-        from commtrace.analyses.report.html import page  # noqa: F401  raises if a library is not installed
+        from commtrace.analyses.report.html import page, pages  # noqa: F401  raises if a library is not installed
     details = arguments.html is not None and not several
     full = not several and (arguments.json or details or "waiting" in (arguments.sections or ()))
     agreeing = several or arguments.json or details
@@ -75,23 +73,31 @@ def run(arguments: argparse.Namespace) -> int:
             name: _tables(run, details=details, across_ranks=full, agreeing=agreeing, network=arguments.network)
             for name, run in runs.items()
         }
+    width, per_rank = arguments.width, arguments.per_rank
+    if several:
+        if arguments.html is not None:
+            write_page(arguments, pages.page_of_runs(runs, tables), f"{len(runs)} runs")
+        elif arguments.json:
+            print(document.comparison_to_json(compare(runs, tables)))
+        else:
+            warnings = warnings_of_runs(runs, tables)
+            print_text(several_runs_text.render_side_by_side(compare(runs, tables), width, warnings=warnings), width)
+        return 0
+    ((name, run),) = runs.items()
+    sites = {} if arguments.sites is None else {"sites": arguments.sites}
     if arguments.html is not None:
-        _write_page(arguments, runs, tables)
+        page_text = pages.page_of_run(name, run, tables[name], per_rank=per_rank, **sites)
+        write_page(arguments, page_text, f"run {run.id}")
     elif arguments.json:
-        from commtrace.analyses.comparison import compare
-        from commtrace.analyses.report.document import comparison_to_json, report_to_json
-
-        documents = (report_to_json(run, tables[name], per_rank=arguments.per_rank) for name, run in runs.items())
-        print(comparison_to_json(compare(runs, tables)) if several else next(documents))
+        print(document.report_to_json(run, tables[name], per_rank=per_rank))
     else:
-        _print_text(arguments, runs, tables)
+        shown = {"sections": arguments.sections, "per_rank": per_rank, **sites}
+        print_text(terminal.render(run, tables[name], width, **shown), width)
     return 0
 
 
 def section_names(text: str) -> tuple[str, ...]:
     """Parse names of sections, separated by commas; "all" selects all of them."""
-    from commtrace.analyses.report import SECTIONS
-
     names = SECTIONS if text == "all" else tuple(text.split(","))
     for name in names:
         if name not in SECTIONS:
@@ -101,37 +107,19 @@ def section_names(text: str) -> tuple[str, ...]:
     return names
 
 
-def _write_page(arguments: argparse.Namespace, runs: Mapping[str, Run], tables: Mapping[str, NamedTables]) -> None:
-    from commtrace.analyses.report.html.pages import MAX_SITES, page_of_run, page_of_runs
-    from commtrace.output_files import atomic_write
-
-    if len(runs) > 1:
-        shown, page = f"{len(runs)} runs", page_of_runs(runs, tables)
-    else:
-        ((name, run),) = runs.items()
-        sites = MAX_SITES if arguments.sites is None else arguments.sites
-        shown, page = f"run {run.id}", page_of_run(name, run, tables[name], sites=sites, per_rank=arguments.per_rank)
+def write_page(arguments: argparse.Namespace, page: str, shown: str) -> None:
+    """Write a page to the file of --html, and print what it shows."""
     with atomic_write(arguments.html, force=arguments.force) as part:
         part.write_text(page, encoding="utf-8")
     print(f"{arguments.html}: {shown}, to be opened in a browser")
 
 
-def _print_text(arguments: argparse.Namespace, runs: Mapping[str, Run], tables: Mapping[str, NamedTables]) -> None:
-    from commtrace.analyses.comparison import compare
-    from commtrace.analyses.report import several_runs_text, terminal
-    from commtrace.analyses.report.findings import warnings_of_runs
+def print_text(renderables: Iterable[RenderableType], width: int) -> None:
+    """Print what rich renders."""
     from commtrace.text_tables import console
 
-    if len(runs) > 1:
-        warnings = warnings_of_runs(runs, tables)
-        renderables = several_runs_text.render_side_by_side(compare(runs, tables), arguments.width, warnings=warnings)
-    else:
-        ((name, run),) = runs.items()
-        sites = 10 if arguments.sites is None else arguments.sites
-        shown = {"sites": sites, "sections": arguments.sections, "per_rank": arguments.per_rank}
-        renderables = terminal.render(run, tables[name], arguments.width, **shown)
     for renderable in renderables:
-        console(arguments.width).print(renderable)
+        console(width).print(renderable)
 
 
 def _tables(run: Run, *, details: bool, across_ranks: bool, agreeing: bool, network: str | None = None) -> NamedTables:

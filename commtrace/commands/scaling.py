@@ -12,17 +12,15 @@ import argparse
 from pathlib import Path
 
 from .option_types import add_formats, add_shared, positive_integer
+from .report import print_text, write_page
 
 
 def prepare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument(
-        "directories", metavar="DIR", type=Path, nargs="+", help="log directories, one per run; two or more"
-    )
-    parser.add_argument(
-        "--tokens", metavar="N", type=positive_integer, action="append",
-        help="tokens per step of the whole job, if the log does not have them; once, or once per run",
-    )  # fmt: skip
+    add = parser.add_argument
+    add("directories", metavar="DIR", type=Path, nargs="+", help="log directories, one per run; two or more")
+    add("--tokens", metavar="N", type=positive_integer, action="append",
+        help="tokens per step of the whole job, if the log does not have them; once, or once per run")  # fmt: skip
     add_formats(parser)
     add_shared(parser, "--per-rank", "--dask", "--width")
 
@@ -44,20 +42,14 @@ def run(arguments: argparse.Namespace) -> int:
             print_notes((note for run in runs.values() for note in run.notes), per_rank=arguments.per_rank)
     if arguments.html is not None:
         from commtrace.analyses.report.html.pages import page_of_scaling
-        from commtrace.output_files import atomic_write
 
-        page = page_of_scaling(runs, tables, sentences(tables))
-        with atomic_write(arguments.html, force=arguments.force) as part:
-            part.write_text(page, encoding="utf-8")
-        print(f"{arguments.html}: {len(runs)} runs, to be opened in a browser")
+        write_page(arguments, page_of_scaling(runs, tables, sentences(tables)), f"{len(runs)} runs")
     elif arguments.json:
         from commtrace.analyses.report.document import scaling_to_json
 
         print(scaling_to_json(tables, sentences(tables), per_rank=arguments.per_rank))
     else:
         from commtrace.analyses.report.several_runs_text import render_scaling
-        from commtrace.text_tables import console
 
-        for text in render_scaling(tables, sentences(tables), arguments.width):
-            console(arguments.width).print(text)
+        print_text(render_scaling(tables, sentences(tables), arguments.width), arguments.width)
     return 0

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
 def prepare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument(
-        "config", metavar="CONFIG", nargs="+", help="configuration file; later GPT-NeoX files override earlier ones"
-    )
+    help_text = "configuration file; later GPT-NeoX files override earlier ones"
+    parser.add_argument("config", metavar="CONFIG", nargs="+", help=help_text)
     add_shared(parser, "--world-size", "--json")
     add_shared(parser, "--network", purpose="also predict communication times on a network")
     add_options(parser, parser.add_argument_group("model, if no file describes it"))
@@ -51,26 +50,22 @@ def run(arguments: argparse.Namespace) -> int:
 def add_options(general: argparse._ActionsContainer, figures: argparse._ActionsContainer) -> None:
     """Add the options that complete the configuration files: training settings and the shape of the model."""
     add = general.add_argument
-    add(
-        "--engine", choices=("deepspeed", "ddp", "fsdp"),
-        help="training engine (default: from the files; ddp for a Hugging Face file alone)",
-    )  # fmt: skip
+    add("--engine", choices=("deepspeed", "ddp", "fsdp"),
+        help="training engine (default: from the files; ddp for a Hugging Face file alone)")  # fmt: skip
     add("--zero-stage", type=int, choices=(0, 1, 2, 3), help="stage of ZeRO")
     add("--precision", choices=("fp32", "bf16", "fp16"), help="precision of parameters and gradients")
     add("--micro-batch", metavar="N", type=positive_integer, help="sequences per rank in a micro-batch")
+    add("--gradient-accumulation", metavar="N", type=positive_integer, dest="accumulation",
+        help="micro-batches per step")  # fmt: skip
+    add = figures.add_argument
+    add("--layers", metavar="N", type=positive_integer, help="number of transformer layers")
+    add("--hidden", metavar="N", type=positive_integer, help="hidden size")
+    add("--vocabulary", metavar="N", type=positive_integer, help="vocabulary size, including padding")
+    add("--tied", action="store_true", help="tie the output layer's weight to the embedding")
     add(
-        "--gradient-accumulation", metavar="N", type=positive_integer, dest="accumulation",
-        help="micro-batches per step",
-    )  # fmt: skip
-    figures.add_argument("--layers", metavar="N", type=positive_integer, help="number of transformer layers")
-    figures.add_argument("--hidden", metavar="N", type=positive_integer, help="hidden size")
-    figures.add_argument("--vocabulary", metavar="N", type=positive_integer, help="vocabulary size, including padding")
-    figures.add_argument("--tied", action="store_true", help="tie the output layer's weight to the embedding")
-    figures.add_argument(
         "--groups", type=int, choices=(1, 2), default=2,
         help="parameter groups of the optimizer; 2: a second group of biases and norms, without weight decay "
-        "(default: %(default)s)",
-    )  # fmt: skip
+        "(default: %(default)s)")  # fmt: skip
 
 
 def options_of(arguments: argparse.Namespace) -> PlanOptions:
