@@ -14,11 +14,7 @@ from commtrace.errors import OutputError
 
 @contextlib.contextmanager
 def atomic_write(out: Path, *, force: bool = False) -> Iterator[Path]:
-    """Yield a temporary path to write to, and rename it to `out` at the end.
-
-    Args:
-        out: The output file.
-        force: Whether to replace an existing file.
+    """Yield a temporary path to write to, and rename it to `out` at the end; `force`: also if that exists.
 
     Raises:
         OutputError: `out` exists, or cannot be written.
@@ -41,10 +37,7 @@ def atomic_write(out: Path, *, force: bool = False) -> Iterator[Path]:
 def atomic_directory(out: Path, *, force: bool = False, marker: str) -> Iterator[Path]:
     """Yield a temporary directory to write to, and rename it to `out` at the end.
 
-    Args:
-        out: The output directory.
-        force: Whether to replace an existing directory of this kind.
-        marker: Pattern of a file that every directory of this kind has; no other one is replaced.
+    With `force`, an existing directory is replaced that has a file of the pattern `marker`, as all of this kind have.
 
     Raises:
         OutputError: `out` exists, or cannot be written.

@@ -49,16 +49,9 @@ def left_column(head: str, *, shortenable: bool = False, optional: bool = False)
 def text_table(
     columns: Sequence[TextColumn], rows: Sequence[Sequence[str]], width: int, ellipsis: str | None = None
 ) -> Table:
-    """Lay out rows of texts as a table.
+    """Lay out rows of texts as a table, whose lines are at most `width` long unless the numbers alone are longer.
 
-    Args:
-        columns: The columns, left to right.
-        rows: The cells of each row, one for each column.
-        width: Characters of the widest line.
-        ellipsis: Stands for what was cut. None: "…", or "..." where stdout takes ASCII only.
-
-    Returns:
-        A rich table. Its lines are at most `width` long unless the numbers alone are longer.
+    The ellipsis stands for what was cut. None: "…", or "..." where stdout takes ASCII only.
     """
     if ellipsis is None:
         ellipsis = "…" if stdout_takes_unicode() else "..."
