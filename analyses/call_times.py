@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
@@ -135,30 +136,28 @@ ANALYSIS: Final = Analysis("times", _partial, _MERGE, _finish, times_partial=_pa
 
 def _bandwidth_partial(block: RecordBlock) -> pd.DataFrame:
     times = transfer_times(block)
-    sizes = block.labels.group_sizes(block["group"])
     not_batched = (block["batch"] == 0) & ((block["flags"] & int(Flag.COALESCED)) == 0)
-    used = np.flatnonzero((times > 0) & (block["payload"] > 0) & (sizes > 1) & not_batched)
-    kinds, clocks, payload = (block[name][used] for name in ("kind", "clock", "payload"))
-    values = {
-        "calls": block.calls[used],
-        "payload_bytes": payload,
-        "time_ns": times[used],
-        "bus_bytes": payload * busbw_factors(block.labels, kinds, sizes[used]),
-    }
-    return sums_by(block.labels, {"op": kinds, "end_seen_by": _END_OF_CLOCK[clocks]}, values)
+    used = (times > 0) & (block["payload"] > 0) & not_batched
+    fields = {name: block[name] for name in ("kind", "group", "clock", "payload")}
+    return _bandwidth_sums(block.labels, {**fields, "calls": block.calls, "ns": times}, used)
 
 
 def _bandwidth_of_histograms(block: HistogramBlock) -> pd.DataFrame:
-    sizes = block.labels.group_sizes(block.rows["group"])
-    used = (block.rows["measure"] == TRANSFER) & (sizes > 1)
-    rows = {name: column[used] for name, column in block.rows.items()}
+    return _bandwidth_sums(block.labels, block.rows, block.rows["measure"] == TRANSFER)
+
+
+def _bandwidth_sums(labels: RunLabels, columns: Mapping[str, Array], used: Array) -> pd.DataFrame:
+    """Sum rows of `summary_format.TIMES`, those `used` that are of groups of two or more."""
+    sizes = labels.group_sizes(columns["group"])
+    at = np.flatnonzero(used & (sizes > 1))
+    rows = {name: column[at] for name, column in columns.items()}
     values = {
         "calls": rows["calls"].astype(np.int64),
         "payload_bytes": rows["payload"],
         "time_ns": rows["ns"],
-        "bus_bytes": rows["payload"] * busbw_factors(block.labels, rows["kind"], sizes[used]),
+        "bus_bytes": rows["payload"] * busbw_factors(labels, rows["kind"], sizes[at]),
     }
-    return sums_by(block.labels, {"op": rows["kind"], "end_seen_by": _END_OF_CLOCK[rows["clock"]]}, values)
+    return sums_by(labels, {"op": rows["kind"], "end_seen_by": _END_OF_CLOCK[rows["clock"]]}, values)
 
 
 def busbw_factors(labels: RunLabels, kinds: Array, sizes: Array) -> Array:

@@ -27,7 +27,7 @@ MAX_CALLS: Final = 4096
 
 _CANDIDATE_STEPS: Final = 2
 _NO_CANDIDATE: Final = -1
-"""Step of a row that only carries `last_step`: of a process, or a block, without a call of a candidate step."""
+"""Step of a row that only carries `last_step`, the latest step of a process; kept if no row of a candidate has it."""
 _NAMED: Final = ("op", "role", "phase", "site")
 
 
@@ -37,26 +37,22 @@ def shown(process: int) -> bool:
 
 
 def _partial(block: RecordBlock) -> pd.DataFrame:
-    steps = steps_of(block)
-    candidate = (steps >= 0) & (steps & (steps - 1) == 0) & (block["t_begin"] > 0)
-    rows, shown_steps, last_steps = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for process in filter(shown, np.unique(block["process"]).tolist()):
-        own = np.flatnonzero(block["process"] == process)
-        used = own[candidate[own]]
-        used = used[np.isin(steps[used], np.unique(steps[used])[-_CANDIDATE_STEPS:])]
-        rows.append(used if len(used) else own[[steps[own].argmax()]])
-        shown_steps.append(steps[used] if len(used) else np.array([_NO_CANDIDATE]))
-        last_steps.append(np.full(len(rows[-1]), steps[own].max()))
-    used = np.concatenate(rows)
-    columns = {name: block.labels.codes(name, block.labels.ids(name, block)[used]) for name in _NAMED}
+    steps, processes = steps_of(block), block["process"]
+    is_candidate = (steps >= 0) & (steps & (steps - 1) == 0) & (block["t_begin"] > 0)
+    calls, latest = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for process in filter(shown, np.unique(processes).tolist()):
+        own = np.flatnonzero(processes == process)
+        calls.append(own[is_candidate[own]])
+        latest.append(own[[steps[own].argmax()]])
+    used = np.concatenate([*calls, *latest])
     table = pd.DataFrame(
         {
-            "process": block["process"][used],
+            "process": processes[used],
             "rank": block["rank"][used],
-            "step": np.concatenate(shown_steps),
-            "last_step": np.concatenate(last_steps),
+            "step": np.concatenate([*(steps[own] for own in calls), np.full(len(latest) - 1, _NO_CANDIDATE)]),
+            "last_step": steps[used],
             "t_begin": block["t_begin"][used],
-            **columns,
+            **{name: block.labels.codes(name, block.labels.ids(name, block)[used]) for name in _NAMED},
             "payload_bytes": block["payload"][used],
             "in_call_ns": durations("in_call", block)[used],
             "to_completion_ns": durations("to_completion", block)[used],
