@@ -18,27 +18,18 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple
+from typing import IO, Any, Final, TypeAlias
 
 import numpy as np
 
+from commtrace.analyses import protobuf_columns as protobuf
 from commtrace.analyses.across_ranks.clocks import clocks_of, to_one_clock, wall_clock_offsets
 from commtrace.analyses.across_ranks.matching import NOT_MATCHED, MatchedCalls, host_numbers, match_calls
 from commtrace.analyses.across_ranks.waits import COLUMNS as WAIT_COLUMNS
 from commtrace.analyses.across_ranks.waits import Waits, waits_of
 from commtrace.analyses.call_times import exact_ends
 from commtrace.analyses.grouping import Array, group_rows
-from commtrace.analyses.protobuf_columns import (
-    Column,
-    chosen,
-    constant,
-    fixed64,
-    joined,
-    message,
-    stacked,
-    varint,
-    where,
-)
+from commtrace.analyses.protobuf_columns import Column, constant, varint, where
 from commtrace.analyses.record_blocks import EVALUATION
 from commtrace.errors import LogError, MissingLibraryError
 from commtrace.formatting import format_ranks
@@ -61,12 +52,8 @@ _SEQUENCE: Final = 1
 _BLOCK: Final = 4096
 """Calls that are encoded at a time: their packets fit into a processor's cache."""
 
-
-class _Lane(NamedTuple):
-    """A track and its calls, sorted by start time and not overlapping."""
-
-    track: int
-    calls: Array
+_Lanes: TypeAlias = dict[int, Array]
+"""Tracks, and the calls that are spans of each, by begin, of which none overlaps another."""
 
 
 def export_perfetto(
@@ -149,14 +136,14 @@ class _Writer:
         self._new_texts = messages.InternedData()
         self._uuid = 0
         first, self._alike = group_rows([calls[name] for name in ("op", *_LABELS)])
-        self._texts = stacked([self._texts_of(call) for call in first[:, None]])
+        self._texts = protobuf.stacked([self._texts_of(call) for call in first[:, None]])
         numbers = {title: calls[name] for name, title in _NUMBERS.items()}
         for title, values in (("wait for ranks (ns)", waits.wait), ("transfer (ns)", waits.transfer)):
             numbers[title] = np.where(waits.known, values, -1)
-        self._numbers = [
-            (constant(messages.DebugAnnotation(name_iid=self._annotation_name(title)).SerializeToString()), values)
-            for title, values in numbers.items()
-        ]
+        self._numbers: list[tuple[Column, Array]] = []
+        for title, values in numbers.items():
+            name = messages.DebugAnnotation(name_iid=self._intern("debug_annotation_names", title))
+            self._numbers.append((constant(name.SerializeToString()), values))
         self._last = self._last_calls()
         self._exact = exact_ends(calls)
 
@@ -168,35 +155,42 @@ class _Writer:
         )
         hosts, host_of = host_numbers(run)
         processes = np.unique(self._calls["process"][self._wanted])
-        threads: list[_Lane] = []
-        in_flight: list[_Lane] = []
+        threads: _Lanes = {}
+        in_flight: _Lanes = {}
         for host in np.unique(host_of[processes]).tolist():
             uuid = self._track(process={"pid": host + 1, "process_name": f"host {hosts[host]}"})
             for process in processes[host_of[processes] == host].tolist():
                 group = self._track(parent_uuid=uuid, name=f"rank {run.processes[process].rank}")
-                self._add_tracks(group, process, threads, in_flight)
+                at = self._calls.of_process(process)
+                at = at[self._wanted[at]]
+                at = at[np.argsort(self._times.begin[at], kind="stable")]
+                threads |= self._thread_tracks(group, at)
+                in_flight |= self._in_flight_tracks(group, at)
         self._write_threads(*_rows(threads))
         self._write_in_flight(*_rows(in_flight))
 
-    def _add_tracks(self, group: int, process: int, threads: list[_Lane], in_flight: list[_Lane]) -> None:
-        """Write the tracks of a process and its counters, and add the calls that are spans to lists."""
-        calls, times = self._calls, self._times
-        at = calls.of_process(process)
-        at = at[self._wanted[at]]
-        at = at[np.argsort(times.begin[at], kind="stable")]
-        for thread in np.unique(calls["thread"][at]).tolist():
-            own = at[calls["thread"][at] == thread]
-            for lane in _lanes(own, times.begin[own], times.returned[own]):
-                threads.append(_Lane(self._track(parent_uuid=group, name=f"thread {thread}"), lane))
-        ended = at[times.end[at] >= times.begin[at]]
-        ended = ended[np.argsort(times.started[ended], kind="stable")]
-        for lane in _lanes(ended, times.started[ended], times.end[ended]):
-            in_flight.append(_Lane(self._track(parent_uuid=group, name="in flight"), lane))
-        started, end, payload = times.started[ended], times.end[ended], calls["payload"][ended]
+    def _thread_tracks(self, group: int, at: Array) -> _Lanes:
+        begin, returned, threads = self._times.begin, self._times.returned, self._calls["thread"][at]
+        lanes: _Lanes = {}
+        for thread in np.unique(threads).tolist():
+            lanes |= self._tracks(group, f"thread {thread}", at[threads == thread], begin, returned)
+        return lanes
+
+    def _in_flight_tracks(self, group: int, at: Array) -> _Lanes:
+        """Write the tracks of the operations of a process that have ended, and its counters."""
+        at = at[self._times.end[at] >= self._times.begin[at]]
+        at = at[np.argsort(self._times.started[at], kind="stable")]
+        lanes = self._tracks(group, "in flight", at, self._times.started, self._times.end)
+        started, end, payload = self._times.started[at], self._times.end[at], self._calls["payload"][at]
         self._write_counter(group, "bytes in flight", "bytes", started, end, payload)
-        exact = self._exact[ended] & (end > started)
+        exact = self._exact[at] & (end > started)
         rate = payload[exact] / (end[exact] - started[exact])  # bytes per ns are GB/s
         self._write_counter(group, "bandwidth", "GB/s", started[exact], end[exact], rate)
+        return lanes
+
+    def _tracks(self, group: int, name: str, at: Array, begin: Array, end: Array) -> _Lanes:
+        """Write as many tracks of one name as calls need, which are ordered by begin, for no two on one to overlap."""
+        return {self._track(parent_uuid=group, name=name): lane for lane in _lanes(at, begin[at], end[at])}
 
     def _write_threads(self, tracks: Array, at: Array) -> None:
         """Write the calls of threads, nested in phases, nested in steps."""
@@ -245,12 +239,12 @@ class _Writer:
 
     def _call(self, at: Array) -> list[Column]:
         """Return the fields of the events that begin calls: their names and arguments."""
-        fields = [chosen(self._texts, self._alike[at])]
+        fields = [protobuf.chosen(self._texts, self._alike[at])]
         for name, values in self._numbers:
             present = values[at] >= 0
             if present.any():
                 value = varint(self._messages.DebugAnnotation.INT_VALUE_FIELD_NUMBER, np.where(present, values[at], 0))
-                fields += where(present, message(self._event.DEBUG_ANNOTATIONS_FIELD_NUMBER, [name, value]))
+                fields += where(present, protobuf.message(self._event.DEBUG_ANNOTATIONS_FIELD_NUMBER, [name, value]))
         return fields
 
     def _arrow(self, at: Array) -> list[Column]:
@@ -258,7 +252,7 @@ class _Writer:
         instance = self._calls["instance"][at].astype(np.int64)
         ends = self._last[instance] == at if len(self._last) else np.zeros(len(at), bool)
         field = np.where(ends, self._event.TERMINATING_FLOW_IDS_FIELD_NUMBER, self._event.FLOW_IDS_FIELD_NUMBER)
-        return where(instance != NOT_MATCHED, [fixed64(field, instance + 1)])
+        return where(instance != NOT_MATCHED, [protobuf.fixed64(field, instance + 1)])
 
     def _begin(self, track: Column, moments: Array, fields: Sequence[Column]) -> list[Column]:
         """Return packets that begin spans. Their names are interned, so a reader that missed the names skips them."""
@@ -277,8 +271,8 @@ class _Writer:
         event = [constant(self._event(type=kind).SerializeToString()), track, *fields]
         sequence = constant(packet(trusted_packet_sequence_id=_SEQUENCE).SerializeToString())
         timestamp = varint(packet.TIMESTAMP_FIELD_NUMBER, moments)
-        columns = [timestamp, sequence, *flags, *message(packet.TRACK_EVENT_FIELD_NUMBER, event)]
-        return message(self._messages.Trace.PACKET_FIELD_NUMBER, columns)
+        columns = [timestamp, sequence, *flags, *protobuf.message(packet.TRACK_EVENT_FIELD_NUMBER, event)]
+        return protobuf.message(self._messages.Trace.PACKET_FIELD_NUMBER, columns)
 
     def _track_of(self, tracks: Array) -> Column:
         return varint(self._event.TRACK_UUID_FIELD_NUMBER, tracks)
@@ -295,7 +289,7 @@ class _Writer:
         np.add.at(spans, at, np.repeat([1, -1], len(values)))
         sums = np.where(np.cumsum(spans) > 0, np.cumsum(changes), 0)  # sums of fractions do not end at exactly 0
         for block in _blocks(len(moments)):
-            value = fixed64(self._event.DOUBLE_COUNTER_VALUE_FIELD_NUMBER, sums[block].astype(np.float64))
+            value = protobuf.fixed64(self._event.DOUBLE_COUNTER_VALUE_FIELD_NUMBER, sums[block].astype(np.float64))
             tracks = self._track_of(np.array([track]))
             self._write_rows(self._packet(self._event.TYPE_COUNTER, tracks, moments[block], [value]))
 
@@ -319,13 +313,9 @@ class _Writer:
         arguments = []
         for column, title in _LABELS.items():
             text = self._intern("debug_annotation_string_values", str(*self._calls.text(column, call)))
-            arguments.append({"name_iid": self._annotation_name(title), "string_value_iid": text})
+            arguments.append({"name_iid": self._intern("debug_annotation_names", title), "string_value_iid": text})
         [name] = self._event_names(self._calls.text("op", call))
-        result: bytes = self._event(name_iid=int(name), debug_annotations=arguments).SerializeToString()
-        return result
-
-    def _annotation_name(self, title: str) -> int:
-        return self._intern("debug_annotation_names", title)
+        return bytes(self._event(name_iid=int(name), debug_annotations=arguments).SerializeToString())
 
     def _event_names(self, names: Iterable[str]) -> Array:
         """Return the numbers that stand for the names of events."""
@@ -350,7 +340,7 @@ class _Writer:
 
     def _write_rows(self, *packets: Sequence[Column]) -> None:
         """Write the packets of each row."""
-        self._file.write(joined([column for columns in packets for column in columns]))
+        self._file.write(protobuf.joined([column for columns in packets for column in columns]))
 
 
 def _perfetto_messages() -> Any:
@@ -373,10 +363,10 @@ def _end_of_runs(new: Array, end: Array) -> Array:
     return np.repeat(np.maximum.reduceat(end, firsts), np.diff(np.append(firsts, len(end)))) if len(end) else end
 
 
-def _rows(lanes: Sequence[_Lane]) -> tuple[Array, Array]:
+def _rows(lanes: _Lanes) -> tuple[Array, Array]:
     """Return track and position of the calls of all lanes, shape (n,)."""
-    tracks = np.array([lane.track for lane in lanes], np.int64).repeat([len(lane.calls) for lane in lanes])
-    return tracks, np.concatenate([np.zeros(0, np.int64), *(lane.calls for lane in lanes)])
+    tracks = np.array([*lanes], np.int64).repeat([len(calls) for calls in lanes.values()])
+    return tracks, np.concatenate([np.zeros(0, np.int64), *lanes.values()])
 
 
 def _blocks(rows: int) -> Iterator[slice]:
@@ -385,16 +375,7 @@ def _blocks(rows: int) -> Iterator[slice]:
 
 
 def _lanes(at: Array, begin: Array, end: Array) -> list[Array]:
-    """Distribute calls to tracks on which none overlaps another, each to the first that is free.
-
-    Args:
-        at: Calls, sorted by start time, shape (n,).
-        begin: When they begin, shape (n,).
-        end: When they end, shape (n,).
-
-    Returns:
-        The calls of each track, sorted by start time.
-    """
+    """Distribute calls, by begin, to tracks on which none overlaps another, each to the first that is free."""
     lanes = np.zeros(len(at), np.int64)
     overlaps_earlier = np.append(False, begin[1:] < np.maximum.accumulate(end)[:-1])
     overlapping = np.flatnonzero(overlaps_earlier | np.append(overlaps_earlier[1:], False))
