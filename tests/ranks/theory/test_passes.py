@@ -12,11 +12,13 @@ from ports import free_port
 pytest.importorskip("deepspeed")
 
 import trainings
+from broken_rules import OF_EVALUATIONS, break_rule
 
 from commtrace.analyses import reconciliation
 from commtrace.analyses.fold_engine import fold
 from commtrace.cli import main
 from commtrace.run import open_run
+from commtrace.theory.rules.registry import RULES
 
 RANKS: Final = 4
 FSDP: Final = (
@@ -51,6 +53,13 @@ def test_micro_batches_and_evaluations_are_exact(logs: Path, way: str) -> None:
     assert theory["measured_bytes"].sum() == run.events()["payload_bytes"].sum() > 0
     assert bars["bytes"].iloc[:-1].sum() == bars["bytes"].iloc[-1]
     assert main(["check", str(logs / way)]) == 0
+
+
+@pytest.mark.parametrize("name", OF_EVALUATIONS)
+def test_a_wrong_rule_shows(logs: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (rule,) = (rule for rule in RULES if rule.name == name)
+    break_rule(rule, monkeypatch)
+    assert any(main(["check", str(logs / way)]) for way in (*FSDP, ZERO))
 
 
 def test_evaluations_are_expected_in_their_steps(logs: Path) -> None:

@@ -1,0 +1,86 @@
+"""Rules of theory that are broken on purpose: their tests have to show it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from commtrace.theory import ExpectedCall
+from commtrace.theory.model_shapes import ModelShape
+from commtrace.theory.rules.registry import Rule
+
+OF_EVALUATIONS = "check_order", "release_inflight", "prefetches_in_vain"
+"""Rules that only evaluations need: tests/ranks/theory/test_passes.py breaks them."""
+
+
+def break_rule(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a rule return something else wherever it is used, or do nothing if it returns nothing."""
+    right = getattr(importlib.import_module(rule.module), rule.name)
+
+    def broken(*arguments: Any, **named: Any) -> Any:
+        if right.__annotations__.get("return") in ("None", None):
+            return None  # a rule that acts
+        return wrong(right(*arguments, **named))
+
+    for module, name in list(places(right)):
+        monkeypatch.setattr(module, name, broken)
+
+
+def wrong(value: Any) -> Any:
+    """Another value of the same kind."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    if isinstance(value, str):
+        return "float64"
+    if value is None:
+        return 1
+    if isinstance(value, (set, frozenset)):
+        return type(value)([*value][1:]) if value else type(value)([0])
+    if isinstance(value, Iterator):
+        return wrong_list([*value])
+    if isinstance(value, ModelShape):
+        return replace(value, layers=value.layers + 1)
+    if isinstance(value, dict):
+        return {key: wrong(one) for key, one in value.items()}
+    if isinstance(value, ExpectedCall):
+        return replace(value, payload=value.payload + 1)
+    if hasattr(value, "backward"):
+        return value._replace(**{way: tuple(wrong([*getattr(value, way)])) for way in ("forward", "backward")})
+    if isinstance(value, tuple):
+        return value[::-1] if value[::-1] != value else (value[0] + 1, *value[1:])  # bounds
+    if hasattr(value, "part"):
+        return replace(value, part=value.part + 1)
+    if hasattr(value, "prefetch"):
+        return replace(value, prefetch=value.prefetch // 1000, live=value.live // 1000, reuse=value.reuse // 1000)
+    assert isinstance(value, list), value
+    return wrong_list(value)
+
+
+def wrong_list(value: list[Any]) -> list[Any]:
+    """Another size of the first message or number, another order, other buckets."""
+    if not value:
+        return [ExpectedCall("all_reduce", 3, "wrong")]
+    first = value[0]
+    if isinstance(first, ExpectedCall):
+        return [replace(first, payload=first.payload + 1), *value[1:]]
+    if isinstance(first, list):
+        return [[*first, *value[1]], *value[2:]] if len(value) > 1 else [first[:1], first[1:]]
+    if isinstance(first, tuple):
+        return [(first[0] + 1, first[1] + 1), *value[1:]]
+    if len(value) < 3 and isinstance(first, int):
+        return [max(1, number // 3) for number in value]
+    return value[::-1] if value[::-1] != value else [first + 1, *value[1:]]
+
+
+def places(function: Callable[..., Any]) -> Iterator[tuple[Any, str]]:
+    """Every module of theory that knows the function, and its name there."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("commtrace.theory", "examples.gpt_neox.theory")):
+            yield from ((module, known_as) for known_as, one in vars(module).items() if one is function)
