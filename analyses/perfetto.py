@@ -44,9 +44,9 @@ _FIELDS: Final = (
 _LABELS: Final = {
     "group_ranks": "group", "role": "dimension", "dtype": "dtype", "site": "call site", "state": "state",
 }  # fmt: skip
-"""Columns of the event table that are arguments of a call, and their names in the viewer."""
+"""Columns of the event table that become debug annotations, and their labels."""
 _NUMBERS: Final = {"payload": "payload bytes", "seq": "sequence number", "step": "step", "peer": "peer", "tag": "tag"}
-"""Fields of the record that are arguments where they are not -1."""
+"""Fields of the record that become debug annotations, unless -1, and their labels."""
 _STEP_NAMES: Final = {-1: "start-up", EVALUATION: "evaluation"}
 _SEQUENCE: Final = 1
 _BLOCK: Final = 4096
@@ -370,7 +370,7 @@ def _rows(lanes: _Lanes) -> tuple[Array, Array]:
 
 
 def _blocks(rows: int) -> Iterator[slice]:
-    """Yield the parts of so many rows."""
+    """Return slices that cover `rows` rows in blocks."""
     return (slice(first, first + _BLOCK) for first in range(0, rows, _BLOCK))
 
 

@@ -299,7 +299,7 @@ def _dense_codes(keys: Array, channels: int) -> tuple[Array, Array]:
 
 
 def _parts(rows: int) -> Iterator[slice]:
-    """Yield the parts of so many rows: what is computed between two columns need not exist of all rows at once."""
+    """Return slices that cover `rows` rows, so that intermediate values need not exist for all rows at once."""
     return (slice(first, first + _FEW) for first in range(0, rows, _FEW))
 
 

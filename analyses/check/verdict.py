@@ -178,7 +178,7 @@ def compared_cells(expected: pd.DataFrame, reconciliation: pd.DataFrame) -> pd.D
 
 
 def _joined_items(texts: Array, cells: Array, count: int) -> Array:
-    """Return the items of the texts of each of so many cells, given by number; equal ones are joined once."""
+    """Return the joined items of the texts of each cell, given by number; equal items appear once."""
     order = np.argsort(cells, kind="stable")
     codes, items = pd.factorize(texts[order])
     begins = np.flatnonzero(np.diff(cells[order], prepend=-1))

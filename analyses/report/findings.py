@@ -35,10 +35,10 @@ from commtrace.summary_format import RELATIVE_ERROR
 MAX_DELAYS: Final = 3
 MAX_STEPS_NAMED: Final = 6
 MAX_STUCK_CALLS: Final = 3
-"""Stuck calls that the verdict describes."""
+"""Stuck calls that the diagnosis describes."""
 
 
-def verdict(tables: Mapping[str, pd.DataFrame]) -> Iterator[str]:
+def diagnosis(tables: Mapping[str, pd.DataFrame]) -> Iterator[str]:
     """Yield the diagnosis of a job that hangs or died: incomplete calls, the ranks in them, where the others are."""
     calls, ranks = tables["stuck_calls"], tables["stuck_ranks"]
     for number, call in enumerate(rows_of(calls.head(MAX_STUCK_CALLS))):

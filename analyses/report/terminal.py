@@ -19,7 +19,7 @@ from commtrace.text_tables import left_column, paragraph, stdout_takes_unicode
 
 from . import NOT_SHOWN, SECTIONS
 from .expected_text import network_title, render_network, render_theory
-from .findings import facts, findings, log_lists, verdict, warnings
+from .findings import diagnosis, facts, findings, log_lists, warnings
 from .spec_table import spec_table
 
 MAX_RANKS: Final = 16
@@ -76,7 +76,7 @@ def render(
     many ranks have rows of single ranks instead of classes of alike ranks.
     """
     yield Text(f"Run {run.id}" + (", simulated" if run.simulated else ""), style="bold")
-    for text in verdict(tables):
+    for text in diagnosis(tables):
         yield paragraph(text, width, first="! ", style="bold red")
     known = facts(run, tables)
     for name in _IDENTITY:

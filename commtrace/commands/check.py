@@ -89,10 +89,10 @@ def _check(run: Run, arguments: argparse.Namespace, compare: Callable[[Run, argp
     """Print the stuck calls, the comparison and the notes, and return the exit status."""
     from commtrace.analyses.across_ranks.stuck_calls import find_stuck_calls
     from commtrace.analyses.diff.diff_text import wrapped
-    from commtrace.analyses.report.findings import verdict
+    from commtrace.analyses.report.findings import diagnosis
 
     try:
-        stuck = [*verdict(find_stuck_calls(run))]
+        stuck = [*diagnosis(find_stuck_calls(run))]
         print(*(line for text in stuck for line in wrapped(text, arguments.width)), sep="\n", end="\n" * bool(stuck))
         status = compare(run, arguments)
         return STUCK if stuck else status

@@ -149,7 +149,7 @@ def _robust(payload: Array, bus: Array, times: Array, pieces: int) -> tuple[Piec
 
 
 def _pieces(bus: Array, times: Array, weights: Array, pieces: int) -> tuple[tuple[int, ...], Array, Array]:
-    """Return first size, alpha and beta of each of so many pieces with the least sum of squares."""
+    """Return first payload, alpha and beta of each piece that minimise the sum of squares."""
     alpha, beta, cost = _segments(bus, times, weights)
     count = len(times)
     length = np.arange(count + 1)[None, :] - np.arange(count + 1)[:, None]

@@ -29,7 +29,7 @@ class RecordColumns:
 
     @staticmethod
     def of(fields: Iterable[str], size: int) -> RecordColumns:
-        """Return room for fields of the record, or of RECORDED_IDS, of so many records."""
+        """Return arrays for fields of the record, or of RECORDED_IDS, of length `size`."""
         types = {name: RECORD[RECORDED_IDS.get(name, name)] for name in fields}
         types |= dict.fromkeys((*IDS, *_OF_PROCESS), np.dtype(np.int64))
         return RecordColumns({name: np.empty(size, type_) for name, type_ in types.items()})

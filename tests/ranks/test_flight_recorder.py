@@ -1,4 +1,4 @@
-"""torch's analyser of flight recorder dumps and the verdict agree on the same jobs that hang, where it can decide.
+"""torch's analyser of flight recorder dumps and the diagnosis agree on the same jobs that hang, where it can decide.
 
 gloo records into torch's flight recorder too. Its dumps name no process groups and have no messages; the program adds
 the groups (`programs/flight_recorder.py`). Nothing else of the dumps is made here.

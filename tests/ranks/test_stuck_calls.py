@@ -1,4 +1,4 @@
-"""The verdict on real jobs that hang, died, ended, or were interrupted, with gloo."""
+"""The diagnosis of real jobs that hang, died, ended, or were interrupted, with gloo."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def assert_named(kind: str, size: int, calls: pd.DataFrame) -> None:
 
 
 def hang(nursery: Nursery, log: Path, kind: str, size: int) -> tuple[Ranks, pd.DataFrame]:
-    """The ranks of a job that hangs, and the verdict while it does."""
+    """The ranks of a job that hangs, and the diagnosis while it does."""
     ranks = nursery.start("stuck", log, kind, ranks=size)
     return ranks, wait_for_stuck_calls(log)
 

@@ -12,7 +12,7 @@ from commtrace.run import open_run
 
 
 def stuck_calls_of(log: Path) -> pd.DataFrame:
-    """The verdict; empty where there is none, and before there is a log."""
+    """The diagnosis; empty where there is none, and before there is a log."""
     try:
         return open_run(log).table("stuck_calls")
     except LogError:
@@ -20,10 +20,10 @@ def stuck_calls_of(log: Path) -> pd.DataFrame:
 
 
 def wait_for_stuck_calls(log: Path, limit: float = 60) -> pd.DataFrame:
-    """The verdict as soon as there is one."""
+    """The diagnosis as soon as there is one."""
     deadline = time.monotonic() + limit
     while not len(calls := stuck_calls_of(log)):
-        assert time.monotonic() < deadline, f"no verdict after {limit} s"
+        assert time.monotonic() < deadline, f"no diagnosis after {limit} s"
         time.sleep(0.3)
     return calls
 

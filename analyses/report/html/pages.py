@@ -50,7 +50,7 @@ def page_of_run(
             subtitle=summarize_job(run) or "what was trained was not captured",
             tiles=[*_tiles(tables)],
             findings=[*findings.findings(tables)],
-            warnings=[*findings.verdict(tables), *findings.warnings(run, tables)],
+            warnings=[*findings.diagnosis(tables), *findings.warnings(run, tables)],
             facts=[("run", run.id), *findings.facts(run, tables).items()],
             lists=[*findings.log_lists(run, tables).items()],
             sections=[*sections, _call_sites(tables["volume_by_site"], sites)],

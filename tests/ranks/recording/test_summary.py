@@ -119,10 +119,10 @@ def test_calls_after_a_file_was_removed_are_in_the_log(
 def test_a_job_that_hangs(nursery: Nursery, tmp_path: Path) -> None:
     log = tmp_path / "log"
     ranks = nursery.start("stuck", log, "absent", ranks=3, MODE="summary", drain_ms=10)
-    for verdict in (wait_for_stuck_calls, stuck_calls_of):
-        calls = verdict(log)
+    for read in (wait_for_stuck_calls, stuck_calls_of):
+        calls = read(log)
         assert (calls["waiting_ranks"].iloc[0], calls["absent_ranks"].iloc[0]) == ("0,2", "1")
-        if verdict is wait_for_stuck_calls:
+        if read is wait_for_stuck_calls:
             ranks.kill(0, 1, 2)
             ranks.wait()
 

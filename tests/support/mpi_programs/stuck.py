@@ -29,7 +29,7 @@ def stop() -> None:
 
 
 def waits() -> None:
-    """What the other ranks do, in the line that the verdict is to name."""
+    """What the other ranks do, in the line that the diagnosis is to name."""
     match KIND:
         case "absent" | "killed" | "left" | "operation" | "size":
             WORLD.Allreduce(given, taken)

@@ -33,7 +33,7 @@ def kill() -> None:
 
 
 def waits() -> None:
-    """What the other ranks do, in the line that the verdict is to name."""
+    """What the other ranks do, in the line that the diagnosis is to name."""
     match KIND:
         case "absent" | "killed" | "left" | "operation" | "size" | "dtype":
             dist.all_reduce(tensor)

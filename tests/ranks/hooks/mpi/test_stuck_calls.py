@@ -1,4 +1,4 @@
-"""The verdict on real programs of mpi4py that hang, died, or were interrupted."""
+"""The diagnosis of real programs of mpi4py that hang, died, or were interrupted."""
 
 from __future__ import annotations
 

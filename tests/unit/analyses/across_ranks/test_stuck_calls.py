@@ -1,4 +1,4 @@
-"""The verdict on jobs that hang or died, in logs of known calls."""
+"""The diagnosis of jobs that hang or died, in logs of known calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from factory import BARRIER, PAIR, RECV, SEND, WORLD, LogFactory, ProcessFactory
 
 from commtrace.analyses.across_ranks import stuck_calls
 from commtrace.analyses.fold_engine import fold
-from commtrace.analyses.report.findings import verdict
+from commtrace.analyses.report.findings import diagnosis
 from commtrace.run import open_run
 from commtrace.schema import Clock, Flag, State
 
@@ -143,7 +143,7 @@ def test_where_the_ranks_are(tmp_path: Path) -> None:
                                 "all_reduce 10 of group 0-2/1"]  # fmt: skip
     assert [*ranks["state"]] == ["begun", "complete", "begun"]
     assert {*ranks["end"]} == {"died"}
-    first, second = verdict(found)
+    first, second = diagnosis(found)
     assert first.startswith(
         "all_reduce 10 of ranks 0-2 has not completed: ranks 0,2 entered it at 2026-11-21 04:54:21 "
     )
@@ -235,7 +235,7 @@ def test_a_killed_rank_whose_calls_fail_on_the_others(tmp_path: Path) -> None:
     failed = call(state=State.FAILED)
     found = tables(tmp_path, {0: [failed], 1: [call()], 2: [failed]}, ends=[0, 2], until=LAST + SECOND // 5)
     assert rows_of(found) == [("all_reduce", 10, "0,2", "1", "")]
-    first, second = verdict(found)
+    first, second = diagnosis(found)
     assert first == ("all_reduce 10 of ranks 0-2 did not complete: it failed on ranks 0,2 (project/train.py:40 main); "
                      "rank 1 did not enter it, or ended in it.")  # fmt: skip
     assert second.endswith("begun, 200 ms before its last sign of life; ended without closing its log.")
