@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import os
 import subprocess
 import sys
@@ -134,10 +135,15 @@ def test_help_imports_nothing_heavy() -> None:
     assert python(code).stderr == "[]\n"
 
 
-def test_a_terminal_of_few_letters(tmp_path: Path) -> None:
+def test_a_terminal_of_few_letters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     training(tmp_path)
-    code = "import sys; from commtrace.cli import main; sys.exit(main(['report', sys.argv[1]]))"
-    done = python(code, str(tmp_path), PYTHONIOENCODING="ascii")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.isascii()
-    assert "?" not in done.stdout
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", terminal)
+    assert main(["report", str(tmp_path)]) == 0
+    terminal.seek(0)
+    text = terminal.read()
+    assert text
+    assert "?" not in text
+    assert capsys.readouterr().err == ""

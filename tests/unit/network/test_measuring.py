@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -117,8 +118,13 @@ def ranks_of(op: str) -> int:
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_right_data_is_right_and_wrong_data_is_counted(op: str) -> None:
     size = ranks_of(op)
+
+    def row_of(rank: int, **options: Any) -> BenchRow | None:
+        group = Ranks(rank, size, **options)
+        return measured(group, op, 3 * 4 * 1000, 1, 0.001, group.clock)
+
     for rank in range(size):
-        row = measured(Ranks(rank, size), op, 3 * 4 * 1000, 1, 0.001, clock=lambda: 0.0)
+        row = row_of(rank)
         assert row is not None
         assert row.wrong == 0, (op, rank)
 
@@ -126,9 +132,7 @@ def test_right_data_is_right_and_wrong_data_is_counted(op: str) -> None:
         values[0] += 1
         values[-1] = 0.5
 
-    counts = [
-        measured(Ranks(rank, size, damage=spoil), op, 3 * 4 * 1000, 1, 0.001, clock=lambda: 0.0) for rank in range(size)
-    ]
+    counts = [row_of(rank, damage=spoil) for rank in range(size)]
     found = [0 if row is None else row.wrong for row in counts]
     checked = (
         [expected_values(op, rank_values(3000), rank, size) is not None for rank in range(size)]
@@ -211,7 +215,7 @@ def test_sizes_share_memory_and_nothing_else(op: str) -> None:
 
     memory = BenchBuffers(group := Watched(size=ranks_of(op), damage=spoil), 1 << 14)
     for size in (1 << 14, 24, 3 << 10):
-        assert measure(group, op, size, 1, 0.001, memory, clock=lambda: 0.0) is not None
+        assert measure(group, op, size, 1, 0.001, memory, group.clock) is not None
     assert len(set(seen)) == 1
 
 

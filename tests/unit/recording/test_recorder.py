@@ -9,6 +9,7 @@ import signal
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,14 @@ from processes import NewRecorder
 from commtrace.recording.log_writer import LogWriter
 from commtrace.recording.recorder import PendingCall
 from commtrace.schema import Clock, Records, State
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects() -> Iterator[None]:
+    """Collections of garbage look only at objects of this module, and not at all those of the test session."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def descriptors() -> int:

@@ -129,9 +129,11 @@ def test_the_page_begins_with_what_must_be_known(tmp_path: Path) -> None:
         assert text.index(words) < text.index("<nav")
 
 
-def test_the_tiles_say_what_the_tables_say(tmp_path: Path) -> None:
+def test_the_tiles_say_what_the_tables_say_and_a_page_that_is_made_again_is_the_same(tmp_path: Path) -> None:
     training(tmp_path, ranks=2, steps=3)
-    tiles = dict(re.findall(r"<dt>([^<]+)</dt>\s*<dd>([^<]+)", page_of(tmp_path)))
+    page = page_of(tmp_path)
+    assert page_of(tmp_path) == page
+    tiles = dict(re.findall(r"<dt>([^<]+)</dt>\s*<dd>([^<]+)", page))
     assert tiles["recorded ranks"] == "2"
     assert tiles["calls recorded"] == "14"
     assert tiles["training steps"] == "3"
@@ -147,6 +149,7 @@ def test_a_run_without_a_call_has_a_page(tmp_path: Path) -> None:
     assert "The log holds no call." in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [10_000, pytest.param(40_000, marks=pytest.mark.exhaustive)])
 def test_a_page_is_small_however_long_the_run(tmp_path: Path, count: int) -> None:
     random = np.random.default_rng(1)
@@ -163,11 +166,6 @@ def test_a_page_is_small_however_long_the_run(tmp_path: Path, count: int) -> Non
         rows["t_return"], rows["t_end"] = rows["t_begin"] + 1000, rows["t_begin"] + 2000
         process.write(rows).end()
     assert len(page_of(tmp_path).encode()) < 6_000_000
-
-
-def test_a_page_that_was_made_twice_is_the_same(tmp_path: Path) -> None:
-    training(tmp_path)
-    assert page_of(tmp_path) == page_of(tmp_path)
 
 
 def test_runs_side_by_side_as_text_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
