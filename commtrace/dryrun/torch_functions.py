@@ -12,7 +12,7 @@ from commtrace.patching import Patches
 from .notices import add_notice
 from .operators import tensors_in
 from .storage_set import StorageSet, numel
-from .untouched_memory import MAX_COMPUTED_ELEMENTS
+from .untouched_memory import MAX_COMPUTED_ELEMENTS, clear
 
 _patches: Final = Patches()
 
@@ -22,11 +22,12 @@ _COMPILED: Final = "torch.compile is left out, because compiled code would compu
 
 
 def install(uncomputed: StorageSet) -> None:
-    """Report reads of values that were not computed, and leave out saving and compiling."""
+    """Report reads of values that were not computed, leave out saving and compiling, and clear resized storages."""
     for name in ("tolist", "numpy", "__array__"):
         _watch(name, uncomputed)
     _patches.wrap(torch, "save", _saving(uncomputed))
     _patches.wrap(torch, "compile", _compiling)
+    torch.UntypedStorage.resize_ = _clearing(torch.UntypedStorage.resize_)  # type: ignore[method-assign]
 
 
 def _watch(name: str, uncomputed: StorageSet) -> None:
@@ -38,6 +39,18 @@ def _watch(name: str, uncomputed: StorageSet) -> None:
         return original(self, *args, **kwargs)
 
     setattr(torch.Tensor, name, read)
+
+
+def _clearing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        """Clear the memory that a storage gains: FSDP's gathered parameters, which nothing may fill."""
+        before = self.nbytes()
+        result = original(self, size)
+        if self.nbytes() > before and self.device.type == "cpu":
+            clear(self, before)
+        return result
+
+    return resize_
 
 
 def _saving(uncomputed: StorageSet) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

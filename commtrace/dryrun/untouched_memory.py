@@ -54,21 +54,21 @@ def empty_tensor(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype)
         return torch.zeros(extent, dtype=dtype).as_strided(size, stride)
     if nbytes < _HUGE:
         with contextlib.suppress(RuntimeError):
-            return release_pages(torch.empty_strided(size, stride, dtype=dtype))
+            tensor = torch.empty_strided(size, stride, dtype=dtype)
+            clear(tensor.untyped_storage())
+            return tensor
     return torch.frombuffer(_mapped(nbytes), dtype=dtype).as_strided(size, stride)
 
 
-def release_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """Set a tensor to zero by returning its whole pages to the system. Returns the tensor."""
-    storage = tensor.untyped_storage()
-    begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+def clear(storage: torch.UntypedStorage, offset: int = 0) -> None:
+    """Set a storage to zero, from a byte on, by returning its whole pages to the system."""
+    begin, end = storage.data_ptr() + offset, storage.data_ptr() + storage.nbytes()
     first, last = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
     # The C library may reuse memory that it has, instead of the system's. If madvise is refused, all is overwritten.
     if last <= first or _libc.madvise(first, last - first, mmap.MADV_DONTNEED):
         first = last = end
     ctypes.memset(begin, 0, first - begin)
     ctypes.memset(last, 0, end - last)
-    return tensor
 
 
 def _mapped(nbytes: int) -> mmap.mmap:

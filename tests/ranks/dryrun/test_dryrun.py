@@ -243,6 +243,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 dist.init_process_group("gloo")
+torch.full((5000,), 7.0)      # its memory is used again
+grown = torch.empty(0)
+grown.untyped_storage().resize_(20_000)
+assert not grown.set_(grown.untyped_storage(), 0, (5000,)).any()
 model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.Linear(4096, 1024))
 fully_shard(model)
 model(torch.ones(2, 1024)).sum().backward()
