@@ -149,19 +149,23 @@ def timed_calls(run: RecordedRun, steps: Array | None = None, columns: Sequence[
         last_begin     when the last rank of the call began it, on the clock of this call's host; 0: not known
     """
     calls = match_calls(run, [*_RECORD_FIELDS, "t_wait", "flags", "op", *columns], steps, derived=_DERIVED)
-    begin, end, waited = np.where(has_own_times(calls), calls["t_begin"], 0), calls["t_end"], wait_begin(calls)
+    begin = np.where(has_own_times(calls), calls["t_begin"], 0)
     at = np.lexsort((begin, calls["process"]))
     at = at[begin[at] > 0]
-    known = {
-        "rank": np.array([process.rank for process in run.processes])[calls["process"]],
-        "t_wait": np.where(end > waited, waited, 0),
-        "blocked_until": np.maximum(calls["t_return"], np.where((waited > 0) & (end > waited), end, 0)),
-        "last_begin": _last_begins(run, calls, begin),
-        **{name: calls[name].astype(np.int64) for name in ("process", *_RECORD_FIELDS)},
-        **{name: calls[name] for name in ("ranks", "wire_bytes", "exact")},
+    last_begin = _last_begins(run, calls, begin)[at]
+    known = {name: calls[name][at].astype(np.int64) for name in ("process", *_RECORD_FIELDS)}
+    end, waited = known["t_end"], wait_begin(calls)[at]
+    waited = np.where(end > waited, waited, 0)
+    table = {
+        **known,
+        **{name: calls[name][at] for name in ("ranks", "wire_bytes", "exact")},
+        **{name: calls.text(name, at) for name in ("op", *columns)},
+        "rank": np.array([process.rank for process in run.processes])[known["process"]],
+        "t_wait": waited,
+        "blocked_until": np.maximum(known["t_return"], np.where(waited > 0, end, 0)),
+        "last_begin": last_begin,
     }
-    labels = {name: calls.text(name, at) for name in ("op", *columns)}
-    return pd.DataFrame({**{name: column[at] for name, column in known.items()}, **labels})
+    return pd.DataFrame(table, copy=False)
 
 
 def _group_sizes(block: RecordBlock) -> Array:
