@@ -235,7 +235,7 @@ def test_what_has_no_times_is_refused(tmp_path: Path) -> None:
         export_perfetto(open_run(tmp_path / "dry"), tmp_path / "a.pftrace")
     LogFactory(tmp_path / "log").process(0).known().write([record(kind=ALL_REDUCE)])
     run = open_run(tmp_path / "log")
-    with pytest.raises(LogError, match=r"no call of these ranks and steps; it has ranks 0"):
+    with pytest.raises(LogError, match=r"no call of these ranks and steps; the run has ranks 0"):
         export_perfetto(run, tmp_path / "a.pftrace", ranks=[5])
     assert not (tmp_path / "a.pftrace").exists()
     (tmp_path / "a.pftrace").write_text("precious")

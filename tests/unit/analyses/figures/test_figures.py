@@ -113,7 +113,9 @@ def test_the_timeline_puts_ranks_on_one_clock(tmp_path: Path, group: int, begin:
     log = LogFactory(tmp_path)
     for rank, (host, mono) in enumerate([("a", 1_000), ("b", 501_000)]):
         process = log.process(rank, pid=rank + 1, host=host, world_size=2, mono_ns=mono).known()
-        process.write([record(group=group, step=0, t_begin=mono + 5 + rank, t_return=mono + 15, t_end=mono + 25)]).end()
+        times = {"t_begin": mono + 5 + rank, "t_return": mono + 15, "t_end": mono + 25}
+        later = {name: time + 100 for name, time in times.items()}
+        process.write([record(group=group, step=0, **times), record(group=group, step=-1, seq=1, **later)]).end()
     timeline = open_run(tmp_path).table("timeline")
     assert rows(timeline, "rank", "begin_ns", "in_call_ns", "to_completion_ns") == [(0, 0, 10, 20), (1, begin, 9, 19)]
 
