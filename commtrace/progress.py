@@ -16,7 +16,7 @@ from commtrace.errors import CommtraceError
 from commtrace.patching import Wrapper, around
 from commtrace.schema import Phase
 
-# Positions in `Progress.cells`, the same as in struct Progress of hooks/native/recording.h.
+# Positions in `Progress.cells`, the same as in struct Progress of hooks/native/progress.h.
 _STEP, _MICRO_BATCH, _MARK, _FINISHED, _BY_PROGRAM = range(5)
 _UNMARKED: Final = -1
 

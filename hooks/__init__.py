@@ -28,7 +28,7 @@ To add a hook for another library, for example JAX:
 2. Name it in `commtrace.hook_table.HOOKS`: the module of the library whose import is followed, and the module of the
    hook: `"jax": "commtrace.hooks.jax.hook"`. One library may have several entries, for parts that are imported later.
 3. In `install`, put the library's blind spots into `recorder_setup.blind_spots` and, if it knows the process's rank,
-   a function into `recorder_setup.identities`.
+   a function into `recorder_setup.identities`, with the library's place in `recorder_setup._IDENTITY_SOURCES`.
 4. Make a tracer that turns arguments into records: `recorder_setup.Tracers` starts it with the first call, `Groups`
    (`groups.py`) numbers its process groups, `CallContext` (`call_context.py`) gives call site, phase and step, and
    `Recorder.begin`, `returned` and `ended` write the record.

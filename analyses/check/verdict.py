@@ -26,8 +26,8 @@ from commtrace.analyses.fold_engine import Analysis, NamedTables
 from commtrace.analyses.grouping import Array, group_rows, number_sequences, sum_groups
 from commtrace.analyses.reconciliation import compared_steps
 from commtrace.analyses.reconciliation.causes import OTHER_PIECES, PROGRAM_CAUSES, path_in_packages
-from commtrace.analyses.reconciliation.compared_steps import EXPECTED
 from commtrace.analyses.reconciliation.measured_calls import last_steps, sums_in
+from commtrace.analyses.reconciliation.step_comparison import EXPECTED
 from commtrace.formatting import MAX_SINGLE, format_missing, format_ranks, merge_texts
 from commtrace.reading.recorded_run import RecordedRun
 

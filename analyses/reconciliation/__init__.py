@@ -26,8 +26,8 @@ from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.summary_reader import MIXED
 
 from . import measured_calls
-from .compared_ranks import RankComparison
 from .measured_calls import last_steps, measured_steps
+from .rank_comparison import RankComparison
 
 TABLE_NAMES: Final = ("theory", "expected", "reconciliation", "waterfall", "waterfall_by_role")
 _FIRST_RECORDS: Final = 16

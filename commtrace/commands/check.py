@@ -34,18 +34,15 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from commtrace.errors import CommtraceError
 from commtrace.output_files import atomic_write
 from commtrace.reading.log_notes import print_notes
 
-from .diff import DIFFERENT, NOT_COMPARED
+from .exit_status import DIFFERENT, EQUAL, NOT_COMPARED, STUCK
 from .option_types import add_shared, exact_fraction
 from .theory import add_options, options_of
-
-STUCK: Final = 4
-"""Exit status for a run that has stuck calls."""
 
 if TYPE_CHECKING:
     from commtrace.analyses.fold_engine import Analysis
@@ -137,7 +134,7 @@ def _check_rules(run: Run, arguments: argparse.Namespace) -> int:
         print(*(line for hint in hints for line in wrapped(hint, arguments.width)), sep="\n")
     if len(verdict.differences):
         return DIFFERENT
-    return 0 if verdict.agrees else NOT_COMPARED
+    return EQUAL if verdict.agrees else NOT_COMPARED
 
 
 def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
@@ -158,8 +155,8 @@ def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
         source = f"the {'dry run' if against.simulated else 'run'} {arguments.against}"
     measured = read_calls(run, own)
     differences = compare_calls(expected, measured)
-    status = DIFFERENT if not differences.equal else NOT_COMPARED if differences.not_compared else 0
-    begins = {0: "as expected by", DIFFERENT: "differs from", NOT_COMPARED: "partly compared, as expected by"}
+    status = DIFFERENT if not differences.equal else NOT_COMPARED if differences.not_compared else EQUAL
+    begins = {EQUAL: "as expected by", DIFFERENT: "differs from", NOT_COMPARED: "partly compared, as expected by"}
     width = arguments.width
     names = "expected", "recorded"
     lines = (*compared_lines(differences, width), *difference_lines(differences, names, width))

@@ -16,13 +16,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Final
 
+from .exit_status import DIFFERENT, EQUAL, NOT_COMPARED
 from .option_types import add_shared
-
-DIFFERENT: Final = 1
-NOT_COMPARED: Final = 3
-"""Exit statuses besides 0; 2 is argparse's."""
 
 
 def prepare(parser: argparse.ArgumentParser) -> None:
@@ -48,12 +44,12 @@ def run(arguments: argparse.Namespace) -> int:
         a, b = (read_calls(run, arguments.own) for run in runs)
     print_notes((note for run in runs for note in run.notes), per_rank=arguments.per_rank)
     differences = compare_calls(a, b)
-    status = DIFFERENT if not differences.equal else NOT_COMPARED if differences.not_compared else 0
+    status = DIFFERENT if not differences.equal else NOT_COMPARED if differences.not_compared else EQUAL
     if arguments.json:
         print(diff_to_json(differences, per_rank=arguments.per_rank))
         return status
     width = arguments.width
-    first = {0: "equal", DIFFERENT: "different", NOT_COMPARED: "partly compared, equal"}[status]
+    first = {EQUAL: "equal", DIFFERENT: "different", NOT_COMPARED: "partly compared, equal"}[status]
     lines = (*compared_lines(differences, width), *difference_lines(differences, ("A", "B"), width))
     shown = shortened_lines((*lines, *own_lines(b.own, width)), [*a.ranks, *b.ranks], per_rank=arguments.per_rank)
     print(first, *shown, sep="\n")

@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.sections is not None and (several or arguments.json or arguments.html is not None):
         raise CommtraceError("--sections is for the text of one run; leave it out with --json, --html or more DIRs")
     if arguments.html is not None:
-        from commtrace.analyses.report.html import page, pages  # noqa: F401  raises if a library is not installed
+        from commtrace.analyses.report.html import page_contents  # raises if a library is not installed
     details = arguments.html is not None and not several
     full = not several and (arguments.json or details or "waiting" in (arguments.sections or ()))
     agreeing = several or arguments.json or details
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     width, per_rank = arguments.width, arguments.per_rank
     if several:
         if arguments.html is not None:
-            write_page(arguments, pages.page_of_runs(runs, tables), f"{len(runs)} runs")
+            write_page(arguments, page_contents.page_of_runs(runs, tables), f"{len(runs)} runs")
         elif arguments.json:
             print(document.comparison_to_json(compare(runs, tables)))
         else:
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     ((name, run),) = runs.items()
     sites = {} if arguments.sites is None else {"sites": arguments.sites}
     if arguments.html is not None:
-        page_text = pages.page_of_run(name, run, tables[name], per_rank=per_rank, **sites)
+        page_text = page_contents.page_of_run(name, run, tables[name], per_rank=per_rank, **sites)
         write_page(arguments, page_text, f"run {run.id}")
     elif arguments.json:
         print(document.report_to_json(run, tables[name], per_rank=per_rank))

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         finally:  # damaged records are known once they were read
             print_notes((note for run in runs.values() for note in run.notes), per_rank=arguments.per_rank)
     if arguments.html is not None:
-        from commtrace.analyses.report.html.pages import page_of_scaling
+        from commtrace.analyses.report.html.page_contents import page_of_scaling
 
         write_page(arguments, page_of_scaling(runs, tables, sentences(tables)), f"{len(runs)} runs")
     elif arguments.json:

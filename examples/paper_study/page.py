@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from commtrace.analyses.report.html.page import Drawing, Page, PageSection, PageTable, Tile, drawing, render
+from commtrace.analyses.report.html.rendering import Drawing, Page, PageSection, PageTable, Tile, drawing, render
 from commtrace.formatting import format_bytes, format_count, format_duration, format_plural, format_share, is_known
 from commtrace.output_files import atomic_write
 

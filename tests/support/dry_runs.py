@@ -18,7 +18,7 @@ LIMIT_SECONDS: Final = 300
 SAME: Final = [
     name for name in EVENT_COLUMNS if not name.endswith("_ns") and name not in ("state", "flags") and name != "group"
 ]
-"""Columns of the normal form in which a dry run and a real one must be equal, call by call."""
+"""Columns of the event table in which a dry run and a real one must be equal, call by call."""
 
 
 def calls(run: Run) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""Events in normal form, and what numbers in records are called."""
+"""The event table, and what numbers in records are called."""
 
 from __future__ import annotations
 

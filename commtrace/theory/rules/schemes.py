@@ -54,7 +54,7 @@ def predict(row: Mapping[str, Any]) -> Prediction:
     """Predict what one rank of a job communicates.
 
     Args:
-        row: A row of the log's `job` table (`commtrace.schema`), or one from `commtrace.theory.configs`.
+        row: A row of the log's `job` table (docs/reference/log-format.md), or one from `commtrace.theory.configs`.
 
     Raises:
         NotPredictedError: With the reason, if there are no rules for the job, or its row lacks what they need.

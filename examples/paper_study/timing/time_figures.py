@@ -1,4 +1,4 @@
-"""Figures of the time part, each from tables of `measured`."""
+"""Figures of the time part, each from tables of `time_tables`."""
 
 from __future__ import annotations
 

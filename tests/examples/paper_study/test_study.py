@@ -1,4 +1,4 @@
-"""`commtrace study`: experiments that are run once and kept, and what the figures say of real dry runs."""
+"""The paper's study: experiments that are run once and kept, and what the figures say of real dry runs."""
 
 from __future__ import annotations
 

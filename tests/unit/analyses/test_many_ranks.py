@@ -20,7 +20,7 @@ from commtrace.analyses.figures import delays
 from commtrace.analyses.fold_engine import NamedTables
 from commtrace.analyses.report import SECTIONS, terminal
 from commtrace.analyses.report.document import report_to_json
-from commtrace.analyses.report.html.pages import page_of_run
+from commtrace.analyses.report.html.page_contents import page_of_run
 from commtrace.analyses.table_specs import FIGURE_TABLES, TABLES
 from commtrace.analyses.table_specs.alike_ranks import (
     MAX_CLASSES,

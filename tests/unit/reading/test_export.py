@@ -1,4 +1,4 @@
-"""The normal form in files."""
+"""The event table in files."""
 
 from __future__ import annotations
 

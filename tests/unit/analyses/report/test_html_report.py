@@ -20,7 +20,7 @@ pytest.importorskip("plotly", reason="plotly is not installed")
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
 
 from commtrace.analyses import analyse, figures
-from commtrace.analyses.report.html.pages import page_of_run, page_of_runs
+from commtrace.analyses.report.html.page_contents import page_of_run, page_of_runs
 from commtrace.cli import main
 from commtrace.run import open_run
 

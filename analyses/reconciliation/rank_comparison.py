@@ -20,8 +20,8 @@ from commtrace.theory import ExpectedCall, NotPredictedError, Prediction, predic
 from commtrace.theory.rules.registry import DEEPSPEED, TORCH
 
 from .causes import UNEXPLAINED, StepContext
-from .compared_steps import EXPECTED, ComparedStep, compare_step
 from .measured_calls import MeasuredSteps
+from .step_comparison import EXPECTED, ComparedStep, compare_step
 from .waterfall import WaterfallRows
 
 _MAX_BYTES: Final = 1 << 62

@@ -21,7 +21,7 @@ from commtrace.formatting import format_bytes, format_count, format_plural, form
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.run import Run
 
-from .page import Page, PageSection, PageTable, Tile, drawing, render
+from .rendering import Page, PageSection, PageTable, Tile, drawing, render
 
 MAX_SITES: Final = 40
 """Call sites that the page shows by default."""
