@@ -16,7 +16,7 @@ from repeated_logs import Repetition, write_repeated
 from commtrace.analyses import reconciliation
 from commtrace.analyses.fold_engine import fold
 from commtrace.analyses.grouping import concatenated_ranges, number_sequences
-from commtrace.analyses.reconciliation import compared_ranks
+from commtrace.analyses.reconciliation import rank_comparison
 from commtrace.run import open_run
 
 
@@ -50,13 +50,13 @@ def test_comparisons_do_not_grow_with_ranks_and_steps(
 ) -> None:
     calls: Counter[str] = Counter()
     for name in ("predict", "compare_step"):
-        function = getattr(compared_ranks, name)
+        function = getattr(rank_comparison, name)
 
         def counted(*arguments: Any, name: str = name, function: Any = function) -> Any:
             calls[name] += 1
             return function(*arguments)
 
-        monkeypatch.setattr(compared_ranks, name, counted)
+        monkeypatch.setattr(rank_comparison, name, counted)
     log = long_log(recorded, "ddp", tmp_path, ranks=ranks, repeats=repeats, together=True)
     tables = fold(open_run(log), [reconciliation.ANALYSIS])
     # Start-up, the first two steps, those with their sizes, and those without.
