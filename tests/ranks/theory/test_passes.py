@@ -55,6 +55,7 @@ def test_micro_batches_and_evaluations_are_exact(logs: Path, way: str) -> None:
     assert main(["check", str(logs / way)]) == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", OF_EVALUATIONS)
 def test_a_wrong_rule_shows(logs: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (rule,) = (rule for rule in RULES if rule.name == name)

@@ -182,7 +182,7 @@ SHARED_TWICE: dict[str, object] = {
         ({}, "there are no rules for None None"),
         ({"source": "deepspeed", "engine": "PipelineEngine", "zero_stage": 2}, "PipelineEngine with ZeRO stage 2"),
         ({"source": "deepspeed", "engine": "PipelineEngine", "zero_stage": 1}, "has no pipeline"),
-        ({"source": "deepspeed", "engine": "DeepSpeedEngine", "zero_stage": 2}, "has no sequence_parallel_size"),
+        ({"source": "deepspeed", "engine": "DeepSpeedEngine", "zero_stage": 2}, "has no pipeline_stages"),
         ({"source": "ddp", "engine": "DistributedDataParallel"}, "has no mixed_precision"),
         ({"source": "ddp", "engine": "DistributedDataParallel", "mixed_precision": None}, "has no"),
     ],
