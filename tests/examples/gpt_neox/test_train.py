@@ -124,6 +124,7 @@ def test_zero_trains_as_ddp_does(stage: str) -> None:
     assert forked("--zero-stage", stage)[0] == pytest.approx(plain_ddp(), rel=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_a_batch_in_two_halves_is_the_same_training() -> None:
     """Accumulated and recomputed, the same rows give the same steps."""
     halves = ("--micro-batch", "2", "--gradient-accumulation", "2", "--checkpoint", "reentrant")
@@ -145,6 +146,7 @@ def test_accumulation_is_the_same_for_ddp_and_zero() -> None:
 
 
 @needs_deepspeed
+@pytest.mark.exhaustive
 def test_no_compiler_is_needed_and_the_same_command_gives_the_same_bits(tmp_path: Path) -> None:
     """With an empty PATH nothing can be compiled; the cache folder shows that nothing was tried, either."""
     extensions = tmp_path / "extensions"
@@ -160,6 +162,7 @@ def test_fp16_files_train_in_bf16_without_a_gpu() -> None:
     assert output.count("fp16 needs a GPU; training in bf16") == 1
 
 
+@pytest.mark.exhaustive
 def test_mpirun_s_variables_are_enough(tmp_path: Path) -> None:
     path, port = tmp_path / "losses.json", str(free_port())
     ranks = []

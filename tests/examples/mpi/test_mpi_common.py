@@ -79,6 +79,7 @@ def test_scaling_compares_traced_runs(example: str, options: list[str], publishe
     assert table["tokens_per_s"].gt(0).all()
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_fails_gives_its_status() -> None:
     program = [sys.executable, "-m", "examples.mpi_encoder.scaling", "--nproc", "2", "--hidden", "25"]
     result = processes.run(program, limit=mpi_ranks.LIMIT_S)

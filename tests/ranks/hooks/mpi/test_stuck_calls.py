@@ -38,7 +38,7 @@ INTERRUPTIONS = {
     # Its launcher passes SIGINT on to the ranks, and the one that leaves first lets the others wait: that is a hang.
     "mpich": [signal.SIGTERM, signal.SIGKILL],
 }
-DEFAULT = {"absent": 3, "tag": 2, "cycle": 3}
+DEFAULT = {"tag": 2, "cycle": 3}
 """Kinds of the default tier, and the numbers of their ranks."""
 
 
@@ -74,7 +74,7 @@ def is_named(kind: str, size: int, calls: pd.DataFrame) -> bool:
         *DEFAULT.items(),
         *(
             pytest.param(kind, size, marks=pytest.mark.exhaustive)
-            for size in (2, 4, 8)
+            for size in (2, 3, 4, 8)
             for kind in KINDS
             if DEFAULT.get(kind) != size
         ),
