@@ -18,14 +18,14 @@ OF_EVALUATIONS = "check_order", "release_inflight", "prefetches_in_vain"
 """Rules that only evaluations need: tests/ranks/theory/test_passes.py breaks them."""
 
 
-def break_rule(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a rule return something else wherever it is used, or do nothing if it returns nothing."""
+def break_rule(rule: Rule, monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any] | None = None) -> None:
+    """Let a rule return something else (`change`, default: `wrong`), or do nothing if it returns nothing."""
     right = getattr(importlib.import_module(rule.module), rule.name)
 
     def broken(*arguments: Any, **named: Any) -> Any:
         if right.__annotations__.get("return") in ("None", None):
             return None  # a rule that acts
-        return wrong(right(*arguments, **named))
+        return (change or wrong)(right(*arguments, **named))
 
     for module, name in list(places(right)):
         monkeypatch.setattr(module, name, broken)

@@ -9,7 +9,7 @@ import signal
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,15 @@ def few_objects() -> Iterator[None]:
 def descriptors() -> int:
     gc.collect()  # a mapping has a descriptor of its own
     return len(os.listdir("/proc/self/fd"))
+
+
+def in_threads(work: Callable[[int], None], arguments: Iterable[int]) -> None:
+    """Run a function in a thread for each argument, at a time."""
+    running = [threading.Thread(target=work, args=(argument,)) for argument in arguments]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
 
 
 def test_the_ways_of_a_call(tmp_path: Path, new_recorder: NewRecorder) -> None:
@@ -202,11 +211,7 @@ def test_threads_that_need_more_of_the_ring_at_once(tmp_path: Path, new_recorder
         for number in range(first, first + each):
             processes.call(recorder, number)
 
-    started = [threading.Thread(target=work, args=(at * each,)) for at in range(threads)]
-    for thread in started:
-        thread.start()
-    for thread in started:
-        thread.join()
+    in_threads(work, range(0, threads * each, each))
     recorder.close("stop")
     left = processes.read_one(tmp_path)
     assert len(set(left.records["seq"].tolist())) == len(left.records) == 40_000
@@ -233,11 +238,7 @@ def test_threads_under_a_fast_drain(tmp_path: Path, new_recorder: NewRecorder) -
                 other, other_number = handed_on[index].pop(0)
                 recorder.ended(other, other_number + 2, other_number + 3, Clock.FUTURE)
 
-    running = [threading.Thread(target=hammer, args=(index,)) for index in range(threads)]
-    for thread in running:
-        thread.start()
-    for thread in running:
-        thread.join()
+    in_threads(hammer, range(threads))
     recorder.close("stop")
 
     left = processes.read_one(tmp_path)
