@@ -22,7 +22,8 @@ demo: $(READY)  ## train a small GPT-NeoX under DDP and ZeRO 0 to 3; report what
 quick: native  ## tests that start no ranks: below a minute
 	$(BIN)/pytest $(PARALLEL) tests/unit -m "not long and not exhaustive and not external"
 
-test: lint docs native  ## what must pass before a change lands: lint, types, documentation, and the default tests
+test: $(READY)  ## what must pass before a change lands: lint, types, documentation, and the default tests
+	$(MAKE) --jobs 2 --output-sync=target lint docs native
 	$(BIN)/pytest $(PARALLEL)
 
 test-all: lint docs native  ## also the exhaustive tests, about an hour; THEORY_SEED=N repeats the models that a run has drawn

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator
+from typing import Any, Final
 
 import hypothesis
 import mpi_launch
@@ -68,6 +69,44 @@ def nursery(recorder: str) -> Iterator[ranks.Nursery]:
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call is stuck sooner than usual: after a wait that is longer than any pause of small programs."""
     monkeypatch.setattr("commtrace.analyses.across_ranks.stuck_calls.MIN_WAIT_NS", 10**9)
+
+
+_TOGETHER: Final = {
+    "trainings": (
+        "tests/examples/gpt_neox/test_train.py",
+        "tests/ranks/dryrun/test_equals_real.py",
+        "tests/ranks/dryrun/test_scripts.py",
+        "tests/ranks/hooks/torch/test_registries.py",
+        "tests/ranks/recording/test_summary_tables.py",
+        "tests/ranks/theory/",
+    ),
+    "programs of hooks": (
+        "tests/ranks/hooks/deepspeed/",
+        "tests/ranks/hooks/native/test_recorders.py",
+        "tests/ranks/hooks/torch/test_",
+    ),
+}
+"""Files whose tests share what a process of the tests starts once: `support/trainings.py`, `support/hook_programs`."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Run the tests of a file, and files that share programs, in one process: each program then starts once.
+
+    Not in `make test-all`, where the exhaustive trainings take half of the time: two processes share them.
+    """
+    if not config.getoption("markexpr"):
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    scheduler = LoadFileScheduling(config, log)
+    file_of = scheduler._split_scope
+
+    def scope(test: str) -> str:
+        return next((name for name, files in _TOGETHER.items() if test.startswith(files)), file_of(test))
+
+    scheduler._split_scope = scope
+    return scheduler
 
 
 _FIRST_MPI, *_OTHER_MPIS = mpi_launch.NAMES

@@ -68,7 +68,7 @@ def hang(nursery: Nursery, log: Path, kind: str, size: int) -> tuple[Ranks, pd.D
     return ranks, wait_for_stuck_calls(log)
 
 
-SIZES = {"absent": 4, "operation": 3, "cycle": 3, "killed": 3, "receive": 2}
+SIZES = {"absent": 4, "cycle": 3, "killed": 3}
 """Kinds of the default tier, and the numbers of their ranks."""
 
 
@@ -132,9 +132,7 @@ def test_a_timeout_and_a_rank_that_never_came(nursery: Nursery, tmp_path: Path) 
     assert (call.waiting_ranks, call.absent_ranks) == ("0", "1")
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(3, DRAWS))]
-)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, DRAWS))])
 def test_runs_that_end_well_or_are_interrupted(seed: int, nursery: Nursery, tmp_path: Path) -> None:
     choose = random.Random(seed)
     size = choose.choice([2, 2, 3, 4, 8])

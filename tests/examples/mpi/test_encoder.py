@@ -17,11 +17,11 @@ from examples.mpi_encoder.schedules import SCHEDULES, Task
 
 pytestmark = mpi_ranks.needs_mpiexec
 
-TWO = pytest.param(2, marks=pytest.mark.exhaustive)
-"""Two ranks; by default four, with several heads for a rank, and several ranks for a head."""
+FOUR = pytest.param(4, marks=pytest.mark.exhaustive)
+"""Four ranks, with several heads for a rank, and several ranks for a head."""
 
 
-@pytest.mark.parametrize("ranks", [1, TWO, 4])
+@pytest.mark.parametrize("ranks", [1, 2, FOUR])
 @pytest.mark.parametrize("case", CASES)
 def test_results_are_those_of_one_process(case: str, ranks: int) -> None:
     """Logits, the input's gradient, every parameter and its gradient, after three steps, against torch's own layers."""
@@ -29,7 +29,7 @@ def test_results_are_those_of_one_process(case: str, ranks: int) -> None:
         assert rank["error"] < 1e-11
 
 
-@pytest.mark.parametrize("ranks", [1, TWO, 4])
+@pytest.mark.parametrize("ranks", [1, 2, FOUR])
 @pytest.mark.parametrize("case", [case for case in CASES if "gloo" not in case])
 def test_calls_and_bytes_are_those_of_the_formula(case: str, ranks: int) -> None:
     """Counted between the example and MPI over the whole run; of gloo, see test_traced.py."""
@@ -38,7 +38,7 @@ def test_calls_and_bytes_are_those_of_the_formula(case: str, ranks: int) -> None
         assert [tuple(row) for row in rank["counted"]] == [(op, size, n * STEPS) for op, size, n in expected]
 
 
-@pytest.mark.parametrize("ranks", [TWO, 4])
+@pytest.mark.parametrize("ranks", [2, FOUR])
 def test_losses_are_those_of_one_rank_and_fall(ranks: int) -> None:
     for case in CASES:
         alone = [float.fromhex(loss) for loss in found(1)[case][0]["losses"]]
@@ -48,7 +48,7 @@ def test_losses_are_those_of_one_rank_and_fall(ranks: int) -> None:
         assert last == pytest.approx(alone, rel=1e-11)
 
 
-@pytest.mark.parametrize("ranks", [TWO, 4])
+@pytest.mark.parametrize("ranks", [2, FOUR])
 def test_schedules_make_no_difference_to_the_result(ranks: int) -> None:
     """Nor does the transport: gloo sends what MPI sends. Bit for bit."""
     for rank in range(ranks):

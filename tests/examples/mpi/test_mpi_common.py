@@ -52,15 +52,15 @@ def test_what_needs_a_gpu_is_refused_without(name: str) -> None:
         make_transport(name, None, torch.device("cpu"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("example", "options", "published"),
     [
         ("mpi_sequence_parallel", ["--sequence", "16", "--hidden", "16", "--heads", "2"], "16,218"),
-        pytest.param(
+        (
             "mpi_encoder",
             ["--batch", "2", "--sequence", "8", "--model", "16", "--hidden", "16", "--heads", "2", "--layers", "2"],
             "8 heads",
-            marks=pytest.mark.exhaustive,
         ),
     ],
 )

@@ -28,10 +28,10 @@ from examples.mpi_sequence_parallel.layer import SequenceShape
 
 pytestmark = mpi_ranks.needs_mpiexec
 
-TWO = pytest.param(2, marks=pytest.mark.exhaustive)
+FOUR = pytest.param(4, marks=pytest.mark.exhaustive)
 
 
-@pytest.mark.parametrize("ranks", [1, TWO, 4])
+@pytest.mark.parametrize("ranks", [1, 2, FOUR])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_results_are_those_of_one_process(case: Case, ranks: int) -> None:
     """Output, the input's gradient and every parameter's, dropout included, against torch's own layer."""
@@ -39,7 +39,7 @@ def test_results_are_those_of_one_process(case: Case, ranks: int) -> None:
         assert rank["error"] < 1e-12
 
 
-@pytest.mark.parametrize("ranks", [1, TWO, 4])
+@pytest.mark.parametrize("ranks", [1, 2, FOUR])
 @pytest.mark.parametrize("case", [case for case in CASES if case[2] != "gloo"], ids=str)
 def test_calls_and_bytes_are_those_of_the_formula(case: Case, ranks: int) -> None:
     """Counted between the example and MPI over the whole run; of gloo, see test_traced.py."""
@@ -60,7 +60,7 @@ def losses_of(ranks: list[dict[str, Any]]) -> list[float]:
     return [sum(map(float.fromhex, losses)) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)]
 
 
-@pytest.mark.parametrize("ranks", [TWO, 4])
+@pytest.mark.parametrize("ranks", [2, FOUR])
 def test_losses_add_up_to_that_of_one_rank(ranks: int) -> None:
     """Of every iteration, so that each has its own dropout."""
     for case in CASES:

@@ -199,6 +199,7 @@ HIDDEN, LAYERS, IDS, SEQUENCE, BATCH, ELEMENT = 96, 2, 256, 32, 4, 4
 BYTES: Final = ELEMENT * (2 * IDS * HIDDEN + LAYERS * (12 * HIDDEN**2 + 13 * HIDDEN) + 2 * HIDDEN)
 
 
+@pytest.mark.exhaustive
 def test_the_figures_say_what_can_be_calculated_by_hand(study: Path) -> None:
     zero = pd.read_csv(study / "data" / "figure-08-step.csv").set_index("op")["payload_bytes"]
     assert zero["all_reduce"] - BYTES < 100, "all gradients, and a few norms"
@@ -215,6 +216,7 @@ def test_the_figures_say_what_can_be_calculated_by_hand(study: Path) -> None:
     assert "attention mask" in stages["why_not_closed_form"]
 
 
+@pytest.mark.exhaustive
 def test_the_page_shows_the_same_numbers_and_every_point(study: Path) -> None:
     page = (study / "study.html").read_text()
     figures = [json.loads(text) for text in re.findall(r'<script type="application/json">(.*?)</script>', page)]
@@ -246,6 +248,7 @@ def values(some: Any) -> list[float]:
     return [float(value) for value in some]
 
 
+@pytest.mark.exhaustive
 def test_each_experiment_is_an_ordinary_log(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for run in (ZERO, STAGES):
         folder = study / "volume" / run.key
@@ -255,6 +258,7 @@ def test_each_experiment_is_an_ordinary_log(study: Path, capsys: pytest.CaptureF
     assert "simulated" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_a_failed_experiment_is_named_and_the_page_says_what_is_missing(study: Path) -> None:
     error = " ".join((study / "errors.txt").read_text().split())
     assert f"failed: {FAILING.label}" in error

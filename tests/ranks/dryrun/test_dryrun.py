@@ -306,12 +306,12 @@ assert not number.item() or rank < last
 
 
 def test_ranks_that_need_each_others_messages_run_side_by_side(tmp_path: Path) -> None:
-    result = dry_run(tmp_path, "--world-size", "4", "--ranks", "all", "--jobs", "1", script=PINGPONG)
+    result = dry_run(tmp_path, "--world-size", "3", "--ranks", "all", "--jobs", "1", script=PINGPONG)
     assert result.status == 0, result.err
-    assert sorted((tmp_path / "starts").read_text().split()) == ["0", "1", "2", "3"]
+    assert sorted((tmp_path / "starts").read_text().split()) == ["0", "1", "2"]
     calls = open_run(tmp_path / "log").events().groupby("rank").size()
-    assert calls.to_dict() == {0: 80, 1: 160, 2: 160, 3: 81}
-    assert result.err.count(": done, ") == 3
+    assert calls.to_dict() == {0: 80, 1: 160, 2: 81}
+    assert result.err.count(": done, ") == 2
 
 
 def test_a_rank_that_waits_for_one_that_fails_leaves_nothing(tmp_path: Path) -> None:
@@ -330,6 +330,7 @@ def test_a_rank_that_waits_for_one_that_fails_leaves_nothing(tmp_path: Path) -> 
     assert not [*(tmp_path / "shm").iterdir()]
 
 
+@pytest.mark.exhaustive
 def test_large_weights_are_sharded_by_fsdp2(tmp_path: Path) -> None:
     """Whose DTensor works out shapes by tensors of its own that have no memory at all."""
     result = dry_run(tmp_path, "--world-size", "4", script=SHARDED)

@@ -132,7 +132,7 @@ LOGS: Mapping[str, Callable[[Path], Path]] = {
     "packed": lambda folder: pack(scheme("zero1", folder)),
     "packed killed": lambda folder: pack(killed(folder)),
 }
-DEFAULT = ("pipeline", "killed", "mpi", "packed killed")
+DEFAULT = ("pipeline", "packed killed")
 
 
 def assert_equal(log: Path, other: Path, client: Any, capsys: Captured) -> None:

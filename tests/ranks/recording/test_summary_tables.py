@@ -59,7 +59,7 @@ WANTED: Final[dict[int, dict[str, dict[str, Any]]]] = {
     8: pipelines.EIGHT,
 }
 """Ranks -> trainings, of which those on eight are parallel in three dimensions."""
-REPRESENTATIVES: Final = ("zero3-hpz-again", "pp2tp2", "fsdp-tp-bf16")
+REPRESENTATIVES: Final = ("pp2tp2", "fsdp-tp-bf16")
 
 
 def _mode_of(name: str, mode: str) -> str:

@@ -28,7 +28,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_model_that_ranks_share_is_the_whole_one(ranks: int, tmp_path: Path) -> None:
     """Loss, logits and gradients; clipping; parameters that all ranks hold are not counted twice."""
     cases = tmp_path / "cases.json"

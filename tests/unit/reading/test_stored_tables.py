@@ -53,7 +53,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return read
 
 
-@pytest.mark.parametrize("scheme", recorded_schemes.QUICK_AND_LONG)
+@pytest.mark.parametrize("scheme", recorded_schemes.LONG_AND_EXHAUSTIVE)
 def test_reports_are_equal_without_stored_tables(
     scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,7 +134,9 @@ def test_tables_of_other_code_do_not_count(
     assert reads
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 12))])
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(3, 12))]
+)
 def test_damaged_tables_change_no_report(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damaged_logs.unpack(tmp_path)
     packed = pack(tmp_path / "ddp")

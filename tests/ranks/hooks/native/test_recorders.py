@@ -19,8 +19,8 @@ from hook_programs.runs import ENGINES, Log, null_work, ran, training
 from commtrace.schema import RECORD, Clock, State
 
 PROGRAMS = ("operators", "mixture", "plain", "train", "pipeline", "gpt_neox", "null_work")
-DEFAULT = ("operators", "plain", "gpt_neox")
-"""Every operator, calls of a plain program, and training by DDP and ZeRO."""
+DEFAULT = ("operators", "gpt_neox")
+"""Every operator, and training by DDP and ZeRO."""
 
 
 def marked(programs: Sequence[str]) -> list[Any]:
