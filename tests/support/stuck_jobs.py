@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from commtrace.analyses.table_specs import TABLES
 from commtrace.errors import LogError
 from commtrace.run import open_run
 
@@ -16,7 +17,7 @@ def stuck_calls_of(log: Path) -> pd.DataFrame:
     try:
         return open_run(log).table("stuck_calls")
     except LogError:
-        return pd.DataFrame()
+        return pd.DataFrame(columns=TABLES["stuck_calls"].column_names)
 
 
 def wait_for_stuck_calls(log: Path, limit: float = 60) -> pd.DataFrame:
