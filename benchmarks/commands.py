@@ -19,6 +19,7 @@ DUCKDB = """
 import sys, time, duckdb
 begun = time.perf_counter()
 duckdb.execute("set threads to {threads}")
+duckdb.execute("set enable_progress_bar = false")  # it writes to standard output after two seconds
 sums = "count(*), sum(payload_bytes), sum(wire_bytes)"
 for keys in {keys}:
     names = ", ".join(keys)
