@@ -28,7 +28,7 @@ from .option_types import add_formats, add_shared, non_negative_integer
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from commtrace.analyses.fold_engine import NamedTables
+    from commtrace.analyses.fold_engine import Analysis, NamedTables
     from commtrace.run import Run
 
 PARALLEL_FROM: Final = 8_000_000
@@ -125,13 +125,21 @@ def print_text(renderables: Iterable[RenderableType], width: int) -> None:
 def _tables(run: Run, *, details: bool, across_ranks: bool, agreeing: bool, network: str | None = None) -> NamedTables:
     from commtrace.analyses import analyse
     from commtrace.analyses.fold_engine import fold
-    from commtrace.analyses.network_efficiency import network_analysis
-    from commtrace.network.networks import open_network
 
-    more = [] if network is None else [network_analysis(open_network(network))]
+    more = _network_analyses(network)
     with _worker_processes(run):
         tables = analyse(run, details=details, across_ranks=across_ranks, agreeing=agreeing)
         return {**tables, **(fold(run, more) if more else {})}
+
+
+def _network_analyses(network: str | None) -> list[Analysis]:
+    """Return the analysis that compares a run with a network, if one is given."""
+    if network is None:
+        return []
+    from commtrace.analyses.network_efficiency import network_analysis
+    from commtrace.network.networks import open_network
+
+    return [network_analysis(open_network(network))]
 
 
 @contextlib.contextmanager
