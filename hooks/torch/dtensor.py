@@ -1,7 +1,7 @@
-"""The hook of PyTorch's tensor parallelism: how `parallelize_module` divides a model.
+"""Hook for PyTorch's tensor parallelism: records how `parallelize_module` parallelizes a model.
 
-Installed when torch.distributed.tensor.parallel is imported. A model that is tensor-parallel only has no engine whose
-construction could be hooked: it becomes a job when an optimizer first steps and FSDP, DDP and DeepSpeed have none.
+Installed when torch.distributed.tensor.parallel is imported. A model that uses no other parallelism has no engine
+whose construction could be hooked. Its job is captured before the optimizer's first step, unless there is an engine.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from commtrace.patching import Patches, around
 
 from . import captured_jobs as jobs
 from .captured_jobs import Jobs
-from .dtensor_job import cuts, describe, roles
+from .dtensor_job import describe, parallelized_modules, roles
 
 API: Final = "torch.distributed.tensor.parallel.api"
 _PACKAGE: Final = API.rpartition(".")[0]
 
 _patches = Patches()
-_tensor_parallel_only = Jobs(lambda root: cuts.rows[root], roles)
+_tensor_parallel_only = Jobs(lambda root: parallelized_modules.rows[root], roles)
 
 
 @_patches.installer
 def install() -> None:
     """Hook `parallelize_module`."""
     _patches.on_undo(_restore_package)
-    # Not by an import statement: the package around it is still being imported, or has the function already.
+    # No import statement: the package is still being imported, or has bound the function and needs the patch too.
     for name in (API, _PACKAGE):
         if name in sys.modules:
-            _patches.wrap(sys.modules[name], "parallelize_module", _noted)
-    _patches.on_undo(register_optimizer_step_pre_hook(_stepping).remove)
+            _patches.wrap(sys.modules[name], "parallelize_module", _record_style)
+    _patches.on_undo(register_optimizer_step_pre_hook(_before_optimizer_step).remove)
     _patches.include(_tensor_parallel_only)
-    _patches.on_undo(cuts.clear)
+    _patches.on_undo(parallelized_modules.clear)
 
 
 uninstall = _patches.undo
 
 
 def _restore_package() -> None:
-    """Restore the function in the package if that had imported the replacement."""
+    """Restore `parallelize_module` in the package if the package imported the replacement."""
     api: Any = sys.modules.get(API)
     package: Any = sys.modules.get(_PACKAGE)
     original = getattr(getattr(package, "parallelize_module", None), "__wrapped__", None)
@@ -52,24 +52,28 @@ def _restore_package() -> None:
 
 
 @around
-def _noted(original: Any, /, module: Any, device_mesh: Any = None, parallelize_plan: Any = None, **named: Any) -> Any:
-    with cuts.within(module):
-        result = original(module, device_mesh, parallelize_plan, **named)
+def _record_style(
+    original: Any, /, module: Any, device_mesh: Any = None, parallelize_plan: Any = None, **kwargs: Any
+) -> Any:
+    with parallelized_modules.within(module):
+        result = original(module, device_mesh, parallelize_plan, **kwargs)
     try:
-        cuts.note(module, device_mesh, parallelize_plan, named.get("src_data_rank", 0))
+        parallelized_modules.record_style(module, device_mesh, parallelize_plan, kwargs.get("src_data_rank", 0))
     except Exception:
         fault()
     return result
 
 
-def _stepping(optimizer: Optimizer, *_: Any) -> None:
-    if torch.compiler.is_compiling() or cuts.styles_seen == len(cuts.styles) or cuts.rows or jobs.any_known():
+def _before_optimizer_step(optimizer: Optimizer, *_: Any) -> None:
+    """Capture the tensor-parallel model as a job, if no other engine was captured and the styles are new."""
+    modules = parallelized_modules
+    if torch.compiler.is_compiling() or modules.styles_seen == len(modules.styles) or modules.rows or jobs.any_known():
         return
     try:
-        cuts.styles_seen = len(cuts.styles)
-        root = cuts.root()
+        modules.styles_seen = len(modules.styles)
+        root = modules.root()
         if root is not None:
-            cuts.rows[root] = describe(root, optimizer)
+            modules.rows[root] = describe(root, optimizer)
             _tensor_parallel_only.add(root)
     except Exception:
         fault()

@@ -1,4 +1,4 @@
-"""The parallel style that `parallelize_module` gave each module of a model, in the model's order."""
+"""Parallel styles that `parallelize_module` applied to the modules of a model, for the job row."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 from .model_facts import common, known, model_row
 
 
-class Cuts:
+class ParallelizedModules:
     """Arguments of `parallelize_module` by module, kept weakly: modules belong to the program."""
 
     def __init__(self) -> None:
         self.styles: weakref.WeakKeyDictionary[Any, tuple[Any, Any, bool]] = weakref.WeakKeyDictionary()
-        """(style, mesh, whether parameters were sent from the first rank) of a module."""
+        """(style, mesh, whether parameters were sent from the first rank) by module."""
         self.rows: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         self.styles_seen = 0
-        """Number of styles when the root module was last looked for."""
+        """Number of styles at the last search for the root module."""
         self._roots: weakref.WeakSet[Any] = weakref.WeakSet()
         self._depth = 0
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all modules."""
         self.styles.clear()
         self.rows.clear()
         self._roots.clear()
@@ -40,8 +40,8 @@ class Cuts:
         finally:
             self._depth -= 1
 
-    def note(self, module: Any, mesh: Any, plan: Any, source: Any) -> None:
-        """Note the style of a module after a call. A plan with names has noted its modules by itself."""
+    def record_style(self, module: Any, mesh: Any, plan: Any, source: Any) -> None:
+        """Record the style of a module after a call; a plan with names has recorded those of its modules already."""
         if plan is not None and not isinstance(plan, dict):
             self.styles[module] = (plan, mesh, source is not None)
 
@@ -50,7 +50,7 @@ class Cuts:
         return next((root for root in [*self._roots] if {*self.styles} <= {*root.modules()}), None)
 
 
-cuts = Cuts()
+parallelized_modules = ParallelizedModules()
 
 
 def describe(root: Any, optimizer: Any) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def describe(root: Any, optimizer: Any) -> dict[str, Any]:
         "source": "dtensor",
         "engine": "parallelize_module",
         "data_parallel_size": 1,
-        **cut(root),
+        **tensor_parallel_row(root),
         **known(
             {
                 "optimizer": lambda: type(optimizer).__name__,
@@ -70,14 +70,16 @@ def describe(root: Any, optimizer: Any) -> dict[str, Any]:
     }
 
 
-def cut(root: Any) -> dict[str, Any]:
-    """Return how a model is divided, for its job row; empty if it is not. Never raises."""
-    styled = [(name, module) for name, module in root.named_modules() if module in cuts.styles]
+def tensor_parallel_row(root: Any) -> dict[str, Any]:
+    """Return the part of a job row that describes tensor parallelism; empty without it. Never raises."""
+    styled = [(name, module) for name, module in root.named_modules() if module in parallelized_modules.styles]
     if not styled:
         return {}
     return known(
         {
-            "tensor_parallel_size": lambda: common({cuts.styles[module][1].size() for _, module in styled}),
+            "tensor_parallel_size": lambda: common(
+                {parallelized_modules.styles[module][1].size() for _, module in styled}
+            ),
             "tensor_plan": lambda: [_style(name, module) for name, module in styled],
         }
     )
@@ -85,13 +87,13 @@ def cut(root: Any) -> dict[str, Any]:
 
 def roles(root: Any) -> Iterator[tuple[Any, str, str]]:
     """Yield the roles of the meshes' groups."""
-    for _, mesh, _ in [*cuts.styles.values()]:
+    for _, mesh, _ in [*parallelized_modules.styles.values()]:
         if mesh is not None:  # None: the mesh of the program's context manager
             yield mesh.get_group(), "tensor", "torch.distributed.tensor.parallel.parallelize_module"
 
 
 def _style(name: str, module: Any) -> dict[str, Any]:
-    style, _, sent = cuts.styles[module]
+    style, _, sent = parallelized_modules.styles[module]
     return {
         "module": name,
         "style": type(style).__name__,

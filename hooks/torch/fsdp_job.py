@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .dtensor_job import cut
 from .dtensor_job import roles as tensor_roles
+from .dtensor_job import tensor_parallel_row
 from .model_facts import common, dtype_name, grouped, known, model_row
 
 
@@ -27,7 +27,7 @@ def describe(root: Any) -> dict[str, Any]:
             }
         ),
         **model_row(root),
-        **cut(root),
+        **tensor_parallel_row(root),
     }
 
 

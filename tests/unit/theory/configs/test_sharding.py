@@ -166,11 +166,11 @@ def test_a_hook_that_fails_is_not_felt(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError
 
     monkeypatch.setattr(fsdp, "describe", fails)
-    monkeypatch.setattr(dtensor_job.cuts, "note", fails)
+    monkeypatch.setattr(dtensor_job.parallelized_modules, "record_style", fails)
     module = torch.nn.Linear(1, 1)
     fsdp._complete(lambda state: None)(SimpleNamespace(_is_root=None, _modules=[module]))
-    assert dtensor._noted(lambda module, mesh, plan: module)(module, "mesh", "plan") is module
-    dtensor_job.cuts.clear()
+    assert dtensor._record_style(lambda module, mesh, plan: module)(module, "mesh", "plan") is module
+    dtensor_job.parallelized_modules.clear()
 
 
 def test_a_model_cut_piece_by_piece_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,24 +185,24 @@ def test_a_model_cut_piece_by_piece_is_looked_for_once(monkeypatch: pytest.Monke
     def root() -> None:
         looked.append(True)
 
-    monkeypatch.setattr(dtensor_job.cuts, "root", root)
+    monkeypatch.setattr(dtensor_job.parallelized_modules, "root", root)
     monkeypatch.setattr(jobs, "any_known", lambda: False)
     pieces = [torch.nn.Linear(1, 1) for _ in range(3)]
     optimizer = torch.optim.SGD(pieces[0].parameters())
-    dtensor_job.cuts.clear()
-    dtensor._stepping(optimizer)
+    dtensor_job.parallelized_modules.clear()
+    dtensor._before_optimizer_step(optimizer)
     assert not looked  # nothing is cut
     for piece in pieces[:2]:
-        dtensor_job.cuts.note(piece, None, "style", None)
+        dtensor_job.parallelized_modules.record_style(piece, None, "style", None)
     with monkeypatch.context() as compiling:
         compiling.setattr(torch.compiler, "is_compiling", lambda: True)
-        dtensor._stepping(optimizer)
+        dtensor._before_optimizer_step(optimizer)
     assert not looked  # nothing of a hook is compiled
     for _ in range(3):
-        dtensor._stepping(optimizer)
+        dtensor._before_optimizer_step(optimizer)
     assert len(looked) == 1
-    dtensor_job.cuts.note(pieces[2], None, "style", None)
-    dtensor._stepping(optimizer)
+    dtensor_job.parallelized_modules.record_style(pieces[2], None, "style", None)
+    dtensor._before_optimizer_step(optimizer)
     assert len(looked) == 2
     assert [*dtensor_job.roles(pieces[0])] == []  # no mesh was given
-    dtensor_job.cuts.clear()
+    dtensor_job.parallelized_modules.clear()
