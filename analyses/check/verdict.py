@@ -5,9 +5,9 @@ and if its calls are the expected ones in size and number. If the order of gradi
 calls carry the same bytes (`calls_max` of the table `expected`), their number only has to stay within that bound. With
 a tolerance above 0 the payload alone is compared.
 
-Calls beyond the expected ones are the program's own if their call site is not in a library that has rules, and if none
-of the expected calls of the cell is missing: otherwise they may replace expected calls. Calls in a
-group of one rank, which send nothing, are listed with them.
+Extra calls are the program's own if their call site is not in a library that has rules, and if none of the expected
+calls of the cell is missing: otherwise they may replace expected calls. Calls in a group of one rank, which send
+nothing, are listed with them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from commtrace.analyses.diff.run_calls import OwnCalls, sum_own_calls
 from commtrace.analyses.fold_engine import Analysis, NamedTables
 from commtrace.analyses.grouping import Array, group_rows, number_sequences, sum_groups
 from commtrace.analyses.reconciliation import compared_steps
-from commtrace.analyses.reconciliation.causes import OTHER_PIECES, PROGRAM_CAUSES, path_in_packages
+from commtrace.analyses.reconciliation.causes import PROGRAM_CAUSES, SPLIT_DIFFERENTLY, path_in_packages
 from commtrace.analyses.reconciliation.measured_calls import last_steps, sums_in
 from commtrace.analyses.reconciliation.step_comparison import EXPECTED
 from commtrace.formatting import MAX_SINGLE, format_missing, format_ranks, merge_texts
@@ -201,8 +201,8 @@ def _agree(cells: pd.DataFrame, tolerance: Fraction) -> Array:
         pairs = zip(expected.tolist(), np.abs(measured - expected).tolist(), strict=True)
         return np.array([difference <= tolerance * size for size, difference in pairs], bool)
     within_bound = (cells["measured_calls"] > 0) & (cells["measured_calls"] <= cells["calls_max"]).fillna(False)
-    in_other_pieces = within_bound & (cells["causes"] == OTHER_PIECES)
-    agrees: Array = (measured == expected) & ((cells["causes"] == "") | in_other_pieces).to_numpy(bool)
+    split_differently = within_bound & (cells["causes"] == SPLIT_DIFFERENTLY)
+    agrees: Array = (measured == expected) & ((cells["causes"] == "") | split_differently).to_numpy(bool)
     return agrees
 
 

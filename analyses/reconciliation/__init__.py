@@ -2,7 +2,7 @@
 
 A cell is one operation of one parallel dimension in one step of one rank. Calls of a cell are compared by payload, and
 by group size in dimensions whose groups differ in size; from step DETAILED_STEPS on, by number and bytes. Calls that
-match, or whose size is within its bounds, have the cause "expected". All others are leftovers, with the sentence of a
+match, or whose size is within its bounds, have the cause "expected". All others are unmatched, with the label of a
 cause (`causes.CAUSES`) or "unexplained". Only processes that trained one model, of a scheme with rules, are compared.
 
 The waterfall leads from the paper's closed form (equation 2 or 3 with the real number of parameters, times the bytes of

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from commtrace.theory import ExpectedCall
 from commtrace.theory.expected_calls import exact_wire_bytes
 
-from .causes import is_framework_site, is_of_library
+from .causes import is_framework_call, is_framework_site
 from .measured_calls import EqualCalls
 
 CellKey: TypeAlias = tuple[str, str]
@@ -23,13 +23,13 @@ ExpectedCounts: TypeAlias = dict[tuple[int, int], int]
 
 @dataclass(frozen=True)
 class Cell:
-    """One operation of one parallel dimension in one step of one rank: matched calls, and the leftovers."""
+    """One operation of one parallel dimension in one step of one rank: matched and unmatched calls."""
 
     key: CellKey
     matched_calls: int
     matched_bytes: int
     sites: tuple[str, ...]
-    leftovers: tuple[EqualCalls, ...]
+    unmatched: tuple[EqualCalls, ...]
     below_bound: Fraction = Fraction(0)
     """Wire bytes minus the upper bound, summed over calls with data-dependent payload; never positive."""
 
@@ -70,7 +70,7 @@ def _match(
     missing = dict(expected)
     below_bound = Fraction(0)
     matched_calls = matched_bytes = 0
-    sites, leftovers = [], []
+    sites, unmatched = [], []
     for calls in sorted(measured, key=_match_priority):
         taken = 0
         for size, group in _candidates(calls, expected, least):
@@ -83,14 +83,14 @@ def _match(
             matched_calls, matched_bytes = matched_calls + taken, matched_bytes + taken * calls.payload
             sites.append(calls.site)
         if calls.calls > taken:
-            leftovers.append(_extra(calls, calls.calls - taken))
-    leftovers += _missing(key, missing, ranks)
-    return Cell(key, matched_calls, matched_bytes, tuple(sites), tuple(leftovers), below_bound)
+            unmatched.append(_extra(calls, calls.calls - taken))
+    unmatched += _missing(key, missing, ranks)
+    return Cell(key, matched_calls, matched_bytes, tuple(sites), tuple(unmatched), below_bound)
 
 
 def _match_priority(calls: EqualCalls) -> tuple[bool, bool, bool]:
-    """Return the sort key of equal payloads: libraries first, then training before evaluation, then frameworks."""
-    return not is_of_library(calls), calls.phase == "evaluation", not is_framework_site(calls.site)
+    """Return the sort key of equal payloads: framework calls first, then training calls, then framework sites."""
+    return not is_framework_call(calls), calls.phase == "evaluation", not is_framework_site(calls.site)
 
 
 def _candidates(calls: EqualCalls, expected: ExpectedCounts, least: Mapping[int, int]) -> Iterator[tuple[int, int]]:
@@ -109,12 +109,12 @@ def _wire_difference(op: str, size: int, most: int, ranks: int) -> Fraction:
 def _match_sums(
     key: CellKey, expected: ExpectedCounts, measured: Sequence[EqualCalls], ranks: int, least: Mapping[int, int]
 ) -> Cell:
-    """Match by count and total bytes, for a log without payloads: all calls, those in training, or of libraries."""
+    """Match by count and total bytes, for a log without payloads: all calls, those in training, or framework calls."""
     most = sum(size * count for (size, _), count in expected.items())
     low = sum(least.get(size, size) * count for (size, _), count in expected.items())
-    of_libraries = [calls for calls in measured if is_of_library(calls)]
+    of_frameworks = [calls for calls in measured if is_framework_call(calls)]
     of_steps = [calls for calls in measured if calls.phase != "evaluation"]
-    for candidates in (measured, of_steps, of_libraries):
+    for candidates in (measured, of_steps, of_frameworks):
         total = sum(calls.bytes for calls in candidates)
         if sum(calls.calls for calls in candidates) == sum(expected.values()) and low <= total <= most:
             group = max((own or ranks for _, own in expected), default=ranks)

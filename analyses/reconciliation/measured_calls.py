@@ -28,8 +28,8 @@ _SUMS: Final = ("calls", "payload_bytes", "wire_parts", "wire_unknown")
 class EqualCalls:
     """Calls of one step of one rank that are equal in all fields.
 
-    Leftovers of a comparison are calls that were recorded but not expected, or, with `calls`, `bytes` and `wire` below
-    0, expected but not recorded.
+    Unmatched calls of a comparison were recorded but not expected, or, with `calls`, `bytes` and `wire` below 0,
+    expected but not recorded.
     """
 
     role: str

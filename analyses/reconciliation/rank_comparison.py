@@ -148,14 +148,14 @@ class RankComparison:
     def _alike_ranks(self, number: int, process: Process, expectation: _Expectation, own_last: int) -> _AlikeRanks:
         """Return the comparison of a process, the same for alike ones."""
         measured = self._measured.of(number, self._steps)
-        has_ended, loses_records = process.tables.end is not None, process.lost_records > 0
-        key = expectation, measured.tobytes(), own_last, has_ended, loses_records
+        has_ended, has_lost_records = process.tables.end is not None, process.lost_records > 0
+        key = expectation, measured.tobytes(), own_last, has_ended, has_lost_records
         if key not in self._alike:
             ends_within = (self._steps == own_last) & (not has_ended)
             steps = [expectation.calls_of_step, measured, self._steps < 0, ends_within, self._steps > own_last]
             first, alike = group_rows(steps)
             distinct = zip(*(column[first].tolist() for column in steps), strict=True)
-            different = [self._position_of(expectation, loses_records, *step) for step in distinct]
+            different = [self._position_of(expectation, has_lost_records, *step) for step in distinct]
             positions = np.array(different, np.int64)[alike]
             if self._waterfall is None:
                 own = np.flatnonzero(measured)[: None if has_ended else -1]  # of the last one, calls may be missing
@@ -164,13 +164,13 @@ class RankComparison:
         return self._alike[key]
 
     def _compare(
-        self, expectation: _Expectation, loses_records: bool, expected: int, measured: int, *ends: bool
+        self, expectation: _Expectation, has_lost_records: bool, expected: int, measured: int, *ends: bool
     ) -> int:
         """Compare a step, and return its position in `_compared`.
 
         Args:
             expectation: What theory expects.
-            loses_records: Whether calls were counted whose records are not in the log.
+            has_lost_records: Whether some counted calls have no record in the log.
             expected: Position of the step's calls in `expectation.calls`.
             measured: Their position in `_measured.calls`, 0 without any.
             ends: Whether it is start-up, whether the log ends within it, and whether it ends before.
@@ -183,7 +183,7 @@ class RankComparison:
             has_calls=measured > 0,
             log_ends_within=ends_within,
             log_ends_before=ends_before,
-            loses_records=loses_records,
+            has_lost_records=has_lost_records,
         )
         self._compared.append(compare_step(self._measured.calls[measured], context))
         return len(self._compared) - 1

@@ -28,7 +28,7 @@ class ComparedStep:
         context: The expected calls, and what causes depend on.
         expected: Rows of the table `expected`, without `rank` and `step`.
         reconciliation: Likewise of the table `reconciliation`.
-        bytes_by_cause: Payload of the matched calls (EXPECTED) and of the leftovers of each cause.
+        bytes_by_cause: Payload of the matched calls (EXPECTED) and of the unmatched calls of each cause.
     """
 
     calls: Sequence[EqualCalls]
@@ -59,16 +59,16 @@ def compare_step(calls: Sequence[EqualCalls], context: StepContext) -> ComparedS
     """Compare the measured calls of a step with the expected ones."""
     cells, explained = _match(calls, context)
     sums: dict[str, int] = defaultdict(int, {EXPECTED: sum(cell.matched_bytes for cell in cells)})
-    for cause, leftover in explained:
-        sums[cause] += abs(leftover.bytes)
+    for cause, unmatched in explained:
+        sums[cause] += abs(unmatched.bytes)
     rows = [*_expected_rows(context.expected)], [*_reconciliation_rows(cells, explained)]
     return ComparedStep(calls, context, *rows, sums)
 
 
 def _match(calls: Sequence[EqualCalls], context: StepContext) -> tuple[list[Cell], list[tuple[str, EqualCalls]]]:
-    """Return the cells of a step, and their leftovers with their causes."""
+    """Return the cells of a step, and their unmatched calls with their causes."""
     cells = compare(context.expected, calls, context.prediction.ranks_of)
-    return cells, explain([leftover for cell in cells for leftover in cell.leftovers], context)
+    return cells, explain([unmatched for cell in cells for unmatched in cell.unmatched], context)
 
 
 def _expected_rows(expected: Iterable[ExpectedCall]) -> Iterator[dict[str, object]]:
@@ -98,12 +98,12 @@ def _reconciliation_rows(
         if cell.matched_calls:
             sums[cell.key, EXPECTED, ""] = [*[cell.matched_calls] * 2, *[cell.matched_bytes] * 2]
             sites[cell.key, EXPECTED, ""] = {*cell.sites}
-    for cause, leftover in explained:
-        key = (leftover.role, leftover.op), cause, leftover.site if cause in PROGRAM_CAUSES else ""
-        numbers, recorded = sums.setdefault(key, [0, 0, 0, 0]), int(leftover.calls > 0)
-        numbers[recorded] += abs(leftover.calls)
-        numbers[2 + recorded] += abs(leftover.bytes)
-        sites[key].add(leftover.site)
+    for cause, calls in explained:
+        key = (calls.role, calls.op), cause, calls.site if cause in PROGRAM_CAUSES else ""
+        numbers, recorded = sums.setdefault(key, [0, 0, 0, 0]), int(calls.calls > 0)
+        numbers[recorded] += abs(calls.calls)
+        numbers[2 + recorded] += abs(calls.bytes)
+        sites[key].add(calls.site)
     for ((role, op), cause, site), numbers in sums.items():
         yield {
             "role": role,

@@ -34,14 +34,14 @@ def waterfall(
     Args:
         prediction: What theory expects.
         cells: The compared calls of the step.
-        explained: The leftovers of the cells with their causes.
+        explained: The unmatched calls of the cells with their causes.
         measured: The calls of the step; all their wire bytes are known.
         label: The text of the last row.
     """
     bars: list[RoleBar] = [(bar.role, bar.label, bar.bytes, "cause") for bar in prediction.bars]
-    for cause, leftover in explained:
-        wire = leftover.wire or Fraction(0)
-        bars.append((leftover.role, cause, wire, UNEXPLAINED if cause == UNEXPLAINED else "cause"))
+    for cause, calls in explained:
+        wire = calls.wire or Fraction(0)
+        bars.append((calls.role, cause, wire, UNEXPLAINED if cause == UNEXPLAINED else "cause"))
     bars += [(cell.key[0], BELOW, cell.below_bound, "cause") for cell in cells]
     totals: dict[str, Fraction] = defaultdict(Fraction)
     for calls in measured:

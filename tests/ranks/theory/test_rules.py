@@ -140,7 +140,7 @@ def is_clean(job: dict[str, Any], steps: Steps) -> bool:
         for step in {-1, *steps}
         for cell in compare(prediction.step(step), steps.get(step, []), prediction.ranks_of)
     ]
-    return not any(cell.leftovers for cell in cells)
+    return not any(cell.unmatched for cell in cells)
 
 
 def names(rule: Rule) -> str:
@@ -235,7 +235,7 @@ def test_a_call_that_is_hidden_shows(name: str) -> None:
 def differs(prediction: Any, steps: Steps) -> bool:
     """Whether something is left over."""
     return any(
-        cell.leftovers
+        cell.unmatched
         for step in {-1, 0, 1, 2, *steps}
         for cell in compare(prediction.step(step), steps.get(step, []), prediction.ranks_of)
     )

@@ -83,7 +83,7 @@ def test_a_size_beyond_its_bounds_shows() -> None:
 
     def left(*found: EqualCalls) -> list[int]:
         (cell,) = compare([bounded], found, lambda _: 2)
-        return sorted(one.payload * one.calls for one in cell.leftovers)
+        return sorted(one.payload * one.calls for one in cell.unmatched)
 
     assert left(calls(40), calls(100)) == []
     assert left(calls(39), calls(70)) == [-100, 39]

@@ -97,7 +97,7 @@ def test_steps_that_only_other_ranks_have(tmp_path: Path) -> None:
     one, two = -sum(calls_of(early)) + sum(calls_of(rows)), sum(calls_of(rows)) - sum(calls_of(gap))
     assert differing(run, 0) == {}
     assert differing(run, 1) == {
-        "the log ends before this step, which other ranks have": (len(rows) - len(early), 0, -one)
+        "the log ends before this step, unlike the logs of other ranks": (len(rows) - len(early), 0, -one)
     }
     assert differing(run, 2) == {UNEXPLAINED: (len(rows) - len(gap), 0, -two)}
     assert_adds_up(run)
@@ -110,8 +110,8 @@ def calls_of(rows: list[Records]) -> list[int]:
 
 def test_every_cause_has_an_example() -> None:
     tested_elsewhere = {
-        "the log ends before this step, which other ranks have",
-        "a call site in DeepSpeed's access to full gradients or optimizer states",
+        "the log ends before this step, unlike the logs of other ranks",
+        "a call site in DeepSpeed's functions for full gradients or optimizer states (safe_get_full_*)",
         "a call site in DeepSpeed's GatheredParameters",
         "gradients reduced several times: no_sync is not used",
     }
@@ -236,5 +236,5 @@ def test_a_library_s_call_in_an_evaluation_is_sooner_the_expected_one_than_a_cal
     left = []
     for expected in (1, 2, 3):
         (cell,) = compare([ExpectedCall("broadcast", 8, "comparison", expected)], calls, lambda role: 2)
-        left.append([leftover.phase for leftover in cell.leftovers])
+        left.append([leftover.phase for leftover in cell.unmatched])
     assert left == [["evaluation", "init"], ["init"], []]

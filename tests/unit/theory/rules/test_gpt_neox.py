@@ -60,7 +60,7 @@ def leftovers(name: str, number: int, row: dict[str, Any] | None = None) -> list
         (step, leftover)
         for step, calls in recorded_steps(name, number)
         for cell in compare(prediction.step(step), calls, prediction.ranks_of)
-        for leftover in cell.leftovers
+        for leftover in cell.unmatched
     ]
 
 

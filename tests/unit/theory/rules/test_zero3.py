@@ -37,7 +37,7 @@ def leftovers(job: dict[str, Any], steps: dict[str, Any]) -> list[tuple[int, str
             [EqualCalls("data", op, size, count, size * count, None, ranks=2) for op, size, count in calls],
             prediction.ranks_of,
         )
-        for call in cell.leftovers
+        for call in cell.unmatched
     ]
 
 
