@@ -1,7 +1,7 @@
 """Volume by operation, parallel dimension, phase, call site and rank, and of the whole job. Columns: `table_specs`.
 
-`whole_job` is of a dry run of some ranks of the job: a call counts once for each rank that its rank stands for. The
-table has no rows if the run is real, or if the simulated ranks do not stand for every rank of the job.
+`whole_job` is of a dry run of some ranks of the job: a call counts once for each rank that its rank represents. The
+table has no rows if the run is real, or if the simulated ranks do not represent every rank of the job.
 """
 
 from __future__ import annotations

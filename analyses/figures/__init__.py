@@ -83,7 +83,7 @@ _NO_THEORY: Final = (
 )
 _NO_STEP_TIMES: Final = (
     "The log does not have the times for this figure. It needs three training steps of every rank, with ends of calls "
-    "observed on the host."
+    "observed on the host, and enough calls between hosts to compare their clocks."
 )
 
 FIGURES: Final[dict[str, Figure]] = {

@@ -25,13 +25,14 @@ NETWORK_LEGEND: Final = (
 
 
 def render_theory(tables: Mapping[str, pd.DataFrame], width: int) -> Iterator[RenderableType]:
-    """Yield the section below its heading."""
+    """Yield the theory section, without its heading."""
     theory = tables["theory"]
     compared = theory.loc[theory["not_predicted"].isna()]
     reasons = merge_texts(dict.fromkeys(theory["not_predicted"].dropna(), ()))
     if len(reasons):
-        where = f" for {format_plural(len(theory) - len(compared), 'process', 'processes')}" if len(compared) else ""
-        yield paragraph(f"Not compared{where}: {'; '.join(reasons)}.", width)
+        others = format_plural(len(theory) - len(compared), "process", "processes")
+        title = f"{others} not compared" if len(compared) else "Not compared"
+        yield paragraph(f"{title}: {'; '.join(reasons)}.", width)
     if not len(compared):
         return
     yield paragraph(_agreement(compared), width)
@@ -50,12 +51,12 @@ def _agreement(compared: pd.DataFrame) -> str:
         int(compared[f"{name}_bytes"].sum()) for name in ("measured", "matched", "named", "unexplained")
     )
     share = "all" if matched == measured else format_share(matched / measured) if measured else "none"
-    differs = "no differences"
+    deltas = "no differences"
     if explained or unexplained:
-        differs = f"differs with a known cause: {format_bytes(explained)}; unexplained: {format_bytes(unexplained)}"
+        deltas = f"differences with a known cause: {format_bytes(explained)}; unexplained: {format_bytes(unexplained)}"
     ranks = format_plural(compared["rank"].nunique(), "rank")
     payload = f"{share} of the payload of {ranks}, {format_bytes(measured)}"
-    return f"{', '.join(compared['scheme'].unique())}: {payload}, matches the expected calls; {differs}."
+    return f"{', '.join(compared['scheme'].unique())}: {payload}, matches the expected calls; {deltas}."
 
 
 def _causes(reconciliation: pd.DataFrame, width: int) -> Iterator[RenderableType]:
@@ -76,7 +77,7 @@ def _describe_cause(cause: str, rows: pd.DataFrame) -> str:
     training = rows["step"] >= 0
     where = f"in {format_plural(rows['step'].nunique(), 'step')}"
     if not training.all():
-        where = "in steps and start-up" if training.any() else "in start-up"
+        where = "in steps and at start-up" if training.any() else "at start-up"
     sites = sorted({site for sites in rows["sites"].unique() for site in sites.split("; ") if site})
     places = f", from {'; '.join(sites[:MAX_SITES])}{' ...' * (len(sites) > MAX_SITES)}" if sites else ""
     ops = ", ".join(sorted(rows["op"].unique()))
@@ -85,18 +86,18 @@ def _describe_cause(cause: str, rows: pd.DataFrame) -> str:
 
 
 def _waterfall(rows: pd.DataFrame, head: str, width: int) -> Iterator[RenderableType]:
-    """Yield the waterfall from the closed form to the recorded bytes; causes are signed."""
+    """Yield the waterfall from the closed form to the recorded wire bytes; the bytes of causes have a sign."""
     if not len(rows):
         return
     closed_form = int(rows["bytes"].iloc[0])
     cells = []
     for label, size, kind in zip(rows["label"], rows["bytes"], rows["kind"], strict=True):
-        total = kind in ("closed form", "measured")
+        is_total = kind in ("closed form", "measured")
         share = format_share(size / closed_form if closed_form else None)
-        cells.append([str(label), format_bytes(size) if total else format_signed(size, format_bytes), share])
-    of_form = TextColumn("of closed form", optional=True)
+        cells.append([str(label), format_bytes(size) if is_total else format_signed(size, format_bytes), share])
+    share_column = TextColumn("of closed form", optional=True)
     yield Text()
-    yield text_table([left_column(head, shortenable=True), TextColumn("wire (min)"), of_form], cells, width)
+    yield text_table([left_column(head, shortenable=True), TextColumn("wire (min)"), share_column], cells, width)
 
 
 def network_title(tables: Mapping[str, pd.DataFrame]) -> str:
@@ -115,7 +116,7 @@ def network_source(tables: Mapping[str, pd.DataFrame]) -> str:
 
 
 def render_network(tables: Mapping[str, pd.DataFrame], width: int) -> Iterator[RenderableType]:
-    """Yield the section below its heading."""
+    """Yield the network section, without its heading."""
     table = tables["network"]
     yield paragraph(network_source(tables), width)
     shown = table.head(MAX_ROWS)

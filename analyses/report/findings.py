@@ -294,7 +294,7 @@ def _simulated(run: RecordedRun) -> str:
     if represented == len(run.ranks):
         return text
     ranks = "all" if represented == run.world_size else f"{represented:,}"
-    return f"{text}; the {format_plural(len(run.ranks), 'rank')} run stand for {ranks} of the job"
+    return f"{text}; the {format_plural(len(run.ranks), 'rank')} that ran represent {ranks} of the job"
 
 
 def _hook_errors(coverage: pd.Series[Any]) -> str:

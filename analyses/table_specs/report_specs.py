@@ -128,8 +128,8 @@ REPORT_TABLES: Final = (
         replace(shared.PAYLOAD_SHARE, head="share"),
     )),
     TableSpec("whole_job", "Volume of the whole job, of a dry run",
-        "A row per part and operation. Calls of a rank that ran count for all ranks that it stands for. No rows "
-        "unless the ranks that ran stand for all ranks of the job.", (
+        "A row per part and operation. Calls of a rank that ran count for all ranks that it represents. No rows "
+        "unless the ranks that ran represent all ranks of the job.", (
         word_column("part", "part", '"start-up", "training steps" or "evaluations".'),
         shared.OP,
         count("calls", "calls", "Calls of all ranks of the job."),
@@ -182,7 +182,7 @@ REPORT_TABLES: Final = (
         column("GB/s", format_bandwidth, "busbw_gb_per_s", "busbw",
             "algbw times nccl-tests' factor of each call's group; missing for operations without a factor."),
     )),
-    TableSpec("ranks", "Balance of the ranks", "A row per rank that left a log, ascending.", (
+    TableSpec("ranks", "Load balance across ranks", "A row per rank that left a log, ascending.", (
         shared.RANK,
         count("calls", "calls", "Its calls."),
         bytes_column("payload_bytes", "payload", "Its payload."),
@@ -206,7 +206,7 @@ REPORT_TABLES: Final = (
         count("calls", "calls", "Calls of the host that gave bounds.", measured=True),
         count("steps", "steps", "Jumps of the clock (`clock_steps`)."),
     ), alike="host"),
-    TableSpec("clock_steps", "Jumps of clocks",
+    TableSpec("clock_steps", "Clock jumps",
         "A row per jump of a host's clock: the bounds before and after it contradict each other.", (
         word_column("host", "host", "Host name."),
         word_column("reference", "reference", "Host that it is compared with."),

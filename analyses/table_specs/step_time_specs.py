@@ -34,7 +34,7 @@ STEP_TIME_TABLES: Final = (
         duration("begin_ns", "begin", "Begin of the piece since that of the step."),
         duration("ns", "time", "Its duration."),
     ), {"terminal": "rank part op role phase site ns"}),
-    TableSpec("stragglers", "Who is waited for", "A row per rank, ascending; over the measured steps.", (
+    TableSpec("stragglers", "Stragglers", "A row per rank, ascending; over the measured steps.", (
         shared.RANK,
         count("operations", "operations", "Operations in which the rank waited, or was waited for.",
             measured=True),

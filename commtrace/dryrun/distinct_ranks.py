@@ -6,7 +6,7 @@
 2. Along each coordinate, through rank 0, values are run: all of them up to MAX_RUN_VALUES, else the first three, the
    middle, the last two, and then those between two neighbours that differ. Equal logs make a class.
 3. One rank of each combination of classes is run; combinations with equal logs are merged.
-4. CHECKS other ranks, drawn at random, are run as a check. It is an error if one differs from the rank that stands for
+4. CHECKS other ranks, drawn at random, are run as a check. It is an error if one differs from the rank that represents
    it.
 
 The search misses a rank in the middle of a long coordinate that differs from equal ranks around it.
@@ -32,11 +32,11 @@ Coordinates = tuple[int, ...]
 
 
 class NotAlikeError(CommtraceError):
-    """A rank differs from the rank that stands for it."""
+    """A rank differs from the rank that represents it."""
 
 
 def find_distinct(world_size: int, groups: Iterable[Sequence[int]], run: RunRanks) -> dict[int, list[int]]:
-    """Return the ranks that differ -> the ranks that each stands for.
+    """Return a dict from each distinct rank to the ranks that it represents, including itself.
 
     `groups` are the ranks of the groups that the program makes, in order.
 

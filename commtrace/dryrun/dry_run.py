@@ -31,7 +31,7 @@ ALL_DISTINCT: Final = "all-distinct"
 _LAUNCHERS: Final = ("torchrun", "deepspeed", "mpirun", "mpiexec", "srun", "accelerate", "prun", "jsrun")
 _LAUNCHER_MODULES: Final = ("torch.distributed.run", "torch.distributed.launch", "deepspeed.launcher.runner")
 _OUTPUT_LINES: Final = 25
-"""Last lines of a failed rank's output in the error message."""
+"""Number of last output lines of a failed rank in the error message."""
 
 # Columns of the event table that are equal for two ranks with equal communication.
 _SIGNATURE_COLUMNS: Final = (
@@ -49,32 +49,32 @@ class _CudaRequiredError(DryRunError):
 
 
 class _RankFailedError(DryRunError):
-    """A rank failed. Arguments: which and how, and the last lines of its output."""
+    """A rank failed. `args`: a message with the rank and its exit, and the last lines of its output."""
 
 
 def dry_run(request: DryRunRequest) -> None:
     """Run the ranks, write the log, and print a line for each rank.
 
     Raises:
-        CommtraceError: The program cannot be dry-run, or a rank failed. The log of ranks that ran before the failed
-            one is written, unless `ranks` is "all-distinct": it is not known yet which ranks they stand for.
+        CommtraceError: The program cannot be dry-run, or a rank failed. The logs of ranks that finished
+            before are written, unless `request.ranks` is "all-distinct": the ranks they represent are not known yet.
     """
     request = replace(request, command=_resolve_program(request.command))
     ranks = _select_ranks(request.ranks, request.world_size)
-    problem = _memory_obstacle() or _unwritable(request.out)
+    problem = _memory_problem() or _output_problem(request.out)
     if problem:
         raise DryRunError(problem)
     try:
         _dry_run(request, ranks, request.device or "any")
     except _CudaRequiredError:
-        warn("dry run: the program requires CUDA; it starts again with simulated devices (--device cpu prevents this)")
+        warn("dry run: the program requires CUDA; restarting with simulated devices (use --device cpu to prevent this)")
         _dry_run(request, ranks, "cuda")
 
 
 def _dry_run(request: DryRunRequest, ranks: Sequence[int], device: str) -> None:
-    run = time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + os.urandom(3).hex()
+    run_id = time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + os.urandom(3).hex()
     with tempfile.TemporaryDirectory(prefix="commtrace-dryrun-") as folder:
-        job = SimulatedJob(request, device, run, Path(folder), shown_rank=ranks[0])
+        job = SimulatedJob(request, device, run_id, Path(folder), shown_rank=ranks[0])
         outcomes: dict[int, RankOutcome] = {}
         represented: Mapping[int, Sequence[int]] = dict.fromkeys(ranks, ())
         try:
@@ -86,27 +86,28 @@ def _dry_run(request: DryRunRequest, ranks: Sequence[int], device: str) -> None:
             complete = [rank for rank in ranks if rank in outcomes and not outcomes[rank].status]
             if request.ranks == ALL_DISTINCT or not complete:
                 raise DryRunError(f"{failure}; no log was written{output}") from None
-            written = _write_logs(job, outcomes, dict.fromkeys(complete, ()))
+            log_directory = _write_logs(job, outcomes, dict.fromkeys(complete, ()))
             noun = "rank" if len(complete) == 1 else "ranks"
             raise DryRunError(
-                f"{failure}; the log of {noun} {format_ranks(complete)}, done before, is in {written}{output}"
+                f"{failure}; the log of {noun} {format_ranks(complete)}, finished before the failure, is in "
+                f"{log_directory}{output}"
             ) from None
-        written = _write_logs(job, outcomes, represented)
-    print(f"the log of run {run} is in {written}")
+        log_directory = _write_logs(job, outcomes, represented)
+    print(f"the log of run {run_id} is in {log_directory}")
 
 
 # ---- the request -----------------------------------------------------------------------------------------------------
 
 
 def _resolve_program(command: Sequence[str]) -> list[str]:
-    """Return the command with the path of its program. A launcher is an error: it starts ranks itself."""
+    """Return the command with the path of its program. Raises DryRunError for a launcher, which starts ranks itself."""
     if not command:
-        raise DryRunError("no program given; say what each rank runs: commtrace dryrun --world-size 64 python train.py")
+        raise DryRunError("no program given; append the command: commtrace dryrun --world-size 64 python train.py")
     launcher = Path(command[0]).name
     if launcher in _LAUNCHERS or any(module in command[:4] for module in _LAUNCHER_MODULES):
         raise DryRunError(
-            f"{' '.join(command[:3])}: a launcher, which starts ranks itself; give the command that it would start on "
-            "each rank, for example python train.py"
+            f"{' '.join(command[:3])}: the program is a launcher, which starts ranks itself; give the command that it "
+            "runs on each rank, for example python train.py"
         )
     program = shutil.which(command[0])
     if program is None:
@@ -115,7 +116,7 @@ def _resolve_program(command: Sequence[str]) -> list[str]:
 
 
 def _select_ranks(text: str, world_size: int) -> list[int]:
-    """Parse --ranks; "all-distinct" begins with rank 0."""
+    """Return the ranks to run first, from the text of --ranks; for "all-distinct", only rank 0."""
     if text in ("all", ALL_DISTINCT):
         return [*range(world_size if text == "all" else 1)]
     try:
@@ -123,33 +124,34 @@ def _select_ranks(text: str, world_size: int) -> list[int]:
     except ValueError:
         ranks = []
     if not ranks:
-        raise DryRunError(f"--ranks {text}: not a list of ranks; give for example 0,1,60-63, or all, or {ALL_DISTINCT}")
+        raise DryRunError(f"--ranks {text} is not a list of ranks; use, e.g., 0,1,60-63, or all, or {ALL_DISTINCT}")
     if ranks[-1] >= world_size:
         raise DryRunError(
-            f"--ranks {text}: rank {ranks[-1]} is not one of {world_size}, which are 0 to {world_size - 1}"
+            f"--ranks {text}: rank {ranks[-1]} is out of range; a job with --world-size {world_size} has ranks 0 to "
+            f"{world_size - 1}"
         )
     return ranks
 
 
-def _memory_obstacle() -> str:
-    """Return why this machine lacks address space for more memory than there is, and what to change, else ""."""
+def _memory_problem() -> str:
+    """Return why this process cannot allocate more memory than the machine has, and how to fix it, or ""."""
     with contextlib.suppress(OSError):
         if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
             return (
-                "vm.overcommit_memory is 2: the system does not overcommit memory, and a dry run allocates all "
-                "that the job would use, without touching it; set it to 0 or 1 (sysctl vm.overcommit_memory=0)"
+                "vm.overcommit_memory is 2, so the kernel does not overcommit memory; a dry run allocates as much "
+                "memory as the job would, without touching it; fix: sysctl vm.overcommit_memory=0 (or 1)"
             )
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
         return (
-            f"the address space is limited to {limit >> 20:,} MiB (ulimit -v), and a dry run allocates all that the "
-            "job would use; raise the limit (ulimit -v unlimited)"
+            f"the address space is limited to {limit >> 20:,} MiB (ulimit -v), and a dry run allocates as much as "
+            "the job would; raise the limit (ulimit -v unlimited)"
         )
     return ""
 
 
-def _unwritable(out: Path) -> str:
-    """Return why no log can be written to `out`, else "". The directory is made later, with the first log."""
+def _output_problem(out: Path) -> str:
+    """Return why no log can be written to `out`, or "". The directory is made later, with the first log."""
     existing = next(folder for folder in (out, *out.parents) if os.path.lexists(folder))
     if not existing.is_dir():
         return f"--out {out}: {existing} is not a directory; choose another one"
@@ -162,21 +164,21 @@ def _unwritable(out: Path) -> str:
 
 
 def _run(job: SimulatedJob, ranks: Sequence[int], outcomes: dict[int, RankOutcome]) -> None:
-    """Run ranks that have no outcome yet, and add their outcomes. Raises _RankFailedError."""
+    """Run ranks that have no outcome yet, and add their outcomes. Raises _CudaRequiredError or _RankFailedError."""
     run_ranks(job, ranks, outcomes)
     for outcome in outcomes.values():
         if not outcome.status:
             continue
         for log in job.folder.glob("log-*"):
-            recover_records(log)  # removes what it, and those that were ended with it, left in shared memory
+            recover_records(log)  # removes shared memory of the failed rank and of ranks that were killed with it
         if (job.mail / CUDA_REQUIRED).exists():
             raise _CudaRequiredError
         if outcome.timed_out:
-            end = f"was not done after {outcome.seconds:.0f} s (--timeout gives it longer)"
+            end = f"did not finish within {outcome.seconds:.0f} s (increase --timeout)"
         elif outcome.status < 0:
-            end = f"ended by signal {-outcome.status}"
+            end = f"was killed by signal {-outcome.status}"
         else:
-            end = f"ended with status {outcome.status}"
+            end = f"exited with status {outcome.status}"
         raise _RankFailedError(f"rank {outcome.rank} {end}", _last_lines(outcome))
 
 
@@ -193,7 +195,7 @@ def _last_lines(outcome: RankOutcome) -> str:
 
 
 def _find_distinct_ranks(job: SimulatedJob, outcomes: dict[int, RankOutcome]) -> dict[int, list[int]]:
-    """Return the ranks that differ -> the ranks that each stands for."""
+    """Return a dict from each distinct rank to the ranks that it represents, including itself."""
     groups = [group for process in _recorded_log(outcomes[0]).processes for group in process.tables.topology]
     signatures: dict[int, str] = {}
 
@@ -218,13 +220,13 @@ def _recorded_log(outcome: RankOutcome) -> Log:
         log = open_log(outcome.log)
     except LogError:
         raise DryRunError(
-            f"rank {outcome.rank} made no communication call: a script for one process, or one that needs other "
-            "variables than RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT to find its rank"
+            f"rank {outcome.rank} made no communication call; check that the script is distributed and that it takes "
+            "its rank from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
         ) from None
     if any(kind.api == "mpi" for process in log.processes for kind in process.tables.kinds.values()):
         raise DryRunError(
-            f"rank {outcome.rank} communicated by MPI, where it was alone: a dry run simulates torch's process groups "
-            "and no MPI; no log was written"
+            f"rank {outcome.rank} communicated over MPI, which a dry run does not simulate: each rank is alone in its "
+            "MPI world; no log was written; use torch.distributed process groups, or record a real run (commtrace run)"
         )
     return log
 
@@ -237,12 +239,12 @@ def _write_logs(
 ) -> Path:
     """Write the logs of ranks, print a line for each, and return the directory.
 
-    If `out` has no room, the logs go to a temporary directory: hours of work may be behind them.
+    If writing to `out` fails, write them to a temporary directory instead, because the run may have taken hours.
 
     Args:
-        job: What was run.
+        job: The simulated job.
         outcomes: The outcomes of the ranks.
-        represented: The ranks to write -> the ranks that each stands for; none: only itself.
+        represented: The ranks whose logs to write, each with the ranks that it represents; empty: only itself.
     """
 
     def write(out: Path) -> list[str]:
@@ -269,5 +271,5 @@ def _write_log(job: SimulatedJob, outcome: RankOutcome, out: Path, stands_for: S
         for process in log.processes
     )
     cost = f"{outcome.seconds:.1f} s, {outcome.peak_bytes >> 20:,} MiB, {format_plural(calls, 'call')}"
-    others = f", stands for {len(stands_for):,}: {format_ranks(stands_for)}" if stands_for else ""
+    others = f", represents {format_plural(len(stands_for), 'rank')}: {format_ranks(stands_for)}" if stands_for else ""
     return f"rank {outcome.rank}: {cost}{others}"

@@ -1,7 +1,7 @@
-"""CUDA devices that do not exist: `torch.cuda` answers, and tensors on a device are tensors on the CPU that say so.
+"""Simulated CUDA devices: patched `torch.cuda` functions, and CPU tensors that report a CUDA device.
 
-    x.cuda(), x.to(0), torch.ones(2, device="cuda")    a tensor on the CPU, whose storage is noted as on the device
-    x.device, x.is_cuda, x.type()                      what it would say on the device
+    x.cuda(), x.to(0), torch.ones(2, device="cuda")    a CPU tensor whose storage is registered as being on the device
+    x.device, x.is_cuda, x.type()                      the values of a tensor on the device
     a result of an operator                            on the device if one of its arguments is
     streams, events, memory statistics, nvtx           do nothing; nothing is allocated
 
@@ -34,7 +34,7 @@ _PROPERTIES: Final = {
     "name": "simulated by commtrace dryrun", "major": 9, "minor": 0, "total_memory": 80 << 30,
     "multi_processor_count": 132, "warp_size": 32, "L2_cache_size": 50 << 20, "gcnArchName": "",
 }  # fmt: skip
-_ANSWERS: Final[tuple[tuple[Any, tuple[str, ...]], ...]] = (
+_CONSTANT_RESULTS: Final[tuple[tuple[Any, tuple[str, ...]], ...]] = (
     (True, ("is_available", "is_initialized", "is_bf16_supported", "is_tf32_supported", "can_device_access_peer")),
     (False, ("is_current_stream_capturing", "_is_in_bad_fork")),
     (0, (
@@ -51,18 +51,18 @@ _ANSWERS: Final[tuple[tuple[Any, tuple[str, ...]], ...]] = (
     ((9, 0), ("get_device_capability",)),
     (_PROPERTIES["name"], ("get_device_name",)),
 )  # fmt: skip
-"""Constant answers, and the functions that give them."""
+"""Constant return values, each with the functions that return it."""
 
 _MODULES: Final = (
     torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.streams, torch.cuda.graphs, torch.accelerator,
-    getattr(torch.accelerator, "memory", torch.accelerator), torch._C,  # the former is a module of torch 2.9
+    getattr(torch.accelerator, "memory", torch.accelerator), torch._C,  # torch.accelerator.memory: torch 2.9
 )  # fmt: skip
 _DTYPES: Final = ("Byte", "Char", "Short", "Int", "Long", "Half", "BFloat16", "Float", "Double", "Bool")
 _LIKE: Final = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
 
 
-class SimulatedStream(Inert):
-    """A stream or an event, on which nothing waits."""
+class SimulatedStreamOrEvent(Inert):
+    """Stand-in for a CUDA stream or event whose work is always complete."""
 
     def __init__(self, device: Any = None, **_: Any) -> None:
         self.device = torch.device("cuda", _index_of(device))
@@ -74,20 +74,20 @@ class SimulatedStream(Inert):
         return True
 
     def record(self, stream: Any = None) -> None:
-        """Note the time of this process."""
+        """Store the current time."""
         self._recorded_s = time.perf_counter()
 
-    def elapsed_time(self, end: SimulatedStream) -> float:
-        """Return the milliseconds that this process took between two events: programs divide by them."""
+    def elapsed_time(self, end: SimulatedStreamOrEvent) -> float:
+        """Return the real milliseconds between two events, because programs divide by them."""
         return 1e3 * (end._recorded_s - self._recorded_s)
 
     def record_event(self, event: Any = None) -> Any:
-        """Return an event."""
-        event = event or SimulatedStream(self.device)
+        """Record an event, by default a new one, and return it."""
+        event = event or SimulatedStreamOrEvent(self.device)
         event.record()
         return event
 
-    def __enter__(self) -> SimulatedStream:
+    def __enter__(self) -> SimulatedStreamOrEvent:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -95,7 +95,7 @@ class SimulatedStream(Inert):
 
 
 class _TensorType(type):
-    """The type of torch.cuda.LongTensor and its like."""
+    """Metaclass of the legacy tensor types, such as torch.cuda.LongTensor."""
 
     def __call__(cls, *arguments: Any) -> Any:
         return getattr(torch, cls.__name__)(*arguments).cuda()
@@ -105,7 +105,7 @@ class _TensorType(type):
 
 
 class DeviceTensors:
-    """Which storages are on the rank's device, and the functions of tensors that depend on it."""
+    """Registry of the storages on the simulated device, and patches of the tensor functions that depend on it."""
 
     def __init__(self) -> None:
         self._storages = StorageSet()
@@ -118,32 +118,32 @@ class DeviceTensors:
         tensor.is_cuda = property(lambda tensor: tensor.device.type == "cuda")
         tensor.is_cpu = property(lambda tensor: tensor.device.type == "cpu")
         tensor.get_device = lambda tensor: -1 if tensor.device.index is None else tensor.device.index
-        tensor.to = lambda tensor, *args, **kwargs: self._moved(tensor, *args, **kwargs)
-        tensor.cuda = lambda tensor, device=None, non_blocking=False, **options: self._moved(
+        tensor.to = lambda tensor, *args, **kwargs: self._to_device(tensor, *args, **kwargs)
+        tensor.cuda = lambda tensor, device=None, non_blocking=False, **options: self._to_device(
             tensor, "cuda" if device is None else device, **options
         )
-        tensor.cpu = lambda tensor, **options: self._moved(tensor, _CPU, **options)
-        tensor.type = lambda tensor, dtype=None, non_blocking=False: self._typed(tensor, dtype)
+        tensor.cpu = lambda tensor, **options: self._to_device(tensor, _CPU, **options)
+        tensor.type = lambda tensor, dtype=None, non_blocking=False: self._type_or_cast(tensor, dtype)
         tensor.pin_memory = lambda tensor, device=None: tensor
         tensor.is_pinned = lambda tensor, device=None: tensor.device == _CPU
         tensor.record_stream = lambda tensor, stream: None
         constructors = {function.__name__ for function in _device_constructors()} & vars(torch).keys()
         for name in (*constructors, *_LIKE):
-            setattr(torch, name, self._constructing(getattr(torch, name)))
+            setattr(torch, name, self._wrap_constructor(getattr(torch, name)))
             _builtins._register_builtin(getattr(torch, name), f"aten::{name}")  # for torch.jit.script
         for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"):
-            setattr(tensor, name, self._constructing(getattr(tensor, name)))
+            setattr(tensor, name, self._wrap_constructor(getattr(tensor, name)))
         parse_to = torch._C._nn._parse_to
         torch._C._nn._parse_to = lambda *args, **kwargs: parse_to(*map(_from_index, args), **kwargs)
 
-    def place(self, made: Any, device: torch.device) -> Any:
-        """Note the device of new tensors. Returns them."""
+    def place(self, tensors: Any, device: torch.device) -> Any:
+        """Register the device of new tensors, and return them."""
         change = self._storages.add if device.type == "cuda" else self._storages.discard
-        change(tensor for tensor in tensors_in(made) if has_storage(tensor))
-        return made
+        change(tensor for tensor in tensors_in(tensors) if has_storage(tensor))
+        return tensors
 
     def redirect(self, kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]) -> tuple[dict[str, Any], torch.device]:
-        """Return the keywords of an operator for the CPU, and the device of its results."""
+        """Return the keyword arguments for running an operator on the CPU, and the device of its results."""
         if kwargs.get("device") is None:
             return kwargs, torch.device("cuda") if self._storages.any(tensors) else _CPU
         on_cpu = {"device": _CPU, "pin_memory": False}
@@ -156,7 +156,7 @@ class DeviceTensors:
             return torch.device("cuda", torch.cuda.current_device())
         return device
 
-    def _moved(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _to_device(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Do what Tensor.to does."""
         if "other" in kwargs:
             args = (kwargs.pop("other"), *args)
@@ -175,7 +175,7 @@ class DeviceTensors:
         moved = self._to(tensor, _CPU, *args, **kwargs)
         return moved if moved is tensor else self.place(moved, device)
 
-    def _typed(self, tensor: torch.Tensor, dtype: Any) -> Any:
+    def _type_or_cast(self, tensor: torch.Tensor, dtype: Any) -> Any:
         """Do what Tensor.type does."""
         if dtype is None:
             name: str = self._type(tensor)
@@ -183,9 +183,9 @@ class DeviceTensors:
         if isinstance(dtype, torch.dtype):
             return self._type(tensor, dtype)
         name = dtype if isinstance(dtype, str) else f"{dtype.__module__}.{dtype.__name__}"
-        return self._moved(self._type(tensor, name.replace(".cuda.", ".")), "cuda" if ".cuda." in name else "cpu")
+        return self._to_device(self._type(tensor, name.replace(".cuda.", ".")), "cuda" if ".cuda." in name else "cpu")
 
-    def _constructing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_constructor(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def construct(*args: Any, **kwargs: Any) -> Any:
             kwargs.pop("pin_memory", None)
@@ -200,23 +200,25 @@ class DeviceTensors:
 
 
 def install(devices: int) -> DeviceTensors:
-    """Simulate CUDA devices in this process, one for each rank of the host. Returns what knows where tensors are."""
+    """Simulate CUDA devices in this process, one per rank of the host, and return the registry of their tensors."""
     current = 0
 
     def exchange(device: Any) -> int:
         nonlocal current
         previous, index = current, _index_of(device)
         if index >= devices:
-            raise RuntimeError(f"CUDA error: invalid device ordinal {index}, of {devices} that are simulated")
+            raise RuntimeError(
+                f"CUDA error: invalid device ordinal {index}; {devices} are simulated (--ranks-per-node)"
+            )
         current = index if index >= 0 else previous
         return previous
 
     generators = tuple(torch.Generator() for _ in range(devices))
     functions: dict[str, Callable[..., Any]] = {
-        name: functools.partial(_answer, answer) for answer, names in _ANSWERS for name in names
+        name: functools.partial(_return_constant, value) for value, names in _CONSTANT_RESULTS for name in names
     }
-    functions |= dict.fromkeys(("Stream", "ExternalStream", "Event"), SimulatedStream)
-    functions |= dict.fromkeys(("current_stream", "default_stream"), lambda device=None: SimulatedStream(device))
+    functions |= dict.fromkeys(("Stream", "ExternalStream", "Event"), SimulatedStreamOrEvent)
+    functions |= dict.fromkeys(("current_stream", "default_stream"), lambda device=None: SimulatedStreamOrEvent(device))
     functions |= dict.fromkeys(("current_device", "current_device_index"), lambda: current)
     functions |= dict.fromkeys(("set_device", "set_device_index"), lambda device: exchange(device) and None)
     functions |= dict.fromkeys(("_exchange_device", "_maybe_exchange_device"), exchange)
@@ -262,8 +264,8 @@ def _from_index(device: Any) -> Any:
     return torch.device("cuda", device) if type(device) is int else device
 
 
-def _answer(answer: Any, *_: Any, **__: Any) -> Any:
-    return answer
+def _return_constant(value: Any, *_: Any, **__: Any) -> Any:
+    return value
 
 
 def _seed(generators: Sequence[torch.Generator], seed: int) -> None:

@@ -97,7 +97,7 @@ def start_programs(
             _end(process)
     if failed is not None:
         status = processes[failed].returncode
-        end = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        end = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
         raise NetworkError(f"{names[failed]} {end}: {_last_error(errors[failed])}")
 
 

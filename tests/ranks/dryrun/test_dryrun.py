@@ -93,7 +93,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, processes.Result
 def test_the_ranks_that_differ_stand_for_all(job: tuple[Run, processes.Result]) -> None:
     run, result = job
     assert run.stands_for == {0: 1, 1: 1, 2: 2}, result.out
-    assert "stands for 2: 2-3" in result.out
+    assert "represents 2 ranks: 2-3" in result.out
     assert run.simulated
     assert run.world_size == 4
 
@@ -128,8 +128,8 @@ def test_the_report_says_that_it_is_simulated_and_gives_no_time(
     assert main(["report", str(run.log.path), "--width", "120"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert text.startswith(f"Run {run.id}, simulated")
-    assert "the 3 ranks run stand for all of the job" in text
-    assert "The whole job, simulated" in text
+    assert "the 3 ranks that ran represent all of the job" in text
+    assert "The whole job (simulated)" in text
     for never in ("Bandwidth", "Time inside", "GB/s", "waiting for the end", "tracing cost"):
         assert never not in text
 
@@ -170,14 +170,14 @@ def test_a_page_and_an_export_work(job: tuple[Run, processes.Result], tmp_path: 
     ("options", "command", "message"),
     [
         (["--world-size", "4"], [], "no program given"),
-        (["--world-size", "4"], ["torchrun", "train.py"], "a launcher, which starts ranks itself"),
+        (["--world-size", "4"], ["torchrun", "train.py"], "is a launcher, which starts ranks itself"),
         (["--world-size", "4"], ["python", "-m", "torch.distributed.run", "train.py"], "a launcher"),
         (["--world-size", "4"], ["no-such-program"], "no such program on PATH"),
-        (["--world-size", "4", "--ranks", "0,4"], ["true"], "rank 4 is not one of 4"),
-        (["--world-size", "4", "--ranks", "first"], ["true"], "--ranks first: not a list of ranks"),
+        (["--world-size", "4", "--ranks", "0,4"], ["true"], "rank 4 is out of range"),
+        (["--world-size", "4", "--ranks", "first"], ["true"], "--ranks first is not a list of ranks"),
         (["--world-size", "4"], ["true"], "rank 0 made no communication call"),
-        (["--world-size", "4"], ["false"], "rank 0 ended with status 1; no log was written"),
-        (["--world-size", "4", "--timeout", "0.2"], ["sleep", "60"], "rank 0 was not done after"),
+        (["--world-size", "4"], ["false"], "rank 0 exited with status 1; no log was written"),
+        (["--world-size", "4", "--timeout", "0.2"], ["sleep", "60"], "rank 0 did not finish within"),
     ],
 )
 def test_what_cannot_be_is_said(
@@ -208,7 +208,7 @@ def test_what_was_recorded_before_a_rank_failed_is_not_lost(tmp_path: Path) -> N
     """Nor what the rank wrote, nor the log where its folder takes nothing."""
     result = dry_run(tmp_path, "--world-size", "4", "--ranks", "0,2", script=FAILING)
     assert result.status == 1
-    assert "rank 2 ended with status 1; the log of rank 0, done before, is in" in result.err
+    assert "rank 2 exited with status 1; the log of rank 0, finished before the failure, is in" in result.err
     assert "RuntimeError: the third rank does not like it" in result.err
     assert "line 39" in result.err
     assert "line 0\n" not in result.err
@@ -232,7 +232,7 @@ def test_what_was_recorded_before_a_rank_failed_is_not_lost(tmp_path: Path) -> N
 def test_a_rank_that_hangs_says_where(tmp_path: Path) -> None:
     result = dry_run(tmp_path, "--world-size", "4", "--ranks", "3", "--timeout", "20", script=FAILING)
     assert result.status == 1
-    assert "rank 3 was not done after" in result.err
+    assert "rank 3 did not finish within" in result.err
     assert f'train.py", line {1 + FAILING.splitlines().index("    time.sleep(600)")} in <module>' in result.err
     assert not (tmp_path / "log").exists()
 
@@ -258,7 +258,7 @@ def test_a_script_for_gpus_runs_on_simulated_ones(tmp_path: Path, capsys: pytest
     script = (processes.PROGRAMS / "user_cuda.py").read_text()
     result = dry_run(tmp_path, "--world-size", "4", "--ranks", "0,3", "--ranks-per-node", "2", script=script)
     assert result.status == 0, result.err
-    assert "the program requires CUDA; it starts again with simulated devices" in result.err
+    assert "the program requires CUDA; restarting with simulated devices" in result.err
     run = open_run(tmp_path / "log")
     assert {process.tables.process["simulated_device"] for process in run.processes} == {"cuda"}
     events = run.events()
@@ -326,7 +326,7 @@ def test_a_rank_that_waits_for_one_that_fails_leaves_nothing(tmp_path: Path) -> 
     command = [sys.executable, "-m", "commtrace.cli", "dryrun", "--world-size", "2", sys.executable, "train.py"]
     result = processes.run(command, cwd=tmp_path, limit=LIMIT_SECONDS, COMMTRACE_SHM=tmp_path / "shm")
     assert result.status == 1
-    assert "rank 1 ended with status 1; no log was written" in result.err
+    assert "rank 1 exited with status 1; no log was written" in result.err
     assert not [*(tmp_path / "shm").iterdir()]
 
 
@@ -346,7 +346,7 @@ def test_a_rank_that_communicates_by_mpi_is_an_error(tmp_path: Path) -> None:
     script = "from mpi4py import MPI\nimport torch\nprint(MPI.COMM_WORLD.allreduce(1))\n"
     result = dry_run(tmp_path, "--world-size", "4", script=script)
     assert result.status == 1
-    assert "rank 0 communicated by MPI" in result.err
+    assert "rank 0 communicated over MPI" in result.err
     assert not (tmp_path / "log").exists()
 
 

@@ -206,7 +206,7 @@ def test_a_rank_that_fails_ends_all_and_is_named(tmp_path: Path) -> None:
     path = tmp_path / "network.json"
     done = bench("--nproc", 2, "--max-bytes", 64, "--out", path, PYTHONPATH=tmp_path)
     assert done.status == 1
-    assert done.err.startswith("commtrace: rank 1 of 2 ended with status 1: torch cannot be imported")
+    assert done.err.startswith("commtrace: rank 1 of 2 exited with status 1: torch cannot be imported")
     assert done.err.count("\n") == 1
     assert not path.exists()
 

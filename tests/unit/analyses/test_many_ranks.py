@@ -98,7 +98,7 @@ def test_an_odd_rank_is_named(odd: tuple[Run, NamedTables]) -> None:
         str(ODD): (1, 2 * STEPS),
     }
     lines = text_of(run, tables)
-    begin = lines.index("Balance of the ranks")
+    begin = lines.index("Load balance across ranks")
     assert [line.split()[0] for line in lines[begin + 2 : begin + 4]] == ["0-16,18-39,", str(ODD)]
 
 

@@ -151,7 +151,7 @@ def test_the_section_shows_computation_and_communication(tmp_path: Path, capsys:
     run_of(tmp_path, "pipeline", 3, delay=late(1, Phase.BACKWARD, 40 * MS))
     assert cli.main(["report", str(tmp_path), "--sections", "step-time", "--width", "120"]) == 0
     text = capsys.readouterr().out
-    path = text.partition("Critical path of the slowest step")[2].partition("Who is waited for")[0]
+    path = text.partition("Critical path of the slowest step")[2].partition("Stragglers:")[0]
     assert "computation" in path
     assert "communication" in path
     assert "recv" in path

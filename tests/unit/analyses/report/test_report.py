@@ -109,7 +109,7 @@ def test_a_report_begins_with_warnings_and_findings_and_ends_with_the_log(tmp_pa
             "By operation",
             "8.00 us a call",
             "Blind spots",
-            "(--sections NAMES, or all)",
+            "(use --sections all)",
         )
     ]
     assert positions == sorted(positions)
@@ -127,7 +127,7 @@ def test_sections_are_chosen_by_name(small_run: Run, capsys: pytest.CaptureFixtu
     assert main(["report", directory, "--sections", "ranks,phases"]) == 0
     chosen = capsys.readouterr().out
     assert "By phase" in chosen
-    assert "Balance" in chosen
+    assert "Load balance" in chosen
     assert "By operation" not in chosen
     assert len(chosen.split("\n\n")) == 3
     assert main(["report", directory, "--sections", "all"]) == 0
@@ -172,7 +172,7 @@ def test_what_is_not_known_is_a_dash(tmp_path: Path) -> None:
     assert "tracing cost  not known" in text
     assert "not every process wrote how many it counted" in " ".join(text.split())
     assert "The log has no training step" in text
-    assert "Known for no call." in text
+    assert "Not known for any call." in text
     line = next(line for line in text.splitlines() if line.startswith("unknown  ") and "100.0 %" in line)
     assert line.split() == ["unknown", "1", "1.00", "KiB", "-", "100.0", "%"]
 
@@ -184,13 +184,13 @@ def test_a_log_without_events(tmp_path: Path) -> None:
 
 def test_start_up_is_kept_apart_and_equal_steps_are_called_equal(small_run: Run) -> None:
     text = report(small_run)
-    assert "A training step, mean per recorded rank: all 3 identical" in text
+    assert "A training step, mean per recorded rank: all 3 steps identical" in text
     assert "Start-up, before the first step: 2 calls, payload 0 B, over all ranks." in text
 
 
 def test_steps_that_differ_are_counted(tmp_path: Path) -> None:
     LogFactory(tmp_path).process().known().write([record(step=step, payload=8 + (step == 2)) for step in range(5)])
-    assert "median of 5, 1 differ" in report(tmp_path)
+    assert "median of 5 steps, 1 differ" in report(tmp_path)
 
 
 def test_other_runs_stand_at_the_top(tmp_path: Path) -> None:
