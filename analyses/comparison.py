@@ -16,7 +16,7 @@ from .job_summary import summarize_job
 from .steps import ALL, ranks_seen
 from .table_specs import TABLES
 
-WHOLE, STEP = "whole run", "training step"
+FULL_RUN, TRAINING_STEP = "whole run", "training step"
 
 _VOLUMES: Final = ["calls_per_rank", "payload_bytes_per_rank", "wire_bytes_per_rank"]
 
@@ -25,39 +25,40 @@ def compare(runs: Mapping[str, Run], tables: Mapping[str, NamedTables] | None = 
     """Compare runs.
 
     Args:
-        runs: The runs, by the names that the tables give them.
+        runs: The runs by name. The tables have the name in column `run`.
         tables: The tables of each run, by the same names. None: they are computed.
 
     Returns:
         The tables, by name.
     """
     tables = {name: run.tables() for name, run in runs.items()} if tables is None else tables
-    named = [(name, run, tables[name]) for name, run in runs.items()]
-    predicted = pd.DataFrame([_predicted(name, tables[name]) for name in runs])
-    by_role = [row for one in named for row in _predicted_by_role(*one)]
+    arguments = [(name, run, tables[name]) for name, run in runs.items()]
+    predicted = pd.DataFrame([_predicted_row(name, tables[name]) for name in runs])
+    by_role = [row for run_arguments in arguments for row in _predicted_by_role(*run_arguments)]
     return {
-        "runs": pd.DataFrame([_run(*one) for one in named]),
-        "runs_by_operation": pd.concat([_operations(*one) for one in named], ignore_index=True),
+        "runs": pd.DataFrame([_run_row(*run_arguments) for run_arguments in arguments]),
+        "runs_by_operation": pd.concat([_operations(*run_arguments) for run_arguments in arguments], ignore_index=True),
         "runs_predicted": predicted.astype({"predicted_bytes": float, "measured_bytes": float}),
-        "runs_by_role": pd.concat([_roles(*one) for one in named], ignore_index=True),
+        "runs_by_role": pd.concat([_roles(*run_arguments) for run_arguments in arguments], ignore_index=True),
         "runs_predicted_by_role": pd.DataFrame(by_role, columns=TABLES["runs_predicted_by_role"].column_names),
     }
 
 
 def short_names(paths: Sequence[Path]) -> dict[str, Path]:
-    """Return the paths by their last parts, as few as make them distinct; equal paths are numbered."""
+    """Return the paths by short name: the fewest trailing components that are distinct; equal paths are numbered."""
     components = [path.absolute().parts for path in paths]
     length = 1
     while len({path[-length:] for path in components}) < len({*components}):
         length += 1
     names = ["/".join(path[-length:]) for path in components]
     numbered = [
-        name if names.count(name) == 1 else f"{name} ({names[: at + 1].count(name)})" for at, name in enumerate(names)
+        name if names.count(name) == 1 else f"{name} ({names[: index + 1].count(name)})"
+        for index, name in enumerate(names)
     ]
     return dict(zip(numbered, paths, strict=True))
 
 
-def _run(name: str, run: Run, tables: NamedTables) -> dict[str, object]:
+def _run_row(name: str, run: Run, tables: NamedTables) -> dict[str, object]:
     steady = tables["steady_step"]
     step = next((row for _, row in steady.loc[steady["op"] == ALL].iterrows()), None)
     coverage = tables["coverage"].iloc[0]
@@ -78,8 +79,8 @@ def _operations(name: str, run: Run, tables: NamedTables) -> pd.DataFrame:
     by_operation, steady = tables["volume_by_operation"], tables["steady_step"]
     per_rank = _per_rank(run, by_operation, "calls", "payload_bytes", "wire_bytes")
     frames = [
-        by_operation[["op"]].assign(part=WHOLE, **per_rank),
-        steady.loc[steady["op"] != ALL, ["op", *_VOLUMES]].assign(part=STEP),
+        by_operation[["op"]].assign(part=FULL_RUN, **per_rank),
+        steady.loc[steady["op"] != ALL, ["op", *_VOLUMES]].assign(part=TRAINING_STEP),
     ]
     return concat_tables(frames).assign(run=name)[["run", "part", "op", *_VOLUMES]]
 
@@ -88,7 +89,7 @@ def _per_rank(run: Run, table: pd.DataFrame, *columns: str) -> dict[str, Any]:
     return {f"{column}_per_rank": table[column] / ranks_seen(run) for column in columns}
 
 
-def _predicted(name: str, tables: NamedTables) -> dict[str, object]:
+def _predicted_row(name: str, tables: NamedTables) -> dict[str, object]:
     waterfall = tables.get("waterfall")
     sums = {} if waterfall is None else waterfall.groupby("kind")["bytes"].sum().to_dict()
     return {"run": name, "predicted_bytes": sums.get("closed form"), "measured_bytes": sums.get("measured")}

@@ -14,7 +14,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from commtrace.analyses.comparison import STEP, WHOLE
+from commtrace.analyses.comparison import FULL_RUN, TRAINING_STEP
 from commtrace.analyses.grouping import rows_of
 from commtrace.formatting import format_bytes, format_count, format_duration, format_share
 from commtrace.schema import ROLES
@@ -37,7 +37,7 @@ _ROLE_PAINT: Final = {
 
 def operation_shares(table: pd.DataFrame) -> go.Figure:
     """Draw the share of each operation in the payload of each run of `runs_by_operation` (the paper's figure 7)."""
-    rows = table.loc[table["part"] == WHOLE]
+    rows = table.loc[table["part"] == FULL_RUN]
     total = rows.groupby("run")["payload_bytes_per_rank"].transform("sum")
     share = (rows["payload_bytes_per_rank"] / total).where(total > 0)
     hover = [
@@ -55,7 +55,7 @@ def operation_volumes(table: pd.DataFrame) -> go.Figure:
     """Draw the volumes of `runs_by_operation`: of whole runs (the paper's figure 8), and of a training step."""
     height = 190 + 2 * 40 * table["run"].nunique()
     figure = make_subplots(rows=2, cols=1, vertical_spacing=86 / height)
-    for panel, (part, part_text) in enumerate(((WHOLE, "whole run"), (STEP, "one training step")), start=1):
+    for panel, (part, part_text) in enumerate(((FULL_RUN, "whole run"), (TRAINING_STEP, "one training step")), start=1):
         rows = table.loc[table["part"] == part]
         hover, axis = [*_volume_hover(rows, "op")], f"payload per rank, {part_text}"
         _draw_volumes(figure, rows.assign(hover=hover), "payload_bytes_per_rank", "op", _operations(table), axis, panel)

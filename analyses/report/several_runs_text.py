@@ -9,7 +9,7 @@ import pandas as pd
 from rich.console import RenderableType
 from rich.text import Text
 
-from commtrace.analyses.comparison import STEP, WHOLE
+from commtrace.analyses.comparison import FULL_RUN, TRAINING_STEP
 from commtrace.analyses.grouping import rows_of
 from commtrace.formatting import format_bytes
 from commtrace.text_tables import TextColumn, left_column, paragraph, text_table
@@ -36,7 +36,10 @@ def render_side_by_side(
     yield heading("A training step of each run, mean per recorded rank")
     predictions = [(TextColumn("predicted"), [format_bytes(predicted[run]) for run in runs["run"]])]
     yield spec_table("runs", runs, width, more=predictions)
-    for part, title in ((STEP, "Payload of a training step"), (WHOLE, "Payload of the whole run, start-up included")):
+    for part, title in (
+        (TRAINING_STEP, "Payload of a training step"),
+        (FULL_RUN, "Payload of the whole run, start-up included"),
+    ):
         yield Text()
         yield heading(f"{title}, per rank, by operation")
         yield _by_operation(tables["runs_by_operation"], [*runs["run"]], part, width)

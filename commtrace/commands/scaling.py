@@ -1,9 +1,9 @@
 """Compare runs of one program at increasing scale, and show what limits the scaling.
 
-For each run: the time of a training step, speedup and efficiency against the run with the fewest ranks, tokens per
-second, the parts of the step time (computation, communication, waiting for late ranks), and the bytes that a rank
-sends, compared with theory. Then fits of Amdahl's law and of a latency and bandwidth model, with their errors, and
-their predictions for more ranks. Steps are marked by the program or detected by commtrace.
+The report shows for each run the time of a training step, speedup and efficiency against the run with the fewest
+ranks, tokens per second, the parts of the step time (computation, communication, waiting for late ranks), and the
+bytes that a rank sends, compared with theory. It then fits Amdahl's law and a latency-bandwidth model, and shows the
+errors of the fits and their predictions for more ranks. Steps are marked by the program or detected by commtrace.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("directories", metavar="DIR", type=Path, nargs="+", help="log directories, one per run; two or more")
     add("--tokens", metavar="N", type=positive_integer, action="append",
-        help="tokens per step of the whole job, if the log does not have them; once, or once per run")  # fmt: skip
+        help="tokens per step of the whole job, if the log does not have them; one for all or one per run")  # fmt: skip
     add_formats(parser)
     add_shared(parser, "--per-rank", "--dask", "--width")
 
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         runs = {name: open_run(path, executor=executor) for name, path in short_names(arguments.directories).items()}
         try:
             tables = scaling(runs, arguments.tokens)
-        finally:  # damaged records are known once they were read
+        finally:  # damaged records are known only after reading
             print_notes((note for run in runs.values() for note in run.notes), per_rank=arguments.per_rank)
     if arguments.html is not None:
         from commtrace.analyses.report.html.page_contents import page_of_scaling
