@@ -14,7 +14,7 @@ from commtrace.theory import ExpectedCall
 from commtrace.theory.model_shapes import ModelShape
 from commtrace.theory.rules.registry import Rule
 
-OF_EVALUATIONS = "check_order", "release_inflight", "prefetches_in_vain"
+OF_EVALUATIONS = "check_order", "release_inflight", "unused_prefetches"
 """Rules that only evaluations need: tests/ranks/theory/test_passes.py breaks them."""
 
 

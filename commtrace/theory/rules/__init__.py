@@ -1,6 +1,6 @@
 """Rules: which calls a library makes for a job, one sub-package per library.
 
 `registry` lists all rules and the library versions that they were written against; `schemes` selects those of a job.
-A rule's docstring says what the library does. To add a library, write its rules in a sub-package with a function
-`predict(job)`, and enter that into `schemes.SCHEMES`.
+A rule's docstring says what it returns. To add a library, write its rules in a sub-package with a function
+`predict(job)`, and add that to `schemes.SCHEMES`.
 """

@@ -20,9 +20,9 @@ _MLP: Final = "mlp.dense_4h_to_h.bias"
     "torch/nn/parallel/distributed.py DistributedDataParallel._ddp_init_helper (its comment on reversed buckets)", TORCH
 )
 def gradient_order(parameters: Sequence[ModelTensor]) -> list[ModelTensor]:
-    """Return parameters in the reverse of registration order, which stands for the order of the forward pass.
+    """Return parameters in reverse registration order, with `autograd_order` within each module.
 
-    Exact where modules run in the order in which they were made. Within a module: `autograd_order`.
+    This is the order of gradients if modules run in the order of their construction.
     """
     return autograd_order(list(reversed(parameters)))
 
@@ -31,25 +31,25 @@ def gradient_order(parameters: Sequence[ModelTensor]) -> list[ModelTensor]:
     "torch/csrc/autograd/engine.cpp Engine::evaluate_function; torch/csrc/autograd/functions/accumulate_grad.h", TORCH
 )
 def autograd_order(order: Sequence[ModelTensor]) -> list[ModelTensor]:
-    """Return an order with the bias first, with a module's own two parameters as autograd's engine delivers them.
+    """Return an order with the bias first, changed for modules whose weight autograd's engine delivers first.
 
-    A gradient that a node gives to a parameter is accumulated before any other node runs, in the order of the
+    A gradient that a node returns for a parameter is accumulated before any other node runs, in the order of the
     node's inputs. Norms and convolutions have (input, weight, bias): the weight is first. A linear layer has (bias,
-    input, transposed weight), and the transposition is a node of its own, behind the bias.
+    input, transposed weight), and the transposition is a node of its own, after the bias.
     """
     return _weight_first(order, lambda weight, bias: not _is_linear(weight, bias))
 
 
 def backward_order(job: Job, parameters: Sequence[ModelTensor]) -> list[ModelTensor]:
-    """Return `gradient_order` of a job's model, with the exception that tensor parallelism makes."""
+    """Return `gradient_order` of a job's model, changed by `parallel_residual_order`."""
     return parallel_residual_order(job, gradient_order(parameters))
 
 
 @rule("examples.gpt_neox.layers.Block", WORKLOAD)
 def parallel_residual_order(job: Job, order: Sequence[ModelTensor]) -> list[ModelTensor]:
-    """Move the bias of attention behind that of the MLP, where one all_reduce sums both (gpt_j_residual).
+    """Return an order with attention's bias after that of the MLP, if one all_reduce sums both (gpt_j_residual).
 
-    Tensor-parallel layers then add both biases after that sum, so that their gradients come together.
+    Tensor-parallel layers then add both biases after that all_reduce, so that their gradients become ready together.
     """
     if job.tensor == 1 or not job.model("gpt_j_residual", False):
         return list(order)
@@ -67,7 +67,7 @@ def parallel_residual_order(job: Job, order: Sequence[ModelTensor]) -> list[Mode
 def zero3_linear_order(parameters: Sequence[ModelTensor]) -> list[ModelTensor]:
     """Return `gradient_order` where ZeRO-3 has replaced linear layers by its own (memory_efficient_linear).
 
-    Their backward returns the weight's gradient before the bias's.
+    Their backward pass returns the weight's gradient before the bias's.
     """
     return _weight_first(parameters, _is_linear)
 
@@ -75,7 +75,7 @@ def zero3_linear_order(parameters: Sequence[ModelTensor]) -> list[ModelTensor]:
 def _weight_first(
     order: Sequence[ModelTensor], condition: Callable[[ModelTensor, ModelTensor], bool]
 ) -> list[ModelTensor]:
-    """Swap a module's bias and weight, where the bias is first and the condition holds for (weight, bias)."""
+    """Return an order with weight before bias in modules for which a condition holds of (weight, bias)."""
     result = list(order)
     for position in range(len(result) - 1):
         bias, weight = result[position], result[position + 1]

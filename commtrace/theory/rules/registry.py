@@ -40,10 +40,10 @@ RULES: Final[list[Rule]] = []
 
 
 def rule(mirrors: str, library: tuple[str, str]) -> Callable[[Function], Function]:
-    """Return a decorator that enters a function into RULES, and returns it unchanged; arguments as in `Rule`."""
+    """Return a decorator that adds a function to RULES, and returns it unchanged; arguments as in `Rule`."""
 
-    def enter(function: Function) -> Function:
+    def register(function: Function) -> Function:
         RULES.append(Rule(function.__module__, function.__name__, mirrors, *library))
         return function
 
-    return enter
+    return register

@@ -1,8 +1,8 @@
-"""DistributedDataParallel: buckets of gradients are all_reduced while backward runs.
+"""DistributedDataParallel: buckets of gradients are all_reduced during the backward pass.
 
-Assumptions, which no job row contains: gradients become ready in the reverse of the order in which parameters are
-registered (sizes of buckets depend on it, total bytes do not), and are reduced once a step (with `no_sync` in the other
-micro-batches).
+Assumptions that the captured job cannot confirm: gradients become ready in reverse registration order (this affects
+bucket sizes, not total bytes), and are reduced once per step (the program uses `no_sync` in all micro-batches but the
+last).
 """
 
 from __future__ import annotations
@@ -25,9 +25,13 @@ _INT32, _INT64 = 4, 8
 
 
 def predict(job: Job) -> Prediction:
-    """Predict what a rank communicates. Raise NotPredictedError for settings without rules."""
+    """Predict what a rank communicates.
+
+    Raises:
+        NotPredictedError: If the job has a setting without rules.
+    """
     refuse((job.fact("mixed_precision") is not None, "DDP's own mixed precision has no rules yet"))
-    start = (*verification(job), *first_broadcast(job))
+    start = (*verification(job), *initial_broadcasts(job))
     steps = tuple(_step(job, number) for number in range(_STEPS))
     steady = steps[-1]
     form = data_parallel(job.elements, job.ranks) * job.parameter_size
@@ -40,96 +44,96 @@ def predict(job: Job) -> Prediction:
 
 
 def _step(job: Job, number: int) -> tuple[ExpectedCall, ...]:
-    rebuilt = rebuilds_in(job)
-    new_buckets = rebuilding(job) if number == rebuilt else []
-    reduced = gradients(job) if rebuilt is not None and number >= rebuilt else first_gradients(job)
-    return (*new_buckets, *buffers_broadcast(job), *reduced, *used_map(job, number))
+    rebuild_at = rebuild_step(job)
+    new_buckets = bucket_assignment_broadcasts(job) if number == rebuild_at else []
+    is_rebuilt = rebuild_at is not None and number >= rebuild_at
+    reduced = rebuilt_bucket_all_reduces(job) if is_rebuilt else initial_bucket_all_reduces(job)
+    return (*new_buckets, *buffer_broadcasts(job), *reduced, *used_map(job, number))
 
 
 @rule("torch/csrc/distributed/c10d/reducer.cpp verify_params_across_processes", TORCH)
 def verification(job: Job) -> list[ExpectedCall]:
-    """Ranks compare how many parameters they train, and the shapes and strides of these."""
+    """Return the calls that verify that number, shapes and strides of trainable parameters are equal on all ranks."""
     cause = "comparison of the parameters' shapes"
-    numbers = sum(2 * len(parameter.shape) for parameter in _trained(job))
-    return [ExpectedCall("all_gather", _INT64 * job.ranks, cause), ExpectedCall("broadcast", _INT64 * numbers, cause)]
+    count = sum(2 * len(parameter.shape) for parameter in _trained(job))
+    return [ExpectedCall("all_gather", _INT64 * job.ranks, cause), ExpectedCall("broadcast", _INT64 * count, cause)]
 
 
 @rule("torch.distributed.utils._sync_module_states; torch/csrc/distributed/c10d/comm.cpp broadcast_coalesced", TORCH)
-def first_broadcast(job: Job) -> list[ExpectedCall]:
-    """Rank 0 broadcasts its parameters and buffers, one element type after the other."""
+def initial_broadcasts(job: Job) -> list[ExpectedCall]:
+    """Return the broadcasts of rank 0's parameters and buffers at construction, one dtype at a time."""
     tensors = [*job.parameters, *(job.buffers if job.fact("broadcast_buffers") else ())]
     return _broadcasts(job, tensors, "first parameters and buffers")
 
 
 @rule("torch.nn.parallel.DistributedDataParallel._sync_buffers", TORCH)
-def buffers_broadcast(job: Job) -> list[ExpectedCall]:
-    """Rank 0 broadcasts its buffers before the step's first forward pass."""
+def buffer_broadcasts(job: Job) -> list[ExpectedCall]:
+    """Return the broadcasts of rank 0's buffers before the first forward pass of a step."""
     tensors = job.buffers if job.fact("broadcast_buffers") else ()
     return _broadcasts(job, tensors, "buffers (broadcast_buffers)")
 
 
 def _broadcasts(job: Job, tensors: Iterable[ModelTensor], cause: str) -> list[ExpectedCall]:
     limits = [int(job.fact("broadcast_bucket_size"))]
-    buckets = (
-        bucket for sizes in _by_type(_not_ignored(job, tensors)) for bucket in buckets_reaching_limit(sizes, limits)
-    )
+    groups = _bytes_by_dtype(_not_ignored(job, tensors))
+    buckets = (bucket for sizes in groups for bucket in buckets_reaching_limit(sizes, limits))
     return [ExpectedCall("broadcast", sum(bucket), cause) for bucket in buckets]
 
 
 @rule("torch.nn.parallel.distributed.BucketCapacityConfig.compute_bucket_size_limits", TORCH)
-def first_limits(job: Job) -> list[int]:
-    """Until the first backward pass, buckets have these limits in bytes."""
+def initial_bucket_limits(job: Job) -> list[int]:
+    """Return the size limits in bytes of the initial buckets, which DDP uses until it rebuilds them."""
     if job.fact("bucket_bytes_caps"):
         return [int(cap) for cap in job.fact("bucket_bytes_caps")]
     if job.fact("static_graph") or not job.fact("find_unused_parameters"):
         return [_UNLIMITED]
-    return rebuilt_limits(job)
+    return rebuilt_bucket_limits(job)
 
 
 @rule("torch/csrc/distributed/c10d/reducer.cpp Reducer::rebuild_buckets", TORCH)
-def rebuilt_limits(job: Job) -> list[int]:
-    """Rebuilt buckets have these limits in bytes: a small first one, so that communication begins early."""
+def rebuilt_bucket_limits(job: Job) -> list[int]:
+    """Return the size limits in bytes of rebuilt buckets: the first is small, so that communication starts early."""
     caps = job.fact("bucket_bytes_caps") or [job.fact("first_bucket_bytes_cap"), job.fact("bucket_bytes_cap")]
     return [int(cap) for cap in caps]
 
 
 @rule("torch/csrc/distributed/c10d/reducer.hpp Reducer::should_rebuild_buckets; reducer.cpp push_rebuilt_params", TORCH)
-def rebuilds_in(job: Job) -> int | None:
-    """Buckets are rebuilt in the step behind the first backward pass whose order is noted; None: never."""
+def rebuild_step(job: Job) -> int | None:
+    """Return the step in which DDP rebuilds its buckets, after it has recorded the gradient order; None: in no step."""
     if job.fact("static_graph"):
-        return 2  # the first backward pass learns the graph
+        return 2  # the first backward pass only records the graph
     return None if job.fact("find_unused_parameters") else 1
 
 
 @rule("torch/csrc/distributed/c10d/reducer.cpp Reducer::all_reduce_bucket", TORCH)
-def first_gradients(job: Job) -> list[ExpectedCall]:
-    """In the first step buckets are all_reduced in the order of registration."""
-    return _reductions(_trained(job), first_limits(job))
+def initial_bucket_all_reduces(job: Job) -> list[ExpectedCall]:
+    """Return the all_reduces of the initial buckets, which follow registration order."""
+    return _all_reduces(_trained(job), initial_bucket_limits(job))
 
 
 @rule("torch/csrc/distributed/c10d/reducer.cpp Reducer::all_reduce_bucket (rebuilt)", TORCH)
-def gradients(job: Job) -> list[ExpectedCall]:
-    """Rebuilt buckets are all_reduced in backward order."""
-    return _reductions(backward_order(job, _trained(job)), rebuilt_limits(job), ordered=True)
+def rebuilt_bucket_all_reduces(job: Job) -> list[ExpectedCall]:
+    """Return the all_reduces of the rebuilt buckets, which follow backward order."""
+    return _all_reduces(backward_order(job, _trained(job)), rebuilt_bucket_limits(job), order_may_vary=True)
 
 
-def _reductions(tensors: Iterable[ModelTensor], limits: list[int], *, ordered: bool = False) -> list[ExpectedCall]:
+def _all_reduces(tensors: Iterable[ModelTensor], limits: list[int], order_may_vary: bool = False) -> list[ExpectedCall]:
     calls = []
-    for sizes in _by_type(tensors):
+    for sizes in _bytes_by_dtype(tensors):
         buckets = buckets_reaching_limit(sizes, limits)
-        most = max_buckets_reaching_limit(sum(sizes), limits) if ordered else len(buckets)
+        max_buckets = max_buckets_reaching_limit(sum(sizes), limits) if order_may_vary else len(buckets)
         for number, bucket in enumerate(buckets):
-            room = 1 + max(0, most - len(buckets)) if number == 0 else 1
-            calls.append(ExpectedCall("all_reduce", sum(bucket), GRADIENTS, most=room if ordered else None))
+            max_calls = 1 + max(0, max_buckets - len(buckets)) if number == 0 else 1
+            calls.append(ExpectedCall("all_reduce", sum(bucket), GRADIENTS, most=max_calls if order_may_vary else None))
     return calls
 
 
 @rule("torch/csrc/distributed/c10d/reducer.cpp Reducer::sync_bucket_indices", TORCH)
-def rebuilding(job: Job) -> list[ExpectedCall]:
-    """Rank 0 broadcasts the bucket of each parameter, and the number in each bucket (32-bit numbers)."""
+def bucket_assignment_broadcasts(job: Job) -> list[ExpectedCall]:
+    """Return the int32 broadcasts of rebuilt buckets: the index of each parameter's bucket, then the bucket lengths."""
     cause = "rebuilt buckets"
     trained = _trained(job)
-    count = len(_reductions(backward_order(job, trained), rebuilt_limits(job)))
+    count = len(_all_reduces(backward_order(job, trained), rebuilt_bucket_limits(job)))
     return [
         ExpectedCall("broadcast", _INT32 * (len(trained) + 1), cause),
         ExpectedCall("broadcast", _INT32 * count, cause),
@@ -138,7 +142,7 @@ def rebuilding(job: Job) -> list[ExpectedCall]:
 
 @rule("torch/csrc/distributed/c10d/reducer.cpp Reducer::all_reduce_local_used_map", TORCH)
 def used_map(job: Job, step: int) -> list[ExpectedCall]:
-    """Ranks sum which parameters were used, a 32-bit number each: in every step, or the first only (static_graph)."""
+    """Return the all_reduce of the map of used parameters (int32 each), with static_graph in the first step only."""
     if step > 0 if job.fact("static_graph") else not job.fact("find_unused_parameters"):
         return []
     cause = "parameters that were used (find_unused_parameters)"
@@ -154,6 +158,6 @@ def _trained(job: Job) -> list[ModelTensor]:
     return _not_ignored(job, job.trainable)
 
 
-def _by_type(tensors: Iterable[ModelTensor]) -> list[list[int]]:
-    """Return the bytes of each tensor, those of one element type together."""
+def _bytes_by_dtype(tensors: Iterable[ModelTensor]) -> list[list[int]]:
+    """Return the bytes of each tensor, grouped by dtype."""
     return [[tensor.bytes for tensor in group] for group in grouped(tensors, lambda tensor: tensor.dtype)]

@@ -1,13 +1,14 @@
 """FSDP2 (`fully_shard`) and HSDP: each rank keeps a shard of every parameter, unit by unit.
 
-A unit is what one call of `fully_shard` was given: its parameters are gathered in one all_gather before it runs, and
-its gradients reduced in one reduce_scatter behind its backward pass (HSDP: and in one all_reduce among the ranks that
-hold replicas of the same shard). Nothing is sent at start-up: every rank makes the whole model, and keeps its shard.
+A unit consists of the modules of one call of `fully_shard`. One all_gather of its parameters precedes its forward pass,
+and its backward pass if they were resharded. One reduce_scatter of its gradients follows its backward pass (HSDP: and
+one all_reduce among the ranks that hold replicas of the same shard). Nothing is sent at start-up: every rank makes the
+whole model, and keeps its shard.
 
-Sizes and counts are exact: they do not depend on the order of units. Assumptions, which no job row contains: every
-unit runs once in each pass, and all of its trained parameters get a gradient. A log has the passes of its steps: the
-micro-batches with their settings, and evaluations. Without them, and for clipping, a step is what the model carries
-(`neox_args`), or else one micro-batch without clipping.
+Sizes and counts are exact: they do not depend on the order of units. Assumptions that the captured job cannot confirm:
+every unit runs once in each pass, and all of its trained parameters get a gradient. A log has the passes of its steps:
+the micro-batches with their settings, and evaluations. Without them, and for clipping, a step is what the model
+declares (`neox_args`), or else one micro-batch without clipping.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class FsdpParameter:
 
     shape: tuple[int, ...]  # before sharding
     dim: int  # the dimension that is sharded
-    dtype: str  # type in which it is gathered, and its gradient made
+    dtype: str  # of its all_gather, and of its gradient before reduction
     trained: bool
 
     @property
@@ -50,20 +51,20 @@ class FsdpParameter:
         return prod(self.shape)
 
     def padded_bytes(self, shards: int, dtype: str) -> int:
-        """Return the bytes of its elements in a type, with the padding to equal shards."""
+        """Return the bytes of its elements in a dtype, with the padding to equal shards."""
         return padded_elements(self.shape, self.dim, shards) * element_size(dtype)
 
 
 @dataclass(frozen=True)
 class FsdpUnit:
-    """Parameters that travel together."""
+    """Parameters that are communicated together."""
 
     parameters: tuple[FsdpParameter, ...]
     reduce_dtype: str | None
     shards: int
     copies: int
-    kept: bool  # whether parameters stay gathered from forward to backward
-    within: int  # ranks that parameters are sharded over from forward to backward
+    kept: bool  # whether parameters stay unsharded between forward and backward
+    within: int  # ranks that parameters are sharded over between forward and backward
 
     @property
     def trained(self) -> tuple[FsdpParameter, ...]:
@@ -71,19 +72,19 @@ class FsdpUnit:
         return tuple(parameter for parameter in self.parameters if parameter.trained)
 
     @property
-    def gradient_type(self) -> str:
-        """Type in which gradients travel."""
+    def gradient_dtype(self) -> str:
+        """Dtype in which gradients are reduced."""
         return self.reduce_dtype or min(parameter.dtype for parameter in self.trained)
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes of all gradients, with padding."""
-        return sum(parameter.padded_bytes(self.shards, self.gradient_type) for parameter in self.trained)
+        return sum(parameter.padded_bytes(self.shards, self.gradient_dtype) for parameter in self.trained)
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward pass of the model and, if it trains, its backward pass: with the settings at its end."""
+    """A forward pass of the model and, if it trains, its backward pass, with the settings at its end."""
 
     trains: bool = True
     reduces: bool = True
@@ -110,7 +111,7 @@ def predict(job: Job) -> Prediction:
     @cache
     def calls(before: Pass | None, passes: StepPasses) -> tuple[ExpectedCall, ...]:
         clipped = clipping(job, units) if any(each.trains for each, _ in passes) else []
-        return (*step_calls(units, before, passes), *prefetches_in_vain(job, units, before, passes), *clipped)
+        return (*step_calls(units, before, passes), *unused_prefetches(job, units, before, passes), *clipped)
 
     steps = {0: (), **{first: calls(*passes) for first, passes in _timeline(recorded).items()}}
     start, step = steps.pop(-1, ()), calls(regular[-1][0], regular)
@@ -122,7 +123,7 @@ def predict(job: Job) -> Prediction:
 
 
 def declared_passes(job: Job) -> StepPasses:
-    """Return the passes of a step as the model declares them: the last micro-batch reduces gradients in any case."""
+    """Return the passes of a step as the model declares them. The last micro-batch reduces gradients in any case."""
     names = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
     first, last = Pass(True, *(bool(job.fact(name)) for name in names)), Pass()
     if first == last or job.micro_batches == 1:
@@ -131,7 +132,7 @@ def declared_passes(job: Job) -> StepPasses:
 
 
 def recorded_passes(job: Job) -> dict[int, StepPasses]:
-    """Return the passes of the log by the first of the steps that have them, ascending; empty without any."""
+    """Return the passes of steps in the log, by the first of the steps that have them, ascending; empty without any."""
     return dict(sorted((int(row["step"]), _read_passes(row)) for row in job.row.get("passes", ())))
 
 
@@ -155,7 +156,7 @@ def _read_pass(entry: Mapping[str, Any], step: int) -> Pass:
 
 
 def _timeline(recorded: dict[int, StepPasses]) -> dict[int, tuple[Pass | None, StepPasses]]:
-    """Return the last pass before a step and the passes of the step, by the first of the steps that are alike."""
+    """Return the last pass before a step and the passes of the step, by the first of equal steps."""
     timeline: dict[int, tuple[Pass | None, StepPasses]] = {}
     before = None
     for step, following in pairwise([*recorded, max(recorded) + 2]):
@@ -195,40 +196,40 @@ def _unit(job: Job, row: dict[str, Any]) -> FsdpUnit:
 def _bars(
     job: Job, units: list[FsdpUnit], passes: StepPasses, step: tuple[ExpectedCall, ...]
 ) -> tuple[WaterfallBar, list[WaterfallBar]]:
-    """Two thirds are all_gathers and a third a reduce_scatter; HSDP adds an all_reduce of what that leaves."""
+    """Return the closed form and the bars: two thirds all_gathers, a third reduce_scatter, and HSDP's all_reduce."""
     shards, copies = max(unit.shards for unit in units), max(unit.copies for unit in units)
-    every = [parameter for unit in units for parameter in unit.parameters]
-    elements, size = sum(parameter.elements for parameter in every), job.parameter_size
+    all_parameters = [parameter for unit in units for parameter in unit.parameters]
+    elements, size = sum(parameter.elements for parameter in all_parameters), job.parameter_size
     label = "HSDP: 3 P (F-1)/F + 2 (P/F) (R-1)/R" if copies > 1 else "equation 3: 3 P (d-1)/d"
     form = WaterfallBar(label, hybrid_sharded(elements, shards, copies) * size)
     third = all_gather_volume(elements, shards) * size
-    parameter_bytes = sum(parameter.elements * element_size(parameter.dtype) for parameter in every)
-    padded = sum((all_gather_volume(gathered_bytes(unit), unit.shards) for unit in units), Fraction(0))
+    parameter_bytes = sum(parameter.elements * element_size(parameter.dtype) for parameter in all_parameters)
+    padded = sum((all_gather_volume(all_gather_bytes(unit), unit.shards) for unit in units), Fraction(0))
     parts = sum(times for _, times in passes)
     gather_levels = {
         f"parameters pass twice in each of {parts} micro-batches": 2 * parts * third,
-        f"parameters travel as {every[0].dtype}": 2 * parts * all_gather_volume(parameter_bytes, shards),
+        f"parameters travel as {all_parameters[0].dtype}": 2 * parts * all_gather_volume(parameter_bytes, shards),
         "padding of parameters to equal parts": 2 * parts * padded,
         "parameters that are still gathered, or gathered from fewer ranks": total_wire_bytes(step, shards, PARAMETERS),
     }
-    trained = [(parameter.elements, element_size(unit.gradient_type)) for unit in units for parameter in unit.trained]
+    trained = [(parameter.elements, element_size(unit.gradient_dtype)) for unit in units for parameter in unit.trained]
     gradient_bytes = {
         "frozen parameters have no gradients": sum(number for number, _ in trained) * size,
-        f"gradients travel as {units[0].gradient_type}": sum(number * width for number, width in trained),
+        f"gradients travel as {units[0].gradient_dtype}": sum(number * width for number, width in trained),
         "padding of gradients to equal parts": sum(unit.gradient_bytes for unit in units),
     }
-    scatter_levels = {label: all_gather_volume(held, shards) for label, held in gradient_bytes.items()}
-    scattered = sum(times for each, times in passes if each.reduces)
-    scatter_levels[f"gradients reduced {scattered} times a step"] = total_wire_bytes(step, shards, GRADIENTS)
-    bars = [*level_bars(2 * third, gather_levels), *level_bars(third, scatter_levels)]
+    reduce_levels = {label: all_gather_volume(held, shards) for label, held in gradient_bytes.items()}
+    reduce_scatters = sum(times for each, times in passes if each.reduces)
+    reduce_levels[f"gradients reduced {reduce_scatters} times a step"] = total_wire_bytes(step, shards, GRADIENTS)
+    bars = [*level_bars(2 * third, gather_levels), *level_bars(third, reduce_levels)]
     if copies > 1:
-        sum_levels = {
+        replica_levels = {
             f"among replicas: {label.removesuffix(' to equal parts')}": all_reduce(held, copies) / shards
             for label, held in gradient_bytes.items()
         }
-        summed = sum(times for each, times in passes if each.reduces and each.among_copies)
-        sum_levels[f"among replicas: reduced {summed} times a step"] = total_wire_bytes(step, copies, COPIES)
-        bars += level_bars(form.bytes - 3 * third, sum_levels)
+        all_reduces = sum(times for each, times in passes if each.reduces and each.among_copies)
+        replica_levels[f"among replicas: reduced {all_reduces} times a step"] = total_wire_bytes(step, copies, COPIES)
+        bars += level_bars(form.bytes - 3 * third, replica_levels)
     return form, [*bars, *cause_bars(step, shards, PARAMETERS, GRADIENTS, COPIES)]
 
 
@@ -237,13 +238,13 @@ _WHERE: Final = "torch.distributed.fsdp._fully_shard."
 
 @rule(_WHERE + "_fsdp_param.FSDPParam._init_sharded_param; " + _WHERE + "_fsdp_common._get_dim0_padded_size", TORCH)
 def padded_elements(shape: tuple[int, ...], dim: int, shards: int) -> int:
-    """The sharded dimension is padded to a multiple of the ranks; returned are the parameter's elements."""
+    """Return the elements of a parameter whose sharded dimension is padded to a multiple of the ranks."""
     return prod(ceil(size / shards) * shards if axis == dim else size for axis, size in enumerate(shape))
 
 
 @rule(_WHERE + "_fsdp_collectives.foreach_all_gather", TORCH)
-def gathered_bytes(unit: FsdpUnit) -> int:
-    """Parameters of several types travel together, as bytes; returned is the payload of a unit's all_gather."""
+def all_gather_bytes(unit: FsdpUnit) -> int:
+    """Return the payload in bytes of a unit's all_gather, which contains parameters of all dtypes."""
     return sum(parameter.padded_bytes(unit.shards, parameter.dtype) for parameter in unit.parameters)
 
 
@@ -252,8 +253,8 @@ def step_calls(units: Sequence[FsdpUnit], before: Pass | None, passes: StepPasse
     calls: list[ExpectedCall] = []
     for each, times in passes:
         for unit in units:
-            again = gathers(unit, each, each) if times > 1 else []
-            calls += [*gathers(unit, before, each), *(call.times(times - 1) for call in again)]
+            repeated = all_gathers(unit, each, each) if times > 1 else []
+            calls += [*all_gathers(unit, before, each), *(call.times(times - 1) for call in repeated)]
             calls += [call.times(times) for call in reductions(unit, each)]
         before = each
     # Passes whose settings differ may have the same calls: those are one entry.
@@ -262,28 +263,29 @@ def step_calls(units: Sequence[FsdpUnit], before: Pass | None, passes: StepPasse
 
 @rule(_WHERE + "_fsdp_param_group.FSDPParamGroup.unshard, reshard; "
       + _WHERE + "_fsdp_state.FSDPState._lazy_init (the root stays whole)", TORCH)  # fmt: skip
-def gathers(unit: FsdpUnit, before: Pass | None, each: Pass) -> list[ExpectedCall]:
-    """Units are gathered before forward, and before backward where they were resharded; not while they are gathered.
+def all_gathers(unit: FsdpUnit, before: Pass | None, each: Pass) -> list[ExpectedCall]:
+    """Return the all_gathers of a unit: before forward if it is sharded, before backward if forward resharded it.
 
     Prefetching and recomputed activations change when a unit is gathered, not how often.
     """
-    after_forward = 1 if unit.kept else unit.within  # ranks that its parts are on; 1: gathered
+    after_forward = 1 if unit.kept else unit.within  # ranks that its shards are on; 1: unsharded
     if before is None or before.trains:
         ranks_before = unit.shards if before is None or before.reshards else 1
     else:
         ranks_before = after_forward
     groups = (ranks_before, *([after_forward] * each.trains))
-    payload = gathered_bytes(unit)
+    payload = all_gather_bytes(unit)
     return [ExpectedCall("all_gather", payload, PARAMETERS, ranks=ranks) for ranks in groups if ranks > 1]
 
 
 @rule(_WHERE + "_fsdp_param_group.FSDPParamGroup._backward_prefetch, finalize_backward", TORCH)
-def prefetches_in_vain(
+def unused_prefetches(
     job: Job, units: Sequence[FsdpUnit], before: Pass | None, passes: StepPasses
 ) -> Iterator[ExpectedCall]:
-    """The first unit's backward prefetches what ran before its forward: the last unit of an evaluation, in vain.
+    """Yield all_gathers that are prefetched and not used: of the last unit, in the backward pass after an evaluation.
 
-    A root with parameters runs last, and is gathered at that time.
+    The first unit's backward prefetches the unit that ran before its forward, which is the last one of the evaluation.
+    A root with parameters runs last, and is unsharded at that time.
     """
     if len(units) < 2 or any(row["name"] == "" and row["parameters"] for row in job.fact("units")):
         return
@@ -292,15 +294,15 @@ def prefetches_in_vain(
         if not each.is_last:
             raise NotPredictedError("set_is_last_backward of a root without parameters has no rules yet")
         if each.trains and before is not None and not before.trains and each.reshards and last.shards > 1:
-            yield ExpectedCall("all_gather", gathered_bytes(last), PARAMETERS, ranks=last.shards)
+            yield ExpectedCall("all_gather", all_gather_bytes(last), PARAMETERS, ranks=last.shards)
         before = each
 
 
 @rule(_WHERE + "_fsdp_param_group.FSDPParamGroup.post_backward; " + _WHERE + "_fsdp_collectives.foreach_reduce", TORCH)
 def reductions(unit: FsdpUnit, each: Pass) -> list[ExpectedCall]:
-    """Passes that synchronize gradients (set_requires_gradient_sync) reduce_scatter them, padded as parameters are.
+    """Return a unit's reduce_scatter of gradients, and HSDP's all_reduce of the shard among replicas.
 
-    HSDP then all_reduces each shard among the ranks that hold replicas of it.
+    Only passes that synchronize gradients (set_requires_gradient_sync) have them. Padding is that of the parameters.
     """
     calls: list[ExpectedCall] = []
     if each.trains and each.reduces and unit.shards > 1:
@@ -312,7 +314,7 @@ def reductions(unit: FsdpUnit, each: Pass) -> list[ExpectedCall]:
 
 @rule("torch.nn.utils.clip_grad_norm_ (of DTensors)", TORCH)
 def clipping(job: Job, units: list[FsdpUnit]) -> list[ExpectedCall]:
-    """Norms of all gradients are all_reduced in one call, a number for each parameter, among ranks that share them."""
+    """Return the all_reduce of all gradients' norms in the sharding group: one call, with one number per parameter."""
     shards = max(unit.shards for unit in units)
     if not job.clips_gradients or shards < 2:
         return []
