@@ -1,7 +1,7 @@
 """DeepSpeed's engine without ZeRO (ZeRO-0), and what all ZeRO stages share.
 
-Assumptions, which no job row contains: the order of gradients (see `gradients`); every parameter is used in
-every micro-batch; the overflow check lets every step pass.
+Assumptions that the captured job cannot confirm: the order of gradients (see `gradients`); every parameter is used in
+every micro-batch; no step is skipped because of an overflow.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ def predict(job: Job) -> Prediction:
 
 
 def gradient_levels(job: Job, passes: int = 1) -> dict[str, Fraction]:
-    """Return the waterfall levels of trained parameters, of the type in which gradients travel, and of experts.
+    """Return the waterfall levels of trained parameters, of the dtype in which gradients are reduced, and of experts.
 
-    They are the bytes that a rank sends in a reduce_scatter, or in two `passes` in an all_reduce.
+    They are the bytes that a rank sends in a reduce_scatter, or with two `passes` in an all_reduce.
     """
-    communication = communication_type(job)
-    size = element_size(communication)
+    dtype = communication_dtype(job)
+    size = element_size(dtype)
     return {
         "frozen parameters have no gradients": passes * ring_bytes(job, job.trainable_elements, job.parameter_size),
-        f"gradients travel as {communication}": passes * ring_bytes(job, job.trainable_elements, size),
+        f"gradients travel as {dtype}": passes * ring_bytes(job, job.trainable_elements, size),
         AMONG_COPIES: passes * copies_bytes(job, size),
     }
 
@@ -79,7 +79,7 @@ def copies_bytes(job: Job, size: int) -> Fraction:
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._broadcast_model", DEEPSPEED)
 def broadcast_model(job: Job) -> list[ExpectedCall]:
-    """Rank 0 broadcasts each parameter, as bytes."""
+    """Return the broadcasts of rank 0, one per parameter, as uint8."""
     cause = "first parameters, one broadcast each, as uint8"
     return [
         among_copies(job, parameter, ExpectedCall("broadcast", parameter.bytes, cause)) for parameter in job.parameters
@@ -89,23 +89,23 @@ def broadcast_model(job: Job) -> list[ExpectedCall]:
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._reduce_expert_gradients; "
       "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer._configure_moe_settings", DEEPSPEED)  # fmt: skip
 def among_copies(job: Job, parameter: ModelTensor, call: ExpectedCall) -> ExpectedCall:
-    """Calls about an expert's parameter are among the ranks that have it."""
+    """Return a call about a parameter, among the ranks that have the parameter if it is an expert's."""
     return call.among(job.copies(parameter)) if parameter.expert else call
 
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine.communication_data_type", DEEPSPEED)
-def communication_type(job: Job) -> str:
-    """Gradients travel in the type of the parameters, unless the configuration says otherwise."""
+def communication_dtype(job: Job) -> str:
+    """Return the dtype in which gradients are reduced: the parameters', unless the configuration sets another."""
     return str(job.fact("communication_data_type"))
 
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine.buffered_allreduce_fallback", DEEPSPEED)
 def fallback_gradients(job: Job) -> list[ExpectedCall]:
-    """Gradients are all_reduced after a step's last backward pass, type by type, in registration order.
+    """Return the all_reduces of gradients after a step's last backward pass, by dtype, in registration order.
 
-    Those of experts are apart, among the ranks that have them.
+    Gradients of experts are all_reduced separately, among the ranks that have them.
     """
-    size = element_size(communication_type(job))
+    size = element_size(communication_dtype(job))
     return [
         among_copies(job, parameters[0], ExpectedCall("all_reduce", elements * size, GRADIENTS))
         for parameters in grouped(job.trainable, lambda parameter: (parameter.dtype, parameter.expert))
@@ -115,6 +115,6 @@ def fallback_gradients(job: Job) -> list[ExpectedCall]:
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._take_model_step; deepspeed.runtime.utils.clip_grad_norm_", DEEPSPEED)
 def fallback_norm(job: Job) -> list[ExpectedCall]:
-    """Clipping all_reduces one 32-bit number, in fp32 only: in 16 bits each rank clips by its own, equal, gradients."""
+    """Return the all_reduce of a 32-bit norm to clip fp32 gradients; 16-bit gradients have a norm without calls."""
     clips = float(job.fact("gradient_clipping")) > 0 and job.fact("precision") == "fp32"
     return [ExpectedCall("all_reduce", 4, NORM)] if clips else []

@@ -1,6 +1,6 @@
-"""ZeRO-1 and ZeRO-2: each rank keeps a part of the optimizer's state, and under ZeRO-2 of the gradients as well.
+"""ZeRO-1 and ZeRO-2: each rank keeps a shard of the optimizer's state, and under ZeRO-2 of the gradients as well.
 
-DeepSpeed's BF16_Optimizer, bf16 with gradients summed in fp32, takes ZeRO-1's place, or in a pipeline ZeRO-0's.
+DeepSpeed's BF16_Optimizer (bf16, gradients accumulated in fp32) replaces ZeRO-1, or ZeRO-0 in a pipeline.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ZERO: Final = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer."
 def predict(job: Job) -> Prediction:
     """Predict what a rank communicates. Raise NotPredictedError for settings without rules.
 
-    BF16_Optimizer makes its norm among the ranks that share a model (`tensor_parallel`), and has no overflow check.
+    BF16_Optimizer computes its norm in the model-parallel group (`tensor_parallel`), and has no overflow check.
     """
     engine.check(job)
     stage, wrapper = int(job.fact("zero_stage")), job.fact("optimizer")
@@ -42,18 +42,18 @@ def predict(job: Job) -> Prediction:
         reduced, overflow, norm = reductions(job), overflow_check(job), norms(job)
     else:
         raise NotPredictedError(f"the optimizer {wrapper} has no rules yet")
-    gathered = parameter_gathers(job)
-    step = (*reduced, *overflow, *norm, *gathered)
+    all_gathers = parameter_all_gathers(job)
+    step = (*reduced, *overflow, *norm, *all_gathers)
     form = WaterfallBar("equation 2: 2 P (d-1)/d", data_parallel(job.elements, job.ranks) * job.parameter_size)
     start, bars = tuple(engine.broadcast_model(job)), tuple(_bars(job, step, form.bytes / 2))
-    return Prediction(scheme, job.ranks, start, (step,), form, bars, ((*norm, *gathered), tuple(gathered)))
+    return Prediction(scheme, job.ranks, start, (step,), form, bars, ((*norm, *all_gathers), tuple(all_gathers)))
 
 
 def _bars(job: Job, step: tuple[ExpectedCall, ...], half: Fraction) -> Iterator[WaterfallBar]:
-    """Half of equation 2 is the gradients' reduce_scatter, half the parameters' all_gather: two waterfalls."""
+    """Yield the bars from half of equation 2 each to the gradients' reduce_scatter and the parameters' all_gather."""
     levels = engine.gradient_levels(job)
     each_time = f"gradients reduced in each of {job.micro_batches} micro-batches"
-    levels[each_time] = levels[engine.AMONG_COPIES] * reductions_of_step(job)
+    levels[each_time] = levels[engine.AMONG_COPIES] * reductions_per_step(job)
     levels["all_reduce in place of reduce_scatter"] = total_wire_bytes(step, job.ranks, GRADIENTS)
     yield from level_bars(half, levels)
     gather_levels = {
@@ -67,7 +67,7 @@ def _bars(job: Job, step: tuple[ExpectedCall, ...], half: Fraction) -> Iterator[
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """Flat buffer of an optimizer group: offsets of its parameters by number, and the length of a rank's part.
+    """Flat buffer of an optimizer group: offsets of its parameters by number, and the length of a rank's shard.
 
     All in elements.
     """
@@ -78,7 +78,7 @@ class FlatGroup:
 
 @rule(_ZERO + "_round_robin_reorder", DEEPSPEED)
 def group_order(job: Job, group: tuple[int, ...]) -> list[int]:
-    """Round-robin reorders the group's parameters in its flat buffer, rank by rank."""
+    """Return a group's parameters in the order of its flat buffer; round_robin_gradients changes it, rank by rank."""
     if not job.zero("round_robin_gradients"):
         return list(group)
     ranks = job.copies(job.parameters[group[0]])
@@ -87,7 +87,7 @@ def group_order(job: Job, group: tuple[int, ...]) -> list[int]:
 
 @rule(_ZERO + "__init__, flatten_dense_tensors_aligned", DEEPSPEED)
 def flat_group(job: Job, group: tuple[int, ...]) -> FlatGroup:
-    """Parameters follow each other (at multiples of 16 bytes with parameter_alignment), padded to 2d elements."""
+    """Return a group's flat buffer, padded to multiples of 2d elements; parameter_alignment aligns each parameter."""
     order = group_order(job, group)
     size = job.parameters[order[0]].size
     alignment = 16 // gcd(16, size) if job.zero("parameter_alignment") else 1
@@ -101,8 +101,8 @@ def flat_group(job: Job, group: tuple[int, ...]) -> FlatGroup:
 
 
 @rule("deepspeed.runtime.utils.all_gather_into_tensor_dp_groups", DEEPSPEED)
-def parameter_gathers(job: Job) -> list[ExpectedCall]:
-    """Each group of the optimizer is one all_gather, whatever allgather_bucket_size says; none with one rank."""
+def parameter_all_gathers(job: Job) -> list[ExpectedCall]:
+    """Return the all_gather of each optimizer group, whatever allgather_bucket_size says; none with one rank."""
     calls = []
     for group in job.groups:
         first = job.parameters[group[0]]
@@ -113,14 +113,14 @@ def parameter_gathers(job: Job) -> list[ExpectedCall]:
 
 
 @rule(_ZERO + "process_gradients, reduce_ready_partitions_and_remove_grads", DEEPSPEED)
-def reductions_of_step(job: Job) -> int:
-    """ZeRO-2 reduces the gradients of each micro-batch, because it keeps no whole ones; ZeRO-1 the sum of all once."""
+def reductions_per_step(job: Job) -> int:
+    """Return how often a step reduces gradients: ZeRO-2 those of each micro-batch, ZeRO-1 the sum of all once."""
     return job.micro_batches if int(job.fact("zero_stage")) == 2 else 1
 
 
 @rule(_ZERO + "reduce_gradients, create_gradient_handling_hooks", DEEPSPEED)
 def reduction_order(job: Job) -> list[int]:
-    """Gradients are reduced as backward delivers them; in ZeRO-1 without overlap_comm group by group at its end."""
+    """Return parameters in reduction order: that of backward; in ZeRO-1 without overlap_comm group by group."""
     grouped = [number for group in job.groups for number in group]
     if int(job.fact("zero_stage")) == 1 and not job.zero("overlap_comm"):
         return grouped
@@ -131,7 +131,7 @@ def reduction_order(job: Job) -> list[int]:
 
 @rule(_ZERO + "average_tensor", DEEPSPEED)
 def reductions(job: Job) -> list[ExpectedCall]:
-    """Buckets are all_reduced, or with use_multi_rank_bucket_allreduce off reduced to the owners of their parts."""
+    """Return the all_reduces of buckets; without use_multi_rank_bucket_allreduce the reduces to shards' owners."""
     order, limit = reduction_order(job), int(job.zero("reduce_bucket_size"))
     elements = [job.parameters[number].elements for number in order]
     calls = [
@@ -143,20 +143,20 @@ def reductions(job: Job) -> list[ExpectedCall]:
         pieces = len(calls) if calls[0].op == "reduce" else len({job.parameters[number].expert for number in order})
         most = gradients.max_buckets_within_limit(sum(elements), limit, len(elements)) * pieces
         calls[0] = ExpectedCall(calls[0].op, calls[0].payload, GRADIENTS, most=1 + max(0, most - len(calls)))
-    return [call.times(reductions_of_step(job)) for call in calls]
+    return [call.times(reductions_per_step(job)) for call in calls]
 
 
 @rule(_ZERO + "allreduce_bucket (sequence_parallel_size)", DEEPSPEED)
-def bucket_type(job: Job) -> str:
-    """Gradients travel in fp32 where ranks share sequences, except for buckets that are summed in place."""
+def bucket_dtype(job: Job) -> str:
+    """Return the dtype of buckets: the communication dtype, but fp32 with Ulysses unless they are reduced in place."""
     is_in_place = job.zero("contiguous_gradients") and not job.zero("reduce_scatter")
-    return "float32" if job.sequence > 1 and not is_in_place else engine.communication_type(job)
+    return "float32" if job.sequence > 1 and not is_in_place else engine.communication_dtype(job)
 
 
 @rule(_ZERO + "allreduce_bucket", DEEPSPEED)
 def bucket_calls(job: Job, bucket: list[int], limit: int) -> list[ExpectedCall]:
     """Return the calls for one bucket of parameters."""
-    size = element_size(bucket_type(job))
+    size = element_size(bucket_dtype(job))
     if not job.zero("reduce_scatter") or not job.zero("contiguous_gradients"):
         elements = sum(job.parameters[number].elements for number in bucket)
         return [ExpectedCall("all_reduce", elements * size, GRADIENTS)]
@@ -179,14 +179,14 @@ def bucket_calls(job: Job, bucket: list[int], limit: int) -> list[ExpectedCall]:
 
 @rule(_ZERO + "initialize_gradient_partition", DEEPSPEED)
 def owners(job: Job, number: int) -> list[tuple[int, int]]:
-    """Return the pieces of a parameter: the rank whose part it lies in, and its elements."""
+    """Return the pieces of a parameter: for each the rank whose shard contains it, and its number of elements."""
     group = next(group for group in job.groups if number in group)
-    place = flat_group(job, group)
-    begin, end = place.offsets[number], place.offsets[number] + job.parameters[number].elements
+    flat = flat_group(job, group)
+    begin, end = flat.offsets[number], flat.offsets[number] + job.parameters[number].elements
     pieces = []
     while begin < end:
-        owner = begin // place.part
-        piece_end = min(end, (owner + 1) * place.part)
+        owner = begin // flat.part
+        piece_end = min(end, (owner + 1) * flat.part)
         pieces.append((owner, piece_end - begin))
         begin = piece_end
     return pieces
@@ -195,20 +195,20 @@ def owners(job: Job, number: int) -> list[tuple[int, int]]:
 @rule("deepspeed.runtime.bf16_optimizer.BF16_Optimizer.get_grads_for_reduction; "
       "deepspeed.runtime.pipe.engine.PipelineEngine._bf16_reduce_grads", DEEPSPEED)  # fmt: skip
 def flat_reductions(job: Job) -> list[ExpectedCall]:
-    """BF16_Optimizer all_reduces each group's flat gradients, padding included, in the type of communication."""
+    """Return BF16_Optimizer's all_reduces of the groups' flat gradients, with padding, in the communication dtype."""
     elements = [flat_group(job, group).part * job.ranks for group in job.groups]
-    size = element_size(engine.communication_type(job))
+    size = element_size(engine.communication_dtype(job))
     buckets = gradients.buckets_exceeding_limit(elements, engine.FALLBACK_BUCKET)
     return [ExpectedCall("all_reduce", held * size, GRADIENTS) for held in buckets]
 
 
 @rule(_ZERO + "has_overflow", DEEPSPEED)
 def overflow_check(job: Job) -> list[ExpectedCall]:
-    """The check all_reduces one byte, where the precision has it (fp16, and bf16 with check_grad_overflow)."""
+    """Return the all_reduce of the overflow check: one byte, in fp16, and in bf16 with check_grad_overflow."""
     return [ExpectedCall("all_reduce", 1, OVERFLOW)] if job.fact("check_grad_overflow") else []
 
 
 @rule(_ZERO + "scaled_global_norm, get_grad_norm_direct", DEEPSPEED)
 def norms(job: Job) -> list[ExpectedCall]:
-    """Each group of the optimizer all_reduces a 32-bit number, with or without clipping (compute_grad_norm)."""
+    """Return the all_reduce of a 32-bit norm per optimizer group, with or without clipping (compute_grad_norm)."""
     return [ExpectedCall("all_reduce", 4, NORM)] * len(job.groups) if job.zero("compute_grad_norm") else []

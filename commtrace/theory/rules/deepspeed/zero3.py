@@ -1,7 +1,7 @@
-"""ZeRO-3: each rank keeps a part of every parameter, and parameters are gathered where they are used.
+"""ZeRO-3: each rank keeps a shard of every parameter, and parameters are all_gathered where they are used.
 
 Bytes are exact, and so are calls under the assumptions of `zero3_passes`. Without these, there is at most one call for
-each parameter gathered.
+each parameter that is all_gathered.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ NOT_PREDICTED: Final = (
     "zero_quantized_gradients",
     "enable_sanity_checks",
 )
-MAX_DIFFERENT_PASSES: Final = 16  # of an evaluation: all others are as the last one
-STEPS: Final = 4  # steps to run through: the record of modules is complete in the second at the latest
+MAX_DIFFERENT_PASSES: Final = 16  # of an evaluation: all later ones equal the last of these
+STEPS: Final = 4  # steps to simulate: the trace of modules is complete in the second at the latest
 _LAYER: Final = re.compile(r"(?:^|[._])\d+$")
 
 
@@ -51,11 +51,11 @@ def predict(job: Job) -> Prediction:
     is_old = any(evaluations.values()) and state.resets_after_backward
     refuse((is_old, "evaluations with DeepSpeed before 0.15.4 have no rules yet"))
     evaluated = tuple(_evaluate(job, state, evaluations[-1]))
-    start = (*zero3_calls.initial_broadcasts(job), *zero3_calls.barriers(job), *zero3_calls.initial_gathers(job))
+    start = (*zero3_calls.initial_broadcasts(job), *zero3_calls.barriers(job), *zero3_calls.initial_all_gathers(job))
     recorded = [run_step(state, job.micro_batches) for _ in range(STEPS)]
     steps = tuple(_step(job, parts) for parts in recorded)
     form = WaterfallBar("equation 3: 3 P (d-1)/d", zero_3(job.elements, job.ranks) * job.parameter_size)
-    persistent_gathers = zero3_calls.gathers(job, recorded[-1][-1].gathers, zero3_calls.PERSISTENT)
+    persistent_gathers = zero3_calls.all_gathers(job, recorded[-1][-1].all_gathers, zero3_calls.PERSISTENT)
     skipped = ((*zero3_calls.norms(job), *persistent_gathers), tuple(persistent_gathers))
     scheme = f"ZeRO-3, hpZ within {zero3_calls.hpz_ranks(job)} ranks" if zero3_calls.hpz_ranks(job) else "ZeRO-3"
     bars = tuple(_bars(job, recorded[-1], steps[-1]))
@@ -65,8 +65,8 @@ def predict(job: Job) -> Prediction:
 
 
 def recorded_evaluations(job: Job) -> dict[int, int]:
-    """Return the passes of evaluations after a step, by the first of the steps that have so many, from -1 on."""
-    # GPT-NeoX's arguments tell its evaluations.
+    """Return the number of evaluation passes after steps, by the first of equal steps, from -1 on."""
+    # GPT-NeoX's evaluations follow from its arguments.
     rows = [] if job.is_gpt_neox else sorted(job.row.get("passes", ()), key=lambda row: int(row["step"]))
     by_step = {int(row["step"]): _count_evaluations(row["passes"], int(row["step"])) for row in rows}
     before = by_step.get(-1, 0)
@@ -82,19 +82,19 @@ def _count_evaluations(passes: list[Mapping[str, Any]] | None, step: int) -> int
 
 
 def _with_evaluations(job: Job, regular: Prediction, evaluations: dict[int, int]) -> Prediction:
-    """Return the prediction with evaluations after steps, which change what the next step finds gathered."""
+    """Return the prediction with evaluations after steps, which leave parameters gathered for the next step."""
     simulation, state = SimulatedSteps(job), 0
     calls: dict[int, tuple[ExpectedCall, ...]] = {}
     for step, following in pairwise([*evaluations, max(evaluations) + STEPS]):
-        for number in range(step, min(following, step + STEPS)):  # all later ones are as the last
+        for number in range(step, min(following, step + STEPS)):  # all later ones equal the last
             calls[number], state = simulation.run(state, evaluations[step], trains=number >= 0)
     return regular.with_steps(calls)
 
 
 class SimulatedSteps:
-    """Steps of a job from any state, which is a number; 0 is the state before the first step.
+    """Simulation of steps of a job. States are numbers; 0 is the state before the first step.
 
-    A step that begins in an earlier one's state, with equal passes, is simulated once.
+    Steps with equal states at their begin and equal passes are simulated once.
     """
 
     def __init__(self, job: Job) -> None:
@@ -103,7 +103,7 @@ class SimulatedSteps:
         self._known: dict[tuple[int, int, bool], tuple[tuple[ExpectedCall, ...], int]] = {}
 
     def run(self, begin: int, passes: int, *, trains: bool) -> tuple[tuple[ExpectedCall, ...], int]:
-        """Return the calls of a training step, if it trains, with passes of an evaluation after it, and the state."""
+        """Return the calls of a training step (if `trains`) and of evaluation passes after it, and the final state."""
         key = begin, passes, trains
         if key not in self._known:
             state = deepcopy(self._states[begin])
@@ -115,8 +115,8 @@ class SimulatedSteps:
         return self._known[key]
 
     def evaluation(self, steps: int, passes: int) -> tuple[tuple[ExpectedCall, ...], tuple[ExpectedCall, ...]]:
-        """Return the calls of an evaluation's passes after a number of steps, and those of the step behind it."""
-        if self._job.is_older("deepspeed", 0, 15, 4):  # it has a coordinator of its own for evaluations
+        """Return the calls of an evaluation's passes after a number of steps, and those of the next step."""
+        if self._job.is_older("deepspeed", 0, 15, 4):  # which has a separate coordinator for evaluations
             raise NotPredictedError("evaluations under ZeRO-3 of DeepSpeed before 0.15.4 have no rules yet")
         state = 0
         for _ in range(steps):
@@ -132,8 +132,9 @@ def _evaluate(job: Job, state: Coordinator, passes: int) -> Iterator[ExpectedCal
             return
         forward_pass(state)
         recorded, held = state.take_recorded(), ({*state.available}, {*state.inflight})
-        repetitions = passes if held == before else 1  # all others are as this one
-        yield from (call.times(repetitions) for call in (*zero3_calls.comparisons(recorded), *_fetched(job, recorded)))
+        repetitions = passes if held == before else 1  # all later ones equal this one
+        calls = (*zero3_calls.comparisons(recorded), *_parameter_all_gathers(job, recorded))
+        yield from (call.times(repetitions) for call in calls)
         passes, before = passes - repetitions, held
     if passes:
         raise NotPredictedError("what an evaluation gathers does not become the same in each pass")
@@ -143,11 +144,11 @@ def _coordinator(job: Job) -> Coordinator:
     """Return the coordinator before the first step."""
     secondary = frozenset(number for group in job.groups for number in group) if zero3_calls.hpz_ranks(job) else None
     elements = {number: parameter.elements for number, parameter in enumerate(job.parameters)}
-    root = sequential_model.model_as_run(job) if job.is_gpt_neox else job.root
+    root = sequential_model.executed_model(job) if job.is_gpt_neox else job.root
     return Coordinator(
         root,
         elements,
-        zero3_calls.persistent(job),
+        zero3_calls.persistent_parameters(job),
         limits(job),
         segments=checkpointed_segments(job, root),
         resets_after_backward=job.is_older("deepspeed", 0, 15, 4),
@@ -156,10 +157,10 @@ def _coordinator(job: Job) -> Coordinator:
     )
 
 
-def _fetched(job: Job, recorded: CoordinatorCalls) -> list[ExpectedCall]:
+def _parameter_all_gathers(job: Job, recorded: CoordinatorCalls) -> list[ExpectedCall]:
     return [
-        *zero3_calls.gathers(job, recorded.gathers, zero3_calls.PARAMETERS),
-        *zero3_calls.gathers_within(job, recorded.within),
+        *zero3_calls.all_gathers(job, recorded.all_gathers, zero3_calls.PARAMETERS),
+        *zero3_calls.hpz_all_gathers(job, recorded.hpz_all_gathers),
     ]
 
 
@@ -167,40 +168,40 @@ def _step(job: Job, parts: list[CoordinatorCalls]) -> tuple[ExpectedCall, ...]:
     *passes, optimizer = parts
     return (
         *(call for part in passes for call in zero3_calls.comparisons(part)),
-        *(call for part in passes for call in _fetched(job, part)),
+        *(call for part in passes for call in _parameter_all_gathers(job, part)),
         *(call.times(job.micro_batches) for call in zero3_calls.reductions(job)),
         *zero3_calls.overflow_check(job),
         *zero3_calls.norms(job),
-        *zero3_calls.gathers(job, optimizer.gathers, zero3_calls.PERSISTENT),
+        *zero3_calls.all_gathers(job, optimizer.all_gathers, zero3_calls.PERSISTENT),
     )
 
 
 def _bars(job: Job, parts: list[CoordinatorCalls], step: tuple[ExpectedCall, ...]) -> Iterator[WaterfallBar]:
-    """Two thirds of equation 3 are all_gathers of the parameters, a third is the gradients' reduce_scatter."""
+    """Yield the bars from 2/3 of equation 3 to the parameters' all_gathers, and from 1/3 to the reduce_scatter."""
     size = job.parameter_size
     third = engine.ring_bytes(job, job.elements, size)
-    twice = 2 * job.micro_batches
-    small = sum(job.parameters[number].elements for number in zero3_calls.persistent(job))
+    passes = 2 * job.micro_batches
+    persistent_elements = sum(job.parameters[number].elements for number in zero3_calls.persistent_parameters(job))
     fetched = sum(
         job.parameters[number].elements
         for part in parts
-        for gathered in (*part.gathers, *part.within)
-        for number in gathered
+        for numbers in (*part.all_gathers, *part.hpz_all_gathers)
+        for number in numbers
     )
-    gathered_once_a_pass = twice * (job.elements - small) + small
+    once_per_pass = passes * (job.elements - persistent_elements) + persistent_elements
     less_or_more = (
         "parameters that are still gathered"
-        if fetched <= gathered_once_a_pass
+        if fetched <= once_per_pass
         else "parameters gathered more than twice (recomputation, shared weights)"
     )
-    gathers = zero3_calls.PARAMETERS, zero3_calls.PERSISTENT
+    causes = zero3_calls.PARAMETERS, zero3_calls.PERSISTENT
     among_all_ranks = [replace(call, ranks=None) for call in step]
     levels = {
-        f"parameters pass twice in each of {job.micro_batches} micro-batches": third * twice,
-        "small parameters gathered once (persistence threshold)": engine.ring_bytes(job, gathered_once_a_pass, size),
+        f"parameters pass twice in each of {job.micro_batches} micro-batches": third * passes,
+        "small parameters gathered once (persistence threshold)": engine.ring_bytes(job, once_per_pass, size),
         less_or_more: engine.ring_bytes(job, fetched, size),
-        "padding of parameters to equal parts": total_wire_bytes(among_all_ranks, job.ranks, *gathers),
-        "gathered from fewer ranks (hpZ)": total_wire_bytes(step, job.ranks, *gathers),
+        "padding of parameters to equal parts": total_wire_bytes(among_all_ranks, job.ranks, *causes),
+        "gathered from fewer ranks (hpZ)": total_wire_bytes(step, job.ranks, *causes),
     }
     yield from level_bars(third * 2, levels)
     levels = engine.gradient_levels(job)
@@ -210,12 +211,12 @@ def _bars(job: Job, parts: list[CoordinatorCalls], step: tuple[ExpectedCall, ...
     levels["padding of gradients to equal parts"] = all_gather_volume(reduced, job.ranks)
     levels["all_reduce in place of reduce_scatter"] = total_wire_bytes(step, job.ranks, GRADIENTS)
     yield from level_bars(third, levels)
-    yield from cause_bars(step, job.ranks, *gathers, GRADIENTS)
+    yield from cause_bars(step, job.ranks, *causes, GRADIENTS)
 
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._configure_zero_optimizer", DEEPSPEED)
 def limits(job: Job) -> CoordinatorLimits:
-    """The engine hands three settings to the coordinator."""
+    """Return the three settings that the engine passes to the coordinator."""
     names = ("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")
     return CoordinatorLimits(*(int(job.zero(name)) for name in names))
 
@@ -223,7 +224,7 @@ def limits(job: Job) -> CoordinatorLimits:
 @rule("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.pre_sub_module_forward_function "
       "(in torch.utils.checkpoint)", DEEPSPEED)  # fmt: skip
 def checkpointed_segments(job: Job, root: ModuleNode) -> list[CheckpointedSegment]:
-    """Layers are recomputed in backward as the model says (`neox_args`), checkpoint_num_layers at a time."""
+    """Return the segments of checkpoint_num_layers layers that the model recomputes in backward (`neox_args`)."""
     if "model" not in job.row or not job.model("checkpoint_activations", False):
         return []
     if len(job.trainable) < len(job.parameters):

@@ -1,4 +1,4 @@
-"""Calls of ZeRO-3: of the parameters that the coordinator gathers, at start-up, and of the optimizer."""
+"""Calls of ZeRO-3: at start-up, of the parameters that the coordinator gathers, and of gradients and the optimizer."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _INIT: Final = "deepspeed.runtime.zero.partition_parameters.Init."
 
 @rule(_INIT + "_convert_to_deepspeed_param, _partition_param", DEEPSPEED)
 def padded_elements(job: Job, tensor: ModelTensor) -> int:
-    """A parameter is padded so that all ranks have equal parts; returned are its elements."""
+    """Return the elements of a parameter with the padding to equal shards."""
     return ceil(tensor.elements / job.ranks) * job.ranks
 
 
 @rule(_INIT + "_zero_init_param; deepspeed.runtime.engine.DeepSpeedEngine._broadcast_model", DEEPSPEED)
 def initial_broadcasts(job: Job) -> list[ExpectedCall]:
-    """Rank 0 broadcasts each parameter, as bytes, before it is partitioned.
+    """Return the broadcasts of rank 0, one per parameter, as uint8, before the parameter is partitioned.
 
-    Parameters that are not yet partitioned when the engine is made are also broadcast with the model. A job that does
-    not tell which these are has none: its model was made under `deepspeed.zero.Init`.
+    Parameters that are not yet partitioned when the engine is made are also broadcast with the model. A job row that
+    does not list these has none: its model was made under `deepspeed.zero.Init`.
     """
     partitioned = "first parameters, one broadcast each, as uint8"
     with_model = "parameters not yet partitioned when the engine is made, once more"
@@ -50,13 +50,13 @@ def initial_broadcasts(job: Job) -> list[ExpectedCall]:
 
 @rule(_STAGE_3 + "__init__, _setup_for_real_optimizer", DEEPSPEED)
 def barriers(job: Job) -> list[ExpectedCall]:
-    """One barrier is before the partitions are moved together, two around the optimizer's state."""
+    """Return the barriers of set-up: one before partitions are moved together, two around the optimizer's state."""
     return [ExpectedCall("barrier", 0, BARRIERS, 3)]
 
 
 @rule(_STAGE_3 + "create_reduce_and_remove_grad_hooks", DEEPSPEED)
-def initial_gathers(job: Job) -> list[ExpectedCall]:
-    """Each trained parameter is gathered once, so that a hook can be put on its gradient."""
+def initial_all_gathers(job: Job) -> list[ExpectedCall]:
+    """Return the all_gathers of trained parameters, one each, to register hooks on their gradients."""
     cause = "every parameter once, to put a hook on its gradient"
     parameters = (job.parameters[number] for group in job.groups for number in group)
     return [
@@ -67,8 +67,8 @@ def initial_gathers(job: Job) -> list[ExpectedCall]:
 
 
 @rule("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.mark_persistent_parameters", DEEPSPEED)
-def persistent(job: Job) -> frozenset[int]:
-    """Parameters up to param_persistence_threshold stay gathered, together up to model_persistence_threshold."""
+def persistent_parameters(job: Job) -> frozenset[int]:
+    """Return the parameters that stay gathered (param_persistence_threshold, model_persistence_threshold)."""
     limit, total_limit = int(job.zero("param_persistence_threshold")), int(job.zero("model_persistence_threshold"))
     numbers, total = set(), 0
     for number, parameter in enumerate(job.parameters):
@@ -79,8 +79,8 @@ def persistent(job: Job) -> frozenset[int]:
 
 
 @rule(_INIT + "_convert_to_deepspeed_param.all_gather_coalesced", DEEPSPEED)
-def gathers(job: Job, sets: Iterable[tuple[int, ...]], cause: str) -> list[ExpectedCall]:
-    """A set of parameters is one call for each element type, or one for each parameter (allgather_sequential)."""
+def all_gathers(job: Job, sets: Iterable[tuple[int, ...]], cause: str) -> list[ExpectedCall]:
+    """Return one all_gather for each set of parameters and dtype, or for each parameter (allgather_sequential)."""
     calls = []
     ranks, is_sequential = job.ranks if hpz_ranks(job) else None, job.zero("allgather_sequential")
 
@@ -96,21 +96,21 @@ def gathers(job: Job, sets: Iterable[tuple[int, ...]], cause: str) -> list[Expec
 
 
 @rule(_INIT + "_convert_to_deepspeed_param.all_gather_coalesced (use_secondary_tensor)", DEEPSPEED)
-def gathers_within(job: Job, sets: Iterable[tuple[int, ...]]) -> list[ExpectedCall]:
-    """With hpZ, gathers are of as many bytes, among the ranks that share the secondary partition."""
-    return [replace(call, ranks=hpz_ranks(job)) for call in gathers(job, sets, PARAMETERS)]
+def hpz_all_gathers(job: Job, sets: Iterable[tuple[int, ...]]) -> list[ExpectedCall]:
+    """Return all_gathers of the same bytes among the ranks that share the secondary partition (hpZ)."""
+    return [replace(call, ranks=hpz_ranks(job)) for call in all_gathers(job, sets, PARAMETERS)]
 
 
 @rule("deepspeed.utils.groups._create_zero_param_parallel_group", DEEPSPEED)
 def hpz_ranks(job: Job) -> int:
-    """zero_hpz_partition_size ranks share a secondary partition of all parameters; 0: there is none."""
+    """Return the number of ranks that share a secondary partition (zero_hpz_partition_size); 0 without one."""
     size = int(job.zero("zero_hpz_partition_size"))
     return min(size, job.ranks) if size > 1 else 0
 
 
 @rule("deepspeed.runtime.zero.utils.assert_lst_len_same_as_other_ranks, get_lst_from_rank0", DEEPSPEED)
 def comparisons(recorded: CoordinatorCalls) -> list[ExpectedCall]:
-    """Rank 0 broadcasts each list that ranks compare, as 64-bit numbers. Modules that do not run are not in it."""
+    """Return the broadcasts of rank 0 for the lists that ranks compare, in int64. They lack modules that do not run."""
     return [
         ExpectedCall("broadcast", _INT64 * most, COMPARED, least=_INT64 * least if least < most else None)
         for most, least in recorded.compared
@@ -119,8 +119,8 @@ def comparisons(recorded: CoordinatorCalls) -> list[ExpectedCall]:
 
 @rule(_STAGE_3 + "__reduce_and_partition_ipg_grads", DEEPSPEED)
 def reductions(job: Job) -> list[ExpectedCall]:
-    """Gradients of a micro-batch are reduced in buckets; with reduce_scatter off all_reduced, without padding."""
-    size, limit = element_size(engine.communication_type(job)), int(job.zero("reduce_bucket_size"))
+    """Return the reduce_scatters of gradient buckets per micro-batch; with reduce_scatter off, unpadded all_reduces."""
+    size, limit = element_size(engine.communication_dtype(job)), int(job.zero("reduce_bucket_size"))
     grouped = sorted(number for group in job.groups for number in group)
     order = reduction_order(job, [job.parameters[number] for number in grouped if job.parameters[number].trainable])
     elements = [parameter.elements for parameter in order]
@@ -139,24 +139,24 @@ def reductions(job: Job) -> list[ExpectedCall]:
 @rule("deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses._enable_mem_efficient_linear",
       DEEPSPEED)  # fmt: skip
 def reduction_order(job: Job, tensors: list[ModelTensor]) -> list[ModelTensor]:
-    """Gradients become ready in backward order, as ZeRO-3's own linear layers return them."""
+    """Return parameters in the order of their gradients, with ZeRO-3's linear layers (memory_efficient_linear)."""
     order = gradients.gradient_order(tensors)
     return gradients.zero3_linear_order(order) if job.zero("memory_efficient_linear") else order
 
 
 @rule(_STAGE_3 + "_overflow_check_and_loss_scale_update", DEEPSPEED)
 def overflow_check(job: Job) -> list[ExpectedCall]:
-    """The check all_reduces one byte, in fp16 only."""
+    """Return the all_reduce of the overflow check: one byte, in fp16 only."""
     return [ExpectedCall("all_reduce", 1, OVERFLOW)] if job.fact("precision") == "fp16" else []
 
 
 @rule(_STAGE_3 + "_get_norm_groups, get_grad_norm_direct", DEEPSPEED)
 def norms(job: Job) -> list[ExpectedCall]:
-    """Each sub-group of the optimizer all_reduces a number, with or without clipping."""
+    """Return the all_reduce of a norm per sub-group of the optimizer, with or without clipping."""
     return [ExpectedCall("all_reduce", element_size(str(job.fact("norm_dtype"))), NORM)] * len(job.groups)
 
 
 @rule(_STAGE_3 + "checkpoint_event_epilogue", DEEPSPEED)
 def saved_state(job: Job) -> list[ExpectedCall]:
-    """Saving a checkpoint releases all parameters; afterwards each persistent one is gathered."""
-    return gathers(job, [(number,) for number in sorted(persistent(job))], PERSISTENT)
+    """Return the all_gathers of persistent parameters after a checkpoint, for which all parameters were released."""
+    return all_gathers(job, [(number,) for number in sorted(persistent_parameters(job))], PERSISTENT)

@@ -1,10 +1,10 @@
-"""Which parameters ZeRO-3 gathers when: a simulation of DeepSpeed's coordinator on the tree of modules.
+"""Simulation of DeepSpeed's ZeRO-3 coordinator on the tree of modules: which parameters are gathered when.
 
 Mirrors `deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator` of DeepSpeed
 (`registry.DEEPSPEED`), a function for each method, without tensors. In the first micro-batch every module fetches its
-parameters when it runs, forward and backward, and the order of modules is recorded. From the second on the record is
-known: parameters are fetched ahead of their use, as many as prefetch_bucket_size and max_live_parameters allow, and are
-kept where they are used again soon enough (max_reuse_distance).
+parameters when it runs, forward and backward, and the order of modules is recorded as a trace. From the second on the
+trace is known: parameters are prefetched up to prefetch_bucket_size and max_live_parameters, and stay gathered if they
+are used again within max_reuse_distance.
 
 `zero3_passes` calls it for each module, in the order in which modules run.
 """
@@ -40,22 +40,22 @@ class CheckpointedSegment:
     end: int
     reentrant: bool
     masked: bool = False
-    """Whether something behind the last module is kept for backward, as dropout's mask: recomputed up to there."""
+    """Whether an operation after the last module keeps a tensor for backward (dropout's mask): recomputed up to it."""
 
 
 @dataclass
 class CoordinatorCalls:
     """Recorded calls of the coordinator."""
 
-    gathers: list[tuple[int, ...]] = field(default_factory=list)  # numbers of the parameters gathered in each call
-    within: list[tuple[int, ...]] = field(default_factory=list)
-    """Numbers of the parameters gathered from the secondary partition (hpZ), in each call."""
+    all_gathers: list[tuple[int, ...]] = field(default_factory=list)  # numbers of the parameters in each call
+    hpz_all_gathers: list[tuple[int, ...]] = field(default_factory=list)
+    """Numbers of the parameters in each call on secondary partitions (hpZ)."""
     compared: list[tuple[int, int]] = field(default_factory=list)  # most and least length of lists that ranks compared
 
 
 @dataclass
 class Coordinator:
-    """State between calls. Parameters are numbers."""
+    """State between calls. Parameters are represented by their numbers."""
 
     root: ModuleNode  # the model
     elements: dict[int, int]  # elements of each parameter
@@ -67,7 +67,7 @@ class Coordinator:
     secondary: frozenset[int] | None = None
     """Parameters whose secondary partition (hpZ) an optimizer step makes stale; None: there is none."""
     has_run: set[int] = field(default_factory=set)  # numbers of the modules that have run
-    borrowed: frozenset[int] = field(init=False)  # parameters that modules return: no module releases them
+    borrowed: frozenset[int] = field(init=False)  # parameters that modules return, which no module releases
     valid: set[int] = field(default_factory=set)  # parameters whose secondary partition can be gathered
     recorded: CoordinatorCalls = field(default_factory=CoordinatorCalls)
     available: set[int] = field(default_factory=set)
@@ -84,21 +84,21 @@ class Coordinator:
     released: dict[tuple[int, int], frozenset[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Begin with a secondary partition of all parameters."""
+        """Set the fields that follow from others; all secondary partitions are valid at first."""
         self.recording = self.resets_after_backward
         self.borrowed = frozenset(number for module in self.root.walk() for number in module.borrowed)
         if self.secondary is not None:
             self.valid = {*self.elements}
 
     def take_recorded(self) -> CoordinatorCalls:
-        """Return the calls recorded since the last time."""
+        """Return the calls recorded since this method was last called."""
         recorded, self.recorded = self.recorded, CoordinatorCalls()
         return recorded
 
 
 @rule(_WHERE + "reset_step", DEEPSPEED)
 def reset_step(state: Coordinator) -> None:
-    """Before each forward pass: the first begins the record of modules, the second completes it, and ranks compare it.
+    """Start a forward pass: the first starts the trace of modules, the second completes it, and ranks compare it.
 
     DeepSpeed before 0.15.4 records from the start, and resets after each backward pass.
     A micro-batch uses all that was prefetched; an evaluation does not.
@@ -110,7 +110,7 @@ def reset_step(state: Coordinator) -> None:
             state.trace = [
                 (number, position)
                 for position, module in enumerate(state.order)
-                for number in sorted(fetched(state, module))
+                for number in sorted(used_parameters(state, module))
             ]
             compare(state, len(state.trace))
             compare(state, len(state.trace))
@@ -123,7 +123,7 @@ def reset_step(state: Coordinator) -> None:
 
 @rule(_WHERE + "trace_prologue, _invalidate_trace", DEEPSPEED)
 def check_order(state: Coordinator, module: ModuleNode) -> None:
-    """A module other than the record's next one voids the record: backward after that of an evaluation, for example."""
+    """Invalidate the trace if a module is not the next one in it, as in backward if an evaluation was traced."""
     if state.complete and not (state.position < len(state.order) and state.order[state.position] is module):
         state.complete = False
         state.order, state.trace, state.latest = [], [], {}
@@ -133,7 +133,7 @@ def check_order(state: Coordinator, module: ModuleNode) -> None:
 
 @rule(_WHERE + "_clean_inflight_param_registry", DEEPSPEED)
 def release_inflight(state: Coordinator) -> None:
-    """Release what was prefetched and not used."""
+    """Release parameters that were prefetched and not used."""
     for number in sorted(state.inflight):
         state.inflight.discard(number)
         state.available.add(number)
@@ -142,7 +142,7 @@ def release_inflight(state: Coordinator) -> None:
 
 @rule("deepspeed.runtime.zero.utils.assert_ints_same_as_other_ranks (before 0.17.6 without the length)", DEEPSPEED)
 def compare(state: Coordinator, length: int, least: int | None = None) -> None:
-    """Rank 0 broadcasts its list: the length, then the numbers."""
+    """Record rank 0's broadcasts of a list: the length, then the numbers."""
     if state.compares_lengths:
         state.recorded.compared.append((1, 1))
     state.recorded.compared.append((length, length if least is None else least))
@@ -150,19 +150,19 @@ def compare(state: Coordinator, length: int, least: int | None = None) -> None:
 
 @rule("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module (external parameters)",
       DEEPSPEED)  # fmt: skip
-def fetched(state: Coordinator, module: ModuleNode) -> set[int]:
-    """A module's own parameters, and after its first run those that it was handed by modules within it."""
+def used_parameters(state: Coordinator, module: ModuleNode) -> set[int]:
+    """Return the parameters that a module uses: its own, and after its first run those that its children return."""
     return {*module.parameters, *(module.borrowed if module.number in state.has_run else ())}
 
 
 @rule(_WHERE + "fetch_sub_module", DEEPSPEED)
 def fetch(state: Coordinator, module: ModuleNode) -> None:
-    """Before a module: gather its parameters that are not gathered yet, then those of later modules."""
+    """Gather the missing parameters of a module before it runs, then prefetch those of later modules."""
     check_order(state, module)
     if state.recording:
         state.order.append(module)
-    numbers = fetched(state, module)
-    gather(state, numbers)
+    numbers = used_parameters(state, module)
+    all_gather_parameters(state, numbers)
     for number in numbers:
         state.active[number].add(module.number)
         if number in state.inflight:
@@ -176,8 +176,8 @@ def fetch(state: Coordinator, module: ModuleNode) -> None:
 
 @rule(_WHERE + "_fetch_sub_module_impl (the fetch queue)", DEEPSPEED)
 def advance_queue(state: Coordinator, module: ModuleNode) -> None:
-    """Take a module's parameters from the queue, unless a prefetch has taken them before."""
-    needed = {number for number in fetched(state, module) if state.latest.get(number, _NEVER) < state.position}
+    """Remove a module's parameters from the queue, unless a prefetch has removed them before."""
+    needed = {number for number in used_parameters(state, module) if state.latest.get(number, _NEVER) < state.position}
     taken: set[int] = set()
     while state.queue and len(taken) < len(needed):
         number, last = state.queue.popleft()
@@ -190,36 +190,36 @@ def advance_queue(state: Coordinator, module: ModuleNode) -> None:
 @rule(_WHERE + "_fetch_sub_module_impl (prefetching)", DEEPSPEED)
 def prefetch(state: Coordinator) -> None:
     """Gather the next parameters of the queue in one call, up to the limits."""
-    room = min(state.limits.live - state.live, state.limits.prefetch)
+    max_elements = min(state.limits.live - state.live, state.limits.prefetch)
     numbers: list[int] = []
     if state.limits.prefetch > 0:
-        while state.queue and sum(state.elements[number] for number in numbers) < room:
+        while state.queue and sum(state.elements[number] for number in numbers) < max_elements:
             number, last = state.queue.popleft()
             state.latest[number] = max(state.latest.get(number, _NEVER), last)
             if number not in state.available | state.inflight and number not in numbers:
                 numbers.append(number)
-    gather(state, numbers)
+    all_gather_parameters(state, numbers)
 
 
 @rule(_WHERE + "__all_gather_params_", DEEPSPEED)
-def gather(state: Coordinator, numbers: Iterable[int]) -> None:
-    """Gather missing parameters in one call; with hpZ in another those whose secondary partition is valid."""
+def all_gather_parameters(state: Coordinator, numbers: Iterable[int]) -> None:
+    """Record an all_gather of missing parameters; with hpZ another of those whose secondary partition is valid."""
     missing = tuple(sorted(set(numbers) - state.available - state.inflight))
     state.live += sum(state.elements[number] for number in missing)
     state.inflight.update(missing)
     from_secondary = tuple(number for number in missing if number in state.valid)
     from_primary = tuple(number for number in missing if number not in state.valid)
     if from_secondary:
-        state.recorded.within.append(from_secondary)
+        state.recorded.hpz_all_gathers.append(from_secondary)
     if from_primary:
-        state.recorded.gathers.append(from_primary)
+        state.recorded.all_gathers.append(from_primary)
 
 
 @rule(_WHERE + "release_sub_module", DEEPSPEED)
 def release(state: Coordinator, module: ModuleNode) -> None:
-    """After a module: release its parameters, all of them while modules are recorded, else the releasable ones."""
+    """Release parameters of a module after it ran: all while the trace is recorded, else the releasable ones."""
     state.has_run.add(module.number)
-    numbers = fetched(state, module)
+    numbers = used_parameters(state, module)
     to_release = releasable(state, module) if state.complete else numbers
     for number in numbers:
         state.active[number].discard(module.number)
@@ -229,16 +229,16 @@ def release(state: Coordinator, module: ModuleNode) -> None:
 
 @rule(_WHERE + "__params_to_release", DEEPSPEED)
 def releasable(state: Coordinator, module: ModuleNode) -> frozenset[int]:
-    """Release what is neither persistent, nor prefetched for a later use, nor used again within the reuse distance."""
-    key = module.number, state.position  # DeepSpeed remembers its first answer (lru_cache), so the same here
+    """Return a module's parameters that are not persistent, prefetched for later, or used within the reuse distance."""
+    key = module.number, state.position  # DeepSpeed caches its first result (lru_cache)
     if key not in state.released:
-        numbers = {number for number in fetched(state, module) if number not in state.persistent}
+        numbers = {number for number in used_parameters(state, module) if number not in state.persistent}
         numbers -= {number for number in numbers if state.latest.get(number, _NEVER) > state.position}
         passed = 0
         for later in state.order[state.position :]:
             if not numbers or passed >= state.limits.reuse:
                 break
-            used = fetched(state, later)
+            used = used_parameters(state, later)
             numbers -= used
             passed += sum(state.elements[number] for number in used)
         state.released[key] = frozenset(numbers)
@@ -256,21 +256,21 @@ def release_parameter(state: Coordinator, number: int) -> None:
 
 @rule("deepspeed.runtime.zero.partition_parameters.Init._partition_param_sec", DEEPSPEED)
 def keep_secondary(state: Coordinator, number: int) -> None:
-    """hpZ: a released parameter is kept in the secondary partition, until that is stale."""
+    """Mark a released parameter's secondary partition (hpZ) as valid, until an optimizer step."""
     if state.secondary is not None:
         state.valid.add(number)
 
 
 @rule("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.invalidate_secondary_tensor", DEEPSPEED)
 def invalidate_secondary(state: Coordinator) -> None:
-    """After an optimizer step, the secondary partition of the trained parameters is stale."""
+    """Mark the secondary partitions of the trained parameters as stale after an optimizer step."""
     state.valid -= state.secondary or frozenset()
 
 
 @rule(_WHERE + "release_backward_leftovers", DEEPSPEED)
 def release_leftovers(state: Coordinator, module: ModuleNode) -> None:
-    """After backward: release the parameters of a module whose input had no gradient, except persistent ones."""
-    for number in fetched(state, module):
+    """Release parameters of a module whose input had no gradient, except persistent ones, after backward."""
+    for number in used_parameters(state, module):
         state.active[number].discard(module.number)
         if number not in state.persistent | state.borrowed:
             release_parameter(state, number)
@@ -278,7 +278,7 @@ def release_leftovers(state: Coordinator, module: ModuleNode) -> None:
 
 @rule(_WHERE + "release_and_reset_all", DEEPSPEED)
 def release_all(state: Coordinator) -> None:
-    """Before the optimizer step: release all parameters."""
+    """Release all parameters before the optimizer step."""
     for number in sorted(state.available):
         state.active[number].clear()
         release_parameter(state, number)
@@ -286,8 +286,8 @@ def release_all(state: Coordinator) -> None:
 
 @rule("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._post_step", DEEPSPEED)
 def gather_persistent(state: Coordinator) -> None:
-    """After the optimizer step: gather each persistent parameter in its own call; it stays until the next step."""
+    """Gather each persistent parameter in its own call after the optimizer step; it stays until the next one."""
     for number in sorted(state.persistent):
         if number not in state.available:
             state.available.add(number)
-            state.recorded.gathers.append((number,))
+            state.recorded.all_gathers.append((number,))

@@ -1,8 +1,8 @@
 """Order in which ZeRO-3's hooks of modules run: forward, backward, and where activations are recomputed.
 
-Assumptions, which no job row contains: modules run once each, in the order in which they were made, nested as they
-are registered; the model's input needs no gradient. Modules whose activations are recomputed (`CheckpointedSegment`)
-run once more within the backward pass.
+Assumptions that the captured job cannot confirm: modules run once each, in the order in which they were made, nested as
+they are registered; the model's input needs no gradient. Modules whose activations are recomputed
+(`CheckpointedSegment`) run once more within the backward pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HookCall: TypeAlias = tuple[Callable[[Coordinator, ModuleNode], None], ModuleNod
 
 @rule(_OFFLOAD + "setup_zero_stage3_hooks (before 0.15.4 DeepSpeedZeroOptimizer_Stage3.backward)", DEEPSPEED)
 def micro_batch(state: Coordinator) -> None:
-    """Hooks of every module fetch and release its parameters, forward and backward."""
+    """Run the hooks of all modules for a micro-batch: they fetch and release parameters, forward and backward."""
     if not state.resets_after_backward:
         coordinator.reset_step(state)
     back = backward(state.root, has_model_input=True, segments=state.segments)
@@ -42,7 +42,7 @@ def forward_pass(state: Coordinator) -> None:
 
 
 def forward(module: ModuleNode) -> Iterator[HookCall]:
-    """Yield the calls of a module's forward, with those of the modules within it."""
+    """Yield the hook calls of a module's forward pass, including those of the modules within it."""
     yield coordinator.fetch, module
     for child in module.children:
         yield from forward(child)
@@ -52,10 +52,10 @@ def forward(module: ModuleNode) -> Iterator[HookCall]:
 def backward(
     module: ModuleNode, *, has_model_input: bool = False, segments: Sequence[CheckpointedSegment] = ()
 ) -> Iterator[HookCall]:
-    """Yield the calls of a module's backward, with those of the modules within it, some of which are recomputed.
+    """Yield the hook calls of a module's backward pass, including those of the modules within it and of recomputation.
 
-    It begins at the gradient of each output. Its end is seen at the gradient of the input. The model's own input has no
-    gradient: modules that it is handed to are released after the whole backward pass, in which they come last.
+    It starts at the gradient of each output, and ends at the gradient of the input. The model's own input has no
+    gradient: modules that get it are released after the whole backward pass, in which they come last.
     """
     if not module.outputs:
         return
@@ -77,24 +77,24 @@ def backward(
 
 @rule(_OFFLOAD + "pre_sub_module_forward_function (within torch.utils.checkpoint)", DEEPSPEED)
 def recomputed_backward(modules: Sequence[ModuleNode], segment: CheckpointedSegment) -> list[HookCall]:
-    """Modules whose activations were not kept run forward again, before their backward or within it.
+    """Return the hook calls of recomputed modules: a second forward pass, before their backward pass or within it.
 
-    With reentrant autograd, before it. Without, when backward first needs what was not kept: at the last module that
-    has parameters, whose backward has begun; the second forward pass stops there, because it has then made all that
-    backward needs. If dropout behind that module keeps a mask, it stops behind it.
+    With reentrant autograd, it comes before. Without, it comes when backward first needs what was not kept: at the last
+    module that has parameters, whose backward has begun. It stops at that module, because it has then computed all that
+    backward needs, or after it if dropout follows there and keeps a mask.
     """
     if segment.reentrant:
-        again = [call for module in modules for call in forward(module)]
-        return [*again, *(call for module in reversed(modules) for call in backward(module))]
+        recomputed = [call for module in modules for call in forward(module)]
+        return [*recomputed, *(call for module in reversed(modules) for call in backward(module))]
     *others, last = modules
-    begun = [last] if segment.masked else path_to_last_parameters(last)
+    started = [last] if segment.masked else path_to_last_parameters(last)
     last_forward, last_backward = [*forward(last)], [*backward(last)]
-    stop = -1 if segment.masked else last_forward.index((coordinator.fetch, begun[-1])) + 1
+    stop = -1 if segment.masked else last_forward.index((coordinator.fetch, started[-1])) + 1
     return [
-        *((coordinator.fetch, module) for module in begun),
+        *((coordinator.fetch, module) for module in started),
         *(call for module in others for call in forward(module)),
         *last_forward[:stop],
-        *last_backward[last_backward.index((coordinator.fetch, begun[-1])) + 1 :],
+        *last_backward[last_backward.index((coordinator.fetch, started[-1])) + 1 :],
         *(call for module in reversed(others) for call in backward(module)),
     ]
 
@@ -109,7 +109,7 @@ def path_to_last_parameters(module: ModuleNode) -> list[ModuleNode]:
 
 
 def run_step(state: Coordinator, micro_batches: int) -> list[CoordinatorCalls]:
-    """Return the calls of each micro-batch of a step, and last those of its optimizer."""
+    """Run a step, and return the calls of each micro-batch and, last, those of its optimizer."""
     recorded = []
     for _ in range(micro_batches):
         micro_batch(state)

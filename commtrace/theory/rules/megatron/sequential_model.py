@@ -1,4 +1,4 @@
-"""GPT-NeoX's model without a pipeline, as its modules run under ZeRO-3: what the log's list of modules does not say."""
+"""Module tree of GPT-NeoX's model without a pipeline as it runs under ZeRO-3, which the log does not record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LAYER: Final = ("input_layernorm", "attention", "post_attention_layernorm", "ml
 _LAYER_OF_GPT_J: Final = ("input_layernorm", "post_attention_layernorm", "attention", "mlp")
 _MLP: Final = ("linear1", "activation_func", "linear2")
 _POSITIONS: Final = ("learned", "rotary", "none")
-_WITHIN_PARTS: Final = {
+_KNOWN_MODULES: Final = {
     "": {"word_embeddings", "position_embeddings", "embedding_dropout", "norm", "final_linear", *_LAYER},
     "attention": {"query_key_value", "rotary_emb", "scale_mask_softmax", "attention_dropout", "dense"},
     "mlp": {*_MLP},
@@ -21,14 +21,14 @@ _WITHIN_PARTS: Final = {
 
 
 @rule("megatron.model.utils.SequentialWrapper.forward; megatron.model.gpt2_model.GPT2ModelPipe.to_sequential", GPT_NEOX)
-def model_as_run(job: Job) -> ModuleNode:
-    """The model calls its layers itself. If embeddings are tied, the last layer has no parameters of its own."""
+def executed_model(job: Job) -> ModuleNode:
+    """Return the model with its layers as children: it calls them itself. A tied head has the embedding's weight."""
     names, positions = [_name(job, child) for child in job.root.children], job.model("pos_emb")
     refuse(
         (names != ["sequential"], "the modules in the log are not those of GPT-NeoX"),
         (positions not in _POSITIONS, f"GPT-NeoX under ZeRO-3 with {positions} positions has no rules yet"),
     )
-    first, *others, last = (module_as_run(job, layer) for layer in job.root.children[0].children)
+    first, *others, last = (executed_module(job, layer) for layer in job.root.children[0].children)
     if not job.model("no_weight_tying"):
         last = replace(last, parameters=first.children[0].parameters)
     return replace(job.root, children=(first, *others, last))
@@ -36,14 +36,14 @@ def model_as_run(job: Job) -> ModuleNode:
 
 @rule("megatron.model.transformer.ParallelTransformerLayer.forward, ParallelSelfAttention.forward, "
       "ParallelMLP.forward; megatron.model.word_embeddings.Embedding.forward", GPT_NEOX)  # fmt: skip
-def module_as_run(job: Job, module: ModuleNode) -> ModuleNode:
-    """Modules run in another order than they are made; flash attention does without the module of its dropout.
+def executed_module(job: Job, module: ModuleNode) -> ModuleNode:
+    """Return a module with its children in the order in which they run, which is not that of their construction.
 
-    A module returns an output and the biases that it does not add, and uses those that are returned to it.
+    Flash attention does not run its dropout module. A module uses the biases that its children return without adding.
     """
     order = (*(_LAYER_OF_GPT_J if job.model("gpt_j_residual", False) else _LAYER), *_MLP)
-    named = {_name(job, child): module_as_run(job, child) for child in module.children}
-    unknown = named.keys() - _WITHIN_PARTS.get(_name(job, module), _WITHIN_PARTS[""])
+    named = {_name(job, child): executed_module(job, child) for child in module.children}
+    unknown = named.keys() - _KNOWN_MODULES.get(_name(job, module), _KNOWN_MODULES[""])
     refuse(*((True, f"GPT-NeoX's module {name} under ZeRO-3 has no rules yet") for name in unknown))
     if "scale_mask_softmax" not in named:
         named.pop("attention_dropout", None)
@@ -61,7 +61,7 @@ def module_as_run(job: Job, module: ModuleNode) -> ModuleNode:
 
 @rule("megatron.mpu.layers.ColumnParallelLinear.forward, RowParallelLinear.forward (skip_bias_add)", GPT_NEOX)
 def returned_biases(job: Job, module: ModuleNode) -> tuple[int, ...]:
-    """Three linear layers return their bias instead of adding it, attention and MLP that of their last one."""
+    """Return the biases that a module returns instead of adding them: three linear layers, attention and MLP do."""
     name = _name(job, module)
     if name in ("dense", "linear1", "linear2"):
         return tuple(number for number in module.parameters if job.parameters[number].name.endswith(".bias"))
@@ -72,7 +72,7 @@ def returned_biases(job: Job, module: ModuleNode) -> tuple[int, ...]:
 
 @rule("megatron.model.utils.SequentialWrapper.forward, _is_checkpointable", GPT_NEOX)
 def checkpointed_segments(job: Job, root: ModuleNode) -> list[tuple[int, int]]:
-    """Each checkpoint_num_layers of all layers are recomputed together, if all of them are transformer layers."""
+    """Return (first, end) of each recomputed segment: checkpoint_num_layers layers, all of them transformer layers."""
     interval = int(job.model("checkpoint_num_layers", 1))
     is_layer = [any(_name(job, part) == "attention" for part in layer.children) for layer in root.children]
     segments = [(first, min(first + interval, len(is_layer))) for first in range(0, len(is_layer), interval)]
@@ -80,5 +80,5 @@ def checkpointed_segments(job: Job, root: ModuleNode) -> list[tuple[int, int]]:
 
 
 def _name(job: Job, module: ModuleNode) -> str:
-    """Return the last part of a module's name."""
+    """Return the last component of a module's name."""
     return str(job.fact("modules")[module.number]["name"]).rpartition(".")[2]
