@@ -149,7 +149,7 @@ def names(rule: Rule) -> str:
 
 def of_gpt_neox_alone(rule: Rule) -> bool:
     """Whether only GPT-NeoX's own program makes its calls: tests/unit/theory/rules/test_gpt_neox.py breaks it."""
-    functions = ("norm_gradients", "summed_embedding", "segment_gathers", "recomputed_segments", "saved_state")
+    functions = ("norm_gradients", "embedding_all_reduce", "segment_all_gathers", "recomputed_segments", "saved_state")
     modules = ("megatron.gpt_neox", "megatron.sequential_model", "gpt_neox.program_modules")
     return rule.module.endswith(modules) or rule.name in functions
 

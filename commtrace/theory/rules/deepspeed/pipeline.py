@@ -1,9 +1,9 @@
 """DeepSpeed's pipeline of GPT-NeoX's model, alone or with tensor and data parallelism: calls of a stage's ranks.
 
-Among ranks with the same part of the model, the rules are those of `engine` and `zero12`, for the stage's parameters;
-among tensor-parallel ranks those of `tensor_parallel`, for the stage's layers; among stages those of `pipeline_calls`.
-A job row is of one stage, and so is the prediction. Assumptions are those of `tensor_parallel`. Evaluation is not
-counted.
+The rules of the data-parallel group are those of `engine` and `zero12`, for the stage's parameters; of the
+tensor-parallel group those of `tensor_parallel`, for the stage's layers; among stages those of `pipeline_calls`. A job
+row describes one stage, and so does the prediction. Assumptions are those of `tensor_parallel`. Evaluation is not
+predicted.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from commtrace.theory.closed_forms import pipeline as pipeline_form
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
 from commtrace.theory.job import Job, refuse
 from commtrace.theory.model_shapes import count_elements, gpt_neox_model, model_lists, neox_shape
-from commtrace.theory.rules.megatron import sequence_parallel
-from commtrace.theory.rules.megatron import tensor_parallel as tensor
+from commtrace.theory.rules.megatron import sequence_parallel, tensor_parallel
 from commtrace.theory.rules.registry import DEEPSPEED
 from commtrace.theory.waterfall import cause_bars, level_bars
 
@@ -39,30 +38,30 @@ def predict(job: Job) -> Prediction:
     stage = PipelineStage(int(facts["stage"]), int(job.fact("pipeline_stages")), layers, facts)
     check(job, stage)
     model = Job(pipeline_calls.stage_as_model(job))
-    data = _among_replicas(model)
-    optimizer = (replace(call, role=pipeline_calls.model_role(job)) for call in tensor.optimizer_calls(model))
-    own = (*pipeline_calls.step_calls(job, stage), *optimizer)
-    step = (*tensor.alone_as_self(job, data.steps[0]), *own)
-    forms, bars = _waterfalls(job, stage, data, own)
+    prediction = _data_parallel_prediction(model)
+    optimizer = (replace(call, role=pipeline_calls.model_role(job)) for call in tensor_parallel.optimizer_calls(model))
+    stage_calls = (*pipeline_calls.step_calls(job, stage), *optimizer)
+    step = (*tensor_parallel.with_self_role(job, prediction.steps[0]), *stage_calls)
+    forms, bars = _waterfalls(job, stage, prediction, stage_calls)
     equations = "2" + " + 4" * (stage.stages > 1) + " + 5" * (job.tensor > 1)
     label = f"{'3D: ' if equations == '2 + 4 + 5' else ''}equation{'s' * (len(equations) > 1)} {equations}"
     stages = f"pipeline of {stage.stages} stages" if stage.stages > 1 else "pipeline engine of one stage"
-    tensor_parallel_part = f", tensor-parallel over {job.tensor}" if job.tensor > 1 else ""
+    tensor_scheme = f", tensor-parallel over {job.tensor}" if job.tensor > 1 else ""
     return Prediction(
-        scheme=f"{data.scheme}, {stages}{tensor_parallel_part}",
+        scheme=f"{prediction.scheme}, {stages}{tensor_scheme}",
         ranks=job.ranks,
-        start=(*tensor.alone_as_self(job, data.start), *pipeline_calls.start_calls(job, stage)),
+        start=(*tensor_parallel.with_self_role(job, prediction.start), *pipeline_calls.start_calls(job, stage)),
         steps=((*pipeline_calls.metadata(stage), *step), step),
         closed_form=WaterfallBar(label, sum((form.bytes for form in forms), Fraction(0))),
         bars=tuple(bars),
-        skipped=tensor.skipped_calls(job, data, own),
+        skipped=tensor_parallel.skipped_calls(job, prediction, stage_calls),
         others=_group_sizes(job, stage),
         forms=tuple(forms),
     )
 
 
 def _group_sizes(job: Job, stage: PipelineStage) -> dict[str, int]:
-    return {ROLE: stage.stages, tensor.ROLE: job.tensor, "model": stage.stages * job.tensor, "self": 1}
+    return {ROLE: stage.stages, tensor_parallel.ROLE: job.tensor, "model": stage.stages * job.tensor, "self": 1}
 
 
 def check(job: Job, stage: PipelineStage) -> None:
@@ -92,7 +91,7 @@ def check(job: Job, stage: PipelineStage) -> None:
     )  # fmt: skip
 
 
-def _among_replicas(model: Job) -> Prediction:
+def _data_parallel_prediction(model: Job) -> Prediction:
     """Return the prediction for the stage's parameters, as if they were the whole model."""
     is_flat = int(model.fact("zero_stage")) > 0 or model.fact("optimizer") == "BF16_Optimizer"
     return zero12.predict(model) if is_flat else engine.predict(model)
@@ -102,60 +101,63 @@ def _among_replicas(model: Job) -> Prediction:
 
 
 def _waterfalls(
-    job: Job, stage: PipelineStage, data: Prediction, own: Sequence[ExpectedCall]
+    job: Job, stage: PipelineStage, prediction: Prediction, stage_calls: Sequence[ExpectedCall]
 ) -> tuple[list[WaterfallBar], list[WaterfallBar]]:
-    """Return the closed forms of the paper by role, and what leads from them to this rank's steady step."""
-    parts: list[FormAndBars] = [(data.closed_form, list(data.bars))]  # of one stage, which has the whole model
+    """Return the closed forms of the paper by role, and the bars from them to this rank's steady step."""
+    data_form = prediction.closed_form  # of one stage, which has the whole model
+    waterfalls: list[FormAndBars] = [(data_form, list(prediction.bars))]
     if stage.stages > 1:
-        form = WaterfallBar(
-            data.closed_form.label, 2 * engine.ring_bytes(job, model_parameters(job), job.parameter_size)
-        )
-        stage_only = WaterfallBar("a rank has its stage's part of the parameters", data.closed_form.bytes - form.bytes)
-        parts = [(form, [stage_only, *data.bars]), _pipeline_part(job, stage, own)]
+        form = WaterfallBar(data_form.label, 2 * engine.ring_bytes(job, model_parameters(job), job.parameter_size))
+        stage_only = WaterfallBar("a rank has its stage's part of the parameters", data_form.bytes - form.bytes)
+        waterfalls = [(form, [stage_only, *prediction.bars]), _pipeline_waterfall(job, stage, stage_calls)]
     if job.tensor > 1:
-        parts.append(_tensor_part(job, stage, own))
-    bars = [bar for _, part_bars in parts for bar in part_bars]
-    for role in sorted({call.role for call in own}):
+        waterfalls.append(_tensor_waterfall(job, stage, stage_calls))
+    bars = [bar for _, role_bars in waterfalls for bar in role_bars]
+    for role in sorted({call.role for call in stage_calls}):
         # Several groups make norms and overflow checks: these bars name theirs.
         calls = [
             replace(call, cause=f"{call.cause}, over the whole model") if call.cause in (NORM, OVERFLOW) else call
-            for call in own
+            for call in stage_calls
             if call.role == role
         ]
         ranks = _group_sizes(job, stage).get(role, job.ranks)
-        bars += [replace(bar, role=role) for bar in cause_bars(calls, ranks, ACTIVATIONS, tensor.ACTIVATIONS)]
-    return [form for form, _ in parts], bars
+        bars += [replace(bar, role=role) for bar in cause_bars(calls, ranks, ACTIVATIONS, tensor_parallel.ACTIVATIONS)]
+    return [form for form, _ in waterfalls], bars
 
 
 def model_parameters(job: Job) -> int:
-    """Return the parameters of all stages and tensor-parallel ranks."""
+    """Return the number of parameters of all stages and tensor-parallel ranks."""
     return count_elements(model_lists(gpt_neox_model(neox_shape(job.fact("model"))), "float32").parameters)
 
 
-def _pipeline_part(job: Job, stage: PipelineStage, own: Sequence[ExpectedCall]) -> FormAndBars:
-    batch, length, hidden = tensor.batch_dimensions(job)
+def _pipeline_waterfall(job: Job, stage: PipelineStage, stage_calls: Sequence[ExpectedCall]) -> FormAndBars:
+    batch, length, hidden = tensor_parallel.batch_dimensions(job)
     form = Fraction(pipeline_form(batch, length, hidden, stage.stages) * job.parameter_size)
     of_this_stage = Fraction(stage.neighbours * pipeline_calls.hidden_bytes(job))
     levels = {
         "pipeline: equation 4 is of all stages together": of_this_stage,
         f"pipeline: in each of {job.micro_batches} micro-batches": of_this_stage * job.micro_batches,
-        "pipeline: each tensor-parallel rank sends its part": total_wire_bytes(own, 1, ACTIVATIONS),
+        "pipeline: each tensor-parallel rank sends its part": total_wire_bytes(stage_calls, 1, ACTIVATIONS),
     }
     bars = [replace(bar, role=ROLE) for bar in level_bars(form, levels)]
     return WaterfallBar("equation 4: 2 b s h (p-1)", form, ROLE), bars
 
 
-def _tensor_part(job: Job, stage: PipelineStage, own: Sequence[ExpectedCall]) -> FormAndBars:
-    form = tensor.form_bytes(job, stage.stages)
-    kept = tensor.forward_sums(job, stage.blocks) + tensor.backward_sums(stage.blocks)
-    recomputed = kept + pipeline_calls.recomputed_sums(job, stage)
-    sums = {
+def _tensor_waterfall(job: Job, stage: PipelineStage, stage_calls: Sequence[ExpectedCall]) -> FormAndBars:
+    form = tensor_parallel.form_bytes(job, stage.stages)
+    without_recomputation = tensor_parallel.forward_all_reduces(job, stage.blocks)
+    without_recomputation += tensor_parallel.backward_all_reduces(stage.blocks)
+    recomputed = without_recomputation + pipeline_calls.recomputed_all_reduces(job, stage)
+    edges = tensor_parallel.edge_all_reduces(stage.first, stage.last)
+    counts = {
         "this stage's layers, two sums forward and two backward": 4 * stage.blocks,
-        "attention and MLP side by side, summed once": kept,
+        "attention and MLP side by side, summed once": without_recomputation,
         "activations recomputed": recomputed,
-        "the embedding, or the gradient of the head's input": recomputed + tensor.edge_sums(stage.first, stage.last),
+        "the embedding, or the gradient of the head's input": recomputed + edges,
     }
-    is_shared = job.model("sequence_parallel", False)
-    steps = sequence_parallel.activation_bars(job, own) if is_shared else tensor.activation_bars(job, own, form, sums)
-    bars = [replace(bar, role=tensor.ROLE) for bar in steps]
-    return WaterfallBar("equation 5 with L/p layers: (12 L/p + 2) b s h (t-1)/t", form, tensor.ROLE), bars
+    if job.model("sequence_parallel", False):
+        bars = sequence_parallel.activation_bars(job, stage_calls)
+    else:
+        bars = tensor_parallel.activation_bars(job, stage_calls, form, counts)
+    bars = [replace(bar, role=tensor_parallel.ROLE) for bar in bars]
+    return WaterfallBar("equation 5 with L/p layers: (12 L/p + 2) b s h (t-1)/t", form, tensor_parallel.ROLE), bars

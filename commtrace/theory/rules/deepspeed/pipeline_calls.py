@@ -1,6 +1,6 @@
-"""Calls of a rank of a pipeline's stage: with its neighbours, among all stages, and within its layers.
+"""Calls of a rank of a pipeline stage: with its neighbours, among all stages, and within its layers.
 
-Stages pass on the hidden states and the attention mask, and get gradients of the former back.
+Stages send the hidden states and the attention mask forward, and the gradients of the hidden states backward.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ from typing import Any, Final, TypeAlias
 
 from commtrace.theory.expected_calls import ExpectedCall
 from commtrace.theory.job import Job, element_size
-from commtrace.theory.rules.megatron import sequence_parallel
-from commtrace.theory.rules.megatron import tensor_parallel as tensor
+from commtrace.theory.rules.megatron import sequence_parallel, tensor_parallel
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, rule
 
 ROLE: Final = "pipeline"
 ACTIVATIONS: Final = "activations and their gradients"
 MASK: Final = "the attention mask, as 16-bit numbers"
-PARTS: Final = "metadata of partitioned activations"
+PARTITION_METADATA: Final = "metadata of partitioned activations"
 METADATA: Final = "metadata of the first activations"
-GATHERED: Final = "activations gathered from partitions"
+PARTITIONED_ACTIVATIONS: Final = "activations gathered from partitions"
 TIED: Final = "gradients of tied weights"
 LOSS: Final = "the loss, broadcast to all stages"
 
@@ -62,12 +61,12 @@ class PipelineStage:
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._configure_zero_optimizer (overlap_comm in a pipeline)", DEEPSPEED)
 def overlap_comm() -> bool:
-    """In a pipeline gradients are reduced when all of them are there, whatever the configuration says."""
+    """Return overlap_comm as in a pipeline: gradients are reduced after backward, whatever the configuration says."""
     return False
 
 
 def stage_as_model(job: Job) -> dict[str, Any]:
-    """Return the row of a job whose model is this stage: to ZeRO the pipeline is model parallelism."""
+    """Return the row of a job whose model is this stage: to ZeRO, the pipeline is model parallelism."""
     stages = int(job.fact("pipeline_stages"))
     settings = {**job.fact("zero"), "overlap_comm": overlap_comm()}
     return {**job.row, "pipeline_stages": 1, "tensor_parallel_size": job.tensor * stages, "zero": settings}
@@ -80,9 +79,9 @@ def start_calls(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
 
 def step_calls(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
     """Return the calls of every step, except the optimizer's."""
-    passed = _neighbour_calls(stage, forward=activations(job, stage), backward=gradients(job, stage))
-    in_each = [call.times(job.micro_batches) for call in passed]
-    return [*in_each, *tied_gradients(job), *loss_calls(job, stage), *_tensor_calls(job, stage)]
+    messages = _neighbour_calls(stage, forward=activation_messages(job, stage), backward=gradient_messages(job, stage))
+    of_micro_batches = [call.times(job.micro_batches) for call in messages]
+    return [*of_micro_batches, *tied_gradients(job), *loss_calls(job, stage), *_tensor_calls(job, stage)]
 
 
 # --- among stages ---------------------------------------------------------------------------------------------------
@@ -90,27 +89,27 @@ def step_calls(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
 
 @rule(_ENGINE + "__init__ (Initialize pipeline communicators)", DEEPSPEED)
 def communicator_setup(stage: PipelineStage) -> list[ExpectedCall]:
-    """Each stage sends the next one a loss of zero."""
+    """Return the calls that set up communicators: each stage sends a loss of zero to the next."""
     return _neighbour_calls(stage, forward=[(4, "pipeline communicators are set up")])
 
 
 @rule(_ENGINE + "__init__ (params_tensor)", DEEPSPEED)
 def parameter_counts(job: Job) -> list[ExpectedCall]:
-    """Parameters are counted in two 64-bit numbers: all, and those that no other stage has."""
+    """Return the all_reduce of two 64-bit numbers: all parameters, and those that no other stage has."""
     return [ExpectedCall("all_reduce", 16, "parameters are counted", role=model_role(job))]
 
 
 @rule("deepspeed.runtime.pipe.topology.PipelineParallelGrid.__init__ (ds_model_proc_group)", DEEPSPEED)
 def model_role(job: Job) -> str:
-    """The group of all ranks that hold one copy of the model is that of the stages, of tensor parallelism, or both."""
+    """Return the role of the group of ranks that hold one copy of the model: stages, tensor parallelism, or both."""
     has_stages, has_tensor = int(job.fact("pipeline_stages")) > 1, job.tensor > 1
     both = "model" if has_tensor else ROLE
-    return both if has_stages else tensor.ROLE if has_tensor else "self"
+    return both if has_stages else tensor_parallel.ROLE if has_tensor else "self"
 
 
 @rule("deepspeed.runtime.pipe.module.PipelineModule._synchronize_tied_weights", DEEPSPEED)
 def tied_broadcasts(job: Job) -> list[ExpectedCall]:
-    """Tied weights are broadcast in the type in which the model was made, before the engine casts it."""
+    """Return the broadcasts of tied weights, in the dtype that the model has before the engine casts it."""
     return [
         _among_tied(job, tied, ExpectedCall("broadcast", element_size(str(tied["first_dtype"])), "first tied weights"))
         for tied in job.fact("pipeline", "tied")
@@ -119,21 +118,21 @@ def tied_broadcasts(job: Job) -> list[ExpectedCall]:
 
 @rule(_ENGINE + "_exec_reduce_tied_grads", DEEPSPEED)
 def tied_gradients(job: Job) -> list[ExpectedCall]:
-    """Gradients of tied weights are all_reduced once a step, in the type in which gradients are kept."""
+    """Return the all_reduces of gradients of tied weights, once per step, in the dtype in which gradients are kept."""
     kept = job.fact("grad_accum_dtype") if job.fact("optimizer") == "BF16_Optimizer" else job.parameters[0].dtype
     call = ExpectedCall("all_reduce", element_size(str(kept)), TIED)
     return [_among_tied(job, tied, call) for tied in job.fact("pipeline", "tied")]
 
 
 def _among_tied(job: Job, tied: dict[str, Any], call: ExpectedCall) -> ExpectedCall:
-    """Return a call whose payload is of one element, for all elements, among the stages that have the weight."""
+    """Scale a call from one element to all of a tied weight, and return it among the stages that have the weight."""
     elements = next(parameter.elements for parameter in job.parameters if parameter.name == tied["parameter"])
     return replace(call, payload=call.payload * elements, role=ROLE).among(int(tied["ranks"]))
 
 
 @rule(_ENGINE + "_send_tensor_meta, _recv_tensor_meta", DEEPSPEED)
 def metadata(stage: PipelineStage) -> list[ExpectedCall]:
-    """Before the first activations, a fixed number of 32-bit numbers describes them."""
+    """Return the messages that describe the first activations, in a fixed number of 32-bit numbers."""
     return _neighbour_calls(stage, forward=[(4 * _META_NUMBERS, METADATA)])
 
 
@@ -144,7 +143,7 @@ MessageSizes: TypeAlias = list[tuple[int, str]]
 def _neighbour_calls(
     stage: PipelineStage, *, forward: MessageSizes, backward: MessageSizes | None = None
 ) -> list[ExpectedCall]:
-    """Return sends and receives of a stage: forward to the next and from the previous one, backward the reverse."""
+    """Return the sends and receives of a stage: forward to the next and from the previous one, backward the reverse."""
     directions = (
         ("send", not stage.last, forward),
         ("recv", not stage.first, forward),
@@ -160,50 +159,51 @@ def _neighbour_calls(
 
 
 @rule(_ENGINE + "_exec_send_activations, _exec_recv_activations", DEEPSPEED)
-def activations(job: Job, stage: PipelineStage) -> MessageSizes:
-    """Hidden states travel as their gradients do; then the mask, which has none."""
-    return [*gradients(job, stage), (mask_bytes(job), MASK)]
+def activation_messages(job: Job, stage: PipelineStage) -> MessageSizes:
+    """Return the messages of activations: hidden states, sent like their gradients, then the mask, which has none."""
+    return [*gradient_messages(job, stage), (mask_bytes(job), MASK)]
 
 
 @rule(_ENGINE + "_exec_send_grads, _exec_recv_grads", DEEPSPEED)
-def gradients(job: Job, stage: PipelineStage) -> MessageSizes:
-    """Gradients of the hidden states travel whole, or as this rank's part with its metadata."""
+def gradient_messages(job: Job, stage: PipelineStage) -> MessageSizes:
+    """Return the messages of the hidden states' gradients: all of them, or this rank's shard and its metadata."""
     payload = hidden_bytes(job)
     if not sends_partitions(job, stage):
         return [(payload, ACTIVATIONS)]
-    return [(layout_bytes(job), PARTS), (payload // job.tensor, ACTIVATIONS)]
+    return [(layout_bytes(job), PARTITION_METADATA), (payload // job.tensor, ACTIVATIONS)]
 
 
 @rule(_ENGINE + "__init__ (is_pipe_partitioned)", DEEPSPEED)
 def sends_partitions(job: Job, stage: PipelineStage) -> bool:
-    """Tensor-parallel ranks, which all have the same activations, send a part each (pipe_partitioned)."""
+    """Return whether tensor-parallel ranks, which have equal activations, send a shard each (pipe_partitioned)."""
     return job.tensor > 1 and bool(stage.facts["pipe_partitioned"])
 
 
 @rule("megatron.model.gpt2_model.GPT2ModelPipe.init_specs (what passes between the layers)", GPT_NEOX)
 def hidden_bytes(job: Job) -> int:
-    """Between layers pass b s h numbers of the parameters' type; returned are their bytes."""
-    return tensor.activation_elements(job) * job.parameter_size
+    """Return the bytes of the hidden states between layers: b s h elements of the parameters' dtype."""
+    return tensor_parallel.activation_elements(job) * job.parameter_size
 
 
 @rule(_ENGINE + "_exec_send_activations (has_attention_mask)", DEEPSPEED)
 def mask_bytes(job: Job) -> int:
-    """The mask is s by s bools for all sequences, sent as 16-bit numbers in every precision; returned are its bytes."""
+    """Return the bytes of the mask: s by s bools for all sequences, sent as 16-bit numbers in every precision."""
     return 2 * int(job.model("seq_length")) ** 2
 
 
 @rule("deepspeed.runtime.utils.PartitionedTensor.to_meta", DEEPSPEED)
 def layout_bytes(job: Job) -> int:
-    """Metadata of a part are 64-bit numbers; returned are their bytes.
+    """Return the bytes of a shard's metadata, which are 64-bit numbers.
 
-    Three dimensions and their number, the number of parts and which this is, the begin of each and the end of the last.
+    They are the number of dimensions and three dimensions, the number of shards and the index of this one, the begin of
+    each shard and the end of the last.
     """
     return 8 * (1 + 3 + 2 + job.tensor + 1)
 
 
 @rule(_ENGINE + "_aggregate_total_loss", DEEPSPEED)
 def loss_calls(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
-    """The last stages average the loss; two 32-bit numbers, of these micro-batches and of all, go to the others."""
+    """Return the last stage's all_reduce of the loss, and the broadcast of its own and the mean loss (32 bits each)."""
     averaged = [ExpectedCall("all_reduce", 4, "the loss, averaged")] if stage.last and job.ranks > 1 else []
     return [*averaged, *([ExpectedCall("broadcast", 8, LOSS, role=ROLE)] if stage.stages > 1 else [])]
 
@@ -212,39 +212,41 @@ def loss_calls(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
 
 
 def _tensor_calls(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
-    """Return what passes within the stage's layers in a step, and what its neighbours sent in parts."""
+    """Return the calls of the stage's tensor-parallel group in a step: of its layers, and of shards from neighbours."""
     if job.tensor == 1:
         return []
     if job.model("sequence_parallel", False):
         return sequence_parallel.activation_calls(job)
-    layer_sums = tensor.forward_sums(job, stage.blocks) + tensor.backward_sums(stage.blocks)
-    sums = layer_sums + recomputed_sums(job, stage) + tensor.edge_sums(stage.first, stage.last)
+    count = tensor_parallel.forward_all_reduces(job, stage.blocks) + tensor_parallel.backward_all_reduces(stage.blocks)
+    count += recomputed_all_reduces(job, stage) + tensor_parallel.edge_all_reduces(stage.first, stage.last)
+    all_reduces = ExpectedCall("all_reduce", tensor_parallel.activation_bytes(job), tensor_parallel.ACTIVATIONS, count)
     calls = [
-        ExpectedCall("all_reduce", tensor.activation_bytes(job), tensor.ACTIVATIONS, sums, role=tensor.ROLE),
-        *(tensor.loss_sums(job) if stage.last else ()),
-        *tensor.segment_gathers(job, len(recomputed_segments(stage))),
-        *partition_gathers(job, stage),
+        replace(all_reduces, role=tensor_parallel.ROLE),
+        *(tensor_parallel.loss_all_reduces(job) if stage.last else ()),
+        *tensor_parallel.segment_all_gathers(job, len(recomputed_segments(stage))),
+        *partition_all_gathers(job, stage),
     ]
     return [call.times(job.micro_batches) for call in calls]
 
 
 @rule("deepspeed.runtime.pipe.module.PipelineModule.forward, _is_checkpointable", DEEPSPEED)
-def recomputed_sums(job: Job, stage: PipelineStage) -> int:
-    """Segments of transformer layers only are recomputed, and repeat their sums.
+def recomputed_all_reduces(job: Job, stage: PipelineStage) -> int:
+    """Return the number of all_reduces that recomputed segments repeat, which have transformer layers only.
 
     Segments are counted from the stage's first layer. DeepSpeed's own non-reentrant recomputation does not stop early.
     """
-    return tensor.forward_sums(job, sum(recomputed_segments(stage)))
+    return tensor_parallel.forward_all_reduces(job, sum(recomputed_segments(stage)))
 
 
 def recomputed_segments(stage: PipelineStage) -> list[int]:
     """Return the number of layers in each segment of the stage that is recomputed."""
     interval = int(stage.facts["activation_checkpoint_interval"])
-    return tensor.layer_segments([layer == BLOCK for layer in stage.layers], interval) if interval else []
+    return tensor_parallel.layer_segments([layer == BLOCK for layer in stage.layers], interval) if interval else []
 
 
 @rule(_ENGINE + "_exec_forward_pass, _exec_backward_pass; deepspeed.runtime.utils.PartitionedTensor.full", DEEPSPEED)
-def partition_gathers(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
-    """Received activations and gradients are gathered from their parts; so is, for backward, the stage's own output."""
-    calls = (stage.neighbours + (not stage.last)) * sends_partitions(job, stage)
-    return [ExpectedCall("all_gather", hidden_bytes(job), GATHERED, calls, role=tensor.ROLE)] if calls else []
+def partition_all_gathers(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
+    """Return the all_gathers of received activations and gradients and, for backward, of the stage's own output."""
+    count = (stage.neighbours + (not stage.last)) * sends_partitions(job, stage)
+    call = ExpectedCall("all_gather", hidden_bytes(job), PARTITIONED_ACTIVATIONS, count, role=tensor_parallel.ROLE)
+    return [call] if count else []

@@ -1,6 +1,6 @@
-"""Calls that GPT-NeoX's program (`train.py`) makes itself, beside those of its engine and of its parallel layers.
+"""Calls that GPT-NeoX's program (`train.py`) makes itself, besides those of its engine and of its parallel layers.
 
-It makes them in groups of one rank as well. Loading a checkpoint and training from one are not counted.
+It makes them in groups of one rank as well. Loading a checkpoint and resuming from one are not predicted.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from commtrace.theory.rules.deepspeed import zero3, zero3_calls
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, rule
 from commtrace.theory.waterfall import cause_bars
 
-from . import sequence_parallel
-from . import tensor_parallel as tensor
+from . import sequence_parallel, tensor_parallel
 
 WORLD: Final = "world"
 BATCH: Final = "the batch, for the ranks that share a model"
@@ -29,7 +28,7 @@ _FLOAT32: Final = 4
 
 
 def check(job: Job) -> None:
-    """Raise NotPredictedError for what the program does otherwise under this job."""
+    """Raise NotPredictedError for settings of the program that have no rules yet."""
     train_impl = job.model("train_impl", "normal")
     refuse(
         (train_impl != "normal", f"GPT-NeoX's train_impl {train_impl} has no rules yet"),
@@ -40,41 +39,42 @@ def check(job: Job) -> None:
 
 
 def extend_prediction(job: Job, prediction: Prediction) -> Prediction:
-    """Add the program's own calls."""
+    """Add the program's own calls to a prediction."""
     if job.fact("zero_stage") == 3:  # with an mpu, barriers and comparisons are among all ranks
-        steps = tuple(_in_world(calls) for calls in prediction.steps)
-        prediction = replace(prediction, start=(*_in_world(prediction.start), *built_twice(job)), steps=steps)
-    own = own_calls(job)
+        steps = tuple(_with_world_role(calls) for calls in prediction.steps)
+        start = (*_with_world_role(prediction.start), *pipeline_module_broadcasts(job))
+        prediction = replace(prediction, start=start, steps=steps)
+    added_calls = program_calls(job)
     extended = replace(
         prediction,
         start=(*prediction.start, *data_set_indices(job), data_flags(job), parameter_count()),
-        steps=tuple((*calls, *own) for calls in prediction.steps),
+        steps=tuple((*calls, *added_calls) for calls in prediction.steps),
         others={**prediction.others, WORLD: int(job.fact("world_size")), "self": 1},
     )
     bars = (
         replace(bar, role=role)
-        for role in sorted({call.role for call in own})
-        for bar in cause_bars([call for call in own if call.role == role], extended.ranks_of(role))
+        for role in sorted({call.role for call in added_calls})
+        for bar in cause_bars([call for call in added_calls if call.role == role], extended.ranks_of(role))
     )
     extended = replace(extended, bars=(*prediction.bars, *bars))
     sharded = zero3.SimulatedSteps(job) if job.fact("zero_stage") == 3 else None
     return replace(extended, special_step=partial(_special_step, job, extended, sharded))
 
 
-def own_calls(job: Job) -> tuple[ExpectedCall, ...]:
+def program_calls(job: Job) -> tuple[ExpectedCall, ...]:
     """Return the program's own calls in a step."""
-    calls = (*_among_model_ranks(job), *batches(job, job.micro_batches), *losses(job, job.micro_batches))
+    calls = (*_optimizer_calls(job), *batches(job, job.micro_batches), *losses(job, job.micro_batches))
     return calls if job.has_pipeline_engine else (*calls, reduced_losses(job.micro_batches))
 
 
 @rule("megatron.training.get_model (deepspeed.zero.Init)", GPT_NEOX)
-def built_twice(job: Job) -> list[ExpectedCall]:
-    """Under ZeRO-3 the pipeline's modules are made first, and partitioned among all ranks; then the model's."""
+def pipeline_module_broadcasts(job: Job) -> list[ExpectedCall]:
+    """Return the broadcasts of the pipeline's modules, which ZeRO-3 partitions before the model's modules are made."""
     cause = "parameters of the pipeline's modules, which are not trained"
     return [ExpectedCall("broadcast", parameter.bytes, cause, role=WORLD) for parameter in job.parameters]
 
 
-def _in_world(calls: Iterable[ExpectedCall]) -> tuple[ExpectedCall, ...]:
+def _with_world_role(calls: Iterable[ExpectedCall]) -> tuple[ExpectedCall, ...]:
     in_world = (zero3_calls.BARRIERS, zero3_calls.COMPARED)
     return tuple(replace(call, role=WORLD) if call.cause in in_world else call for call in calls)
 
@@ -82,29 +82,29 @@ def _in_world(calls: Iterable[ExpectedCall]) -> tuple[ExpectedCall, ...]:
 def _special_step(
     job: Job, regular: Prediction, sharded: zero3.SimulatedSteps | None, step: int
 ) -> tuple[ExpectedCall, ...] | None:
-    """Return the calls of a step that an evaluation or a checkpoint follows, with theirs; None for other steps.
+    """Return the calls of a step and of the evaluation or checkpoint after it; None for regular steps.
 
-    Under ZeRO-3 (`sharded`) an evaluation gathers parameters, of which the next step finds some.
+    Under ZeRO-3 (`sharded`), an evaluation leaves some parameters gathered for the next step.
     """
     iteration = step + 1
     is_last = iteration == int(job.model("train_iters", 0)) and bool(job.model("save", False))
     earlier, (evaluated, tested) = passes_of_evaluations(job, step), passes_of_evaluations(job, iteration)
     extra = [call for passes in (*evaluated, *tested) for call in evaluation(job, passes)]
-    extra += checkpoint(job) * (saves(job, iteration) + is_last)
+    extra += checkpoint(job) * (saves_checkpoint(job, iteration) + is_last)
     calls = regular.step(step)
     if sharded is not None:
         if any(earlier):
             _, calls = sharded.evaluation(min(step, zero3.STEPS), sum(map(sum, earlier)))
-            calls = (*_in_world(calls), *own_calls(job))
+            calls = (*_with_world_role(calls), *program_calls(job))
         for passes in (evaluated, tested) if is_last else (evaluated + tested,):
-            gathered, _ = sharded.evaluation(min(iteration, zero3.STEPS), sum(passes))
-            extra += _in_world(gathered)
+            all_gathers, _ = sharded.evaluation(min(iteration, zero3.STEPS), sum(passes))
+            extra += _with_world_role(all_gathers)
     return (*calls, *extra) if extra or (sharded and any(earlier)) else None
 
 
 def _model_group(job: Job, call: ExpectedCall) -> ExpectedCall:
-    """Return a call among the ranks that share a model, of which there may be one."""
-    return replace(call, role=tensor.ROLE).among(job.tensor)
+    """Return a call in the tensor-parallel group, which may have one rank."""
+    return replace(call, role=tensor_parallel.ROLE).among(job.tensor)
 
 
 # --- start-up -------------------------------------------------------------------------------------------------------
@@ -113,9 +113,10 @@ def _model_group(job: Job, call: ExpectedCall) -> ExpectedCall:
 @rule("megatron.data.gpt2_dataset._build_index_mappings; megatron.mpu.initialize.initialize_model_parallel (IO group)",
       GPT_NEOX)  # fmt: skip
 def data_set_indices(job: Job) -> list[ExpectedCall]:
-    """Ranks that load data wait for the index of each data set: a 64-bit number among those of one model part.
+    """Return the all_reduces (one int64 each) with which ranks wait for the index of each data set.
 
-    There is a data set to train with, and one for each kind of evaluation.
+    There is a data set for training, and one for each kind of evaluation. The group has the ranks that load data: the
+    data-parallel ranks of the first and of the last stage.
     """
     if int(job.row.get("tensor_parallel_rank", 0)) > 0 or not loads_batches(job):
         return []
@@ -126,14 +127,14 @@ def data_set_indices(job: Job) -> list[ExpectedCall]:
 
 @rule("megatron.data.data_utils.build_train_valid_test_data_loaders", GPT_NEOX)
 def data_flags(job: Job) -> ExpectedCall:
-    """Three 64-bit numbers tell which data sets there are: to all ranks with a pipeline engine, else to a model's."""
+    """Return the broadcast of three int64 flags for data sets, without a pipeline in the tensor-parallel group only."""
     call = ExpectedCall("broadcast", 3 * _INT64, "kinds of data sets", role=WORLD)
     return call if job.has_pipeline_engine else _model_group(job, call)
 
 
 @rule("megatron.utils.get_total_params", GPT_NEOX)
 def parameter_count() -> ExpectedCall:
-    """All ranks sum a 64-bit number of parameters."""
+    """Return the all_reduce of the number of parameters (int64) among all ranks."""
     return ExpectedCall("all_reduce", _INT64, "parameters of the model", role=WORLD)
 
 
@@ -152,32 +153,32 @@ def computes_loss(job: Job) -> bool:
 
 @rule("megatron.mpu.data.broadcast_data, _build_key_size_numel_dictionaries", GPT_NEOX)
 def batches(job: Job, number: int) -> list[ExpectedCall]:
-    """Of each batch, the shape (four 64-bit numbers) and then the tokens go to the ranks that share a model."""
+    """Return the broadcasts of batches in the tensor-parallel group: the shape (four int64), then the tokens."""
     if not loads_batches(job):
         return []
-    batch, length, _ = tensor.batch_dimensions(job)
+    batch, length, _ = tensor_parallel.batch_dimensions(job)
     tokens = batch * (length + 1) * _INT64
     return [_model_group(job, ExpectedCall("broadcast", size, BATCH, number)) for size in (4 * _INT64, tokens)]
 
 
 def losses(job: Job, number: int) -> list[ExpectedCall]:
-    """Return the calls of the loss, which a rank makes without tensor parallelism as well."""
+    """Return the loss's all_reduces in a tensor-parallel group of one rank; larger groups are in `tensor_parallel`."""
     if job.tensor > 1 or not computes_loss(job):
         return []
-    return [_model_group(job, call).times(number) for call in tensor.loss_sums(job)]
+    return [_model_group(job, call).times(number) for call in tensor_parallel.loss_all_reduces(job)]
 
 
 @rule("megatron.utils.reduce_losses", GPT_NEOX)
 def reduced_losses(number: int) -> ExpectedCall:
-    """The losses of a step or of an evaluation are summed over all ranks, 32 bits each."""
+    """Return the all_reduce of the losses of a step or an evaluation (32 bits each) among all ranks."""
     return ExpectedCall("all_reduce", number * _FLOAT32, "losses, averaged", role=WORLD)
 
 
-def _among_model_ranks(job: Job) -> list[ExpectedCall]:
-    """Return the optimizer's calls in a model-parallel group of one rank: GPT-NeoX always hands its mpu on."""
+def _optimizer_calls(job: Job) -> list[ExpectedCall]:
+    """Return the optimizer's calls in a model-parallel group of one rank: GPT-NeoX always passes its mpu."""
     if job.has_pipeline_engine or job.tensor > 1:
         return []  # in other rules
-    return [replace(call, role="self") for call in tensor.optimizer_calls(job)]
+    return [replace(call, role="self") for call in tensor_parallel.optimizer_calls(job)]
 
 
 # --- evaluation -----------------------------------------------------------------------------------------------------
@@ -185,10 +186,11 @@ def _among_model_ranks(job: Job) -> list[ExpectedCall]:
 
 @rule("megatron.training.train, pretrain, evaluate", GPT_NEOX)
 def passes_of_evaluations(job: Job, iteration: int) -> tuple[list[int], list[int]]:
-    """Evaluations follow every eval_interval iterations and the last one, if there are data for them.
+    """Return the forward passes of each evaluation after an iteration: those before and after the last checkpoint.
 
-    Returned are the forward passes of each, before and behind the last checkpoint: eval_iters times the micro-batches
-    of a step. With a pipeline engine GPT-NeoX's evaluation fails: DeepSpeed's returns a loss, and it expects a pair.
+    Evaluations follow every eval_interval iterations and the last one, if there are data for them. Each has eval_iters
+    times the micro-batches of a step. With a pipeline engine GPT-NeoX's evaluation fails: DeepSpeed's returns a loss,
+    and it expects a pair.
     """
     interval, is_last = int(job.model("eval_interval", 0)), iteration == int(job.model("train_iters", 0))
     passes = 0 if job.has_pipeline_engine else int(job.model("eval_iters", 0)) * job.micro_batches
@@ -199,14 +201,14 @@ def passes_of_evaluations(job: Job, iteration: int) -> tuple[list[int], list[int
 
 @rule("megatron.training.evaluate", GPT_NEOX)
 def evaluation(job: Job, passes: int) -> tuple[ExpectedCall, ...]:
-    """An evaluation goes forward, and averages its losses."""
+    """Return the calls of an evaluation: its forward passes, and the average of its losses."""
     forward = [call.times(passes) for call in forward_calls(job)]
     return (*batches(job, passes), *losses(job, passes), *forward, reduced_losses(passes))
 
 
 @rule("megatron.training.is_save_iter", GPT_NEOX)
-def saves(job: Job, iteration: int) -> bool:
-    """A checkpoint is saved every checkpoint_factor iterations, or at its powers (checkpoint_scale)."""
+def saves_checkpoint(job: Job, iteration: int) -> bool:
+    """Return whether an iteration saves a checkpoint: multiples of checkpoint_factor, or powers (checkpoint_scale)."""
     factor = job.model("checkpoint_factor", 0)
     if not job.model("save", False) or not factor:
         return False
@@ -220,14 +222,14 @@ def saves(job: Job, iteration: int) -> bool:
 
 @rule("megatron.checkpointing.save_checkpoint", GPT_NEOX)
 def checkpoint(job: Job) -> list[ExpectedCall]:
-    """GPT-NeoX waits three times for all ranks when a checkpoint has been saved."""
+    """Return the calls of saving a checkpoint, with three barriers of all ranks at the end."""
     sharded = zero3_calls.saved_state(job) if job.fact("zero_stage") == 3 else []
     return [*saved_state(), *sharded, ExpectedCall("barrier", 0, CHECKPOINT, 3, role=WORLD)]
 
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine.save_checkpoint, _checkpoint_tag_validation", DEEPSPEED)
 def saved_state() -> list[ExpectedCall]:
-    """Ranks compare the hash of the checkpoint's name, 20 bytes, by maximum and minimum, and wait twice."""
+    """Return the calls of DeepSpeed's checkpoint: maximum and minimum of its tag's hash (20 bytes), two barriers."""
     return [
         ExpectedCall("all_reduce", 20, CHECKPOINT, 2, role=WORLD),
         ExpectedCall("barrier", 0, CHECKPOINT, 2, role=WORLD),
@@ -239,4 +241,4 @@ def forward_calls(job: Job) -> list[ExpectedCall]:
     if job.tensor == 1:
         return []
     is_shared = bool(job.model("sequence_parallel", False))
-    return sequence_parallel.evaluation_calls(job) if is_shared else tensor.evaluation_calls(job)
+    return sequence_parallel.evaluation_calls(job) if is_shared else tensor_parallel.evaluation_calls(job)

@@ -1,11 +1,11 @@
-"""Megatron's tensor parallelism (arXiv 1909.08053) within a data-parallel job: calls among ranks that share a model.
+"""Megatron's tensor parallelism (arXiv 1909.08053) within a data-parallel job: calls of the tensor-parallel group.
 
-All of them are all_reduces: of activations (b s h elements: micro-batch, sequence, hidden size) where a layer's parts
-add up, of one number a token in the loss, and of scalars in the optimizer. Counts are exact: they follow from the
-architecture, not from the order of modules.
+All of them are all_reduces, except with partition_activations: of activations (b s h elements: micro-batch, sequence,
+hidden size) where partial results of a layer are summed, of one number per token in the loss, and of scalars in the
+optimizer. Counts are exact: they follow from the architecture, not from the order of modules.
 
-Assumptions, which no job row contains: every micro-batch has the configured size and length; ranks share the
-vocabulary of embedding and loss as in GPT-NeoX.
+Assumptions that the captured job cannot confirm: every micro-batch has the configured size and length; embedding and
+loss are sharded along the vocabulary as in GPT-NeoX.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ LOSS: Final = "vocabulary-parallel loss"
 FORM: Final = "equation 5: (12 L + 2) b s h (t-1)/t"
 
 
-def extend_prediction(job: Job, data: Prediction) -> Prediction:
-    """Add calls among ranks that share a model.
+def extend_prediction(job: Job, prediction: Prediction) -> Prediction:
+    """Add the calls of tensor parallelism to a prediction.
 
-    Raise NotPredictedError if the job does not have the model's architecture, or has one without rules.
+    Raise NotPredictedError if the job does not have the model's architecture, or has a setting without rules.
     """
     check(job)
-    own = (*activation_calls(job), *optimizer_calls(job))
-    scheme = f"{data.scheme}, tensor-parallel over {job.tensor}"
-    return combine_predictions(job, data, own, WaterfallBar(FORM, form_bytes(job)), _bars(job, own), scheme)
+    tensor_calls = (*activation_calls(job), *optimizer_calls(job))
+    scheme = f"{prediction.scheme}, tensor-parallel over {job.tensor}"
+    form = WaterfallBar(FORM, form_bytes(job))
+    return combine_predictions(job, prediction, tensor_calls, form, _bars(job, tensor_calls), scheme)
 
 
 def combine_predictions(
     job: Job,
-    data: Prediction,
-    own: tuple[ExpectedCall, ...],
+    prediction: Prediction,
+    calls: tuple[ExpectedCall, ...],
     form: WaterfallBar,
     bars: list[WaterfallBar],
     scheme: str,
@@ -52,34 +53,36 @@ def combine_predictions(
 ) -> Prediction:
     """Return the prediction of a job with another parallel dimension beside data parallelism.
 
-    `data` is the prediction for ranks that reduce gradients together, `own` are the calls of a step in the other
-    dimension. The waterfall `bars` lead from the closed form to `own`. `others` are the group sizes of other roles,
-    where it is not the model that is shared.
+    `calls` are those of a step in the other dimension, and the waterfall `bars` lead from the closed form `form` to
+    their wire bytes. `others` are the group sizes of other roles; default: those of tensor parallelism.
     """
+    data_form = prediction.closed_form
     return replace(
-        data,
+        prediction,
         scheme=scheme,
-        start=alone_as_self(job, data.start),
-        steps=tuple((*alone_as_self(job, step), *own) for step in data.steps),
-        closed_form=WaterfallBar(f"{data.closed_form.label} + {form.label}", data.closed_form.bytes + form.bytes),
-        bars=(*data.bars, *(bars if others else [replace(bar, role=ROLE) for bar in bars])),
-        skipped=skipped_calls(job, data, own),
+        start=with_self_role(job, prediction.start),
+        steps=tuple((*with_self_role(job, step), *calls) for step in prediction.steps),
+        closed_form=WaterfallBar(f"{data_form.label} + {form.label}", data_form.bytes + form.bytes),
+        bars=(*prediction.bars, *(bars if others else [replace(bar, role=ROLE) for bar in bars])),
+        skipped=skipped_calls(job, prediction, calls),
         others=others or {ROLE: job.tensor, "self": 1},
-        forms=() if others else (data.closed_form, replace(form, role=ROLE)),
+        forms=() if others else (data_form, replace(form, role=ROLE)),
     )
 
 
-def skipped_calls(job: Job, data: Prediction, own: Iterable[ExpectedCall]) -> tuple[tuple[ExpectedCall, ...], ...]:
-    """Return `Prediction.skipped` with the norms in the other dimension, where it skips norms."""
-    norms = [call for call in own if call.cause == NORM]
+def skipped_calls(
+    job: Job, prediction: Prediction, calls: Iterable[ExpectedCall]
+) -> tuple[tuple[ExpectedCall, ...], ...]:
+    """Return `Prediction.skipped`, with the norms of the other dimension in entries that have norms."""
+    norms = [call for call in calls if call.cause == NORM]
     return tuple(
-        (*alone_as_self(job, calls), *(norms if any(call.cause == NORM for call in calls) else ()))
-        for calls in data.skipped
+        (*with_self_role(job, entry), *(norms if any(call.cause == NORM for call in entry) else ()))
+        for entry in prediction.skipped
     )
 
 
 def check(job: Job) -> None:
-    """Raise NotPredictedError for architectures that have no rules yet."""
+    """Raise NotPredictedError for settings that have no rules yet."""
     job.require_architecture(f"tensor parallelism over {job.tensor} ranks")
     size = job.model("model_parallel_size", 1)
     refuse(
@@ -91,24 +94,25 @@ def check(job: Job) -> None:
     )  # fmt: skip
 
 
-def alone_as_self(job: Job, calls: tuple[ExpectedCall, ...]) -> tuple[ExpectedCall, ...]:
-    """Return calls with the role "self" where the data-parallel group has one rank: nothing leaves the rank."""
+def with_self_role(job: Job, calls: tuple[ExpectedCall, ...]) -> tuple[ExpectedCall, ...]:
+    """Return calls, with the role "self" if the data-parallel group has one rank and so sends nothing."""
     return calls if job.ranks > 1 else tuple(replace(call, role="self") for call in calls)
 
 
 def activation_calls(job: Job) -> list[ExpectedCall]:
-    """Return what travels through the model in one step."""
+    """Return the calls of the model's forward and backward passes in one step."""
     layers = num_layers(job)
-    layer_sums = forward_sums(job, layers) + recomputed_sums(job) + backward_sums(layers)
-    sums = ExpectedCall("all_reduce", activation_bytes(job), ACTIVATIONS, layer_sums + edge_sums(), role=ROLE)
-    calls = [sums, *segment_gathers(job, len(recomputed_segments(job))), *loss_sums(job)]
+    count = forward_all_reduces(job, layers) + recomputed_all_reduces(job) + backward_all_reduces(layers)
+    count += edge_all_reduces()
+    all_reduces = ExpectedCall("all_reduce", activation_bytes(job), ACTIVATIONS, count, role=ROLE)
+    calls = [all_reduces, *segment_all_gathers(job, len(recomputed_segments(job))), *loss_all_reduces(job)]
     return [call.times(job.micro_batches) for call in calls]
 
 
 def evaluation_calls(job: Job) -> list[ExpectedCall]:
-    """Return what travels through the model in a forward pass alone."""
-    sums = edge_sums(last=False) + forward_sums(job, num_layers(job))
-    return [ExpectedCall("all_reduce", activation_bytes(job), ACTIVATIONS, sums, role=ROLE), *loss_sums(job)]
+    """Return the calls of one forward pass without a backward pass."""
+    count = edge_all_reduces(last=False) + forward_all_reduces(job, num_layers(job))
+    return [ExpectedCall("all_reduce", activation_bytes(job), ACTIVATIONS, count, role=ROLE), *loss_all_reduces(job)]
 
 
 def optimizer_calls(job: Job) -> list[ExpectedCall]:
@@ -122,35 +126,37 @@ def optimizer_calls(job: Job) -> list[ExpectedCall]:
     return model_parallel_all_reduces(job)
 
 
-def _bars(job: Job, own: tuple[ExpectedCall, ...]) -> list[WaterfallBar]:
-    kept = forward_sums(job, num_layers(job)) + backward_sums(num_layers(job)) + edge_sums(last=False)
-    recomputed = kept + recomputed_sums(job)
-    sums = {
-        "two forward and two backward in each layer": 1 + 4 * num_layers(job),
-        "attention and MLP side by side, summed once": kept,
+def _bars(job: Job, tensor_calls: tuple[ExpectedCall, ...]) -> list[WaterfallBar]:
+    layers = num_layers(job)
+    without_recomputation = forward_all_reduces(job, layers) + backward_all_reduces(layers)
+    without_recomputation += edge_all_reduces(last=False)
+    recomputed = without_recomputation + recomputed_all_reduces(job)
+    counts = {
+        "two forward and two backward in each layer": 1 + 4 * layers,
+        "attention and MLP side by side, summed once": without_recomputation,
         "activations recomputed": recomputed,
-        "the gradient of the head's input": recomputed + edge_sums(first=False),
+        "the gradient of the head's input": recomputed + edge_all_reduces(first=False),
     }
-    bars = activation_bars(job, own, form_bytes(job), sums)
-    return [*bars, *cause_bars(own, job.tensor, ACTIVATIONS, prefix="tensor parallelism: ")]
+    bars = activation_bars(job, tensor_calls, form_bytes(job), counts)
+    return [*bars, *cause_bars(tensor_calls, job.tensor, ACTIVATIONS, prefix="tensor parallelism: ")]
 
 
 def activation_bars(
     job: Job,
-    own: Iterable[ExpectedCall],
+    tensor_calls: Iterable[ExpectedCall],
     form: Fraction,
     counts: Mapping[str, int],
     name: str = "tensor",
     volume: Callable[[int, int], Fraction] = all_reduce,
 ) -> list[WaterfallBar]:
-    """Return the bars from the bytes of a closed form to the activations of a step.
+    """Return the waterfall bars from the bytes of a closed form to the wire bytes of a step's activations.
 
     `counts` are the collective calls of a micro-batch up to each level, and `volume` is the closed form of such a call.
     """
-    sent = volume(activation_elements(job), job.tensor) * job.parameter_size
-    levels = {label: count * sent for label, count in counts.items()}
+    call_bytes = volume(activation_elements(job), job.tensor) * job.parameter_size
+    levels = {label: count * call_bytes for label, count in counts.items()}
     levels[f"in each of {job.micro_batches} micro-batches"] = job.micro_batches * [*levels.values()][-1]
-    levels["sums travel in fp32"] = total_wire_bytes(own, job.tensor, ACTIVATIONS)
+    levels["sums travel in fp32"] = total_wire_bytes(tensor_calls, job.tensor, ACTIVATIONS)
     return level_bars(form, {f"{name} parallelism: {label}": level for label, level in levels.items()})
 
 
@@ -160,7 +166,7 @@ def num_layers(job: Job) -> int:
 
 
 def form_bytes(job: Job, stages: int = 1) -> Fraction:
-    """Return equation 5 in bytes of the parameters' type, for a stage's share of the layers."""
+    """Return equation 5 in bytes of the parameters' dtype, for a stage's share of the layers."""
     batch, length, hidden = batch_dimensions(job)
     return tensor_parallel(batch, length, hidden, Fraction(num_layers(job), stages), job.tensor) * job.parameter_size
 
@@ -173,96 +179,97 @@ def batch_dimensions(job: Job) -> tuple[int, int, int]:
 
 
 def activation_elements(job: Job) -> int:
-    """Return the elements of one micro-batch's activations between two layers: b s h."""
+    """Return the number of elements of one micro-batch's activations between two layers: b s h."""
     batch, length, hidden = batch_dimensions(job)
     return batch * length * hidden
 
 
 @rule("megatron.mpu.mappings._reduce", GPT_NEOX)
 def activation_bytes(job: Job) -> int:
-    """A sum of activations has the parameters' type, or fp32 with fp32_allreduce; returned are its bytes."""
+    """Return the payload of a reduction of activations in bytes: the parameters' dtype, or fp32 with fp32_allreduce."""
     is_wide = bool(job.model("fp32_allreduce", False))
     return activation_elements(job) * (element_size("float32") if is_wide else job.parameter_size)
 
 
 @rule("megatron.mpu.layers.VocabParallelEmbedding.forward; megatron.model.transformer.ParallelLinear (the head)",
       GPT_NEOX)  # fmt: skip
-def edge_sums(first: bool = True, last: bool = True) -> int:
-    """The first layer, the embedding, sums once: each token's row comes from one rank.
+def edge_all_reduces(first: bool = True, last: bool = True) -> int:
+    """Return the number of all_reduces of the first and the last layer for a micro-batch.
 
-    The last one, the head, is column-parallel as well: it sums the gradient of its input.
+    The first layer, the embedding, all_reduces its output, because each token's row comes from one rank. The last one,
+    the head, is column-parallel and all_reduces the gradient of its input.
     """
     return first + last
 
 
 @rule("megatron.mpu.layers.RowParallelLinear.forward; megatron.model.transformer.ParallelTransformerLayer.forward",
       GPT_NEOX)  # fmt: skip
-def forward_sums(job: Job, layers: int) -> int:
-    """Attention and MLP of each layer sum their outputs; once together where they are side by side (gpt_j_residual)."""
+def forward_all_reduces(job: Job, layers: int) -> int:
+    """Return the number of all_reduces of attention and MLP outputs in layers; with gpt_j_residual both share one."""
     return layers * (1 if job.model("gpt_j_residual", False) else 2)
 
 
 @rule("megatron.mpu.layers.ColumnParallelLinear.forward (copy_to_model_parallel_region)", GPT_NEOX)
-def backward_sums(layers: int) -> int:
-    """Attention and MLP of each layer sum the gradients of their inputs."""
+def backward_all_reduces(layers: int) -> int:
+    """Return the number of all_reduces of the gradients of attention and MLP inputs in layers."""
     return layers * 2
 
 
 @rule("torch.utils.checkpoint.CheckpointFunction; "
       "torch.utils.checkpoint._checkpoint_without_reentrant_generator (early stop)", TORCH)  # fmt: skip
-def recomputed_sums(job: Job) -> int:
-    """The second forward pass of the layers repeats their sums.
+def recomputed_all_reduces(job: Job) -> int:
+    """Return the number of all_reduces that the second forward pass of recomputed layers repeats.
 
-    Without reentrant autograd it stops as soon as it has what backward needs: before the last sum of each segment of
-    layers, unless dropout behind that keeps a mask.
+    Without reentrant autograd it stops as soon as it has what the backward pass needs: before the last all_reduce of
+    each segment of layers, unless dropout after that keeps a mask.
     """
     segments = recomputed_segments(job)
-    sums = forward_sums(job, sum(segments))
+    count = forward_all_reduces(job, sum(segments))
     if job.model("checkpoint_reentrant", True) or float(job.model("hidden_dropout", 0.0)):
-        return sums
-    return sums - len(segments)
+        return count
+    return count - len(segments)
 
 
 @rule("megatron.model.utils.SequentialWrapper.forward, _is_checkpointable", GPT_NEOX)
 def recomputed_segments(job: Job) -> list[int]:
     """Return the number of layers in each segment of the model that is recomputed.
 
-    GPT-NeoX counts segments from the embedding and the function behind it, and recomputes those of layers only; the
+    GPT-NeoX counts segments from the embedding and the function after it, and recomputes segments of layers only. The
     example counts from the first layer.
     """
     if not job.model("checkpoint_activations", False):
         return []
-    before, behind = (2, 3) if job.is_gpt_neox else (0, 0)
-    is_layer = [False] * before + [True] * num_layers(job) + [False] * behind
+    before, after = (2, 3) if job.is_gpt_neox else (0, 0)
+    is_layer = [False] * before + [True] * num_layers(job) + [False] * after
     return layer_segments(is_layer, int(job.model("checkpoint_num_layers", 1)))
 
 
 def layer_segments(is_layer: Sequence[bool], interval: int) -> list[int]:
-    """Return the lengths of the segments of `interval` modules, cut from the first one on, that are all layers."""
+    """Split modules into segments of `interval`, and return the lengths of those that contain layers only."""
     segments = (is_layer[first : first + interval] for first in range(0, len(is_layer), interval))
     return [len(segment) for segment in segments if all(segment)]
 
 
 @rule("deepspeed.runtime.activation_checkpointing.checkpointing.gather_partitioned_activations", DEEPSPEED)
-def segment_gathers(job: Job, segments: int) -> list[ExpectedCall]:
-    """With partition_activations ranks keep a part each of the input of a recomputed segment, and gather it."""
+def segment_all_gathers(job: Job, segments: int) -> list[ExpectedCall]:
+    """Return the all_gathers of inputs of recomputed segments, which ranks keep as shards (partition_activations)."""
     if not job.model("partition_activations", False) or not segments:
         return []
-    parts = job.tensor if job.model("sequence_parallel", False) else 1
-    payload = activation_elements(job) * job.parameter_size // parts
+    shards = job.tensor if job.model("sequence_parallel", False) else 1
+    payload = activation_elements(job) * job.parameter_size // shards
     return [ExpectedCall("all_gather", payload, SEGMENTS, segments, role=ROLE)]
 
 
 @rule("megatron.mpu.cross_entropy._VocabParallelCrossEntropy.forward", GPT_NEOX)
-def loss_sums(job: Job) -> list[ExpectedCall]:
-    """The loss reduces each token's largest logit, its own, and the sum of exponentials, in fp32."""
+def loss_all_reduces(job: Job) -> list[ExpectedCall]:
+    """Return the all_reduces of the loss in fp32: each token's maximum logit, target logit and sum of exponentials."""
     batch, length, _ = batch_dimensions(job)
     return [ExpectedCall("all_reduce", batch * length * element_size("float32"), LOSS, 3, role=ROLE)]
 
 
 @rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer._model_parallel_all_reduce", DEEPSPEED)
 def model_parallel_all_reduces(job: Job) -> list[ExpectedCall]:
-    """ZeRO all_reduces overflow and norms once more, among the ranks that share a model, if these are several."""
+    """Return ZeRO's all_reduces of overflow check and norms in the model-parallel group, if that has several ranks."""
     if job.tensor == 1:
         return []
     return [replace(call, role=ROLE) for call in (*zero12.overflow_check(job), *zero12.norms(job))]
@@ -270,14 +277,14 @@ def model_parallel_all_reduces(job: Job) -> list[ExpectedCall]:
 
 @rule("deepspeed.runtime.utils.CheckOverflow.has_overflow (with an mpu)", DEEPSPEED)
 def fallback_overflow(job: Job) -> list[ExpectedCall]:
-    """Without ZeRO, the overflow check all_reduces a byte in 16 bits."""
+    """Return the all_reduce of the overflow check without ZeRO: one byte, in 16-bit precision only."""
     return [] if job.fact("precision") == "fp32" else [ExpectedCall("all_reduce", 1, OVERFLOW, role=ROLE)]
 
 
 @rule("deepspeed.runtime.utils.clip_grad_norm_ (with an mpu); deepspeed.runtime.utils.get_weight_norm (with an mpu)",
       DEEPSPEED)  # fmt: skip
 def fallback_norm(job: Job) -> list[ExpectedCall]:
-    """Without ZeRO, clipping all_reduces a 32-bit number in fp32; in 16 bits each of the optimizer's groups has one."""
+    """Return the all_reduces of 32-bit norms without ZeRO: in fp32 one to clip, in 16 bits one per optimizer group."""
     if job.fact("precision") == "fp32":
         return [ExpectedCall("all_reduce", 4, NORM, role=ROLE)] if float(job.fact("gradient_clipping")) > 0 else []
     return [ExpectedCall("all_reduce", 4, NORM, len(job.groups), role=ROLE)]
@@ -286,11 +293,11 @@ def fallback_norm(job: Job) -> list[ExpectedCall]:
 @rule("deepspeed.runtime.bf16_optimizer.BF16_Optimizer.step; deepspeed.runtime.utils.get_global_norm_of_tensors",
       DEEPSPEED)  # fmt: skip
 def global_norm() -> list[ExpectedCall]:
-    """BF16_Optimizer all_reduces a 32-bit norm among the ranks that share a model, with or without clipping."""
+    """Return the all_reduce of BF16_Optimizer's norm (32 bits) in the model-parallel group, clipping or not."""
     return [ExpectedCall("all_reduce", 4, NORM, role=ROLE)]
 
 
 @rule("examples.gpt_neox.tensor_parallel.clip_gradients", WORKLOAD)
 def clipping(job: Job) -> list[ExpectedCall]:
-    """Under DDP the program clips: it all_reduces the squared norms of the parts, one 32-bit number."""
+    """Return the all_reduce of the squared norm of the shards (32 bits), if the program clips gradients under DDP."""
     return [ExpectedCall("all_reduce", 4, NORM, role=ROLE)] if job.clips_gradients else []
